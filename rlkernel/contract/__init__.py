@@ -1,0 +1,21 @@
+"""What a number is: the contract id, the orders, the tolerances and the bitwise comparison.
+
+The only layer that every other one may read; it imports torch and nothing of rlkernel.
+"""
+
+from rlkernel.contract.bitwise import BitwiseReport, assert_bitwise, compare_bitwise
+from rlkernel.contract.orders import CONTRACT_ID, ORDERS, Order, contract_id
+from rlkernel.contract.tolerances import TOLERANCES, Tolerance, assert_accurate
+
+__all__ = [
+    "CONTRACT_ID",
+    "ORDERS",
+    "TOLERANCES",
+    "BitwiseReport",
+    "Order",
+    "Tolerance",
+    "assert_accurate",
+    "assert_bitwise",
+    "compare_bitwise",
+    "contract_id",
+]

@@ -1,0 +1,101 @@
+"""The orders of contract rlk-1, as data that code, documentation and artefacts share.
+
+Every reduction has one canonical order that depends on the weight's shape and the element's absolute position
+alone. The id changes when any bit changes. CPU and GPU each keep the orders in their own arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CONTRACT_ID = "rlk-1"
+
+K_GROUP = 16
+"""linear: products fused per step of the fp32 chain on tensor cores; a CPU fuses one."""
+WGRAD_TOKENS = 256
+"""linear, GPU: tokens per chunk of a weight gradient; chunks are added in fp32, ascending."""
+LANES = 16
+"""CPU row sums: element j goes to lane j mod 16, lanes are folded in halves (8, 4, 2, 1)."""
+ATTENTION_BLOCK = 64
+"""attention: keys per online-softmax block, from each sequence's first key."""
+ATTENTION_SPLIT = 2048
+"""attention: keys per split; splits are closed (normalised, with LSE) and merged ascending."""
+VOCAB_TILE = 128
+"""log-probability: vocabulary entries per tile of the log-sum-exp."""
+FIXED_POINT_BITS = 23
+"""log-probability: fraction bits of the order-free integer sums inside a vocabulary tile."""
+SEGMENT = 1024
+"""losses and statistics: elements per segment of a two-pass sum."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Canonical order of one op: what is fixed, and what a schedule may choose freely."""
+
+    op: str
+    fixed: str
+    free: str
+
+
+ORDERS: dict[str, Order] = {
+    order.op: order
+    for order in (
+        Order(
+            "embedding",
+            "forward: a copy. Backward: per token id, fp32 sum over its occurrences in ascending packed order",
+            "parallelism over ids and channels",
+        ),
+        Order(
+            "linear",
+            "K in P equal chunks; inside a chunk one fp32 chain from +0, k ascending (groups of 16 on tensor cores, "
+            "single fma on CPU); chunks in a balanced binary tree in fp32; bias in fp32; one rounding. Input gradient: "
+            "the same over N. Weight gradient: fp32, tokens in packed order, folded onto what main_grad holds",
+            "tile shape, batch, row position, split over CTAs, threads, fused weights",
+        ),
+        Order(
+            "rms_norm",
+            "r = round(x + residual); fp32 sum of squares over a tree fixed by C; "
+            "round(round(r * rstd) * weight). Weight gradient: tokens ascending in fixed segments",
+            "rows per program, threads",
+        ),
+        Order(
+            "rope",
+            "fp32 table by absolute position; fma(x1, cos, -(x2 * sin)) and fma(x2, cos, x1 * sin); one rounding",
+            "everything else",
+        ),
+        Order(
+            "swiglu",
+            "round(round(silu(gate)) * up) with silu(x) = x / (1 + exp(-x)) in fp32",
+            "everything else",
+        ),
+        Order(
+            "attention",
+            f"keys from each sequence's first one in blocks of {ATTENTION_BLOCK}; online softmax in base 2, always "
+            f"rescaling; P rounded to the value dtype; splits of {ATTENTION_SPLIT} keys closed and merged ascending by "
+            "LSE. Backward: dQ, dK, dV each owned by one program, blocks ascending, no atomics",
+            "query tile, packing, page size, number of CTAs, chunked prefill",
+        ),
+        Order(
+            "logprob",
+            f"fp32 logits times fp32 1/T; vocabulary tiles of {VOCAB_TILE}: exact maximum, order-free sums of "
+            f"exp2 terms in fixed point with {FIXED_POINT_BITS} fraction bits; tiles combined ascending in fp32",
+            "tile shape over tokens, order inside a vocabulary tile, fusion with the logits' GEMM",
+        ),
+        Order(
+            "sample",
+            "Gumbel-max; noise keyed by request seed, position and token id; lowest id wins ties",
+            "row in the batch, tiling of the vocabulary",
+        ),
+        Order(
+            "policy_loss",
+            f"elementwise fp32; sums per sequence and per batch over segments of {SEGMENT} tokens from the first "
+            "token of each, two passes, no atomics",
+            "number of programs",
+        ),
+    )
+}
+
+
+def contract_id(*variants: str) -> str:
+    """Contract id of a run: `rlk-1`, with the named variants it uses (`rlk-1+fa3`)."""
+    return "+".join([CONTRACT_ID, *sorted(variants)])

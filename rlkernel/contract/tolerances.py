@@ -1,0 +1,64 @@
+"""The one tolerance table, per dtype, and the accuracy rule that every test of an op uses.
+
+The rule follows FlashAttention's tests: an op may not be further from the fp64 truth than twice plain torch
+in the same dtype, plus the grain of that dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Row of `tolerances.json`; grains are relative to the largest magnitude of the reference."""
+
+    factor: float
+    grain: float
+    grain_cross: float
+
+
+def _load() -> dict[torch.dtype, Tolerance]:
+    table = json.loads((files("rlkernel.contract") / "tolerances.json").read_text())
+    return {getattr(torch, name): Tolerance(**row) for name, row in table.items() if name != "comment"}
+
+
+TOLERANCES: dict[torch.dtype, Tolerance] = _load()
+
+
+def assert_accurate(
+    out: Tensor, reference: Tensor, baseline: Tensor | None, what: str = "output", dtype: torch.dtype | None = None
+) -> None:
+    """Asserts that `out` is as close to the fp64 `reference` as the table asks.
+
+    Args:
+        out: result under test, any shape.
+        reference: fp64 (or fp32) truth of the same shape.
+        baseline: plain torch in the same dtype, or None to use the table's cross-device grain alone.
+        what: name printed in the error.
+        dtype: row of the table; default `out.dtype`. Name the input dtype where an fp32 result comes from bf16.
+    """
+    tolerance = TOLERANCES[dtype or out.dtype]
+    ref = reference.detach().double().cpu()
+    value = out.detach().double().cpu()
+    if value.shape != ref.shape:
+        raise AssertionError(f"{what}: shape {tuple(value.shape)}, expected {tuple(ref.shape)}")
+    finite = torch.isfinite(ref)
+    if not bool(torch.isfinite(value).eq(finite).all()):
+        raise AssertionError(f"{what}: non-finite elements differ from the reference")
+    if not bool(finite.any()):
+        return
+    worst = float((value - ref).abs()[finite].max())
+    scale = float(ref[finite].abs().max())
+    if baseline is None:
+        limit = tolerance.grain_cross * scale
+    else:
+        limit = tolerance.factor * float((baseline.detach().double().cpu() - ref).abs()[finite].max())
+        limit += tolerance.grain * scale
+    if not worst <= limit:
+        raise AssertionError(f"{what}: error {worst:.3g} exceeds {limit:.3g} (largest value {scale:.3g})")

@@ -1,0 +1,153 @@
+"""Builds the C++ sources of `csrc/` on first use with ninja, and finds the result on every later use.
+
+The library's name holds a hash of sources, flags, compiler, torch and architecture, so a stale binary is never
+loaded. The kernels have a plain C interface and no torch headers: a build takes seconds, not minutes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+_BASE_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",          # an fma is written where the contract has one, and nowhere else
+    "-fvisibility=hidden",
+    "-Wall",
+)
+
+
+class BuildError(RuntimeError):
+    """The C++ sources did not compile; the message ends with the compiler's output and the log's path."""
+
+
+def source_dir() -> Path:
+    """Directory of the C++/CUDA sources: `rlkernel/_csrc` in a wheel, `csrc` in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for candidate in (package / "_csrc", package.parent / "csrc"):
+        if (candidate / "cpu").is_dir():
+            return candidate
+    raise BuildError(f"rlkernel's C++ sources are missing: neither {package / '_csrc'} nor {package.parent / 'csrc'}")
+
+
+def cache_dir() -> Path:
+    """Where builds and certification verdicts live: `$RLKERNEL_CACHE`, else `~/.cache/rlkernel`."""
+    root = os.environ.get("RLKERNEL_CACHE")
+    return Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlkernel"
+
+
+def compiler() -> str | None:
+    """The C++ compiler: `$CXX`, else g++, else clang++; None where there is none."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and shutil.which(name):
+            return shutil.which(name)
+    return None
+
+
+def _ninja() -> str:
+    beside = Path(sys.executable).with_name("ninja")
+    if beside.exists():
+        return str(beside)
+    found = shutil.which("ninja")
+    if found:
+        return found
+    import ninja  # the wheel's own copy, where its script is on no path
+
+    return str(Path(ninja.BIN_DIR) / "ninja")
+
+
+def _arch_flag() -> str:
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+
+
+@functools.cache
+def _machine(cxx: str) -> str:
+    """What `-march=native` means here; a home directory shared by two kinds of CPU must not share a build."""
+    probe = subprocess.run([cxx, _arch_flag(), "-dM", "-E", "-x", "c++", "/dev/null"], capture_output=True, text=True)
+    return probe.stdout
+
+
+def fingerprint(sources: list[Path], cxx: str) -> str:
+    """First 16 hex digits of the SHA-256 over sources, headers, flags, compiler, torch and architecture."""
+    digest = hashlib.sha256()
+    for path in sorted({*sources, *sources[0].parent.glob("*.h")}):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for text in (*_BASE_FLAGS, cxx, _machine(cxx), torch.__version__, platform.machine()):
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def build_cpu() -> Path:
+    """Compiles `csrc/cpu/*.cpp` unless an up-to-date library exists; returns the library's path.
+
+    Concurrent processes wait for one another on a lock file. The library appears in its place at once, by a rename.
+
+    Raises:
+        BuildError: no compiler, or the compiler failed; the build log stays beside the library.
+    """
+    cxx = compiler()
+    if cxx is None:
+        raise BuildError("no C++ compiler found (looked for $CXX, g++, clang++); install g++ or set CXX")
+    sources = sorted((source_dir() / "cpu").glob("*.cpp"))
+    target = cache_dir() / f"rlkernel_cpu-{fingerprint(sources, cxx)}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return target
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            _run_ninja(Path(work), sources, target, cxx)
+    return target
+
+
+def _run_ninja(work: Path, sources: list[Path], target: Path, cxx: str) -> None:
+    flags = " ".join((*_BASE_FLAGS, _arch_flag()))
+    lines = [
+        f"cxx = {cxx}",
+        f"flags = {flags}",
+        "rule compile",
+        "  command = $cxx $flags -MMD -MF $out.d -c $in -o $out",
+        "rule link",
+        "  command = $cxx -shared -fopenmp $in -o $out",
+    ]
+    objects = []
+    for source in sources:
+        objects.append(f"{source.stem}.o")
+        lines.append(f"build {objects[-1]}: compile {str(source).replace(' ', '$ ')}")
+    lines += [f"build out.so: link {' '.join(objects)}", "default out.so", ""]
+    (work / "build.ninja").write_text("\n".join(lines))
+    done = subprocess.run([_ninja(), "-C", str(work)], capture_output=True, text=True)
+    log = target.with_suffix(".log")
+    log.write_text(done.stdout + done.stderr)
+    if done.returncode != 0:
+        raise BuildError(f"building rlkernel's CPU kernels failed (log: {log})\n{(done.stdout + done.stderr)[-4000:]}")
+    os.replace(work / "out.so", target)
+
+
+@functools.cache
+def cpu_library() -> ctypes.CDLL:
+    """The loaded CPU library, built first where needed.
+
+    Raises:
+        BuildError: as `build_cpu`.
+    """
+    torch.get_num_threads()       # torch's OpenMP runtime is loaded first, so that both share one thread pool
+    return ctypes.CDLL(str(build_cpu()))

@@ -1,0 +1,1 @@
+"""Launchers of the C++ CPU kernels in `csrc/cpu`, through their plain C interface."""

@@ -1,0 +1,123 @@
+"""Scalar arithmetic of the CPU contract in torch: fma, exp2, log2 and the fixed row sum.
+
+Each function is the twin of one in `csrc/cpu/common.h`, operation for operation, so the reference and the C++
+kernels give the same bits. All take and return fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkernel.contract.orders import LANES
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+# Taylor coefficients of 2^f, ln(2)^i / i!, on |f| <= 1/2: the truncation error is below 1e-8.
+EXP2_COEFFICIENTS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
+# log2(1 + r) = r * poly(r) on sqrt(1/2) <= 1 + r < sqrt(2): degree 9, fitted at Chebyshev nodes, error below 2^-25.
+LOG2_COEFFICIENTS = (
+    -0.11020159721374512,
+    0.18631209433078766,
+    -0.19102497398853302,
+    0.2045752853155136,
+    -0.23961904644966125,
+    0.2885688841342926,
+    -0.3606966435909271,
+    0.4808982014656067,
+    -0.7213473320007324,
+    1.4426950216293335,
+)
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """round(a * b + c) with one rounding, fp32; shapes broadcast.
+
+    The product is exact in fp64. The fp64 sum is rounded to odd, so that rounding it again to fp32 is exact.
+    """
+    product = a.double() * b.double()
+    c64 = c.double()
+    total = product + c64
+    # TwoSum (Knuth): the exact error of the fp64 addition.
+    virtual = total - product
+    error = (product - (total - virtual)) + (c64 - virtual)
+    bits = total.view(torch.int64)
+    even = (bits & 1) == 0
+    inexact = (error != 0) & torch.isfinite(total)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(inexact & even, bits + toward, bits).view(torch.float64).float()
+
+
+def horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
+    """Polynomial in x by a chain of fma, highest coefficient first."""
+    total = torch.full_like(x, coefficients[0])
+    for c in coefficients[1:]:
+        total = fma(total, x, torch.full_like(x, c))
+    return total
+
+
+def exp2(x: Tensor) -> Tensor:
+    """2^x in fp32: results below 2^-126 are +0, above the range inf, NaN stays NaN."""
+    clamped = torch.clamp(torch.nan_to_num(x, nan=0.0), -127.0, 128.0)
+    whole = torch.round(clamped)
+    fraction = clamped - whole
+    # Scaling in two exact steps: 2^128 is no fp32 number, 2^127 is.
+    half = torch.ldexp(horner(EXP2_COEFFICIENTS, fraction), torch.clamp(whole, -126.0, 127.0))
+    out = torch.where(whole > 127.0, half * 2.0, half)
+    out = torch.where(x < -126.0, torch.zeros_like(out), out)
+    out = torch.where(x >= 128.0, torch.full_like(out, float("inf")), out)
+    return torch.where(torch.isnan(x), x, out)
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x as exp2(x * log2(e)), the product rounded to fp32."""
+    return exp2(x * torch.tensor(LOG2E, dtype=torch.float32))
+
+
+def log2(x: Tensor) -> Tensor:
+    """log2 of positive normal fp32 numbers; +0 gives -inf, inf gives inf."""
+    bits = x.contiguous().view(torch.int32)
+    # Exponent such that the mantissa lies in [sqrt(1/2), sqrt(2)): 0x3f3504f3 is sqrt(1/2).
+    exponent = (bits - 0x3F3504F3) >> 23
+    mantissa = (bits - (exponent << 23)).view(torch.float32)
+    r = mantissa - 1.0
+    out = fma(r, horner(LOG2_COEFFICIENTS, r), exponent.float())
+    out = torch.where(x == 0, torch.full_like(out, float("-inf")), out)
+    return torch.where(torch.isposinf(x), x, out)
+
+
+def log(x: Tensor) -> Tensor:
+    """Natural logarithm as log2(x) * ln(2)."""
+    return log2(x) * torch.tensor(LN2, dtype=torch.float32)
+
+
+def lane_fold(lanes: Tensor) -> Tensor:
+    """Folds the last dimension of LANES partial sums in halves: 8, 4, 2, 1."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        lanes = lanes[..., :width] + lanes[..., width : 2 * width]
+    return lanes[..., 0]
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension in the CPU order: LANES strided lanes, ascending, then folded in halves."""
+    x = _pad_lanes(x)
+    lanes = torch.zeros(*x.shape[:-1], LANES, dtype=torch.float32)
+    for start in range(0, x.shape[-1], LANES):
+        lanes = lanes + x[..., start : start + LANES]
+    return lane_fold(lanes)
+
+
+def row_dot(x: Tensor, y: Tensor) -> Tensor:
+    """Sum of x * y over the last dimension: as `row_sum`, each lane a chain of fma."""
+    x, y = _pad_lanes(x), _pad_lanes(y)
+    lanes = torch.zeros(*x.shape[:-1], LANES, dtype=torch.float32)
+    for start in range(0, x.shape[-1], LANES):
+        lanes = fma(x[..., start : start + LANES], y[..., start : start + LANES], lanes)
+    return lane_fold(lanes)
+
+
+def _pad_lanes(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % LANES))

@@ -1,0 +1,126 @@
+"""Which implementation computes an op, decided once per (op, device type) and shown by `rlkernel doctor`.
+
+CPU: the C++ kernel where a compiler is found, else the readable reference with one warning. CUDA: the Triton
+kernel. `use(...)` forces one implementation inside a block, for tests and certification.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from rlkernel.kernels import build
+
+IMPLEMENTATIONS = ("cpp", "triton", "reference")
+_PACKAGE = {"cpp": "cpu", "triton": "triton", "reference": "reference"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One decision: the implementation of an op on a device type, the callable, and why it was chosen."""
+
+    op: str
+    device: str
+    implementation: str
+    reason: str
+    fn: Callable[..., Any]
+
+
+class NoImplementation(RuntimeError):
+    """No implementation of the op exists for the device; the message names both and says what to do."""
+
+
+_modules: dict[str, str] = {}
+_chosen: dict[tuple[str, str], Choice] = {}
+_forced: list[str] = []
+_warned = False
+
+
+def declare(op: str, module: str) -> None:
+    """Says in which module (of `kernels/{reference,cpu,triton}`) the functions of an op live."""
+    _modules[op] = module
+
+
+def declared() -> tuple[str, ...]:
+    """Names of all declared ops, in order of declaration."""
+    return tuple(_modules)
+
+
+def _find(op: str, implementation: str) -> Callable[..., Any] | None:
+    name = f"rlkernel.kernels.{_PACKAGE[implementation]}.{_modules[op]}"
+    try:
+        module = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return None
+        raise
+    return getattr(module, op, None)
+
+
+def _why_no_cpp() -> str | None:
+    try:
+        build.cpu_library()
+    except build.BuildError as error:
+        return str(error)
+    return None
+
+
+def choose(op: str, device: str) -> Choice:
+    """The implementation of `op` on a device type ("cpu" or "cuda").
+
+    Raises:
+        NoImplementation: nothing can compute the op there.
+    """
+    if _forced:
+        fn = _find(op, _forced[-1])
+        if fn is None:
+            raise NoImplementation(f"op {op!r} has no {_forced[-1]!r} implementation; leave the use({_forced[-1]!r}) block")
+        return Choice(op, device, _forced[-1], "forced by rlkernel.kernels.select.use", fn)
+    key = (op, device)
+    if key not in _chosen:
+        _chosen[key] = _decide(op, device)
+    return _chosen[key]
+
+
+def _decide(op: str, device: str) -> Choice:
+    global _warned
+    if device == "cuda":
+        fn = _find(op, "triton")
+        if fn is not None:
+            return Choice(op, device, "triton", "one Triton source serves CUDA and AMD GPUs", fn)
+        fn = _find(op, "reference")
+        if fn is not None:
+            return Choice(op, device, "reference", "elementwise or index arithmetic: torch's own kernels keep the order", fn)
+        raise NoImplementation(f"op {op!r} has no CUDA implementation; run it on the CPU or report this as a bug")
+    compiled = _find(op, "cpp")
+    problem = _why_no_cpp() if compiled is not None else None
+    if compiled is not None and problem is None:
+        return Choice(op, device, "cpp", "compiled C++ kernel", compiled)
+    fn = _find(op, "reference")
+    if fn is None:
+        raise NoImplementation(f"op {op!r} has no CPU implementation here: {problem or 'none is written'}")
+    if problem is not None and not _warned:
+        _warned = True
+        warnings.warn(
+            f"rlkernel: the slow reference runs in place of the C++ CPU kernels: {problem.splitlines()[0]}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    reason = problem.splitlines()[0] if problem else "no C++ kernel is needed: elementwise or index arithmetic"
+    return Choice(op, device, "reference", reason, fn)
+
+
+@contextlib.contextmanager
+def use(implementation: str) -> Iterator[None]:
+    """Forces one of `IMPLEMENTATIONS` for every op inside the block (tests, certification)."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
+    _forced.append(implementation)
+    try:
+        yield
+    finally:
+        _forced.pop()

@@ -1,0 +1,91 @@
+"""The `rlkernel` torch library: schemas, fakes, autograd, dispatch to an implementation, and the stock control arm.
+
+`define` registers one op; `kernels.select` decides what computes it. `stock()` switches every public op in a block
+to plain torch, the control that shows the drift.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import select
+
+_LIBRARY = torch.library.Library("rlkernel", "DEF")
+_stock_depth = 0
+
+
+def define(
+    schema: str,
+    module: str,
+    *,
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Registers `rlkernel::<schema>` and returns its overload.
+
+    Args:
+        schema: torch schema without the namespace, `name(Tensor x, ...) -> Tensor`.
+        module: module of `rlkernel/kernels/{reference,cpu,triton}` whose function `name` computes it.
+        fake: shapes and dtypes of the result, for tracing.
+        setup_context, backward: autograd, as in `torch.library.register_autograd`.
+    """
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema)
+    select.declare(name, module)
+
+    def on(device: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            return select.choose(name, device).fn(*args)
+
+        return call
+
+    _LIBRARY.impl(name, on("cpu"), "CPU")
+    _LIBRARY.impl(name, on("cuda"), "CUDA")
+    torch.library.register_fake(f"rlkernel::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(f"rlkernel::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    return getattr(torch.ops.rlkernel, name).default
+
+
+@contextlib.contextmanager
+def stock(active: bool = True) -> Iterator[None]:
+    """Inside the block every public op runs as plain torch (`--backend torch`): the control arm, not invariant."""
+    global _stock_depth
+    _stock_depth += int(active)
+    try:
+        yield
+    finally:
+        _stock_depth -= int(active)
+
+
+def is_stock() -> bool:
+    """Whether the control arm is on."""
+    return _stock_depth > 0
+
+
+def weight_grad(parameter: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor | None:
+    """Gradient of a parameter through `accumulate`, which adds in the contract's order onto an fp32 buffer.
+
+    Where the parameter has a `main_grad` (fp32, its shape; Megatron's name), that buffer is continued and autograd
+    gets None: splitting a batch into micro-batches then leaves the chain of additions, and the bits, unchanged.
+    Otherwise a fresh buffer is returned in the parameter's dtype.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        accumulate(main_grad)
+        return None
+    fresh = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+    accumulate(fresh)
+    return fresh.to(parameter.dtype)
+
+
+def check(condition: bool, message: Callable[[], str], error: type[Exception] = ValueError) -> None:
+    """Raises `error(message())` unless `condition` holds; the message is built only then."""
+    if not condition:
+        raise error(message())

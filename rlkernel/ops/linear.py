@@ -1,0 +1,88 @@
+"""linear: y = x weight^T + bias with one fp32 chain per chunk of K, whatever the batch.
+
+Contract: orders.py, `linear`. Forward, input gradient and weight gradient are ops of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import stock
+from rlkernel.ops._library import check, define, is_stock, weight_grad
+
+
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype or x.dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, _, dgrad_chunks, _ = inputs
+    ctx.save_for_backward(x, weight, bias)
+    ctx.dgrad_chunks = dgrad_chunks
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias = ctx.saved_tensors
+    dy = dy.to(x.dtype).contiguous()
+    dx = _dgrad(dy, weight, ctx.dgrad_chunks) if ctx.needs_input_grad[0] else None
+    dw = weight_grad(weight, lambda g: _wgrad(g, dy, x)) if ctx.needs_input_grad[1] else None
+    db = weight_grad(bias, lambda g: _bgrad(g, dy)) if ctx.needs_input_grad[2] else None
+    return dx, dw, db, None, None, None
+
+
+_dgrad = define(
+    "linear_dgrad(Tensor dy, Tensor weight, int chunks) -> Tensor",
+    "linear",
+    fake=lambda dy, weight, chunks: dy.new_empty((dy.shape[0], weight.shape[1])),
+)
+_wgrad = define("linear_wgrad_(Tensor(a!) grad, Tensor dy, Tensor x) -> ()", "linear", fake=lambda grad, dy, x: None)
+_bgrad = define("bias_grad_(Tensor(a!) grad, Tensor dy) -> ()", "linear", fake=lambda grad, dy: None)
+_linear = define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, int chunks, int dgrad_chunks, ScalarType? out_dtype) -> Tensor",
+    "linear",
+    fake=_fake,
+    setup_context=_setup,
+    backward=_backward,
+)
+
+
+def linear(
+    x: Tensor,  # [..., K]
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None = None,  # [N]
+    *,
+    chunks: int = 1,
+    dgrad_chunks: int = 1,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # [..., N]
+    """Batch-invariant `x @ weight.T + bias`.
+
+    Args:
+        x: [..., K], fp32, bf16 or fp16.
+        weight: [N, K], dtype of x. Its fp32 `main_grad`, where set, receives the weight gradient.
+        bias: [N], dtype of x, added in fp32 before the one rounding.
+        chunks: P, a power of two that divides K: the chains that a binary tree adds. A property of the layer
+            (1 for column-parallel weights, the run's `tp_leaves` for row-parallel ones), never of the batch.
+        dgrad_chunks: the same for the input gradient, over N.
+        out_dtype: dtype of the result, default that of x; float32 keeps the accumulator unrounded (logits).
+
+    Raises:
+        ValueError: shapes, dtypes or chunk counts do not fit; the message names the argument.
+    """
+    k, n = weight.shape[1], weight.shape[0]
+    check(x.shape[-1] == k, lambda: f"linear: x is {tuple(x.shape)}, weight {tuple(weight.shape)}; x must end in K={k}")
+    check(x.dtype == weight.dtype, lambda: f"linear: x is {x.dtype}, weight {weight.dtype}; cast one of them")
+    if is_stock():
+        return stock.linear(x, weight, bias, out_dtype)
+    for name, p, size in (("chunks", chunks, k), ("dgrad_chunks", dgrad_chunks, n)):
+        check(
+            p >= 1 and p & (p - 1) == 0 and size % p == 0,
+            lambda name=name, p=p, size=size: f"linear: {name}={p} must be a power of two that divides {size}",
+        )
+    y = _linear(x.reshape(-1, k), weight, bias, chunks, dgrad_chunks, out_dtype)
+    return y.view(*x.shape[:-1], n)
