@@ -1,0 +1,29 @@
+"""embedding, spelled out: a gather, and for the gradient one fp32 addition a token, tokens ascending."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_range(op: str, name: str, index: Tensor, size: int, what: str) -> None:
+    """Raises IndexError unless every element of `index` [T] int64 lies in [0, size).
+
+    CPU tensors only: on a GPU the look would wait for the device.
+    """
+    if index.device.type != "cpu" or index.numel() == 0:
+        return
+    low, high = index.aminmax()
+    if int(low) < 0 or int(high) >= size:
+        bad = int(((index < 0) | (index >= size)).nonzero()[0])
+        raise IndexError(f"{op}: {name}[{bad}] is {int(index[bad])}; expected 0 <= {name} < {size} = {what}")
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    check_range("embedding", "ids", ids, weight.shape[0], "V (rows of weight)")
+    return weight[ids]
+
+
+def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
+    check_range("embedding", "ids", ids, grad.shape[0], "V (rows of weight)")
+    for i, row in zip(ids.tolist(), dy.float(), strict=True):
+        grad[i] += row

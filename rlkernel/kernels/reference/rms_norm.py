@@ -1,0 +1,41 @@
+"""rms_norm, spelled out: fixed row sum, Hugging Face's rounding points, weight gradient row by row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels.reference.arith import fma, row_dot, sqrt
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) of each row of x [rows, C], fp32 [rows, 1]."""
+    mean = row_dot(x, x) / torch.tensor(float(x.shape[-1]))
+    return (1.0 / sqrt(mean + eps))[:, None]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    h = (x.float() * inverse_rms(x, eps)).to(x.dtype)
+    return (h.float() * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    r = (x.float() + residual.float()).to(x.dtype)
+    return rms_norm(r, weight, eps), r
+
+
+def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rstd = inverse_rms(x, eps)
+    g = dy.float() * weight.float()
+    h = x.float() * rstd
+    mean = row_dot(g, h)[:, None] / torch.tensor(float(x.shape[-1]))
+    dx = rstd * fma(-h, mean, g)
+    return (dx if dr is None else dx + dr.float()).to(x.dtype)
+
+
+def rms_norm_wgrad_(grad: Tensor, dy: Tensor, x: Tensor, eps: float) -> None:
+    h = (x.float() * inverse_rms(x, eps)).to(x.dtype).float()
+    total = grad
+    for up, row in zip(dy.float(), h, strict=True):
+        total = fma(up, row, total)
+    grad.copy_(total)

@@ -1,0 +1,57 @@
+"""embedding: rows of the weight by token id, and a weight gradient without atomics.
+
+Contract: orders.py, `embedding`. Forward and weight gradient are ops of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import stock
+from rlkernel.ops._library import check, define, is_stock, weight_grad
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
+    ids, weight = ctx.saved_tensors
+    return None, weight_grad(weight, lambda g: _wgrad(g, dy, ids))
+
+
+_wgrad = define(
+    "embedding_wgrad_(Tensor(a!) grad, Tensor dy, Tensor ids) -> ()", "embedding", fake=lambda grad, dy, ids: None
+)
+_embedding = define(
+    "embedding(Tensor ids, Tensor weight) -> Tensor",
+    "embedding",
+    fake=lambda ids, weight: weight.new_empty((ids.shape[0], weight.shape[1])),
+    setup_context=_setup,
+    backward=_backward,
+)
+
+
+def embedding(
+    ids: Tensor,  # [...] int64
+    weight: Tensor,  # [V, C]
+) -> Tensor:  # [..., C]
+    """`weight[ids]`. The gradient of a row is the fp32 sum of dy over the id's occurrences, in packed order.
+
+    Args:
+        ids: [...] int64 in [0, V). Checked on the CPU; on CUDA an id outside gives undefined values (checking would
+            wait for the device).
+        weight: [V, C], fp32, bf16 or fp16. Its fp32 `main_grad`, where set, receives the gradient.
+
+    Raises:
+        ValueError: ids is not int64 or weight not a matrix.
+        IndexError: an id outside the vocabulary (CPU); the message names it and V.
+    """
+    check(ids.dtype == torch.int64, lambda: f"embedding: ids is {ids.dtype}; expected int64, cast with ids.long()")
+    check(weight.dim() == 2, lambda: f"embedding: weight is {tuple(weight.shape)}; expected [V, C]")
+    if is_stock():
+        return stock.embedding(ids, weight)
+    return _embedding(ids.reshape(-1), weight).view(*ids.shape, weight.shape[1])

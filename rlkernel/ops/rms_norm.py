@@ -1,0 +1,116 @@
+"""rms_norm: y = round(round(r * rstd) * weight), r = x or round(x + residual), one fixed sum a row.
+
+Contract: orders.py, `rms_norm`. Forward, input gradient and weight gradient are ops of their own; the backward
+recomputes rstd from r, so nothing but r is kept for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import stock
+from rlkernel.ops._library import check, define, is_stock, weight_grad
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, ctx.eps = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, weight, ctx.eps = inputs
+    ctx.set_materialize_grads(False)  # the last norm's r is unused; a zero gradient for it would be a pass over memory
+    ctx.save_for_backward(output[1], weight)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    dx = _dgrad(dy, None, x, weight, ctx.eps) if ctx.needs_input_grad[0] else None
+    dw = weight_grad(weight, lambda g: _wgrad(g, dy, x, ctx.eps)) if ctx.needs_input_grad[1] else None
+    return dx, dw, None
+
+
+def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
+    r, weight = ctx.saved_tensors
+    if dy is None:
+        return dr, dr, None, None
+    dx = _dgrad(dy, dr, r, weight, ctx.eps) if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
+    dw = weight_grad(weight, lambda g: _wgrad(g, dy, r, ctx.eps)) if ctx.needs_input_grad[2] else None
+    return dx, dx, dw, None
+
+
+_dgrad = define(
+    "rms_norm_dgrad(Tensor dy, Tensor? dr, Tensor x, Tensor weight, float eps) -> Tensor",
+    "rms_norm",
+    fake=lambda dy, dr, x, weight, eps: x.new_empty(x.shape),
+)
+_wgrad = define(
+    "rms_norm_wgrad_(Tensor(a!) grad, Tensor dy, Tensor x, float eps) -> ()",
+    "rms_norm",
+    fake=lambda grad, dy, x, eps: None,
+)
+_rms_norm = define(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    "rms_norm",
+    fake=lambda x, weight, eps: x.new_empty(x.shape),
+    setup_context=_setup,
+    backward=_backward,
+)
+_add_rms_norm = define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "rms_norm",
+    fake=lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    setup_context=_setup_add,
+    backward=_backward_add,
+)
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: None = None) -> Tensor: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+def rms_norm(
+    x: Tensor,  # [..., C]
+    weight: Tensor,  # [C]
+    eps: float,
+    residual: Tensor | None = None,  # [..., C]
+) -> Tensor | tuple[Tensor, Tensor]:  # y [..., C], or (y, r)
+    """Root-mean-square norm over the last dimension, with the residual addition in front of it.
+
+    `r = round(x + residual)` (or x), `rstd = 1 / sqrt(mean(r^2) + eps)` in fp32, `y = round(round(r * rstd) * weight)`:
+    the rounding points of Hugging Face's models. Both y and r are differentiable; the gradient of the sum goes to
+    x and residual alike.
+
+    Args:
+        x: [..., C], fp32, bf16 or fp16: hidden states [T, C], or queries and keys [T, H, D] normed per head.
+        weight: [C], dtype of x. Its fp32 `main_grad`, where set, receives the weight gradient.
+        eps: added to the mean square.
+        residual: [..., C], shape and dtype of x; with it the result is (y, r).
+
+    Raises:
+        ValueError: shapes or dtypes do not fit; the message names the argument.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+    """
+    c = weight.shape[0]
+    check(weight.dim() == 1, lambda: f"rms_norm: weight is {tuple(weight.shape)}; expected one dimension [C]")
+    check(x.shape[-1] == c, lambda: f"rms_norm: x is {tuple(x.shape)}, weight [{c}]; x must end in C={c}")
+    check(x.dtype == weight.dtype, lambda: f"rms_norm: x is {x.dtype}, weight {weight.dtype}; cast one of them")
+    if residual is None:
+        if is_stock():
+            return stock.rms_norm(x, weight, eps)
+        return _rms_norm(x.reshape(-1, c), weight, eps).view(x.shape)
+    check(
+        residual.shape == x.shape and residual.dtype == x.dtype,
+        lambda: (
+            f"rms_norm: residual is {tuple(residual.shape)} {residual.dtype}, x {tuple(x.shape)} {x.dtype}; "
+            "both must have one shape and dtype"
+        ),
+    )
+    if is_stock():
+        return stock.add_rms_norm(x, residual, weight, eps)
+    y, r = _add_rms_norm(x.reshape(-1, c), residual.reshape(-1, c), weight, eps)
+    return y.view(x.shape), r.view(x.shape)

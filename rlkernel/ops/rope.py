@@ -1,0 +1,71 @@
+"""rope: rotary position embedding of queries and keys, by absolute position and one fma form.
+
+Contract: orders.py, `rope`. The gradient is the rotation by the negative angle: the op itself with `inverse` set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import stock
+from rlkernel.ops._library import check, define, is_stock
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, positions, cos_sin, ctx.inverse = inputs
+    ctx.save_for_backward(positions, cos_sin)
+
+
+def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    positions, cos_sin = ctx.saved_tensors
+    return *_rope(dq, dk, positions, cos_sin, not ctx.inverse), None, None, None
+
+
+_rope = define(
+    "rope(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, bool inverse) -> (Tensor, Tensor)",
+    "rope",
+    fake=lambda q, k, positions, cos_sin, inverse: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    setup_context=_setup,
+    backward=_backward,
+)
+
+
+def rope(
+    q: Tensor,  # [T, H, D]
+    k: Tensor,  # [T, HK, D]
+    positions: Tensor,  # [T] int64
+    cos_sin: Tensor,  # [P, D] fp32
+) -> tuple[Tensor, Tensor]:  # q' [T, H, D], k' [T, HK, D]
+    """Rotates the pairs `(x[j], x[j + D/2])` of every head by the angle of the token's absolute position.
+
+    Args:
+        q, k: [T, H, D] and [T, HK, D], fp32, bf16 or fp16, one dtype.
+        positions: [T] int64 in [0, P): index of each token in its own sequence, not in the packed buffer. Checked on
+            the CPU; on CUDA a position outside gives undefined values (checking would wait for the device).
+        cos_sin: [P, D] fp32; row p holds cos of its D/2 angles, then sin. Not differentiable.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit; the message names the argument.
+        IndexError: a position outside the table (CPU).
+
+    Source: Su et al., RoFormer, 2021; pairing by halves as in GPT-NeoX.
+    """
+    t, _, d = q.shape
+    check(
+        k.dim() == 3 and k.shape[0] == t and k.shape[2] == d and k.dtype == q.dtype,
+        lambda: f"rope: k is {tuple(k.shape)} {k.dtype}; expected [T={t}, HK, D={d}] {q.dtype} to fit q",
+    )
+    check(
+        positions.shape == (t,) and positions.dtype == torch.int64,
+        lambda: f"rope: positions is {tuple(positions.shape)} {positions.dtype}; expected [T={t}] int64",
+    )
+    check(
+        cos_sin.dim() == 2 and cos_sin.shape[1] == d and d % 2 == 0 and cos_sin.dtype == torch.float32,
+        lambda: f"rope: cos_sin is {tuple(cos_sin.shape)} {cos_sin.dtype}; expected [P, D={d}] float32 with D even",
+    )
+    if is_stock():
+        return stock.rope(q, k, positions, cos_sin)
+    return _rope(q, k, positions, cos_sin, False)

@@ -1,0 +1,59 @@
+"""swiglu: round(round(silu(gate)) * up) of a fused gate_up projection.
+
+Contract: orders.py, `swiglu`. Elementwise, so invariant by nature once exp is the contract's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import stock
+from rlkernel.ops._library import check, define, is_stock
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _backward(ctx: Any, dy: Tensor) -> Tensor:
+    return _grad(dy, *ctx.saved_tensors)
+
+
+_grad = define(
+    "swiglu_grad(Tensor dy, Tensor gate_up) -> Tensor",
+    "swiglu",
+    fake=lambda dy, gate_up: gate_up.new_empty(gate_up.shape),
+)
+_swiglu = define(
+    "swiglu(Tensor gate_up) -> Tensor",
+    "swiglu",
+    fake=lambda gate_up: gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)),
+    setup_context=_setup,
+    backward=_backward,
+)
+
+
+def swiglu(
+    gate_up: Tensor,  # [..., 2F]
+) -> Tensor:  # [..., F]
+    """`silu(gate) * up` with gate the first and up the second half of the last dimension.
+
+    silu is computed in fp32 and rounded to the input's dtype before the product, as in Hugging Face's models. The
+    backward recomputes it from gate_up, the only tensor kept.
+
+    Args:
+        gate_up: [..., 2F], fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: the last dimension is odd.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    """
+    width = gate_up.shape[-1]
+    check(width % 2 == 0, lambda: f"swiglu: gate_up is {tuple(gate_up.shape)}; its last dimension must be even (2F)")
+    if is_stock():
+        return stock.swiglu(gate_up)
+    return _swiglu(gate_up.reshape(-1, width)).view(*gate_up.shape[:-1], width // 2)
