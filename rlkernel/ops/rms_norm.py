@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
