@@ -1,0 +1,79 @@
+"""`rlkernel train sft|grpo`: reads the options, resolves the settings and hands over to the trainer."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_OPTIONS = {
+    "model": "model.path",
+    "data": "data.train",
+    "backend": "run.backend",
+    "seed": "run.seed",
+    "output": "run.output",
+    "device": "run.device",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the `train` command."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model; every sampled token's log-probability is compared, bit for bit",
+        description="Train a model. Without arguments, `train grpo` makes a small model and teaches it to add.",
+        epilog="Settings: `rlkernel train grpo --dry-run` prints them all; change one with a.b=value.",
+    )
+    parser.add_argument("algorithm", choices=("sft", "grpo"), help="supervised, or group relative policy optimization")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings, such as optimizer.lr=1e-5")
+    parser.add_argument("--config", metavar="FILE.yaml", help="settings as YAML")
+    parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
+    parser.add_argument("--data", metavar="FILE.jsonl", help="prompts, or examples for sft (data.train)")
+    parser.add_argument(
+        "--reward",
+        metavar="FILE.py:function",
+        action="append",
+        help="reward with TRL's signature; may be given several times (rewards)",
+    )
+    parser.add_argument("--backend", choices=("rlkernel", "torch"), help="torch: the control arm on stock torch ops")
+    parser.add_argument("--seed", type=int, metavar="N", help="run.seed")
+    parser.add_argument("--output", metavar="DIR", help="run folder; one that is taken is never reused (run.output)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="run.device")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved settings as YAML and stop")
+    _take_words_anywhere(parser)
+
+
+def _take_words_anywhere(parser: argparse.ArgumentParser) -> None:
+    """Lets overrides stand after options: argparse fills `overrides` at the first chance and refuses later words."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        found, rest = parse(args, namespace)
+        found.overrides = [*found.overrides, *(word for word in rest if not word.startswith("-"))]
+        return found, [word for word in rest if word.startswith("-")]
+
+    parser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; returns the exit status."""
+    from rlkernel.cli.errors import UserError
+    from rlkernel.data.errors import InputError
+    from rlkernel.training.config import resolve, to_yaml
+
+    options: dict[str, Any] = {key: getattr(args, name) for name, key in _OPTIONS.items()}
+    options["rewards"] = args.reward
+    try:
+        settings = resolve(args.algorithm, file=args.config, options=options, overrides=args.overrides)
+        if args.dry_run:
+            print(to_yaml(settings), end="")
+            return 0
+        from rlkernel.training.exactness import MismatchError
+        from rlkernel.training.launch import launch
+
+        try:
+            launch(settings)
+        except MismatchError as error:
+            raise UserError(str(error)) from None
+    except InputError as error:
+        raise UserError(str(error)) from error
+    return 0

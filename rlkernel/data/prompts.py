@@ -1,0 +1,171 @@
+"""Reads JSONL files of prompts and of supervised examples; every error names the file and the line.
+
+A row is a JSON object. Prompts: `prompt` (text, or a list of chat messages) and any further columns, which reach
+the rewards. Supervised rows: `prompt` and `completion`, or `messages` whose last one is the assistant's.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlkernel.data.errors import InputError
+
+Row = dict[str, Any]
+ROLES = ("system", "user", "assistant", "tool", "developer")
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[str, Row]]:
+    """Yields (`file:line`, row) for each line of a JSONL file; blank lines are skipped.
+
+    Raises:
+        InputError: no such file, not UTF-8, a line that is not a JSON object, or a file without rows.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise InputError(
+            f"data: cannot read {path}: {error.strerror or error}; give the path of a JSONL file"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"data: {path} is not UTF-8 (byte {error.start}); save the file as UTF-8") from None
+    found = False
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"{where}: not JSON ({error.msg} at column {error.colno}); each line must be one JSON object"
+            ) from None
+        if not isinstance(row, dict):
+            raise InputError(f'{where}: expected a JSON object such as {{"prompt": "..."}}, got {type(row).__name__}')
+        found = True
+        yield where, row
+    if not found:
+        raise InputError(f"data: {path} has no rows; each line must be one JSON object")
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is a list of chat messages (else it is text)."""
+    return isinstance(prompt, list)
+
+
+def _check_text(where: str, column: str, value: Any) -> None:
+    if isinstance(value, str):
+        if not value:
+            raise InputError(f"{where}: column {column!r} is empty; a prompt must hold at least one token")
+        return
+    if not isinstance(value, list):
+        raise InputError(
+            f"{where}: column {column!r} must be text or a list of chat messages, got {type(value).__name__}"
+        )
+    if not value:
+        raise InputError(f"{where}: column {column!r} is an empty list; it must hold at least one message")
+    for i, message in enumerate(value):
+        if (
+            not isinstance(message, dict)
+            or message.get("role") not in ROLES
+            or not isinstance(message.get("content"), str)
+        ):
+            raise InputError(
+                f'{where}: column {column!r}, message {i}: expected {{"role": ..., "content": text}} '
+                f"with a role of {', '.join(ROLES)}, got {json.dumps(message)[:80]}"
+            )
+
+
+def _require(where: str, row: Row, column: str) -> Any:
+    if column not in row:
+        columns = ", ".join(repr(name) for name in row) or "none"
+        raise InputError(f"{where}: column {column!r} is missing (columns found: {columns})")
+    return row[column]
+
+
+def load_prompts(path: str | Path) -> list[Row]:
+    """Rows of a prompt file, each with `prompt` checked; `where` names its file and line under the key `__where__`.
+
+    All rows must have the same columns, because each reaches the rewards as one list over the batch.
+
+    Raises:
+        InputError: as `read_jsonl`; a missing or empty prompt; a row whose columns differ from the first row's.
+    """
+    rows: list[Row] = []
+    for where, row in read_jsonl(path):
+        _check_text(where, "prompt", _require(where, row, "prompt"))
+        if rows:
+            expected = rows[0].keys() - {WHERE}
+            for column in sorted(expected - row.keys()):
+                raise InputError(f"{where}: column {column!r} is missing, which {rows[0][WHERE]} has")
+            for column in sorted(row.keys() - expected):
+                raise InputError(f"{where}: column {column!r} is new, {rows[0][WHERE]} does not have it")
+        rows.append({**row, WHERE: where})
+    return rows
+
+
+WHERE = "__where__"
+"""Key under which a loaded row keeps its `file:line`; never passed to a reward."""
+
+
+def load_examples(path: str | Path) -> list[Row]:
+    """Rows of a supervised file as `{prompt, completion}`, both text or both lists of messages.
+
+    A row of `messages` is split before its last message, which must be the assistant's: that one is learnt.
+
+    Raises:
+        InputError: as `read_jsonl`; missing, empty or mixed columns; messages that do not end with the assistant.
+    """
+    rows: list[Row] = []
+    for where, row in read_jsonl(path):
+        if "messages" in row:
+            messages = row["messages"]
+            if not isinstance(messages, list):
+                raise InputError(f"{where}: column 'messages' must be a list of chat messages")
+            _check_text(where, "messages", messages)
+            if len(messages) < 2 or messages[-1]["role"] != "assistant":
+                raise InputError(f"{where}: 'messages' must hold a prompt and end with the assistant's message")
+            rows.append({"prompt": messages[:-1], "completion": messages[-1:], WHERE: where})
+            continue
+        prompt, completion = _require(where, row, "prompt"), _require(where, row, "completion")
+        _check_text(where, "prompt", prompt)
+        _check_text(where, "completion", completion)
+        if is_chat(prompt) != is_chat(completion):
+            raise InputError(f"{where}: 'prompt' and 'completion' must both be text or both be lists of messages")
+        rows.append({"prompt": prompt, "completion": completion, WHERE: where})
+    return rows
+
+
+def split_heldout(rows: list[Row], count: int) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows): `count` rows drawn by a fixed seed, both parts in the file's order.
+
+    Rows whose prompt was drawn are kept out of the training part altogether, duplicates included.
+    """
+    if count <= 0:
+        return rows, []
+    drawn = sorted(random.Random(0).sample(range(len(rows)), min(count, len(rows))))
+    heldout = [rows[i] for i in drawn]
+    kept_out = {json.dumps(row["prompt"], sort_keys=True) for row in heldout}
+    return [row for row in rows if json.dumps(row["prompt"], sort_keys=True) not in kept_out], heldout
+
+
+def shuffled(rows: list[Row], seed: int) -> Iterator[Row]:
+    """Endless stream over the rows, in a fresh order each pass, fixed by the seed."""
+    if not rows:
+        raise InputError("data: no training rows are left; give more rows or a smaller data.heldout_rows")
+    generator = random.Random(seed)
+    while True:
+        order = list(range(len(rows)))
+        generator.shuffle(order)
+        for i in order:
+            yield rows[i]
+
+
+def columns_of(rows: list[Row]) -> dict[str, list[Any]]:
+    """The extra columns of a batch, one list each, for the rewards: everything but the prompt."""
+    names = [name for name in rows[0] if name not in ("prompt", "completion", WHERE)]
+    return {name: [row[name] for row in rows] for name in names}

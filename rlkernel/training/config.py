@@ -1,0 +1,417 @@
+"""Settings of a run: pydantic models, read from YAML, a task's wishes and dotted overrides; unknown keys are errors.
+
+Later sources win: the library's defaults, the built-in task's, the config file, the command line's options, the
+dotted overrides. `resolve` does all of it; the result is saved as `config.yaml` in the run folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rlkernel.data.errors import InputError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+
+class RunSettings(_Section):
+    """Where and how the run happens."""
+
+    seed: int = Field(0, ge=0, description="fixes data order, sampling, initial weights of a model from scratch")
+    backend: Literal["rlkernel", "torch"] = Field("rlkernel", description="torch: the control arm on stock torch ops")
+    device: Literal["cpu", "cuda", "auto"] = Field("auto", description="auto: cuda where torch sees a GPU")
+    output: str | None = Field(None, description="run folder; default runs/<algorithm>-<task or model>")
+    strict: bool = Field(True, description="stop at the first mismatching log-probability (backend rlkernel)")
+    probe_rollouts: int = Field(3, ge=0, description="control rollouts on stock torch at the end, for the report")
+    tensorboard: bool = Field(False, description="also write TensorBoard events (extra `tensorboard`)")
+    save: bool = Field(True, description="write a Hugging Face checkpoint at the end")
+    samples: int = Field(4, ge=0, description="completions of each step kept in samples.jsonl")
+
+
+class ModelSettings(_Section):
+    """The policy."""
+
+    path: str | None = Field(None, description="Hugging Face directory; none: the task's small model from scratch")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: as saved")
+    config: dict[str, Any] = Field(default_factory=dict, description="changes to the built-in task's config.json keys")
+
+
+class DataSettings(_Section):
+    """Prompts."""
+
+    task: str | None = Field(None, description="built-in task; default arithmetic where no file is given")
+    train: str | None = Field(None, description="JSONL file of prompts (grpo) or examples (sft)")
+    heldout: str | None = Field(None, description="JSONL file of evaluation rows; default: drawn from data.train")
+    heldout_rows: int | None = Field(None, ge=0, description="rows drawn from data.train; default a tenth, at most 64")
+
+
+class RewardSettings(_Section):
+    """One reward function."""
+
+    function: str = Field(description="FILE.py:function or package.module:function")
+    weight: float = Field(1.0, description="factor in the sum of rewards")
+    name: str | None = Field(None, description="name in the metrics; default the function's")
+
+
+class RolloutSettings(_Section):
+    """Sampling of completions."""
+
+    prompts: int = Field(16, ge=1, description="prompts a step")
+    group_size: int = Field(8, ge=1, description="completions a prompt")
+    max_tokens: int = Field(256, ge=1, description="tokens a completion, at most")
+    temperature: float = Field(1.0, gt=0, description="of sampling, and of every log-probability in the loss")
+    top_k: int = Field(0, ge=0, description="0 = off; log-probabilities are then over the kept tokens on both sides")
+    top_p: float = Field(1.0, gt=0, le=1, description="1 = off")
+    min_p: float = Field(0.0, ge=0, lt=1, description="0 = off")
+    stop: list[str] = Field(default_factory=list, description="strings that end a completion")
+    mask_truncated: bool = Field(False, description="leave completions cut at max_tokens out of the loss (DAPO)")
+
+
+class EngineSettings(_Section):
+    """Memory and batching of the rollout engine; no setting here changes a bit of a result."""
+
+    max_num_seqs: int = Field(256, ge=1, description="sequences decoded together")
+    max_num_batched_tokens: int = Field(4096, ge=1, description="tokens of one forward; longer prompts are chunked")
+    page_size: int = Field(16, ge=1, description="tokens of a KV page")
+    num_pages: int | None = Field(None, ge=1, description="KV pages; default: enough for max_num_seqs at full length")
+    prefix_caching: bool = Field(True, description="compute the prompt of a group once")
+
+
+class LossSettings(_Section):
+    """The policy loss (`ops.policy_loss`)."""
+
+    type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "reinforce"] = Field("grpo", description="loss")
+    ratio_level: Literal["token", "sequence"] = Field("token", description="of the importance ratio; gspo: sequence")
+    old_policy: Literal["rollout", "scored"] = Field(
+        "rollout", description="old log-probabilities: the sampler's, or a training forward before the first update"
+    )
+    clip_low: float | None = Field(0.2, ge=0, description="ratio clipped below 1 - clip_low; null = off")
+    clip_high: float | None = Field(0.2, ge=0, description="ratio clipped above 1 + clip_high; null = off")
+    clip_dual: float | None = Field(None, gt=1, description="dual clip for negative advantages")
+    tis_cap: float | None = Field(None, gt=0, description="truncated importance sampling; needs old_policy=scored")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the frozen first policy")
+    kl_type: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of that KL")
+    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+
+
+class AdvantageSettings(_Section):
+    """From rewards to advantages (`ops.group_advantages`)."""
+
+    mode: Literal["group", "leave_one_out", "batch", "none"] = Field("group", description="baseline")
+    normalize_std: bool = Field(True, description="divide by the standard deviation (not for leave_one_out, none)")
+    eps: float = Field(1e-4, gt=0, description="added to that deviation")
+
+
+class OptimizerSettings(_Section):
+    """AdamW on fp32 master weights."""
+
+    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="of matrices; norms and biases have none")
+    clip_norm: float | None = Field(1.0, gt=0, description="limit of the gradient norm; null = off")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="updates of linear warm-up")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+
+    @field_validator("betas")
+    @classmethod
+    def _in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0.0 <= beta < 1.0 for beta in value):
+            raise ValueError("both must lie in [0, 1)")
+        return value
+
+
+class TrainSettings(_Section):
+    """Length of the run and shape of its updates."""
+
+    steps: int = Field(100, ge=1, description="rollouts (grpo) or updates (sft)")
+    minibatches: int = Field(1, ge=1, description="optimizer updates one pass over a rollout is cut into")
+    epochs: int = Field(1, ge=1, description="passes over a rollout")
+    batch_size: int = Field(16, ge=1, description="examples an update (sft)")
+    gradient_checkpointing: bool = Field(False, description="recompute layers in the backward to save memory")
+    micro_batch_tokens: int = Field(16384, ge=1, description="tokens of one packed forward; no bit depends on it")
+
+
+class WarmupSettings(_Section):
+    """Supervised steps before the first rollout (grpo)."""
+
+    steps: int = Field(0, ge=0, description="supervised updates; 0 = none")
+    data: str | None = Field(None, description="JSONL file of examples; default the built-in task's")
+    examples: int = Field(4096, ge=1, description="examples drawn from the built-in task")
+    batch_size: int = Field(64, ge=1, description="examples an update")
+    lr: float = Field(1e-3, gt=0, description="peak learning rate, cosine to zero")
+
+
+class EvalSettings(_Section):
+    """Evaluation on held-out rows: before, every `every` steps, at the end."""
+
+    every: int = Field(20, ge=0, description="steps between evaluations; 0 = only before and at the end")
+    rows: int = Field(128, ge=1, description="held-out rows used, at most")
+    temperature: float = Field(0.0, ge=0, description="0 = greedy")
+
+
+class Settings(_Section):
+    """Everything that a run depends on; see docs/guides/training.md."""
+
+    algorithm: Literal["grpo", "sft"] = Field("grpo", description="set by the command")
+    run: RunSettings = Field(default_factory=RunSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+    rewards: list[RewardSettings] = Field(default_factory=list, description="none: the built-in task's reward")
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    advantages: AdvantageSettings = Field(default_factory=AdvantageSettings)
+    loss: LossSettings = Field(default_factory=LossSettings)
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    warmup: WarmupSettings = Field(default_factory=WarmupSettings)
+    eval: EvalSettings = Field(default_factory=EvalSettings)
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _names_are_rewards(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return [{"function": item} if isinstance(item, str) else item for item in value]
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Settings:
+        completions = self.rollout.prompts * self.rollout.group_size
+        problem = ""
+        if self.algorithm == "grpo" and self.rollout.group_size == 1 and self.advantages.mode != "none":
+            problem = (
+                f"rollout.group_size=1 with advantages.mode={self.advantages.mode} makes every advantage zero; "
+                "use a group of 2 or more, or advantages.mode=none"
+            )
+        elif self.train.minibatches > completions:
+            problem = f"train.minibatches={self.train.minibatches} exceeds the {completions} completions of a step"
+        elif self.loss.tis_cap is not None and self.loss.old_policy != "scored":
+            problem = "loss.tis_cap corrects the training forward's log-probabilities; set loss.old_policy=scored"
+        elif self.loss.clip_dual is not None and self.loss.type in ("cispo", "reinforce"):
+            problem = f"loss.type={self.loss.type} has no dual clip; leave loss.clip_dual out"
+        elif self.loss.clip_dual is not None and self.loss.clip_dual <= 1 + (self.loss.clip_high or 0.0):
+            problem = f"loss.clip_dual={self.loss.clip_dual} must exceed 1 + loss.clip_high"
+        elif self.data.task is not None and self.data.train is not None:
+            problem = "data.task and data.train exclude each other; give one of them"
+        elif self.data.train is None and self.data.task is None:
+            problem = "no data: set data.train (--data FILE.jsonl) or data.task"
+        elif self.data.task is None and self.model.path is None:
+            problem = "model.path is missing (--model DIR); only a built-in task brings a model of its own"
+        elif self.algorithm == "grpo" and self.data.task is None and not self.rewards:
+            problem = "no reward: use --reward FILE.py:function; only a built-in task brings a reward of its own"
+        elif self.model.path is not None and self.model.config:
+            problem = "model.config changes the built-in task's model; it has no effect on a model.path"
+        elif self.warmup.steps and self.warmup.data is None and self.data.task is None:
+            problem = "warmup.steps needs warmup.data (a JSONL file of examples)"
+        if problem:
+            raise ValueError(problem)
+        return self
+
+
+def _models(annotation: Any) -> type[BaseModel] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def dotted_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, description) of every setting, in order; a list of sections contributes its own key only."""
+    for name, field in model.model_fields.items():
+        section = _models(field.annotation)
+        if section is not None:
+            yield from dotted_keys(section, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field.description or ""
+
+
+def _unknown(values: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        field = model.model_fields.get(str(name))
+        section = None if field is None else _models(field.annotation)
+        if field is None:
+            yield f"{prefix}{name}"
+        elif section is not None and isinstance(value, Mapping):
+            yield from _unknown(value, section, f"{prefix}{name}.")
+        elif f"{prefix}{name}" == "rewards" and isinstance(value, list):
+            for i, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    yield from _unknown(item, RewardSettings, f"rewards[{i}].")
+
+
+def nearest(key: str) -> str | None:
+    """The existing dotted key most like `key`: by its whole path, else by its last part in another section."""
+    keys = [name for name, _ in dotted_keys()]
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    if close:
+        return close[0]
+    last = key.rsplit(".", 1)[-1]
+    by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(keys)}
+    close = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.7)
+    if close:
+        return by_last[close[0]]
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
+def _reject_unknown(values: Mapping[str, Any], source: str) -> None:
+    for key in _unknown(values, Settings):
+        if key.startswith("rewards["):
+            close = difflib.get_close_matches(key.rsplit(".", 1)[-1], list(RewardSettings.model_fields), n=1)
+            guess = f"{key.rsplit('.', 1)[0]}.{close[0]}" if close else None
+        else:
+            guess = nearest(key)
+        hint = f"did you mean {guess}?" if guess else "`rlkernel train grpo --dry-run` prints every setting"
+        raise InputError(f"{source}: unknown setting {key!r}; {hint}")
+
+
+def _set(values: dict[str, Any], key: str, value: Any, source: str) -> None:
+    *parents, last = key.split(".")
+    for i, name in enumerate(parents):
+        child = values.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise InputError(f"{source}: {'.'.join(parents[: i + 1])} is a value, {key!r} cannot be set inside it")
+        values = child
+    values[last] = value
+
+
+def _merge(base: dict[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in update.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def from_dotted(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Nested mapping of dotted keys.
+
+    Raises:
+        InputError: an unknown key, with the nearest one; `source` opens the message.
+    """
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        _set(nested, key, value, source)
+    _reject_unknown(nested, source)
+    return nested
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Dotted overrides `a.b=value`, values read as YAML (`[1, 2]`, `null`, `true`, `1e-3`).
+
+    Raises:
+        InputError: a word without `=`, an unknown key, a value that is not YAML.
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        key, separator, text = word.partition("=")
+        if not separator or not key:
+            raise InputError(f"override {word!r}: expected key=value with a dotted key, such as optimizer.lr=1e-5")
+        try:
+            values[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise InputError(f"override {word!r}: the value is not YAML ({' '.join(str(error).split())})") from None
+        # YAML takes an empty value for null and a "1e-3" for text; the first is a slip, the second pydantic reads.
+        if text.strip() == "":
+            raise InputError(f"override {word!r}: the value is empty; write null for none")
+        from_dotted({key: values[key]}, f"override {word!r}")
+    return from_dotted(values, "overrides")
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """Mapping of a YAML config file.
+
+    Raises:
+        InputError: unreadable, not YAML, not a mapping, or an unknown key.
+    """
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise InputError(f"config: {path} must hold a mapping of settings, got {type(loaded).__name__}")
+    _reject_unknown(loaded, f"config {path}")
+    return loaded
+
+
+def _describe(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        if not key:
+            lines.append(message)
+        else:
+            message = message[0].lower() + message[1:]
+            lines.append(f"setting {key}: {message}, got {problem['input']!r}")
+    return "; ".join(lines)
+
+
+def resolve(
+    algorithm: str,
+    *,
+    file: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> Settings:
+    """Settings of a run.
+
+    Args:
+        algorithm: "grpo" or "sft".
+        file: YAML config file.
+        options: dotted keys from command-line options; None values are left out.
+        overrides: words `a.b=value`.
+
+    Raises:
+        InputError: naming the setting, what was expected and what to do.
+    """
+    user = load_yaml(file) if file is not None else {}
+    user = _merge(user, from_dotted({k: v for k, v in (options or {}).items() if v is not None}, "options"))
+    user = _merge(user, parse_overrides(overrides))
+    if user.setdefault("algorithm", algorithm) != algorithm:
+        raise InputError(f"config: algorithm is {user['algorithm']!r}, the command trains {algorithm!r}")
+    given = (_value(user, "data", "task"), _value(user, "data", "train"), _value(user, "model", "path"))
+    if given == (None, None, None) and not user.get("rewards"):
+        # Without any data the built-in task runs; with only a model or a reward the user forgot the data.
+        user = _merge(user, {"data": {"task": "arithmetic"}})
+    task = _value(user, "data", "task")
+    if task is not None:
+        user = _merge(_task_defaults(str(task), algorithm), user)
+    try:
+        return Settings.model_validate(user)
+    except ValidationError as error:
+        raise InputError(_describe(error)) from None
+
+
+def _value(values: Mapping[str, Any], section: str, name: str) -> Any:
+    found = values.get(section)
+    return found.get(name) if isinstance(found, Mapping) else None
+
+
+def _task_defaults(name: str, algorithm: str) -> dict[str, Any]:
+    from rlkernel.data.tasks import load_task
+
+    try:
+        task = load_task(name)
+    except ValueError as error:
+        raise InputError(f"setting data.task: {error}") from None
+    wishes = task.defaults()
+    if algorithm == "sft":
+        # Supervised training of a built-in task takes its warm-up's settings; those of the rollouts do not fit it.
+        renamed = {"warmup.lr": "optimizer.lr", "warmup.steps": "train.steps", "warmup.batch_size": "train.batch_size"}
+        wishes = {renamed[key]: value for key, value in wishes.items() if key in renamed}
+    return from_dotted(wishes, f"defaults of task {name}")
+
+
+def to_yaml(settings: Settings) -> str:
+    """The resolved settings as YAML that `--config` reads back."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,95 @@
+"""The run on the terminal: one live line while it trains, plain lines where the output is not a terminal."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+
+def clock(seconds: float) -> str:
+    """`m:ss` or `h:mm:ss`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def count(number: float) -> str:
+    """A count with three digits: 950, 12.3k, 1.20M."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+class Display:
+    """Progress of a run.
+
+    Args:
+        console: where to print; default standard output.
+        plain_every: seconds between plain lines where the output is no terminal.
+    """
+
+    def __init__(self, console: Console | None = None, plain_every: float = 5.0):
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._plain_every = plain_every
+        self._progress: Progress | None = None
+        self._total = 0
+        self._started = self._printed = 0.0
+
+    def say(self, text: str) -> None:
+        """One line of prose; markup in it is printed as it stands."""
+        self.console.print(text, markup=False)
+
+    def start(self, title: str, total: int) -> None:
+        """Opens a phase of `total` steps."""
+        self.stop()
+        self._title, self._total = title, total
+        self._started, self._printed = time.perf_counter(), 0.0
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[line]}"),
+                console=self.console,
+            )
+            self._task = self._progress.add_task(title, total=total, line="")
+            self._progress.start()
+
+    def step(self, step: int, values: dict[str, str]) -> None:
+        """Shows step `step` (from 1) of the phase with its figures, and the time left."""
+        elapsed = time.perf_counter() - self._started
+        left = elapsed / step * (self._total - step)
+        line = "  ".join(f"{name} {value}" for name, value in values.items()) + f"  left {clock(left)}"
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, line=line)
+            return
+        now = time.perf_counter()
+        if step in (1, self._total) or now - self._printed >= self._plain_every:
+            self._printed = now
+            self.say(f"{self._title} {step}/{self._total}  {line}")
+
+    def stop(self) -> None:
+        """Closes the phase."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
+        """The table at the end."""
+        table = Table(title=title, show_header=False, title_justify="left")
+        table.add_column(style="bold")
+        table.add_column()
+        for name, value in rows:
+            table.add_row(name, value)
+        self.console.print(table)
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
