@@ -44,3 +44,99 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tens
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
+
+
+def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std: bool, eps: float) -> Tensor:
+    rows = rewards.view(-1, group_size)
+    if mode == "none" or rewards.numel() == 0:
+        return rewards.clone()
+    if group_size == 1:
+        return torch.zeros_like(rewards)
+    out = rows - rows.mean(1, keepdim=True)
+    if mode == "leave_one_out":
+        out = out * (group_size / (group_size - 1))
+    elif normalize_std:
+        out = out / ((rows.std(1, keepdim=True) if mode == "group" else rewards.std()) + eps)
+    return out.view(-1)
+
+
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    mask: Tensor | None,
+    ref_logp: Tensor | None,
+    entropy: Tensor | None,
+    rollout_logp: Tensor | None,
+    normalizer: Tensor | None,
+    loss_type: str,
+    sequence_ratio: bool,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float | None,
+    kl_coef: float,
+    kl_type: str,
+    entropy_coef: float,
+    tis_cap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, (t,) = cu_seqlens.shape[0] - 1, logp.shape
+    owner = torch.repeat_interleave(torch.arange(batch, device=logp.device), cu_seqlens.diff().long(), output_size=t)
+    on = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
+
+    def keep(x: Tensor) -> Tensor:
+        return x.masked_fill(~on, 0.0)
+
+    def per_sequence(x: Tensor) -> Tensor:
+        return x.new_zeros(batch).index_add(0, owner, x)
+
+    n = per_sequence(on.float())
+    total = n.sum()
+    logp, old = keep(logp), keep(old_logp.detach())
+    a = keep(advantages[owner] if advantages.shape[0] == batch else advantages)
+    log_ratio = logp - old
+    ratio = torch.exp((per_sequence(log_ratio) / n.clamp(min=1))[owner] if sequence_ratio else log_ratio)
+    low, high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    dual = torch.zeros_like(on)
+    if loss_type == "cispo":
+        loss = -ratio.clamp(1 - clip_low, 1 + clip_high).detach() * a * logp
+    elif loss_type == "reinforce":
+        low, high = torch.zeros_like(on), torch.zeros_like(on)
+        loss = -a * logp
+    else:
+        gain = torch.minimum(ratio * a, ratio.clamp(1 - clip_low, 1 + clip_high) * a)
+        if clip_dual is not None:
+            dual = (a < 0) & (ratio > clip_dual)
+            gain = torch.where(a < 0, torch.maximum(gain, clip_dual * a), gain)
+        loss, low, high = -gain, low & (a < 0), high & (a > 0)
+    zero = torch.zeros_like(logp)
+    tis = drift = kl = held = zero
+    tis_cut = torch.zeros_like(on)
+    if rollout_logp is not None:
+        rollout = keep(rollout_logp.detach())
+        drift = (logp - rollout).abs()
+        if tis_cap is not None:
+            raw = torch.exp(old - rollout)
+            tis, tis_cut = raw.clamp(max=tis_cap), raw > tis_cap
+            loss = loss * tis
+    if ref_logp is not None:
+        d = logp - keep(ref_logp.detach())
+        kl = d if kl_type == "k1" else d.square() / 2 if kl_type == "k2" else torch.exp(-d) - 1 + d
+        loss = loss + kl_coef * kl
+    if entropy is not None:
+        held = keep(entropy)
+        loss = loss - entropy_coef * held
+    loss = keep(loss)
+    if loss_type in ("grpo", "gspo"):
+        loss = per_sequence(loss) / n.clamp(min=1)
+    by_tokens = loss_type in ("bnpo", "dapo", "cispo")
+    divisor = total.clamp(min=1) if by_tokens else torch.full_like(total, max(1, batch))
+    if normalizer is not None:
+        divisor = torch.where(total > 0, normalizer, divisor)
+    with torch.no_grad():
+        k3 = torch.exp(log_ratio) - 1 - log_ratio
+        means = [keep(x).sum() / total.clamp(min=1) for x in (ratio, -log_ratio, k3, kl, held, tis, drift)]
+        ends = [ratio[on].min(), ratio[on].max(), drift[on].max()] if bool(on.any()) else [total.new_zeros(())] * 3
+        counts = [total, (n > 0).sum(), *((x & on).sum() for x in (low, high, dual, tis_cut))]
+    empty = logp.new_empty(0)
+    return loss.sum() / divisor, empty, empty, torch.stack([*means, *ends]), torch.stack([c.long() for c in counts])

@@ -1,0 +1,67 @@
+"""policy_loss on the CPU: launcher of `csrc/cpu/policy_loss.cpp`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels.cpu.library import function, pointer, threads
+from rlkernel.kernels.policy_loss import (
+    COUNTS,
+    KL_TYPES,
+    STATS,
+    check_cu_seqlens,
+    divides_by_tokens,
+    form_code,
+    sequence_mean,
+)
+
+
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    mask: Tensor | None,
+    ref_logp: Tensor | None,
+    entropy: Tensor | None,
+    rollout_logp: Tensor | None,
+    normalizer: Tensor | None,
+    loss_type: str,
+    sequence_ratio: bool,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float | None,
+    kl_coef: float,
+    kl_type: str,
+    entropy_coef: float,
+    tis_cap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tokens = logp.shape[0]
+    batch = len(check_cu_seqlens(cu_seqlens, tokens)) - 1
+    vectors = [
+        None if x is None else x.contiguous()
+        for x in (logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, normalizer)
+    ]
+    flags = torch.tensor(
+        [
+            advantages.shape[0] != batch,
+            form_code(loss_type),
+            KL_TYPES.index(kl_type),
+            sequence_ratio,
+            sequence_mean(loss_type),
+            divides_by_tokens(loss_type),
+        ],
+        dtype=torch.int32,
+    )
+    dual = float("inf") if clip_dual is None else clip_dual
+    scalars = torch.tensor(
+        [1.0 - clip_low, 1.0 + clip_high, dual, kl_coef, entropy_coef, tis_cap or 0.0], dtype=torch.float32
+    )
+    loss, dlogp = torch.empty(()), torch.empty(tokens)
+    dentropy = None if entropy is None else torch.empty(tokens)
+    stats, counts = torch.empty(len(STATS)), torch.empty(len(COUNTS), dtype=torch.int64)
+    function("rlk_policy_loss", "p" * 16 + "li")(
+        *(pointer(x) for x in (*vectors, flags, scalars, loss, dlogp, dentropy, stats, counts)), batch, threads()
+    )
+    return loss, dlogp, torch.empty(0) if dentropy is None else dentropy, stats, counts

@@ -1,0 +1,160 @@
+"""policy_loss, spelled out: token terms elementwise, then sums per sequence and over the batch in the fixed order.
+
+A sequence's sum: segments of SEGMENT tokens from its first one, `row_sum` inside, segments ascending. The batch's
+sum: the same over sequences. Everything is fp32; masked tokens are replaced by zeros before any arithmetic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkernel.contract.orders import SEGMENT
+from rlkernel.kernels.policy_loss import (
+    CISPO,
+    CLIPPED,
+    PHI_COEFFICIENTS,
+    check_cu_seqlens,
+    divides_by_tokens,
+    form_code,
+    sequence_mean,
+)
+from rlkernel.kernels.reference.arith import exp, fma, horner, row_sum
+
+
+def phi(x: Tensor) -> Tensor:
+    """e^x - 1 - x without cancellation near 0 (never negative there), fp32."""
+    return torch.where(x.abs() <= 0.5, (x * x) * horner(PHI_COEFFICIENTS, x), (exp(x) - 1.0) - x)
+
+
+def segment_sum(rows: Tensor) -> Tensor:
+    """Sum over the last dimension: `row_sum` inside segments of SEGMENT elements, segments ascending."""
+    total = torch.zeros(rows.shape[:-1])
+    for start in range(0, rows.shape[-1], SEGMENT):
+        total = total + row_sum(rows[..., start : start + SEGMENT])
+    return total
+
+
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    mask: Tensor | None,
+    ref_logp: Tensor | None,
+    entropy: Tensor | None,
+    rollout_logp: Tensor | None,
+    normalizer: Tensor | None,
+    loss_type: str,
+    sequence_ratio: bool,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float | None,
+    kl_coef: float,
+    kl_type: str,
+    entropy_coef: float,
+    tis_cap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tokens = logp.shape[0]
+    borders = check_cu_seqlens(cu_seqlens, tokens)
+    batch = len(borders) - 1
+    lengths = torch.tensor([b - a for a, b in zip(borders, borders[1:], strict=False)], dtype=torch.int64)
+    owner = torch.repeat_interleave(torch.arange(batch), lengths)
+    place = torch.arange(tokens) - torch.tensor(borders[:-1], dtype=torch.int64)[owner]
+    width = int(lengths.max()) if batch else 0
+    counted = torch.ones(tokens, dtype=torch.bool) if mask is None else mask
+    zero = torch.zeros(tokens)
+
+    def clean(x: Tensor) -> Tensor:
+        return torch.where(counted, x, zero)
+
+    def per_sequence(x: Tensor) -> Tensor:
+        rows = torch.zeros(batch, width)
+        rows[owner, place] = clean(x)
+        return segment_sum(rows)
+
+    def count(flags: Tensor) -> Tensor:
+        return torch.zeros(batch, dtype=torch.int64).index_add_(0, owner, (flags & counted).to(torch.int64))
+
+    n = count(counted)
+    share = n.clamp(min=1).float()
+    logp, old = clean(logp), clean(old_logp)
+    a = clean(advantages if advantages.shape[0] == tokens and tokens != batch else advantages[owner])
+
+    log_ratio = logp - old
+    ratio = exp((per_sequence(log_ratio) / share)[owner] if sequence_ratio else log_ratio)
+    low, high = torch.tensor(1.0 - clip_low), torch.tensor(1.0 + clip_high)
+    form = form_code(loss_type)
+    never = torch.zeros(tokens, dtype=torch.bool)
+    cut_low = cut_high = cut_dual = never
+    if form == CLIPPED:
+        cut_low, cut_high = (a < 0) & (ratio < low), (a > 0) & (ratio > high)
+        if clip_dual is not None:
+            cut_dual = (a < 0) & (ratio > torch.tensor(clip_dual))
+            ratio_used = torch.where(cut_dual, torch.tensor(clip_dual), ratio)
+        else:
+            ratio_used = ratio
+        ratio_used = torch.where(cut_low, low, torch.where(cut_high, high, ratio_used))
+        loss = -(ratio_used * a)
+        slope = torch.where(cut_low | cut_high | cut_dual, zero, loss)     # d loss / d log-ratio
+    elif form == CISPO:
+        cut_low, cut_high = ratio < low, ratio > high
+        slope = -(torch.where(cut_low, low, torch.where(cut_high, high, ratio)) * a)
+        loss = slope * logp
+    else:
+        slope = -a
+        loss = slope * logp
+
+    tis, tis_cut, drift = zero, never, zero
+    if rollout_logp is not None:
+        rollout = clean(rollout_logp)
+        drift = (logp - rollout).abs()
+        if tis_cap is not None:
+            tis = exp(old - rollout)
+            tis_cut = tis > torch.tensor(tis_cap)
+            tis = torch.where(tis_cut, torch.tensor(tis_cap), tis)
+            loss, slope = loss * tis, slope * tis
+
+    kl = dkl = zero
+    if ref_logp is not None:
+        d = logp - clean(ref_logp)
+        if kl_type == "k1":
+            kl, dkl = d, torch.ones(tokens)
+        elif kl_type == "k2":
+            kl, dkl = 0.5 * (d * d), d
+        else:
+            kl = phi(-d)
+            dkl = d - kl
+        if kl_coef != 0.0:
+            loss = fma(torch.tensor(kl_coef), kl, loss)
+    held = clean(entropy) if entropy is not None else zero
+    if entropy is not None and entropy_coef != 0.0:
+        loss = fma(torch.tensor(-entropy_coef), held, loss)
+
+    gradient = slope
+    if sequence_ratio and form == CLIPPED:
+        gradient = (per_sequence(slope) / share)[owner]
+    if ref_logp is not None and kl_coef != 0.0:
+        gradient = fma(torch.tensor(kl_coef), dkl, gradient)
+
+    total = int(n.sum())
+    one = torch.ones(())
+    if normalizer is not None and total > 0:
+        denominator = normalizer
+    else:
+        denominator = torch.tensor(float(max(1, total if divides_by_tokens(loss_type) else batch)))
+    averaged = sequence_mean(loss_type)
+    sums = per_sequence(loss)
+    value = segment_sum(sums / share if averaged else sums) / denominator
+    weight = ((one / share if averaged else one.expand(batch)) / denominator)[owner]
+    dlogp = clean(gradient * weight)
+    dentropy = clean(torch.tensor(-entropy_coef) * weight) if entropy is not None else torch.zeros(0)
+
+    means = [segment_sum(per_sequence(x)) for x in (ratio, -log_ratio, phi(log_ratio), kl, held, tis, drift)]
+    stats = [m / max(1, total) for m in means]
+    if total:
+        stats += [ratio[counted].min(), ratio[counted].max(), drift[counted].max()]
+    else:
+        stats += [torch.zeros(())] * 3
+    counts = [torch.tensor(total), (n > 0).sum(), *(count(c).sum() for c in (cut_low, cut_high, cut_dual, tis_cut))]
+    return value, dlogp, dentropy, torch.stack(stats), torch.stack(counts)

@@ -1,0 +1,71 @@
+"""group_advantages: advantages of completions from the rewards of their prompt's group, without a value model.
+
+Contract: fp32, fixed order; a group's advantages depend on that group alone (mode "batch" excepted).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import stock
+from rlkernel.ops._library import check, define, is_stock
+
+MODES = ("group", "leave_one_out", "batch", "none")
+
+_group_advantages = define(
+    "group_advantages(Tensor rewards, int group_size, str mode, bool normalize_std, float eps) -> Tensor",
+    "group_advantages",
+    fake=lambda rewards, group_size, mode, normalize_std, eps: rewards.new_empty(rewards.shape),
+)
+
+
+def group_advantages(
+    rewards: Tensor,  # [B] fp32
+    group_size: int,
+    *,
+    mode: str = "group",
+    normalize_std: bool = True,
+    eps: float = 1e-4,
+) -> Tensor:  # [B] fp32
+    """Advantages from rewards; group g is rewards[g * group_size : (g + 1) * group_size].
+
+        group:            (r - mean of its group) / (std of its group + eps)
+        batch:            (r - mean of its group) / (std of all rewards + eps)
+        leave_one_out:    r - mean of the other members of its group
+        none:             r
+
+    std is the sample standard deviation (divisor n - 1). A group of one has advantage 0 in every mode but "none":
+    there is nothing to compare with. A group of equal rewards has advantage exactly 0.
+
+    Args:
+        rewards: [B] fp32, finite. Constants: no gradient.
+        group_size: completions a prompt, divides B. One global baseline (REINFORCE++) is mode "group" with
+            group_size = B.
+        mode: see above.
+        normalize_std: False leaves the division out in modes "group" and "batch" (Dr. GRPO). The modes
+            "leave_one_out" and "none" never divide.
+        eps: added to the standard deviation, in units of reward, above 0.
+
+    Raises:
+        ValueError: a reward is NaN or infinite (the message names its index), B is not a multiple of group_size, or
+            an unknown mode.
+        TypeError: rewards are not fp32.
+
+    Source:
+        GRPO arXiv:2402.03300, Dr. GRPO 2503.20783, RLOO 2402.14740, batch deviation 2508.08221.
+    """
+    check(rewards.dim() == 1, lambda: f"group_advantages: rewards is {tuple(rewards.shape)}, expected [B]")
+    check(
+        rewards.dtype == torch.float32,
+        lambda: f"group_advantages: rewards is {rewards.dtype}, expected torch.float32; convert with rewards.float()",
+        TypeError,
+    )
+    check(
+        group_size >= 1 and rewards.shape[0] % group_size == 0,
+        lambda: f"group_advantages: group_size={group_size} must be positive and divide B={rewards.shape[0]}",
+    )
+    check(mode in MODES, lambda: f"group_advantages: mode={mode!r} is unknown; expected one of {', '.join(MODES)}")
+    check(eps > 0, lambda: f"group_advantages: eps={eps} must be above 0, a group of equal rewards divides by it")
+    op = stock.group_advantages if is_stock() else _group_advantages
+    return op(rewards.detach(), group_size, mode, normalize_std, eps)

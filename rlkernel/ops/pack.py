@@ -1,0 +1,77 @@
+"""pack and unpack: a list of sequences as one flat tensor with borders, and back. Copies; no arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.ops._library import check
+
+
+class Packed(NamedTuple):
+    """Result of `pack`.
+
+    Attributes:
+        flat: [T, ...], the sequences one after the other.
+        cu_seqlens: [B + 1] int32, sequence b is flat[cu_seqlens[b]:cu_seqlens[b + 1]].
+        positions: [T] int64, position of each token in its own sequence, from 0.
+    """
+
+    flat: Tensor
+    cu_seqlens: Tensor
+    positions: Tensor
+
+
+def pack(sequences: Sequence[Tensor] | Sequence[Sequence[int]]) -> Packed:  # B x [L_i, ...]
+    """Concatenates sequences without padding.
+
+    Args:
+        sequences: tensors [L_i, ...] of one dtype, device and trailing shape, or lists of token ids (int64 on the
+            CPU). L_i may be 0. Differentiable in tensors.
+
+    Returns:
+        Packed(flat [T, ...], cu_seqlens [B + 1] int32, positions [T] int64), on the sequences' device.
+
+    Raises:
+        ValueError: no sequence, unlike dtypes, devices or shapes, or 2^31 tokens and more.
+    """
+    check(len(sequences) > 0, lambda: "pack: sequences is empty; pass at least one (it may have length 0)")
+    rows = [x if isinstance(x, Tensor) else torch.tensor(list(x), dtype=torch.int64) for x in sequences]
+    first = rows[0]
+    for i, row in enumerate(rows):
+        check(row.dim() >= 1, lambda i=i: f"pack: sequences[{i}] is a scalar, expected [L, ...]")
+        check(
+            row.dtype == first.dtype and row.device == first.device and row.shape[1:] == first.shape[1:],
+            lambda i=i, row=row: f"pack: sequences[{i}] is {tuple(row.shape)} {row.dtype} on {row.device}, sequences[0] is "
+            f"{tuple(first.shape)} {first.dtype} on {first.device}; only the first dimension may differ",
+        )
+    lengths = [row.shape[0] for row in rows]
+    total = sum(lengths)
+    check(total < 2**31, lambda: f"pack: {total} tokens do not fit int32 borders; split the batch")
+    size = torch.tensor([0, *lengths], dtype=torch.int64)
+    borders = size.cumsum(0)
+    positions = torch.arange(total) - torch.repeat_interleave(borders[:-1], size[1:])
+    return Packed(torch.cat(rows), borders.to(first.device, torch.int32), positions.to(first.device))
+
+
+def unpack(flat: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+    """The sequences of a packed tensor, as views: the inverse of `pack`.
+
+    Args:
+        flat: [T, ...].
+        cu_seqlens: [B + 1] int32 or int64.
+
+    Raises:
+        ValueError: cu_seqlens does not start at 0, decreases, or does not end at T.
+    """
+    borders = cu_seqlens.tolist()
+    lengths = [b - a for a, b in zip(borders, borders[1:], strict=False)]
+    check(
+        len(borders) > 0 and borders[0] == 0 and borders[-1] == flat.shape[0] and min(lengths, default=0) >= 0,
+        lambda: f"unpack: cu_seqlens must start at 0, never decrease and end at T={flat.shape[0]}; it is {borders[:8]}"
+        f"{'...' if len(borders) > 8 else ''}",
+    )
+    return list(flat.split(lengths)) if lengths else []

@@ -1,0 +1,282 @@
+"""policy_loss: the reinforcement-learning loss of log-probability vectors, its gradients and statistics in one pass.
+
+Contract: orders.py, `policy_loss`. The gradients are computed in the forward pass; backward scales them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import stock
+from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS
+from rlkernel.ops._library import check, define, is_stock
+
+
+class PolicyLoss(NamedTuple):
+    """Result of `policy_loss`.
+
+    Attributes:
+        loss: fp32 scalar, differentiable in logp and entropy.
+        stats: 0-dim tensors without gradient, see `policy_loss`.
+    """
+
+    loss: Tensor
+    stats: dict[str, Tensor]
+
+
+def _fake(logp: Tensor, old: Tensor, advantages: Tensor, cu: Tensor, mask: Any, ref: Any, entropy: Any, *rest: Any) -> Any:
+    return (
+        logp.new_empty(()),
+        logp.new_empty(logp.shape),
+        logp.new_empty((0,)) if entropy is None else logp.new_empty(entropy.shape),
+        logp.new_empty((len(STATS),)),
+        logp.new_empty((len(COUNTS),), dtype=torch.int64),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, dlogp, dentropy, stats, counts = output
+    ctx.mark_non_differentiable(dlogp, dentropy, stats, counts)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(dlogp, dentropy)
+
+
+def _backward(ctx: Any, dloss: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
+    dlogp, dentropy = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * 18
+    if dloss is not None:
+        grads[0] = dlogp * dloss if ctx.needs_input_grad[0] else None
+        grads[6] = dentropy * dloss if ctx.needs_input_grad[6] else None
+    return tuple(grads)
+
+
+_policy_loss = define(
+    "policy_loss(Tensor logp, Tensor old_logp, Tensor advantages, Tensor cu_seqlens, Tensor? mask, Tensor? ref_logp, "
+    "Tensor? entropy, Tensor? rollout_logp, Tensor? normalizer, str loss_type, bool sequence_ratio, float clip_low, "
+    "float clip_high, float? clip_dual, float kl_coef, str kl_type, float entropy_coef, float? tis_cap) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "policy_loss",
+    fake=_fake,
+    setup_context=_setup,
+    backward=_backward,
+)
+
+
+def policy_loss(
+    logp: Tensor,  # [T] fp32
+    old_logp: Tensor | None,  # [T] fp32
+    advantages: Tensor,  # [B] or [T] fp32
+    cu_seqlens: Tensor,  # [B + 1] int32
+    *,
+    mask: Tensor | None = None,  # [T] bool
+    ref_logp: Tensor | None = None,  # [T] fp32
+    entropy: Tensor | None = None,  # [T] fp32
+    rollout_logp: Tensor | None = None,  # [T] fp32
+    loss_type: str = "grpo",
+    ratio_level: str = "token",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_dual: float | None = None,
+    kl_coef: float = 0.0,
+    kl_type: str = "k3",
+    entropy_coef: float = 0.0,
+    tis_cap: float | None = None,
+    max_completion_length: int | None = None,
+    normalizer: float | Tensor | None = None,
+) -> PolicyLoss:
+    """Policy-gradient loss of packed completions, with its gradients and statistics in one pass.
+
+    With the ratio r = exp(logp - old_logp), or at sequence level exp of its mean over the sequence's counted tokens
+    (every token of the sequence then receives gradient), the loss of a token is
+
+        grpo, bnpo, dr_grpo, dapo, gspo:   -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+        cispo:                             -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A logp
+        reinforce:                         -A logp
+
+    times min(exp(old_logp - rollout_logp), tis_cap) where `tis_cap` is given, plus kl_coef KL, minus
+    entropy_coef entropy. The batch's loss is
+
+        grpo, gspo:           sum over sequences of the mean over counted tokens / B
+        bnpo, dapo, cispo:    sum over counted tokens / number of counted tokens
+        dr_grpo:              sum over counted tokens / (B max_completion_length)
+        reinforce:            sum over counted tokens / B
+
+    B counts every sequence, also one without counted tokens. Where no token counts, loss and gradients are 0.
+
+    Args:
+        logp: log-probabilities of the completion tokens under the policy; the gradient flows here.
+        old_logp: the same under the policy before the update, a constant. None: logp itself (ratio exactly 1).
+        advantages: one a sequence [B] or one a token [T], a constant. Where T equals B it is read as [B].
+        cu_seqlens: borders of the sequences: starts at 0, ends at T. Prompt tokens are either left out or masked.
+        mask: True where a token counts. Others contribute nothing, whatever their values (NaN, -inf).
+        ref_logp: log-probabilities under the reference policy, a constant.
+        entropy: entropy of the policy at each token, in nats; receives gradient where entropy_coef is not 0.
+        rollout_logp: log-probabilities that the rollout engine reported, a constant: drift statistics, TIS.
+        loss_type: see above. "gspo" is "grpo" with ratio_level "sequence".
+        ratio_level: "token" or "sequence".
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; inf switches a side off.
+        clip_dual: where A < 0 a ratio above it counts as clip_dual and has no gradient (dual clip). Must exceed
+            1 + clip_high.
+        kl_coef, kl_type: coefficient and form of the KL against ref_logp, with d = logp - ref_logp: "k1" d,
+            "k2" d^2 / 2, "k3" exp(-d) - 1 + d. Differentiated as written.
+        entropy_coef: coefficient of the entropy bonus, averaged by the rule of the loss type.
+        tis_cap: upper bound of the truncated importance weight between old_logp and rollout_logp; no gradient.
+        max_completion_length: denominator of "dr_grpo", in tokens.
+        normalizer: replaces the denominator of the batch (B, number of counted tokens, B max_completion_length), so
+            that the losses of micro-batches add up to that of the batch. A positive number or 0-dim fp32 tensor.
+
+    Returns:
+        PolicyLoss(loss, stats). stats, over counted tokens, fp32 unless said otherwise: tokens, sequences (int64
+        counts), clip_fraction_low, clip_fraction_high, clip_fraction_dual, ratio_mean, ratio_min, ratio_max,
+        kl_old_k1, kl_old_k3 (KL of the old policy from this one, token level); with ref_logp kl_ref (of kl_type);
+        with entropy entropy; with rollout_logp drift_mean, drift_max of |logp - rollout_logp|; with tis_cap
+        tis_mean, tis_fraction. All 0 where no token counts.
+
+    Raises:
+        ValueError: shapes, names, ranges or combinations do not fit; the message names the argument.
+        TypeError: a vector is not fp32, cu_seqlens not int32, or mask not bool.
+
+    Source:
+        PPO arXiv:1707.06347, dual clip 1912.09729, GRPO 2402.03300, RLOO 2402.14740, Dr. GRPO 2503.20783, DAPO
+        2503.14476, CISPO 2506.13585, GSPO 2507.18071, KL forms http://joschu.net/blog/kl-approx.html.
+    """
+    tokens, batch = logp.shape[0] if logp.dim() == 1 else -1, cu_seqlens.numel() - 1
+    _check_choice("loss_type", loss_type, LOSS_TYPES)
+    _check_choice("ratio_level", ratio_level, ("token", "sequence"))
+    _check_choice("kl_type", kl_type, KL_TYPES)
+    check(tokens >= 0, lambda: f"policy_loss: logp has {logp.dim()} dimensions, expected [T]; pack the completions first")
+    if old_logp is None:
+        old_logp = logp.detach()
+    vectors = {"logp": logp, "old_logp": old_logp, "ref_logp": ref_logp, "entropy": entropy, "rollout_logp": rollout_logp}
+    for name, x in (*vectors.items(), ("mask", mask)):
+        if x is not None:
+            _check_vector(name, x, (tokens,), torch.bool if name == "mask" else torch.float32, logp.device)
+    check(
+        cu_seqlens.dim() == 1 and batch >= 0,
+        lambda: f"policy_loss: cu_seqlens is {tuple(cu_seqlens.shape)}, expected [B + 1]",
+    )
+    _check_vector("cu_seqlens", cu_seqlens, (batch + 1,), torch.int32, logp.device)
+    check(
+        advantages.dim() == 1 and advantages.shape[0] in (batch, tokens),
+        lambda: f"policy_loss: advantages is {tuple(advantages.shape)}, expected [B]=[{batch}] or [T]=[{tokens}]",
+    )
+    _check_vector("advantages", advantages, advantages.shape, torch.float32, logp.device)
+    _check_options(loss_type, clip_low, clip_high, clip_dual, kl_coef, entropy_coef, tis_cap, vectors)
+    if loss_type == "dr_grpo" and normalizer is None:
+        check(
+            max_completion_length is not None and max_completion_length > 0,
+            lambda: f"policy_loss: dr_grpo needs max_completion_length > 0 or a normalizer, got {max_completion_length}",
+        )
+        normalizer = float(max(1, batch) * (max_completion_length or 1))
+    denominator = _denominator(normalizer, logp)
+    if entropy is not None and entropy_coef == 0.0:
+        entropy = entropy.detach()      # statistics only: the log-probability kernel then skips its entropy gradient
+
+    op = stock.policy_loss if is_stock() else _policy_loss
+    loss, _, _, stats, counts = op(
+        logp,
+        old_logp,
+        advantages,
+        cu_seqlens,
+        mask,
+        ref_logp,
+        entropy,
+        rollout_logp,
+        denominator,
+        loss_type,
+        ratio_level == "sequence" or loss_type == "gspo",
+        clip_low,
+        clip_high,
+        clip_dual,
+        kl_coef,
+        kl_type,
+        entropy_coef,
+        tis_cap,
+    )
+    return PolicyLoss(loss, _named(stats, counts, ref_logp, entropy, rollout_logp, tis_cap))
+
+
+def _named(
+    stats: Tensor, counts: Tensor, ref_logp: Any, entropy: Any, rollout_logp: Any, tis_cap: float | None
+) -> dict[str, Tensor]:
+    value = dict(zip(STATS, stats.unbind(), strict=True))
+    count = dict(zip(COUNTS, counts.unbind(), strict=True))
+    of = count["tokens"].clamp(min=1)
+    out = {"tokens": count["tokens"], "sequences": count["sequences"]}
+    out |= {f"clip_fraction_{side}": count[f"clip_{side}"] / of for side in ("low", "high", "dual")}
+    out |= {name: value[name] for name in ("ratio_mean", "ratio_min", "ratio_max", "kl_old_k1", "kl_old_k3")}
+    if ref_logp is not None:
+        out["kl_ref"] = value["kl_ref"]
+    if entropy is not None:
+        out["entropy"] = value["entropy"]
+    if rollout_logp is not None:
+        out |= {name: value[name] for name in ("drift_mean", "drift_max")}
+    if tis_cap is not None:
+        out |= {"tis_mean": value["tis_mean"], "tis_fraction": count["tis_clipped"] / of}
+    return out
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    check(value in choices, lambda: f"policy_loss: {name}={value!r} is unknown; expected one of {', '.join(choices)}")
+
+
+def _check_vector(name: str, x: Tensor, shape: Any, dtype: torch.dtype, device: torch.device) -> None:
+    check(
+        x.dtype == dtype,
+        lambda: f"policy_loss: {name} is {x.dtype}, expected {dtype}; pass it as {dtype}"
+        + (", a ratio of log-probabilities rounded to fewer bits is noise" if dtype == torch.float32 else ""),
+        TypeError,
+    )
+    check(tuple(x.shape) == tuple(shape), lambda: f"policy_loss: {name} is {tuple(x.shape)}, expected {tuple(shape)}")
+    check(x.device == device, lambda: f"policy_loss: {name} is on {x.device}, logp on {device}; move one of them")
+
+
+def _check_options(
+    loss_type: str,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float | None,
+    kl_coef: float,
+    entropy_coef: float,
+    tis_cap: float | None,
+    vectors: dict[str, Tensor | None],
+) -> None:
+    for name, value in (("clip_low", clip_low), ("clip_high", clip_high), ("kl_coef", kl_coef)):
+        check(value >= 0, lambda name=name, value=value: f"policy_loss: {name}={value} must be at least 0")
+    if clip_dual is not None:
+        check(
+            loss_type not in ("cispo", "reinforce"),
+            lambda: f"policy_loss: {loss_type} has no dual clip; leave clip_dual out",
+        )
+        check(
+            clip_dual > 1.0 + clip_high,
+            lambda: f"policy_loss: clip_dual={clip_dual} must exceed 1 + clip_high = {1.0 + clip_high}",
+        )
+    check(
+        kl_coef == 0.0 or vectors["ref_logp"] is not None,
+        lambda: f"policy_loss: kl_coef={kl_coef} needs ref_logp; pass it or set kl_coef=0",
+    )
+    check(
+        entropy_coef == 0.0 or vectors["entropy"] is not None,
+        lambda: f"policy_loss: entropy_coef={entropy_coef} needs entropy; pass it or set entropy_coef=0",
+    )
+    check(
+        tis_cap is None or (tis_cap > 0.0 and vectors["rollout_logp"] is not None),
+        lambda: f"policy_loss: tis_cap={tis_cap} must be positive and needs rollout_logp; pass it or leave tis_cap out",
+    )
+
+
+def _denominator(normalizer: float | Tensor | None, logp: Tensor) -> Tensor | None:
+    if normalizer is None:
+        return None
+    if isinstance(normalizer, Tensor):
+        check(
+            normalizer.numel() == 1,
+            lambda: f"policy_loss: normalizer is {tuple(normalizer.shape)}, expected a number or a 0-dim tensor",
+        )
+        return normalizer.detach().reshape(()).to(device=logp.device, dtype=torch.float32)
+    check(normalizer > 0, lambda: f"policy_loss: normalizer={normalizer} must be positive")
+    return torch.full((), float(normalizer), dtype=torch.float32, device=logp.device)
