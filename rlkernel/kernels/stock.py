@@ -140,3 +140,64 @@ def policy_loss(
         counts = [total, (n > 0).sum(), *((x & on).sum() for x in (low, high, dual, tis_cut))]
     empty = logp.new_empty(0)
     return loss.sum() / divisor, empty, empty, torch.stack([*means, *ends]), torch.stack([c.long() for c in counts])
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """torch's scaled_dot_product_attention, sequence by sequence; those of one shape share a call."""
+    cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for b in range(len(cu_q) - 1):
+        shapes.setdefault((cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b]), []).append(b)
+    outs, tops, order = [], [], []
+    for (nq, nk), batch in shapes.items():
+        if nq == 0:
+            continue
+        rows = torch.tensor([list(range(cu_q[b], cu_q[b + 1])) for b in batch], device=q.device).view(-1)
+        keys = torch.tensor([list(range(cu_k[b], cu_k[b + 1])) for b in batch], device=q.device).view(-1)
+        split = lambda x, index, n: x[index].view(len(batch), n, *x.shape[1:]).transpose(1, 2)  # noqa: B023
+        out, top = _sdpa(split(q, rows, nq), split(k, keys, nk), split(v, keys, nk), scale, window)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+        tops.append(top.transpose(1, 2).flatten(0, 1))
+        order.append(rows)
+    if not outs:
+        return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    back = torch.argsort(torch.cat(order))
+    return torch.cat(outs)[back], torch.cat(tops)[back]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    """out and log-sum-exp of [n,H,Lq,D] against [n,HK,Lk,D]; the queries are the last tokens of the keys."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    nq, nk = q.shape[2], k.shape[2]
+    distance = torch.arange(nk - nq, nk, device=q.device)[:, None] - torch.arange(nk, device=q.device)
+    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    mask = torch.zeros(nq, nk, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+    if nq == nk and window is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    with torch.no_grad():
+        top = torch.logsumexp((q @ k.transpose(2, 3)).float() * scale + mask, -1)
+    return out, top
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens_k: Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    lens, page = seq_lens_k.tolist(), k_cache.shape[1]
+    slots = [block_table[b, torch.arange(n, device=q.device) // page] * page for b, n in enumerate(lens)]
+    offsets = [torch.arange(n, device=q.device) % page for n in lens]
+    index = torch.cat(slots) + torch.cat(offsets)
+    cu_k = torch.nn.functional.pad(seq_lens_k.cumsum(0), (1, 0)).to(torch.int32)
+    k, v = k_cache.flatten(0, 1)[index], v_cache.flatten(0, 1)[index]
+    return attention(q, k, v, cu_seqlens_q, cu_k, scale, window)

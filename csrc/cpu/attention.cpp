@@ -1,0 +1,320 @@
+// attention: forward over packed or paged keys, backward, and the write into pages, by the contract's order.
+// Rows of work are (position, head of the group) pairs, so a block of keys is unpacked once for all query heads that
+// read it. Scores are vectorised over keys with the chain over d sequential, values over d with the keys sequential.
+// A key that a row does not see takes no part in its chains: neither tile nor packing can change a bit.
+#include <vector>
+#include "gemm.h"
+using namespace rlk;
+
+namespace {
+
+constexpr int64_t kBlock = 64;       // contract: keys of an online-softmax block
+constexpr int64_t kTileRows = 96;    // rows of a work item; a multiple of kRows on every machine, free
+
+// c[R][W] continues its chains over k in [0, n): c(i, :) += a(i, k) * b(k, :) with a(i, k) = a[i * RS + k * KS].
+template <int R, int W, int RS, int KS>
+inline void micro_strided(const float* a, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t n) {
+    Vec acc[R][W];
+#pragma GCC unroll 12
+    for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+        for (int w = 0; w < W; ++w) acc[i][w] = Vec::load(c + i * ldc + w * kVec);
+    for (int64_t k = 0; k < n; ++k, a += KS, b += ldb) {
+        Vec right[W];
+#pragma GCC unroll 4
+        for (int w = 0; w < W; ++w) right[w] = Vec::load(b + w * kVec);
+#pragma GCC unroll 12
+        for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+            for (int w = 0; w < W; ++w) acc[i][w].fma(a[i * RS], right[w]);
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+        for (int w = 0; w < W; ++w) acc[i][w].store(c + i * ldc + w * kVec);
+}
+
+// As above for `rows` <= kRows rows and a width that is a multiple of kCols. Rows past `rows` are computed on
+// whatever a and c hold there, so both must have kRows rows.
+template <int RS, int KS>
+inline void chain_tile(int rows, const float* a, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t width,
+                       int64_t n) {
+    if (n <= 0) return;
+    int64_t w = 0;
+    for (; rows <= 4 && w + 2 * kCols <= width; w += 2 * kCols) {
+        if (rows == 1) micro_strided<1, 4, RS, KS>(a, b + w, ldb, c + w, ldc, n);
+        else if (rows == 2) micro_strided<2, 4, RS, KS>(a, b + w, ldb, c + w, ldc, n);
+        else micro_strided<4, 4, RS, KS>(a, b + w, ldb, c + w, ldc, n);
+    }
+    for (; w < width; w += kCols) {
+        if (rows == 1) micro_strided<1, 2, RS, KS>(a, b + w, ldb, c + w, ldc, n);
+        else if (rows <= 4) micro_strided<4, 2, RS, KS>(a, b + w, ldb, c + w, ldc, n);
+        else micro_strided<kRows, 2, RS, KS>(a, b + w, ldb, c + w, ldc, n);
+    }
+}
+
+// Row i takes part over k in [lo[i], hi[i]) alone: what all rows share runs as a tile, the ends row by row.
+template <int RS, int KS>
+inline void chain_ranges(int rows, const float* a, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t width,
+                         const int* lo, const int* hi) {
+    int first = lo[0], last = hi[0];
+    for (int i = 1; i < rows; ++i) {
+        first = std::max(first, lo[i]);
+        last = std::min(last, hi[i]);
+    }
+    const bool shared = first < last;
+    for (int i = 0; i < rows; ++i) {
+        const int stop = shared ? first : hi[i];
+        chain_tile<RS, KS>(1, a + i * RS + lo[i] * KS, b + lo[i] * ldb, ldb, c + i * ldc, ldc, width, stop - lo[i]);
+    }
+    if (!shared) return;
+    chain_tile<RS, KS>(rows, a + first * KS, b + first * ldb, ldb, c, ldc, width, last - first);
+    for (int i = 0; i < rows; ++i)
+        chain_tile<RS, KS>(1, a + i * RS + last * KS, b + last * ldb, ldb, c + i * ldc, ldc, width, hi[i] - last);
+}
+
+// Rows [n, D] of one head: token j of a sequence lies at row(j); paged where `table` is set.
+template <class T> struct Tokens {
+    const T* data;
+    int64_t stride;                  // elements between tokens
+    const int32_t* table = nullptr;  // pages of the sequence
+    int64_t page = 0;
+    const T* row(int64_t j) const {
+        return data + (table ? int64_t(table[j / page]) * page + j % page : j) * stride;
+    }
+};
+
+// The query rows of one (sequence, kv head): row r is position r / group + past, head r % group.
+template <class T> struct Queries {
+    const T* data;                   // head 0 of the group at the first query
+    int64_t stride, group, d;
+    const T* row(int64_t r) const { return data + (r / group) * stride + (r % group) * d; }
+};
+
+// A scratch area a thread keeps between calls, cut into arrays.
+struct Scratch {
+    std::vector<float> store;
+    size_t used = 0;
+    static Scratch& of_thread(size_t floats) {
+        static thread_local Scratch scratch;
+        if (scratch.store.size() < floats) scratch.store.resize(floats);
+        scratch.used = 0;
+        return scratch;
+    }
+    float* take(size_t floats) {
+        float* p = store.data() + used;
+        used += floats;
+        return p;
+    }
+};
+
+inline int64_t padded(int64_t d) { return (d + kCols - 1) / kCols * kCols; }
+
+// Keys [first, first + n) as columns: out[D][kBlock], columns from n on are zero.
+template <class T> void load_columns(const Tokens<T>& from, int64_t first, int64_t n, int64_t d, float* out) {
+    const int64_t wide = (n + kCols - 1) / kCols * kCols;
+    for (int64_t j0 = 0; j0 < wide; j0 += 16) {
+        const T* rows[16];
+        const int count = int(std::max<int64_t>(0, std::min<int64_t>(16, n - j0)));
+        for (int j = 0; j < count; ++j) rows[j] = from.row(first + j0 + j);
+        for (int64_t e = 0; e < d; ++e) {
+            float* to = out + e * kBlock + j0;
+            for (int j = 0; j < count; ++j) to[j] = to_float(rows[j][e]);
+            for (int j = count; j < 16 && j0 + j < kBlock; ++j) to[j] = 0.0f;
+        }
+    }
+}
+// Rows [first, first + n) as they are: out[n][wide], columns from d on are zero.
+template <class Source> void load_rows(const Source& from, int64_t first, int64_t n, int64_t d, int64_t wide, float* out) {
+    for (int64_t j = 0; j < n; ++j) {
+        const auto* src = from.row(first + j);
+        float* to = out + j * wide;
+        for (int64_t e = 0; e < d; ++e) to[e] = to_float(src[e]);
+        for (int64_t e = d; e < wide; ++e) to[e] = 0.0f;
+    }
+}
+// Rows [first, first + n) in groups of kRows: out[group][D][kRows], rows past n are zero.
+template <class T> void load_packed(const Queries<T>& from, int64_t first, int64_t n, int64_t d, float* out) {
+    for (int64_t g = 0; g * kRows < n; ++g)
+        for (int i = 0; i < kRows; ++i) {
+            const int64_t r = g * kRows + i;
+            const T* src = r < n ? from.row(first + r) : nullptr;
+            float* to = out + g * d * kRows + i;
+            for (int64_t e = 0; e < d; ++e) to[e * kRows] = src ? to_float(src[e]) : 0.0f;
+        }
+}
+
+// s[kRows][kBlock] = the chains over d of packed rows against columns [D][kBlock], the first n of them.
+inline void scores(int rows, const float* packed, const float* columns, int64_t d, int64_t n, float* s) {
+    const int64_t wide = (n + kCols - 1) / kCols * kCols;
+    for (int i = 0; i < kRows; ++i) std::memset(s + i * kBlock, 0, wide * sizeof(float));
+    chain_tile<1, kRows>(rows, packed, columns, kBlock, s, kBlock, wide, d);
+}
+
+// The keys [lo, hi) of block [first, first + n) that position `at` sees, relative to the block; lo <= hi.
+inline void visible(int64_t at, int64_t window, int64_t first, int64_t n, int* lo, int* hi) {
+    *lo = window > 0 ? int(std::min(n, std::max<int64_t>(0, at - window + 1 - first))) : 0;
+    *hi = int(std::min(n, std::max<int64_t>(*lo, at + 1 - first)));
+}
+
+struct Shape {
+    int64_t batch, heads, kv_heads, d, q_stride, k_stride, v_stride, page, columns, window, split;
+    float scale_log2e;
+    int64_t group() const { return heads / kv_heads; }
+};
+
+// One block of keys into a row's running softmax: p[kBlock] becomes the rounded probabilities, the result is the
+// factor by which the row's values so far are multiplied.
+template <class T> inline float online_softmax(float* p, int64_t n, int lo, int hi, float c, float* m, float* l) {
+    float top = -std::numeric_limits<float>::infinity();
+    for (int j = lo; j < hi; ++j) top = p[j] > top ? p[j] : top;
+    const float before = *m, scaled = top * c, now = scaled > before ? scaled : before;
+    float lanes[kLanes] = {};
+    const int64_t wide = (n + kLanes - 1) / kLanes * kLanes;
+    for (int64_t j0 = 0; j0 < wide; j0 += kLanes)
+        for (int j = 0; j < kLanes; ++j) {
+            const int at = int(j0) + j;
+            const float e = exp2(fma(p[at], c, -now));
+            const float kept = (at >= lo) & (at < hi) ? e : 0.0f;
+            lanes[j] += kept;
+            p[at] = round_to<T>(kept);
+        }
+    const float factor = exp2(before - now);
+    *l = fma(*l, factor, lane_fold(lanes));
+    *m = now;
+    return factor;
+}
+
+// Merges a closed split (o_split, top_split) into (o, top); o is [d].
+inline void merge(float* o, float* top, const float* o_split, float top_split, int64_t d) {
+    const float high = *top > top_split ? *top : top_split;
+    const float w = exp2(*top - high), w_split = exp2(top_split - high), total = w + w_split;
+    for (int64_t e = 0; e < d; ++e) o[e] = fma(o[e], w, o_split[e] * w_split) / total;
+    *top = high + log2(total);
+}
+
+// Rows [r0, r1) of one (sequence, kv head) that has `past` keys before its first query.
+template <class T>
+void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const Tokens<T>& v, int64_t past, int64_t r0,
+                  int64_t r1, T* out, float* lse) {
+    const int64_t d = s.d, wide = padded(d), rows = r1 - r0, groups = (rows + kRows - 1) / kRows;
+    const int64_t all = groups * kRows;
+    Scratch& scratch = Scratch::of_thread(all * d + kBlock * d + kBlock * wide + kRows * kBlock + 2 * all * wide + 3 * all);
+    float* packed = scratch.take(all * d);
+    float* columns = scratch.take(kBlock * d);
+    float* values = scratch.take(kBlock * wide);
+    float* p = scratch.take(kRows * kBlock);
+    float* acc = scratch.take(all * wide);
+    float* o = scratch.take(all * wide);
+    float* m = scratch.take(all);
+    float* l = scratch.take(all);
+    float* top = scratch.take(all);
+    const float none = -std::numeric_limits<float>::infinity();
+    load_packed(q, r0, rows, d, packed);
+    const auto position = [&](int64_t r) { return past + (r0 + r) / q.group; };
+    const int64_t stop = position(rows - 1) + 1;
+    const int64_t start = s.window > 0 ? std::max<int64_t>(0, position(0) - s.window + 1) / kBlock * kBlock : 0;
+    std::fill(top, top + all, none);
+    for (int64_t split = start / s.split * s.split; split < stop; split += s.split) {
+        std::fill(m, m + all, none);
+        std::fill(l, l + all, 0.0f);
+        std::fill(acc, acc + all * wide, 0.0f);
+        for (int64_t first = std::max(split, start); first < std::min(split + s.split, stop); first += kBlock) {
+            const int64_t n = std::min(kBlock, stop - first);
+            load_columns(k, first, n, d, columns);
+            load_rows(v, first, n, d, wide, values);
+            for (int64_t g = 0; g < groups; ++g) {
+                const int count = int(std::min<int64_t>(kRows, rows - g * kRows));
+                int lo[kRows], hi[kRows];
+                bool any = false;
+                for (int i = 0; i < count; ++i) {
+                    visible(position(g * kRows + i), s.window, first, n, lo + i, hi + i);
+                    any |= lo[i] < hi[i];
+                }
+                if (!any) continue;
+                scores(count, packed + g * d * kRows, columns, d, n, p);
+                for (int i = 0; i < count; ++i) {
+                    if (lo[i] >= hi[i]) continue;
+                    const int64_t r = g * kRows + i;
+                    const float factor = online_softmax<T>(p + i * kBlock, n, lo[i], hi[i], s.scale_log2e, m + r, l + r);
+                    for (int64_t e = 0; e < wide; ++e) acc[r * wide + e] *= factor;
+                }
+                chain_ranges<kBlock, 1>(count, p, values, wide, acc + g * kRows * wide, wide, wide, lo, hi);
+            }
+        }
+        for (int64_t r = 0; r < rows; ++r) {      // close the split
+            if (m[r] == none) continue;
+            float* mine = acc + r * wide;
+            for (int64_t e = 0; e < d; ++e) mine[e] = mine[e] / l[r];
+            const float closed = m[r] + log2(l[r]);
+            if (top[r] == none) {
+                std::memcpy(o + r * wide, mine, d * sizeof(float));
+                top[r] = closed;
+            } else {
+                merge(o + r * wide, top + r, mine, closed, d);
+            }
+        }
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+        const int64_t at = (r0 + r) / q.group * s.heads + (r0 + r) % q.group;
+        for (int64_t e = 0; e < d; ++e) out[at * d + e] = from_float<T>(o[r * wide + e]);
+        lse[at] = top[r] * kLn2;
+    }
+}
+
+// Runs f(i) for i in [0, n); items differ in length, so threads take them one after the other.
+template <class F> void for_items(int64_t n, int threads, F f) {
+    if (threads <= 1 || n <= 1) {
+        for (int64_t i = 0; i < n; ++i) f(i);
+        return;
+    }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t i = 0; i < n; ++i) f(i);
+}
+
+}  // namespace
+
+// q [T,H,D], out [T,H,D], lse [T,H] fp32; k, v [S,HK,D], or pages where `page` > 0 (then seqlens_k holds lengths [B]
+// and `table` is [B][columns], else seqlens_k is cumulative [B+1]). window 0: none.
+RLK_API void rlk_attention(const void* q, const void* k, const void* v, const int32_t* table, const int32_t* cu_q,
+                           const int32_t* seqlens_k, void* out, float* lse, int64_t batch, int64_t heads, int64_t kv_heads,
+                           int64_t d, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t page, int64_t columns,
+                           int64_t window, int64_t split, float scale_log2e, int32_t dtype, int32_t threads) {
+    const Shape s{batch, heads, kv_heads, d, q_stride, k_stride, v_stride, page, columns, window, split, scale_log2e};
+    struct Item { int64_t sequence, head, r0, r1; };
+    std::vector<Item> items;
+    int64_t work = 0;
+    const auto keys_of = [&](int64_t b) { return int64_t(page ? seqlens_k[b] : seqlens_k[b + 1] - seqlens_k[b]); };
+    for (int64_t b = 0; b < batch; ++b) {
+        const int64_t rows = (cu_q[b + 1] - cu_q[b]) * s.group();
+        work += rows * kv_heads * keys_of(b) * d;
+        for (int64_t h = 0; h < kv_heads; ++h)
+            for (int64_t r = 0; r < rows; r += kTileRows) items.push_back({b, h, r, std::min(rows, r + kTileRows)});
+    }
+    dispatch(dtype, [&](auto tag) {
+        using T = decltype(tag);
+        for_items(int64_t(items.size()), work < 200000 ? 1 : threads, [&](int64_t i) {
+            const Item& item = items[i];
+            const int64_t b = item.sequence, g = s.group(), first = page ? 0 : seqlens_k[b];
+            const Queries<T> queries{static_cast<const T*>(q) + cu_q[b] * q_stride + item.head * g * d, q_stride, g, d};
+            const auto tokens = [&](const void* data, int64_t stride) {
+                return Tokens<T>{static_cast<const T*>(data) + first * stride + item.head * d, stride,
+                                 page ? table + b * columns : nullptr, page};
+            };
+            const int64_t at = cu_q[b] * heads + item.head * g;
+            forward_tile<T>(s, queries, tokens(k, k_stride), tokens(v, v_stride), keys_of(b) - (cu_q[b + 1] - cu_q[b]),
+                            item.r0, item.r1, static_cast<T*>(out) + at * d, lse + at);
+        });
+    });
+}
+
+// Copies the rows (row_bytes each) of k and v into the pages; row t goes to slots[t], negative slots are skipped.
+RLK_API void rlk_store_kv(char* k_cache, char* v_cache, const char* k, const char* v, const int64_t* slots, int64_t tokens,
+                          int64_t row_bytes, int64_t k_stride, int64_t v_stride, int32_t threads) {
+    const int used = tokens * row_bytes < (int64_t(1) << 20) ? 1 : threads;
+    parallel_for(tokens, 1, used, [&](int64_t t) {
+        if (slots[t] < 0) return;
+        std::memcpy(k_cache + slots[t] * row_bytes, k + t * k_stride, row_bytes);
+        std::memcpy(v_cache + slots[t] * row_bytes, v + t * v_stride, row_bytes);
+    });
+}

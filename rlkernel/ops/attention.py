@@ -1,0 +1,245 @@
+"""attention: causal, grouped-query, over packed sequences or a paged cache, the same bits for a token either way.
+
+Contract: orders.py, `attention`. Prefill, any chunking of it, decode from pages and the training forward agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT
+from rlkernel.kernels import stock
+from rlkernel.ops._library import check, define, is_stock
+
+MAX_HEAD_DIM = 256
+
+
+def _fake(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_q, cu_k, max_q, max_k, scale, window, _ = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+    ctx.numbers = (max_q, max_k, scale, window)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+    dout = dout.to(q.dtype).contiguous()
+    dq, dk, dv = _attention_backward(dout, q, k, v, out, lse, cu_q, cu_k, *ctx.numbers)
+    return dq, dk, dv, None, None, None, None, None, None, None
+
+
+_attention_backward = define(
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, "
+    "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int? window) "
+    "-> (Tensor, Tensor, Tensor)",
+    "attention",
+    fake=_fake_backward,
+)
+_attention = define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float scale, int? window, int split) -> (Tensor, Tensor)",
+    "attention",
+    fake=_fake,
+    setup_context=_setup,
+    backward=_backward,
+)
+_paged_attention = define(
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, "
+    "Tensor seq_lens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int? window, int split) "
+    "-> (Tensor, Tensor)",
+    "attention",
+    fake=_fake,
+)
+_store_kv = define(
+    "store_kv_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()",
+    "attention",
+    fake=lambda k_cache, v_cache, k, v, slots: None,
+)
+
+
+def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | None, scale: float, split: int) -> None:
+    _, h, d = q.shape
+    check(d == dim_k, lambda: f"{op}: q has head dim {d}, the keys {dim_k}; they must be equal")
+    check(d <= MAX_HEAD_DIM, lambda: f"{op}: head dim {d} is above {MAX_HEAD_DIM}, the largest supported")
+    check(
+        heads_k > 0 and h % heads_k == 0,
+        lambda: f"{op}: q has H={h} heads, not a multiple of the HK={heads_k} key-value heads",
+    )
+    check(window is None or window >= 1, lambda: f"{op}: window={window} must be at least 1 key, or None for no window")
+    check(scale > 0, lambda: f"{op}: scale={scale} must be positive")
+    check(
+        split >= ATTENTION_BLOCK and split % ATTENTION_BLOCK == 0,
+        lambda: f"{op}: split={split} must be a positive multiple of {ATTENTION_BLOCK} keys",
+    )
+
+
+def _check_int32(op: str, **tensors: Tensor) -> None:
+    for name, t in tensors.items():
+        check(t.dtype == torch.int32, lambda name=name, t=t: f"{op}: {name} is {t.dtype}; it must be int32", TypeError)
+
+
+def _check_dtypes(op: str, q: Tensor, **tensors: Tensor) -> None:
+    for name, t in tensors.items():
+        check(t.dtype == q.dtype, lambda name=name, t=t: f"{op}: the tensors are {q.dtype}, {name} is {t.dtype}; cast one of them")
+
+
+def attention(
+    q: Tensor,  # [T, H, D]
+    k: Tensor,  # [S, HK, D]
+    v: Tensor,  # [S, HK, D]
+    cu_seqlens_q: Tensor,  # [B+1] int32
+    cu_seqlens_k: Tensor | None = None,  # [B+1] int32
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    split: int = ATTENTION_SPLIT,
+) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32
+    """Causal attention over packed sequences; a token's result does not depend on what it is packed with.
+
+    The queries of a sequence are its last tokens. Query head h reads key-value head h // (H // HK). Differentiable
+    in q, k and v through `out`; the backward is deterministic.
+
+    Args:
+        q: [T, H, D], fp32, bf16 or fp16, D at most 256. Rows may be strided (a slice of a fused projection).
+        k, v: [S, HK, D], dtype of q.
+        cu_seqlens_q: [B+1] int32, first query of each sequence and T.
+        cu_seqlens_k: the same for the keys and S; None where every query has its key (S = T).
+        max_seqlen_q, max_seqlen_k: longest sequence in queries and in keys, or any larger number; they size the
+            launch and change no bit. max_seqlen_k defaults to max_seqlen_q where cu_seqlens_k is None.
+        scale: factor of the scores, default D**-0.5.
+        window: a query sees at most its last `window` keys, itself included; None for all.
+        split: keys per split, a multiple of 64. Part of the contract: another value is another number.
+
+    Returns:
+        out [T, H, D] in the dtype of q, and the natural-log log-sum-exp of the scaled scores [T, H], fp32.
+
+    Raises:
+        ValueError: shapes, dtypes, window, scale or split do not fit; on a CPU also lengths that contradict the
+            tensors. TypeError: lengths that are not int32.
+    """
+    check(q.dim() == 3, lambda: f"attention: q is {tuple(q.shape)}; it must be [T, H, D]")
+    check(
+        k.dim() == 3 and k.shape == v.shape,
+        lambda: f"attention: k is {tuple(k.shape)}, v {tuple(v.shape)}; both must be [S, HK, D]",
+    )
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    _check_heads("attention", q, k.shape[1], k.shape[2], window, scale, split)
+    _check_dtypes("attention", q, k=k, v=v)
+    if cu_seqlens_k is None:
+        check(
+            k.shape[0] == q.shape[0],
+            lambda: f"attention: {q.shape[0]} queries and {k.shape[0]} keys; pass cu_seqlens_k where they differ",
+        )
+        cu_seqlens_k = cu_seqlens_q
+        max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
+    check(max_seqlen_k is not None, lambda: "attention: cu_seqlens_k is given without max_seqlen_k; pass both")
+    assert max_seqlen_k is not None
+    _check_int32("attention", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check(
+        cu_seqlens_q.shape == cu_seqlens_k.shape and cu_seqlens_q.dim() == 1,
+        lambda: f"attention: cu_seqlens_q is {tuple(cu_seqlens_q.shape)}, cu_seqlens_k "
+        f"{tuple(cu_seqlens_k.shape)}; both must be [B+1]",
+    )
+    if is_stock():
+        return stock.attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window)
+    return _attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window, split)
+
+
+def paged_attention(
+    q: Tensor,  # [T, H, D]
+    k_cache: Tensor,  # [pages, page, HK, D]
+    v_cache: Tensor,  # [pages, page, HK, D]
+    block_table: Tensor,  # [B, P] int32
+    cu_seqlens_q: Tensor,  # [B+1] int32
+    seq_lens_k: Tensor,  # [B] int32
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None = None,
+    window: int | None = None,
+    split: int = ATTENTION_SPLIT,
+) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32
+    """`attention` with the keys and values in pages, for decode and chunked prefill; the same bits. No gradient.
+
+    Args:
+        q: [T, H, D], the new tokens of all sequences, packed; their keys are in the cache already (`store_kv_`).
+        k_cache, v_cache: [pages, page, HK, D], dtype of q, any page size.
+        block_table: [B, P] int32; key j of sequence b lies in page block_table[b, j // page] at j % page. Entries
+            past the sequence's end are not read.
+        cu_seqlens_q: [B+1] int32, first query of each sequence and T.
+        seq_lens_k: [B] int32, keys of each sequence, the new tokens included.
+        max_seqlen_q, max_seqlen_k, scale, window, split: as in `attention`.
+
+    Returns:
+        out [T, H, D] and the natural-log log-sum-exp [T, H], fp32.
+
+    Raises:
+        ValueError, TypeError: as `attention`; on a CPU also a page outside the cache.
+    """
+    op = "paged_attention"
+    check(q.dim() == 3, lambda: f"{op}: q is {tuple(q.shape)}; it must be [T, H, D]")
+    check(
+        k_cache.dim() == 4 and k_cache.shape == v_cache.shape,
+        lambda: f"{op}: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; "
+        "both must be [pages, page, HK, D]",
+    )
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    _check_heads(op, q, k_cache.shape[2], k_cache.shape[3], window, scale, split)
+    _check_dtypes(op, q, k_cache=k_cache, v_cache=v_cache)
+    _check_int32(op, block_table=block_table, cu_seqlens_q=cu_seqlens_q, seq_lens_k=seq_lens_k)
+    b = seq_lens_k.shape[0]
+    check(
+        cu_seqlens_q.shape == (b + 1,) and block_table.dim() == 2 and block_table.shape[0] == b,
+        lambda: f"{op}: seq_lens_k is [B={b}], so cu_seqlens_q must be [{b + 1}] and block_table [{b}, P]; they are "
+        f"{tuple(cu_seqlens_q.shape)} and {tuple(block_table.shape)}",
+    )
+    if is_stock():
+        return stock.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, scale, window)
+    return _paged_attention(
+        q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k, scale, window, split
+    )
+
+
+def store_kv_(
+    k_cache: Tensor,  # [pages, page, HK, D]
+    v_cache: Tensor,  # [pages, page, HK, D]
+    k: Tensor,  # [T, HK, D]
+    v: Tensor,  # [T, HK, D]
+    slots: Tensor,  # [T] int64
+) -> None:
+    """Writes the keys and values of new tokens into the pages, in place.
+
+    Args:
+        k_cache, v_cache: [pages, page, HK, D], contiguous.
+        k, v: [T, HK, D], dtype of the cache; rows may be strided.
+        slots: [T] int64, page * page_size + offset of each token; negative slots are skipped. Distinct.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit; on a CPU also a slot outside the cache. TypeError: slots not int64.
+    """
+    check(
+        k_cache.dim() == 4 and k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous(),
+        lambda: f"store_kv_: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; both must be "
+        "contiguous [pages, page, HK, D]",
+    )
+    check(
+        k.shape == v.shape and k.dim() == 3 and k.shape[1:] == k_cache.shape[2:] and slots.shape == k.shape[:1],
+        lambda: f"store_kv_: k is {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}; with this cache "
+        f"they must be [T, {k_cache.shape[2]}, {k_cache.shape[3]}] and [T]",
+    )
+    _check_dtypes("store_kv_", k_cache, v_cache=v_cache, k=k, v=v)
+    check(slots.dtype == torch.int64, lambda: f"store_kv_: slots is {slots.dtype}; it must be int64", TypeError)
+    _store_kv(k_cache, v_cache, k.detach(), v.detach(), slots)
