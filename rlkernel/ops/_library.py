@@ -78,6 +78,13 @@ def weight_grad(parameter: Tensor, accumulate: Callable[[Tensor], None]) -> Tens
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
+        check(
+            main_grad.shape == parameter.shape and main_grad.dtype == torch.float32 and main_grad.is_contiguous(),
+            lambda: (
+                f"main_grad is {tuple(main_grad.shape)} {main_grad.dtype}; expected a contiguous float32 tensor of the "
+                f"parameter's shape {tuple(parameter.shape)}"
+            ),
+        )
         accumulate(main_grad)
         return None
     fresh = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)

@@ -77,6 +77,11 @@ def linear(
     k, n = weight.shape[1], weight.shape[0]
     check(x.shape[-1] == k, lambda: f"linear: x is {tuple(x.shape)}, weight {tuple(weight.shape)}; x must end in K={k}")
     check(x.dtype == weight.dtype, lambda: f"linear: x is {x.dtype}, weight {weight.dtype}; cast one of them")
+    if bias is not None:
+        check(
+            bias.shape == (n,) and bias.dtype == x.dtype,
+            lambda: f"linear: bias is {tuple(bias.shape)} {bias.dtype}; expected [N={n}] {x.dtype}",
+        )
     if is_stock():
         return stock.linear(x, weight, bias, out_dtype)
     for name, p, size in (("chunks", chunks, k), ("dgrad_chunks", dgrad_chunks, n)):
