@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both set up .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# A CPU build of torch where no NVIDIA driver is found; TORCH=... overrides it.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
+PYTEST_ARGS ?=
+
+.PHONY: demo test test-gpu bench docs lint setup clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)" "numpy<2.4"
+	$(BIN)/python -m pip install --quiet -e ".[test,lint]"
+	touch $@
+
+demo: setup            ## train a small model with GRPO; every sampled log-probability is compared, bit for bit
+	$(BIN)/rlkernel train grpo
+
+test: setup            ## everything that runs without a GPU
+	$(BIN)/python -m pytest -n auto -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: setup        ## the same properties on CUDA; writes benchmarks/results/<gpu>/*.json
+	$(BIN)/python benchmarks/test_gpu.py
+
+bench: setup           ## every benchmark; writes benchmarks/results/<gpu>/*.json, then the tables
+	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/tables.py
+
+docs: setup            ## tables of README and docs from benchmarks/results
+	$(BIN)/python benchmarks/tables.py
+
+lint: setup            ## style, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,94 @@
+"""Result files of GPU tests and benchmarks: one JSON a name under `benchmarks/results/<gpu>/`.
+
+Every file carries command, commit, kernel_sha, hardware, driver, versions and contract id, so that a figure in the
+documentation can be traced to what produced it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+HASHED = ("csrc", "rlkernel/kernels", "rlkernel/ops")
+
+
+def _tracked(root: Path) -> list[str]:
+    """Tracked files under HASHED; where git is not at hand, all files there that git would track."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--", *HASHED], cwd=root, capture_output=True, check=True
+        ).stdout.decode()
+        paths = [p for p in listed.split("\0") if p]
+        if paths:
+            return paths
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    found = (p for top in HASHED for p in (root / top).rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    return [p.relative_to(root).as_posix() for p in found]
+
+
+def kernel_sha(root: Path = ROOT) -> str:
+    """First 16 hex digits of SHA-256 over the tracked kernel and op files, in byte order of their paths."""
+    digest = hashlib.sha256()
+    for path in sorted(_tracked(root), key=os.fsencode):
+        digest.update(path.encode() + b"\0" + (root / path).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def commit(root: Path = ROOT) -> str | None:
+    """Commit of the checkout, `$RLKERNEL_COMMIT` where the tree travels without git, else None."""
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, check=True, text=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("RLKERNEL_COMMIT")
+
+
+def gpu_folder(hardware: str) -> str:
+    """Folder name of a piece of hardware: "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
+
+
+def write_result(name: str, rows: list[dict[str, Any]], out: Path | None = None, **extra: Any) -> Path:
+    """Writes one result file and returns its path.
+
+    Args:
+        name: file stem and `name` in the file.
+        rows: one dict a measurement: `{op, shape, dtype, ours, anchor, ours_ms, anchor_ms, ratio, share_of_roofline,
+            peak_gib}` for benchmarks, `{test, cases, tokens, mismatches}` for tests.
+        out: root folder, default `$RLKERNEL_RESULTS` or `benchmarks/results`.
+        extra: further fields of the file.
+    """
+    from rlkernel.contract import contract_id
+    from rlkernel.environment import environment
+
+    env = environment()
+    root = out or Path(os.environ.get("RLKERNEL_RESULTS", RESULTS))
+    folder = root / gpu_folder(env["hardware"])
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        "name": name,
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "kernel_sha": kernel_sha(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **env,
+        "contract": contract_id(),
+        **extra,
+        "rows": rows,
+    }
+    path = folder / f"{name}.json"
+    path.with_suffix(".tmp").write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(path.with_suffix(".tmp"), path)
+    return path

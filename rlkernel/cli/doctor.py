@@ -1,0 +1,75 @@
+"""`rlkernel doctor`: this machine, and which implementation each op uses and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the `doctor` command."""
+    parser = subparsers.add_parser("doctor", help="show the machine and which implementation each op uses, and why")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+
+
+def examine(device: str | None = None) -> dict[str, Any]:
+    """Facts on the machine and the chosen implementation of every op, as plain data.
+
+    Args:
+        device: "cpu" or "cuda"; None means CUDA where there is one.
+    """
+    import torch
+
+    import rlkernel
+    from rlkernel import ops  # noqa: F401  (declares the ops)
+    from rlkernel.contract import contract_id
+    from rlkernel.environment import environment
+    from rlkernel.kernels import build, select
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for op in select.declared():
+        try:
+            choice = select.choose(op, device)
+            rows.append({"op": op, "implementation": choice.implementation, "reason": choice.reason})
+        except select.NoImplementation as error:
+            rows.append({"op": op, "implementation": None, "reason": str(error)})
+    return {
+        "rlkernel": rlkernel.__version__,
+        "contract": contract_id(),
+        "device": device,
+        "environment": environment(),
+        "compiler": build.compiler(),
+        "cache": str(build.cache_dir()),
+        "threads": torch.get_num_threads(),
+        "ops": rows,
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table, or JSON with --json. Exit status 1 where an op has no implementation."""
+    from rlkernel.cli.errors import UserError
+
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError("doctor: --device cuda, but torch sees no CUDA GPU; leave the option out or use cpu")
+    found = examine(args.device)
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console()
+        hardware = found["environment"]["hardware"]
+        console.print(f"rlkernel {found['rlkernel']}, contract {found['contract']}, {found['device']}: {hardware}")
+        console.print(f"compiler {found['compiler']}, cache {found['cache']}, {found['threads']} threads")
+        table = Table("op", "implementation", "why")
+        for row in found["ops"]:
+            table.add_row(row["op"], row["implementation"] or "none", row["reason"])
+        console.print(table)
+    return 0 if all(row["implementation"] for row in found["ops"]) else 1

@@ -1,0 +1,47 @@
+"""`rlkernel`: parses the command line and hands over to the command's module.
+
+Nothing here imports torch, so `rlkernel --help` answers at once. A user's mistake ends in one line on standard
+error and exit status 2; a bug ends in a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rlkernel import __version__
+from rlkernel.cli import doctor, generate, train
+from rlkernel.cli.errors import UserError
+
+COMMANDS = {"train": train, "generate": generate, "doctor": doctor}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="rlkernel",
+        description="Reinforcement learning of language models with rollout and training equal to the last bit.",
+    )
+    parser.add_argument("--version", action="version", version=f"rlkernel {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS.values():
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `rlkernel` script; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        return COMMANDS[args.command].run(args)
+    except UserError as error:
+        print(f"rlkernel: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("rlkernel: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

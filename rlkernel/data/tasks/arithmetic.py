@@ -1,0 +1,95 @@
+"""Two-digit addition with a verifiable reward, and a teacher with a bad habit.
+
+The warm-up imitates a teacher that can add but is one too high three times out of four, so the policy starts near a
+quarter right. GRPO sees only right or wrong and has to unlearn the habit. Sums are written lowest digit first, the
+order in which carries are made.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from rlkernel.data.characters import character_tokenizer
+from rlkernel.data.tasks import Task
+
+_LIMIT = 100
+_HELDOUT = 256
+_RIGHT = 0.25
+"""Share of the teacher's answers that are right; the rest are one too high."""
+
+
+def _prompt(a: int, b: int) -> str:
+    return f"{a:02d}+{b:02d}="
+
+
+def _answer(total: int) -> str:
+    return f"{total:03d}"[::-1]
+
+
+class Arithmetic(Task):
+    """`27+85=` is answered by `211`: 112, lowest digit first. Reward 1 for the exact answer, else 0."""
+
+    name = "arithmetic"
+
+    @cached_property
+    def _pairs(self) -> list[tuple[int, int]]:
+        pairs = [(a, b) for a in range(_LIMIT) for b in range(_LIMIT)]
+        random.Random(20260101).shuffle(pairs)
+        return pairs
+
+    def tokenizer(self) -> Tokenizer:
+        return character_tokenizer("0123456789+=")
+
+    def _row(self, pair: tuple[int, int]) -> dict[str, Any]:
+        return {"prompt": _prompt(*pair), "answer": _answer(sum(pair))}
+
+    def train_prompts(self, seed: int) -> Iterator[dict[str, Any]]:
+        rng = random.Random(f"prompts {seed}")
+        pool = self._pairs[_HELDOUT:]
+        while True:
+            yield self._row(pool[rng.randrange(len(pool))])
+
+    def heldout(self) -> list[dict[str, Any]]:
+        return [self._row(pair) for pair in self._pairs[:_HELDOUT]]
+
+    def sft_examples(self, n: int, seed: int) -> list[dict[str, Any]]:
+        rng = random.Random(f"teacher {seed}")
+        pool = self._pairs[_HELDOUT:]
+        rows = []
+        for _ in range(n):
+            a, b = pool[rng.randrange(len(pool))]
+            total = a + b + (rng.random() >= _RIGHT)
+            rows.append({"prompt": _prompt(a, b), "completion": _answer(total)})
+        return rows
+
+    def reward(self, prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
+        return [float(c == answer) for c, answer in zip(completions, columns["answer"], strict=True)]
+
+    def model_config(self) -> dict[str, Any]:
+        tokenizer = self.tokenizer()
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "initializer_range": 0.09,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "torch_dtype": "float32",
+            "eos_token_id": tokenizer.token_to_id("<eos>"),
+            "pad_token_id": tokenizer.token_to_id("<pad>"),
+        }

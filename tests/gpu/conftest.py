@@ -1,0 +1,29 @@
+"""GPU tests: `record` collects what each one compared; `benchmarks/test_gpu.py` writes it to a result file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ROWS: list[dict[str, Any]] = []
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`record(cases=, tokens=, mismatches=, ...)`: one row of the result file, named after the test."""
+
+    def add(**fields: Any) -> None:
+        _ROWS.append({"test": request.node.name, **fields})
+
+    return add
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    target = os.environ.get("RLKERNEL_RECORD")
+    if target:
+        Path(target).write_text(json.dumps(_ROWS))
