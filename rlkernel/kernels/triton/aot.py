@@ -1,0 +1,142 @@
+"""Ahead-of-time compilation of every kernel for every GPU family, without a GPU: what CI and certification read.
+
+Each kernel module lists its `Variant`s in `AOT`; `compile_variant` compiles one, `Compiled` answers questions about
+the machine code: instructions, registers, spills, shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS: dict[str, GPUTarget] = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+}
+SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx90a": 65536}
+"""Bytes of shared memory that one block may have."""
+
+MODULES = ("common", "linear")
+"""Modules of this package that have kernels; each has a tuple `AOT`."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with the types and constants it is compiled for.
+
+    Attributes:
+        name: shown in tests and reports.
+        kernel: the `@triton.jit` function.
+        types: Triton type of each run-time argument; `:16` at its end says that pointer or integer is a multiple of 16.
+        constants: every other argument.
+        num_warps, num_stages: as at the launch.
+        matmul: whether the launch uses the options of matrix kernels.
+        main: a configuration that speed depends on: it may not spill.
+        targets: names of `TARGETS` it is compiled for.
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+    matmul: bool = False
+    main: bool = False
+    targets: tuple[str, ...] = tuple(TARGETS)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code of one variant for one target."""
+
+    variant: Variant
+    target: str
+    text: str  # PTX or AMD assembly
+    cubin: bytes | None
+    shared: int  # bytes of shared memory a block needs
+
+    def resources(self) -> dict[str, int]:
+        """`registers` per thread, and bytes of `stack`, `spill_stores`, `spill_loads` (CUDA), or AMD's counts."""
+        if self.cubin is None:
+            found = {
+                "registers": r"\.vgpr_count:\s+(\d+)",
+                "spill_stores": r"\.vgpr_spill_count:\s+(\d+)",
+            }
+            counts = {name: int(m.group(1)) for name, p in found.items() if (m := re.search(p, self.text))}
+            return {"stack": 0, "spill_loads": 0, **counts}
+        usage = _tool("cuobjdump", "-res-usage", self.cubin)
+        sass = _tool("cuobjdump", "-sass", self.cubin)
+        registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
+        return {
+            "registers": int(registers.group(1)) if registers else 0,
+            "stack": int(stack.group(1)) if stack else 0,
+            "spill_stores": len(re.findall(r"\bSTL", sass)),
+            "spill_loads": len(re.findall(r"\bLDL", sass)),
+        }
+
+
+def _tool(name: str, flag: str, cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+        file.write(cubin)
+    try:
+        done = subprocess.run([str(tool), flag, file.name], capture_output=True, text=True, check=True)
+    finally:
+        os.unlink(file.name)
+    return done.stdout + done.stderr
+
+
+def variants() -> list[Variant]:
+    """Every variant of every module of `MODULES`, in order."""
+    return [v for name in MODULES for v in import_module(f"rlkernel.kernels.triton.{name}").AOT]
+
+
+def compile_variant(variant: Variant, target: str) -> Compiled:
+    """Compiles one variant for a name of `TARGETS`.
+
+    Raises:
+        KeyError: unknown target.
+        ValueError: an argument of the kernel has neither a type nor a constant.
+    """
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, name in enumerate(variant.kernel.arg_names):
+        if name in variant.constants:
+            signature[name] = "constexpr"
+        elif name in variant.types:
+            signature[name], _, multiple = variant.types[name].partition(":")
+            if multiple:
+                attributes[(index,)] = [["tt.divisibility", int(multiple)]]
+        else:
+            raise ValueError(f"{variant.name}: argument {name!r} of the kernel has neither a type nor a constant")
+    gpu = TARGETS[target]
+    options: dict[str, Any] = {
+        "num_warps": variant.num_warps,
+        "num_stages": variant.num_stages,
+        "enable_fp_fusion": False,
+    }
+    if gpu.backend == "hip":
+        options["num_stages"] = min(2, variant.num_stages)
+        if variant.matmul:
+            options |= {"matrix_instr_nonkdim": 16, "kpack": 1}
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=attributes)
+    done = triton.compile(source, target=gpu, options=options)
+    is_cuda = gpu.backend == "cuda"
+    return Compiled(
+        variant, target, done.asm["ptx" if is_cuda else "amdgcn"], done.asm["cubin"] if is_cuda else None, done.metadata.shared
+    )

@@ -1,0 +1,124 @@
+"""What every Triton kernel shares: elementary functions, launch rules, the fixed second pass of partial sums.
+
+Rules of this folder. No libdevice: linking it makes the whole kernel flush denormals, and two kernels that owe each
+other equal bits would differ. No contraction: every launch sets `enable_fp_fusion=False` and an fma is written where
+the contract has one. No operand is converted in front of `tl.dot`: that permutes k inside the instruction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel.kernels.triton.aot import Variant
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+IS_HIP = torch.version.hip is not None
+
+
+# ---- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def exp2(x):
+    """2^x by the hardware's instruction; results below 2^-126 are +0."""
+    return tl.exp2(x)
+
+
+@triton.jit
+def log2(x):
+    """log2 of positive normal fp32 numbers; +0 gives -inf, inf gives inf. The twin of `reference/arith.py`.
+
+    The hardware's logarithm has an absolute error near 1, where Gumbel noise needs a relative one.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    r = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    p = tl.fma(-0.11020159721374512, r, 0.18631209433078766)
+    p = tl.fma(p, r, -0.19102497398853302)
+    p = tl.fma(p, r, 0.2045752853155136)
+    p = tl.fma(p, r, -0.23961904644966125)
+    p = tl.fma(p, r, 0.2885688841342926)
+    p = tl.fma(p, r, -0.3606966435909271)
+    p = tl.fma(p, r, 0.4808982014656067)
+    p = tl.fma(p, r, -0.7213473320007324)
+    p = tl.fma(p, r, 1.4426950216293335)
+    out = tl.fma(r, p, exponent.to(tl.float32))
+    out = tl.where(x == 0.0, float("-inf"), out)
+    return tl.where(x == float("inf"), x, out)
+
+
+@triton.jit
+def add_partials_kernel(partials, grad, SEGMENTS, WIDTH, BLOCK: tl.constexpr):
+    """grad [WIDTH] += partials [SEGMENTS, WIDTH], segments ascending: the second pass of a two-pass sum."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    total = tl.load(grad + column, mask=inside, other=0.0)
+    for segment in range(0, SEGMENTS):
+        total += tl.load(partials + tl.cast(segment, tl.int64) * WIDTH + column, mask=inside, other=0.0)
+    tl.store(grad + column, total, mask=inside)
+
+
+# ---- launchers --------------------------------------------------------------------------------------------------------
+
+
+def options(matmul: bool = False) -> dict[str, Any]:
+    """Compiler options that the contract asks for; `matmul` where the kernel has a `tl.dot`."""
+    if matmul and IS_HIP:
+        # One instruction shape and no packing of k: both decide which products one matrix instruction adds.
+        return {"enable_fp_fusion": False, "matrix_instr_nonkdim": 16, "kpack": 1}
+    return {"enable_fp_fusion": False}
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes the tensor's GPU current: Triton launches on the current device, wherever its arguments lie."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and 16-byte aligned; a copy only where it is not.
+
+    Alignment decides the vector width of a load, the width decides which thread holds an element, and that decides
+    the order of `tl.sum`. So every operand of a kernel with such a sum passes through here.
+    """
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def add_partials_(grad: Tensor, partials: Tensor) -> None:
+    """grad [width] fp32 += partials [segments, width], segments ascending."""
+    segments, width = partials.shape
+    add_partials_kernel[(triton.cdiv(width, 128),)](partials, grad, segments, width, BLOCK=128, num_warps=4, **options())
+
+
+def next_power_of_2(n: int, least: int = 1) -> int:
+    """Smallest power of two that is at least n and `least`."""
+    return max(least, triton.next_power_of_2(n))
+
+
+def product(sizes: Iterable[int]) -> int:
+    """Product of a shape's sizes."""
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+# ---- ahead of time ----------------------------------------------------------------------------------------------------
+
+AOT: tuple[Variant, ...] = (
+    Variant(
+        "add_partials", add_partials_kernel, {"partials": "*fp32:16", "grad": "*fp32:16", "SEGMENTS": "i32", "WIDTH": "i32:16"},
+        {"BLOCK": 128},
+    ),
+)  # fmt: skip

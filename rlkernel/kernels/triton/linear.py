@@ -1,0 +1,439 @@
+"""linear on GPUs: one fp32 tensor-core chain per chunk of K, chunks in a balanced binary tree, any tile shape.
+
+Contract: orders.py, `linear`. The tile, the split over programs and the row's place in it are free, so they are
+chosen from (M, N, K) alone for speed. Zero k-groups are the identity of the chain: masked tails change no bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel.contract.orders import K_GROUP, WGRAD_TOKENS
+from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.common import IS_HIP, add_partials_, next_power_of_2, on_device, options
+
+# ---- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tile_at(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Tile coordinates in bands of GROUP tile rows, walked by column: what runs at one time shares operands in L2."""
+    rows = tl.cdiv(M, BLOCK_M)
+    band = GROUP * tl.cdiv(N, BLOCK_N)
+    first = index // band * GROUP
+    height = min(rows - first, GROUP)
+    return first + index % band % height, index % band // height
+
+
+@triton.jit
+def chain(acc, a, b, SPAN, a_at, b_at, a_k, b_k, a_inside, b_inside, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Continues acc [BM,BN] over k in [0, SPAN), ascending.
+
+    a, b are the addresses of k = 0; a_at [BM,BK] and b_at [BK,BN] the offsets of a tile's elements from there.
+    """
+    for k in range(0, SPAN, BLOCK_K):
+        if EVEN:
+            x = tl.load(a + a_at, mask=a_inside, other=0.0)
+            y = tl.load(b + b_at, mask=b_inside, other=0.0)
+        else:
+            left = tl.arange(0, BLOCK_K) < SPAN - k
+            x = tl.load(a + a_at, mask=a_inside & left[None, :], other=0.0)
+            y = tl.load(b + b_at, mask=b_inside & left[:, None], other=0.0)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+        a += tl.cast(a_k, tl.int64) * BLOCK_K
+        b += tl.cast(b_k, tl.int64) * BLOCK_K
+    return acc
+
+
+@triton.jit
+def tree(acc, a, b, SPAN, a_at, b_at, a_k, b_k, a_inside, b_inside, LEVELS: tl.constexpr, EVEN: tl.constexpr,
+         BLOCK_K: tl.constexpr):  # fmt: skip
+    """Balanced binary tree over 2^LEVELS chunks of SPAN; with LEVELS = 0 the one chain, continuing acc.
+
+    The loops have run-time form on purpose: unrolled, the compiler moves all additions to the end and spills. Partial
+    sums start at -0, the one identity of fp32 addition.
+    """
+    if LEVELS == 0:
+        total = chain(acc, a, b, SPAN, a_at, b_at, a_k, b_k, a_inside, b_inside, EVEN, BLOCK_K)
+    else:
+        total = tl.full(acc.shape, -0.0, tl.float32)
+        half = tl.cast(SPAN, tl.int64) << (LEVELS - 1)
+        for _ in tl.range(0, 2):
+            total += tree(acc, a, b, SPAN, a_at, b_at, a_k, b_k, a_inside, b_inside, LEVELS - 1, EVEN, BLOCK_K)
+            a += half * a_k
+            b += half * b_k
+    return total
+
+
+@triton.jit(do_not_specialize=["M"])
+def gemm_kernel(
+    a,  # [M, K]
+    b,  # [K, N]
+    bias,  # [N]
+    start,  # [M, N] fp32: what the chains continue
+    out,  # [splits, M, N]
+    M,
+    N,
+    SPAN,  # k per chunk
+    a_row,
+    a_k,
+    b_k,
+    b_col,
+    LEVELS: tl.constexpr,  # 2^LEVELS chunks a program
+    HAS_BIAS: tl.constexpr,
+    HAS_START: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tile_m, tile_n = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    split = tl.program_id(1)
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    row_inside = (row < M - tile_m * BLOCK_M)[:, None]
+    column_inside = (column < N - tile_n * BLOCK_N)[None, :]
+    corner = tl.cast(tile_m, tl.int64) * BLOCK_M * N + tile_n * BLOCK_N
+    at = row[:, None] * N + column[None, :]
+    first = tl.cast(split, tl.int64) * SPAN * (1 << LEVELS)
+    a += tl.cast(tile_m, tl.int64) * BLOCK_M * a_row + first * a_k
+    b += tl.cast(tile_n, tl.int64) * BLOCK_N * b_col + first * b_k
+    a_at = row[:, None] * a_row + k[None, :] * a_k
+    b_at = k[:, None] * b_k + column[None, :] * b_col
+    if HAS_START:
+        acc = tl.load(start + corner + at, mask=row_inside & column_inside, other=0.0)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tree(acc, a, b, SPAN, a_at, b_at, a_k, b_k, row_inside, column_inside, LEVELS, EVEN, BLOCK_K)
+    if HAS_BIAS:
+        acc += tl.load(bias + tile_n * BLOCK_N + column[None, :], mask=column_inside, other=0.0).to(tl.float32)
+    out += tl.cast(split, tl.int64) * M * N + corner
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=row_inside & column_inside)
+
+
+@triton.jit
+def fold(partials, SIZE, inside, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
+    """`tree` over stored partial sums that lie SIZE elements apart."""
+    if LEVELS == 0:
+        total = tl.load(partials, mask=inside, other=0.0)
+    else:
+        total = fold(partials, SIZE, inside, LEVELS - 1, BLOCK)
+        half = tl.cast(SIZE, tl.int64) << (LEVELS - 1)
+        total += fold(partials + half, SIZE, inside, LEVELS - 1, BLOCK)
+    return total
+
+
+@triton.jit
+def fold_kernel(
+    partials,  # [programs(1) * 2^LEVELS, SIZE] fp32
+    bias,  # [N]
+    out,  # [programs(1), SIZE]
+    SIZE,
+    N,
+    LEVELS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    group = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    total = fold(partials + group * SIZE * (1 << LEVELS) + at, SIZE, inside, LEVELS, BLOCK)
+    if HAS_BIAS:
+        total += tl.load(bias + at % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + group * SIZE + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def wgrad_kernel(
+    dy,  # [T, N]
+    x,  # [T, K]
+    grad,  # [N, K] fp32
+    T,
+    N,
+    K,
+    dy_row,
+    dy_col,
+    x_row,
+    x_col,
+    grad_row,
+    grad_col,
+    TOKENS,  # tokens per chunk; no constant, so that the loop inside a chunk stays a loop
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One tile of the gradient, owned by this program: chunks of TOKENS, each a chain from 0, added ascending."""
+    tile_m, tile_n = tile_at(tl.program_id(0), N, K, BLOCK_M, BLOCK_N, GROUP)
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    token = tl.arange(0, BLOCK_K)
+    row_inside = (row < N - tile_m * BLOCK_M)[:, None]
+    column_inside = (column < K - tile_n * BLOCK_N)[None, :]
+    dy += tl.cast(tile_m, tl.int64) * BLOCK_M * dy_col
+    x += tl.cast(tile_n, tl.int64) * BLOCK_N * x_col
+    grad += tl.cast(tile_m, tl.int64) * BLOCK_M * grad_row + tl.cast(tile_n, tl.int64) * BLOCK_N * grad_col
+    dy_at = row[:, None] * dy_col + token[None, :] * dy_row
+    x_at = token[:, None] * x_row + column[None, :] * x_col
+    grad_at = row[:, None] * grad_row + column[None, :] * grad_col
+    total = tl.load(grad + grad_at, mask=row_inside & column_inside, other=0.0)
+    for first in range(0, T, TOKENS):
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        span = min(TOKENS, T - first)
+        total += chain(acc, dy, x, span, dy_at, x_at, dy_row, x_row, row_inside, column_inside, EVEN, BLOCK_K)
+        dy += tl.cast(dy_row, tl.int64) * TOKENS
+        x += tl.cast(x_row, tl.int64) * TOKENS
+    tl.store(grad + grad_at, total, mask=row_inside & column_inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def bias_grad_kernel(dy, partials, T, N, dy_row, dy_col, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """partials [chunk, N] = sum of dy [T, N] over the tokens of one chunk, ascending from 0."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    chunk = tl.program_id(1)
+    inside = column < N
+    dy += column.to(tl.int64) * dy_col
+    total = tl.zeros((BLOCK,), tl.float32)
+    for token in range(chunk * TOKENS, min(T, chunk * TOKENS + TOKENS)):
+        total += tl.load(dy + tl.cast(token, tl.int64) * dy_row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(partials + tl.cast(chunk, tl.int64) * N + column, total, mask=inside)
+
+
+# ---- tiles ------------------------------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """A schedule of the matrix kernels; every one gives the same bits.
+
+    `m`, `n`, `k`: block sizes; `split`: programs that share one output tile, each with chunks / split chunks.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    split: int = 1
+
+
+@functools.cache
+def _shared_limit(device: int) -> int:
+    """Bytes of shared memory that a block may have on this GPU."""
+    if IS_HIP:
+        return 65536
+    found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return int(found) or 101376
+
+
+def fit(tile: Tile, span: int, element_size: int, limit: int) -> Tile:
+    """The tile with as many stages and k as the shared memory and the chunk's length allow."""
+    k = min(tile.k, next_power_of_2(span, K_GROUP))
+    stages = min(tile.stages, 2) if IS_HIP else tile.stages
+    buffers = max(1, stages - 1) if IS_HIP else stages
+    while (tile.m + tile.n) * k * element_size * buffers > limit and buffers > 1:
+        stages, buffers = stages - 1, buffers - 1
+    while (tile.m + tile.n) * k * element_size * buffers > limit and k > K_GROUP:
+        k //= 2
+    return tile._replace(k=k, stages=stages)
+
+
+def forward_tile(m: int, n: int, element_size: int, chunks: int, limit: int) -> Tile:
+    """Schedule of an [m, n] product of `chunks` chunks: few rows want many programs, many rows want large tiles.
+
+    Each level of the tree keeps one more tile in registers; GPUs with `limit` bytes of shared memory below Hopper's
+    also read their operands through registers, and take the smaller tile sooner.
+    """
+    if element_size == 4:
+        tile = Tile(16, 64, 16, 4, 3) if m <= 16 else Tile(64, 64, 16, 8, 3)
+    elif m <= 16:
+        tile = Tile(16, 64, 128, 4, 4)
+    elif m <= 32:
+        tile = Tile(32, 64, 128, 4, 4)
+    elif m <= 64:
+        tile = Tile(64, 64, 128, 4, 4)
+    elif m <= 128:
+        tile = Tile(128, 64, 64, 4, 4)
+    elif chunks == 1 and triton.cdiv(m, 128) * triton.cdiv(n, 256) >= 128:
+        tile = Tile(128, 256, 64, 8, 3)
+    elif chunks <= 2 or (chunks <= 4 and limit > 200_000):
+        tile = Tile(128, 128, 64, 8, 3)
+    else:
+        tile = Tile(128, 64, 64, 8, 3)
+    programs = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    split = max(1, chunks // 8)  # a program keeps at most 8 chunks: three pending tiles
+    while split < chunks and programs * split < 128:
+        split *= 2
+    return tile._replace(split=split)
+
+
+def wgrad_tile(n: int, k: int, element_size: int) -> Tile:
+    """Schedule of an [n, k] weight gradient."""
+    if element_size == 4:
+        return Tile(64, 64, 16, 8, 3)
+    if triton.cdiv(n, 128) * triton.cdiv(k, 128) >= 128:
+        return Tile(128, 128, 64, 8, 3)
+    return Tile(64, 64, 64, 4, 4)
+
+
+# ---- launchers --------------------------------------------------------------------------------------------------------
+
+
+def strided(t: Tensor) -> Tensor:
+    """The matrix itself where one of its dimensions is dense, else a contiguous copy.
+
+    Strides stay below 2^23: offsets inside a tile are 32-bit, those of its corner 64-bit.
+    """
+    return t if 1 in t.stride() and max(t.stride()) < 1 << 23 else t.contiguous()
+
+
+def gemm(
+    a: Tensor,  # [M, K]
+    b: Tensor,  # [K, N]
+    out: Tensor,  # [M, N] contiguous
+    *,
+    bias: Tensor | None = None,  # [N]
+    start: Tensor | None = None,  # [M, N] fp32 contiguous, may be `out`
+    chunks: int = 1,
+    tile: Tile | None = None,
+) -> Tensor:
+    """out = a b (+ bias): the contract's chain and tree, in fp32 until the one rounding to out's dtype.
+
+    Args:
+        a, b: strided matrices of one dtype.
+        start: values that the chain continues in place of 0; needs chunks = 1.
+        chunks: P, divides K.
+        tile: a schedule for tests and tuning; default by shape.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    if out.numel() == 0:
+        return out
+    a, b = strided(a), strided(b)
+    bias = None if bias is None else bias.contiguous()
+    span = k // chunks
+    limit = _shared_limit(a.device.index) if a.is_cuda else 1 << 17
+    tile = fit(tile or forward_tile(m, n, a.element_size(), chunks, limit), span, a.element_size(), limit)
+    levels = (chunks // tile.split).bit_length() - 1
+    with on_device(a):
+        target = out if tile.split == 1 else torch.empty(tile.split, m, n, dtype=torch.float32, device=a.device)
+        gemm_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.split)](
+            a, b, bias, start, target, m, n, span, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
+            LEVELS=levels, HAS_BIAS=bias is not None and tile.split == 1, HAS_START=start is not None,
+            EVEN=span % tile.k == 0, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
+            num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
+        )  # fmt: skip
+        while target is not out:
+            target = _fold(target, bias, out)
+    return out
+
+
+def _fold(partials: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """One pass over partials [2^n, M, N]: eight neighbours become one, the last pass ends in `out`."""
+    count, size = partials.shape[0], out.numel()
+    leaves = min(8, count)
+    last = leaves == count
+    to = out if last else torch.empty(count // leaves, *out.shape, dtype=torch.float32, device=out.device)
+    fold_kernel[(triton.cdiv(size, 512), count // leaves)](
+        partials, bias, to, size, out.shape[1],
+        LEVELS=leaves.bit_length() - 1, HAS_BIAS=last and bias is not None, BLOCK=512, num_warps=4, **options(),
+    )  # fmt: skip
+    return to
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
+) -> Tensor:
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
+    return gemm(x, weight.t(), y, bias=bias, chunks=chunks)
+
+
+def linear_dgrad(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
+    dx = torch.empty(dy.shape[0], weight.shape[1], dtype=dy.dtype, device=dy.device)
+    return gemm(dy, weight, dx, chunks=chunks)
+
+
+def linear_wgrad_(grad: Tensor, dy: Tensor, x: Tensor, tile: Tile | None = None) -> None:
+    tokens, (n, k) = dy.shape[0], grad.shape
+    if tokens == 0 or grad.numel() == 0:
+        return
+    dy, x = strided(dy), strided(x)
+    limit = _shared_limit(dy.device.index) if dy.is_cuda else 1 << 17
+    tile = fit(tile or wgrad_tile(n, k, dy.element_size()), WGRAD_TOKENS, dy.element_size(), limit)
+    with on_device(dy):
+        wgrad_kernel[(triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n),)](
+            dy, x, grad, tokens, n, k, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), grad.stride(0), grad.stride(1),
+            WGRAD_TOKENS, EVEN=tokens % tile.k == 0, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
+            num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
+        )  # fmt: skip
+
+
+def bias_grad_(grad: Tensor, dy: Tensor) -> None:
+    tokens, n = dy.shape
+    if dy.numel() == 0:
+        return
+    segments = triton.cdiv(tokens, WGRAD_TOKENS)
+    partials = torch.empty(segments, n, dtype=torch.float32, device=dy.device)
+    with on_device(dy):
+        bias_grad_kernel[(triton.cdiv(n, 128), segments)](
+            dy, partials, tokens, n, dy.stride(0), dy.stride(1), TOKENS=WGRAD_TOKENS, BLOCK=128, num_warps=4, **options()
+        )
+        add_partials_(grad, partials)
+
+
+# ---- ahead of time ----------------------------------------------------------------------------------------------------
+
+
+def _gemm_variant(name: str, kind: str, tile: Tile, chunks: int = 1, bias: bool = False, main: bool = True) -> Variant:
+    types = {
+        "a": f"*{kind}:16", "b": f"*{kind}:16", "out": f"*{kind}:16", "M": "i32", "N": "i32:16", "SPAN": "i32:16",
+        "a_row": "i32:16", "b_col": "i32:16",
+    }  # fmt: skip
+    constants = {
+        "a_k": 1, "b_k": 1, "start": None, "LEVELS": chunks.bit_length() - 1, "HAS_BIAS": bias, "HAS_START": False,
+        "EVEN": True, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8,
+    }  # fmt: skip
+    (types if bias else constants)["bias"] = f"*{kind}:16" if bias else None
+    return Variant(name, gemm_kernel, types, constants, tile.warps, tile.stages, matmul=True, main=main)
+
+
+def _dgrad_variant(kind: str) -> Variant:
+    plain = _gemm_variant("linear_dgrad", kind, Tile(128, 128, 64, 8, 3))
+    types = {**plain.types, "b_k": "i32:16", "start": "*fp32:16"}
+    constants = {n: v for n, v in plain.constants.items() if n not in ("b_k", "start")} | {"b_col": 1, "HAS_START": True}
+    del types["b_col"]
+    return Variant("linear_dgrad", gemm_kernel, types, constants, 8, 3, matmul=True, main=True)
+
+
+AOT: tuple[Variant, ...] = (
+    _gemm_variant("linear m16", "bf16", Tile(16, 64, 128, 4, 4)),
+    _gemm_variant("linear m128 tree8", "bf16", Tile(128, 64, 64, 8, 3), chunks=8, bias=True),
+    _gemm_variant("linear m128 tree2", "bf16", Tile(128, 128, 64, 8, 3), chunks=2),
+    _gemm_variant("linear m128 n256", "bf16", Tile(128, 256, 64, 8, 3)),
+    _gemm_variant("linear m128 fp16", "fp16", Tile(128, 128, 64, 8, 3)),
+    _gemm_variant("linear fp32", "fp32", Tile(64, 64, 16, 8, 3), main=False),
+    _dgrad_variant("bf16"),
+    Variant(
+        "linear_wgrad", wgrad_kernel,
+        {"dy": "*bf16:16", "x": "*bf16:16", "grad": "*fp32:16", "T": "i32", "N": "i32:16", "K": "i32:16",
+         "dy_row": "i32:16", "x_row": "i32:16", "grad_row": "i32:16", "TOKENS": "i32:16"},
+        {"dy_col": 1, "x_col": 1, "grad_col": 1, "EVEN": False, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64,
+         "GROUP": 8},
+        8, 3, matmul=True, main=True,
+    ),
+    Variant(
+        "fold", fold_kernel, {"partials": "*fp32:16", "bias": "*bf16:16", "out": "*bf16:16", "SIZE": "i32:16", "N": "i32:16"},
+        {"LEVELS": 3, "HAS_BIAS": True, "BLOCK": 512},
+    ),
+    Variant(
+        "bias_grad", bias_grad_kernel, {"dy": "*bf16:16", "partials": "*fp32:16", "T": "i32", "N": "i32:16", "dy_row": "i32:16"},
+        {"dy_col": 1, "TOKENS": WGRAD_TOKENS, "BLOCK": 128},
+    ),
+)  # fmt: skip
