@@ -51,6 +51,13 @@ _linear = define(
 )
 
 
+def _check_chunks(name: str, p: int, size: int) -> None:
+    check(
+        p >= 1 and p & (p - 1) == 0 and size % p == 0,
+        lambda: f"linear: {name}={p} must be a power of two that divides {size}",
+    )
+
+
 def linear(
     x: Tensor,  # [..., K]
     weight: Tensor,  # [N, K]
@@ -84,10 +91,7 @@ def linear(
         )
     if is_stock():
         return stock.linear(x, weight, bias, out_dtype)
-    for name, p, size in (("chunks", chunks, k), ("dgrad_chunks", dgrad_chunks, n)):
-        check(
-            p >= 1 and p & (p - 1) == 0 and size % p == 0,
-            lambda name=name, p=p, size=size: f"linear: {name}={p} must be a power of two that divides {size}",
-        )
+    _check_chunks("chunks", chunks, k)
+    _check_chunks("dgrad_chunks", dgrad_chunks, n)
     y = _linear(x.reshape(-1, k), weight, bias, chunks, dgrad_chunks, out_dtype)
     return y.view(*x.shape[:-1], n)
