@@ -262,6 +262,101 @@ void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const
     }
 }
 
+// p and ds [kBlock] hold a row's q k and dout v; they become the rounded probabilities and score gradients.
+template <class T>
+inline void gradients_of_scores(float* p, float* ds, int64_t n, int lo, int hi, float c, float top, float delta) {
+    const int wide = int((n + kLanes - 1) / kLanes * kLanes);
+    for (int j = 0; j < wide; ++j) {
+        const bool seen = (j >= lo) & (j < hi);
+        const float e = exp2(fma(p[j], c, -top));
+        const float gradient = e * (ds[j] - delta);
+        p[j] = seen ? round_to<T>(e) : 0.0f;
+        ds[j] = seen ? round_to<T>(gradient) : 0.0f;
+    }
+}
+
+// Gradients of all rows of one (sequence, kv head). Key blocks ascending outside, rows ascending inside: dq continues
+// its chain over the keys from block to block, dk and dv are finished block by block.
+template <class T>
+void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& dout, const Queries<T>& out,
+                       const float* lse, const Tokens<T>& k, const Tokens<T>& v, int64_t queries, int64_t keys, float scale,
+                       T* dq, T* dk, T* dv) {
+    const int64_t d = s.d, wide = padded(d), rows = queries * q.group, past = keys - queries;
+    const int64_t key_groups = (kBlock + kRows - 1) / kRows, tile = kTileRows, all = rows + kRows;
+    Scratch& scratch = Scratch::of_thread(all * wide + 2 * rows + 2 * kBlock * d + kBlock * wide + 2 * key_groups * kRows * wide +
+                                          2 * tile * d + 2 * tile * wide + 2 * (tile * kBlock + kRows));
+    float* dq_sum = scratch.take(all * wide);
+    float* delta = scratch.take(rows);
+    float* top = scratch.take(rows);
+    float* k_columns = scratch.take(kBlock * d);
+    float* v_columns = scratch.take(kBlock * d);
+    float* k_rows = scratch.take(kBlock * wide);
+    float* dk_sum = scratch.take(key_groups * kRows * wide);
+    float* dv_sum = scratch.take(key_groups * kRows * wide);
+    float* q_packed = scratch.take(tile * d);
+    float* dout_packed = scratch.take(tile * d);
+    float* q_rows = scratch.take(tile * wide);
+    float* dout_rows = scratch.take(tile * wide);
+    float* p = scratch.take(tile * kBlock + kRows);     // keys are read in groups of kRows, past the last one too
+    float* ds = scratch.take(tile * kBlock + kRows);
+    std::fill(dq_sum, dq_sum + all * wide, 0.0f);
+    for (int64_t r = 0; r < rows; ++r) {
+        const T *a = dout.row(r), *b = out.row(r);
+        delta[r] = row_dot(d, [&](int64_t e) { return to_float(a[e]); }, [&](int64_t e) { return to_float(b[e]); });
+        top[r] = lse[r / q.group * s.heads + r % q.group] * kLog2e;
+    }
+    for (int64_t first = 0; first < keys; first += kBlock) {
+        const int64_t n = std::min(kBlock, keys - first);
+        load_columns(k, first, n, d, k_columns);
+        load_columns(v, first, n, d, v_columns);
+        load_rows(k, first, n, d, wide, k_rows);
+        std::fill(dk_sum, dk_sum + key_groups * kRows * wide, 0.0f);
+        std::fill(dv_sum, dv_sum + key_groups * kRows * wide, 0.0f);
+        const int64_t end = s.window > 0 ? std::min(rows, (first + n - 1 + s.window - past) * q.group) : rows;
+        for (int64_t r0 = std::max<int64_t>(0, first - past) * q.group; r0 < end; r0 += tile) {
+            const int64_t count = std::min(tile, end - r0);
+            load_packed(q, r0, count, d, q_packed);
+            load_packed(dout, r0, count, d, dout_packed);
+            load_rows(q, r0, count, d, wide, q_rows);
+            load_rows(dout, r0, count, d, wide, dout_rows);
+            for (int64_t i0 = 0; i0 < count; i0 += kRows) {
+                const int some = int(std::min<int64_t>(kRows, count - i0));
+                int lo[kRows], hi[kRows];
+                float *p_rows = p + i0 * kBlock, *ds_rows = ds + i0 * kBlock;
+                scores(some, q_packed + i0 * d, k_columns, d, n, p_rows);
+                scores(some, dout_packed + i0 * d, v_columns, d, n, ds_rows);
+                for (int i = 0; i < some; ++i) {
+                    const int64_t r = r0 + i0 + i;
+                    visible(past + r / q.group, s.window, first, n, lo + i, hi + i);
+                    gradients_of_scores<T>(p_rows + i * kBlock, ds_rows + i * kBlock, n, lo[i], hi[i], s.scale_log2e, top[r],
+                                           delta[r]);
+                }
+                chain_ranges<kBlock, 1>(some, ds_rows, k_rows, wide, dq_sum + (r0 + i0) * wide, wide, wide, lo, hi);
+            }
+            for (int64_t j0 = 0; j0 < n; j0 += kRows) {
+                const int some = int(std::min<int64_t>(kRows, n - j0));
+                int lo[kRows], hi[kRows];
+                for (int j = 0; j < some; ++j) {       // rows of the tile that see the key
+                    const int64_t from = (first + j0 + j - past) * q.group - r0;
+                    lo[j] = int(std::min(count, std::max<int64_t>(0, from)));
+                    hi[j] = s.window > 0 ? int(std::min(count, std::max<int64_t>(lo[j], from + s.window * q.group))) : int(count);
+                }
+                chain_ranges<1, kBlock>(some, ds + j0, q_rows, wide, dk_sum + j0 * wide, wide, wide, lo, hi);
+                chain_ranges<1, kBlock>(some, p + j0, dout_rows, wide, dv_sum + j0 * wide, wide, wide, lo, hi);
+            }
+        }
+        for (int64_t j = 0; j < n; ++j)
+            for (int64_t e = 0; e < d; ++e) {
+                const int64_t at = (first + j) * s.kv_heads * d + e;
+                dk[at] = from_float<T>(dk_sum[j * wide + e] * scale);
+                dv[at] = from_float<T>(dv_sum[j * wide + e]);
+            }
+    }
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t e = 0; e < d; ++e)
+            dq[(r / q.group * s.heads + r % q.group) * d + e] = from_float<T>(dq_sum[r * wide + e] * scale);
+}
+
 // Runs f(i) for i in [0, n); items differ in length, so threads take them one after the other.
 template <class F> void for_items(int64_t n, int threads, F f) {
     if (threads <= 1 || n <= 1) {
@@ -304,6 +399,33 @@ RLK_API void rlk_attention(const void* q, const void* k, const void* v, const in
             const int64_t at = cu_q[b] * heads + item.head * g;
             forward_tile<T>(s, queries, tokens(k, k_stride), tokens(v, v_stride), keys_of(b) - (cu_q[b + 1] - cu_q[b]),
                             item.r0, item.r1, static_cast<T*>(out) + at * d, lse + at);
+        });
+    });
+}
+
+// Gradients of rlk_attention over dense keys. dout, out, dq [T,H,D] and dk, dv [S,HK,D] are contiguous.
+RLK_API void rlk_attention_backward(const void* dout, const void* q, const void* k, const void* v, const void* out,
+                                    const float* lse, const int32_t* cu_q, const int32_t* cu_k, void* dq, void* dk, void* dv,
+                                    int64_t batch, int64_t heads, int64_t kv_heads, int64_t d, int64_t q_stride,
+                                    int64_t k_stride, int64_t v_stride, int64_t window, float scale_log2e, float scale,
+                                    int32_t dtype, int32_t threads) {
+    const Shape s{batch, heads, kv_heads, d, q_stride, k_stride, v_stride, 0, 0, window, 0, scale_log2e};
+    int64_t work = 0;
+    for (int64_t b = 0; b < batch; ++b) work += int64_t(cu_q[b + 1] - cu_q[b]) * (cu_k[b + 1] - cu_k[b]) * heads * d;
+    dispatch(dtype, [&](auto tag) {
+        using T = decltype(tag);
+        for_items(batch * kv_heads, work < 100000 ? 1 : threads, [&](int64_t i) {
+            const int64_t b = i / kv_heads, h = i % kv_heads, g = s.group();
+            const int64_t row = cu_q[b] * heads + h * g, key = cu_k[b] * kv_heads + h;
+            const Queries<T> queries{static_cast<const T*>(q) + cu_q[b] * q_stride + h * g * d, q_stride, g, d};
+            const auto packed = [&](const void* data) {
+                return Queries<T>{static_cast<const T*>(data) + row * d, heads * d, g, d};
+            };
+            backward_sequence<T>(s, queries, packed(dout), packed(out), lse + row,
+                                 Tokens<T>{static_cast<const T*>(k) + cu_k[b] * k_stride + h * d, k_stride},
+                                 Tokens<T>{static_cast<const T*>(v) + cu_k[b] * v_stride + h * d, v_stride},
+                                 cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b], scale, static_cast<T*>(dq) + row * d,
+                                 static_cast<T*>(dk) + key * d, static_cast<T*>(dv) + key * d);
         });
     });
 }

@@ -78,6 +78,32 @@ def paged_attention(
     return _forward(q, k, v, table, cu_q, lens, k.shape[1], scale, window, split)
 
 
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, out, q, k, v = dout.contiguous(), out.contiguous(), _rows(q), _rows(k), _rows(v)
+    cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    h, d = q.shape[1:]
+    function("rlk_attention_backward", "p" * 11 + "l" * 8 + "ffii")(
+        dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), cu_q.data_ptr(),
+        cu_k.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), cu_q.shape[0] - 1, h, k.shape[1], d, q.stride(0),
+        k.stride(0), v.stride(0), window or 0, scale * LOG2E, scale, code(q.dtype), threads(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
 def store_kv_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     size = k_cache.shape[0] * k_cache.shape[1]
     if slots.numel() and int(slots.max()) >= size:
