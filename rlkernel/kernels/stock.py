@@ -201,3 +201,60 @@ def paged_attention(
     cu_k = torch.nn.functional.pad(seq_lens_k.cumsum(0), (1, 0)).to(torch.int32)
     k, v = k_cache.flatten(0, 1)[index], v_cache.flatten(0, 1)[index]
     return attention(q, k, v, cu_seqlens_q, cu_k, scale, window)
+
+
+def logprob(
+    logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    z = logits.float()
+    if inv_temperature is not None:
+        z = z * inv_temperature[:, None]
+    if kept is not None:
+        z = z.masked_fill(~_kept_mask(kept, z.shape[1]), -torch.inf)
+    logp = F.log_softmax(z, dim=-1)
+    selected = logp.gather(-1, targets[:, None])[:, 0]
+    entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
+    return selected, entropy, torch.logsumexp(z.detach(), dim=-1)
+
+
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return logprob(F.linear(hidden, weight), targets, inv_temperature, kept)
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    greedy = temperature == 0
+    z = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    mask = None
+    if top_k is not None or top_p is not None or min_p is not None:
+        keep = torch.ones_like(z, dtype=torch.bool)
+        ranked, order = z.sort(dim=-1, descending=True)
+        if top_k is not None:
+            k = torch.where((top_k <= 0) | (top_k > z.shape[1]), z.shape[1], top_k).long()
+            keep &= z >= ranked.gather(-1, k[:, None] - 1)
+        if top_p is not None:
+            share = ranked.masked_fill(~keep.gather(-1, order), -torch.inf).softmax(dim=-1)
+            inside = share.cumsum(dim=-1) - share < top_p[:, None]
+            keep &= torch.zeros_like(keep).scatter(-1, order, inside)
+        if min_p is not None:
+            p = z.softmax(dim=-1)
+            keep &= p >= min_p[:, None] * p.amax(dim=-1, keepdim=True)
+        keep |= greedy[:, None]
+        z = z.masked_fill(~keep, -torch.inf)
+        mask = _pack_mask(keep)
+    tokens = torch.where(greedy, logits.argmax(dim=-1), torch.multinomial(z.softmax(dim=-1), 1)[:, 0])
+    return tokens, z.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0], mask
+
+
+def _kept_mask(kept: Tensor, vocab_size: int) -> Tensor:
+    bits = (kept[:, :, None] >> torch.arange(32, dtype=torch.int32, device=kept.device)) & 1
+    return bits.flatten(1)[:, :vocab_size].bool()
+
+
+def _pack_mask(mask: Tensor) -> Tensor:
+    bits = F.pad(mask, (0, -mask.shape[1] % 32)).unflatten(1, (-1, 32)).to(torch.int64)
+    words = (bits << torch.arange(32, device=mask.device)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

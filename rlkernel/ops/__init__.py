@@ -4,28 +4,41 @@ from rlkernel.ops._library import is_stock, stock
 from rlkernel.ops.attention import attention, paged_attention, store_kv_
 from rlkernel.ops.embedding import embedding
 from rlkernel.ops.group_advantages import group_advantages
+from rlkernel.ops.kept import ids_to_kept, kept_to_ids, pack_kept, unpack_kept
 from rlkernel.ops.linear import linear
+from rlkernel.ops.linear_logprob import linear_logprob
+from rlkernel.ops.logprob import LogProb, logprob
 from rlkernel.ops.pack import Packed, pack, unpack
 from rlkernel.ops.policy_loss import PolicyLoss, policy_loss
 from rlkernel.ops.rms_norm import rms_norm
 from rlkernel.ops.rope import rope
+from rlkernel.ops.sample import Sample, sample
 from rlkernel.ops.swiglu import swiglu
 
 __all__ = [
+    "LogProb",
     "Packed",
+    "Sample",
     "attention",
     "PolicyLoss",
     "embedding",
     "group_advantages",
+    "ids_to_kept",
     "is_stock",
+    "kept_to_ids",
     "linear",
+    "linear_logprob",
+    "logprob",
     "pack",
+    "pack_kept",
     "paged_attention",
     "policy_loss",
     "rms_norm",
     "rope",
+    "sample",
     "stock",
     "store_kv_",
     "swiglu",
     "unpack",
+    "unpack_kept",
 ]

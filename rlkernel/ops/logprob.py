@@ -1,0 +1,126 @@
+"""logprob: selected log-probability, entropy and log-sum-exp of given logits, over vocabulary tiles of fixed size.
+
+Contract: orders.py, `logprob`, spelled out in docs/ops/logprob.md. `linear_logprob` gives the same bits without the
+logits. The forward keeps two numbers a row (maximum, log of the sum), so the backward repeats no reduction.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import stock
+from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops.kept import check_kept
+
+
+class LogProb(NamedTuple):
+    """Per token, fp32: natural-log probability of its target, entropy of its distribution, log-sum-exp."""
+
+    logp: Tensor  # [T]
+    entropy: Tensor  # [T]
+    lse: Tensor  # [T], not differentiable
+
+
+def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) -> Tensor | None:
+    """1/T as the kernels take it: fp32 [T], divided in fp32; None for a temperature of 1.
+
+    `logits` (or hidden states) gives the number of tokens and the device. Raises ValueError where the temperature is
+    not positive (a tensor's values are checked by the CPU kernels; on CUDA looking would wait for the device).
+    """
+    tokens = logits.shape[0]
+    if not isinstance(temperature, Tensor):
+        check(temperature > 0, lambda: f"{op}: temperature is {temperature}; it must be positive (greedy is sample's)")
+        if temperature == 1.0:
+            return None
+        temperature = torch.full((tokens,), temperature, dtype=torch.float32, device=logits.device)
+    check(
+        temperature.shape == (tokens,) and temperature.dtype == torch.float32,
+        lambda: (
+            f"{op}: temperature is {tuple(temperature.shape)} {temperature.dtype}; "  # type: ignore[union-attr]
+            f"expected a number or [T={tokens}] float32"
+        ),
+    )
+    return torch.ones_like(temperature) / temperature
+
+
+def check_targets(op: str, targets: Tensor, tokens: int) -> None:
+    """Raises ValueError unless `targets` is int64 [tokens]."""
+    check(
+        targets.shape == (tokens,) and targets.dtype == torch.int64,
+        lambda: f"{op}: targets is {tuple(targets.shape)} {targets.dtype}; expected [T={tokens}] int64",
+    )
+
+
+def fake_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fakes of logp, entropy, lse [T] and stats [T, 2], for `rows` [T, ...]."""
+    t = rows.shape[0]
+    vector = lambda: rows.new_empty((t,), dtype=torch.float32)
+    return vector(), vector(), vector(), rows.new_empty((t, 2), dtype=torch.float32)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, entropy, lse, stats = output
+    ctx.set_materialize_grads(False)  # a loss that uses logp alone gives no gradient for entropy
+    ctx.mark_non_differentiable(lse, stats)
+    ctx.save_for_backward(*inputs, stats, entropy)
+
+
+def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if dlogp is None and dentropy is None:
+        return None, None, None, None
+    return _dgrad(*ctx.saved_tensors, dlogp, dentropy), None, None, None
+
+
+_dgrad = define(
+    "logprob_dgrad(Tensor logits, Tensor targets, Tensor? inv_temperature, Tensor? kept, Tensor stats, Tensor entropy, "
+    "Tensor? dlogp, Tensor? dentropy) -> Tensor",
+    "logprob",
+    fake=lambda logits, *_: logits.new_empty(logits.shape),
+)
+_logprob = define(
+    "logprob(Tensor logits, Tensor targets, Tensor? inv_temperature, Tensor? kept) -> (Tensor, Tensor, Tensor, Tensor)",
+    "logprob",
+    fake=lambda logits, *_: fake_rows(logits),
+    setup_context=_setup,
+    backward=_backward,
+)
+
+
+def logprob(
+    logits: Tensor,  # [T, V]
+    targets: Tensor,  # [T] int64
+    *,
+    temperature: float | Tensor = 1.0,  # or [T] fp32
+    kept: Tensor | None = None,  # [T, ceil(V/32)] int32
+) -> LogProb:  # logp, entropy, lse: [T] fp32
+    """Log-probability of each row's target, with entropy and log-sum-exp, of `softmax(logits / temperature)`.
+
+    All in fp32 and natural logarithms; a row's result depends on that row alone. logp and entropy are differentiable
+    in logits, lse is not.
+
+    Args:
+        logits: [T, V], fp32, bf16 or fp16; widened to fp32 first.
+        targets: [T] int64 in [0, V). Checked on the CPU; on CUDA a target outside gives undefined values (checking
+            would wait for the device).
+        temperature: a number or one a row, > 0. The logits are multiplied by 1/T, divided once in fp32.
+        kept: tokens that the distribution is over, as a bit mask (see `pack_kept`); None keeps all. A target that
+            was dropped has logp -inf and its row no gradient. A row with nothing kept has lse -inf and entropy 0.
+
+    A row with a kept logit of NaN or +inf is NaN in all three results.
+
+    Raises:
+        ValueError: shapes, dtypes or temperatures do not fit, or V is 0; the message names the argument.
+        IndexError: a target outside the vocabulary (CPU).
+    """
+    check(logits.dim() == 2, lambda: f"logprob: logits is {tuple(logits.shape)}; expected [T, V]")
+    t, v = logits.shape
+    check(v > 0, lambda: "logprob: logits has a vocabulary of 0 entries; expected V >= 1")
+    check_targets("logprob", targets, t)
+    check_kept("logprob", kept, t, v)
+    inverse = inverse_temperature("logprob", temperature, logits)
+    if is_stock():
+        return LogProb(*stock.logprob(logits, targets, inverse, kept))
+    return LogProb(*_logprob(logits, targets, inverse, kept)[:3])

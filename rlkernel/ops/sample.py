@@ -1,0 +1,106 @@
+"""sample: one token a row by Gumbel-max, with noise keyed by request seed, position and token id.
+
+Contract: orders.py, `sample`, spelled out in docs/ops/sample.md. Temperature, top-k, top-p and min-p decide the kept
+set; the log-probability comes from `logprob` over that set, so a trainer scores exactly what was sampled.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import stock
+from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops.kept import kept_words
+from rlkernel.ops.logprob import _logprob
+
+
+class Sample(NamedTuple):
+    """Sampled token ids, their log-probabilities over the kept set, and that set (None: every token)."""
+
+    tokens: Tensor  # [B] int64
+    logp: Tensor  # [B] fp32
+    kept: Tensor | None  # [B, ceil(V/32)] int32
+
+
+_sample = define(
+    "sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor? top_k, Tensor? top_p, "
+    "Tensor? min_p) -> (Tensor, Tensor)",
+    "sample",
+    fake=lambda logits, seeds, positions, temperature, top_k, top_p, min_p: (
+        logits.new_empty((logits.shape[0],), dtype=torch.int64),
+        logits.new_empty(
+            (logits.shape[0] if (top_k, top_p, min_p) != (None, None, None) else 0, kept_words(logits.shape[1])),
+            dtype=torch.int32,
+        ),
+    ),
+)
+
+
+@torch.no_grad()
+def sample(
+    logits: Tensor,  # [B, V] fp32
+    seeds: Tensor,  # [B] int64
+    positions: Tensor,  # [B] int64
+    *,
+    temperature: Tensor,  # [B] fp32
+    top_k: Tensor | None = None,  # [B] int32
+    top_p: Tensor | None = None,  # [B] fp32
+    min_p: Tensor | None = None,  # [B] fp32
+    return_kept: bool = False,
+) -> Sample:
+    """Samples one token a row from `softmax(logits / temperature)`, filtered by top-k, then top-p, then min-p.
+
+    The noise of a token depends on (seed, position, token id) alone: not on the row, the batch or the machine's
+    threads. On equal scores the lowest id wins.
+
+    Args:
+        logits: [B, V] fp32.
+        seeds: [B] int64, the request's seed; any value.
+        positions: [B] int64, position of the sampled token in its sequence.
+        temperature: [B] fp32 >= 0; 0 is greedy: the first largest logit, filters ignored, logp at temperature 1.
+        top_k: [B] int32, keeps the k largest logits; 0 is off.
+        top_p: [B] fp32 in (0, 1], keeps the smallest set of largest probabilities that holds this share of what
+            top-k left; 1 is off.
+        min_p: [B] fp32 in [0, 1], keeps probabilities of at least this fraction of the largest one; 0 is off.
+            All three keep every token that ties with the last one kept.
+        return_kept: also return the kept set as a bit mask. None where no filter is given: all tokens are kept.
+
+    Values are checked on the CPU; on CUDA a bad one gives an undefined token (checking would wait for the device).
+
+    Raises:
+        ValueError: shapes, dtypes, temperatures or filters do not fit, V is 0, or a row of logits has a NaN or +inf or
+            nothing but -inf; the message names the argument and the row.
+
+    Source: Gumbel-max trick: Maddison, Tarlow and Minka, A* Sampling, 2014.
+    """
+    check(
+        logits.dim() == 2 and logits.dtype == torch.float32,
+        lambda: f"sample: logits is {tuple(logits.shape)} {logits.dtype}; expected [B, V] float32",
+    )
+    b, v = logits.shape
+    check(v > 0, lambda: "sample: logits has a vocabulary of 0 entries; expected V >= 1")
+    for name, value, dtype in (
+        ("seeds", seeds, torch.int64),
+        ("positions", positions, torch.int64),
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("min_p", min_p, torch.float32),
+    ):
+        check(
+            value is None or (value.shape == (b,) and value.dtype == dtype),
+            lambda name=name, value=value, dtype=dtype: (  # type: ignore[misc]
+                f"sample: {name} is {tuple(value.shape)} {value.dtype}; expected [B={b}] {dtype}"
+            ),
+        )
+    if is_stock():
+        tokens, logp, mask = stock.sample(logits, temperature, top_k, top_p, min_p)
+        return Sample(tokens, logp, mask if return_kept else None)
+    tokens, mask = _sample(logits, seeds, positions, temperature, top_k, top_p, min_p)
+    kept = mask if top_k is not None or top_p is not None or min_p is not None else None
+    inverse = torch.ones_like(temperature) / torch.where(temperature > 0, temperature, 1.0)
+    logp = _logprob(logits, tokens, inverse, kept)[0]
+    return Sample(tokens, logp, kept if return_kept else None)
