@@ -1,0 +1,314 @@
+"""Tokenizer of a Hugging Face directory on the `tokenizers` library alone: text to ids and back, chat templates.
+
+`tokenizer.json` is the definition; no code of the directory runs, and chat templates render in jinja2's sandbox.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jinja2
+    from tokenizers import Tokenizer as Backend
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_TEMPLATE_DIR = "additional_chat_templates"
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer directory, chat or token id that cannot be used; the message names it and says what to do."""
+
+
+class Tokenizer:
+    """A fast tokenizer with its special tokens and chat template.
+
+    Attributes:
+        directory: where it was read from.
+        special_tokens: text of the special token of each role that is set (`eos_token`, `pad_token`, ...).
+        bos_token_id, eos_token_id: ids, or None where the role is not set.
+        pad_token_id: id of the padding token, of the end token where there is no padding token, or None.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Reads `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json` and the chat template.
+
+        Raises:
+            TokenizerError: a file is missing or malformed, or a special token has no id.
+        """
+        self.directory = Path(directory)
+        self._backend = _load_backend(self.directory)
+        config = _read_object(self.directory / "tokenizer_config.json")
+        roles = {**_read_object(self.directory / "special_tokens_map.json"), **config}
+        _add_missing_tokens(self._backend, config, self.directory)
+        self.special_tokens = {role: _content(roles[role]) for role in _ROLES if roles.get(role) is not None}
+        self.bos_token_id = self._role_id("bos_token")
+        self.eos_token_id = self._role_id("eos_token")
+        own_pad = self._role_id("pad_token")
+        self.pad_token_id = self.eos_token_id if own_pad is None else own_pad
+        self._templates = _read_templates(self.directory, config)
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        """Ids that `decode` leaves out unless asked for."""
+
+    def _role_id(self, role: str) -> int | None:
+        token = self.special_tokens.get(role)
+        if token is None:
+            return None
+        found = self._backend.token_to_id(token)
+        if found is None:
+            raise TokenizerError(f"{self.directory}: {role} {token!r} is not in the vocabulary; fix tokenizer_config.json")
+        return int(found)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included: the largest id is below it in an ordinary vocabulary."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any text, the empty one included.
+            add_special_tokens: add what the tokenizer puts around a text (a start token, for instance). Leave it off
+                for a rendered chat, which holds its special tokens as text.
+        """
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Ids without a token have no text: models pad their vocabulary, and may sample such an id.
+
+        Raises:
+            TokenizerError: an id is negative.
+        """
+        if any(i < 0 for i in ids):
+            raise TokenizerError(f"token id {min(ids)} is negative; pass the ids of tokens alone, without padding marks")
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own string of an id, or None where it has none."""
+        return self._backend.id_to_token(token_id)
+
+    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
+        """Incremental decoder of one sequence, for streaming and stop strings."""
+        return TextStream(self, skip_special_tokens)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the directory brings a chat template."""
+        return bool(self._templates)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str = "default",
+        **variables: Any,
+    ) -> str:
+        """Renders a conversation to text; encode it with `add_special_tokens=False`.
+
+        Args:
+            messages: objects with `role` and `content`.
+            add_generation_prompt: end with the header of the assistant's turn.
+            tools: JSON schemas of functions.
+            template: name of the template, where a directory has several.
+            variables: further variables of the template (`enable_thinking=False`). Some templates print today's date
+                unless they are given one (`date_string`); give it where runs must be repeatable.
+
+        Raises:
+            TokenizerError: there is no such template, or it refuses the conversation.
+        """
+        source = self._templates.get(template)
+        if source is None:
+            known = ", ".join(sorted(self._templates)) or "none"
+            raise TokenizerError(f"{self.directory} has no chat template {template!r} (it has: {known}); pass plain text prompts")
+        import jinja2
+
+        values = {**self.special_tokens, "messages": list(messages), "tools": tools, "documents": None, **variables}
+        try:
+            return _compile(source).render(add_generation_prompt=add_generation_prompt, **values)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise TokenizerError(f"{self.directory}: the chat template refused the messages: {error}") from None
+
+
+class TextStream:
+    """Incremental decoder: the pieces that `push` returns, and `finish`, add up to `decode` of all ids.
+
+    Text that a later token could still change is held back: an unfinished UTF-8 character, or a run of byte tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        # Decoding starts at the last piece that had text: decoders strip or join by the neighbour before.
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Adds a token; returns the text that is now certain, often one token's, sometimes none."""
+        self._pending.append(token_id)
+        token = self._tokenizer.token(token_id)
+        silent = self._skip and token_id in self._tokenizer.special_ids
+        if silent or token is None or _BYTE_TOKEN.fullmatch(token):
+            return ""
+        return self._take(final=False)
+
+    def finish(self) -> str:
+        """The text held back so far; call it once, after the last token."""
+        return self._take(final=True)
+
+    def _take(self, final: bool) -> str:
+        if not self._pending:
+            return ""
+        window = self._context + self._pending
+        text = self._tokenizer.decode(window, skip_special_tokens=self._skip)
+        if not final and text.endswith("\ufffd"):
+            return ""
+        piece = text[len(self._context_text) :]
+        if piece:
+            self._context = self._pending
+            self._context_text = self._tokenizer.decode(self._context, skip_special_tokens=self._skip)
+            self._pending = []
+        return piece
+
+
+def copy_tokenizer_files(source: str | Path, target: str | Path) -> list[str]:
+    """Copies a directory's tokenizer and chat template files to another one; returns their names.
+
+    Raises:
+        TokenizerError: the source has no `tokenizer.json`.
+    """
+    source, target = Path(source), Path(target)
+    if not (source / "tokenizer.json").is_file():
+        raise TokenizerError(f"{source} has no tokenizer.json; expected a Hugging Face tokenizer directory")
+    copied = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    for name in copied:
+        shutil.copyfile(source / name, target / name)
+    if (source / _TEMPLATE_DIR).is_dir():
+        shutil.copytree(source / _TEMPLATE_DIR, target / _TEMPLATE_DIR, dirs_exist_ok=True)
+        copied.append(_TEMPLATE_DIR)
+    return copied
+
+
+def _load_backend(directory: Path) -> Backend:
+    from tokenizers import Tokenizer as Backend
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        hint = "expected a Hugging Face tokenizer directory"
+        if (directory / "tokenizer.model").is_file():
+            hint = "tokenizer.model alone is not read: save the tokenizer once as a fast one with transformers"
+        raise TokenizerError(f"{file} does not exist; {hint}")
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:      # the library raises bare Exception for every fault of the file
+        raise TokenizerError(f"{file} is not a tokenizer of the tokenizers library: {error}") from None
+    # A saved truncation or padding setting would silently change ids.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{file} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{file} holds a JSON {type(value).__name__}; expected an object")
+    return value
+
+
+def _content(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _add_missing_tokens(backend: Backend, config: dict[str, Any], directory: Path) -> None:
+    """Adds tokens that only `tokenizer_config.json` lists, as transformers does, at exactly the ids it gives them."""
+    from tokenizers import AddedToken
+
+    listed = config.get("added_tokens_decoder") or {}
+    for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+        content = _content(entry)
+        flags = {name: bool(entry[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in entry}
+        token = AddedToken(content, special=bool(entry.get("special", False)), **flags)
+        if backend.token_to_id(content) is None:
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if backend.token_to_id(content) != int(key):
+            raise TokenizerError(
+                f"{directory}: tokenizer_config.json gives {content!r} the id {key}, tokenizer.json {backend.token_to_id(content)}"
+            )
+
+
+def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name; a `chat_template.jinja` file wins over the one in `tokenizer_config.json`."""
+    templates: dict[str, str] = {}
+    for values in (_read_object(directory / "chat_template.json"), config):
+        listed = values.get("chat_template")
+        if isinstance(listed, str):
+            templates["default"] = listed
+        elif isinstance(listed, list):
+            templates |= {str(entry["name"]): str(entry["template"]) for entry in listed}
+    for file in sorted((directory / _TEMPLATE_DIR).glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    if (directory / "chat_template.jinja").is_file():
+        templates["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """The sandbox of chat templates, with the helpers that published templates expect."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationBlock(Extension):
+        """`{% generation %}` marks the assistant's tokens for loss masks; here its body is rendered as it stands."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json       # jinja2's own escapes HTML
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str) -> jinja2.Template:
+    return _environment().from_string(source)

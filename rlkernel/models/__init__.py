@@ -1,0 +1,27 @@
+"""Decoder models: one packed forward built from rlkernel.ops, families as data, Hugging Face load and save."""
+
+from rlkernel.models.batch import BatchError, PackedBatch, PagedBatch
+from rlkernel.models.checkpoint import CheckpointError, hf_tensors, load_model, save_model
+from rlkernel.models.config import ConfigError, ModelConfig, Rope, load_config, preset
+from rlkernel.models.decoder import Decoder
+from rlkernel.models.families import FAMILIES, PRESETS
+from rlkernel.models.kv_cache import KVCache
+
+__all__ = [
+    "FAMILIES",
+    "PRESETS",
+    "BatchError",
+    "CheckpointError",
+    "ConfigError",
+    "Decoder",
+    "KVCache",
+    "ModelConfig",
+    "PackedBatch",
+    "PagedBatch",
+    "Rope",
+    "hf_tensors",
+    "load_config",
+    "load_model",
+    "preset",
+    "save_model",
+]

@@ -1,0 +1,344 @@
+"""Hugging Face directories: load and save, single or sharded safetensors, every tensor accounted for.
+
+Loading reads no pickle and runs no code of the directory. Saving writes beside the target and renames at the end, so
+an interrupted save leaves the target as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlkernel.contract import contract_id
+from rlkernel.data.tokenizer import copy_tokenizer_files
+from rlkernel.models.config import DTYPES, ConfigError, ModelConfig, load_config, read_json, to_hf, token_ids
+from rlkernel.models.decoder import Decoder
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written; the message names the file, the tensor, and what to do."""
+
+
+class Part(NamedTuple):
+    """A Hugging Face tensor: its name, and the rows it has in one of our (fused) parameters."""
+
+    name: str
+    parameter: str
+    start: int
+    rows: int
+
+
+def hf_layout(config: ModelConfig) -> list[Part]:
+    """All tensors of the Hugging Face checkpoint of a configuration, in the order of the model's parameters."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    c, f = config.hidden_size, config.intermediate_size
+    fused = {
+        "qkv_proj": (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)),
+        "gate_up_proj": (("gate_proj", 0, f), ("up_proj", f, f)),
+    }
+    parts = [Part("model.embed_tokens.weight", "embed_tokens.weight", 0, config.vocab_size)]
+
+    def add(parameter: str, rows: int) -> None:
+        owner = parameter.split(".")[-2]
+        for name, start, size in fused.get(owner, ((owner, 0, rows),)):
+            parts.append(Part("model." + parameter.replace(owner, name), parameter, start, size))
+
+    for i in range(config.num_layers):
+        layer = f"layers.{i}"
+        add(f"{layer}.input_layernorm.weight", c)
+        add(f"{layer}.self_attn.qkv_proj.weight", q + 2 * kv)
+        if config.qkv_bias:
+            add(f"{layer}.self_attn.qkv_proj.bias", q + 2 * kv)
+        add(f"{layer}.self_attn.o_proj.weight", c)
+        if config.attention_bias:
+            add(f"{layer}.self_attn.o_proj.bias", c)
+        if config.family.qk_norm:
+            add(f"{layer}.self_attn.q_norm.weight", config.head_dim)
+            add(f"{layer}.self_attn.k_norm.weight", config.head_dim)
+        add(f"{layer}.post_attention_layernorm.weight", c)
+        add(f"{layer}.mlp.gate_up_proj.weight", 2 * f)
+        add(f"{layer}.mlp.down_proj.weight", c)
+    add("norm.weight", c)
+    if not config.tie_word_embeddings:
+        parts.append(Part("lm_head.weight", "lm_head.weight", 0, config.vocab_size))
+    return parts
+
+
+def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a model as Hugging Face has them; fused parameters come as views of their rows."""
+    parameters = dict(model.named_parameters())
+    for part in hf_layout(model.config):
+        yield part.name, parameters[part.parameter].detach().narrow(0, part.start, part.rows)
+
+
+# ---- load ----------------------------------------------------------------------------------------------------------
+
+
+def load_model(
+    path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", *, tp_leaves: int = 1
+) -> Decoder:
+    """Loads a Hugging Face model directory.
+
+    Args:
+        path: directory with `config.json` and safetensors, single or sharded.
+        dtype: dtype of the parameters: float32, bfloat16 or float16; default what `config.json` names, else what the
+            embedding is stored in. Stored tensors of these dtypes are converted.
+        device: where the model goes.
+        tp_leaves: as in `ModelConfig`.
+
+    Raises:
+        ConfigError: `config.json` is missing or describes a model that is not supported.
+        CheckpointError: a shard is missing or truncated, a tensor is missing, superfluous, misshapen or of a dtype that
+            is not supported; the message names file and tensor.
+    """
+    directory = Path(path)
+    config = load_config(directory)
+    if dtype is not None and dtype not in DTYPES.values():
+        raise CheckpointError(f"load_model: dtype {dtype} is not supported; expected one of {', '.join(DTYPES)}")
+    with ExitStack() as stack:
+        tensors = _open(directory, stack)
+        if dtype is None:
+            dtype = config.dtype if _names_dtype(directory) else _stored_dtype(tensors)
+        config = replace(config, dtype=dtype, tp_leaves=tp_leaves)
+        layout = hf_layout(config)
+        _check_names(directory, config, tensors, layout)
+        with torch.device(device):
+            model = Decoder(config)
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for part in layout:
+                rows = parameters[part.parameter].narrow(0, part.start, part.rows)
+                rows.copy_(_read(tensors[part.name], part.name, rows.shape))
+    return model
+
+
+class _Stored(NamedTuple):
+    """Where a tensor lies: an open safetensors file and its path."""
+
+    file: Any
+    path: Path
+
+
+def _open(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
+    """Opens all shards; returns where each tensor lies."""
+    index = directory / INDEX
+    if not index.is_file():
+        return _open_shard(directory / SINGLE, stack, directory)
+    try:
+        weight_map = read_json(index).get("weight_map")
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map is missing or malformed; download the file again")
+    tensors: dict[str, _Stored] = {}
+    for shard in sorted(set(weight_map.values())):
+        # An index is data: it may name files of its own directory only.
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{index}: shard {shard!r} is not a plain file name; the index is not to be trusted")
+        found = _open_shard(directory / shard, stack, directory)
+        for name in found:
+            if weight_map.get(name) != shard:
+                raise CheckpointError(f"{directory / shard} holds {name}, which {INDEX} places in {weight_map.get(name)}")
+        tensors.update(found)
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(f"{directory / shard} lacks {name}, which {INDEX} places there; download the shard again")
+    return tensors
+
+
+def _open_shard(path: Path, stack: ExitStack, directory: Path) -> dict[str, _Stored]:
+    if not path.is_file():
+        hint = "download it again, or copy the whole directory"
+        if path.name == SINGLE:
+            pickled = sorted(p.name for p in directory.glob("*.bin"))
+            hint = f"{pickled[0]} is pickled and never read: convert it to safetensors first" if pickled else hint
+        raise CheckpointError(f"{path} does not exist; {hint}")
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        return {name: _Stored(file, path) for name in file.keys()}  # noqa: SIM118 (a safetensors file is no mapping)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size} bytes) is truncated or no safetensors file: {error}; download it again"
+        ) from None
+
+
+def _read(stored: _Stored, name: str, shape: torch.Size) -> Tensor:
+    try:
+        tensor = stored.file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{stored.path}: {name} cannot be read: {error}; download the file again") from None
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{stored.path}: {name} has shape {tuple(tensor.shape)}; config.json asks for {tuple(shape)}: they do not "
+            "belong to one model"
+        )
+    if tensor.dtype not in DTYPES.values():
+        raise CheckpointError(f"{stored.path}: {name} is {tensor.dtype}; expected {', '.join(DTYPES)} (an unquantised checkpoint)")
+    return tensor
+
+
+def _names_dtype(directory: Path) -> bool:
+    values = read_json(directory / "config.json")
+    return bool(values.get("dtype") or values.get("torch_dtype"))
+
+
+def _stored_dtype(tensors: dict[str, _Stored]) -> torch.dtype:
+    stored = tensors.get("model.embed_tokens.weight")
+    if stored is None:
+        return torch.float32      # the missing tensor is reported, with all others, by _check_names
+    name = stored.file.get_slice("model.embed_tokens.weight").get_dtype()
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(name, torch.float32)
+
+
+def _check_names(directory: Path, config: ModelConfig, tensors: dict[str, _Stored], layout: list[Part]) -> None:
+    wanted = {part.name for part in layout}
+    missing = sorted(wanted - tensors.keys())
+    if missing:
+        hint = ""
+        if "lm_head.weight" in missing:
+            hint = "; without its own head a model has tie_word_embeddings=true in config.json"
+        raise CheckpointError(f"{directory}: {_listed('tensor', missing)} missing from the checkpoint{hint}")
+    extra = {name for name in tensors.keys() - wanted if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings and "lm_head.weight" in extra:
+        extra.remove("lm_head.weight")
+        head, embedding = (_bytes(tensors, name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+        if head.shape != embedding.shape or head.dtype != embedding.dtype or not torch.equal(head, embedding):
+            raise CheckpointError(
+                f"{tensors['lm_head.weight'].path}: lm_head.weight differs from model.embed_tokens.weight, but config.json "
+                "ties them; set tie_word_embeddings to false"
+            )
+    if extra:
+        raise CheckpointError(
+            f"{directory}: {_listed('tensor', sorted(extra))} not part of {config.model_type} with this config.json; the "
+            "model would be computed without them"
+        )
+
+
+def _bytes(tensors: dict[str, _Stored], name: str) -> Tensor:
+    try:
+        return tensors[name].file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{tensors[name].path}: {name} cannot be read: {error}; download the file again") from None
+
+
+def _listed(noun: str, names: list[str]) -> str:
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{noun} {shown} is" if len(names) == 1 else f"{noun}s {shown} are"
+
+
+# ---- save ----------------------------------------------------------------------------------------------------------
+
+
+def save_model(
+    model: Decoder,
+    path: str | Path,
+    tokenizer_dir: str | Path | None = None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> Path:
+    """Writes a Hugging Face model directory that transformers loads with equal tensors.
+
+    Args:
+        model: the model; its tensors are written in its dtype, fused ones taken apart.
+        path: the directory to create.
+        tokenizer_dir: directory whose tokenizer files are copied along.
+        max_shard_bytes: above this size the tensors are split into shards with an index.
+        overwrite: replace a directory that already exists; without it, one that is not empty is an error.
+
+    Returns:
+        The directory.
+
+    Raises:
+        CheckpointError: the target exists, or cannot be written. The target is then as it was before.
+    """
+    target = Path(path)
+    if max_shard_bytes < 1:
+        raise CheckpointError(f"save_model: max_shard_bytes is {max_shard_bytes}; it must be positive")
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite)):
+        raise CheckpointError(f"save_model: {target} exists; choose another path, or pass overwrite=True for a directory")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise CheckpointError(f"save_model: cannot write beside {target}: {error}") from None
+    try:
+        work.chmod(0o755)         # mkdtemp makes it private
+        _write_json(work / "config.json", to_hf(model.config))
+        _write_json(work / "generation_config.json", _generation(model.config))
+        if tokenizer_dir is not None:
+            copy_tokenizer_files(tokenizer_dir, work)
+        _write_tensors(model, work, max_shard_bytes)
+        _replace(work, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"save_model: writing {target} failed: {error}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _replace(work: Path, target: Path) -> None:
+    """Moves the finished directory into place; an old one is moved aside first and removed last."""
+    if not target.exists():
+        os.rename(work, target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    os.rename(target, old)
+    try:
+        os.rename(work, target)
+    except OSError:
+        os.rename(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _generation(config: ModelConfig) -> dict[str, Any]:
+    own = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": token_ids(config.eos_token_id),
+        "pad_token_id": config.pad_token_id,
+    }
+    # Padding and start tokens of generation_config.json may differ from config.json's; the file's own stay.
+    merged = {**own, **config.generation, "eos_token_id": own["eos_token_id"]}
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def _write_tensors(model: Decoder, work: Path, max_shard_bytes: int) -> None:
+    shards: list[list[tuple[str, Tensor]]] = [[]]
+    used = total = 0
+    for name, tensor in hf_tensors(model):
+        size = tensor.numel() * tensor.element_size()
+        if used and used + size > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append((name, tensor))
+        used, total = used + size, total + size
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        # Copied a shard at a time: safetensors wants tensors that own their memory, and views of a fused one do not.
+        owned = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in shard}
+        save_file(owned, work / file, metadata={"format": "pt", "contract": contract_id()})
+        weight_map |= dict.fromkeys(owned, file)
+    if len(shards) > 1:
+        _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

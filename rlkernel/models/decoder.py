@@ -1,0 +1,282 @@
+"""The one forward: prefill, chunked prefill, decode, scoring and training run these lines, built from rlkernel.ops.
+
+A token's hidden state therefore has one definition. The only place where the two kinds of batch differ is `attend`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rlkernel import ops
+from rlkernel.models.batch import PackedBatch, PagedBatch
+from rlkernel.models.config import ModelConfig, preset
+from rlkernel.models.rope_table import rope_table
+
+INIT_STD = 0.02
+
+
+class Linear(nn.Module):
+    """Weight [N, K] and, where the layer has one, bias [N]; `chunks` as in `ops.linear`."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, chunks: int = 1) -> None:
+        super().__init__()
+        self.chunks = chunks
+        self.weight = nn.Parameter(torch.empty(n, k, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(n, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
+        return ops.linear(x, self.weight, self.bias, chunks=self.chunks)
+
+
+class Weight(nn.Module):
+    """A bare weight: [C] of a norm, [V, C] of the embedding and of an untied head."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+
+
+def attend(
+    q: Tensor,  # [T, H, D]
+    k: Tensor,  # [T, HK, D]
+    v: Tensor,  # [T, HK, D]
+    batch: PackedBatch | PagedBatch,
+    layer: int,
+    window: int | None,
+) -> Tensor:  # [T, H, D]
+    """Causal attention of the batch's tokens: over the packed keys, or over the cache after storing the new ones."""
+    if isinstance(batch, PackedBatch):
+        return ops.attention(q, k, v, batch.cu_seqlens, max_seqlen_q=batch.max_seqlen, window=window)[0]
+    keys, values = batch.kv_cache.k[layer], batch.kv_cache.v[layer]
+    ops.store_kv_(keys, values, k, v, batch.slots)
+    out, _ = ops.paged_attention(
+        q,
+        keys,
+        values,
+        batch.block_table,
+        batch.cu_seqlens_q,
+        batch.seq_lens_k,
+        max_seqlen_q=batch.max_seqlen_q,
+        max_seqlen_k=batch.max_seqlen_k,
+        window=window,
+    )
+    return out
+
+
+class Attention(nn.Module):
+    """Fused qkv projection [(H + 2 HK) D, C], optional q/k norm, rope, attention, output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.window, self.eps = layer, config.windows[layer], config.rms_norm_eps
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim = config.head_dim
+        width = config.num_heads * config.head_dim
+        dtype, c = config.dtype, config.hidden_size
+        self.qkv_proj = Linear(sum(self.heads) * self.head_dim, c, dtype, bias=config.qkv_bias)
+        self.o_proj = Linear(c, width, dtype, bias=config.attention_bias, chunks=config.tp_leaves)
+        self.q_norm = Weight(config.head_dim, dtype=dtype) if config.family.qk_norm else None
+        self.k_norm = Weight(config.head_dim, dtype=dtype) if config.family.qk_norm else None
+
+    def forward(self, x: Tensor, cos_sin: Tensor, batch: PackedBatch | PagedBatch) -> Tensor:
+        qkv = self.qkv_proj(x).view(x.shape[0], sum(self.heads), self.head_dim)
+        q, k, v = qkv.split(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = ops.rms_norm(q, self.q_norm.weight, self.eps)
+            k = ops.rms_norm(k, self.k_norm.weight, self.eps)
+        q, k = ops.rope(q, k, batch.positions, cos_sin)
+        out = attend(q, k, v, batch, self.layer, self.window)
+        return self.o_proj(out.reshape(x.shape[0], -1))
+
+
+class MLP(nn.Module):
+    """Fused gate and up projection [2 F, C], swiglu, down projection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        c, f = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(2 * f, c, config.dtype)
+        self.down_proj = Linear(c, f, config.dtype, chunks=config.tp_leaves)
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, C]
+        return self.down_proj(ops.swiglu(self.gate_up_proj(x)))
+
+
+class Layer(nn.Module):
+    """One decoder layer. The residual stream is added inside the norms, rounded where transformers rounds it."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.input_layernorm = Weight(config.hidden_size, dtype=config.dtype)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = Weight(config.hidden_size, dtype=config.dtype)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, batch: PackedBatch | PagedBatch
+    ) -> tuple[Tensor, Tensor]:
+        weight = self.input_layernorm.weight
+        if residual is None:
+            residual, x = x, ops.rms_norm(x, weight, self.eps)
+        else:
+            x, residual = ops.rms_norm(x, weight, self.eps, residual)
+        x = self.self_attn(x, cos_sin, batch)
+        x, residual = ops.rms_norm(x, self.post_attention_layernorm.weight, self.eps, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Causal language model of any family in `families.FAMILIES`.
+
+    Parameter names are Hugging Face's without the leading `model.`, with q, k, v and gate, up fused; `checkpoint.py`
+    translates. Parameters are uninitialised after construction: use `from_config`, or `checkpoint.load_model`.
+
+    Attributes:
+        config: the configuration.
+        cos_sin: [P, D] fp32 table of rope, the same bits on every device.
+        gradient_checkpointing: recompute each layer in the backward instead of keeping its activations; the
+            recomputed bits are the same, so gradients do not change.
+    """
+
+    cos_sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        v, c, dtype = config.vocab_size, config.hidden_size, config.dtype
+        self.embed_tokens = Weight(v, c, dtype=dtype)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.norm = Weight(c, dtype=dtype)
+        self.lm_head = None if config.tie_word_embeddings else Weight(v, c, dtype=dtype)
+        table = rope_table(config)
+        # On the meta device nothing has values; the table keeps its own until the parameters get a place.
+        self.register_buffer("cos_sin", table if self.device.type == "meta" else table.to(self.device), persistent=False)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig | str, seed: int = 0, device: torch.device | str = "cpu") -> Decoder:
+        """A model with random weights: normal with deviation 0.02, norms one, biases zero.
+
+        Args:
+            config: configuration, or the name of a preset.
+            seed: of the CPU generator that draws all weights in fp32, so that they do not depend on the device.
+            device: where the model goes.
+        """
+        config = preset(config) if isinstance(config, str) else config
+        with torch.device(device):
+            model = cls(config)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    draw = torch.empty(parameter.shape, device="cpu").normal_(0.0, INIT_STD, generator=generator)
+                    parameter.copy_(draw)
+                else:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        return model
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Decoder:
+        # `model.to(bfloat16)` would round the table; it follows the device alone.
+        table = self._buffers.pop("cos_sin", None)
+        super()._apply(fn, recurse)
+        if table is not None:
+            self.register_buffer("cos_sin", table.to(self.embed_tokens.weight.device), persistent=False)
+            self.config = replace(self.config, dtype=self.dtype)
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the parameters and activations."""
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def head_weight(self) -> Tensor:  # [V, C]
+        """Weight of the language-model head: its own, or the embedding where they are tied."""
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        tied = self.embed_tokens.weight
+        head_grad = getattr(tied, "head_main_grad", None)
+        if head_grad is None or not torch.is_grad_enabled():
+            return tied
+        alias = tied.view_as(tied)
+        alias.main_grad = head_grad  # type: ignore[attr-defined]
+        return alias
+
+    def zero_main_grads(self) -> None:
+        """Gives each parameter a zeroed fp32 `main_grad`, into which backwards accumulate in the contract's order.
+
+        A tied embedding gets two, `main_grad` and `head_main_grad`: its two uses then keep a chain of additions each,
+        and splitting a batch into micro-batches changes no bit. `fold_main_grads` adds them up.
+        """
+        for parameter in self.parameters():
+            _zero_buffer(parameter, "main_grad")
+        if self.lm_head is None:
+            _zero_buffer(self.embed_tokens.weight, "head_main_grad")
+
+    def fold_main_grads(self) -> None:
+        """Adds the head's share onto the embedding's `main_grad`; call once, after a step's last backward."""
+        tied = self.embed_tokens.weight
+        head_grad = getattr(tied, "head_main_grad", None)
+        if head_grad is not None:
+            tied.main_grad.add_(head_grad)  # type: ignore[attr-defined]
+            head_grad.zero_()
+
+    def forward(self, batch: PackedBatch | PagedBatch) -> Tensor:  # [T, C]
+        """Hidden states after the final norm.
+
+        Args:
+            batch: whole sequences, or new tokens beside a paged cache (then without gradient).
+
+        Raises:
+            BatchError: the batch does not fit the model (values are checked on the CPU only).
+        """
+        batch.validate(self.config)
+        with torch.no_grad() if isinstance(batch, PagedBatch) else nullcontext():
+            x, residual = ops.embedding(batch.input_ids, self.embed_tokens.weight), None
+            recompute = self.gradient_checkpointing and torch.is_grad_enabled()
+            for layer in self.layers:
+                if recompute:
+                    x, residual = checkpoint(layer, x, residual, self.cos_sin, batch, use_reentrant=False)
+                else:
+                    x, residual = layer(x, residual, self.cos_sin, batch)
+            return ops.rms_norm(x, self.norm.weight, self.config.rms_norm_eps, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [T, C] -> [T, V] fp32
+        """Logits in fp32, the accumulator of the head's chain, never rounded to the model's dtype."""
+        return ops.linear(hidden, self.head_weight, out_dtype=torch.float32)
+
+    def logprob(
+        self,
+        hidden: Tensor,  # [T, C]
+        targets: Tensor,  # [T] int64
+        temperature: float | Tensor = 1.0,  # or [T] fp32
+        kept: Tensor | None = None,  # [T, ceil(V/32)] int32
+    ) -> ops.LogProb:
+        """Log-probability, entropy and log-sum-exp of each token's target, without a [T, V] tensor.
+
+        Args:
+            hidden: result of the forward, for the tokens whose next token is scored.
+            targets: the next tokens.
+            temperature, kept: as in `ops.linear_logprob`.
+        """
+        return ops.linear_logprob(hidden, self.head_weight, targets, temperature=temperature, kept=kept)
+
+
+def _zero_buffer(parameter: Tensor, name: str) -> None:
+    buffer = getattr(parameter, name, None)
+    if buffer is None or buffer.device != parameter.device:
+        setattr(parameter, name, torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
+    else:
+        buffer.zero_()
