@@ -26,13 +26,21 @@ def main() -> int:
         status = subprocess.run(
             [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", f"--junitxml={report}", *sys.argv[1:]],
             cwd=ROOT,
-            env={**os.environ, "RLKERNEL_RECORD": str(rows_file), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+            env={
+                **os.environ,
+                "RLKERNEL_RECORD": str(rows_file),
+                "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            },
         ).returncode
         rows = json.loads(rows_file.read_text()) if rows_file.exists() else []
         import xml.etree.ElementTree as ElementTree
 
         suite = ElementTree.parse(report).getroot().find("testsuite") if report.exists() else None
-        counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")} if suite is not None else {}
+        counts = (
+            {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+            if suite is not None
+            else {}
+        )
     path = write_result("test_gpu", rows, pytest=counts, exit_status=status)
     print(f"wrote {path}")
     return status

@@ -27,7 +27,7 @@ _BASE_FLAGS = (
     "-fopenmp",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-ffp-contract=off",          # an fma is written where the contract has one, and nowhere else
+    "-ffp-contract=off",  # an fma is written where the contract has one, and nowhere else
     "-fvisibility=hidden",
     "-Wall",
 )
@@ -149,5 +149,5 @@ def cpu_library() -> ctypes.CDLL:
     Raises:
         BuildError: as `build_cpu`.
     """
-    torch.get_num_threads()       # torch's OpenMP runtime is loaded first, so that both share one thread pool
+    torch.get_num_threads()  # torch's OpenMP runtime is loaded first, so that both share one thread pool
     return ctypes.CDLL(str(build_cpu()))

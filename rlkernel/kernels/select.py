@@ -78,7 +78,9 @@ def choose(op: str, device: str) -> Choice:
     if _forced:
         fn = _find(op, _forced[-1])
         if fn is None:
-            raise NoImplementation(f"op {op!r} has no {_forced[-1]!r} implementation; leave the use({_forced[-1]!r}) block")
+            raise NoImplementation(
+                f"op {op!r} has no {_forced[-1]!r} implementation; leave the use({_forced[-1]!r}) block"
+            )
         return Choice(op, device, _forced[-1], "forced by rlkernel.kernels.select.use", fn)
     key = (op, device)
     if key not in _chosen:
@@ -94,7 +96,9 @@ def _decide(op: str, device: str) -> Choice:
             return Choice(op, device, "triton", "one Triton source serves CUDA and AMD GPUs", fn)
         fn = _find(op, "reference")
         if fn is not None:
-            return Choice(op, device, "reference", "elementwise or index arithmetic: torch's own kernels keep the order", fn)
+            return Choice(
+                op, device, "reference", "elementwise or index arithmetic: torch's own kernels keep the order", fn
+            )
         raise NoImplementation(f"op {op!r} has no CUDA implementation; run it on the CPU or report this as a bug")
     compiled = _find(op, "cpp")
     problem = _why_no_cpp() if compiled is not None else None

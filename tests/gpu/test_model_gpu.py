@@ -37,8 +37,10 @@ def prompts(count: int, vocab: int, seed: int = 0) -> list[list[int]]:
 
 
 @torch.no_grad()
-def train_logprobs(model: Decoder, sequences: list[list[int]], starts: list[int], temperature: float) -> list[torch.Tensor]:
-    """Log-probabilities of tokens starts[i]: of each sequence, through the packed training forward, 8 sequences a time."""
+def train_logprobs(
+    model: Decoder, sequences: list[list[int]], starts: list[int], temperature: float
+) -> list[torch.Tensor]:
+    """Log-probabilities of tokens starts[i]: of sequence i through the packed training forward, 8 sequences a time."""
     out = []
     for first in range(0, len(sequences), 8):
         part = sequences[first : first + 8]
@@ -54,9 +56,14 @@ def train_logprobs(model: Decoder, sequences: list[list[int]], starts: list[int]
     return out
 
 
-def compare(model: Decoder, llm: LLM, inputs: list[list[int]], temperature: float, new_tokens: int) -> tuple[int, int, float]:
+def compare(
+    model: Decoder, llm: LLM, inputs: list[list[int]], temperature: float, new_tokens: int
+) -> tuple[int, int, float]:
     """(tokens, mismatches, largest difference) between decode and the training forward."""
-    params = [SamplingParams(temperature=temperature, max_tokens=new_tokens, seed=i, ignore_eos=True) for i in range(len(inputs))]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=new_tokens, seed=i, ignore_eos=True)
+        for i in range(len(inputs))
+    ]
     outputs = llm.generate(inputs, params)
     sequences = [p + list(o.outputs[0].token_ids) for p, o in zip(inputs, outputs, strict=True)]
     scored = train_logprobs(model, sequences, [len(p) for p in inputs], temperature)
@@ -92,7 +99,9 @@ def test_engine_settings_change_no_bit(model: Decoder, record: Callable[..., Non
 
     def run(**changes: object) -> tuple[list[list[int]], torch.Tensor]:
         outputs = LLM(model, **{**settings, **changes}).generate(inputs, params)  # type: ignore[arg-type]
-        return [list(o.outputs[0].token_ids) for o in outputs], torch.cat([o.outputs[0].logprobs_tensor.cpu() for o in outputs])
+        return [list(o.outputs[0].token_ids) for o in outputs], torch.cat(
+            [o.outputs[0].logprobs_tensor.cpu() for o in outputs]
+        )
 
     tokens, logprobs = run()
     other_tokens, other = run(**options)

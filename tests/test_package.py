@@ -1,0 +1,92 @@
+"""The package as a user gets it: light imports, a wheel that carries its sources, result files and tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules in sys.modules after running `code` in a fresh interpreter."""
+    script = f"import sys\n{code}\nprint(' '.join(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+HEAVY = {"triton", "transformers", "tokenizers", "pydantic", "rich", "jinja2", "numpy"}
+
+
+def test_import_adds_nothing_heavy() -> None:
+    assert not loaded_by("import rlkernel") & {"torch", *HEAVY}
+
+
+def test_ops_need_torch_alone() -> None:
+    before = loaded_by("import torch")
+    assert not (loaded_by("import rlkernel.ops") - before) & (HEAVY - {"numpy"})
+
+
+def test_help_imports_no_torch() -> None:
+    code = "from rlkernel.cli.main import build_parser\nbuild_parser().format_help()"
+    assert not loaded_by(code) & {"torch", *HEAVY}
+
+
+def test_wheel_carries_sources_and_types(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"rlkernel/py.typed", "rlkernel/contract/tolerances.json", "rlkernel/_csrc/cpu/gemm.h"} <= names
+    sources = {p.name for p in (ROOT / "csrc" / "cpu").iterdir()}
+    assert {f"rlkernel/_csrc/cpu/{s}" for s in sources} <= names
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "rlkernel").rglob("*.py")}
+    assert modules <= names
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def test_kernel_sha_is_that_of_the_definition(benchmarks: None) -> None:
+    import hashlib
+
+    from results_io import kernel_sha
+
+    listed = subprocess.run(
+        ["git", "ls-files", "csrc", "rlkernel/kernels", "rlkernel/ops"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    digest = hashlib.sha256()
+    for path in sorted(listed, key=str.encode):
+        digest.update(path.encode() + b"\0" + (ROOT / path).read_bytes() + b"\0")
+    assert kernel_sha() == digest.hexdigest()[:16]
+
+
+def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -> None:
+    from results_io import write_result
+
+    path = write_result("probe", [{"test": "t", "cases": 1, "tokens": 2, "mismatches": 0}], out=tmp_path)
+    data = json.loads(path.read_text())
+    fields = {"name", "command", "commit", "kernel_sha", "date", "hardware", "driver", "versions", "contract", "rows"}
+    assert fields <= set(data)
+    assert data["contract"] == "rlk-1"
+
+
+def test_tables_are_filled_from_results(benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tables
+    from results_io import write_result
+
+    write_result("probe", [{"op": "linear", "shape": [1, 2], "ratio": 0.51234}], out=tmp_path / "r")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "r")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    text = "a\n<!-- table: */probe.json -->\nold\n<!-- /table -->\nb\n"
+    filled = tables.render(text)
+    assert "| linear | 1 x 2 | 0.5123 |" in filled and "old" not in filled
+    assert tables.render(filled) == filled
