@@ -30,7 +30,7 @@ TARGETS: dict[str, GPUTarget] = {
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx90a": 65536}
 """Bytes of shared memory that one block may have."""
 
-MODULES = ("common", "linear")
+MODULES = ("common", "linear", "embedding", "rms_norm", "rope", "swiglu", "policy_loss")
 """Modules of this package that have kernels; each has a tuple `AOT`."""
 
 
@@ -136,7 +136,5 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
             options |= {"matrix_instr_nonkdim": 16, "kpack": 1}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=attributes)
     done = triton.compile(source, target=gpu, options=options)
-    is_cuda = gpu.backend == "cuda"
-    return Compiled(
-        variant, target, done.asm["ptx" if is_cuda else "amdgcn"], done.asm["cubin"] if is_cuda else None, done.metadata.shared
-    )
+    text = done.asm["ptx" if gpu.backend == "cuda" else "amdgcn"]
+    return Compiled(variant, target, text, done.asm.get("cubin"), done.metadata.shared)

@@ -8,7 +8,6 @@ the contract has one. No operand is converted in front of `tl.dot`: that permute
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,13 +23,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 IS_HIP = torch.version.hip is not None
 
 
-# ---- kernels ----------------------------------------------------------------------------------------------------------
+# ---- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit
 def exp2(x):
     """2^x by the hardware's instruction; results below 2^-126 are +0."""
     return tl.exp2(x)
+
+
+@triton.jit
+def exp(x):
+    """e^x as exp2(x * log2(e)), the product rounded to fp32."""
+    return tl.exp2(x * LOG2E)
 
 
 @triton.jit
@@ -62,12 +67,12 @@ def add_partials_kernel(partials, grad, SEGMENTS, WIDTH, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     total = tl.load(grad + column, mask=inside, other=0.0)
-    for segment in range(0, SEGMENTS):
+    for segment in tl.range(0, SEGMENTS, loop_unroll_factor=8):  # the loads of eight segments are under way at once
         total += tl.load(partials + tl.cast(segment, tl.int64) * WIDTH + column, mask=inside, other=0.0)
     tl.store(grad + column, total, mask=inside)
 
 
-# ---- launchers --------------------------------------------------------------------------------------------------------
+# ---- launchers -----------------------------------------------------------------------------------
 
 
 def options(matmul: bool = False) -> dict[str, Any]:
@@ -98,7 +103,8 @@ def aligned(tensor: Tensor) -> Tensor:
 def add_partials_(grad: Tensor, partials: Tensor) -> None:
     """grad [width] fp32 += partials [segments, width], segments ascending."""
     segments, width = partials.shape
-    add_partials_kernel[(triton.cdiv(width, 128),)](partials, grad, segments, width, BLOCK=128, num_warps=4, **options())
+    grid = (triton.cdiv(width, 128),)
+    add_partials_kernel[grid](partials, grad, segments, width, BLOCK=128, num_warps=4, **options())
 
 
 def next_power_of_2(n: int, least: int = 1) -> int:
@@ -106,19 +112,11 @@ def next_power_of_2(n: int, least: int = 1) -> int:
     return max(least, triton.next_power_of_2(n))
 
 
-def product(sizes: Iterable[int]) -> int:
-    """Product of a shape's sizes."""
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
-
-
-# ---- ahead of time ----------------------------------------------------------------------------------------------------
+# ---- ahead of time -------------------------------------------------------------------------------
 
 AOT: tuple[Variant, ...] = (
     Variant(
-        "add_partials", add_partials_kernel, {"partials": "*fp32:16", "grad": "*fp32:16", "SEGMENTS": "i32", "WIDTH": "i32:16"},
-        {"BLOCK": 128},
+        "add_partials", add_partials_kernel,
+        {"partials": "*fp32:16", "grad": "*fp32:16", "SEGMENTS": "i32", "WIDTH": "i32:16"}, {"BLOCK": 128},
     ),
 )  # fmt: skip

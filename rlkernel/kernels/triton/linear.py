@@ -18,7 +18,7 @@ from rlkernel.contract.orders import K_GROUP, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import IS_HIP, add_partials_, next_power_of_2, on_device, options
 
-# ---- kernels ----------------------------------------------------------------------------------------------------------
+# ---- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -208,7 +208,7 @@ def bias_grad_kernel(dy, partials, T, N, dy_row, dy_col, TOKENS: tl.constexpr, B
     tl.store(partials + tl.cast(chunk, tl.int64) * N + column, total, mask=inside)
 
 
-# ---- tiles ------------------------------------------------------------------------------------------------------------
+# ---- tiles ---------------------------------------------------------------------------------------
 
 
 class Tile(NamedTuple):
@@ -284,7 +284,7 @@ def wgrad_tile(n: int, k: int, element_size: int) -> Tile:
     return Tile(64, 64, 64, 4, 4)
 
 
-# ---- launchers --------------------------------------------------------------------------------------------------------
+# ---- launchers -----------------------------------------------------------------------------------
 
 
 def strided(t: Tensor) -> Tensor:
@@ -369,8 +369,9 @@ def linear_wgrad_(grad: Tensor, dy: Tensor, x: Tensor, tile: Tile | None = None)
     tile = fit(tile or wgrad_tile(n, k, dy.element_size()), WGRAD_TOKENS, dy.element_size(), limit)
     with on_device(dy):
         wgrad_kernel[(triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n),)](
-            dy, x, grad, tokens, n, k, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), grad.stride(0), grad.stride(1),
-            WGRAD_TOKENS, EVEN=tokens % tile.k == 0, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
+            dy, x, grad, tokens, n, k, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
+            grad.stride(0), grad.stride(1), WGRAD_TOKENS,
+            EVEN=tokens % tile.k == 0, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
 
@@ -383,12 +384,13 @@ def bias_grad_(grad: Tensor, dy: Tensor) -> None:
     partials = torch.empty(segments, n, dtype=torch.float32, device=dy.device)
     with on_device(dy):
         bias_grad_kernel[(triton.cdiv(n, 128), segments)](
-            dy, partials, tokens, n, dy.stride(0), dy.stride(1), TOKENS=WGRAD_TOKENS, BLOCK=128, num_warps=4, **options()
-        )
+            dy, partials, tokens, n, dy.stride(0), dy.stride(1),
+            TOKENS=WGRAD_TOKENS, BLOCK=128, num_warps=4, **options(),
+        )  # fmt: skip
         add_partials_(grad, partials)
 
 
-# ---- ahead of time ----------------------------------------------------------------------------------------------------
+# ---- ahead of time -------------------------------------------------------------------------------
 
 
 def _gemm_variant(name: str, kind: str, tile: Tile, chunks: int = 1, bias: bool = False, main: bool = True) -> Variant:
@@ -407,7 +409,7 @@ def _gemm_variant(name: str, kind: str, tile: Tile, chunks: int = 1, bias: bool 
 def _dgrad_variant(kind: str) -> Variant:
     plain = _gemm_variant("linear_dgrad", kind, Tile(128, 128, 64, 8, 3))
     types = {**plain.types, "b_k": "i32:16", "start": "*fp32:16"}
-    constants = {n: v for n, v in plain.constants.items() if n not in ("b_k", "start")} | {"b_col": 1, "HAS_START": True}
+    constants = {n: v for n, v in plain.constants.items() if n not in types} | {"b_col": 1, "HAS_START": True}
     del types["b_col"]
     return Variant("linear_dgrad", gemm_kernel, types, constants, 8, 3, matmul=True, main=True)
 
@@ -429,11 +431,13 @@ AOT: tuple[Variant, ...] = (
         8, 3, matmul=True, main=True,
     ),
     Variant(
-        "fold", fold_kernel, {"partials": "*fp32:16", "bias": "*bf16:16", "out": "*bf16:16", "SIZE": "i32:16", "N": "i32:16"},
+        "fold", fold_kernel,
+        {"partials": "*fp32:16", "bias": "*bf16:16", "out": "*bf16:16", "SIZE": "i32:16", "N": "i32:16"},
         {"LEVELS": 3, "HAS_BIAS": True, "BLOCK": 512},
     ),
     Variant(
-        "bias_grad", bias_grad_kernel, {"dy": "*bf16:16", "partials": "*fp32:16", "T": "i32", "N": "i32:16", "dy_row": "i32:16"},
+        "bias_grad", bias_grad_kernel,
+        {"dy": "*bf16:16", "partials": "*fp32:16", "T": "i32", "N": "i32:16", "dy_row": "i32:16"},
         {"dy_col": 1, "TOKENS": WGRAD_TOKENS, "BLOCK": 128},
     ),
 )  # fmt: skip

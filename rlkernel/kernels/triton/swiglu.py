@@ -1,0 +1,89 @@
+"""swiglu on GPUs: round(round(silu(gate)) * up) and its gradient, elementwise.
+
+Contract: orders.py, `swiglu`. Divisions are IEEE ones; the approximate division is not the same on every GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.common import exp, next_power_of_2, on_device, options
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr):
+    """gate_up [T, 2F] -> out [T, F]; one program a token and block of channels."""
+    token = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = j < F
+    gate = tl.load(gate_up + token * 2 * F + j, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * 2 * F + F + j, mask=inside, other=0.0).to(tl.float32)
+    silu = tl.div_rn(gate, 1.0 + exp(-gate)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + token * F + j, (silu * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_grad_kernel(dy, gate_up, grad, F, BLOCK: tl.constexpr):
+    """dy [T, F], gate_up [T, 2F] -> grad [T, 2F]."""
+    token = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = j < F
+    d = tl.load(dy + token * F + j, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + token * 2 * F + j, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * 2 * F + F + j, mask=inside, other=0.0).to(tl.float32)
+    below = 1.0 + exp(-gate)
+    s = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), below)
+    dup = d * tl.div_rn(gate, below).to(grad.dtype.element_ty).to(tl.float32)
+    dgate = (d * up) * (s * tl.fma(gate, 1.0 - s, tl.full((BLOCK,), 1.0, tl.float32)))
+    tl.store(grad + token * 2 * F + j, dgate.to(grad.dtype.element_ty), mask=inside)
+    tl.store(grad + token * 2 * F + F + j, dup.to(grad.dtype.element_ty), mask=inside)
+
+
+# ---- launchers ----------------------------------------------------------------------------------
+
+
+def _grid(tokens: int, f: int) -> tuple[tuple[int, int], int]:
+    block = min(1024, next_power_of_2(f, 32))
+    return (tokens, triton.cdiv(f, block)), block
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    tokens, f = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, f, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel() == 0:
+        return out
+    grid, block = _grid(tokens, f)
+    with on_device(gate_up):
+        swiglu_kernel[grid](gate_up, out, f, BLOCK=block, num_warps=4, **options())
+    return out
+
+
+def swiglu_grad(dy: Tensor, gate_up: Tensor) -> Tensor:
+    dy, gate_up = dy.contiguous(), gate_up.contiguous()
+    grad = torch.empty_like(gate_up)
+    if grad.numel() == 0:
+        return grad
+    grid, block = _grid(*dy.shape)
+    with on_device(dy):
+        swiglu_grad_kernel[grid](dy, gate_up, grad, dy.shape[1], BLOCK=block, num_warps=4, **options())
+    return grad
+
+
+# ---- ahead of time ------------------------------------------------------------------------------
+
+AOT: tuple[Variant, ...] = (
+    Variant(
+        "swiglu", swiglu_kernel, {"gate_up": "*bf16:16", "out": "*bf16:16", "F": "i32:16"}, {"BLOCK": 1024}, main=True
+    ),
+    Variant(
+        "swiglu_grad", swiglu_grad_kernel, {"dy": "*bf16:16", "gate_up": "*bf16:16", "grad": "*bf16:16", "F": "i32:16"},
+        {"BLOCK": 1024}, main=True,
+    ),
+)  # fmt: skip
