@@ -53,6 +53,7 @@ def rope(
 
     Source: Su et al., RoFormer, 2021; pairing by halves as in GPT-NeoX.
     """
+    check(q.dim() == 3, lambda: f"rope: q is {tuple(q.shape)}; expected [T, H, D]")
     t, _, d = q.shape
     check(
         k.dim() == 3 and k.shape[0] == t and k.shape[2] == d and k.dtype == q.dtype,
