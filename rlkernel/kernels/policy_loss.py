@@ -5,6 +5,8 @@ The codes are those of `csrc/cpu/policy_loss.cpp` and `kernels/triton/policy_los
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "reinforce")
@@ -30,7 +32,16 @@ COUNTS = ("tokens", "sequences", "clip_low", "clip_high", "clip_dual", "tis_clip
 """Order of the int64 counts."""
 
 # phi(x) = e^x - 1 - x = x^2 * poly(x) on |x| <= 1/2: 1 / (k + 2)!, highest power first; truncated below 5e-8 relative.
-PHI_COEFFICIENTS = (2.7557319e-6, 2.4801587e-5, 1.9841270e-4, 1.3888889e-3, 8.3333333e-3, 4.1666667e-2, 1.6666667e-1, 0.5)
+PHI_COEFFICIENTS = (
+    2.7557319e-6,
+    2.4801587e-5,
+    1.9841270e-4,
+    1.3888889e-3,
+    8.3333333e-3,
+    4.1666667e-2,
+    1.6666667e-1,
+    0.5,
+)
 
 
 def form_code(loss_type: str) -> int:
@@ -55,7 +66,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> list[int]:
         ValueError: cu_seqlens does not start at 0, decreases, or does not end at the number of tokens.
     """
     borders = cu_seqlens.tolist()
-    if borders[0] != 0 or borders[-1] != tokens or any(a > b for a, b in zip(borders, borders[1:], strict=False)):
+    if borders[0] != 0 or borders[-1] != tokens or any(a > b for a, b in pairwise(borders)):
         raise ValueError(
             f"policy_loss: cu_seqlens must start at 0, never decrease and end at T={tokens}; it is {borders[:8]}"
             f"{'...' if len(borders) > 8 else ''}, ending at {borders[-1]}"

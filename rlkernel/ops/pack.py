@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -42,12 +43,7 @@ def pack(sequences: Sequence[Tensor] | Sequence[Sequence[int]]) -> Packed:  # B 
     rows = [x if isinstance(x, Tensor) else torch.tensor(list(x), dtype=torch.int64) for x in sequences]
     first = rows[0]
     for i, row in enumerate(rows):
-        check(row.dim() >= 1, lambda i=i: f"pack: sequences[{i}] is a scalar, expected [L, ...]")
-        check(
-            row.dtype == first.dtype and row.device == first.device and row.shape[1:] == first.shape[1:],
-            lambda i=i, row=row: f"pack: sequences[{i}] is {tuple(row.shape)} {row.dtype} on {row.device}, sequences[0] is "
-            f"{tuple(first.shape)} {first.dtype} on {first.device}; only the first dimension may differ",
-        )
+        _check_row(i, row, first)
     lengths = [row.shape[0] for row in rows]
     total = sum(lengths)
     check(total < 2**31, lambda: f"pack: {total} tokens do not fit int32 borders; split the batch")
@@ -68,10 +64,23 @@ def unpack(flat: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
         ValueError: cu_seqlens does not start at 0, decreases, or does not end at T.
     """
     borders = cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(borders, borders[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(borders)]
     check(
         len(borders) > 0 and borders[0] == 0 and borders[-1] == flat.shape[0] and min(lengths, default=0) >= 0,
-        lambda: f"unpack: cu_seqlens must start at 0, never decrease and end at T={flat.shape[0]}; it is {borders[:8]}"
-        f"{'...' if len(borders) > 8 else ''}",
+        lambda: (
+            f"unpack: cu_seqlens must start at 0, never decrease and end at T={flat.shape[0]}; it is {borders[:8]}"
+            f"{'...' if len(borders) > 8 else ''}"
+        ),
     )
     return list(flat.split(lengths)) if lengths else []
+
+
+def _check_row(i: int, row: Tensor, first: Tensor) -> None:
+    check(row.dim() >= 1, lambda: f"pack: sequences[{i}] is a scalar, expected [L, ...]")
+    check(
+        row.dtype == first.dtype and row.device == first.device and row.shape[1:] == first.shape[1:],
+        lambda: (
+            f"pack: sequences[{i}] is {tuple(row.shape)} {row.dtype} on {row.device}, sequences[0] is "
+            f"{tuple(first.shape)} {first.dtype} on {first.device}; only the first dimension may differ"
+        ),
+    )

@@ -27,7 +27,9 @@ class PolicyLoss(NamedTuple):
     stats: dict[str, Tensor]
 
 
-def _fake(logp: Tensor, old: Tensor, advantages: Tensor, cu: Tensor, mask: Any, ref: Any, entropy: Any, *rest: Any) -> Any:
+def _fake(
+    logp: Tensor, old: Tensor, advantages: Tensor, cu: Tensor, mask: Any, ref: Any, entropy: Any, *rest: Any
+) -> Any:
     return (
         logp.new_empty(()),
         logp.new_empty(logp.shape),
@@ -147,10 +149,18 @@ def policy_loss(
     _check_choice("loss_type", loss_type, LOSS_TYPES)
     _check_choice("ratio_level", ratio_level, ("token", "sequence"))
     _check_choice("kl_type", kl_type, KL_TYPES)
-    check(tokens >= 0, lambda: f"policy_loss: logp has {logp.dim()} dimensions, expected [T]; pack the completions first")
+    check(
+        tokens >= 0, lambda: f"policy_loss: logp has {logp.dim()} dimensions, expected [T]; pack the completions first"
+    )
     if old_logp is None:
         old_logp = logp.detach()
-    vectors = {"logp": logp, "old_logp": old_logp, "ref_logp": ref_logp, "entropy": entropy, "rollout_logp": rollout_logp}
+    vectors = {
+        "logp": logp,
+        "old_logp": old_logp,
+        "ref_logp": ref_logp,
+        "entropy": entropy,
+        "rollout_logp": rollout_logp,
+    }
     for name, x in (*vectors.items(), ("mask", mask)):
         if x is not None:
             _check_vector(name, x, (tokens,), torch.bool if name == "mask" else torch.float32, logp.device)
@@ -168,12 +178,14 @@ def policy_loss(
     if loss_type == "dr_grpo" and normalizer is None:
         check(
             max_completion_length is not None and max_completion_length > 0,
-            lambda: f"policy_loss: dr_grpo needs max_completion_length > 0 or a normalizer, got {max_completion_length}",
+            lambda: (
+                f"policy_loss: dr_grpo needs max_completion_length > 0 or a normalizer, got {max_completion_length}"
+            ),
         )
         normalizer = float(max(1, batch) * (max_completion_length or 1))
     denominator = _denominator(normalizer, logp)
     if entropy is not None and entropy_coef == 0.0:
-        entropy = entropy.detach()      # statistics only: the log-probability kernel then skips its entropy gradient
+        entropy = entropy.detach()  # statistics only: the log-probability kernel then skips its entropy gradient
 
     op = stock.policy_loss if is_stock() else _policy_loss
     loss, _, _, stats, counts = op(
@@ -226,12 +238,18 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_vector(name: str, x: Tensor, shape: Any, dtype: torch.dtype, device: torch.device) -> None:
     check(
         x.dtype == dtype,
-        lambda: f"policy_loss: {name} is {x.dtype}, expected {dtype}; pass it as {dtype}"
-        + (", a ratio of log-probabilities rounded to fewer bits is noise" if dtype == torch.float32 else ""),
+        lambda: (
+            f"policy_loss: {name} is {x.dtype}, expected {dtype}; pass it as {dtype}"
+            + (", a ratio of log-probabilities rounded to fewer bits is noise" if dtype == torch.float32 else "")
+        ),
         TypeError,
     )
     check(tuple(x.shape) == tuple(shape), lambda: f"policy_loss: {name} is {tuple(x.shape)}, expected {tuple(shape)}")
     check(x.device == device, lambda: f"policy_loss: {name} is on {x.device}, logp on {device}; move one of them")
+
+
+def _check_not_negative(name: str, value: float) -> None:
+    check(value >= 0, lambda: f"policy_loss: {name}={value} must be at least 0")
 
 
 def _check_options(
@@ -245,7 +263,7 @@ def _check_options(
     vectors: dict[str, Tensor | None],
 ) -> None:
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high), ("kl_coef", kl_coef)):
-        check(value >= 0, lambda name=name, value=value: f"policy_loss: {name}={value} must be at least 0")
+        _check_not_negative(name, value)
     if clip_dual is not None:
         check(
             loss_type not in ("cispo", "reinforce"),

@@ -45,8 +45,8 @@ def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std:
     if bad.numel():
         i = int(bad[0])
         raise ValueError(
-            f"group_advantages: rewards[{i}] is {float(rewards[i])} (group {i // group_size}, member {i % group_size}); "
-            "rewards must be finite numbers"
+            f"group_advantages: rewards[{i}] is {float(rewards[i])} (group {i // group_size}, "
+            f"member {i % group_size}); rewards must be finite numbers"
         )
     if mode == "none" or rewards.numel() == 0:
         return rewards.clone()

@@ -6,6 +6,8 @@ sum: the same over sequences. Everything is fp32; masked tokens are replaced by 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -58,7 +60,7 @@ def policy_loss(
     tokens = logp.shape[0]
     borders = check_cu_seqlens(cu_seqlens, tokens)
     batch = len(borders) - 1
-    lengths = torch.tensor([b - a for a, b in zip(borders, borders[1:], strict=False)], dtype=torch.int64)
+    lengths = torch.tensor([b - a for a, b in pairwise(borders)], dtype=torch.int64)
     owner = torch.repeat_interleave(torch.arange(batch), lengths)
     place = torch.arange(tokens) - torch.tensor(borders[:-1], dtype=torch.int64)[owner]
     width = int(lengths.max()) if batch else 0
@@ -96,7 +98,7 @@ def policy_loss(
             ratio_used = ratio
         ratio_used = torch.where(cut_low, low, torch.where(cut_high, high, ratio_used))
         loss = -(ratio_used * a)
-        slope = torch.where(cut_low | cut_high | cut_dual, zero, loss)     # d loss / d log-ratio
+        slope = torch.where(cut_low | cut_high | cut_dual, zero, loss)  # d loss / d log-ratio
     elif form == CISPO:
         cut_low, cut_high = ratio < low, ratio > high
         slope = -(torch.where(cut_low, low, torch.where(cut_high, high, ratio)) * a)
