@@ -1,0 +1,77 @@
+"""linear on a Hopper GPU against the oracle in `oracle/hopper_mma.py`: every bit, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from oracle.hopper_mma import chain, linear
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.contract import assert_bitwise
+from rlkernel.contract.orders import WGRAD_TOKENS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="the oracle models sm_90 alone",
+    ),
+]
+
+dtypes = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+
+
+def data(kind: str, rows: int, k: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Normal, positive, or (bf16 alone) normal numbers with exponents spread over 2^+-8."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, k, generator=generator)
+    if kind == "positive":
+        x = x.abs()
+    if kind == "wide" and dtype == torch.bfloat16:
+        x = torch.ldexp(x, torch.randint(-8, 9, (rows, k), generator=generator))
+    return x.to(dtype)
+
+
+def numbers(x: Tensor) -> np.ndarray:
+    return x.float().numpy()
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ("normal", "positive", "wide"))
+@pytest.mark.parametrize("m", (1, 16, 33, 200))
+@pytest.mark.parametrize("k,chunks", ((1024, 1), (1024, 2), (1024, 8), (2048, 16), (200, 1)))
+def test_forward(m: int, k: int, chunks: int, kind: str, dtype: torch.dtype, record: Callable[..., None]) -> None:
+    x, w = data(kind, m, k, dtype, 0), data(kind, 48, k, dtype, 1)
+    expected = torch.from_numpy(linear(numbers(x), numbers(w), chunks))
+    y = ops.linear(x.cuda(), w.cuda(), chunks=chunks, out_dtype=torch.float32)
+    assert_bitwise(y, expected, f"linear [{m},{k}] x [48,{k}], {chunks} chunks, {kind}")
+    rounded = ops.linear(x.cuda(), w.cuda(), chunks=chunks)
+    assert_bitwise(rounded, expected.to(dtype), "one rounding at the end")
+    record(cases=1, tokens=m, mismatches=0)
+
+
+@dtypes
+@pytest.mark.parametrize("chunks", (1, 4))
+def test_input_gradient(chunks: int, dtype: torch.dtype, record: Callable[..., None]) -> None:
+    dy, w = data("normal", 70, 512, dtype, 2), data("normal", 512, 96, dtype, 3)
+    expected = torch.from_numpy(linear(numbers(dy), numbers(w.t().contiguous()), chunks)).to(dtype)
+    assert_bitwise(torch.ops.rlkernel.linear_dgrad(dy.cuda(), w.cuda(), chunks), expected, "input gradient")
+    record(cases=1, tokens=70, mismatches=0)
+
+
+@dtypes
+@pytest.mark.parametrize("tokens", (40, 2 * WGRAD_TOKENS + 100))
+def test_weight_gradient(tokens: int, dtype: torch.dtype, record: Callable[..., None]) -> None:
+    dy, x = data("normal", tokens, 48, dtype, 4), data("normal", tokens, 80, dtype, 5)
+    total = data("normal", 48, 80, torch.float32, 6)
+    grad = total.cuda()
+    for first in range(0, tokens, WGRAD_TOKENS):
+        piece = slice(first, first + WGRAD_TOKENS)
+        total = total + torch.from_numpy(chain(numbers(dy[piece]).T, numbers(x[piece]).T))
+    torch.ops.rlkernel.linear_wgrad_(grad, dy.cuda(), x.cuda())
+    assert_bitwise(grad, total, "weight gradient, continued from main_grad")
+    record(cases=1, tokens=tokens, mismatches=0)
