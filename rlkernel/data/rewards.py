@@ -21,7 +21,7 @@ from typing import Any
 
 from rlkernel.data.errors import InputError
 
-RewardFunction = Callable[..., "list[float | None]"]
+RewardFunction = Callable[..., Sequence[float | None]]
 
 
 def _module_of_file(path: Path) -> ModuleType:

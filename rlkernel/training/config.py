@@ -7,6 +7,7 @@ dotted overrides. `resolve` does all of it; the result is saved as `config.yaml`
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,102 +25,139 @@ class _Section(BaseModel):
 class RunSettings(_Section):
     """Where and how the run happens."""
 
-    seed: int = Field(0, ge=0, description="fixes data order, sampling, initial weights of a model from scratch")
-    backend: Literal["rlkernel", "torch"] = Field("rlkernel", description="torch: the control arm on stock torch ops")
-    device: Literal["cpu", "cuda", "auto"] = Field("auto", description="auto: cuda where torch sees a GPU")
-    output: str | None = Field(None, description="run folder; default runs/<algorithm>-<task or model>")
-    strict: bool = Field(True, description="stop at the first mismatching log-probability (backend rlkernel)")
-    probe_rollouts: int = Field(3, ge=0, description="control rollouts on stock torch at the end, for the report")
-    tensorboard: bool = Field(False, description="also write TensorBoard events (extra `tensorboard`)")
-    save: bool = Field(True, description="write a Hugging Face checkpoint at the end")
-    samples: int = Field(4, ge=0, description="completions of each step kept in samples.jsonl")
+    seed: int = Field(
+        default=0, ge=0, description="fixes data order, sampling, initial weights of a model from scratch"
+    )
+    backend: Literal["rlkernel", "torch"] = Field(
+        default="rlkernel", description="torch: the control arm on stock torch ops"
+    )
+    device: Literal["cpu", "cuda", "auto"] = Field(default="auto", description="auto: cuda where torch sees a GPU")
+    output: str | None = Field(default=None, description="run folder; default runs/<algorithm>-<task or model>")
+    strict: bool = Field(default=True, description="stop at the first mismatching log-probability (backend rlkernel)")
+    probe_rollouts: int = Field(
+        default=3, ge=0, description="control rollouts on stock torch at the end, for the report"
+    )
+    tensorboard: bool = Field(default=False, description="also write TensorBoard events (extra `tensorboard`)")
+    save: bool = Field(default=True, description="write a Hugging Face checkpoint at the end")
+    samples: int = Field(default=4, ge=0, description="completions of each step kept in samples.jsonl")
 
 
 class ModelSettings(_Section):
     """The policy."""
 
-    path: str | None = Field(None, description="Hugging Face directory; none: the task's small model from scratch")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: as saved")
+    path: str | None = Field(
+        default=None, description="Hugging Face directory; none: the task's small model from scratch"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(default=None, description="default: as saved")
+    tp_leaves: Literal[1, 2, 4, 8] = Field(
+        default=1, description="chunks of K in o_proj and down_proj; part of the numbers"
+    )
     config: dict[str, Any] = Field(default_factory=dict, description="changes to the built-in task's config.json keys")
 
 
 class DataSettings(_Section):
     """Prompts."""
 
-    task: str | None = Field(None, description="built-in task; default arithmetic where no file is given")
-    train: str | None = Field(None, description="JSONL file of prompts (grpo) or examples (sft)")
-    heldout: str | None = Field(None, description="JSONL file of evaluation rows; default: drawn from data.train")
-    heldout_rows: int | None = Field(None, ge=0, description="rows drawn from data.train; default a tenth, at most 64")
+    task: str | None = Field(default=None, description="built-in task; default arithmetic where no file is given")
+    train: str | None = Field(default=None, description="JSONL file of prompts (grpo) or examples (sft)")
+    heldout: str | None = Field(
+        default=None, description="JSONL file of evaluation rows; default: drawn from data.train"
+    )
+    heldout_rows: int | None = Field(
+        default=None, ge=0, description="rows drawn from data.train; default a tenth, at most 64"
+    )
 
 
 class RewardSettings(_Section):
     """One reward function."""
 
     function: str = Field(description="FILE.py:function or package.module:function")
-    weight: float = Field(1.0, description="factor in the sum of rewards")
-    name: str | None = Field(None, description="name in the metrics; default the function's")
+    weight: float = Field(default=1.0, description="factor in the sum of rewards")
+    name: str | None = Field(default=None, description="name in the metrics; default the function's")
 
 
 class RolloutSettings(_Section):
     """Sampling of completions."""
 
-    prompts: int = Field(16, ge=1, description="prompts a step")
-    group_size: int = Field(8, ge=1, description="completions a prompt")
-    max_tokens: int = Field(256, ge=1, description="tokens a completion, at most")
-    temperature: float = Field(1.0, gt=0, description="of sampling, and of every log-probability in the loss")
-    top_k: int = Field(0, ge=0, description="0 = off; log-probabilities are then over the kept tokens on both sides")
-    top_p: float = Field(1.0, gt=0, le=1, description="1 = off")
-    min_p: float = Field(0.0, ge=0, lt=1, description="0 = off")
+    prompts: int = Field(default=16, ge=1, description="prompts a step")
+    group_size: int = Field(default=8, ge=1, description="completions a prompt")
+    max_tokens: int = Field(default=256, ge=1, description="tokens a completion, at most")
+    temperature: float = Field(default=1.0, gt=0, description="of sampling, and of every log-probability in the loss")
+    top_k: int = Field(
+        default=0, ge=0, description="0 = off; log-probabilities are then over the kept tokens on both sides"
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="1 = off")
+    min_p: float = Field(default=0.0, ge=0, lt=1, description="0 = off")
     stop: list[str] = Field(default_factory=list, description="strings that end a completion")
-    mask_truncated: bool = Field(False, description="leave completions cut at max_tokens out of the loss (DAPO)")
+    mask_truncated: bool = Field(
+        default=False, description="leave completions cut at max_tokens out of the loss (DAPO)"
+    )
 
 
 class EngineSettings(_Section):
     """Memory and batching of the rollout engine; no setting here changes a bit of a result."""
 
-    max_num_seqs: int = Field(256, ge=1, description="sequences decoded together")
-    max_num_batched_tokens: int = Field(4096, ge=1, description="tokens of one forward; longer prompts are chunked")
-    page_size: int = Field(16, ge=1, description="tokens of a KV page")
-    num_pages: int | None = Field(None, ge=1, description="KV pages; default: enough for max_num_seqs at full length")
-    prefix_caching: bool = Field(True, description="compute the prompt of a group once")
+    max_num_seqs: int = Field(default=256, ge=1, description="sequences decoded together")
+    max_num_batched_tokens: int = Field(
+        default=4096, ge=1, description="tokens of one forward; longer prompts are chunked"
+    )
+    page_size: int = Field(default=16, ge=1, description="tokens of a KV page")
+    num_pages: int | None = Field(
+        default=None, ge=1, description="KV pages; default: enough for max_num_seqs at full length"
+    )
+    prefix_caching: bool = Field(default=True, description="compute the prompt of a group once")
 
 
 class LossSettings(_Section):
     """The policy loss (`ops.policy_loss`)."""
 
-    type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "reinforce"] = Field("grpo", description="loss")
-    ratio_level: Literal["token", "sequence"] = Field("token", description="of the importance ratio; gspo: sequence")
-    old_policy: Literal["rollout", "scored"] = Field(
-        "rollout", description="old log-probabilities: the sampler's, or a training forward before the first update"
+    type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "reinforce"] = Field(
+        default="grpo", description="loss"
     )
-    clip_low: float | None = Field(0.2, ge=0, description="ratio clipped below 1 - clip_low; null = off")
-    clip_high: float | None = Field(0.2, ge=0, description="ratio clipped above 1 + clip_high; null = off")
-    clip_dual: float | None = Field(None, gt=1, description="dual clip for negative advantages")
-    tis_cap: float | None = Field(None, gt=0, description="truncated importance sampling; needs old_policy=scored")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the frozen first policy")
-    kl_type: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of that KL")
-    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+    ratio_level: Literal["token", "sequence"] = Field(
+        default="token", description="of the importance ratio; gspo: sequence"
+    )
+    old_policy: Literal["rollout", "scored"] = Field(
+        default="rollout",
+        description="old log-probabilities: the sampler's, or a training forward before the first update",
+    )
+    clip_low: float | None = Field(default=0.2, ge=0, description="ratio clipped below 1 - clip_low; null = off")
+    clip_high: float | None = Field(default=0.2, ge=0, description="ratio clipped above 1 + clip_high; null = off")
+    clip_dual: float | None = Field(default=None, gt=1, description="dual clip for negative advantages")
+    tis_cap: float | None = Field(
+        default=None, gt=0, description="truncated importance sampling; needs old_policy=scored"
+    )
+    kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen first policy")
+    kl_type: Literal["k1", "k2", "k3"] = Field(default="k3", description="estimator of that KL")
+    entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus")
+
+
+def clip_range(clip: float | None) -> float:
+    """A clip range as `ops.policy_loss` takes it: null is off, infinity."""
+    return math.inf if clip is None else clip
 
 
 class AdvantageSettings(_Section):
     """From rewards to advantages (`ops.group_advantages`)."""
 
-    mode: Literal["group", "leave_one_out", "batch", "none"] = Field("group", description="baseline")
-    normalize_std: bool = Field(True, description="divide by the standard deviation (not for leave_one_out, none)")
-    eps: float = Field(1e-4, gt=0, description="added to that deviation")
+    mode: Literal["group", "leave_one_out", "batch", "none"] = Field(default="group", description="baseline")
+    normalize_std: bool = Field(
+        default=True, description="divide by the standard deviation (not for leave_one_out, none)"
+    )
+    eps: float = Field(default=1e-4, gt=0, description="added to that deviation")
 
 
 class OptimizerSettings(_Section):
     """AdamW on fp32 master weights."""
 
-    lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(0.0, ge=0, description="of matrices; norms and biases have none")
-    clip_norm: float | None = Field(1.0, gt=0, description="limit of the gradient norm; null = off")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="updates of linear warm-up")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="decay of the two moments")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(default=0.0, ge=0, description="of matrices; norms and biases have none")
+    clip_norm: float | None = Field(default=1.0, gt=0, description="limit of the gradient norm; null = off")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
+    warmup_steps: int = Field(default=0, ge=0, description="updates of linear warm-up")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="learning rate at the end, as a share of the peak")
 
     @field_validator("betas")
     @classmethod
@@ -132,36 +170,38 @@ class OptimizerSettings(_Section):
 class TrainSettings(_Section):
     """Length of the run and shape of its updates."""
 
-    steps: int = Field(100, ge=1, description="rollouts (grpo) or updates (sft)")
-    minibatches: int = Field(1, ge=1, description="optimizer updates one pass over a rollout is cut into")
-    epochs: int = Field(1, ge=1, description="passes over a rollout")
-    batch_size: int = Field(16, ge=1, description="examples an update (sft)")
-    gradient_checkpointing: bool = Field(False, description="recompute layers in the backward to save memory")
-    micro_batch_tokens: int = Field(16384, ge=1, description="tokens of one packed forward; no bit depends on it")
+    steps: int = Field(default=100, ge=1, description="rollouts (grpo) or updates (sft)")
+    minibatches: int = Field(default=1, ge=1, description="optimizer updates one pass over a rollout is cut into")
+    epochs: int = Field(default=1, ge=1, description="passes over a rollout")
+    batch_size: int = Field(default=16, ge=1, description="examples an update (sft)")
+    gradient_checkpointing: bool = Field(default=False, description="recompute layers in the backward to save memory")
+    micro_batch_tokens: int = Field(
+        default=16384, ge=1, description="tokens of one packed forward; no bit depends on it"
+    )
 
 
 class WarmupSettings(_Section):
     """Supervised steps before the first rollout (grpo)."""
 
-    steps: int = Field(0, ge=0, description="supervised updates; 0 = none")
-    data: str | None = Field(None, description="JSONL file of examples; default the built-in task's")
-    examples: int = Field(4096, ge=1, description="examples drawn from the built-in task")
-    batch_size: int = Field(64, ge=1, description="examples an update")
-    lr: float = Field(1e-3, gt=0, description="peak learning rate, cosine to zero")
+    steps: int = Field(default=0, ge=0, description="supervised updates; 0 = none")
+    data: str | None = Field(default=None, description="JSONL file of examples; default the built-in task's")
+    examples: int = Field(default=4096, ge=1, description="examples drawn from the built-in task")
+    batch_size: int = Field(default=64, ge=1, description="examples an update")
+    lr: float = Field(default=1e-3, gt=0, description="peak learning rate, cosine to zero")
 
 
 class EvalSettings(_Section):
     """Evaluation on held-out rows: before, every `every` steps, at the end."""
 
-    every: int = Field(20, ge=0, description="steps between evaluations; 0 = only before and at the end")
-    rows: int = Field(128, ge=1, description="held-out rows used, at most")
-    temperature: float = Field(0.0, ge=0, description="0 = greedy")
+    every: int = Field(default=20, ge=0, description="steps between evaluations; 0 = only before and at the end")
+    rows: int = Field(default=128, ge=1, description="held-out rows used, at most")
+    temperature: float = Field(default=0.0, ge=0, description="0 = greedy")
 
 
 class Settings(_Section):
     """Everything that a run depends on; see docs/guides/training.md."""
 
-    algorithm: Literal["grpo", "sft"] = Field("grpo", description="set by the command")
+    algorithm: Literal["grpo", "sft"] = Field(default="grpo", description="set by the command")
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     data: DataSettings = Field(default_factory=DataSettings)
@@ -197,7 +237,7 @@ class Settings(_Section):
             problem = "loss.tis_cap corrects the training forward's log-probabilities; set loss.old_policy=scored"
         elif self.loss.clip_dual is not None and self.loss.type in ("cispo", "reinforce"):
             problem = f"loss.type={self.loss.type} has no dual clip; leave loss.clip_dual out"
-        elif self.loss.clip_dual is not None and self.loss.clip_dual <= 1 + (self.loss.clip_high or 0.0):
+        elif self.loss.clip_dual is not None and self.loss.clip_dual <= 1 + clip_range(self.loss.clip_high):
             problem = f"loss.clip_dual={self.loss.clip_dual} must exceed 1 + loss.clip_high"
         elif self.data.task is not None and self.data.train is not None:
             problem = "data.task and data.train exclude each other; give one of them"

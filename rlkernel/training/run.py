@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,11 @@ class Run:
             for key, value in values.items():
                 if isinstance(value, (int, float)) and not isinstance(value, bool):
                     self._events.add_scalar(key, value, step)
+
+    def abandon(self) -> None:
+        """Removes the folder of a run that never began; nothing in it was measured."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
         """Closes the TensorBoard events; the run's numbers are on disk already."""

@@ -1,0 +1,160 @@
+"""Line charts as inline SVG: no script, no style attribute, colours from the page's classes, a text alternative.
+
+Every chart comes with its numbers as a table, for readers who do not see it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 720, 260
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 44
+TABLE_ROWS = 40
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        name: shown in the legend.
+        points: (x, y), ascending in x; points whose y is None or not finite are left out.
+        role: CSS class of its colour: "one", "two" or "muted".
+        marks: draw the points themselves, not only the line through them.
+        line: draw the line.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+    role: str = "one"
+    marks: bool = False
+    line: bool = True
+
+    def finite(self) -> list[tuple[float, float]]:
+        """The points that can be drawn."""
+        return [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
+
+
+def number(value: float | None) -> str:
+    """A figure for people: 4 significant digits, integers as they are, absent ones as a dash."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers that cover [low, high], about `count` of them."""
+    if not high > low:
+        high = low + (abs(low) or 1.0)
+    raw = (high - low) / count
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= raw * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def line_chart(
+    key: str, title: str, series: Sequence[Series], *, x_name: str, y_name: str, low: float | None = None
+) -> str:
+    """The chart as a `<figure>`.
+
+    Args:
+        key: unique within the page, used in ids.
+        title: heading and text alternative.
+        series: the lines; without a single finite point a sentence stands in for the chart.
+        x_name, y_name: the axes, with units.
+        low: lower end of the y axis; default fits the data.
+    """
+    points = [point for one in series for point in one.finite()]
+    heading = f"<h3>{escape(title)}</h3>"
+    if not points:
+        return f'<figure class="chart">{heading}<p>No data in this run.</p></figure>'
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    x_ticks = [tick for tick in ticks(min(xs), max(xs), 8) if tick >= min(xs) or tick == 0]
+    y_ticks = ticks(min(ys) if low is None else min(low, *ys), max(ys))
+    x_low, x_high = min(min(xs), x_ticks[0]), max(max(xs), x_ticks[-1])
+    y_low, y_high = y_ticks[0], y_ticks[-1]
+    x_span, y_span = (x_high - x_low) or 1.0, (y_high - y_low) or 1.0
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (x - x_low) / x_span * (WIDTH - LEFT - RIGHT)
+        down = HEIGHT - BOTTOM - (y - y_low) / y_span * (HEIGHT - TOP - BOTTOM)
+        return round(across, 2), round(down, 2)
+
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{key}-title {key}-desc">',
+        f'<title id="{key}-title">{escape(title)}</title>',
+        f'<desc id="{key}-desc">{escape(_describe(series, x_name, y_name))}</desc>',
+    ]
+    for tick in y_ticks:
+        _, y = place(x_low, tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{_short(tick)}</text>')
+    for tick in x_ticks:
+        x, _ = place(tick, y_low)
+        bottom = HEIGHT - BOTTOM + 18
+        parts.append(f'<text class="tick" x="{x}" y="{bottom}" text-anchor="middle">{_short(tick)}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_name)}</text>')
+    for one in series:
+        found = one.finite()
+        placed = [place(x, y) for x, y in found]
+        if one.line and len(placed) > 1:
+            path = " ".join(f"{x},{y}" for x, y in placed)
+            parts.append(f'<polyline class="line {one.role}" points="{path}"/>')
+        if one.marks or len(placed) == 1:
+            for (x, y), (raw_x, raw_y) in zip(placed, found, strict=True):
+                tip = f"{one.name}: {number(raw_y)} at {x_name} {number(raw_x)}"
+                parts.append(
+                    f'<circle class="mark {one.role}" cx="{x}" cy="{y}" r="4"><title>{escape(tip)}</title></circle>'
+                )
+    parts.append("</svg>")
+    legend = "".join(f'<li><span class="key {one.role}"></span>{escape(one.name)}</li>' for one in series)
+    caption = f'<p class="unit">{escape(y_name)}</p>'
+    return (
+        f'<figure class="chart">{heading}<ul class="legend">{legend}</ul>{caption}'
+        f"{''.join(parts)}{_table(series, x_name)}</figure>"
+    )
+
+
+def _short(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:.0e}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:g}"
+
+
+def _describe(series: Sequence[Series], x_name: str, y_name: str) -> str:
+    lines = []
+    for one in series:
+        found = one.finite()
+        if found:
+            (x0, y0), (x1, y1) = found[0], found[-1]
+            lines.append(f"{one.name}: {number(y0)} at {x_name} {number(x0)}, {number(y1)} at {x_name} {number(x1)}")
+    return f"{y_name}. " + "; ".join(lines)
+
+
+def _table(series: Sequence[Series], x_name: str) -> str:
+    columns = [dict(one.finite()) for one in series]
+    xs = sorted({x for column in columns for x in column})
+    if len(xs) > TABLE_ROWS:
+        # Rows that carry a mark (an evaluation) stay; of the others as many as fit, evenly.
+        marked = {x for one, column in zip(series, columns, strict=True) if one.marks for x in column}
+        keep = {xs[round(i * (len(xs) - 1) / (TABLE_ROWS - 1))] for i in range(TABLE_ROWS)}
+        xs = [x for x in xs if x in keep or x in marked]
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in (x_name, *(one.name for one in series)))
+    body = "".join(
+        f'<tr><th scope="row">{number(x)}</th>'
+        + "".join(f"<td>{number(column.get(x)) if x in column else ''}</td>" for column in columns)
+        + "</tr>"
+        for x in xs
+    )
+    return (
+        "<details><summary>Numbers</summary>"
+        '<div class="scroll" tabindex="0" role="region" aria-label="Numbers of this chart">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>"
+    )

@@ -1,0 +1,111 @@
+"""A whole run: checks the input, opens the run folder, trains, saves the checkpoint, writes the report."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlkernel import ops
+from rlkernel.contract import contract_id
+from rlkernel.environment import environment
+from rlkernel.models import save_model
+from rlkernel.training.config import Settings
+from rlkernel.training.display import Display, clock
+from rlkernel.training.grpo import train_grpo
+from rlkernel.training.parts import assemble, choose_device, read_inputs
+from rlkernel.training.report import write_report
+from rlkernel.training.run import Run, clean, default_output
+from rlkernel.training.sft import train_sft
+
+
+def launch(settings: Settings, display: Display | None = None) -> Path:
+    """Runs the settings; returns the run folder.
+
+    Args:
+        settings: from `config.resolve`.
+        display: where progress goes; default standard output.
+
+    Raises:
+        InputError: bad input, before any work; or a reward that failed during it.
+        MismatchError: a log-probability differs between rollout and training, in strict mode. What was measured
+            until then stays in the run folder.
+    """
+    started, clock_start = datetime.now(UTC), time.perf_counter()
+    device = choose_device(settings.run.device)
+    inputs = read_inputs(settings)
+    contract = contract_id()
+    with Display() if display is None else display as screen, Run(settings, contract) as run:
+        wanted = settings.run.output or default_output(settings)
+        taken = "" if run.folder == Path(wanted) else f" ({wanted} is taken)"
+        screen.say(f"run folder {run.folder}{taken}")
+        try:
+            with ops.stock(settings.run.backend == "torch"):
+                parts = assemble(settings, inputs, device, run.folder)
+        except BaseException:
+            run.abandon()
+            raise
+        size = sum(parameter.numel() for parameter in parts.model.parameters())
+        model = f"{size:,} parameters, {str(parts.model.dtype).removeprefix('torch.')}"
+        model += f", {parts.model.config.model_type}, " + (
+            settings.model.path or f"from scratch for {settings.data.task}"
+        )
+        screen.say(f"{settings.algorithm} on {device}, backend {settings.run.backend}, contract {contract}; {model}")
+        summary: dict[str, Any] = {
+            "name": run.folder.name,
+            "algorithm": settings.algorithm,
+            "backend": settings.run.backend,
+            "contract": contract,
+            "device": device,
+            "seed": settings.run.seed,
+            "model": model,
+            "threads": torch.get_num_threads(),
+            "started": started.isoformat(timespec="seconds"),
+            "environment": environment(),
+        }
+        train = train_grpo if settings.algorithm == "grpo" else train_sft
+        with ops.stock(settings.run.backend == "torch"):
+            summary |= train(parts, run, screen)
+        if settings.run.save:
+            save_model(parts.model, run.folder / "model", tokenizer_dir=parts.tokenizer_dir)
+        summary["seconds"] = time.perf_counter() - clock_start
+        (run.folder / "summary.json").write_text(json.dumps(clean(summary), indent=1) + "\n", encoding="utf-8")
+        report = write_report(run.folder)
+        _print_summary(screen, settings, summary, run.folder)
+        screen.say(f"report: {report}")
+        return run.folder
+
+
+def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any], folder: Path) -> None:
+    name = "reward" if settings.algorithm == "grpo" else "loss"
+
+    def figure(key: str) -> str:
+        return "none held out" if summary[key] is None else f"{summary[key]:.4g}"
+
+    rows = [
+        (f"held-out {name} before", figure("heldout_before")),
+        (f"held-out {name} after", figure("heldout_after")),
+    ]
+    if settings.algorithm == "grpo":
+        rows += [
+            ("exact fraction", f"{summary['exact_frac']:.6g}"),
+            ("mismatching tokens", f"{summary['mismatch_tokens']:,}"),
+            ("largest difference", f"{summary['max_abs_diff']:.3g} nats"),
+        ]
+        if summary["probe"]:
+            wrong = sum(row["mismatch_tokens"] for row in summary["probe"])
+            of = sum(row["tokens"] for row in summary["probe"])
+            worst = max(row["max_abs_diff"] for row in summary["probe"])
+            rows.append(("the same on stock torch", f"{wrong:,} of {of:,} tokens differ, by up to {worst:.3g} nats"))
+    rows += [
+        ("completion tokens", f"{summary['tokens']:,}"),
+        ("seconds", f"{summary['seconds']:.1f} ({clock(summary['seconds'])})"),
+        ("contract", summary["contract"]),
+    ]
+    if settings.run.save:
+        rows.append(("checkpoint", str(folder / "model")))
+    screen.summary(summary["name"], rows)

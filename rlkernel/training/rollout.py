@@ -1,0 +1,127 @@
+"""Sampling of completions with the engine, on the trainer's own model object, and their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlkernel.data import prompts as data
+from rlkernel.data.errors import InputError
+from rlkernel.data.rewards import Rewards, Scores
+from rlkernel.data.tokenizer import Tokenizer
+from rlkernel.engine import LLM, CacheTooSmallError, SamplingParams
+from rlkernel.engine.sampling_params import mix_seed
+from rlkernel.models import Decoder
+from rlkernel.training.batch import Sample
+from rlkernel.training.config import EngineSettings, RolloutSettings
+from rlkernel.training.parts import Prompt
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion.
+
+    Attributes:
+        prompt: what was continued.
+        sample: its token ids and the rollout's log-probabilities.
+        text: without special tokens.
+        truncated: cut at `max_tokens`, no end-of-sequence token or stop string.
+    """
+
+    prompt: Prompt
+    sample: Sample
+    text: str
+    truncated: bool
+
+
+class KnownTokens:
+    """The tokenizer, decoding over ids that only the model has: embeddings are often padded beyond the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        known = [i for i in ids if self._tokenizer.token(i) is not None]
+        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+
+
+class Sampler:
+    """Rollouts of one model.
+
+    Args:
+        model: used in place; call `weights_updated` after each optimizer step.
+    """
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, settings: EngineSettings):
+        self.llm = LLM(model, KnownTokens(tokenizer), **settings.model_dump())
+
+    def weights_updated(self) -> None:
+        """Forgets the keys and values of the old weights."""
+        self.llm.weights_updated()
+
+    def sample(self, prompts: Sequence[Prompt], settings: RolloutSettings, seed: int, size: int) -> list[Completion]:
+        """`size` completions of each prompt, those of a prompt side by side.
+
+        Args:
+            prompts: the prompts; settings: sampling; seed: with the prompt's index it seeds each request.
+        """
+        filters = settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0
+        params = [
+            SamplingParams(
+                temperature=settings.temperature,
+                top_k=settings.top_k,
+                top_p=settings.top_p,
+                min_p=settings.min_p,
+                max_tokens=settings.max_tokens,
+                n=size,
+                seed=mix_seed(seed, i) % (1 << 64),
+                stop=settings.stop,
+                return_kept=filters,
+            )
+            for i in range(len(prompts))
+        ]
+        return self._complete(prompts, params)
+
+    def evaluate(self, prompts: Sequence[Prompt], settings: RolloutSettings, temperature: float) -> list[Completion]:
+        """One completion a prompt at the evaluation's temperature, the same seeds each time."""
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                max_tokens=settings.max_tokens,
+                seed=mix_seed(0, i) % (1 << 64),
+                stop=settings.stop,
+            )
+            for i in range(len(prompts))
+        ]
+        return self._complete(prompts, params)
+
+    def _complete(self, prompts: Sequence[Prompt], params: list[SamplingParams]) -> list[Completion]:
+        try:
+            outputs = self.llm.generate([prompt.ids for prompt in prompts], params)
+        except CacheTooSmallError as error:
+            raise InputError(f"engine.num_pages is too small: {error}") from None
+        return [
+            Completion(
+                prompt,
+                Sample(prompt.ids, completion.token_ids, completion.logprobs_tensor, completion.kept),
+                completion.text,
+                completion.finish_reason == "length",
+            )
+            for prompt, output in zip(prompts, outputs, strict=True)
+            for completion in output.outputs
+        ]
+
+
+def judge(rewards: Rewards, completions: Sequence[Completion]) -> Scores:
+    """Rewards of completions, in TRL's form: an assistant message for a chat prompt, text for a text prompt."""
+    rows = [completion.prompt.row for completion in completions]
+    answers: list[Any] = [
+        [{"role": "assistant", "content": c.text}] if data.is_chat(c.prompt.row["prompt"]) else c.text
+        for c in completions
+    ]
+    ids = [list(c.sample.completion) for c in completions]
+    return rewards([row["prompt"] for row in rows], answers, ids, data.columns_of(rows))
