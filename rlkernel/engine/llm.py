@@ -1,0 +1,363 @@
+"""LLM: the engine's front. Checks requests, drives scheduler and runner, hands back completions with log-probabilities.
+
+The model is the trainer's own object: its parameters are read in place, and `weights_updated` after a training step is
+all that keeps rollouts on the new policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlkernel.data.tokenizer import Tokenizer
+from rlkernel.engine.block_manager import BlockManager
+from rlkernel.engine.request import (
+    CacheTooSmallError,
+    Decode,
+    EmptyPromptError,
+    PromptTooLongError,
+    Request,
+    RequestError,
+    RequestOutput,
+    Sequence,
+    TokenizerMissingError,
+    TokenOutOfRangeError,
+)
+from rlkernel.engine.runner import Runner
+from rlkernel.engine.sampling_params import SamplingParams, mix_seed
+from rlkernel.engine.scheduler import Scheduler, SchedulerStats
+from rlkernel.engine.table import SequenceTable, ceil_div
+from rlkernel.models import KVCache, load_model
+
+if TYPE_CHECKING:
+    from rlkernel.models import Decoder
+
+CPU_CACHE_BYTES = 512 << 20
+"""KV cache at most, on a CPU, where `num_pages` is not given."""
+GPU_CACHE_SHARE = 0.5
+"""Share of the GPU's free memory that the KV cache takes at most, where `num_pages` is not given."""
+
+
+class LLM:
+    """Continuous batching over one decoder: `generate` for rollouts, `score` for prompt log-probabilities.
+
+    A completion is a function of (weights, prompt, sampling parameters, seed) alone, to the bit: batch, order of
+    arrival, the sizes below, prefix hits and preemption change neither tokens nor log-probabilities.
+
+    Args:
+        model: a Decoder, used in place and never copied, or a Hugging Face directory to load.
+        tokenizer: a `rlkernel.data.tokenizer.Tokenizer` or one of the `tokenizers` library; default that of the
+            directory. Without one, prompts are token ids and `text` is empty.
+        max_num_seqs: sequences running at a time at most.
+        max_num_batched_tokens: tokens of one step at most; a longer prompt is prefilled in chunks.
+        page_size: tokens of a KV page.
+        num_pages: pages of the KV cache; default what max_num_seqs sequences of max_model_len need, at most
+            `CPU_CACHE_BYTES` or `GPU_CACHE_SHARE` of the free GPU memory.
+        max_model_len: longest sequence, prompt and completion; default and most the model's max_position_embeddings.
+        prefix_caching: keep full pages findable by their token ids for later prompts.
+        seed: root of the seeds of requests that have none.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Decoder | str | Path,
+        tokenizer: Any = None,
+        *,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        max_model_len: int | None = None,
+        prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(model, (str, Path)):
+            tokenizer = _tokenizer_of(model) if tokenizer is None else tokenizer
+            model = load_model(model)
+        self.model = model
+        self.tokenizer = tokenizer
+        config = model.config
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("page_size", page_size),
+            ("num_pages", num_pages),
+            ("max_model_len", max_model_len),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"LLM: {name}={value}; expected at least 1")
+        context = config.max_position_embeddings
+        if max_model_len is not None and max_model_len > context:
+            raise ValueError(
+                f"LLM: max_model_len={max_model_len}, but the model's max_position_embeddings is {context}"
+            )
+        self.max_model_len = max_model_len or context
+        self.page_size = page_size
+        self.seed = seed
+        device = model.head_weight.device
+        longest = ceil_div(self.max_model_len, page_size)
+        self.num_pages = num_pages or _default_pages(model, page_size, longest, max_num_seqs, device)
+        self.blocks = BlockManager(self.num_pages, prefix_caching)
+        table = SequenceTable(max_num_seqs, page_size, tuple(config.eos_token_id), self.max_model_len)
+        self.scheduler = Scheduler(self.blocks, table, max_num_batched_tokens)
+        cache = KVCache(config, self.num_pages, page_size, model.head_weight.dtype, device)
+        self.runner = Runner(model, cache, table, max_num_batched_tokens, min(longest, self.num_pages))
+        self._decode = _decoder_of(tokenizer)
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+
+    # Requests
+
+    def generate(
+        self,
+        prompts: str | Listing[str | Listing[int]],
+        sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts; blocks until all are done.
+
+        Args:
+            prompts: texts or lists of token ids; one text alone is a list of one.
+            sampling_params: for all prompts, or one a prompt; default `SamplingParams()`.
+
+        Returns:
+            An output a prompt, in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt cannot be served (see its subclasses); none of the prompts is started then.
+            ValueError: as many sampling parameters as prompts are needed.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            settings = [sampling_params or SamplingParams()] * len(texts)
+        else:
+            settings = list(sampling_params)
+        if len(settings) != len(texts):
+            raise ValueError(
+                f"generate: {len(texts)} prompts and {len(settings)} sampling_params; give one, or one a prompt"
+            )
+        requests = [
+            self._request(prompt, params, f"prompts[{i}]", number=i)
+            for i, (prompt, params) in enumerate(zip(texts, settings, strict=True))
+        ]
+        return self._finish(requests)
+
+    def score(
+        self, token_ids: Listing[Listing[int]], temperature: float | Listing[float] = 1.0
+    ) -> list[Tensor]:  # [L_i - 1] fp32 each
+        """Log-probability of every token but the first of each sequence, through the engine's paged forward.
+
+        Args:
+            token_ids: sequences of at least two ids.
+            temperature: > 0, for all sequences or one a sequence.
+
+        Returns:
+            A fp32 tensor on the CPU per sequence: element t is that of token t + 1 given tokens 0..t.
+
+        Raises:
+            RequestError, ValueError: as `generate`.
+        """
+        sequences = list(token_ids)
+        if isinstance(temperature, (int, float)):
+            temperatures = [float(temperature)] * len(sequences)
+        else:
+            temperatures = [float(t) for t in temperature]
+        if len(temperatures) != len(sequences):
+            raise ValueError(
+                f"score: {len(sequences)} sequences and {len(temperatures)} temperatures; give one, or one each"
+            )
+        requests = []
+        for i, (ids, t) in enumerate(zip(sequences, temperatures, strict=True)):
+            if not (t > 0 and np.isfinite(t)):
+                raise ValueError(f"score: temperature[{i}]={t}; expected a finite number > 0")
+            requests.append(self._request(ids, SamplingParams(), f"token_ids[{i}]", number=i, score_temperature=t))
+        self._finish(requests)
+        logps = [request.sequences[0].logps for request in requests]
+        return [torch.from_numpy(logp[1:].copy()) for logp in logps if logp is not None]
+
+    def add_request(self, prompt: str | Listing[int], sampling_params: SamplingParams | None = None) -> int:
+        """Queues one prompt, at any time; returns its id. `step` computes, and returns what has finished.
+
+        Raises:
+            RequestError: as `generate`.
+        """
+        request = self._request(prompt, sampling_params or SamplingParams(), "prompt", number=0)
+        self._enqueue([request])
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one batch; returns the requests that it finished, in the order in which they were added."""
+        return [self._output(request) for request in self._step()]
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._requests)
+
+    def abort_all(self) -> None:
+        """Drops every waiting and running request and everything cached."""
+        self._requests.clear()
+        self.scheduler.clear()
+
+    def weights_updated(self) -> None:
+        """Forgets all cached keys and values; call it after changing the model's weights.
+
+        Raises:
+            RuntimeError: requests are running: their KV belongs to the old weights.
+        """
+        if self.has_unfinished:
+            raise RuntimeError(
+                f"weights_updated: {len(self._requests)} requests are unfinished and hold KV of the old weights; "
+                "step until they are done, or call abort_all"
+            )
+        self.blocks.clear_cache()
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Counts of steps, tokens, shared prompt tokens and preemptions since the engine was made."""
+        return self.scheduler.stats
+
+    # Checking
+
+    def _request(
+        self,
+        prompt: str | Listing[int],
+        params: SamplingParams,
+        where: str,
+        number: int,
+        score_temperature: float | None = None,
+    ) -> Request:
+        """The checked request; nothing is queued yet. `number`: requests that will be queued before it."""
+        ids = self._token_ids(prompt, where)
+        scoring = score_temperature is not None
+        self._check_ids(ids, where, params, scoring)
+        if params.stop_strings and self._decode is None:
+            raise TokenizerMissingError(
+                f"{where}: SamplingParams.stop={params.stop_strings!r} needs text, and the engine has no tokenizer; "
+                "give LLM one, or use stop_token_ids"
+            )
+        request_id = self._next_id + number
+        seed = params.seed if params.seed is not None else mix_seed(self.seed, request_id)
+        return Request(request_id, prompt if isinstance(prompt, str) else None, ids, params, seed, score_temperature)
+
+    def _token_ids(self, prompt: str | Listing[int], where: str) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TokenizerMissingError(
+                    f"{where} is text, and the engine has no tokenizer; give LLM one, or token ids"
+                )
+            return _encode(self.tokenizer, prompt)
+        try:
+            values = np.asarray(prompt if isinstance(prompt, np.ndarray) else list(prompt))
+        except TypeError:
+            raise RequestError(f"{where} is {type(prompt).__name__}; expected text or a list of token ids") from None
+        if values.size and (values.ndim != 1 or values.dtype.kind not in "iu"):
+            raise RequestError(
+                f"{where} holds {values.dtype} of shape {values.shape}; expected text or a list of token ids"
+            )
+        return values.tolist()
+
+    def _check_ids(self, ids: list[int], where: str, params: SamplingParams, scoring: bool) -> None:
+        vocab = self.model.config.vocab_size
+        if not ids:
+            raise EmptyPromptError(f"{where} is empty; a prompt needs at least one token (a start token, for example)")
+        if scoring and len(ids) < 2:
+            raise EmptyPromptError(f"{where} has one token; scoring needs at least two, the first is only read")
+        for at, extreme in ((ids.index(v), v) for v in (min(ids), max(ids)) if not 0 <= v < vocab):
+            raise TokenOutOfRangeError(
+                f"{where}[{at}] is token id {extreme}; the model's vocabulary has ids 0 to {vocab - 1}: is the "
+                "tokenizer the model's own?"
+            )
+        room = self.max_model_len + int(scoring)
+        if len(ids) >= room:
+            can_rise = self.max_model_len < self.model.config.max_position_embeddings
+            raise PromptTooLongError(
+                f"{where} has {len(ids)} tokens; a context of max_model_len={self.max_model_len} takes at most {room - 1}"
+                f"{'' if scoring else ' and one new token'}: shorten it{', or raise max_model_len' if can_rise else ''}"
+            )
+        total = len(ids) if scoring else min(len(ids) + params.max_tokens, self.max_model_len)
+        need = ceil_div(total - 1, self.page_size)  # the last token's KV is never computed
+        if need > self.num_pages:
+            raise CacheTooSmallError(
+                f"{where}: {len(ids)} prompt tokens and max_tokens={params.max_tokens} may take {need} pages of "
+                f"{self.page_size}; the cache has num_pages={self.num_pages}: raise num_pages or lower max_tokens"
+            )
+
+    # Driving
+
+    def _enqueue(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._next_id = request.request_id + 1
+            self._requests[request.request_id] = request
+            for sequence in request.spawn(self._decode, self.blocks.prefix_caching):
+                self.scheduler.add(sequence)
+
+    def _finish(self, requests: list[Request]) -> list[RequestOutput]:
+        if self.has_unfinished:
+            raise RuntimeError(
+                f"generate: {len(self._requests)} requests of add_request are unfinished; step until they are done, or "
+                "call abort_all"
+            )
+        self._enqueue(requests)
+        while self.has_unfinished:
+            self._step()
+        return [self._output(request) for request in requests]
+
+    def _step(self) -> list[Request]:
+        try:
+            step = self.scheduler.schedule()
+            if step is None:
+                return []
+            result = self.runner.run(step)
+            ended = self.scheduler.commit(step, result.tokens, result.logps, result.kept)
+        except BaseException:
+            # A page may be registered and unwritten, a row half booked: nothing of it may be reused.
+            self.abort_all()
+            raise
+        finished = [request for request in map(self._ended, ended) if request is not None]
+        return sorted(finished, key=lambda request: request.request_id)
+
+    def _ended(self, sequence: Sequence) -> Request | None:
+        request = sequence.request
+        request.unfinished -= 1
+        return self._requests.pop(request.request_id) if request.unfinished == 0 else None
+
+    def _output(self, request: Request) -> RequestOutput:
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            [sequence.output(self._decode) for sequence in request.sequences],
+            sum(sequence.cached_tokens for sequence in request.sequences),
+        )
+
+
+def _tokenizer_of(path: str | Path) -> Tokenizer | None:
+    return Tokenizer(path) if (Path(path) / "tokenizer.json").is_file() else None
+
+
+def _decoder_of(tokenizer: Any) -> Decode | None:
+    if tokenizer is None:
+        return None
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    encoded = tokenizer.encode(text)
+    return list(getattr(encoded, "ids", encoded))  # the tokenizers library wraps the ids
+
+
+def _default_pages(model: Decoder, page_size: int, longest: int, max_num_seqs: int, device: torch.device) -> int:
+    """Pages for `max_num_seqs` sequences of `longest` pages within the memory budget, and for one in any case."""
+    budget = CPU_CACHE_BYTES
+    if device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
+    affordable = budget // KVCache.page_bytes(model.config, page_size, model.head_weight.dtype)
+    return max(longest, min(longest * max_num_seqs, affordable))

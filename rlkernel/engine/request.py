@@ -1,0 +1,222 @@
+"""What the engine is asked for and what it answers: requests, the sequences they are made of, outputs, stop strings.
+
+A request with n samples becomes n sequences of one prompt. A sequence lives in a row of the sequence table while it
+runs and in this object while it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rlkernel.engine.sampling_params import SamplingParams, mix_seed
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Decode = Callable[[list[int]], str]
+
+
+class RequestError(ValueError):
+    """A request that the engine cannot serve as given; nothing of it was started."""
+
+
+class EmptyPromptError(RequestError):
+    """The prompt has no token."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for a new token in the context."""
+
+
+class TokenOutOfRangeError(RequestError):
+    """A token id is negative or not below the model's vocabulary size."""
+
+
+class CacheTooSmallError(RequestError):
+    """The whole KV cache has fewer pages than this one request may need."""
+
+
+class TokenizerMissingError(RequestError):
+    """Text was given, or stop strings were, and the engine has no tokenizer."""
+
+
+@dataclass
+class CompletionOutput:
+    """One completion.
+
+    Attributes:
+        index: number of the sample, 0 <= index < n.
+        token_ids: sampled ids, the end-of-sequence or stop id included where one ended the completion.
+        text: their text without special tokens, the stop id and the stop string; "" without a tokenizer.
+        logprobs: natural log-probabilities of `token_ids` under the sampling distribution (temperature, kept set).
+        logprobs_tensor: the same numbers, [len(token_ids)] fp32 on the CPU: the bits that the training forward gives.
+        finish_reason: "stop" (end-of-sequence id, stop id or stop string) or "length" (max_tokens or the context).
+        stop_reason: the id or the string that ended the completion; None for "length".
+        kept: [len(token_ids), ceil(V/32)] int32 bit masks of the tokens sampled from (bit v & 31 of word v >> 5),
+            where `return_kept` was asked for and a filter was on; None means that all were kept.
+        seed: the sample's own seed, as `ops.sample` takes it.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    logprobs_tensor: Tensor
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    kept: Tensor | None
+    seed: int
+
+
+@dataclass
+class RequestOutput:
+    """Answer to one prompt: `outputs` holds its n completions in the order of their index.
+
+    Attributes:
+        request_id: number that `LLM.add_request` gave.
+        prompt: the text, where the prompt was given as one.
+        prompt_token_ids: the ids that were continued.
+        outputs: the completions.
+        num_cached_tokens: prompt tokens whose KV the samples found or shared instead of computing, over all of them.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt in the engine. `score_temperature` is set where the prompt is scored and nothing is sampled."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    score_temperature: float | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    unfinished: int = 0
+
+    def spawn(self, decode: Decode | None, share_by_content: bool) -> list[Sequence]:
+        """Makes the request's sequences. `share_by_content`: other requests with this prompt share its KV."""
+        tokens = np.asarray(self.prompt_token_ids, dtype=np.int32)
+        group = tokens.tobytes() if share_by_content else self.request_id
+        for i in range(self.params.n):
+            watch = None
+            if self.params.stop_strings and decode is not None:
+                watch = StopWatch(decode, self.params.stop_strings)
+            self.sequences.append(Sequence(self, i, mix_seed(self.seed, i), tokens, group, watch))
+        self.unfinished = len(self.sequences)
+        return self.sequences
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample of a request.
+
+    Attributes:
+        tokens: [L] ids known so far; valid while the sequence waits (the table's row is, while it runs).
+        logps: [L] log-probabilities of `tokens`, 0 where none was computed.
+        group: sequences with equal groups have equal prompts, and may take over each other's prompt KV.
+        kept: one mask row a sampled token, where they are returned.
+        row: row of the sequence table while running, else -1.
+        arrival: position in first-come-first-served order.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    tokens: Int32
+    group: bytes | int
+    watch: StopWatch | None = None
+    logps: Float32 | None = None
+    kept: list[Int32] = field(default_factory=list)
+    row: int = -1
+    arrival: int = -1
+    cached_tokens: int = 0
+    finish_reason: Literal["stop", "length"] = "length"
+    stop_reason: int | str | None = None
+
+    @property
+    def scoring(self) -> bool:
+        """Whether the prompt is scored and nothing is sampled."""
+        return self.request.score_temperature is not None
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing was sampled yet (while waiting)."""
+        return len(self.tokens) == self.prompt_len
+
+    def output(self, decode: Decode | None) -> CompletionOutput:
+        """The completion of a finished sequence."""
+        ids = self.tokens[self.prompt_len :].tolist()
+        logps = np.zeros(0, np.float32) if self.logps is None else self.logps[self.prompt_len :].copy()
+        text = ""
+        if isinstance(self.stop_reason, str) and self.watch is not None:
+            text = self.watch.text
+        elif decode is not None:
+            text = decode(ids[:-1] if self.stop_reason is not None else ids)
+        return CompletionOutput(
+            index=self.index,
+            token_ids=ids,
+            text=text,
+            logprobs=logps.tolist(),
+            logprobs_tensor=torch.from_numpy(logps),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            kept=torch.from_numpy(np.stack(self.kept)) if self.kept else None,
+            seed=self.seed,
+        )
+
+
+class StopWatch:
+    """Decodes a growing completion token by token and looks for stop strings across token borders.
+
+    A token's text can depend on its left neighbours (word-start markers) and be incomplete (bytes of one character over
+    several tokens), so the text is the difference of two decodings of a short window that starts before the last
+    complete piece, and a piece that ends in the replacement character waits for its next token.
+
+    Args:
+        decode: token ids -> text.
+        stops: the stop strings, none empty.
+    """
+
+    def __init__(self, decode: Decode, stops: tuple[str, ...]) -> None:
+        self.text = ""
+        self._decode = decode
+        self._stops = stops
+        self._overlap = max(len(stop) for stop in stops) - 1
+        self._ids: list[int] = []
+        self._window = 0  # the window's first token
+        self._read = 0  # tokens whose text is in `text`
+
+    def push(self, token: int) -> str | None:
+        """Takes the next token; returns the stop string it completes, `text` then being cut before that string."""
+        self._ids.append(token)
+        whole = self._decode(self._ids[self._window :])
+        if whole.endswith("\ufffd"):
+            return None
+        known = self._decode(self._ids[self._window : self._read])
+        start = max(0, len(self.text) - self._overlap)
+        self.text += whole[len(known) :]
+        self._window, self._read = self._read, len(self._ids)
+        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
+        if not found:
+            return None
+        at, stop = min(found)
+        self.text = self.text[:at]
+        return stop

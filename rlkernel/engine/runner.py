@@ -1,0 +1,232 @@
+"""Runs one planned step: batch tensors from the table's arrays, the model's forward, the sampler, one copy back.
+
+Everything a step sends to the device lies in one buffer with fixed addresses (a CUDA graph of a decode step can read
+them) and goes there in one copy. On the CPU that buffer is the memory the kernels read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.engine.scheduler import Step
+from rlkernel.engine.table import SequenceTable, ceil_div
+from rlkernel.models import KVCache, PagedBatch
+
+if TYPE_CHECKING:
+    from rlkernel.models import Decoder
+
+Array = npt.NDArray[Any]
+
+_ALIGN = 64
+
+
+@dataclass
+class StepResult:
+    """What was sampled: ids [S] int64, log-probabilities [S] fp32, kept masks [S, ceil(V/32)] int32 or None."""
+
+    tokens: Array
+    logps: Array
+    kept: Array | None = None
+
+
+class StepBuffers:
+    """Named sections of one host buffer (pinned for CUDA) and its twin on the device.
+
+    Args:
+        device: where the model is.
+        sections: name -> (dtype, elements), laid out in this order; those whose use varies most come last.
+    """
+
+    def __init__(self, device: torch.device, sections: dict[str, tuple[torch.dtype, int]]) -> None:
+        offsets, total = {}, 0
+        for name, (dtype, count) in sections.items():
+            offsets[name] = total
+            total += ceil_div(count * dtype.itemsize, _ALIGN) * _ALIGN
+        self._on_cpu = device.type == "cpu"
+        self._host = torch.empty(total, dtype=torch.uint8, pin_memory=not self._on_cpu)
+        self._device = self._host if self._on_cpu else torch.empty(total, dtype=torch.uint8, device=device)
+        self._arrays: dict[str, Array] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._ends = {}
+        for name, (dtype, count) in sections.items():
+            span = slice(offsets[name], offsets[name] + count * dtype.itemsize)
+            self._arrays[name] = self._host[span].view(dtype).numpy()
+            self._tensors[name] = self._device[span].view(dtype)
+            self._ends[name] = (offsets[name], dtype.itemsize)
+        self._used = 0
+        self._sent = None if self._on_cpu else torch.cuda.Event()
+
+    def begin(self) -> None:
+        """Starts a step; waits until the last step's copy to the device has read the buffer."""
+        self._used = 0
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def put(self, name: str, values: Array) -> Tensor:
+        """Writes `values` into a section; returns the device tensor of that shape, valid after `send`."""
+        size = values.size
+        self._arrays[name][:size] = values.reshape(-1)
+        offset, itemsize = self._ends[name]
+        self._used = max(self._used, offset + size * itemsize)
+        out = self._tensors[name][:size]
+        return out if values.ndim == 1 else out.view(values.shape)
+
+    def send(self) -> None:
+        """Copies the used part to the device, in one piece."""
+        if self._sent is not None:
+            self._device[: self._used].copy_(self._host[: self._used], non_blocking=True)
+            self._sent.record()
+
+
+class Runner:
+    """The model, its KV cache and the step buffers.
+
+    Args:
+        model: the decoder; its parameters are read in place.
+        cache: KV pages.
+        table: rows of running sequences.
+        max_num_batched_tokens: tokens of a step at most.
+        max_pages: pages of one sequence at most.
+    """
+
+    def __init__(
+        self, model: Decoder, cache: KVCache, table: SequenceTable, max_num_batched_tokens: int, max_pages: int
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.table = table
+        tokens, rows = max_num_batched_tokens, table.rows
+        i64, i32, f32 = torch.int64, torch.int32, torch.float32
+        self.buffers = StepBuffers(
+            model.head_weight.device,
+            {
+                "cu_seqlens": (i32, rows + 1),
+                "seq_lens": (i32, rows),
+                "hidden_index": (i64, rows),
+                "logits_index": (i64, rows),
+                "seeds": (i64, rows),
+                "sample_positions": (i64, rows),
+                "temperature": (f32, rows),
+                "top_k": (i32, rows),
+                "top_p": (f32, rows),
+                "min_p": (f32, rows),
+                "copies": (i64, 2 * rows),
+                "input_ids": (i64, tokens),
+                "positions": (i64, tokens),
+                "slots": (i64, tokens),
+                "block_table": (i32, rows * max_pages),
+                "score_index": (i64, tokens),
+                "score_targets": (i64, tokens),
+                "score_temperature": (f32, tokens),
+            },
+        )
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StepResult:
+        """Computes a step. Writes the log-probabilities of scored prompts into the table; returns the samples."""
+        table, put = self.table, self.buffers.put
+        size = table.page_size
+        rows, starts, lens = step.rows, step.starts, step.query_lens
+        self.buffers.begin()
+        total, batch = int(lens.sum()), len(rows)
+        if total == batch:
+            ends, owners, positions = np.arange(1, batch + 1), rows, starts
+        else:
+            ends = np.cumsum(lens)
+            owners = np.repeat(rows, lens)
+            positions = np.arange(total) - np.repeat(ends - lens - starts, lens)
+        seq_lens = starts + lens
+        longest = int(seq_lens.max())
+        slots = table.block_table[owners, positions // size].astype(np.int64) * size + positions % size
+        packed = PagedBatch(
+            input_ids=put("input_ids", table.tokens[owners, positions]),
+            positions=put("positions", positions),
+            cu_seqlens_q=put("cu_seqlens", np.concatenate([[0], ends])),
+            seq_lens_k=put("seq_lens", seq_lens),
+            block_table=put("block_table", table.block_table[rows, : ceil_div(longest, size)]),
+            slots=put("slots", slots),
+            kv_cache=self.cache,
+            max_seqlen_q=int(lens.max()),
+            max_seqlen_k=longest,
+        )
+        sampled = self._put_samples(step, ends, total)
+        scored = self._put_scores(owners, positions) if table.scoring[rows].any() else None
+        copies = put("copies", np.asarray(step.copies, np.int64).T) if step.copies else None
+        self.buffers.send()
+
+        hidden = self.model(packed)
+        if copies is not None:
+            self._copy_pages(copies[0], copies[1])
+        if scored is not None:
+            index, arguments = scored
+            logps = self.model.logprob(hidden.index_select(0, index), **arguments).logp
+            which = table.scoring[owners]
+            table.logps[owners[which], positions[which] + 1] = logps.cpu().numpy()
+        if sampled is None:
+            return StepResult(np.zeros(0, np.int64), np.zeros(0, np.float32))
+        hidden_index, logits_index, arguments = sampled
+        if hidden_index is not None:
+            hidden = hidden.index_select(0, hidden_index)
+        logits = self.model.logits(hidden)
+        if logits_index is not None:
+            logits = logits.index_select(0, logits_index)
+        return _fetch(ops.sample(logits, **arguments))
+
+    def _put_samples(
+        self, step: Step, ends: Array, total: int
+    ) -> tuple[Tensor | None, Tensor | None, dict[str, Any]] | None:
+        """(hidden rows that need logits, logits row of each sample, arguments of `ops.sample`); None takes all rows."""
+        table, put, rows = self.table, self.buffers.put, step.sample_rows
+        if not len(rows):
+            return None
+        unique = step.sample_batch[: len(rows) - step.num_forks]
+        every = len(unique) == total
+        logits_index = np.searchsorted(unique, step.sample_batch) if step.num_forks else None
+        arguments: dict[str, Any] = {
+            "seeds": put("seeds", table.seed[rows]),
+            "positions": put("sample_positions", table.length[rows]),
+            "temperature": put("temperature", table.temperature[rows]),
+            "return_kept": bool(table.keeps[rows].any()),
+        }
+        for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
+            values = getattr(table, name)[rows]
+            arguments[name] = put(name, values) if (values != off).any() else None
+        return (
+            None if every else put("hidden_index", ends[unique] - 1),
+            None if logits_index is None else put("logits_index", logits_index),
+            arguments,
+        )
+
+    def _put_scores(self, owners: Array, positions: Array) -> tuple[Tensor, dict[str, Any]]:
+        """(hidden rows of scored prompts, arguments of `model.logprob`)."""
+        table, put = self.table, self.buffers.put
+        index = np.flatnonzero(table.scoring[owners])
+        return put("score_index", index), {
+            "targets": put("score_targets", table.tokens[owners[index], positions[index] + 1]),
+            "temperature": put("score_temperature", table.temperature[owners[index]]),
+        }
+
+    def _copy_pages(self, sources: Tensor, destinations: Tensor) -> None:
+        for pages in (*self.cache.k, *self.cache.v):
+            pages.index_copy_(0, destinations, pages.index_select(0, sources))
+
+
+def _fetch(sample: ops.Sample) -> StepResult:
+    """The sample on the host, in one copy: ids, the log-probabilities' bits and the masks as int32 columns."""
+    tokens, logps, kept = sample
+    if tokens.device.type == "cpu":
+        return StepResult(tokens.numpy(), logps.numpy(), None if kept is None else kept.numpy())
+    columns = [tokens.to(torch.int32)[:, None], logps.view(torch.int32)[:, None]]
+    if kept is not None:
+        columns.append(kept)
+    words = torch.cat(columns, 1).cpu().numpy()
+    return StepResult(
+        words[:, 0].astype(np.int64), words[:, 1].copy().view(np.float32), words[:, 2:] if kept is not None else None
+    )

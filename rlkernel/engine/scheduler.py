@@ -1,0 +1,337 @@
+"""Which tokens go through the model next: first come, first served; decodes first, prefill chunks fill the budget.
+
+A step is planned in this order, and correctness rests on it: (1) decodes get the pages that they open, preempting the
+youngest sequences where none is left; (2) pages that this step fills are registered in the prefix cache; (3) sequences
+are admitted, which may share pages registered in (2) because the model stores a layer's keys and values for the whole
+batch before it attends. Nothing is preempted after (1), so a registered page is always written by its step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlkernel.engine.block_manager import ROOT, BlockManager
+from rlkernel.engine.request import Sequence
+from rlkernel.engine.table import SequenceTable, ceil_div
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class Step:
+    """One batch: per sequence (B) a table row, the first position and the number of its tokens; what is sampled.
+
+    Attributes:
+        rows, starts, query_lens: [B].
+        sample_rows: [S] table rows that get a token: completed sequences of the batch, then forks.
+        sample_batch: [S] index into the batch of the sequence whose last hidden state each sample reads, ascending
+            over the completed ones; a fork's is its leader's.
+        num_forks: how many of the S are forks.
+        copies: (source, destination) pages to copy after the forward: the partly filled last page of a forked prompt.
+    """
+
+    rows: Array
+    starts: Array
+    query_lens: Array
+    sample_rows: Array
+    sample_batch: Array
+    num_forks: int = 0
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class SchedulerStats:
+    """Counts since the scheduler was made."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    forks: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """Queues, admission, preemption by recomputation, and the bookkeeping around each step.
+
+    Args:
+        blocks: the pages.
+        table: the rows of running sequences.
+        max_num_batched_tokens: tokens of a step at most.
+    """
+
+    def __init__(self, blocks: BlockManager, table: SequenceTable, max_num_batched_tokens: int) -> None:
+        self.blocks = blocks
+        self.table = table
+        self.budget = max_num_batched_tokens
+        self.page_size = table.page_size
+        self.stats = SchedulerStats()
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}  # by row
+        self.order: Array = np.zeros(0, np.int64)  # rows of `running`, first come first
+        self._rows = list(range(table.rows - 1, -1, -1))
+        self._arrivals = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. The caller has checked that it fits into an empty cache."""
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        self.waiting.append(sequence)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self.waiting or self.running)
+
+    # Planning
+
+    def schedule(self) -> Step | None:
+        """Plans the next step; None when nothing waits or runs."""
+        if not self.busy:
+            return None
+        table = self.table
+        decodes = self._decodes()
+        rows: list[int] = []
+        lens: list[int] = []
+        budget = self.budget - len(decodes)
+        pending = table.length[self.order] - table.computed[self.order]
+        for row in self.order[pending > 1].tolist():
+            if budget == 0:
+                break
+            take = min(int(table.length[row] - table.computed[row]), budget)
+            budget -= take
+            rows.append(row)
+            lens.append(take)
+        planned = np.concatenate([decodes, np.asarray(rows, np.int64)])
+        taken = np.concatenate([np.ones(len(decodes), np.int64), np.asarray(lens, np.int64)])
+        self._register(planned, table.computed[planned] + taken)
+        copies: list[tuple[int, int]] = []
+        forks: list[tuple[int, int]] = []  # (row, index of the leader in the batch)
+        if self.waiting and self._rows:
+            planned, taken = self._admit_waiting(planned, taken, budget, forks, copies)
+        starts = table.computed[planned]
+        done = (starts + taken == table.length[planned]) & ~table.scoring[planned]
+        complete = np.flatnonzero(done)
+        self.stats.steps += 1
+        self.stats.decode_tokens += len(decodes)
+        self.stats.prefill_tokens += int(taken.sum()) - len(decodes)
+        if not forks:
+            return Step(planned, starts, taken, planned[complete], complete)
+        forked = np.asarray(forks, np.int64)
+        return Step(
+            planned,
+            starts,
+            taken,
+            np.concatenate([planned[complete], forked[:, 0]]),
+            np.concatenate([complete, forked[:, 1]]),
+            len(forks),
+            copies,
+        )
+
+    def _decodes(self) -> Array:
+        """Rows with one token to compute, each with a page for it; preempts the youngest until the pages suffice."""
+        table = self.table
+        while True:
+            order = self.order
+            rows = order[table.length[order] - table.computed[order] == 1][: self.budget]
+            short = rows[table.computed[rows] // self.page_size >= table.num_pages[rows]]
+            if len(short) <= self.blocks.available:
+                break
+            self._preempt(int(order[-1]))
+        if len(short):
+            table.block_table[short, table.num_pages[short]] = self.blocks.allocate(len(short))
+            table.num_pages[short] += 1
+        return rows
+
+    def _preempt(self, row: int) -> None:
+        sequence = self.running[row]
+        self.table.store(row, sequence)
+        self._leave(np.asarray([row]))
+        # It is older than all that wait, so the head of the queue keeps the queue in order of arrival.
+        self.waiting.appendleft(sequence)
+        self.stats.preemptions += 1
+
+    def _leave(self, rows: Array) -> None:
+        """Takes rows out of the running set and releases their pages."""
+        for row in rows.tolist():
+            self.blocks.release(self.table.pages(row))
+            self.running.pop(row).row = -1
+            self._rows.append(row)
+        self.order = self.order[~np.isin(self.order, rows)]
+
+    def _register(self, rows: Array, upto: Array) -> None:
+        """Registers the pages of `rows` that are full once `upto` tokens of each are computed."""
+        table, size = self.table, self.page_size
+        if not self.blocks.prefix_caching or not len(rows):
+            return
+        full = upto // size
+        for i in np.flatnonzero(full > table.registered[rows]).tolist():
+            row, node = int(rows[i]), int(table.node[rows[i]])
+            for page in range(int(table.registered[row]), int(full[i])):
+                content = table.tokens[row, page * size : (page + 1) * size].tobytes()
+                node = self.blocks.register(int(table.block_table[row, page]), node, content)
+            table.node[row], table.registered[row] = node, full[i]
+
+    def _admit_waiting(
+        self,
+        planned: Array,
+        taken: Array,
+        budget: int,
+        forks: list[tuple[int, int]],
+        copies: list[tuple[int, int]],
+    ) -> tuple[Array, Array]:
+        """Admits from the head of the queue while rows, pages and budget last; returns the longer batch."""
+        table = self.table
+        rows, lens = planned.tolist(), taken.tolist()
+        leaders: dict[bytes | int, int] = {}  # group -> index in the batch of a sequence that completes its prompt now
+        for i in np.flatnonzero(table.computed[planned] + taken == table.prompt_len[planned]).tolist():
+            self._note_leader(leaders, rows[i], i)
+        admitted: list[int] = []
+        while self.waiting and self._rows:
+            sequence = self.waiting[0]
+            leader = leaders.get(sequence.group) if sequence.fresh and not sequence.scoring else None
+            if leader is not None:
+                row = self._fork(sequence, rows[leader], copies)
+                if row is None:
+                    break
+                forks.append((row, leader))
+            else:
+                row = self._admit(sequence) if budget else None
+                if row is None:
+                    break
+                take = min(int(table.length[row] - table.computed[row]), budget)
+                budget -= take
+                upto = int(table.computed[row]) + take
+                self._register(np.asarray([row]), np.asarray([upto]))
+                if upto == table.prompt_len[row]:
+                    self._note_leader(leaders, row, len(rows))
+                rows.append(row)
+                lens.append(take)
+            self.waiting.popleft()
+            admitted.append(row)
+        self.order = np.concatenate([self.order, np.asarray(admitted, np.int64)])
+        return np.asarray(rows, np.int64), np.asarray(lens, np.int64)
+
+    def _note_leader(self, leaders: dict[bytes | int, int], row: int, index: int) -> None:
+        sequence = self.running[row]
+        if self.table.length[row] == self.table.prompt_len[row] and not sequence.scoring:
+            leaders.setdefault(sequence.group, index)
+
+    def _room(self, pages: int) -> bool:
+        """Whether `pages` can go to a newcomer and still leave one for each running sequence to grow into.
+
+        Without that reserve a newcomer's prefill would be thrown away by the next page that a decode opens.
+        """
+        return pages + len(self.running) <= self.blocks.available
+
+    def _admit(self, sequence: Sequence) -> int | None:
+        """Gives a waiting sequence a row and pages for all its known tokens; None where pages are short."""
+        size = self.page_size
+        tokens = sequence.tokens
+        inputs = len(tokens) - int(sequence.scoring)
+        shared: list[int] = []
+        node = ROOT
+        if self.blocks.prefix_caching and not sequence.scoring:
+            content = tokens.tobytes()
+            width = size * tokens.itemsize
+            for page in range((inputs - 1) // size):  # the last token is always computed: its hidden state is needed
+                found = self.blocks.lookup(node, content[page * width : (page + 1) * width])
+                if found is None:
+                    break
+                node = found[0]
+                shared.append(found[1])
+        self.blocks.share(shared)
+        need = ceil_div(inputs, size) - len(shared)
+        if not self._room(need):
+            self.blocks.release(shared)
+            return None
+        self.blocks.stats.hits += len(shared)
+        self._count_cached(sequence, len(shared) * size)
+        pages = shared + self.blocks.allocate(need)
+        return self._enter(sequence, pages, len(shared) * size, node, len(shared))
+
+    def _fork(self, sequence: Sequence, leader: int, copies: list[tuple[int, int]]) -> int | None:
+        """Gives a fresh sequence the KV of `leader`, which completes the same prompt in this step; None: too few pages.
+
+        Full pages are shared. Only the last page, if the prompt fills it in part, is copied: both will write to it.
+        """
+        table, length = self.table, sequence.prompt_len
+        full, rest = divmod(length, self.page_size)
+        if not self._room(int(rest > 0)):
+            return None
+        pages = table.block_table[leader, :full].tolist()
+        self.blocks.share(pages)
+        if rest:
+            pages += self.blocks.allocate(1)
+            copies.append((int(table.block_table[leader, full]), pages[-1]))
+        self.stats.forks += 1
+        self._count_cached(sequence, length)
+        return self._enter(sequence, pages, length, int(table.node[leader]), int(table.registered[leader]))
+
+    def _count_cached(self, sequence: Sequence, tokens: int) -> None:
+        self.stats.cached_tokens += tokens
+        sequence.cached_tokens += min(tokens, sequence.prompt_len) if sequence.fresh else 0
+
+    def _enter(self, sequence: Sequence, pages: list[int], computed: int, node: int, registered: int) -> int:
+        row = self._rows.pop()
+        self.table.load(row, sequence, pages, computed, node, registered)
+        self.running[row] = sequence
+        sequence.row = row
+        return row
+
+    # After the forward
+
+    def commit(self, step: Step, tokens: Array, logps: Array, kept: Array | None) -> list[Sequence]:
+        """Books a step's results; returns the sequences that ended, their tokens and log-probabilities taken back.
+
+        Args:
+            step: the plan that was run.
+            tokens: [S] sampled ids; logps: [S] fp32.
+            kept: [S, ceil(V/32)] int32 masks, or None where everything was kept.
+        """
+        table = self.table
+        table.computed[step.rows] = step.starts + step.query_lens
+        ended: list[int] = []
+        if table.scoring[step.rows].any():
+            ended += step.rows[
+                table.scoring[step.rows] & (table.computed[step.rows] == table.length[step.rows])
+            ].tolist()
+        rows = step.sample_rows
+        if len(rows):
+            table.append(rows, tokens, logps)
+            by_id = (tokens[:, None] == table.stop_ids[rows]).any(1)
+            done = by_id | (table.length[rows] >= table.limit[rows])
+            if kept is not None:
+                for i in np.flatnonzero(table.keeps[rows]).tolist():
+                    self.running[int(rows[i])].kept.append(kept[i])
+            for i in np.flatnonzero(table.watched[rows]).tolist():
+                sequence = self.running[int(rows[i])]
+                assert sequence.watch is not None
+                found = sequence.watch.push(int(tokens[i]))
+                if found is not None:
+                    sequence.finish_reason, sequence.stop_reason = "stop", found
+                    done[i] = True
+            for i in np.flatnonzero(by_id).tolist():
+                sequence = self.running[int(rows[i])]
+                if sequence.stop_reason is None:
+                    sequence.finish_reason, sequence.stop_reason = "stop", int(tokens[i])
+            ended += rows[done].tolist()
+        if not ended:
+            return []
+        finished = [self.running[row] for row in ended]
+        for row, sequence in zip(ended, finished, strict=True):
+            table.store(row, sequence)
+        self._leave(np.asarray(ended))
+        return finished
+
+    def clear(self) -> None:
+        """Drops every sequence and every registered page; for use after an error in the middle of a step."""
+        if self.running:
+            self._leave(self.order)
+        self.waiting.clear()
+        self.blocks.clear_cache()

@@ -1,0 +1,124 @@
+"""State of the running sequences as arrays, one row each, so that a step costs a few array operations and no loop.
+
+Rows are reused. Columns (tokens, pages) grow by doubling with the longest sequence seen, not with the model's context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlkernel.engine.request import Sequence
+
+Array = npt.NDArray[Any]
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+class SequenceTable:
+    """Rows of running sequences (R = max_num_seqs).
+
+    Attributes:
+        tokens: [R, columns] int32 ids; logps: [R, columns] fp32, of the token at the same position.
+        block_table: [R, pages] int32.
+        length: [R] known tokens that are inputs of the model; computed: [R] those whose KV is in the cache.
+        prompt_len, limit: [R] tokens of the prompt; total at which the completion ends with "length".
+        num_pages: [R] valid columns of `block_table`; node, registered: [R] prefix-cache chain and pages in it.
+        seed, temperature, top_k, top_p, min_p: [R] as `ops.sample` takes them.
+        stop_ids: [R, columns] int64, padded with -1.
+        scoring, watched, keeps: [R] bool: scored prompt; has stop strings; wants kept sets.
+    """
+
+    def __init__(self, rows: int, page_size: int, eos_ids: tuple[int, ...], max_model_len: int) -> None:
+        self.rows = rows
+        self.page_size = page_size
+        self.eos_ids = eos_ids
+        self.max_model_len = max_model_len
+        self.tokens: Array = np.zeros((rows, 0), np.int32)
+        self.logps: Array = np.zeros((rows, 0), np.float32)
+        self.block_table: Array = np.zeros((rows, 0), np.int32)
+        self.length: Array = np.zeros(rows, np.int64)
+        self.computed: Array = np.zeros(rows, np.int64)
+        self.prompt_len: Array = np.zeros(rows, np.int64)
+        self.limit: Array = np.zeros(rows, np.int64)
+        self.num_pages: Array = np.zeros(rows, np.int64)
+        self.node: Array = np.zeros(rows, np.int64)
+        self.registered: Array = np.zeros(rows, np.int64)
+        self.seed: Array = np.zeros(rows, np.int64)
+        self.temperature: Array = np.ones(rows, np.float32)
+        self.top_k: Array = np.zeros(rows, np.int32)
+        self.top_p: Array = np.ones(rows, np.float32)
+        self.min_p: Array = np.zeros(rows, np.float32)
+        self.stop_ids: Array = np.full((rows, 1), -1, np.int64)
+        self.scoring: Array = np.zeros(rows, bool)
+        self.watched: Array = np.zeros(rows, bool)
+        self.keeps: Array = np.zeros(rows, bool)
+
+    def _grow(self, columns: int) -> None:
+        if columns <= self.tokens.shape[1]:
+            return
+        columns = ceil_div(max(64, columns, 2 * self.tokens.shape[1]), self.page_size) * self.page_size
+        self.tokens = _widened(self.tokens, columns)
+        self.logps = _widened(self.logps, columns)
+        self.block_table = _widened(self.block_table, columns // self.page_size)
+
+    def load(self, row: int, sequence: Sequence, pages: list[int], computed: int, node: int, registered: int) -> None:
+        """Puts a waiting sequence into a row, with pages for all its known tokens."""
+        params, known = sequence.request.params, len(sequence.tokens)
+        self._grow(known + 1)
+        self.tokens[row, :known] = sequence.tokens
+        self.logps[row, :known] = 0 if sequence.logps is None else sequence.logps
+        self.block_table[row, : len(pages)] = pages
+        # The last token of a scored prompt predicts nothing that is asked for: it is a target, never an input.
+        self.length[row] = known - 1 if sequence.scoring else known
+        self.computed[row] = computed
+        self.prompt_len[row] = sequence.prompt_len
+        self.limit[row] = min(sequence.prompt_len + params.max_tokens, self.max_model_len)
+        self.num_pages[row] = len(pages)
+        self.node[row] = node
+        self.registered[row] = registered
+        self.seed[row] = sequence.seed
+        temperature = sequence.request.score_temperature
+        self.temperature[row] = params.temperature if temperature is None else temperature
+        # Greedy rows see every token, whatever filters they carry.
+        filtered = params.filters
+        self.top_k[row] = params.top_k if filtered else 0
+        self.top_p[row] = params.top_p if filtered else 1.0
+        self.min_p[row] = params.min_p if filtered else 0.0
+        stops = (() if params.ignore_eos else self.eos_ids) + tuple(params.stop_token_ids)
+        if len(stops) > self.stop_ids.shape[1]:
+            self.stop_ids = _widened(self.stop_ids, len(stops), -1)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(stops)] = stops
+        self.scoring[row] = sequence.scoring
+        self.watched[row] = sequence.watch is not None
+        self.keeps[row] = params.return_kept and filtered
+
+    def store(self, row: int, sequence: Sequence) -> None:
+        """Takes tokens and log-probabilities of a row back into the sequence."""
+        known = int(self.length[row]) + int(self.scoring[row])
+        sequence.tokens = self.tokens[row, :known].copy()
+        sequence.logps = self.logps[row, :known].copy()
+
+    def append(self, rows: Array, tokens: Array, logps: Array) -> None:
+        """Adds one sampled token to each of `rows`."""
+        at = self.length[rows]
+        self._grow(int(at.max()) + 1)
+        self.tokens[rows, at] = tokens
+        self.logps[rows, at] = logps
+        self.length[rows] = at + 1
+
+    def pages(self, row: int) -> list[int]:
+        """Pages of a row in order."""
+        return self.block_table[row, : self.num_pages[row]].tolist()
+
+
+def _widened(array: Array, columns: int, fill: int = 0) -> Array:
+    wide = np.full((array.shape[0], columns), fill, array.dtype)
+    wide[:, : array.shape[1]] = array
+    return wide
