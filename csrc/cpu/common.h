@@ -65,11 +65,8 @@ RLK_INLINE float exp2(float x) {
 }
 RLK_INLINE float exp(float x) { return exp2(x * kLog2e); }
 
-// log2 of a positive normal number.
-RLK_INLINE float log2(float x) {
-    int32_t bits = int32_t(as_bits(x));
-    int32_t exponent = (bits - 0x3f3504f3) >> 23;
-    float r = as_float(uint32_t(bits - exponent * (1 << 23))) - 1.0f;
+// exponent + log2(1 + r) for 1 + r in [sqrt(1/2), sqrt(2)).
+RLK_INLINE float log2_parts(float r, float exponent) {
     float p = -0.11020159721374512f;
     p = fma(p, r, 0.18631209433078766f);
     p = fma(p, r, -0.19102497398853302f);
@@ -80,7 +77,15 @@ RLK_INLINE float log2(float x) {
     p = fma(p, r, 0.4808982014656067f);
     p = fma(p, r, -0.7213473320007324f);
     p = fma(p, r, 1.4426950216293335f);
-    float out = fma(r, p, float(exponent));
+    return fma(r, p, exponent);
+}
+// Exponent of a positive normal number such that its mantissa lies in [sqrt(1/2), sqrt(2)).
+RLK_INLINE int32_t log2_exponent(float x) { return (int32_t(as_bits(x)) - 0x3f3504f3) >> 23; }
+// log2 of a positive normal number.
+RLK_INLINE float log2(float x) {
+    int32_t exponent = log2_exponent(x);
+    float r = as_float(as_bits(x) - uint32_t(exponent) * (1u << 23)) - 1.0f;
+    float out = log2_parts(r, float(exponent));
     out = x == 0.0f ? -std::numeric_limits<float>::infinity() : out;
     return x == std::numeric_limits<float>::infinity() ? x : out;
 }

@@ -18,9 +18,9 @@ from rlkernel.ops.swiglu import swiglu
 __all__ = [
     "LogProb",
     "Packed",
+    "PolicyLoss",
     "Sample",
     "attention",
-    "PolicyLoss",
     "embedding",
     "group_advantages",
     "ids_to_kept",

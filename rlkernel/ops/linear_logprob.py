@@ -77,7 +77,7 @@ def linear_logprob(
     """
     check(
         hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1],
-        lambda: f"linear_logprob: hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}; expected [T, C], [V, C]",
+        lambda: f"linear_logprob: hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}; need [T, C], [V, C]",
     )
     check(
         hidden.dtype == weight.dtype,

@@ -84,14 +84,21 @@ def exp(x: Tensor) -> Tensor:
     return exp2(x * torch.tensor(LOG2E, dtype=torch.float32))
 
 
+def log2_parts(r: Tensor, exponent: Tensor) -> Tensor:
+    """exponent + log2(1 + r) for 1 + r in [sqrt(1/2), sqrt(2))."""
+    return fma(r, horner(LOG2_COEFFICIENTS, r), exponent)
+
+
+def log2_exponent(x: Tensor) -> Tensor:
+    """Exponent (int32) of positive normal fp32 numbers such that the mantissa lies in [sqrt(1/2), sqrt(2))."""
+    return (x.contiguous().view(torch.int32) - 0x3F3504F3) >> 23
+
+
 def log2(x: Tensor) -> Tensor:
     """log2 of positive normal fp32 numbers; +0 gives -inf, inf gives inf."""
-    bits = x.contiguous().view(torch.int32)
-    # Exponent such that the mantissa lies in [sqrt(1/2), sqrt(2)): 0x3f3504f3 is sqrt(1/2).
-    exponent = (bits - 0x3F3504F3) >> 23
-    mantissa = (bits - (exponent << 23)).view(torch.float32)
-    r = mantissa - 1.0
-    out = fma(r, horner(LOG2_COEFFICIENTS, r), exponent.float())
+    exponent = log2_exponent(x)
+    r = (x.contiguous().view(torch.int32) - (exponent << 23)).view(torch.float32) - 1.0
+    out = log2_parts(r, exponent.float())
     out = torch.where(x == 0, torch.full_like(out, float("-inf")), out)
     return torch.where(torch.isposinf(x), x, out)
 

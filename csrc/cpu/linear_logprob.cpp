@@ -1,0 +1,116 @@
+// linear_logprob: log-probabilities and their gradients from hidden states and the head's weight, by blocks of rows and
+// vocabulary. The logits are gemm.h's chain, the rest is logprob.h, so the bits are those of linear and logprob; no
+// [T, V] tensor exists.
+#include "gemm.h"
+#include "logprob.h"
+using namespace rlk;
+
+// Blocks: kBlockRows x kBlockVocab logits at a time (2 MiB); more rows where the vocabulary is small.
+constexpr int64_t kBlockRows = 512, kBlockVocab = 1024;
+static int64_t block_vocab(int64_t V) { return std::min(V, kBlockVocab); }
+static int64_t block_rows(int64_t T, int64_t V) { return std::min(T, kBlockRows * kBlockVocab / block_vocab(V)); }
+
+// z [rows, n] (stride ld) = x [rows, C] times the rows [v0, v0 + n) of weight, transposed.
+template <class T>
+static void logits_block(const T* x, const T* weight, float* z, int64_t ld, int64_t rows, int64_t n, int64_t C, int threads) {
+    gemm(rows, n, C, 1, View<T>{x, C, 1}, View<T>{weight, 1, C}, threads, no_init,
+         [&](int64_t m, int64_t v, int height, int width, const float* c) {
+             for (int i = 0; i < height; ++i) std::copy(c + i * kCols, c + i * kCols + width, z + (m + i) * ld + v);
+         });
+}
+
+// Continues sums [M, C] with a [M, K] b [K, C], k ascending.
+template <class T>
+static void add_product(View<float> a, View<T> b, float* sums, int64_t M, int64_t C, int64_t K, int threads) {
+    gemm(M, C, K, 1, a, b, threads,
+         [&](int64_t m, int64_t n, int rows, int cols, float* c) {
+             for (int i = 0; i < rows; ++i) std::copy_n(sums + (m + i) * C + n, cols, c + i * kCols);
+         },
+         [&](int64_t m, int64_t n, int rows, int cols, const float* c) {
+             for (int i = 0; i < rows; ++i) std::copy_n(c + i * kCols, cols, sums + (m + i) * C + n);
+         });
+}
+
+// hidden [T,C], weight [V,C]; the rest as rlk_logprob.
+RLK_API void rlk_linear_logprob(const void* hidden, const void* weight, const int64_t* targets, const float* inv,
+                                const uint32_t* kept, float* logp, float* entropy, float* lse, float* stats, int64_t T,
+                                int64_t V, int64_t C, int32_t dtype, int32_t threads) {
+    if (T == 0) return;
+    const int64_t tiles = vocab_tiles(V), words = (V + 31) / 32;
+    const int64_t height = block_rows(T, V), width = block_vocab(V), ld = width + 16;   // + 16: rows not a power of two apart
+    const Outputs outputs{logp, entropy, lse, stats};
+    std::vector<float> z(height * ld), folds(height * tiles * 4), target(height);
+    dispatch(dtype, [&](auto tag) {
+        using W = decltype(tag);
+        for (int64_t t0 = 0; t0 < T; t0 += height) {
+            const int64_t rows = std::min(height, T - t0);
+            for (int64_t v0 = 0; v0 < V; v0 += width) {
+                const int64_t n = std::min(width, V - v0);
+                logits_block(static_cast<const W*>(hidden) + t0 * C, static_cast<const W*>(weight) + v0 * C, z.data(), ld, rows,
+                             n, C, threads);
+                parallel_for(rows, 4096 / n, threads, [&](int64_t r) {
+                    const int64_t t = t0 + r, y = targets[t] - v0;
+                    const float scale = inv ? inv[t] : 1.0f;
+                    const float* x = z.data() + r * ld;
+                    float* m = folds.data() + r * tiles * 4;
+                    float *s = m + tiles, *e = s + tiles;
+                    if (y >= 0 && y < n) target[r] = x[y] * scale;
+                    for (int64_t i = 0; i < n; i += kVocabTile) {
+                        float tile_z[kVocabTile];
+                        const uint32_t* tile_kept = kept ? kept + t * words + (v0 + i) / 32 : nullptr;
+                        int padded = load_tile(x + i, int(std::min<int64_t>(kVocabTile, n - i)), scale, tile_kept, tile_z);
+                        Tile tile = tile_stats(tile_z, padded);
+                        const int64_t at = (v0 + i) / kVocabTile;
+                        m[at] = tile.m, s[at] = tile.s, e[at] = tile.e;
+                    }
+                });
+            }
+            parallel_for(rows, 64, threads, [&](int64_t r) {
+                const int64_t t = t0 + r;
+                float* m = folds.data() + r * tiles * 4;
+                Row row = fold_tiles(tiles, m, m + tiles, m + 2 * tiles, m + 3 * tiles);
+                finish_row(outputs, t, row, target[r], is_kept(kept ? kept + t * words : nullptr, targets[t]));
+            });
+        }
+    });
+}
+
+// grad [V,C] fp32 (continued) or null; dhidden [T,C] or null. Tokens without a gradient are left out.
+RLK_API void rlk_linear_logprob_grad(float* grad, const void* hidden, const void* weight, const int64_t* targets,
+                                     const float* inv, const uint32_t* kept, const float* stats, const float* entropy,
+                                     const float* dlogp, const float* dentropy, void* dhidden, int64_t T, int64_t V, int64_t C,
+                                     int32_t dtype, int32_t threads) {
+    const Upstream up{targets, inv, stats, entropy, dlogp, dentropy, kept, (V + 31) / 32};
+    std::vector<int64_t> active;
+    for (int64_t t = 0; t < T; ++t)
+        if (up.active(t)) active.push_back(t);
+    dispatch(dtype, [&](auto tag) {
+        using W = decltype(tag);
+        const W *x = static_cast<const W*>(hidden), *w = static_cast<const W*>(weight);
+        W* dx = static_cast<W*>(dhidden);
+        if (dx) std::fill(dx, dx + T * C, from_float<W>(0.0f));
+        const int64_t count = int64_t(active.size());
+        if (count == 0) return;
+        const int64_t height = block_rows(count, V), width = block_vocab(V), ld = width + 16;
+        std::vector<float> z(height * ld), sums(dx ? height * C : 0);
+        std::vector<W> gathered(height * C);
+        for (int64_t a0 = 0; a0 < count; a0 += height) {
+            const int64_t rows = std::min(height, count - a0);
+            const int64_t* at = active.data() + a0;
+            for (int64_t r = 0; r < rows; ++r) std::copy_n(x + at[r] * C, C, gathered.data() + r * C);
+            if (dx) std::fill(sums.begin(), sums.end(), 0.0f);
+            for (int64_t v0 = 0; v0 < V; v0 += width) {
+                const int64_t n = std::min(width, V - v0);
+                logits_block(gathered.data(), w + v0 * C, z.data(), ld, rows, n, C, threads);
+                parallel_for(rows, 4096 / n, threads, [&](int64_t r) {
+                    logit_grads<W>(up, at[r], z.data() + r * ld, v0, n, z.data() + r * ld);
+                });
+                if (dx) add_product(View<float>{z.data(), ld, 1}, View<W>{w + v0 * C, C, 1}, sums.data(), rows, C, n, threads);
+                if (grad) add_product(View<float>{z.data(), 1, ld}, View<W>{gathered.data(), C, 1}, grad + v0 * C, n, C, rows, threads);
+            }
+            if (dx)
+                for (int64_t r = 0; r < rows; ++r)
+                    for (int64_t c = 0; c < C; ++c) dx[at[r] * C + c] = from_float<W>(sums[r * C + c]);
+        }
+    });
+}
