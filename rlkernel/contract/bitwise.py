@@ -54,6 +54,13 @@ def _ordered(bits: Tensor) -> Tensor:
     return torch.where(wide >= 0, wide, lowest - wide)
 
 
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| in int64; where fp64 numbers of opposite signs overflow it, the largest int64."""
+    difference = a - b
+    wrapped = ((a < 0) != (b < 0)) & ((difference < 0) != (a < 0))
+    return torch.where(wrapped, torch.iinfo(torch.int64).max, difference.abs())
+
+
 def compare_bitwise(actual: Tensor, expected: Tensor) -> BitwiseReport:
     """Compares two tensors by their bytes; +0 and -0 differ, equal NaN payloads are equal.
 
@@ -84,7 +91,7 @@ def compare_bitwise(actual: Tensor, expected: Tensor) -> BitwiseReport:
     ulps = max_ulps = None
     gap = (a.reshape(-1)[differs].double() - b.reshape(-1)[differs].double()).abs()
     if a.is_floating_point():
-        distance = (_ordered(bits_a) - _ordered(bits_b)).abs().reshape(-1)
+        distance = _distance(_ordered(bits_a), _ordered(bits_b)).reshape(-1)
         finite = ~(torch.isnan(a) | torch.isnan(b)).reshape(-1)
         ulps = int(distance[index]) if bool(finite[index]) else None
         max_ulps = int(distance[finite & differs].max()) if bool((finite & differs).any()) else None
