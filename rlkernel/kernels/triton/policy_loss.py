@@ -412,7 +412,8 @@ def policy_loss(
                 logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, dlogp, sums,
                 partial_counts, extremes, tokens, batch, low, high, dual, kl_coef, entropy_coef, tis_cap or 0.0,
                 FORM=form, KL_TYPE=KL_TYPES.index(kl_type), SEQUENCE_RATIO=sequence_ratio,
-                PER_TOKEN=advantages.shape[0] != batch, HAS_MASK=mask is not None, HAS_REF=ref_logp is not None, HAS_KL=has_kl, HAS_ENTROPY=entropy is not None,
+                PER_TOKEN=advantages.shape[0] != batch, HAS_MASK=mask is not None, HAS_REF=ref_logp is not None,
+                HAS_KL=has_kl, HAS_ENTROPY=entropy is not None,
                 HAS_ROLLOUT=rollout_logp is not None, HAS_TIS=tis_cap is not None, BLOCK=SEGMENT, LEVELS=LEVELS,
                 num_warps=WARPS, **options(),
             )  # fmt: skip
@@ -453,7 +454,8 @@ AOT: tuple[Variant, ...] = (
     Variant(
         "policy_loss batch", batch_kernel,
         {"cu_seqlens": "*i32:16", "sums": "*fp32:16", "counts": "*i32:16", "extremes": "*fp32:16",
-         "normalizer": "*fp32:16", "loss": "*fp32:16", "stats": "*fp32:16", "totals": "*i64:16", "T": "i32", "B": "i32"},
+         "normalizer": "*fp32:16", "loss": "*fp32:16", "stats": "*fp32:16", "totals": "*i64:16", "T": "i32",
+         "B": "i32"},
         {"HAS_NORMALIZER": True, "SEQUENCE_MEAN": True, "BY_TOKENS": False, "BLOCK": SEGMENT, "LEVELS": LEVELS},
         WARPS,
     ),
