@@ -34,22 +34,32 @@ inline void micro_strided(const float* a, const float* b, int64_t ldb, float* c,
         for (int w = 0; w < W; ++w) acc[i][w].store(c + i * ldc + w * kVec);
 }
 
-// As above for `rows` <= kRows rows and a width that is a multiple of kCols. Rows past `rows` are computed on
-// whatever a and c hold there, so both must have kRows rows.
+// As above for any number of rows and a width that is a multiple of kCols; few rows take wider tiles.
 template <int RS, int KS>
 inline void chain_tile(int rows, const float* a, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t width,
                        int64_t n) {
     if (n <= 0) return;
-    int64_t w = 0;
-    for (; rows <= 4 && w + 2 * kCols <= width; w += 2 * kCols) {
-        if (rows == 1) micro_strided<1, 4, RS, KS>(a, b + w, ldb, c + w, ldc, n);
-        else if (rows == 2) micro_strided<2, 4, RS, KS>(a, b + w, ldb, c + w, ldc, n);
-        else micro_strided<4, 4, RS, KS>(a, b + w, ldb, c + w, ldc, n);
-    }
-    for (; w < width; w += kCols) {
-        if (rows == 1) micro_strided<1, 2, RS, KS>(a, b + w, ldb, c + w, ldc, n);
-        else if (rows <= 4) micro_strided<4, 2, RS, KS>(a, b + w, ldb, c + w, ldc, n);
-        else micro_strided<kRows, 2, RS, KS>(a, b + w, ldb, c + w, ldc, n);
+    for (int i = 0; i < rows;) {
+        const float* ai = a + i * RS;
+        float* ci = c + i * ldc;
+        const int left = rows - i;
+        int64_t w = 0;
+        if (left >= kRows) {
+            for (; w < width; w += kCols) micro_strided<kRows, 2, RS, KS>(ai, b + w, ldb, ci + w, ldc, n);
+            i += kRows;
+        } else if (left >= 4) {
+            for (; w + 2 * kCols <= width; w += 2 * kCols) micro_strided<4, 4, RS, KS>(ai, b + w, ldb, ci + w, ldc, n);
+            for (; w < width; w += kCols) micro_strided<4, 2, RS, KS>(ai, b + w, ldb, ci + w, ldc, n);
+            i += 4;
+        } else if (left >= 2) {
+            for (; w + 2 * kCols <= width; w += 2 * kCols) micro_strided<2, 4, RS, KS>(ai, b + w, ldb, ci + w, ldc, n);
+            for (; w < width; w += kCols) micro_strided<2, 2, RS, KS>(ai, b + w, ldb, ci + w, ldc, n);
+            i += 2;
+        } else {
+            for (; w + 2 * kCols <= width; w += 2 * kCols) micro_strided<1, 4, RS, KS>(ai, b + w, ldb, ci + w, ldc, n);
+            for (; w < width; w += kCols) micro_strided<1, 2, RS, KS>(ai, b + w, ldb, ci + w, ldc, n);
+            i += 1;
+        }
     }
 }
 
@@ -109,46 +119,80 @@ struct Scratch {
 };
 
 inline int64_t padded(int64_t d) { return (d + kCols - 1) / kCols * kCols; }
+inline int64_t row_stride(int64_t d) { return d <= 32 ? 32 : d <= 64 ? 64 : d <= 128 ? 128 : 256; }
 
-// Keys [first, first + n) as columns: out[D][kBlock], columns from n on are zero.
+#if defined(__AVX512F__)
+inline __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
+inline __m512 load16(const bf16* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+inline __m512 load16(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+// out(e, j) = rows[j][e] for 16 rows and 16 elements, in registers: pairs, quads, then 128-bit lanes.
+template <class T> inline void transpose16(const T* const* rows, int64_t e, float* out) {
+    __m512 a[16], b[16];
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; ++j) a[j] = load16(rows[j] + e);
+#pragma GCC unroll 8
+    for (int j = 0; j < 16; j += 2) {
+        b[j] = _mm512_unpacklo_ps(a[j], a[j + 1]);
+        b[j + 1] = _mm512_unpackhi_ps(a[j], a[j + 1]);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 16; j += 4)
+        for (int h = 0; h < 2; ++h) {
+            const __m512d x = _mm512_castps_pd(b[j + h]), y = _mm512_castps_pd(b[j + h + 2]);
+            a[j + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+            a[j + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+        }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {     // a[4 q + c] holds column 4 l + c of rows 4 q .. 4 q + 3 in lane l
+        const __m512 even01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88), odd01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);
+        const __m512 even23 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
+        const __m512 odd23 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
+        _mm512_storeu_ps(out + c * kBlock, _mm512_shuffle_f32x4(even01, even23, 0x88));
+        _mm512_storeu_ps(out + (4 + c) * kBlock, _mm512_shuffle_f32x4(odd01, odd23, 0x88));
+        _mm512_storeu_ps(out + (8 + c) * kBlock, _mm512_shuffle_f32x4(even01, even23, 0xdd));
+        _mm512_storeu_ps(out + (12 + c) * kBlock, _mm512_shuffle_f32x4(odd01, odd23, 0xdd));
+    }
+}
+#endif
+
+// Keys [first, first + n) as columns: out[D][kBlock]; up to the next multiple of kCols, columns from n on are zero.
 template <class T> void load_columns(const Tokens<T>& from, int64_t first, int64_t n, int64_t d, float* out) {
+    static const T zeros[256] = {};
     const int64_t wide = (n + kCols - 1) / kCols * kCols;
     for (int64_t j0 = 0; j0 < wide; j0 += 16) {
         const T* rows[16];
-        const int count = int(std::max<int64_t>(0, std::min<int64_t>(16, n - j0)));
-        for (int j = 0; j < count; ++j) rows[j] = from.row(first + j0 + j);
-        for (int64_t e = 0; e < d; ++e) {
-            float* to = out + e * kBlock + j0;
-            for (int j = 0; j < count; ++j) to[j] = to_float(rows[j][e]);
-            for (int j = count; j < 16 && j0 + j < kBlock; ++j) to[j] = 0.0f;
-        }
+        for (int64_t j = 0; j < 16; ++j) rows[j] = j0 + j < n ? from.row(first + j0 + j) : zeros;
+        int64_t e = 0;
+#if defined(__AVX512F__)
+        for (; e + 16 <= d; e += 16) transpose16(rows, e, out + e * kBlock + j0);
+#endif
+        for (; e < d; ++e)
+            for (int j = 0; j < 16; ++j) out[e * kBlock + j0 + j] = to_float(rows[j][e]);
     }
 }
-// Rows [first, first + n) as they are: out[n][wide], columns from d on are zero.
-template <class Source> void load_rows(const Source& from, int64_t first, int64_t n, int64_t d, int64_t wide, float* out) {
+// Rows [first, first + n) as they are: out[n][row_stride(d)], columns from d on are zero.
+template <class Source> void load_rows(const Source& from, int64_t first, int64_t n, int64_t d, float* out) {
+    const int64_t stride = row_stride(d);
     for (int64_t j = 0; j < n; ++j) {
         const auto* src = from.row(first + j);
-        float* to = out + j * wide;
+        float* to = out + j * stride;
         for (int64_t e = 0; e < d; ++e) to[e] = to_float(src[e]);
-        for (int64_t e = d; e < wide; ++e) to[e] = 0.0f;
+        for (int64_t e = d; e < stride; ++e) to[e] = 0.0f;
     }
 }
-// Rows [first, first + n) in groups of kRows: out[group][D][kRows], rows past n are zero.
-template <class T> void load_packed(const Queries<T>& from, int64_t first, int64_t n, int64_t d, float* out) {
-    for (int64_t g = 0; g * kRows < n; ++g)
-        for (int i = 0; i < kRows; ++i) {
-            const int64_t r = g * kRows + i;
-            const T* src = r < n ? from.row(first + r) : nullptr;
-            float* to = out + g * d * kRows + i;
-            for (int64_t e = 0; e < d; ++e) to[e * kRows] = src ? to_float(src[e]) : 0.0f;
-        }
-}
-
-// s[kRows][kBlock] = the chains over d of packed rows against columns [D][kBlock], the first n of them.
-inline void scores(int rows, const float* packed, const float* columns, int64_t d, int64_t n, float* s) {
+// s[rows][kBlock] = the chains over d of rows [rows][row_stride(d)] against columns [D][kBlock], the first n of them.
+inline void scores(int rows, const float* a, const float* columns, int64_t d, int64_t n, float* s) {
     const int64_t wide = (n + kCols - 1) / kCols * kCols;
-    for (int i = 0; i < kRows; ++i) std::memset(s + i * kBlock, 0, wide * sizeof(float));
-    chain_tile<1, kRows>(rows, packed, columns, kBlock, s, kBlock, wide, d);
+    for (int i = 0; i < rows; ++i) std::memset(s + i * kBlock, 0, wide * sizeof(float));
+    switch (row_stride(d)) {      // a constant stride lets the tile address its rows from one register
+        case 32: return chain_tile<32, 1>(rows, a, columns, kBlock, s, kBlock, wide, d);
+        case 64: return chain_tile<64, 1>(rows, a, columns, kBlock, s, kBlock, wide, d);
+        case 128: return chain_tile<128, 1>(rows, a, columns, kBlock, s, kBlock, wide, d);
+        default: return chain_tile<256, 1>(rows, a, columns, kBlock, s, kBlock, wide, d);
+    }
 }
 
 // The keys [lo, hi) of block [first, first + n) that position `at` sees, relative to the block; lo <= hi.
@@ -197,32 +241,31 @@ inline void merge(float* o, float* top, const float* o_split, float top_split, i
 template <class T>
 void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const Tokens<T>& v, int64_t past, int64_t r0,
                   int64_t r1, T* out, float* lse) {
-    const int64_t d = s.d, wide = padded(d), rows = r1 - r0, groups = (rows + kRows - 1) / kRows;
-    const int64_t all = groups * kRows;
-    Scratch& scratch = Scratch::of_thread(all * d + kBlock * d + kBlock * wide + kRows * kBlock + 2 * all * wide + 3 * all);
-    float* packed = scratch.take(all * d);
+    const int64_t d = s.d, wide = padded(d), stride = row_stride(d), rows = r1 - r0, groups = (rows + kRows - 1) / kRows;
+    Scratch& scratch = Scratch::of_thread(rows * stride + kBlock * d + kBlock * stride + kRows * kBlock + 2 * rows * wide + 3 * rows);
+    float* query_rows = scratch.take(rows * stride);
     float* columns = scratch.take(kBlock * d);
-    float* values = scratch.take(kBlock * wide);
+    float* values = scratch.take(kBlock * stride);
     float* p = scratch.take(kRows * kBlock);
-    float* acc = scratch.take(all * wide);
-    float* o = scratch.take(all * wide);
-    float* m = scratch.take(all);
-    float* l = scratch.take(all);
-    float* top = scratch.take(all);
+    float* acc = scratch.take(rows * wide);
+    float* o = scratch.take(rows * wide);
+    float* m = scratch.take(rows);
+    float* l = scratch.take(rows);
+    float* top = scratch.take(rows);
     const float none = -std::numeric_limits<float>::infinity();
-    load_packed(q, r0, rows, d, packed);
+    load_rows(q, r0, rows, d, query_rows);
     const auto position = [&](int64_t r) { return past + (r0 + r) / q.group; };
     const int64_t stop = position(rows - 1) + 1;
     const int64_t start = s.window > 0 ? std::max<int64_t>(0, position(0) - s.window + 1) / kBlock * kBlock : 0;
-    std::fill(top, top + all, none);
+    std::fill(top, top + rows, none);
     for (int64_t split = start / s.split * s.split; split < stop; split += s.split) {
-        std::fill(m, m + all, none);
-        std::fill(l, l + all, 0.0f);
-        std::fill(acc, acc + all * wide, 0.0f);
+        std::fill(m, m + rows, none);
+        std::fill(l, l + rows, 0.0f);
+        std::fill(acc, acc + rows * wide, 0.0f);
         for (int64_t first = std::max(split, start); first < std::min(split + s.split, stop); first += kBlock) {
             const int64_t n = std::min(kBlock, stop - first);
             load_columns(k, first, n, d, columns);
-            load_rows(v, first, n, d, wide, values);
+            load_rows(v, first, n, d, values);
             for (int64_t g = 0; g < groups; ++g) {
                 const int count = int(std::min<int64_t>(kRows, rows - g * kRows));
                 int lo[kRows], hi[kRows];
@@ -232,14 +275,14 @@ void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const
                     any |= lo[i] < hi[i];
                 }
                 if (!any) continue;
-                scores(count, packed + g * d * kRows, columns, d, n, p);
+                scores(count, query_rows + g * kRows * stride, columns, d, n, p);
                 for (int i = 0; i < count; ++i) {
                     if (lo[i] >= hi[i]) continue;
                     const int64_t r = g * kRows + i;
                     const float factor = online_softmax<T>(p + i * kBlock, n, lo[i], hi[i], s.scale_log2e, m + r, l + r);
                     for (int64_t e = 0; e < wide; ++e) acc[r * wide + e] *= factor;
                 }
-                chain_ranges<kBlock, 1>(count, p, values, wide, acc + g * kRows * wide, wide, wide, lo, hi);
+                chain_ranges<kBlock, 1>(count, p, values, stride, acc + g * kRows * wide, wide, wide, lo, hi);
             }
         }
         for (int64_t r = 0; r < rows; ++r) {      // close the split
@@ -281,25 +324,23 @@ template <class T>
 void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& dout, const Queries<T>& out,
                        const float* lse, const Tokens<T>& k, const Tokens<T>& v, int64_t queries, int64_t keys, float scale,
                        T* dq, T* dk, T* dv) {
-    const int64_t d = s.d, wide = padded(d), rows = queries * q.group, past = keys - queries;
-    const int64_t key_groups = (kBlock + kRows - 1) / kRows, tile = kTileRows, all = rows + kRows;
-    Scratch& scratch = Scratch::of_thread(all * wide + 2 * rows + 2 * kBlock * d + kBlock * wide + 2 * key_groups * kRows * wide +
-                                          2 * tile * d + 2 * tile * wide + 2 * (tile * kBlock + kRows));
-    float* dq_sum = scratch.take(all * wide);
+    const int64_t d = s.d, wide = padded(d), stride = row_stride(d), rows = queries * q.group, past = keys - queries;
+    const int64_t tile = kTileRows;
+    Scratch& scratch = Scratch::of_thread(rows * wide + 2 * rows + 2 * kBlock * d + kBlock * stride + 2 * kBlock * wide +
+                                          2 * tile * stride + 2 * tile * kBlock);
+    float* dq_sum = scratch.take(rows * wide);
     float* delta = scratch.take(rows);
     float* top = scratch.take(rows);
     float* k_columns = scratch.take(kBlock * d);
     float* v_columns = scratch.take(kBlock * d);
-    float* k_rows = scratch.take(kBlock * wide);
-    float* dk_sum = scratch.take(key_groups * kRows * wide);
-    float* dv_sum = scratch.take(key_groups * kRows * wide);
-    float* q_packed = scratch.take(tile * d);
-    float* dout_packed = scratch.take(tile * d);
-    float* q_rows = scratch.take(tile * wide);
-    float* dout_rows = scratch.take(tile * wide);
-    float* p = scratch.take(tile * kBlock + kRows);     // keys are read in groups of kRows, past the last one too
-    float* ds = scratch.take(tile * kBlock + kRows);
-    std::fill(dq_sum, dq_sum + all * wide, 0.0f);
+    float* k_rows = scratch.take(kBlock * stride);
+    float* dk_sum = scratch.take(kBlock * wide);
+    float* dv_sum = scratch.take(kBlock * wide);
+    float* q_rows = scratch.take(tile * stride);
+    float* dout_rows = scratch.take(tile * stride);
+    float* p = scratch.take(tile * kBlock);
+    float* ds = scratch.take(tile * kBlock);
+    std::fill(dq_sum, dq_sum + rows * wide, 0.0f);
     for (int64_t r = 0; r < rows; ++r) {
         const T *a = dout.row(r), *b = out.row(r);
         delta[r] = row_dot(d, [&](int64_t e) { return to_float(a[e]); }, [&](int64_t e) { return to_float(b[e]); });
@@ -309,29 +350,27 @@ void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& do
         const int64_t n = std::min(kBlock, keys - first);
         load_columns(k, first, n, d, k_columns);
         load_columns(v, first, n, d, v_columns);
-        load_rows(k, first, n, d, wide, k_rows);
-        std::fill(dk_sum, dk_sum + key_groups * kRows * wide, 0.0f);
-        std::fill(dv_sum, dv_sum + key_groups * kRows * wide, 0.0f);
+        load_rows(k, first, n, d, k_rows);
+        std::fill(dk_sum, dk_sum + kBlock * wide, 0.0f);
+        std::fill(dv_sum, dv_sum + kBlock * wide, 0.0f);
         const int64_t end = s.window > 0 ? std::min(rows, (first + n - 1 + s.window - past) * q.group) : rows;
         for (int64_t r0 = std::max<int64_t>(0, first - past) * q.group; r0 < end; r0 += tile) {
             const int64_t count = std::min(tile, end - r0);
-            load_packed(q, r0, count, d, q_packed);
-            load_packed(dout, r0, count, d, dout_packed);
-            load_rows(q, r0, count, d, wide, q_rows);
-            load_rows(dout, r0, count, d, wide, dout_rows);
+            load_rows(q, r0, count, d, q_rows);
+            load_rows(dout, r0, count, d, dout_rows);
             for (int64_t i0 = 0; i0 < count; i0 += kRows) {
                 const int some = int(std::min<int64_t>(kRows, count - i0));
                 int lo[kRows], hi[kRows];
                 float *p_rows = p + i0 * kBlock, *ds_rows = ds + i0 * kBlock;
-                scores(some, q_packed + i0 * d, k_columns, d, n, p_rows);
-                scores(some, dout_packed + i0 * d, v_columns, d, n, ds_rows);
+                scores(some, q_rows + i0 * stride, k_columns, d, n, p_rows);
+                scores(some, dout_rows + i0 * stride, v_columns, d, n, ds_rows);
                 for (int i = 0; i < some; ++i) {
                     const int64_t r = r0 + i0 + i;
                     visible(past + r / q.group, s.window, first, n, lo + i, hi + i);
                     gradients_of_scores<T>(p_rows + i * kBlock, ds_rows + i * kBlock, n, lo[i], hi[i], s.scale_log2e, top[r],
                                            delta[r]);
                 }
-                chain_ranges<kBlock, 1>(some, ds_rows, k_rows, wide, dq_sum + (r0 + i0) * wide, wide, wide, lo, hi);
+                chain_ranges<kBlock, 1>(some, ds_rows, k_rows, stride, dq_sum + (r0 + i0) * wide, wide, wide, lo, hi);
             }
             for (int64_t j0 = 0; j0 < n; j0 += kRows) {
                 const int some = int(std::min<int64_t>(kRows, n - j0));
@@ -341,8 +380,8 @@ void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& do
                     lo[j] = int(std::min(count, std::max<int64_t>(0, from)));
                     hi[j] = s.window > 0 ? int(std::min(count, std::max<int64_t>(lo[j], from + s.window * q.group))) : int(count);
                 }
-                chain_ranges<1, kBlock>(some, ds + j0, q_rows, wide, dk_sum + j0 * wide, wide, wide, lo, hi);
-                chain_ranges<1, kBlock>(some, p + j0, dout_rows, wide, dv_sum + j0 * wide, wide, wide, lo, hi);
+                chain_ranges<1, kBlock>(some, ds + j0, q_rows, stride, dk_sum + j0 * wide, wide, wide, lo, hi);
+                chain_ranges<1, kBlock>(some, p + j0, dout_rows, stride, dv_sum + j0 * wide, wide, wide, lo, hi);
             }
         }
         for (int64_t j = 0; j < n; ++j)
