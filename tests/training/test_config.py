@@ -1,0 +1,149 @@
+"""Settings: sources and their order, unknown keys with the nearest one, and combinations that make no sense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlkernel.data.errors import InputError
+from rlkernel.training.config import Settings, clip_range, dotted_keys, nearest, resolve, to_yaml
+
+FILE = {"model.path": "m", "data.train": "d.jsonl", "rewards": ["r.py:f"]}
+
+
+def test_nothing_given_means_the_built_in_task() -> None:
+    settings = resolve("grpo")
+    assert settings.data.task == "arithmetic" and settings.model.path is None and not settings.rewards
+    assert resolve("sft").data.task == "arithmetic"
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("optimizer: {lr: 1.0e-3, eps: 1.0e-6}\nrun: {seed: 1}\ntrain: {steps: 7}\n")
+    settings = resolve("grpo", file=file, options={**FILE, "run.seed": 2}, overrides=["run.seed=3", "optimizer.lr=1e-4"])
+    assert (settings.run.seed, settings.optimizer.lr, settings.optimizer.eps, settings.train.steps) == (3, 1e-4, 1e-6, 7)
+    wish = next(iter(resolve("grpo").model_dump(mode="json")))
+    assert wish == "algorithm"
+
+
+def test_the_tasks_wishes_stand_below_the_users() -> None:
+    from rlkernel.data.tasks import load_task
+
+    wishes = load_task("arithmetic").defaults()
+    plain = resolve("grpo")
+    for key, value in wishes.items():
+        found: object = plain
+        for name in key.split("."):
+            found = getattr(found, name)
+        assert found == value, key
+    assert resolve("grpo", overrides=["rollout.group_size=2"]).rollout.group_size == 2
+
+
+def test_the_resolved_yaml_reads_back_equal(tmp_path: Path) -> None:
+    settings = resolve("grpo", options=FILE, overrides=["loss.clip_high=null", "optimizer.betas=[0.8, 0.9]"])
+    file = tmp_path / "c.yaml"
+    file.write_text(to_yaml(settings))
+    assert resolve("grpo", file=file) == settings
+    assert clip_range(settings.loss.clip_high) == float("inf")
+
+
+def test_the_resolved_yaml_of_the_default_run_reads_back_equal(tmp_path: Path) -> None:
+    for algorithm in ("grpo", "sft"):
+        file = tmp_path / f"{algorithm}.yaml"
+        file.write_text(to_yaml(resolve(algorithm)))
+        assert resolve(algorithm, file=file) == resolve(algorithm)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("optimizer.lrr", "optimizer.lr"),
+        ("lr", "optimizer.lr"),
+        ("rollout.grup_size", "rollout.group_size"),
+        ("group_size", "rollout.group_size"),
+        ("train.learning_rate_schedule", None),
+        ("data.trian", "data.train"),
+        ("engine.page_sise", "engine.page_size"),
+    ],
+)
+def test_an_unknown_key_suggests_the_nearest(key: str, meant: str | None) -> None:
+    with pytest.raises(InputError) as caught:
+        resolve("grpo", options=FILE, overrides=[f"{key}=1"])
+    assert f"unknown setting {key!r}" in str(caught.value)
+    if meant is not None:
+        assert f"did you mean {meant}?" in str(caught.value)
+
+
+def test_unknown_keys_in_files_and_in_lists(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("rollout:\n  temprature: 1\n")
+    with pytest.raises(InputError, match=r"c\.yaml: unknown setting 'rollout.temprature'; did you mean rollout.temperature"):
+        resolve("grpo", file=file)
+    with pytest.raises(InputError, match=r"'rewards\[0\].wieght'; did you mean rewards\[0\].weight"):
+        resolve("grpo", options=FILE, overrides=["rewards=[{function: a, wieght: 2}]"])
+    assert nearest("zzz.qqqqqqqq") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.steps"], "expected key=value"),
+        (["=3"], "expected key=value"),
+        (["train.steps="], "the value is empty"),
+        (["train.steps=[1"], "the value is not YAML"),
+        (["train.steps=abc"], "setting train.steps: input should be a valid integer"),
+        (["train.steps=0"], "setting train.steps: input should be greater than or equal to 1"),
+        (["optimizer.lr=nan"], "setting optimizer.lr"),
+        (["optimizer.betas=[0.9, 1.5]"], r"both must lie in \[0, 1\)"),
+        (["optimizer=3"], "setting optimizer"),
+        (["run.seed.x=3"], "setting run.seed"),
+        (["run.seed=1", "run.seed.x=3"], "run.seed is a value"),
+        (["loss.type=ppo"], "setting loss.type: input should be 'grpo'"),
+        (["rollout.temperature=0"], "setting rollout.temperature: input should be greater than 0"),
+        (["data.task=arithmetic"], "exclude each other"),
+        (["data.train=null"], "no data"),
+        (["model.path=null"], "model.path is missing"),
+        (["rewards=[]"], "no reward"),
+        (["model.config={hidden_size: 3}"], "it has no effect"),
+        (["warmup.steps=3"], "warmup.steps needs warmup.data"),
+        (["rollout.group_size=1"], "rollout.group_size=1 with advantages.mode=group makes every advantage zero"),
+        (["rollout.group_size=1", "advantages.mode=batch"], "every advantage zero"),
+        (["train.minibatches=999"], "train.minibatches=999 exceeds the 128 completions"),
+        (["loss.tis_cap=2"], "set loss.old_policy=scored"),
+        (["loss.clip_dual=1.1"], "must exceed 1"),
+        (["loss.clip_dual=3", "loss.clip_high=null"], "must exceed 1"),
+        (["loss.clip_dual=3", "loss.type=cispo"], "no dual clip"),
+        (["algorithm=sft"], "the command trains 'grpo'"),
+    ],
+)
+def test_bad_settings_are_errors(words: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        resolve("grpo", options=FILE, overrides=words)
+
+
+def test_a_group_of_one_is_fine_without_a_baseline() -> None:
+    assert resolve("grpo", options=FILE, overrides=["rollout.group_size=1", "advantages.mode=none"])
+
+
+def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read"):
+        resolve("grpo", file=tmp_path / "absent.yaml")
+    for text, message in (("a: [1", "is not YAML"), ("- 1", "must hold a mapping, got list|must hold a mapping of settings")):
+        file = tmp_path / "c.yaml"
+        file.write_text(text)
+        with pytest.raises(InputError, match=message):
+            resolve("grpo", file=file)
+    (tmp_path / "e.yaml").write_text("")
+    assert resolve("grpo", file=tmp_path / "e.yaml") == resolve("grpo")
+    with pytest.raises(InputError, match="setting data.task: task 'chess' does not exist"):
+        resolve("grpo", overrides=["data.task=chess"])
+
+
+def test_every_setting_is_described_and_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "training.md").read_text(encoding="utf-8")
+    for key, description in dotted_keys():
+        assert description, key
+        assert f"`{key}`" in page, f"docs/guides/training.md does not name {key}"
+    assert set(yaml.safe_load(to_yaml(resolve("grpo")))) == set(Settings.model_fields)

@@ -1,0 +1,97 @@
+"""The run folder: made new, never reused, writable or an error, strict JSON in it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rlkernel.data.errors import InputError
+from rlkernel.training.config import resolve
+from rlkernel.training.run import Run, default_output, new_folder, peak_memory_mib, read_jsonl
+
+
+def test_a_taken_folder_is_never_reused(tmp_path: Path) -> None:
+    wanted = tmp_path / "runs" / "a"
+    assert new_folder(wanted) == wanted
+    assert new_folder(wanted) == wanted, "an empty folder may be used"
+    (wanted / "x").write_text("")
+    assert new_folder(wanted) == tmp_path / "runs" / "a-2"
+    (tmp_path / "runs" / "a-2" / "x").write_text("")
+    assert new_folder(wanted) == tmp_path / "runs" / "a-3"
+    (tmp_path / "runs" / "b").write_text("a file")
+    assert new_folder(tmp_path / "runs" / "b") == tmp_path / "runs" / "b-2"
+
+
+def test_a_read_only_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("rlkernel.training.run.tempfile.TemporaryFile", refuse)
+    with pytest.raises(InputError, match=r"is not writable \(Read-only file system\); choose another with --output"):
+        new_folder(tmp_path / "run")
+
+
+def test_a_place_that_cannot_hold_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is not writable"):
+        new_folder(tmp_path / "file" / "run")
+    with pytest.raises(InputError, match="is not writable"):
+        new_folder("/proc/run")
+
+
+def test_metrics_are_strict_json_with_the_contract(tmp_path: Path) -> None:
+    settings = resolve("grpo", options={"run.output": str(tmp_path / "r")})
+    with Run(settings, "rlk-1") as run:
+        run.log(1, {"reward": 0.5, "bad": float("nan"), "nested": {"x": [float("inf")]}})
+    text = (run.folder / "metrics.jsonl").read_text()
+    assert json.loads(text) == {"step": 1, "contract": "rlk-1", "reward": 0.5, "bad": None, "nested": {"x": [None]}}
+    assert read_jsonl(run.folder / "metrics.jsonl") == [json.loads(text)]
+    assert read_jsonl(run.folder / "absent.jsonl") == []
+    assert (run.folder / "config.yaml").exists()
+
+
+def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
+    run = Run(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-1")
+    run.abandon()
+    assert not (tmp_path / "r").exists()
+
+
+def test_names_of_runs() -> None:
+    assert default_output(resolve("grpo")) == "runs/grpo-arithmetic"
+    assert default_output(resolve("grpo", options={"run.backend": "torch"})) == "runs/grpo-arithmetic-torch"
+    files = {"model.path": "models/Tiny-1B/", "data.train": "d.jsonl"}
+    assert default_output(resolve("sft", options=files)) == "runs/sft-Tiny-1B"
+    assert peak_memory_mib("cpu") > 1
+
+
+def test_tensorboard_without_its_package_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    settings = resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True})
+    with pytest.raises(InputError, match=r"pip install 'rlkernel\[tensorboard\]'"):
+        Run(settings, "rlk-1")
+    assert not (tmp_path / "r").exists()
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path / "r" / "tensorboard")
+
+        def add_scalar(self, key: str, value: float, step: int) -> None:
+            written.append((key, value, step))
+
+        def close(self) -> None:
+            written.append(("closed", 0.0, 0))
+
+    monkeypatch.setattr("rlkernel.training.run._tensorboard_writer", lambda: Writer)
+    with Run(resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True}), "rlk-1") as run:
+        run.log(2, {"reward": 0.5, "text": "x", "flag": True})
+    assert written == [("reward", 0.5, 2), ("closed", 0.0, 0)]
