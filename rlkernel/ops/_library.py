@@ -74,7 +74,9 @@ def weight_grad(parameter: Tensor, accumulate: Callable[[Tensor], None]) -> Tens
 
     Where the parameter has a `main_grad` (fp32, its shape; Megatron's name), that buffer is continued and autograd
     gets None: splitting a batch into micro-batches then leaves the chain of additions, and the bits, unchanged.
-    Otherwise a fresh buffer is returned in the parameter's dtype.
+    Otherwise a fresh buffer is returned in the parameter's dtype. `parameter` must be the forward's own tensor, kept as
+    `ctx.weight`: what `ctx.saved_tensors` returns is a copy without attributes where saved-tensor hooks are active, as
+    under activation checkpointing.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:

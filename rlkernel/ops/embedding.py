@@ -15,12 +15,13 @@ from rlkernel.ops._library import check, define, is_stock, weight_grad
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    ids, ctx.weight = inputs
+    ctx.save_for_backward(ids)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
-    ids, weight = ctx.saved_tensors
-    return None, weight_grad(weight, lambda g: _wgrad(g, dy, ids))
+    (ids,) = ctx.saved_tensors
+    return None, weight_grad(ctx.weight, lambda g: _wgrad(g, dy, ids))
 
 
 _wgrad = define(

@@ -22,16 +22,17 @@ def _fake(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, _, dgrad_chunks, _ = inputs
-    ctx.save_for_backward(x, weight, bias)
+    ctx.save_for_backward(x, weight)
+    ctx.weight, ctx.bias = weight, bias
     ctx.dgrad_chunks = dgrad_chunks
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, bias = ctx.saved_tensors
+    x, weight = ctx.saved_tensors
     dy = dy.to(x.dtype).contiguous()
     dx = _dgrad(dy, weight, ctx.dgrad_chunks) if ctx.needs_input_grad[0] else None
-    dw = weight_grad(weight, lambda g: _wgrad(g, dy, x)) if ctx.needs_input_grad[1] else None
-    db = weight_grad(bias, lambda g: _bgrad(g, dy)) if ctx.needs_input_grad[2] else None
+    dw = weight_grad(ctx.weight, lambda g: _wgrad(g, dy, x)) if ctx.needs_input_grad[1] else None
+    db = weight_grad(ctx.bias, lambda g: _bgrad(g, dy)) if ctx.needs_input_grad[2] else None
     return dx, dw, db, None, None, None
 
 

@@ -21,6 +21,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)  # a loss that uses logp alone gives no gradient for entropy
     ctx.mark_non_differentiable(lse, stats)
     ctx.save_for_backward(*inputs, stats, entropy)
+    ctx.weight = inputs[1]
 
 
 def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -33,7 +34,7 @@ def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None)
     def accumulate(grad: Tensor | None) -> None:
         dhidden.append(_grad(grad, hidden, weight, *rest, dlogp, dentropy, needs_input))
 
-    dweight = weight_grad(weight, accumulate) if needs_weight else accumulate(None)
+    dweight = weight_grad(ctx.weight, accumulate) if needs_weight else accumulate(None)
     return dhidden[0] if needs_input else None, dweight, None, None, None
 
 

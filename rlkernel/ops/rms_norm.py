@@ -17,18 +17,20 @@ from rlkernel.ops._library import check, define, is_stock, weight_grad
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)
+    ctx.weight = weight
 
 
 def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, _, weight, ctx.eps = inputs
     ctx.set_materialize_grads(False)  # the last norm's r is unused; a zero gradient for it would be a pass over memory
     ctx.save_for_backward(output[1], weight)
+    ctx.weight = weight
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     dx = _dgrad(dy, None, x, weight, ctx.eps) if ctx.needs_input_grad[0] else None
-    dw = weight_grad(weight, lambda g: _wgrad(g, dy, x, ctx.eps)) if ctx.needs_input_grad[1] else None
+    dw = weight_grad(ctx.weight, lambda g: _wgrad(g, dy, x, ctx.eps)) if ctx.needs_input_grad[1] else None
     return dx, dw, None
 
 
@@ -37,7 +39,7 @@ def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tenso
     if dy is None:
         return dr, dr, None, None
     dx = _dgrad(dy, dr, r, weight, ctx.eps) if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
-    dw = weight_grad(weight, lambda g: _wgrad(g, dy, r, ctx.eps)) if ctx.needs_input_grad[2] else None
+    dw = weight_grad(ctx.weight, lambda g: _wgrad(g, dy, r, ctx.eps)) if ctx.needs_input_grad[2] else None
     return dx, dx, dw, None
 
 
