@@ -183,7 +183,7 @@ class Trainer:
                     with self._time("backward"):
                         loss.backward()
                         self.optimizer.gather()
-                    stats.append({"loss": float(loss), **{name: float(value) for name, value in stat.items()}})
+                    stats.append({"loss": float(loss.detach()), **{name: float(value) for name, value in stat.items()}})
                 self._require(exact, step)
                 with self._time("optimizer"):
                     if learns:
