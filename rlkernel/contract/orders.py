@@ -89,8 +89,14 @@ ORDERS: dict[str, Order] = {
         Order(
             "policy_loss",
             f"elementwise fp32; sums per sequence and per batch over segments of {SEGMENT} tokens from the first "
-            "token of each, two passes, no atomics",
+            f"token of each (GPU: {SEGMENT} lanes, tokens ascending, folded in halves), two passes, no atomics",
             "number of programs",
+        ),
+        Order(
+            "group_advantages",
+            "elementwise fp32 on differences to the group's first reward; 16-lane row sums; the same bits on every "
+            "device",
+            "other groups (mode batch excepted)",
         ),
     )
 }
