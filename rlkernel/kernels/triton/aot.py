@@ -30,7 +30,18 @@ TARGETS: dict[str, GPUTarget] = {
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx90a": 65536}
 """Bytes of shared memory that one block may have."""
 
-MODULES = ("common", "linear", "embedding", "rms_norm", "rope", "swiglu", "policy_loss")
+MODULES = (
+    "common",
+    "linear",
+    "embedding",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "logprob",
+    "linear_logprob",
+    "sample",
+    "policy_loss",
+)
 """Modules of this package that have kernels; each has a tuple `AOT`."""
 
 

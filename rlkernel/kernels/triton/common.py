@@ -39,14 +39,11 @@ def exp(x):
 
 
 @triton.jit
-def log2(x):
-    """log2 of positive normal fp32 numbers; +0 gives -inf, inf gives inf. The twin of `reference/arith.py`.
+def log2_parts(r, exponent):
+    """exponent + log2(1 + r) on sqrt(1/2) <= 1 + r < sqrt(2); the twin of that in `reference/arith.py`.
 
     The hardware's logarithm has an absolute error near 1, where Gumbel noise needs a relative one.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F3504F3) >> 23
-    r = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
     p = tl.fma(-0.11020159721374512, r, 0.18631209433078766)
     p = tl.fma(p, r, -0.19102497398853302)
     p = tl.fma(p, r, 0.2045752853155136)
@@ -56,7 +53,22 @@ def log2(x):
     p = tl.fma(p, r, 0.4808982014656067)
     p = tl.fma(p, r, -0.7213473320007324)
     p = tl.fma(p, r, 1.4426950216293335)
-    out = tl.fma(r, p, exponent.to(tl.float32))
+    return tl.fma(r, p, exponent)
+
+
+@triton.jit
+def log2_split(x):
+    """(r, exponent) with x = 2^exponent * (1 + r), for positive normal fp32 x; exponent int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    return (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0, exponent
+
+
+@triton.jit
+def log2(x):
+    """log2 of positive normal fp32 numbers; +0 gives -inf, inf gives inf."""
+    r, exponent = log2_split(x)
+    out = log2_parts(r, exponent.to(tl.float32))
     out = tl.where(x == 0.0, float("-inf"), out)
     return tl.where(x == float("inf"), x, out)
 

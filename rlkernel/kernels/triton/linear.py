@@ -227,11 +227,15 @@ class Tile(NamedTuple):
 
 @functools.cache
 def _shared_limit(device: int) -> int:
-    """Bytes of shared memory that a block may have on this GPU."""
-    if IS_HIP:
-        return 65536
     found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return int(found) or 101376
+
+
+def shared_limit(t: Tensor) -> int:
+    """Bytes of shared memory that a block may have on the tensor's GPU."""
+    if IS_HIP or not t.is_cuda:  # the CPU is the interpreter's
+        return 65536
+    return _shared_limit(t.device.index)
 
 
 def fit(tile: Tile, span: int, element_size: int, limit: int) -> Tile:
@@ -249,8 +253,8 @@ def fit(tile: Tile, span: int, element_size: int, limit: int) -> Tile:
 def forward_tile(m: int, n: int, element_size: int, chunks: int, limit: int) -> Tile:
     """Schedule of an [m, n] product of `chunks` chunks: few rows want many programs, many rows want large tiles.
 
-    Each level of the tree keeps one more tile in registers; GPUs with `limit` bytes of shared memory below Hopper's
-    also read their operands through registers, and take the smaller tile sooner.
+    Each level of the tree keeps one more tile in registers. GPUs before Hopper, told by `limit` (bytes of shared
+    memory), also pass their operands through registers and take the smaller tile sooner.
     """
     if element_size == 4:
         tile = Tile(16, 64, 16, 4, 3) if m <= 16 else Tile(64, 64, 16, 8, 3)
@@ -262,7 +266,7 @@ def forward_tile(m: int, n: int, element_size: int, chunks: int, limit: int) -> 
         tile = Tile(64, 64, 128, 4, 4)
     elif m <= 128:
         tile = Tile(128, 64, 64, 4, 4)
-    elif chunks == 1 and triton.cdiv(m, 128) * triton.cdiv(n, 256) >= 128:
+    elif chunks == 1 and limit > 200_000 and triton.cdiv(m, 128) * triton.cdiv(n, 256) >= 128:
         tile = Tile(128, 256, 64, 8, 3)
     elif chunks <= 2 or (chunks <= 4 and limit > 200_000):
         tile = Tile(128, 128, 64, 8, 3)
@@ -319,7 +323,7 @@ def gemm(
     a, b = strided(a), strided(b)
     bias = None if bias is None else bias.contiguous()
     span = k // chunks
-    limit = _shared_limit(a.device.index) if a.is_cuda else 1 << 17
+    limit = shared_limit(a)
     tile = fit(tile or forward_tile(m, n, a.element_size(), chunks, limit), span, a.element_size(), limit)
     levels = (chunks // tile.split).bit_length() - 1
     with on_device(a):
@@ -365,8 +369,7 @@ def linear_wgrad_(grad: Tensor, dy: Tensor, x: Tensor, tile: Tile | None = None)
     if tokens == 0 or grad.numel() == 0:
         return
     dy, x = strided(dy), strided(x)
-    limit = _shared_limit(dy.device.index) if dy.is_cuda else 1 << 17
-    tile = fit(tile or wgrad_tile(n, k, dy.element_size()), WGRAD_TOKENS, dy.element_size(), limit)
+    tile = fit(tile or wgrad_tile(n, k, dy.element_size()), WGRAD_TOKENS, dy.element_size(), shared_limit(dy))
     with on_device(dy):
         wgrad_kernel[(triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n),)](
             dy, x, grad, tokens, n, k, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),

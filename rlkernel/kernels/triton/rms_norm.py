@@ -139,9 +139,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     if x.numel():
         grid, meta = _shape(*x.shape)
         with on_device(x):
-            rms_norm_kernel[grid](
-                x, residual, weight, y, r, x.shape[0], eps, HAS_RESIDUAL=residual is not None, **meta
-            )
+            rms_norm_kernel[grid](x, residual, weight, y, r, x.shape[0], eps, HAS_RESIDUAL=residual is not None, **meta)
     return y, r
 
 
