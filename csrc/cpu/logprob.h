@@ -18,6 +18,7 @@ static inline bool is_kept(const uint32_t* kept, int64_t v) { return !kept || (k
 // `kept` points at the tile's own words, or is null.
 template <class T> RLK_INLINE int load_tile(const T* x, int n, float inv, const uint32_t* kept, float* z) {
     const int padded = (n + kLanes - 1) / kLanes * kLanes;
+#pragma omp simd
     for (int i = 0; i < n; ++i) z[i] = to_float(x[i]) * inv;
     for (int i = n; i < padded; ++i) z[i] = -kInf;
     if (!kept) return padded;
@@ -31,22 +32,18 @@ template <class T> RLK_INLINE int load_tile(const T* x, int n, float inv, const 
 // Statistics of one tile: exact maximum (-inf: empty; NaN: a NaN or +inf inside), sum of p, sum of p * -d.
 struct Tile { float m, s, e; };
 RLK_INLINE Tile tile_stats(const float* z, int padded) {
-    float top[kLanes];
-    int32_t bad[kLanes] = {};
-    for (int j = 0; j < kLanes; ++j) top[j] = -kInf;
-    for (int i = 0; i < padded; i += kLanes)
-        for (int j = 0; j < kLanes; ++j) {
-            float v = z[i + j];
-            top[j] = v > top[j] ? v : top[j];
-            bad[j] |= v < kInf ? 0 : 1;
-        }
-    float m = top[0];
-    int32_t any = bad[0];
-    for (int j = 1; j < kLanes; ++j) { m = top[j] > m ? top[j] : m; any |= bad[j]; }
-    if (any) return {kNan, 0.0f, 0.0f};
+    float m = -kInf;
+    int32_t bad = 0;
+#pragma omp simd reduction(max : m) reduction(| : bad)
+    for (int i = 0; i < padded; ++i) {
+        m = z[i] > m ? z[i] : m;
+        bad |= z[i] < kInf ? 0 : 1;
+    }
+    if (bad) return {kNan, 0.0f, 0.0f};
     if (m == -kInf) return {m, 0.0f, 0.0f};
     const int32_t one = int32_t(as_bits(1.0f));
     int32_t s = 0, e = 0;
+#pragma omp simd reduction(+ : s, e)
     for (int i = 0; i < padded; ++i) {
         float d = z[i] - m;
         float p = exp(d);
@@ -121,6 +118,7 @@ static void logit_grads(const Upstream& up, int64_t t, const T* x, int64_t v0, i
     const int64_t y = up.targets[t] - v0;
     const bool inside = y >= 0 && y < n;
     const O target = inside ? grad(to_float(x[y]), 1.0f) : from_float<O>(0.0f);
+#pragma omp simd
     for (int64_t i = 0; i < n; ++i) out[i] = grad(to_float(x[i]), 0.0f);
     if (inside) out[y] = target;
     if (const uint32_t* kept = up.row_kept(t))

@@ -19,7 +19,7 @@ struct Key {
         const uint32_t words[4] = {uint32_t(s), uint32_t(s >> 32), uint32_t(p), uint32_t(p >> 32)};
         for (int i = 0; i < 4; ++i) { a = mix(a ^ words[i]); b = mix(b ^ words[3 - i]); }
     }
-    RLK_INLINE uint32_t hash(Key key, uint32_t token) { return mix(mix(token ^ key.a) + key.b); }
+    inline __attribute__((always_inline)) uint32_t hash(uint32_t token) const { return mix(mix(token ^ a) + b); }
 };
 
 // -log(-log(u)), u = (h + 0.5) / 2^32. Above one half 1 - u is the number fp32 can hold.
@@ -95,15 +95,12 @@ static int64_t argmax(const float* z, int64_t V, const uint32_t* kept, bool gree
         const int n = int(std::min<int64_t>(kVocabTile, V - v0));
         float score[kVocabTile];
         const int padded = load_tile(z + v0, n, 1.0f, kept ? kept + v0 / 32 : nullptr, score);
-        float top[kLanes];
-        for (int j = 0; j < kLanes; ++j) top[j] = -kInf;
-        for (int i = 0; i < padded; i += kLanes)
-            for (int j = 0; j < kLanes; ++j) {
-                float x = score[i + j] + (greedy ? 0.0f : gumbel(Key::hash(key, uint32_t(v0 + i + j))));
-                score[i + j] = x;
-                top[j] = x > top[j] ? x : top[j];
-            }
-        const float tile = *std::max_element(top, top + kLanes);
+        if (!greedy)
+#pragma omp simd
+            for (int i = 0; i < padded; ++i) score[i] += gumbel(key.hash(uint32_t(v0) + uint32_t(i)));
+        float tile = -kInf;
+#pragma omp simd reduction(max : tile)
+        for (int i = 0; i < padded; ++i) tile = score[i] > tile ? score[i] : tile;
         if (!(tile > best)) continue;
         best = tile;
         token = v0 + (std::find(score, score + padded, tile) - score);
