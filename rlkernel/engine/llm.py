@@ -278,9 +278,10 @@ class LLM:
         room = self.max_model_len + int(scoring)
         if len(ids) >= room:
             can_rise = self.max_model_len < self.model.config.max_position_embeddings
+            remedy = "shorten it, or raise max_model_len" if can_rise else "shorten it"
             raise PromptTooLongError(
-                f"{where} has {len(ids)} tokens; a context of max_model_len={self.max_model_len} takes at most {room - 1}"
-                f"{'' if scoring else ' and one new token'}: shorten it{', or raise max_model_len' if can_rise else ''}"
+                f"{where} has {len(ids)} tokens; a context of max_model_len={self.max_model_len} takes at most "
+                f"{room - 1}{'' if scoring else ' and one new token'}: {remedy}"
             )
         total = len(ids) if scoring else min(len(ids) + params.max_tokens, self.max_model_len)
         need = ceil_div(total - 1, self.page_size)  # the last token's KV is never computed

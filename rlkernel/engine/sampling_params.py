@@ -60,9 +60,9 @@ class SamplingParams:
     return_kept: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         checks = (
             (
                 "temperature",
@@ -85,6 +85,11 @@ class SamplingParams:
         for name, right, expected in checks:
             if not right:
                 raise ValueError(f"SamplingParams: {name}={getattr(self, name)!r}; expected {expected}")
+        # Python's own numbers from here on: a numpy integer would overflow where seeds are mixed.
+        for name in ("top_k", "max_tokens", "n", "seed"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, int(getattr(self, name)))
+        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
 
     @property
     def filters(self) -> bool:

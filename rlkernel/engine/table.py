@@ -97,7 +97,9 @@ class SequenceTable:
         self.stop_ids[row, : len(stops)] = stops
         self.scoring[row] = sequence.scoring
         self.watched[row] = sequence.watch is not None
-        self.keeps[row] = params.return_kept and filtered
+        # As the sampler sees them: a top_p that rounds to 1 in fp32 keeps all tokens, alone and in any batch.
+        dropping = self.top_k[row] > 0 or self.top_p[row] < 1 or self.min_p[row] > 0
+        self.keeps[row] = params.return_kept and dropping
 
     def store(self, row: int, sequence: Sequence) -> None:
         """Takes tokens and log-probabilities of a row back into the sequence."""
