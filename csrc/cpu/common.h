@@ -81,13 +81,13 @@ RLK_INLINE float log2_parts(float r, float exponent) {
 }
 // Exponent of a positive normal number such that its mantissa lies in [sqrt(1/2), sqrt(2)).
 RLK_INLINE int32_t log2_exponent(float x) { return (int32_t(as_bits(x)) - 0x3f3504f3) >> 23; }
-// log2 of a positive normal number.
+// log2 of a positive normal number; +0 gives -inf, inf and NaN stay.
 RLK_INLINE float log2(float x) {
     int32_t exponent = log2_exponent(x);
     float r = as_float(as_bits(x) - uint32_t(exponent) * (1u << 23)) - 1.0f;
     float out = log2_parts(r, float(exponent));
     out = x == 0.0f ? -std::numeric_limits<float>::infinity() : out;
-    return x == std::numeric_limits<float>::infinity() ? x : out;
+    return (x == std::numeric_limits<float>::infinity()) | (x != x) ? x : out;
 }
 RLK_INLINE float log(float x) { return log2(x) * kLn2; }
 

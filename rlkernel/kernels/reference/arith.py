@@ -95,12 +95,12 @@ def log2_exponent(x: Tensor) -> Tensor:
 
 
 def log2(x: Tensor) -> Tensor:
-    """log2 of positive normal fp32 numbers; +0 gives -inf, inf gives inf."""
+    """log2 of positive normal fp32 numbers; +0 gives -inf, inf and NaN stay."""
     exponent = log2_exponent(x)
     r = (x.contiguous().view(torch.int32) - (exponent << 23)).view(torch.float32) - 1.0
     out = log2_parts(r, exponent.float())
     out = torch.where(x == 0, torch.full_like(out, float("-inf")), out)
-    return torch.where(torch.isposinf(x), x, out)
+    return torch.where(torch.isposinf(x) | torch.isnan(x), x, out)
 
 
 def log(x: Tensor) -> Tensor:
