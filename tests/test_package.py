@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -38,7 +39,13 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_wheel_carries_sources_and_types(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(ROOT)]
+    tree = tmp_path / "tree"  # a copy, since a build leaves folders beside the sources
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        tree.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tree)
+    for name in ("rlkernel", "csrc"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(tree)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
