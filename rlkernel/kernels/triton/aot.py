@@ -112,9 +112,10 @@ def _tool(name: str, flag: str, cubin: bytes) -> str:
     return done.stdout + done.stderr
 
 
-def variants() -> list[Variant]:
-    """Every variant of every module of `MODULES`, in order."""
-    return [v for name in MODULES for v in import_module(f"rlkernel.kernels.triton.{name}").AOT]
+def variants(*modules: str) -> list[Variant]:
+    """Every variant of the named modules, or of all of `MODULES`, in order."""
+    names = modules or MODULES
+    return [v for name in names for v in import_module(f"rlkernel.kernels.triton.{name}").AOT]
 
 
 def compile_variant(variant: Variant, target: str) -> Compiled:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import K_GROUP, WGRAD_TOKENS
-from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.aot import TARGETS, Variant
 from rlkernel.kernels.triton.common import IS_HIP, add_partials_, next_power_of_2, on_device, options
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -396,7 +396,9 @@ def bias_grad_(grad: Tensor, dy: Tensor) -> None:
 # ---- ahead of time -------------------------------------------------------------------------------
 
 
-def _gemm_variant(name: str, kind: str, tile: Tile, chunks: int = 1, bias: bool = False, main: bool = True) -> Variant:
+def _gemm_variant(
+    name: str, kind: str, tile: Tile, chunks: int = 1, bias: bool = False, main: bool = True, skip: tuple[str, ...] = ()
+) -> Variant:
     types = {
         "a": f"*{kind}:16", "b": f"*{kind}:16", "out": f"*{kind}:16", "M": "i32", "N": "i32:16", "SPAN": "i32:16",
         "a_row": "i32:16", "b_col": "i32:16",
@@ -406,7 +408,8 @@ def _gemm_variant(name: str, kind: str, tile: Tile, chunks: int = 1, bias: bool 
         "EVEN": True, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8,
     }  # fmt: skip
     (types if bias else constants)["bias"] = f"*{kind}:16" if bias else None
-    return Variant(name, gemm_kernel, types, constants, tile.warps, tile.stages, matmul=True, main=main)
+    targets = tuple(t for t in TARGETS if t not in skip)
+    return Variant(name, gemm_kernel, types, constants, tile.warps, tile.stages, True, main, targets)
 
 
 def _dgrad_variant(kind: str) -> Variant:
@@ -421,7 +424,7 @@ AOT: tuple[Variant, ...] = (
     _gemm_variant("linear m16", "bf16", Tile(16, 64, 128, 4, 4)),
     _gemm_variant("linear m128 tree8", "bf16", Tile(128, 64, 64, 8, 3), chunks=8, bias=True),
     _gemm_variant("linear m128 tree2", "bf16", Tile(128, 128, 64, 8, 3), chunks=2),
-    _gemm_variant("linear m128 n256", "bf16", Tile(128, 256, 64, 8, 3)),
+    _gemm_variant("linear m128 n256", "bf16", Tile(128, 256, 64, 8, 3), skip=("sm_80",)),
     _gemm_variant("linear m128 fp16", "fp16", Tile(128, 128, 64, 8, 3)),
     _gemm_variant("linear fp32", "fp32", Tile(64, 64, 16, 8, 3), main=False),
     _dgrad_variant("bf16"),
