@@ -5,10 +5,18 @@
 #include "logprob.h"
 using namespace rlk;
 
-// Blocks: kBlockRows x kBlockVocab logits at a time (2 MiB); more rows where the vocabulary is small.
+// Blocks: at most kBlockRows x kBlockVocab logits at a time (2 MiB), twice the rows where the vocabulary is smaller.
 constexpr int64_t kBlockRows = 512, kBlockVocab = 1024;
 static int64_t block_vocab(int64_t V) { return std::min(V, kBlockVocab); }
-static int64_t block_rows(int64_t T, int64_t V) { return std::min(T, kBlockRows * kBlockVocab / block_vocab(V)); }
+static int64_t block_rows(int64_t T, int64_t V) { return std::min(T, block_vocab(V) < kBlockVocab ? 2 * kBlockRows : kBlockRows); }
+
+// Buffers of a calling thread, kept between calls: fresh pages for every call would cost more than a small product.
+// Beside the 2 MiB of logits, a call uses block_rows x (2 C + 4 tiles) numbers.
+static float* scratch(int which, int64_t count) {
+    static thread_local std::vector<float> buffers[3];
+    if (int64_t(buffers[which].size()) < count) buffers[which].resize(count);
+    return buffers[which].data();
+}
 
 // z [rows, n] (stride ld) = x [rows, C] times the rows [v0, v0 + n) of weight, transposed.
 template <class T>
@@ -39,20 +47,20 @@ RLK_API void rlk_linear_logprob(const void* hidden, const void* weight, const in
     const int64_t tiles = vocab_tiles(V), words = (V + 31) / 32;
     const int64_t height = block_rows(T, V), width = block_vocab(V), ld = width + 16;   // + 16: rows not a power of two apart
     const Outputs outputs{logp, entropy, lse, stats};
-    std::vector<float> z(height * ld), folds(height * tiles * 4), target(height);
+    float *z = scratch(0, height * ld), *folds = scratch(1, height * tiles * 4), *target = scratch(2, height);
     dispatch(dtype, [&](auto tag) {
         using W = decltype(tag);
         for (int64_t t0 = 0; t0 < T; t0 += height) {
             const int64_t rows = std::min(height, T - t0);
             for (int64_t v0 = 0; v0 < V; v0 += width) {
                 const int64_t n = std::min(width, V - v0);
-                logits_block(static_cast<const W*>(hidden) + t0 * C, static_cast<const W*>(weight) + v0 * C, z.data(), ld, rows,
+                logits_block(static_cast<const W*>(hidden) + t0 * C, static_cast<const W*>(weight) + v0 * C, z, ld, rows,
                              n, C, threads);
                 parallel_for(rows, 4096 / n, threads, [&](int64_t r) {
                     const int64_t t = t0 + r, y = targets[t] - v0;
                     const float scale = inv ? inv[t] : 1.0f;
-                    const float* x = z.data() + r * ld;
-                    float* m = folds.data() + r * tiles * 4;
+                    const float* x = z + r * ld;
+                    float* m = folds + r * tiles * 4;
                     float *s = m + tiles, *e = s + tiles;
                     if (y >= 0 && y < n) target[r] = x[y] * scale;
                     for (int64_t i = 0; i < n; i += kVocabTile) {
@@ -67,7 +75,7 @@ RLK_API void rlk_linear_logprob(const void* hidden, const void* weight, const in
             }
             parallel_for(rows, 64, threads, [&](int64_t r) {
                 const int64_t t = t0 + r;
-                float* m = folds.data() + r * tiles * 4;
+                float* m = folds + r * tiles * 4;
                 Row row = fold_tiles(tiles, m, m + tiles, m + 2 * tiles, m + 3 * tiles);
                 finish_row(outputs, t, row, target[r], is_kept(kept ? kept + t * words : nullptr, targets[t]));
             });
@@ -92,21 +100,21 @@ RLK_API void rlk_linear_logprob_grad(float* grad, const void* hidden, const void
         const int64_t count = int64_t(active.size());
         if (count == 0) return;
         const int64_t height = block_rows(count, V), width = block_vocab(V), ld = width + 16;
-        std::vector<float> z(height * ld), sums(dx ? height * C : 0);
-        std::vector<W> gathered(height * C);
+        float *z = scratch(0, height * ld), *sums = scratch(1, dx ? height * C : 0);
+        W* gathered = reinterpret_cast<W*>(scratch(2, height * C));
         for (int64_t a0 = 0; a0 < count; a0 += height) {
             const int64_t rows = std::min(height, count - a0);
             const int64_t* at = active.data() + a0;
-            for (int64_t r = 0; r < rows; ++r) std::copy_n(x + at[r] * C, C, gathered.data() + r * C);
-            if (dx) std::fill(sums.begin(), sums.end(), 0.0f);
+            for (int64_t r = 0; r < rows; ++r) std::copy_n(x + at[r] * C, C, gathered + r * C);
+            if (dx) std::fill(sums, sums + rows * C, 0.0f);
             for (int64_t v0 = 0; v0 < V; v0 += width) {
                 const int64_t n = std::min(width, V - v0);
-                logits_block(gathered.data(), w + v0 * C, z.data(), ld, rows, n, C, threads);
+                logits_block(gathered, w + v0 * C, z, ld, rows, n, C, threads);
                 parallel_for(rows, 4096 / n, threads, [&](int64_t r) {
-                    logit_grads<W>(up, at[r], z.data() + r * ld, v0, n, z.data() + r * ld);
+                    logit_grads<W>(up, at[r], z + r * ld, v0, n, z + r * ld);
                 });
-                if (dx) add_product(View<float>{z.data(), ld, 1}, View<W>{w + v0 * C, C, 1}, sums.data(), rows, C, n, threads);
-                if (grad) add_product(View<float>{z.data(), 1, ld}, View<W>{gathered.data(), C, 1}, grad + v0 * C, n, C, rows, threads);
+                if (dx) add_product(View<float>{z, ld, 1}, View<W>{w + v0 * C, C, 1}, sums, rows, C, n, threads);
+                if (grad) add_product(View<float>{z, 1, ld}, View<W>{gathered, C, 1}, grad + v0 * C, n, C, rows, threads);
             }
             if (dx)
                 for (int64_t r = 0; r < rows; ++r)
