@@ -42,26 +42,28 @@ class StepBuffers:
     Args:
         device: where the model is.
         sections: name -> (dtype, elements), laid out in this order; those whose use varies most come last.
+        staged: keep the twin; default where the device is not the CPU.
     """
 
-    def __init__(self, device: torch.device, sections: dict[str, tuple[torch.dtype, int]]) -> None:
+    def __init__(
+        self, device: torch.device, sections: dict[str, tuple[torch.dtype, int]], staged: bool | None = None
+    ) -> None:
         offsets, total = {}, 0
         for name, (dtype, count) in sections.items():
             offsets[name] = total
             total += ceil_div(count * dtype.itemsize, _ALIGN) * _ALIGN
-        self._on_cpu = device.type == "cpu"
-        self._host = torch.empty(total, dtype=torch.uint8, pin_memory=not self._on_cpu)
-        self._device = self._host if self._on_cpu else torch.empty(total, dtype=torch.uint8, device=device)
+        self._staged = device.type != "cpu" if staged is None else staged
+        self._host = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.empty(total, dtype=torch.uint8, device=device) if self._staged else self._host
         self._arrays: dict[str, Array] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._ends = {}
+        self._offsets = {name: (offsets[name], dtype.itemsize) for name, (dtype, _) in sections.items()}
         for name, (dtype, count) in sections.items():
             span = slice(offsets[name], offsets[name] + count * dtype.itemsize)
             self._arrays[name] = self._host[span].view(dtype).numpy()
             self._tensors[name] = self._device[span].view(dtype)
-            self._ends[name] = (offsets[name], dtype.itemsize)
         self._used = 0
-        self._sent = None if self._on_cpu else torch.cuda.Event()
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def begin(self) -> None:
         """Starts a step; waits until the last step's copy to the device has read the buffer."""
@@ -73,16 +75,42 @@ class StepBuffers:
         """Writes `values` into a section; returns the device tensor of that shape, valid after `send`."""
         size = values.size
         self._arrays[name][:size] = values.reshape(-1)
-        offset, itemsize = self._ends[name]
+        offset, itemsize = self._offsets[name]
         self._used = max(self._used, offset + size * itemsize)
         out = self._tensors[name][:size]
         return out if values.ndim == 1 else out.view(values.shape)
 
     def send(self) -> None:
         """Copies the used part to the device, in one piece."""
-        if self._sent is not None:
+        if self._staged:
             self._device[: self._used].copy_(self._host[: self._used], non_blocking=True)
+        if self._sent is not None:
             self._sent.record()
+
+
+def step_sections(tokens: int, rows: int, pages: int) -> dict[str, tuple[torch.dtype, int]]:
+    """Sections that a step of at most `tokens` tokens, `rows` sequences and `pages` pages a sequence needs."""
+    i64, i32, f32 = torch.int64, torch.int32, torch.float32
+    return {
+        "cu_seqlens": (i32, rows + 1),
+        "seq_lens": (i32, rows),
+        "hidden_index": (i64, rows),
+        "logits_index": (i64, rows),
+        "seeds": (i64, rows),
+        "sample_positions": (i64, rows),
+        "temperature": (f32, rows),
+        "top_k": (i32, rows),
+        "top_p": (f32, rows),
+        "min_p": (f32, rows),
+        "copies": (i64, 2 * rows),
+        "input_ids": (i64, tokens),
+        "positions": (i64, tokens),
+        "slots": (i64, tokens),
+        "block_table": (i32, rows * pages),
+        "score_index": (i64, tokens),
+        "score_targets": (i64, tokens),
+        "score_temperature": (f32, tokens),
+    }
 
 
 class Runner:
@@ -102,30 +130,8 @@ class Runner:
         self.model = model
         self.cache = cache
         self.table = table
-        tokens, rows = max_num_batched_tokens, table.rows
-        i64, i32, f32 = torch.int64, torch.int32, torch.float32
         self.buffers = StepBuffers(
-            model.head_weight.device,
-            {
-                "cu_seqlens": (i32, rows + 1),
-                "seq_lens": (i32, rows),
-                "hidden_index": (i64, rows),
-                "logits_index": (i64, rows),
-                "seeds": (i64, rows),
-                "sample_positions": (i64, rows),
-                "temperature": (f32, rows),
-                "top_k": (i32, rows),
-                "top_p": (f32, rows),
-                "min_p": (f32, rows),
-                "copies": (i64, 2 * rows),
-                "input_ids": (i64, tokens),
-                "positions": (i64, tokens),
-                "slots": (i64, tokens),
-                "block_table": (i32, rows * max_pages),
-                "score_index": (i64, tokens),
-                "score_targets": (i64, tokens),
-                "score_temperature": (f32, tokens),
-            },
+            model.head_weight.device, step_sections(max_num_batched_tokens, table.rows, max_pages)
         )
 
     @torch.inference_mode()
@@ -177,7 +183,7 @@ class Runner:
         logits = self.model.logits(hidden)
         if logits_index is not None:
             logits = logits.index_select(0, logits_index)
-        return _fetch(ops.sample(logits, **arguments))
+        return fetch(ops.sample(logits, **arguments))
 
     def _put_samples(
         self, step: Step, ends: Array, total: int
@@ -218,15 +224,26 @@ class Runner:
             pages.index_copy_(0, destinations, pages.index_select(0, sources))
 
 
-def _fetch(sample: ops.Sample) -> StepResult:
-    """The sample on the host, in one copy: ids, the log-probabilities' bits and the masks as int32 columns."""
+def fetch(sample: ops.Sample) -> StepResult:
+    """The sample on the host; from a device in one copy, as int32 columns."""
     tokens, logps, kept = sample
     if tokens.device.type == "cpu":
         return StepResult(tokens.numpy(), logps.numpy(), None if kept is None else kept.numpy())
+    return from_words(to_words(sample).cpu())
+
+
+def to_words(sample: ops.Sample) -> Tensor:  # [S, 2 + words of a mask] int32
+    """A sample as one tensor: ids, bits of the log-probabilities, masks.
+
+    Ids fit in int32: a vocabulary of 2^31 entries has no weight matrix.
+    """
+    tokens, logps, kept = sample
     columns = [tokens.to(torch.int32)[:, None], logps.view(torch.int32)[:, None]]
-    if kept is not None:
-        columns.append(kept)
-    words = torch.cat(columns, 1).cpu().numpy()
-    return StepResult(
-        words[:, 0].astype(np.int64), words[:, 1].copy().view(np.float32), words[:, 2:] if kept is not None else None
-    )
+    return torch.cat(columns if kept is None else [*columns, kept], 1)
+
+
+def from_words(words: Tensor) -> StepResult:
+    """Inverse of `to_words`, on the CPU."""
+    array = words.numpy()
+    masks = array[:, 2:] if array.shape[1] > 2 else None
+    return StepResult(array[:, 0].astype(np.int64), array[:, 1].copy().view(np.float32), masks)

@@ -1,5 +1,7 @@
 """The front: outputs, seeds, stops, statistics of sampling, and every bad request as an error that says what to do."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -300,3 +302,10 @@ def test_model_directory(tmp_path):
     (loaded,) = LLM(tmp_path / "model").generate(["abc"], params)
     (direct,) = LLM(model, character_tokenizer(ALPHABET)).generate(["abc"], params)
     assert fingerprint(loaded.outputs[0]) == fingerprint(direct.outputs[0])
+
+
+def test_the_guides_example_runs(capsys):
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "engine.md"
+    example = guide.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    exec(compile(example, str(guide), "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) == 8
