@@ -75,7 +75,7 @@ class Tokenizer:
             return None
         found = self._backend.token_to_id(token)
         if found is None:
-            raise TokenizerError(f"{self.directory}: {role} {token!r} is not in the vocabulary; fix tokenizer_config.json")
+            raise TokenizerError(f"{self.directory}: {role} {token!r} has no id; fix tokenizer_config.json")
         return int(found)
 
     @property
@@ -100,7 +100,7 @@ class Tokenizer:
             TokenizerError: an id is negative.
         """
         if any(i < 0 for i in ids):
-            raise TokenizerError(f"token id {min(ids)} is negative; pass the ids of tokens alone, without padding marks")
+            raise TokenizerError(f"token id {min(ids)} is negative; pass token ids alone, no padding marks")
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
@@ -141,7 +141,9 @@ class Tokenizer:
         source = self._templates.get(template)
         if source is None:
             known = ", ".join(sorted(self._templates)) or "none"
-            raise TokenizerError(f"{self.directory} has no chat template {template!r} (it has: {known}); pass plain text prompts")
+            raise TokenizerError(
+                f"{self.directory} has no chat template {template!r} (it has: {known}); use plain text"
+            )
         import jinja2
 
         values = {**self.special_tokens, "messages": list(messages), "tools": tools, "documents": None, **variables}
@@ -221,7 +223,7 @@ def _load_backend(directory: Path) -> Backend:
         raise TokenizerError(f"{file} does not exist; {hint}")
     try:
         backend = Backend.from_file(str(file))
-    except Exception as error:      # the library raises bare Exception for every fault of the file
+    except Exception as error:  # the library raises bare Exception for every fault of the file
         raise TokenizerError(f"{file} is not a tokenizer of the tokenizers library: {error}") from None
     # A saved truncation or padding setting would silently change ids.
     backend.no_truncation()
@@ -256,9 +258,11 @@ def _add_missing_tokens(backend: Backend, config: dict[str, Any], directory: Pat
         token = AddedToken(content, special=bool(entry.get("special", False)), **flags)
         if backend.token_to_id(content) is None:
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
-        if backend.token_to_id(content) != int(key):
+        found = backend.token_to_id(content)
+        if found != int(key):
             raise TokenizerError(
-                f"{directory}: tokenizer_config.json gives {content!r} the id {key}, tokenizer.json {backend.token_to_id(content)}"
+                f"{directory}: {content!r} has id {key} in tokenizer_config.json and {found} in tokenizer.json; "
+                "the two files do not belong together"
             )
 
 
@@ -303,7 +307,7 @@ def _environment() -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = to_json       # jinja2's own escapes HTML
+    environment.filters["tojson"] = to_json  # jinja2's own escapes HTML
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment

@@ -41,7 +41,9 @@ class PackedBatch:
     max_seqlen: int
 
     @classmethod
-    def from_sequences(cls, sequences: Sequence[Sequence[int] | Tensor], device: torch.device | str = "cpu") -> PackedBatch:
+    def from_sequences(
+        cls, sequences: Sequence[Sequence[int] | Tensor], device: torch.device | str = "cpu"
+    ) -> PackedBatch:
         """Packs token id sequences in the given order, positions counted from 0.
 
         Raises:
@@ -68,7 +70,7 @@ class PackedBatch:
         """
         _check_tokens(self.input_ids, self.positions)
         _check_vector("cu_seqlens", self.cu_seqlens, torch.int32)
-        if self.input_ids.device.type == "cpu":
+        if _readable(self.input_ids):
             _check_values(self.input_ids, self.positions, config)
             longest = _check_offsets("cu_seqlens", self.cu_seqlens, self.input_ids.numel())
             if longest > self.max_seqlen:
@@ -115,9 +117,9 @@ class PagedBatch:
         _check_vector("seq_lens_k", self.seq_lens_k, torch.int32, self.cu_seqlens_q.numel() - 1)
         _check_vector("slots", self.slots, torch.int64, self.input_ids.numel())
         if self.block_table.dim() != 2 or self.block_table.shape[0] != self.seq_lens_k.numel():
-            rows = self.seq_lens_k.numel()
-            raise BatchError(f"block_table is {tuple(self.block_table.shape)}; expected [{rows}, pages], a row a sequence")
-        if self.input_ids.device.type == "cpu":
+            shape, rows = tuple(self.block_table.shape), self.seq_lens_k.numel()
+            raise BatchError(f"block_table is {shape}; expected [{rows}, pages], a row a sequence")
+        if _readable(self.input_ids):
             _check_values(self.input_ids, self.positions, config)
             self._check_pages()
 
@@ -127,15 +129,17 @@ class PagedBatch:
         longest = _check_offsets("cu_seqlens_q", self.cu_seqlens_q, self.input_ids.numel())
         if longest > self.max_seqlen_q or int(lengths.max()) > self.max_seqlen_k:
             raise BatchError(
-                f"max_seqlen_q is {self.max_seqlen_q} and max_seqlen_k {self.max_seqlen_k}, but the longest sequences have "
-                f"{longest} and {int(lengths.max())} tokens"
+                f"max_seqlen_q is {self.max_seqlen_q} and max_seqlen_k {self.max_seqlen_k}, but the longest sequences "
+                f"have {longest} and {int(lengths.max())} tokens"
             )
-        expected = torch.repeat_interleave(lengths - self.cu_seqlens_q[1:].long(), new) + torch.arange(self.input_ids.numel())
+        shift = torch.repeat_interleave(lengths - self.cu_seqlens_q[1:].long(), new)
+        expected = shift + torch.arange(self.input_ids.numel())
         wrong = (self.positions != expected).nonzero()
         if wrong.numel():
             i = int(wrong[0])
             raise BatchError(
-                f"positions[{i}] is {int(self.positions[i])}; seq_lens_k and cu_seqlens_q put this token at {int(expected[i])}"
+                f"positions[{i}] is {int(self.positions[i])}; by seq_lens_k and cu_seqlens_q this token is at "
+                f"{int(expected[i])}"
             )
         last = cache.num_pages * cache.page_size - 1
         lowest, highest = (int(v) for v in self.slots.aminmax())
@@ -144,12 +148,15 @@ class PagedBatch:
         pages = (lengths + cache.page_size - 1) // cache.page_size
         if int(pages.max()) > self.block_table.shape[1]:
             raise BatchError(
-                f"block_table has {self.block_table.shape[1]} pages a sequence; {int(lengths.max())} keys need {int(pages.max())}"
+                f"block_table has {self.block_table.shape[1]} pages a sequence; {int(lengths.max())} keys need "
+                f"{int(pages.max())}"
             )
         used = torch.arange(self.block_table.shape[1])[None, :] < pages[:, None]
         lowest, highest = (int(v) for v in self.block_table[used].aminmax())
         if lowest < 0 or highest >= cache.num_pages:
-            raise BatchError(f"block_table names pages {lowest} to {highest}; the cache has pages 0 to {cache.num_pages - 1}")
+            raise BatchError(
+                f"block_table names pages {lowest} to {highest}; the cache has pages 0 to {cache.num_pages - 1}"
+            )
 
 
 def _to(batch: _Batch, device: torch.device | str) -> _Batch:
@@ -160,9 +167,15 @@ def _to(batch: _Batch, device: torch.device | str) -> _Batch:
     return replace(batch, **moved)
 
 
+def _readable(values: Tensor) -> bool:
+    """Whether looking at values is free: on a GPU it waits for the device, and under tracing there are none."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def _check_vector(name: str, value: Tensor, dtype: torch.dtype, size: int | None = None) -> None:
     if value.dim() != 1 or value.dtype != dtype or (size is not None and value.numel() != size):
-        raise BatchError(f"{name} is {tuple(value.shape)} {value.dtype}; expected [{'n' if size is None else size}] {dtype}")
+        expected = "[n]" if size is None else f"[{size}]"
+        raise BatchError(f"{name} is {tuple(value.shape)} {value.dtype}; expected {expected} {dtype}")
 
 
 def _check_tokens(input_ids: Tensor, positions: Tensor) -> None:
@@ -188,5 +201,7 @@ def _check_offsets(name: str, offsets: Tensor, total: int) -> int:
     """Checks that offsets rise from 0 to `total`; returns the longest span."""
     spans = offsets.diff()
     if offsets.numel() < 2 or int(offsets[0]) != 0 or int(offsets[-1]) != total or int(spans.min()) < 1:
-        raise BatchError(f"{name} is {offsets.tolist()[:8]}...; it must rise from 0 to {total} tokens, by at least one a sequence")
+        raise BatchError(
+            f"{name} is {offsets.tolist()[:8]}...; it must rise from 0 to {total} tokens, by at least one a sequence"
+        )
     return int(spans.max())

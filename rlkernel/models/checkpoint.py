@@ -154,11 +154,13 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
         found = _open_shard(directory / shard, stack, directory)
         for name in found:
             if weight_map.get(name) != shard:
-                raise CheckpointError(f"{directory / shard} holds {name}, which {INDEX} places in {weight_map.get(name)}")
+                raise CheckpointError(
+                    f"{directory / shard} holds {name}, which {INDEX} places in {weight_map.get(name)}"
+                )
         tensors.update(found)
     for name, shard in weight_map.items():
         if name not in tensors:
-            raise CheckpointError(f"{directory / shard} lacks {name}, which {INDEX} places there; download the shard again")
+            raise CheckpointError(f"{directory / shard} lacks {name}, which {INDEX} places there; download it again")
     return tensors
 
 
@@ -189,7 +191,9 @@ def _read(stored: _Stored, name: str, shape: torch.Size) -> Tensor:
             "belong to one model"
         )
     if tensor.dtype not in DTYPES.values():
-        raise CheckpointError(f"{stored.path}: {name} is {tensor.dtype}; expected {', '.join(DTYPES)} (an unquantised checkpoint)")
+        raise CheckpointError(
+            f"{stored.path}: {name} is {tensor.dtype}; expected one of {', '.join(DTYPES)}, unquantised"
+        )
     return tensor
 
 
@@ -201,7 +205,7 @@ def _names_dtype(directory: Path) -> bool:
 def _stored_dtype(tensors: dict[str, _Stored]) -> torch.dtype:
     stored = tensors.get("model.embed_tokens.weight")
     if stored is None:
-        return torch.float32      # the missing tensor is reported, with all others, by _check_names
+        return torch.float32  # the missing tensor is reported, with all others, by _check_names
     name = stored.file.get_slice("model.embed_tokens.weight").get_dtype()
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(name, torch.float32)
 
@@ -220,13 +224,13 @@ def _check_names(directory: Path, config: ModelConfig, tensors: dict[str, _Store
         head, embedding = (_bytes(tensors, name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
         if head.shape != embedding.shape or head.dtype != embedding.dtype or not torch.equal(head, embedding):
             raise CheckpointError(
-                f"{tensors['lm_head.weight'].path}: lm_head.weight differs from model.embed_tokens.weight, but config.json "
-                "ties them; set tie_word_embeddings to false"
+                f"{tensors['lm_head.weight'].path}: lm_head.weight differs from model.embed_tokens.weight, but "
+                "config.json ties them; set tie_word_embeddings to false"
             )
     if extra:
         raise CheckpointError(
-            f"{directory}: {_listed('tensor', sorted(extra))} not part of {config.model_type} with this config.json; the "
-            "model would be computed without them"
+            f"{directory}: {_listed('tensor', sorted(extra))} not part of {config.model_type} with this config.json; "
+            "the model would be computed without them"
         )
 
 
@@ -234,7 +238,7 @@ def _bytes(tensors: dict[str, _Stored], name: str) -> Tensor:
     try:
         return tensors[name].file.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{tensors[name].path}: {name} cannot be read: {error}; download the file again") from None
+        raise CheckpointError(f"{tensors[name].path}: {name} cannot be read: {error}; download it again") from None
 
 
 def _listed(noun: str, names: list[str]) -> str:
@@ -272,14 +276,14 @@ def save_model(
     if max_shard_bytes < 1:
         raise CheckpointError(f"save_model: max_shard_bytes is {max_shard_bytes}; it must be positive")
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite)):
-        raise CheckpointError(f"save_model: {target} exists; choose another path, or pass overwrite=True for a directory")
+        raise CheckpointError(f"save_model: {target} exists; choose another path, or pass overwrite=True")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise CheckpointError(f"save_model: cannot write beside {target}: {error}") from None
     try:
-        work.chmod(0o755)         # mkdtemp makes it private
+        work.chmod(0o755)  # mkdtemp makes it private
         _write_json(work / "config.json", to_hf(model.config))
         _write_json(work / "generation_config.json", _generation(model.config))
         if tokenizer_dir is not None:

@@ -21,11 +21,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Keys that ModelConfig holds itself; all others of a config.json travel along in `extra`.
 _OWN_KEYS = frozenset(
-    "model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters "
-    "tie_word_embeddings attention_bias use_sliding_window sliding_window max_window_layers layer_types bos_token_id "
-    "eos_token_id pad_token_id dtype torch_dtype hidden_act attention_dropout transformers_version auto_map "
-    "_name_or_path _attn_implementation mlp_bias partial_rotary_factor".split()
+    {
+        *("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path", "_attn_implementation"),
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "attention_dropout", "mlp_bias"),
+        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rms_norm_eps", "hidden_act"),
+        *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "tie_word_embeddings"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"),
+    }
 )
 
 
@@ -61,7 +64,8 @@ class ModelConfig:
         num_kv_heads: 0 means `num_heads`.
         head_dim: 0 means `hidden_size / num_heads`.
         attention_bias: biases on q, k, v and o (llama, qwen3).
-        windows: sliding window of each layer in keys, the token itself included; None is full attention, () none at all.
+        windows: sliding window of each layer in keys, the token itself included; None is full attention; () is that
+            in every layer.
         eos_token_id: the ids that end a sequence; those of `generation_config.json` where it names any.
         dtype: dtype of the parameters.
         tp_leaves: chunks of K in the row-parallel layers (o_proj, down_proj): 1, 2, 4 or 8. A setting of the run, part
@@ -123,8 +127,10 @@ def _check(config: ModelConfig) -> None:
             raise ConfigError(f"ModelConfig.{name} is {getattr(config, name)!r}; it must be {rule}")
 
     need(config.model_type in FAMILIES, "model_type", f"one of {', '.join(FAMILIES)}")
-    sizes = "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim max_position_embeddings"
-    for name in sizes.split():
+    for name in (
+        *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
+        *("num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    ):
         need(getattr(config, name) > 0, name, "positive")
     need(config.num_heads % config.num_kv_heads == 0, "num_kv_heads", f"a divisor of num_heads={config.num_heads}")
     need(config.head_dim % 2 == 0, "head_dim", "even: rope turns pairs of channels")
@@ -137,7 +143,7 @@ def _check(config: ModelConfig) -> None:
         f"1, 2, 4 or 8 and divide num_heads * head_dim={rows[0]} and intermediate_size={rows[1]}",
     )
     family = config.family
-    need(family.bias_option or not config.attention_bias, "attention_bias", f"False: {config.model_type} has no such option")
+    need(family.bias_option or not config.attention_bias, "attention_bias", f"False in {config.model_type}")
     need(len(config.windows) == config.num_layers, "windows", f"one entry a layer ({config.num_layers})")
     sizes_used = {w for w in config.windows if w is not None}
     need(all(w > 0 for w in sizes_used) and len(sizes_used) <= 1, "windows", "None or one positive size for all layers")
@@ -147,14 +153,16 @@ def _check(config: ModelConfig) -> None:
         "windows",
         f"equal in all layers: {config.model_type} has one window for all",
     )
+    below = f"below vocab_size={config.vocab_size}"
     for name in ("bos_token_id", "pad_token_id"):
         value = getattr(config, name)
-        need(value is None or value < config.vocab_size, name, f"below vocab_size={config.vocab_size}")
-    need(all(0 <= i < config.vocab_size for i in config.eos_token_id), "eos_token_id", f"below vocab_size={config.vocab_size}")
+        need(value is None or value < config.vocab_size, name, below)
+    need(all(0 <= i < config.vocab_size for i in config.eos_token_id), "eos_token_id", below)
     rope = config.rope
     need(rope.type in ("default", "linear", "llama3"), "rope", "of type default, linear or llama3")
     need(rope.theta > 0 and rope.factor >= 1, "rope", "with a positive theta and a factor of at least 1")
-    need(rope.type != "llama3" or rope.high_freq_factor > rope.low_freq_factor, "rope", "with high_freq_factor > low_freq_factor")
+    ordered = rope.type != "llama3" or rope.high_freq_factor > rope.low_freq_factor
+    need(ordered, "rope", "with high_freq_factor above low_freq_factor")
 
 
 class _Reader:
@@ -201,7 +209,7 @@ def _refuse_unsupported(read: _Reader) -> None:
     if get("quantization_config") is not None:
         method = get("quantization_config")
         method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-        raise read.fail(f"quantization_config ({method}) is not supported; use the unquantised checkpoint of this model")
+        raise read.fail(f"quantization_config ({method}) is not supported; use the unquantised checkpoint")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if (get(key) or 0) > 1:
             raise read.fail(f"{key}={get(key)}: mixture-of-experts layers are not supported; use a dense model")
@@ -215,7 +223,7 @@ def _refuse_unsupported(read: _Reader) -> None:
         raise read.fail("encoder-decoder models are not supported; use a causal language model")
     architectures = get("architectures")
     if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
-        raise read.fail(f"architectures is {architectures}; expected a ...ForCausalLM, a model with a language-model head")
+        raise read.fail(f"architectures is {architectures}; expected one ending in ForCausalLM")
 
 
 def _read_rope(read: _Reader) -> Rope:
@@ -251,7 +259,7 @@ def _read_windows(read: _Reader, family: Family, layers: int) -> tuple[int | Non
     types = read.get("layer_types")
     known = {"full_attention", "sliding_attention"}
     if types is not None and (not isinstance(types, list) or len(types) != layers or not set(types) <= known):
-        raise read.fail(f"layer_types must list full_attention or sliding_attention for each of {layers} layers, got {types}")
+        raise read.fail(f"layer_types is {types}; expected one of {sorted(known)} for each of {layers} layers")
     size = None if read.get("sliding_window") is None else read.integer("sliding_window")
     if family.window == "none":
         if types is not None and set(types) != {"full_attention"}:
@@ -259,7 +267,7 @@ def _read_windows(read: _Reader, family: Family, layers: int) -> tuple[int | Non
         return (None,) * layers
     if family.window == "all":
         if types is not None and set(types) != {"full_attention" if size is None else "sliding_attention"}:
-            raise read.fail("layer_types mixes attention types or contradicts sliding_window; one window for all layers expected")
+            raise read.fail("layer_types mixes types or contradicts sliding_window; expected one window for all layers")
         return (size,) * layers
     size = size if read.get("use_sliding_window") else None
     if types is None:
@@ -292,7 +300,7 @@ def from_hf(
         ConfigError: unknown `model_type`, a feature that is not computed, or a malformed value.
     """
     model_type = values.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     read = _Reader(values, family.defaults, where)
@@ -302,7 +310,8 @@ def from_hf(
     if not family.bias_option and read.get("attention_bias") not in (None, family.qkv_bias):
         raise read.fail(f"attention_bias={read.get('attention_bias')} does not exist in {model_type}; remove the key")
     own = generation or {}
-    eos = _Reader(own, {}, f"generation_config.json beside {where}").tokens("eos_token_id") or read.tokens("eos_token_id")
+    beside = _Reader(own, {}, f"generation_config.json beside {where}")
+    eos = beside.tokens("eos_token_id") or read.tokens("eos_token_id")
     try:
         return ModelConfig(
             model_type=family.model_type,

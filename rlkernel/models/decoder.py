@@ -156,9 +156,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = Weight(c, dtype=dtype)
         self.lm_head = None if config.tie_word_embeddings else Weight(v, c, dtype=dtype)
-        table = rope_table(config)
         # On the meta device nothing has values; the table keeps its own until the parameters get a place.
-        self.register_buffer("cos_sin", table if self.device.type == "meta" else table.to(self.device), persistent=False)
+        place = "cpu" if self.device.type == "meta" else self.device
+        self.register_buffer("cos_sin", rope_table(config).to(place), persistent=False)
 
     @classmethod
     def from_config(cls, config: ModelConfig | str, seed: int = 0, device: torch.device | str = "cpu") -> Decoder:

@@ -16,7 +16,8 @@ class KVCache:
     """Keys and values of all layers.
 
     Attributes:
-        k, v: a tensor [pages, page_size, HK, D] for each layer. They start as zeros: an unused slot must never hold a NaN.
+        k, v: a tensor [pages, page_size, HK, D] for each layer. They start as zeros: an unused slot must never hold a
+            NaN.
     """
 
     k: list[Tensor]
