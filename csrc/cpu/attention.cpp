@@ -286,7 +286,7 @@ void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const
             }
         }
         for (int64_t r = 0; r < rows; ++r) {      // close the split
-            if (m[r] == none) continue;
+            if (l[r] == 0.0f) continue;           // no key of the split is seen
             float* mine = acc + r * wide;
             for (int64_t e = 0; e < d; ++e) mine[e] = mine[e] / l[r];
             const float closed = m[r] + log2(l[r]);

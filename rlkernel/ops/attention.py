@@ -91,7 +91,10 @@ def _check_int32(op: str, **tensors: Tensor) -> None:
 
 def _check_dtypes(op: str, q: Tensor, **tensors: Tensor) -> None:
     for name, t in tensors.items():
-        check(t.dtype == q.dtype, lambda name=name, t=t: f"{op}: the tensors are {q.dtype}, {name} is {t.dtype}; cast one of them")
+        check(
+            t.dtype == q.dtype,
+            lambda name=name, t=t: f"{op}: the tensors are {q.dtype}, {name} is {t.dtype}; cast one of them",
+        )
 
 
 def attention(
@@ -150,8 +153,10 @@ def attention(
     _check_int32("attention", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     check(
         cu_seqlens_q.shape == cu_seqlens_k.shape and cu_seqlens_q.dim() == 1,
-        lambda: f"attention: cu_seqlens_q is {tuple(cu_seqlens_q.shape)}, cu_seqlens_k "
-        f"{tuple(cu_seqlens_k.shape)}; both must be [B+1]",
+        lambda: (
+            f"attention: cu_seqlens_q is {tuple(cu_seqlens_q.shape)}, cu_seqlens_k "
+            f"{tuple(cu_seqlens_k.shape)}; both must be [B+1]"
+        ),
     )
     if is_stock():
         return stock.attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window)
@@ -193,8 +198,10 @@ def paged_attention(
     check(q.dim() == 3, lambda: f"{op}: q is {tuple(q.shape)}; it must be [T, H, D]")
     check(
         k_cache.dim() == 4 and k_cache.shape == v_cache.shape,
-        lambda: f"{op}: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; "
-        "both must be [pages, page, HK, D]",
+        lambda: (
+            f"{op}: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; "
+            "both must be [pages, page, HK, D]"
+        ),
     )
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     _check_heads(op, q, k_cache.shape[2], k_cache.shape[3], window, scale, split)
@@ -203,8 +210,10 @@ def paged_attention(
     b = seq_lens_k.shape[0]
     check(
         cu_seqlens_q.shape == (b + 1,) and block_table.dim() == 2 and block_table.shape[0] == b,
-        lambda: f"{op}: seq_lens_k is [B={b}], so cu_seqlens_q must be [{b + 1}] and block_table [{b}, P]; they are "
-        f"{tuple(cu_seqlens_q.shape)} and {tuple(block_table.shape)}",
+        lambda: (
+            f"{op}: seq_lens_k is [B={b}], so cu_seqlens_q must be [{b + 1}] and block_table [{b}, P]; they are "
+            f"{tuple(cu_seqlens_q.shape)} and {tuple(block_table.shape)}"
+        ),
     )
     if is_stock():
         return stock.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, scale, window)
@@ -232,13 +241,17 @@ def store_kv_(
     """
     check(
         k_cache.dim() == 4 and k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous(),
-        lambda: f"store_kv_: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; both must be "
-        "contiguous [pages, page, HK, D]",
+        lambda: (
+            f"store_kv_: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; both must be "
+            "contiguous [pages, page, HK, D]"
+        ),
     )
     check(
         k.shape == v.shape and k.dim() == 3 and k.shape[1:] == k_cache.shape[2:] and slots.shape == k.shape[:1],
-        lambda: f"store_kv_: k is {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}; with this cache "
-        f"they must be [T, {k_cache.shape[2]}, {k_cache.shape[3]}] and [T]",
+        lambda: (
+            f"store_kv_: k is {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}; with this cache "
+            f"they must be [T, {k_cache.shape[2]}, {k_cache.shape[3]}] and [T]"
+        ),
     )
     _check_dtypes("store_kv_", k_cache, v_cache=v_cache, k=k, v=v)
     check(slots.dtype == torch.int64, lambda: f"store_kv_: slots is {slots.dtype}; it must be int64", TypeError)

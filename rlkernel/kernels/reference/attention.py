@@ -6,6 +6,7 @@ in any of its chains, so causality, windows and blocks outside them are exact id
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -22,7 +23,7 @@ def check_sequences(op: str, cu_seqlens_q: Tensor, lens_k: Tensor, tokens_q: int
     Runs on the host, so the CPU kernels and this reference call it; on a GPU it would cost a synchronisation.
     """
     cu = cu_seqlens_q.tolist()
-    lens_q = [b - a for a, b in zip(cu, cu[1:], strict=False)]
+    lens_q = [b - a for a, b in itertools.pairwise(cu)]
     if cu[0] != 0 or cu[-1] != tokens_q or min(lens_q, default=0) < 0:
         raise ValueError(f"{op}: cu_seqlens_q must rise from 0 to T={tokens_q}; it is {_short(cu)}")
     keys = lens_k.tolist()
@@ -112,7 +113,7 @@ def forward_rows(
             sees = visible.any(1)
             m, l = torch.where(sees, m_new, m), torch.where(sees, l_new, l)
             acc = torch.where(sees[:, None], acc_new, acc)
-        some, first = l > 0, torch.isneginf(lse)
+        some, first = l != 0, torch.isneginf(lse)
         o_split, lse_split = acc / l[:, None], m + log2(l)
         o_both, lse_both = merge(o, lse, o_split, lse_split)
         o = torch.where(some[:, None], torch.where(first[:, None], o_split, o_both), o)
@@ -135,9 +136,7 @@ def _positions(queries: int, keys: int, group: int) -> Tensor:
     return torch.arange(keys - queries, keys).repeat_interleave(group)
 
 
-def _sequence(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, split: int
-) -> tuple[Tensor, Tensor]:
+def _sequence(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, split: int) -> tuple[Tensor, Tensor]:
     """out [n,H,D] and natural-log LSE [n,H] of one sequence with queries [n,H,D] and keys, values [S,HK,D]."""
     group = q.shape[1] // k.shape[1]
     rows = _pack(q, group)

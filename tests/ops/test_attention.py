@@ -1,0 +1,518 @@
+"""attention: right against fp64; training, chunked prefill and decode from pages give a token the same bits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_checks import (
+    DTYPES,
+    assert_compiles,
+    assert_reference_equal,
+    by_dtype,
+    differs,
+    forward_backward,
+    rand,
+    with_threads,
+)
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.contract import assert_accurate, assert_bitwise
+from rlkernel.contract.orders import ATTENTION_SPLIT
+
+properties = settings(max_examples=20, deadline=None, derandomize=True)
+lengths = st.lists(st.integers(1, 200), min_size=1, max_size=4)
+windows = st.one_of(st.none(), st.integers(1, 150))
+splits = st.sampled_from((64, 128, ATTENTION_SPLIT))
+groups = st.integers(1, 8)
+head_dims = st.sampled_from((16, 24, 32, 64, 80, 128))
+dtypes = st.sampled_from(DTYPES)
+seeds = st.integers(0, 2**16)
+
+
+class Sequence(NamedTuple):
+    q: Tensor  # [n, H, D]
+    k: Tensor  # [n, HK, D]
+    v: Tensor  # [n, HK, D]
+
+
+def cu(lens: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32)
+
+
+def sequences(lens: list[int], group: int, hk: int, d: int, dtype: torch.dtype, seed: int = 0) -> list[Sequence]:
+    """One Sequence per length; its values depend on the seed, its index and its length alone."""
+    heads = (group * hk, hk, hk)
+    return [
+        Sequence(*(rand(seed + 10 * i + j, n, h, d, dtype=dtype) for j, h in enumerate(heads)))
+        for i, n in enumerate(lens)
+    ]
+
+
+def packed(batch: list[Sequence], **options: Any) -> list[tuple[Tensor, Tensor]]:
+    """(out, lse) of each sequence from one call over all of them."""
+    lens = [s.q.shape[0] for s in batch]
+    q, k, v = (torch.cat(parts) for parts in zip(*batch, strict=True))
+    out, lse = ops.attention(q, k, v, cu(lens), max_seqlen_q=max(lens), **options)
+    return list(zip(out.split(lens), lse.split(lens), strict=True))
+
+
+def chunked(batch: list[Sequence], cuts: list[list[int]], **options: Any) -> list[tuple[Tensor, Tensor]]:
+    """(out, lse) of each sequence, computed in steps over dense keys: step i ends at token cuts[b][i]."""
+    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batch]
+    for ends in itertools.zip_longest(*cuts):
+        live = [(b, e) for b, e in enumerate(ends) if e is not None]
+        starts = [sum(o.shape[0] for o, _ in parts[b]) for b, _ in live]
+        lens, keys = [e - s for (_, e), s in zip(live, starts, strict=True)], [e for _, e in live]
+        q = torch.cat([batch[b].q[s:e] for (b, e), s in zip(live, starts, strict=True)])
+        k, v = (torch.cat([batch[b][i][:e] for b, e in live]) for i in (1, 2))
+        limits = {"max_seqlen_q": max(lens), "max_seqlen_k": max(keys)}
+        out, lse = ops.attention(q, k, v, cu(lens), cu(keys), **limits, **options)
+        for (b, _), o, top in zip(live, out.split(lens), lse.split(lens), strict=True):
+            parts[b].append((o, top))
+    return [(torch.cat([o for o, _ in p]), torch.cat([top for _, top in p])) for p in parts]
+
+
+def paged(batch: list[Sequence], cuts: list[list[int]], page: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
+    """As `chunked`, from pages in random order; slots nobody wrote hold NaN, table entries nobody reads -1."""
+    needed = [-(-s.q.shape[0] // page) for s in batch]
+    shuffled = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(page))
+    table = torch.full((len(batch), max(needed) + 1), -1, dtype=torch.int32)
+    for b, first in enumerate([0, *itertools.accumulate(needed)][:-1]):
+        table[b, : needed[b]] = shuffled[first : first + needed[b]].int()
+    shape = (sum(needed) + 3, page, *batch[0].k.shape[1:])
+    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=batch[0].k.dtype) for _ in range(2))
+    done = [0] * len(batch)
+    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batch]
+    for ends in itertools.zip_longest(*cuts):
+        live = [b for b, e in enumerate(ends) if e is not None]
+        spans = [(b, done[b], ends[b]) for b in live]
+        q, k, v = (torch.cat([batch[b][i][s:e] for b, s, e in spans]) for i in range(3))
+        tokens = [(b, torch.arange(s, e)) for b, s, e in spans]
+        slots = torch.cat([table[b, j // page] * page + j % page for b, j in tokens])
+        ops.store_kv_(k_cache, v_cache, k, v, slots.long())
+        lens, keys = [e - s for _, s, e in spans], torch.tensor([e for *_, e in spans], dtype=torch.int32)
+        limits = {"max_seqlen_q": max(lens), "max_seqlen_k": int(keys.max())}
+        out, lse = ops.paged_attention(q, k_cache, v_cache, table[live], cu(lens), keys, **limits, **options)
+        for (b, _, e), o, top in zip(spans, out.split(lens), lse.split(lens), strict=True):
+            parts[b].append((o, top))
+            done[b] = e
+    return [(torch.cat([o for o, _ in p]), torch.cat([top for _, top in p])) for p in parts]
+
+
+def same(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]], what: str) -> None:
+    for b, (x, y) in enumerate(zip(found, expected, strict=True)):
+        assert_bitwise(x[0], y[0], f"{what}: out of sequence {b}")
+        assert_bitwise(x[1], y[1], f"{what}: lse of sequence {b}")
+
+
+def cuts_of(lens: list[int], chunk: int) -> list[list[int]]:
+    return [[*range(chunk, n, chunk), n] for n in lens]
+
+
+def check_paths(batch: list[Sequence], cuts: list[list[int]], page: int, **options: Any) -> None:
+    """Alone, packed, chunked prefill and pages agree to the bit."""
+    alone = [packed([s], **options)[0] for s in batch]
+    same(packed(batch, **options), alone, "packed")
+    same(packed(batch[::-1], **options)[::-1], alone, "packed the other way round")
+    same(chunked(batch, cuts, **options), alone, "chunked")
+    same(paged(batch, cuts, page, **options), alone, "paged")
+
+
+def gradients(batch: list[Sequence], douts: list[Tensor], **options: Any) -> list[list[Tensor]]:
+    """dq, dk, dv of each sequence from one call over all of them."""
+    lens = [s.q.shape[0] for s in batch]
+    q, k, v = (torch.cat(parts).requires_grad_() for parts in zip(*batch, strict=True))
+    out, _ = ops.attention(q, k, v, cu(lens), max_seqlen_q=max(lens), **options)
+    grads = torch.autograd.grad(out, (q, k, v), torch.cat(douts))
+    return [list(parts) for parts in zip(*(g.split(lens) for g in grads), strict=True)]
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """The definition in the dtype of q (fp64 in the tests), differentiable."""
+    outs, tops = [], []
+    for b in range(len(cu_q) - 1):
+        rows, keys = q[cu_q[b] : cu_q[b + 1]], slice(int(cu_k[b]), int(cu_k[b + 1]))
+        group = q.shape[1] // k.shape[1]
+        kb, vb = k[keys].repeat_interleave(group, 1), v[keys].repeat_interleave(group, 1)
+        s = torch.einsum("qhd,khd->hqk", rows, kb) * q.shape[2] ** -0.5
+        at = torch.arange(kb.shape[0] - rows.shape[0], kb.shape[0])[:, None]
+        j = torch.arange(kb.shape[0])
+        hidden = (j > at) | (j <= at - (window or kb.shape[0]))
+        s = s.masked_fill(hidden, -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", s.softmax(-1), vb))
+        tops.append(s.logsumexp(-1).t())
+    return torch.cat(outs), torch.cat(tops)
+
+
+# ---- right
+
+CASES = (
+    # group, hk, d, window, split, queries, keys
+    (1, 2, 16, None, 64, [70, 1, 129], [70, 1, 129]),
+    (4, 2, 32, None, 128, [5, 60], [77, 140]),
+    (7, 1, 80, 20, 64, [3, 130], [9, 130]),
+    (2, 1, 128, 5, 2048, [65], [65]),
+    (1, 1, 24, None, 64, [1, 2], [200, 67]),
+)
+
+
+@by_dtype
+@pytest.mark.parametrize("group,hk,d,window,split,queries,keys", CASES)
+def test_accuracy(
+    dtype: torch.dtype, group: int, hk: int, d: int, window: int | None, split: int, queries: list[int], keys: list[int]
+) -> None:
+    shapes = ((sum(queries), group * hk, d), (sum(keys), hk, d), (sum(keys), hk, d))
+    q, k, v = (rand(i, *shape, dtype=dtype) for i, shape in enumerate(shapes))
+    dout = rand(3, *shapes[0], dtype=dtype)
+    limits = {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys), "window": window, "split": split}
+    run = lambda q, k, v: ops.attention(q, k, v, cu(queries), cu(keys), **limits)[0]
+    exact = lambda q, k, v: truth(q, k, v, cu(queries), cu(keys), window)[0]
+    ours = forward_backward(run, (q, k, v), (dout,))
+    with ops.stock():
+        base = forward_backward(run, (q, k, v), (dout,))
+    wide = forward_backward(exact, (q.double(), k.double(), v.double()), (dout,))
+    for name, o, b, w in zip(("out", "dq", "dk", "dv"), ours, base, wide, strict=True):
+        assert_accurate(o, w, b, f"{name} {dtype} H={group * hk} HK={hk} D={d}", dtype=dtype)
+    lse = ops.attention(q, k, v, cu(queries), cu(keys), **limits)[1]
+    expected = truth(q.double(), k.double(), v.double(), cu(queries), cu(keys), window)[1]
+    assert_accurate(lse, expected, None, "lse", dtype=torch.float32)
+
+
+def test_one_key_returns_its_value() -> None:
+    s = sequences([1], 3, 2, 32, torch.bfloat16)[0]
+    out, lse = packed([s])[0]
+    assert_bitwise(out, s.v.repeat_interleave(3, 1), "softmax over one key")
+    score = (s.q.float() * s.k.float().repeat_interleave(3, 1)).sum(-1) * 32**-0.5
+    assert torch.allclose(lse, score, atol=1e-5)
+
+
+@by_dtype
+@pytest.mark.parametrize(
+    "group,hk,d,window,split,queries,keys",
+    (
+        (1, 2, 16, None, 64, [66, 1], [66, 1]),
+        (3, 1, 32, 40, 64, [5, 20], [140, 20]),
+        (2, 2, 20, None, 128, [1, 30], [150, 130]),
+        (8, 1, 72, 5, 2048, [9], [12]),
+    ),
+)
+def test_reference_equals_cpp(
+    dtype: torch.dtype, group: int, hk: int, d: int, window: int | None, split: int, queries: list[int], keys: list[int]
+) -> None:
+    q = rand(0, sum(queries), group * hk, d, dtype=dtype)
+    k, v = rand(1, sum(keys), hk, d, dtype=dtype), rand(2, sum(keys), hk, d, dtype=dtype)
+    limits = {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys), "window": window, "split": split}
+
+    def dense() -> list[Tensor]:
+        run = lambda q, k, v: ops.attention(q, k, v, cu(queries), cu(keys), **limits)[0]
+        out = forward_backward(run, (q, k, v), (rand(3, *q.shape, dtype=dtype),))
+        return [*out, ops.attention(q, k, v, cu(queries), cu(keys), **limits)[1]]
+
+    assert_reference_equal(dense, f"attention {dtype} D={d}")
+    batch = [Sequence(rand(4, n, group * hk, d, dtype=dtype), *rand(5, 2, n, hk, d, dtype=dtype)) for n in queries]
+    pages = lambda: [t for pair in paged(batch, cuts_of(queries, 25), 7, window=window, split=split) for t in pair]
+    assert_reference_equal(pages, f"paged_attention {dtype} D={d}")
+
+
+# ---- invariant
+
+
+@properties
+@given(lengths, groups, st.integers(1, 2), head_dims, dtypes, windows, splits, st.data())
+def test_every_path_gives_the_same_bits(
+    lens: list[int], group: int, hk: int, d: int, dtype: torch.dtype, window: int | None, split: int, data: Any
+) -> None:
+    cuts = []
+    for n in lens:
+        inner = data.draw(st.lists(st.integers(1, max(1, n - 1)), max_size=6, unique=True)) if n > 1 else []
+        cuts.append(sorted({*inner, n}))
+    page = data.draw(st.sampled_from((1, 3, 16, 64, 100)))
+    batch = sequences(lens, group, hk, d, dtype, data.draw(seeds))
+    check_paths(batch, cuts, page, window=window, split=split)
+
+
+@by_dtype
+def test_every_path_control(dtype: torch.dtype) -> None:
+    lens = [150, 33, 150]
+    run = lambda: check_paths(sequences(lens, 2, 2, 32, dtype), cuts_of(lens, 37), 16)
+    run()
+    with ops.stock():
+        assert differs(run)
+
+
+@properties
+@given(st.integers(2, 150), groups, head_dims, dtypes, windows, splits, st.integers(1, 20), seeds)
+def test_decode_token_by_token(
+    n: int, group: int, d: int, dtype: torch.dtype, window: int | None, split: int, page: int, seed: int
+) -> None:
+    prompt = 1 + seed % (n - 1)
+    batch = sequences([n, prompt], group, 2, d, dtype, seed)
+    cuts = [[prompt, *range(prompt + 1, n + 1)], [prompt]]
+    expected = packed(batch, window=window, split=split)
+    same(paged(batch, cuts, page, window=window, split=split), expected, "decode")
+
+
+def test_decode_control() -> None:
+    batch = sequences([90], 2, 2, 64, torch.float32)
+    run = lambda: same(paged(batch, [[70, *range(71, 91)]], 16), packed(batch), "decode")
+    run()
+    with ops.stock():
+        assert differs(run)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_beyond_the_default_split(dtype: torch.dtype) -> None:
+    n = ATTENTION_SPLIT + 70
+    batch = sequences([n, 40], 2, 1, 16, dtype)
+    expected = packed(batch)
+    cuts = [[1000, ATTENTION_SPLIT - 1, ATTENTION_SPLIT, ATTENTION_SPLIT + 1, ATTENTION_SPLIT + 65, n], [39, 40]]
+    same(paged(batch, cuts, 16), expected, "across the split")
+    same(packed(batch[:1]), expected[:1], "alone")
+
+
+def test_the_split_is_part_of_the_number() -> None:
+    batch = sequences([200], 2, 2, 32, torch.float32)
+    assert differs(lambda: same(packed(batch, split=64), packed(batch, split=128), "split"))
+    first = [(o[:64], top[:64]) for o, top in packed(batch, split=64)]
+    same(first, [(o[:64], top[:64]) for o, top in packed(batch, split=128)], "rows inside the first split")
+
+
+def check_gradients(batch: list[Sequence], order: list[int], **options: Any) -> None:
+    douts = [rand(900 + i, *s.q.shape, dtype=s.q.dtype) for i, s in enumerate(batch)]
+    alone = [gradients([s], [g], **options)[0] for s, g in zip(batch, douts, strict=True)]
+    together = gradients([batch[i] for i in order], [douts[i] for i in order], **options)
+    for i, found in zip(order, together, strict=True):
+        for name, a, b in zip(("dq", "dk", "dv"), found, alone[i], strict=True):
+            assert_bitwise(a, b, f"{name} of sequence {i} among {len(batch)}")
+
+
+@properties
+@given(lengths, groups, st.integers(1, 2), head_dims, dtypes, windows, splits, seeds)
+def test_gradients_do_not_depend_on_packing(
+    lens: list[int], group: int, hk: int, d: int, dtype: torch.dtype, window: int | None, split: int, seed: int
+) -> None:
+    order = torch.randperm(len(lens), generator=torch.Generator().manual_seed(seed)).tolist()
+    check_gradients(sequences(lens, group, hk, d, dtype, seed), order, window=window, split=split)
+
+
+@properties
+@given(st.integers(1, 200), st.integers(1, 200), groups, head_dims, dtypes, windows, seeds)
+def test_gradients_of_a_suffix(
+    queries: int, past: int, group: int, d: int, dtype: torch.dtype, window: int | None, seed: int
+) -> None:
+    """Rows whose upstream gradient is zero add nothing: the last rows alone give dk and dv of the whole sequence."""
+    n = past + queries
+    s = sequences([n], group, 1, d, dtype, seed)[0]
+    dout = rand(seed + 5, n, group, d, dtype=dtype)
+    dout[:past] = 0
+    dq, dk, dv = gradients([s], [dout], window=window)[0]
+    q, k, v = s.q[past:].clone().requires_grad_(), s.k.clone().requires_grad_(), s.v.clone().requires_grad_()
+    out, _ = ops.attention(q, k, v, cu([queries]), cu([n]), max_seqlen_q=queries, max_seqlen_k=n, window=window)
+    part = torch.autograd.grad(out, (q, k, v), dout[past:])
+    for name, a, b in zip(("dq", "dk", "dv"), part, (dq[past:], dk, dv), strict=True):
+        assert_bitwise(a + 0, b + 0, name)  # + 0: a skipped row leaves -0 as it is, an added zero makes it +0
+
+
+@by_dtype
+def test_threads_are_free(dtype: torch.dtype) -> None:
+    batch = sequences([130, 64, 3, 100], 3, 2, 48, dtype)
+    douts = [rand(i, *s.q.shape, dtype=dtype) for i, s in enumerate(batch)]
+    run = lambda: [t for parts in gradients(batch, douts, window=90) for t in parts]
+    for a, b in zip(with_threads(1, run), with_threads(2, run), strict=True):
+        assert_bitwise(a, b, "gradients on 1 and 2 threads")
+    decode = lambda: [t for pair in paged(batch, cuts_of([130, 64, 3, 100], 50), 16, split=64) for t in pair]
+    for a, b in zip(with_threads(1, decode), with_threads(2, decode), strict=True):
+        assert_bitwise(a, b, "paged on 1 and 2 threads")
+
+
+@properties
+@given(st.integers(1, 90), groups, st.sampled_from((16, 40)), dtypes, seeds)
+def test_strides_and_launch_limits_are_free(n: int, group: int, d: int, dtype: torch.dtype, seed: int) -> None:
+    hk = 2
+    fused = rand(seed, n, (group + 2) * hk, d, dtype=dtype)
+    q, k, v = fused.split((group * hk, hk, hk), dim=1)
+    plain = packed([Sequence(q.contiguous(), k.contiguous(), v.contiguous())])
+    out = ops.attention(q, k, v, cu([n]), max_seqlen_q=1000)
+    same([out], plain, "slices of a fused projection, larger max_seqlen")
+    turned = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v)]
+    same([ops.attention(*turned, cu([n]), max_seqlen_q=n)], plain, "heads outside")
+
+
+def test_what_a_row_does_not_see_cannot_reach_it() -> None:
+    s = sequences([100], 2, 1, 32, torch.float32)[0]
+    clean = packed([s], window=30)[0]
+    s.k[50], s.v[50] = torch.nan, torch.inf
+    dirty = packed([s], window=30)[0]
+    seen = torch.zeros(100, dtype=torch.bool)
+    seen[50:80] = True
+    for a, b in zip(dirty, clean, strict=True):
+        assert_bitwise(a[~seen], b[~seen], "rows that do not see key 50")
+        assert bool(a[seen].isnan().all())
+    s.q[7] = torch.nan
+    for a in packed([s])[0]:
+        assert bool(a[7].isnan().all()) and bool(a[:7].isfinite().all())
+
+
+def test_wide_scores() -> None:
+    """Scores of thousands: the largest key wins, nothing overflows, the empty far blocks stay the identity."""
+    s = sequences([300], 1, 1, 64, torch.float32)[0]
+    batch = [Sequence(s.q * 60, s.k * 60, s.v)]
+    out, lse = packed(batch, split=64)[0]
+    exact, top = truth(*(t.double() for t in batch[0]), cu([300]), cu([300]), None)
+    assert_accurate(out, exact, None, "out")
+    assert_accurate(lse, top, None, "lse")
+    check_paths(batch, [[10, 99, 300]], 16, split=64)
+
+
+# ---- store_kv_
+
+
+@properties
+@given(st.integers(0, 40), st.sampled_from((1, 5, 16)), dtypes, seeds)
+def test_store_kv(t: int, page: int, dtype: torch.dtype, seed: int) -> None:
+    pages = 2 + 40 // page
+    k_cache, v_cache = rand(seed, 2, pages, page, 2, 16, dtype=dtype)
+    fused = rand(seed + 1, t, 4, 16, dtype=dtype)
+    k, v = fused.split((2, 2), dim=1)
+    slots = torch.randperm(pages * page, generator=torch.Generator().manual_seed(seed))[:t]
+    slots[::5] = -1
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected_k[slot // page, slot % page], expected_v[slot // page, slot % page] = k[i], v[i]
+
+    def run() -> list[Tensor]:
+        caches = k_cache.clone(), v_cache.clone()
+        ops.store_kv_(*caches, k, v, slots)
+        return list(caches)
+
+    assert_reference_equal(run, "store_kv_")
+    for found, wanted in zip(run(), (expected_k, expected_v), strict=True):
+        assert_bitwise(found, wanted, "cache")
+
+
+# ---- torch's machinery
+
+
+def test_opcheck() -> None:
+    r = torch.ops.rlkernel
+    q, k, v = (rand(i, 9, h, 16).requires_grad_() for i, h in enumerate((4, 2, 2)))
+    lens = cu([3, 6])
+    torch.library.opcheck(r.attention.default, (q, k, v, lens, lens, 6, 6, 0.25, None, 64))
+    out, lse = r.attention(q, k, v, lens, lens, 6, 6, 0.25, 4, 64)
+    assert out.requires_grad and not lse.requires_grad
+    plain = tuple(t.detach() for t in (out, q, k, v, out, lse))
+    torch.library.opcheck(r.attention_backward.default, (*plain, lens, lens, 6, 6, 0.25, 4))
+    cache = rand(4, 2, 5, 4, 2, 16)
+    table = torch.tensor([[0, -1], [2, 4]], dtype=torch.int32)
+    keys = torch.tensor([3, 6], dtype=torch.int32)
+    torch.library.opcheck(
+        r.paged_attention.default, (q.detach(), cache[0], cache[1], table, lens, keys, 6, 6, 0.25, None, 64)
+    )
+    slots = torch.tensor([3, -1, 7, 8, 0, 11, 2, 5, 19])
+    torch.library.opcheck(r.store_kv_.default, (cache[0].clone(), cache[1].clone(), k.detach(), v.detach(), slots))
+
+
+def test_compiles() -> None:
+    lens = cu([40, 30])
+    run = lambda q, k, v: ops.attention(q, k, v, lens, max_seqlen_q=40, window=20, split=64)[0]
+    inputs = tuple(rand(i, 70, h, 32, dtype=torch.bfloat16) for i, h in enumerate((4, 2, 2)))
+    assert_compiles(run, inputs, (rand(9, 70, 4, 32),))
+
+
+def test_empty_sequences() -> None:
+    s = sequences([6], 2, 1, 16, torch.float32)[0]
+    out = ops.attention(*s, cu([0, 2, 0, 4, 0]), max_seqlen_q=4)
+    expected = ops.attention(*s, cu([2, 4]), max_seqlen_q=4)
+    same([out], [expected], "sequences without tokens")
+    q = s.q[:0].requires_grad_()
+    k = s.k.clone().requires_grad_()
+    out, _ = ops.attention(q, k, s.v, cu([0]), cu([6]), max_seqlen_q=0, max_seqlen_k=6)
+    dq, dk = torch.autograd.grad(out, (q, k), out)
+    assert dq.shape == q.shape and not bool(dk.any())
+
+
+# ---- bad input
+
+GOOD = {"q": rand(0, 6, 4, 16), "k": rand(1, 6, 2, 16), "v": rand(2, 6, 2, 16), "cu_seqlens_q": cu([2, 4])}
+
+
+@pytest.mark.parametrize(
+    "change,error,match",
+    (
+        ({"q": rand(0, 6, 64)}, ValueError, "q is"),
+        ({"v": rand(0, 5, 2, 16)}, ValueError, "v \\(5"),
+        ({"q": rand(0, 6, 5, 16)}, ValueError, "H=5"),
+        ({"q": rand(0, 6, 4, 24)}, ValueError, "head dim"),
+        ({"q": rand(0, 6, 4, 16).bfloat16()}, ValueError, "bfloat16"),
+        ({"k": rand(0, 7, 2, 16), "v": rand(0, 7, 2, 16)}, ValueError, "cu_seqlens_k"),
+        ({"cu_seqlens_q": cu([2, 4]).long()}, TypeError, "cu_seqlens_q"),
+        ({"cu_seqlens_q": cu([2, 5])}, ValueError, "cu_seqlens"),
+        ({"cu_seqlens_q": cu([2, -1, 5])}, ValueError, "cu_seqlens"),
+        ({"cu_seqlens_k": cu([2, 4])}, ValueError, "max_seqlen_k"),
+        ({"cu_seqlens_k": cu([3, 3]), "max_seqlen_k": 6}, ValueError, "more queries than keys"),
+        ({"cu_seqlens_k": cu([6]), "max_seqlen_k": 6}, ValueError, "cu_seqlens_k"),
+        ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q"),
+        ({"window": 0}, ValueError, "window"),
+        ({"scale": 0.0}, ValueError, "scale"),
+        ({"split": 100}, ValueError, "split"),
+    ),
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    arguments = {**GOOD, "max_seqlen_q": 4, **change}
+    with pytest.raises(error, match=match):
+        ops.attention(**arguments)
+
+
+def test_head_dim_limit() -> None:
+    wide = rand(0, 2, 1, 264)
+    with pytest.raises(ValueError, match="256"):
+        ops.attention(wide, wide, wide, cu([2]), max_seqlen_q=2)
+
+
+@pytest.mark.parametrize(
+    "change,error,match",
+    (
+        ({"block_table": torch.tensor([[0], [5]], dtype=torch.int32)}, ValueError, "outside the 5 pages"),
+        ({"block_table": torch.tensor([[0], [-1]], dtype=torch.int32)}, ValueError, "outside the 5 pages"),
+        ({"seq_lens_k": torch.tensor([2, 9], dtype=torch.int32), "max_seqlen_k": 9}, ValueError, "needs 3 pages"),
+        ({"seq_lens_k": torch.tensor([2, 3], dtype=torch.int32)}, ValueError, "more queries than keys"),
+        ({"seq_lens_k": torch.tensor([2, 4])}, TypeError, "seq_lens_k"),
+        ({"block_table": torch.zeros(3, 1, dtype=torch.int32)}, ValueError, "block_table"),
+        ({"k_cache": rand(0, 5, 4, 2, 24)}, ValueError, "k_cache"),
+    ),
+)
+def test_bad_pages(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    arguments = {
+        "q": GOOD["q"], "k_cache": rand(0, 5, 4, 2, 16), "v_cache": rand(1, 5, 4, 2, 16),
+        "block_table": torch.tensor([[0], [2]], dtype=torch.int32), "cu_seqlens_q": cu([2, 4]),
+        "seq_lens_k": torch.tensor([2, 4], dtype=torch.int32), "max_seqlen_q": 4, "max_seqlen_k": 4, **change,
+    }  # fmt: skip
+    with pytest.raises(error, match=match):
+        ops.paged_attention(**arguments)
+
+
+def test_bad_slots() -> None:
+    cache, k = rand(0, 5, 4, 2, 16), rand(1, 3, 2, 16)
+    for slots, error, match in (
+        (torch.tensor([0, 1, 20]), ValueError, "slot 20"),
+        (torch.tensor([0, 1, 2], dtype=torch.int32), TypeError, "int64"),
+        (torch.tensor([0, 1]), ValueError, "slots \\(2,\\)"),
+    ):
+        with pytest.raises(error, match=match):
+            ops.store_kv_(cache, cache.clone(), k, k, slots)
+    with pytest.raises(ValueError, match="contiguous"):
+        ops.store_kv_(cache.transpose(0, 1), cache.transpose(0, 1), k, k, torch.tensor([0, 1, 2]))
+
+
+def test_lse_is_natural() -> None:
+    s = sequences([3], 1, 1, 16, torch.float32)[0]
+    lse = packed([s])[0][1][2, 0]
+    scores = (s.k[:, 0] @ s.q[2, 0]) * 16**-0.5
+    assert abs(float(lse) - float(scores.logsumexp(0))) < 1e-5
