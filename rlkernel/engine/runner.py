@@ -85,7 +85,7 @@ class StepBuffers:
         if self._staged:
             self._device[: self._used].copy_(self._host[: self._used], non_blocking=True)
         if self._sent is not None:
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(self._device.device))
 
 
 def step_sections(tokens: int, rows: int, pages: int) -> dict[str, tuple[torch.dtype, int]]:
