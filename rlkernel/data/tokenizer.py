@@ -144,12 +144,10 @@ class Tokenizer:
             raise TokenizerError(
                 f"{self.directory} has no chat template {template!r} (it has: {known}); use plain text"
             )
-        import jinja2
-
         values = {**self.special_tokens, "messages": list(messages), "tools": tools, "documents": None, **variables}
         try:
             return _compile(source).render(add_generation_prompt=add_generation_prompt, **values)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program: it may raise anything
             raise TokenizerError(f"{self.directory}: the chat template refused the messages: {error}") from None
 
 

@@ -32,7 +32,7 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trip(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """transformers -> rlkernel -> transformers: the same tensors, and a directory that transformers loads as its own."""
+    """transformers -> rlkernel -> transformers: the same tensors, and a directory that transformers loads."""
     source = save(case, tmp_path / "hf", dtype)
     model = load_model(source)
     assert model.dtype == model.config.dtype == dtype
@@ -69,7 +69,7 @@ def test_dtype(tmp_path: Path) -> None:
         dict(hf_tensors(load_model(source, torch.bfloat16))),
         {name: tensor.to(torch.bfloat16) for name, tensor in tensors(source).items()},
     )
-    with pytest.raises(CheckpointError, match="dtype torch.float64 is not supported"):
+    with pytest.raises(CheckpointError, match=r"dtype torch.float64 is not supported"):
         load_model(source, torch.float64)
     config = json.loads((source / "config.json").read_text())
     del config["dtype"]
