@@ -75,7 +75,9 @@ def test_examples_of_text_and_of_messages(tmp_path: Path) -> None:
     )
     rows = load_examples(path)
     assert (rows[0]["prompt"], rows[0]["completion"]) == ("q", "a")
-    assert (rows[1]["prompt"], rows[1]["completion"]) == (rows[2]["prompt"], rows[2]["completion"]) == ([user], [answer])
+    assert (
+        (rows[1]["prompt"], rows[1]["completion"]) == (rows[2]["prompt"], rows[2]["completion"]) == ([user], [answer])
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,15 @@ def test_nothing_given_means_the_built_in_task() -> None:
 def test_later_sources_win(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("optimizer: {lr: 1.0e-3, eps: 1.0e-6}\nrun: {seed: 1}\ntrain: {steps: 7}\n")
-    settings = resolve("grpo", file=file, options={**FILE, "run.seed": 2}, overrides=["run.seed=3", "optimizer.lr=1e-4"])
-    assert (settings.run.seed, settings.optimizer.lr, settings.optimizer.eps, settings.train.steps) == (3, 1e-4, 1e-6, 7)
+    settings = resolve(
+        "grpo", file=file, options={**FILE, "run.seed": 2}, overrides=["run.seed=3", "optimizer.lr=1e-4"]
+    )
+    assert (settings.run.seed, settings.optimizer.lr, settings.optimizer.eps, settings.train.steps) == (
+        3,
+        1e-4,
+        1e-6,
+        7,
+    )
     wish = next(iter(resolve("grpo").model_dump(mode="json")))
     assert wish == "algorithm"
 
@@ -81,7 +88,9 @@ def test_an_unknown_key_suggests_the_nearest(key: str, meant: str | None) -> Non
 def test_unknown_keys_in_files_and_in_lists(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("rollout:\n  temprature: 1\n")
-    with pytest.raises(InputError, match=r"c\.yaml: unknown setting 'rollout.temprature'; did you mean rollout.temperature"):
+    with pytest.raises(
+        InputError, match=r"c\.yaml: unknown setting 'rollout.temprature'; did you mean rollout.temperature"
+    ):
         resolve("grpo", file=file)
     with pytest.raises(InputError, match=r"'rewards\[0\].wieght'; did you mean rewards\[0\].weight"):
         resolve("grpo", options=FILE, overrides=["rewards=[{function: a, wieght: 2}]"])
@@ -132,7 +141,10 @@ def test_a_group_of_one_is_fine_without_a_baseline() -> None:
 def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read"):
         resolve("grpo", file=tmp_path / "absent.yaml")
-    for text, message in (("a: [1", "is not YAML"), ("- 1", "must hold a mapping, got list|must hold a mapping of settings")):
+    for text, message in (
+        ("a: [1", "is not YAML"),
+        ("- 1", "must hold a mapping, got list|must hold a mapping of settings"),
+    ):
         file = tmp_path / "c.yaml"
         file.write_text(text)
         with pytest.raises(InputError, match=message):

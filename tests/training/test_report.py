@@ -43,7 +43,15 @@ def folder_with(path: Path, **changes: Any) -> Path:
     (path / "summary.json").write_text(json.dumps({**SUMMARY, **changes}))
     (path / "config.yaml").write_text("run:\n  output: </pre><script>\n")
     metrics = [
-        {"step": i, "reward": i / 4, "loss": 1.0, "length": 3.0, "tokens": 15, "max_abs_diff": 0.0, "mismatch_tokens": 0}
+        {
+            "step": i,
+            "reward": i / 4,
+            "loss": 1.0,
+            "length": 3.0,
+            "tokens": 15,
+            "max_abs_diff": 0.0,
+            "mismatch_tokens": 0,
+        }
         | {"seconds": 1.0, "seconds_rollout": 0.5, "seconds_forward": 0.2}
         for i in (1, 2)
     ]
@@ -52,7 +60,13 @@ def folder_with(path: Path, **changes: Any) -> Path:
     evals = [{"step": i, "reward": r, "loss": r, "length": 3.0, "samples": texts} for i, r in ((0, 0.25), (2, 0.875))]
     (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evals))
     token = {"id": 1, "text": EVIL, "logp": -1.0, "rollout": "bf800000", "training": "bf800001"}
-    sample = {"step": 2, "prompt": [{"role": "user", "content": EVIL}], "completion": EVIL, "reward": 1.0, "advantage": 0.5}
+    sample = {
+        "step": 2,
+        "prompt": [{"role": "user", "content": EVIL}],
+        "completion": EVIL,
+        "reward": 1.0,
+        "advantage": 0.5,
+    }
     (path / "samples.jsonl").write_text(json.dumps({**sample, "tokens": [token]}) + "\n")
     return path
 
@@ -176,4 +190,6 @@ def test_ticks_are_round_and_cover_the_data() -> None:
     for low, high in ((0.0, 1.0), (0.0, 4.7e-7), (-3.0, 12.0), (5.0, 5.0), (0.0, 0.0), (1.0, 1234.0)):
         found = ticks(low, high)
         assert found[0] <= low and found[-1] >= high * (1 - 1e-9) and 2 <= len(found) <= 12
-    assert number(None) == number(float("nan")) == "–" and number(1234567) == "1,234,567" and number(0.123456) == "0.1235"
+    assert (
+        number(None) == number(float("nan")) == "–" and number(1234567) == "1,234,567" and number(0.123456) == "0.1235"
+    )

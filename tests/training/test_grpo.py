@@ -1,0 +1,300 @@
+"""The GRPO step: exact under every setting, neutral to how it is computed, able to fail, and never NaN."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlkernel import ops
+from rlkernel.contract import assert_bitwise
+from rlkernel.data.errors import InputError
+from rlkernel.training.batch import pack_samples
+from rlkernel.training.exactness import MismatchError
+from rlkernel.training.optimizer import Update
+from rlkernel.training.run import read_jsonl
+from training.tiny import settings_of, trainer_of, weights
+
+STEPS = 2
+
+
+def train(
+    folder: Path, *overrides: str, steps: int = STEPS, **config: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(metrics of each step, final weights) of a tiny run."""
+    folder.mkdir(exist_ok=True)
+    settings = settings_of(folder, *overrides, **config)
+    trainer, run = trainer_of(settings, folder)
+    with run, ops.stock(settings.run.backend == "torch"):
+        metrics = [trainer.step(step)[0] for step in range(1, steps + 1)]
+    for row in metrics:
+        assert all(math.isfinite(value) for value in row.values()), row
+    return metrics, weights(trainer)
+
+
+def assert_same_weights(a: dict[str, Any], b: dict[str, Any]) -> None:
+    for name in a:
+        assert_bitwise(a[name], b[name], name)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["rollout.temperature=0.7", "rollout.top_k=7"],
+        ["rollout.top_p=0.8", "rollout.min_p=0.02", 'rollout.stop=["7"]'],
+        ["loss.type=dapo", "loss.clip_high=0.28", "rollout.mask_truncated=true", "loss.clip_dual=3"],
+        ["loss.type=gspo", "train.minibatches=3", "train.epochs=2"],
+        ["loss.type=cispo", "loss.entropy_coef=0.01", "loss.kl_coef=0.1", "train.micro_batch_tokens=30"],
+        ["loss.type=dr_grpo", "advantages.normalize_std=false", "loss.kl_coef=0.1", "loss.kl_type=k1"],
+        ["loss.type=bnpo", "loss.old_policy=scored", "loss.tis_cap=2", "train.epochs=2", "loss.clip_low=null"],
+        ["loss.type=reinforce", "advantages.mode=leave_one_out", "loss.old_policy=scored", "loss.tis_cap=2"],
+        ["rollout.group_size=1", "rollout.prompts=6", "advantages.mode=none", "loss.type=reinforce"],
+        ["advantages.mode=batch", "model.dtype=bfloat16", "train.gradient_checkpointing=true"],
+        [
+            "engine.max_num_seqs=3",
+            "engine.max_num_batched_tokens=5",
+            "engine.prefix_caching=false",
+            "model.tp_leaves=2",
+        ],
+    ],
+    ids=lambda words: " ".join(words) or "default",
+)
+def test_every_token_is_exact(tmp_path: Path, overrides: list[str]) -> None:
+    metrics, _ = train(tmp_path, *overrides)
+    for row in metrics:
+        assert (row["exact_frac"], row["mismatch_tokens"], row["max_abs_diff"]) == (1.0, 0, 0.0)
+        assert row["tokens"] > 0
+    assert any(row["updates"] for row in metrics) and any(row["grad_norm"] > 0 for row in metrics)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_micro_batches_and_the_engines_shape_change_no_bit(tmp_path: Path, tied: bool) -> None:
+    words = ("loss.entropy_coef=0.01", "loss.kl_coef=0.05")
+    _, whole = train(tmp_path / "a", *words, tie_word_embeddings=tied)
+    _, cut = train(
+        tmp_path / "b",
+        *words,
+        "train.micro_batch_tokens=25",
+        "engine.max_num_seqs=2",
+        "engine.page_size=2",
+        "engine.max_num_batched_tokens=3",
+        tie_word_embeddings=tied,
+    )
+    assert_same_weights(whole, cut)
+
+
+@pytest.mark.parametrize(("loss", "share"), [("grpo", "sequence"), ("dapo", "token"), ("dr_grpo", "constant")])
+def test_the_gradient_is_the_policy_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, share: str
+) -> None:
+    """On fresh samples every ratio is 1, so the gradient is that of the advantage-weighted log-probabilities."""
+    settings = settings_of(tmp_path, f"loss.type={loss}", "train.micro_batch_tokens=40", "rollout.temperature=0.8")
+    trainer, run = trainer_of(settings, tmp_path)
+    plain = copy.deepcopy(trainer.model)
+    for parameter in plain.parameters():
+        parameter.main_grad = None  # type: ignore[attr-defined]
+    kept: dict[str, Any] = {}
+    sample, advantages = trainer.sampler.sample, ops.group_advantages
+    monkeypatch.setattr(trainer.sampler, "sample", lambda *a: kept.setdefault("completions", sample(*a)))
+    monkeypatch.setattr(
+        "rlkernel.training.grpo.ops.group_advantages", lambda *a, **k: kept.setdefault("a", advantages(*a, **k))
+    )
+    monkeypatch.setattr(trainer.optimizer, "step", lambda: Update(0.0, 0.0))
+    with run:
+        trainer.step(1)
+    trainer.model.fold_main_grads()
+    samples = [completion.sample for completion in kept["completions"]]
+    total = sum(len(one.completion) for one in samples)
+    objective = torch.zeros(())
+    with ops.stock():
+        for one, advantage in zip(samples, kept["a"].tolist(), strict=True):
+            logits = plain.logits(plain(pack_samples([one], "cpu").batch))[len(one.prompt) - 1 :] / 0.8
+            logp = logits.log_softmax(-1)[torch.arange(len(one.completion)), torch.tensor(one.completion)]
+            length = {"sequence": len(one.completion) * len(samples), "token": total, "constant": 12 * len(samples)}[
+                share
+            ]
+            objective = objective - advantage * logp.sum() / length
+        objective.backward()
+    for (name, mine), theirs in zip(trainer.model.named_parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None and theirs.grad.abs().max() > 0, name
+        assert torch.allclose(mine.main_grad, theirs.grad, rtol=1e-3, atol=1e-5), name  # type: ignore[attr-defined]
+
+
+def test_the_run_is_fixed_by_its_seed_and_not_by_threads(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    first, one = train(tmp_path / "a")
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        second, two = train(tmp_path / "b")
+    finally:
+        torch.set_num_threads(threads)
+    assert_same_weights(one, two)
+    timeless = [
+        {k: v for k, v in row.items() if "second" not in k and k not in ("memory_mib", "tokens_per_s")} for row in first
+    ]
+    assert all(second[i][key] == value for i, row in enumerate(timeless) for key, value in row.items())
+    _, other = train(tmp_path / "c", "run.seed=1")
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_single_ulp_stops_a_strict_run_before_the_weights_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, run = trainer_of(settings_of(tmp_path), tmp_path)
+    before = weights(trainer)
+    sample = trainer.sampler.sample
+
+    def nudged(*arguments: Any) -> Any:
+        completions = sample(*arguments)
+        logp = completions[5].sample.logp
+        logp[1] = torch.nextafter(logp[1], torch.tensor(-100.0))
+        return completions
+
+    monkeypatch.setattr(trainer.sampler, "sample", nudged)
+    with run, pytest.raises(MismatchError) as caught:
+        trainer.step(1)
+    message = str(caught.value)
+    assert "step 1: 1 of " in message and "completion 5, token 1 of " in message and "1 ulps apart" in message
+    assert_same_weights(before, weights(trainer))
+
+
+def test_without_strict_mode_mismatches_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, run = trainer_of(settings_of(tmp_path, "run.strict=false"), tmp_path)
+    sample = trainer.sampler.sample
+
+    def nudged(*arguments: Any) -> Any:
+        completions = sample(*arguments)
+        completions[0].sample.logp[0] += 0.25
+        return completions
+
+    monkeypatch.setattr(trainer.sampler, "sample", nudged)
+    with run:
+        metrics, exact = trainer.step(1)
+    assert (
+        metrics["mismatch_tokens"] == 1 and metrics["exact_frac"] < 1 and metrics["max_abs_diff"] == pytest.approx(0.25)
+    )
+    assert "completion 0, token 0" in exact.first
+    first = read_jsonl(run.folder / "samples.jsonl")[0]
+    assert not first["exact"] and first["tokens"][0]["rollout"] != first["tokens"][0]["training"]
+
+
+def test_stale_keys_and_values_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("rollout.prompts=1", "run.strict=false", "engine.page_size=1", "optimizer.lr=0.1")
+    settings = settings_of(tmp_path, *words)
+    trainer, run = trainer_of(settings, tmp_path)
+    row = next(trainer.parts.prompts)
+    trainer.parts.prompts = iter([row] * 4)
+    with run:
+        trainer.step(1)
+        assert trainer.step(2)[0]["mismatch_tokens"] == 0
+        monkeypatch.setattr(trainer.sampler, "weights_updated", lambda: None)
+        assert trainer.step(3)[0]["mismatch_tokens"] > 0
+
+
+def test_the_control_arm_drifts(tmp_path: Path) -> None:
+    metrics, _ = train(
+        tmp_path, "run.backend=torch", "rollout.prompts=8", hidden_size=128, intermediate_size=256, head_dim=32
+    )
+    assert sum(row["mismatch_tokens"] for row in metrics) > 0
+    assert all(row["exact_frac"] < 1 and 0 < row["max_abs_diff"] < 1e-2 for row in metrics)
+
+
+def test_the_probe_shows_drift_and_leaves_the_run_exact(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, "rollout.prompts=8", hidden_size=128, intermediate_size=256, head_dim=32)
+    trainer, run = trainer_of(settings, tmp_path)
+    with run:
+        trainer.step(1)
+        before = weights(trainer)
+        rows = trainer.probe(2)
+        assert len(rows) == 2 and all(row["mismatch_tokens"] > 0 for row in rows)
+        assert_same_weights(before, weights(trainer))
+        assert trainer.step(2)[0]["exact_frac"] == 1.0
+
+
+@pytest.mark.parametrize("answer", ["[1.0] * len(completions)", "[0.0] * len(completions)"])
+def test_equal_rewards_leave_the_weights_alone(tmp_path: Path, answer: str) -> None:
+    (tmp_path / "r.py").write_text(f"def f(completions, **_):\n    return {answer}\n")
+    words = [f"rewards=[{tmp_path / 'r.py'}:f]", "optimizer.weight_decay=0.1"]
+    trainer, run = trainer_of(settings_of(tmp_path, *words), tmp_path)
+    before = weights(trainer)
+    with run:
+        metrics, _ = trainer.step(1)
+    assert metrics["updates"] == 0 and metrics["groups_all_equal"] == 1.0 and metrics["loss"] == 0.0
+    assert metrics["exact_frac"] == 1.0 and all(math.isfinite(value) for value in metrics.values())
+    assert_same_weights(before, weights(trainer))
+
+
+def test_all_tokens_masked_leave_the_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, loss in enumerate(("grpo", "bnpo", "dr_grpo")):
+        words = ["rollout.mask_truncated=true", "loss.kl_coef=0.1", f"loss.type={loss}"]
+        trainer, run = trainer_of(settings_of(tmp_path / str(number), *words), tmp_path)
+        before = weights(trainer)
+        sample = trainer.sampler.sample
+        cut = lambda *a, sample=sample: [replace(completion, truncated=True) for completion in sample(*a)]
+        monkeypatch.setattr(trainer.sampler, "sample", cut)
+        with run:
+            metrics, _ = trainer.step(1)
+        assert metrics["updates"] == 0 and metrics["masked"] == 12 and metrics["loss"] == 0.0
+        assert all(math.isfinite(value) for value in metrics.values()) and metrics["exact_frac"] == 1.0
+        assert_same_weights(before, weights(trainer))
+
+
+def test_masked_completions_do_not_move_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A masked completion's own advantage plays no part: the update is that of a run in which it is zero."""
+    found = []
+    for folder, masked in (("a", True), ("b", False)):
+        settings = settings_of(tmp_path / folder, f"rollout.mask_truncated={str(masked).lower()}", "loss.type=grpo")
+        trainer, run = trainer_of(settings, tmp_path)
+        sample = trainer.sampler.sample
+        cut = lambda *a, sample=sample: [replace(c, truncated=i == 5) for i, c in enumerate(sample(*a))]
+        monkeypatch.setattr(trainer.sampler, "sample", cut)
+        if not masked:
+            advantages = ops.group_advantages
+            zeroed = lambda *a, of=advantages, **k: of(*a, **k) * (torch.arange(12) != 5)
+            monkeypatch.setattr("rlkernel.training.grpo.ops.group_advantages", zeroed)
+        with run:
+            trainer.step(1)
+        found.append(weights(trainer))
+    assert_same_weights(*found)
+
+
+def test_a_failing_reward_names_itself(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def f(completions, **_):\n    return [float('nan')] * len(completions)\n")
+    trainer, run = trainer_of(settings_of(tmp_path, f"rewards=[{tmp_path / 'r.py'}:f]"), tmp_path)
+    with run, pytest.raises(InputError, match="reward f: value 0 is nan"):
+        trainer.step(1)
+
+
+def test_several_rewards_are_weighed_and_shown(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "def a(completions, **_):\n    return [1.0] * len(completions)\n"
+        "def b(completions, answer, **_):\n    return [None] + [float(len(x)) for x in answer[1:]]\n"
+    )
+    file = tmp_path / "r.py"
+    words = [f"rewards=[{{function: '{file}:a', weight: 2}}, {{function: '{file}:b', name: size}}]"]
+    trainer, run = trainer_of(settings_of(tmp_path, *words), tmp_path)
+    with run:
+        metrics, _ = trainer.step(1)
+    assert metrics["reward_a"] == 1.0 and metrics["reward_size"] == 3.0
+    assert metrics["reward"] == pytest.approx((12 * 2 + 11 * 3) / 12)
+
+
+def test_what_a_step_leaves_in_the_folder(tmp_path: Path) -> None:
+    trainer, run = trainer_of(settings_of(tmp_path, "run.samples=2"), tmp_path)
+    with run:
+        metrics, _ = trainer.step(1)
+        run.log(1, metrics)
+    rows = read_jsonl(run.folder / "samples.jsonl")
+    assert len(rows) == 2 and all(row["exact"] for row in rows)
+    token = rows[0]["tokens"][0]
+    assert token["rollout"] == token["training"] and len(token["rollout"]) == 8
+    line = json.loads((run.folder / "metrics.jsonl").read_text())
+    for key in ("contract", "exact_frac", "mismatch_tokens", "max_abs_diff", "reward", "seconds_rollout", "memory_mib"):
+        assert key in line
