@@ -5,7 +5,11 @@
 #include <algorithm>
 #include <memory>
 #if defined(__AVX2__) || defined(__AVX512F__)
+// GCC 12's own header reads "undefined" vectors that it never uses, and warns of it once per inlined shuffle.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 #include "common.h"
 
@@ -16,24 +20,73 @@ constexpr int kVec = 16, kRows = 12;
 struct Vec {
     __m512 v;
     static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+    static Vec load(const bf16* p) {
+        __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+    }
+    static Vec load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
     void store(float* p) const { _mm512_storeu_ps(p, v); }
     void fma(float s, Vec b) { v = _mm512_fmadd_ps(_mm512_set1_ps(s), b.v, v); }
+    // r[i][j] becomes r[j][i]: pairs, quads within 128-bit lanes, then the lanes themselves.
+    static inline __attribute__((always_inline)) void transpose(Vec* r) {
+        __m512 t[16];
+        for (int i = 0; i < 8; ++i) {
+            t[2 * i] = _mm512_unpacklo_ps(r[2 * i].v, r[2 * i + 1].v);
+            t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i].v, r[2 * i + 1].v);
+        }
+        auto low = [](__m512 a, __m512 b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); };
+        auto high = [](__m512 a, __m512 b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); };
+        __m512 q[16];
+        for (int i = 0; i < 16; i += 4) {
+            q[i] = low(t[i], t[i + 2]), q[i + 1] = high(t[i], t[i + 2]);
+            q[i + 2] = low(t[i + 1], t[i + 3]), q[i + 3] = high(t[i + 1], t[i + 3]);
+        }
+        for (int i = 0; i < 4; ++i) {
+            __m512 a = _mm512_shuffle_f32x4(q[i], q[4 + i], 0x88), b = _mm512_shuffle_f32x4(q[8 + i], q[12 + i], 0x88);
+            __m512 c = _mm512_shuffle_f32x4(q[i], q[4 + i], 0xdd), d = _mm512_shuffle_f32x4(q[8 + i], q[12 + i], 0xdd);
+            r[i].v = _mm512_shuffle_f32x4(a, b, 0x88), r[8 + i].v = _mm512_shuffle_f32x4(a, b, 0xdd);
+            r[4 + i].v = _mm512_shuffle_f32x4(c, d, 0x88), r[12 + i].v = _mm512_shuffle_f32x4(c, d, 0xdd);
+        }
+    }
 };
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int kVec = 8, kRows = 6;
 struct Vec {
     __m256 v;
     static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+    static Vec load(const bf16* p) {
+        __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+    }
+    static Vec load(const f16* p) { Vec r; for (int i = 0; i < kVec; ++i) r.v[i] = to_float(p[i]); return r; }
     void store(float* p) const { _mm256_storeu_ps(p, v); }
     void fma(float s, Vec b) { v = _mm256_fmadd_ps(_mm256_set1_ps(s), b.v, v); }
+    // r[i][j] becomes r[j][i]: pairs, quads within 128-bit lanes, then the lanes themselves.
+    static inline __attribute__((always_inline)) void transpose(Vec* r) {
+        __m256 q[8];
+        for (int i = 0; i < 8; i += 4) {
+            __m256 a = _mm256_unpacklo_ps(r[i].v, r[i + 1].v), b = _mm256_unpackhi_ps(r[i].v, r[i + 1].v);
+            __m256 c = _mm256_unpacklo_ps(r[i + 2].v, r[i + 3].v), d = _mm256_unpackhi_ps(r[i + 2].v, r[i + 3].v);
+            q[i] = _mm256_shuffle_ps(a, c, 0x44), q[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+            q[i + 2] = _mm256_shuffle_ps(b, d, 0x44), q[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+        }
+        for (int i = 0; i < 4; ++i) {
+            r[i].v = _mm256_permute2f128_ps(q[i], q[4 + i], 0x20);
+            r[4 + i].v = _mm256_permute2f128_ps(q[i], q[4 + i], 0x31);
+        }
+    }
 };
 #else
 constexpr int kVec = 4, kRows = 6;
 struct Vec {
     float v[kVec];
-    static Vec load(const float* p) { Vec r; for (int i = 0; i < kVec; ++i) r.v[i] = p[i]; return r; }
+    template <class T> static Vec load(const T* p) { Vec r; for (int i = 0; i < kVec; ++i) r.v[i] = to_float(p[i]); return r; }
     void store(float* p) const { for (int i = 0; i < kVec; ++i) p[i] = v[i]; }
     void fma(float s, Vec b) { for (int i = 0; i < kVec; ++i) v[i] = rlk::fma(s, b.v[i], v[i]); }
+    static void transpose(Vec* r) {
+        for (int i = 0; i < kVec; ++i)
+            for (int j = 0; j < i; ++j) { float t = r[i].v[j]; r[i].v[j] = r[j].v[i]; r[j].v[i] = t; }
+    }
 };
 #endif
 constexpr int kCols = 2 * kVec;
@@ -64,15 +117,17 @@ template <int R> static inline void micro(const float* a, const float* b, float*
 static inline void micro_rows(int rows, const float* a, const float* b, float* c, int64_t k0, int64_t k1) {
     if (rows == 1) micro<1>(a, b, c, k0, k1);
     else if (rows <= 4) micro<4>(a, b, c, k0, k1);
+    else if (rows <= 8 && kRows > 8) micro<std::min(8, kRows)>(a, b, c, k0, k1);
     else micro<kRows>(a, b, c, k0, k1);
 }
 // Sum over chunks [lo, hi) of `span` k each, as a balanced binary tree; the first chain continues what c holds.
-static inline void tree(int rows, const float* a, const float* b, float* c, int64_t span, int lo, int hi) {
-    if (hi - lo == 1) { micro_rows(rows, a, b, c, lo * span, hi * span); return; }
+// chain(k0, k1, c) continues c over one chunk.
+template <class Chain> static inline void tree(float* c, int64_t span, int lo, int hi, Chain chain) {
+    if (hi - lo == 1) { chain(lo * span, hi * span, c); return; }
     int mid = (lo + hi) / 2;
     float right[kTile] = {};
-    tree(rows, a, b, c, span, lo, mid);
-    tree(rows, a, b, right, span, mid, hi);
+    tree(c, span, lo, mid, chain);
+    tree(right, span, mid, hi, chain);
     for (int i = 0; i < kTile; ++i) c[i] += right[i];
 }
 
@@ -88,11 +143,22 @@ template <class T> static inline void pack_b(View<T> b, int64_t K, int64_t N, in
         }
         return;
     }
-    for (int64_t k0 = 0; k0 < K; k0 += 16) {
-        int64_t k1 = std::min(K, k0 + 16);
-        for (int64_t j = 0; j < kCols; ++j)
-            for (int64_t k = k0; k < k1; ++k) out[k * kCols + j] = j < cols ? b.at(k, n0 + j) : 0.0f;
+    int64_t full = 0;
+    if (b.row == 1) {  // a row-major weight: squares are transposed in registers, one half panel's rows at a time
+        full = K / kVec * kVec;
+        for (int half = 0; half < kCols; half += kVec)
+            for (int64_t k0 = 0; k0 < full; k0 += kVec) {
+                Vec square[kVec];
+#pragma GCC unroll 16
+                for (int j = 0; j < kVec; ++j)
+                    square[j] = half + j < cols ? Vec::load(b.data + k0 + (n0 + half + j) * b.col) : Vec{};
+                Vec::transpose(square);
+#pragma GCC unroll 16
+                for (int k = 0; k < kVec; ++k) square[k].store(out + (k0 + k) * kCols + half);
+            }
     }
+    for (int64_t j = 0; j < kCols; ++j)
+        for (int64_t k = full; k < K; ++k) out[k * kCols + j] = j < cols ? b.at(k, n0 + j) : 0.0f;
 }
 template <class T> static inline void pack_a(View<T> a, int64_t M, int64_t K, int64_t m0, float* out) {
     int64_t rows = std::min<int64_t>(kRows, M - m0);
@@ -103,19 +169,41 @@ template <class T> static inline void pack_a(View<T> a, int64_t M, int64_t K, in
     }
 }
 
+// gemm for at most kRows rows: what is read of B is used once, so it is packed in strips that stay in the L1 cache.
+template <class TA, class TB, class Init, class Done>
+static void gemm_few_rows(int64_t M, int64_t N, int64_t K, int chunks, View<TA> a, View<TB> b, int threads, Init init, Done done) {
+    constexpr int64_t kStrip = 128;
+    std::unique_ptr<float[]> pa(new float[std::max<int64_t>(1, K) * kRows]);
+    pack_a(a, M, K, 0, pa.get());
+    parallel_for((N + kCols - 1) / kCols, 1, threads, [&](int64_t p) {
+        int64_t n = p * kCols;
+        int rows = int(M), cols = int(std::min<int64_t>(kCols, N - n));
+        float c[kTile] = {}, strip[kStrip * kCols];
+        init(0, n, rows, cols, c);
+        tree(c, K / chunks, 0, chunks, [&](int64_t k0, int64_t k1, float* to) {
+            for (int64_t k = k0; k < k1; k += kStrip) {
+                int64_t length = std::min(kStrip, k1 - k);
+                pack_b(View<TB>{b.data + k * b.row, b.row, b.col}, length, N, n, strip);
+                micro_rows(rows, pa.get() + k * kRows, strip, to, 0, length);
+            }
+        });
+        done(0, n, rows, cols, c);
+    });
+}
+
 // For every tile: init(m, n, rows, cols, c) fills the starting values (c is zeroed before), then the chains run over
 // a(m, k) * b(k, n), then done(m, n, rows, cols, c) consumes c[rows][kCols].
 template <class TA, class TB, class Init, class Done>
 static void gemm(int64_t M, int64_t N, int64_t K, int chunks, View<TA> a, View<TB> b, int threads, Init init, Done done) {
     if (M == 0 || N == 0) return;
     const int64_t width = std::max<int64_t>(1, K);
+    const int used = 2 * M * N * width < 200000 ? 1 : threads;
+    if (M <= kRows) return gemm_few_rows(M, N, K, chunks, a, b, used, init, done);
     const int64_t panels = std::max<int64_t>(1, (int64_t(1) << 21) / (width * kCols));   // packed B: 8 MiB at most
     const int64_t blocks = std::max<int64_t>(1, (int64_t(1) << 20) / (width * kRows));   // packed A: 4 MiB at most
     const int64_t all_panels = (N + kCols - 1) / kCols, all_blocks = (M + kRows - 1) / kRows;
     std::unique_ptr<float[]> pb(new float[std::min(panels, all_panels) * width * kCols]);
     std::unique_ptr<float[]> pa(new float[std::min(blocks, all_blocks) * width * kRows]);
-    const int64_t work = 2 * M * N * width;
-    const int used = work < 200000 ? 1 : threads;
     for (int64_t p0 = 0; p0 < all_panels; p0 += panels) {
         int64_t np = std::min(panels, all_panels - p0);
         parallel_for(np, 1, used, [&](int64_t p) { pack_b(b, K, N, (p0 + p) * kCols, pb.get() + p * width * kCols); });
@@ -125,9 +213,10 @@ static void gemm(int64_t M, int64_t N, int64_t K, int chunks, View<TA> a, View<T
             parallel_for(np * nb, 1, used, [&](int64_t t) {
                 int64_t p = t / nb, i = t % nb, m = (i0 + i) * kRows, n = (p0 + p) * kCols;
                 int rows = int(std::min<int64_t>(kRows, M - m)), cols = int(std::min<int64_t>(kCols, N - n));
+                const float *ai = pa.get() + i * width * kRows, *bp = pb.get() + p * width * kCols;
                 float c[kTile] = {};
                 init(m, n, rows, cols, c);
-                tree(rows, pa.get() + i * width * kRows, pb.get() + p * width * kCols, c, K / chunks, 0, chunks);
+                tree(c, K / chunks, 0, chunks, [&](int64_t k0, int64_t k1, float* to) { micro_rows(rows, ai, bp, to, k0, k1); });
                 done(m, n, rows, cols, c);
             });
         }
