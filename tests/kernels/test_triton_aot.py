@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
-from rlkernel.kernels.triton import aot  # noqa: E402
+from rlkernel.kernels.triton import aot
 
 INSTRUCTION = {
     "sm_80": ("mma.sync.aligned.m16n8k16",) * 2,

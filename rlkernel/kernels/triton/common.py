@@ -66,11 +66,11 @@ def log2_split(x):
 
 @triton.jit
 def log2(x):
-    """log2 of positive normal fp32 numbers; +0 gives -inf, inf gives inf."""
+    """log2 of positive normal fp32 numbers; +0 gives -inf, inf gives inf, NaN stays."""
     r, exponent = log2_split(x)
     out = log2_parts(r, exponent.to(tl.float32))
     out = tl.where(x == 0.0, float("-inf"), out)
-    return tl.where(x == float("inf"), x, out)
+    return tl.where((x == float("inf")) | (x != x), x, out)
 
 
 @triton.jit

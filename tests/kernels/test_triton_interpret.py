@@ -1,0 +1,325 @@
+"""The Triton kernels in Triton's interpreter, on CPU tensors: right, and invariant to every schedule.
+
+The interpreter is chosen by an environment variable when a kernel is defined, so this file runs itself in a process
+of its own. Inside, a matrix product is numpy's, in numpy's order: tests that compare bits use numbers whose sums are
+exact, or one non-zero term a chunk, so that what is left to compare is the order of chunks, tiles and tokens. bf16 is
+left out: the interpreter truncates it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from rlkernel.contract import assert_accurate, assert_bitwise
+from rlkernel.contract.orders import VOCAB_TILE, WGRAD_TOKENS
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_in_the_interpreter() -> None:
+        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
+            env.pop(name, None)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+else:
+    import triton
+    import triton.language as tl
+
+    from rlkernel.kernels.reference import arith
+    from rlkernel.kernels.reference import embedding as embedding_reference
+    from rlkernel.kernels.reference import linear as linear_reference
+    from rlkernel.kernels.reference import linear_logprob as linear_logprob_reference
+    from rlkernel.kernels.reference import logprob as logprob_reference
+    from rlkernel.kernels.reference import rms_norm as rms_norm_reference
+    from rlkernel.kernels.reference import rope as rope_reference
+    from rlkernel.kernels.reference import sample as sample_reference
+    from rlkernel.kernels.reference import swiglu as swiglu_reference
+    from rlkernel.kernels.triton import (
+        common,
+        embedding,
+        linear,
+        linear_logprob,
+        logprob,
+        rms_norm,
+        rope,
+        sample,
+        swiglu,
+    )
+    from rlkernel.kernels.triton.linear import Tile, gemm
+
+    pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+    by_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("fp32", "fp16"))
+    TILES = (Tile(16, 32, 16, 4, 2), Tile(32, 16, 32, 4, 2), Tile(64, 64, 64, 4, 2))
+
+    def rand(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    def whole(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Small whole numbers: every sum of products of them is exact."""
+        return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    def close(ours: Tensor, reference: Tensor, what: str, dtype: torch.dtype | None = None) -> None:
+        assert ours.dtype == reference.dtype and ours.shape == reference.shape, what
+        assert_accurate(ours, reference, None, what, dtype=dtype)
+
+    # ---- linear ---------------------------------------------------------------------------------
+
+    @by_dtype
+    @pytest.mark.parametrize("m,n,k,chunks", ((1, 40, 48, 1), (33, 70, 64, 4), (5, 16, 256, 8), (3, 16, 288, 16)))
+    def test_linear(m: int, n: int, k: int, chunks: int, dtype: torch.dtype) -> None:
+        x, w, b = rand(0, m, k, dtype=dtype), rand(1, n, k, dtype=dtype), rand(2, n, dtype=dtype)
+        for out in (None, torch.float32):
+            y = linear.linear(x, w, b, chunks, 1, out)
+            close(y, linear_reference.linear(x, w, b, chunks, 1, out), "linear", dtype)
+        assert_bitwise(linear.linear(x.t().contiguous().t(), w, b, chunks, 1, out), y, "strided x")
+        dy = rand(3, m, n, dtype=dtype)
+        close(linear.linear_dgrad(dy, w, 1), linear_reference.linear_dgrad(dy, w, 1), "input gradient")
+        ours, reference = rand(4, n, k), rand(4, n, k)
+        linear.linear_wgrad_(ours, dy, x)
+        linear_reference.linear_wgrad_(reference, dy, x)
+        close(ours, reference, "weight gradient", dtype)
+        ours, reference = rand(5, n), rand(5, n)
+        linear.bias_grad_(ours, dy)
+        linear_reference.bias_grad_(reference, dy)
+        close(ours, reference, "bias gradient")
+
+    @by_dtype
+    @pytest.mark.parametrize("chunks", (1, 4, 16))
+    def test_linear_in_every_tile(chunks: int, dtype: torch.dtype) -> None:
+        x, w, b = whole(0, 37, 192, dtype=dtype), whole(1, 40, 192, dtype=dtype), whole(2, 40, dtype=dtype)
+        exact = (x.double() @ w.double().t() + b.double()).float()
+        for tile in TILES:
+            for split in {max(1, chunks // 8), chunks}:
+                out = torch.empty(37, 40)
+                gemm(x, w.t(), out, bias=b, chunks=chunks, tile=tile._replace(split=split))
+                assert_bitwise(out, exact, f"{tile}, {split} splits")
+
+    @pytest.mark.parametrize("chunks", (2, 4, 8, 16))
+    def test_chunks_are_added_in_a_balanced_tree(chunks: int) -> None:
+        span = 48
+        x = torch.zeros(3, chunks * span)
+        x[:, 5::span] = rand(0, 3, chunks) * torch.exp2(rand(1, 3, chunks) * 8)
+        w = rand(2, 20, chunks * span)
+        expected = linear_reference.linear(x, w, None, chunks, 1, None)
+        for split in {max(1, chunks // 8), chunks // 2, chunks}:
+            out = gemm(x, w.t(), torch.empty(3, 20), chunks=chunks, tile=Tile(16, 32, 32, 4, 2, split))
+            assert_bitwise(out, expected, f"{split} splits")
+        if chunks > 2:
+            fold = torch.zeros(3, 20)
+            for k in range(5, chunks * span, span):
+                fold = fold + x[:, k : k + 1] * w[:, k]
+            with pytest.raises(AssertionError):
+                assert_bitwise(fold, expected, "control: a left fold")
+
+    @by_dtype
+    def test_chain_continues_from_its_start(dtype: torch.dtype) -> None:
+        a, b = whole(0, 20, 96, dtype=dtype), whole(1, 96, 40, dtype=dtype)
+        running = torch.empty(20, 40)
+        gemm(a[:, :32], b[:32], running)
+        gemm(a[:, 32:], b[32:], running, start=running)
+        assert_bitwise(running, (a.double() @ b.double()).float(), "a chain in two parts")
+
+    def test_weight_gradient_adds_chunks_of_tokens_ascending() -> None:
+        tokens = 2 * WGRAD_TOKENS + 70
+        dy, x = torch.zeros(tokens, 20), rand(1, tokens, 24)
+        places = (3, WGRAD_TOKENS + 9, 2 * WGRAD_TOKENS + 60)
+        for i, token in enumerate(places):
+            dy[token] = rand(2 + i, 20) * 1000.0**i
+        expected = rand(9, 20, 24)
+        start = expected.clone()
+        for token in places:
+            expected = expected + dy[token][:, None] * x[token]
+        for tile in TILES[1:]:
+            for parts in ([0, tokens], [0, WGRAD_TOKENS, tokens]):
+                grad = start.clone()
+                for first, last in itertools.pairwise(parts):
+                    linear.linear_wgrad_(grad, dy[first:last], x[first:last], tile)
+                assert_bitwise(grad, expected, f"{tile}, parts {parts}")
+        grad = start.t().contiguous().t()
+        linear.linear_wgrad_(grad, dy, x)
+        assert_bitwise(grad, expected, "strided main_grad")
+
+    def test_bias_gradient_order() -> None:
+        tokens = WGRAD_TOKENS + 30
+        dy, start = rand(0, tokens, 40) * 100, rand(1, 40)
+        expected = start.clone()
+        for first in range(0, tokens, WGRAD_TOKENS):
+            chunk = torch.zeros(40)
+            for row in dy[first : first + WGRAD_TOKENS]:
+                chunk = chunk + row
+            expected = expected + chunk
+        linear.bias_grad_(start, dy)
+        assert_bitwise(start, expected, "bias gradient")
+
+    # ---- embedding, rms_norm, rope, swiglu ------------------------------------------------------
+
+    @by_dtype
+    def test_embedding(dtype: torch.dtype) -> None:
+        ids = torch.tensor([3, 1, 3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 1, 9])
+        dy, ours = rand(0, 15, 600, dtype=dtype), rand(1, 10, 600)
+        reference = ours.clone()
+        assert_bitwise(embedding.embedding(ids, dy[:10]), dy[:10][ids], "rows")
+        embedding_reference.embedding_wgrad_(reference, dy, ids)
+        halves = ours.clone()
+        embedding.embedding_wgrad_(ours, dy, ids)
+        assert_bitwise(ours, reference, "gradient")
+        embedding.embedding_wgrad_(halves, dy[:7], ids[:7])
+        embedding.embedding_wgrad_(halves, dy[7:].t().contiguous().t(), ids[7:])
+        assert_bitwise(halves, reference, "gradient in two parts, the second strided")
+
+    @by_dtype
+    @pytest.mark.parametrize("c", (40, 128, 1100))
+    def test_rms_norm(c: int, dtype: torch.dtype) -> None:
+        x, r, dy = (rand(i, 9, c, dtype=dtype) for i in range(3))
+        w = rand(3, c, dtype=dtype)
+        close(rms_norm.rms_norm(x, w, 1e-6), rms_norm_reference.rms_norm(x, w, 1e-6), "y")
+        y, total = rms_norm.add_rms_norm(x, r, w, 1e-6)
+        for ours, reference in zip((y, total), rms_norm_reference.add_rms_norm(x, r, w, 1e-6), strict=True):
+            close(ours, reference, "y, r")
+        assert_bitwise(rms_norm.rms_norm(total, w, 1e-6), y, "norm of the sum")
+        alone = torch.cat([rms_norm.rms_norm(total[i : i + 1], w, 1e-6) for i in range(9)])
+        assert_bitwise(alone, y, "rows alone")
+        for dr in (None, r):
+            ours = rms_norm.rms_norm_dgrad(dy, dr, x, w, 1e-6)
+            close(ours, rms_norm_reference.rms_norm_dgrad(dy, dr, x, w, 1e-6), "input gradient")
+        grad, reference = rand(4, c), rand(4, c)
+        rms_norm.rms_norm_wgrad_(grad, dy, x, 1e-6)
+        rms_norm_reference.rms_norm_wgrad_(reference, dy, x, 1e-6)
+        close(grad, reference, "weight gradient", dtype)
+
+    def test_rms_norm_weight_gradient_by_segments() -> None:
+        rows = WGRAD_TOKENS + 20
+        x, dy = rand(0, rows, 40), rand(1, rows, 40)
+        grad, parts = rand(2, 40), rand(2, 40)
+        rms_norm.rms_norm_wgrad_(grad, dy, x, 1e-6)
+        for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)):
+            rms_norm.rms_norm_wgrad_(parts, dy[piece], x[piece], 1e-6)
+        assert_bitwise(parts, grad, "micro-batches cut at a segment's border")
+
+    @by_dtype
+    @pytest.mark.parametrize("inverse", (False, True))
+    def test_rope(inverse: bool, dtype: torch.dtype) -> None:
+        packed = rand(0, 3, 9, 24, dtype=dtype)  # queries and keys as views of one projection
+        q, k = packed[:, :6], packed[:, 6:8]
+        positions, table = torch.tensor([0, 5, 2]), rand(1, 8, 24)
+        ours = rope.rope(q, k, positions, table, inverse)
+        for o, r in zip(ours, rope_reference.rope(q, k, positions, table, inverse), strict=True):
+            close(o, r, "rope")
+
+    @by_dtype
+    def test_swiglu(dtype: torch.dtype) -> None:
+        gate_up, dy = rand(0, 4, 2200, dtype=dtype) * 4, rand(1, 4, 1100, dtype=dtype)
+        gate_up[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -0.0])
+        close(swiglu.swiglu(gate_up), swiglu_reference.swiglu(gate_up), "swiglu")
+        close(swiglu.swiglu_grad(dy, gate_up), swiglu_reference.swiglu_grad(dy, gate_up), "swiglu_grad")
+
+    # ---- logprob, linear_logprob, sample --------------------------------------------------------
+
+    def scored(v: int, temperature: bool, masked: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Targets, 1/T and a kept mask of six rows; row 1's target is dropped, row 2 keeps nothing."""
+        generator = torch.Generator().manual_seed(7)
+        targets = torch.randint(0, v, (6,), generator=generator)
+        mask = torch.rand(6, v, generator=generator) < 0.5
+        mask[torch.arange(6), targets] = True
+        mask[1, targets[1]] = False
+        mask[2] = False
+        inverse = 1.0 / (0.5 + torch.rand(6, generator=generator))
+        return targets, inverse if temperature else None, sample_reference.pack_bits(mask) if masked else None
+
+    options = pytest.mark.parametrize("temperature,masked", ((False, False), (True, True)))
+
+    @by_dtype
+    @options
+    def test_logprob(temperature: bool, masked: bool, dtype: torch.dtype) -> None:
+        v = 2 * VOCAB_TILE + 44
+        logits = rand(0, 6, v, dtype=dtype) * 4
+        logits[0, VOCAB_TILE : 2 * VOCAB_TILE] = -torch.inf
+        logits[3, 7], logits[4, 9] = torch.nan, torch.inf
+        targets, inverse, kept = scored(v, temperature, masked)
+        ours = logprob.logprob(logits, targets, inverse, kept)
+        reference = logprob_reference.logprob(logits, targets, inverse, kept)
+        for name, o, r in zip(("logp", "entropy", "lse", "stats"), ours, reference, strict=True):
+            close(o, r, name)
+        one = lambda t, i: None if t is None else t[i : i + 1]
+        for i in range(6):
+            alone = logprob.logprob(logits[i : i + 1], targets[i : i + 1], one(inverse, i), one(kept, i))
+            for o, a in zip(ours, alone, strict=True):
+                assert_bitwise(a, o[i : i + 1], f"row {i} alone")
+        logits[3, 7] = logits[4, 9] = 0.0
+        _, entropy, _, stats = logprob_reference.logprob(logits, targets, inverse, kept)
+        g, h = rand(1, 6), rand(2, 6)
+        g[5] = h[5] = 0.0
+        for upstream in ((g, h), (g, None), (None, h)):
+            rest = (logits, targets, inverse, kept, stats, entropy, *upstream)
+            close(logprob.logprob_dgrad(*rest), logprob_reference.logprob_dgrad(*rest), "gradient")
+
+    @by_dtype
+    @options
+    def test_linear_logprob(
+        temperature: bool, masked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        v, c = 2 * VOCAB_TILE + 44, 40
+        x, w = whole(0, 6, c, dtype=dtype) / 8, whole(1, v, c, dtype=dtype) / 8
+        targets, inverse, kept = scored(v, temperature, masked)
+        logits = linear.linear(x, w, None, 1, 1, torch.float32)
+        expected = logprob.logprob(logits, targets, inverse, kept)
+        for tile in (None, Tile(16, 128, 32, 4, 2), Tile(32, 256, 16, 4, 2)):
+            ours = linear_logprob.forward(x, w, targets, inverse, kept, tile)
+            for o, e in zip(ours, expected, strict=True):
+                assert_bitwise(o, e, f"linear_logprob against logprob of linear, {tile}")
+        _, entropy, _, stats = expected
+        g, h = rand(2, 6), rand(3, 6)
+        g[5] = h[5] = 0.0
+        for dz_bytes in (1 << 27, 256 * VOCAB_TILE * x.element_size()):
+            monkeypatch.setattr(linear_logprob, "DZ_BYTES", dz_bytes)
+            ours, reference = rand(4, v, c), rand(4, v, c)
+            rest = (x, w, targets, inverse, kept, stats, entropy, g, h)
+            dx = linear_logprob.linear_logprob_grad_(ours, *rest, True)
+            close(dx, linear_logprob_reference.linear_logprob_grad_(reference, *rest, True), "input gradient")
+            close(ours, reference, "weight gradient", dtype)
+        assert linear_logprob.linear_logprob_grad_(None, *rest, False).shape == (0, c)
+
+    @pytest.mark.parametrize("k", (None, (30, 2, 0, 400, 50, 10)))
+    @pytest.mark.parametrize("p", (None, (0.5, 0.9, 1.0, 0.01, 0.999, 0.9)))
+    @pytest.mark.parametrize("m", (None, 0.05))
+    def test_sample(k: tuple[int, ...] | None, p: tuple[float, ...] | None, m: float | None) -> None:
+        logits = rand(0, 6, 300) * 4
+        logits[0] = logits[0].round()
+        logits[4, ::3] = -torch.inf
+        logits[5, :2] = torch.tensor([0.0, -0.0])
+        seeds = torch.tensor([1, -5, 2**40 + 3, 7, 8, 9])
+        positions = torch.tensor([0, 1, 2**33, 4, 5, 6])
+        temperature = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.7])
+        top_k = None if k is None else torch.tensor(k, dtype=torch.int32)
+        top_p = None if p is None else torch.tensor(p)
+        min_p = None if m is None else torch.full((6,), m)
+        rest = (temperature, top_k, top_p, min_p)
+        ours = sample.sample(logits, seeds, positions, *rest)
+        for o, r in zip(ours, sample_reference.sample(logits, seeds, positions, *rest), strict=True):
+            assert_bitwise(o, r, "tokens, kept")
+
+    @triton.jit
+    def scalar_kernel(x, two, log, SIZE: tl.constexpr):
+        i = tl.arange(0, SIZE)
+        tl.store(two + i, common.exp2(tl.load(x + i)))
+        tl.store(log + i, common.log2(tl.abs(tl.load(x + i))))
+
+    def test_scalar_arithmetic() -> None:
+        x = torch.cat((rand(0, 59) * 20, torch.tensor([0.0, torch.inf, torch.nan, 1.0, 2.0])))
+        two, log = torch.empty(64), torch.empty(64)
+        scalar_kernel[(1,)](x, two, log, SIZE=64)
+        close(two, arith.exp2(x), "exp2")
+        close(log, arith.log2(x.abs()), "log2")
