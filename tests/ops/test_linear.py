@@ -78,7 +78,7 @@ def test_chain_has_one_fma_a_step() -> None:
 
 
 @by_dtype
-@pytest.mark.parametrize("m,n,k,chunks", ((1, 5, 7, 1), (3, 33, 20, 4), (13, 35, 16, 2)))
+@pytest.mark.parametrize("m,n,k,chunks", ((1, 5, 7, 1), (3, 33, 20, 4), (13, 35, 16, 2), (2, 17, 300, 2)))
 def test_reference_equals_cpp(dtype: torch.dtype, m: int, n: int, k: int, chunks: int) -> None:
     x, w, b, dy = (
         rand(0, m, k, dtype=dtype),
