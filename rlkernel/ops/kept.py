@@ -63,7 +63,7 @@ def unpack_kept(
         ),
     )
     bits = (kept[:, :, None] >> torch.arange(32, dtype=torch.int32, device=kept.device)) & 1
-    return bits.view(kept.shape[0], -1)[:, :vocab_size].bool()
+    return bits.flatten(1)[:, :vocab_size].bool()
 
 
 def kept_to_ids(

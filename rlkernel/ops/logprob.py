@@ -39,7 +39,7 @@ def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) ->
     check(
         temperature.shape == (tokens,) and temperature.dtype == torch.float32,
         lambda: (
-            f"{op}: temperature is {tuple(temperature.shape)} {temperature.dtype}; "  # type: ignore[union-attr]
+            f"{op}: temperature is {tuple(temperature.shape)} {temperature.dtype}; "
             f"expected a number or [T={tokens}] float32"
         ),
     )

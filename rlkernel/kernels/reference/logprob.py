@@ -20,7 +20,8 @@ def check_values(op: str, targets: Tensor, vocab_size: int, inv_temperature: Ten
     good = (inv_temperature > 0) & (inv_temperature < math.inf)
     if not bool(good.all()):
         bad = int((~good).nonzero()[0])
-        raise ValueError(f"{op}: temperature[{bad}] is {1 / float(inv_temperature[bad])}; it must be positive and finite")
+        value = float(1 / inv_temperature[bad])
+        raise ValueError(f"{op}: temperature[{bad}] is {value}; it must be positive and finite")
 
 
 def scaled(logits: Tensor, inv_temperature: Tensor | None, kept: Tensor | None) -> Tensor:

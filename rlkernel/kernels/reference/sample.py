@@ -34,8 +34,8 @@ def check_rows(bad: Tensor) -> None:
     if bad.device.type == "cpu" and bool(bad.any()):
         row = int(bad.nonzero()[0])
         raise ValueError(
-            f"sample: row {row} of logits, divided by its temperature, has a NaN, a +inf or nothing but -inf; no token can "
-            "be drawn from it"
+            f"sample: row {row} of logits, divided by its temperature, has a NaN, a +inf or nothing but -inf; "
+            "no token can be drawn from it"
         )
 
 
@@ -108,13 +108,14 @@ def sample(
     min_p: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     check_values(temperature, top_k, top_p, min_p)
-    b, v = logits.shape
+    v = logits.shape[1]
     greedy = (temperature == 0)[:, None]
     z = logits * (1.0 / torch.where(greedy[:, 0], 1.0, temperature))[:, None]
     check_rows(~(z < math.inf).all(-1) | (z == -math.inf).all(-1))
     keep = kept_set(z, top_k, top_p, min_p) | greedy
     score = torch.where(greedy, z, z + gumbel(hashes(seeds, positions, v))).masked_fill(~keep, -math.inf)
-    tokens = (score == score.amax(-1, keepdim=True)).long().argmax(-1)  # the first of equals: argmax promises no such thing
+    # The first of equals, which argmax of the scores does not promise.
+    tokens = torch.where(score == score.amax(-1, keepdim=True), torch.arange(v), v).amin(-1)
     if top_k is None and top_p is None and min_p is None:
         return tokens, torch.empty(0, (v + 31) // 32, dtype=torch.int32)
     return tokens, pack_bits(keep)

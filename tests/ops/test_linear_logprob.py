@@ -1,0 +1,312 @@
+"""linear_logprob: the bits of logprob(linear(...)) both ways, invariance, masked tokens, memory."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_checks import (
+    DTYPES,
+    assert_compiles,
+    assert_reference_equal,
+    assert_right,
+    by_dtype,
+    differs,
+    forward_backward,
+    rand,
+    with_threads,
+)
+from test_logprob import exact, ids, some_kept, temperatures
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.contract import assert_bitwise
+
+properties = settings(max_examples=20, deadline=None, derandomize=True)
+dtypes = st.sampled_from(DTYPES)
+seeds = st.integers(0, 2**16)
+
+
+def head(v: int, c: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (rand(seed, v, c) * (3 * c**-0.5)).to(dtype)
+
+
+def two_steps(hidden: Tensor, weight: Tensor, y: Tensor, **options: Any) -> ops.LogProb:
+    return ops.logprob(ops.linear(hidden, weight, out_dtype=torch.float32), y, **options)
+
+
+# ---- right
+
+
+@by_dtype
+@pytest.mark.parametrize("case", ("plain", "temperature", "kept", "both"))
+@pytest.mark.parametrize("use", ("logp", "entropy", "logp and entropy"))
+def test_accuracy(dtype: torch.dtype, case: str, use: str) -> None:
+    t, v, c = 19, 300, 48
+    hidden, weight, y = rand(0, t, c, dtype=dtype), head(v, c, dtype=dtype), ids(t, v)
+    options: dict[str, Any] = {}
+    if case in ("temperature", "both"):
+        options["temperature"] = temperatures(t)
+    if case in ("kept", "both"):
+        options["kept"] = some_kept(t, v, y)
+
+    def pick(out: Any) -> tuple[Tensor, ...]:
+        return out[:2] if use == "logp and entropy" else (out[0 if use == "logp" else 1],)
+
+    assert_right(
+        lambda h, w: pick(ops.linear_logprob(h, w, y, **options)),
+        lambda h, w: pick(exact(h @ w.t(), y, **options)),
+        (hidden, weight),
+        (rand(1, t), rand(2, t))[: 1 + (use == "logp and entropy")],
+        f"{use}, {case}, {dtype}",
+    )
+
+
+@by_dtype
+@pytest.mark.parametrize("t,v,c", ((1, 1, 3), (5, 140, 20), (14, 260, 9)))
+def test_reference_equals_cpp(dtype: torch.dtype, t: int, v: int, c: int) -> None:
+    hidden, weight, y, kept = rand(0, t, c, dtype=dtype), head(v, c, dtype=dtype), ids(t, v), some_kept(t, v, None)
+    up = (ids(t, 3, 1) - 1).float(), ids(t, 2, 2).float()  # some rows have no upstream gradient
+
+    def run() -> list[Tensor]:
+        op = lambda h, w: ops.linear_logprob(h, w, y, temperature=temperatures(t), kept=kept)[:2]
+        return forward_backward(op, (hidden, weight), up)
+
+    assert_reference_equal(run, f"linear_logprob {dtype} {(t, v, c)}")
+
+
+# ---- the same bits as logprob of linear
+
+
+def check_two_steps(t: int, v: int, c: int, with_kept: bool, dtype: torch.dtype, seed: int) -> None:
+    hidden, weight, y = rand(seed, t, c, dtype=dtype), head(v, c, seed + 1, dtype), ids(t, v, seed)
+    options = {"temperature": temperatures(t), "kept": some_kept(t, v, None, seed) if with_kept else None}
+    up = rand(seed + 2, t), rand(seed + 3, t)
+    fused = forward_backward(lambda h, w: ops.linear_logprob(h, w, y, **options)[:2], (hidden, weight), up)
+    apart = forward_backward(lambda h, w: two_steps(h, w, y, **options)[:2], (hidden, weight), up)
+    for name, a, b in zip(("logp", "entropy", "dhidden", "dweight"), fused, apart, strict=True):
+        assert_bitwise(a, b, f"{name} of linear_logprob against logprob(linear)")
+    lse = ops.linear_logprob(hidden, weight, y, **options).lse
+    assert_bitwise(lse, two_steps(hidden, weight, y, **options).lse, "lse")
+
+
+@properties
+@given(st.integers(1, 40), st.integers(1, 400), st.integers(1, 70), st.booleans(), dtypes, seeds)
+def test_equals_logprob_of_linear(t: int, v: int, c: int, with_kept: bool, dtype: torch.dtype, seed: int) -> None:
+    check_two_steps(t, v, c, with_kept, dtype, seed)
+
+
+def test_equals_logprob_of_linear_over_many_blocks() -> None:
+    check_two_steps(1100, 2100, 8, True, torch.float32, 0)  # blocks of 512 rows and 1024 vocabulary entries
+    check_two_steps(1100, 70, 8, False, torch.bfloat16, 1)
+
+
+def check_decode(t: int, v: int, c: int) -> None:
+    hidden, weight, y = rand(0, t, c), head(v, c), ids(t, v)
+    steps = torch.cat([two_steps(hidden[i : i + 1], weight, y[i : i + 1]).logp for i in range(t)])
+    assert_bitwise(steps, ops.linear_logprob(hidden, weight, y).logp, "token by token against the whole batch")
+
+
+def test_equals_logprob_of_linear_token_by_token() -> None:
+    check_decode(40, 512, 256)
+    with ops.stock():
+        assert differs(lambda: check_decode(40, 512, 256))
+
+
+# ---- invariant
+
+
+def results(hidden: Tensor, weight: Tensor, y: Tensor, temperature: Tensor, kept: Tensor | None) -> list[Tensor]:
+    """logp, entropy and dhidden, under upstream gradients that depend on the row's target."""
+    up = (y % 5 - 2).float(), (y % 3).float()
+    op = lambda h, w: ops.linear_logprob(h, w, y, temperature=temperature, kept=kept)[:2]
+    return forward_backward(op, (hidden, weight), up)[:3]
+
+
+def check_rows(t: int, v: int, c: int, with_kept: bool, dtype: torch.dtype, seed: int) -> None:
+    hidden, weight, y = rand(seed, t, c, dtype=dtype), head(v, c, seed + 1, dtype), ids(t, v, seed)
+    temperature, kept = temperatures(t), some_kept(t, v, None, seed) if with_kept else None
+    whole = results(hidden, weight, y, temperature, kept)
+    order = torch.randperm(t, generator=torch.Generator().manual_seed(seed))
+    for rows in (order, order[:1], order[: t // 2]):
+        some = results(hidden[rows], weight, y[rows], temperature[rows], None if kept is None else kept[rows])
+        for name, a, b in zip(("logp", "entropy", "dhidden"), some, whole, strict=True):
+            assert_bitwise(a, b[rows], f"{name} of rows {rows.tolist()[:4]}... of {t}")
+
+
+@properties
+@given(st.integers(2, 40), st.integers(1, 300), st.integers(1, 60), st.booleans(), dtypes, seeds)
+def test_row_alone_any_row_any_order(t: int, v: int, c: int, with_kept: bool, dtype: torch.dtype, seed: int) -> None:
+    check_rows(t, v, c, with_kept, dtype, seed)
+
+
+def test_rows_control() -> None:
+    check_rows(256, 512, 256, False, torch.float32, 0)
+    with ops.stock():
+        assert differs(lambda: check_rows(256, 512, 256, False, torch.float32, 0))
+
+
+@by_dtype
+def test_threads_are_free(dtype: torch.dtype) -> None:
+    hidden, weight, y = rand(0, 90, 40, dtype=dtype), head(300, 40, dtype=dtype), ids(90, 300)
+    op = lambda h, w: ops.linear_logprob(h, w, y, temperature=temperatures(90))[:2]
+    run = lambda: forward_backward(op, (hidden, weight), (rand(1, 90), rand(2, 90)))
+    for a, b in zip(with_threads(1, run), with_threads(2, run), strict=True):
+        assert_bitwise(a, b, "1 against 2 threads")
+
+
+def weight_gradient(hidden: Tensor, weight: Tensor, y: Tensor, up: Tensor, pieces: list[int]) -> Tensor:
+    """main_grad after one backward per piece; stock torch accumulates in fp32, as frameworks do."""
+    weight = weight.clone().requires_grad_()
+    total = torch.zeros(weight.shape)
+    for h, t, g in zip(hidden.split(pieces), y.split(pieces), up.split(pieces), strict=True):
+        weight.grad, weight.main_grad = None, total
+        out = ops.linear_logprob(h, weight, t)
+        torch.autograd.backward((out.logp, out.entropy), (g[:, 0], g[:, 1]))
+        if weight.grad is not None:
+            total += weight.grad
+    return total
+
+
+def check_micro_batches(pieces: list[int], v: int, c: int, dtype: torch.dtype, seed: int) -> None:
+    t = sum(pieces)
+    hidden, weight, y = rand(seed, t, c, dtype=dtype), head(v, c, seed + 1, dtype), ids(t, v, seed)
+    up = rand(seed + 2, t, 2) * (ids(t, 3, seed) > 0)[:, None]
+    whole = weight_gradient(hidden, weight, y, up, [t])
+    assert_bitwise(weight_gradient(hidden, weight, y, up, pieces), whole, f"weight gradient over {pieces}")
+
+
+@properties
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(1, 200), st.integers(1, 40), dtypes, seeds)
+def test_micro_batch_split(pieces: list[int], v: int, c: int, dtype: torch.dtype, seed: int) -> None:
+    check_micro_batches(pieces, v, c, dtype, seed)
+
+
+def test_micro_batch_control() -> None:
+    check_micro_batches([16, 40, 8], 200, 48, torch.float32, 0)
+    with ops.stock():
+        assert differs(lambda: check_micro_batches([16, 40, 8], 200, 48, torch.float32, 0))
+
+
+# ---- masked tokens
+
+
+@by_dtype
+def test_tokens_without_gradient_are_left_out(dtype: torch.dtype) -> None:
+    t, v, c = 30, 150, 20
+    hidden, weight, y = rand(0, t, c, dtype=dtype), head(v, c, dtype=dtype), ids(t, v)
+    used = ids(t, 3, 5) == 0
+    op = lambda y: lambda h, w: ops.linear_logprob(h, w, y)[:2]
+    up = rand(1, t) * used, rand(2, t) * used
+    _, _, dh, dw = forward_backward(op(y), (hidden, weight), up)
+    _, _, dh_used, dw_used = forward_backward(op(y[used]), (hidden[used], weight), (up[0][used], up[1][used]))
+    assert_bitwise(dh[used], dh_used, "dhidden of used tokens")
+    assert_bitwise(dw, dw_used, "dweight")
+    assert not dh[~used].any()
+    hidden[~used] = math.nan
+    _, _, dh_nan, dw_nan = forward_backward(op(y), (hidden, weight), up)
+    assert_bitwise(dw_nan, dw, "dweight beside hidden states of NaN in unused tokens")
+    assert_bitwise(dh_nan, dh, "dhidden beside them")
+
+
+def test_dropped_target() -> None:
+    mask = torch.ones(3, 40, dtype=torch.bool)
+    mask[1, 4] = False
+    op = lambda h, w: ops.linear_logprob(h, w, torch.tensor([3, 4, 5]), kept=ops.pack_kept(mask))[:2]
+    logp, entropy, dh, dw = forward_backward(op, (rand(0, 3, 8), head(40, 8)), (torch.ones(3), torch.ones(3)))
+    assert logp[1] == -math.inf and bool(entropy.isfinite().all()) and bool(dw.isfinite().all())
+    assert not dh[1].any() and bool(dh[[0, 2]].any())
+
+
+# ---- torch's machinery
+
+
+def test_only_the_wanted_gradients_are_computed() -> None:
+    hidden, weight, y = rand(0, 4, 8), head(9, 8).requires_grad_(), ids(4, 9)
+    ops.linear_logprob(hidden, weight, y).logp.sum().backward()
+    assert hidden.grad is None and weight.grad is not None
+    both = weight.grad
+    frozen, hidden = weight.detach(), hidden.requires_grad_()
+    ops.linear_logprob(hidden, frozen, y).logp.sum().backward()
+    assert hidden.grad is not None and frozen.grad is None
+    hidden.grad, weight.grad = None, None
+    ops.linear_logprob(hidden, weight, y).logp.sum().backward()
+    assert_bitwise(weight.grad, both, "dweight with and without dhidden")
+
+
+def test_opcheck() -> None:
+    r = torch.ops.rlkernel
+    y, kept, warm = ids(5, 70), some_kept(5, 70, None), temperatures(5)
+    hidden, weight = rand(0, 5, 8), head(70, 8)
+    torch.library.opcheck(r.linear_logprob.default, (hidden.requires_grad_(), weight.requires_grad_(), y, None, None))
+    hidden, weight = hidden.detach(), weight.detach()
+    torch.library.opcheck(r.linear_logprob.default, (hidden.bfloat16(), weight.bfloat16(), y, warm, kept))
+    rows = r.linear_logprob(hidden, weight, y, warm, kept)
+    for grad, needs_input in ((torch.zeros(70, 8), True), (torch.zeros(70, 8), False), (None, True)):
+        arguments = (grad, hidden, weight, y, warm, kept, rows[3], rows[1], rand(1, 5), None, needs_input)
+        torch.library.opcheck(r.linear_logprob_grad_.default, arguments)
+
+
+def test_compiles() -> None:
+    y, kept, warm = ids(5, 70), some_kept(5, 70, None), temperatures(5)
+    for options in ({}, {"temperature": 0.7}, {"temperature": warm, "kept": kept}):
+        op = lambda h, w, options=options: ops.linear_logprob(h, w, y, **options)[:2]
+        assert_compiles(op, (rand(0, 5, 8), head(70, 8)), (rand(1, 5), rand(2, 5)))
+
+
+def test_empty_batch_and_views() -> None:
+    op = lambda h, w: ops.linear_logprob(h, w, torch.empty(0, dtype=torch.int64))[:2]
+    logp, _, dh, dw = forward_backward(op, (rand(0, 0, 8), head(9, 8)), (rand(0, 0), rand(0, 0)))
+    assert logp.shape == (0,) and dh.shape == (0, 8) and not dw.any()
+    hidden, weight, y = rand(0, 8, 6), head(8, 9), ids(6, 9)
+    run = lambda h, w: forward_backward(lambda h, w: ops.linear_logprob(h, w, y)[:2], (h, w), (rand(1, 6), rand(2, 6)))
+    for a, b in zip(run(hidden.t(), weight.t()), run(hidden.t().contiguous(), weight.t().contiguous()), strict=True):
+        assert_bitwise(a, b, "transposed hidden and weight")
+
+
+MEMORY = """
+import resource, torch
+from rlkernel import ops
+t, v, c = 4096, 16384, 16                 # [T, V] in fp32 would be 256 MiB
+h, w = torch.randn(t, c).requires_grad_(), torch.randn(v, c).requires_grad_()
+y = torch.randint(0, v, (t,))
+ops.linear_logprob(h[:8], w, y[:8]).logp.sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+out = ops.linear_logprob(h, w, y)
+(out.logp.sum() + out.entropy.sum()).backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_memory_is_bounded() -> None:
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64, f"{done.stdout.strip()} MiB more"
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    "options,error,message",
+    (
+        ({"hidden": rand(0, 3, 6)}, ValueError, r"hidden is \(3, 6\), weight \(40, 8\)"),
+        ({"hidden": rand(0, 3, 1, 8)}, ValueError, r"hidden is \(3, 1, 8\)"),
+        ({"hidden": rand(0, 3, 8, dtype=torch.bfloat16)}, ValueError, "cast one of them"),
+        ({"weight": torch.empty(0, 8)}, ValueError, "vocabulary of 0"),
+        ({"targets": ids(4, 40)}, ValueError, r"targets is \(4,\)"),
+        ({"targets": torch.tensor([0, 40, 1])}, IndexError, r"linear_logprob: targets\[1\] is 40"),
+        ({"temperature": 0.0}, ValueError, "temperature is 0.0; it must be positive"),
+        ({"temperature": torch.tensor([1.0, -2.0, 1.0])}, ValueError, r"linear_logprob: temperature\[1\] is -2"),
+        ({"kept": torch.zeros(3, 1, dtype=torch.int32)}, ValueError, r"kept is \(3, 1\)"),
+    ),
+)
+def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"hidden": rand(0, 3, 8), "weight": head(40, 8), "targets": ids(3, 40), **options}
+    with pytest.raises(error, match=message):
+        ops.linear_logprob(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("targets"), **arguments)
