@@ -29,7 +29,7 @@ def examine(device: str | None = None) -> dict[str, Any]:
     from rlkernel.kernels import build, select
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    rows = []
+    rows: list[dict[str, str | None]] = []
     for op in select.declared():
         try:
             choice = select.choose(op, device)

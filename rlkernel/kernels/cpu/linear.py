@@ -16,7 +16,17 @@ def linear(
     (m, k), n = x.shape, weight.shape[0]
     y = torch.empty(m, n, dtype=out_dtype or x.dtype)
     function("rlk_linear", "ppppllliiii")(
-        x.data_ptr(), weight.data_ptr(), pointer(bias), y.data_ptr(), m, n, k, chunks, code(x.dtype), code(y.dtype), threads()
+        x.data_ptr(),
+        weight.data_ptr(),
+        pointer(bias),
+        y.data_ptr(),
+        m,
+        n,
+        k,
+        chunks,
+        code(x.dtype),
+        code(y.dtype),
+        threads(),
     )
     return y
 
@@ -41,4 +51,6 @@ def linear_wgrad_(grad: Tensor, dy: Tensor, x: Tensor) -> None:
 
 def bias_grad_(grad: Tensor, dy: Tensor) -> None:
     dy = dy.contiguous()
-    function("rlk_bias_grad", "ppllii")(dy.data_ptr(), grad.data_ptr(), dy.shape[0], dy.shape[1], code(dy.dtype), threads())
+    function("rlk_bias_grad", "ppllii")(
+        dy.data_ptr(), grad.data_ptr(), dy.shape[0], dy.shape[1], code(dy.dtype), threads()
+    )
