@@ -1,1 +1,20 @@
-"""Its place puts `tests/` on the import path, so that every test can say `from oracle.hopper_mma import ...`."""
+"""For every test: `tests/` is on the import path (by this file's place), and torch runs one thread.
+
+Test processes stand side by side, and OpenMP threads that outnumber the cores spin at barriers. A property over the
+number of threads sets its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
