@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
         try:
             launch(settings)
-        except MismatchError as error:
+        except (MismatchError, FloatingPointError) as error:
             raise UserError(str(error)) from None
     except InputError as error:
         raise UserError(str(error)) from error

@@ -56,7 +56,7 @@ def test_a_column_that_a_later_row_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot read .*No such file"):
+    with pytest.raises(InputError, match=r"cannot read .*No such file"):
         load_prompts(tmp_path / "absent.jsonl")
     with pytest.raises(InputError, match="has no rows"):
         load_prompts(write(tmp_path / "empty.jsonl", "", ""))

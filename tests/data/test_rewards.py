@@ -35,7 +35,7 @@ def test_a_reward_gets_everything_that_trl_passes() -> None:
 def test_a_reward_without_kwargs_gets_what_it_names() -> None:
     assert judge(lambda completions: [len(c) for c in completions], columns={"answer": [7, 8]}) == [1.0, 2.0]
     assert judge(lambda completions, answer: answer, columns={"answer": [7, 8]}) == [7.0, 8.0]
-    with pytest.raises(InputError, match="it takes 'anwser', which the data lacks .*answer"):
+    with pytest.raises(InputError, match=r"it takes 'anwser', which the data lacks .*answer"):
         judge(lambda completions, anwser: anwser, columns={"answer": [7, 8]})
 
 
@@ -96,7 +96,7 @@ def test_references_that_do_not_load(reference: str, message: str) -> None:
 def test_a_file_that_fails_on_import_is_named(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("1 / 0\n")
-    with pytest.raises(InputError, match="broken.py failed: ZeroDivisionError"):
+    with pytest.raises(InputError, match=r"broken\.py failed: ZeroDivisionError"):
         load_reward(f"{file}:f")
 
 

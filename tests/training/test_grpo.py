@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from training.tiny import settings_of, trainer_of, weights
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
@@ -19,7 +20,6 @@ from rlkernel.training.batch import pack_samples
 from rlkernel.training.exactness import MismatchError
 from rlkernel.training.optimizer import Update
 from rlkernel.training.run import read_jsonl
-from training.tiny import settings_of, trainer_of, weights
 
 STEPS = 2
 

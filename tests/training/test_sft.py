@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from training.tiny import settings_of
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
@@ -19,7 +20,6 @@ from rlkernel.training.launch import launch
 from rlkernel.training.optimizer import Optimizer
 from rlkernel.training.run import read_jsonl
 from rlkernel.training.sft import batches, mean_loss, sft_update
-from training.tiny import settings_of
 
 SAMPLES = [Sample([1, 2], [3, 4, 1]), Sample([2], [5]), Sample([3, 3, 3], [6, 1])]
 CONFIG = ModelConfig("qwen2", 12, 16, 24, 1, 2, 1, 8, max_position_embeddings=16)

@@ -151,7 +151,7 @@ def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:
             resolve("grpo", file=file)
     (tmp_path / "e.yaml").write_text("")
     assert resolve("grpo", file=tmp_path / "e.yaml") == resolve("grpo")
-    with pytest.raises(InputError, match="setting data.task: task 'chess' does not exist"):
+    with pytest.raises(InputError, match=r"setting data\.task: task 'chess' does not exist"):
         resolve("grpo", overrides=["data.task=chess"])
 
 
