@@ -34,7 +34,11 @@ def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None)
     def accumulate(grad: Tensor | None) -> None:
         dhidden.append(_grad(grad, hidden, weight, *rest, dlogp, dentropy, needs_input))
 
-    dweight = weight_grad(ctx.weight, accumulate) if needs_weight else accumulate(None)
+    dweight = None
+    if needs_weight:
+        dweight = weight_grad(ctx.weight, accumulate)
+    else:
+        accumulate(None)
     return dhidden[0] if needs_input else None, dweight, None, None, None
 
 

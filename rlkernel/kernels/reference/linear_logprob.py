@@ -32,8 +32,9 @@ def linear_logprob_grad_(
     rows = active_rows(targets, kept, stats, dlogp, dentropy)
     pick = lambda t: None if t is None else t[rows]
     logits = chunked(hidden[rows], weight.t(), 1)
-    upstream = pick(stats), pick(entropy), pick(dlogp), pick(dentropy)
-    dz = logprob_dgrad(logits, targets[rows], pick(inv_temperature), pick(kept), *upstream).to(weight.dtype)
+    stats, entropy = stats[rows], entropy[rows]
+    scale, mask, dlogp, dentropy = pick(inv_temperature), pick(kept), pick(dlogp), pick(dentropy)
+    dz = logprob_dgrad(logits, targets[rows], scale, mask, stats, entropy, dlogp, dentropy).to(weight.dtype)
     if grad is not None:
         grad.copy_(chain(dz.t(), hidden[rows], grad))
     if not needs_input:
