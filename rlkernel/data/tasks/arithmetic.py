@@ -96,19 +96,19 @@ class Arithmetic(Task):
 
     def defaults(self) -> dict[str, Any]:
         return {
-            "warmup.steps": 300,
-            "warmup.examples": 76800,
+            "warmup.steps": 500,
+            "warmup.examples": 128000,
             "warmup.batch_size": 256,
             "warmup.lr": 2e-3,
-            "rollout.prompts": 32,
+            "rollout.prompts": 64,
             "rollout.group_size": 8,
             "rollout.max_tokens": 5,
             "optimizer.lr": 4e-4,
             "optimizer.betas": [0.9, 0.98],
             "optimizer.schedule": "linear",
             "optimizer.min_lr_ratio": 0.1,
-            "train.steps": 150,
-            "eval.every": 25,
+            "train.steps": 120,
+            "eval.every": 20,
             "eval.rows": 256,
             "eval.temperature": 1.0,
         }
