@@ -261,7 +261,7 @@ def forward_tile(m: int, n: int, element_size: int, chunks: int, limit: int) -> 
     elif m <= 16:
         tile = Tile(16, 64, 128, 4, 4)
     elif m <= 32:
-        tile = Tile(32, 64, 128, 4, 4)
+        tile = Tile(32, 64, 64, 4, 4)
     elif m <= 64:
         tile = Tile(64, 64, 128, 4, 4)
     elif m <= 128:

@@ -1,0 +1,581 @@
+"""Every op with a Triton kernel, on a GPU: right against fp64, the same bits in any batch and tile, without a wait.
+
+Attention and policy_loss have files of their own. Truths are computed in fp64, baselines by the stock ops, both on the
+GPU; the controls show that the bitwise comparisons can fail.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ops.op_checks import assert_compiles, assert_right, by_dtype, differs, forward_backward, rand
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.contract import assert_accurate, assert_bitwise
+from rlkernel.contract.orders import VOCAB_TILE, WGRAD_TOKENS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+DEVICE = "cuda"
+ROWS = (1, 2, 16, 33, 64, 256, 1000)
+Record = Callable[..., None]
+
+low_precision = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+
+
+def data(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers on the GPU, the same everywhere."""
+    return rand(seed, *shape, dtype=dtype).to(DEVICE)
+
+
+def slices(rows: int) -> list[slice]:
+    """Where to cut 1..1000 rows out of a batch: at its start, its end and an odd place."""
+    return [slice(at, at + m) for m in ROWS if m <= rows for at in {0, rows - m, min(37, rows - m)}]
+
+
+def assert_rows_alone(run: Callable[..., Any], batch: tuple[Tensor | None, ...], what: str) -> int:
+    """`run` of some rows gives the bits that they have in `run` of the whole batch; returns the number of cases."""
+    whole = run(*batch)
+    whole = (whole,) if isinstance(whole, Tensor) else tuple(whole)
+    rows = next(t.shape[0] for t in batch if t is not None)
+    cases = slices(rows)
+    for piece in cases:
+        some = run(*(None if t is None else t[piece] for t in batch))
+        for i, (s, w) in enumerate(zip((some,) if isinstance(some, Tensor) else some, whole, strict=True)):
+            assert_bitwise(s, w[piece], f"{what}, rows {piece.start}:{piece.stop} alone, tensor {i}")
+    return len(cases)
+
+
+# ---- linear -------------------------------------------------------------------------------------
+
+SHAPES = {"qkv": (4096, 1024, 1), "down": (1024, 3072, 8), "o": (1024, 2048, 2), "odd": (72, 200, 1)}
+by_shape = pytest.mark.parametrize("n,k,chunks", SHAPES.values(), ids=SHAPES)
+
+
+@by_dtype
+@pytest.mark.parametrize("m", (1, 33, 300))
+@pytest.mark.parametrize("n,k,chunks", ((96, 512, 4), (200, 72, 1)))
+def test_linear_accuracy(m: int, n: int, k: int, chunks: int, dtype: torch.dtype) -> None:
+    x, w, b, dy = (data(i, *shape, dtype=dtype) for i, shape in enumerate(((m, k), (n, k), (n,), (m, n))))
+    op = lambda x, w, b: ops.linear(x, w, b, chunks=chunks, dgrad_chunks=chunks)
+    assert_right(op, F.linear, (x, w, b), (dy,), f"linear {m}x{n}x{k}")
+
+
+@by_dtype
+@by_shape
+def test_linear_rows(n: int, k: int, chunks: int, dtype: torch.dtype, record: Record) -> None:
+    x, w, b = data(0, 1100, k, dtype=dtype), data(1, n, k, dtype=dtype), data(2, n, dtype=dtype)
+    cases = assert_rows_alone(lambda x: ops.linear(x, w, b, chunks=chunks), (x,), "linear")
+    cases += assert_rows_alone(lambda x: ops.linear(x, w, chunks=chunks, out_dtype=torch.float32), (x,), "fp32 result")
+    dy = data(3, 1100, n, dtype=dtype)
+    cases += assert_rows_alone(lambda dy: torch.ops.rlkernel.linear_dgrad(dy, w, chunks), (dy,), "input gradient")
+    record(cases=cases, tokens=cases * 1100, mismatches=0)
+
+
+def test_stock_linear_depends_on_the_batch() -> None:
+    """The control: split-K, chosen by M, is what makes cuBLAS vary."""
+    x, w = data(0, 1100, 12288, dtype=torch.bfloat16), data(1, 4096, 12288, dtype=torch.bfloat16)
+    with ops.stock():
+        assert differs(lambda: assert_rows_alone(lambda x: ops.linear(x, w), (x,), "stock linear"))
+
+
+@by_dtype
+@pytest.mark.parametrize("chunks", (1, 2, 8, 16))
+def test_linear_in_every_tile(chunks: int, dtype: torch.dtype, record: Record) -> None:
+    from rlkernel.kernels.triton.linear import Tile, gemm
+
+    m, n, k = 200, 300, 1024
+    x, w, b = data(0, m, k, dtype=dtype), data(1, n, k, dtype=dtype), data(2, n, dtype=dtype)
+    new = lambda: torch.empty(m, n, dtype=torch.float32, device=DEVICE)
+    expected = gemm(x, w.t(), new(), bias=b, chunks=chunks)
+    wide = (
+        ()
+        if dtype == torch.float32 or chunks > 1
+        else ((128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 256, 32, 4, 2))
+    )
+    small = ((16, 32, 16, 2, 2), (16, 64, 32, 4, 3), (32, 64, 64, 4, 2), (64, 64, 32, 4, 3), (64, 32, 16, 8, 2))
+    tiles = [Tile(*t, split) for t in (*small, *wide) for split in {max(1, chunks // 8), chunks}]
+    for tile in tiles:
+        assert_bitwise(gemm(x, w.t(), new(), bias=b, chunks=chunks, tile=tile), expected, f"{tile}")
+    fresh = x.t().contiguous().t()
+    assert_bitwise(gemm(fresh, w.t().contiguous(), new(), bias=b, chunks=chunks), expected, "other strides")
+    half = k // 2
+    if chunks == 1:
+        running = gemm(x[:, :half], w[:, :half].t(), new())
+        gemm(x[:, half:], w[:, half:].t(), running, bias=b, start=running)
+        assert_bitwise(running, expected, "a chain in two parts")
+    record(cases=len(tiles) + 2, tokens=m * len(tiles), mismatches=0)
+
+
+@by_dtype
+def test_weight_gradient_in_every_tile(dtype: torch.dtype, record: Record) -> None:
+    from rlkernel.kernels.triton.linear import Tile, linear_wgrad_
+
+    tokens = 3 * WGRAD_TOKENS + 77
+    dy, x, start = data(0, tokens, 136, dtype=dtype), data(1, tokens, 200, dtype=dtype), data(2, 136, 200)
+    expected = start.clone()
+    linear_wgrad_(expected, dy, x)
+    tiles = [(16, 32, 16, 2, 2), (32, 64, 32, 4, 3), (64, 64, 64, 4, 2), (64, 128, 16, 8, 2)]
+    if dtype != torch.float32:
+        tiles.append((128, 128, 64, 8, 3))
+    for tile in tiles:
+        grad = start.clone()
+        linear_wgrad_(grad, dy, x, Tile(*tile))
+        assert_bitwise(grad, expected, f"{tile}")
+    grad = start.clone()
+    for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, 3 * WGRAD_TOKENS), slice(3 * WGRAD_TOKENS, None)):
+        linear_wgrad_(grad, dy[piece], x[piece])
+    assert_bitwise(grad, expected, "micro-batches")
+    assert_accurate(expected, start.double() + dy.double().t() @ x.double(), start + dy.t().float() @ x.float())
+    record(cases=len(tiles) + 1, tokens=tokens, mismatches=0)
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="AMD has fp32 matrix instructions")
+@pytest.mark.parametrize("chunks", (1, 4))
+def test_float32_linear_is_the_cpus(chunks: int) -> None:
+    """Where there is no fp32 matrix instruction the chain is the CPU's own: one fma a step."""
+    x, w, b = rand(0, 70, 328), rand(1, 90, 328), rand(2, 90)
+    y = ops.linear(x.to(DEVICE), w.to(DEVICE), b.to(DEVICE), chunks=chunks)
+    assert_bitwise(y, ops.linear(x, w, b, chunks=chunks), "GPU against CPU")
+
+
+# ---- embedding, rms_norm, rope, swiglu ----------------------------------------------------------
+
+
+@by_dtype
+def test_embedding(dtype: torch.dtype, record: Record) -> None:
+    v, c, tokens = 300, 520, 3000
+    weight, dy = rand(0, v, c, dtype=dtype), rand(1, tokens, c, dtype=dtype)
+    ids = torch.randint(0, v, (tokens,), generator=torch.Generator().manual_seed(2))
+    ids[::3] = 7  # one id a thousand times
+    assert_bitwise(ops.embedding(ids.to(DEVICE), weight.to(DEVICE)), weight[ids], "rows")
+    grads = []
+    for device in ("cpu", DEVICE):
+        main_grad = torch.zeros(v, c, device=device)
+        for piece in (slice(0, 1001), slice(1001, None)):
+            torch.ops.rlkernel.embedding_wgrad_(main_grad, dy[piece].to(device), ids[piece].to(device))
+        grads.append(main_grad)
+    assert_bitwise(grads[1], grads[0], "gradient, GPU against CPU: the same sums in the same order")
+    record(cases=2, tokens=tokens, mismatches=0)
+
+
+def rms_truth(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
+
+
+@by_dtype
+@pytest.mark.parametrize("c", (64, 128, 1000, 4096))
+def test_rms_norm(c: int, dtype: torch.dtype, record: Record) -> None:
+    x, r, w, dy, dr = (
+        data(i, *shape, dtype=dtype) for i, shape in enumerate(((70, c), (70, c), (c,), (70, c), (70, c)))
+    )
+    assert_right(lambda x, w: ops.rms_norm(x, w, 1e-6), rms_truth, (x, w), (dy,), "rms_norm")
+    assert_right(
+        lambda x, r, w: ops.rms_norm(x, w, 1e-6, residual=r),
+        lambda x, r, w: (rms_truth(x + r, w), x + r),
+        (x, r, w),
+        (dy, dr),
+        "add_rms_norm",
+    )
+    x, r, dy = (data(i, 1100, c, dtype=dtype) for i in range(3))
+    cases = assert_rows_alone(lambda x, r: ops.rms_norm(x, w, 1e-6, residual=r), (x, r), "add_rms_norm")
+    cases += assert_rows_alone(lambda x: ops.rms_norm(x, w, 1e-6), (x,), "rms_norm")
+    dgrad = torch.ops.rlkernel.rms_norm_dgrad
+    cases += assert_rows_alone(lambda dy, r, x: dgrad(dy, r, x, w, 1e-6), (dy, r, x), "input gradient")
+    y, total = ops.rms_norm(x, w, 1e-6, residual=r)
+    assert_bitwise(ops.rms_norm(total, w, 1e-6), y, "norm of the sum")
+    whole, parts = torch.zeros(c, device=DEVICE), torch.zeros(c, device=DEVICE)
+    torch.ops.rlkernel.rms_norm_wgrad_(whole, dy, x, 1e-6)
+    for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)):
+        torch.ops.rlkernel.rms_norm_wgrad_(parts, dy[piece], x[piece], 1e-6)
+    assert_bitwise(parts, whole, "weight gradient in micro-batches")
+    record(cases=cases + 2, tokens=cases * 1100, mismatches=0)
+
+
+def test_rms_norm_of_misaligned_rows() -> None:
+    """A view that starts at an odd address is copied: alignment would move elements to other threads."""
+    x, w = data(0, 40, 63, dtype=torch.bfloat16), data(1, 63, dtype=torch.bfloat16)
+    expected = ops.rms_norm(x, w, 1e-6)
+    for i in range(1, 4):
+        assert_bitwise(ops.rms_norm(x[i:], w, 1e-6), expected[i:], f"rows from {i}")
+
+
+@by_dtype
+def test_rope(dtype: torch.dtype, record: Record) -> None:
+    tokens, h, hk, d = 500, 16, 8, 128
+    packed = rand(0, tokens, h + 2 * hk, d, dtype=dtype)
+    positions = torch.randint(0, 4096, (tokens,), generator=torch.Generator().manual_seed(1))
+    angles = torch.arange(4096)[:, None] * 10000.0 ** (-torch.arange(d // 2) / (d // 2))
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    results = []
+    for device in ("cpu", DEVICE):
+        q, k = packed.to(device)[:, :h], packed.to(device)[:, h : h + hk]
+        upstream = [rand(i, tokens, n, d, dtype=dtype).to(device) for i, n in ((2, h), (3, hk))]
+        op = lambda q, k, device=device: ops.rope(q, k, positions.to(device), table.to(device))
+        results.append(forward_backward(op, (q, k), upstream))
+    for i, (cpu, gpu) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(gpu, cpu, f"GPU against CPU: one fma form, tensor {i}")
+    rows = (packed[:, :h].to(DEVICE), packed[:, h : h + hk].to(DEVICE), positions.to(DEVICE))
+    cases = assert_rows_alone(lambda q, k, p: ops.rope(q, k, p, table.to(DEVICE)), rows, "rope")
+    record(cases=cases, tokens=tokens * cases, mismatches=0)
+
+
+@by_dtype
+def test_swiglu(dtype: torch.dtype, record: Record) -> None:
+    gate_up, dy = data(0, 70, 2 * 1100, dtype=dtype) * 3, data(1, 70, 1100, dtype=dtype)
+    truth = lambda x: F.silu(x[..., :1100]) * x[..., 1100:]
+    assert_right(ops.swiglu, truth, (gate_up,), (dy,), "swiglu")
+    gate_up[0, :4] = torch.tensor([-1e4, 1e4, 0.0, -0.0])
+    assert bool(torch.isfinite(ops.swiglu(gate_up)).all())
+    x, up = data(2, 1100, 2 * 96, dtype=dtype), data(3, 1100, 96, dtype=dtype)
+    cases = assert_rows_alone(ops.swiglu, (x,), "swiglu")
+    cases += assert_rows_alone(torch.ops.rlkernel.swiglu_grad, (up, x), "gradient")
+    record(cases=cases, tokens=cases * 1100, mismatches=0)
+
+
+# ---- logprob, linear_logprob --------------------------------------------------------------------
+
+
+def scored(tokens: int, v: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Targets, temperatures in [0.5, 2] and kept masks that hold the target of every row but the second."""
+    generator = torch.Generator().manual_seed(11)
+    targets = torch.randint(0, v, (tokens,), generator=generator)
+    mask = torch.rand(tokens, v, generator=generator) < 0.5
+    mask[torch.arange(tokens), targets] = True
+    if tokens > 1:
+        mask[1, targets[1]] = False
+    temperature = 0.5 + 1.5 * torch.rand(tokens, generator=generator)
+    return targets.to(DEVICE), temperature.to(DEVICE), ops.pack_kept(mask).to(DEVICE)
+
+
+def logprob_truth(z: Tensor, targets: Tensor, temperature: Tensor | None, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logp of kept targets (0 elsewhere) and entropy."""
+    if temperature is not None:
+        z = z / temperature[:, None]
+    if kept is not None:
+        z = z.masked_fill(~ops.unpack_kept(kept, z.shape[1]), -torch.inf)
+    l = torch.log_softmax(z, -1)
+    logp = l.gather(1, targets[:, None])[:, 0]
+    return logp.masked_fill(logp == -torch.inf, 0.0), -(l.exp() * l.masked_fill(l == -torch.inf, 0.0)).sum(-1)
+
+
+def finite(out: ops.LogProb) -> tuple[Tensor, Tensor]:
+    """logp and entropy, a dropped target's logp as 0 so that it can be compared."""
+    return out.logp.masked_fill(out.logp == -torch.inf, 0.0), out.entropy
+
+
+def settings(filtered: bool, temperature: Tensor, kept: Tensor) -> dict[str, Any]:
+    return {"temperature": temperature, "kept": kept} if filtered else {}
+
+
+by_filter = pytest.mark.parametrize("filtered", (False, True))
+
+
+@by_dtype
+@by_filter
+def test_logprob(filtered: bool, dtype: torch.dtype, record: Record) -> None:
+    v = 10 * VOCAB_TILE + 44
+    logits, g, h = data(0, 60, v, dtype=dtype) * 3, data(1, 60), data(2, 60)
+    targets, temperature, kept = scored(60, v)
+    if filtered:
+        g[1] = h[1] = 0.0  # a dropped target has no gradient
+    options = settings(filtered, temperature, kept)
+    assert_right(
+        lambda z: finite(ops.logprob(z, targets, **options)),
+        lambda z: logprob_truth(z, targets, options.get("temperature"), options.get("kept")),
+        (logits,),
+        (g, h),
+        "logprob",
+    )
+    logits = data(3, 1100, v, dtype=dtype) * 3
+    targets, temperature, kept = scored(1100, v)
+    batch = (logits, targets, temperature if filtered else None, kept if filtered else None)
+    run = lambda z, y, t, k: ops.logprob(z, y, temperature=1.0 if t is None else t, kept=k)
+    cases = assert_rows_alone(run, batch, "logprob")
+    record(cases=cases, tokens=cases * 1100, mismatches=0)
+
+
+def test_stock_logprob_of_the_stock_head_depends_on_the_batch() -> None:
+    """The control: the head's product varies with M, and every log-probability with it."""
+    x, w = data(0, 1100, 12288, dtype=torch.bfloat16), data(1, 4096, 12288, dtype=torch.bfloat16) / 100
+    y = torch.randint(0, 4096, (1100,), device=DEVICE)
+    with ops.stock():
+        assert differs(lambda: assert_rows_alone(lambda x, y: ops.linear_logprob(x, w, y), (x, y), "stock"))
+
+
+def test_logprob_special_rows() -> None:
+    logits = data(0, 5, 300)
+    logits[0, 5], logits[1, 130], logits[2], logits[3, :200] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    targets = torch.tensor([5, 5, 5, 5, 5])
+    gpu = ops.logprob(logits, targets.to(DEVICE))
+    cpu = ops.logprob(logits.cpu(), targets)
+    for name, ours, reference in zip(gpu._fields, gpu, cpu, strict=True):
+        assert torch.equal(torch.isnan(ours.cpu()), torch.isnan(reference)), name
+        assert torch.equal(torch.isinf(ours.cpu()), torch.isinf(reference)), name
+
+
+@by_dtype
+@by_filter
+def test_linear_logprob_is_logprob_of_linear(filtered: bool, dtype: torch.dtype, record: Record) -> None:
+    v, c = 9 * VOCAB_TILE + 44, 256
+    cases = 0
+    for tokens in (1, 2, 16, 33, 64, 600):
+        x, w = data(0, tokens, c, dtype=dtype), data(1, v, c, dtype=dtype) / 4
+        targets, temperature, kept = scored(tokens, v)
+        options = settings(filtered, temperature, kept)
+        fused = lambda x, w, y=targets, o=options: ops.linear_logprob(x, w, y, **o)[:2]
+        plain = lambda x, w, y=targets, o=options: ops.logprob(ops.linear(x, w, out_dtype=torch.float32), y, **o)[:2]
+        upstream = (data(2, tokens), data(3, tokens))
+        ours, expected = (forward_backward(op, (x, w), upstream) for op in (fused, plain))
+        for name, o, e in zip(("logp", "entropy", "dhidden", "dweight"), ours, expected, strict=True):
+            assert_bitwise(o, e, f"{tokens} tokens, {name}")
+        cases += 4
+    record(cases=cases, tokens=716, mismatches=0)
+
+
+@by_dtype
+@by_filter
+def test_linear_logprob_accuracy(filtered: bool, dtype: torch.dtype) -> None:
+    v, c = 5 * VOCAB_TILE + 44, 64
+    x, w, g, h = data(0, 90, c, dtype=dtype), data(1, v, c, dtype=dtype) / 8, data(2, 90), data(3, 90)
+    targets, temperature, kept = scored(90, v)
+    if filtered:
+        g[1] = h[1] = 0.0
+    options = settings(filtered, temperature, kept)
+    assert_right(
+        lambda x, w: finite(ops.linear_logprob(x, w, targets, **options)),
+        lambda x, w: logprob_truth(x @ w.t(), targets, options.get("temperature"), options.get("kept")),
+        (x, w),
+        (g, h),
+        "linear_logprob",
+    )
+
+
+@by_dtype
+def test_linear_logprob_in_every_tile_and_block(
+    dtype: torch.dtype, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlkernel.kernels.triton import linear_logprob
+    from rlkernel.kernels.triton.linear import Tile
+
+    v, c, tokens = 9 * VOCAB_TILE + 44, 256, 600
+    x, w = data(0, tokens, c, dtype=dtype), data(1, v, c, dtype=dtype) / 4
+    targets, temperature, kept = scored(tokens, v)
+    rest = (x, w, targets, 1.0 / temperature, kept)
+    expected = linear_logprob.forward(*rest)
+    tiles = [(16, 128, 32, 4, 2), (32, 128, 16, 8, 2), (64, 128, 16, 8, 2)]
+    if dtype != torch.float32:
+        tiles += [(64, 128, 64, 4, 3), (128, 128, 64, 8, 3), (64, 256, 32, 8, 2), (128, 256, 32, 8, 2)]
+    for tile in tiles:
+        for i, (o, e) in enumerate(zip(linear_logprob.forward(*rest, Tile(*tile)), expected, strict=True)):
+            assert_bitwise(o, e, f"{tile}, tensor {i}")
+    _, entropy, _, stats = expected
+    gradients = []
+    for dz_bytes, dhidden_bytes in ((1 << 27, 1 << 27), (256 * 256 * x.element_size(), 1), (1, 1 << 27)):
+        monkeypatch.setattr(linear_logprob, "DZ_BYTES", dz_bytes)
+        monkeypatch.setattr(linear_logprob, "DHIDDEN_BYTES", dhidden_bytes)
+        grad = torch.ones(v, c, device=DEVICE)
+        upstream = (data(2, tokens), data(3, tokens))
+        dx = linear_logprob.linear_logprob_grad_(grad, *rest, stats, entropy, *upstream, True)
+        gradients.append((dx, grad))
+    for dx, grad in gradients[1:]:
+        assert_bitwise(dx, gradients[0][0], "input gradient in other blocks")
+        assert_bitwise(grad, gradients[0][1], "weight gradient in other blocks")
+    record(cases=len(tiles) + 2, tokens=tokens * (len(tiles) + 2), mismatches=0)
+
+
+def test_linear_logprob_memory_is_bounded() -> None:
+    tokens, v, c = 8192, 65536, 256
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16)
+    leaf, weight = x.requires_grad_(), w.requires_grad_()
+    weight.main_grad = torch.zeros(v, c, device=DEVICE)
+    targets = torch.randint(0, v, (tokens,), device=DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = ops.linear_logprob(leaf, weight, targets)
+    (out.logp.sum() + out.entropy.sum()).backward()
+    torch.cuda.synchronize()
+    used = torch.cuda.max_memory_allocated() - before
+    assert used < 320 << 20, f"{used >> 20} MiB for logits of {(tokens * v * 4) >> 20} MiB"
+
+
+def test_offsets_past_2_to_the_31() -> None:
+    v = 151936
+    tokens = 2**31 // v + 300
+    if torch.cuda.mem_get_info()[0] < 6 * tokens * v:
+        pytest.skip("needs 14 GB of free GPU memory")
+    logits = torch.empty(tokens, v, dtype=torch.bfloat16, device=DEVICE).normal_(generator=torch.Generator(DEVICE))
+    targets = torch.randint(0, v, (tokens,), device=DEVICE)
+    last = slice(tokens - 3, tokens)
+    whole = ops.logprob(logits, targets)
+    alone = ops.logprob(logits[last].clone(), targets[last])
+    for w, a in zip(whole, alone, strict=True):
+        assert_bitwise(w[last], a, "rows past 2^31 elements")
+
+    def gradient(z: Tensor, y: Tensor) -> Tensor:
+        _, entropy, _, stats = torch.ops.rlkernel.logprob(z, y, None, None)
+        return torch.ops.rlkernel.logprob_dgrad(z, y, None, None, stats, entropy, torch.ones_like(entropy), None)
+
+    assert_bitwise(gradient(logits, targets)[last], gradient(logits[last].clone(), targets[last]), "their gradient")
+
+
+# ---- sample -------------------------------------------------------------------------------------
+
+
+def requests(batch: int, v: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "logits": torch.randn(batch, v, generator=generator) * 3,
+        "seeds": torch.randint(-(2**62), 2**62, (batch,), generator=generator),
+        "positions": torch.randint(0, 2**20, (batch,), generator=generator),
+        "temperature": torch.rand(batch, generator=generator) + 0.5,
+        "top_k": torch.randint(0, 100, (batch,), generator=generator, dtype=torch.int32),
+        "top_p": 0.5 + 0.5 * torch.rand(batch, generator=generator),
+        "min_p": 0.05 * torch.rand(batch, generator=generator),
+    }
+
+
+@pytest.mark.parametrize("filters", ((), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")), ids=",".join)
+@pytest.mark.parametrize("v", (1000, 151936))
+def test_sample(v: int, filters: tuple[str, ...], record: Record) -> None:
+    batch = 24
+    x = requests(batch, v)
+    x["temperature"][::7] = 0.0
+    used = {n: t.to(DEVICE) for n, t in x.items() if n in filters or not n.endswith(("_k", "_p"))}
+    whole = ops.sample(**used, return_kept=True)
+    for order in (
+        torch.randperm(batch, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([5]),
+        torch.arange(3, 9),
+    ):
+        some = ops.sample(**{n: t[order.to(DEVICE)] for n, t in used.items()}, return_kept=True)
+        for s, w in zip(some, whole, strict=True):
+            if w is not None:
+                assert_bitwise(s, w[order.to(DEVICE)], f"requests {order.tolist()[:3]}...")
+    cpu = ops.sample(**{n: t.cpu() for n, t in used.items()}, return_kept=True)
+    if "top_p" in filters or "min_p" in filters:  # a probability at the very threshold may fall on either side
+        flips = (ops.unpack_kept(whole.kept.cpu(), v) != ops.unpack_kept(cpu.kept, v)).sum()
+        assert int(flips) <= 4
+        assert int((whole.tokens.cpu() != cpu.tokens).sum()) <= 1
+    else:
+        assert_bitwise(whole.tokens, cpu.tokens, "tokens, GPU against CPU: noise and threshold are integers")
+        if whole.kept is not None:
+            assert_bitwise(whole.kept, cpu.kept, "kept set, GPU against CPU")
+    scored = ops.logprob(used["logits"], whole.tokens, temperature=used["temperature"].clamp(min=1e-3), kept=whole.kept)
+    sampled = used["temperature"] > 0
+    assert_bitwise(whole.logp[sampled], scored.logp[sampled], "logp is logprob's over the kept set")
+    record(cases=4, tokens=batch, mismatches=0)
+
+
+def test_sample_follows_the_distribution() -> None:
+    draws, v = 40000, 9
+    logits = data(0, 1, v).expand(draws, v).contiguous()
+    seeds = torch.arange(draws, device=DEVICE)
+    ones = torch.ones(draws, device=DEVICE)
+    tokens = ops.sample(logits, seeds, seeds % 17, temperature=ones).tokens
+    counts = torch.bincount(tokens, minlength=v).double()
+    p = torch.softmax(logits[0].double(), 0)
+    z = (counts - draws * p) / (draws * p * (1 - p)).sqrt()
+    assert float(z.abs().max()) < 4.5
+
+
+# ---- all of them --------------------------------------------------------------------------------
+
+
+NAMES = (
+    *("linear", "linear_dgrad", "linear_wgrad_", "bias_grad_", "embedding", "embedding_wgrad_"),
+    *("rms_norm", "rms_norm_dgrad", "rms_norm_wgrad_", "rope", "swiglu", "swiglu_grad"),
+    *("logprob", "logprob_dgrad", "linear_logprob", "linear_logprob_grad_", "sample"),
+)
+
+
+def everything() -> dict[str, Callable[[], Any]]:
+    """Every op of NAMES once, forward and backward, on tensors that exist already."""
+    dtype = torch.bfloat16
+    x, w, b, dy = (data(i, *s, dtype=dtype) for i, s in enumerate(((300, 256), (512, 256), (512,), (300, 512))))
+    head, norm = data(4, 700, 256, dtype=dtype), data(5, 256, dtype=dtype)
+    ids = torch.randint(0, 700, (300,), device=DEVICE)
+    table = data(6, 300, 64)
+    q, k = data(7, 300, 4, 64, dtype=dtype), data(8, 300, 2, 64, dtype=dtype)
+    g = data(9, 300)
+    main, flat = torch.zeros(512, 256, device=DEVICE), torch.zeros(512, device=DEVICE)
+    sampling = {n: t.to(DEVICE) for n, t in requests(16, 700).items()}
+    raw = torch.ops.rlkernel
+    logits = data(10, 300, 700)
+    _, entropy, _, stats = raw.logprob(logits, ids, None, None)
+    return {
+        "linear": lambda: ops.linear(x, w, b, chunks=4),
+        "linear_dgrad": lambda: raw.linear_dgrad(dy, w, 1),
+        "linear_wgrad_": lambda: raw.linear_wgrad_(main.zero_(), dy, x) or main.clone(),
+        "bias_grad_": lambda: raw.bias_grad_(flat.zero_(), dy) or flat.clone(),
+        "embedding": lambda: ops.embedding(ids, head),
+        "embedding_wgrad_": lambda: raw.embedding_wgrad_(main.zero_(), x, ids % 512) or main.clone(),
+        "rms_norm": lambda: ops.rms_norm(x, norm, 1e-6, residual=x),
+        "rms_norm_dgrad": lambda: raw.rms_norm_dgrad(x, x, x, norm, 1e-6),
+        "rms_norm_wgrad_": lambda: raw.rms_norm_wgrad_(flat.zero_()[:256], x, x, 1e-6) or flat.clone(),
+        "rope": lambda: ops.rope(q, k, ids % 300, table),
+        "swiglu": lambda: ops.swiglu(x),
+        "swiglu_grad": lambda: raw.swiglu_grad(x[:, :128].contiguous(), x),
+        "logprob": lambda: ops.logprob(logits, ids),
+        "logprob_dgrad": lambda: raw.logprob_dgrad(logits, ids, None, None, stats, entropy, g, g),
+        "linear_logprob": lambda: ops.linear_logprob(x, head, ids),
+        "linear_logprob_grad_": lambda: raw.linear_logprob_grad_(
+            None, x, head, ids, None, None, stats, entropy, g, g, True
+        ),
+        "sample": lambda: ops.sample(**sampling, return_kept=True),
+    }
+
+
+def tensors(out: Any) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else [t for t in out if t is not None]
+
+
+def test_repeated_runs_give_the_same_bits(record: Record) -> None:
+    runs = everything()
+    first = {name: [t.clone() for t in tensors(run())] for name, run in runs.items()}
+    for _, (name, run) in itertools.product(range(20), runs.items()):
+        for a, b in zip(tensors(run()), first[name], strict=True):
+            assert_bitwise(a, b, name)
+    record(cases=20 * len(runs), tokens=20 * 300 * len(runs), mismatches=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_never_waits_and_runs_in_a_graph(name: str) -> None:
+    run = everything()[name]
+    expected = [t.clone() for t in tensors(run())]  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = tensors(run())
+    for t in captured:
+        t.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(captured, expected, strict=True):
+        assert_bitwise(a, b, f"{name}, replayed")
+
+
+def test_compiles_with_dynamo() -> None:
+    x, w, g = data(0, 20, 64), data(1, 300, 64), data(2, 20)
+    targets = torch.randint(0, 300, (20,), device=DEVICE)
+    assert_compiles(lambda x, w: ops.linear_logprob(x, w, targets)[:2], (x, w), (g, g))
+    assert_compiles(lambda x, w: ops.linear(x, w, chunks=2), (x, w), (data(3, 20, 300),))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_runs_on_a_gpu_that_is_not_current() -> None:
+    x, w = data(0, 33, 256, dtype=torch.bfloat16), data(1, 512, 256, dtype=torch.bfloat16)
+    assert torch.cuda.current_device() == 0
+    assert_bitwise(ops.linear(x.to("cuda:1"), w.to("cuda:1"), chunks=2), ops.linear(x, w, chunks=2), "second GPU")
