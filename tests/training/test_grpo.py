@@ -17,7 +17,9 @@ from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.data.errors import InputError
 from rlkernel.training.batch import pack_samples
+from rlkernel.training.display import Display
 from rlkernel.training.exactness import MismatchError
+from rlkernel.training.launch import launch
 from rlkernel.training.optimizer import Update
 from rlkernel.training.run import read_jsonl
 
@@ -212,10 +214,20 @@ def test_the_probe_shows_drift_and_leaves_the_run_exact(tmp_path: Path) -> None:
     with run:
         trainer.step(1)
         before = weights(trainer)
-        rows = trainer.probe(2)
-        assert len(rows) == 2 and all(row["mismatch_tokens"] > 0 for row in rows)
+        assert trainer.probe(1)["mismatch_tokens"] > 0
         assert_same_weights(before, weights(trainer))
         assert trainer.step(2)[0]["exact_frac"] == 1.0
+
+
+def test_probes_change_nothing_of_the_run(tmp_path: Path) -> None:
+    found = []
+    for count in (0, 2):
+        settings = settings_of(tmp_path / str(count), f"run.probe_rollouts={count}", "run.save=false")
+        folder = launch(settings, Display(Console(quiet=True)))
+        summary = json.loads((folder / "summary.json").read_text())
+        assert [row["step"] for row in summary["probe"]] == [1, 2][:count]
+        found.append([(row["reward"], row["loss"]) for row in read_jsonl(folder / "metrics.jsonl")])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("answer", ["[1.0] * len(completions)", "[0.0] * len(completions)"])

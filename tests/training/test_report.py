@@ -35,7 +35,7 @@ SUMMARY: dict[str, Any] = {
     "max_abs_diff": 0.0,
     "heldout_before": 0.25,
     "heldout_after": 0.875,
-    "probe": [{"tokens": 10, "mismatch_tokens": 4, "max_abs_diff": 3e-7, "exact_frac": 0.6, "max_ulps": 3}],
+    "probe": [{"step": 2, "tokens": 10, "mismatch_tokens": 4, "max_abs_diff": 3e-7, "exact_frac": 0.6, "max_ulps": 3}],
 }
 
 
@@ -138,7 +138,7 @@ def test_the_report_has_every_part(tmp_path: Path) -> None:
         "Reward",
         "Completion length",
         "Drift, on and off",
-        "stock torch, rollouts at the end",
+        "stock torch, control rollouts",
         "Held-out prompts, before and after",
         "differs",
         "Where a step's time goes",
