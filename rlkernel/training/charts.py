@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 720, 260
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 44
+WIDTH, HEIGHT = 480, 230  # about the size on the page, so that 12 px text is read as 12 px
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
 TABLE_ROWS = 40
 
 
@@ -75,7 +75,7 @@ def line_chart(
     if not points:
         return f'<figure class="chart">{heading}<p>No data in this run.</p></figure>'
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    x_ticks = [tick for tick in ticks(min(xs), max(xs), 8) if tick >= min(xs) or tick == 0]
+    x_ticks = [tick for tick in ticks(min(xs), max(xs), 6) if tick >= min(xs) or tick == 0]
     y_ticks = ticks(min(ys) if low is None else min(low, *ys), max(ys))
     x_low, x_high = min(min(xs), x_ticks[0]), max(max(xs), x_ticks[-1])
     y_low, y_high = y_ticks[0], y_ticks[-1]

@@ -35,7 +35,7 @@ class RunSettings(_Section):
     output: str | None = Field(default=None, description="run folder; default runs/<algorithm>-<task or model>")
     strict: bool = Field(default=True, description="stop at the first mismatching log-probability (backend rlkernel)")
     probe_rollouts: int = Field(
-        default=3, ge=0, description="control rollouts on stock torch at the end, for the report"
+        default=6, ge=0, description="control rollouts on stock torch over the run, for the report"
     )
     tensorboard: bool = Field(default=False, description="also write TensorBoard events (extra `tensorboard`)")
     save: bool = Field(default=True, description="write a Hugging Face checkpoint at the end")

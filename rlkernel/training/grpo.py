@@ -25,7 +25,7 @@ from rlkernel.training.config import LossSettings, Settings, clip_range
 from rlkernel.training.display import Display, count
 from rlkernel.training.exactness import Exactness, hex_bits
 from rlkernel.training.optimizer import Optimizer, Update
-from rlkernel.training.parts import Parts
+from rlkernel.training.parts import Parts, Prompt
 from rlkernel.training.rollout import Completion, Sampler, judge
 from rlkernel.training.run import Run, peak_memory_mib
 from rlkernel.training.sft import warm_up
@@ -44,6 +44,10 @@ def train_grpo(parts: Parts, run: Run, display: Display) -> dict[str, Any]:
     trainer = Trainer(parts, run)
     total = Exactness()
     tokens = 0
+    probe: list[dict[str, Any]] = []
+    control = (
+        _spread(settings.run.probe_rollouts, settings.train.steps) if settings.run.backend == "rlkernel" else set()
+    )
     before = after = trainer.evaluate(0, display)
     display.start("grpo", settings.train.steps)
     for step in range(1, settings.train.steps + 1):
@@ -52,11 +56,12 @@ def train_grpo(parts: Parts, run: Run, display: Display) -> dict[str, Any]:
         tokens += metrics["tokens"]
         run.log(step, metrics)
         display.step(step, _line(metrics))
+        if step in control:
+            probe.append(trainer.probe(step))
         due = settings.eval.every and step % settings.eval.every == 0
         if due or step == settings.train.steps:
             after = trainer.evaluate(step, display)
     display.stop()
-    probe = trainer.probe(settings.run.probe_rollouts) if settings.run.backend == "rlkernel" else []
     return {
         "steps": settings.train.steps,
         "tokens": tokens,
@@ -97,6 +102,7 @@ class Trainer:
         self.sampler = Sampler(parts.model, parts.tokenizer, self.settings.engine)
         self.optimizer = Optimizer(parts.model, self.settings.optimizer, train.steps * self.updates_per_step)
         self.seconds: dict[str, float] = {}
+        self.prompts: list[Prompt] = []
 
     def step(self, step: int) -> tuple[dict[str, Any], Exactness]:
         """One step: returns its metrics and the comparison of all its tokens.
@@ -107,7 +113,7 @@ class Trainer:
         settings, self.seconds, started = self.settings, {}, time.perf_counter()
 
         # Sample a group of completions for each prompt, with the weights as they are.
-        prompts = list(islice(self.parts.prompts, settings.rollout.prompts))
+        prompts = self.prompts = list(islice(self.parts.prompts, settings.rollout.prompts))
         with self._time("rollout"):
             self.sampler.weights_updated()
             seed = mix_seed(settings.run.seed, step) % (1 << 64)
@@ -237,22 +243,18 @@ class Trainer:
         display.say(f"held-out reward after step {step}: {mean:.3f} ({len(rewards)} prompts)")
         return mean
 
-    def probe(self, rollouts: int) -> list[dict[str, Any]]:
-        """The control: rollouts and scores of the final weights on stock torch ops, and how far apart they are."""
-        rows = []
-        for i in range(rollouts):
-            prompts = list(islice(self.parts.prompts, self.settings.rollout.prompts))
-            with ops.stock():
-                self.sampler.weights_updated()
-                seed = mix_seed(self.settings.run.seed, -1 - i) % (1 << 64)
-                size = self.settings.rollout.group_size
-                completions = self.sampler.sample(prompts, self.settings.rollout, seed, size)
-                samples = [completion.sample for completion in completions]
-                exact = Exactness()
-                exact.add(samples, torch.cat(self._score(self.model, samples)))
-            rows.append({"tokens": exact.tokens, **exact.row(), "max_ulps": exact.max_ulps})
-        self.sampler.weights_updated()
-        return rows
+    def probe(self, step: int) -> dict[str, Any]:
+        """The control: this step's prompts sampled and scored on stock torch ops, and how far apart both are."""
+        settings = self.settings
+        with ops.stock():
+            self.sampler.weights_updated()
+            seed = mix_seed(settings.run.seed, -step) % (1 << 64)
+            completions = self.sampler.sample(self.prompts, settings.rollout, seed, settings.rollout.group_size)
+            samples = [completion.sample for completion in completions]
+            exact = Exactness()
+            exact.add(samples, torch.cat(self._score(self.model, samples)))
+        self.sampler.weights_updated()  # nothing of the control stays in the cache
+        return {"step": step, "tokens": exact.tokens, **exact.row(), "max_ulps": exact.max_ulps}
 
     def _score(self, model: Any, samples: Sequence[Sample]) -> list[Tensor]:
         budget = self.settings.train.micro_batch_tokens
@@ -302,6 +304,11 @@ class Trainer:
             row = {"step": step, "prompt": completion.prompt.row["prompt"], "completion": completion.text}
             row |= {"reward": rewards[i], "advantage": advantages[i], "exact": equal, "tokens": tokens}
             self.run.append("samples", row)
+
+
+def _spread(count: int, steps: int) -> set[int]:
+    """`count` steps evenly spread over the run, the last one among them."""
+    return {max(1, round(steps * i / count)) for i in range(1, count + 1)}
 
 
 def _logp(sample: Sample) -> Tensor:

@@ -123,25 +123,23 @@ def _learning(metrics: list[Row], evals: list[Row], algorithm: str) -> str:
 
 def _drift(metrics: list[Row], probe: list[Row], backend: str) -> str:
     on = [m for m in metrics if m.get("tokens")]
-    last = max((m["step"] for m in on), default=0)
-    ours, control = "rlkernel, each step", "stock torch, rollouts at the end"
-    first_name, first_role = (ours, "one") if backend == "rlkernel" else ("stock torch, each step", "two")
-    sets = [(first_name, first_role, False, [(m["step"], m) for m in on])]
-    if probe:
-        sets.append((control, "two", True, [(last + 1 + i, row) for i, row in enumerate(probe)]))
+    first = ("rlkernel, each step", "one") if backend == "rlkernel" else ("stock torch, each step", "two")
     charts = []
     for key, field, title, unit in (
         ("difference", "max_abs_diff", "Largest difference", "nats between rollout and training forward"),
-        ("mismatches", "mismatch_tokens", "Tokens that differ", "sampled tokens with other bits"),
+        ("mismatches", "mismatch_tokens", "Tokens that differ", "sampled tokens with other bits, a step"),
     ):
-        lines = [Series(n, [(x, row[field]) for x, row in rows], role, marks=m) for n, role, m, rows in sets]
+        lines = [Series(first[0], [(m["step"], m[field]) for m in on], first[1])]
+        if probe:
+            points = [(row["step"], row[field]) for row in probe]
+            lines.append(Series("stock torch, control rollouts", points, "two", marks=True))
         charts.append(line_chart(key, title, lines, x_name="step", y_name=unit, low=0.0))
     if backend == "torch":
         text = "This is the control arm: the same run with every op on stock torch. Its drift is what rlkernel removes."
     elif probe:
         text = (
-            "The same final weights were sampled and scored once more with every op on stock torch: the control arm. "
-            "Its points stand to the right of the run's last step."
+            "The control: after some steps the same prompts were sampled and scored again, with the same weights and "
+            "every op on stock torch. These rollouts were measured only; nothing was learnt from them."
         )
     else:
         text = "No control rollouts were asked for (run.probe_rollouts=0); --backend torch runs the whole control arm."

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from training.tiny import settings_of, trainer_of, weights
 
 from rlkernel import ops
