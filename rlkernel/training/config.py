@@ -128,6 +128,9 @@ class LossSettings(_Section):
         default=None, gt=0, description="truncated importance sampling; needs old_policy=scored"
     )
     kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen first policy")
+    track_kl: bool = Field(
+        default=False, description="measure that KL also where kl_coef is 0; one more forward a step"
+    )
     kl_type: Literal["k1", "k2", "k3"] = Field(default="k3", description="estimator of that KL")
     entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus")
 

@@ -6,6 +6,7 @@ stops the run with the token, both values and their distance.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,9 +56,7 @@ class Exactness:
         self.tokens += report.elements
         self.mismatch_tokens += report.mismatches
         if report.mismatches:
-            # NaN compares false with everything, so the worse of the two is taken by hand.
-            worse = not report.max_abs_diff <= self.max_abs_diff
-            self.max_abs_diff = report.max_abs_diff if worse else self.max_abs_diff
+            self.max_abs_diff = _worse(self.max_abs_diff, report.max_abs_diff)
             self.max_ulps = max(self.max_ulps, report.max_ulps or 0)
         if report.mismatches and not self.first and report.first is not None:
             self.first = _describe(samples, report.first[0], report.expected, report.actual, report.ulps)
@@ -66,7 +65,7 @@ class Exactness:
         """Adds another tally."""
         self.tokens += other.tokens
         self.mismatch_tokens += other.mismatch_tokens
-        self.max_abs_diff = max(self.max_abs_diff, other.max_abs_diff)
+        self.max_abs_diff = _worse(self.max_abs_diff, other.max_abs_diff)
         self.max_ulps = max(self.max_ulps, other.max_ulps)
         self.first = self.first or other.first
 
@@ -95,6 +94,11 @@ class Exactness:
 def hex_bits(value: float) -> str:
     """The eight hexadecimal digits of an fp32 number."""
     return struct.pack(">f", value).hex()
+
+
+def _worse(a: float, b: float) -> float:
+    """The larger difference; NaN, where a side was NaN, is the worst and stays."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 def _describe(samples: Sequence[Sample], index: int, rollout: object, trained: object, ulps: int | None) -> str:

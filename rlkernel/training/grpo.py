@@ -95,7 +95,7 @@ class Trainer:
         self.rewards, self.heldout_rewards = parts.rewards, parts.heldout_rewards
         self.model, self.device = parts.model, parts.device
         self.reference = None
-        if self.settings.loss.kl_coef > 0:
+        if self.settings.loss.kl_coef > 0 or self.settings.loss.track_kl:
             self.reference = copy.deepcopy(parts.model).requires_grad_(False)
         train = self.settings.train
         self.updates_per_step = train.epochs * train.minibatches

@@ -17,7 +17,7 @@ from rlkernel.models import save_model
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, clock
 from rlkernel.training.grpo import train_grpo
-from rlkernel.training.parts import assemble, choose_device, read_inputs
+from rlkernel.training.parts import Parts, assemble, choose_device, read_inputs
 from rlkernel.training.report import write_report
 from rlkernel.training.run import Run, clean, default_output
 from rlkernel.training.sft import train_sft
@@ -55,6 +55,8 @@ def launch(settings: Settings, display: Display | None = None) -> Path:
             settings.model.path or f"from scratch for {settings.data.task}"
         )
         screen.say(f"{settings.algorithm} on {device}, backend {settings.run.backend}, contract {contract}; {model}")
+        for note in _notes(parts):
+            screen.say(f"note: {note}")
         summary: dict[str, Any] = {
             "name": run.folder.name,
             "algorithm": settings.algorithm,
@@ -78,6 +80,23 @@ def launch(settings: Settings, display: Display | None = None) -> Path:
         _print_summary(screen, settings, summary, run.folder)
         screen.say(f"report: {report}")
         return run.folder
+
+
+def _notes(parts: Parts) -> list[str]:
+    """What is allowed and seldom meant."""
+    if parts.settings.algorithm != "grpo":
+        return []
+    notes = []
+    ends, own = parts.model.config.eos_token_id, parts.tokenizer.eos_token_id
+    if not ends and not parts.settings.rollout.stop:
+        notes.append("the model names no end-of-sequence token; every completion runs to rollout.max_tokens")
+    elif ends and own is not None and own not in ends:
+        notes.append(
+            f"the tokenizer's end-of-sequence token {own} is none of the model's {list(ends)}; the model's count"
+        )
+    if not parts.heldout:
+        notes.append("no held-out prompts; give data.heldout or data.heldout_rows to see progress on unseen ones")
+    return notes
 
 
 def _print_summary(screen: Display, settings: Settings, summary: dict[str, Any], folder: Path) -> None:

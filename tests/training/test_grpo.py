@@ -220,6 +220,14 @@ def test_the_probe_shows_drift_and_leaves_the_run_exact(tmp_path: Path) -> None:
         assert trainer.step(2)[0]["exact_frac"] == 1.0
 
 
+def test_a_tracked_kl_is_shown_and_changes_nothing(tmp_path: Path) -> None:
+    plain, a = train(tmp_path / "a")
+    tracked, b = train(tmp_path / "b", "loss.track_kl=true")
+    assert_same_weights(a, b)
+    assert "kl_ref" not in plain[0]
+    assert tracked[0]["kl_ref"] == 0.0 and tracked[1]["kl_ref"] > 0.0
+
+
 def test_probes_change_nothing_of_the_run(tmp_path: Path) -> None:
     found = []
     for count in (0, 2):
