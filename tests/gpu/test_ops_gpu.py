@@ -100,7 +100,8 @@ def test_linear_in_every_tile(chunks: int, dtype: torch.dtype, record: Record) -
         else ((128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 256, 32, 4, 2))
     )
     small = ((16, 32, 16, 2, 2), (16, 64, 32, 4, 3), (32, 64, 64, 4, 2), (64, 64, 32, 4, 3), (64, 32, 16, 8, 2))
-    tiles = [Tile(*t, split) for t in (*small, *wide) for split in {max(1, chunks // 8), chunks}]
+    splits = {max(1, chunks // 8), chunks}
+    tiles = [Tile(*t, split, tma) for t in (*small, *wide) for split in splits for tma in (False, True)]
     for tile in tiles:
         assert_bitwise(gemm(x, w.t(), new(), bias=b, chunks=chunks, tile=tile), expected, f"{tile}")
     fresh = x.t().contiguous().t()
@@ -124,10 +125,10 @@ def test_weight_gradient_in_every_tile(dtype: torch.dtype, record: Record) -> No
     tiles = [(16, 32, 16, 2, 2), (32, 64, 32, 4, 3), (64, 64, 64, 4, 2), (64, 128, 16, 8, 2)]
     if dtype != torch.float32:
         tiles.append((128, 128, 64, 8, 3))
-    for tile in tiles:
+    for tile, tma in itertools.product(tiles, (False, True)):
         grad = start.clone()
-        linear_wgrad_(grad, dy, x, Tile(*tile))
-        assert_bitwise(grad, expected, f"{tile}")
+        linear_wgrad_(grad, dy, x, Tile(*tile, tma=tma))
+        assert_bitwise(grad, expected, f"{tile}, tma {tma}")
     grad = start.clone()
     for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, 3 * WGRAD_TOKENS), slice(3 * WGRAD_TOKENS, None)):
         linear_wgrad_(grad, dy[piece], x[piece])
@@ -372,9 +373,10 @@ def test_linear_logprob_in_every_tile_and_block(
     tiles = [(16, 128, 32, 4, 2), (32, 128, 16, 8, 2), (64, 128, 16, 8, 2)]
     if dtype != torch.float32:
         tiles += [(64, 128, 64, 4, 3), (128, 128, 64, 8, 3), (64, 256, 32, 8, 2), (128, 256, 32, 8, 2)]
-    for tile in tiles:
-        for i, (o, e) in enumerate(zip(linear_logprob.forward(*rest, Tile(*tile)), expected, strict=True)):
-            assert_bitwise(o, e, f"{tile}, tensor {i}")
+    for tile, tma in itertools.product(tiles, (False, True)):
+        ours = linear_logprob.forward(*rest, Tile(*tile, tma=tma))
+        for i, (o, e) in enumerate(zip(ours, expected, strict=True)):
+            assert_bitwise(o, e, f"{tile}, tma {tma}, tensor {i}")
     _, entropy, _, stats = expected
     gradients = []
     for dz_bytes, dhidden_bytes in ((1 << 27, 1 << 27), (256 * 256 * x.element_size(), 1), (1, 1 << 27)):

@@ -54,6 +54,8 @@ def test_compiles(module: str, target: str) -> None:
             assert used <= {"v_mfma_f32_16x16x4_f32", "v_mfma_f32_16x16x4f32"}, f"{what}: {used}"
             assert "gfx" in target or "fma.rn.f32" in kernel.text, what
         assert not re.search(r"tf32|xf32", " ".join(used)), f"{what}: {used}"
+        if variant.constants.get("TMA"):
+            assert "cp.async.bulk.tensor" in kernel.text, what
         if variant.main:  # speed depends on it
             allowed = 0 if target == "sm_90" else 16  # a register or two, as the compiler version has it
             usage = kernel.resources()

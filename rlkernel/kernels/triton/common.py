@@ -96,7 +96,13 @@ def options(matmul: bool = False) -> dict[str, Any]:
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes the tensor's GPU current: Triton launches on the current device, wherever its arguments lie."""
+    """Makes the tensor's GPU current: Triton launches on the current device, wherever its arguments lie.
+
+    Raises:
+        TypeError: the kernels do not compute in the tensor's dtype.
+    """
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"rlkernel's GPU kernels take float32, bfloat16 and float16, not {tensor.dtype}")
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return contextlib.nullcontext()

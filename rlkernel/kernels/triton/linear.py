@@ -7,12 +7,14 @@ chosen from (M, N, K) alone for speed. Zero k-groups are the identity of the cha
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlkernel.contract.orders import K_GROUP, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import TARGETS, Variant
@@ -32,43 +34,77 @@ def tile_at(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl
 
 
 @triton.jit
-def chain(acc, a, b, SPAN, a_at, b_at, a_k, b_k, a_inside, b_inside, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Continues acc [BM,BN] over k in [0, SPAN), ascending.
+def chain(
+    acc, a, b, first, SPAN, row, column, a_at, b_at, a_k, b_k, a_inside, b_inside,
+    EVEN: tl.constexpr, TMA: tl.constexpr, A_BY_K: tl.constexpr, B_BY_K: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Continues acc [BM,BN] over k in [first, first + SPAN), ascending.
 
-    a, b are the addresses of k = 0; a_at [BM,BK] and b_at [BK,BN] the offsets of a tile's elements from there.
+    With TMA a and b are descriptors of [M,K] and [N,K] (of [K,M], [K,N] where A_BY_K, B_BY_K), `row` and `column` the
+    tile's corner; past the matrix the hardware reads zeros. Else they are the addresses of the tile's corner at k = 0,
+    and a_at [BM,BK], b_at [BK,BN] the offsets of its elements from there.
     """
-    for k in range(0, SPAN, BLOCK_K):
-        if EVEN:
-            x = tl.load(a + a_at, mask=a_inside, other=0.0)
-            y = tl.load(b + b_at, mask=b_inside, other=0.0)
-        else:
-            left = tl.arange(0, BLOCK_K) < SPAN - k
-            x = tl.load(a + a_at, mask=a_inside & left[None, :], other=0.0)
-            y = tl.load(b + b_at, mask=b_inside & left[:, None], other=0.0)
-        acc = tl.dot(x, y, acc, input_precision="ieee")
-        a += tl.cast(a_k, tl.int64) * BLOCK_K
-        b += tl.cast(b_k, tl.int64) * BLOCK_K
+    if TMA:
+        for k in range(0, SPAN, BLOCK_K):
+            if A_BY_K:
+                x = a.load([first + k, row]).T
+            else:
+                x = a.load([row, first + k])
+            if B_BY_K:
+                y = b.load([first + k, column])
+            else:
+                y = b.load([column, first + k]).T
+            acc = tl.dot(x, y, acc, input_precision="ieee")
+    else:
+        a += tl.cast(first, tl.int64) * a_k
+        b += tl.cast(first, tl.int64) * b_k
+        for k in range(0, SPAN, BLOCK_K):
+            if EVEN:
+                x = tl.load(a + a_at, mask=a_inside, other=0.0)
+                y = tl.load(b + b_at, mask=b_inside, other=0.0)
+            else:
+                left = tl.arange(0, BLOCK_K) < SPAN - k
+                x = tl.load(a + a_at, mask=a_inside & left[None, :], other=0.0)
+                y = tl.load(b + b_at, mask=b_inside & left[:, None], other=0.0)
+            acc = tl.dot(x, y, acc, input_precision="ieee")
+            a += tl.cast(a_k, tl.int64) * BLOCK_K
+            b += tl.cast(b_k, tl.int64) * BLOCK_K
     return acc
 
 
 @triton.jit
-def tree(acc, a, b, SPAN, a_at, b_at, a_k, b_k, a_inside, b_inside, LEVELS: tl.constexpr, EVEN: tl.constexpr,
-         BLOCK_K: tl.constexpr):  # fmt: skip
+def tree(
+    acc, a, b, first, SPAN, row, column, a_at, b_at, a_k, b_k, a_inside, b_inside, LEVELS: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, A_BY_K: tl.constexpr, B_BY_K: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Balanced binary tree over 2^LEVELS chunks of SPAN; with LEVELS = 0 the one chain, continuing acc.
 
     The loops have run-time form on purpose: unrolled, the compiler moves all additions to the end and spills. Partial
     sums start at -0, the one identity of fp32 addition.
     """
     if LEVELS == 0:
-        total = chain(acc, a, b, SPAN, a_at, b_at, a_k, b_k, a_inside, b_inside, EVEN, BLOCK_K)
+        total = chain(
+            acc, a, b, first, SPAN, row, column, a_at, b_at, a_k, b_k, a_inside, b_inside,
+            EVEN, TMA, A_BY_K, B_BY_K, BLOCK_K,
+        )  # fmt: skip
     else:
         total = tl.full(acc.shape, -0.0, tl.float32)
-        half = tl.cast(SPAN, tl.int64) << (LEVELS - 1)
-        for _ in tl.range(0, 2):
-            total += tree(acc, a, b, SPAN, a_at, b_at, a_k, b_k, a_inside, b_inside, LEVELS - 1, EVEN, BLOCK_K)
-            a += half * a_k
-            b += half * b_k
+        for half in tl.range(0, 2):
+            total += tree(
+                acc, a, b, first + half * (SPAN << (LEVELS - 1)), SPAN, row, column, a_at, b_at, a_k, b_k,
+                a_inside, b_inside, LEVELS - 1, EVEN, TMA, A_BY_K, B_BY_K, BLOCK_K,
+            )  # fmt: skip
     return total
+
+
+@triton.jit
+def corner_of(pointer, index, stride, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """Address of tile `index` along one dimension; a descriptor stays itself."""
+    if TMA:
+        corner = pointer
+    else:
+        corner = pointer + tl.cast(index, tl.int64) * BLOCK * stride
+    return corner
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -89,6 +125,8 @@ def gemm_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_START: tl.constexpr,
     EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    B_BY_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -103,16 +141,16 @@ def gemm_kernel(
     column_inside = (column < N - tile_n * BLOCK_N)[None, :]
     corner = tl.cast(tile_m, tl.int64) * BLOCK_M * N + tile_n * BLOCK_N
     at = row[:, None] * N + column[None, :]
-    first = tl.cast(split, tl.int64) * SPAN * (1 << LEVELS)
-    a += tl.cast(tile_m, tl.int64) * BLOCK_M * a_row + first * a_k
-    b += tl.cast(tile_n, tl.int64) * BLOCK_N * b_col + first * b_k
-    a_at = row[:, None] * a_row + k[None, :] * a_k
-    b_at = k[:, None] * b_k + column[None, :] * b_col
     if HAS_START:
         acc = tl.load(start + corner + at, mask=row_inside & column_inside, other=0.0)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = tree(acc, a, b, SPAN, a_at, b_at, a_k, b_k, row_inside, column_inside, LEVELS, EVEN, BLOCK_K)
+    acc = tree(
+        acc, corner_of(a, tile_m, a_row, BLOCK_M, TMA), corner_of(b, tile_n, b_col, BLOCK_N, TMA),
+        split * (SPAN << LEVELS), SPAN, tile_m * BLOCK_M, tile_n * BLOCK_N,
+        row[:, None] * a_row + k[None, :] * a_k, k[:, None] * b_k + column[None, :] * b_col, a_k, b_k,
+        row_inside, column_inside, LEVELS, EVEN, TMA, False, B_BY_K, BLOCK_K,
+    )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias + tile_n * BLOCK_N + column[None, :], mask=column_inside, other=0.0).to(tl.float32)
     out += tl.cast(split, tl.int64) * M * N + corner
@@ -167,6 +205,7 @@ def wgrad_kernel(
     grad_col,
     TOKENS,  # tokens per chunk; no constant, so that the loop inside a chunk stays a loop
     EVEN: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -179,19 +218,19 @@ def wgrad_kernel(
     token = tl.arange(0, BLOCK_K)
     row_inside = (row < N - tile_m * BLOCK_M)[:, None]
     column_inside = (column < K - tile_n * BLOCK_N)[None, :]
-    dy += tl.cast(tile_m, tl.int64) * BLOCK_M * dy_col
-    x += tl.cast(tile_n, tl.int64) * BLOCK_N * x_col
+    dy = corner_of(dy, tile_m, dy_col, BLOCK_M, TMA)
+    x = corner_of(x, tile_n, x_col, BLOCK_N, TMA)
     grad += tl.cast(tile_m, tl.int64) * BLOCK_M * grad_row + tl.cast(tile_n, tl.int64) * BLOCK_N * grad_col
     dy_at = row[:, None] * dy_col + token[None, :] * dy_row
     x_at = token[:, None] * x_row + column[None, :] * x_col
     grad_at = row[:, None] * grad_row + column[None, :] * grad_col
     total = tl.load(grad + grad_at, mask=row_inside & column_inside, other=0.0)
     for first in range(0, T, TOKENS):
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        span = min(TOKENS, T - first)
-        total += chain(acc, dy, x, span, dy_at, x_at, dy_row, x_row, row_inside, column_inside, EVEN, BLOCK_K)
-        dy += tl.cast(dy_row, tl.int64) * TOKENS
-        x += tl.cast(x_row, tl.int64) * TOKENS
+        total += chain(
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), dy, x, first, min(TOKENS, T - first),
+            tile_m * BLOCK_M, tile_n * BLOCK_N, dy_at, x_at, dy_row, x_row, row_inside, column_inside,
+            EVEN, TMA, True, True, BLOCK_K,
+        )  # fmt: skip
     tl.store(grad + grad_at, total, mask=row_inside & column_inside)
 
 
@@ -214,7 +253,8 @@ def bias_grad_kernel(dy, partials, T, N, dy_row, dy_col, TOKENS: tl.constexpr, B
 class Tile(NamedTuple):
     """A schedule of the matrix kernels; every one gives the same bits.
 
-    `m`, `n`, `k`: block sizes; `split`: programs that share one output tile, each with chunks / split chunks.
+    `m`, `n`, `k`: block sizes; `split`: programs that share one output tile, each with chunks / split chunks; `tma`:
+    whether the copy engine fetches operands where it can.
     """
 
     m: int
@@ -223,6 +263,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     split: int = 1
+    tma: bool = True
 
 
 @functools.cache
@@ -288,6 +329,20 @@ def wgrad_tile(n: int, k: int, element_size: int) -> Tile:
     return Tile(64, 64, 64, 4, 4)
 
 
+@functools.cache
+def _has_copy_engine(device: int) -> bool:
+    return not IS_HIP and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def can_fetch(*matrices: Tensor) -> bool:
+    """Whether the tensor memory accelerator reads these matrices: Hopper or later, 16-bit, dense aligned rows."""
+    return all(
+        t.element_size() == 2 and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1] > 0
+        and t.data_ptr() % 16 == 0 and (not t.is_cuda or _has_copy_engine(t.device.index))
+        for t in matrices
+    )  # fmt: skip
+
+
 # ---- launchers -----------------------------------------------------------------------------------
 
 
@@ -297,6 +352,11 @@ def strided(t: Tensor) -> Tensor:
     Strides stay below 2^23: offsets inside a tile are 32-bit, those of its corner 64-bit.
     """
     return t if 1 in t.stride() and max(t.stride()) < 1 << 23 else t.contiguous()
+
+
+def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """What the copy engine needs to fetch boxes of [rows, columns] out of a matrix."""
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
 
 
 def gemm(
@@ -326,12 +386,19 @@ def gemm(
     limit = shared_limit(a)
     tile = fit(tile or forward_tile(m, n, a.element_size(), chunks, limit), span, a.element_size(), limit)
     levels = (chunks // tile.split).bit_length() - 1
+    by_k = b.stride(1) == 1  # rows of k; else the transpose of a matrix [N, K] with dense rows
+    even = span % tile.k == 0
+    tma = tile.tma and (even or chunks == 1) and can_fetch(a, b if by_k else b.t())
     with on_device(a):
         target = out if tile.split == 1 else torch.empty(tile.split, m, n, dtype=torch.float32, device=a.device)
+        operands = (a, b)
+        if tma:
+            box = (tile.k, tile.n) if by_k else (tile.n, tile.k)
+            operands = (descriptor(a, tile.m, tile.k), descriptor(b if by_k else b.t(), *box))
         gemm_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.split)](
-            a, b, bias, start, target, m, n, span, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
+            *operands, bias, start, target, m, n, span, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
             LEVELS=levels, HAS_BIAS=bias is not None and tile.split == 1, HAS_START=start is not None,
-            EVEN=span % tile.k == 0, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
+            EVEN=even, TMA=tma, B_BY_K=by_k, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
         while target is not out:
@@ -370,11 +437,13 @@ def linear_wgrad_(grad: Tensor, dy: Tensor, x: Tensor, tile: Tile | None = None)
         return
     dy, x = strided(dy), strided(x)
     tile = fit(tile or wgrad_tile(n, k, dy.element_size()), WGRAD_TOKENS, dy.element_size(), shared_limit(dy))
+    tma = tile.tma and WGRAD_TOKENS % tile.k == 0 and can_fetch(dy, x)
     with on_device(dy):
+        operands = (descriptor(dy, tile.k, tile.m), descriptor(x, tile.k, tile.n)) if tma else (dy, x)
         wgrad_kernel[(triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n),)](
-            dy, x, grad, tokens, n, k, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
+            *operands, grad, tokens, n, k, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
             grad.stride(0), grad.stride(1), WGRAD_TOKENS,
-            EVEN=tokens % tile.k == 0, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
+            EVEN=tokens % tile.k == 0, TMA=tma, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
 
@@ -397,7 +466,7 @@ def bias_grad_(grad: Tensor, dy: Tensor) -> None:
 
 
 def _gemm_variant(
-    name: str, kind: str, tile: Tile, chunks: int = 1, bias: bool = False, main: bool = True, skip: tuple[str, ...] = ()
+    name: str, kind: str, tile: Tile, chunks: int = 1, bias: bool = False, main: bool = True, tma: bool = False
 ) -> Variant:
     types = {
         "a": f"*{kind}:16", "b": f"*{kind}:16", "out": f"*{kind}:16", "M": "i32", "N": "i32:16", "SPAN": "i32:16",
@@ -405,37 +474,55 @@ def _gemm_variant(
     }  # fmt: skip
     constants = {
         "a_k": 1, "b_k": 1, "start": None, "LEVELS": chunks.bit_length() - 1, "HAS_BIAS": bias, "HAS_START": False,
-        "EVEN": True, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8,
+        "EVEN": True, "TMA": tma, "B_BY_K": False,
+        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8,
     }  # fmt: skip
     (types if bias else constants)["bias"] = f"*{kind}:16" if bias else None
-    targets = tuple(t for t in TARGETS if t not in skip)
+    if tma:
+        types |= {"a": f"tensordesc<{kind}[{tile.m},{tile.k}]>", "b": f"tensordesc<{kind}[{tile.n},{tile.k}]>"}
+    targets = tuple(t for t in TARGETS if t in ("sm_90", "sm_100") or not tma)
     return Variant(name, gemm_kernel, types, constants, tile.warps, tile.stages, True, main, targets)
 
 
-def _dgrad_variant(kind: str) -> Variant:
-    plain = _gemm_variant("linear_dgrad", kind, Tile(128, 128, 64, 8, 3))
+def _dgrad_variant(name: str, kind: str, tile: Tile, tma: bool) -> Variant:
+    plain = _gemm_variant(name, kind, tile, tma=tma)
     types = {**plain.types, "b_k": "i32:16", "start": "*fp32:16"}
-    constants = {n: v for n, v in plain.constants.items() if n not in types} | {"b_col": 1, "HAS_START": True}
+    constants = {n: v for n, v in plain.constants.items() if n not in types}
+    constants |= {"b_col": 1, "HAS_START": True, "B_BY_K": True}
     del types["b_col"]
-    return Variant("linear_dgrad", gemm_kernel, types, constants, 8, 3, matmul=True, main=True)
+    if tma:
+        types["b"] = f"tensordesc<{kind}[{tile.k},{tile.n}]>"
+    return replace(plain, types=types, constants=constants)
 
 
+def _wgrad_variant(name: str, kind: str, tile: Tile, tma: bool) -> Variant:
+    types = {
+        "dy": f"*{kind}:16", "x": f"*{kind}:16", "grad": "*fp32:16", "T": "i32", "N": "i32:16", "K": "i32:16",
+        "dy_row": "i32:16", "x_row": "i32:16", "grad_row": "i32:16", "TOKENS": "i32:16",
+    }  # fmt: skip
+    constants = {
+        "dy_col": 1, "x_col": 1, "grad_col": 1, "EVEN": False, "TMA": tma,
+        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8,
+    }  # fmt: skip
+    if tma:
+        types |= {"dy": f"tensordesc<{kind}[{tile.k},{tile.m}]>", "x": f"tensordesc<{kind}[{tile.k},{tile.n}]>"}
+    targets = tuple(t for t in TARGETS if t in ("sm_90", "sm_100") or not tma)
+    return Variant(name, wgrad_kernel, types, constants, tile.warps, tile.stages, True, True, targets)
+
+
+_SQUARE = Tile(128, 128, 64, 8, 3)
 AOT: tuple[Variant, ...] = (
     _gemm_variant("linear m16", "bf16", Tile(16, 64, 128, 4, 4)),
+    _gemm_variant("linear m16 tma", "bf16", Tile(16, 64, 128, 4, 4), tma=True),
     _gemm_variant("linear m128 tree8", "bf16", Tile(128, 64, 64, 8, 3), chunks=8, bias=True),
-    _gemm_variant("linear m128 tree2", "bf16", Tile(128, 128, 64, 8, 3), chunks=2),
-    _gemm_variant("linear m128 n256", "bf16", Tile(128, 256, 64, 8, 3), skip=("sm_80",)),
-    _gemm_variant("linear m128 fp16", "fp16", Tile(128, 128, 64, 8, 3)),
+    _gemm_variant("linear m128 tree4 tma", "bf16", _SQUARE, chunks=4, tma=True),
+    _gemm_variant("linear m128 n256 tma", "bf16", Tile(128, 256, 64, 8, 3), tma=True),
+    _gemm_variant("linear m128 fp16", "fp16", _SQUARE),
     _gemm_variant("linear fp32", "fp32", Tile(64, 64, 16, 8, 3), main=False),
-    _dgrad_variant("bf16"),
-    Variant(
-        "linear_wgrad", wgrad_kernel,
-        {"dy": "*bf16:16", "x": "*bf16:16", "grad": "*fp32:16", "T": "i32", "N": "i32:16", "K": "i32:16",
-         "dy_row": "i32:16", "x_row": "i32:16", "grad_row": "i32:16", "TOKENS": "i32:16"},
-        {"dy_col": 1, "x_col": 1, "grad_col": 1, "EVEN": False, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64,
-         "GROUP": 8},
-        8, 3, matmul=True, main=True,
-    ),
+    _dgrad_variant("linear_dgrad", "bf16", _SQUARE, tma=False),
+    _dgrad_variant("linear_dgrad tma", "bf16", _SQUARE, tma=True),
+    _wgrad_variant("linear_wgrad", "bf16", _SQUARE, tma=False),
+    _wgrad_variant("linear_wgrad tma", "bf16", _SQUARE, tma=True),
     Variant(
         "fold", fold_kernel,
         {"partials": "*fp32:16", "bias": "*bf16:16", "out": "*bf16:16", "SIZE": "i32:16", "N": "i32:16"},

@@ -7,6 +7,9 @@ hands it to linear's own gradient kernels; the input gradient's chain continues 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +18,19 @@ from torch import Tensor
 from rlkernel.contract.orders import VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import on_device, options
-from rlkernel.kernels.triton.linear import Tile, chain, fit, gemm, linear_wgrad_, shared_limit, strided, tile_at
+from rlkernel.kernels.triton.linear import (
+    Tile,
+    can_fetch,
+    chain,
+    corner_of,
+    descriptor,
+    fit,
+    gemm,
+    linear_wgrad_,
+    shared_limit,
+    strided,
+    tile_at,
+)
 from rlkernel.kernels.triton.logprob import (
     TILE,
     TileBuffers,
@@ -36,17 +51,16 @@ DHIDDEN_BYTES = 1 << 27  # largest fp32 accumulator of the input gradient; with 
 @triton.jit
 def logits_tile(
     hidden, weight, row, column, tile_m, tile_n, T, V, C, hidden_row, hidden_col, weight_row, weight_col,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """fp32 logits [BLOCK_M, BLOCK_N] of one tile; row and column count from the tile's corner."""
     k = tl.arange(0, BLOCK_K)
-    hidden += tl.cast(tile_m, tl.int64) * BLOCK_M * hidden_row
-    weight += tl.cast(tile_n, tl.int64) * BLOCK_N * weight_row
     return chain(
-        tl.zeros((BLOCK_M, BLOCK_N), tl.float32), hidden, weight, C,
+        tl.zeros((BLOCK_M, BLOCK_N), tl.float32), corner_of(hidden, tile_m, hidden_row, BLOCK_M, TMA),
+        corner_of(weight, tile_n, weight_row, BLOCK_N, TMA), 0, C, tile_m * BLOCK_M, tile_n * BLOCK_N,
         row[:, None] * hidden_row + k[None, :] * hidden_col, k[:, None] * weight_col + column[None, :] * weight_row,
         hidden_col, weight_col, (row < T - tile_m * BLOCK_M)[:, None], (column < V - tile_n * BLOCK_N)[None, :],
-        EVEN, BLOCK_K,
+        EVEN, TMA, False, False, BLOCK_K,
     )  # fmt: skip
 
 
@@ -73,6 +87,7 @@ def linear_logprob_kernel(
     HAS_TEMPERATURE: tl.constexpr,
     HAS_KEPT: tl.constexpr,
     EVEN: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -83,7 +98,7 @@ def linear_logprob_kernel(
     column = tl.arange(0, BLOCK_N)
     z = logits_tile(
         hidden, weight, local, column, tile_m, tile_n, T, V, C, hidden_row, hidden_col, weight_row, weight_col,
-        EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        EVEN, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     row = tl.cast(tile_m, tl.int64) * BLOCK_M + local
     v = tile_n * BLOCK_N + column
@@ -134,6 +149,7 @@ def linear_logprob_dz_kernel(
     HAS_DLOGP: tl.constexpr,
     HAS_DENTROPY: tl.constexpr,
     EVEN: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -158,7 +174,7 @@ def linear_logprob_dz_kernel(
     if tl.max(active.to(tl.int32), axis=0) != 0:  # prompts cost no product
         z = logits_tile(
             hidden, weight, local, column, tile_m, tile_n, T, V, C, hidden_row, hidden_col, weight_row, weight_col,
-            EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+            EVEN, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if HAS_TEMPERATURE:
             inverse = tl.load(inv_temperature + row, mask=in_batch, other=0.0)[:, None]
@@ -181,15 +197,24 @@ def linear_logprob_dz_kernel(
 # ---- launchers ----------------------------------------------------------------------------------
 
 
-def logits_schedule(tokens: int, element_size: int, backward: bool) -> Tile:
-    """Schedule of the fused products; n is a multiple of the vocabulary tile."""
+def logits_schedule(tokens: int, element_size: int, wide: bool = False) -> Tile:
+    """Schedule of the fused products; n is a multiple of the vocabulary tile. `wide`: there are registers for 256."""
     if element_size == 4:
         return Tile(32, VOCAB_TILE, 16, 8, 3)
     if tokens <= 16:
         return Tile(16, VOCAB_TILE, 128, 4, 3)
     if tokens <= 64:
         return Tile(64, VOCAB_TILE, 64, 4, 4)
+    if wide and tokens >= 512:
+        return Tile(128, 2 * VOCAB_TILE, 64, 8, 3)
     return Tile(128, VOCAB_TILE, 64, 8, 4)
+
+
+def operands(x: Tensor, w: Tensor, tile: Tile) -> tuple[Any, Any, bool]:
+    """The kernels' first two arguments and TMA: descriptors where the copy engine can fetch both."""
+    if tile.tma and can_fetch(x, w):
+        return descriptor(x, tile.m, tile.k), descriptor(w, tile.n, tile.k), True
+    return x, w, False
 
 
 def _checked(t: Tensor | None) -> Tensor | None:
@@ -223,13 +248,15 @@ def forward(
         for start in range(0, tokens, buffers.tokens):
             stop = min(tokens, start + buffers.tokens)
             n = stop - start
-            shape = fit(tile or logits_schedule(n, size, False), c, size, shared_limit(hidden))
+            wide = can_fetch(hidden, weight)  # operands that pass no register leave them to the wider tile
+            shape = fit(tile or logits_schedule(n, size, wide), c, size, shared_limit(hidden))
+            x, w, tma = operands(hidden[start:stop], weight, shape)
             linear_logprob_kernel[(triton.cdiv(n, shape.m) * triton.cdiv(vocab, shape.n),)](
-                hidden[start:stop], weight, targets[start:stop], part(inv_temperature, start, stop),
+                x, w, targets[start:stop], part(inv_temperature, start, stop),
                 part(kept, start, stop), buffers.maximum, buffers.sum, buffers.entropy, buffers.target,
                 n, vocab, c, buffers.tiles, triton.cdiv(vocab, 32),
                 hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
-                HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, EVEN=c % shape.k == 0,
+                HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, EVEN=c % shape.k == 0, TMA=tma,
                 BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_K=shape.k, GROUP=8,
                 num_warps=shape.warps, num_stages=shape.stages, **options(matmul=True),
             )  # fmt: skip
@@ -276,19 +303,21 @@ def linear_logprob_grad_(
         stop = min(tokens, start + rows)
         n = stop - start
         x = hidden[start:stop]
-        shape = fit(logits_schedule(n, size, True), c, size, shared_limit(hidden))
+        shape = fit(logits_schedule(n, size), c, size, shared_limit(hidden))
         for first in range(0, vocab, columns):
             last = min(vocab, first + columns)
             w = weight[first:last]
             dz = dz_memory[: n * (last - first)].view(n, last - first)
             with on_device(hidden):
+                rows_in, columns_in, tma = operands(x, w, shape)
                 linear_logprob_dz_kernel[(triton.cdiv(n, shape.m) * triton.cdiv(last - first, shape.n),)](
-                    x, w, targets[start:stop], part(inv_temperature, start, stop), part(kept, start, stop),
-                    stats[start:stop], entropy[start:stop], part(dlogp, start, stop), part(dentropy, start, stop), dz,
+                    rows_in, columns_in, targets[start:stop], part(inv_temperature, start, stop),
+                    part(kept, start, stop), stats[start:stop], entropy[start:stop],
+                    part(dlogp, start, stop), part(dentropy, start, stop), dz,
                     n, last - first, c, first, vocab, triton.cdiv(vocab, 32),
                     hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
                     HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
-                    HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, EVEN=c % shape.k == 0,
+                    HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, EVEN=c % shape.k == 0, TMA=tma,
                     BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_K=shape.k, GROUP=8,
                     num_warps=shape.warps, num_stages=shape.stages, **options(matmul=True),
                 )  # fmt: skip
@@ -315,7 +344,7 @@ def _types(kind: str, *more: str) -> dict[str, str]:
 
 def _constants(tile: Tile, **flags: bool) -> dict[str, object]:
     sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8, "hidden_col": 1, "weight_col": 1}
-    return {**sizes, "HAS_TEMPERATURE": True, "EVEN": True, **flags}
+    return {**sizes, "HAS_TEMPERATURE": True, "EVEN": True, "TMA": False, **flags}
 
 
 def _forward_variant(name: str, kind: str, tile: Tile, kept: bool, main: bool = True) -> Variant:
@@ -324,15 +353,31 @@ def _forward_variant(name: str, kind: str, tile: Tile, kept: bool, main: bool = 
     return Variant(name, linear_logprob_kernel, types, constants, tile.warps, tile.stages, matmul=True, main=main)
 
 
-_LARGE = logits_schedule(1 << 20, 2, True)
+def _with_tma(plain: Variant) -> Variant:
+    size = plain.constants
+    boxes = {
+        "hidden": f"tensordesc<bf16[{size['BLOCK_M']},{size['BLOCK_K']}]>",
+        "weight": f"tensordesc<bf16[{size['BLOCK_N']},{size['BLOCK_K']}]>",
+    }
+    return replace(
+        plain, name=f"{plain.name} tma", types={**plain.types, **boxes}, constants={**size, "TMA": True},
+        targets=("sm_90", "sm_100"),
+    )  # fmt: skip
+
+
+_LARGE = logits_schedule(1 << 20, 2)
+_DZ = Variant(
+    "linear_logprob dz", linear_logprob_dz_kernel,
+    _types("bf16", "stats", "entropy", "dlogp", "dentropy", "dz", "first", "vocab_size"),
+    _constants(_LARGE, HAS_KEPT=False, HAS_DLOGP=True, HAS_DENTROPY=True) | {"kept": None},
+    _LARGE.warps, _LARGE.stages, matmul=True, main=True,
+)  # fmt: skip
 AOT: tuple[Variant, ...] = (
     _forward_variant("linear_logprob m128", "bf16", _LARGE, kept=False),
-    _forward_variant("linear_logprob m16 kept", "bf16", logits_schedule(16, 2, False), kept=True),
-    _forward_variant("linear_logprob fp32", "fp32", logits_schedule(16, 4, False), kept=False, main=False),
-    Variant(
-        "linear_logprob dz", linear_logprob_dz_kernel,
-        _types("bf16", "stats", "entropy", "dlogp", "dentropy", "dz", "first", "vocab_size"),
-        _constants(_LARGE, HAS_KEPT=False, HAS_DLOGP=True, HAS_DENTROPY=True) | {"kept": None},
-        _LARGE.warps, _LARGE.stages, matmul=True, main=True,
-    ),
-)  # fmt: skip
+    _with_tma(_forward_variant("linear_logprob m128", "bf16", _LARGE, kept=False)),
+    _with_tma(_forward_variant("linear_logprob n256", "bf16", logits_schedule(1 << 20, 2, True), False, main=False)),
+    _forward_variant("linear_logprob m16 kept", "bf16", logits_schedule(16, 2), kept=True),
+    _forward_variant("linear_logprob fp32", "fp32", logits_schedule(16, 4), kept=False, main=False),
+    _DZ,
+    _with_tma(_DZ),
+)
