@@ -225,6 +225,7 @@ class _Encoder:
     def __init__(self, settings: Settings, model: Decoder, tokenizer: Tokenizer):
         self.settings, self.model, self.tokenizer = settings, model, tokenizer
         self.limit = model.config.max_position_embeddings
+        self._known: dict[tuple[str, bool], list[int]] = {}
 
     def prompt(self, row: Row) -> Prompt:
         """A prompt that leaves room for `rollout.max_tokens`."""
@@ -251,9 +252,9 @@ class _Encoder:
                     f"{where}: the chat template renders the conversation differently once the answer is added, so the "
                     "answer's tokens cannot be told apart; give prompt and completion as text"
                 )
-            ids = self.tokenizer.encode(whole[len(start) :], add_special_tokens=False)
+            ids = self._ids(whole[len(start) :], False)
         else:
-            ids = self.tokenizer.encode(completion, add_special_tokens=False)
+            ids = self._ids(completion, False)
             ids = [*ids, *([] if self._end() is None else [self._end()])]
         self._check(ids, where)
         if not ids:
@@ -272,13 +273,22 @@ class _Encoder:
 
     def _encode(self, prompt: Any, where: str) -> list[int]:
         if data.is_chat(prompt):
-            text = self._template(prompt, where, generation=True)
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            ids = self._ids(self._template(prompt, where, generation=True), False)
         else:
-            ids = self.tokenizer.encode(prompt)
+            ids = self._ids(prompt, True)
         if not ids:
             raise InputError(f"{where}: the prompt {str(prompt)[:60]!r} has no token; it must have at least one")
         self._check(ids, where)
+        return ids
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        """Token ids; short texts are remembered, for a small task repeats them a hundred thousand times."""
+        key = (text, special)
+        if key in self._known:
+            return self._known[key]
+        ids = self.tokenizer.encode(text, add_special_tokens=special)
+        if len(text) < 32 and len(self._known) < 65536:
+            self._known[key] = ids
         return ids
 
     def _template(self, messages: list[dict[str, Any]], where: str, generation: bool) -> str:
