@@ -15,6 +15,7 @@ from typing import Any
 from rlkernel.data.errors import InputError
 
 Row = dict[str, Any]
+RESERVED = {"prompts", "completions", "completion_ids"}
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -98,6 +99,8 @@ def load_prompts(path: str | Path) -> list[Row]:
     rows: list[Row] = []
     for where, row in read_jsonl(path):
         _check_text(where, "prompt", _require(where, row, "prompt"))
+        for column in sorted(RESERVED & row.keys()):
+            raise InputError(f"{where}: column {column!r} is an argument of every reward; give the column another name")
         if rows:
             expected = rows[0].keys() - {WHERE}
             for column in sorted(expected - row.keys()):
@@ -167,5 +170,5 @@ def shuffled(rows: list[Row], seed: int) -> Iterator[Row]:
 
 def columns_of(rows: list[Row]) -> dict[str, list[Any]]:
     """The extra columns of a batch, one list each, for the rewards: everything but the prompt."""
-    names = [name for name in rows[0] if name not in ("prompt", "completion", WHERE)]
+    names = [name for name in rows[0] if name not in ("prompt", WHERE)]
     return {name: [row[name] for row in rows] for name in names}

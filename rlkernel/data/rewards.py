@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ def load_reward(reference: str) -> RewardFunction:
     location, separator, attribute = reference.rpartition(":")
     if not separator or not location or not attribute:
         raise InputError(f"reward {reference!r}: expected FILE.py:function or package.module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a module beside the user; python -m has it there, a console script has not
     try:
         module = _module_of_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     except InputError:

@@ -451,6 +451,7 @@ def _task_defaults(name: str, algorithm: str) -> dict[str, Any]:
     if algorithm == "sft":
         # Supervised training of a built-in task takes its warm-up's settings; those of the rollouts do not fit it.
         renamed = {"warmup.lr": "optimizer.lr", "warmup.steps": "train.steps", "warmup.batch_size": "train.batch_size"}
+        renamed["warmup.examples"] = "warmup.examples"
         wishes = {renamed[key]: value for key, value in wishes.items() if key in renamed}
     return from_dotted(wishes, f"defaults of task {name}")
 

@@ -39,6 +39,7 @@ def test_prompts_keep_their_extra_columns_and_their_place(tmp_path: Path) -> Non
         ('{"prompt": 3}', "must be text or a list of chat messages, got int"),
         ('{"prompt": [{"role": "robot", "content": "x"}]}', "message 0"),
         ('{"prompt": [{"role": "user"}]}', "message 0"),
+        ('{"prompt": "b", "completions": 1}', "column 'completions' is an argument of every reward"),
         ('{"prompt": "b", "new": 1}', "p.jsonl:2: column 'new' is new"),
     ],
 )

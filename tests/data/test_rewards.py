@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,15 @@ def test_a_wrong_answer_is_an_error(function: Any, message: str) -> None:
         judge(function)
 
 
-def test_loading_from_a_file_and_from_a_module(tmp_path: Path) -> None:
+def test_loading_from_a_file_and_from_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "my_reward.py"
     file.write_text("def good(completions, **_):\n    return [1.0] * len(completions)\n\nvalue = 3\n")
     assert load_reward(f"{file}:good")(completions=["x"]) == [1.0]
     assert load_reward("math:fsum")([1.0]) == 1.0
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    monkeypatch.chdir(tmp_path)
+    assert load_reward("my_reward:good")(completions=["x"]) == [1.0]
+    monkeypatch.delitem(sys.modules, "my_reward")
 
 
 @pytest.mark.parametrize(
