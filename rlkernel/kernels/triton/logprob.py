@@ -111,18 +111,21 @@ def logprob_combine_kernel(
     T,
     TILES,
     ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """The tiles of a row, ascending, one lane a row."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < T
     at = row.to(tl.int64) * TILES
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    for tile in tl.range(0, TILES, loop_unroll_factor=8):
-        top = larger(top, tl.load(tile_max + at + tile, mask=inside, other=float("-inf")))
-    top += 0.0
+    highest = tl.full((ROWS, CHUNK), float("-inf"), tl.float32)
+    for first in range(0, TILES, CHUNK):
+        tile = first + tl.arange(0, CHUNK)
+        here = inside[:, None] & (tile < TILES)[None, :]
+        highest = larger(highest, tl.load(tile_max + at[:, None] + tile[None, :], mask=here, other=float("-inf")))
+    top = tl.reduce(highest, 1, larger) + 0.0
     total = tl.zeros((ROWS,), tl.float32)
     weighted = tl.zeros((ROWS,), tl.float32)
-    for tile in tl.range(0, TILES, loop_unroll_factor=8):
+    for tile in tl.range(0, TILES, loop_unroll_factor=8):  # one row is a chain; its loads need not be
         m = tl.load(tile_max + at + tile, mask=inside, other=float("-inf"))
         s = tl.load(tile_sum + at + tile, mask=inside, other=0).to(tl.float32) * UNIT
         e = tl.load(tile_entropy + at + tile, mask=inside, other=0).to(tl.float32) * UNIT
@@ -236,7 +239,7 @@ class TileBuffers:
         n = logp.shape[0]
         logprob_combine_kernel[(triton.cdiv(n, 32),)](
             self.maximum, self.sum, self.entropy, self.target, logp, entropy, lse, stats, n, self.tiles,
-            ROWS=32, num_warps=1, **options(),
+            ROWS=32, CHUNK=16, num_warps=1, **options(),
         )  # fmt: skip
 
 
@@ -321,7 +324,7 @@ AOT: tuple[Variant, ...] = (
     ),
     Variant(
         "logprob combine", logprob_combine_kernel,
-        {**_TILE_TYPES, **dict.fromkeys(_VECTORS, "*fp32:16"), "T": "i32", "TILES": "i32"}, {"ROWS": 32},
+        {**_TILE_TYPES, **dict.fromkeys(_VECTORS, "*fp32:16"), "T": "i32", "TILES": "i32"}, {"ROWS": 32, "CHUNK": 16},
         num_warps=1, main=True,
     ),
     Variant(
