@@ -7,6 +7,7 @@ error and exit status 2; a bug ends in a traceback.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `rlkernel` script; returns the exit status."""
+    # Read when torch loads OpenMP. Idle threads then sleep instead of spinning: a busy core beside the run costs its
+    # share of the time, not several times the whole.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     args = build_parser().parse_args(argv)
     try:
         return COMMANDS[args.command].run(args)
