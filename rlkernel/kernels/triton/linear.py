@@ -299,10 +299,10 @@ def forward_tile(m: int, n: int, element_size: int, chunks: int, limit: int) -> 
     """
     if element_size == 4:
         tile = Tile(16, 64, 16, 4, 3) if m <= 16 else Tile(64, 64, 16, 8, 3)
-    elif m <= 16:
-        tile = Tile(16, 64, 128, 4, 4)
     elif m <= 32:
-        tile = Tile(32, 64, 64, 4, 4)
+        rows = 16 if m <= 16 else 32
+        # A decode step reads the weight once: what counts is that enough programs read at one time.
+        tile = Tile(rows, 32 if chunks == 1 and n < 128 * 64 else 64, 128 if rows == 16 else 64, 4, 4)
     elif m <= 64:
         tile = Tile(64, 64, 128, 4, 4)
     elif m <= 128:
