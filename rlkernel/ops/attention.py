@@ -86,15 +86,14 @@ def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | Non
 
 def _check_int32(op: str, **tensors: Tensor) -> None:
     for name, t in tensors.items():
-        check(t.dtype == torch.int32, lambda name=name, t=t: f"{op}: {name} is {t.dtype}; it must be int32", TypeError)
+        if t.dtype != torch.int32:
+            raise TypeError(f"{op}: {name} is {t.dtype}; it must be int32")
 
 
 def _check_dtypes(op: str, q: Tensor, **tensors: Tensor) -> None:
     for name, t in tensors.items():
-        check(
-            t.dtype == q.dtype,
-            lambda name=name, t=t: f"{op}: the tensors are {q.dtype}, {name} is {t.dtype}; cast one of them",
-        )
+        if t.dtype != q.dtype:
+            raise ValueError(f"{op}: the tensors are {q.dtype}, {name} is {t.dtype}; cast one of them")
 
 
 def attention(

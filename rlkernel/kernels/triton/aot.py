@@ -37,6 +37,8 @@ MODULES = (
     "rms_norm",
     "rope",
     "swiglu",
+    "attention",
+    "attention_backward",
     "logprob",
     "linear_logprob",
     "sample",

@@ -8,6 +8,7 @@ the contract has one. No operand is converted in front of `tl.dot`: that permute
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -116,6 +117,25 @@ def aligned(tensor: Tensor) -> Tensor:
     """
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def family(t: Tensor) -> str:
+    """Family of matrix instructions of the tensor's GPU: "amd", "ampere" (mma.sync alone), "hopper" or "blackwell"."""
+    if IS_HIP:
+        return "amd"
+    if not t.is_cuda:
+        return "hopper"
+    return {9: "hopper", 10: "blackwell", 11: "blackwell"}.get(_capability(t.device.index), "ampere")
+
+
+@functools.cache
+def _capability(device: int) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def rows_of_heads(x: Tensor) -> Tensor:
+    """x [n, heads, D] with dense heads inside a row; a slice of a fused projection passes as it is."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def add_partials_(grad: Tensor, partials: Tensor) -> None:

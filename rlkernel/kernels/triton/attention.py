@@ -1,0 +1,491 @@
+"""attention forward on GPUs: one inner loop for packed and paged keys, prefill and decode, so all give the same bits.
+
+Contract: orders.py, `attention`. Rows of a tile are (position, head of the group) pairs; blocks of 64 keys and splits
+lie at absolute positions. Tiles are chosen such that a row's sum keeps its order (`forward_tile`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel.contract.orders import ATTENTION_BLOCK
+from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.attention_backward import attention_backward as attention_backward
+from rlkernel.kernels.triton.common import (
+    LN2,
+    LOG2E,
+    exp2,
+    family,
+    log2,
+    next_power_of_2,
+    on_device,
+    options,
+    rows_of_heads,
+)
+
+NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+KEYS = tl.constexpr(ATTENTION_BLOCK)
+
+ONE_SPLIT = tl.constexpr(0)  # no sequence is longer than a split
+MERGE = tl.constexpr(1)  # the program walks all splits and merges them in registers
+PARTIAL = tl.constexpr(2)  # a program per split; `merge_kernel` merges
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_keys(base, table, first, keys, stride, PAGE, column, D: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr,
+              MASKED: tl.constexpr):  # fmt: skip
+    """Rows [KEYS, BLOCK_D] of the keys or values [first, first + KEYS); zeros past the sequence's end."""
+    j = tl.arange(0, KEYS)
+    if PAGED:
+        at = first + j
+        if MASKED:
+            page = tl.load(table + at // PAGE, mask=at < keys, other=0)
+        else:
+            page = tl.load(table + at // PAGE)
+        if WIDE:
+            page = page.to(tl.int64)
+        rows = base + ((page * PAGE + at % PAGE) * stride)[:, None]
+    else:
+        rows = base + tl.cast(first, tl.int64) * stride + (j * stride)[:, None]
+    if MASKED:
+        return tl.load(rows + column[None, :], mask=(first + j < keys)[:, None] & (column < D)[None, :], other=0.0)
+    if column.shape[0] != D:
+        return tl.load(rows + column[None, :], mask=(column < D)[None, :], other=0.0)
+    return tl.load(rows + column[None, :])
+
+
+@triton.jit
+def add_block(acc, m, l, q, k, v, table, first, keys, position, window, k_stride, v_stride, PAGE, column, scale_log2e,
+              D: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr,
+              MASKED: tl.constexpr):  # fmt: skip
+    """One block of KEYS keys into the running (acc, m, l): the contract's online softmax, always rescaling.
+
+    A block that a row does not see leaves the row as it is: its factor is exp2(0) = 1 and its sum 0.
+    """
+    x = load_keys(k, table, first, keys, k_stride, PAGE, column, D, PAGED, WIDE, MASKED)
+    raw = tl.dot(q, tl.trans(x), input_precision="ieee")
+    if MASKED:
+        at = first + tl.arange(0, KEYS)
+        seen = at[None, :] <= position[:, None]
+        if HAS_WINDOW:
+            seen = seen & (at[None, :] > (position - window)[:, None])
+        raw = tl.where(seen, raw, NEGATIVE_INFINITY)
+    top = tl.maximum(m, tl.max(raw, 1) * scale_log2e)
+    if MASKED:
+        now = tl.where(top == NEGATIVE_INFINITY, 0.0, top)
+    else:
+        now = top
+    p = exp2(tl.fma(raw, scale_log2e, -now[:, None]))
+    factor = exp2(m - now)
+    l = tl.fma(l, factor, tl.sum(p, 1))
+    y = load_keys(v, table, first, keys, v_stride, PAGE, column, D, PAGED, WIDE, MASKED)
+    acc = tl.dot(p.to(y.dtype), y, acc * factor[:, None], input_precision="ieee")
+    return acc, top, l
+
+
+@triton.jit
+def closed_split(q, k, v, table, first, last, whole, keys, position, window, k_stride, v_stride, PAGE, column,
+                 scale_log2e, D: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGED: tl.constexpr,
+                 WIDE: tl.constexpr):  # fmt: skip
+    """(o, log2-sum-exp) of the keys [first, last), normalised; every row sees all keys below `whole`.
+
+    A row that sees none of them gets 0 and -inf.
+    """
+    m = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    l = tl.zeros((q.shape[0],), tl.float32)
+    acc = tl.zeros(q.shape, tl.float32)
+    middle = max(first, min(last, whole))
+    for at in tl.range(first, middle, KEYS):
+        acc, m, l = add_block(acc, m, l, q, k, v, table, at, keys, position, window, k_stride, v_stride, PAGE, column,
+                              scale_log2e, D, HAS_WINDOW, PAGED, WIDE, False)  # fmt: skip
+    for at in tl.range(middle, last, KEYS):
+        acc, m, l = add_block(acc, m, l, q, k, v, table, at, keys, position, window, k_stride, v_stride, PAGE, column,
+                              scale_log2e, D, HAS_WINDOW, PAGED, WIDE, True)  # fmt: skip
+    unseen = l == 0.0
+    o = tl.where(unseen[:, None], 0.0, tl.div_rn(acc, l[:, None]))
+    return o, tl.where(unseen, NEGATIVE_INFINITY, m + log2(l))
+
+
+@triton.jit
+def merged(o, top, o_split, top_split):
+    """One more closed split; an empty side leaves the other as it is."""
+    high = tl.maximum(top, top_split)
+    w = exp2(top - high)
+    w_split = exp2(top_split - high)
+    total = w + w_split
+    both = tl.div_rn(tl.fma(o, w[:, None], o_split * w_split[:, None]), total[:, None])
+    first = top == NEGATIVE_INFINITY
+    none = top_split == NEGATIVE_INFINITY
+    o = tl.where(none[:, None], o, tl.where(first[:, None], o_split, both))
+    return o, tl.where(none, top, tl.where(first, top_split, high + log2(total)))
+
+
+@triton.jit
+def attention_kernel(
+    q,  # [T, H, D]
+    k,  # [S, HK, D], or pages [pages, PAGE, HK, D]
+    v,
+    table,  # [B, COLUMNS] pages of each sequence
+    cu_q,  # [B + 1]
+    lens,  # cumulative keys [B + 1], or keys [B] where PAGED
+    out,  # [T, H, D], or [splits, T, H, D] fp32
+    lse,  # [T, H] natural log, or [splits, T, H] base 2
+    T,
+    q_stride,
+    k_stride,
+    v_stride,
+    COLUMNS,
+    PAGE,
+    window,
+    SPLIT,
+    scale_log2e,
+    HK: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MODE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PAGED: tl.constexpr,
+    WIDE: tl.constexpr,  # a cache of 2^31 elements or more: 64-bit offsets
+):
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    q_first = tl.load(cu_q + sequence)
+    queries = tl.load(cu_q + sequence + 1) - q_first
+    if PAGED:
+        keys = tl.load(lens + sequence)
+        k_first = 0
+        v_stride = k_stride  # both caches are contiguous: one set of row offsets in registers
+        table += tl.cast(sequence, tl.int64) * COLUMNS
+    else:
+        k_first = tl.load(lens + sequence)
+        keys = tl.load(lens + sequence + 1) - k_first
+    if MODE == PARTIAL:
+        tile = 0
+    else:
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
+    if tile * BLOCK_M >= queries * GROUP:
+        return
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    inside = token < queries
+    past = keys - queries
+    position = past + token
+    first_position = past + tile * BLOCK_M // GROUP
+    stop = min(keys, past + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)  # keys that any row sees: [start, stop)
+    if HAS_WINDOW:
+        start = max(0, first_position - window + 1) // KEYS * KEYS
+        whole = 0
+    else:
+        start = 0
+        whole = (first_position + 1) // KEYS * KEYS
+    column = tl.arange(0, BLOCK_D)
+    q += tl.cast(q_first, tl.int64) * q_stride + head * (GROUP * D)
+    at = token[:, None].to(tl.int64) * q_stride + (row % GROUP * D)[:, None] + column[None, :]
+    x = tl.load(q + at, mask=inside[:, None] & (column < D)[None, :], other=0.0)
+    k += tl.cast(k_first, tl.int64) * k_stride + head * D
+    v += tl.cast(k_first, tl.int64) * v_stride + head * D
+    if MODE == MERGE:
+        o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        for begin in tl.range(start // SPLIT * SPLIT, stop, SPLIT):
+            o_split, top_split = closed_split(
+                x, k, v, table, max(begin, start), min(begin + SPLIT, stop), whole, keys, position, window, k_stride,
+                v_stride, PAGE, column, scale_log2e, D, HAS_WINDOW, PAGED, WIDE,
+            )  # fmt: skip
+            o, top = merged(o, top, o_split, top_split)
+    else:
+        if MODE == PARTIAL:
+            split = tl.program_id(0)
+            start = max(start, split * SPLIT)
+            stop = min(stop, split * SPLIT + SPLIT)
+            if start >= stop:
+                return
+            out += tl.cast(split, tl.int64) * T * (HK * GROUP * D)
+            lse += tl.cast(split, tl.int64) * T * (HK * GROUP)
+        o, top = closed_split(x, k, v, table, start, stop, whole, keys, position, window, k_stride, v_stride, PAGE,
+                              column, scale_log2e, D, HAS_WINDOW, PAGED, WIDE)  # fmt: skip
+    to = (tl.cast(q_first, tl.int64) + token) * (HK * GROUP) + head * GROUP + row % GROUP
+    if MODE != PARTIAL:
+        top = top * LN2
+    tl.store(lse + to, top, mask=inside)
+    tl.store(out + (to * D)[:, None] + column[None, :], o.to(out.dtype.element_ty),
+             mask=inside[:, None] & (column < D)[None, :])  # fmt: skip
+
+
+@triton.jit
+def merge_kernel(
+    o_parts,  # [splits, T, H, D] fp32
+    lse_parts,  # [splits, T, H] base 2
+    cu_q,
+    lens,
+    out,  # [T, H, D]
+    lse,  # [T, H] natural log
+    T,
+    window,
+    SPLIT,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PAGED: tl.constexpr,
+):
+    """Merges the splits of a few heads of one query, ascending: the formula of `merged`."""
+    token = tl.program_id(0)
+    sequence = tl.program_id(2)
+    q_first = tl.load(cu_q + sequence)
+    queries = tl.load(cu_q + sequence + 1) - q_first
+    if token >= queries:
+        return
+    if PAGED:
+        keys = tl.load(lens + sequence)
+    else:
+        keys = tl.load(lens + sequence + 1) - tl.load(lens + sequence)
+    position = keys - queries + token
+    if HAS_WINDOW:
+        first = max(0, position - window + 1) // SPLIT
+    else:
+        first = 0
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, BLOCK_D)
+    inside = (head < H)[:, None] & (column < D)[None, :]
+    row = (tl.cast(q_first, tl.int64) + token) * H + head
+    at = (row * D)[:, None] + column[None, :]
+    o = tl.zeros((HEADS, BLOCK_D), tl.float32)
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    for split in tl.range(first, position // SPLIT + 1):
+        begin = tl.cast(split, tl.int64) * T * H
+        o_split = tl.load(o_parts + begin * D + at, mask=inside, other=0.0)
+        top_split = tl.load(lse_parts + begin + row, mask=head < H, other=0.0)
+        o, top = merged(o, top, o_split, top_split)
+    tl.store(lse + row, top * LN2, mask=head < H)
+    tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["SIZE"])
+def store_kv_kernel(k_cache, v_cache, k, v, slots, k_stride, v_stride, SIZE, ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """Row ROW of k and of v into the slot of its token; SIZE slots exist, others are left out."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if (slot < 0) | (slot >= SIZE):
+        return
+    for begin in tl.static_range(0, ROW, BLOCK):
+        j = begin + tl.arange(0, BLOCK)
+        tl.store(k_cache + slot * ROW + j, tl.load(k + token * k_stride + j, mask=j < ROW), mask=j < ROW)
+        tl.store(v_cache + slot * ROW + j, tl.load(v + token * v_stride + j, mask=j < ROW), mask=j < ROW)
+
+
+# ---- tiles ---------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """Rows of a program, warps and pipeline stages."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+DECODE_ROWS = 16
+
+
+def forward_tile(rows: int, d: int, element_size: int, family: str) -> Tile:
+    """Tile for sequences of at most `rows` rows.
+
+    Tiles that keep one row's sum in one warp, in the same lanes, agree to the bit: (16, 1), (64, 4) and (128, 8) on
+    Hopper. mma.sync spreads a row over warps where the tile is wider than tall. Where a family's tiles lay rows out
+    differently, or nobody has measured that they agree, one tile serves prefill and decode alike.
+    """
+    if element_size == 4:
+        return Tile(16, 4, 1)
+    if family == "blackwell":
+        return Tile(128, 8, 2)
+    if family == "amd" or (family == "ampere" and d > 128):
+        return Tile(64, 4, 2)
+    deep = 3 if d <= 128 else 2
+    if rows <= DECODE_ROWS:
+        return Tile(DECODE_ROWS, 1, deep)
+    if d > 128 or (rows <= 64 and (d <= 64 or family == "hopper")):
+        return Tile(64, 4, deep)
+    return Tile(128, 8, deep)
+
+
+# ---- launchers -----------------------------------------------------------------------------------
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    cu_q: Tensor,
+    lens: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+    split: int,
+    tile: Tile | None,
+) -> tuple[Tensor, Tensor]:
+    """Dense where `table` is None. `tile` is for tests and tuning; every one gives the same bits."""
+    q = rows_of_heads(q)
+    (t, h, d), hk = q.shape, k.shape[-2]
+    group, batch = h // hk, cu_q.shape[0] - 1
+    out = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
+    lse = torch.empty(t, h, dtype=torch.float32, device=q.device)
+    if t == 0:
+        return out, lse
+    tile = tile or forward_tile(max_q * group, d, q.element_size(), family(q))
+    tiles, splits = triton.cdiv(max_q * group, tile.rows), triton.cdiv(max_k, split)
+    mode = ONE_SPLIT.value if splits <= 1 else PARTIAL.value if tiles == 1 else MERGE.value
+    o_parts, lse_parts = out, lse
+    if mode == PARTIAL.value:
+        o_parts = torch.empty(splits, t, h, d, dtype=torch.float32, device=q.device)
+        lse_parts = torch.empty(splits, t, h, dtype=torch.float32, device=q.device)
+    block_d = next_power_of_2(d, 16)
+    flags: dict[str, Any] = {"HAS_WINDOW": window is not None, "PAGED": table is not None}
+    with on_device(q):
+        attention_kernel[(splits if mode == PARTIAL.value else tiles, hk, batch)](
+            q, k, v, table, cu_q, lens, o_parts, lse_parts, t, q.stride(0), k.stride(-3), v.stride(-3),
+            0 if table is None else table.stride(0), 1 if table is None else k.shape[1], window or 0, split,
+            scale * LOG2E.value, HK=hk, GROUP=group, D=d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode, **flags,
+            WIDE=k.numel() >= 1 << 31,
+            num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
+        )  # fmt: skip
+        if mode == PARTIAL.value:
+            heads = min(next_power_of_2(h), max(1, 2048 // block_d))
+            merge_kernel[(max_q, triton.cdiv(h, heads), batch)](
+                o_parts, lse_parts, cu_q, lens, out, lse, t, window or 0, split,
+                H=h, D=d, HEADS=heads, BLOCK_D=block_d, **flags, num_warps=4, **options(),
+            )  # fmt: skip
+    return out, lse
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window: int | None,
+    split: int,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    k, v = rows_of_heads(k), rows_of_heads(v)
+    cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    return _forward(q, k, v, None, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, window, split, tile)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window: int | None,
+    split: int,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    k, v, cu_q, lens = k_cache.contiguous(), v_cache.contiguous(), cu_seqlens_q.contiguous(), seq_lens_k.contiguous()
+    table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    return _forward(q, k, v, table, cu_q, lens, max_seqlen_q, max_seqlen_k, scale, window, split, tile)
+
+
+def store_kv_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    if slots.numel() == 0:
+        return
+    k, v, slots = rows_of_heads(k), rows_of_heads(v), slots.contiguous()
+    row = k.shape[1] * k.shape[2]
+    with on_device(k):
+        store_kv_kernel[(slots.shape[0],)](
+            k_cache, v_cache, k, v, slots, k.stride(0), v.stride(0), k_cache.shape[0] * k_cache.shape[1],
+            ROW=row, BLOCK=min(next_power_of_2(row), 1024), num_warps=4, **options(),
+        )  # fmt: skip
+
+
+# ---- ahead of time -------------------------------------------------------------------------------
+
+
+AMD = ("gfx942", "gfx90a")
+
+
+def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...], *, paged: bool = False,
+             window: bool = False, mode: int = 0, main: bool = True) -> Variant:  # fmt: skip
+    part = "fp32" if mode == PARTIAL.value else kind
+    types = {
+        "q": f"*{kind}:16", "k": f"*{kind}:16", "v": f"*{kind}:16", "cu_q": "*i32:16", "lens": "*i32:16",
+        "out": f"*{part}:16", "lse": "*fp32:16", "T": "i32", "q_stride": "i32:16", "k_stride": "i32:16",
+        "v_stride": "i32:16", "COLUMNS": "i32", "PAGE": "i32:16", "window": "i32", "SPLIT": "i32:16",
+        "scale_log2e": "fp32",
+    }  # fmt: skip
+    constants = {
+        "HK": 8, "GROUP": 2, "D": d, "BLOCK_D": next_power_of_2(d, 16), "BLOCK_M": tile.rows, "MODE": mode,
+        "HAS_WINDOW": window, "PAGED": paged, "WIDE": False,
+    }  # fmt: skip
+    if paged:
+        types["table"] = "*i32:16"
+    else:
+        constants["table"] = None
+    return Variant(
+        name, attention_kernel, types, constants, tile.warps, tile.stages, matmul=True, main=main, targets=targets
+    )
+
+
+def _family_variants(family: str, targets: tuple[str, ...]) -> Iterator[Variant]:
+    """The variants that a family launches: prefill packed, from pages and over splits, decode from pages."""
+    prefill = {d: forward_tile(4096, d, 2, family) for d in (64, 128, 256)}
+    decode = {d: forward_tile(2, d, 2, family) for d in (64, 128, 256)}
+    fits = family != "ampere"
+    name = f"attention {family}"
+    yield _variant(f"{name} prefill", "bf16", prefill[128], 128, targets, main=fits)
+    yield _variant(f"{name} prefill window", "fp16", prefill[128], 128, targets, window=True, main=fits)
+    yield _variant(f"{name} prefill splits", "bf16", prefill[128], 128, targets, mode=MERGE.value, main=False)
+    yield _variant(f"{name} prefill pages", "bf16", prefill[128], 128, targets, paged=True, main=fits)
+    yield _variant(f"{name} decode", "bf16", decode[128], 128, targets, paged=True, main=False)
+    yield _variant(f"{name} decode splits", "bf16", decode[128], 128, targets, paged=True, mode=PARTIAL.value,
+                   main=False)  # fmt: skip
+    yield _variant(f"{name} prefill d64", "bf16", prefill[64], 64, targets)
+    yield _variant(f"{name} prefill d64 splits", "bf16", prefill[64], 64, targets, mode=MERGE.value)
+    yield _variant(f"{name} decode d64", "bf16", decode[64], 64, targets, paged=True)
+    yield _variant(f"{name} prefill d256", "bf16", prefill[256], 256, targets, main=False)
+    yield _variant(f"{name} decode d256", "bf16", decode[256], 256, targets, paged=True, main=False)
+    yield _variant(f"{name} d80", "bf16", forward_tile(64, 80, 2, family), 80, targets, main=False)
+    yield _variant(f"{name} fp32", "fp32", forward_tile(1, 64, 4, family), 64, targets, main=False)
+
+
+AOT: tuple[Variant, ...] = (
+    *_family_variants("ampere", ("sm_80",)),
+    *_family_variants("hopper", ("sm_90",)),
+    *_family_variants("blackwell", ("sm_100",)),
+    *_family_variants("amd", AMD),
+    Variant(
+        "attention merge", merge_kernel,
+        {"o_parts": "*fp32:16", "lse_parts": "*fp32:16", "cu_q": "*i32:16", "lens": "*i32:16", "out": "*bf16:16",
+         "lse": "*fp32:16", "T": "i32", "window": "i32", "SPLIT": "i32:16"},
+        {"H": 16, "D": 128, "HEADS": 16, "BLOCK_D": 128, "HAS_WINDOW": False, "PAGED": True},
+    ),
+    Variant(
+        "store_kv", store_kv_kernel,
+        {"k_cache": "*bf16:16", "v_cache": "*bf16:16", "k": "*bf16:16", "v": "*bf16:16", "slots": "*i64:16",
+         "k_stride": "i32:16", "v_stride": "i32:16", "SIZE": "i64"},
+        {"ROW": 1024, "BLOCK": 1024},
+    ),
+)  # fmt: skip
