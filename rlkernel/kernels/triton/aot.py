@@ -82,6 +82,7 @@ class Compiled:
     text: str  # PTX or AMD assembly
     cubin: bytes | None
     shared: int  # bytes of shared memory a block needs
+    ttgir: str = ""  # Triton's GPU dialect: which thread holds which element
 
     def resources(self) -> dict[str, int]:
         """`registers` per thread, and bytes of `stack`, `spill_stores`, `spill_loads` (CUDA), or AMD's counts."""
@@ -151,4 +152,4 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=attributes)
     done = triton.compile(source, target=gpu, options=options)
     text = done.asm["ptx" if gpu.backend == "cuda" else "amdgcn"]
-    return Compiled(variant, target, text, done.asm.get("cubin"), done.metadata.shared)
+    return Compiled(variant, target, text, done.asm.get("cubin"), done.metadata.shared, done.asm["ttgir"])

@@ -1,0 +1,141 @@
+"""attention in Triton without a GPU: right under the interpreter, and compiled into layouts that keep a row's order.
+
+The interpreter is chosen when a kernel is defined, so its tests run in a process of their own: this file again. A
+matrix product there is numpy's; bits are compared only between launches that give numpy the same products.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from rlkernel.contract import assert_accurate, assert_bitwise
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    from rlkernel.kernels.triton import aot, attention
+
+    def test_in_the_interpreter() -> None:
+        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
+            env.pop(name, None)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+    def tiles(family: str, d: int) -> set[attention.Tile]:
+        return {attention.forward_tile(rows, d, 2, family) for rows in (1, 16, 17, 64, 65, 128, 10**6)}
+
+    @pytest.mark.parametrize("family,target", (("hopper", "sm_90"), ("ampere", "sm_80")))
+    @pytest.mark.parametrize("d", (64, 80, 128, 256))
+    def test_a_row_stays_in_its_warp(family: str, target: str, d: int) -> None:
+        """Several tiles agree to the bit only where none spreads a row's sum over warps."""
+        several = len(tiles(family, d)) > 1
+        for tile in tiles(family, d):
+            variant = attention._variant("layout", "bf16", tile, d, (target,), paged=tile.rows == attention.DECODE_ROWS)
+            ttgir = aot.compile_variant(variant, target).ttgir
+            warps = re.findall(r"#ttg\.nvidia_mma<\{[^}]*warpsPerCTA = \[(\d+), (\d+)\]", ttgir)
+            assert warps
+            assert not several or all(columns == "1" for _, columns in warps), f"{tile} D={d}: {warps}"
+
+    def test_sees_a_row_spread_over_warps() -> None:
+        """The control: mma.sync with a tile wider than tall."""
+        variant = attention._variant("wide", "bf16", attention.Tile(64, 4, 3), 128, ("sm_80",))
+        assert "warpsPerCTA = [1, 4]" in aot.compile_variant(variant, "sm_80").ttgir
+
+    @pytest.mark.parametrize("family", ("amd", "blackwell"))
+    def test_one_tile_where_layouts_are_not_known_to_agree(family: str) -> None:
+        for d in (64, 128, 256):
+            assert len(tiles(family, d)) == 1
+        assert len({attention.forward_tile(rows, 64, 4, family) for rows in (1, 10**6)}) == 1
+
+else:
+    from rlkernel.kernels.reference import attention as reference
+    from rlkernel.kernels.triton.attention import Tile, attention, attention_backward, paged_attention, store_kv_
+
+    pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+    by_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("fp32", "fp16"))
+    by_case = pytest.mark.parametrize(
+        "case",
+        (
+            (2, 1, 16, None, 64, [70, 5], [130, 5]),
+            (3, 1, 24, 20, 64, [3, 40], [100, 40]),
+            (1, 2, 32, None, 2048, [20, 0, 1], [20, 3, 70]),
+            (1, 1, 16, 70, 128, [1, 1], [200, 7]),
+        ),
+    )
+
+    def rand(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    def cu(lens: list[int]) -> Tensor:
+        return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32)
+
+    def arguments(
+        group: int, hk: int, d: int, window: int | None, split: int, queries: list[int], keys: list[int],
+        dtype: torch.dtype,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        q = rand(0, sum(queries), group * hk, d, dtype=dtype)
+        k, v = rand(1, sum(keys), hk, d, dtype=dtype), rand(2, sum(keys), hk, d, dtype=dtype)
+        return q, k, v, cu(queries), cu(keys), max(queries), max(keys), d**-0.5, window, split
+
+    @by_dtype
+    @by_case
+    def test_forward_and_backward(dtype: torch.dtype, case: tuple[Any, ...]) -> None:
+        given = arguments(*case, dtype)
+        out, lse = reference.attention(*given)
+        for tile in (None, Tile(16, 1, 1), Tile(64, 4, 1), Tile(128, 8, 1)):
+            o, top = attention(*given, tile=tile)
+            assert o.dtype == dtype
+            assert_accurate(o, out, None, f"out {tile}")
+            assert_accurate(top, lse, None, f"lse {tile}")
+        q, k, v = given[:3]
+        rest = (rand(3, *q.shape, dtype=dtype), q, k, v, out, lse, *given[3:9])
+        wanted = reference.attention_backward(*rest)
+        for tiles in (None, 2 * ({"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1},)):
+            for name, a, b in zip(("dq", "dk", "dv"), attention_backward(*rest, tiles=tiles), wanted, strict=True):
+                assert_accurate(a, b, None, f"{name} {tiles}")
+
+    @by_dtype
+    @by_case
+    def test_pages_hold_the_same_keys(dtype: torch.dtype, case: tuple[Any, ...]) -> None:
+        q, k, v, cu_q, cu_k, max_q, max_k, scale, window, split = given = arguments(*case, dtype)
+        page, lens = 8, cu_k.diff()
+        needed = [-(-n // page) for n in lens.tolist()]
+        shuffled = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(0)).int()
+        table = torch.full((len(needed), max(needed) + 1), -1, dtype=torch.int32)
+        slots = []
+        for b, first in enumerate([0, *itertools.accumulate(needed)][:-1]):
+            table[b, : needed[b]] = shuffled[first : first + needed[b]]
+            j = torch.arange(int(lens[b]))
+            slots.append(table[b, j // page] * page + j % page)
+        caches = [torch.full((sum(needed) + 2, page, *k.shape[1:]), torch.nan, dtype=dtype) for _ in range(2)]
+        where = torch.cat(slots).long()
+        where[::3] *= -1                      # left out here, written by the second call
+        store_kv_(*caches, k, v, where)
+        fused = torch.cat((k, v), dim=1)[::3]
+        store_kv_(*caches, fused[:, : k.shape[1]], fused[:, k.shape[1] :], where[::3].abs())
+        found = paged_attention(q, *caches, table, cu_q, lens, max_q, max_k, scale, window, split)
+        for name, a, b in zip(("out", "lse"), found, attention(*given), strict=True):
+            assert_bitwise(a, b, f"{name} from pages")
+
+    def test_split_programs_merge_as_one_program_does() -> None:
+        """64 rows in one tile: a program per split; 65 rows in two: each program walks its splits."""
+        q, k, v = rand(0, 65, 1, 16), rand(1, 300, 1, 16), rand(2, 300, 1, 16)
+        tile = Tile(64, 4, 1)
+        fixed = (16**-0.5, None, 64, tile)
+        one = attention(q, k, v, cu([65]), cu([300]), 65, 300, *fixed)
+        many = attention(q[:64], k[:299], v[:299], cu([64]), cu([299]), 64, 299, *fixed)
+        for name, a, b in zip(("out", "lse"), many, one, strict=True):
+            assert_bitwise(a, b[:64], name)
