@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from attention_paths import (
+    Sequence,
+    check_gradients,
+    check_paths,
+    cu,
+    cuts_of,
+    gradients,
+    packed,
+    paged,
+    same,
+    sequences,
+    truth,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_checks import (
@@ -33,121 +45,6 @@ groups = st.integers(1, 8)
 head_dims = st.sampled_from((16, 24, 32, 64, 80, 128))
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**16)
-
-
-class Sequence(NamedTuple):
-    q: Tensor  # [n, H, D]
-    k: Tensor  # [n, HK, D]
-    v: Tensor  # [n, HK, D]
-
-
-def cu(lens: list[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32)
-
-
-def sequences(lens: list[int], group: int, hk: int, d: int, dtype: torch.dtype, seed: int = 0) -> list[Sequence]:
-    """One Sequence per length; its values depend on the seed, its index and its length alone."""
-    heads = (group * hk, hk, hk)
-    return [
-        Sequence(*(rand(seed + 10 * i + j, n, h, d, dtype=dtype) for j, h in enumerate(heads)))
-        for i, n in enumerate(lens)
-    ]
-
-
-def packed(batch: list[Sequence], **options: Any) -> list[tuple[Tensor, Tensor]]:
-    """(out, lse) of each sequence from one call over all of them."""
-    lens = [s.q.shape[0] for s in batch]
-    q, k, v = (torch.cat(parts) for parts in zip(*batch, strict=True))
-    out, lse = ops.attention(q, k, v, cu(lens), max_seqlen_q=max(lens), **options)
-    return list(zip(out.split(lens), lse.split(lens), strict=True))
-
-
-def chunked(batch: list[Sequence], cuts: list[list[int]], **options: Any) -> list[tuple[Tensor, Tensor]]:
-    """(out, lse) of each sequence, computed in steps over dense keys: step i ends at token cuts[b][i]."""
-    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batch]
-    for ends in itertools.zip_longest(*cuts):
-        live = [(b, e) for b, e in enumerate(ends) if e is not None]
-        starts = [sum(o.shape[0] for o, _ in parts[b]) for b, _ in live]
-        lens, keys = [e - s for (_, e), s in zip(live, starts, strict=True)], [e for _, e in live]
-        q = torch.cat([batch[b].q[s:e] for (b, e), s in zip(live, starts, strict=True)])
-        k, v = (torch.cat([batch[b][i][:e] for b, e in live]) for i in (1, 2))
-        limits = {"max_seqlen_q": max(lens), "max_seqlen_k": max(keys)}
-        out, lse = ops.attention(q, k, v, cu(lens), cu(keys), **limits, **options)
-        for (b, _), o, top in zip(live, out.split(lens), lse.split(lens), strict=True):
-            parts[b].append((o, top))
-    return [(torch.cat([o for o, _ in p]), torch.cat([top for _, top in p])) for p in parts]
-
-
-def paged(batch: list[Sequence], cuts: list[list[int]], page: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
-    """As `chunked`, from pages in random order; slots nobody wrote hold NaN, table entries nobody reads -1."""
-    needed = [-(-s.q.shape[0] // page) for s in batch]
-    shuffled = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(page))
-    table = torch.full((len(batch), max(needed) + 1), -1, dtype=torch.int32)
-    for b, first in enumerate([0, *itertools.accumulate(needed)][:-1]):
-        table[b, : needed[b]] = shuffled[first : first + needed[b]].int()
-    shape = (sum(needed) + 3, page, *batch[0].k.shape[1:])
-    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=batch[0].k.dtype) for _ in range(2))
-    done = [0] * len(batch)
-    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batch]
-    for ends in itertools.zip_longest(*cuts):
-        live = [b for b, e in enumerate(ends) if e is not None]
-        spans = [(b, done[b], ends[b]) for b in live]
-        q, k, v = (torch.cat([batch[b][i][s:e] for b, s, e in spans]) for i in range(3))
-        tokens = [(b, torch.arange(s, e)) for b, s, e in spans]
-        slots = torch.cat([table[b, j // page] * page + j % page for b, j in tokens])
-        ops.store_kv_(k_cache, v_cache, k, v, slots.long())
-        lens, keys = [e - s for _, s, e in spans], torch.tensor([e for *_, e in spans], dtype=torch.int32)
-        limits = {"max_seqlen_q": max(lens), "max_seqlen_k": int(keys.max())}
-        out, lse = ops.paged_attention(q, k_cache, v_cache, table[live], cu(lens), keys, **limits, **options)
-        for (b, _, e), o, top in zip(spans, out.split(lens), lse.split(lens), strict=True):
-            parts[b].append((o, top))
-            done[b] = e
-    return [(torch.cat([o for o, _ in p]), torch.cat([top for _, top in p])) for p in parts]
-
-
-def same(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]], what: str) -> None:
-    for b, (x, y) in enumerate(zip(found, expected, strict=True)):
-        assert_bitwise(x[0], y[0], f"{what}: out of sequence {b}")
-        assert_bitwise(x[1], y[1], f"{what}: lse of sequence {b}")
-
-
-def cuts_of(lens: list[int], chunk: int) -> list[list[int]]:
-    return [[*range(chunk, n, chunk), n] for n in lens]
-
-
-def check_paths(batch: list[Sequence], cuts: list[list[int]], page: int, **options: Any) -> None:
-    """Alone, packed, chunked prefill and pages agree to the bit."""
-    alone = [packed([s], **options)[0] for s in batch]
-    same(packed(batch, **options), alone, "packed")
-    same(packed(batch[::-1], **options)[::-1], alone, "packed the other way round")
-    same(chunked(batch, cuts, **options), alone, "chunked")
-    same(paged(batch, cuts, page, **options), alone, "paged")
-
-
-def gradients(batch: list[Sequence], douts: list[Tensor], **options: Any) -> list[list[Tensor]]:
-    """dq, dk, dv of each sequence from one call over all of them."""
-    lens = [s.q.shape[0] for s in batch]
-    q, k, v = (torch.cat(parts).requires_grad_() for parts in zip(*batch, strict=True))
-    out, _ = ops.attention(q, k, v, cu(lens), max_seqlen_q=max(lens), **options)
-    grads = torch.autograd.grad(out, (q, k, v), torch.cat(douts))
-    return [list(parts) for parts in zip(*(g.split(lens) for g in grads), strict=True)]
-
-
-def truth(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """The definition in the dtype of q (fp64 in the tests), differentiable."""
-    outs, tops = [], []
-    for b in range(len(cu_q) - 1):
-        rows, keys = q[cu_q[b] : cu_q[b + 1]], slice(int(cu_k[b]), int(cu_k[b + 1]))
-        group = q.shape[1] // k.shape[1]
-        kb, vb = k[keys].repeat_interleave(group, 1), v[keys].repeat_interleave(group, 1)
-        s = torch.einsum("qhd,khd->hqk", rows, kb) * q.shape[2] ** -0.5
-        at = torch.arange(kb.shape[0] - rows.shape[0], kb.shape[0])[:, None]
-        j = torch.arange(kb.shape[0])
-        hidden = (j > at) | (j <= at - (window or kb.shape[0]))
-        s = s.masked_fill(hidden, -torch.inf)
-        outs.append(torch.einsum("hqk,khd->qhd", s.softmax(-1), vb))
-        tops.append(s.logsumexp(-1).t())
-    return torch.cat(outs), torch.cat(tops)
 
 
 # ---- right
@@ -281,15 +178,6 @@ def test_the_split_is_part_of_the_number() -> None:
     assert differs(lambda: same(packed(batch, split=64), packed(batch, split=128), "split"))
     first = [(o[:64], top[:64]) for o, top in packed(batch, split=64)]
     same(first, [(o[:64], top[:64]) for o, top in packed(batch, split=128)], "rows inside the first split")
-
-
-def check_gradients(batch: list[Sequence], order: list[int], **options: Any) -> None:
-    douts = [rand(900 + i, *s.q.shape, dtype=s.q.dtype) for i, s in enumerate(batch)]
-    alone = [gradients([s], [g], **options)[0] for s, g in zip(batch, douts, strict=True)]
-    together = gradients([batch[i] for i in order], [douts[i] for i in order], **options)
-    for i, found in zip(order, together, strict=True):
-        for name, a, b in zip(("dq", "dk", "dv"), found, alone[i], strict=True):
-            assert_bitwise(a, b, f"{name} of sequence {i} among {len(batch)}")
 
 
 @properties

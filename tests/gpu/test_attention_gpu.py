@@ -1,0 +1,229 @@
+"""attention on a GPU: right against fp64; prefill, its chunks, decode from pages and training give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ops.attention_paths import (
+    Sequence,
+    check_gradients,
+    check_paths,
+    cu,
+    cuts_of,
+    gradients,
+    packed,
+    paged,
+    rand,
+    same,
+    sequences,
+    truth,
+)
+from ops.op_checks import differs
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.contract import assert_accurate, assert_bitwise
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+DEVICE = "cuda"
+LENS = [700, 1, 64, 333, 129]
+Record = Callable[..., None]
+
+by_shape = pytest.mark.parametrize(
+    "group,hk,d,dtype,window",
+    (
+        (2, 8, 128, torch.bfloat16, None),
+        (4, 2, 64, torch.bfloat16, None),
+        (7, 2, 128, torch.bfloat16, 100),
+        (1, 3, 80, torch.float16, None),
+        (8, 1, 256, torch.bfloat16, None),
+        (1, 2, 64, torch.float32, 100),
+    ),
+)
+
+
+def batch_of(lens: list[int], group: int, hk: int, d: int, dtype: torch.dtype) -> list[Sequence]:
+    return sequences(lens, group, hk, d, dtype, device=DEVICE)
+
+
+@by_shape
+def test_accuracy(group: int, hk: int, d: int, dtype: torch.dtype, window: int | None) -> None:
+    lens = [300, 70]
+    q, k, v = (torch.cat(parts) for parts in zip(*batch_of(lens, group, hk, d, dtype), strict=True))
+    dout = rand(7, *q.shape, dtype=dtype, device=DEVICE)
+    at = cu(lens, DEVICE)
+
+    def run(op: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        out = op(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    op = lambda q, k, v: ops.attention(q, k, v, at, max_seqlen_q=300, window=window)[0]
+    exact = run(lambda q, k, v: truth(q, k, v, at, at, window)[0], torch.float64)
+    ours = run(op, dtype)
+    with ops.stock():
+        base = run(op, dtype)
+    for name, o, e, b in zip(("out", "dq", "dk", "dv"), ours, exact, base, strict=True):
+        assert_accurate(o, e, b, name)
+    lse = ops.attention(q, k, v, at, max_seqlen_q=300, window=window)[1]
+    top = truth(q.double(), k.double(), v.double(), at, at, window)[1]
+    assert_accurate(lse, top, None, "lse", dtype=torch.float32)
+
+
+@by_shape
+@pytest.mark.parametrize("split", (128, 2048))
+def test_every_path_gives_the_same_bits(
+    group: int, hk: int, d: int, dtype: torch.dtype, window: int | None, split: int, record: Record
+) -> None:
+    batch = batch_of(LENS, group, hk, d, dtype)
+    for chunk, page in ((37, 16), (256, 64), (100, 5)):
+        check_paths(batch, cuts_of(LENS, chunk), page, window=window, split=split)
+    record(cases=3, tokens=3 * sum(LENS), mismatches=0)
+
+
+@by_shape
+@pytest.mark.parametrize("split", (64, 2048))
+def test_decode_token_by_token(
+    group: int, hk: int, d: int, dtype: torch.dtype, window: int | None, split: int, record: Record
+) -> None:
+    lens = [150, 40, 290]
+    batch = batch_of(lens, group, hk, d, dtype)
+    cuts = [[n - 30, *range(n - 29, n + 1)] for n in lens]
+    same(paged(batch, cuts, 16, window=window, split=split), packed(batch, window=window, split=split), "decode")
+    record(cases=len(lens), tokens=30 * len(lens), mismatches=0)
+
+
+@pytest.mark.parametrize("d", (64, 128))
+def test_decode_across_default_splits(d: int, record: Record) -> None:
+    n = 5000
+    batch = batch_of([n, 2049, 90], 4, 2, d, torch.bfloat16)
+    cuts = [[n - 3, n - 2, n - 1, n], [2047, 2048, 2049], [88, 89, 90]]
+    expected = packed(batch)
+    same(paged(batch, cuts, 16), expected, "long decode")
+    same(packed(batch[:1]), expected[:1], "alone")
+    record(cases=3, tokens=n + 2049 + 90, mismatches=0)
+
+
+def test_control() -> None:
+    batch = batch_of([400, 333], 2, 8, 128, torch.bfloat16)
+    run = lambda: same(paged(batch, [[390, *range(391, 401)], [333]], 16), packed(batch), "decode")
+    run()
+    with ops.stock():
+        assert differs(run)
+
+
+@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("split", (128, 2048))
+def test_tiles_are_free(d: int, split: int, record: Record) -> None:
+    from rlkernel.kernels.triton.attention import Tile, attention, forward_tile
+    from rlkernel.kernels.triton.common import family
+
+    batch = batch_of(LENS, 2, 4, d, torch.bfloat16)
+    q, k, v = (torch.cat(parts) for parts in zip(*batch, strict=True))
+    at = cu(LENS, DEVICE)
+    kind = family(q)
+    tiles = {forward_tile(rows, d, 2, kind) for rows in (1, 64, 10**6)}
+    if kind == "hopper":
+        tiles |= {Tile(32, 1, 2), Tile(128, 4, 2), Tile(64, 4, 1), Tile(16, 1, 1)}
+    runs = [attention(q, k, v, at, at, 700, 700, d**-0.5, None, split, tile=tile) for tile in sorted(tiles)]
+    for tile, run in zip(sorted(tiles), runs, strict=True):
+        same([run], runs[:1], f"{tile} against {min(tiles)}")
+    record(cases=len(tiles), tokens=len(tiles) * sum(LENS), mismatches=0)
+
+
+@by_shape
+def test_gradients_do_not_depend_on_packing(
+    group: int, hk: int, d: int, dtype: torch.dtype, window: int | None, record: Record
+) -> None:
+    check_gradients(batch_of(LENS, group, hk, d, dtype), [3, 0, 4, 1, 2], window=window)
+    record(cases=len(LENS), tokens=sum(LENS), mismatches=0)
+
+
+def test_backward_tiles_are_free() -> None:
+    q, k, v = batch_of([700], 2, 4, 128, torch.bfloat16)[0]
+    at = cu([700], DEVICE)
+    out, lse = ops.attention(q, k, v, at, max_seqlen_q=700)
+    from rlkernel.kernels.triton.attention_backward import attention_backward as op
+
+    given = (rand(5, *q.shape, dtype=q.dtype, device=DEVICE), q, k, v, out, lse, at, at, 700, 700, 128**-0.5, None)
+    expected = op(*given)
+    for rows, walked, warps in ((64, 64, 4), (32, 32, 4), (128, 32, 8)):
+        launch = {"BLOCK_M": rows, "BLOCK_N": walked, "num_warps": warps, "num_stages": 2}
+        for name, a, b in zip(("dq", "dk", "dv"), op(*given, tiles=(launch, launch)), expected, strict=True):
+            assert_bitwise(a, b, f"{name} {launch}")
+
+
+def test_backward_is_deterministic(record: Record) -> None:
+    batch = batch_of([1500, 37, 800], 4, 2, 128, torch.bfloat16)
+    douts = [rand(i, *s.q.shape, dtype=s.q.dtype, device=DEVICE) for i, s in enumerate(batch)]
+    first = gradients(batch, douts)
+    for _ in range(50):
+        for found, expected in zip(gradients(batch, douts), first, strict=True):
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+    record(cases=50, tokens=50 * 2337, mismatches=0)
+
+
+def test_larger_limits_change_nothing() -> None:
+    batch = batch_of([300, 5], 2, 4, 128, torch.bfloat16)
+    q, k, v = (torch.cat(parts) for parts in zip(*batch, strict=True))
+    out = ops.attention(q, k, v, cu([300, 5], DEVICE), max_seqlen_q=20000)
+    same([out], [ops.attention(q, k, v, cu([300, 5], DEVICE), max_seqlen_q=300)], "max_seqlen 20000")
+
+
+def test_runs_in_a_graph_without_a_wait() -> None:
+    s = batch_of([64], 2, 4, 128, torch.bfloat16)[0]
+    pages, page = 40, 16
+    caches = [rand(i, pages, page, 4, 128, dtype=torch.bfloat16, device=DEVICE) for i in (1, 2)]
+    q, k, v = (t[:2].clone() for t in s)
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).int().view(2, 20).to(DEVICE)
+    lens = torch.tensor([300, 17], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([4, -1], device=DEVICE)
+    at = cu([1, 1], DEVICE)
+
+    def step() -> tuple[Tensor, Tensor]:
+        ops.store_kv_(*caches, k, v, slots)
+        return ops.paged_attention(q, *caches, table, at, lens, max_seqlen_q=1, max_seqlen_k=320, split=64)
+
+    expected = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    same([captured], [expected], "replayed")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_offsets_beyond_2_31() -> None:
+    """A cache of more than 2^31 elements: the last pages are read where they are."""
+    page, hk, d = 16, 1, 128
+    pages = (1 << 31) // (page * hk * d) + 8
+    free = torch.cuda.mem_get_info()[0]
+    if free < 3 * pages * page * hk * d * 2:
+        pytest.skip("needs 13 GiB of free GPU memory")
+    caches = [torch.empty(pages, page, hk, d, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    s = batch_of([100], 2, hk, d, torch.bfloat16)[0]
+    table = torch.arange(pages - 7, pages, dtype=torch.int32, device=DEVICE)[None]
+    slots = (pages - 7) * page + torch.arange(100, device=DEVICE)
+    ops.store_kv_(*caches, s.k, s.v, slots)
+    lens = torch.tensor([100], dtype=torch.int32, device=DEVICE)
+    found = ops.paged_attention(s.q, *caches, table, cu([100], DEVICE), lens, max_seqlen_q=100, max_seqlen_k=100)
+    same([found], packed([s]), "far pages")
+
+
+def test_close_to_the_cpu() -> None:
+    options: dict[str, Any] = {"window": 70, "split": 128}
+    on_cpu = packed(sequences([200, 31], 2, 2, 64, torch.bfloat16), **options)
+    on_gpu = packed(batch_of([200, 31], 2, 2, 64, torch.bfloat16), **options)
+    for (a, top), (b, expected) in zip(on_gpu, on_cpu, strict=True):
+        assert_accurate(a, b, None, "out")
+        assert_accurate(top, expected, None, "lse")
