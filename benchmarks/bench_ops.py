@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -25,13 +26,18 @@ from rlkernel import ops
 
 @dataclass
 class Case:
-    """One line of the table: `fn` runs the op through `rlkernel.ops`; the anchor is the same under `ops.stock()`."""
+    """One line of the table: `fn` runs the op through `rlkernel.ops`; by default the anchor is `fn` under `ops.stock()`.
+
+    Where stock is a loop over sequences, `anchor` is one batched call of torch instead.
+    """
 
     op: str
     shape: tuple[int, ...]
     fn: Callable[[], object]
     flops: float
     moved: float
+    anchor: Callable[[], object] | None = None
+    anchor_name: str = "torch"
 
 
 def _leaf(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:
@@ -103,9 +109,29 @@ def cases(device: str, dtype: torch.dtype, small: bool) -> Iterator[Case]:
     flops = 4 * 4 * (t // 4) ** 2 * h * d / 2
     attend = lambda q, k, kv: ops.attention(q, k, kv, cu, max_seqlen_q=t // 4)[0]
     moved = (2 * t * h + 2 * t * hk) * d * size
-    yield Case("attention", (4, t // 4, h, d), lambda: attend(q.detach(), k.detach(), kv.detach()), flops, moved)
+    shape = (4, t // 4, h, d)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batched = [x.view(4, t // 4, -1, d).transpose(1, 2) for x in (q, k, v)]
+        return F.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=True)
+
     yield Case(
-        "attention fwd+bwd", (4, t // 4, h, d), _backward(lambda: attend(q, k, kv), [q, k, kv]), 3.5 * flops, 3 * moved
+        "attention",
+        shape,
+        lambda: attend(q.detach(), k.detach(), kv.detach()),
+        flops,
+        moved,
+        lambda: sdpa(q.detach(), k.detach(), kv.detach()),
+        "torch SDPA, batched",
+    )
+    yield Case(
+        "attention fwd+bwd",
+        shape,
+        _backward(lambda: attend(q, k, kv), [q, k, kv]),
+        3.5 * flops,
+        3 * moved,
+        _backward(lambda: sdpa(q, k, kv), [q, k, kv]),
+        "torch SDPA, batched",
     )
     batch, length, page = (16, 128, 16) if small else (256, 1024, 16)
     pages = batch * length // page
@@ -115,7 +141,16 @@ def cases(device: str, dtype: torch.dtype, small: bool) -> Iterator[Case]:
     cud = torch.arange(batch + 1, device=device, dtype=torch.int32)
     lens = torch.full((batch,), length, device=device, dtype=torch.int32)
     decode = lambda: ops.paged_attention(qd, kc, vc, table_, cud, lens, max_seqlen_q=1, max_seqlen_k=length)[0]
-    yield Case("paged decode", (batch, length, h, d), decode, 0, 2 * batch * length * hk * d * size)
+    dense = [c.view(batch, length, hk, d).transpose(1, 2) for c in (kc, vc)]
+    yield Case(
+        "paged decode",
+        (batch, length, h, d),
+        decode,
+        0,
+        2 * batch * length * hk * d * size,
+        lambda: F.scaled_dot_product_attention(qd.unsqueeze(2), *dense, enable_gqa=True),
+        "torch SDPA, dense cache",
+    )
     t2 = tokens // 4
     hid, head = _leaf(t2, c, dtype=dtype, device=device), _leaf(v, c, dtype=dtype, device=device, scale=0.02)
     y = torch.randint(0, v, (t2,), device=device)
@@ -145,13 +180,13 @@ def main() -> None:
             with ops.stock():
                 return case.fn()
 
-        ours_ms, anchor_ms = interleaved([case.fn, stock], cuda, args.rounds)
+        ours_ms, anchor_ms = interleaved([case.fn, case.anchor or stock], cuda, args.rounds)
         row = {
             "op": case.op,
             "shape": case.shape,
             "dtype": str(dtype).removeprefix("torch."),
             "ours": "rlkernel",
-            "anchor": "torch",
+            "anchor": case.anchor_name,
             "ours_ms": ours_ms,
             "anchor_ms": anchor_ms,
             "ratio": anchor_ms / ours_ms,

@@ -11,6 +11,9 @@ import torch
 # Ceilings measured on an NVIDIA H200 (torch 2.11, CUDA 13.0): a bf16 product of 8192^3 and a device-to-device copy.
 PEAKS = {"NVIDIA H200": {"bf16_flops": 791e12, "bytes": 4.3e12}}
 
+LAUNCH_CYCLES = 4_000_000
+"""About 2 ms at 1.98 GHz: longer than the host needs to queue any candidate."""
+
 
 def _once(fn: Callable[[], object], cuda: bool) -> float:
     if not cuda:
@@ -18,6 +21,7 @@ def _once(fn: Callable[[], object], cuda: bool) -> float:
         fn()
         return (time.perf_counter() - start) * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(LAUNCH_CYCLES)  # the GPU waits while the host queues fn: GPU time, not launch time, is measured
     begin.record()
     fn()
     end.record()
@@ -30,7 +34,8 @@ def interleaved(
 ) -> list[float]:
     """Median milliseconds of each candidate; they take turns, so that clocks and caches treat them alike.
 
-    On CUDA a 128 MiB write before every timing evicts the L2 cache and hides the launch behind running work.
+    On CUDA a 128 MiB write before every timing evicts the L2 cache, and the GPU is kept waiting while the host queues
+    the work: what is measured is the time on the GPU, as under a CUDA graph.
     """
     flush = torch.empty(32 << 20, dtype=torch.int32, device="cuda") if cuda else None
     for _ in range(warm_up):
