@@ -118,59 +118,27 @@ struct Scratch {
     }
 };
 
-inline int64_t padded(int64_t d) { return (d + kCols - 1) / kCols * kCols; }
+inline int64_t padded(int64_t n) { return (n + kCols - 1) / kCols * kCols; }
 inline int64_t row_stride(int64_t d) { return d <= 32 ? 32 : d <= 64 ? 64 : d <= 128 ? 128 : 256; }
-
-#if defined(__AVX512F__)
-inline __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
-inline __m512 load16(const bf16* p) {
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-inline __m512 load16(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-// out(e, j) = rows[j][e] for 16 rows and 16 elements, in registers: pairs, quads, then 128-bit lanes.
-template <class T> inline void transpose16(const T* const* rows, int64_t e, float* out) {
-    __m512 a[16], b[16];
-#pragma GCC unroll 16
-    for (int j = 0; j < 16; ++j) a[j] = load16(rows[j] + e);
-#pragma GCC unroll 8
-    for (int j = 0; j < 16; j += 2) {
-        b[j] = _mm512_unpacklo_ps(a[j], a[j + 1]);
-        b[j + 1] = _mm512_unpackhi_ps(a[j], a[j + 1]);
-    }
-#pragma GCC unroll 4
-    for (int j = 0; j < 16; j += 4)
-        for (int h = 0; h < 2; ++h) {
-            const __m512d x = _mm512_castps_pd(b[j + h]), y = _mm512_castps_pd(b[j + h + 2]);
-            a[j + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
-            a[j + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
-        }
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {     // a[4 q + c] holds column 4 l + c of rows 4 q .. 4 q + 3 in lane l
-        const __m512 even01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88), odd01 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);
-        const __m512 even23 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
-        const __m512 odd23 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
-        _mm512_storeu_ps(out + c * kBlock, _mm512_shuffle_f32x4(even01, even23, 0x88));
-        _mm512_storeu_ps(out + (4 + c) * kBlock, _mm512_shuffle_f32x4(odd01, odd23, 0x88));
-        _mm512_storeu_ps(out + (8 + c) * kBlock, _mm512_shuffle_f32x4(even01, even23, 0xdd));
-        _mm512_storeu_ps(out + (12 + c) * kBlock, _mm512_shuffle_f32x4(odd01, odd23, 0xdd));
-    }
-}
-#endif
 
 // Keys [first, first + n) as columns: out[D][kBlock]; up to the next multiple of kCols, columns from n on are zero.
 template <class T> void load_columns(const Tokens<T>& from, int64_t first, int64_t n, int64_t d, float* out) {
     static const T zeros[256] = {};
-    const int64_t wide = (n + kCols - 1) / kCols * kCols;
-    for (int64_t j0 = 0; j0 < wide; j0 += 16) {
-        const T* rows[16];
-        for (int64_t j = 0; j < 16; ++j) rows[j] = j0 + j < n ? from.row(first + j0 + j) : zeros;
+    const int64_t wide = padded(n);
+    for (int64_t j0 = 0; j0 < wide; j0 += kVec) {
+        const T* rows[kVec];
+        for (int64_t j = 0; j < kVec; ++j) rows[j] = j0 + j < n ? from.row(first + j0 + j) : zeros;
         int64_t e = 0;
-#if defined(__AVX512F__)
-        for (; e + 16 <= d; e += 16) transpose16(rows, e, out + e * kBlock + j0);
-#endif
+        for (; e + kVec <= d; e += kVec) {
+            Vec tile[kVec];
+#pragma GCC unroll 16
+            for (int j = 0; j < kVec; ++j) tile[j] = Vec::load(rows[j] + e);
+            Vec::transpose(tile);
+#pragma GCC unroll 16
+            for (int i = 0; i < kVec; ++i) tile[i].store(out + (e + i) * kBlock + j0);
+        }
         for (; e < d; ++e)
-            for (int j = 0; j < 16; ++j) out[e * kBlock + j0 + j] = to_float(rows[j][e]);
+            for (int j = 0; j < kVec; ++j) out[e * kBlock + j0 + j] = to_float(rows[j][e]);
     }
 }
 // Rows [first, first + n) as they are: out[n][row_stride(d)], columns from d on are zero.
@@ -185,7 +153,7 @@ template <class Source> void load_rows(const Source& from, int64_t first, int64_
 }
 // s[rows][kBlock] = the chains over d of rows [rows][row_stride(d)] against columns [D][kBlock], the first n of them.
 inline void scores(int rows, const float* a, const float* columns, int64_t d, int64_t n, float* s) {
-    const int64_t wide = (n + kCols - 1) / kCols * kCols;
+    const int64_t wide = padded(n);
     for (int i = 0; i < rows; ++i) std::memset(s + i * kBlock, 0, wide * sizeof(float));
     switch (row_stride(d)) {      // a constant stride lets the tile address its rows from one register
         case 32: return chain_tile<32, 1>(rows, a, columns, kBlock, s, kBlock, wide, d);
