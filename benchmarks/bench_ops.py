@@ -26,7 +26,7 @@ from rlkernel import ops
 
 @dataclass
 class Case:
-    """One line of the table: `fn` runs the op through `rlkernel.ops`; by default the anchor is `fn` under `ops.stock()`.
+    """One line of the table: `fn` runs the op through `rlkernel.ops`; the anchor is `fn` under `ops.stock()`.
 
     Where stock is a loop over sequences, `anchor` is one batched call of torch instead.
     """

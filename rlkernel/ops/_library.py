@@ -41,7 +41,10 @@ def define(
 
     def on(device: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            return select.choose(name, device).fn(*args)
+            choice = select.choose(name, device)
+            if choice.implementation == "reference":
+                return _in_plain_torch(choice.fn, args)
+            return choice.fn(*args)
 
         return call
 
@@ -51,6 +54,18 @@ def define(
     if backward is not None:
         torch.library.register_autograd(f"rlkernel::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
     return getattr(torch.ops.rlkernel, name).default
+
+
+def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Calls the reference with torch's default dtype and device as it was written for, whatever the user's are."""
+    before = torch.get_default_dtype()
+    place = next(a.device for a in args if isinstance(a, Tensor))
+    try:
+        torch.set_default_dtype(torch.float32)
+        with place:
+            return fn(*args)
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ def rlkernel(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*words: Any, status: int = 0) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "rlkernel.cli.main", *map(str, words)]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == status, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done
 

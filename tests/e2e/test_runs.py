@@ -156,6 +156,15 @@ def test_the_demo_and_its_control_arm(tmp_path: Path, rlkernel: Cli) -> None:
     assert "drift apart" in (tmp_path / "runs" / "grpo-arithmetic-torch" / "report.html").read_text()
 
 
+@pytest.mark.slow
+def test_the_embedded_default_learns_and_stays_exact(tmp_path: Path, rlkernel: Cli) -> None:
+    rlkernel("train", "grpo")
+    folder = tmp_path / "runs" / "grpo-arithmetic"
+    check_exact(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["heldout_before"] < 0.35 and summary["heldout_after"] > 0.85
+
+
 def reward_file(body: str) -> str:
     return f"def f(completions, **_):\n    {body}\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.cpu.library import code, function, pointer, threads
+from rlkernel.kernels.cpu.library import CPU, code, function, pointer, threads
 from rlkernel.kernels.reference.arith import LOG2E
 from rlkernel.kernels.reference.attention import check_keys, check_pages, check_sequences
 
@@ -30,7 +30,7 @@ def _forward(
     """Dense where page is 0 (seqlens_k are then cumulative), else paged; strides of k and v are those of a token."""
     q = _rows(q)
     t, h, d = q.shape
-    out, lse = torch.empty(t, h, d, dtype=q.dtype), torch.empty(t, h)
+    out, lse = torch.empty(t, h, d, dtype=q.dtype, device=CPU), torch.empty(t, h, dtype=torch.float32, device=CPU)
     function("rlk_attention", "p" * 8 + "l" * 11 + "fii")(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), pointer(table), cu_seqlens_q.data_ptr(), seqlens_k.data_ptr(),
         out.data_ptr(), lse.data_ptr(), cu_seqlens_q.shape[0] - 1, h, k.shape[-2], d, q.stride(0), k.stride(-3),
@@ -94,7 +94,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, out, q, k, v = dout.contiguous(), out.contiguous(), _rows(q), _rows(k), _rows(v)
     cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=CPU) for x in (q, k, v))
     h, d = q.shape[1:]
     function("rlk_attention_backward", "p" * 11 + "l" * 8 + "ffii")(
         dout.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), cu_q.data_ptr(),

@@ -13,6 +13,10 @@ from rlkernel.kernels.build import cpu_library
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+CPU = torch.device("cpu")
+FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
+"""What a kernel writes is allocated with both: torch's default dtype and device are the user's to change."""
+
 _LETTERS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.cpu.library import code, function, pointer, threads
+from rlkernel.kernels.cpu.library import CPU, code, function, pointer, threads
 
 
 def linear(
@@ -14,7 +14,7 @@ def linear(
     x, weight = x.contiguous(), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     (m, k), n = x.shape, weight.shape[0]
-    y = torch.empty(m, n, dtype=out_dtype or x.dtype)
+    y = torch.empty(m, n, dtype=out_dtype or x.dtype, device=CPU)
     function("rlk_linear", "ppppllliiii")(
         x.data_ptr(),
         weight.data_ptr(),
@@ -34,7 +34,7 @@ def linear(
 def linear_dgrad(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
     dy, weight = dy.contiguous(), weight.contiguous()
     n, k = weight.shape
-    dx = torch.empty(dy.shape[0], k, dtype=dy.dtype)
+    dx = torch.empty(dy.shape[0], k, dtype=dy.dtype, device=CPU)
     function("rlk_linear_dgrad", "pppllliii")(
         dy.data_ptr(), weight.data_ptr(), dx.data_ptr(), dy.shape[0], n, k, chunks, code(dy.dtype), threads()
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.cpu.library import code, function, pointer, threads
+from rlkernel.kernels.cpu.library import FLOATS, code, function, pointer, threads
 from rlkernel.kernels.reference.logprob import check_values
 
 
@@ -16,7 +16,8 @@ def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def row_results(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised logp, entropy, lse [T] and stats [T, 2]."""
-    return torch.empty(rows), torch.empty(rows), torch.empty(rows), torch.empty(rows, 2)
+    logp, entropy, lse = (torch.empty(rows, **FLOATS) for _ in range(3))
+    return logp, entropy, lse, torch.empty(rows, 2, **FLOATS)
 
 
 def logprob(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.cpu.library import function, pointer, threads
+from rlkernel.kernels.cpu.library import CPU, FLOATS, function, pointer, threads
 from rlkernel.kernels.policy_loss import (
     COUNTS,
     KL_TYPES,
@@ -53,15 +53,16 @@ def policy_loss(
             divides_by_tokens(loss_type),
         ],
         dtype=torch.int32,
+        device=CPU,
     )
     dual = float("inf") if clip_dual is None else clip_dual
     scalars = torch.tensor(
-        [1.0 - clip_low, 1.0 + clip_high, dual, kl_coef, entropy_coef, tis_cap or 0.0], dtype=torch.float32
+        [1.0 - clip_low, 1.0 + clip_high, dual, kl_coef, entropy_coef, tis_cap or 0.0], **FLOATS
     )
-    loss, dlogp = torch.empty(()), torch.empty(tokens)
-    dentropy = None if entropy is None else torch.empty(tokens)
-    stats, counts = torch.empty(len(STATS)), torch.empty(len(COUNTS), dtype=torch.int64)
+    loss, dlogp = torch.empty((), **FLOATS), torch.empty(tokens, **FLOATS)
+    dentropy = None if entropy is None else torch.empty(tokens, **FLOATS)
+    stats, counts = torch.empty(len(STATS), **FLOATS), torch.empty(len(COUNTS), dtype=torch.int64, device=CPU)
     function("rlk_policy_loss", "p" * 16 + "li")(
         *(pointer(x) for x in (*vectors, flags, scalars, loss, dlogp, dentropy, stats, counts)), batch, threads()
     )
-    return loss, dlogp, torch.empty(0) if dentropy is None else dentropy, stats, counts
+    return loss, dlogp, torch.empty(0, **FLOATS) if dentropy is None else dentropy, stats, counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.cpu.library import function, pointer, threads
+from rlkernel.kernels.cpu.library import CPU, function, pointer, threads
 from rlkernel.kernels.cpu.logprob import contiguous
 from rlkernel.kernels.reference.sample import check_rows, check_values
 
@@ -23,9 +23,9 @@ def sample(
     inputs = contiguous(logits, seeds, positions, temperature, top_k, top_p, min_p)
     b, v = logits.shape
     filtered = top_k is not None or top_p is not None or min_p is not None
-    tokens = torch.empty(b, dtype=torch.int64)
-    kept = torch.empty(b if filtered else 0, (v + 31) // 32, dtype=torch.int32)
-    bad = torch.empty(b, dtype=torch.int32)
+    tokens = torch.empty(b, dtype=torch.int64, device=CPU)
+    kept = torch.empty(b if filtered else 0, (v + 31) // 32, dtype=torch.int32, device=CPU)
+    bad = torch.empty(b, dtype=torch.int32, device=CPU)
     function("rlk_sample", "pppppppppplli")(
         *map(pointer, inputs),
         tokens.data_ptr(),

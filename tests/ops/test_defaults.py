@@ -1,0 +1,93 @@
+"""torch's default dtype and device are the user's to change; no op's result, memory or bits may depend on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.contract import assert_bitwise
+from rlkernel.kernels import select
+
+
+@pytest.fixture(autouse=True)
+def restore() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def inputs() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float32)
+    return {
+        "x": draw(6, 16),
+        "w": draw(40, 16),
+        "norm": draw(16),
+        "q": draw(6, 2, 8),
+        "k": draw(6, 1, 8),
+        "table": draw(8, 8),
+        "logp": -draw(6).abs(),
+        "ids": torch.tensor([3, 1, 4, 1, 5, 9]),
+        "positions": torch.tensor([0, 1, 2, 3, 0, 1]),
+        "cu": torch.tensor([0, 4, 6], dtype=torch.int32),
+        "ones": torch.ones(6, dtype=torch.float32),
+        "top_k": torch.full((6,), 5, dtype=torch.int32),
+        "cache": torch.zeros(3, 4, 1, 8, dtype=torch.float32),
+        "block_table": torch.tensor([[2], [0]], dtype=torch.int32),
+        "slots": torch.tensor([8, 9, 10, 11, 0, 1]),
+        "lens": torch.tensor([4, 2], dtype=torch.int32),
+        "rewards": draw(6),
+    }
+
+
+def everything(t: dict[str, Tensor]) -> list[Tensor]:
+    """Results and gradients of every op on the inputs `t`."""
+    leaves = [t[n].clone().requires_grad_(True) for n in ("x", "w", "norm", "q", "k")]
+    x, w, norm, q, k = leaves
+    out: list[Tensor] = [ops.linear(x, w), ops.rms_norm(x, norm, 1e-6), ops.swiglu(x), ops.embedding(t["ids"], w)]
+    out += [*ops.rms_norm(x, norm, 1e-6, x), *ops.rope(q, k, t["positions"], t["table"])]
+    attended = ops.attention(q, k, k, t["cu"], max_seqlen_q=4)
+    scored = ops.linear_logprob(x, w, t["ids"], temperature=0.7)
+    given = ops.logprob(ops.linear(x, w, out_dtype=torch.float32), t["ids"])
+    loss = ops.policy_loss(scored.logp, t["logp"], t["ones"], t["cu"], entropy=scored.entropy, entropy_coef=0.1).loss
+    out += [attended[0], scored.logp, scored.entropy, given.logp, given.entropy, loss]
+    total = sum((o.sum() for o in out), torch.zeros((), dtype=torch.float32, device="cpu"))
+    total.backward()
+    keys, values = t["cache"].clone(), t["cache"].clone()
+    ops.store_kv_(keys, values, t["k"], t["k"], t["slots"])
+    paged = ops.paged_attention(
+        t["q"], keys, values, t["block_table"], t["cu"], t["lens"], max_seqlen_q=4, max_seqlen_k=4
+    )
+    logits = ops.linear(t["x"], t["w"], out_dtype=torch.float32)
+    sampled = ops.sample(
+        logits, t["ids"], t["positions"], temperature=t["ones"], top_k=t["top_k"], top_p=t["ones"], return_kept=True
+    )
+    out += [attended[1], *paged, scored.lse, sampled.tokens, sampled.logp]
+    out += [ops.group_advantages(t["rewards"], 3), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return [o.detach() for o in out]
+
+
+@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64))
+def test_default_dtype_changes_nothing(dtype: torch.dtype, implementation: str) -> None:
+    given = inputs()
+    with select.use("reference") if implementation == "reference" else contextlib.nullcontext():
+        expected = everything(given)
+        torch.set_default_dtype(dtype)
+        found = everything(given)
+    assert torch.get_default_dtype() == dtype
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_bitwise(a, b, f"result {i}")
+
+
+def test_default_device_changes_nothing() -> None:
+    given = inputs()
+    expected = everything(given)
+    with torch.device("meta"):
+        found = everything(given)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_bitwise(a, b, f"result {i}")
