@@ -129,7 +129,7 @@ def merged(o, top, o_split, top_split):
     return o, tl.where(none, top, tl.where(first, top_split, high + log2(total)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "COLUMNS", "window"])
 def attention_kernel(
     q,  # [T, H, D]
     k,  # [S, HK, D], or pages [pages, PAGE, HK, D]
@@ -223,7 +223,7 @@ def attention_kernel(
              mask=inside[:, None] & (column < D)[None, :])  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "window"])
 def merge_kernel(
     o_parts,  # [splits, T, H, D] fp32
     lse_parts,  # [splits, T, H] base 2

@@ -28,7 +28,7 @@ from rlkernel.kernels.triton.common import (
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def delta_kernel(dout, out, delta, ROWS, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
     """delta [ROWS] = sum over d of dout * out, fp32."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -67,7 +67,7 @@ def dq_block(dq, q, dout, top, delta, k, v, first, keys, position, window, k_str
     return tl.dot(ds.to(x.dtype), x, dq, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def dq_kernel(
     dout,  # [T, H, D]
     q,  # [T, H, D]
@@ -162,7 +162,7 @@ def dkv_block(dk, dv, k, v, q, dout, lse, delta, first, rows, past, at, window, 
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def dkv_kernel(
     dout,  # [T, H, D]
     q,  # [T, H, D]
