@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import struct
 from typing import Any
 
 
@@ -28,6 +29,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as saved")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--backend", choices=("rlkernel", "torch"), default="rlkernel", help="torch: stock torch ops")
+    parser.add_argument("--logprobs", action="store_true", help="print each token with its log-probability and its bits")
     parser.add_argument("--output", metavar="FILE.jsonl", help="write JSON lines with ids and log-probabilities here")
 
 
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     except (InputError, TokenizerError, CheckpointError, ConfigError, ValueError) as error:
         raise UserError(f"generate: {error}") from error
     if args.output is None:
-        _print(rows, args.n)
+        _print(rows, args.n, args.logprobs)
     return 0
 
 
@@ -105,6 +107,7 @@ def _generate(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "completion": completion.text,
                 "finish_reason": completion.finish_reason,
                 "token_ids": completion.token_ids,
+                "tokens": [tokenizer.token(token) or "" for token in completion.token_ids],
                 "logprobs": completion.logprobs,
             }
             for prompt, output in zip(prompts, outputs, strict=True)
@@ -118,7 +121,7 @@ def _generate(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _print(rows: list[dict[str, Any]], per_prompt: int) -> None:
+def _print(rows: list[dict[str, Any]], per_prompt: int, logprobs: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -127,3 +130,7 @@ def _print(rows: list[dict[str, Any]], per_prompt: int) -> None:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
             console.print(f"{'' if i == 0 else chr(10)}> {prompt}", style="bold", markup=False)
         console.print(row["completion"], markup=False)
+        if logprobs:
+            for token, text, logprob in zip(row["token_ids"], row["tokens"], row["logprobs"], strict=True):
+                bits = struct.pack(">f", logprob).hex()
+                console.print(f"  {logprob:12.6f}  {bits}  {token:>7}  {text!r}", markup=False)

@@ -30,6 +30,8 @@ _BASE_FLAGS = (
     "-ffp-contract=off",  # an fma is written where the contract has one, and nowhere else
     "-fvisibility=hidden",
     "-Wall",
+    "-Wno-uninitialized",  # GCC 12's own AVX-512 intrinsics start from undefined registers and warn wherever inlined
+    "-Wno-maybe-uninitialized",
 )
 
 
