@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as saved")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--backend", choices=("rlkernel", "torch"), default="rlkernel", help="torch: stock torch ops")
-    parser.add_argument("--logprobs", action="store_true", help="print each token with its log-probability and its bits")
+    parser.add_argument("--logprobs", action="store_true", help="print each token, its log-probability and its bits")
     parser.add_argument("--output", metavar="FILE.jsonl", help="write JSON lines with ids and log-probabilities here")
 
 

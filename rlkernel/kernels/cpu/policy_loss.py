@@ -56,9 +56,7 @@ def policy_loss(
         device=CPU,
     )
     dual = float("inf") if clip_dual is None else clip_dual
-    scalars = torch.tensor(
-        [1.0 - clip_low, 1.0 + clip_high, dual, kl_coef, entropy_coef, tis_cap or 0.0], **FLOATS
-    )
+    scalars = torch.tensor([1.0 - clip_low, 1.0 + clip_high, dual, kl_coef, entropy_coef, tis_cap or 0.0], **FLOATS)
     loss, dlogp = torch.empty((), **FLOATS), torch.empty(tokens, **FLOATS)
     dentropy = None if entropy is None else torch.empty(tokens, **FLOATS)
     stats, counts = torch.empty(len(STATS), **FLOATS), torch.empty(len(COUNTS), dtype=torch.int64, device=CPU)
