@@ -14,7 +14,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -112,6 +112,15 @@ class Rewards:
             if names.count(name) > 1:
                 raise InputError(f"reward: two rewards are called {name!r}; give each function a name of its own")
 
+    def require(self, columns: Collection[str]) -> None:
+        """Checks, before any work, that the data have every column that a function cannot do without.
+
+        Raises:
+            InputError: names the reward and the column.
+        """
+        for reward in self.rewards:
+            _require(reward, ("prompts", "completions", "completion_ids", *columns))
+
     def __call__(
         self,
         prompts: list[Any],
@@ -143,15 +152,20 @@ class Rewards:
         return Scores(total, parts)
 
 
+def _require(reward: Reward, offered: Collection[str]) -> None:
+    for p in inspect.signature(reward.function).parameters.values():
+        named = p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        if named and p.default is p.empty and p.name not in offered:
+            raise InputError(
+                f"reward {reward.name}: it takes {p.name!r}, which the data lacks (there are: {', '.join(offered)})"
+            )
+
+
 def _call(reward: Reward, offered: dict[str, Any]) -> Any:
+    _require(reward, offered)
     parameters = inspect.signature(reward.function).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        # TRL asks for **kwargs; a function without it gets what it names, and an unknown name is an error here.
-        for p in parameters:
-            if p.default is p.empty and p.name not in offered:
-                raise InputError(
-                    f"reward {reward.name}: it takes {p.name!r}, which the data lacks (there are: {', '.join(offered)})"
-                )
+        # TRL asks for **kwargs; a function without it gets what it names.
         offered = {p.name: offered[p.name] for p in parameters if p.name in offered}
     try:
         return reward.function(**offered)

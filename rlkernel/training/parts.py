@@ -130,6 +130,8 @@ def read_inputs(settings: Settings) -> Inputs:
         raise InputError(
             f"data: data.heldout_rows={settings.data.heldout_rows} leaves no training row of {settings.data.train}"
         )
+    if rewards is not None:
+        rewards.require([name for name in rows[0] if name != "prompt"])
     return Inputs(task, rows, heldout[: settings.eval.rows], examples, rewards, heldout_rewards)
 
 

@@ -178,6 +178,7 @@ def reward_file(body: str) -> str:
         ({"p.jsonl": json.dumps({"prompt": "x" * 500}) + "\n"}, [], "p.jsonl:1: the prompt has 500 tokens"),
         ({"p.jsonl": '{"prompt": [{"role": "x", "content": "y"}]}\n'}, [], "p.jsonl:1: column 'prompt', message 0"),
         ({"r.py": reward_file("raise ValueError('no')")}, [], "reward f: raised ValueError: no"),
+        ({"r.py": "def f(completions, answer, **_):\n    return [0.0]\n"}, [], "reward f: it takes 'answer', which"),
         ({"r.py": reward_file("return [float('nan')] * len(completions)")}, [], "reward f: value 0 is nan"),
         ({"r.py": reward_file("return None")}, [], "reward f: returned None"),
         ({"r.py": reward_file("return [None] * len(completions)")}, [], "completion 0 was judged by none of f"),
