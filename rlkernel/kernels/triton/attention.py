@@ -459,16 +459,14 @@ def _family_variants(family: str, targets: tuple[str, ...]) -> Iterator[Variant]
     yield _variant(f"{name} prefill window", "fp16", prefill[128], 128, targets, window=True, main=fits)
     yield _variant(f"{name} prefill splits", "bf16", prefill[128], 128, targets, mode=MERGE.value, main=False)
     yield _variant(f"{name} prefill pages", "bf16", prefill[128], 128, targets, paged=True, main=fits)
-    yield _variant(f"{name} decode", "bf16", decode[128], 128, targets, paged=True, main=False)
-    yield _variant(f"{name} decode splits", "bf16", decode[128], 128, targets, paged=True, mode=PARTIAL.value,
-                   main=False)  # fmt: skip
-    yield _variant(f"{name} prefill d64", "bf16", prefill[64], 64, targets)
-    yield _variant(f"{name} prefill d64 splits", "bf16", prefill[64], 64, targets, mode=MERGE.value)
+    yield _variant(f"{name} decode", "bf16", decode[128], 128, targets, paged=True, mode=PARTIAL.value, main=False)
+    yield _variant(f"{name} prefill d64", "bf16", prefill[64], 64, targets, mode=MERGE.value)
     yield _variant(f"{name} decode d64", "bf16", decode[64], 64, targets, paged=True)
-    yield _variant(f"{name} prefill d256", "bf16", prefill[256], 256, targets, main=False)
-    yield _variant(f"{name} decode d256", "bf16", decode[256], 256, targets, paged=True, main=False)
-    yield _variant(f"{name} d80", "bf16", forward_tile(64, 80, 2, family), 80, targets, main=False)
     yield _variant(f"{name} fp32", "fp32", forward_tile(1, 64, 4, family), 64, targets, main=False)
+    if family == "hopper":
+        yield _variant(f"{name} d80", "bf16", forward_tile(64, 80, 2, family), 80, targets, main=False)
+        yield _variant(f"{name} prefill d256", "bf16", prefill[256], 256, targets, main=False)
+        yield _variant(f"{name} decode d256", "bf16", decode[256], 256, targets, paged=True, main=False)
 
 
 AOT: tuple[Variant, ...] = (

@@ -299,7 +299,7 @@ def attention_backward(
 # ---- ahead of time -------------------------------------------------------------------------------
 
 
-NVIDIA, AMD = ("sm_80", "sm_90", "sm_100"), ("gfx942", "gfx90a")
+AMD = ("gfx942", "gfx90a")
 
 
 def _variant(name: str, kernel: Any, kind: str, d: int, launch: dict[str, int], window: bool, main: bool,
@@ -317,7 +317,7 @@ def _variant(name: str, kernel: Any, kind: str, d: int, launch: dict[str, int], 
 
 
 def _variants(
-    kind: str, d: int, window: bool = False, main: bool = True, targets: tuple[str, ...] = NVIDIA
+    kind: str, d: int, targets: tuple[str, ...], window: bool = False, main: bool = True
 ) -> tuple[Variant, ...]:
     for_dq, for_dkv = backward_tiles(d, 4 if kind == "fp32" else 2, "amd" if targets == AMD else "hopper")
     label = f"{kind} d{d}{' window' if window else ''}"
@@ -336,11 +336,9 @@ AOT: tuple[Variant, ...] = (
     *_variants("bf16", 128, targets=("sm_90", "sm_100")),
     *_variants("bf16", 128, targets=("sm_80",), main=False),
     *_variants("bf16", 128, targets=AMD),
-    *_variants("bf16", 64, targets=("sm_90", "sm_100")),
-    *_variants("bf16", 64, targets=AMD),
-    *_variants("fp16", 128, window=True, targets=("sm_90", "sm_100")),
-    *_variants("bf16", 256, main=False),
-    *_variants("bf16", 256, targets=AMD, main=False),
-    *_variants("fp32", 64, main=False),
+    *_variants("bf16", 64, targets=("sm_90",)),
+    *_variants("fp16", 128, window=True, targets=("sm_90",)),
+    *_variants("bf16", 256, targets=("sm_90",), main=False),
+    *_variants("fp32", 64, targets=("sm_80", "sm_90"), main=False),
     *_variants("fp32", 64, targets=AMD, main=False),
 )  # fmt: skip
