@@ -27,13 +27,25 @@ def examine(device: str | None = None) -> dict[str, Any]:
     from rlkernel.contract import contract_id
     from rlkernel.environment import environment
     from rlkernel.kernels import build, select
+    from rlkernel.kernels.errors import BuildError, NoCompilerError
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, str | None]] = []
+    build_error = compiler = None
+    try:
+        compiler = build.compiler()
+        if device == "cpu":
+            build.cpu_library()
+    except NoCompilerError:
+        pass
+    except BuildError as error:
+        build_error = str(error)
     for op in select.declared():
         try:
             choice = select.choose(op, device)
             rows.append({"op": op, "implementation": choice.implementation, "reason": choice.reason})
+        except BuildError:
+            rows.append({"op": op, "implementation": None, "reason": "the C++ kernels do not build"})
         except select.NoImplementation as error:
             rows.append({"op": op, "implementation": None, "reason": str(error)})
     return {
@@ -41,7 +53,8 @@ def examine(device: str | None = None) -> dict[str, Any]:
         "contract": contract_id(),
         "device": device,
         "environment": environment(),
-        "compiler": build.compiler(),
+        "compiler": compiler,
+        "build_error": build_error,
         "cache": str(build.cache_dir()),
         "threads": torch.get_num_threads(),
         "ops": rows,
@@ -72,4 +85,6 @@ def run(args: argparse.Namespace) -> int:
         for row in found["ops"]:
             table.add_row(row["op"], row["implementation"] or "none", row["reason"])
         console.print(table)
+        if found["build_error"]:
+            print(found["build_error"])
     return 0 if all(row["implementation"] for row in found["ops"]) else 1

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from rlkernel import __version__
 from rlkernel.cli import doctor, generate, train
 from rlkernel.cli.errors import UserError
+from rlkernel.kernels.errors import BuildError
 
 COMMANDS = {"train": train, "generate": generate, "doctor": doctor}
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return COMMANDS[args.command].run(args)
-    except UserError as error:
+    except (UserError, BuildError) as error:
         print(f"rlkernel: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from rlkernel.kernels.errors import BuildError, NoCompilerError
 
 _BASE_FLAGS = (
     "-std=c++17",
@@ -33,10 +36,6 @@ _BASE_FLAGS = (
     "-Wno-uninitialized",  # GCC 12's own AVX-512 intrinsics start from undefined registers and warn wherever inlined
     "-Wno-maybe-uninitialized",
 )
-
-
-class BuildError(RuntimeError):
-    """The C++ sources did not compile; the message ends with the compiler's output and the log's path."""
 
 
 def source_dir() -> Path:
@@ -55,11 +54,17 @@ def cache_dir() -> Path:
 
 
 def compiler() -> str | None:
-    """The C++ compiler: `$CXX`, else g++, else clang++; None where there is none."""
-    for name in (os.environ.get("CXX"), "g++", "clang++"):
-        if name and shutil.which(name):
-            return shutil.which(name)
-    return None
+    """Command of the C++ compiler: `$CXX` (may hold options), else g++, else clang++; None where there is none.
+
+    Raises:
+        BuildError: `$CXX` names a program that is not there; a user's word is not passed over in silence.
+    """
+    asked = shlex.split(os.environ.get("CXX", ""))
+    if asked:
+        if shutil.which(asked[0]) is None:
+            raise BuildError(f"CXX={os.environ['CXX']!r}: {asked[0]!r} is not a program here; correct or unset CXX")
+        return shlex.join(asked)
+    return next((found for found in map(shutil.which, ("g++", "clang++")) if found), None)
 
 
 def _ninja() -> str:
@@ -81,7 +86,9 @@ def _arch_flag() -> str:
 @functools.cache
 def _machine(cxx: str) -> str:
     """What `-march=native` means here; a home directory shared by two kinds of CPU must not share a build."""
-    probe = subprocess.run([cxx, _arch_flag(), "-dM", "-E", "-x", "c++", "/dev/null"], capture_output=True, text=True)
+    probe = subprocess.run(
+        [*shlex.split(cxx), _arch_flag(), "-dM", "-E", "-x", "c++", "/dev/null"], capture_output=True, text=True
+    )
     return probe.stdout
 
 
@@ -101,22 +108,28 @@ def build_cpu() -> Path:
     Concurrent processes wait for one another on a lock file. The library appears in its place at once, by a rename.
 
     Raises:
-        BuildError: no compiler, or the compiler failed; the build log stays beside the library.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed (its log stays beside the library), or the cache folder cannot be written.
     """
     cxx = compiler()
     if cxx is None:
-        raise BuildError("no C++ compiler found (looked for $CXX, g++, clang++); install g++ or set CXX")
+        raise NoCompilerError("no C++ compiler found (looked for $CXX, g++, clang++); install g++ or set CXX")
     sources = sorted((source_dir() / "cpu").glob("*.cpp"))
     target = cache_dir() / f"rlkernel_cpu-{fingerprint(sources, cxx)}.so"
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists():
-            return target
-        with tempfile.TemporaryDirectory(dir=target.parent) as work:
-            _run_ninja(Path(work), sources, target, cxx)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                with tempfile.TemporaryDirectory(dir=target.parent) as work:
+                    _run_ninja(Path(work), sources, target, cxx)
+    except OSError as error:
+        raise BuildError(
+            f"cannot build rlkernel's CPU kernels in {target.parent}: {error.strerror or error}; "
+            "set RLKERNEL_CACHE to a folder that can be written"
+        ) from error
     return target
 
 
@@ -145,11 +158,28 @@ def _run_ninja(work: Path, sources: list[Path], target: Path, cxx: str) -> None:
 
 
 @functools.cache
+def _load_cpu_library() -> ctypes.CDLL | BuildError:
+    """The library, or the error, kept so that a failed build is not run again for every op."""
+    torch.get_num_threads()  # torch's OpenMP runtime is loaded first, so that both share one thread pool
+    try:
+        path = build_cpu()
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            return BuildError(
+                f"cannot load {path}: {error}; set RLKERNEL_CACHE to a folder that allows execution, or delete the file"
+            )
+    except BuildError as error:
+        return error
+
+
 def cpu_library() -> ctypes.CDLL:
     """The loaded CPU library, built first where needed.
 
     Raises:
-        BuildError: as `build_cpu`.
+        BuildError: as `build_cpu`, or the library does not load.
     """
-    torch.get_num_threads()  # torch's OpenMP runtime is loaded first, so that both share one thread pool
-    return ctypes.CDLL(str(build_cpu()))
+    loaded = _load_cpu_library()
+    if isinstance(loaded, BuildError):
+        raise loaded
+    return loaded

@@ -1,6 +1,6 @@
 """Which implementation computes an op, decided once per (op, device type) and shown by `rlkernel doctor`.
 
-CPU: the C++ kernel where a compiler is found, else the readable reference with one warning. CUDA: the Triton
+CPU: the C++ kernel; without a compiler the readable reference, with one warning (a failed build is an error). CUDA: the Triton
 kernel. `use(...)` forces one implementation inside a block, for tests and certification.
 """
 
@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from rlkernel.kernels import build
+from rlkernel.kernels.errors import NoCompilerError
 
 IMPLEMENTATIONS = ("cpp", "triton", "reference")
 _PACKAGE = {"cpp": "cpu", "triton": "triton", "reference": "reference"}
@@ -64,7 +65,7 @@ def _find(op: str, implementation: str) -> Callable[..., Any] | None:
 def _why_no_cpp() -> str | None:
     try:
         build.cpu_library()
-    except build.BuildError as error:
+    except NoCompilerError as error:
         return str(error)
     return None
 
@@ -74,6 +75,7 @@ def choose(op: str, device: str) -> Choice:
 
     Raises:
         NoImplementation: nothing can compute the op there.
+        BuildError: a compiler is there, but the C++ kernels did not build.
     """
     if _forced:
         fn = _find(op, _forced[-1])

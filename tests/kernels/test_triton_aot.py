@@ -56,7 +56,8 @@ def test_compiles(module: str, target: str) -> None:
         if variant.constants.get("TMA"):
             assert "cp.async.bulk.tensor" in kernel.text, what
         if variant.main:  # speed depends on it
-            allowed = 0 if target == "sm_90" else 16  # a register or two, as the compiler version has it
+            strict = target == "sm_90" and triton.__version__.startswith("3.6.")  # what the configurations were made on
+            allowed = 0 if strict else 16
             usage = kernel.resources()
             assert usage["stack"] <= allowed and usage["spill_stores"] <= allowed // 4, f"{what} spills: {usage}"
 

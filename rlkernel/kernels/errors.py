@@ -1,0 +1,11 @@
+"""Errors of building and choosing kernels; importable without torch, so that the command line can catch them."""
+
+from __future__ import annotations
+
+
+class BuildError(RuntimeError):
+    """The C++ sources did not build or load; the message says why, where the log is and what to do."""
+
+
+class NoCompilerError(BuildError):
+    """There is no C++ compiler on this machine: the one case in which the readable reference runs instead."""

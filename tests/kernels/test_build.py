@@ -1,0 +1,109 @@
+"""Building on first use: one build for many processes, a log on failure, the reference without compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlkernel.kernels import build
+from rlkernel.kernels.errors import BuildError, NoCompilerError
+
+ROOT = Path(__file__).parents[2]
+ADD = "import torch; from rlkernel import ops; print(ops.linear(torch.ones(2, 3), torch.ones(4, 3)).sum().item())"
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_fingerprint_covers_sources_flags_compiler_and_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "a.cpp"
+    source.write_text("int x;")
+    cxx = build.compiler()
+    assert cxx is not None
+    first = build.fingerprint([source], cxx)
+    assert build.fingerprint([source], cxx) == first
+    (tmp_path / "h.h").write_text("int y;")
+    assert build.fingerprint([source], cxx) != first
+    (tmp_path / "h.h").unlink()
+    monkeypatch.setattr(build, "_BASE_FLAGS", (*build._BASE_FLAGS, "-g"))
+    flagged = build.fingerprint([source], cxx)
+    monkeypatch.setattr(build.torch, "__version__", "0.0")
+    assert len({first, flagged, build.fingerprint([source], cxx)}) == 3
+
+
+def test_concurrent_processes_build_once(tmp_path: Path) -> None:
+    compiler = tmp_path / "counted"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *-shared*) echo x >> {tmp_path}/links;; esac\nexec {build.compiler()} -O0 "$@"\n'
+    )
+    compiler.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RLKERNEL_CACHE": str(tmp_path / "c"), "CXX": str(compiler)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", ADD], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert [p.communicate()[0].strip() for p in processes] == ["24.0"] * 3
+    assert (tmp_path / "links").read_text().count("x") == 1
+    left = {p.suffix for p in (tmp_path / "c").iterdir()}
+    assert left == {".so", ".lock", ".log"}
+
+
+def test_no_compiler_runs_the_reference_with_one_warning(tmp_path: Path) -> None:
+    done = run(f"{ADD}\n{ADD}", RLKERNEL_CACHE=str(tmp_path), PATH=str(tmp_path), CXX="")
+    assert done.returncode == 0 and done.stdout.split() == ["24.0", "24.0"], done.stderr
+    assert done.stderr.count("RuntimeWarning") == 1 and "no C++ compiler found" in done.stderr
+
+
+def test_failed_build_is_an_error_with_a_log_and_runs_once(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text(f"#!/bin/sh\necho x >> {tmp_path}/calls\necho cannot compile today >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    code = f"""
+from rlkernel.kernels.errors import BuildError
+for _ in range(2):
+    try:
+        {ADD.replace("; ", chr(10) + "        ")}
+    except BuildError as error:
+        print(str(error).replace(chr(10), " "))
+"""
+    done = run(code, RLKERNEL_CACHE=str(tmp_path / "c"), CXX=str(compiler))
+    assert done.stdout.count("cannot compile today") >= 2 and ".log" in done.stdout, done.stderr
+    calls = (tmp_path / "calls").read_text().count("x")
+    assert calls <= 1 + len(list((build.source_dir() / "cpu").glob("*.cpp")))
+    (log,) = (tmp_path / "c").glob("*.log")
+    assert "cannot compile today" in log.read_text()
+    assert not list((tmp_path / "c").glob("*.so"))
+
+
+def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run(ADD, RLKERNEL_CACHE=str(tmp_path / "file" / "cache"))
+    assert done.returncode != 0 and "BuildError" in done.stderr and "RLKERNEL_CACHE" in done.stderr
+
+
+def test_cxx_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++ -O1")
+    with pytest.raises(BuildError, match="/nowhere/g"):
+        build.compiler()
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", "")
+    assert build.compiler() is None
+    with pytest.raises(NoCompilerError, match="install g\\+\\+"):
+        build.build_cpu()
+
+
+def test_command_line_says_it_in_one_line(tmp_path: Path) -> None:
+    code = "import sys; from rlkernel.cli.main import main; sys.exit(main(['doctor']))"
+    done = run(code, RLKERNEL_CACHE=str(tmp_path), CXX="/nowhere/g++")
+    assert done.returncode == 1 and "CXX='/nowhere/g++'" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
