@@ -1,10 +1,22 @@
-"""Packages of the wheel. `csrc/` travels inside as `rlkernel/_csrc`; the sources are compiled on first use."""
+"""Packages of the wheel. `csrc/` travels inside as `rlkernel/_csrc`; the sources are compiled on first use.
+
+An editable install reads `csrc/` in the checkout. It maps no folder then, so that setuptools adds the checkout to the
+path; its import hook would lose to a folder called `rlkernel` in the working directory.
+"""
+
+import sys
 
 from setuptools import find_packages, setup
 
+packages = find_packages(include=["rlkernel", "rlkernel.*"])
+package_dir = {}
+if "editable_wheel" not in sys.argv:
+    packages += ["rlkernel._csrc", "rlkernel._csrc.cpu"]
+    package_dir = {"rlkernel._csrc": "csrc"}
+
 setup(
-    packages=[*find_packages(include=["rlkernel", "rlkernel.*"]), "rlkernel._csrc", "rlkernel._csrc.cpu"],
-    package_dir={"rlkernel._csrc": "csrc"},
+    packages=packages,
+    package_dir=package_dir,
     package_data={
         "rlkernel": ["py.typed"],
         "rlkernel.contract": ["*.json"],

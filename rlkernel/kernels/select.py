@@ -1,7 +1,7 @@
 """Which implementation computes an op, decided once per (op, device type) and shown by `rlkernel doctor`.
 
-CPU: the C++ kernel; without a compiler the readable reference, with one warning (a failed build is an error). CUDA: the Triton
-kernel. `use(...)` forces one implementation inside a block, for tests and certification.
+CPU: the C++ kernel; without a compiler the readable reference, with one warning (a failed build is an error).
+CUDA: the Triton kernel. `use(...)` forces one implementation inside a block, for tests and certification.
 """
 
 from __future__ import annotations

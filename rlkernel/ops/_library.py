@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rlkernel.kernels import select
 
@@ -26,14 +27,16 @@ def define(
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    differentiable_twice: bool = False,
 ) -> Callable[..., Any]:
-    """Registers `rlkernel::<schema>` and returns its overload.
+    """Registers `rlkernel::<schema>` and returns a function that calls it with tensors of one device.
 
     Args:
         schema: torch schema without the namespace, `name(Tensor x, ...) -> Tensor`.
         module: module of `rlkernel/kernels/{reference,cpu,triton}` whose function `name` computes it.
         fake: shapes and dtypes of the result, for tracing.
         setup_context, backward: autograd, as in `torch.library.register_autograd`.
+        differentiable_twice: whether `backward` is itself made of differentiable ops; else a second derivative raises.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
@@ -52,8 +55,21 @@ def define(
     _LIBRARY.impl(name, on("cuda"), "CUDA")
     torch.library.register_fake(f"rlkernel::{name}", fake, lib=_LIBRARY)
     if backward is not None:
-        torch.library.register_autograd(f"rlkernel::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
-    return getattr(torch.ops.rlkernel, name).default
+        # The gradient ops mostly have no gradient of their own, and torch would drop that term in silence.
+        once = backward if differentiable_twice else once_differentiable(backward)
+        torch.library.register_autograd(f"rlkernel::{name}", once, setup_context=setup_context, lib=_LIBRARY)
+    overload = getattr(torch.ops.rlkernel, name).default
+
+    def call_on_one_device(*args: Any) -> Any:
+        first = None
+        for arg in args:
+            if isinstance(arg, Tensor):
+                first = first or arg.device
+                if arg.device != first:
+                    raise ValueError(f"{name}: tensors lie on {first} and on {arg.device}; move them to one device")
+        return overload(*args)
+
+    return call_on_one_device
 
 
 def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -71,7 +71,7 @@ _store_kv = define(
 def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | None, scale: float, split: int) -> None:
     _, h, d = q.shape
     check(d == dim_k, lambda: f"{op}: q has head dim {d}, the keys {dim_k}; they must be equal")
-    check(d <= MAX_HEAD_DIM, lambda: f"{op}: head dim {d} is above {MAX_HEAD_DIM}, the largest supported")
+    check(0 < d <= MAX_HEAD_DIM, lambda: f"{op}: head dim {d} is outside 1 to {MAX_HEAD_DIM}, the supported ones")
     check(
         heads_k > 0 and h % heads_k == 0,
         lambda: f"{op}: q has H={h} heads, not a multiple of the HK={heads_k} key-value heads",
@@ -88,6 +88,8 @@ def _check_int32(op: str, **tensors: Tensor) -> None:
     for name, t in tensors.items():
         if t.dtype != torch.int32:
             raise TypeError(f"{op}: {name} is {t.dtype}; it must be int32")
+        if name.startswith("cu_seqlens") and (t.dim() != 1 or t.numel() < 1):
+            raise ValueError(f"{op}: {name} is {tuple(t.shape)}; it must be [B + 1], starting at 0")
 
 
 def _check_dtypes(op: str, q: Tensor, **tensors: Tensor) -> None:
@@ -137,7 +139,7 @@ def attention(
         k.dim() == 3 and k.shape == v.shape,
         lambda: f"attention: k is {tuple(k.shape)}, v {tuple(v.shape)}; both must be [S, HK, D]",
     )
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    scale = max(1, q.shape[2]) ** -0.5 if scale is None else float(scale)
     _check_heads("attention", q, k.shape[1], k.shape[2], window, scale, split)
     _check_dtypes("attention", q, k=k, v=v)
     if cu_seqlens_k is None:
@@ -202,7 +204,7 @@ def paged_attention(
             "both must be [pages, page, HK, D]"
         ),
     )
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    scale = max(1, q.shape[2]) ** -0.5 if scale is None else float(scale)
     _check_heads(op, q, k_cache.shape[2], k_cache.shape[3], window, scale, split)
     _check_dtypes(op, q, k_cache=k_cache, v_cache=v_cache)
     _check_int32(op, block_table=block_table, cu_seqlens_q=cu_seqlens_q, seq_lens_k=seq_lens_k)

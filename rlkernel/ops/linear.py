@@ -82,7 +82,9 @@ def linear(
     Raises:
         ValueError: shapes, dtypes or chunk counts do not fit; the message names the argument.
     """
-    k, n = weight.shape[1], weight.shape[0]
+    check(weight.dim() == 2, lambda: f"linear: weight is {tuple(weight.shape)}; it must be [N, K]")
+    check(x.dim() >= 1, lambda: "linear: x has no dimension; it must be [..., K]")
+    n, k = weight.shape
     check(x.shape[-1] == k, lambda: f"linear: x is {tuple(x.shape)}, weight {tuple(weight.shape)}; x must end in K={k}")
     check(x.dtype == weight.dtype, lambda: f"linear: x is {x.dtype}, weight {weight.dtype}; cast one of them")
     if bias is not None:

@@ -96,8 +96,9 @@ def rms_norm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
-    c = weight.shape[0]
     check(weight.dim() == 1, lambda: f"rms_norm: weight is {tuple(weight.shape)}; expected one dimension [C]")
+    check(x.dim() >= 1, lambda: "rms_norm: x has no dimension; it must be [..., C]")
+    c = weight.shape[0]
     check(x.shape[-1] == c, lambda: f"rms_norm: x is {tuple(x.shape)}, weight [{c}]; x must end in C={c}")
     check(x.dtype == weight.dtype, lambda: f"rms_norm: x is {x.dtype}, weight {weight.dtype}; cast one of them")
     if residual is None:

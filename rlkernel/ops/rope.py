@@ -30,6 +30,7 @@ _rope = define(
     fake=lambda q, k, positions, cos_sin, inverse: (q.new_empty(q.shape), k.new_empty(k.shape)),
     setup_context=_setup,
     backward=_backward,
+    differentiable_twice=True,
 )
 
 

@@ -1,0 +1,37 @@
+"""What every op refuses rather than computes wrongly: tensors of two devices, second derivatives, malformed shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlkernel import ops
+
+X, W = torch.randn(3, 8), torch.randn(5, 8)
+CU = torch.tensor([0, 3], dtype=torch.int32)
+
+
+def test_two_devices() -> None:
+    with pytest.raises(ValueError, match="one device"):
+        ops.linear(X, W.to("meta"))
+    with pytest.raises(ValueError, match="one device"):
+        ops.linear_logprob(X, W.to("meta"), torch.tensor([0, 1, 2]))
+
+
+def test_second_derivative() -> None:
+    x = X.clone().requires_grad_(True)
+    (grad,) = torch.autograd.grad(ops.linear(x, W).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_shapes() -> None:
+    q = torch.randn(3, 2, 8)
+    with pytest.raises(ValueError, match="linear: weight"):
+        ops.linear(X, W[0])
+    with pytest.raises(ValueError, match="rms_norm: weight"):
+        ops.rms_norm(X, torch.tensor(1.0), 1e-6)
+    with pytest.raises(ValueError, match="head dim 0"):
+        ops.attention(q[..., :0], q[..., :0], q[..., :0], CU, max_seqlen_q=3)
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        ops.attention(q, q, q, CU[:0], max_seqlen_q=3)
