@@ -3,7 +3,12 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["rlkernel", "rlkernel.*"]), "rlkernel._csrc", "rlkernel._csrc.cpu", "rlkernel._csrc.cuda"],
+    packages=[
+        *find_packages(include=["rlkernel", "rlkernel.*"]),
+        "rlkernel._csrc",
+        "rlkernel._csrc.cpu",
+        "rlkernel._csrc.cuda",
+    ],
     package_dir={"rlkernel._csrc": "csrc"},
     package_data={
         "rlkernel": ["py.typed"],
