@@ -11,14 +11,18 @@ import functools
 import hashlib
 import json
 import os
+import platform
+import re
 import secrets
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +54,8 @@ class Schedule:
 
     Attributes:
         name: unique in its op; what stands before the first dot is its group, which `without` takes too.
-        bind: makes the callable (the op's arguments -> its result) for one shape class.
+        bind: makes the callable (the op's arguments -> its result) for one shape class; its attribute `note`, where it
+            has one, is added to the evidence.
         supports: whether the schedule computes this shape class at all.
     """
 
@@ -212,15 +217,35 @@ def _write(verdict: Verdict) -> None:
         warnings.warn(f"rlkernel: could not keep a verdict in {path}: {error}", RuntimeWarning, stacklevel=2)
 
 
+def _driver() -> str | None:
+    """Version of NVIDIA's kernel driver; None where there is none."""
+    try:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
+        if found:
+            return found[0]
+    except OSError:
+        pass
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
 @functools.cache
 def machine(device: torch.device) -> dict[str, Any]:
     """Device name, driver and library versions that decide what a kernel computes."""
-    from rlkernel.environment import environment
-
-    facts = environment()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else facts["hardware"]
-    versions = {package: facts["versions"].get(package) for package in ("torch", "triton")}
-    return {"device": name, "driver": facts["driver"], **versions, "torch build": torch.__version__}
+    cuda = device.type == "cuda"
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+        "driver": _driver() if cuda else None,
+        "torch": torch.__version__,
+        "triton": triton,
+    }
 
 
 @functools.cache
@@ -352,7 +377,7 @@ def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict,
         times = _time({ANCHOR: functools.partial(family.anchor, *arguments), **candidates}, device)
     for name in bound:
         trials[name].ms = times[name]
-        trials[name].reason = f"equal in {trials[name].elements} elements"
+        trials[name].reason = f"equal in {trials[name].elements} elements{getattr(bound[name], 'note', '')}"
     found = Verdict(identity(family, key), rows, list(KINDS), seed, times[ANCHOR], list(trials.values()))
     return found, bound
 

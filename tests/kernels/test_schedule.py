@@ -325,5 +325,5 @@ def test_the_bridge_to_cublaslt_compiles_against_the_headers() -> None:
 
 def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "_CUDA_HEADERS", ("no_such_header.h",))
-    with pytest.raises(build.BuildError, match="no_such_header.h.*set CUDA_HOME"):
+    with pytest.raises(build.BuildError, match=r"no_such_header\.h.*set CUDA_HOME"):
         build.cuda_includes(tmp_path / "lib" / "libcublasLt.so.13")

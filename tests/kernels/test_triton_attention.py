@@ -122,7 +122,7 @@ else:
             slots.append(table[b, j // page] * page + j % page)
         caches = [torch.full((sum(needed) + 2, page, *k.shape[1:]), torch.nan, dtype=dtype) for _ in range(2)]
         where = torch.cat(slots).long()
-        where[::3] *= -1  # left out here, written by the second call
+        where[::3] *= -1                      # left out here, written by the second call
         store_kv_(*caches, k, v, where)
         fused = torch.cat((k, v), dim=1)[::3]
         store_kv_(*caches, fused[:, : k.shape[1]], fused[:, k.shape[1] :], where[::3].abs())

@@ -187,8 +187,8 @@ def plan(
     return Plan(handle, _function("rlk_lt_workspace", _L, _P)(handle), text)
 
 
-def _product(s: Shape, rank: int) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """(a, weight, bias) -> out through one algorithm."""
+def _product(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor | None], Tensor], str]:
+    """(a, weight, bias) -> out through one algorithm, and which it is."""
     split = s.chunks > 1
     in_epilogue = s.bias and not split
     partial = torch.float32 if split else s.out
@@ -215,7 +215,7 @@ def _product(s: Shape, rank: int) -> Callable[[Tensor, Tensor, Tensor | None], T
                 target = anchor.fold_partials(target, bias, out)
         return out
 
-    return run
+    return run, chosen.algorithm
 
 
 def _cublaslt_supports(key: Key) -> bool:
@@ -233,10 +233,12 @@ def _cublaslt_supports(key: Key) -> bool:
 
 def _cublaslt(rank: int, dgrad: bool) -> Schedule:
     def bind(key: Key) -> Run:
-        run = _product(_shape(key), rank)
+        run, algorithm = _product(_shape(key), rank)
+        call: Any = lambda x, weight, bias, chunks, dgrad_chunks, out_dtype: run(x, weight, bias)
         if dgrad:
-            return lambda dy, weight, chunks: run(dy, weight, None)
-        return lambda x, weight, bias, chunks, dgrad_chunks, out_dtype: run(x, weight, bias)
+            call = lambda dy, weight, chunks: run(dy, weight, None)
+        call.note = f"; {algorithm}"
+        return call
 
     return Schedule(f"cublaslt.{rank}", bind, _cublaslt_supports)
 
