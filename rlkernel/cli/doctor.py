@@ -95,7 +95,7 @@ def _print_schedules(console: Any, found: dict[str, Any]) -> None:
         return
     table = Table("op", "shape", "schedule", "verdict", "speed", "evidence")
     for row in found["rows"]:
-        shape = ", ".join(f"{name}={value}" for name, value in row["shape"].items() if value not in (False, True))
+        shape = ", ".join(f"{name}={value}" for name, value in row["shape"].items() if value is not False)
         verdict = ("certified" if row["certified"] else "refused") + (", chosen" if row["chosen"] else "")
         speed = "" if row["speed"] is None else f"{row['speed']:.2f}x, {row['ms']:.4f} ms"
         table.add_row(row["op"], shape, row["schedule"], verdict, speed, row["reason"] + _difference(row["first"]))
