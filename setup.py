@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 packages = find_packages(include=["rlkernel", "rlkernel.*"])
 package_dir = {}
 if "editable_wheel" not in sys.argv:
-    packages += ["rlkernel._csrc", "rlkernel._csrc.cpu"]
+    packages += ["rlkernel._csrc", "rlkernel._csrc.cpu", "rlkernel._csrc.cuda"]
     package_dir = {"rlkernel._csrc": "csrc"}
 
 setup(
@@ -22,6 +22,7 @@ setup(
         "rlkernel.contract": ["*.json"],
         "rlkernel.training": ["*.html", "*.css", "*.js"],
         "rlkernel._csrc.cpu": ["*.cpp", "*.h"],
+        "rlkernel._csrc.cuda": ["*.cpp"],
     },
     include_package_data=False,
 )

@@ -62,8 +62,8 @@ def test_wheel_carries_sources_and_types(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"rlkernel/py.typed", "rlkernel/contract/tolerances.json", "rlkernel/_csrc/cpu/gemm.h"} <= names
-    sources = {p.name for p in (ROOT / "csrc" / "cpu").iterdir()}
-    assert {f"rlkernel/_csrc/cpu/{s}" for s in sources} <= names
+    sources = {p.relative_to(ROOT / "csrc").as_posix() for p in (ROOT / "csrc").glob("*/*")}
+    assert {f"rlkernel/_csrc/{s}" for s in sources} <= names
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "rlkernel").rglob("*.py")}
     assert modules <= names
 

@@ -1,10 +1,12 @@
-"""`rlkernel doctor`: this machine, and which implementation each op uses and why."""
+"""`rlkernel doctor`: this machine, which implementation each op uses and why, and on CUDA the certified schedules."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from typing import Any
+
+_SHAPES = tuple((m, n, k) for m in (1, 64, 2048) for n, k in ((4096, 1024), (1024, 3072)))  # [M, K] x [N, K]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -58,7 +60,59 @@ def examine(device: str | None = None) -> dict[str, Any]:
         "cache": str(build.cache_dir()),
         "threads": torch.get_num_threads(),
         "ops": rows,
+        "schedules": _schedules() if device == "cuda" else {"unavailable": None, "uncertified": [], "rows": []},
     }
+
+
+def _schedules() -> dict[str, Any]:
+    """Verdicts on this GPU, after the certification of a few common shapes; why there are none, where that is so."""
+    import torch
+
+    from rlkernel.kernels import schedule
+    from rlkernel.kernels.cuda import linear
+
+    reason = linear.unavailable()
+    if reason is None:
+        for rows, n, k in _SHAPES:
+            x, dy, w = (
+                torch.randn(a, b, dtype=torch.bfloat16, device="cuda") for a, b in ((rows, k), (rows, n), (n, k))
+            )
+            linear.linear.verdict(x, w, None, 1, 1, None)
+            linear.linear_dgrad.verdict(dy, w, 1)
+    uncertified = [
+        {"op": op.family.op, "shape": shape, "reason": why}
+        for op in schedule.scheduled_ops()
+        for shape, why in op.failures()
+    ]
+    device = torch.device("cuda", torch.cuda.current_device())
+    return {"unavailable": reason, "uncertified": uncertified, "rows": schedule.report(device)}
+
+
+def _difference(first: dict[str, Any] | None) -> str:
+    if first is None:
+        return ""
+    where = (
+        f"; {first['kind']}, {first['rows']} rows: at {first['index']} {first['actual']}, anchor {first['expected']}"
+    )
+    return f"{where}, {first['mismatches']} of {first['elements']} differ"
+
+
+def _print_schedules(console: Any, found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    if found["unavailable"]:
+        console.print(f"schedules: off, every op runs its anchor: {found['unavailable']}")
+    for row in found["uncertified"]:
+        console.print(f"not certified: {row['op']} {row['shape']}: {row['reason']}")
+    if not found["rows"]:
+        return
+    table = Table("op", "shape", "schedule", "verdict", "speed", "evidence")
+    for row in found["rows"]:
+        shape = ", ".join(f"{name}={value}" for name, value in row["shape"].items() if value is not False)
+        verdict = ("certified" if row["certified"] else "refused") + (", chosen" if row["chosen"] else "")
+        speed = "" if row["speed"] is None else f"{row['speed']:.2f}x, {row['ms']:.4f} ms"
+        table.add_row(row["op"], shape, row["schedule"], verdict, speed, row["reason"] + _difference(row["first"]))
+    console.print(table)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,4 +141,5 @@ def run(args: argparse.Namespace) -> int:
         console.print(table)
         if found["build_error"]:
             print(found["build_error"])
+        _print_schedules(console, found["schedules"])
     return 0 if all(row["implementation"] for row in found["ops"]) else 1

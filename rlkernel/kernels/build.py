@@ -1,7 +1,8 @@
 """Builds the C++ sources of `csrc/` on first use with ninja, and finds the result on every later use.
 
 The library's name holds a hash of sources, flags, compiler, torch and architecture, so a stale binary is never
-loaded. The kernels have a plain C interface and no torch headers: a build takes seconds, not minutes.
+loaded. The kernels have a plain C interface and no torch headers: a build takes seconds, not minutes. cuBLASLt is a
+host library: what calls it needs CUDA's headers and g++, no nvcc.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ _BASE_FLAGS = (
     "-Wno-uninitialized",  # GCC 12's own AVX-512 intrinsics start from undefined registers and warn wherever inlined
     "-Wno-maybe-uninitialized",
 )
+
+
+# What cublasLt.h includes, directly or not; wheels spread these over several folders.
+_CUDA_HEADERS = ("cublasLt.h", "driver_types.h", "cuda_fp16.h", "library_types.h", "crt/host_defines.h", "nv/target")
 
 
 def source_dir() -> Path:
@@ -92,14 +97,37 @@ def _machine(cxx: str) -> str:
     return probe.stdout
 
 
-def fingerprint(sources: list[Path], cxx: str) -> str:
-    """First 16 hex digits of the SHA-256 over sources, headers, flags, compiler, torch and architecture."""
+def fingerprint(sources: list[Path], cxx: str, *more: str) -> str:
+    """First 16 hex digits of the SHA-256 over sources, headers, flags, compiler, torch, architecture and `more`."""
     digest = hashlib.sha256()
     for path in sorted({*sources, *sources[0].parent.glob("*.h")}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for text in (*_BASE_FLAGS, cxx, _machine(cxx), torch.__version__, platform.machine()):
+    for text in (*_BASE_FLAGS, cxx, _machine(cxx), torch.__version__, platform.machine(), *more):
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def _build(name: str, sources: list[Path], includes: tuple[Path, ...] = ()) -> Path:
+    """Compiles sources into `<name>-<fingerprint>.so` unless an up-to-date library exists; returns its path."""
+    cxx = compiler()
+    if cxx is None:
+        raise NoCompilerError("no C++ compiler found (looked for $CXX, g++, clang++); install g++ or set CXX")
+    target = cache_dir() / f"{name}-{fingerprint(sources, cxx, *map(str, includes))}.so"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                with tempfile.TemporaryDirectory(dir=target.parent) as work:
+                    _run_ninja(Path(work), sources, target, cxx, includes)
+    except OSError as error:
+        raise BuildError(
+            f"cannot build {name} in {target.parent}: {error.strerror or error}; "
+            "set RLKERNEL_CACHE to a folder that can be written"
+        ) from error
+    return target
 
 
 def build_cpu() -> Path:
@@ -111,37 +139,70 @@ def build_cpu() -> Path:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed (its log stays beside the library), or the cache folder cannot be written.
     """
-    cxx = compiler()
-    if cxx is None:
-        raise NoCompilerError("no C++ compiler found (looked for $CXX, g++, clang++); install g++ or set CXX")
-    sources = sorted((source_dir() / "cpu").glob("*.cpp"))
-    target = cache_dir() / f"rlkernel_cpu-{fingerprint(sources, cxx)}.so"
-    if target.exists():
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                with tempfile.TemporaryDirectory(dir=target.parent) as work:
-                    _run_ninja(Path(work), sources, target, cxx)
-    except OSError as error:
-        raise BuildError(
-            f"cannot build rlkernel's CPU kernels in {target.parent}: {error.strerror or error}; "
-            "set RLKERNEL_CACHE to a folder that can be written"
-        ) from error
-    return target
+    return _build("rlkernel_cpu", sorted((source_dir() / "cpu").glob("*.cpp")))
 
 
-def _run_ninja(work: Path, sources: list[Path], target: Path, cxx: str) -> None:
-    flags = " ".join((*_BASE_FLAGS, _arch_flag()))
+def cublaslt_path() -> Path:
+    """The cuBLASLt library that torch has loaded into this process.
+
+    Raises:
+        BuildError: none is loaded (a CPU build of torch, or ROCm).
+    """
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line.rstrip().partition("/")[2]
+            if Path(path).name.startswith("libcublasLt.so"):
+                return Path("/" + path)
+    raise BuildError("torch has loaded no cuBLASLt: this is no CUDA build of torch")
+
+
+def cuda_includes(cublaslt: Path | None = None) -> tuple[Path, ...]:
+    """Folders with cuBLASLt's and CUDA's headers, in the order of the search.
+
+    Looked through: beside the loaded library, the include folders of the NVIDIA wheels, `$CUDA_HOME`, and
+    /usr/local/cuda.
+
+    Raises:
+        BuildError: a header is in none of them.
+    """
+    beside = [] if cublaslt is None else [cublaslt.parent.parent / "include"]
+    wheels = sorted(p for entry in map(Path, sys.path) for p in entry.glob("nvidia/*/include"))
+    roots = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    tops = [*beside, *wheels, *(Path(root) / "include" for root in roots if root)]
+    folders = [folder for top in tops for folder in (top, top / "cccl")]
+    chosen: list[Path] = []
+    for header in _CUDA_HEADERS:
+        if any((folder / header).is_file() for folder in chosen):
+            continue
+        found = next((folder for folder in folders if (folder / header).is_file()), None)
+        if found is None:
+            raise BuildError(
+                f"CUDA's header {header} is in none of {', '.join(map(str, dict.fromkeys(tops)))}; "
+                "install nvidia-cublas and nvidia-cuda-runtime, or set CUDA_HOME"
+            )
+        chosen.append(found)
+    return tuple(chosen)
+
+
+def build_cublaslt(includes: tuple[Path, ...]) -> Path:
+    """Compiles `csrc/cuda/linear_cublaslt.cpp` against CUDA's headers in `includes`; returns the library's path.
+
+    Raises:
+        BuildError: as `build_cpu`.
+    """
+    return _build("rlkernel_cublaslt", [source_dir() / "cuda" / "linear_cublaslt.cpp"], includes)
+
+
+def _run_ninja(work: Path, sources: list[Path], target: Path, cxx: str, includes: tuple[Path, ...]) -> None:
+    paths = [f"-isystem '{folder}'" for folder in includes]
+    flags = " ".join((*_BASE_FLAGS, _arch_flag(), *paths)).replace("$", "$$")
     lines = [
         f"cxx = {cxx}",
         f"flags = {flags}",
         "rule compile",
         "  command = $cxx $flags -MMD -MF $out.d -c $in -o $out",
         "rule link",
-        "  command = $cxx -shared -fopenmp $in -o $out",
+        "  command = $cxx -shared -fopenmp $in -o $out -ldl",
     ]
     objects = []
     for source in sources:
@@ -153,7 +214,7 @@ def _run_ninja(work: Path, sources: list[Path], target: Path, cxx: str) -> None:
     log = target.with_suffix(".log")
     log.write_text(done.stdout + done.stderr)
     if done.returncode != 0:
-        raise BuildError(f"building rlkernel's CPU kernels failed (log: {log})\n{(done.stdout + done.stderr)[-4000:]}")
+        raise BuildError(f"building {target.stem} failed (log: {log})\n{(done.stdout + done.stderr)[-4000:]}")
     os.replace(work / "out.so", target)
 
 
@@ -183,3 +244,19 @@ def cpu_library() -> ctypes.CDLL:
     if isinstance(loaded, BuildError):
         raise loaded
     return loaded
+
+
+@functools.cache
+def cublaslt_library() -> ctypes.CDLL:
+    """The loaded bridge to torch's cuBLASLt, built first where needed.
+
+    Raises:
+        BuildError: no cuBLASLt in this process, no headers, no compiler, or the compiler failed.
+    """
+    path = cublaslt_path()
+    library = ctypes.CDLL(str(build_cublaslt(cuda_includes(path))))
+    library.rlk_lt_error.restype = ctypes.c_char_p
+    library.rlk_lt_open.argtypes = [ctypes.c_char_p]
+    if library.rlk_lt_open(str(path).encode()):
+        raise BuildError(f"opening cuBLASLt failed: {library.rlk_lt_error().decode()}")
+    return library

@@ -1,7 +1,8 @@
 """Which implementation computes an op, decided once per (op, device type) and shown by `rlkernel doctor`.
 
 CPU: the C++ kernel; without a compiler the readable reference, with one warning (a failed build is an error).
-CUDA: the Triton kernel. `use(...)` forces one implementation inside a block, for tests and certification.
+CUDA: certified schedules (`kernels/schedule.py`) where the op has some, else the Triton kernel. `use(...)` forces one
+implementation inside a block, for tests and certification.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 from rlkernel.kernels import build
 from rlkernel.kernels.errors import NoCompilerError
 
-IMPLEMENTATIONS = ("cpp", "triton", "reference")
-_PACKAGE = {"cpp": "cpu", "triton": "triton", "reference": "reference"}
+IMPLEMENTATIONS = ("cpp", "certified", "triton", "reference")
+_PACKAGE = {"cpp": "cpu", "certified": "cuda", "triton": "triton", "reference": "reference"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ _warned = False
 
 
 def declare(op: str, module: str) -> None:
-    """Says in which module (of `kernels/{reference,cpu,triton}`) the functions of an op live."""
+    """Says in which module (of `kernels/{reference,cpu,cuda,triton}`) the functions of an op live."""
     _modules[op] = module
 
 
@@ -93,6 +94,10 @@ def choose(op: str, device: str) -> Choice:
 def _decide(op: str, device: str) -> Choice:
     global _warned
     if device == "cuda":
+        fn = _find(op, "certified")
+        if fn is not None:
+            reason = "the fastest schedule that equals the Triton kernel to the bit on this machine"
+            return Choice(op, device, "certified", reason, fn)
         fn = _find(op, "triton")
         if fn is not None:
             return Choice(op, device, "triton", "one Triton source serves CUDA and AMD GPUs", fn)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -402,11 +402,11 @@ def gemm(
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
         while target is not out:
-            target = _fold(target, bias, out)
+            target = fold_partials(target, bias, out)
     return out
 
 
-def _fold(partials: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def fold_partials(partials: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """One pass over partials [2^n, M, N]: eight neighbours become one, the last pass ends in `out`."""
     count, size = partials.shape[0], out.numel()
     leaves = min(8, count)
@@ -468,11 +468,11 @@ def bias_grad_(grad: Tensor, dy: Tensor) -> None:
 def _gemm_variant(
     name: str, kind: str, tile: Tile, chunks: int = 1, bias: bool = False, main: bool = True, tma: bool = False
 ) -> Variant:
-    types = {
+    types: dict[str, Any] = {
         "a": f"*{kind}:16", "b": f"*{kind}:16", "out": f"*{kind}:16", "M": "i32", "N": "i32:16", "SPAN": "i32:16",
         "a_row": "i32:16", "b_col": "i32:16",
     }  # fmt: skip
-    constants = {
+    constants: dict[str, Any] = {
         "a_k": 1, "b_k": 1, "start": None, "LEVELS": chunks.bit_length() - 1, "HAS_BIAS": bias, "HAS_START": False,
         "EVEN": True, "TMA": tma, "B_BY_K": False,
         "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8,

@@ -1,0 +1,271 @@
+// Matrix products through cuBLASLt, with every algorithm excluded that splits K over CTAs and adds the parts afterwards.
+// What is left adds in one chain; whether it is the contract's chain is certified, never assumed. Plain C interface;
+// cuBLASLt itself is found at run time (the copy torch has loaded), so nothing is linked against CUDA.
+#include <cublasLt.h>
+#include <dlfcn.h>
+
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#define RLK_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// Functions of cuBLASLt that are used here.
+#define RLK_FUNCTIONS(F)                                                                                             \
+  F(cublasLtCreate)                                                                                                  \
+  F(cublasLtGetVersion)                                                                                              \
+  F(cublasLtGetStatusString)                                                                                         \
+  F(cublasLtMatmul)                                                                                                  \
+  F(cublasLtMatmulAlgoGetHeuristic)                                                                                  \
+  F(cublasLtMatmulAlgoConfigGetAttribute)                                                                            \
+  F(cublasLtMatmulDescCreate)                                                                                        \
+  F(cublasLtMatmulDescDestroy)                                                                                       \
+  F(cublasLtMatmulDescSetAttribute)                                                                                  \
+  F(cublasLtMatrixLayoutCreate)                                                                                      \
+  F(cublasLtMatrixLayoutDestroy)                                                                                     \
+  F(cublasLtMatrixLayoutSetAttribute)                                                                                \
+  F(cublasLtMatmulPreferenceCreate)                                                                                  \
+  F(cublasLtMatmulPreferenceDestroy)                                                                                 \
+  F(cublasLtMatmulPreferenceSetAttribute)
+
+struct Library {
+#define RLK_MEMBER(name) decltype(&::name) name = nullptr;
+  RLK_FUNCTIONS(RLK_MEMBER)
+#undef RLK_MEMBER
+  bool loaded = false;
+};
+
+Library lt;
+std::mutex mutex;
+thread_local char message[512] = "";
+
+void fail(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(message, sizeof message, format, arguments);
+  va_end(arguments);
+}
+
+bool ok(cublasStatus_t status, const char* call) {
+  if (status == CUBLAS_STATUS_SUCCESS) return true;
+  const char* text = lt.cublasLtGetStatusString ? lt.cublasLtGetStatusString(status) : nullptr;
+  fail("%s: %s (status %d)", call, text ? text : "unknown status", static_cast<int>(status));
+  return false;
+}
+
+#define RLK_CALL(name, ...) ok(lt.name(__VA_ARGS__), #name)
+
+// dtype codes of the CPU library: 0 float32, 1 bfloat16, 2 float16.
+cudaDataType_t data_type(int32_t code) { return code == 0 ? CUDA_R_32F : code == 1 ? CUDA_R_16BF : CUDA_R_16F; }
+
+// Everything of a product but its addresses and M: what an algorithm is chosen for.
+struct Shape {
+  int32_t device;
+  int64_t rows;  // M for which the heuristic is asked
+  int64_t n, k;
+  int64_t batch;    // products over consecutive pieces of length k of the contraction
+  int32_t b_by_n;   // b is [N, K] with dense rows; else [K, N]
+  int32_t dtype, out_dtype, bias;
+  int32_t rank;  // which of the heuristic's answers
+  auto key() const { return std::tie(device, rows, n, k, batch, b_by_n, dtype, out_dtype, bias, rank); }
+  bool operator<(const Shape& other) const { return key() < other.key(); }
+};
+
+struct Plan {
+  Shape shape;
+  cublasLtHandle_t handle;
+  cublasLtMatmulAlgo_t algorithm;
+  int64_t workspace;
+  char text[160];
+};
+
+// Descriptors of one call; freed with it. Row-major out [M, N] is column-major [N, M], so b comes first.
+struct Call {
+  cublasLtMatmulDesc_t product = nullptr;
+  cublasLtMatrixLayout_t b = nullptr, a = nullptr, out = nullptr;
+
+  ~Call() {
+    if (product) lt.cublasLtMatmulDescDestroy(product);
+    for (cublasLtMatrixLayout_t layout : {b, a, out})
+      if (layout) lt.cublasLtMatrixLayoutDestroy(layout);
+  }
+
+  bool layout(cublasLtMatrixLayout_t* to, const Shape& s, int32_t dtype, int64_t rows, int64_t columns, int64_t lead,
+              int64_t step) {
+    if (!RLK_CALL(cublasLtMatrixLayoutCreate, to, data_type(dtype), static_cast<uint64_t>(rows),
+                  static_cast<uint64_t>(columns), lead))
+      return false;
+    if (s.batch == 1) return true;
+    const int32_t count = static_cast<int32_t>(s.batch);
+    return RLK_CALL(cublasLtMatrixLayoutSetAttribute, *to, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count) &&
+           RLK_CALL(cublasLtMatrixLayoutSetAttribute, *to, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &step,
+                    sizeof step);
+  }
+
+  bool make(const Shape& s, int64_t m, const void* bias) {
+    const cublasOperation_t transpose = CUBLAS_OP_T, plain = CUBLAS_OP_N;
+    const int64_t whole_k = s.k * s.batch;
+    if (!RLK_CALL(cublasLtMatmulDescCreate, &product, CUBLAS_COMPUTE_32F, CUDA_R_32F)) return false;
+    const cublasOperation_t op_b = s.b_by_n ? transpose : plain;
+    if (!RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_TRANSA, &op_b, sizeof op_b) ||
+        !RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_TRANSB, &plain, sizeof plain))
+      return false;
+    if (s.bias) {  // has the dtype of out: added in fp32 before the one rounding, which certification checks
+      const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+      const int32_t type = data_type(s.out_dtype);
+      if (!RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
+                    sizeof epilogue) ||
+          !RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &type, sizeof type) ||
+          !RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias))
+        return false;
+    }
+    const bool b_made = s.b_by_n ? layout(&b, s, s.dtype, s.k, s.n, whole_k, s.k)
+                                 : layout(&b, s, s.dtype, s.n, s.k, s.n, s.k * s.n);
+    return b_made && layout(&a, s, s.dtype, s.k, m, whole_k, s.k) && layout(&out, s, s.out_dtype, s.n, m, s.n, m * s.n);
+  }
+};
+
+// cuBLASLt's handles belong to the device that is current when they are made; there is one a device.
+cublasLtHandle_t handle_of(int32_t device) {
+  static std::map<int32_t, cublasLtHandle_t> handles;
+  auto found = handles.find(device);
+  if (found != handles.end()) return found->second;
+  cublasLtHandle_t handle = nullptr;
+  if (!RLK_CALL(cublasLtCreate, &handle)) return nullptr;
+  return handles[device] = handle;
+}
+
+template <class T>
+T setting(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t name) {
+  T value = 0;
+  size_t written = 0;
+  if (lt.cublasLtMatmulAlgoConfigGetAttribute(&algorithm, name, &value, sizeof value, &written) !=
+      CUBLAS_STATUS_SUCCESS)
+    return 0;
+  return value;
+}
+
+bool one_chain(const cublasLtMatmulAlgo_t& algorithm) {
+  return setting<int32_t>(algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM) <= 1 &&
+         setting<uint32_t>(algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) == CUBLASLT_REDUCTION_SCHEME_NONE;
+}
+
+bool choose(Plan& plan, int64_t most_workspace) {
+  const Shape& s = plan.shape;
+  Call call;
+  alignas(16) static const char somewhere[16] = {};  // the bias's address counts only when the product runs
+  if (!call.make(s, s.rows, somewhere)) return false;
+  cublasLtMatmulPreference_t preference = nullptr;
+  if (!RLK_CALL(cublasLtMatmulPreferenceCreate, &preference)) return false;
+  std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, cublasStatus_t (*)(cublasLtMatmulPreference_t)> guard(
+      preference, lt.cublasLtMatmulPreferenceDestroy);
+  const uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_NONE, alignment = 16;
+  const uint64_t bytes = static_cast<uint64_t>(most_workspace);
+#define RLK_PREFER(name, value) \
+  RLK_CALL(cublasLtMatmulPreferenceSetAttribute, preference, CUBLASLT_MATMUL_PREF_##name, &value, sizeof value)
+  if (!RLK_PREFER(REDUCTION_SCHEME_MASK, schemes) || !RLK_PREFER(MAX_WORKSPACE_BYTES, bytes) ||
+      !RLK_PREFER(MIN_ALIGNMENT_A_BYTES, alignment) || !RLK_PREFER(MIN_ALIGNMENT_B_BYTES, alignment) ||
+      !RLK_PREFER(MIN_ALIGNMENT_C_BYTES, alignment) || !RLK_PREFER(MIN_ALIGNMENT_D_BYTES, alignment))
+    return false;
+#undef RLK_PREFER
+  std::vector<cublasLtMatmulHeuristicResult_t> found(16);
+  int count = 0;
+  if (!RLK_CALL(cublasLtMatmulAlgoGetHeuristic, plan.handle, call.product, call.b, call.a, call.out, call.out,
+                preference, static_cast<int>(found.size()), found.data(), &count))
+    return false;
+  int32_t rank = 0;
+  for (int i = 0; i < count; ++i) {
+    if (found[i].state != CUBLAS_STATUS_SUCCESS || !one_chain(found[i].algo) || rank++ < s.rank) continue;
+    plan.algorithm = found[i].algo;
+    plan.workspace = static_cast<int64_t>(found[i].workspaceSize);
+    std::snprintf(plan.text, sizeof plan.text, "algorithm %d, tile %u, stages %u, swizzle %u, custom %u, inner %u, cluster %u",
+                  setting<int32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_ID),
+                  setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID),
+                  setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_STAGES_ID),
+                  setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING),
+                  setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION),
+                  setting<uint16_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID),
+                  setting<uint16_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID));
+    return true;
+  }
+  fail("cuBLASLt offers %d algorithms without split-K here, number %d was asked for", rank, s.rank);
+  return false;
+}
+
+}  // namespace
+
+// What the last failed call of this thread says.
+RLK_EXPORT const char* rlk_lt_error() { return message; }
+
+// Finds cuBLASLt's functions in the library at `path`. 0: done, 1: see rlk_lt_error.
+RLK_EXPORT int32_t rlk_lt_open(const char* path) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (lt.loaded) return 0;
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!library) {
+    fail("%s", dlerror());
+    return 1;
+  }
+#define RLK_FIND(name)                                                        \
+  lt.name = reinterpret_cast<decltype(lt.name)>(dlsym(library, #name));       \
+  if (!lt.name) {                                                             \
+    fail("%s has no function " #name, path);                                  \
+    return 1;                                                                 \
+  }
+  RLK_FUNCTIONS(RLK_FIND)
+#undef RLK_FIND
+  lt.loaded = true;
+  return 0;
+}
+
+RLK_EXPORT int64_t rlk_lt_version() { return lt.loaded ? static_cast<int64_t>(lt.cublasLtGetVersion()) : -1; }
+
+// The plan of a shape on the current device, which must be `device`; asked from cuBLASLt once and kept. Null: see
+// rlk_lt_error. The heuristic launches nothing, so this may run under graph capture.
+RLK_EXPORT const void* rlk_lt_plan(int32_t device, int64_t rows, int64_t n, int64_t k, int64_t batch, int32_t b_by_n,
+                                   int32_t dtype, int32_t out_dtype, int32_t bias, int32_t rank,
+                                   int64_t most_workspace) {
+  static std::map<Shape, std::unique_ptr<Plan>> plans;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!lt.loaded) {
+    fail("cuBLASLt is not open");
+    return nullptr;
+  }
+  const Shape shape{device, rows, n, k, batch, b_by_n, dtype, out_dtype, bias, rank};
+  auto found = plans.find(shape);
+  if (found != plans.end()) return found->second.get();
+  auto plan = std::make_unique<Plan>();
+  plan->shape = shape;
+  plan->handle = handle_of(device);
+  if (!plan->handle || !choose(*plan, most_workspace)) return nullptr;
+  return (plans[shape] = std::move(plan)).get();
+}
+
+RLK_EXPORT int64_t rlk_lt_workspace(const void* plan) { return static_cast<const Plan*>(plan)->workspace; }
+RLK_EXPORT const char* rlk_lt_describe(const void* plan) { return static_cast<const Plan*>(plan)->text; }
+
+// out [batch, m, N] = a [m, batch * K] b (+ bias [N]) on `stream`, any m. 0: launched, 1: see rlk_lt_error.
+RLK_EXPORT int32_t rlk_lt_run(const void* plan_, int64_t m, const void* a, const void* b, const void* bias, void* out,
+                              void* workspace, int64_t workspace_bytes, void* stream) {
+  const Plan& plan = *static_cast<const Plan*>(plan_);
+  if (workspace_bytes < plan.workspace) {
+    fail("the workspace has %lld bytes, the algorithm needs %lld", static_cast<long long>(workspace_bytes),
+         static_cast<long long>(plan.workspace));
+    return 1;
+  }
+  Call call;
+  if (!call.make(plan.shape, m, bias)) return 1;
+  const float one = 1.0f, zero = 0.0f;
+  return RLK_CALL(cublasLtMatmul, plan.handle, call.product, &one, b, call.b, a, call.a, &zero, out, call.out, out,
+                  call.out, &plan.algorithm, workspace, static_cast<size_t>(workspace_bytes),
+                  static_cast<cudaStream_t>(stream))
+             ? 0
+             : 1;
+}

@@ -1,0 +1,1 @@
+"""Certified fast schedules on CUDA: each op's Triton kernel is the anchor, what equals it to the bit may replace it."""

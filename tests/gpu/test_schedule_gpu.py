@@ -1,0 +1,155 @@
+"""Certified schedules on CUDA: cuBLASLt without split-K for Qwen3's weights, and wrong schedules refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.contract import assert_bitwise
+from rlkernel.kernels import build, schedule
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+ROWS = (1, 16, 64, 256, 2048)
+WEIGHTS = (
+    (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024), (6144, 4096), (4096, 4096), (24576, 4096),
+    (4096, 12288),
+)  # fmt: skip
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="that cuBLASLt keeps the chain is known of sm_90 alone",
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    build.cublaslt_library()  # built in the usual cache
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    for op in schedule.scheduled_ops():
+        op.forget(verdicts=True)
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def cublaslt(verdict: schedule.Verdict | None) -> list[schedule.Trial]:
+    assert verdict is not None
+    return [trial for trial in verdict.trials if trial.name.startswith("cublaslt.")]
+
+
+@hopper
+@pytest.mark.parametrize("n,k", WEIGHTS)
+@pytest.mark.parametrize("m", ROWS)
+def test_cublaslt_is_certified(m: int, n: int, k: int, record: Callable[..., None]) -> None:
+    from rlkernel.kernels.cuda import linear
+
+    x, dy, w = rand(m, k), rand(m, n), rand(n, k)
+    for op, arguments in ((linear.linear, (x, w, None, 1, 1, None)), (linear.linear_dgrad, (dy, w, 1))):
+        trials = cublaslt(op.verdict(*arguments))
+        assert any(trial.certified for trial in trials), trials
+        expected = op.family.anchor(*arguments)
+        for name, run in op._bound[op.family.key(*arguments)].items():
+            assert_bitwise(run(*arguments), expected, f"{op.family.op} [{m}, {n}, {k}] by {name}")
+    record(cases=2, tokens=m, mismatches=0)
+
+
+@hopper
+@pytest.mark.parametrize("chunks", (1, 4))
+@pytest.mark.parametrize("bias", (False, True), ids=("plain", "bias"))
+@pytest.mark.parametrize("out", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
+def test_epilogues_and_chunks_keep_the_bits(
+    out: torch.dtype, bias: bool, chunks: int, record: Callable[..., None]
+) -> None:
+    w, b = rand(1024, 2048), rand(1024) if bias else None
+    for m in (1, 3, 16, 100, 300, 1000):
+        x = rand(m, 2048)
+        y = ops.linear(x, w, b, chunks=chunks, out_dtype=out)
+        with schedule.without():
+            assert_bitwise(y, ops.linear(x, w, b, chunks=chunks, out_dtype=out), f"{m} rows")
+    record(cases=6, tokens=1420, mismatches=0)
+
+
+def planted(**switch: Any) -> Callable[..., Tensor]:
+    """torch's product in fp32: with TF32, or with the order that its library likes."""
+
+    def run(x: Tensor, weight: Tensor, bias: Any, chunks: int, dgrad_chunks: int, out_dtype: Any) -> Tensor:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = switch.get("tf32", False)
+        try:
+            if switch.get("split"):
+                half = x.shape[1] // 2
+                y = (
+                    x[:, :half].float() @ weight[:, :half].float().t()
+                    + x[:, half:].float() @ weight[:, half:].float().t()
+                )
+            else:
+                y = x.float() @ weight.float().t()
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+        return y.to(out_dtype or x.dtype)
+
+    return run
+
+
+@pytest.mark.parametrize("switch", ({"tf32": True}, {"split": True}), ids=str)
+def test_a_planted_wrong_schedule_is_refused(switch: dict[str, bool], record: Callable[..., None]) -> None:
+    from rlkernel.kernels.cuda import linear
+
+    wrong = schedule.Schedule("planted", lambda key: planted(**switch))
+    family = dataclasses.replace(linear.linear.family, schedules=(wrong,))
+    dtype = torch.float32 if "tf32" in switch else torch.bfloat16
+    key = family.key(rand(64, 1024, dtype=dtype), rand(512, 1024, dtype=dtype), None, 1, 1, torch.float32)
+    verdict, bound = schedule.certify(family, key)
+    (trial,) = verdict.trials
+    assert not trial.certified and trial.first is not None and trial.first["mismatches"] > 0 and not bound
+    record(cases=1, tokens=64, mismatches=0)
+
+
+def test_bits_do_not_depend_on_schedules_in_a_graph_or_out_of_it(record: Callable[..., None]) -> None:
+    from rlkernel.kernels.cuda import linear
+
+    x, w = rand(48, 1024), rand(4096, 1024)
+    linear.linear.family.anchor(x, w, None, 1, 1, None)  # its kernel is compiled and loaded before the capture
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        cold = ops.linear(x, w)
+    captured.replay()
+    assert not list(schedule.verdict_dir().glob("*.json")), "nothing is certified under capture"
+    with schedule.strict():
+        y = ops.linear(x, w)
+    with torch.cuda.graph(warm := torch.cuda.CUDAGraph()):
+        inside = ops.linear(x, w)
+    warm.replay()
+    assert list(schedule.verdict_dir().glob("*.json"))
+    assert_bitwise(cold, y, "captured before the verdict")
+    assert_bitwise(inside, y, "captured after the verdict")
+    for names in (("cublaslt",), ("triton",), ()):
+        with schedule.without(*names):
+            assert_bitwise(ops.linear(x, w), y, f"without {names or 'all'}")
+    record(cases=5, tokens=48, mismatches=0)
+
+
+def test_odd_shapes_run_the_anchor(record: Callable[..., None]) -> None:
+    from rlkernel.kernels.cuda import linear
+
+    w = rand(100, 72)
+    for x in (rand(5, 80)[:, :72], rand(0, 72), rand(5, 72)):
+        arguments = (x, w, None, 1, 1, None)
+        with schedule.strict():
+            y = ops.linear(x, w)
+        assert_bitwise(y, linear.linear.family.anchor(*arguments), f"{tuple(x.shape)}")
+    record(cases=3, tokens=10, mismatches=0)

@@ -1,0 +1,329 @@
+"""Certified schedules without a GPU: fake schedules of a product on the CPU, right and wrong ones."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import build, schedule
+from rlkernel.kernels.schedule import ANCHOR, Family, Schedule, ScheduledOp, UncertifiedError, values
+
+K = 64
+
+
+def chain(x: Tensor, w: Tensor, ks: range, start: Tensor | None = None) -> Tensor:
+    total = torch.zeros(x.shape[0], w.shape[0]) if start is None else start
+    for k in ks:
+        total = total + x[:, k : k + 1].float() * w[:, k].float()
+    return total
+
+
+def anchor(x: Tensor, w: Tensor) -> Tensor:
+    time.sleep(1e-3)  # slow, so that an equal schedule wins
+    return chain(x, w, range(K)).to(x.dtype)
+
+
+def equal(x: Tensor, w: Tensor) -> Tensor:
+    return chain(x, w, range(K)).to(x.dtype)
+
+
+def slow(x: Tensor, w: Tensor) -> Tensor:
+    time.sleep(4e-3)
+    return chain(x, w, range(K)).to(x.dtype)
+
+
+def other_k_order(x: Tensor, w: Tensor) -> Tensor:
+    return chain(x, w, range(K - 1, -1, -1)).to(x.dtype)
+
+
+def split_k(x: Tensor, w: Tensor) -> Tensor:
+    return (chain(x, w, range(K // 2)) + chain(x, w, range(K // 2, K))).to(x.dtype)
+
+
+def tf32(x: Tensor, w: Tensor) -> Tensor:
+    cut = lambda t: (t.float().contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+    return chain(cut(x), cut(w), range(K)).to(x.dtype)
+
+
+def low_precision_sum(x: Tensor, w: Tensor) -> Tensor:
+    total = torch.zeros(x.shape[0], w.shape[0], dtype=torch.bfloat16)
+    for k in range(K):
+        total = (total.float() + x[:, k : k + 1].float() * w[:, k].float()).bfloat16()
+    return total.to(x.dtype)
+
+
+def other_layout(x: Tensor, w: Tensor) -> Tensor:
+    """A row's sum over four lanes, added across at the end: what another distribution over warps does."""
+    lanes = [chain(x, w, range(lane, K, 4)) for lane in range(4)]
+    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])).to(x.dtype)
+
+
+def two_roundings(x: Tensor, w: Tensor) -> Tensor:
+    return chain(x, w, range(K)).to(torch.bfloat16).to(x.dtype)
+
+
+def no_negative_zero(x: Tensor, w: Tensor) -> Tensor:
+    return chain(x, w, range(K), torch.full((x.shape[0], w.shape[0]), -0.0)).to(x.dtype)
+
+
+def flushes_denormals(x: Tensor, w: Tensor) -> Tensor:
+    tiny = torch.finfo(torch.float32).tiny
+    return chain(torch.where(x.abs() < tiny, 0 * x, x), w, range(K)).to(x.dtype)
+
+
+def raises(x: Tensor, w: Tensor) -> Tensor:
+    raise ValueError("no kernel image")
+
+
+def writes_nothing(x: Tensor, w: Tensor) -> Tensor:
+    return torch.full((x.shape[0], w.shape[0]), float("nan"), dtype=x.dtype)
+
+
+def row_dependent(x: Tensor, w: Tensor) -> Tensor:
+    return (split_k if x.shape[0] > 4 else equal)(x, w)
+
+
+WRONG = (
+    other_k_order, split_k, tf32, low_precision_sum, other_layout, two_roundings, no_negative_zero, flushes_denormals,
+    writes_nothing, row_dependent,
+)  # fmt: skip
+
+
+def family(*runs: Callable[..., Tensor], anchor: Callable[..., Tensor] = anchor, **fields: Any) -> Family:
+    return Family(
+        "fake", anchor, lambda x, w: (x.shape[0] > 1, tuple(w.shape), x.dtype),
+        lambda key: {"M": int(key[0]), "weight": key[1], "dtype": str(key[2])}, lambda key: torch.device("cpu"),
+        lambda key: [2, 6] if key[0] else [1],
+        lambda key, m, kind, g: (values(kind, m, K, key[2], g), values(kind, key[1][0], K, key[2], g, second=True)),
+        [Schedule(f"fake.{run.__name__}", lambda key, run=run: run) for run in runs], **fields,
+    )  # fmt: skip
+
+
+def arguments(m: int = 3, n: int = 5, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return torch.randn(m, K).to(dtype), torch.randn(n, K).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    before = dict(schedule._ops)
+    yield tmp_path / "schedules"
+    schedule._ops.clear()
+    schedule._ops.update(before)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda run: run.__name__)
+def test_a_wrong_schedule_is_refused_with_the_first_differing_element(wrong: Callable[..., Tensor]) -> None:
+    op = ScheduledOp(family(wrong, equal))
+    x, w = arguments()
+    verdict = op.verdict(x, w)
+    assert verdict is not None
+    refused, right = verdict.trials
+    assert not refused.certified and right.certified and refused.ms is None
+    first = refused.first
+    assert first is not None and first["kind"] in schedule.KINDS and first["rows"] in (2, 6)
+    assert len(first["index"]) == 2 and first["actual"] != first["expected"]
+    assert 0 < first["mismatches"] <= first["elements"] == first["rows"] * 5
+    assert op.chosen(x, w) == "fake.equal"
+    assert torch.equal(op(x, w), anchor(x, w))
+
+
+def test_the_evidence_is_reproducible() -> None:
+    op = ScheduledOp(family(split_k))
+    x, w = arguments()
+    first = op.verdict(x, w)
+    assert first is not None
+    again, _ = schedule.certify(op.family, op.family.key(x, w), first.seed)
+    assert again.trials[0].first == first.trials[0].first is not None
+
+
+def test_the_fastest_equal_one_is_chosen_and_the_anchor_where_none_is_faster() -> None:
+    x, w = arguments()
+    assert ScheduledOp(family(slow, equal)).chosen(x, w) == "fake.equal"
+    assert ScheduledOp(family(slow, split_k)).chosen(x, w) == ANCHOR
+
+
+def test_a_schedule_that_raises_is_refused_with_its_words() -> None:
+    op = ScheduledOp(family(raises, equal))
+    verdict = op.verdict(*arguments())
+    assert verdict is not None and "no kernel image" in verdict.trials[0].reason and not verdict.trials[0].certified
+    assert op.chosen(*arguments()) == "fake.equal"
+
+
+def counted(calls: list[int]) -> Callable[..., Tensor]:
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        calls.append(1)
+        return anchor(x, w)
+
+    return run
+
+
+def test_verdicts_are_kept_by_key() -> None:
+    calls: list[int] = []
+    x, w = arguments()
+    ScheduledOp(family(equal, anchor=counted(calls)))(x, w)
+    certified = len(calls)
+    assert certified > 10
+    op = ScheduledOp(family(equal, anchor=counted(calls)))
+    op(x, w)
+    assert len(calls) == certified, "the file of the first op served the second"
+    op(*arguments(m=9))
+    assert len(calls) == certified, "the same bucket of rows"
+    op(*arguments(n=6))
+    other_shape = len(calls)
+    assert other_shape > certified
+    ScheduledOp(family(equal, anchor=counted(calls), versions=lambda: {"cublaslt": "2"}))(x, w)
+    other_version = len(calls)
+    assert other_version > other_shape
+    ScheduledOp(family(equal, anchor=counted(calls), sources=(Path(__file__),)))(x, w)
+    assert len(calls) > other_version
+
+
+@pytest.mark.parametrize("text", ("", "{", "[]", '{"format": 1}', '{"format": 1, "identity": 3, "trials": [{}]}'))
+def test_a_corrupt_file_is_ignored_with_a_warning(cache: Path, text: str) -> None:
+    x, w = arguments()
+    ScheduledOp(family(equal))(x, w)
+    (path,) = cache.glob("*.json")
+    whole = path.read_text()
+    path.write_text(text)
+    with pytest.warns(RuntimeWarning, match="unreadable verdict"):
+        assert ScheduledOp(family(equal)).chosen(x, w) == "fake.equal"
+    assert json.loads(path.read_text()).keys() == json.loads(whole).keys()
+    assert not list(cache.glob("*.tmp"))
+
+
+def test_a_file_of_another_format_or_identity_is_not_believed(cache: Path) -> None:
+    x, w = arguments()
+    ScheduledOp(family(split_k))(x, w)
+    (path,) = cache.glob("*.json")
+    data = json.loads(path.read_text())
+    data["trials"][0].update(certified=True, ms=0.0)
+    for change in ({"format": 0}, {"identity": {**data["identity"], "driver": "another"}}):
+        path.write_text(json.dumps({**data, **change}))
+        assert ScheduledOp(family(split_k)).chosen(x, w) == ANCHOR
+
+
+def test_strict_names_op_shape_and_reason() -> None:
+    x, w = arguments()
+    op = ScheduledOp(family(equal, unavailable=lambda: "no compiler"))
+    assert torch.equal(op(x, w), anchor(x, w))
+    with schedule.strict(), pytest.raises(UncertifiedError, match=r"fake.*'weight': \(5, 64\).*no compiler"):
+        op(x, w)
+    assert torch.equal(op(x, w), anchor(x, w)), "strict ends with its block"
+    good = ScheduledOp(family(equal))
+    with schedule.strict():
+        assert torch.equal(good(x, w), anchor(x, w))
+
+
+def test_a_class_that_cannot_be_certified_runs_its_anchor_and_raises_in_strict_mode() -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    op = ScheduledOp(Family(**{**family(equal).__dict__, "sample": full}))
+    x, w = arguments()
+    with pytest.warns(RuntimeWarning, match="runs its anchor, certification failed: OutOfMemoryError"):
+        assert torch.equal(op(x, w), anchor(x, w))
+    assert op.failures() and op.chosen(x, w) == ANCHOR
+    with schedule.strict(), pytest.raises(UncertifiedError, match="out of memory"):
+        op(x, w)
+
+
+def test_nothing_is_certified_under_graph_capture(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    x, w = arguments()
+    op = ScheduledOp(family(equal))
+    capturing = True
+    monkeypatch.setattr(schedule, "_capturing", lambda device: capturing)
+    assert torch.equal(op(x, w), anchor(x, w))
+    assert not cache.exists()
+    with schedule.strict(), pytest.raises(UncertifiedError, match="graph capture"):
+        op(x, w)
+    capturing = False
+    assert op.chosen(x, w) == "fake.equal"
+    capturing = True
+    assert op.chosen(x, w) == "fake.equal", "settled before, used inside"
+
+
+def test_schedules_are_switched_off_and_on_again() -> None:
+    x, w = arguments()
+    op = ScheduledOp(family(equal, slow))
+    y = op(x, w)
+    for names in ((), ("fake",), ("fake.equal",)):
+        with schedule.without(*names):
+            assert op.chosen(x, w) == ANCHOR
+            assert torch.equal(op(x, w), y)
+    assert op.chosen(x, w) == "fake.equal"
+
+
+def test_a_warm_call_costs_little() -> None:
+    op = ScheduledOp(family(equal))
+    op(*arguments())
+    op._key = lambda x, w: key  # the op's own part is its key; this is the dispatcher's
+    key = next(iter(op._chosen))
+    op._chosen[key] = nothing = lambda x, w: x
+    x, w = arguments()
+
+    def cost(fn: Callable[..., Tensor]) -> float:
+        best = float("inf")
+        for _ in range(20):
+            start = time.perf_counter()
+            for _ in range(1000):
+                fn(x, w)
+            best = min(best, (time.perf_counter() - start) / 1000)
+        return best
+
+    assert cost(op) - cost(nothing) < 1e-6
+
+
+def test_the_report_shows_every_schedule() -> None:
+    op = ScheduledOp(family(split_k, equal))
+    op(*arguments())
+    rows = [row for row in schedule.report(torch.device("cpu")) if row["op"] == "fake"]
+    assert [(row["schedule"], row["certified"], row["chosen"]) for row in rows] == [
+        (ANCHOR, True, False), ("fake.split_k", False, False), ("fake.equal", True, True),
+    ]  # fmt: skip
+    assert rows[1]["first"]["index"] and rows[2]["speed"] > 1
+    json.dumps(rows)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("kind", schedule.KINDS)
+def test_values_are_what_their_kind_says(kind: str, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = values(kind, 7, 512, dtype, g), values(kind, 5, 512, dtype, g, second=True)
+    assert x.dtype == w.dtype == dtype and x.isfinite().all() and w.isfinite().all()
+    if kind == "wide":
+        assert x.abs().max() / x[x != 0].abs().min() > 2**6
+    if kind == "cancel":
+        partial, total = (x[:, :256].double() @ w[:, :256].double().T), x.double() @ w.double().T
+        assert partial.abs().median() > 4 * total.abs().median()
+    if kind == "zeros":
+        assert (x[0] == 0).all() and (w[0] >= 0).all() and (x == 0).float().mean() > 0.5
+        assert (torch.signbit(x) & (x == 0)).any() and (~torch.signbit(x) & (x == 0)).any()
+    if kind == "denormal":
+        assert (x != 0).any() and (x.abs() < torch.finfo(dtype).tiny).float().mean() > 0.5
+
+
+def test_the_bridge_to_cublaslt_compiles_against_the_headers() -> None:
+    try:
+        includes = build.cuda_includes()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    import ctypes
+
+    library = ctypes.CDLL(str(build.build_cublaslt(includes)))
+    library.rlk_lt_error.restype = ctypes.c_char_p
+    assert library.rlk_lt_open(b"/nowhere/libcublasLt.so.13") == 1
+    assert b"/nowhere/libcublasLt.so.13" in library.rlk_lt_error()
+
+
+def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "_CUDA_HEADERS", ("no_such_header.h",))
+    with pytest.raises(build.BuildError, match=r"no_such_header\.h.*set CUDA_HOME"):
+        build.cuda_includes(tmp_path / "lib" / "libcublasLt.so.13")
