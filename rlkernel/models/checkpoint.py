@@ -284,7 +284,7 @@ def save_model(
         raise CheckpointError(f"save_model: cannot write beside {target}: {error}") from None
     try:
         work.chmod(0o755)  # mkdtemp makes it private
-        _write_json(work / "config.json", to_hf(model.config))
+        _write_json(work / "config.json", {**to_hf(model.config), "rlkernel_contract": contract_id()})
         _write_json(work / "generation_config.json", _generation(model.config))
         if tokenizer_dir is not None:
             copy_tokenizer_files(tokenizer_dir, work)
@@ -342,7 +342,8 @@ def _write_tensors(model: Decoder, work: Path, max_shard_bytes: int) -> None:
         file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         # Copied a shard at a time: safetensors wants tensors that own their memory, and views of a fused one do not.
         owned = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in shard}
-        save_file(owned, work / file, metadata={"format": "pt", "contract": contract_id()})
+        # One key alone: safetensors writes several in a random order, and equal runs would differ in their bytes.
+        save_file(owned, work / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(owned, file)
     if len(shards) > 1:
         _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

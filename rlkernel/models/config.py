@@ -332,7 +332,7 @@ def from_hf(
             eos_token_id=eos,
             pad_token_id=read.token("pad_token_id"),
             dtype=_read_dtype(read),
-            extra={key: value for key, value in values.items() if key not in _OWN_KEYS},
+            extra={key: value for key, value in values.items() if key not in _OWN_KEYS and key != "rlkernel_contract"},
             generation=dict(own),
         )
     except ConfigError as error:

@@ -216,7 +216,7 @@ def _named(
 ) -> dict[str, Tensor]:
     value = dict(zip(STATS, stats.unbind(), strict=True))
     count = dict(zip(COUNTS, counts.unbind(), strict=True))
-    of = count["tokens"].clamp(min=1)
+    of = count["tokens"].clamp(min=1).to(torch.float32)
     out = {"tokens": count["tokens"], "sequences": count["sequences"]}
     out |= {f"clip_fraction_{side}": count[f"clip_{side}"] / of for side in ("low", "high", "dual")}
     out |= {name: value[name] for name in ("ratio_mean", "ratio_min", "ratio_max", "kl_old_k1", "kl_old_k3")}

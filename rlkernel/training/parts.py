@@ -131,7 +131,7 @@ def read_inputs(settings: Settings) -> Inputs:
             f"data: data.heldout_rows={settings.data.heldout_rows} leaves no training row of {settings.data.train}"
         )
     if rewards is not None:
-        rewards.require([name for name in rows[0] if name != "prompt"])
+        rewards.require([name for name in rows[0] if name not in ("prompt", data.WHERE)])
     return Inputs(task, rows, heldout[: settings.eval.rows], examples, rewards, heldout_rewards)
 
 

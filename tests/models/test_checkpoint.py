@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from hf_models import CASES, build, save, tensors
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rlkernel.contract import assert_bitwise, contract_id
@@ -184,8 +183,10 @@ def test_save_carries_files_and_contract(tmp_path: Path) -> None:
     save_tokenizer(character_tokenizer("0123456789+="), tmp_path / "tok")
     target = save_model(Decoder.from_config(TINY), tmp_path / "out", tmp_path / "tok")
     assert transformers.AutoTokenizer.from_pretrained(target)("1+2")["input_ids"] == [3, 12, 4]
-    with safe_open(target / "model.safetensors", framework="pt") as file:
-        assert file.metadata()["contract"] == contract_id()
+    assert json.loads((target / "config.json").read_text())["rlkernel_contract"] == contract_id()
+    again = save_model(Decoder.from_config(TINY), tmp_path / "again", tmp_path / "tok")
+    assert (again / "model.safetensors").read_bytes() == (target / "model.safetensors").read_bytes()
+    shutil.rmtree(again)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "tok"]  # nothing beside it is left
     assert target.stat().st_mode & 0o077 == 0o055
 
