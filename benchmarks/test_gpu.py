@@ -8,9 +8,26 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+SUMMED = ("cases", "tokens", "mismatches")
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+
+def _by_function(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of one parametrised test added up: cases, tokens, mismatches; other fields where all agree."""
+    merged: dict[str, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda r: r["test"]):
+        name = row["test"].split("[", 1)[0]
+        total = merged.setdefault(name, {**row, "test": name, **dict.fromkeys(SUMMED, 0)})
+        for key in SUMMED:
+            total[key] += row.get(key, 0)
+        total["max_abs_diff"] = max(total.get("max_abs_diff", 0.0), row.get("max_abs_diff", 0.0))
+        for key in set(total) - {"test", "max_abs_diff", *SUMMED}:
+            if row.get(key) != total[key]:
+                total[key] = "several"
+    return list(merged.values())
 
 
 def main() -> int:
@@ -32,7 +49,8 @@ def main() -> int:
                 "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
             },
         ).returncode
-        rows = json.loads(rows_file.read_text()) if rows_file.exists() else []
+        rows = [row for file in sorted(Path(folder).glob("rows.json*")) for row in json.loads(file.read_text())]
+        rows = _by_function(rows)
         import xml.etree.ElementTree as ElementTree
 
         suite = ElementTree.parse(report).getroot().find("testsuite") if report.exists() else None

@@ -25,5 +25,6 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     target = os.environ.get("RLKERNEL_RECORD")
-    if target:
-        Path(target).write_text(json.dumps(_ROWS))
+    if target and _ROWS:
+        # pytest-xdist's workers each write a file of their own beside it.
+        Path(target + os.environ.get("PYTEST_XDIST_WORKER", "")).write_text(json.dumps(_ROWS))
