@@ -25,7 +25,7 @@ def model() -> Decoder:
     return Decoder.from_config(config, seed=0).to(device="cuda", dtype=torch.bfloat16)
 
 
-def requests(model: Decoder, count: int = REQUESTS) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(model: Decoder, count: int = REQUESTS, longer: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
     """Lengths on both sides of a split of attention, filters, kept sets, greedy, early stops, n > 1."""
     rng = random.Random(0)
     vocab = model.config.vocab_size
@@ -39,7 +39,9 @@ def requests(model: Decoder, count: int = REQUESTS) -> tuple[list[list[int]], li
         {"min_p": 0.05, "temperature": 1.3},
         {"stop_token_ids": tuple(range(0, vocab, 40))},
     ]
-    params = [SamplingParams(seed=i, max_tokens=rng.randint(8, 64), **kinds[i % len(kinds)]) for i in range(count)]
+    params = [
+        SamplingParams(seed=i, max_tokens=longer + rng.randint(8, 64), **kinds[i % len(kinds)]) for i in range(count)
+    ]
     return prompts, params
 
 
@@ -56,14 +58,18 @@ def facts(outputs: list[RequestOutput]) -> list[tuple]:
     ]
 
 
-def run(model: Decoder, graphs: bool, pages: int = 2600, **sizes: int) -> tuple[list[tuple], LLM]:
+def run(model: Decoder, graphs: bool, pages: int = 2600, longer: int = 0, **sizes: int) -> tuple[list[tuple], LLM]:
     llm = LLM(model, num_pages=pages, cuda_graphs=graphs, **{**SIZES, **sizes})
-    return facts(llm.generate(*requests(model))), llm
+    return facts(llm.generate(*requests(model, longer=longer))), llm
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("plenty", {"pages": 6000}), ("preemption", {"pages": 1200}), ("pages of 24", {"page_size": 24})],
+    [
+        ("plenty", {"pages": 6000}),
+        ("preemption", {"page_size": 4, "pages": 3000, "longer": 120}),
+        ("pages of 24", {"page_size": 24}),
+    ],
 )
 def test_graphs_change_no_bit(model: Decoder, record: Callable[..., None], name: str, sizes: dict[str, int]) -> None:
     eager, plain = run(model, False, **sizes)
@@ -80,7 +86,7 @@ def test_graphs_change_no_bit(model: Decoder, record: Callable[..., None], name:
     assert graphs.recorded > 3 and graphs.replayed > graphs.recorded
     assert name != "preemption" or llm.stats.preemptions > 0
     # Once more, with all shapes recorded.
-    assert facts(llm.generate(*requests(model))) == eager
+    assert facts(llm.generate(*requests(model, longer=sizes.get("longer", 0)))) == eager
 
 
 def test_weights(model: Decoder, record: Callable[..., None]) -> None:
