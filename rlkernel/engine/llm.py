@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlkernel.data.tokenizer import Tokenizer
 from rlkernel.engine.block_manager import BlockManager
+from rlkernel.engine.graphs import DecodeGraphs, Recorder, wanted
 from rlkernel.engine.request import (
     CacheTooSmallError,
     Decode,
@@ -61,9 +62,10 @@ class LLM:
         max_model_len: longest sequence, prompt and completion; default and most the model's max_position_embeddings.
         prefix_caching: keep full pages findable by their token ids for later prompts.
         seed: root of the seeds of requests that have none.
+        cuda_graphs: record steps of one token a sequence as CUDA graphs; default where the model is on an NVIDIA GPU.
 
     Raises:
-        ValueError: a size is out of range.
+        ValueError: a size is out of range; cuda_graphs=True for a model on the CPU.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class LLM:
         max_model_len: int | None = None,
         prefix_caching: bool = True,
         seed: int = 0,
+        cuda_graphs: bool | None = None,
     ) -> None:
         if isinstance(model, (str, Path)):
             tokenizer = _tokenizer_of(model) if tokenizer is None else tokenizer
@@ -103,13 +106,15 @@ class LLM:
         self.page_size = page_size
         self.seed = seed
         device = model.head_weight.device
+        record = wanted(cuda_graphs, device)
         longest = ceil_div(self.max_model_len, page_size)
         self.num_pages = num_pages or _default_pages(model, page_size, longest, max_num_seqs, device)
         self.blocks = BlockManager(self.num_pages, prefix_caching)
         table = SequenceTable(max_num_seqs, page_size, tuple(config.eos_token_id), self.max_model_len)
         self.scheduler = Scheduler(self.blocks, table, max_num_batched_tokens)
         cache = KVCache(config, self.num_pages, page_size, model.head_weight.dtype, device)
-        self.runner = Runner(model, cache, table, max_num_batched_tokens, min(longest, self.num_pages))
+        graphs = DecodeGraphs(model, lambda: Recorder(device)) if record else None
+        self.runner = Runner(model, cache, table, max_num_batched_tokens, min(longest, self.num_pages), graphs)
         self._decode = _decoder_of(tokenizer)
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -218,6 +223,8 @@ class LLM:
                 "step until they are done, or call abort_all"
             )
         self.blocks.clear_cache()
+        if self.runner.graphs is not None:
+            self.runner.graphs.refresh()
 
     @property
     def stats(self) -> SchedulerStats:

@@ -1,6 +1,6 @@
 """Runs one planned step: batch tensors from the table's arrays, the model's forward, the sampler, one copy back.
 
-Everything a step sends to the device lies in one buffer with fixed addresses (a CUDA graph of a decode step can read
+Everything a step sends to the device lies in one buffer with fixed addresses (the CUDA graph of a decode step reads
 them) and goes there in one copy. On the CPU that buffer is the memory the kernels read.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import ops
+from rlkernel.engine.graphs import DecodeGraphs, padded, padded_keys, padded_rows, padded_table
 from rlkernel.engine.scheduler import Step
 from rlkernel.engine.table import SequenceTable, ceil_div
 from rlkernel.models import KVCache, PagedBatch
@@ -122,14 +123,24 @@ class Runner:
         table: rows of running sequences.
         max_num_batched_tokens: tokens of a step at most.
         max_pages: pages of one sequence at most.
+        graphs: what runs the forward of steps with one token a sequence; None: the model, as in all other steps.
     """
 
     def __init__(
-        self, model: Decoder, cache: KVCache, table: SequenceTable, max_num_batched_tokens: int, max_pages: int
+        self,
+        model: Decoder,
+        cache: KVCache,
+        table: SequenceTable,
+        max_num_batched_tokens: int,
+        max_pages: int,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.table = table
+        self.graphs = graphs
+        self._max_rows = min(table.rows, max_num_batched_tokens)
+        self._max_keys = max_pages * table.page_size
         self.buffers = StepBuffers(
             model.head_weight.device, step_sections(max_num_batched_tokens, table.rows, max_pages)
         )
@@ -149,25 +160,19 @@ class Runner:
             owners = np.repeat(rows, lens)
             positions = np.arange(total) - np.repeat(ends - lens - starts, lens)
         seq_lens = starts + lens
-        longest = int(seq_lens.max())
+        ids = table.tokens[owners, positions]
         slots = table.block_table[owners, positions // size].astype(np.int64) * size + positions % size
-        packed = PagedBatch(
-            input_ids=put("input_ids", table.tokens[owners, positions]),
-            positions=put("positions", positions),
-            cu_seqlens_q=put("cu_seqlens", np.concatenate([[0], ends])),
-            seq_lens_k=put("seq_lens", seq_lens),
-            block_table=put("block_table", table.block_table[rows, : ceil_div(longest, size)]),
-            slots=put("slots", slots),
-            kv_cache=self.cache,
-            max_seqlen_q=int(lens.max()),
-            max_seqlen_k=longest,
-        )
+        graphs = self.graphs if total == batch and self.graphs is not None and self.graphs.usable else None
+        if graphs is None:
+            packed = self._batch(ids, positions, ends, seq_lens, rows, slots, int(seq_lens.max()), int(lens.max()))
+        else:
+            packed = self._padded_batch(ids, positions, seq_lens, rows, slots)
         sampled = self._put_samples(step, ends, total)
         scored = self._put_scores(owners, positions) if table.scoring[rows].any() else None
         copies = put("copies", np.asarray(step.copies, np.int64).T) if step.copies else None
         self.buffers.send()
 
-        hidden = self.model(packed)
+        hidden = self.model(packed) if graphs is None else graphs.forward(packed)[:total]
         if copies is not None:
             self._copy_pages(copies[0], copies[1])
         if scored is not None:
@@ -184,6 +189,48 @@ class Runner:
         if logits_index is not None:
             logits = logits.index_select(0, logits_index)
         return fetch(ops.sample(logits, **arguments))
+
+    def _batch(
+        self,
+        ids: Array,
+        positions: Array,
+        ends: Array,
+        seq_lens: Array,
+        rows: Array,
+        slots: Array,
+        max_seqlen_k: int,
+        max_seqlen_q: int,
+    ) -> PagedBatch:
+        """The batch in the step buffers; `ends`: first token after each sequence."""
+        put, pages = self.buffers.put, ceil_div(max_seqlen_k, self.table.page_size)
+        return PagedBatch(
+            input_ids=put("input_ids", ids),
+            positions=put("positions", positions),
+            cu_seqlens_q=put("cu_seqlens", np.concatenate([[0], ends])),
+            seq_lens_k=put("seq_lens", seq_lens),
+            block_table=put("block_table", padded_table(self.table.block_table, rows, len(seq_lens), pages)),
+            slots=put("slots", slots),
+            kv_cache=self.cache,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
+
+    def _padded_batch(self, ids: Array, positions: Array, seq_lens: Array, rows: Array, slots: Array) -> PagedBatch:
+        """A batch of one token a sequence in the shape of its graph.
+
+        A padded row is a sequence of one token, id 0 at position 0, that reads page 0 and stores nothing (slot -1).
+        """
+        size = padded_rows(len(rows), self._max_rows)
+        return self._batch(
+            padded(ids, size, 0),
+            padded(positions, size, 0),
+            np.arange(1, size + 1),
+            padded(seq_lens, size, 1),
+            rows,
+            padded(slots, size, -1),
+            padded_keys(int(seq_lens.max()), self._max_keys),
+            1,
+        )
 
     def _put_samples(
         self, step: Step, ends: Array, total: int

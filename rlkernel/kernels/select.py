@@ -125,6 +125,11 @@ def _decide(op: str, device: str) -> Choice:
     return Choice(op, device, "reference", reason, fn)
 
 
+def forced() -> bool:
+    """Whether a `use` block is active."""
+    return bool(_forced)
+
+
 @contextlib.contextmanager
 def use(implementation: str) -> Iterator[None]:
     """Forces one of `IMPLEMENTATIONS` for every op inside the block (tests, certification)."""

@@ -86,7 +86,7 @@ class PagedBatch:
         cu_seqlens_q: [B+1] int32, first new token of each sequence, then T.
         seq_lens_k: [B] int32, keys of each sequence, the new tokens included.
         block_table: [B, P] int32, page numbers of each sequence in order; entries past its length are not read.
-        slots: [T] int64, where each token's key and value go: page * page_size + offset.
+        slots: [T] int64, where each token's key and value go: page * page_size + offset; -1: nowhere.
         kv_cache: the cache of all layers, written by the forward.
         max_seqlen_q, max_seqlen_k: longest of both kinds, or more.
     """
@@ -143,8 +143,10 @@ class PagedBatch:
             )
         last = cache.num_pages * cache.page_size - 1
         lowest, highest = (int(v) for v in self.slots.aminmax())
-        if lowest < 0 or highest > last:
-            raise BatchError(f"slots run from {lowest} to {highest}; the cache holds slots 0 to {last}")
+        if lowest < -1 or highest > last:
+            raise BatchError(
+                f"slots run from {lowest} to {highest}; the cache holds slots 0 to {last}, and -1 stores nothing"
+            )
         pages = (lengths + cache.page_size - 1) // cache.page_size
         if int(pages.max()) > self.block_table.shape[1]:
             raise BatchError(

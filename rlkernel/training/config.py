@@ -106,6 +106,9 @@ class EngineSettings(_Section):
         default=None, ge=1, description="KV pages; default: enough for max_num_seqs at full length"
     )
     prefix_caching: bool = Field(default=True, description="compute the prompt of a group once")
+    cuda_graphs: bool | None = Field(
+        default=None, description="record decode steps as CUDA graphs; default: on NVIDIA GPUs"
+    )
 
 
 class LossSettings(_Section):

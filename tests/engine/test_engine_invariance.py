@@ -14,6 +14,7 @@ from tiny import CONTEXT, fingerprint, make_model, shared_model, training_logps
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise, compare_bitwise
 from rlkernel.engine import LLM, SamplingParams
+from rlkernel.engine.graphs import DecodeGraphs
 from rlkernel.models import PackedBatch
 
 PARAMS = (
@@ -58,11 +59,12 @@ def alone(name: str) -> tuple[tuple, ...]:
     spare=st.sampled_from([0, 3, 1000]),
     prefix_caching=st.booleans(),
     warm=st.booleans(),
+    graphs=st.booleans(),
 )
 def test_nothing_but_the_request_decides(
-    name, order, late, max_num_seqs, budget, page_size, spare, prefix_caching, warm
+    name, order, late, max_num_seqs, budget, page_size, spare, prefix_caching, warm, graphs
 ):
-    """Batch, arrival, rows, chunk size, page size, preemption, prefix hits: same tokens, same bytes."""
+    """Batch, arrival, rows, chunk size, page size, preemption, prefix hits, padded decodes: same tokens, same bytes."""
     need = max(-(-(len(p) + q.max_tokens - 1) // page_size) for p, q in zip(PROMPTS, PARAMS, strict=True))
     llm = LLM(
         shared_model(name),
@@ -72,6 +74,8 @@ def test_nothing_but_the_request_decides(
         num_pages=need + spare,
         prefix_caching=prefix_caching,
     )
+    if graphs:
+        llm.runner.graphs = DecodeGraphs(llm.model, lambda: lambda forward: forward)
     if warm:
         llm.generate([SYSTEM + [2, 3, 4]], SamplingParams(max_tokens=3, seed=0))
     ids = {}

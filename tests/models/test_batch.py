@@ -38,6 +38,7 @@ def test_good_batches() -> None:
     assert batch.cu_seqlens.tolist() == [0, 3, 4] and batch.positions.tolist() == [0, 1, 2, 0]
     assert batch.cu_seqlens.dtype == torch.int32 and batch.max_seqlen == 3
     paged().validate(CONFIG)
+    replace(paged(), slots=torch.tensor([11, -1, 4])).validate(CONFIG)  # -1 stores nothing
 
 
 PACKED: dict[str, tuple[dict[str, Any], str]] = {
@@ -70,7 +71,7 @@ PAGED: dict[str, tuple[dict[str, Any], str]] = {
     "position": ({"positions": torch.tensor([3, 5, 0])}, r"positions\[1\] is 5; (.*) at 4"),
     "context": ({"seq_lens_k": int32(5, 20), "positions": torch.tensor([3, 4, 19])}, r"positions\[2\] is 19"),
     "slot": ({"slots": torch.tensor([11, 12, 4])}, "slots run from 4 to 12; the cache holds slots 0 to 11"),
-    "negative slot": ({"slots": torch.tensor([11, -1, 4])}, "slots run from -1"),
+    "negative slot": ({"slots": torch.tensor([11, -2, 4])}, "slots run from -2"),
     "page": ({"block_table": int32(2, 3, 1, 0).view(2, 2)}, "names pages 1 to 3; the cache has pages 0 to 2"),
     "unset page": ({"block_table": int32(2, -1, 1, 0).view(2, 2)}, "names pages -1 to 2"),
     "short table": ({"block_table": int32(2, 1).view(2, 1)}, "has 1 pages a sequence; 5 keys need 2"),
