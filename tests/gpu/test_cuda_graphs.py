@@ -21,7 +21,7 @@ SIZES = {"max_num_seqs": 40, "max_num_batched_tokens": 2048, "page_size": 16}
 
 @pytest.fixture
 def model() -> Decoder:
-    config = replace(preset("qwen3-0.6b"), num_layers=6, max_position_embeddings=8192)
+    config = replace(preset("qwen3-0.6b"), num_layers=6, windows=(None,) * 6, max_position_embeddings=8192)
     return Decoder.from_config(config, seed=0).to(device="cuda", dtype=torch.bfloat16)
 
 
