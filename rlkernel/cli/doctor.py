@@ -98,21 +98,22 @@ def _difference(first: dict[str, Any] | None) -> str:
 
 
 def _print_schedules(console: Any, found: dict[str, Any]) -> None:
-    from rich.table import Table
-
     if found["unavailable"]:
         console.print(f"schedules: off, every op runs its anchor: {found['unavailable']}")
     for row in found["uncertified"]:
         console.print(f"not certified: {row['op']} {row['shape']}: {row['reason']}")
     if not found["rows"]:
         return
-    table = Table("op", "shape", "schedule", "verdict", "speed", "evidence")
-    for row in found["rows"]:
+    last = None
+    for row in found["rows"]:  # lines, not a table: six columns do not fit a terminal
         shape = ", ".join(f"{name}={value}" for name, value in row["shape"].items() if value is not False)
+        if (row["op"], shape) != last:
+            last = (row["op"], shape)
+            console.print(f"{row['op']} {shape}", style="bold", markup=False, soft_wrap=True)
         verdict = ("certified" if row["certified"] else "refused") + (", chosen" if row["chosen"] else "")
-        speed = "" if row["speed"] is None else f"{row['speed']:.2f}x, {row['ms']:.4f} ms"
-        table.add_row(row["op"], shape, row["schedule"], verdict, speed, row["reason"] + _difference(row["first"]))
-    console.print(table)
+        speed = "" if row["speed"] is None else f"{row['speed']:.2f}x anchor, {row['ms']:.4f} ms; "
+        line = f"  {row['schedule']}: {verdict}; {speed}{row['reason']}{_difference(row['first'])}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def run(args: argparse.Namespace) -> int:
