@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # A CPU build of torch where no NVIDIA driver is found; TORCH=... overrides it.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
+# Without a GPU torch brings no Triton; the ahead-of-time tests then use the version that the GPU figures were made with.
+TRITON ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "triton==3.6.0")
 PYTEST_ARGS ?=
 
 .PHONY: demo test test-gpu bench docs lint setup clean
@@ -12,7 +14,7 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)" "numpy<2.4"
+	$(BIN)/python -m pip install --quiet "$(TORCH)" "numpy<2.4" $(TRITON)
 	$(BIN)/python -m pip install --quiet -e ".[test,lint]"
 	touch $@
 

@@ -56,8 +56,8 @@ def test_compiles(module: str, target: str) -> None:
         if variant.constants.get("TMA"):
             assert "cp.async.bulk.tensor" in kernel.text, what
         if variant.main:  # speed depends on it
-            strict = target == "sm_90" and triton.__version__.startswith("3.6.")  # what the configurations were made on
-            allowed = 0 if strict else 16
+            # Register allocation is the compiler's: the bounds are those of Triton 3.6, which `make setup` installs here.
+            allowed = 0 if target != "sm_80" and triton.__version__.startswith("3.6.") else 16
             usage = kernel.resources()
             assert usage["stack"] <= allowed and usage["spill_stores"] <= allowed // 4, f"{what} spills: {usage}"
 
