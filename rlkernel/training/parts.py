@@ -141,8 +141,9 @@ def _of_task(
     if settings.algorithm == "grpo":
         heldout = task.heldout()[: settings.eval.rows]
         return Inputs(task, task.train_prompts(settings.run.seed), heldout, examples, rewards, heldout_rewards)
-    rows = task.sft_examples(settings.warmup.examples + settings.eval.rows, settings.run.seed)
-    return Inputs(task, rows[settings.eval.rows :], rows[: settings.eval.rows], [], None, None)
+    drawn = task.sft_examples(settings.warmup.examples + settings.eval.rows, settings.run.seed)
+    rows, heldout = data.split_heldout(drawn, settings.eval.rows)
+    return Inputs(task, rows, heldout, [], None, None)
 
 
 def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> Parts:

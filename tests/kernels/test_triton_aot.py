@@ -56,7 +56,7 @@ def test_compiles(module: str, target: str) -> None:
         if variant.constants.get("TMA"):
             assert "cp.async.bulk.tensor" in kernel.text, what
         if variant.main:  # speed depends on it
-            # Register allocation is the compiler's: the bounds are those of Triton 3.6, which `make setup` installs here.
+            # Register allocation is the compiler's: these bounds are Triton 3.6's, which `make setup` installs here.
             allowed = 0 if target != "sm_80" and triton.__version__.startswith("3.6.") else 16
             usage = kernel.resources()
             assert usage["stack"] <= allowed and usage["spill_stores"] <= allowed // 4, f"{what} spills: {usage}"

@@ -14,10 +14,11 @@ from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.models import Decoder, ModelConfig
 from rlkernel.training.batch import Sample, pack_samples
-from rlkernel.training.config import OptimizerSettings
+from rlkernel.training.config import OptimizerSettings, resolve
 from rlkernel.training.display import Display
 from rlkernel.training.launch import launch
 from rlkernel.training.optimizer import Optimizer
+from rlkernel.training.parts import read_inputs
 from rlkernel.training.run import read_jsonl
 from rlkernel.training.sft import batches, mean_loss, sft_update
 
@@ -76,3 +77,9 @@ def test_a_whole_supervised_run(tmp_path: Path) -> None:
     assert evals[-1]["loss"] < evals[0]["loss"]
     assert "Supervised training finished." in (folder / "report.html").read_text(encoding="utf-8")
     assert (folder / "model" / "model.safetensors").exists()
+
+
+def test_held_out_rows_of_a_task_are_not_trained_on() -> None:
+    inputs = read_inputs(resolve(algorithm="sft", overrides=["data.task=arithmetic", "warmup.examples=20000"]))
+    assert inputs.heldout
+    assert not {row["prompt"] for row in inputs.heldout} & {row["prompt"] for row in inputs.train}
