@@ -91,8 +91,10 @@ def _schedules() -> dict[str, Any]:
 def _difference(first: dict[str, Any] | None) -> str:
     if first is None:
         return ""
+    of = f"result {first['result']}, " if "result" in first else ""
     where = (
-        f"; {first['kind']}, {first['rows']} rows: at {first['index']} {first['actual']}, anchor {first['expected']}"
+        f"; {first['kind']}, {first['rows']} rows: {of}at {first['index']} {first['actual']}, "
+        f"anchor {first['expected']}"
     )
     return f"{where}, {first['mismatches']} of {first['elements']} differ"
 

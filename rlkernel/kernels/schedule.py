@@ -38,7 +38,7 @@ ANCHOR = "anchor"
 _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Key = tuple[Hashable, ...]
-Run = Callable[..., Tensor]
+Run = Callable[..., Any]
 
 
 class UncertifiedError(RuntimeError):
@@ -80,6 +80,8 @@ class Family:
         sources: files whose change voids a verdict.
         unavailable: why nothing can be certified in this process, or None.
         versions: further library versions that a verdict depends on.
+        mutates: positions of the arguments that the op writes (None among them is allowed). Every run of a comparison
+            gets copies of its own, and they count among its results, after what it returns.
     """
 
     op: str
@@ -93,6 +95,7 @@ class Family:
     sources: Sequence[Path] = ()
     unavailable: Callable[[], str | None] = lambda: None
     versions: Callable[[], dict[str, str]] = dict
+    mutates: Sequence[int] = ()
 
 
 def values(
@@ -145,7 +148,8 @@ class Trial:
         certified: equal to the anchor in every comparison.
         reason: why not, else how much was compared.
         elements: number of elements compared.
-        first: where it first differed: kind, rows, index, actual, expected, ulps, mismatches, elements.
+        first: where it first differed: kind, rows, index, actual, expected, ulps, mismatches, elements; also `result`,
+            the tensor's number, where the op has several.
         ms: milliseconds at the largest row count, None where refused.
     """
 
@@ -273,6 +277,28 @@ def identity(family: Family, key: Key) -> dict[str, Any]:
 # ---- certification -------------------------------------------------------------------------------
 
 
+def _results(run: Run, arguments: tuple[Any, ...], mutates: Sequence[int]) -> list[Tensor]:
+    """The tensors that a run returns, then those that it wrote, which are copies of the given ones."""
+    own = list(arguments)
+    for i in mutates:
+        own[i] = None if own[i] is None else own[i].clone(memory_format=torch.preserve_format)
+    returned = run(*own)
+    returned = returned if isinstance(returned, (tuple, list)) else (returned,)
+    return [t for t in (*returned, *(own[i] for i in mutates)) if t is not None]
+
+
+def _first_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, Any] | None:
+    """`_difference` of the first result that differs, with its number under "result" where there are several."""
+    if len(actual) != len(expected):
+        return {"index": None, "actual": f"{len(actual)} results", "expected": f"{len(expected)} results", "ulps": None,
+                "mismatches": None, "elements": None}  # fmt: skip
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        found = _difference(a, b)
+        if found is not None:
+            return found if len(expected) == 1 else {"result": i, **found}
+    return None
+
+
 def _difference(actual: Tensor, expected: Tensor) -> dict[str, Any] | None:
     """The first differing element and the count, or None; compares on the device, copies two elements."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -292,9 +318,9 @@ def _difference(actual: Tensor, expected: Tensor) -> dict[str, Any] | None:
             "mismatches": int(differs.sum()), "elements": expected.numel()}  # fmt: skip
 
 
-def _poison(like: Tensor) -> None:
-    """Fills the block that the allocator hands out next: a schedule that writes nothing must not find old results."""
-    torch.full_like(like, float("nan") if like.is_floating_point() else -1)
+def _poison(like: Sequence[Tensor]) -> None:
+    """Fills the blocks that the allocator hands out next: a schedule that writes nothing must not find old results."""
+    _ = [torch.full_like(t, float("nan") if t.is_floating_point() else -1) for t in like]
 
 
 def _time(candidates: dict[str, Callable[[], object]], device: torch.device, rounds: int = 7) -> dict[str, float]:
@@ -356,13 +382,11 @@ def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict,
         for kind in KINDS:
             for m in rows:
                 arguments = family.sample(key, m, kind, generator)
-                expected = family.anchor(*arguments)
+                expected = _results(family.anchor, arguments, family.mutates)
                 for name in list(bound):
                     _poison(expected)
                     try:
-                        actual = bound[name](*arguments)
-                        first = _difference(actual, expected)
-                        del actual
+                        first = _first_difference(_results(bound[name], arguments, family.mutates), expected)
                     except torch.OutOfMemoryError:
                         raise
                     except Exception as error:
@@ -371,7 +395,7 @@ def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict,
                     if first is not None:
                         refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": m, **first})
                     else:
-                        trials[name].elements += expected.numel()
+                        trials[name].elements += sum(t.numel() for t in expected)
         arguments = family.sample(key, rows[-1], KINDS[0], generator)
         candidates = {name: functools.partial(run, *arguments) for name, run in bound.items()}
         times = _time({ANCHOR: functools.partial(family.anchor, *arguments), **candidates}, device)
@@ -419,7 +443,7 @@ class ScheduledOp:
         self._failed: dict[Key, str] = {}
         _ops[family.op] = self
 
-    def __call__(self, *args: Any) -> Tensor:
+    def __call__(self, *args: Any) -> Any:
         key = self._key(*args)
         run = self._chosen.get(key)
         if run is None:

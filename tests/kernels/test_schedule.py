@@ -292,6 +292,58 @@ def test_the_report_shows_every_schedule() -> None:
     json.dumps(rows)
 
 
+def product_and_sum(x: Tensor, w: Tensor, grad: Tensor, flat: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns two results and no third, writes one of its two buffers where there are two."""
+    time.sleep(1e-3)
+    grad += chain(x.t(), torch.ones(1, x.shape[0]), range(x.shape[0]))[:, 0]
+    if flat is not None:
+        flat.fill_(2)
+    return chain(x, w, range(K)), None, x.sum(0)
+
+
+def many_results(run: Callable[..., Any], name: str = "many.run") -> Family:
+    grad = lambda m, kind, g: values(kind, 1, K, torch.float32, g)[0]
+    return Family(
+        "many", product_and_sum, lambda x, w, grad, flat: (x.shape[0] > 1,), lambda key: {"M": int(key[0])},
+        lambda key: torch.device("cpu"), lambda key: [2, 6],
+        lambda key, m, kind, g: (values(kind, m, K, torch.float32, g), values(kind, 5, K, torch.float32, g),
+                                 grad(m, kind, g), None),
+        [Schedule(name, lambda key: run)], mutates=(2, 3),
+    )  # fmt: skip
+
+
+def test_every_result_is_compared_also_those_in_place() -> None:
+    def run(name: str, change: Callable[..., Any]) -> dict[str, Any] | None:
+        def changed(x: Tensor, w: Tensor, grad: Tensor, flat: Tensor | None) -> Any:
+            y, none, total = product_and_sum(x, w, grad, flat)
+            return change(y, none, total, grad)
+
+        op = ScheduledOp(many_results(changed, name))
+        verdict = op.verdict(torch.randn(3, K), torch.randn(5, K), torch.randn(K), None)
+        assert verdict is not None
+        (trial,) = verdict.trials
+        assert trial.certified == (trial.first is None)
+        if trial.certified:
+            assert trial.elements == len(schedule.KINDS) * ((2 * 5 + K + K) + (6 * 5 + K + K))
+        return trial.first
+
+    assert run("equal", lambda y, none, total, grad: (y, none, total)) is None
+    second = run("second", lambda y, none, total, grad: (y, none, total + 1))
+    assert second is not None and second["result"] == 1 and len(second["index"]) == 1
+    in_place = run("in place", lambda y, none, total, grad: (grad.add_(1), (y, none, total))[1])
+    assert in_place is not None and in_place["result"] == 2
+    fewer = run("fewer", lambda y, none, total, grad: y)
+    assert fewer is not None and fewer["actual"] == "2 results"
+
+
+def test_an_op_in_place_leaves_its_sample_to_the_next_candidate() -> None:
+    grad = torch.randn(K)
+    before = grad.clone()
+    op = ScheduledOp(many_results(product_and_sum))
+    assert op.verdict(torch.randn(3, K), torch.randn(5, K), grad, None)
+    assert torch.equal(grad, before), "certification runs on data of its own"
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("kind", schedule.KINDS)
 def test_values_are_what_their_kind_says(kind: str, dtype: torch.dtype) -> None:
