@@ -11,7 +11,7 @@ static int64_t block_vocab(int64_t V) { return std::min(V, kBlockVocab); }
 static int64_t block_rows(int64_t T, int64_t V) { return std::min(T, block_vocab(V) < kBlockVocab ? 2 * kBlockRows : kBlockRows); }
 
 // Buffers of a calling thread, kept between calls: fresh pages for every call would cost more than a small product.
-// Beside the 2 MiB of logits, a call uses block_rows x (2 C + 4 tiles) numbers.
+// Beside the 2 MiB of logits, a call uses block_rows x (2 C + 3 tiles) numbers.
 static float* scratch(int which, int64_t count) {
     static thread_local std::vector<float> buffers[3];
     if (int64_t(buffers[which].size()) < count) buffers[which].resize(count);
@@ -47,7 +47,7 @@ RLK_API void rlk_linear_logprob(const void* hidden, const void* weight, const in
     const int64_t tiles = vocab_tiles(V), words = (V + 31) / 32;
     const int64_t height = block_rows(T, V), width = block_vocab(V), ld = width + 16;   // + 16: rows not a power of two apart
     const Outputs outputs{logp, entropy, lse, stats};
-    float *z = scratch(0, height * ld), *folds = scratch(1, height * tiles * 4), *target = scratch(2, height);
+    float *z = scratch(0, height * ld), *folds = scratch(1, height * tiles * 3), *target = scratch(2, height);
     dispatch(dtype, [&](auto tag) {
         using W = decltype(tag);
         for (int64_t t0 = 0; t0 < T; t0 += height) {
@@ -60,7 +60,7 @@ RLK_API void rlk_linear_logprob(const void* hidden, const void* weight, const in
                     const int64_t t = t0 + r, y = targets[t] - v0;
                     const float scale = inv ? inv[t] : 1.0f;
                     const float* x = z + r * ld;
-                    float* m = folds + r * tiles * 4;
+                    float* m = folds + r * tiles * 3;
                     float *s = m + tiles, *e = s + tiles;
                     if (y >= 0 && y < n) target[r] = x[y] * scale;
                     for (int64_t i = 0; i < n; i += kVocabTile) {
@@ -75,8 +75,8 @@ RLK_API void rlk_linear_logprob(const void* hidden, const void* weight, const in
             }
             parallel_for(rows, 64, threads, [&](int64_t r) {
                 const int64_t t = t0 + r;
-                float* m = folds + r * tiles * 4;
-                Row row = fold_tiles(tiles, m, m + tiles, m + 2 * tiles, m + 3 * tiles);
+                const float* m = folds + r * tiles * 3;
+                Row row = fold_tiles(tiles, m, m + tiles, m + 2 * tiles);
                 finish_row(outputs, t, row, target[r], is_kept(kept ? kept + t * words : nullptr, targets[t]));
             });
         }

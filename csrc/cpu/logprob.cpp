@@ -13,8 +13,8 @@ RLK_API void rlk_logprob(const void* logits, const int64_t* targets, const float
         using L = decltype(tag);
         parallel_for(T, 1, used_threads(T, V, threads), [&](int64_t t) {
             static thread_local std::vector<float> scratch;
-            scratch.resize(4 * tiles);
-            float *m = scratch.data(), *s = m + tiles, *e = s + tiles, *w = e + tiles;
+            scratch.resize(3 * tiles);
+            float *m = scratch.data(), *s = m + tiles, *e = s + tiles;
             const L* x = static_cast<const L*>(logits) + t * V;
             const uint32_t* row_kept = kept ? kept + t * words : nullptr;
             const float scale = inv ? inv[t] : 1.0f;
@@ -26,7 +26,7 @@ RLK_API void rlk_logprob(const void* logits, const int64_t* targets, const float
                 m[i] = tile.m, s[i] = tile.s, e[i] = tile.e;
             }
             const int64_t y = targets[t];
-            finish_row(outputs, t, fold_tiles(tiles, m, s, e, w), to_float(x[y]) * scale, is_kept(row_kept, y));
+            finish_row(outputs, t, fold_tiles(tiles, m, s, e), to_float(x[y]) * scale, is_kept(row_kept, y));
         });
     });
 }

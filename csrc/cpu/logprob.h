@@ -10,6 +10,7 @@ namespace rlk {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kFixed = 1.0f / (1 << 23);
+constexpr float kRowUnits = float(int64_t(1) << 40);
 
 static inline int64_t vocab_tiles(int64_t V) { return (V + kVocabTile - 1) / kVocabTile; }
 static inline bool is_kept(const uint32_t* kept, int64_t v) { return !kept || (kept[v >> 5] >> (v & 31) & 1); }
@@ -56,8 +57,8 @@ RLK_INLINE Tile tile_stats(const float* z, int padded) {
 }
 
 struct Row { float m, log_s, entropy; };
-// Folds a row's tiles in ascending order; w [tiles] is scratch.
-static inline Row fold_tiles(int64_t tiles, const float* m, const float* s, const float* e, float* w) {
+// Combines a row's tiles: weighted sums in units of 2^-40, so the order is free.
+static inline Row fold_tiles(int64_t tiles, const float* m, const float* s, const float* e) {
     float top = -kInf;
     for (int64_t t = 0; t < tiles; ++t) {
         if (m[t] != m[t]) return {kNan, kNan, kNan};
@@ -65,14 +66,16 @@ static inline Row fold_tiles(int64_t tiles, const float* m, const float* s, cons
     }
     top = top + 0.0f;
     if (top == -kInf) return {top, 0.0f, 0.0f};
-    for (int64_t t = 0; t < tiles; ++t) w[t] = exp(m[t] - top);
-    float sum = 0.0f, away = 0.0f;
+    int64_t sums = 0, aways = 0;
+#pragma omp simd reduction(+ : sums, aways)
     for (int64_t t = 0; t < tiles; ++t) {
-        if (m[t] == -kInf) continue;
-        sum = fma(w[t], s[t], sum);
-        away = fma(w[t], fma(s[t], top - m[t], e[t]), away);
+        float w = exp(m[t] - top);
+        float a = w * s[t], b = w * fma(s[t], top - m[t], e[t]);
+        sums += int64_t(std::nearbyint(a * kRowUnits));
+        aways += w == 0.0f ? 0 : int64_t(std::nearbyint(b * kRowUnits));  // the distance may be infinite
     }
-    float log_s = log(sum);
+    const float sum = float(sums) / kRowUnits, away = float(aways) / kRowUnits;
+    const float log_s = log(sum);
     return {top, log_s, log_s + away / sum};
 }
 

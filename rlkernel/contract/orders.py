@@ -24,6 +24,8 @@ VOCAB_TILE = 128
 """log-probability: vocabulary entries per tile of the log-sum-exp."""
 FIXED_POINT_BITS = 23
 """log-probability: fraction bits of the order-free integer sums inside a vocabulary tile."""
+ROW_POINT_BITS = 40
+"""log-probability: fraction bits of the order-free integer sums over a row's vocabulary tiles."""
 SEGMENT = 1024
 """losses and statistics: elements per segment of a two-pass sum."""
 
@@ -79,8 +81,9 @@ ORDERS: dict[str, Order] = {
         Order(
             "logprob",
             f"fp32 logits times fp32 1/T; vocabulary tiles of {VOCAB_TILE}: exact maximum, order-free sums of "
-            f"exp2 terms in fixed point with {FIXED_POINT_BITS} fraction bits; tiles combined ascending in fp32",
-            "tile shape over tokens, order inside a vocabulary tile, fusion with the logits' GEMM",
+            f"exp2 terms in fixed point with {FIXED_POINT_BITS} fraction bits; tiles weighted in fp32 and added in "
+            f"fixed point with {ROW_POINT_BITS}, in any order",
+            "tile shape over tokens, order inside a vocabulary tile and over tiles, fusion with the logits' GEMM",
         ),
         Order(
             "sample",

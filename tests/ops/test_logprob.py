@@ -96,7 +96,7 @@ def test_large_vocabulary(scale: float) -> None:
 
 
 @by_dtype
-@pytest.mark.parametrize("v", (1, 31, 128, 129, 420))
+@pytest.mark.parametrize("v", (1, 31, 128, 129, 420, 5000))
 @pytest.mark.parametrize("with_kept", (False, True), ids=("all", "kept"))
 def test_reference_equals_cpp(dtype: torch.dtype, v: int, with_kept: bool) -> None:
     t = 7
@@ -171,11 +171,12 @@ def test_dropped_entries_control() -> None:
 
 
 @properties
-@given(st.integers(1, 3), seeds)
-def test_order_inside_a_tile_is_free(tiles: int, seed: int) -> None:
+@given(st.integers(1, 40), seeds)
+def test_order_inside_a_tile_and_over_tiles_is_free(tiles: int, seed: int) -> None:
     logits = 3 * rand(seed, 6, tiles * 128)
-    order = torch.randperm(128, generator=torch.Generator().manual_seed(seed))
-    shuffled = logits.unflatten(1, (tiles, 128))[:, :, order].flatten(1)
+    generator = torch.Generator().manual_seed(seed)
+    order, over = torch.randperm(128, generator=generator), torch.randperm(tiles, generator=generator)
+    shuffled = logits.unflatten(1, (tiles, 128))[:, over][:, :, order].flatten(1)
     a, b = (ops.logprob(x, torch.zeros(6, dtype=torch.int64)) for x in (logits, shuffled))
     assert_bitwise(a.lse, b.lse, "lse")
     assert_bitwise(a.entropy, b.entropy, "entropy")
@@ -258,6 +259,10 @@ def test_extreme_logits() -> None:
     out = ops.logprob(torch.tensor([[3e38, -3e38, 0.0], [-3e38, -3e38, -3e38]]), torch.tensor([0, 1]))
     assert out.logp[0] == 0.0 and abs(float(out.logp[1]) + math.log(3)) < 1e-6
     assert abs(float(out.entropy[1]) - math.log(3)) < 1e-6
+    far = torch.full((1, 256), -3e38)  # the second tile is infinitely far from the first
+    far[0, :128] = 3e38
+    out = ops.logprob(far, torch.tensor([0]))
+    assert abs(float(out.logp) + math.log(128)) < 1e-6 and abs(float(out.entropy) - math.log(128)) < 1e-6
 
 
 # ---- torch's machinery

@@ -1,4 +1,4 @@
-"""logprob, spelled out: integer sums inside vocabulary tiles, tiles folded ascending; docs/ops/logprob.md."""
+"""logprob, spelled out: integer sums inside vocabulary tiles and over them; docs/ops/logprob.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlkernel.contract.orders import FIXED_POINT_BITS, VOCAB_TILE
+from rlkernel.contract.orders import FIXED_POINT_BITS, ROW_POINT_BITS, VOCAB_TILE
 from rlkernel.kernels.reference.arith import exp, fma, log
 from rlkernel.kernels.reference.embedding import check_range
 
@@ -64,15 +64,17 @@ def tile_stats(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(bad, math.nan, m), fixed_sum(p), fixed_sum(q)
 
 
+def row_total(x: Tensor) -> Tensor:
+    """Sum over the last dimension of numbers in [0, 128], each rounded to 40 fraction bits."""
+    return torch.round(x * 2.0**ROW_POINT_BITS).long().sum(-1).float() * 2.0**-ROW_POINT_BITS
+
+
 def fold(m: Tensor, s: Tensor, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """M, log S and entropy [T] of the tiles' statistics, tiles ascending."""
+    """M, log S and entropy [T] of the tiles' statistics."""
     top = m.amax(-1) + 0.0
-    sums, away = torch.zeros_like(top), torch.zeros_like(top)
-    for tile in range(m.shape[1]):
-        used = m[:, tile] > -math.inf
-        w = exp(m[:, tile] - top)
-        sums = torch.where(used, fma(w, s[:, tile], sums), sums)
-        away = torch.where(used, fma(w, fma(s[:, tile], top - m[:, tile], e[:, tile]), away), away)
+    w = torch.nan_to_num(exp(m - top[:, None]), nan=0.0)
+    distance = torch.where(w == 0, 0.0, top[:, None] - m)
+    sums, away = row_total(w * s), row_total(w * fma(s, distance, e))
     log_s = log(sums)
     entropy = log_s + away / sums
     empty, bad = top == -math.inf, torch.isnan(top)

@@ -1,6 +1,6 @@
-"""logprob on GPUs: statistics of vocabulary tiles, combined ascending per row; the gradient elementwise.
+"""logprob on GPUs: statistics of vocabulary tiles, combined per row; the gradient elementwise.
 
-Contract: docs/ops/logprob.md. Inside a tile everything is a maximum or an integer sum, so no layout can change a bit;
+Contract: docs/ops/logprob.md. Every reduction is a maximum or an integer sum, so no layout can change a bit;
 `linear_logprob` forms the same statistics behind its matrix product and shares the combination.
 """
 
@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.contract.orders import FIXED_POINT_BITS, VOCAB_TILE
+from rlkernel.contract.orders import FIXED_POINT_BITS, ROW_POINT_BITS, VOCAB_TILE
 from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import LN2, exp, log2, on_device, options
+from rlkernel.kernels.triton.common import LN2, exp, log2, next_power_of_2, on_device, options
 
 TILE = tl.constexpr(VOCAB_TILE)
 UNIT = tl.constexpr(2.0**-FIXED_POINT_BITS)
+ROW_UNITS = tl.constexpr(2.0**ROW_POINT_BITS)
 ONE_BITS = tl.constexpr(0x3F800000)
 
 GROUP = 16  # vocabulary tiles a program
@@ -98,6 +99,23 @@ def logprob_tiles_kernel(
         tl.store(target_z + row, selected)
 
 
+@triton.jit
+def whole_units(x):
+    """x in [0, 128] in units of 2^-40, rounded to nearest even, int64."""
+    x = x * ROW_UNITS
+    # Adding 2^23 leaves a number below it no fraction bit; a larger one has none.
+    return tl.where(x < 8388608.0, (x + 8388608.0) - 8388608.0, x).to(tl.int64)
+
+
+@triton.jit
+def tile_terms(m, s, e, top):
+    """What one tile adds to the sums over its row, int64; `s` and `e` in units of 2^-23."""
+    s = s.to(tl.float32) * UNIT
+    w = exp(m - top)
+    away = w * tl.fma(s, top - m, e.to(tl.float32) * UNIT)
+    return whole_units(w * s), whole_units(tl.where(w == 0.0, 0.0, away))  # the distance may be infinite
+
+
 @triton.jit(do_not_specialize=["T"])
 def logprob_combine_kernel(
     tile_max,  # [T, TILES] fp32
@@ -113,7 +131,6 @@ def logprob_combine_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The tiles of a row, ascending, one lane a row."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < T
     at = row.to(tl.int64) * TILES
@@ -123,16 +140,20 @@ def logprob_combine_kernel(
         here = inside[:, None] & (tile < TILES)[None, :]
         highest = larger(highest, tl.load(tile_max + at[:, None] + tile[None, :], mask=here, other=float("-inf")))
     top = tl.reduce(highest, 1, larger) + 0.0
-    total = tl.zeros((ROWS,), tl.float32)
-    weighted = tl.zeros((ROWS,), tl.float32)
-    for tile in tl.range(0, TILES, loop_unroll_factor=8):  # one row is a chain; its loads need not be
-        m = tl.load(tile_max + at + tile, mask=inside, other=float("-inf"))
-        s = tl.load(tile_sum + at + tile, mask=inside, other=0).to(tl.float32) * UNIT
-        e = tl.load(tile_entropy + at + tile, mask=inside, other=0).to(tl.float32) * UNIT
-        w = exp(m - top)
-        live = m != float("-inf")
-        total = tl.where(live, tl.fma(w, s, total), total)
-        weighted = tl.where(live, tl.fma(w, tl.fma(s, top - m, e), weighted), weighted)
+    sums = tl.zeros((ROWS, CHUNK), tl.int64)
+    aways = tl.zeros((ROWS, CHUNK), tl.int64)
+    for first in range(0, TILES, CHUNK):
+        tile = first + tl.arange(0, CHUNK)
+        here = inside[:, None] & (tile < TILES)[None, :]
+        place = at[:, None] + tile[None, :]
+        m = tl.load(tile_max + place, mask=here, other=float("-inf"))
+        s = tl.load(tile_sum + place, mask=here, other=0)
+        e = tl.load(tile_entropy + place, mask=here, other=0)
+        a, b = tile_terms(m, s, e, top[:, None])
+        sums += a
+        aways += b
+    total = tl.sum(sums, axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
+    weighted = tl.sum(aways, axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
     bad = (top != top) | (top == float("inf"))
     empty = top == float("-inf")
     total = tl.where(empty, 1.0, total)
@@ -237,9 +258,11 @@ class TileBuffers:
     def combine(self, logp: Tensor, entropy: Tensor, lse: Tensor, stats: Tensor) -> None:
         """logp, entropy, lse [n] and stats [n, 2] of the first n tokens of the buffers."""
         n = logp.shape[0]
-        logprob_combine_kernel[(triton.cdiv(n, 32),)](
+        chunk = min(next_power_of_2(self.tiles), 512)
+        rows = 512 // chunk
+        logprob_combine_kernel[(triton.cdiv(n, rows),)](
             self.maximum, self.sum, self.entropy, self.target, logp, entropy, lse, stats, n, self.tiles,
-            ROWS=32, CHUNK=16, num_warps=1, **options(),
+            ROWS=rows, CHUNK=chunk, num_warps=4, **options(),
         )  # fmt: skip
 
 
@@ -324,8 +347,8 @@ AOT: tuple[Variant, ...] = (
     ),
     Variant(
         "logprob combine", logprob_combine_kernel,
-        {**_TILE_TYPES, **dict.fromkeys(_VECTORS, "*fp32:16"), "T": "i32", "TILES": "i32"}, {"ROWS": 32, "CHUNK": 16},
-        num_warps=1, main=True,
+        {**_TILE_TYPES, **dict.fromkeys(_VECTORS, "*fp32:16"), "T": "i32", "TILES": "i32"}, {"ROWS": 1, "CHUNK": 512},
+        main=True,
     ),
     Variant(
         "logprob_dgrad", logprob_dgrad_kernel,
