@@ -65,16 +65,19 @@ bool ok(cublasStatus_t status, const char* call) {
 // dtype codes of the CPU library: 0 float32, 1 bfloat16, 2 float16.
 cudaDataType_t data_type(int32_t code) { return code == 0 ? CUDA_R_32F : code == 1 ? CUDA_R_16BF : CUDA_R_16F; }
 
-// Everything of a product but its addresses and M: what an algorithm is chosen for.
+// What an algorithm is chosen for: everything of a product but its addresses. m and k may be others when it runs.
 struct Shape {
   int32_t device;
-  int64_t rows;  // M for which the heuristic is asked
-  int64_t n, k;
-  int64_t batch;    // products over consecutive pieces of length k of the contraction
-  int32_t b_by_n;   // b is [N, K] with dense rows; else [K, N]
+  int64_t m, n, k;
+  int64_t batch;         // products over consecutive pieces of length k of the contraction
+  int64_t a_row, b_row;  // elements from one stored row to the next
+  int32_t a_by_k;        // a is stored [K, M]; else [M, K]
+  int32_t b_by_n;        // b is stored [N, K]; else [K, N]
   int32_t dtype, out_dtype, bias;
   int32_t rank;  // which of the heuristic's answers
-  auto key() const { return std::tie(device, rows, n, k, batch, b_by_n, dtype, out_dtype, bias, rank); }
+  auto key() const {
+    return std::tie(device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, dtype, out_dtype, bias, rank);
+  }
   bool operator<(const Shape& other) const { return key() < other.key(); }
 };
 
@@ -109,13 +112,12 @@ struct Call {
                     sizeof step);
   }
 
-  bool make(const Shape& s, int64_t m, const void* bias) {
+  bool make(const Shape& s, int64_t m, int64_t k, const void* bias) {
     const cublasOperation_t transpose = CUBLAS_OP_T, plain = CUBLAS_OP_N;
-    const int64_t whole_k = s.k * s.batch;
     if (!RLK_CALL(cublasLtMatmulDescCreate, &product, CUBLAS_COMPUTE_32F, CUDA_R_32F)) return false;
-    const cublasOperation_t op_b = s.b_by_n ? transpose : plain;
+    const cublasOperation_t op_b = s.b_by_n ? transpose : plain, op_a = s.a_by_k ? transpose : plain;
     if (!RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_TRANSA, &op_b, sizeof op_b) ||
-        !RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_TRANSB, &plain, sizeof plain))
+        !RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_TRANSB, &op_a, sizeof op_a))
       return false;
     if (s.bias) {  // has the dtype of out: added in fp32 before the one rounding, which certification checks
       const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
@@ -126,9 +128,11 @@ struct Call {
           !RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias))
         return false;
     }
-    const bool b_made = s.b_by_n ? layout(&b, s, s.dtype, s.k, s.n, whole_k, s.k)
-                                 : layout(&b, s, s.dtype, s.n, s.k, s.n, s.k * s.n);
-    return b_made && layout(&a, s, s.dtype, s.k, m, whole_k, s.k) && layout(&out, s, s.out_dtype, s.n, m, s.n, m * s.n);
+    const bool b_made = s.b_by_n ? layout(&b, s, s.dtype, k, s.n, s.b_row, k)
+                                 : layout(&b, s, s.dtype, s.n, k, s.b_row, k * s.b_row);
+    const bool a_made = s.a_by_k ? layout(&a, s, s.dtype, m, k, s.a_row, k * s.a_row)
+                                 : layout(&a, s, s.dtype, k, m, s.a_row, k);
+    return b_made && a_made && layout(&out, s, s.out_dtype, s.n, m, s.n, m * s.n);
   }
 };
 
@@ -161,7 +165,7 @@ bool choose(Plan& plan, int64_t most_workspace) {
   const Shape& s = plan.shape;
   Call call;
   alignas(16) static const char somewhere[16] = {};  // the bias's address counts only when the product runs
-  if (!call.make(s, s.rows, somewhere)) return false;
+  if (!call.make(s, s.m, s.k, somewhere)) return false;
   cublasLtMatmulPreference_t preference = nullptr;
   if (!RLK_CALL(cublasLtMatmulPreferenceCreate, &preference)) return false;
   std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, cublasStatus_t (*)(cublasLtMatmulPreference_t)> guard(
@@ -229,16 +233,16 @@ RLK_EXPORT int64_t rlk_lt_version() { return lt.loaded ? static_cast<int64_t>(lt
 
 // The plan of a shape on the current device, which must be `device`; asked from cuBLASLt once and kept. Null: see
 // rlk_lt_error. The heuristic launches nothing, so this may run under graph capture.
-RLK_EXPORT const void* rlk_lt_plan(int32_t device, int64_t rows, int64_t n, int64_t k, int64_t batch, int32_t b_by_n,
-                                   int32_t dtype, int32_t out_dtype, int32_t bias, int32_t rank,
-                                   int64_t most_workspace) {
+RLK_EXPORT const void* rlk_lt_plan(int32_t device, int64_t m, int64_t n, int64_t k, int64_t batch, int64_t a_row,
+                                   int64_t b_row, int32_t a_by_k, int32_t b_by_n, int32_t dtype, int32_t out_dtype,
+                                   int32_t bias, int32_t rank, int64_t most_workspace) {
   static std::map<Shape, std::unique_ptr<Plan>> plans;
   std::lock_guard<std::mutex> lock(mutex);
   if (!lt.loaded) {
     fail("cuBLASLt is not open");
     return nullptr;
   }
-  const Shape shape{device, rows, n, k, batch, b_by_n, dtype, out_dtype, bias, rank};
+  const Shape shape{device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, dtype, out_dtype, bias, rank};
   auto found = plans.find(shape);
   if (found != plans.end()) return found->second.get();
   auto plan = std::make_unique<Plan>();
@@ -251,9 +255,10 @@ RLK_EXPORT const void* rlk_lt_plan(int32_t device, int64_t rows, int64_t n, int6
 RLK_EXPORT int64_t rlk_lt_workspace(const void* plan) { return static_cast<const Plan*>(plan)->workspace; }
 RLK_EXPORT const char* rlk_lt_describe(const void* plan) { return static_cast<const Plan*>(plan)->text; }
 
-// out [batch, m, N] = a [m, batch * K] b (+ bias [N]) on `stream`, any m. 0: launched, 1: see rlk_lt_error.
-RLK_EXPORT int32_t rlk_lt_run(const void* plan_, int64_t m, const void* a, const void* b, const void* bias, void* out,
-                              void* workspace, int64_t workspace_bytes, void* stream) {
+// out [batch, m, N] = a b (+ bias [N]) (+ out, where `add`) on `stream`, any m, any k that the batch leaves. 0:
+// launched, 1: see rlk_lt_error.
+RLK_EXPORT int32_t rlk_lt_run(const void* plan_, int64_t m, int64_t k, const void* a, const void* b, const void* bias,
+                              int32_t add, void* out, void* workspace, int64_t workspace_bytes, void* stream) {
   const Plan& plan = *static_cast<const Plan*>(plan_);
   if (workspace_bytes < plan.workspace) {
     fail("the workspace has %lld bytes, the algorithm needs %lld", static_cast<long long>(workspace_bytes),
@@ -261,9 +266,9 @@ RLK_EXPORT int32_t rlk_lt_run(const void* plan_, int64_t m, const void* a, const
     return 1;
   }
   Call call;
-  if (!call.make(plan.shape, m, bias)) return 1;
-  const float one = 1.0f, zero = 0.0f;
-  return RLK_CALL(cublasLtMatmul, plan.handle, call.product, &one, b, call.b, a, call.a, &zero, out, call.out, out,
+  if (!call.make(plan.shape, m, k, bias)) return 1;
+  const float one = 1.0f, beta = add ? 1.0f : 0.0f;
+  return RLK_CALL(cublasLtMatmul, plan.handle, call.product, &one, b, call.b, a, call.a, &beta, out, call.out, out,
                   call.out, &plan.algorithm, workspace, static_cast<size_t>(workspace_bytes),
                   static_cast<cudaStream_t>(stream))
              ? 0

@@ -12,8 +12,14 @@ CONTRACT_ID = "rlk-1"
 
 K_GROUP = 16
 """linear: products fused per step of the fp32 chain on tensor cores; a CPU fuses one."""
-WGRAD_TOKENS = 256
+WGRAD_TOKENS = 8192
 """linear, GPU: tokens per chunk of a weight gradient; chunks are added in fp32, ascending."""
+SUM_TOKENS = 256
+"""GPU: tokens per chunk of the gradient of a bias or a norm's weight; chunks are added in fp32, ascending."""
+DGRAD_WHOLE = 32768
+"""linear, GPU: largest N over which an input gradient is one chain."""
+DGRAD_CHUNK = 8192
+"""linear, GPU: chunks of a larger N, each a chain from +0, added in fp32, ascending."""
 LANES = 16
 """CPU row sums: element j goes to lane j mod 16, lanes are folded in halves (8, 4, 2, 1)."""
 ATTENTION_BLOCK = 64
@@ -51,7 +57,9 @@ ORDERS: dict[str, Order] = {
             "linear",
             "K in P equal chunks; inside a chunk one fp32 chain from +0, k ascending (groups of 16 on tensor cores, "
             "single fma on CPU); chunks in a balanced binary tree in fp32; bias in fp32; one rounding. Input gradient: "
-            "the same over N. Weight gradient: fp32, tokens in packed order, folded onto what main_grad holds",
+            f"the same over N; on a GPU, above N = {DGRAD_WHOLE}, chunks of {DGRAD_CHUNK} added ascending. Weight "
+            f"gradient: fp32, tokens in packed order (GPU: chunks of {WGRAD_TOKENS}, a chain each, added ascending), "
+            "folded onto what main_grad holds",
             "tile shape, batch, row position, split over CTAs, threads, fused weights",
         ),
         Order(

@@ -31,7 +31,10 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     dy = dy.to(x.dtype).contiguous()
     dx = _dgrad(dy, weight, ctx.dgrad_chunks) if ctx.needs_input_grad[0] else None
-    dw = weight_grad(ctx.weight, lambda g: _wgrad(g, dy, x)) if ctx.needs_input_grad[1] else None
+    dw = None
+    if ctx.needs_input_grad[1]:
+        fresh = getattr(ctx.weight, "main_grad", None) is None
+        dw = _wgrad(dy, x) if fresh else weight_grad(ctx.weight, lambda g: _add_wgrad(g, dy, x))
     db = weight_grad(ctx.bias, lambda g: _bgrad(g, dy)) if ctx.needs_input_grad[2] else None
     return dx, dw, db, None, None, None
 
@@ -41,7 +44,14 @@ _dgrad = define(
     "linear",
     fake=lambda dy, weight, chunks: dy.new_empty((dy.shape[0], weight.shape[1])),
 )
-_wgrad = define("linear_wgrad_(Tensor(a!) grad, Tensor dy, Tensor x) -> ()", "linear", fake=lambda grad, dy, x: None)
+_wgrad = define(
+    "linear_wgrad(Tensor dy, Tensor x) -> Tensor",
+    "linear",
+    fake=lambda dy, x: dy.new_empty((dy.shape[1], x.shape[1])),
+)
+_add_wgrad = define(
+    "linear_wgrad_(Tensor(a!) grad, Tensor dy, Tensor x) -> ()", "linear", fake=lambda grad, dy, x: None
+)
 _bgrad = define("bias_grad_(Tensor(a!) grad, Tensor dy) -> ()", "linear", fake=lambda grad, dy: None)
 _linear = define(
     "linear(Tensor x, Tensor weight, Tensor? bias, int chunks, int dgrad_chunks, ScalarType? out_dtype) -> Tensor",

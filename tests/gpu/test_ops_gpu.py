@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_accurate, assert_bitwise
-from rlkernel.contract.orders import VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, SUM_TOKENS, VOCAB_TILE, WGRAD_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -116,25 +116,67 @@ def test_linear_in_every_tile(chunks: int, dtype: torch.dtype, record: Record) -
 
 @by_dtype
 def test_weight_gradient_in_every_tile(dtype: torch.dtype, record: Record) -> None:
-    from rlkernel.kernels.triton.linear import Tile, linear_wgrad_
+    from rlkernel.kernels.triton.linear import Tile, ascending
 
-    tokens = 3 * WGRAD_TOKENS + 77
+    chunk = 256
+    tokens = 3 * chunk + 77
     dy, x, start = data(0, tokens, 136, dtype=dtype), data(1, tokens, 200, dtype=dtype), data(2, 136, 200)
-    expected = start.clone()
-    linear_wgrad_(expected, dy, x)
+    expected = ascending(dy.t(), x, start.clone(), chunk, start=start)
     tiles = [(16, 32, 16, 2, 2), (32, 64, 32, 4, 3), (64, 64, 64, 4, 2), (64, 128, 16, 8, 2)]
     if dtype != torch.float32:
         tiles.append((128, 128, 64, 8, 3))
-    for tile, tma in itertools.product(tiles, (False, True)):
+    for tile, tma, split in itertools.product(tiles, (False, True), (1, 4)):
         grad = start.clone()
-        linear_wgrad_(grad, dy, x, Tile(*tile, tma=tma))
-        assert_bitwise(grad, expected, f"{tile}, tma {tma}")
+        ascending(dy.t(), x, grad, chunk, start=grad, tile=Tile(*tile, split=split, tma=tma))
+        assert_bitwise(grad, expected, f"{tile}, tma {tma}, split {split}")
     grad = start.clone()
-    for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, 3 * WGRAD_TOKENS), slice(3 * WGRAD_TOKENS, None)):
-        linear_wgrad_(grad, dy[piece], x[piece])
+    for piece in (slice(0, chunk), slice(chunk, 3 * chunk), slice(3 * chunk, None)):
+        ascending(dy[piece].t(), x[piece], grad, chunk, start=grad)
     assert_bitwise(grad, expected, "micro-batches")
     assert_accurate(expected, start.double() + dy.double().t() @ x.double(), start + dy.t().float() @ x.float())
     record(cases=len(tiles) + 1, tokens=tokens, mismatches=0)
+
+
+@by_dtype
+def test_weight_gradient_of_the_op(dtype: torch.dtype, record: Record) -> None:
+    """main_grad continued in micro-batches, and without main_grad the fp32 sum rounded once."""
+    tokens = WGRAD_TOKENS + 77
+    dy, x = data(0, tokens, 136, dtype=dtype), data(1, tokens, 200, dtype=dtype)
+    raw = torch.ops.rlkernel
+    new = torch.zeros(136, 200, device=DEVICE)
+    raw.linear_wgrad_(new, dy, x)
+    parts = torch.zeros(136, 200, device=DEVICE)
+    for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)):
+        raw.linear_wgrad_(parts, dy[piece], x[piece])
+    assert_bitwise(parts, new, "micro-batches")
+    assert_bitwise(raw.linear_wgrad(dy, x), new.to(dtype), "one rounding, two chunks")
+    first = torch.zeros(136, 200, device=DEVICE)
+    raw.linear_wgrad_(first, dy[:WGRAD_TOKENS], x[:WGRAD_TOKENS])
+    assert_bitwise(raw.linear_wgrad(dy[:WGRAD_TOKENS], x[:WGRAD_TOKENS]), first.to(dtype), "one rounding, one chunk")
+    assert_bitwise(raw.linear_wgrad(dy[:0], x[:0]), torch.zeros(136, 200, dtype=dtype), "no tokens")
+    record(cases=4, tokens=tokens, mismatches=0)
+
+
+@by_dtype
+def test_input_gradient_of_a_head(dtype: torch.dtype, record: Record) -> None:
+    from rlkernel.kernels.triton.linear import Tile, ascending, gemm
+
+    n, k = DGRAD_WHOLE + DGRAD_CHUNK + 128, 72
+    dy, w = data(0, 70, n, dtype=dtype), data(1, n, k, dtype=dtype) / 16
+    total = None
+    for first in range(0, n, DGRAD_CHUNK):
+        piece = slice(first, first + DGRAD_CHUNK)
+        part = gemm(dy[:, piece], w[piece], torch.empty(70, k, device=DEVICE))
+        total = part if total is None else total + part
+    assert total is not None
+    dx = torch.ops.rlkernel.linear_dgrad(dy, w, 1)
+    assert_bitwise(dx, total.to(dtype), "chunks added ascending")
+    cases = assert_rows_alone(lambda dy: torch.ops.rlkernel.linear_dgrad(dy, w, 1), (dy,), "input gradient of a head")
+    chunks = -(-n // DGRAD_CHUNK)
+    for tile, split in itertools.product(((16, 32, 16, 2, 2), (64, 64, 32, 4, 3)), (1, chunks)):
+        ours = ascending(dy, w, torch.empty_like(dx), DGRAD_CHUNK, tile=Tile(*tile, split=split))
+        assert_bitwise(ours, dx, f"{tile}, split {split}")
+    record(cases=cases + 5, tokens=70, mismatches=0)
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="AMD has fp32 matrix instructions")
@@ -193,7 +235,7 @@ def test_rms_norm(c: int, dtype: torch.dtype, record: Record) -> None:
     assert_bitwise(ops.rms_norm(total, w, 1e-6), y, "norm of the sum")
     whole, parts = torch.zeros(c, device=DEVICE), torch.zeros(c, device=DEVICE)
     torch.ops.rlkernel.rms_norm_wgrad_(whole, dy, x, 1e-6)
-    for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)):
+    for piece in (slice(0, SUM_TOKENS), slice(SUM_TOKENS, None)):
         torch.ops.rlkernel.rms_norm_wgrad_(parts, dy[piece], x[piece], 1e-6)
     assert_bitwise(parts, whole, "weight gradient in micro-batches")
     record(cases=cases + 2, tokens=cases * 1100, mismatches=0)
@@ -492,7 +534,7 @@ def test_sample_follows_the_distribution() -> None:
 
 
 NAMES = (
-    *("linear", "linear_dgrad", "linear_wgrad_", "bias_grad_", "embedding", "embedding_wgrad_"),
+    *("linear", "linear_dgrad", "linear_wgrad", "linear_wgrad_", "bias_grad_", "embedding", "embedding_wgrad_"),
     *("rms_norm", "rms_norm_dgrad", "rms_norm_wgrad_", "rope", "swiglu", "swiglu_grad"),
     *("logprob", "logprob_dgrad", "linear_logprob", "linear_logprob_grad_", "sample"),
 )
@@ -515,6 +557,7 @@ def everything() -> dict[str, Callable[[], Any]]:
     return {
         "linear": lambda: ops.linear(x, w, b, chunks=4),
         "linear_dgrad": lambda: raw.linear_dgrad(dy, w, 1),
+        "linear_wgrad": lambda: raw.linear_wgrad(dy, x),
         "linear_wgrad_": lambda: raw.linear_wgrad_(main.zero_(), dy, x) or main.clone(),
         "bias_grad_": lambda: raw.bias_grad_(flat.zero_(), dy) or flat.clone(),
         "embedding": lambda: ops.embedding(ids, head),

@@ -21,7 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rlkernel.contract import assert_accurate, assert_bitwise
-from rlkernel.contract.orders import VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.contract.orders import SUM_TOKENS, VOCAB_TILE
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
@@ -134,31 +134,81 @@ else:
 
     @by_dtype
     def test_weight_gradient_adds_chunks_of_tokens_ascending(dtype: torch.dtype) -> None:
-        tokens = 2 * WGRAD_TOKENS + 70
+        chunk, tokens = 64, 2 * 64 + 37
         dy, x = torch.zeros(tokens, 24, dtype=dtype), rand(1, tokens, 16, dtype=dtype)
-        places = (3, WGRAD_TOKENS + 9, 2 * WGRAD_TOKENS + 60)
+        places = (3, 64 + 9, 2 * 64 + 30)
         for i, token in enumerate(places):
             dy[token] = rand(2 + i, 24, dtype=dtype) * 30.0**i
-        expected = rand(9, 24, 16)
-        start = expected.clone()
+        start = rand(9, 24, 16)
+        new, expected = torch.full((24, 16), -0.0), start
         for token in places:
-            expected = expected + dy[token].float()[:, None] * x[token].float()
-        for tile, parts in itertools.product(TILES, ([0, tokens], [0, WGRAD_TOKENS, tokens])):
+            part = dy[token].float()[:, None] * x[token].float()
+            new, expected = new + part, expected + part
+        splits = (None, *(tile._replace(split=split) for tile in TILES for split in (1, 3)))
+        for tile, parts in itertools.product(splits, ([0, tokens], [0, chunk, tokens])):
             grad = start.clone()
             for first, last in itertools.pairwise(parts):
-                linear.linear_wgrad_(grad, dy[first:last], x[first:last], tile)
+                dy_part, x_part = dy[first:last], x[first:last]
+                split = tile and tile._replace(split=min(tile.split, triton.cdiv(last - first, chunk)))
+                linear.ascending(dy_part.t(), x_part, grad, chunk, start=grad, tile=split)
             assert_bitwise(grad, expected, f"{tile}, parts {parts}")
-        grad = start.t().contiguous().t()
-        linear.linear_wgrad_(grad, dy, x)
-        assert_bitwise(grad, expected, "strided main_grad")
+        for fresh, out in ((True, new), (False, expected)):
+            grad = torch.full((16, 24), float("nan")).t() if fresh else start.t().contiguous().t()
+            linear.wgrad_(grad, dy, x, fresh, chunk)
+            assert_bitwise(grad, out, f"strided main_grad, fresh {fresh}")
+        rounded = torch.full((24, 16), float("nan"), dtype=dtype)
+        linear.wgrad_(rounded, dy, x, True, chunk)
+        assert_bitwise(rounded, new.to(dtype), "one rounding")
+        with pytest.raises(AssertionError):
+            total = start
+            for token in reversed(places):
+                total = total + dy[token].float()[:, None] * x[token].float()
+            assert_bitwise(total, expected, "control: chunks descending")
+
+    def test_a_fresh_gradient_is_the_chain_itself() -> None:
+        grad = torch.full((16, 8), float("nan"))
+        linear.wgrad_(grad, torch.zeros(0, 16), torch.zeros(0, 8), True)
+        assert_bitwise(grad, torch.zeros(16, 8), "no tokens")
+        linear.wgrad_(grad, torch.zeros(0, 16), torch.zeros(0, 8), False)
+        assert_bitwise(grad, torch.zeros(16, 8), "no tokens, continued")
+        dy, x = whole(0, 50, 16), whole(1, 50, 8)
+        assert_bitwise(linear.linear_wgrad(dy, x), dy.t() @ x, "the op")
+
+    @by_dtype
+    def test_input_gradient_of_a_head_adds_chunks_ascending(dtype: torch.dtype) -> None:
+        span, n = 48, 4 * 48 + 32
+        dy, w = torch.zeros(20, n, dtype=dtype), rand(1, n, 40, dtype=dtype)
+        for i, first in enumerate(range(0, n, span)):
+            dy[:, first + 7] = rand(2 + i, 20, dtype=dtype) * 10.0 ** (i - 2)
+        expected = torch.full((20, 40), -0.0)
+        for first in range(0, n, span):
+            expected = expected + dy[:, first + 7 : first + 8].float() * w[first + 7].float()
+        for tile in (None, *(tile._replace(k=16, split=split) for tile in TILES for split in (1, 5))):
+            for out in (dtype, torch.float32):
+                dx = linear.ascending(dy, w, torch.empty(20, 40, dtype=out), span, tile=tile)
+                assert_bitwise(dx, expected.to(out), f"{tile}, {out}")
+        running = torch.full((20, 40), float("nan"))
+        for first in range(0, n, span):
+            linear.add_dgrad_(running, dy[:, first : first + span], w[first : first + span], first == 0)
+        assert_bitwise(running, expected, "chunk by chunk")
+
+    def test_a_large_n_alone_is_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(linear, "DGRAD_WHOLE", 64)
+        monkeypatch.setattr(linear, "DGRAD_CHUNK", 32)
+        dy, w = torch.zeros(2, 80), rand(1, 80, 16)
+        dy[:, (0, 31, 32, 63, 79)] = rand(2, 2, 5) * torch.tensor([1e8, 1.0, -1e8, 1.0, 3.0])
+        parts = [linear.gemm(dy[:, i : i + 32], w[i : i + 32], torch.empty(2, 16)) for i in range(0, 80, 32)]
+        assert_bitwise(linear.linear_dgrad(dy, w, 1), (parts[0] + parts[1]) + parts[2], "three chunks")
+        whole = linear.gemm(dy[:, :64], w[:64], torch.empty(2, 16))
+        assert_bitwise(linear.linear_dgrad(dy[:, :64], w[:64], 1), whole, "one chain")
 
     def test_bias_gradient_order() -> None:
-        tokens = WGRAD_TOKENS + 30
+        tokens = SUM_TOKENS + 30
         dy, start = rand(0, tokens, 40) * 100, rand(1, 40)
         expected = start.clone()
-        for first in range(0, tokens, WGRAD_TOKENS):
+        for first in range(0, tokens, SUM_TOKENS):
             chunk = torch.zeros(40)
-            for row in dy[first : first + WGRAD_TOKENS]:
+            for row in dy[first : first + SUM_TOKENS]:
                 chunk = chunk + row
             expected = expected + chunk
         linear.bias_grad_(start, dy)
@@ -201,11 +251,11 @@ else:
         close(grad, reference, "weight gradient", dtype)
 
     def test_rms_norm_weight_gradient_by_segments() -> None:
-        rows = WGRAD_TOKENS + 20
+        rows = SUM_TOKENS + 20
         x, dy = rand(0, rows, 40), rand(1, rows, 40)
         grad, parts = rand(2, 40), rand(2, 40)
         rms_norm.rms_norm_wgrad_(grad, dy, x, 1e-6)
-        for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)):
+        for piece in (slice(0, SUM_TOKENS), slice(SUM_TOKENS, None)):
             rms_norm.rms_norm_wgrad_(parts, dy[piece], x[piece], 1e-6)
         assert_bitwise(parts, grad, "micro-batches cut at a segment's border")
 

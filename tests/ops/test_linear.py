@@ -226,6 +226,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(r.linear.default, (x, w, b, 2, 2, None))
     torch.library.opcheck(r.linear.default, (x.bfloat16(), w.bfloat16(), None, 1, 1, torch.float32))
     torch.library.opcheck(r.linear_dgrad.default, (rand(3, 6, 8), w.detach(), 2))
+    torch.library.opcheck(r.linear_wgrad.default, (rand(3, 6, 8), x.detach()))
     torch.library.opcheck(r.linear_wgrad_.default, (torch.zeros(8, 16), rand(3, 6, 8), x.detach()))
     torch.library.opcheck(r.bias_grad_.default, (torch.zeros(8), rand(3, 6, 8)))
 

@@ -49,6 +49,12 @@ def linear_wgrad_(grad: Tensor, dy: Tensor, x: Tensor) -> None:
     )
 
 
+def linear_wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    grad = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=CPU)
+    linear_wgrad_(grad, dy, x)
+    return grad.to(dy.dtype)
+
+
 def bias_grad_(grad: Tensor, dy: Tensor) -> None:
     dy = dy.contiguous()
     function("rlk_bias_grad", "ppllii")(

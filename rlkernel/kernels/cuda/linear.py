@@ -1,7 +1,7 @@
-"""linear and linear_dgrad on CUDA: cuBLASLt without split-K, and further Triton tiles, where they equal the anchor.
+"""linear and its gradients on CUDA: cuBLASLt without split-K, and further Triton tiles, where they equal the anchor.
 
 The anchor is kernels/triton/linear.py. One cuBLASLt algorithm serves a whole bucket of row counts: what was certified
-is what runs. With chunks = P, one batched call makes the P partial products and the anchor's own fold adds them.
+is what runs. Sums over chunks are the anchor's own folds, or the product's beta = 1, chunk after chunk.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, WGRAD_TOKENS
 from rlkernel.kernels import build
 from rlkernel.kernels.schedule import Family, Key, Run, Schedule, ScheduledOp, values
 from rlkernel.kernels.triton import common
@@ -24,7 +25,8 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 RANKS = 4  # answers of cuBLASLt's heuristic that compete
 MOST_WORKSPACE = 32 << 20
 LARGEST_BUCKET = 16384
-SAMPLE_BYTES = 3 << 29  # limit on the result that certification compares, 1.5 GiB
+SAMPLE_BYTES = 3 << 29  # limit on the largest matrix of a comparison, 1.5 GiB
+BATCHED_ROWS = 256  # most rows at which a head's input gradient keeps one fp32 partial sum a chunk
 # Decode-size tiles beside the anchor's own choice.
 TILES = (
     anchor.Tile(16, 32, 128, 4, 4),
@@ -35,7 +37,11 @@ TILES = (
 
 
 class Shape(NamedTuple):
-    """Shape class of a product out [M, n] = a [M, k] b [k, n]."""
+    """Shape class of a call.
+
+    `form` says which product it is: "forward" x [M,K] w^T, "dgrad" dy [M,N] w, "add" the same onto fp32, "wgrad"
+    dy^T x, where `rows` counts tokens and `weight` is the gradient's shape.
+    """
 
     device: int  # index, -1 for the CPU
     rows: int  # bucket of M
@@ -45,19 +51,26 @@ class Shape(NamedTuple):
     bias: bool
     chunks: int
     dense: bool  # contiguous operands at 16-byte addresses
-    dgrad: bool
+    form: str
+    fresh: bool = True  # what the result held before does not count
 
     @property
     def n(self) -> int:
-        return self.weight[1 if self.dgrad else 0]
+        return self.weight[0 if self.form == "forward" else 1]
 
     @property
     def k(self) -> int:
-        return self.weight[0 if self.dgrad else 1]
+        """Length of the contraction, for "wgrad" at most."""
+        return self.rows if self.form == "wgrad" else self.weight[1 if self.form == "forward" else 0]
 
     @property
     def out(self) -> torch.dtype:
         return self.out_dtype or self.dtype
+
+    @property
+    def is_head(self) -> bool:
+        """An input gradient whose chunks are added ascending."""
+        return self.form == "dgrad" and self.chunks == 1 and self.k > DGRAD_WHOLE
 
 
 def bucket(m: int) -> int:
@@ -67,6 +80,10 @@ def bucket(m: int) -> int:
     return min(max(16, 1 << (m - 1).bit_length()), LARGEST_BUCKET)
 
 
+def _dense(*operands: Tensor) -> bool:
+    return all(not t.data_ptr() & 15 and t.is_contiguous() for t in operands)
+
+
 def _linear_key(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
 ) -> Key:
@@ -74,13 +91,28 @@ def _linear_key(
     if bias is not None:
         dense = dense and bias.is_contiguous() and not bias.data_ptr() & 15
     return (
-        x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks, dense, False,
+        x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks, dense,
+        "forward",
     )  # fmt: skip
 
 
 def _dgrad_key(dy: Tensor, weight: Tensor, chunks: int) -> Key:
     dense = not (dy.data_ptr() | weight.data_ptr()) & 15 and dy.is_contiguous() and weight.is_contiguous()
-    return (dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, dense, True)
+    return (dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, dense, "dgrad")
+
+
+def _add_key(running: Tensor, dy: Tensor, weight: Tensor, fresh: bool) -> Key:
+    return (
+        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, running.dtype, False, 1,
+        _dense(running, dy, weight), "add", fresh,
+    )  # fmt: skip
+
+
+def _wgrad_key(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Key:
+    return (
+        dy.get_device(), bucket(dy.shape[0]), grad.shape, dy.dtype, grad.dtype, False, 1, _dense(grad, dy, x), "wgrad",
+        fresh,
+    )  # fmt: skip
 
 
 def _shape(key: Key) -> Shape:
@@ -90,10 +122,11 @@ def _shape(key: Key) -> Shape:
 def _describe(key: Key) -> dict[str, Any]:
     s = _shape(key)
     name = lambda dtype: str(dtype).removeprefix("torch.")
-    return {
-        "M": s.rows, "N": s.n, "K": s.k, "dtype": name(s.dtype), "out": name(s.out), "bias": s.bias,
-        "chunks": s.chunks, "dense": s.dense,
+    found = {
+        "T" if s.form == "wgrad" else "M": s.rows, "N": s.weight[0], "K": s.weight[1], "dtype": name(s.dtype),
+        "out": name(s.out), "bias": s.bias, "chunks": s.chunks, "dense": s.dense,
     }  # fmt: skip
+    return found if s.form in ("forward", "dgrad") else {**found, "fresh": s.fresh}
 
 
 def _device(key: Key) -> torch.device:
@@ -103,7 +136,8 @@ def _device(key: Key) -> torch.device:
 
 def _rows(key: Key) -> list[int]:
     s = _shape(key)
-    most = max(1, SAMPLE_BYTES // (s.n * 4))
+    width = sum(s.weight) if s.form == "wgrad" else s.n
+    most = max(1, SAMPLE_BYTES // (width * 4))
     low = {1: 1, 16: 2}.get(s.rows, s.rows // 2 + 1)
     return sorted({min(m, most) for m in (low, (low + s.rows) // 2 | 1, s.rows)})
 
@@ -120,6 +154,26 @@ def _dgrad_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tu
     s = _shape(key)
     dy = values(kind, m, s.k, s.dtype, generator)
     return dy, values(kind, s.n, s.k, s.dtype, generator, second=True).t().contiguous(), s.chunks
+
+
+def _before(s: Shape, rows: int, generator: torch.Generator) -> Tensor:
+    """What the buffer that a gradient goes to holds: NaN where that must not count."""
+    if s.fresh:
+        return torch.full((rows, s.n), float("nan"), dtype=s.out, device=generator.device)
+    return values("normal", rows, s.n, s.out, generator)
+
+
+def _add_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s = _shape(key)
+    dy, weight, _ = _dgrad_sample(key, m, kind, generator)
+    return _before(s, m, generator), dy, weight, s.fresh
+
+
+def _wgrad_sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s = _shape(key)
+    dy = values(kind, s.weight[0], tokens, s.dtype, generator).t().contiguous()
+    x = values(kind, s.weight[1], tokens, s.dtype, generator, second=True).t().contiguous()
+    return _before(s, s.weight[0], generator), dy, x, s.fresh
 
 
 # ---- cuBLASLt ------------------------------------------------------------------------------------
@@ -163,40 +217,62 @@ class Plan(NamedTuple):
 
 @functools.cache
 def plan(
-    device: int, rows: int, n: int, k: int, chunks: int, dgrad: bool, dtype: torch.dtype, out: torch.dtype, bias: bool,
-    rank: int,
+    device: int, m: int, n: int, k: int, batch: int, a_row: int, b_row: int, a_by_k: bool, b_by_n: bool,
+    dtype: torch.dtype, out: torch.dtype, bias: bool, rank: int,
 ) -> Plan:  # fmt: skip
-    """The algorithm that cuBLASLt's heuristic ranks `rank`-th, split-K excluded, for out [rows, n] on a device.
+    """The algorithm that cuBLASLt's heuristic ranks `rank`-th, split-K excluded, for out [batch, m, n] on a device.
 
     Args:
-        k: length of the contraction, of which each of the `chunks` products gets an equal piece.
-        dgrad: the weight is [k, n], else [n, k].
+        k: length of each of the `batch` consecutive pieces of the contraction.
+        a_row, b_row: elements from one stored row of an operand to the next.
+        a_by_k: a is stored [K, m], else [m, K].
+        b_by_n: b is stored [n, K], else [K, n].
 
     Raises:
         RuntimeError: cuBLASLt has no such algorithm; the message ends with its status.
     """
-    make = _function("rlk_lt_plan", _P, _I, _L, _L, _L, _L, _I, _I, _I, _I, _I, _L)
+    make = _function("rlk_lt_plan", _P, _I, _L, _L, _L, _L, _L, _L, _I, _I, _I, _I, _I, _I, _L)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the device's context exists from here on
         handle = make(
-            device, rows, n, k // chunks, chunks, not dgrad, DTYPE_CODES[dtype], DTYPE_CODES[out], bias, rank,
+            device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, DTYPE_CODES[dtype], DTYPE_CODES[out], bias, rank,
             MOST_WORKSPACE,
         )  # fmt: skip
     if not handle:
-        raise RuntimeError(f"cuBLASLt, [{rows}, {k}] x [{k}, {n}], {dtype} to {out}: {_error()}")
+        raise RuntimeError(f"cuBLASLt, [{m}, {k}] x [{k}, {n}], batch {batch}, {dtype} to {out}: {_error()}")
     text = _function("rlk_lt_describe", ctypes.c_char_p, _P)(handle).decode()
     return Plan(handle, _function("rlk_lt_workspace", _L, _P)(handle), text)
 
 
+def _launcher(device: int, chosen: Plan) -> Callable[..., None]:
+    """(m, k, a, b, bias, add, out) -> None on the current stream; a and b are addresses."""
+    launch = _function("rlk_lt_run", _I, _P, _L, _L, _P, _P, _P, _I, _P, _P, _L, _P)
+    stream_of = torch._C._cuda_getCurrentRawStream
+    handle, bytes_ = chosen.handle, chosen.workspace
+
+    def run(m: int, k: int, a: int, b: int, bias: int | None, add: bool, out: Tensor) -> None:
+        # From the allocator, call by call: calls on two streams, or in two graphs, never share it.
+        space = torch.empty(bytes_, dtype=torch.uint8, device=out.device) if bytes_ else None
+        status = launch(
+            handle, m, k, a, b, bias, add, out.data_ptr(), None if space is None else space.data_ptr(), bytes_,
+            stream_of(device),
+        )  # fmt: skip
+        if status:
+            raise RuntimeError(f"cuBLASLt ({chosen.algorithm}) failed at m = {m}, k = {k}: {_error()}")
+
+    return run
+
+
 def _product(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor | None], Tensor], str]:
-    """(a, weight, bias) -> out through one algorithm, and which it is."""
+    """(a, weight, bias) -> out of a forward or an input gradient through one algorithm, and which it is."""
     split = s.chunks > 1
     in_epilogue = s.bias and not split
     partial = torch.float32 if split else s.out
-    chosen = plan(s.device, s.rows, s.n, s.k, s.chunks, s.dgrad, s.dtype, partial, in_epilogue, rank)
-    launch = _function("rlk_lt_run", _I, _P, _L, _P, _P, _P, _P, _P, _L, _P)
-    stream_of = torch._C._cuda_getCurrentRawStream
-    handle, bytes_, index, n, out_dtype = chosen.handle, chosen.workspace, s.device, s.n, s.out
+    span, b_by_n = s.k // s.chunks, s.form == "forward"
+    chosen = plan(
+        s.device, s.rows, s.n, span, s.chunks, s.k, s.weight[1], False, b_by_n, s.dtype, partial, in_epilogue, rank
+    )  # fmt: skip
+    launch, n, out_dtype = _launcher(s.device, chosen), s.n, s.out
 
     def run(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         m = a.shape[0]
@@ -204,17 +280,63 @@ def _product(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor | No
             out = torch.empty((m, n), dtype=out_dtype, device=a.device)
             target = torch.empty((s.chunks, m, n), dtype=partial, device=a.device) if split else out
             added = bias.to(out_dtype) if in_epilogue and bias is not None else None
-            # From the allocator, call by call: calls on two streams, or in two graphs, never share it.
-            space = torch.empty(bytes_, dtype=torch.uint8, device=a.device) if bytes_ else None
-            status = launch(
-                handle, m, a.data_ptr(), weight.data_ptr(), None if added is None else added.data_ptr(),
-                target.data_ptr(), None if space is None else space.data_ptr(), bytes_, stream_of(index),
+            launch(
+                m, span, a.data_ptr(), weight.data_ptr(), None if added is None else added.data_ptr(), False, target
             )  # fmt: skip
-            if status:
-                raise RuntimeError(f"cuBLASLt ({chosen.algorithm}) failed at [{m}, {s.k}] x [{s.k}, {n}]: {_error()}")
             while target is not out:
                 target = anchor.fold_partials(target, bias, out)
         return out
+
+    return run, chosen.algorithm
+
+
+def _head(s: Shape, rank: int, batched: bool) -> tuple[Callable[[Tensor, Tensor], Tensor], str]:
+    """(dy, weight) -> dx of a head, chunk after chunk onto one fp32 sum, or all chunks at once and a fold."""
+    whole, tail = divmod(s.k, DGRAD_CHUNK)
+    batch = whole if batched else 1
+    chosen = plan(
+        s.device, s.rows, s.n, DGRAD_CHUNK, batch, s.k, s.n, False, False, s.dtype, torch.float32, False, rank
+    )  # fmt: skip
+    launch, n, size = _launcher(s.device, chosen), s.n, s.dtype.itemsize
+    algorithm = chosen.algorithm
+    if batched and tail:
+        last = plan(s.device, s.rows, n, tail, 1, s.k, n, False, False, s.dtype, torch.float32, False, 0)
+        launch_tail = _launcher(s.device, last)
+        algorithm += f"; then {last.algorithm}"
+
+    def run(dy: Tensor, weight: Tensor) -> Tensor:
+        m, a, b = dy.shape[0], dy.data_ptr(), weight.data_ptr()
+        with common.on_device(dy):
+            out = torch.empty((m, n), dtype=s.out, device=dy.device)
+            if batched:
+                partials = torch.empty((whole + (tail > 0), m, n), dtype=torch.float32, device=dy.device)
+                launch(m, DGRAD_CHUNK, a, b, None, False, partials)
+                if tail:
+                    first = whole * DGRAD_CHUNK
+                    launch_tail(m, tail, a + first * size, b + first * n * size, None, False, partials[whole])
+                anchor.ascend(partials, None, out)
+            else:
+                total = torch.empty((m, n), dtype=torch.float32, device=dy.device)
+                for first in range(0, s.k, DGRAD_CHUNK):
+                    k = min(DGRAD_CHUNK, s.k - first)
+                    launch(m, k, a + first * size, b + first * n * size, None, first > 0, total)
+                out.copy_(total)
+        return out
+
+    return run, algorithm
+
+
+def _onto(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor, bool], None], str]:
+    """(out, a, b, fresh) -> None: a weight gradient or one chunk of an input gradient onto out."""
+    wgrad = s.form == "wgrad"
+    m, k = (s.weight[0], s.rows) if wgrad else (s.rows, s.weight[0])
+    a_row = s.weight[0]
+    chosen = plan(s.device, m, s.n, k, 1, a_row, s.n, wgrad, False, s.dtype, s.out, False, rank)
+    launch = _launcher(s.device, chosen)
+
+    def run(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
+        with common.on_device(a):
+            launch(out.shape[0], b.shape[0], a.data_ptr(), b.data_ptr(), None, not fresh, out)
 
     return run, chosen.algorithm
 
@@ -226,22 +348,36 @@ def _cublaslt_supports(key: Key) -> bool:
         and s.dense
         and s.rows > 0
         and s.dtype in (torch.bfloat16, torch.float16)
-        and s.out in (s.dtype, torch.float32)
-        and s.n % 8 == 0
-        and s.k % (8 * s.chunks) == 0
+        and (s.out == torch.float32 or (s.out == s.dtype and s.fresh))
+        and all(d % 8 == 0 for d in s.weight)
+        and (s.form == "wgrad" or s.k % (8 * s.chunks) == 0)
     )
 
 
-def _cublaslt(rank: int, dgrad: bool) -> Schedule:
+def _cublaslt(rank: int, form: str, batched: bool = False) -> Schedule:
     def bind(key: Key) -> Run:
-        run, algorithm = _product(_shape(key), rank)
-        call: Any = lambda x, weight, bias, chunks, dgrad_chunks, out_dtype: run(x, weight, bias)
-        if dgrad:
+        s = _shape(key)
+        call: Any
+        if form == "forward":
+            run, algorithm = _product(s, rank)
+            call = lambda x, weight, bias, chunks, dgrad_chunks, out_dtype: run(x, weight, bias)
+        elif form != "dgrad":
+            onto, algorithm = _onto(s, rank)
+            call = lambda out, a, b, fresh: onto(out, a, b, fresh)
+        elif s.is_head:
+            head, algorithm = _head(s, rank, batched)
+            call = lambda dy, weight, chunks: head(dy, weight)
+        else:
+            run, algorithm = _product(s, rank)
             call = lambda dy, weight, chunks: run(dy, weight, None)
         call.note = f"; {algorithm}"
         return call
 
-    return Schedule(f"cublaslt.{rank}", bind, _cublaslt_supports)
+    def supports(key: Key) -> bool:
+        s = _shape(key)
+        return _cublaslt_supports(key) and (not batched or (s.is_head and s.rows <= BATCHED_ROWS))
+
+    return Schedule(f"cublaslt.batched.{rank}" if batched else f"cublaslt.{rank}", bind, supports)
 
 
 # ---- Triton tiles --------------------------------------------------------------------------------
@@ -251,7 +387,8 @@ def _tile(tile: anchor.Tile, dgrad: bool) -> Schedule:
     def supports(key: Key) -> bool:
         s = _shape(key)
         small = s.rows <= 16 if tile.m == 16 else 16 < s.rows <= 64
-        return s.device >= 0 and s.dense and s.rows > 0 and small and s.chunks == 1 and s.dtype.itemsize == 2
+        one_chain = s.chunks == 1 and not s.is_head
+        return s.device >= 0 and s.dense and s.rows > 0 and small and one_chain and s.dtype.itemsize == 2
 
     def bind(key: Key) -> Run:
         s = _shape(key)
@@ -268,23 +405,81 @@ def _tile(tile: anchor.Tile, dgrad: bool) -> Schedule:
 # ---- ops -----------------------------------------------------------------------------------------
 
 
-def _schedules(dgrad: bool) -> tuple[Schedule, ...]:
-    return (*(_cublaslt(rank, dgrad) for rank in range(RANKS)), *(_tile(tile, dgrad) for tile in TILES))
+def _schedules(form: str) -> tuple[Schedule, ...]:
+    found = [_cublaslt(rank, form) for rank in range(RANKS)]
+    if form == "dgrad":
+        found += [_cublaslt(rank, form, batched=True) for rank in range(RANKS)]
+    if form in ("forward", "dgrad"):
+        found += [_tile(tile, form == "dgrad") for tile in TILES]
+    return tuple(found)
 
 
 _HERE = Path(__file__).resolve().parent
-_SOURCES = (
-    Path(__file__).resolve(),
-    _HERE.parent / "triton" / "linear.py",
-    _HERE.parent / "triton" / "common.py",
-    build.source_dir() / "cuda" / "linear_cublaslt.cpp",
-)
 
-linear = ScheduledOp(
-    Family("linear", anchor.linear, _linear_key, _describe, _device, _rows, _linear_sample, _schedules(False),
-           _SOURCES, unavailable, versions)
-)  # fmt: skip
-linear_dgrad = ScheduledOp(
-    Family("linear_dgrad", anchor.linear_dgrad, _dgrad_key, _describe, _device, _rows, _dgrad_sample, _schedules(True),
-           _SOURCES, unavailable, versions)
-)  # fmt: skip
+
+def _op(
+    name: str, form: str, run: Run, key: Callable[..., Key], sample: Callable[..., Any], mutates: tuple[int, ...] = ()
+) -> ScheduledOp:
+    sources = (
+        Path(__file__).resolve(),
+        _HERE.parent / "triton" / "linear.py",
+        _HERE.parent / "triton" / "common.py",
+        build.source_dir() / "cuda" / "linear_cublaslt.cpp",
+    )
+    return ScheduledOp(
+        Family(
+            name, run, key, _describe, _device, _rows, sample, _schedules(form), sources, unavailable, versions, mutates
+        )
+    )  # fmt: skip
+
+
+linear = _op("linear", "forward", anchor.linear, _linear_key, _linear_sample)
+linear_dgrad = _op("linear_dgrad", "dgrad", anchor.linear_dgrad, _dgrad_key, _dgrad_sample)
+add_dgrad = _op("linear_add_dgrad", "add", anchor.add_dgrad_, _add_key, _add_sample, mutates=(0,))
+wgrad_chunk = _op("linear_wgrad", "wgrad", anchor.wgrad_, _wgrad_key, _wgrad_sample, mutates=(0,))
+
+
+def add_dgrad_(
+    running: Tensor,  # [M, K] fp32, contiguous
+    dy: Tensor,  # [M, n]
+    weight: Tensor,  # [n, K]
+    fresh: bool,
+) -> None:
+    """running += dy weight, one fp32 chain over n from +0: a chunk of a head's input gradient, n <= DGRAD_CHUNK.
+
+    `fresh` takes the chain as it is, whatever running holds. Round the last sum once to the dtype of dy.
+    """
+    add_dgrad(running, dy, weight, fresh)
+
+
+def wgrad_(
+    grad: Tensor,  # [N, K] fp32; where fresh also the dtype of dy
+    dy: Tensor,  # [T, N]
+    x: Tensor,  # [T, K]
+    fresh: bool,
+) -> None:
+    """grad += dy^T x, chunks of WGRAD_TOKENS added ascending; `fresh` ignores what grad holds, rounds once."""
+    tokens = dy.shape[0]
+    if tokens <= WGRAD_TOKENS:
+        wgrad_chunk(grad, dy, x, fresh)
+        return
+    total = grad if grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
+    for first in range(0, tokens, WGRAD_TOKENS):
+        last = first + WGRAD_TOKENS
+        wgrad_chunk(total, dy[first:last], x[first:last], fresh and first == 0)
+    if total is not grad:
+        grad.copy_(total)
+
+
+def wgrad(dy: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    """out [N, K] = dy [T, N]^T x [T, K], rounded once to out's dtype, fp32 or that of dy; out's content is ignored."""
+    wgrad_(out, dy, x, True)
+    return out
+
+
+def linear_wgrad_(grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    wgrad_(grad, dy, x, False)
+
+
+def linear_wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    return wgrad(dy, x, torch.empty(dy.shape[1], x.shape[1], dtype=dy.dtype, device=dy.device))

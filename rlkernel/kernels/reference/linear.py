@@ -44,6 +44,10 @@ def linear_wgrad_(grad: Tensor, dy: Tensor, x: Tensor) -> None:
     grad.copy_(chain(dy.t(), x, grad))
 
 
+def linear_wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    return chain(dy.t(), x, torch.zeros(dy.shape[1], x.shape[1])).to(dy.dtype)
+
+
 def bias_grad_(grad: Tensor, dy: Tensor) -> None:
     for row in dy.float():
         grad += row

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.contract.orders import VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import on_device, options
 from rlkernel.kernels.triton.linear import (
     Tile,
+    add_dgrad_,
     can_fetch,
     chain,
     corner_of,
@@ -268,8 +269,11 @@ def block_sizes(tokens: int, vocab_size: int, c: int, element_size: int) -> tupl
     """Tokens and vocabulary entries of one block of dz.
 
     Tokens come first: each block of tokens reads and writes the weight gradient once. They are whole chunks of the
-    weight gradient's order, entries whole vocabulary tiles (and so whole k-groups of the input gradient's chain).
+    weight gradient's order, entries whole vocabulary tiles (and so whole k-groups of the input gradient's chain), or
+    one chunk of the input gradient's order where that has several.
     """
+    if vocab_size > DGRAD_WHOLE:
+        return WGRAD_TOKENS, DGRAD_CHUNK
     most = max(1, DHIDDEN_BYTES // (4 * c * WGRAD_TOKENS)) * WGRAD_TOKENS
     rows = min(most, triton.cdiv(tokens, WGRAD_TOKENS) * WGRAD_TOKENS)
     columns = max(1, DZ_BYTES // (element_size * rows * VOCAB_TILE)) * VOCAB_TILE
@@ -321,7 +325,11 @@ def linear_logprob_grad_(
                     BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_K=shape.k, GROUP=8,
                     num_warps=shape.warps, num_stages=shape.stages, **options(matmul=True),
                 )  # fmt: skip
-            if running is not None:
+            if running is not None and vocab > DGRAD_WHOLE:
+                add_dgrad_(running[:n], dz, w, first == 0)
+                if last == vocab:
+                    dhidden[start:stop] = running[:n]
+            elif running is not None:
                 to = dhidden[start:stop] if last == vocab else running[:n]
                 gemm(dz, w, to, start=running[:n] if first > 0 else None)
             if grad is not None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.contract.orders import WGRAD_TOKENS
+from rlkernel.contract.orders import SUM_TOKENS
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import add_partials_, aligned, next_power_of_2, on_device, options
 
@@ -169,7 +169,7 @@ def rms_norm_wgrad_(grad: Tensor, dy: Tensor, x: Tensor, eps: float) -> None:
     rows, c = x.shape
     if x.numel() == 0:
         return
-    segments = triton.cdiv(rows, WGRAD_TOKENS)
+    segments = triton.cdiv(rows, SUM_TOKENS)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     partials = torch.empty(segments, c, dtype=torch.float32, device=x.device)
     grid, meta = _shape(rows, c)
@@ -178,7 +178,7 @@ def rms_norm_wgrad_(grad: Tensor, dy: Tensor, x: Tensor, eps: float) -> None:
         rstd_kernel[grid](x, rstd, rows, eps, **meta)
         rms_norm_wgrad_kernel[(triton.cdiv(c, block), segments)](
             dy, x, rstd, partials, rows,
-            C=c, SEGMENT=WGRAD_TOKENS, BLOCK=block, num_warps=max(1, block // 128), **options(),
+            C=c, SEGMENT=SUM_TOKENS, BLOCK=block, num_warps=max(1, block // 128), **options(),
         )  # fmt: skip
         add_partials_(grad, partials)
 
@@ -206,6 +206,6 @@ AOT: tuple[Variant, ...] = (
     Variant(
         "rms_norm_wgrad", rms_norm_wgrad_kernel,
         {"dy": "*bf16:16", "x": "*bf16:16", "rstd": "*fp32:16", "partials": "*fp32:16", "T": "i32"},
-        {"C": 4096, "SEGMENT": WGRAD_TOKENS, "BLOCK": 512}, main=True,
+        {"C": 4096, "SEGMENT": SUM_TOKENS, "BLOCK": 512}, main=True,
     ),
 )  # fmt: skip
