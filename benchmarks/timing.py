@@ -1,10 +1,16 @@
-"""Interleaved timing of two callables: medians on one machine in one process, with the clocks warm."""
+"""Interleaved timing of several callables: medians on one machine in one process, with the clocks warm.
+
+`compare` also measures memory and leaves out, with the reason, what runs out of it; `rows` turns its result into the
+lines of a result file.
+"""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +66,77 @@ def peak_gib(fn: Callable[[], object], cuda: bool) -> float | None:
     fn()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+class Timed(NamedTuple):
+    """What `compare` found for one candidate; ms is None where it did not run, and `problem` then says why."""
+
+    ms: float | None
+    peak_gib: float | None
+    problem: str | None = None
+
+
+def compare(
+    candidates: Mapping[str, Callable[[], object]], cuda: bool, rounds: int = 11, warm_up: int = 2
+) -> dict[str, Timed]:
+    """Time and memory of each candidate, taking turns; one that runs out of memory is left out, and says so."""
+    peaks: dict[str, float | None] = {}
+    problems: dict[str, str] = {}
+    for name, fn in candidates.items():
+        try:
+            fn()  # compiles, certifies
+            peaks[name] = peak_gib(fn, cuda)
+        except torch.OutOfMemoryError as error:
+            problems[name] = f"out of memory: {str(error).splitlines()[0].split('. GPU', 1)[0]}"
+        if cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+    ran = [name for name in candidates if name in peaks]
+    times = dict(zip(ran, interleaved([candidates[name] for name in ran], cuda, rounds, warm_up), strict=True))
+    return {name: Timed(times.get(name), peaks.get(name), problems.get(name)) for name in candidates}
+
+
+def rows(
+    op: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    timed: Mapping[str, Timed],
+    pairs: Sequence[tuple[str, str]],
+    flops: float = 0,
+    moved: float = 0,
+) -> list[dict[str, Any]]:
+    """Lines of a result file: one a pair (ours, anchor) of candidates, printed as they are made.
+
+    `flops` and `moved` (bytes) are what the op needs at the least; TFLOP/s count those alone.
+    """
+    lines = []
+    for ours, anchor in pairs:
+        a, b = timed[ours], timed[anchor] if anchor else Timed(None, None)
+        rate = lambda t: flops / t.ms / 1e9 if flops and t.ms else None
+        line = {
+            "op": op,
+            "shape": shape,
+            "dtype": str(dtype).removeprefix("torch."),
+            "ours": ours,
+            "anchor": anchor,
+            "ours_ms": a.ms,
+            "anchor_ms": b.ms,
+            "ratio": b.ms / a.ms if a.ms and b.ms else None,
+            "share_of_roofline": share_of_roofline(a.ms, flops, moved) if a.ms else None,
+            **({"tflops": rate(a), "anchor_tflops": rate(b)} if flops else {}),
+            "peak_gib": a.peak_gib,
+            "anchor_peak_gib": b.peak_gib,
+            "note": "; ".join(f"{name}: {t.problem}" for name, t in ((ours, a), (anchor, b)) if t.problem) or None,
+        }
+        lines.append(line)
+        show = lambda ms: "       - " if ms is None else f"{ms:9.4f}"
+        print(
+            f"{op:34.34} {shape!s:24} {ours:22.22} {show(a.ms)} ms  {anchor:26.26} {show(b.ms)} ms  "
+            f"ratio {line['ratio'] or 0:6.3f}  share {line['share_of_roofline'] or 0:.3f}  "
+            f"GiB {a.peak_gib or 0:.3f} / {b.peak_gib or 0:.3f}{'  ' + line['note'] if line['note'] else ''}",
+            flush=True,
+        )
+    return lines
 
 
 def share_of_roofline(ms: float, flops: float, moved_bytes: float) -> float | None:

@@ -1,0 +1,181 @@
+"""linear_logprob against TRL's chunked log-probability, Liger's fused cross-entropy and logits in memory.
+
+Three published shapes, bf16, forward and forward + backward; prompts (rows without upstream gradient), the entropy's
+gradient, kept probabilities. Memory counts everything beyond the inputs: results, gradients, buffers. TFLOP/s count the
+products that any implementation needs (one forward, two backward), not those that it makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import anchors
+from anchors import materialised
+from results_io import write_result
+from timing import compare, rows
+
+from rlkernel import ops
+
+SHAPES = ((8192, 4096, 151936), (4096, 1024, 151936), (4096, 4096, 128256))  # T, C, V
+SMALL = ((96, 64, 1024),)
+OURS, MAIN, KEPT = "rlkernel", "rlkernel, main_grad", "rlkernel, keep_probs"
+HAS_KEEP = "keep_probs" in inspect.signature(ops.linear_logprob).parameters
+
+
+class Bench:
+    """One shape: its inputs, and the rows of each case."""
+
+    def __init__(self, shape: tuple[int, int, int], cuda: bool, rounds: int):
+        t, c, v = self.shape = shape
+        self.cuda, self.rounds, self.lines = cuda, rounds, []  # type: ignore[var-annotated]
+        device, self.dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
+        leaf = lambda scale, *size: (torch.randn(*size, device=device) * scale).to(self.dtype).requires_grad_()
+        self.hidden, self.weight = leaf(1.0, t, c), leaf(0.02, v, c)
+        self.into_main = self.weight.detach().requires_grad_()
+        self.into_main.main_grad = torch.zeros(v, c, device=device)  # type: ignore[attr-defined]
+        self.targets = torch.randint(0, v, (t,), device=device)
+        self.upstream = torch.randn(t, device=device)
+        self.live = torch.rand(t, device=device)
+        self.trl, self.liger, self.liger_mean = anchors.trl(), anchors.liger("none"), anchors.liger("mean")
+
+    def add(self, op: str, candidates: dict[str, Callable[[], object]], products: float) -> None:
+        """Times the candidates and adds a row an anchor for ours, and one against TRL for each further way of ours."""
+        t, c, v = self.shape
+        found = compare(candidates, self.cuda, self.rounds)
+        ours = [name for name in found if name.startswith(OURS)]
+        others = [name for name in found if name not in ours]
+        pairs = [(OURS, name) for name in others] + [(name, others[0]) for name in ours[1:]]
+        pairs += [(KEPT, name) for name in others if name.startswith("three") and KEPT in ours]
+        moved = ((1 + products) * t * c + products * v * c) * self.dtype.itemsize
+        self.lines += rows(op, self.shape, self.dtype, found, pairs, products * 2 * t * c * v, moved)
+
+    def ours(self, upstream: Tensor, weight: Tensor, entropy: bool = False, **options: Any) -> Callable[[], object]:
+        def run() -> object:
+            scored = ops.linear_logprob(self.hidden, weight, self.targets, **options)
+            outputs, grads = ([scored.logp, scored.entropy], [upstream] * 2) if entropy else ([scored.logp], [upstream])
+            return torch.autograd.grad(outputs, [self.hidden, weight], grads, allow_unused=True)
+
+        return run
+
+    def ways(self, upstream: Tensor, entropy: bool = False) -> dict[str, Callable[[], object]]:
+        """Our ways to forward and backward."""
+        found = {
+            OURS: self.ours(upstream, self.weight, entropy),
+            MAIN: self.ours(upstream, self.into_main, entropy),
+        }
+        if HAS_KEEP and not entropy:  # the entropy's gradient needs more than a kept probability
+            found[KEPT] = self.ours(upstream, self.weight, keep_probs=True)
+        return found
+
+    def chunked(self, upstream: Tensor, rows: Tensor | None = None, entropy: bool = False) -> Callable[[], object]:
+        """TRL's forward and backward over all rows, or over `rows` alone (the labels that its trainer keeps)."""
+        assert self.trl is not None
+        logprob = self.trl[1]
+
+        def run() -> object:
+            hidden, targets, grad = self.hidden, self.targets, upstream
+            if rows is not None:
+                hidden, targets, grad = hidden[rows], targets[rows], grad[rows]
+            logp, h = logprob(hidden, self.weight, targets)
+            outputs, grads = ([logp, h], [grad] * 2) if entropy else ([logp], [grad])
+            return torch.autograd.grad(outputs, [self.hidden, self.weight], grads)
+
+        return run
+
+    def grad_of(self, loss: Callable[..., Tensor], upstream: Tensor) -> Callable[[], object]:
+        """Forward and backward of an anchor that gives one result."""
+        return lambda: torch.autograd.grad(
+            loss(self.hidden, self.weight, self.targets), [self.hidden, self.weight], upstream
+        )
+
+    def forward(self) -> None:
+        h, w, y = self.hidden.detach(), self.weight.detach(), self.targets
+        candidates: dict[str, Callable[[], object]] = {OURS: lambda: ops.linear_logprob(h, w, y).logp}
+        for found in (self.trl, self.liger):
+            if found:
+                candidates[found[0]] = lambda fn=found[1]: fn(h, w, y)
+        candidates["torch, logits in memory"] = lambda: materialised(h, w, y)
+        candidates["torch, GEMM alone"] = lambda: h @ w.T
+        self.add("linear_logprob", candidates, 1)
+
+    def backward(self) -> None:
+        candidates = self.ways(self.upstream)
+        if self.trl:
+            candidates[self.trl[0]] = self.chunked(self.upstream)
+        if self.liger:
+            candidates[self.liger[0]] = self.grad_of(self.liger[1], self.upstream)
+        if self.liger_mean:
+            one = torch.ones((), device=self.hidden.device)
+            candidates[self.liger_mean[0]] = self.grad_of(self.liger_mean[1], one)
+        candidates["torch, logits in memory"] = self.grad_of(materialised, self.upstream)
+        h, w = self.hidden.detach(), self.weight.detach()
+
+        def three() -> object:
+            z = h @ w.T
+            return z @ w, z.T @ h
+
+        candidates["three GEMMs of torch"] = three
+        self.add("linear_logprob fwd+bwd", candidates, 3)
+
+    def prompts(self, share: float) -> None:
+        """A share of the rows has no upstream gradient; TRL over all rows, and as its trainer calls it, without them."""
+        upstream = torch.where(self.live >= share, self.upstream, 0.0)
+        candidates = self.ways(upstream)
+        if self.trl:
+            candidates[self.trl[0]] = self.chunked(upstream)
+            kept = upstream != 0
+            candidates[f"{self.trl[0]}, rows left out"] = self.chunked(upstream, kept)
+        candidates["torch, logits in memory"] = self.grad_of(materialised, upstream)
+        self.add(f"linear_logprob fwd+bwd, {share:.0%} prompts", candidates, 1 + 2 * (1 - share))
+
+    def entropy(self) -> None:
+        candidates = self.ways(self.upstream, entropy=True)
+        if self.trl:
+            candidates[self.trl[0]] = self.chunked(self.upstream, entropy=True)
+        stock = self.ours(self.upstream, self.weight, entropy=True)
+
+        def in_memory() -> object:
+            with ops.stock():
+                return stock()
+
+        candidates["torch, logits in memory"] = in_memory
+        self.add("linear_logprob fwd+bwd, entropy gradient", candidates, 3)
+
+
+def main() -> None:
+    """Prints a line a pair and writes `bench_linear_logprob.json`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--shapes", type=int, nargs="*", help="indices into the three shapes; all by default")
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    torch.manual_seed(0)
+    lines = []
+    shapes = SHAPES if cuda else SMALL
+    for shape in [shapes[i] for i in args.shapes] if args.shapes else shapes:
+        bench = Bench(shape, cuda, args.rounds)
+        bench.forward()
+        bench.backward()
+        bench.prompts(0.5)
+        bench.prompts(0.9)
+        bench.entropy()
+        lines += bench.lines
+        del bench
+    if not HAS_KEEP:
+        anchors.missing("this linear_logprob has no keep_probs: those rows are left out")
+    print(f"wrote {write_result('bench_linear_logprob', lines, notes=anchors.MISSING)}")
+
+
+if __name__ == "__main__":
+    main()

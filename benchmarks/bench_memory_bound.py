@@ -1,0 +1,217 @@
+"""Ops that memory bounds: time against the bytes they must move, and against torch, compiled where that is fair.
+
+Floor: what an op reads once and writes once, at the measured 4.3 TB/s of an H200; forward and backward are two ops, and
+the second reads again. "share of roofline" is the floor over our time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import anchors
+from results_io import write_result
+from timing import compare, rows
+
+from rlkernel import ops
+from rlkernel.kernels import stock
+
+TOKENS, HIDDEN = (8192, 16384), (1024, 4096)
+VOCABULARY = 151936
+LOSS_TOKENS = (8192, 16384, 1 << 20, 1 << 24)
+"""A loss over 8192 tokens moves 160 kB: launches bound it; the long ones show the kernel's own speed."""
+
+
+@dataclass
+class Case:
+    """One line: our way, an anchor and its name, and the bytes that must move."""
+
+    op: str
+    shape: tuple[int, ...]
+    ours: Callable[[], object]
+    anchor: Callable[[], object] | None
+    anchor_name: str
+    moved: float
+
+
+class Maker:
+    """Random inputs and callables on one device."""
+
+    def __init__(self, cuda: bool, compiled: bool):
+        self.device, self.dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
+        self.size = self.dtype.itemsize
+        self.compile = torch.compile if cuda and compiled else None
+        self.name = "torch.compile" if self.compile else "torch"
+
+    def leaf(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device=self.device) * scale).to(self.dtype).requires_grad_()
+
+    def ids(self, high: int, n: int) -> Tensor:
+        return torch.randint(0, high, (n,), device=self.device)
+
+    def anchor(self, fn: Callable[..., object]) -> Callable[..., object]:
+        return self.compile(fn, dynamic=False) if self.compile else fn
+
+
+def with_backward(fn: Callable[..., object], *leaves: Tensor) -> Callable[[], object]:
+    """Forward and backward with a random upstream gradient for each result."""
+    upstream: list[Tensor] = []
+
+    def run() -> object:
+        found = fn(*leaves)
+        outs = list(found) if isinstance(found, tuple) else [found]
+        if not upstream:
+            upstream.extend(torch.randn_like(out) for out in outs)
+        return torch.autograd.grad(outs, leaves, upstream)
+
+    return run
+
+
+def both(
+    op: str, shape: tuple[int, ...], make: Maker, ours: Callable[..., object], plain: Callable[..., object],
+    leaves: tuple[Tensor, ...], forward: float, backward: float,
+) -> Iterator[Case]:  # fmt: skip
+    """The forward alone, then forward and backward, of an op of `leaves`."""
+    fixed = tuple(leaf.detach() for leaf in leaves)
+    anchor = make.anchor(plain)
+    yield Case(op, shape, lambda: ours(*fixed), lambda: anchor(*fixed), make.name, forward)
+    yield Case(
+        f"{op} fwd+bwd", shape, with_backward(ours, *leaves), with_backward(anchor, *leaves), make.name,
+        forward + backward,
+    )  # fmt: skip
+
+
+def logprob(make: Maker, t: int, v: int) -> Iterator[Case]:
+    logits, targets = make.leaf(t, v), make.ids(v, t)
+    pass_ = t * v * make.size
+    ours = lambda z: ops.logprob(z, targets).logp
+    plain = lambda z: torch.log_softmax(z.float(), -1).gather(1, targets[:, None])[:, 0]
+    yield from both("logprob", (t, v), make, ours, plain, (logits,), pass_, 2 * pass_)
+
+
+def of_tokens(make: Maker, t: int, c: int) -> Iterator[Case]:
+    """rms_norm, swiglu, rope and embedding of Qwen3 0.6B (C = 1024) or 8B (C = 4096)."""
+    row = t * c * make.size
+    x, residual, weight = make.leaf(t, c), make.leaf(t, c), make.leaf(c)
+    yield from both(
+        "rms_norm", (t, c), make, lambda x, w: ops.rms_norm(x, w, 1e-6), lambda x, w: stock.rms_norm(x, w, 1e-6),
+        (x, weight), 2 * row, 3 * row,
+    )  # fmt: skip
+    yield from both(
+        "rms_norm + residual", (t, c), make, lambda x, r, w: ops.rms_norm(x, w, 1e-6, r),
+        lambda x, r, w: stock.add_rms_norm(x, r, w, 1e-6), (x, residual, weight), 4 * row, 4 * row,
+    )  # fmt: skip
+    f = 3 * c
+    gate_up = make.leaf(t, 2 * f)
+    yield from both("swiglu", (t, f), make, ops.swiglu, stock.swiglu, (gate_up,), 9 * row, 15 * row)
+    del gate_up
+    h, hk, d = c // 128 if c == 4096 else c // 64, max(1, min(8, c // 32)), min(128, c // 4)
+    q, k = make.leaf(t, h, d), make.leaf(t, hk, d)
+    positions, table = torch.arange(t, device=make.device), torch.randn(t, d, device=make.device)
+    heads = 2 * t * (h + hk) * d * make.size + t * (4 * d + 8)
+    yield from both(
+        "rope", (t, h + hk, d), make, lambda q, k: ops.rope(q, k, positions, table),
+        lambda q, k: stock.rope(q, k, positions, table), (q, k), heads, heads,
+    )  # fmt: skip
+    yield from embedding(make, t, c)
+
+
+def embedding(make: Maker, t: int, c: int) -> Iterator[Case]:
+    """Backward onto an fp32 main_grad; torch's way onto the same buffer is index_add_, which uses atomics."""
+    v = VOCABULARY if make.device == "cuda" else 1024
+    row = t * c * make.size
+    weight, ids = make.leaf(v, c, scale=0.02), make.ids(v, t)
+    weight.main_grad = torch.zeros(v, c, device=make.device)  # type: ignore[attr-defined]
+    fixed, upstream = weight.detach(), make.leaf(t, c).detach()
+    touched = int(ids.unique().numel()) * c * 8
+    anchor = lambda: torch.nn.functional.embedding(ids, fixed)
+    yield Case("embedding", (t, c, v), lambda: ops.embedding(ids, fixed), anchor, "torch", 2 * row)
+
+    def ours() -> None:
+        torch.autograd.grad(ops.embedding(ids, weight), [weight], upstream, allow_unused=True)
+
+    def atomics() -> None:
+        anchor()
+        weight.main_grad.index_add_(0, ids, upstream.float())  # type: ignore[attr-defined]
+
+    yield Case("embedding fwd+bwd", (t, c, v), ours, atomics, "torch, index_add_", 3 * row + touched)
+
+
+def policy_loss(make: Maker, t: int) -> Iterator[Case]:
+    """GRPO with old log-probabilities, a mask and 1024 tokens a sequence; the loss and its gradient."""
+    b = max(1, t // 1024)
+    cu = torch.linspace(0, t, b + 1, device=make.device).to(torch.int32)
+    old = torch.randn(t, device=make.device)
+    logp = (old + 0.1 * torch.randn(t, device=make.device)).requires_grad_()
+    advantages, mask = torch.randn(b, device=make.device), torch.rand(t, device=make.device) < 0.8
+    one = torch.ones((), device=make.device)
+    owner = torch.repeat_interleave(torch.arange(b, device=make.device), cu.diff().long(), output_size=t)
+
+    def plain(logp: Tensor) -> Tensor:
+        """The loss alone, without statistics: what a trainer writes."""
+        ratio, a = torch.exp(logp - old), advantages[owner]
+        loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) * mask
+        return (loss.view(b, -1).sum(1) / mask.view(b, -1).sum(1).clamp(min=1)).mean()
+
+    anchor = make.anchor(plain)
+    ours = lambda: torch.autograd.grad(ops.policy_loss(logp, old, advantages, cu, mask=mask).loss, [logp], one)
+    theirs = lambda: torch.autograd.grad(anchor(logp), [logp], one)
+    yield Case("policy_loss fwd+bwd", (t,), ours, theirs, f"{make.name}, no statistics", t * (4 + 4 + 1 + 4))
+
+
+def optimizer(make: Maker, n: int) -> Iterator[Case]:
+    """AdamW on n elements and the gradient norm, where this rlkernel has them."""
+    try:
+        adamw = import_module("rlkernel.ops.adamw")
+    except ModuleNotFoundError:
+        anchors.missing("this rlkernel has no ops.adamw: its rows are left out")
+        return
+    yield from ()
+    del adamw
+
+
+def cases(make: Maker) -> Iterator[Case]:
+    """Every case; a maker's tensors live as long as its case is measured."""
+    cuda = make.device == "cuda"
+    yield from logprob(make, *((4096, VOCABULARY) if cuda else (64, 1024)))
+    for t in TOKENS if cuda else (64,):
+        for c in HIDDEN if cuda else (64,):
+            yield from of_tokens(make, t, c)
+    for t in LOSS_TOKENS if cuda else (2048,):
+        yield from policy_loss(make, t)
+    yield from optimizer(make, 1 << 28 if cuda else 1 << 12)
+
+
+def main() -> None:
+    """Prints a line a case and writes `bench_memory_bound.json`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--eager", action="store_true", help="plain torch as the anchor, without torch.compile")
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    torch.manual_seed(0)
+    make = Maker(cuda, compiled=not args.eager)
+    lines = []
+    for case in cases(make):
+        found = compare(
+            {"rlkernel": case.ours, **({case.anchor_name: case.anchor} if case.anchor else {})}, cuda, args.rounds
+        )
+        lines += rows(
+            case.op, case.shape, make.dtype, found, [("rlkernel", case.anchor_name if case.anchor else "")],
+            moved=case.moved,
+        )  # fmt: skip
+    print(f"wrote {write_result('bench_memory_bound', lines, notes=anchors.MISSING)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Every op under compute-sanitizer: memcheck, racecheck and initcheck over small and larger calls; writes sanitize.json.
+
+`python benchmarks/sanitize.py` starts each tool on `--calls`, every op forward and backward with all of its schedules,
+and on a planted error of the tool's kind. A pass needs no error in the first and one in the second: a tool that does not
+work on this host passes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*?(\d+) (?:error|hazard)")
+PLANTED = {
+    "memcheck": "p[(1 << 20) + threadIdx.x] = 1.0f;",
+    "racecheck": "__shared__ float s[64]; s[threadIdx.x] = threadIdx.x; p[threadIdx.x] = s[63 - threadIdx.x];",
+    "initcheck": "p[64 + threadIdx.x] = p[threadIdx.x];",
+}
+"""Statements of 64 threads on 1024 floats that were never written: one wrong thing each."""
+
+
+# ---- the calls -----------------------------------------------------------------------------------
+
+
+def backward(outputs: Any, *leaves: Any) -> None:
+    """Gradients of the outputs with respect to the leaves, with random upstream gradients."""
+    import torch
+
+    outputs = [out for out in (outputs if isinstance(outputs, tuple) else (outputs,)) if out.requires_grad]
+    torch.autograd.grad(outputs, leaves, [torch.randn_like(out) for out in outputs], allow_unused=True)
+
+
+def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object]]:
+    """Name and call of every op, forward and backward; `large` ones span several tiles in every dimension."""
+    import torch
+
+    from rlkernel import ops
+
+    t, c, v, heads, d = (512, 256, 4136, 4, 128) if large else (37, 64, 520, 2, 64)
+
+    def leaf(*shape: int, scale: float = 1.0) -> Any:
+        return (torch.randn(*shape, device=device) * scale).to(dtype).requires_grad_()
+
+    def vector(n: int = t) -> Any:
+        return torch.randn(n, device=device)
+
+    def ids(high: int, n: int = t) -> Any:
+        return torch.randint(0, high, (n,), device=device)
+
+    def linear() -> None:
+        for m in (1, 16, 64, t):
+            x, w, b = leaf(m, c), leaf(8 * c, c, scale=0.1), leaf(8 * c)
+            backward(ops.linear(x, w), x, w)
+            backward(ops.linear(x, w, b, chunks=4, dgrad_chunks=2), x, w, b)
+            backward(ops.linear(x, w, out_dtype=torch.float32), x, w)
+
+    def linear_logprob() -> None:
+        hidden, weight, targets = leaf(t, c), leaf(v, c, scale=0.1), ids(v)
+        kept = ops.pack_kept(torch.rand(t, v, device=device) < 0.7)
+        temperature = torch.rand(t, device=device) + 0.5
+        for options in ({}, {"temperature": temperature, "kept": kept}):
+            scored = ops.linear_logprob(hidden, weight, targets, **options)
+            backward((scored.logp, scored.entropy), hidden, weight)
+            upstream = torch.where(torch.rand(t, device=device) < 0.5, 0.0, 1.0)  # prompts
+            scored = ops.linear_logprob(hidden, weight, targets, **options)
+            torch.autograd.grad(scored.logp, [hidden, weight], upstream)
+        if "keep_probs" in ops.linear_logprob.__kwdefaults__:
+            backward(ops.linear_logprob(hidden, weight, targets, keep_probs=True).logp, hidden, weight)
+
+    def logprob() -> None:
+        for width in (v, v + 1):  # rows at 16-byte addresses, and not
+            logits = leaf(t, width)
+            scored = ops.logprob(logits, ids(width), temperature=0.7)
+            backward((scored.logp, scored.entropy), logits)
+            kept = ops.pack_kept(torch.rand(t, width, device=device) < 0.7)
+            backward(ops.logprob(logits, ids(width), kept=kept).logp, logits)
+
+    def rms_norm() -> None:
+        for width in (c, 1000, 4096):
+            x, r, w = leaf(t, width), leaf(t, width), leaf(width)
+            backward(ops.rms_norm(x, w, 1e-6), x, w)
+            backward(ops.rms_norm(x, w, 1e-6, r), x, r, w)
+        x, w = leaf(t, heads, d), leaf(d)
+        backward(ops.rms_norm(x, w, 1e-6), x, w)
+
+    def pointwise() -> None:
+        gate_up = leaf(t, 6 * c)
+        backward(ops.swiglu(gate_up), gate_up)
+        q, k, table = leaf(t, heads, d), leaf(t, heads // 2, d), torch.randn(t, d, device=device)
+        backward(ops.rope(q, k, torch.arange(t, device=device), table), q, k)
+        weight = leaf(v, c)
+        backward(ops.embedding(ids(v // 8), weight), weight)
+
+    def attention() -> None:
+        lengths = (t // 2, t // 4, 1, t - t // 2 - t // 4 - 1)
+        cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=device, dtype=torch.int32)
+        for dim in (64, 128):
+            q, k, val = leaf(t, heads, dim), leaf(t, heads // 2, dim), leaf(t, heads // 2, dim)
+            for options in ({}, {"window": 33, "split": 128}):
+                backward(ops.attention(q, k, val, cu, max_seqlen_q=max(lengths), **options)[0], q, k, val)
+            page, batch, longest = 16, 3, 600 if large else 80
+            pages = batch * -(-longest // page)
+            cache = [torch.randn(pages, page, heads // 2, dim, device=device).to(dtype) for _ in range(2)]
+            slots = torch.randperm(pages * page, device=device)[:t]
+            ops.store_kv_(*cache, k.detach(), val.detach(), slots)
+            table = torch.randperm(pages, device=device).to(torch.int32).view(batch, -1)
+            lens = torch.tensor([longest, longest // 2, 5], device=device, dtype=torch.int32)
+            for each in (1, 5):  # decode, and a chunk of a prompt
+                cu_q = torch.arange(batch + 1, device=device, dtype=torch.int32) * each
+                ops.paged_attention(
+                    leaf(batch * each, heads, dim).detach(), *cache, table, cu_q, lens,
+                    max_seqlen_q=each, max_seqlen_k=longest, split=256,
+                )  # fmt: skip
+
+    def losses() -> None:
+        batch = 8
+        cu = torch.linspace(0, t, batch + 1, device=device).to(torch.int32)
+        mask = torch.rand(t, device=device) < 0.8
+        for loss_type in ("grpo", "dapo", "cispo", "gspo", "reinforce"):
+            logp, entropy = vector().requires_grad_(), vector().requires_grad_()
+            found = ops.policy_loss(
+                logp, vector(), vector(batch), cu, mask=mask, ref_logp=vector(), entropy=entropy,
+                rollout_logp=vector(), loss_type=loss_type, kl_coef=0.1, entropy_coef=0.1, tis_cap=2.0,
+            )  # fmt: skip
+            backward(found.loss, logp, entropy)
+        ops.group_advantages(vector(batch), 4)
+
+    def sample() -> None:
+        n = 8
+        full = lambda value, kind: torch.full((n,), value, device=device, dtype=kind)
+        filters = {"top_k": full(50, torch.int32), "top_p": full(0.9, torch.float32), "min_p": full(0.01, torch.float32)}
+        logits = torch.randn(n, v, device=device)
+        for options in ({}, filters):
+            ops.sample(logits, ids(99, n), ids(99, n), temperature=full(0.8, torch.float32), **options)
+
+    found = dict(linear=linear, linear_logprob=linear_logprob, logprob=logprob, rms_norm=rms_norm, pointwise=pointwise,
+                 attention=attention, losses=losses, sample=sample)  # fmt: skip
+    return found
+
+
+def every_schedule() -> None:
+    """From here on an op with schedules runs each of them, then its anchor; nothing is certified."""
+    import torch
+
+    from rlkernel.kernels.schedule import ScheduledOp
+
+    def settle(self: Any, key: Any) -> Any:
+        family = self.family
+        runs = [] if family.unavailable() else [s.bind(key) for s in family.schedules if s.supports(key)]
+
+        def run(*args: Any) -> Any:
+            for schedule in runs:
+                copied = (a.clone() if i in family.mutates and isinstance(a, torch.Tensor) else a
+                          for i, a in enumerate(args))  # fmt: skip
+                schedule(*copied)
+            return family.anchor(*args)
+
+        self._chosen[key] = run
+        return run
+
+    ScheduledOp._settle = settle  # type: ignore[method-assign]
+
+
+def launched() -> set[str]:
+    """A set that fills with the names of the Triton kernels that are launched from here on."""
+    from triton.runtime.jit import JITFunction
+
+    names: set[str] = set()
+    run = JITFunction.run
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names.add(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    JITFunction.run = recorded  # type: ignore[method-assign]
+    return names
+
+
+def make_calls(only: list[str]) -> int:
+    """Makes the calls and prints which kernels ran; exit status 1 where a registered Triton kernel did not."""
+    import torch
+
+    from rlkernel.kernels.triton import aot
+
+    names = launched()
+    every_schedule()
+    torch.manual_seed(0)
+    for large in (False, True):
+        for dtype in (torch.bfloat16,) if large else (torch.bfloat16, torch.float32):
+            for name, call in calls("cuda", dtype, large).items():
+                if not only or name in only:
+                    begin = time.perf_counter()
+                    call()
+                    torch.cuda.synchronize()
+                    size = "large" if large else "small"
+                    print(f"{name} {dtype} {size}: {time.perf_counter() - begin:.1f} s", flush=True)
+    registered = {variant.kernel.fn.__name__ for variant in aot.variants()}
+    left = sorted(registered - names)
+    print(f"KERNELS {len(names)} NOT-LAUNCHED {','.join(left) or 'none'}", flush=True)
+    return int(bool(left) and not only)
+
+
+def plant(tool: str) -> int:
+    """One kernel with an error of the tool's kind."""
+    import torch
+
+    kernel = torch.cuda._compile_kernel(f'extern "C" __global__ void planted(float* p) {{ {PLANTED[tool]} }}', "planted")
+    kernel((1, 1, 1), (64, 1, 1), (torch.empty(1024, device="cuda"),))
+    torch.cuda.synchronize()
+    return 0
+
+
+# ---- the tools -----------------------------------------------------------------------------------
+
+
+def sanitizer() -> str | None:
+    """Path of compute-sanitizer: on PATH, or in the CUDA toolkit."""
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
+    return shutil.which("compute-sanitizer") or (str(toolkit) if toolkit.is_file() else None)
+
+
+def check(program: str, tool: str, what: str, arguments: list[str], limit: float) -> dict[str, Any]:
+    """Runs one tool on this script with `arguments`; errors is None where the tool gave no verdict."""
+    # Without torch's pool every tensor is an allocation of its own, and reading beyond one is seen.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
+    command = [program, "--tool", tool, "--target-processes", "application-only", "--print-limit", "20"]
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [*command, sys.executable, str(Path(__file__).resolve()), *arguments],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit,
+        )  # fmt: skip
+        output, status = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        status = None
+    summary = SUMMARY.findall(output)
+    kernels = re.search(r"KERNELS (\d+) NOT-LAUNCHED (\S+)", output)
+    row = {
+        "tool": tool,
+        "what": what,
+        "errors": int(summary[-1]) if summary and status is not None else None,
+        "exit_status": status,
+        "seconds": time.perf_counter() - begin,
+        "triton_kernels": int(kernels[1]) if kernels else None,
+        "not_launched": kernels[2] if kernels else None,
+    }
+    print(f"{tool:10} {what:14} errors {row['errors']}  exit {status}  {row['seconds']:.0f} s", flush=True)
+    if what == "ops" and (row["errors"] != 0 or status != 0):
+        print("\n".join(output.splitlines()[-60:]), flush=True)
+    return row
+
+
+def passed(row: dict[str, Any]) -> bool:
+    """Ops: no error and a clean exit. A planted error: seen."""
+    if row["what"] == "ops":
+        return row["errors"] == 0 and row["exit_status"] == 0
+    return bool(row["errors"])
+
+
+def main() -> int:
+    """Exit status 0 where every tool worked and found nothing in the ops."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--only", nargs="*", default=[], help="names of calls, as printed")
+    parser.add_argument("--limit", type=float, default=570, help="seconds a tool may take")
+    parser.add_argument("--calls", action="store_true", help="make the calls in this process, without a tool")
+    parser.add_argument("--plant", choices=TOOLS, help="launch a kernel with an error of this kind")
+    args = parser.parse_args()
+    if args.plant:
+        return plant(args.plant)
+    if args.calls:
+        return make_calls(args.only)
+    import torch
+
+    program = sanitizer()
+    if program is None or not torch.cuda.is_available():
+        print("sanitize: " + ("torch sees no CUDA GPU" if program else "compute-sanitizer is not on PATH or in CUDA_HOME"))
+        return 1
+    only = ["--only", *args.only] if args.only else []
+    # Kernels compile outside of the tools, which would otherwise follow the compiler.
+    status = subprocess.run([sys.executable, __file__, "--calls", *only]).returncode
+    if status:
+        print("sanitize: the calls fail without a tool")
+        return 1
+    rows = []
+    for tool in args.tools:
+        rows.append(check(program, tool, "planted error", ["--plant", tool], args.limit))
+        if not passed(rows[-1]):
+            print(f"sanitize: {tool} does not see the error that was planted; it does not work on this host")
+            continue
+        rows.append(check(program, tool, "ops", ["--calls", *only], args.limit))
+    results_io = import_module("results_io")
+    good = all(map(passed, rows)) and sum(row["what"] == "ops" for row in rows) == len(args.tools)
+    print(f"wrote {results_io.write_result('sanitize', rows, passed=good)}")
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
