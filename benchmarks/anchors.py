@@ -65,8 +65,8 @@ def trl() -> tuple[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
 def liger(reduction: str) -> tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]] | None:
     """(name, f(hidden, weight, targets) -> loss): Liger's fused linear cross-entropy with its defaults.
 
-    "none" takes an upstream gradient a token, as reinforcement learning needs; with "mean" the gradients are made in the
-    forward, which a scalar upstream gradient allows.
+    "none" takes an upstream gradient a token, as reinforcement learning needs; with "mean" the gradients are made in
+    the forward, which a scalar upstream gradient allows.
     """
 
     def load() -> Any:

@@ -128,7 +128,7 @@ class Bench:
         self.add("linear_logprob fwd+bwd", candidates, 3)
 
     def prompts(self, share: float) -> None:
-        """A share of the rows has no upstream gradient; TRL over all rows, and as its trainer calls it, without them."""
+        """A share of the rows has no upstream gradient; TRL over all rows, and without them, as its trainer does."""
         upstream = torch.where(self.live >= share, self.upstream, 0.0)
         candidates = self.ways(upstream)
         if self.trl:
@@ -156,7 +156,7 @@ def main() -> None:
     """Prints a line a pair and writes `bench_linear_logprob.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shapes", type=int, nargs="*", help="indices into the three shapes; all by default")
     args = parser.parse_args()
     cuda = args.device == "cuda"

@@ -1,7 +1,7 @@
 """How time and memory grow with tokens T, vocabulary V and group size G, against TRL, Liger and logits in memory.
 
 One axis at a time around Qwen3-0.6B (C = 1024, V = 151936): linear_logprob, forward + backward; for a group also
-policy_loss over its G completions, and group_advantages. A way that runs out of memory has no time, and its row says so.
+policy_loss over its G completions, and group_advantages. What runs out of memory has no time, and its row says so.
 Three rounds, one from 65536 tokens on, so that the whole script takes about a minute on an H200.
 """
 
@@ -138,7 +138,7 @@ def main() -> None:
     torch.manual_seed(0)
     lines, begin = [], time.perf_counter()
     for op, shape, candidates, dtype, flops, moved in sweeps(cuda):
-        found = compare(candidates, cuda, 1 if flops >= LONG else args.rounds, warm_up=0)
+        found = compare(candidates, cuda, 1 if flops >= LONG else args.rounds)
         lines += rows(op, shape, dtype, found, [("rlkernel", name) for name in list(found)[1:]], flops, moved)
     print(f"{time.perf_counter() - begin:.0f} s")
     print(f"wrote {write_result('bench_scaling', lines, notes=anchors.MISSING)}")

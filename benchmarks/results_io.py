@@ -60,7 +60,9 @@ def gpu_folder(hardware: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
 
 
-def write_result(name: str, rows: list[dict[str, Any]], out: Path | None = None, **extra: Any) -> Path:
+def write_result(
+    name: str, rows: list[dict[str, Any]], out: Path | None = None, folder: str | None = None, **extra: Any
+) -> Path:
     """Writes one result file and returns its path.
 
     Args:
@@ -68,15 +70,16 @@ def write_result(name: str, rows: list[dict[str, Any]], out: Path | None = None,
         rows: one dict a measurement: `{op, shape, dtype, ours, anchor, ours_ms, anchor_ms, ratio, share_of_roofline,
             peak_gib}` for benchmarks, `{test, cases, tokens, mismatches}` for tests.
         out: root folder, default `$RLKERNEL_RESULTS` or `benchmarks/results`.
-        extra: further fields of the file.
+        folder: folder in it, default the hardware's.
+        extra: further fields of the file, or other values of those it has.
     """
     from rlkernel.contract import contract_id
     from rlkernel.environment import environment
 
     env = environment()
     root = out or Path(os.environ.get("RLKERNEL_RESULTS", RESULTS))
-    folder = root / gpu_folder(env["hardware"])
-    folder.mkdir(parents=True, exist_ok=True)
+    place = root / (folder or gpu_folder(env["hardware"]))
+    place.mkdir(parents=True, exist_ok=True)
     data = {
         "name": name,
         "command": shlex.join(["python", *sys.argv]),
@@ -88,7 +91,7 @@ def write_result(name: str, rows: list[dict[str, Any]], out: Path | None = None,
         **extra,
         "rows": rows,
     }
-    path = folder / f"{name}.json"
+    path = place / f"{name}.json"
     path.with_suffix(".tmp").write_text(json.dumps(data, indent=1) + "\n")
     os.replace(path.with_suffix(".tmp"), path)
     return path

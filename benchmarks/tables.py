@@ -1,7 +1,9 @@
 """Turns the JSON files under `benchmarks/results/` into the tables of README and docs.
 
 A table stands between `<!-- table: GLOB -->` and `<!-- /table -->` in a Markdown file, GLOB relative to
-`benchmarks/results`. `--check` writes nothing and fails where a table is not what its files say.
+`benchmarks/results`. `<!-- table: GLOB wide -->` has one line a case and a column an implementation, `kernels` a line a
+kernel and a column a target. `<!-- table: FOLDER/figures -->` compares with the figures to reach (`figures.py`), with
+`short` only what was measured. `--check` writes nothing and fails where a table is not what its files say.
 """
 
 from __future__ import annotations
@@ -13,9 +15,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from figures import figures
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BLOCK = re.compile(r"(<!-- table: (?P<glob>\S+) -->\n)(?P<body>.*?)(<!-- /table -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(?P<head><!-- table: (?P<glob>\S+)(?: (?P<style>wide|short|kernels))? -->\n)(?P<body>.*?)"
+    r"(?P<tail><!-- /table -->)",
+    re.DOTALL,
+)
 HIDDEN = {"note"}
 
 
@@ -31,31 +41,93 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|")
 
 
+def _markdown(columns: list[str], lines: list[list[Any]]) -> list[str]:
+    head = [
+        "| " + " | ".join(c if c.startswith("sm_") else c.replace("_", " ") for c in columns) + " |",
+        "|" + " --- |" * len(columns),
+    ]
+    return head + ["| " + " | ".join(map(_cell, line)) + " |" for line in lines]
+
+
+def _source(data: dict[str, Any], path: Path) -> list[str]:
+    """What was left out, and where the figures come from."""
+    version = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name in ("torch", "triton"))
+    notes = [f"Left out: {'; '.join(data['notes'])}.", ""] if data.get("notes") else []
+    return [
+        "",
+        *notes,
+        f"{data['hardware']}, {version}, contract {data['contract']}, kernel_sha `{data['kernel_sha']}`, "
+        f"{data['date'][:10]}: `{data['command']}` "
+        f"from `{path.relative_to(ROOT).as_posix()}`",
+    ]
+
+
 def table(path: Path) -> str:
     """Markdown of one result file: its rows, then the line that says where they come from."""
     data = json.loads(path.read_text())
     columns: list[str] = []
     for row in data["rows"]:
         columns += [key for key in row if key not in columns and key not in HIDDEN]
-    lines = ["| " + " | ".join(c.replace("_", " ") for c in columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(_cell(row.get(c)) for c in columns) + " |" for row in data["rows"]]
-    version = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name in ("torch", "triton"))
-    lines.append("")
-    lines.append(
-        f"{data['hardware']}, {version}, contract {data['contract']}, kernel_sha `{data['kernel_sha']}`, "
-        f"{data['date'][:10]}: `{data['command']}` "
-        f"from `{path.relative_to(ROOT).as_posix()}`"
-    )
-    return "\n".join(lines) + "\n"
+    lines = _markdown(columns, [[row.get(c) for c in columns] for row in data["rows"]])
+    return "\n".join(lines + _source(data, path)) + "\n"
+
+
+def wide(path: Path) -> str:
+    """One line a case (op and shape); for each implementation milliseconds and GiB, or why it has none."""
+    data = json.loads(path.read_text())
+    cases: dict[tuple[str, str], dict[str, str]] = {}
+    for row in data["rows"]:
+        cells = cases.setdefault((row["op"], _cell(row["shape"])), {})
+        for side, peak in (("ours", "peak_gib"), ("anchor", "anchor_peak_gib")):
+            ms, gib = row[f"{side}_ms"], row[peak]
+            memory = "" if gib is None else f", {gib:.2f} GiB"
+            found = "out of memory" if ms is None and "out of memory" in (row["note"] or "") else f"{_cell(ms)}{memory}"
+            if row[side]:
+                cells.setdefault(row[side], found)
+    names = list(dict.fromkeys(name for cells in cases.values() for name in cells))
+    lines = [[*case, *(cells.get(name) for name in names)] for case, cells in cases.items()]
+    columns = ["op", "shape", *(f"{name}, ms" for name in names)]
+    return "\n".join(_markdown(columns, lines) + _source(data, path)) + "\n"
+
+
+def kernels(path: Path) -> str:
+    """One line a compiled kernel, one column a target: registers a thread, shared memory of a block, spills."""
+    data = json.loads(path.read_text())
+    found: dict[str, dict[str, str]] = {}
+    for row in data["rows"]:
+        name = f"{row['kernel']}{' (main)' if row['main'] else ''}"
+        spilled = row["stack"] or row["spill_stores"] or row["spill_loads"]
+        found.setdefault(name, {})[row["target"]] = (
+            f"{row['registers']} r, {row['shared'] / 1024:.3g} KiB"
+            + (f", {', '.join(row['matrix'])}" if row["matrix"] else "")
+            + (f", **spills: stack {row['stack']}, {row['spill_stores']} stores**" if spilled else "")
+        )
+    targets = list(dict.fromkeys(row["target"] for row in data["rows"]))
+    lines = [[name, *(cells.get(target) for target in targets)] for name, cells in found.items()]
+    return "\n".join(_markdown(["kernel", *targets], lines) + _source(data, path)) + "\n"
+
+
+def reach(folder: Path, short: bool) -> str:
+    """The figures to reach against what a folder's files say."""
+    lines = figures(folder)
+    if short:
+        lines = [line for line in lines if line["reached"]]
+    columns = ["op", "anchor", "reach", "measured", "reached"]
+    cells = [[line[c] for c in columns] for line in lines]
+    return "\n".join(_markdown(columns, cells)) + "\n" if cells else "No result has been recorded yet.\n"
 
 
 def render(text: str) -> str:
     """The Markdown text with every table block filled from its result files."""
 
     def fill(match: re.Match[str]) -> str:
-        files = sorted(RESULTS.glob(match["glob"]))
-        body = "\n".join(table(f) for f in files) if files else "No result has been recorded yet.\n"
-        return f"{match[1]}{body}{match[4]}"
+        glob = match["glob"]
+        if glob.endswith("/figures"):
+            body = reach(RESULTS / glob.removesuffix("/figures"), match["style"] == "short")
+        else:
+            make = {"wide": wide, "kernels": kernels}.get(match["style"], table)
+            body = "\n".join(map(make, sorted(RESULTS.glob(glob)))) or "No result has been recorded yet.\n"
+        return f"{match['head']}{body}{match['tail']}"
 
     return BLOCK.sub(fill, text)
 

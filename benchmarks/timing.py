@@ -76,10 +76,11 @@ class Timed(NamedTuple):
     problem: str | None = None
 
 
-def compare(
-    candidates: Mapping[str, Callable[[], object]], cuda: bool, rounds: int = 11, warm_up: int = 2
-) -> dict[str, Timed]:
-    """Time and memory of each candidate, taking turns; one that runs out of memory is left out, and says so."""
+def compare(candidates: Mapping[str, Callable[[], object]], cuda: bool, rounds: int = 11) -> dict[str, Timed]:
+    """Time and memory of each candidate, taking turns; one that runs out of memory is left out, and says so.
+
+    Each runs twice before it is timed, the second time for its memory.
+    """
     peaks: dict[str, float | None] = {}
     problems: dict[str, str] = {}
     for name, fn in candidates.items():
@@ -88,11 +89,11 @@ def compare(
             peaks[name] = peak_gib(fn, cuda)
         except torch.OutOfMemoryError as error:
             problems[name] = f"out of memory: {str(error).splitlines()[0].split('. GPU', 1)[0]}"
-        if cuda:
+        if cuda and name in problems:
             gc.collect()
             torch.cuda.empty_cache()
     ran = [name for name in candidates if name in peaks]
-    times = dict(zip(ran, interleaved([candidates[name] for name in ran], cuda, rounds, warm_up), strict=True))
+    times = dict(zip(ran, interleaved([candidates[name] for name in ran], cuda, rounds, warm_up=0), strict=True))
     return {name: Timed(times.get(name), peaks.get(name), problems.get(name)) for name in candidates}
 
 

@@ -6,7 +6,9 @@ no tolerance test on one machine would notice.
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -26,40 +28,131 @@ INSTRUCTION = {
 }
 """Per target: the matrix instruction of tiles with fewer than 64 rows, and of larger ones."""
 
-MATRIX = re.compile(r"mma\.sync[.\w]*|wgmma\.mma_async[.\w]*|tcgen05\.mma[.\w]*|v_mfma_\w+|v_smfmac\w+")
 FLUSHED = re.compile(r"\b(?:fma|add|sub|mul|div|sqrt)\.(?:\w+\.)*ftz\b")
 ATOMIC = re.compile(r"\b(?:atom|red)\.\S*(?:global|shared)|_atomic_")
+PACKAGE = Path(aot.__file__).resolve().parents[2]
+
+
+def problems(kernel: aot.Compiled) -> list[str]:
+    """What the machine code has and must not have, or lacks; empty for a kernel that keeps the contract."""
+    variant, target, text, found = kernel.variant, kernel.target, kernel.text, []
+    if kernel.shared > aot.SHARED_LIMIT[target]:
+        found.append(f"{kernel.shared} bytes of shared memory")
+    found += [f"{what}: {m[0]}" for what, p in (("atomic", ATOMIC), ("flushes", FLUSHED)) if (m := p.search(text))]
+    used = kernel.matrix()
+    narrow = any("bf16" in t or "fp16" in t for t in variant.types.values())
+    if not variant.matmul:
+        expected: tuple[str, ...] = ()
+    elif narrow:
+        expected = (INSTRUCTION[target][variant.constants["BLOCK_M"] >= 64],)
+        if not used:
+            found.append(f"no matrix instruction, expected {expected[0]}")
+    else:  # fp32: a chain of fma on NVIDIA, fp32 matrix instructions on AMD
+        expected = ("v_mfma_f32_16x16x4_f32", "v_mfma_f32_16x16x4f32")
+        if "gfx" not in target and "fma.rn.f32" not in text:
+            found.append("no fma")
+    found += [f"{name}, expected {expected}" for name in used if not expected or not name.startswith(expected)]
+    found += [f"reduced precision: {name}" for name in used if re.search(r"tf32|xf32", name)]
+    if variant.constants.get("TMA") and "cp.async.bulk.tensor" not in text:
+        found.append("no bulk tensor copy")
+    if variant.main:  # speed depends on it
+        # Register allocation is the compiler's: these bounds are Triton 3.6's, which `make setup` installs here.
+        allowed = 0 if target != "sm_80" and triton.__version__.startswith("3.6.") else 16
+        usage = kernel.resources()
+        if usage["stack"] > allowed or usage["spill_stores"] > allowed // 4:
+            found.append(f"spills: {usage}")
+    return found
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
 @pytest.mark.parametrize("module", aot.MODULES)
 def test_compiles(module: str, target: str) -> None:
     for variant in aot.variants(module):
-        if target not in variant.targets:
-            continue
-        kernel = aot.compile_variant(variant, target)
-        what = f"{variant.name} for {target}"
-        assert kernel.shared <= aot.SHARED_LIMIT[target], f"{what}: {kernel.shared} bytes of shared memory"
-        assert not ATOMIC.search(kernel.text), f"{what}: {ATOMIC.search(kernel.text)}"
-        assert not FLUSHED.search(kernel.text), f"{what}: {FLUSHED.search(kernel.text)}"
-        used = set(MATRIX.findall(kernel.text))
-        narrow = any("bf16" in t or "fp16" in t for t in variant.types.values())
-        if not variant.matmul:
-            assert not used, f"{what}: {used}"
-        elif narrow:
-            expected = INSTRUCTION[target][variant.constants["BLOCK_M"] >= 64]
-            assert used and all(name.startswith(expected) for name in used), f"{what}: {used}, expected {expected}"
-        else:  # fp32: a chain of fma on NVIDIA, fp32 matrix instructions on AMD
-            assert used <= {"v_mfma_f32_16x16x4_f32", "v_mfma_f32_16x16x4f32"}, f"{what}: {used}"
-            assert "gfx" in target or "fma.rn.f32" in kernel.text, what
-        assert not re.search(r"tf32|xf32", " ".join(used)), f"{what}: {used}"
-        if variant.constants.get("TMA"):
-            assert "cp.async.bulk.tensor" in kernel.text, what
-        if variant.main:  # speed depends on it
-            # Register allocation is the compiler's: these bounds are Triton 3.6's, which `make setup` installs here.
-            allowed = 0 if target != "sm_80" and triton.__version__.startswith("3.6.") else 16
-            usage = kernel.resources()
-            assert usage["stack"] <= allowed and usage["spill_stores"] <= allowed // 4, f"{what} spills: {usage}"
+        if target in variant.targets:
+            found = problems(aot.compile_variant(variant, target))
+            assert not found, f"{variant.name} for {target}: {'; '.join(found)}"
+
+
+def test_main_products_have_hopper_tiles() -> None:
+    """`test_compiles` asks wgmma of tiles with 64 rows or more: each module with products has some on Hopper."""
+    for module in aot.MODULES:
+        products = [v for v in aot.variants(module) if v.matmul]
+        tall = [v for v in products if v.main and v.constants["BLOCK_M"] >= 64 and "sm_90" in v.targets]
+        assert tall or not products, f"{module} has no main product with BLOCK_M >= 64"
+
+
+def jit_functions(path: Path) -> tuple[set[str], set[str]]:
+    """Names of a file's `@triton.jit` functions, and of what it launches: `name[grid](...)`, `name.warmup(...)`."""
+    tree = ast.parse(path.read_text())
+    jitted = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+    }
+    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    launched = [f.value for f in called if isinstance(f, ast.Subscript)]
+    launched += [f.value for f in called if isinstance(f, ast.Attribute) and f.attr in ("run", "warmup")]
+    return jitted, {ast.unparse(value).rsplit(".", 1)[-1] for value in launched}
+
+
+def test_every_launched_kernel_is_registered() -> None:
+    files = {path: jit_functions(path) for path in sorted(PACKAGE.rglob("*.py"))}
+    registered = {v.kernel.fn.__name__ for v in aot.variants()}
+    launched = {name for _, names in files.values() for name in names}
+    missing = [
+        f"{name} in {path.relative_to(PACKAGE)}"
+        for path, (jitted, _) in files.items()
+        for name in sorted(jitted)
+        if (name in launched or name.endswith("_kernel")) and name not in registered
+    ]
+    assert not missing, f"in no tuple AOT, or in a module that aot.MODULES lacks: {', '.join(missing)}"
+    assert registered <= {name for jitted, _ in files.values() for name in jitted}
+
+
+@triton.jit
+def tf32_kernel(x, y, BLOCK_M: tl.constexpr):
+    i, j = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, 32)[None, :]
+    a = tl.load(x + i * 32 + j)
+    b = tl.load(x + tl.arange(0, 32)[:, None] * 32 + j)
+    tl.store(y + i * 32 + j, tl.dot(a, b, input_precision="tf32"))
+
+
+@triton.jit
+def crowded_kernel(x, y, BLOCK: tl.constexpr):
+    v = tl.load(x + tl.arange(0, BLOCK))
+    tl.store(y + tl.arange(0, BLOCK), v - tl.max(v, axis=0))
+
+
+@triton.jit
+def atomic_kernel(x, BLOCK: tl.constexpr):
+    tl.atomic_add(x + tl.arange(0, BLOCK) % 2, 1.0)
+
+
+PLANTED = {
+    "tf32": (
+        aot.Variant("tf32", tf32_kernel, {"x": "*fp32:16", "y": "*fp32:16"}, {"BLOCK_M": 64}, matmul=True),
+        "tf32",
+    ),
+    "atomic": (aot.Variant("atomic", atomic_kernel, {"x": "*fp32:16"}, {"BLOCK": 128}), "atomic"),
+    "spills": (
+        aot.Variant("crowded", crowded_kernel, {"x": "*fp32:16", "y": "*fp32:16"}, {"BLOCK": 16384}, 1, main=True),
+        "spills",
+    ),
+    "product": (
+        aot.Variant("product", tf32_kernel, {"x": "*fp32:16", "y": "*fp32:16"}, {"BLOCK_M": 64}),
+        r"expected \(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ("sm_80", "sm_90"))
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_faults_are_found(name: str, target: str) -> None:
+    variant, message = PLANTED[name]
+    found = "; ".join(problems(aot.compile_variant(variant, target)))
+    assert re.search(message, found), found
+    if name == "tf32" and target == "sm_80":
+        assert "m16n8k8" in found
 
 
 @triton.jit

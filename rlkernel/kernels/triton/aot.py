@@ -29,6 +29,7 @@ TARGETS: dict[str, GPUTarget] = {
 }
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx90a": 65536}
 """Bytes of shared memory that one block may have."""
+MATRIX = re.compile(r"mma\.sync[.\w]*|wgmma\.mma_async[.\w]*|tcgen05\.mma[.\w]*|v_mfma_\w+|v_smfmac\w+")
 
 MODULES = (
     "common",
@@ -83,6 +84,10 @@ class Compiled:
     cubin: bytes | None
     shared: int  # bytes of shared memory a block needs
     ttgir: str = ""  # Triton's GPU dialect: which thread holds which element
+
+    def matrix(self) -> set[str]:
+        """Names of the matrix instructions in the machine code."""
+        return set(MATRIX.findall(self.text))
 
     def resources(self) -> dict[str, int]:
         """`registers` per thread, and bytes of `stack`, `spill_stores`, `spill_loads` (CUDA), or AMD's counts."""

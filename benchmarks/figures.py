@@ -1,0 +1,91 @@
+"""The figures to reach on an NVIDIA H200, and what the result files say: measured, and reached or not.
+
+A line without its result file is "not measured". A ratio of times is ours over the anchor's, a share is the roofline's
+time over ours; "reached" asks it of every case that the line names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+MEMORY_GIB = 1.5
+"""Most memory that a bounded linear_logprob may need beside inputs, the input gradient and main_grad."""
+
+
+def _rows(folder: Path, name: str) -> list[Row]:
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def _line(op: str, anchor: str, reach: str, found: list[Row], value: Callable[[Row], float | None],
+          good: Callable[[float], bool], unit: str = "") -> Row:  # fmt: skip
+    """One line of the table over the rows of its cases; a case without a value is not reached."""
+    values = [value(row) for row in found]
+    there = [v for v in values if v is not None]
+    enough = [v is not None and good(v) for v in values]
+    measured = ", ".join("none" if v is None else f"{v:.3g}{unit}" for v in values)
+    if len(there) > 4:
+        measured = f"{min(there):.3g} to {max(there):.3g}{unit}, {sum(enough)} of {len(values)} cases reach it"
+    reached = all(enough)
+    return {
+        "op": op,
+        "anchor": anchor,
+        "reach": reach,
+        "measured": measured or "not measured",
+        "reached": ("yes" if reached else "no") if values else "",
+    }
+
+
+def _time(row: Row) -> float | None:
+    """Our time over the anchor's."""
+    return None if row["ours_ms"] is None or row["anchor_ms"] is None else row["ours_ms"] / row["anchor_ms"]
+
+
+def figures(folder: Path) -> list[Row]:
+    """The table of a results folder: op, anchor, reach, measured, reached."""
+    lines = []
+    rows = _rows(folder, "bench_linear")
+    for op, what in (("linear", "forward"), ("linear_dgrad", "input gradient")):
+        for kind, low in (("geometric mean", 0.98), ("smallest", 0.90)):
+            found = [row for row in rows if row["op"] == f"{op}: {kind}"]
+            lines.append(_line(f"linear, {what}, {kind}", "torch's cuBLAS", f">= {low}x of its speed", found,
+                               lambda row: row["ratio"], lambda v, low=low: v >= low))  # fmt: skip
+
+    rows = _rows(folder, "bench_attention")
+    for start, op, anchor, low in (
+        ("attention forward", "attention, forward", "FA3", 0.60),
+        ("attention backward", "attention, backward", "cuDNN", 0.55),
+        ("paged decode", "paged decode", "FA3", 0.90),
+    ):
+        found = [row for row in rows if row["op"].startswith(start) and anchor in row["anchor"]
+                 and "fa3" not in row["ours"]]  # fmt: skip
+        lines.append(_line(op, anchor, f">= {low}x of its speed", found,
+                           lambda row: row["ratio"], lambda v, low=low: v >= low))  # fmt: skip
+
+    rows = [row for row in _rows(folder, "bench_linear_logprob") if row["op"] == "linear_logprob fwd+bwd"]
+    trl = [row for row in rows if row["anchor"].startswith("TRL")]
+    for ours, op, high in (
+        ("rlkernel", "linear_logprob, forward + backward", 0.90),
+        ("rlkernel, keep_probs", "the same, bf16 probabilities kept", 0.72),
+    ):
+        lines.append(_line(op, "TRL chunked", f"<= {high}x of its time", [row for row in trl if row["ours"] == ours],
+                           _time, lambda v, high=high: v <= high))  # fmt: skip
+    lines.insert(-1, _line("the same, memory beside inputs and gradients", "", f"<= {MEMORY_GIB} GiB",
+                           [row for row in trl if row["ours"] == "rlkernel, main_grad"], lambda row: row["peak_gib"],
+                           lambda v: v <= MEMORY_GIB, " GiB"))  # fmt: skip
+
+    rows = _rows(folder, "bench_memory_bound")
+    for op, high in (("logprob", 0.33), ("logprob fwd+bwd", 0.75)):
+        lines.append(_line(f"{op}, 4096 x 151936", "HBM", f"<= {high} ms", [row for row in rows if row["op"] == op],
+                           lambda row: row["ours_ms"], lambda v, high=high: v <= high, " ms"))  # fmt: skip
+    for op in ("rms_norm", "swiglu", "rope", "policy_loss", "adamw", "grad_norm"):
+        found = [row for row in rows if row["op"].split()[0] == op]
+        if op == "policy_loss":  # launches bound the short ones
+            found = sorted(found, key=lambda row: row["shape"])[-1:]
+        lines.append(_line(op, "bytes / 4.3 TB/s", ">= 0.85 of the floor", found,
+                           lambda row: row["share_of_roofline"], lambda v: v >= 0.85))  # fmt: skip
+    return lines
