@@ -8,7 +8,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || 
 TRITON ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "triton==3.6.0")
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-gpu bench docs lint setup clean
+.PHONY: demo test test-gpu bench sanitize docs lint setup clean
 
 setup: $(VENV)/.ready
 
@@ -30,6 +30,9 @@ test-gpu: setup        ## the same properties on CUDA; writes benchmarks/results
 bench: setup           ## every benchmark; writes benchmarks/results/<gpu>/*.json, then the tables
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/tables.py
+
+sanitize: setup        ## every op under compute-sanitizer (needs a GPU); writes benchmarks/results/<gpu>/sanitize.json
+	$(BIN)/python benchmarks/sanitize.py
 
 docs: setup            ## tables of README and docs from benchmarks/results
 	$(BIN)/python benchmarks/tables.py

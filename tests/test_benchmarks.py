@@ -1,0 +1,126 @@
+"""What the benchmarks promise of their figures: nothing is made up, and a tool that saw nothing passes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+import figures
+import sanitize
+import tables
+import timing
+
+ENVIRONMENT = {
+    "versions": {},
+    "hardware": "h",
+    "contract": "c",
+    "kernel_sha": "s",
+    "date": "2026-01-01",
+    "command": "x",
+}
+
+
+def result(folder: Path, name: str, rows: list[dict[str, Any]], **more: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**ENVIRONMENT, **more, "rows": rows}))
+    return path
+
+
+def fails() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 37 GiB. GPU 0 has a total capacity of 139 GiB")
+
+
+def test_what_runs_out_of_memory_has_no_time_and_says_so() -> None:
+    found = timing.compare({"ours": lambda: None, "big": fails}, cuda=False, rounds=1)
+    (row,) = timing.rows("op", (1,), torch.float32, found, [("ours", "big")], flops=1.0)
+    assert row["ours_ms"] is not None and row["anchor_ms"] is None and row["ratio"] is None
+    assert row["anchor_tflops"] is None and "big: out of memory" in row["note"] and "37 GiB" in row["note"]
+    with pytest.raises(ZeroDivisionError):  # any other error is an error
+        timing.compare({"broken": lambda: 1 / 0}, cuda=False, rounds=1)
+
+
+def test_wide_table_has_a_column_an_implementation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    one = {"op": "T", "shape": [8], "ours": "a", "ours_ms": 1.5, "peak_gib": 0.25, "note": None}
+    rows = [
+        {**one, "anchor": "b", "anchor_ms": 3.0, "anchor_peak_gib": None},
+        {**one, "anchor": "c", "anchor_ms": None, "anchor_peak_gib": None, "note": "c: out of memory: 9 GiB"},
+    ]
+    text = tables.wide(result(tmp_path, "r", rows, notes=["d is not installed"]))
+    assert "| op | shape | a, ms | b, ms | c, ms |" in text
+    assert "| T | 8 | 1.5, 0.25 GiB | 3 | out of memory |" in text and "Left out: d is not installed." in text
+
+
+def line(folder: Path, op: str) -> dict[str, Any]:
+    return next(row for row in figures.figures(folder) if row["op"] == op)
+
+
+@pytest.mark.parametrize("share,reached", (((0.86, 0.9), "yes"), ((0.86, 0.84), "no"), ((0.9, None), "no")))
+def test_a_figure_is_reached_in_every_case_or_not(tmp_path: Path, share: tuple[float, float], reached: str) -> None:
+    assert line(tmp_path, "rope")["reached"] == "" and line(tmp_path, "rope")["measured"] == "not measured"
+    result(tmp_path, "bench_memory_bound", [{"op": "rope", "share_of_roofline": s} for s in share])
+    assert line(tmp_path, "rope")["reached"] == reached
+
+
+def test_figures_take_times_of_the_right_rows(tmp_path: Path) -> None:
+    row = {"op": "linear_logprob fwd+bwd", "anchor": "TRL 1.16.0 chunked", "ours_ms": 8.0, "anchor_ms": 10.0}
+    rows = [
+        {**row, "ours": "rlkernel"},
+        {**row, "ours": "rlkernel", "anchor": "Liger 0.8.5", "anchor_ms": 1.0},
+        {**row, "ours": "rlkernel", "op": "linear_logprob fwd+bwd, 50% prompts", "ours_ms": 80.0},
+        {**row, "ours": "rlkernel, main_grad", "peak_gib": 1.6},
+    ]
+    result(tmp_path, "bench_linear_logprob", rows)
+    found = line(tmp_path, "linear_logprob, forward + backward")
+    assert (found["measured"], found["reached"]) == ("0.8", "yes")
+    assert line(tmp_path, "the same, memory beside inputs and gradients")["reached"] == "no"
+    assert line(tmp_path, "the same, bf16 probabilities kept")["measured"] == "not measured"
+
+
+def test_sanitizer_passes_only_what_it_could_have_failed() -> None:
+    good = {"what": "ops", "errors": 0, "exit_status": 0}
+    assert sanitize.passed(good)
+    for bad in ({"errors": 3}, {"errors": None}, {"exit_status": 1}, {"exit_status": None}):
+        assert not sanitize.passed({**good, **bad})
+    planted = {"what": "planted error", "errors": 2, "exit_status": 1}
+    assert sanitize.passed(planted)
+    assert not sanitize.passed({**planted, "errors": 0}) and not sanitize.passed({**planted, "errors": None})
+
+
+@pytest.mark.parametrize(
+    "output,errors",
+    (
+        ("========= ERROR SUMMARY: 0 errors", 0),
+        ("========= ERROR SUMMARY: 66 errors", 66),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)", 3),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0),
+        ("========= Error: Unable to launch", None),
+    ),
+)
+def test_sanitizer_summaries(output: str, errors: int | None) -> None:
+    found = sanitize.SUMMARY.findall(output)
+    assert (int(found[-1]) if found else None) == errors
+
+
+def test_sanitizer_calls_run() -> None:
+    for name, call in sanitize.calls("cpu", torch.float32, large=False).items():
+        call()
+        assert name
+
+
+def test_geometric_mean_of_linear() -> None:
+    import bench_linear
+
+    rows = [{"op": f"{op} w", "ratio": ratio} for op in ("linear", "linear_dgrad") for ratio in (0.5, 2.0)]
+    means = {row["op"]: row["ratio"] for row in bench_linear.summary(rows)}
+    assert math.isclose(means["linear: geometric mean"], 1.0) and means["linear_dgrad: smallest"] == 0.5
