@@ -1,0 +1,489 @@
+// linear_logprob's products on Hopper: a persistent warp-specialised GEMM whose tiles never reach memory as logits.
+// MODE 0 leaves the statistics of vocabulary tiles, MODE 1 the gradient of the logits, MODE 2 statistics and bf16
+// probabilities. Bits: those of kernels/triton/linear_logprob.py (docs/ops/linear_logprob.md).
+//
+// Compiled by NVRTC or nvcc for sm_90a with -fmad=false and without headers. A cluster of two blocks holds 256 tokens
+// and shares each [256, 64] piece of the weight. In a block one warpgroup fetches and two multiply, 64 tokens each; the
+// second starts SKEW pieces behind the first, so that one's epilogue runs under the other's products.
+
+#ifndef MODE
+#define MODE 0
+#endif
+#ifndef HAS_TEMPERATURE
+#define HAS_TEMPERATURE 0
+#endif
+#ifndef HAS_KEPT
+#define HAS_KEPT 0
+#endif
+#ifndef HAS_DENTROPY
+#define HAS_DENTROPY 0
+#endif
+#ifndef SKEW
+#define SKEW 2
+#endif
+#ifndef GROUP
+#define GROUP 8
+#endif
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct alignas(64) TensorMap {
+  char opaque[128];
+};
+
+struct Arguments {
+  const i64* targets;            // [T]
+  const float* inv_temperature;  // [T]
+  const u32* kept;               // [T, words]
+  // statistics
+  float* tile_max;  // [T, tiles]
+  int* tile_sum;    // [T, tiles]
+  int* tile_entropy;
+  float* target_z;  // [T]
+  // gradient
+  const float* stats;    // [T, 2]
+  const float* entropy;  // [T]
+  const float* dlogp;
+  const float* dentropy;
+  int tokens, vocab, pieces;  // pieces of 64 along the hidden size
+  int tiles, words;
+  int first;  // first entry of the vocabulary here
+};
+
+namespace {
+
+constexpr int kRows = 128, kColumns = 256, kDepth = 64, kStages = 4;
+constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
+constexpr int kStaging = MODE == 0 ? 0 : 8192;  // one [64, 64] piece of output; two for each warpgroup
+constexpr u32 kOneBits = 0x3f800000u;
+constexpr float kLog2e = 1.4426950408889634f;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void fetch_for_both(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+  const unsigned short mask = 3;
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
+      : "memory");
+}
+__device__ __forceinline__ void put(const TensorMap* map, int column, int row, u32 from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n" ::"l"(map), "r"(column),
+               "r"(row), "r"(from)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void warpgroup_sync(int which) {
+  asm volatile("bar.sync %0, 128;" ::"r"(2 + which) : "memory");
+}
+
+// Descriptor of a K-major operand in rows of 128 swizzled bytes.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+  return static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// d [64, 256] = a [64, 16] b [256, 16]^T (+ d)
+__device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "}, %128, %129, p, 1, 1, 0, 0;\n}\n"
+      :
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+        "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+        "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+        "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "l"(a), "l"(b), "r"(add));
+}
+
+__device__ __forceinline__ float larger(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+__device__ __forceinline__ float exponential(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2e));
+  return y;
+}
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// Four 8x8 matrices of 16-bit elements, two blocks of eight columns, into a swizzled [64, 64] piece.
+__device__ __forceinline__ void stage(u32 piece, int row, int block, int lane, const u32 (&r)[4]) {
+  const int line = row + (lane & 15);
+  const u32 at = piece + line * 128 + (((block + (lane >> 4)) ^ (line & 7)) << 4);
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+struct Position {
+  int m, n;
+};
+
+// Tiles run down GROUP clusters of tokens before they move to the next 256 entries: both operands stay in L2.
+__device__ __forceinline__ Position position(int tile, int across_m, int across_n) {
+  const int whole = GROUP * across_n, group = tile / whole, rest = tile - group * whole;
+  const int height = min(GROUP, across_m - group * GROUP);
+  return {group * GROUP + rest % height, rest / height};
+}
+
+// What an epilogue knows of its thread's two rows, `row` and `row + 8`.
+struct Rows {
+  int row[2];
+  bool inside[2];
+  i64 target[2];
+  float inverse[2];
+  float top[2], log_total[2], g[2], h[2], entropy[2];
+  bool active[2];
+};
+
+__device__ __forceinline__ void read_rows(Rows& rows, const Arguments& args, int first_row) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first_row + 8 * i;
+    rows.row[i] = row;
+    rows.inside[i] = row < args.tokens;
+    const bool in = rows.inside[i];
+    rows.target[i] = (in ? args.targets[row] : -1) - args.first;
+    if (HAS_TEMPERATURE) rows.inverse[i] = in ? args.inv_temperature[row] : 0.0f;
+    if (MODE == 1) {
+      rows.top[i] = in ? args.stats[2 * static_cast<i64>(row)] : 0.0f;
+      rows.log_total[i] = in ? args.stats[2 * static_cast<i64>(row) + 1] : 0.0f;
+      rows.g[i] = in && args.dlogp ? args.dlogp[row] : 0.0f;
+      rows.h[i] = HAS_DENTROPY && in ? args.dentropy[row] : 0.0f;
+      rows.entropy[i] = HAS_DENTROPY && in ? args.entropy[row] : 0.0f;
+      bool active = in && (rows.g[i] != 0.0f || rows.h[i] != 0.0f) && rows.top[i] != minus_infinity();
+      if (HAS_KEPT && active) {
+        const i64 y = rows.target[i] + args.first;
+        active = (args.kept[static_cast<i64>(row) * args.words + (y >> 5)] >> (y & 31)) & 1;
+      }
+      rows.active[i] = active;
+    }
+  }
+}
+
+// Scales the logits and drops entries outside the vocabulary or the kept set.
+__device__ __forceinline__ void prepare(float (&d)[128], const Rows& rows, const Arguments& args, int n0, int lane) {
+  if (HAS_TEMPERATURE) {
+#pragma unroll
+    for (int i = 0; i < 128; ++i) d[i] = d[i] * rows.inverse[(i >> 1) & 1];
+  }
+  if (HAS_KEPT) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32* words = args.kept + static_cast<i64>(rows.row[i]) * args.words + (args.first + n0) / 32;
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {
+        const bool here = rows.inside[i] && (args.first + n0) / 32 + w < args.words;
+        const u32 bits = (here ? words[w] : 0u) >> (2 * (lane & 3));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float(&z)[128] = d;
+          const int at = 4 * (4 * w + j) + 2 * i;
+          z[at] = bits >> (8 * j) & 1 ? z[at] : minus_infinity();
+          z[at + 1] = bits >> (8 * j + 1) & 1 ? z[at + 1] : minus_infinity();
+        }
+      }
+    }
+  }
+  if (n0 + kColumns > args.vocab) {
+#pragma unroll
+    for (int i = 0; i < 128; ++i)
+      if (n0 + 8 * (i >> 2) + 2 * (lane & 3) + (i & 1) >= args.vocab) d[i] = minus_infinity();
+  }
+}
+
+__device__ __forceinline__ bool has_target(i64 relative, int low, int width) {
+  return relative >= low && relative < low + width;
+}
+
+// A staging piece that the copy engine has read; two take turns.
+struct Staging {
+  u32 base;
+  int turn, which;
+  bool leader;
+  __device__ __forceinline__ u32 next() {
+    if (leader) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+    warpgroup_sync(which);
+    return base + (turn++ & 1) * 8192;
+  }
+  __device__ __forceinline__ void send(const TensorMap* map, int column, int row, u32 piece) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    warpgroup_sync(which);
+    if (leader) put(map, column, row, piece);
+  }
+};
+
+__device__ __forceinline__ void leave_statistics(float (&d)[128], const Rows& rows, const Arguments& args, int n0,
+                                                 int lane, int warp_row, int first_row, Staging& staging,
+                                                 const TensorMap* out) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const i64 y = rows.target[i] - n0;
+    if (has_target(y, 0, kColumns) && ((y >> 1) & 3) == (lane & 3) && rows.target[i] < args.vocab) {
+      float z = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 64; ++j) {
+        const int at = 4 * (j >> 1) + 2 * i + (j & 1);
+        if (y == 8 * (j >> 1) + 2 * (lane & 3) + (j & 1)) z = d[at];
+      }
+      args.target_z[rows.row[i]] = z;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float m[2], base[2];
+    u32 s[2] = {0, 0}, e[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      m[i] = minus_infinity();
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+        m[i] = larger(larger(m[i], d[64 * half + 4 * j + 2 * i]), d[64 * half + 4 * j + 2 * i + 1]);
+      m[i] = larger(m[i], __shfl_xor_sync(0xffffffffu, m[i], 1));
+      m[i] = larger(m[i], __shfl_xor_sync(0xffffffffu, m[i], 2));
+      base[i] = m[i] == minus_infinity() ? 0.0f : m[i];
+    }
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+      const u32 to = MODE == 2 ? staging.next() : 0;
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        u32 packed[4];
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float p[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              const float x = d[64 * half + 32 * piece + 8 * pair + 4 * k + 2 * i + c] - base[i];
+              p[c] = exponential(x);
+              const float q = p[c] * fminf(-x, 3.402823466e38f);  // 0 where p is, also at a distance of infinity
+              s[i] += __float_as_uint(p[c] + 1.0f);
+              e[i] += __float_as_uint(q + 1.0f);
+            }
+            packed[2 * k + i] = MODE == 2 ? pack(p[0], p[1]) : 0;
+          }
+        if (MODE == 2) stage(to, warp_row, 2 * pair, lane, packed);
+      }
+      if (MODE == 2) staging.send(out, n0 + 128 * half + 64 * piece, first_row, to);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      s[i] -= 32u * kOneBits;
+      e[i] -= 32u * kOneBits;
+      s[i] += __shfl_xor_sync(0xffffffffu, s[i], 1);
+      s[i] += __shfl_xor_sync(0xffffffffu, s[i], 2);
+      e[i] += __shfl_xor_sync(0xffffffffu, e[i], 1);
+      e[i] += __shfl_xor_sync(0xffffffffu, e[i], 2);
+    }
+    const int tile = n0 / 128 + half;
+    const bool second = lane & 1;  // the first two lanes of four write a row each
+    if ((lane & 2) == 0 && (second ? rows.inside[1] : rows.inside[0]) && tile < args.tiles) {
+      const i64 at = static_cast<i64>(second ? rows.row[1] : rows.row[0]) * args.tiles + tile;
+      args.tile_max[at] = second ? m[1] : m[0];
+      args.tile_sum[at] = static_cast<int>(second ? s[1] : s[0]);
+      args.tile_entropy[at] = static_cast<int>(second ? e[1] : e[0]);
+    }
+  }
+}
+
+template <bool HIT>
+__device__ __forceinline__ float gradient(float z, const Rows& rows, int i, bool hit) {
+  const float log_p = (z - rows.top[i]) - rows.log_total[i];
+  const float p = exponential(log_p);
+  float u = rows.g[i] * ((HIT && hit ? 1.0f : 0.0f) - p);
+  if (HAS_DENTROPY) u = __fmaf_rn(-(rows.h[i] * p), p == 0.0f ? 0.0f : log_p + rows.entropy[i], u);
+  if (HAS_TEMPERATURE) u = u * rows.inverse[i];
+  if (HAS_KEPT) u = z == minus_infinity() ? 0.0f : u;
+  return u;
+}
+
+template <bool HIT>
+__device__ __forceinline__ void gradient_piece(const float (&d)[128], const Rows& rows, int piece, int n0, int lane,
+                                               u32 to, int warp_row) {
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    u32 packed[4];
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = 32 * piece + 8 * pair + 4 * k + 2 * i;
+        const i64 y = rows.target[i] - (n0 + 8 * (at >> 2) + 2 * (lane & 3));
+        const u32 r = pack(gradient<HIT>(d[at], rows, i, y == 0), gradient<HIT>(d[at + 1], rows, i, y == 1));
+        packed[2 * k + i] = rows.active[i] ? r : 0u;
+      }
+    stage(to, warp_row, 2 * pair, lane, packed);
+  }
+}
+
+__device__ __forceinline__ void leave_gradient(const float (&d)[128], const Rows& rows, int n0, int lane, int warp_row,
+                                               int first_row, Staging& staging, const TensorMap* out) {
+#pragma unroll
+  for (int piece = 0; piece < 4; ++piece) {
+    const u32 to = staging.next();
+    const bool near = has_target(rows.target[0], n0 + 64 * piece, 64) || has_target(rows.target[1], n0 + 64 * piece, 64);
+    if (__any_sync(0xffffffffu, near))
+      gradient_piece<true>(d, rows, piece, n0, lane, to, warp_row);
+    else
+      gradient_piece<false>(d, rows, piece, n0, lane, to, warp_row);
+    staging.send(out, n0 + 64 * piece, first_row, to);
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
+    rlk_linear_logprob(const __grid_constant__ TensorMap hidden,  // [T, C]
+                       const __grid_constant__ TensorMap weight,  // [V, C]
+                       const __grid_constant__ TensorMap out,     // [T, V] bf16: gradient or probabilities
+                       const __grid_constant__ Arguments args) {
+  extern __shared__ char raw[];
+  const u32 memory = (shared_address(raw) + 1023) & ~1023u;
+  const u32 a_at = memory, b_at = memory + kStages * kBytesA, staging_at = b_at + kStages * kBytesB;
+  const u32 full = staging_at + 4 * kStaging, empty = full + 8 * kStages;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);  // known to be one for a warp
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const int across_m = (args.tokens + 2 * kRows - 1) / (2 * kRows), across_n = (args.vocab + kColumns - 1) / kColumns;
+  const int tiles = across_m * across_n, clusters = gridDim.x >> 1, pieces = args.pieces;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(full + 8 * s, 1);
+      barrier_init(empty + 8 * s, 16);  // eight warps in each of the two blocks
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+
+  if (warpgroup == 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x == 256) {
+      int stage = 0;
+      u32 phase = 1;
+      for (int tile = blockIdx.x >> 1; tile < tiles; tile += clusters) {
+        const Position at = position(tile, across_m, across_n);
+        const int m0 = at.m * 2 * kRows + static_cast<int>(rank) * kRows, n0 = at.n * kColumns;
+        for (int k = 0; k < pieces; ++k) {
+          barrier_wait(empty + 8 * stage, phase);
+          const u32 ready = full + 8 * stage;
+          barrier_expect(ready, kBytesA + kBytesB);
+          fetch(a_at + stage * kBytesA, &hidden, k * kDepth, m0, ready);
+          fetch_for_both(b_at + stage * kBytesB + rank * (kBytesB / 2), &weight, k * kDepth,
+                         n0 + static_cast<int>(rank) * (kColumns / 2), ready);
+          if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+          }
+        }
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const int lane = threadIdx.x & 31, warp_row = (threadIdx.x & 127) / 32 * 16;
+    Staging staging{staging_at + warpgroup * 2 * kStaging, 0, warpgroup, (threadIdx.x & 127) == 0};
+    int stage = 0;
+    u32 phase = 0;
+    const bool skew = SKEW > 0 && pieces >= 2 * kStages;
+    for (int tile = blockIdx.x >> 1; tile < tiles; tile += clusters) {
+      const Position at = position(tile, across_m, across_n);
+      const int first_row = at.m * 2 * kRows + static_cast<int>(rank) * kRows + warpgroup * 64, n0 = at.n * kColumns;
+      Rows rows;
+      read_rows(rows, args, first_row + warp_row + (lane >> 2));
+      float d[128];
+      if (skew && warpgroup == 1) asm volatile("bar.sync 1, 256;" ::: "memory");
+      int before = 0;
+      for (int k = 0; k < pieces; ++k) {
+        barrier_wait(full + 8 * stage, phase);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        const u64 a = descriptor(a_at + stage * kBytesA + warpgroup * 64 * 128), b = descriptor(b_at + stage * kBytesB);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) multiply(d, a + 2 * j, b + 2 * j, k > 0 || j > 0);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        if (skew && warpgroup == 0 && k == SKEW) asm volatile("bar.arrive 1, 256;" ::: "memory");
+        if (k > 0) {
+          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+          if (lane < 2) barrier_arrive_at(empty + 8 * before, lane);
+        }
+        before = stage;
+        if (++stage == kStages) {
+          stage = 0;
+          phase ^= 1;
+        }
+      }
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      if (lane < 2) barrier_arrive_at(empty + 8 * before, lane);
+      prepare(d, rows, args, n0, lane);
+      if (MODE == 1)
+        leave_gradient(d, rows, n0, lane, warp_row, first_row, staging, &out);
+      else
+        leave_statistics(d, rows, args, n0, lane, warp_row, first_row, staging, &out);
+    }
+    if (MODE != 0 && staging.leader) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
+  // A block must not leave while the other may still write into it or signal it.
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}

@@ -1,0 +1,181 @@
+"""CUDA C++ sources without nvcc: compiled by NVRTC, which torch brings, kept on disk, launched through the driver.
+
+A source has one kernel and macros that choose its variant. Nothing here links against torch: tensors pass as addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import build
+from rlkernel.kernels.errors import BuildError
+
+FLAGS = ("-fmad=false", "-std=c++17")  # an fma is written where the contract has one, and nowhere else
+
+# ---- compiler ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL | None:
+    """NVRTC: from NVIDIA's wheels, CUDA's folder, or wherever the loader finds it."""
+    folders = [p for entry in map(Path, sys.path) for p in sorted(entry.glob("nvidia/*/lib"))]
+    folders += [Path(root) / "lib64" for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
+    files = [str(p) for f in folders for p in sorted(f.glob("libnvrtc.so.*")) if "builtins" not in p.name]
+    for name in (*files, "libnvrtc.so.13", "libnvrtc.so.12"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def _nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=str(Path(home) / "bin") if home else None) or shutil.which("nvcc")
+
+
+def _with_nvrtc(library: ctypes.CDLL, source: Path, options: list[str]) -> bytes:
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    text = source.read_bytes()
+    library.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None)
+    flags = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+    failed = library.nvrtcCompileProgram(program, len(options), flags)
+    try:
+        if failed:
+            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, log)
+            raise BuildError(f"NVRTC could not compile {source}:\n{log.value.decode(errors='replace')[-4000:]}")
+        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        if library.nvrtcGetCUBIN(program, cubin):
+            raise BuildError(f"NVRTC gave no machine code for {source}; is its version older than the GPU?")
+        return cubin.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _with_nvcc(nvcc: str, source: Path, arch: str, options: list[str]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.cubin"
+        target = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+        done = subprocess.run(
+            [nvcc, "-cubin", target, *options, "-o", str(out), str(source)], capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            raise BuildError(f"nvcc could not compile {source}:\n{(done.stdout + done.stderr)[-4000:]}")
+        return out.read_bytes()
+
+
+def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
+    """Machine code of `source` for an architecture ("90a") with `macros` defined; kept on disk by their hash.
+
+    Raises:
+        BuildError: there is neither NVRTC nor nvcc, or the source does not compile; the message has the log.
+    """
+    options = [*FLAGS, *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+    digest = hashlib.sha256(source.read_bytes() + "\0".join((arch, *options)).encode()).hexdigest()[:16]
+    kept = build.cache_dir() / "cuda" / f"{source.stem}-{arch}-{digest}.cubin"
+    try:
+        return kept.read_bytes()
+    except OSError:
+        pass
+    library, nvcc = _nvrtc(), _nvcc()
+    if library is not None:
+        cubin = _with_nvrtc(library, source, [f"--gpu-architecture=sm_{arch}", *options])
+    elif nvcc is not None:
+        cubin = _with_nvcc(nvcc, source, arch, options)
+    else:
+        raise BuildError(f"{source.name} needs NVRTC (pip install nvidia-cuda-nvrtc) or nvcc; neither is here")
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, suffix=".tmp", delete=False) as file:
+            file.write(cubin)
+        os.replace(file.name, kept)
+    except OSError:
+        pass  # a cache that cannot be written costs a compilation a process
+    return cubin
+
+
+# ---- driver --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _cuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *args: Any) -> None:
+    code = getattr(_cuda(), name)(*args)
+    if code:
+        text = ctypes.c_char_p()
+        _cuda().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()} ({code})")
+
+
+class Kernel:
+    """A function of a compiled source on one device, which is current when it is made and launched.
+
+    Raises:
+        RuntimeError: the driver refuses; the message names the call.
+    """
+
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._shared = shared_bytes
+        _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
+        _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+        most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _call("cuFuncSetAttribute", self._function, most_dynamic_shared, shared_bytes)
+
+    def __call__(self, blocks: int, threads: int, *args: Any) -> None:
+        """Launches on the current stream; `args` are ctypes values in the kernel's order."""
+        pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(a) for a in args))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _call("cuLaunchKernel", self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, pointers, None)
+
+
+class TensorMap(ctypes.Structure):
+    """The driver's descriptor of a matrix for the copy engine."""
+
+    _align_ = 64
+    _fields_ = (("opaque", ctypes.c_ubyte * 128),)
+
+
+_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+
+
+def tensor_map(x: Tensor, rows: int, columns: int) -> TensorMap:
+    """Descriptor of x [n, k], dense in k, for boxes of [rows, columns] in 128-byte swizzled lines.
+
+    Raises:
+        RuntimeError: the driver refuses: x's address or row is no multiple of 16 bytes, or a box is too large.
+    """
+    place = ctypes.create_string_buffer(256)  # ctypes honours _align_ from Python 3.13 on
+    address = (ctypes.addressof(place) + 63) // 64 * 64
+    made = TensorMap.from_address(address)
+    made._keep = place
+    size = x.element_size()
+    _call(
+        "cuTensorMapEncodeTiled", ctypes.byref(made), _MAP_TYPES[x.dtype], 2, ctypes.c_void_p(x.data_ptr()),
+        (ctypes.c_uint64 * 2)(x.shape[1], x.shape[0]), (ctypes.c_uint64 * 1)(x.stride(0) * size),
+        (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1),
+        0,  # not interleaved
+        3,  # lines of 128 bytes, swizzled
+        3,  # promoted to 256 bytes in L2
+        0,  # zeros outside
+    )  # fmt: skip
+    return made
