@@ -100,6 +100,25 @@ def is_stock() -> bool:
     return _stock_depth > 0
 
 
+def main_grad(parameter: Tensor) -> Tensor | None:
+    """The parameter's fp32 `main_grad`, into which its gradient is accumulated; None where it has none.
+
+    Raises:
+        ValueError: it is no contiguous fp32 tensor of the parameter's shape.
+    """
+    found: Tensor | None = getattr(parameter, "main_grad", None)
+    if found is None:
+        return None
+    check(
+        found.shape == parameter.shape and found.dtype == torch.float32 and found.is_contiguous(),
+        lambda: (
+            f"main_grad is {tuple(found.shape)} {found.dtype}; expected a contiguous float32 tensor of the "
+            f"parameter's shape {tuple(parameter.shape)}"
+        ),
+    )
+    return found
+
+
 def weight_grad(parameter: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor | None:
     """Gradient of a parameter through `accumulate`, which adds in the contract's order onto an fp32 buffer.
 
@@ -109,16 +128,9 @@ def weight_grad(parameter: Tensor, accumulate: Callable[[Tensor], None]) -> Tens
     `ctx.weight`: what `ctx.saved_tensors` returns is a copy without attributes where saved-tensor hooks are active, as
     under activation checkpointing.
     """
-    main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is not None:
-        check(
-            main_grad.shape == parameter.shape and main_grad.dtype == torch.float32 and main_grad.is_contiguous(),
-            lambda: (
-                f"main_grad is {tuple(main_grad.shape)} {main_grad.dtype}; expected a contiguous float32 tensor of the "
-                f"parameter's shape {tuple(parameter.shape)}"
-            ),
-        )
-        accumulate(main_grad)
+    to = main_grad(parameter)
+    if to is not None:
+        accumulate(to)
         return None
     fresh = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
     accumulate(fresh)

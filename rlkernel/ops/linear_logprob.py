@@ -1,58 +1,77 @@
 """linear_logprob: log-probabilities from hidden states and the head's weight; no [T, V] tensor in either direction.
 
 Contract: orders.py, `linear` for the logits and `logprob` for the rest, so the bits are those of
-`logprob(linear(hidden, weight, out_dtype=float32), ...)`. The backward computes the logits a second time.
+`logprob(linear(hidden, weight, out_dtype=float32), ...)`. The backward computes the logits a second time, or takes
+the probabilities that the forward kept.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from rlkernel.contract.orders import VOCAB_TILE
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, define, is_stock, weight_grad
+from rlkernel.ops._library import check, define, is_stock, main_grad
 from rlkernel.ops.kept import check_kept
 from rlkernel.ops.logprob import LogProb, check_targets, fake_rows, inverse_temperature
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, entropy, lse, stats = output
+    _, entropy, lse, stats, *kept_outputs = output
     ctx.set_materialize_grads(False)  # a loss that uses logp alone gives no gradient for entropy
-    ctx.mark_non_differentiable(lse, stats)
-    ctx.save_for_backward(*inputs, stats, entropy)
+    ctx.mark_non_differentiable(lse, stats, *kept_outputs)
+    ctx.save_for_backward(*inputs, stats, entropy, *kept_outputs)
     ctx.weight = inputs[1]
 
 
 def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dlogp is None and dentropy is None:
         return None, None, None, None, None
-    hidden, weight, *rest = ctx.saved_tensors
+    *saved, stats, entropy, probs, tile_max = (*ctx.saved_tensors, None, None)[:9]
     needs_input, needs_weight = ctx.needs_input_grad[:2]
-    dhidden: list[Tensor] = []
+    grad = main_grad(ctx.weight) if needs_weight else None
+    dhidden, dweight = _grad(
+        grad, *saved, stats, entropy, dlogp, dentropy, probs, tile_max, needs_input, needs_weight
+    )  # fmt: skip
+    return dhidden if needs_input else None, dweight if needs_weight and grad is None else None, None, None, None
 
-    def accumulate(grad: Tensor | None) -> None:
-        dhidden.append(_grad(grad, hidden, weight, *rest, dlogp, dentropy, needs_input))
 
-    dweight = None
-    if needs_weight:
-        dweight = weight_grad(ctx.weight, accumulate)
-    else:
-        accumulate(None)
-    return dhidden[0] if needs_input else None, dweight, None, None, None
+def _fake_grad(grad: Tensor | None, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    needs_input, needs_weight = rest[-2:]
+    rows = hidden.shape[0] if needs_input else 0
+    entries = weight.shape[0] if needs_weight and grad is None else 0
+    return hidden.new_empty((rows, hidden.shape[1])), weight.new_empty((entries, weight.shape[1]))
+
+
+def _fake_probs(hidden: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    (tokens, _c), vocab = hidden.shape, weight.shape[0]
+    tile_max = hidden.new_empty((tokens, -(-vocab // VOCAB_TILE)), dtype=torch.float32)
+    return (*fake_rows(hidden), weight.new_empty((tokens, vocab)), tile_max)
 
 
 _grad = define(
     "linear_logprob_grad_(Tensor(a!)? grad, Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, "
-    "Tensor? kept, Tensor stats, Tensor entropy, Tensor? dlogp, Tensor? dentropy, bool needs_input) -> Tensor",
+    "Tensor? kept, Tensor stats, Tensor entropy, Tensor? dlogp, Tensor? dentropy, Tensor? probs, Tensor? tile_max, "
+    "bool needs_input, bool needs_weight) -> (Tensor, Tensor)",
     "linear_logprob",
-    fake=lambda grad, hidden, *rest: hidden.new_empty((hidden.shape[0] if rest[-1] else 0, hidden.shape[1])),
+    fake=_fake_grad,
 )
 _linear_logprob = define(
     "linear_logprob(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     "linear_logprob",
     fake=lambda hidden, *_: fake_rows(hidden),
+    setup_context=_setup,
+    backward=_backward,
+)
+_linear_logprob_probs = define(
+    "linear_logprob_probs(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "linear_logprob",
+    fake=_fake_probs,
     setup_context=_setup,
     backward=_backward,
 )
@@ -65,6 +84,7 @@ def linear_logprob(
     *,
     temperature: float | Tensor = 1.0,  # or [T] fp32
     kept: Tensor | None = None,  # [T, ceil(V/32)] int32
+    keep_probs: bool = False,
 ) -> LogProb:  # logp, entropy, lse: [T] fp32
     """`logprob(linear(hidden, weight, out_dtype=torch.float32), targets, ...)` to the bit, in bounded memory.
 
@@ -75,6 +95,10 @@ def linear_logprob(
         hidden: [T, C], fp32, bf16 or fp16.
         weight: [V, C], dtype of hidden. Its fp32 `main_grad`, where set, receives the weight gradient.
         targets, temperature, kept: as in `logprob`.
+        keep_probs: hold the probabilities [T, V], rounded to the weight's dtype, from the forward to the backward,
+            which then computes no logits: three matrix products in place of four for 2 T V bytes. The gradients come
+            from rounded probabilities, so their bits are others; those of logp are the same. Without autograd, and
+            for an entropy gradient, it has no effect.
 
     Raises:
         ValueError: shapes, dtypes or temperatures do not fit, or V is 0; the message names the argument.
@@ -95,4 +119,6 @@ def linear_logprob(
     inverse = inverse_temperature("linear_logprob", temperature, hidden)
     if is_stock():
         return LogProb(*stock.linear_logprob(hidden, weight, targets, inverse, kept))
-    return LogProb(*_linear_logprob(hidden, weight, targets, inverse, kept)[:3])
+    keep_probs = keep_probs and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    op = _linear_logprob_probs if keep_probs else _linear_logprob
+    return LogProb(*op(hidden, weight, targets, inverse, kept)[:3])

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
+from rlkernel.kernels import select
 
 properties = settings(max_examples=20, deadline=None, derandomize=True)
 dtypes = st.sampled_from(DTYPES)
@@ -224,6 +225,68 @@ def test_dropped_target() -> None:
     assert not dh[1].any() and bool(dh[[0, 2]].any())
 
 
+# ---- kept probabilities
+
+
+def kept_case(t: int, v: int, c: int, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+    y = ids(t, v)
+    options = {"temperature": temperatures(t), "kept": some_kept(t, v, y)}
+    return [rand(0, t, c, dtype=dtype), head(v, c, dtype=dtype), y], options
+
+
+@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_kept_probabilities(dtype: torch.dtype, implementation: str) -> None:
+    """logp, entropy and lse keep their bits; the gradients' error is within twice that of plain torch."""
+    (hidden, weight, y), options = kept_case(70, 300, 48, dtype)
+    up = (rand(1, 70), torch.zeros(70))
+    with select.use(implementation):
+        run = lambda keep, h, w: forward_backward(
+            lambda h, w: ops.linear_logprob(h, w, y, keep_probs=keep, **options)[:1], (h, w), up[:1]
+        )
+        logp, dh, dw = run(True, hidden, weight)
+        plain, exact_dh, exact_dw = run(False, hidden.float(), weight.float())
+        assert_bitwise(logp, run(False, hidden, weight)[0], "logp")
+    with ops.stock():
+        _, stock_dh, stock_dw = run(False, hidden, weight)
+    for name, got, want, stock in (("dh", dh, exact_dh, stock_dh), ("dw", dw, exact_dw, stock_dw)):
+        limit = 2 * (stock.float() - want).abs().max() + 1e-6
+        assert (got.float() - want).abs().max() <= limit, name
+
+
+def test_kept_probabilities_reference_equals_cpp_and_rows_stand_alone() -> None:
+    (hidden, weight, y), options = kept_case(9, 300, 16, torch.bfloat16)
+    run = lambda rows: forward_backward(
+        lambda h, w: ops.linear_logprob(
+            h, w, y[rows], temperature=options["temperature"][rows], kept=options["kept"][rows], keep_probs=True
+        )[:1],
+        (hidden[rows], weight),
+        (rand(1, 9)[rows],),
+    )
+    whole = run(slice(None))
+    with select.use("reference"):
+        for a, b in zip(run(slice(None)), whole, strict=True):
+            assert_bitwise(a, b, "reference against C++")
+    for t in range(9):
+        alone = run(slice(t, t + 1))
+        assert_bitwise(alone[1], whole[1][t : t + 1], "dhidden of a row alone")
+
+
+def test_kept_probabilities_give_way_to_an_entropy_gradient() -> None:
+    (hidden, weight, y), options = kept_case(9, 300, 16, torch.bfloat16)
+    run = lambda keep: forward_backward(
+        lambda h, w: ops.linear_logprob(h, w, y, keep_probs=keep, **options)[:2],
+        (hidden, weight),
+        (rand(1, 9), rand(2, 9)),
+    )
+    for a, b in zip(run(True), run(False), strict=True):
+        assert_bitwise(a, b, "with an entropy gradient")
+    with torch.no_grad():
+        assert_bitwise(
+            ops.linear_logprob(hidden, weight, y, keep_probs=True).logp, ops.linear_logprob(hidden, weight, y).logp, ""
+        )
+
+
 # ---- torch's machinery
 
 
@@ -248,9 +311,10 @@ def test_opcheck() -> None:
     hidden, weight = hidden.detach(), weight.detach()
     torch.library.opcheck(r.linear_logprob.default, (hidden.bfloat16(), weight.bfloat16(), y, warm, kept))
     rows = r.linear_logprob(hidden, weight, y, warm, kept)
-    for grad, needs_input in ((torch.zeros(70, 8), True), (torch.zeros(70, 8), False), (None, True)):
-        arguments = (grad, hidden, weight, y, warm, kept, rows[3], rows[1], rand(1, 5), None, needs_input)
+    for grad, *needs in ((torch.zeros(70, 8), True, True), (torch.zeros(70, 8), False, True), (None, True, True)):
+        arguments = (grad, hidden, weight, y, warm, kept, rows[3], rows[1], rand(1, 5), None, None, None, *needs)
         torch.library.opcheck(r.linear_logprob_grad_.default, arguments)
+    torch.library.opcheck(r.linear_logprob_probs.default, (hidden.requires_grad_(), weight, y, warm, kept))
 
 
 def test_compiles() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.cpu.library import code, function, pointer, threads
-from rlkernel.kernels.cpu.logprob import contiguous, row_results
-from rlkernel.kernels.reference.logprob import check_values
+from rlkernel.kernels.cpu.library import CPU, code, function, pointer, threads
+from rlkernel.kernels.cpu.linear import linear, linear_dgrad, linear_wgrad_
+from rlkernel.kernels.cpu.logprob import contiguous, logprob, row_results
+from rlkernel.kernels.reference.linear_logprob import dz_of_probs, gradients, probabilities
+from rlkernel.kernels.reference.logprob import active_rows, check_values, scaled
 
 
 def linear_logprob(
@@ -32,6 +34,15 @@ def linear_logprob(
     return out
 
 
+def linear_logprob_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, ...]:
+    check_values("linear_logprob", targets, weight.shape[0], inv_temperature)
+    logits = linear(hidden, weight, None, 1, 1, torch.float32)
+    kept_outputs = probabilities(scaled(logits, inv_temperature, kept), weight.dtype)
+    return (*logprob(logits, targets, inv_temperature, kept), *kept_outputs)
+
+
 def linear_logprob_grad_(
     grad: Tensor | None,
     hidden: Tensor,
@@ -43,13 +54,27 @@ def linear_logprob_grad_(
     entropy: Tensor,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
+    probs: Tensor | None,
+    tile_max: Tensor | None,
     needs_input: bool,
-) -> Tensor:
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    if probs is not None and tile_max is not None and dlogp is not None and dentropy is None:
+
+        def dz_of(rows: Tensor) -> Tensor:
+            vectors = (None if t is None else t[rows] for t in (targets, inv_temperature, kept, stats, dlogp))
+            return dz_of_probs(probs[rows], tile_max[rows], *vectors)  # type: ignore[arg-type]
+
+        active = active_rows(targets, kept, stats, dlogp, dentropy)
+        return gradients(dz_of, linear_dgrad, linear_wgrad_, active, grad, hidden, weight, needs_input, needs_weight)
     hidden, weight = hidden.contiguous(), weight.contiguous()
     rows = contiguous(targets, inv_temperature, kept, stats, entropy, dlogp, dentropy)
-    dhidden = torch.empty_like(hidden) if needs_input else hidden.new_empty((0, hidden.shape[1]))
+    dhidden = hidden.new_empty((hidden.shape[0] if needs_input else 0, hidden.shape[1]))
+    to = grad
+    if needs_weight and grad is None:
+        to = torch.zeros(weight.shape, dtype=torch.float32, device=CPU)
     function("rlk_linear_logprob_grad", "ppppppppppplllii")(
-        pointer(grad),
+        pointer(to),
         hidden.data_ptr(),
         weight.data_ptr(),
         *map(pointer, rows),
@@ -59,4 +84,4 @@ def linear_logprob_grad_(
         code(hidden.dtype),
         threads(),
     )
-    return dhidden
+    return dhidden, hidden.new_empty((0, hidden.shape[1])) if to is None or to is grad else to.to(weight.dtype)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.reference.linear import chain, chunked
-from rlkernel.kernels.reference.logprob import active_rows, check_values, logprob, logprob_dgrad
+from rlkernel.contract.orders import VOCAB_TILE
+from rlkernel.kernels.reference.arith import exp
+from rlkernel.kernels.reference.linear import chunked, linear_dgrad, linear_wgrad_
+from rlkernel.kernels.reference.logprob import (
+    active_rows,
+    check_values,
+    kept_mask,
+    logprob,
+    logprob_dgrad,
+    scaled,
+)
 
 
 def linear_logprob(
@@ -14,6 +26,66 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_values("linear_logprob", targets, weight.shape[0], inv_temperature)
     return logprob(chunked(hidden, weight.t(), 1), targets, inv_temperature, kept)
+
+
+def linear_logprob_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, ...]:
+    check_values("linear_logprob", targets, weight.shape[0], inv_temperature)
+    logits = chunked(hidden, weight.t(), 1)
+    kept_outputs = probabilities(scaled(logits, inv_temperature, kept), weight.dtype)
+    return (*logprob(logits, targets, inv_temperature, kept), *kept_outputs)
+
+
+def probabilities(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """exp(z - maximum of its tile) [T, V], rounded once, and the maxima [T, tiles]."""
+    tiles = torch.nn.functional.pad(z, (0, -z.shape[1] % VOCAB_TILE), value=-math.inf).unflatten(1, (-1, VOCAB_TILE))
+    m = tiles.amax(-1)
+    p = exp(tiles - torch.where(m == -math.inf, 0.0, m)[..., None])
+    return p.flatten(1)[:, : z.shape[1]].to(dtype), m
+
+
+def dz_of_probs(
+    probs: Tensor,
+    tile_max: Tensor,
+    targets: Tensor,
+    inv_temperature: Tensor | None,
+    kept: Tensor | None,
+    stats: Tensor,
+    dlogp: Tensor,
+) -> Tensor:
+    """Gradient of the logits [T, V] from kept probabilities, in their dtype; every row has a gradient."""
+    scale = exp((tile_max - stats[:, :1]) - stats[:, 1:])
+    vocab = probs.shape[1]
+    p = probs.float() * scale.repeat_interleave(VOCAB_TILE, 1)[:, :vocab]
+    dz = dlogp[:, None] * (torch.nn.functional.one_hot(targets, vocab).float() - p)
+    if inv_temperature is not None:
+        dz = dz * inv_temperature[:, None]
+    return (dz if kept is None else torch.where(kept_mask(kept, vocab), dz, 0.0)).to(probs.dtype)
+
+
+def gradients(
+    dz_of: Callable[[Tensor], Tensor],
+    dgrad: Callable[[Tensor, Tensor, int], Tensor],
+    wgrad_: Callable[[Tensor, Tensor, Tensor], None],
+    rows: Tensor,
+    grad: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    needs_input: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """dhidden and dweight from dz of the tokens that `rows` [T] bool selects, by linear's two gradients."""
+    dz = dz_of(rows)
+    dhidden, dweight = (hidden.new_empty((0, hidden.shape[1])) for _ in range(2))
+    if needs_weight:
+        to = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if grad is None else grad
+        wgrad_(to, dz, hidden[rows])
+        dweight = dweight if to is grad else to.to(weight.dtype)
+    if needs_input:
+        dhidden = torch.zeros_like(hidden)
+        dhidden[rows] = dgrad(dz, weight, 1).to(hidden.dtype)
+    return dhidden, dweight
 
 
 def linear_logprob_grad_(
@@ -27,18 +99,19 @@ def linear_logprob_grad_(
     entropy: Tensor,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
+    probs: Tensor | None,
+    tile_max: Tensor | None,
     needs_input: bool,
-) -> Tensor:
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    def dz_of(rows: Tensor) -> Tensor:
+        pick = lambda t: None if t is None else t[rows]
+        vectors = [pick(t) for t in (targets, inv_temperature, kept, stats)]
+        if probs is not None and tile_max is not None and dlogp is not None and dentropy is None:
+            return dz_of_probs(probs[rows], tile_max[rows], *vectors, dlogp[rows])  # type: ignore[arg-type]
+        logits = chunked(hidden[rows], weight.t(), 1)
+        dz = logprob_dgrad(logits, *vectors, pick(entropy), pick(dlogp), pick(dentropy))  # type: ignore[arg-type]
+        return dz.to(weight.dtype)
+
     rows = active_rows(targets, kept, stats, dlogp, dentropy)
-    pick = lambda t: None if t is None else t[rows]
-    logits = chunked(hidden[rows], weight.t(), 1)
-    stats, entropy = stats[rows], entropy[rows]
-    scale, mask, dlogp, dentropy = pick(inv_temperature), pick(kept), pick(dlogp), pick(dentropy)
-    dz = logprob_dgrad(logits, targets[rows], scale, mask, stats, entropy, dlogp, dentropy).to(weight.dtype)
-    if grad is not None:
-        grad.copy_(chain(dz.t(), hidden[rows], grad))
-    if not needs_input:
-        return hidden.new_empty((0, hidden.shape[1]))
-    dhidden = torch.zeros_like(hidden)
-    dhidden[rows] = chunked(dz, weight, 1).to(hidden.dtype)
-    return dhidden
+    return gradients(dz_of, linear_dgrad, linear_wgrad_, rows, grad, hidden, weight, needs_input, needs_weight)

@@ -1,23 +1,25 @@
 """linear_logprob on GPUs: the head's matrix product with the tile statistics of logprob behind it, no [T, V] tensor.
 
 Contract: docs/ops/linear_logprob.md. Logits come from linear's chain and statistics from logprob's `tile_stats`, so
-the bits are those of the two ops in sequence. The backward forms dz a block of tokens and vocabulary at a time and
-hands it to linear's own gradient kernels; the input gradient's chain continues over the blocks in fp32.
+the bits are those of the two ops in sequence. The backward leaves out tokens without a gradient, forms dz a block of
+tokens and vocabulary at a time and hands it to linear's gradient kernels.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.contract.orders import DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import on_device, options
+from rlkernel.kernels.triton.common import exp, on_device, options
 from rlkernel.kernels.triton.linear import (
     Tile,
     add_dgrad_,
@@ -26,11 +28,10 @@ from rlkernel.kernels.triton.linear import (
     corner_of,
     descriptor,
     fit,
-    gemm,
-    linear_wgrad_,
     shared_limit,
     strided,
     tile_at,
+    wgrad_,
 )
 from rlkernel.kernels.triton.logprob import (
     TILE,
@@ -43,8 +44,7 @@ from rlkernel.kernels.triton.logprob import (
     tile_stats,
 )
 
-DZ_BYTES = 1 << 27  # largest block of dz
-DHIDDEN_BYTES = 1 << 27  # largest fp32 accumulator of the input gradient; with dz 256 MiB of scratch
+PROBS_BLOCK = 2048  # entries a program when dz comes from kept probabilities
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -76,6 +76,7 @@ def linear_logprob_kernel(
     tile_sum,  # [T, TILES] int32
     tile_entropy,  # [T, TILES] int32
     target_z,  # [T] fp32
+    probs,  # [T, V]
     T,
     V,
     C,
@@ -87,6 +88,7 @@ def linear_logprob_kernel(
     weight_col,
     HAS_TEMPERATURE: tl.constexpr,
     HAS_KEPT: tl.constexpr,
+    HAS_PROBS: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -114,7 +116,12 @@ def linear_logprob_kernel(
     target = tl.load(targets + row, mask=in_batch, other=-1)
     to = tl.broadcast_to((target_z + row)[:, None], (BLOCK_M, BLOCK_N))
     tl.store(to, z, mask=(target[:, None] == v[None, :]) & inside)
-    m, s, e = tile_stats(tl.reshape(z, (BLOCK_M, BLOCK_N // TILE, TILE)))
+    tiled = tl.reshape(z, (BLOCK_M, BLOCK_N // TILE, TILE))
+    m, s, e = tile_stats(tiled)
+    if HAS_PROBS:
+        p = exp(tiled - tl.expand_dims(tl.where(m == float("-inf"), 0.0, m), 2))
+        to = row[:, None] * V + v[None, :]
+        tl.store(probs + to, tl.reshape(p, (BLOCK_M, BLOCK_N)).to(probs.dtype.element_ty), mask=inside)
     tile = tile_n * (BLOCK_N // TILE) + tl.arange(0, BLOCK_N // TILE)
     at = row[:, None] * TILES + tile[None, :]
     here = in_batch[:, None] & (tile < TILES)[None, :]
@@ -195,6 +202,53 @@ def linear_logprob_dz_kernel(
     tl.store(dz + at, out.to(dz.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def linear_logprob_probs_kernel(
+    probs,  # [ALL, V]
+    tile_max,  # [ALL, TILES] fp32
+    order,  # [T] int64: rows of probs and tile_max; the other operands are in this order
+    targets,  # [T] int64
+    inv_temperature,  # [T] fp32
+    kept,  # [T, WORDS] int32
+    stats,  # [T, 2] fp32
+    dlogp,  # [T] fp32
+    dz,  # [T, SPAN]: entries [first, first + SPAN)
+    V,
+    SPAN,
+    first,
+    TILES,
+    WORDS,
+    HAS_ORDER: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dz = g * ([v = y] - p * exp((tile_max - M) - log S)), as `dz_at` but from the tile's kept probability."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SPAN
+    v = first + column
+    g = tl.load(dlogp + row)
+    top = tl.load(stats + 2 * row)
+    log_total = tl.load(stats + 2 * row + 1)
+    out = tl.zeros((BLOCK,), tl.float32)
+    if row_active(kept, targets, row, True, g, 0.0, top, V, WORDS, HAS_KEPT):
+        source = row
+        if HAS_ORDER:
+            source = tl.load(order + row)
+        tile = (first + tl.program_id(1) * BLOCK) // TILE + tl.arange(0, BLOCK // TILE)
+        m = tl.load(tile_max + source * TILES + tile, mask=tile < TILES, other=float("-inf"))
+        scale = exp((m - top) - log_total)
+        p = tl.load(probs + source * V + v, mask=inside, other=0.0).to(tl.float32)
+        p = tl.reshape(tl.reshape(p, (BLOCK // TILE, TILE)) * scale[:, None], (BLOCK,))
+        out = g * (tl.where(v == tl.load(targets + row), 1.0, 0.0) - p)
+        if HAS_TEMPERATURE:
+            out = out * tl.load(inv_temperature + row)
+        if HAS_KEPT:
+            out = tl.where(is_kept(kept, row, v, inside, WORDS), out, 0.0)
+    tl.store(dz + row * SPAN + column, out.to(dz.dtype.element_ty), mask=inside)
+
+
 # ---- launchers ----------------------------------------------------------------------------------
 
 
@@ -222,65 +276,168 @@ def _checked(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def linear_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return forward(hidden, weight, targets, inv_temperature, kept)
-
-
 def forward(
     hidden: Tensor,  # [T, C]
     weight: Tensor,  # [V, C]
     targets: Tensor,  # [T]
     inv_temperature: Tensor | None,  # [T]
     kept: Tensor | None,  # [T, WORDS]
+    keep_probs: bool = False,
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # logp, entropy, lse [T], stats [T, 2]
-    """`linear_logprob` with a schedule for tests and tuning; default by shape."""
+    statistics: Callable[..., None] | None = None,
+) -> tuple[Tensor, ...]:  # logp, entropy, lse [T], stats [T, 2]; with keep_probs: probs [T, V], tile_max [T, TILES]
+    """The forward in turns of as many tokens as the tile statistics have room for.
+
+    Args:
+        keep_probs: also return exp(z - tile_max), rounded to the weight's dtype.
+        tile: a schedule for tests and tuning; default by shape.
+        statistics: what fills the tile statistics; default the anchor, `tile_statistics`.
+    """
     hidden, weight, targets = strided(hidden), strided(weight), targets.contiguous()
     inv_temperature, kept = _checked(inv_temperature), _checked(kept)
-    (tokens, c), vocab = hidden.shape, weight.shape[0]
-    out = outputs(tokens, hidden.device)
+    tokens, vocab = hidden.shape[0], weight.shape[0]
+    out: tuple[Tensor, ...] = outputs(tokens, hidden.device)
+    kept_outputs: tuple[Tensor, ...] = ()
+    if keep_probs:
+        tiles = triton.cdiv(vocab, VOCAB_TILE)
+        kept_outputs = (
+            torch.empty(tokens, vocab, dtype=weight.dtype, device=hidden.device),
+            torch.empty(tokens, tiles, dtype=torch.float32, device=hidden.device),
+        )
     if tokens == 0:
-        return out
-    size = hidden.element_size()
+        return (*out, *kept_outputs)
+    fill = statistics or functools.partial(tile_statistics, tile=tile)
     with on_device(hidden):
         buffers = TileBuffers(tokens, vocab, hidden.device)
         for start in range(0, tokens, buffers.tokens):
             stop = min(tokens, start + buffers.tokens)
-            n = stop - start
-            wide = can_fetch(hidden, weight)  # operands that pass no register leave them to the wider tile
-            shape = fit(tile or logits_schedule(n, size, wide), c, size, shared_limit(hidden))
-            x, w, tma = operands(hidden[start:stop], weight, shape)
-            linear_logprob_kernel[(triton.cdiv(n, shape.m) * triton.cdiv(vocab, shape.n),)](
-                x, w, targets[start:stop], part(inv_temperature, start, stop),
-                part(kept, start, stop), buffers.maximum, buffers.sum, buffers.entropy, buffers.target,
-                n, vocab, c, buffers.tiles, triton.cdiv(vocab, 32),
-                hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
-                HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, EVEN=c % shape.k == 0, TMA=tma,
-                BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_K=shape.k, GROUP=8,
-                num_warps=shape.warps, num_stages=shape.stages, **options(matmul=True),
+            probs = None
+            if keep_probs:
+                probs = kept_outputs[0][start:stop]
+                buffers.maximum = kept_outputs[1][start:stop]
+            fill(
+                buffers, hidden[start:stop], weight, targets[start:stop], part(inv_temperature, start, stop),
+                part(kept, start, stop), probs,
             )  # fmt: skip
             buffers.combine(*(t[start:stop] for t in out))
-    return out
+    return (*out, *kept_outputs)
 
 
-def block_sizes(tokens: int, vocab_size: int, c: int, element_size: int) -> tuple[int, int]:
-    """Tokens and vocabulary entries of one block of dz.
+def tile_statistics(
+    buffers: TileBuffers,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    inv_temperature: Tensor | None,
+    kept: Tensor | None,
+    probs: Tensor | None,
+    tile: Tile | None = None,
+) -> None:
+    """Statistics of every vocabulary tile of the tokens, their targets' logits and, where wanted, `probs`."""
+    (n, c), vocab, size = hidden.shape, weight.shape[0], hidden.element_size()
+    wide = can_fetch(hidden, weight)  # operands that pass no register leave them to the wider tile
+    shape = fit(tile or logits_schedule(n, size, wide), c, size, shared_limit(hidden))
+    x, w, tma = operands(hidden, weight, shape)
+    linear_logprob_kernel[(triton.cdiv(n, shape.m) * triton.cdiv(vocab, shape.n),)](
+        x, w, targets, inv_temperature, kept, buffers.maximum, buffers.sum, buffers.entropy, buffers.target, probs,
+        n, vocab, c, buffers.tiles, triton.cdiv(vocab, 32),
+        hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
+        HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, HAS_PROBS=probs is not None,
+        EVEN=c % shape.k == 0, TMA=tma, BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_K=shape.k, GROUP=8,
+        num_warps=shape.warps, num_stages=shape.stages, **options(matmul=True),
+    )  # fmt: skip
 
-    Tokens come first: each block of tokens reads and writes the weight gradient once. They are whole chunks of the
-    weight gradient's order, entries whole vocabulary tiles (and so whole k-groups of the input gradient's chain), or
-    one chunk of the input gradient's order where that has several.
+
+def dz_block(
+    hidden: Tensor,  # [n, C]
+    weight: Tensor,  # [v, C]: rows [first, first + v) of the vocabulary
+    targets: Tensor,
+    inv_temperature: Tensor | None,
+    kept: Tensor | None,
+    stats: Tensor,
+    entropy: Tensor,
+    dlogp: Tensor | None,
+    dentropy: Tensor | None,
+    first: int,
+    vocab_size: int,
+) -> Tensor:  # [n, v]
+    """Gradient of a block of logits, computed from the hidden states again."""
+    (n, c), columns, size = hidden.shape, weight.shape[0], hidden.element_size()
+    dz = torch.empty(n, columns, dtype=weight.dtype, device=hidden.device)
+    shape = fit(logits_schedule(n, size), c, size, shared_limit(hidden))
+    with on_device(hidden):
+        x, w, tma = operands(hidden, weight, shape)
+        linear_logprob_dz_kernel[(triton.cdiv(n, shape.m) * triton.cdiv(columns, shape.n),)](
+            x, w, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, dz,
+            n, columns, c, first, vocab_size, triton.cdiv(vocab_size, 32),
+            hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
+            HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
+            HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, EVEN=c % shape.k == 0, TMA=tma,
+            BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_K=shape.k, GROUP=8,
+            num_warps=shape.warps, num_stages=shape.stages, **options(matmul=True),
+        )  # fmt: skip
+    return dz
+
+
+def probs_block(
+    probs: Tensor,  # [T, V]
+    tile_max: Tensor,  # [T, TILES]
+    order: Tensor | None,  # [n]: the tokens of the block, to which the other operands belong
+    targets: Tensor,
+    inv_temperature: Tensor | None,
+    kept: Tensor | None,
+    stats: Tensor,
+    dlogp: Tensor,
+    first: int,
+    last: int,
+) -> Tensor:  # [n, last - first]
+    """Gradient of a block of logits from kept probabilities, where the entropy has none."""
+    n, vocab = len(targets), probs.shape[1]
+    dz = torch.empty(n, last - first, dtype=probs.dtype, device=probs.device)
+    with on_device(probs):
+        linear_logprob_probs_kernel[(n, triton.cdiv(last - first, PROBS_BLOCK))](
+            probs, tile_max, order, targets, inv_temperature, kept, stats, dlogp, dz,
+            vocab, last - first, first, tile_max.shape[1], triton.cdiv(vocab, 32),
+            HAS_ORDER=order is not None, HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, BLOCK=PROBS_BLOCK,
+            num_warps=4, **options(),
+        )  # fmt: skip
+    return dz
+
+
+class Products(NamedTuple):
+    """What the products of the backward run through: the anchors, or certified schedules that equal them."""
+
+    dz: Callable[..., Tensor]
+    add_dgrad_: Callable[[Tensor, Tensor, Tensor, bool], None]
+    wgrad_: Callable[[Tensor, Tensor, Tensor, bool], None]
+
+
+ANCHORS = Products(dz_block, add_dgrad_, wgrad_)
+
+
+def active_order(
+    targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None
+) -> tuple[Tensor | None, int]:
+    """Tokens that have a gradient, first and in order, and their number; None where that is every token as it stands.
+
+    The number is read from the device, unless a graph is captured: there all tokens are multiplied, those without a
+    gradient last and as zeros, which gives the same bits.
     """
-    if vocab_size > DGRAD_WHOLE:
-        return WGRAD_TOKENS, DGRAD_CHUNK
-    most = max(1, DHIDDEN_BYTES // (4 * c * WGRAD_TOKENS)) * WGRAD_TOKENS
-    rows = min(most, triton.cdiv(tokens, WGRAD_TOKENS) * WGRAD_TOKENS)
-    columns = max(1, DZ_BYTES // (element_size * rows * VOCAB_TILE)) * VOCAB_TILE
-    return rows, min(columns, triton.cdiv(vocab_size, VOCAB_TILE) * VOCAB_TILE)
+    active = stats[:, 0] != float("-inf")
+    wanted = [g != 0 for g in (dlogp, dentropy) if g is not None]
+    active &= functools.reduce(torch.logical_or, wanted)
+    if kept is not None:
+        word = kept.gather(1, (targets >> 5).unsqueeze(1))[:, 0]
+        active &= ((word >> (targets & 31)) & 1) != 0
+    order = torch.argsort(active, stable=True, descending=True)
+    if stats.is_cuda and torch.cuda.is_current_stream_capturing():
+        return order, len(order)
+    count = int(active.sum())
+    return (None if count == len(order) else order[:count]), count
 
 
-def linear_logprob_grad_(
+def gradients(
+    products: Products,
     grad: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
@@ -291,50 +448,85 @@ def linear_logprob_grad_(
     entropy: Tensor,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
+    probs: Tensor | None,
+    tile_max: Tensor | None,
     needs_input: bool,
-) -> Tensor:
-    hidden, weight, targets = strided(hidden), strided(weight), targets.contiguous()
-    inv_temperature, kept, dlogp, dentropy = (_checked(t) for t in (inv_temperature, kept, dlogp, dentropy))
-    stats, entropy = stats.contiguous(), entropy.contiguous()
-    (tokens, c), vocab, size = hidden.shape, weight.shape[0], hidden.element_size()
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """dhidden [T, C] and dweight [V, C], each empty where it is not wanted; `grad` takes dweight's place.
+
+    Blocks of WGRAD_TOKENS tokens and DGRAD_CHUNK entries: with `grad` a block of tokens runs through the whole
+    vocabulary, else a chunk of the vocabulary through all tokens, so that its fp32 sum is the only one that is held.
+    """
+    weight, (tokens, c), vocab = strided(weight), hidden.shape, weight.shape[0]
+    direct = needs_weight and grad is None
+    dweight = torch.empty(vocab if direct else 0, c, dtype=weight.dtype, device=hidden.device)
     dhidden = torch.empty(tokens if needs_input else 0, c, dtype=hidden.dtype, device=hidden.device)
     if tokens == 0 or c == 0:
-        return dhidden
-    rows, columns = block_sizes(tokens, vocab, c, size)
-    dz_memory = torch.empty(min(rows, tokens) * columns, dtype=weight.dtype, device=hidden.device)
-    running = torch.empty(min(rows, tokens), c, dtype=torch.float32, device=hidden.device) if needs_input else None
-    for start in range(0, tokens, rows):
-        stop = min(tokens, start + rows)
-        n = stop - start
-        x = hidden[start:stop]
-        shape = fit(logits_schedule(n, size), c, size, shared_limit(hidden))
-        for first in range(0, vocab, columns):
-            last = min(vocab, first + columns)
-            w = weight[first:last]
-            dz = dz_memory[: n * (last - first)].view(n, last - first)
-            with on_device(hidden):
-                rows_in, columns_in, tma = operands(x, w, shape)
-                linear_logprob_dz_kernel[(triton.cdiv(n, shape.m) * triton.cdiv(last - first, shape.n),)](
-                    rows_in, columns_in, targets[start:stop], part(inv_temperature, start, stop),
-                    part(kept, start, stop), stats[start:stop], entropy[start:stop],
-                    part(dlogp, start, stop), part(dentropy, start, stop), dz,
-                    n, last - first, c, first, vocab, triton.cdiv(vocab, 32),
-                    hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
-                    HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
-                    HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, EVEN=c % shape.k == 0, TMA=tma,
-                    BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_K=shape.k, GROUP=8,
-                    num_warps=shape.warps, num_stages=shape.stages, **options(matmul=True),
-                )  # fmt: skip
-            if running is not None and vocab > DGRAD_WHOLE:
-                add_dgrad_(running[:n], dz, w, first == 0)
-                if last == vocab:
-                    dhidden[start:stop] = running[:n]
-            elif running is not None:
-                to = dhidden[start:stop] if last == vocab else running[:n]
-                gemm(dz, w, to, start=running[:n] if first > 0 else None)
-            if grad is not None:
-                linear_wgrad_(grad[first:last], dz, x)
-    return dhidden
+        return dhidden, dweight.zero_()
+    order, count = active_order(targets, kept, stats, dlogp, dentropy)
+    vectors: tuple[Tensor | None, ...] = (targets, inv_temperature, kept, stats, entropy, dlogp, dentropy)
+    rows, whole = strided(hidden), dhidden
+    if order is not None:
+        vectors = tuple(None if t is None else t[order] for t in vectors)
+        rows = hidden[order]
+        if count == tokens:  # captured: a token without a gradient may hold anything, and 0 * NaN is no 0
+            u = [t for t in vectors[5:] if t is not None]
+            rows = torch.where(functools.reduce(torch.logical_or, [t != 0 for t in u])[:, None], rows, 0)
+        if needs_input:
+            dhidden = torch.empty(count, c, dtype=hidden.dtype, device=hidden.device)
+    vectors = tuple(_checked(t) for t in vectors)
+    targets, inv_temperature, kept, stats, entropy, dlogp, dentropy = vectors  # type: ignore[assignment]
+
+    def block(start: int, stop: int, first: int, last: int) -> Tensor:
+        cut = [part(t, start, stop) for t in (targets, inv_temperature, kept, stats, entropy, dlogp, dentropy)]
+        if probs is None or dentropy is not None:
+            return products.dz(rows[start:stop], weight[first:last], *cut, first, vocab)
+        every = order is None
+        kept_rows = (probs[start:stop], tile_max[start:stop]) if every else (probs, tile_max)
+        return probs_block(*kept_rows, part(order, start, stop), *cut[:4], cut[5], first, last)
+
+    blocks = [(s, min(count, s + WGRAD_TOKENS)) for s in range(0, count, WGRAD_TOKENS)]
+    scratch = None
+    if direct and len(blocks) > 1:
+        scratch = torch.empty(min(vocab, DGRAD_CHUNK), c, dtype=torch.float32, device=hidden.device)
+    for group in [blocks] if direct else [[b] for b in blocks]:
+        origin, end = (group[0][0], group[-1][1]) if group else (0, 0)
+        running = torch.empty(end - origin, c, dtype=torch.float32, device=hidden.device) if needs_input else None
+        for first in range(0, vocab, DGRAD_CHUNK):
+            last = min(vocab, first + DGRAD_CHUNK)
+            for start, stop in group:
+                dz = block(start, stop, first, last)
+                if running is not None:
+                    products.add_dgrad_(running[start - origin : stop - origin], dz, weight[first:last], first == 0)
+                to = scratch[: last - first] if scratch is not None else (dweight if grad is None else grad)[first:last]
+                if needs_weight:
+                    products.wgrad_(to, dz, rows[start:stop], grad is None and start == 0)
+                del dz
+            if scratch is not None:
+                dweight[first:last].copy_(scratch[: last - first])
+        if running is not None:
+            dhidden[origin:end].copy_(running)
+    if direct and not blocks:
+        dweight.zero_()
+    if order is not None and needs_input:
+        whole.zero_().index_copy_(0, order, dhidden)
+    return whole, dweight
+
+
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, ...]:
+    return forward(hidden, weight, targets, inv_temperature, kept)
+
+
+def linear_logprob_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, ...]:
+    return forward(hidden, weight, targets, inv_temperature, kept, keep_probs=True)
+
+
+linear_logprob_grad_ = functools.partial(gradients, ANCHORS)
 
 
 # ---- ahead of time ------------------------------------------------------------------------------
@@ -357,7 +549,7 @@ def _constants(tile: Tile, **flags: bool) -> dict[str, object]:
 
 def _forward_variant(name: str, kind: str, tile: Tile, kept: bool, main: bool = True) -> Variant:
     types = _types(kind, "tile_max", "tile_sum", "tile_entropy", "target_z", "TILES", *(["kept"] if kept else []))
-    constants = _constants(tile, HAS_KEPT=kept) | ({} if kept else {"kept": None})
+    constants = _constants(tile, HAS_KEPT=kept, HAS_PROBS=False) | {"probs": None} | ({} if kept else {"kept": None})
     return Variant(name, linear_logprob_kernel, types, constants, tile.warps, tile.stages, matmul=True, main=main)
 
 
@@ -388,4 +580,13 @@ AOT: tuple[Variant, ...] = (
     _forward_variant("linear_logprob fp32", "fp32", logits_schedule(16, 4), kept=False, main=False),
     _DZ,
     _with_tma(_DZ),
-)
+    Variant(
+        "linear_logprob probs", linear_logprob_probs_kernel,
+        {
+            **dict.fromkeys(("probs", "dz"), "*bf16:16"), **dict.fromkeys(("tile_max", "stats", "dlogp"), "*fp32:16"),
+            **dict.fromkeys(("targets", "order"), "*i64:16"), "inv_temperature": "*fp32:16", "kept": "*i32:16",
+            "V": "i32:16", "SPAN": "i32:16", "first": "i32:16", "TILES": "i32", "WORDS": "i32",
+        },
+        {"HAS_ORDER": True, "HAS_TEMPERATURE": True, "HAS_KEPT": True, "BLOCK": PROBS_BLOCK}, main=True,
+    ),
+)  # fmt: skip
