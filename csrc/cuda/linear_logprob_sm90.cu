@@ -1,11 +1,12 @@
-// linear_logprob's products on Hopper: a persistent warp-specialised GEMM whose tiles never reach memory as logits.
-// MODE 0 leaves the statistics of vocabulary tiles, MODE 1 the gradient of the logits, MODE 2 statistics and bf16
-// probabilities. Bits: those of kernels/triton/linear_logprob.py (docs/ops/linear_logprob.md).
+// linear_logprob's products on Hopper: a persistent warp-specialised GEMM. MODE 0 leaves the statistics of vocabulary
+// tiles, 1 the gradient of the logits, 2 statistics and bf16 probabilities; 3 adds to the gradient of the hidden states,
+// 4 to that of the weight. Bits: those of kernels/triton/linear_logprob.py (docs/ops/linear_logprob.md).
 //
 // Compiled by NVRTC or nvcc for sm_90a with -fmad=false and without headers. A cluster of two blocks holds 256 tokens
 // and shares each [256, 64] piece of the weight. In a block one warpgroup fetches, up to four pieces ahead and into the
 // next tile, and two multiply, 64 tokens each. Barriers keep their default scope: one of cluster or GPU scope flushes
-// L1 at every piece and costs a fifth of the speed.
+// L1 at every piece and costs a fifth of the speed. Blocks of 64 tokens without a gradient are left out where they
+// would add zeros: a chain that skips whole groups of zero products keeps its bits.
 
 #ifndef MODE
 #define MODE 0
@@ -20,6 +21,7 @@
 #define HAS_DENTROPY 0
 #endif
 
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
@@ -42,7 +44,14 @@ struct Arguments {
   const float* entropy;  // [T]
   const float* dlogp;
   const float* dentropy;
-  int tokens, vocab, pieces;  // pieces of 64 along the hidden size
+  // products with the gradient
+  const int* active;  // [ceil(T / 64)]: whether a block of tokens has a gradient; null: all
+  const int* blocks;  // [ceil(T / 64)]: the numbers of those that have, ascending
+  const int* count;   // [1]: how many
+  float* sum;         // [rows, columns] fp32, what the chains are added to; null: nothing
+  u16* rounded;       // [rows, columns] bf16: takes the rounded total, or null
+  int fresh;          // what sum holds is ignored
+  int tokens, vocab, pieces;  // rows and columns of the result; pieces of 64 along the third dimension
   int tiles, words;
   int first;  // first entry of the vocabulary here
 };
@@ -52,7 +61,8 @@ namespace {
 constexpr int kRows = 128, kColumns = 256, kDepth = 64, kStages = 4;
 constexpr int kGroup = 8;  // clusters of tokens that share what is in L2 of the weight
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
-constexpr int kStaging = MODE == 0 ? 0 : 8192;  // one [64, 64] piece of output; two for each warpgroup
+constexpr int kStaging = MODE == 1 || MODE == 2 ? 8192 : 0;  // one [64, 64] piece of output; two for each warpgroup
+constexpr bool kTransposedA = MODE == 4, kTransposedB = MODE >= 3;  // rows of memory run along the result, not along k
 constexpr u32 kOneBits = 0x3f800000u;
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -105,10 +115,13 @@ __device__ __forceinline__ void warpgroup_sync(int which) {
   asm volatile("bar.sync %0, 128;" ::"r"(1 + which) : "memory");
 }
 
-// Descriptor of a K-major operand in rows of 128 swizzled bytes.
+// Descriptor of an operand in lines of 128 swizzled bytes, eight of them a unit of 1024. A line holds 64 elements of k,
+// or, transposed, 64 of the result; then 64 lines of k make a box of 8192 bytes and the next 64 elements follow it.
+template <bool TRANSPOSED>
 __device__ __forceinline__ u64 descriptor(u32 address) {
-  return static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+  return static_cast<u64>((address & 0x3ffff) >> 4) | (TRANSPOSED ? 512ull : 1ull) << 16 | 64ull << 32 | 1ull << 62;
 }
+constexpr int kStepA = kTransposedA ? 128 : 2, kStepB = kTransposedB ? 128 : 2;  // 16 of k, in units of 16 bytes
 
 // d [64, 256] = a [64, 16] b [256, 16]^T (+ d)
 __device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int add) {
@@ -125,7 +138,7 @@ __device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int add)
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-      "}, %128, %129, p, 1, 1, 0, 0;\n}\n"
+      "}, %128, %129, p, 1, 1, %131, %132;\n}\n"
       :
         "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
@@ -143,7 +156,7 @@ __device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int add)
         "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
         "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(add));
+      : "l"(a), "l"(b), "r"(add), "n"(static_cast<int>(kTransposedA)), "n"(static_cast<int>(kTransposedB)));
 }
 
 __device__ __forceinline__ float larger(float a, float b) {
@@ -389,12 +402,47 @@ __device__ __forceinline__ void leave_gradient(const float (&d)[128], const Rows
   }
 }
 
+// Whether a cluster's 256 tokens have a gradient; only the gradient of the logits and of the hidden states ask.
+__device__ __forceinline__ bool wanted(const Arguments& args, int cluster) {
+  if ((MODE != 1 && MODE != 3) || !args.active) return true;
+  const int blocks = (args.tokens + 63) / 64;
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) any = any || (4 * cluster + i < blocks && args.active[4 * cluster + i]);
+  return any;
+}
+
+// Adds the tile to sum and rounds the total where that is wanted; two adjacent columns at a time.
+__device__ __forceinline__ void leave_sum(const float (&d)[128], const Arguments& args, int first_row, int first_column,
+                                          bool any) {
+  if (!any && !args.fresh && !args.rounded) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first_row + 8 * i;
+    if (row >= args.tokens) continue;
+    const i64 line = static_cast<i64>(row) * args.vocab;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      const int column = first_column + 8 * j;
+      if (column >= args.vocab) continue;  // even, as the width is
+      float2* at = reinterpret_cast<float2*>(args.sum + line + column);
+      float2 total = make_float2(d[4 * j + 2 * i], d[4 * j + 2 * i + 1]);
+      if (!args.fresh) {
+        const float2 before = *at;
+        total = make_float2(before.x + total.x, before.y + total.y);
+      }
+      if (args.sum) *at = total;
+      if (args.rounded) *reinterpret_cast<u32*>(args.rounded + line + column) = pack(total.x, total.y);
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
-    rlk_linear_logprob(const __grid_constant__ TensorMap hidden,  // [T, C]
-                       const __grid_constant__ TensorMap weight,  // [V, C]
-                       const __grid_constant__ TensorMap out,     // [T, V] bf16: gradient or probabilities
+    rlk_linear_logprob(const __grid_constant__ TensorMap a,    // modes 0 to 2: hidden; 3 and 4: gradient [T, V]
+                       const __grid_constant__ TensorMap b,    // 0 to 3: weight; 4: hidden
+                       const __grid_constant__ TensorMap out,  // [T, V] bf16: gradient or probabilities
                        const __grid_constant__ Arguments args) {
   extern __shared__ char raw[];
   const u32 memory = (shared_address(raw) + 1023) & ~1023u;
@@ -404,7 +452,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   const int across_m = (args.tokens + 2 * kRows - 1) / (2 * kRows), across_n = (args.vocab + kColumns - 1) / kColumns;
-  const int tiles = across_m * across_n, clusters = gridDim.x >> 1, pieces = args.pieces;
+  const int tiles = across_m * across_n, clusters = gridDim.x >> 1;
+  const int most = MODE == 4 && args.count ? *args.count : args.pieces;
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
@@ -422,14 +471,27 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       u32 phase = 1;
       for (int tile = blockIdx.x >> 1; tile < tiles; tile += clusters) {
         const Position at = position(tile, across_m, across_n);
-        const int m0 = at.m * 2 * kRows + static_cast<int>(rank) * kRows, n0 = at.n * kColumns;
-        for (int k = 0; k < pieces; ++k) {
+        const int m0 = at.m * 2 * kRows + static_cast<int>(rank) * kRows;
+        const int n0 = at.n * kColumns + static_cast<int>(rank) * (kColumns / 2);
+        const int pieces = wanted(args, at.m) ? most : 0;
+        for (int i = 0; i < pieces; ++i) {
+          const int k = (MODE == 4 && args.blocks ? args.blocks[i] : i) * kDepth;
           barrier_wait(empty + 8 * stage, phase);
           const u32 ready = full + 8 * stage;
+          const u32 to_a = a_at + stage * kBytesA, to_b = b_at + stage * kBytesB + rank * (kBytesB / 2);
           barrier_expect(ready, kBytesA + kBytesB);
-          fetch(a_at + stage * kBytesA, &hidden, k * kDepth, m0, ready);
-          fetch_for_both(b_at + stage * kBytesB + rank * (kBytesB / 2), &weight, k * kDepth,
-                         n0 + static_cast<int>(rank) * (kColumns / 2), ready);
+          if (kTransposedA) {
+            fetch(to_a, &a, m0, k, ready);
+            fetch(to_a + 8192, &a, m0 + 64, k, ready);
+          } else {
+            fetch(to_a, &a, k, m0, ready);
+          }
+          if (kTransposedB) {
+            fetch_for_both(to_b, &b, n0, k, ready);
+            fetch_for_both(to_b + 8192, &b, n0 + 64, k, ready);
+          } else {
+            fetch_for_both(to_b, &b, k, n0, ready);
+          }
           if (++stage == kStages) {
             stage = 0;
             phase ^= 1;
@@ -447,15 +509,21 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       const Position at = position(tile, across_m, across_n);
       const int first_row = at.m * 2 * kRows + static_cast<int>(rank) * kRows + warpgroup * 64, n0 = at.n * kColumns;
       Rows rows;
-      read_rows(rows, args, first_row + warp_row + (lane >> 2));
+      if (MODE < 3) read_rows(rows, args, first_row + warp_row + (lane >> 2));
+      const int pieces = wanted(args, at.m) ? most : 0;
       float d[128];
+      if (pieces == 0) {
+#pragma unroll
+        for (int i = 0; i < 128; ++i) d[i] = 0.0f;
+      }
       int before = 0;
       for (int k = 0; k < pieces; ++k) {
         barrier_wait(full + 8 * stage, phase);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        const u64 a = descriptor(a_at + stage * kBytesA + warpgroup * 64 * 128), b = descriptor(b_at + stage * kBytesB);
+        const u64 left = descriptor<kTransposedA>(a_at + stage * kBytesA + warpgroup * 8192);
+        const u64 right = descriptor<kTransposedB>(b_at + stage * kBytesB);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) multiply(d, a + 2 * j, b + 2 * j, k > 0 || j > 0);
+        for (int j = 0; j < 4; ++j) multiply(d, left + kStepA * j, right + kStepB * j, k > 0 || j > 0);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         if (k > 0) {
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -468,14 +536,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
         }
       }
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (lane < 2) barrier_arrive_at(empty + 8 * before, lane);
+      if (pieces > 0 && lane < 2) barrier_arrive_at(empty + 8 * before, lane);
+      if (MODE >= 3) {
+        leave_sum(d, args, first_row + warp_row + (lane >> 2), n0 + 2 * (lane & 3), pieces > 0);
+        continue;
+      }
       prepare(d, rows, args, n0, lane);
       if (MODE == 1)
         leave_gradient(d, rows, n0, lane, warp_row, first_row, staging, &out);
       else
         leave_statistics(d, rows, args, n0, lane, warp_row, first_row, staging, &out);
     }
-    if (MODE != 0 && staging.leader) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    if (kStaging > 0 && staging.leader) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
   // A block must not leave while the other may still write into it or signal it.
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

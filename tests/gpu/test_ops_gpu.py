@@ -416,22 +416,54 @@ def test_linear_logprob_in_every_tile_and_block(
     if dtype != torch.float32:
         tiles += [(64, 128, 64, 4, 3), (128, 128, 64, 8, 3), (64, 256, 32, 8, 2), (128, 256, 32, 8, 2)]
     for tile, tma in itertools.product(tiles, (False, True)):
-        ours = linear_logprob.forward(*rest, Tile(*tile, tma=tma))
+        ours = linear_logprob.forward(*rest, tile=Tile(*tile, tma=tma))
         for i, (o, e) in enumerate(zip(ours, expected, strict=True)):
             assert_bitwise(o, e, f"{tile}, tma {tma}, tensor {i}")
     _, entropy, _, stats = expected
     gradients = []
-    for dz_bytes, dhidden_bytes in ((1 << 27, 1 << 27), (256 * 256 * x.element_size(), 1), (1, 1 << 27)):
-        monkeypatch.setattr(linear_logprob, "DZ_BYTES", dz_bytes)
-        monkeypatch.setattr(linear_logprob, "DHIDDEN_BYTES", dhidden_bytes)
+    for chunk in (8192, 256, 128):
+        # Every sum over v is short of one chunk of the real size; smaller ones are another order for dhidden alone.
+        monkeypatch.setattr(linear_logprob, "DGRAD_CHUNK", chunk)
+        upstream = (data(2, tokens), data(3, tokens), None, None)
         grad = torch.ones(v, c, device=DEVICE)
-        upstream = (data(2, tokens), data(3, tokens))
-        dx = linear_logprob.linear_logprob_grad_(grad, *rest, stats, entropy, *upstream, True)
-        gradients.append((dx, grad))
-    for dx, grad in gradients[1:]:
-        assert_bitwise(dx, gradients[0][0], "input gradient in other blocks")
-        assert_bitwise(grad, gradients[0][1], "weight gradient in other blocks")
+        linear_logprob.linear_logprob_grad_(grad, *rest, stats, entropy, *upstream, True, True)
+        gradients.append(grad)
+    for grad in gradients[1:]:
+        assert_bitwise(grad, gradients[0], "weight gradient in other blocks")
     record(cases=len(tiles) + 2, tokens=tokens * (len(tiles) + 2), mismatches=0)
+
+
+@pytest.mark.parametrize("temperature,filtered,entropy_gradient", ((False, False, False), (True, True, True)))
+def test_linear_logprob_schedules_equal_the_anchor(
+    temperature: bool, filtered: bool, entropy_gradient: bool, record: Record
+) -> None:
+    """Hopper's kernel or any other schedule against Triton's, with prompts left out, to the bit."""
+    from rlkernel.kernels import select
+
+    tokens, v, c = 1500, 9001 * 8, 520
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets, warm, kept = scored(tokens, v)
+    inverse, mask = 1.0 / warm if temperature else None, kept if filtered else None
+    g = data(2, tokens)
+    g[100:900] = 0.0
+    h = 0.1 * g if entropy_gradient else None
+    raw = torch.ops.rlkernel
+
+    def run(keep: bool) -> list[Tensor]:
+        op = raw.linear_logprob_probs if keep else raw.linear_logprob
+        rows = op(x, w, targets, inverse, mask)
+        rest = (x, w, targets, inverse, mask, rows[3], rows[1], g, None if keep else h, *((*rows, None, None)[4:6]))
+        main = torch.ones(v, c, device=DEVICE)
+        dx, _ = raw.linear_logprob_grad_(main, *rest, True, True)
+        return [*rows, dx, main, *raw.linear_logprob_grad_(None, *rest, True, True)]
+
+    for keep in (False, True):
+        ours = run(keep)
+        with select.use("triton"):
+            anchor = run(keep)
+        for i, (o, a) in enumerate(zip(ours, anchor, strict=True)):
+            assert_bitwise(o, a, f"keep {keep}, tensor {i}")
+    record(cases=2, tokens=2 * tokens, mismatches=0)
 
 
 def test_linear_logprob_memory_is_bounded() -> None:
@@ -536,7 +568,8 @@ def test_sample_follows_the_distribution() -> None:
 NAMES = (
     *("linear", "linear_dgrad", "linear_wgrad", "linear_wgrad_", "bias_grad_", "embedding", "embedding_wgrad_"),
     *("rms_norm", "rms_norm_dgrad", "rms_norm_wgrad_", "rope", "swiglu", "swiglu_grad"),
-    *("logprob", "logprob_dgrad", "linear_logprob", "linear_logprob_grad_", "sample"),
+    *("logprob", "logprob_dgrad", "linear_logprob", "linear_logprob_grad_"),
+    *("linear_logprob_probs", "sample"),
 )
 
 
@@ -572,8 +605,9 @@ def everything() -> dict[str, Callable[[], Any]]:
         "logprob_dgrad": lambda: raw.logprob_dgrad(logits, ids, None, None, stats, entropy, g, g),
         "linear_logprob": lambda: ops.linear_logprob(x, head, ids),
         "linear_logprob_grad_": lambda: raw.linear_logprob_grad_(
-            None, x, head, ids, None, None, stats, entropy, g, g, True
+            None, x, head, ids, None, None, stats, entropy, g, g, None, None, True, True
         ),
+        "linear_logprob_probs": lambda: raw.linear_logprob_probs(x, head, ids, None, None),
         "sample": lambda: ops.sample(**sampling, return_kept=True),
     }
 

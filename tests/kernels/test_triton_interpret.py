@@ -327,20 +327,34 @@ else:
         logits = linear.linear(x, w, None, 1, 1, torch.float32)
         expected = logprob.logprob(logits, targets, inverse, kept)
         for tile in (None, Tile(16, 128, 32, 4, 2, tma=False), Tile(32, 256, 16, 4, 2)):
-            ours = linear_logprob.forward(x, w, targets, inverse, kept, tile)
+            ours = linear_logprob.forward(x, w, targets, inverse, kept, tile=tile)
             for o, e in zip(ours, expected, strict=True):
                 assert_bitwise(o, e, f"linear_logprob against logprob of linear, {tile}")
         _, entropy, _, stats = expected
         g, h = rand(2, 6), rand(3, 6)
         g[5] = h[5] = 0.0
-        for dz_bytes in (1 << 27, 256 * VOCAB_TILE * x.element_size()):
-            monkeypatch.setattr(linear_logprob, "DZ_BYTES", dz_bytes)
+        for name in ("recomputed", "blocks", "kept"):
+            if name == "blocks":
+                monkeypatch.setattr(linear_logprob, "DGRAD_CHUNK", VOCAB_TILE)
+                monkeypatch.setattr(linear_logprob, "WGRAD_TOKENS", 4)
+            probs: tuple[Tensor | None, ...] = (None, None)
+            entropy_gradient: Tensor | None = h
+            if name == "kept":
+                *expected_rows, p, tile_max = linear_logprob.linear_logprob_probs(x, w, targets, inverse, kept)
+                for o, e in zip(expected_rows, expected, strict=True):
+                    assert_bitwise(o, e, "with kept probabilities")
+                close(p, linear_logprob_reference.linear_logprob_probs(x, w, targets, inverse, kept)[4], "probs", dtype)
+                probs, entropy_gradient = (p, tile_max), None
+            rest = (x, w, targets, inverse, kept, stats, entropy, g, entropy_gradient, *probs)
             ours, reference = rand(4, v, c), rand(4, v, c)
-            rest = (x, w, targets, inverse, kept, stats, entropy, g, h)
-            dx = linear_logprob.linear_logprob_grad_(ours, *rest, True)
-            close(dx, linear_logprob_reference.linear_logprob_grad_(reference, *rest, True), "input gradient")
+            dx, _ = linear_logprob.linear_logprob_grad_(ours, *rest, True, True)
+            close(dx, linear_logprob_reference.linear_logprob_grad_(reference, *rest, True, True)[0], "input gradient")
             close(ours, reference, "weight gradient", dtype)
-        assert linear_logprob.linear_logprob_grad_(None, *rest, False).shape == (0, c)
+            _, dw = linear_logprob.linear_logprob_grad_(None, *rest, False, True)
+            fresh = linear_logprob_reference.linear_logprob_grad_(None, *rest, False, True)[1]
+            close(dw, fresh, "weight gradient in its dtype", dtype)
+        none = linear_logprob.linear_logprob_grad_(None, *rest, False, False)
+        assert none[0].shape == none[1].shape == (0, c)
 
     @pytest.mark.parametrize("k", (None, (30, 2, 0, 400, 50, 10)))
     @pytest.mark.parametrize("p", (None, (0.5, 0.9, 1.0, 0.01, 0.999, 0.9)))

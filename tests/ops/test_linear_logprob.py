@@ -245,7 +245,7 @@ def test_kept_probabilities(dtype: torch.dtype, implementation: str) -> None:
             lambda h, w: ops.linear_logprob(h, w, y, keep_probs=keep, **options)[:1], (h, w), up[:1]
         )
         logp, dh, dw = run(True, hidden, weight)
-        plain, exact_dh, exact_dw = run(False, hidden.float(), weight.float())
+        _, exact_dh, exact_dw = run(False, hidden.float(), weight.float())
         assert_bitwise(logp, run(False, hidden, weight)[0], "logp")
     with ops.stock():
         _, stock_dh, stock_dw = run(False, hidden, weight)

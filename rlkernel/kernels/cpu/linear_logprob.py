@@ -62,8 +62,8 @@ def linear_logprob_grad_(
     if probs is not None and tile_max is not None and dlogp is not None and dentropy is None:
 
         def dz_of(rows: Tensor) -> Tensor:
-            vectors = (None if t is None else t[rows] for t in (targets, inv_temperature, kept, stats, dlogp))
-            return dz_of_probs(probs[rows], tile_max[rows], *vectors)  # type: ignore[arg-type]
+            scale, mask = (None if t is None else t[rows] for t in (inv_temperature, kept))
+            return dz_of_probs(probs[rows], tile_max[rows], targets[rows], scale, mask, stats[rows], dlogp[rows])
 
         active = active_rows(targets, kept, stats, dlogp, dentropy)
         return gradients(dz_of, linear_dgrad, linear_wgrad_, active, grad, hidden, weight, needs_input, needs_weight)

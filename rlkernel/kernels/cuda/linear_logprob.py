@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import build
-from rlkernel.kernels.cuda import linear as products
 from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
 from rlkernel.kernels.schedule import Family, Key, Run, Schedule, ScheduledOp, values
 from rlkernel.kernels.triton import common
+from rlkernel.kernels.triton import linear as triton_linear
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import logprob as statistics
+from rlkernel.kernels.triton.linear_logprob import Active
 from rlkernel.kernels.triton.logprob import TileBuffers
 
 SOURCE = "linear_logprob_sm90.cu"
 LEAST_TOKENS = 129  # fewer leave half of a cluster's tokens empty; the anchor has tiles for them
-STATISTICS, GRADIENT, PROBS = 0, 1, 2  # MODE of the source
+STATISTICS, GRADIENT, PROBS, DHIDDEN, DWEIGHT = range(5)  # MODE of the source
 SHARED_BYTES = 4 * 48 * 1024 + 1024 + 64  # four pieces of both operands, barriers, and alignment
 STAGING_BYTES = 4 * 8192  # pieces of output on their way to memory
 SAMPLE_ENTRIES = 8232  # vocabulary that certification compares: whole tiles, and a last one in part
@@ -38,31 +39,29 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "targets", "inv_temperature", "kept", "tile_max", "tile_sum", "tile_entropy", "target_z",
-            "stats", "entropy", "dlogp", "dentropy",
+            "stats", "entropy", "dlogp", "dentropy", "active", "blocks", "count", "sum", "rounded",
         )),
-        *((name, ctypes.c_int) for name in ("tokens", "vocab", "pieces", "tiles", "words", "first")),
+        *((name, ctypes.c_int) for name in ("fresh", "tokens", "vocab", "pieces", "tiles", "words", "first")),
     )  # fmt: skip
 
 
 @functools.cache
-def _kernel(device: int, mode: int, temperature: bool, kept: bool, dentropy: bool) -> Kernel:
+def _kernel(device: int, mode: int, temperature: bool = False, kept: bool = False, dentropy: bool = False) -> Kernel:
     macros = {"MODE": mode, "HAS_TEMPERATURE": temperature, "HAS_KEPT": kept, "HAS_DENTROPY": dentropy}
     cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", {name: int(v) for name, v in macros.items()})
-    return Kernel(cubin, "rlk_linear_logprob", SHARED_BYTES + (STAGING_BYTES if mode != STATISTICS else 0))
+    return Kernel(cubin, "rlk_linear_logprob", SHARED_BYTES + (STAGING_BYTES if mode in (GRADIENT, PROBS) else 0))
 
 
-def _launch(mode: int, hidden: Tensor, weight: Tensor, out: Tensor | None, **rest: Tensor | int | None) -> None:
-    (tokens, c), vocab = hidden.shape, weight.shape[0]
+def _launch(
+    kernel: Kernel, shape: tuple[int, int, int], device: torch.device, maps: tuple[TensorMap, ...], **rest: Any
+) -> None:
+    """A result of shape[0] rows and shape[1] columns from shape[2] products each."""
     given = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in rest.items() if v is not None}
-    flags = (rest[name] is not None for name in ("inv_temperature", "kept"))
-    kernel = _kernel(hidden.get_device(), mode, *flags, rest.get("dentropy") is not None)
-    clusters = -(-tokens // 256) * -(-vocab // 256)
-    most = torch.cuda.get_device_properties(hidden.device).multi_processor_count // 2
-    kernel(
-        2 * min(clusters, most), 384, tensor_map(hidden, 128, 64), tensor_map(weight, 128, 64),
-        TensorMap() if out is None else tensor_map(out, 64, 64),
-        Arguments(tokens=tokens, vocab=vocab, pieces=-(-c // 64), **given),
-    )  # fmt: skip
+    clusters = -(-shape[0] // 256) * -(-shape[1] // 256)
+    most = torch.cuda.get_device_properties(device).multi_processor_count // 2
+    arguments = Arguments(tokens=shape[0], vocab=shape[1], pieces=-(-shape[2] // 64), **given)
+    maps = (*maps, TensorMap())[:3]
+    kernel(2 * min(clusters, most), 384, *maps, arguments)
 
 
 # ---- schedules -----------------------------------------------------------------------------------
@@ -77,10 +76,15 @@ def _statistics(
     kept: Tensor | None,
     probs: Tensor | None,
 ) -> None:
+    maps = [tensor_map(hidden, 128, 64), tensor_map(weight, 128, 64)]
+    if probs is not None:
+        maps.append(tensor_map(probs, 64, 64))
+    mode = STATISTICS if probs is None else PROBS
     _launch(
-        STATISTICS if probs is None else PROBS, hidden, weight, probs, targets=targets,
-        inv_temperature=inv_temperature, kept=kept, tile_max=buffers.maximum, tile_sum=buffers.sum,
-        tile_entropy=buffers.entropy, target_z=buffers.target, tiles=buffers.tiles, words=-(-weight.shape[0] // 32),
+        _kernel(hidden.get_device(), mode, inv_temperature is not None, kept is not None),
+        (len(hidden), *weight.shape), hidden.device, tuple(maps), targets=targets, inv_temperature=inv_temperature,
+        kept=kept, tile_max=buffers.maximum, tile_sum=buffers.sum, tile_entropy=buffers.entropy,
+        target_z=buffers.target, tiles=buffers.tiles, words=-(-len(weight) // 32),
     )  # fmt: skip
 
 
@@ -94,16 +98,44 @@ def _dz_block(
     entropy: Tensor,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
+    active: Active | None,
     first: int,
     vocab_size: int,
 ) -> Tensor:
-    dz = torch.empty(hidden.shape[0], weight.shape[0], dtype=weight.dtype, device=hidden.device)
+    dz = torch.empty(len(hidden), len(weight), dtype=weight.dtype, device=hidden.device)
     with common.on_device(hidden):
         _launch(
-            GRADIENT, hidden, weight, dz, targets=targets, inv_temperature=inv_temperature, kept=kept, stats=stats,
-            entropy=entropy, dlogp=dlogp, dentropy=dentropy, words=-(-vocab_size // 32), first=first,
+            _kernel(
+                hidden.get_device(), GRADIENT, inv_temperature is not None, kept is not None, dentropy is not None
+            ),
+            (len(hidden), *weight.shape), hidden.device,
+            (tensor_map(hidden, 128, 64), tensor_map(weight, 128, 64), tensor_map(dz, 64, 64)),
+            targets=targets, inv_temperature=inv_temperature, kept=kept, stats=stats, entropy=entropy, dlogp=dlogp,
+            dentropy=dentropy, active=active and active.flags, words=-(-vocab_size // 32), first=first,
         )  # fmt: skip
     return dz
+
+
+def _dhidden_block(
+    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active | None
+) -> None:
+    with common.on_device(dz):
+        _launch(
+            _kernel(dz.get_device(), DHIDDEN), (*running.shape, len(weight)), dz.device,
+            (tensor_map(dz, 128, 64), tensor_map(weight, 64, 64)),
+            active=active and active.flags, sum=running, rounded=rounded, fresh=fresh,
+        )  # fmt: skip
+
+
+def _dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active | None) -> None:
+    rounded = grad.dtype != torch.float32
+    with common.on_device(dz):
+        _launch(
+            _kernel(dz.get_device(), DWEIGHT), (*grad.shape, len(hidden)), dz.device,
+            (tensor_map(dz, 64, 64), tensor_map(hidden, 64, 64)),
+            blocks=active and active.blocks, count=active and active.number, sum=None if rounded else grad,
+            rounded=grad if rounded else None, fresh=fresh,
+        )  # fmt: skip
 
 
 # ---- shape classes -------------------------------------------------------------------------------
@@ -144,7 +176,8 @@ def _forward_key(
 
 def _dz_key(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
-    stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, first: int, vocab_size: int,
+    stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, active: Active | None, first: int,
+    vocab_size: int,
 ) -> Key:  # fmt: skip
     return (
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype,
@@ -161,7 +194,8 @@ def _describe(key: Key) -> dict[str, Any]:
 
 
 def _device(key: Key) -> torch.device:
-    return torch.device("cuda", key[0]) if key[0] >= 0 else torch.device("cpu")  # type: ignore[operator, arg-type]
+    index = int(key[0])  # type: ignore[call-overload]
+    return torch.device("cuda", index) if index >= 0 else torch.device("cpu")
 
 
 def _rows(key: Key) -> list[int]:
@@ -182,17 +216,23 @@ def _forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> 
     return hidden, weight, targets, inverse, kept, s.probs
 
 
+def _upstream(m: int, generator: torch.Generator) -> Tensor:
+    """Gradients of which every seventh is zero, and a run of blocks of tokens as well."""
+    g = torch.randn(m, device=generator.device, generator=generator)
+    g[::7] = 0.0
+    g[m // 3 : m // 3 + 500] = 0.0
+    return g
+
+
 def _dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s, device = Shape(*key), generator.device  # type: ignore[arg-type]
+    s = Shape(*key)  # type: ignore[arg-type]
     hidden, weight, targets, inverse, kept, _ = _forward_sample(key, m, kind, generator)
     _, entropy, _, stats = anchor.forward(hidden, weight, targets, inverse, kept)
-    up = []
-    for wanted in (s.dlogp, s.dentropy):
-        g = torch.randn(m, device=device, generator=generator)
-        g[::7] = 0.0
-        up.append(g if wanted else None)
+    g = _upstream(m, generator)
+    up = (g if s.dlogp else None, 2.0 * g if s.dentropy else None)
+    active = anchor.active_blocks(targets, kept, stats, *up)
     first = 4096  # a block inside the vocabulary that ends with it
-    return hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, first, SAMPLE_ENTRIES
+    return hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, active, first, SAMPLE_ENTRIES
 
 
 def _supports(key: Key) -> bool:
@@ -213,29 +253,129 @@ def _bind(run: Run, modes: Callable[[Shape], tuple[int, ...]]) -> Callable[[Key]
     return bind
 
 
-_SOURCES = tuple(Path(m.__file__) for m in (anchor, statistics, common)) + (Path(__file__),)
+# ---- shape classes of the two gradients ----------------------------------------------------------
 
 
-def _family(op: str, run: Run, key: Callable[..., Key], sample: Callable[..., Any], schedule: Schedule) -> Family:
-    return Family(
-        op=op, anchor=run, key=key, describe=_describe, device=_device, rows=_rows, sample=sample,
-        schedules=(schedule,), sources=(*_SOURCES, build.source_dir() / "cuda" / SOURCE),
-    )  # fmt: skip
+class GradShape(NamedTuple):
+    """Shape class of dhidden and dweight: C, and the dtype of what receives the result."""
+
+    device: int
+    c: int
+    dtype: torch.dtype
+    out: torch.dtype
+    dense: bool
+    fresh: bool
+    rounded: bool
 
 
+def _aligned(*matrices: Tensor) -> bool:
+    return all(t.is_contiguous() and t.data_ptr() % 16 == 0 and t.shape[1] % 8 == 0 for t in matrices)
+
+
+def _dhidden_key(
+    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active | None
+) -> Key:
+    dense = _aligned(running, dz, weight) and (rounded is None or _aligned(rounded))
+    return dz.get_device(), weight.shape[1], dz.dtype, running.dtype, dense, fresh, rounded is not None
+
+
+def _dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active | None) -> Key:
+    dense = _aligned(grad, dz, hidden)
+    return dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32
+
+
+def _describe_grad(key: Key) -> dict[str, Any]:
+    s = GradShape(*key)  # type: ignore[arg-type]
+    name = lambda dtype: str(dtype).removeprefix("torch.")
+    return {"c": s.c, "dtype": name(s.dtype), "out": name(s.out), "dense": s.dense, "fresh": s.fresh,
+            "rounded": s.rounded}  # fmt: skip
+
+
+def _supports_grad(key: Key) -> bool:
+    s = GradShape(*key)  # type: ignore[arg-type]
+    if not (s.dense and s.dtype == torch.bfloat16 and s.device >= 0):
+        return False
+    return not common.IS_HIP and torch.cuda.get_device_capability(s.device) == (9, 0)
+
+
+def _blocks_of_dz(
+    tokens: int, entries: int, kind: str, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Active]:
+    """A gradient of logits with rows of zeros, some of them whole blocks, and the blocks that are not."""
+    g = _upstream(tokens, generator)
+    dz = torch.where((g != 0)[:, None], values(kind, tokens, entries, dtype, generator), 0.0)
+    stats = torch.zeros(tokens, 2, device=dz.device)
+    return dz, anchor.active_blocks(torch.zeros(tokens, dtype=torch.int64, device=dz.device), None, stats, g, None)
+
+
+def _dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s = GradShape(*key)  # type: ignore[arg-type]
+    entries = 2056
+    dz, active = _blocks_of_dz(m, entries, kind, s.dtype, generator)
+    weight = values(kind, entries, s.c, s.dtype, generator, second=True)
+    running = torch.randn(m, s.c, device=dz.device, generator=generator)
+    return running, torch.empty_like(running, dtype=s.dtype) if s.rounded else None, dz, weight, s.fresh, active
+
+
+def _dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s = GradShape(*key)  # type: ignore[arg-type]
+    dz, active = _blocks_of_dz(m, 1032, kind, s.dtype, generator)
+    hidden = values(kind, m, s.c, s.dtype, generator, second=True)
+    grad = torch.randn(1032, s.c, device=dz.device, generator=generator).to(s.out)
+    return grad, dz, hidden, s.fresh, active
+
+
+def _bind_grad(run: Run, mode: int) -> Callable[[Key], Run]:
+    def bind(key: Key) -> Run:
+        with torch.cuda.device(_device(key)):
+            _kernel(_device(key).index, mode)
+        return run
+
+    return bind
+
+
+# ---- families ------------------------------------------------------------------------------------
+
+_SOURCES = (
+    Path(__file__),
+    *(Path(m.__file__) for m in (anchor, statistics, triton_linear, common) if m.__file__),
+    build.source_dir() / "cuda" / SOURCE,
+)
 _forward = ScheduledOp(
-    _family(
-        "linear_logprob", anchor.forward, _forward_key, _forward_sample,
-        Schedule(
-            "hopper", _bind(functools.partial(anchor.forward, statistics=_statistics),
-                            lambda s: (PROBS if s.probs else STATISTICS,)), _supports,
+    Family(
+        "linear_logprob", anchor.forward, _forward_key, _describe, _device, _rows, _forward_sample,
+        (
+            Schedule(
+                "hopper",
+                _bind(
+                    functools.partial(anchor.forward, statistics=_statistics),
+                    lambda s: (PROBS if s.probs else STATISTICS,),
+                ),
+                _supports,
+            ),
         ),
+        _SOURCES,
     )
 )  # fmt: skip
 _dz = ScheduledOp(
-    _family(
-        "linear_logprob_dz", anchor.dz_block, _dz_key, _dz_sample,
-        Schedule("hopper", _bind(_dz_block, lambda s: (GRADIENT,)), _supports),
+    Family(
+        "linear_logprob_dz", anchor.dz_block, _dz_key, _describe, _device, _rows, _dz_sample,
+        (Schedule("hopper", _bind(_dz_block, lambda s: (GRADIENT,)), _supports),), _SOURCES,
+    )
+)  # fmt: skip
+_dhidden = ScheduledOp(
+    Family(
+        "linear_logprob_dhidden", anchor.dhidden_block, _dhidden_key, _describe_grad, _device,
+        lambda key: [129, 1000, 4096], _dhidden_sample,
+        (Schedule("hopper", _bind_grad(_dhidden_block, DHIDDEN), _supports_grad),), _SOURCES,
+        mutates=(0, 1),
+    )
+)  # fmt: skip
+_dweight = ScheduledOp(
+    Family(
+        "linear_logprob_dweight", anchor.dweight_block, _dweight_key, _describe_grad, _device,
+        lambda key: [129, 1000, 4096], _dweight_sample,
+        (Schedule("hopper", _bind_grad(_dweight_block, DWEIGHT), _supports_grad),), _SOURCES, mutates=(0,),
     )
 )  # fmt: skip
 
@@ -254,6 +394,4 @@ def linear_logprob_probs(
     return _forward(hidden, weight, targets, inv_temperature, kept, True)
 
 
-linear_logprob_grad_ = functools.partial(
-    anchor.gradients, anchor.Products(_dz, products.add_dgrad_, products.wgrad_)
-)
+linear_logprob_grad_ = functools.partial(anchor.gradients, anchor.Products(_dz, _dhidden, _dweight))

@@ -42,7 +42,7 @@ def probabilities(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     tiles = torch.nn.functional.pad(z, (0, -z.shape[1] % VOCAB_TILE), value=-math.inf).unflatten(1, (-1, VOCAB_TILE))
     m = tiles.amax(-1)
     p = exp(tiles - torch.where(m == -math.inf, 0.0, m)[..., None])
-    return p.flatten(1)[:, : z.shape[1]].to(dtype), m
+    return p.flatten(1)[:, : z.shape[1]].to(dtype).contiguous(), m
 
 
 def dz_of_probs(
@@ -106,12 +106,11 @@ def linear_logprob_grad_(
 ) -> tuple[Tensor, Tensor]:
     def dz_of(rows: Tensor) -> Tensor:
         pick = lambda t: None if t is None else t[rows]
-        vectors = [pick(t) for t in (targets, inv_temperature, kept, stats)]
+        scale, mask = pick(inv_temperature), pick(kept)
         if probs is not None and tile_max is not None and dlogp is not None and dentropy is None:
-            return dz_of_probs(probs[rows], tile_max[rows], *vectors, dlogp[rows])  # type: ignore[arg-type]
-        logits = chunked(hidden[rows], weight.t(), 1)
-        dz = logprob_dgrad(logits, *vectors, pick(entropy), pick(dlogp), pick(dentropy))  # type: ignore[arg-type]
-        return dz.to(weight.dtype)
+            return dz_of_probs(probs[rows], tile_max[rows], targets[rows], scale, mask, stats[rows], dlogp[rows])
+        logits, up = chunked(hidden[rows], weight.t(), 1), (pick(dlogp), pick(dentropy))
+        return logprob_dgrad(logits, targets[rows], scale, mask, stats[rows], entropy[rows], *up).to(weight.dtype)
 
     rows = active_rows(targets, kept, stats, dlogp, dentropy)
     return gradients(dz_of, linear_dgrad, linear_wgrad_, rows, grad, hidden, weight, needs_input, needs_weight)

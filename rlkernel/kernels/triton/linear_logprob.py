@@ -1,8 +1,8 @@
 """linear_logprob on GPUs: the head's matrix product with the tile statistics of logprob behind it, no [T, V] tensor.
 
 Contract: docs/ops/linear_logprob.md. Logits come from linear's chain and statistics from logprob's `tile_stats`, so
-the bits are those of the two ops in sequence. The backward leaves out tokens without a gradient, forms dz a block of
-tokens and vocabulary at a time and hands it to linear's gradient kernels.
+the bits are those of the two ops in sequence. The backward forms dz a block of tokens and vocabulary at a time and
+hands it to linear's gradient kernels.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from rlkernel.kernels.triton.logprob import (
     tile_stats,
 )
 
+BLOCK_TOKENS = 64  # tokens that are left out of the backward's products together
 PROBS_BLOCK = 2048  # entries a program when dz comes from kept probabilities
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -204,9 +205,8 @@ def linear_logprob_dz_kernel(
 
 @triton.jit
 def linear_logprob_probs_kernel(
-    probs,  # [ALL, V]
-    tile_max,  # [ALL, TILES] fp32
-    order,  # [T] int64: rows of probs and tile_max; the other operands are in this order
+    probs,  # [T, V]
+    tile_max,  # [T, TILES] fp32
     targets,  # [T] int64
     inv_temperature,  # [T] fp32
     kept,  # [T, WORDS] int32
@@ -218,7 +218,6 @@ def linear_logprob_probs_kernel(
     first,
     TILES,
     WORDS,
-    HAS_ORDER: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     HAS_KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -233,13 +232,10 @@ def linear_logprob_probs_kernel(
     log_total = tl.load(stats + 2 * row + 1)
     out = tl.zeros((BLOCK,), tl.float32)
     if row_active(kept, targets, row, True, g, 0.0, top, V, WORDS, HAS_KEPT):
-        source = row
-        if HAS_ORDER:
-            source = tl.load(order + row)
         tile = (first + tl.program_id(1) * BLOCK) // TILE + tl.arange(0, BLOCK // TILE)
-        m = tl.load(tile_max + source * TILES + tile, mask=tile < TILES, other=float("-inf"))
+        m = tl.load(tile_max + row * TILES + tile, mask=tile < TILES, other=float("-inf"))
         scale = exp((m - top) - log_total)
-        p = tl.load(probs + source * V + v, mask=inside, other=0.0).to(tl.float32)
+        p = tl.load(probs + row * V + v, mask=inside, other=0.0).to(tl.float32)
         p = tl.reshape(tl.reshape(p, (BLOCK // TILE, TILE)) * scale[:, None], (BLOCK,))
         out = g * (tl.where(v == tl.load(targets + row), 1.0, 0.0) - p)
         if HAS_TEMPERATURE:
@@ -358,6 +354,7 @@ def dz_block(
     entropy: Tensor,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
+    active: Active | None,
     first: int,
     vocab_size: int,
 ) -> Tensor:  # [n, v]
@@ -382,7 +379,6 @@ def dz_block(
 def probs_block(
     probs: Tensor,  # [T, V]
     tile_max: Tensor,  # [T, TILES]
-    order: Tensor | None,  # [n]: the tokens of the block, to which the other operands belong
     targets: Tensor,
     inv_temperature: Tensor | None,
     kept: Tensor | None,
@@ -392,48 +388,72 @@ def probs_block(
     last: int,
 ) -> Tensor:  # [n, last - first]
     """Gradient of a block of logits from kept probabilities, where the entropy has none."""
-    n, vocab = len(targets), probs.shape[1]
+    n, vocab = probs.shape
     dz = torch.empty(n, last - first, dtype=probs.dtype, device=probs.device)
     with on_device(probs):
         linear_logprob_probs_kernel[(n, triton.cdiv(last - first, PROBS_BLOCK))](
-            probs, tile_max, order, targets, inv_temperature, kept, stats, dlogp, dz,
+            probs, tile_max, targets, inv_temperature, kept, stats, dlogp, dz,
             vocab, last - first, first, tile_max.shape[1], triton.cdiv(vocab, 32),
-            HAS_ORDER=order is not None, HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, BLOCK=PROBS_BLOCK,
+            HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, BLOCK=PROBS_BLOCK,
             num_warps=4, **options(),
         )  # fmt: skip
     return dz
+
+
+def dhidden_block(
+    running: Tensor,  # [n, C] fp32
+    rounded: Tensor | None,  # [n, C]
+    dz: Tensor,  # [n, v]
+    weight: Tensor,  # [v, C]
+    fresh: bool,
+    active: Active | None,
+) -> None:
+    """Adds a chunk of the vocabulary to the input gradient; the last one leaves the sum in `rounded`."""
+    add_dgrad_(running, dz, weight, fresh)
+    if rounded is not None:
+        rounded.copy_(running)
+
+
+def dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active | None) -> None:
+    """Adds a chunk of tokens to the weight gradient of some entries; `fresh` ignores what grad [v, C] holds."""
+    wgrad_(grad, dz, hidden, fresh)
 
 
 class Products(NamedTuple):
     """What the products of the backward run through: the anchors, or certified schedules that equal them."""
 
     dz: Callable[..., Tensor]
-    add_dgrad_: Callable[[Tensor, Tensor, Tensor, bool], None]
-    wgrad_: Callable[[Tensor, Tensor, Tensor, bool], None]
+    dhidden: Callable[[Tensor, Tensor | None, Tensor, Tensor, bool, Active | None], None]
+    dweight: Callable[[Tensor, Tensor, Tensor, bool, Active | None], None]
 
 
-ANCHORS = Products(dz_block, add_dgrad_, wgrad_)
+ANCHORS = Products(dz_block, dhidden_block, dweight_block)
 
 
-def active_order(
-    targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None
-) -> tuple[Tensor | None, int]:
-    """Tokens that have a gradient, first and in order, and their number; None where that is every token as it stands.
+class Active(NamedTuple):
+    """Blocks of BLOCK_TOKENS tokens that have a gradient; the host never learns how many.
 
-    The number is read from the device, unless a graph is captured: there all tokens are multiplied, those without a
-    gradient last and as zeros, which gives the same bits.
+    A schedule may leave the others out: whole groups of products with zeros change no chain.
     """
-    active = stats[:, 0] != float("-inf")
+
+    flags: Tensor  # [blocks] int32
+    blocks: Tensor  # [blocks] int32: the numbers of those that have, ascending, then of the others
+    number: Tensor  # [1] int32: how many have
+
+
+def active_blocks(
+    targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None
+) -> Active:
+    """The blocks in which some token has an upstream gradient, a kept target and a distribution."""
     wanted = [g != 0 for g in (dlogp, dentropy) if g is not None]
-    active &= functools.reduce(torch.logical_or, wanted)
+    active = functools.reduce(torch.logical_or, wanted) & (stats[:, 0] != float("-inf"))
     if kept is not None:
         word = kept.gather(1, (targets >> 5).unsqueeze(1))[:, 0]
         active &= ((word >> (targets & 31)) & 1) != 0
-    order = torch.argsort(active, stable=True, descending=True)
-    if stats.is_cuda and torch.cuda.is_current_stream_capturing():
-        return order, len(order)
-    count = int(active.sum())
-    return (None if count == len(order) else order[:count]), count
+    whole = torch.nn.functional.pad(active, (0, -len(active) % BLOCK_TOKENS)).view(-1, BLOCK_TOKENS)
+    flags = whole.any(1)
+    blocks = torch.argsort(flags, stable=True, descending=True)
+    return Active(flags.to(torch.int32), blocks.to(torch.int32), flags.sum(dtype=torch.int32).view(1))
 
 
 def gradients(
@@ -458,60 +478,52 @@ def gradients(
     Blocks of WGRAD_TOKENS tokens and DGRAD_CHUNK entries: with `grad` a block of tokens runs through the whole
     vocabulary, else a chunk of the vocabulary through all tokens, so that its fp32 sum is the only one that is held.
     """
-    weight, (tokens, c), vocab = strided(weight), hidden.shape, weight.shape[0]
+    hidden, weight = strided(hidden), strided(weight)
+    (tokens, c), vocab = hidden.shape, weight.shape[0]
     direct = needs_weight and grad is None
     dweight = torch.empty(vocab if direct else 0, c, dtype=weight.dtype, device=hidden.device)
     dhidden = torch.empty(tokens if needs_input else 0, c, dtype=hidden.dtype, device=hidden.device)
     if tokens == 0 or c == 0:
         return dhidden, dweight.zero_()
-    order, count = active_order(targets, kept, stats, dlogp, dentropy)
-    vectors: tuple[Tensor | None, ...] = (targets, inv_temperature, kept, stats, entropy, dlogp, dentropy)
-    rows, whole = strided(hidden), dhidden
-    if order is not None:
-        vectors = tuple(None if t is None else t[order] for t in vectors)
-        rows = hidden[order]
-        if count == tokens:  # captured: a token without a gradient may hold anything, and 0 * NaN is no 0
-            u = [t for t in vectors[5:] if t is not None]
-            rows = torch.where(functools.reduce(torch.logical_or, [t != 0 for t in u])[:, None], rows, 0)
-        if needs_input:
-            dhidden = torch.empty(count, c, dtype=hidden.dtype, device=hidden.device)
-    vectors = tuple(_checked(t) for t in vectors)
-    targets, inv_temperature, kept, stats, entropy, dlogp, dentropy = vectors  # type: ignore[assignment]
+    targets, stats, entropy = targets.contiguous(), stats.contiguous(), entropy.contiguous()
+    inv_temperature, kept, dlogp, dentropy = (_checked(t) for t in (inv_temperature, kept, dlogp, dentropy))
+    blocks = [(s, min(tokens, s + WGRAD_TOKENS)) for s in range(0, tokens, WGRAD_TOKENS)]
 
-    def block(start: int, stop: int, first: int, last: int) -> Tensor:
-        cut = [part(t, start, stop) for t in (targets, inv_temperature, kept, stats, entropy, dlogp, dentropy)]
-        if probs is None or dentropy is not None:
-            return products.dz(rows[start:stop], weight[first:last], *cut, first, vocab)
-        every = order is None
-        kept_rows = (probs[start:stop], tile_max[start:stop]) if every else (probs, tile_max)
-        return probs_block(*kept_rows, part(order, start, stop), *cut[:4], cut[5], first, last)
+    def some_of(start: int, stop: int) -> Active:
+        g, h, mask = (part(t, start, stop) for t in (dlogp, dentropy, kept))
+        return active_blocks(targets[start:stop], mask, stats[start:stop], g, h)
 
-    blocks = [(s, min(count, s + WGRAD_TOKENS)) for s in range(0, count, WGRAD_TOKENS)]
+    def dz_of(start: int, stop: int, first: int, last: int) -> Tensor:
+        inverse, mask, g, h = (part(t, start, stop) for t in (inv_temperature, kept, dlogp, dentropy))
+        y, s = targets[start:stop], stats[start:stop]
+        if probs is None or tile_max is None or g is None or h is not None:
+            x, w, some = hidden[start:stop], weight[first:last], active[start]
+            return products.dz(x, w, y, inverse, mask, s, entropy[start:stop], g, h, some, first, vocab)
+        return probs_block(probs[start:stop], tile_max[start:stop], y, inverse, mask, s, g, first, last)
+
+    active = {start: some_of(start, stop) for start, stop in blocks}
     scratch = None
     if direct and len(blocks) > 1:
         scratch = torch.empty(min(vocab, DGRAD_CHUNK), c, dtype=torch.float32, device=hidden.device)
     for group in [blocks] if direct else [[b] for b in blocks]:
-        origin, end = (group[0][0], group[-1][1]) if group else (0, 0)
+        origin, end = group[0][0], group[-1][1]
         running = torch.empty(end - origin, c, dtype=torch.float32, device=hidden.device) if needs_input else None
         for first in range(0, vocab, DGRAD_CHUNK):
             last = min(vocab, first + DGRAD_CHUNK)
             for start, stop in group:
-                dz = block(start, stop, first, last)
+                x, w, some = hidden[start:stop], weight[first:last], active[start]
+                dz = dz_of(start, stop, first, last)
                 if running is not None:
-                    products.add_dgrad_(running[start - origin : stop - origin], dz, weight[first:last], first == 0)
-                to = scratch[: last - first] if scratch is not None else (dweight if grad is None else grad)[first:last]
-                if needs_weight:
-                    products.wgrad_(to, dz, rows[start:stop], grad is None and start == 0)
+                    rounded = dhidden[start:stop] if last == vocab else None
+                    products.dhidden(running[start - origin : stop - origin], rounded, dz, w, first == 0, some)
+                if scratch is not None:
+                    products.dweight(scratch[: last - first], dz, x, start == 0, some)
+                elif needs_weight:
+                    products.dweight((dweight if grad is None else grad)[first:last], dz, x, grad is None, some)
                 del dz
             if scratch is not None:
                 dweight[first:last].copy_(scratch[: last - first])
-        if running is not None:
-            dhidden[origin:end].copy_(running)
-    if direct and not blocks:
-        dweight.zero_()
-    if order is not None and needs_input:
-        whole.zero_().index_copy_(0, order, dhidden)
-    return whole, dweight
+    return dhidden, dweight
 
 
 def linear_logprob(
@@ -584,9 +596,9 @@ AOT: tuple[Variant, ...] = (
         "linear_logprob probs", linear_logprob_probs_kernel,
         {
             **dict.fromkeys(("probs", "dz"), "*bf16:16"), **dict.fromkeys(("tile_max", "stats", "dlogp"), "*fp32:16"),
-            **dict.fromkeys(("targets", "order"), "*i64:16"), "inv_temperature": "*fp32:16", "kept": "*i32:16",
+            "targets": "*i64:16", "inv_temperature": "*fp32:16", "kept": "*i32:16",
             "V": "i32:16", "SPAN": "i32:16", "first": "i32:16", "TILES": "i32", "WORDS": "i32",
         },
-        {"HAS_ORDER": True, "HAS_TEMPERATURE": True, "HAS_KEPT": True, "BLOCK": PROBS_BLOCK}, main=True,
+        {"HAS_TEMPERATURE": True, "HAS_KEPT": True, "BLOCK": PROBS_BLOCK}, main=True,
     ),
 )  # fmt: skip
