@@ -363,7 +363,10 @@ __device__ __forceinline__ float gradient(float z, const Rows& rows, int i, bool
   const float log_p = (z - rows.top[i]) - rows.log_total[i];
   const float p = exponential(log_p);
   float u = rows.g[i] * ((HIT && hit ? 1.0f : 0.0f) - p);
-  if (HAS_DENTROPY) u = __fmaf_rn(-(rows.h[i] * p), p == 0.0f ? 0.0f : log_p + rows.entropy[i], u);
+  if (HAS_DENTROPY)
+    u = __fmaf_rn(0.0f - rows.h[i] * p, p == 0.0f ? 0.0f : log_p + rows.entropy[i], u);
+  else
+    u = u + 0.0f;  // a zero is positive
   if (HAS_TEMPERATURE) u = u * rows.inverse[i];
   if (HAS_KEPT) u = z == minus_infinity() ? 0.0f : u;
   return u;
@@ -412,27 +415,35 @@ __device__ __forceinline__ bool wanted(const Arguments& args, int cluster) {
   return any;
 }
 
-// Adds the tile to sum and rounds the total where that is wanted; two adjacent columns at a time.
+// Adds the tile to sum and rounds the total where that is wanted; two adjacent columns at a time. The old values of
+// eight such pairs are under way together: a load behind a store that might overlap it would wait for its turn.
 __device__ __forceinline__ void leave_sum(const float (&d)[128], const Arguments& args, int first_row, int first_column,
                                           bool any) {
   if (!any && !args.fresh && !args.rounded) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = first_row + 8 * i;
-    if (row >= args.tokens) continue;
-    const i64 line = static_cast<i64>(row) * args.vocab;
+    const i64 line = static_cast<i64>(row) * args.vocab + first_column;
 #pragma unroll
-    for (int j = 0; j < 32; ++j) {
-      const int column = first_column + 8 * j;
-      if (column >= args.vocab) continue;  // even, as the width is
-      float2* at = reinterpret_cast<float2*>(args.sum + line + column);
-      float2 total = make_float2(d[4 * j + 2 * i], d[4 * j + 2 * i + 1]);
-      if (!args.fresh) {
-        const float2 before = *at;
-        total = make_float2(before.x + total.x, before.y + total.y);
+    for (int group = 0; group < 4; ++group) {
+      float2 total[8];
+      bool inside[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        inside[j] = row < args.tokens && first_column + 8 * (8 * group + j) < args.vocab;  // even, as the width is
+        total[j] = make_float2(0.0f, 0.0f);
+        if (!args.fresh && inside[j])
+          total[j] = *reinterpret_cast<const float2*>(args.sum + line + 8 * (8 * group + j));
       }
-      if (args.sum) *at = total;
-      if (args.rounded) *reinterpret_cast<u32*>(args.rounded + line + column) = pack(total.x, total.y);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int at = 4 * (8 * group + j) + 2 * i;
+        const float2 t = args.fresh ? make_float2(d[at], d[at + 1])
+                                    : make_float2(total[j].x + d[at], total[j].y + d[at + 1]);
+        if (inside[j] && args.sum) *reinterpret_cast<float2*>(args.sum + line + 8 * (8 * group + j)) = t;
+        if (inside[j] && args.rounded)
+          *reinterpret_cast<u32*>(args.rounded + line + 8 * (8 * group + j)) = pack(t.x, t.y);
+      }
     }
   }
 }

@@ -30,7 +30,8 @@ LEAST_TOKENS = 129  # fewer leave half of a cluster's tokens empty; the anchor h
 STATISTICS, GRADIENT, PROBS, DHIDDEN, DWEIGHT = range(5)  # MODE of the source
 SHARED_BYTES = 4 * 48 * 1024 + 1024 + 64  # four pieces of both operands, barriers, and alignment
 STAGING_BYTES = 4 * 8192  # pieces of output on their way to memory
-SAMPLE_ENTRIES = 8232  # vocabulary that certification compares: whole tiles, and a last one in part
+SAMPLE_ENTRIES = 12328  # vocabulary that certification compares: whole tiles, and a last one in part
+SAMPLE_BLOCK = 8232  # the same for a block of the backward: about its real size, as the fastest is chosen by it
 
 
 class Arguments(ctypes.Structure):
@@ -199,7 +200,7 @@ def _device(key: Key) -> torch.device:
 
 
 def _rows(key: Key) -> list[int]:
-    return [LEAST_TOKENS, 1000, 2048] if key[1] else [1, 77, LEAST_TOKENS - 1]
+    return [LEAST_TOKENS, 1000, 4096] if key[1] else [1, 77, LEAST_TOKENS - 1]
 
 
 def _forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
@@ -231,7 +232,7 @@ def _dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple
     g = _upstream(m, generator)
     up = (g if s.dlogp else None, 2.0 * g if s.dentropy else None)
     active = anchor.active_blocks(targets, kept, stats, *up)
-    first = 4096  # a block inside the vocabulary that ends with it
+    first = SAMPLE_ENTRIES - SAMPLE_BLOCK  # a block inside the vocabulary that ends with it
     return hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, active, first, SAMPLE_ENTRIES
 
 
@@ -310,18 +311,17 @@ def _blocks_of_dz(
 
 def _dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = GradShape(*key)  # type: ignore[arg-type]
-    entries = 2056
-    dz, active = _blocks_of_dz(m, entries, kind, s.dtype, generator)
-    weight = values(kind, entries, s.c, s.dtype, generator, second=True)
+    dz, active = _blocks_of_dz(m, SAMPLE_BLOCK, kind, s.dtype, generator)
+    weight = values(kind, SAMPLE_BLOCK, s.c, s.dtype, generator, second=True)
     running = torch.randn(m, s.c, device=dz.device, generator=generator)
     return running, torch.empty_like(running, dtype=s.dtype) if s.rounded else None, dz, weight, s.fresh, active
 
 
 def _dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = GradShape(*key)  # type: ignore[arg-type]
-    dz, active = _blocks_of_dz(m, 1032, kind, s.dtype, generator)
+    dz, active = _blocks_of_dz(m, SAMPLE_BLOCK, kind, s.dtype, generator)
     hidden = values(kind, m, s.c, s.dtype, generator, second=True)
-    grad = torch.randn(1032, s.c, device=dz.device, generator=generator).to(s.out)
+    grad = torch.randn(SAMPLE_BLOCK, s.c, device=dz.device, generator=generator).to(s.out)
     return grad, dz, hidden, s.fresh, active
 
 

@@ -1,0 +1,62 @@
+"""The CUDA sources compile for Hopper without headers, use its instructions and spill nothing; bad ones say why."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rlkernel.kernels import build
+from rlkernel.kernels.cuda import driver
+from rlkernel.kernels.errors import BuildError
+
+SOURCE = build.source_dir() / "cuda" / "linear_logprob_sm90.cu"
+MODES = {"statistics": 0, "gradient": 1, "probabilities": 2, "dhidden": 3, "dweight": 4}
+needs_compiler = pytest.mark.skipif(
+    driver._nvrtc() is None and driver._nvcc() is None, reason="needs NVRTC (nvidia-cuda-nvrtc) or nvcc"
+)
+
+
+def tool(name: str, *arguments: str) -> str:
+    triton = pytest.importorskip("triton")
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("extra", ({}, {"HAS_TEMPERATURE": 1, "HAS_KEPT": 1, "HAS_DENTROPY": 1}))
+def test_linear_logprob_compiles(
+    name: str, extra: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    cubin = driver.compile_cuda(SOURCE, "90a", {"MODE": MODES[name], **extra})
+    kept = list((tmp_path / "cuda").iterdir())
+    assert [p.read_bytes() for p in kept] == [cubin]
+    assert driver.compile_cuda(SOURCE, "90a", {"MODE": MODES[name], **extra}) == cubin
+    sass = tool("cuobjdump", "-sass", str(kept[0]))
+    assert re.search(r"HGMMA\.64x256x16\.F32\.BF16", sass) and "UTMALDG" in sass
+    assert not re.search(r"\b(STL|LDL)\b", sass), "spills"
+    fused = len(re.findall(r"\bFFMA\b", sass))
+    assert fused == 0 or extra, f"{fused} fused multiply-adds where the contract has none"
+    assert not re.search(r"MEMBAR\.\w+\.GPU.*\n(.*\n){0,4}.*SYNCS\.ARRIVE", sass), "a barrier of GPU scope"
+
+
+@needs_compiler
+def test_an_error_shows_the_compilers_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    bad = tmp_path / "bad.cu"
+    bad.write_text('extern "C" __global__ void f() { undeclared(); }')
+    with pytest.raises(BuildError, match=r"bad\.cu[\s\S]*undeclared"):
+        driver.compile_cuda(bad, "90a", {})
+    assert not (tmp_path / "cuda").exists()
+
+
+def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(driver, "_nvrtc", lambda: None)
+    monkeypatch.setattr(driver, "_nvcc", lambda: None)
+    with pytest.raises(BuildError, match="nvidia-cuda-nvrtc"):
+        driver.compile_cuda(SOURCE, "90a", {"MODE": 0})
