@@ -1,4 +1,4 @@
-"""`rlkernel doctor`: this machine, which implementation each op uses and why, and on CUDA the certified schedules."""
+"""`rlkernel doctor`: this machine, which implementation each op uses and why, and on CUDA the certified schedules and variants."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+_HEADS = ((64, 16, 8), (96, 16, 8), (128, 16, 8), (128, 32, 8), (128, 28, 4), (192, 16, 8), (256, 16, 8))  # D, H, HK
 _SHAPES = tuple((m, n, k) for m in (1, 64, 2048) for n, k in ((4096, 1024), (1024, 3072)))  # [M, K] x [N, K]
 
 
@@ -60,8 +61,29 @@ def examine(device: str | None = None) -> dict[str, Any]:
         "cache": str(build.cache_dir()),
         "threads": torch.get_num_threads(),
         "ops": rows,
+        "attention_fa3": _attention_fa3(device),
         "schedules": _schedules() if device == "cuda" else {"unavailable": None, "uncertified": [], "rows": []},
     }
+
+
+def _attention_fa3(device: str) -> dict[str, Any]:
+    """Verdicts on attention variant fa3 for common heads in bf16, certified now where there are none; why none."""
+    import torch
+
+    from rlkernel.kernels.cuda import attention_fa3
+
+    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    reason = attention_fa3.unavailable(place)
+    rows = []
+    for d, heads, kv_heads in () if reason else _HEADS:
+        index = -1 if place.index is None else place.index
+        shape = attention_fa3.Shape(index, torch.bfloat16, heads, kv_heads, d, attention_fa3.PAGE)
+        found = attention_fa3.verdict(shape)
+        rows.append({
+            "shape": shape.describe(), "certified": found.certified, "reason": found.reason, "calls": found.calls,
+            "differing": found.differing, "first": found.first,
+        })  # fmt: skip
+    return {"unavailable": reason, "rows": rows}
 
 
 def _schedules() -> dict[str, Any]:
@@ -97,6 +119,16 @@ def _difference(first: dict[str, Any] | None) -> str:
         f"anchor {first['expected']}"
     )
     return f"{where}, {first['mismatches']} of {first['elements']} differ"
+
+
+def _print_attention_fa3(console: Any, found: dict[str, Any]) -> None:
+    lines = [f"attention variant fa3: not here: {found['unavailable']}"] if found["unavailable"] else []
+    for row in found["rows"]:
+        shape = ", ".join(f"{name}={value}" for name, value in row["shape"].items())
+        verdict = "certified" if row["certified"] else "refused"
+        lines.append(f"attention variant fa3 {shape}: {verdict}; {row['reason']}{_difference(row['first'])}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_schedules(console: Any, found: dict[str, Any]) -> None:
@@ -144,5 +176,6 @@ def run(args: argparse.Namespace) -> int:
         console.print(table)
         if found["build_error"]:
             print(found["build_error"])
+        _print_attention_fa3(console, found["attention_fa3"])
         _print_schedules(console, found["schedules"])
     return 0 if all(row["implementation"] for row in found["ops"]) else 1

@@ -29,6 +29,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as saved")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--backend", choices=("rlkernel", "torch"), default="rlkernel", help="torch: stock torch ops")
+    parser.add_argument("--attention", choices=("split", "fa3"), default="split", help="order of attention")
     parser.add_argument("--logprobs", action="store_true", help="print each token, its log-probability and its bits")
     parser.add_argument("--output", metavar="FILE.jsonl", help="write JSON lines with ids and log-probabilities here")
 
@@ -83,6 +84,8 @@ def _generate(args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for i in range(len(prompts))
     ]
+    if args.backend == "torch" and args.attention != "split":
+        raise InputError(f"--attention {args.attention} is an order of backend rlkernel; --backend torch has no variants")
     device = choose_device(args.device or "auto")
     out = None
     if args.output is not None:
@@ -100,7 +103,8 @@ def _generate(args: argparse.Namespace) -> list[dict[str, Any]]:
             for prompt in prompts
         ]
         with ops.stock(args.backend == "torch"):
-            outputs = LLM(model, KnownTokens(tokenizer)).generate(ids, params)
+            llm = LLM(model, KnownTokens(tokenizer), attention=args.attention)
+            outputs = llm.generate(ids, params)
         rows = [
             {
                 "prompt": prompt,
@@ -109,6 +113,7 @@ def _generate(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "token_ids": completion.token_ids,
                 "tokens": [tokenizer.token(token) or "" for token in completion.token_ids],
                 "logprobs": completion.logprobs,
+                "contract": llm.contract if args.backend == "rlkernel" else None,
             }
             for prompt, output in zip(prompts, outputs, strict=True)
             for completion in output.outputs

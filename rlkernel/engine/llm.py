@@ -33,7 +33,9 @@ from rlkernel.engine.runner import Runner
 from rlkernel.engine.sampling_params import SamplingParams, mix_seed
 from rlkernel.engine.scheduler import Scheduler, SchedulerStats
 from rlkernel.engine.table import SequenceTable, ceil_div
+from rlkernel.kernels.errors import VariantError
 from rlkernel.models import KVCache, load_model
+from rlkernel.ops import attention_contract
 
 if TYPE_CHECKING:
     from rlkernel.models import Decoder
@@ -63,9 +65,12 @@ class LLM:
         prefix_caching: keep full pages findable by their token ids for later prompts.
         seed: root of the seeds of requests that have none.
         cuda_graphs: record steps of one token a sequence as CUDA graphs; default where the model is on an NVIDIA GPU.
+        attention: variant of attention, "split" or "fa3", set on the model itself, so that training it follows; default
+            the model's own.
 
     Raises:
-        ValueError: a size is out of range; cuda_graphs=True for a model on the CPU.
+        ValueError: a size is out of range; cuda_graphs=True for a model on the CPU. VariantError: the variant does not
+            run with this model and page size on this machine.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class LLM:
         prefix_caching: bool = True,
         seed: int = 0,
         cuda_graphs: bool | None = None,
+        attention: str | None = None,
     ) -> None:
         if isinstance(model, (str, Path)):
             tokenizer = _tokenizer_of(model) if tokenizer is None else tokenizer
@@ -107,6 +113,8 @@ class LLM:
         self.seed = seed
         device = model.head_weight.device
         record = wanted(cuda_graphs, device)
+        self.attention = model.attention_variant if attention is None else attention
+        model.set_attention_variant(self.attention, page_size)
         longest = ceil_div(self.max_model_len, page_size)
         self.num_pages = num_pages or _default_pages(model, page_size, longest, max_num_seqs, device)
         self.blocks = BlockManager(self.num_pages, prefix_caching)
@@ -227,6 +235,11 @@ class LLM:
             self.runner.graphs.refresh()
 
     @property
+    def contract(self) -> str:
+        """Contract id of the completions: a trainer's forward has their log-probabilities where it has the same id."""
+        return attention_contract(self.attention)
+
+    @property
     def stats(self) -> SchedulerStats:
         """Counts of steps, tokens, shared prompt tokens and preemptions since the engine was made."""
         return self.scheduler.stats
@@ -319,6 +332,12 @@ class LLM:
         return [self._output(request) for request in requests]
 
     def _step(self) -> list[Request]:
+        if self.model.attention_variant != self.attention:
+            raise VariantError(
+                f"LLM: the engine was made for attention variant {self.attention!r}, and the model was set to "
+                f"{self.model.attention_variant!r} since; make a new LLM, or call "
+                f"model.set_attention_variant({self.attention!r})"
+            )
         try:
             step = self.scheduler.schedule()
             if step is None:

@@ -9,3 +9,7 @@ class BuildError(RuntimeError):
 
 class NoCompilerError(BuildError):
     """There is no C++ compiler on this machine: the one case in which the readable reference runs instead."""
+
+
+class VariantError(ValueError):
+    """A named variant of an order cannot run: its library is missing, the input is outside it, or it was refused."""

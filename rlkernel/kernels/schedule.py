@@ -186,39 +186,57 @@ def verdict_dir() -> Path:
     return build.cache_dir() / "schedules"
 
 
-def _path(identity: dict[str, Any]) -> Path:
+def verdict_path(identity: dict[str, Any]) -> Path:
+    """File of the verdict on an identity."""
     text = json.dumps(identity, sort_keys=True)
     return verdict_dir() / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
+def load(path: Path, format: int | str) -> dict[str, Any] | None:
+    """What `keep` put into a file; None where there is none of that format, or an unreadable one, with a warning."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+        return data if data["format"] == format else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _ignore(path, error)
+        return None
+
+
+def _ignore(path: Path, error: Exception) -> None:
+    warnings.warn(f"rlkernel: ignoring the unreadable verdict {path}: {error!r}", RuntimeWarning, stacklevel=3)
+
+
 def _read(path: Path) -> Verdict | None:
     """The verdict in a file; None where there is none or it is unreadable, the latter with a warning."""
+    data = load(path, FORMAT)
+    if data is None:
+        return None
     try:
-        data = json.loads(path.read_text())
-        if data["format"] != FORMAT:
-            return None
         trials = [Trial(**trial) for trial in data["trials"]]
         return Verdict(
             dict(data["identity"]), list(data["rows"]), list(data["kinds"]), int(data["seed"]),
             float(data["anchor_ms"]), trials,
         )  # fmt: skip
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"rlkernel: ignoring the unreadable verdict {path}: {error!r}", RuntimeWarning, stacklevel=2)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        _ignore(path, error)
         return None
 
 
-def _write(verdict: Verdict) -> None:
+def keep(path: Path, data: dict[str, Any]) -> None:
     """Puts the file in its place at once; a cache that cannot be written costs a repetition, nothing else."""
-    path = _path(verdict.identity)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump({"format": FORMAT, **asdict(verdict)}, file, indent=1)
+            json.dump(data, file, indent=1)
         os.replace(file.name, path)
     except OSError as error:
         warnings.warn(f"rlkernel: could not keep a verdict in {path}: {error}", RuntimeWarning, stacklevel=2)
+
+
+def _write(verdict: Verdict) -> None:
+    keep(verdict_path(verdict.identity), {"format": FORMAT, **asdict(verdict)})
 
 
 def _driver() -> str | None:
@@ -510,7 +528,7 @@ class ScheduledOp:
         """Reads or makes the verdict of a class; returns why there is none."""
         family = self.family
         wanted = identity(family, key)
-        found = _read(_path(wanted))
+        found = _read(verdict_path(wanted))
         try:
             with _on(family.device(key)):
                 if found is not None and found.identity == wanted:

@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlkernel.contract import contract_id
 from rlkernel.data.tokenizer import copy_tokenizer_files
 from rlkernel.models.config import DTYPES, ConfigError, ModelConfig, load_config, read_json, to_hf, token_ids
 from rlkernel.models.decoder import Decoder
@@ -284,7 +283,7 @@ def save_model(
         raise CheckpointError(f"save_model: cannot write beside {target}: {error}") from None
     try:
         work.chmod(0o755)  # mkdtemp makes it private
-        _write_json(work / "config.json", {**to_hf(model.config), "rlkernel_contract": contract_id()})
+        _write_json(work / "config.json", {**to_hf(model.config), "rlkernel_contract": model.contract})
         _write_json(work / "generation_config.json", _generation(model.config))
         if tokenizer_dir is not None:
             copy_tokenizer_files(tokenizer_dir, work)

@@ -49,10 +49,12 @@ def attend(
     batch: PackedBatch | PagedBatch,
     layer: int,
     window: int | None,
+    variant: str,
 ) -> Tensor:  # [T, H, D]
     """Causal attention of the batch's tokens: over the packed keys, or over the cache after storing the new ones."""
     if isinstance(batch, PackedBatch):
-        return ops.attention(q, k, v, batch.cu_seqlens, max_seqlen_q=batch.max_seqlen, window=window)[0]
+        limit = batch.max_seqlen
+        return ops.attention(q, k, v, batch.cu_seqlens, max_seqlen_q=limit, window=window, variant=variant)[0]
     keys, values = batch.kv_cache.k[layer], batch.kv_cache.v[layer]
     ops.store_kv_(keys, values, k, v, batch.slots)
     out, _ = ops.paged_attention(
@@ -65,6 +67,7 @@ def attend(
         max_seqlen_q=batch.max_seqlen_q,
         max_seqlen_k=batch.max_seqlen_k,
         window=window,
+        variant=variant,
     )
     return out
 
@@ -75,6 +78,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.window, self.eps = layer, config.windows[layer], config.rms_norm_eps
+        self.variant = ops.current_attention_variant()
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
         width = config.num_heads * config.head_dim
@@ -91,7 +95,7 @@ class Attention(nn.Module):
             q = ops.rms_norm(q, self.q_norm.weight, self.eps)
             k = ops.rms_norm(k, self.k_norm.weight, self.eps)
         q, k = ops.rope(q, k, batch.positions, cos_sin)
-        out = attend(q, k, v, batch, self.layer, self.window)
+        out = attend(q, k, v, batch, self.layer, self.window, self.variant)
         return self.o_proj(out.reshape(x.shape[0], -1))
 
 
@@ -213,6 +217,43 @@ class Decoder(nn.Module):
         alias = tied.view_as(tied)
         alias.main_grad = head_grad  # type: ignore[attr-defined]
         return alias
+
+    @property
+    def attention_variant(self) -> str:
+        """Variant of attention in every layer and every use of the model: what was set when it was made.
+
+        The engine and the trainer work on the same object, so a rollout and its training forward cannot differ in it.
+        """
+        return self.layers[0].self_attn.variant  # type: ignore[no-any-return, union-attr]
+
+    def set_attention_variant(self, variant: str, page_size: int | None = None) -> None:
+        """Chooses the variant of attention, "split" or "fa3"; engines of this model made before refuse to go on.
+
+        Args:
+            page_size: of the engine's cache, certified with the rest; None: no engine.
+
+        Raises:
+            ValueError: the name is unknown. VariantError: the model, where it lies, cannot run it.
+        """
+        config = self.config
+        window = next((w for w in config.windows if w is not None), None)
+        ops.check_attention_variant(
+            variant,
+            self.device,
+            self.dtype,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=page_size,
+            window=window,
+        )
+        for layer in self.layers:
+            layer.self_attn.variant = variant  # type: ignore[union-attr]
+
+    @property
+    def contract(self) -> str:
+        """Contract id of the numbers that the model computes."""
+        return ops.attention_contract(self.attention_variant)
 
     def zero_main_grads(self) -> None:
         """Gives each parameter a zeroed fp32 `main_grad`, into which backwards accumulate in the contract's order.

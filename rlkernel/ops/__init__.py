@@ -1,7 +1,16 @@
 """The ops: the only API that models, engine, trainer and integrations call."""
 
 from rlkernel.ops._library import is_stock, stock
-from rlkernel.ops.attention import attention, paged_attention, store_kv_
+from rlkernel.ops.attention import (
+    attention,
+    attention_contract,
+    attention_variant,
+    check_attention_variant,
+    current_attention_variant,
+    paged_attention,
+    set_attention_variant,
+    store_kv_,
+)
 from rlkernel.ops.embedding import embedding
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kept import ids_to_kept, kept_to_ids, pack_kept, unpack_kept
@@ -21,6 +30,10 @@ __all__ = [
     "PolicyLoss",
     "Sample",
     "attention",
+    "attention_contract",
+    "attention_variant",
+    "check_attention_variant",
+    "current_attention_variant",
     "embedding",
     "group_advantages",
     "ids_to_kept",
@@ -36,6 +49,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "sample",
+    "set_attention_variant",
     "stock",
     "store_kv_",
     "swiglu",

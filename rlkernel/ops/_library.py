@@ -22,7 +22,7 @@ _stock_depth = 0
 
 def define(
     schema: str,
-    module: str,
+    module: str | Callable[..., Any],
     *,
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
@@ -33,16 +33,21 @@ def define(
 
     Args:
         schema: torch schema without the namespace, `name(Tensor x, ...) -> Tensor`.
-        module: module of `rlkernel/kernels/{reference,cpu,triton}` whose function `name` computes it.
+        module: module of `rlkernel/kernels/{reference,cpu,triton}` whose function `name` computes it; or the function
+            itself, where there is one for every device and nothing to choose.
         fake: shapes and dtypes of the result, for tracing.
         setup_context, backward: autograd, as in `torch.library.register_autograd`.
         differentiable_twice: whether `backward` is itself made of differentiable ops; else a second derivative raises.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
-    select.declare(name, module)
+    if isinstance(module, str):
+        select.declare(name, module)
 
     def on(device: str) -> Callable[..., Any]:
+        if not isinstance(module, str):
+            return module
+
         def call(*args: Any) -> Any:
             choice = select.choose(name, device)
             if choice.implementation == "reference":

@@ -1,24 +1,139 @@
 """attention: causal, grouped-query, over packed sequences or a paged cache, the same bits for a token either way.
 
-Contract: orders.py, `attention`. Prefill, any chunking of it, decode from pages and the training forward agree.
+Contract: orders.py, `attention`. Prefill, any chunking of it, decode from pages and the training forward agree, in
+each of the two variants of the order: "split", the default, and "fa3", FlashAttention-3's own.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT
+from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_id
 from rlkernel.kernels import stock
+from rlkernel.kernels.cuda import attention_fa3
+from rlkernel.kernels.errors import VariantError
 from rlkernel.ops._library import check, define, is_stock
 
 MAX_HEAD_DIM = 256
+VARIANTS = ("split", "fa3")
+
+_variant: str | None = None  # the process's; None: nobody chose one
+
+
+# ---- variants ------------------------------------------------------------------------------------
+
+
+def set_attention_variant(variant: str | None) -> None:
+    """Variant of every attention in this process that is given none; None, as at the start: "split".
+
+    A model keeps the variant that was set when it was made, and refuses to run while another one is set. So rollout
+    and training of a model never differ.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    global _variant
+    if variant is not None:
+        _known(variant)
+    _variant = variant
+
+
+@contextlib.contextmanager
+def attention_variant(variant: str | None) -> Iterator[None]:
+    """`set_attention_variant` for a block."""
+    before = _variant
+    set_attention_variant(variant)
+    try:
+        yield
+    finally:
+        set_attention_variant(before)
+
+
+def current_attention_variant(asked: str | None = None) -> str:
+    """Variant of an attention that is given `asked`.
+
+    Raises:
+        ValueError: `asked` is unknown. VariantError: the process is set to another one.
+    """
+    if asked is None:
+        return _variant or VARIANTS[0]
+    _known(asked)
+    if _variant is not None and _variant != asked:
+        raise VariantError(
+            f"attention variant {asked!r} was asked for in a process that is set to {_variant!r}; a model keeps the "
+            f"variant it was made in: model.set_attention_variant({_variant!r}), or leave attention_variant({_variant!r})"
+        )
+    return asked
+
+
+def attention_contract(variant: str | None = None) -> str:
+    """Contract id of what a variant computes: `rlk-1`, `rlk-1+fa3`; None: the process's variant."""
+    variant = current_attention_variant() if variant is None else _known(variant)
+    return contract_id() if variant == VARIANTS[0] else contract_id(variant)
+
+
+def check_attention_variant(
+    variant: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int | None = None,
+    window: int | None = None,
+) -> None:
+    """Raises unless a variant runs on this machine with these tensors; certifies "fa3" where there is no verdict yet.
+
+    Args:
+        page_size: of the paged cache; None: there is none, as in training.
+
+    Raises:
+        ValueError: the name is unknown.
+        VariantError: FlashAttention-3 is missing, does not take such tensors or a window, or was refused; the message
+            says which, and names the first differing element.
+    """
+    if _known(variant) == VARIANTS[0]:
+        return
+    check(window is None, lambda: _no_window(window), VariantError)
+    index = -1 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
+    for page in dict.fromkeys((attention_fa3.PAGE, page_size or attention_fa3.PAGE)):
+        attention_fa3.require(attention_fa3.Shape(index, dtype, heads, kv_heads, head_dim, page))
+
+
+def _known(variant: str) -> str:
+    check(variant in VARIANTS, lambda: f"attention variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
+    return variant
+
+
+def _no_window(window: int | None) -> str:
+    return f"attention variant 'fa3' has no window, and window={window}; use variant 'split'"
+
+
+def _check_fa3(window: int | None, split: int) -> None:
+    check(window is None, lambda: _no_window(window), VariantError)
+    check(
+        split == ATTENTION_SPLIT,
+        lambda: f"attention variant 'fa3' has one split, and split={split}; leave it out, or use variant 'split'",
+        VariantError,
+    )
+
+
+# ---- ops -----------------------------------------------------------------------------------------
 
 
 def _fake(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _fake_fa3(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    t, h, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((h, t), dtype=torch.float32).t()
 
 
 def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,6 +152,20 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | Non
     dout = dout.to(q.dtype).contiguous()
     dq, dk, dv = _attention_backward(dout, q, k, v, out, lse, cu_q, cu_k, *ctx.numbers)
     return dq, dk, dv, None, None, None, None, None, None, None
+
+
+def _setup_fa3(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_q, cu_k, max_q, max_k, scale = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+    ctx.numbers = (max_q, max_k, scale, None)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward_fa3(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+    dout = dout.to(q.dtype).contiguous()
+    dq, dk, dv = _attention_backward(dout, q, k, v, out, lse.contiguous(), cu_q, cu_k, *ctx.numbers)
+    return dq, dk, dv, None, None, None, None, None
 
 
 _attention_backward = define(
@@ -60,6 +189,20 @@ _paged_attention = define(
     "-> (Tensor, Tensor)",
     "attention",
     fake=_fake,
+)
+_attention_fa3 = define(
+    "attention_fa3(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float scale) -> (Tensor, Tensor)",
+    attention_fa3.attention,
+    fake=_fake_fa3,
+    setup_context=_setup_fa3,
+    backward=_backward_fa3,
+)
+_paged_attention_fa3 = define(
+    "paged_attention_fa3(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, "
+    "Tensor seq_lens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale) -> (Tensor, Tensor)",
+    attention_fa3.paged_attention,
+    fake=_fake_fa3,
 )
 _store_kv = define(
     "store_kv_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()",
@@ -110,6 +253,7 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     split: int = ATTENTION_SPLIT,
+    variant: str | None = None,
 ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32
     """Causal attention over packed sequences; a token's result does not depend on what it is packed with.
 
@@ -126,13 +270,15 @@ def attention(
         scale: factor of the scores, default D**-0.5.
         window: a query sees at most its last `window` keys, itself included; None for all.
         split: keys per split, a multiple of 64. Part of the contract: another value is another number.
+        variant: "split" or "fa3"; None: the process's (`set_attention_variant`). Another variant is another number.
 
     Returns:
         out [T, H, D] in the dtype of q, and the natural-log log-sum-exp of the scaled scores [T, H], fp32.
 
     Raises:
         ValueError: shapes, dtypes, window, scale or split do not fit; on a CPU also lengths that contradict the
-            tensors. TypeError: lengths that are not int32.
+            tensors. TypeError: lengths that are not int32. VariantError: the variant does not run with these tensors
+            on this machine, or the process is set to another one.
     """
     check(q.dim() == 3, lambda: f"attention: q is {tuple(q.shape)}; it must be [T, H, D]")
     check(
@@ -161,6 +307,9 @@ def attention(
     )
     if is_stock():
         return stock.attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window)
+    if current_attention_variant(variant) == "fa3":
+        _check_fa3(window, split)
+        return _attention_fa3(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)
     return _attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window, split)
 
 
@@ -177,6 +326,7 @@ def paged_attention(
     scale: float | None = None,
     window: int | None = None,
     split: int = ATTENTION_SPLIT,
+    variant: str | None = None,
 ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32
     """`attention` with the keys and values in pages, for decode and chunked prefill; the same bits. No gradient.
 
@@ -187,7 +337,7 @@ def paged_attention(
             past the sequence's end are not read.
         cu_seqlens_q: [B+1] int32, first query of each sequence and T.
         seq_lens_k: [B] int32, keys of each sequence, the new tokens included.
-        max_seqlen_q, max_seqlen_k, scale, window, split: as in `attention`.
+        max_seqlen_q, max_seqlen_k, scale, window, split, variant: as in `attention`.
 
     Returns:
         out [T, H, D] and the natural-log log-sum-exp [T, H], fp32.
@@ -218,6 +368,11 @@ def paged_attention(
     )
     if is_stock():
         return stock.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, scale, window)
+    if current_attention_variant(variant) == "fa3":
+        _check_fa3(window, split)
+        return _paged_attention_fa3(
+            q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k, scale
+        )
     return _paged_attention(
         q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k, scale, window, split
     )

@@ -31,6 +31,9 @@ class RunSettings(_Section):
     backend: Literal["rlkernel", "torch"] = Field(
         default="rlkernel", description="torch: the control arm on stock torch ops"
     )
+    attention: Literal["split", "fa3"] = Field(
+        default="split", description="variant of attention, in rollout and training; part of the contract id"
+    )
     device: Literal["cpu", "cuda", "auto"] = Field(default="auto", description="auto: cuda where torch sees a GPU")
     output: str | None = Field(default=None, description="run folder; default runs/<algorithm>-<task or model>")
     strict: bool = Field(default=True, description="stop at the first mismatching log-probability (backend rlkernel)")
@@ -237,6 +240,8 @@ class Settings(_Section):
                 f"rollout.group_size=1 with advantages.mode={self.advantages.mode} makes every advantage zero; "
                 "use a group of 2 or more, or advantages.mode=none"
             )
+        elif self.run.attention != "split" and self.run.backend == "torch":
+            problem = "run.attention=fa3 is an order of backend rlkernel; the control arm has no variants"
         elif self.train.minibatches > completions:
             problem = f"train.minibatches={self.train.minibatches} exceeds the {completions} completions of a step"
         elif self.loss.tis_cap is not None and self.loss.old_policy != "scored":

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from rlkernel import ops
-from rlkernel.contract import contract_id
 from rlkernel.environment import environment
 from rlkernel.models import save_model
 from rlkernel.training.config import Settings
@@ -38,7 +37,7 @@ def launch(settings: Settings, display: Display | None = None) -> Path:
     started, clock_start = datetime.now(UTC), time.perf_counter()
     device = choose_device(settings.run.device)
     inputs = read_inputs(settings)
-    contract = contract_id()
+    contract = ops.attention_contract(settings.run.attention)
     with Display() if display is None else display as screen, Run(settings, contract) as run:
         wanted = settings.run.output or default_output(settings)
         taken = "" if run.folder == Path(wanted) else f" ({wanted} is taken)"

@@ -20,6 +20,7 @@ from rlkernel.data.errors import InputError
 from rlkernel.data.rewards import Reward, Rewards, load_reward
 from rlkernel.data.tasks import Task, load_task
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
+from rlkernel.kernels.errors import VariantError
 from rlkernel.models import CheckpointError, ConfigError, Decoder, load_model
 from rlkernel.models.config import DTYPES, from_hf
 from rlkernel.training.batch import Sample
@@ -168,6 +169,10 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         tokenizer = Tokenizer(tokenizer_dir)
     except (ConfigError, CheckpointError, TokenizerError) as error:
         raise InputError(str(error)) from None
+    try:
+        model.set_attention_variant(settings.run.attention, settings.engine.page_size)
+    except VariantError as error:
+        raise InputError(f"run.attention={settings.run.attention}: {error}") from None
     model.gradient_checkpointing = settings.train.gradient_checkpointing
     encoder = _Encoder(settings, model, tokenizer)
     seed = settings.run.seed
