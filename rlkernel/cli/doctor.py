@@ -1,4 +1,4 @@
-"""`rlkernel doctor`: this machine, which implementation each op uses and why, and on CUDA the certified schedules and variants."""
+"""`rlkernel doctor`: this machine, which implementation each op uses and why, on CUDA what is certified."""
 
 from __future__ import annotations
 

@@ -85,7 +85,9 @@ def _generate(args: argparse.Namespace) -> list[dict[str, Any]]:
         for i in range(len(prompts))
     ]
     if args.backend == "torch" and args.attention != "split":
-        raise InputError(f"--attention {args.attention} is an order of backend rlkernel; --backend torch has no variants")
+        raise InputError(
+            f"--attention {args.attention} is an order of backend rlkernel; --backend torch has no variants"
+        )
     device = choose_device(args.device or "auto")
     out = None
     if args.output is not None:

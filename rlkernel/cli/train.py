@@ -36,7 +36,9 @@ def add_parser(subparsers: Any) -> None:
         help="reward with TRL's signature; may be given several times (rewards)",
     )
     parser.add_argument("--backend", choices=("rlkernel", "torch"), help="torch: the control arm on stock torch ops")
-    parser.add_argument("--attention", choices=("split", "fa3"), help="order of attention on both sides (run.attention)")
+    parser.add_argument(
+        "--attention", choices=("split", "fa3"), help="order of attention on both sides (run.attention)"
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="run.seed")
     parser.add_argument("--output", metavar="DIR", help="run folder; one that is taken is never reused (run.output)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="run.device")

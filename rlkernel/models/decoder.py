@@ -5,6 +5,7 @@ A token's hidden state therefore has one definition. The only place where the tw
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -224,7 +225,7 @@ class Decoder(nn.Module):
 
         The engine and the trainer work on the same object, so a rollout and its training forward cannot differ in it.
         """
-        return self.layers[0].self_attn.variant  # type: ignore[no-any-return, union-attr]
+        return next(attention.variant for attention in self._attentions())
 
     def set_attention_variant(self, variant: str, page_size: int | None = None) -> None:
         """Chooses the variant of attention, "split" or "fa3"; engines of this model made before refuse to go on.
@@ -247,8 +248,11 @@ class Decoder(nn.Module):
             page_size=page_size,
             window=window,
         )
-        for layer in self.layers:
-            layer.self_attn.variant = variant  # type: ignore[union-attr]
+        for attention in self._attentions():
+            attention.variant = variant
+
+    def _attentions(self) -> Iterator[Attention]:
+        return (module for module in self.modules() if isinstance(module, Attention))
 
     @property
     def contract(self) -> str:

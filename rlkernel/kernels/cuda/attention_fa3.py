@@ -80,7 +80,9 @@ def _from_vllm() -> Library:
         interface.flash_attn_varlen_func, causal=True, num_splits=1, fa_version=3, return_softmax_lse=True
     )
 
-    def dense(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float) -> Pair:
+    def dense(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float
+    ) -> Pair:
         out, lse = call(
             q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, softmax_scale=scale
         )
@@ -116,7 +118,9 @@ def _from_package() -> Library:
     ask = {"return_attn_probs": True} if "return_attn_probs" in offered else {}
 
     @torch.no_grad()
-    def dense(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float) -> Pair:
+    def dense(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float
+    ) -> Pair:
         out, lse, *_ = varlen(
             q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, softmax_scale=scale,
             causal=True, num_splits=1, **ask,
@@ -476,8 +480,9 @@ def require(shape: Shape) -> Library:
             f"attention variant 'fa3' is refused for {shape.describe()} on this machine: {found.reason}{where}. Use "
             "variant 'split' on both sides"
         )
-    with _lock:
-        library = _settled[shape] = find()  # type: ignore[assignment]
+    library = find()
+    assert isinstance(library, Library)
+    _settled[shape] = library
     return library
 
 
