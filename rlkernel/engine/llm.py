@@ -332,13 +332,13 @@ class LLM:
         return [self._output(request) for request in requests]
 
     def _step(self) -> list[Request]:
-        if self.model.attention_variant != self.attention:
-            raise VariantError(
-                f"LLM: the engine was made for attention variant {self.attention!r}, and the model was set to "
-                f"{self.model.attention_variant!r} since; make a new LLM, or call "
-                f"model.set_attention_variant({self.attention!r})"
-            )
         try:
+            if self.model.attention_variant != self.attention:
+                raise VariantError(
+                    f"LLM: the engine was made for attention variant {self.attention!r}, and the model was set to "
+                    f"{self.model.attention_variant!r} since; make a new LLM, or call "
+                    f"model.set_attention_variant({self.attention!r})"
+                )
             step = self.scheduler.schedule()
             if step is None:
                 return []

@@ -66,7 +66,7 @@ def current_attention_variant(asked: str | None = None) -> str:
     if _variant is not None and _variant != asked:
         raise VariantError(
             f"attention variant {asked!r} was asked for in a process that is set to {_variant!r}; a model keeps the "
-            f"variant it was made in: call model.set_attention_variant({_variant!r}), or leave attention_variant's block"
+            f"variant it was made in: call model.set_attention_variant({_variant!r}), or leave the block"
         )
     return asked
 

@@ -1,0 +1,240 @@
+"""Certification of attention variant fa3 with fakes: exact, dependent on batch or paging; loading."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ops.fake_fa3 import SHAPE, Change, fake, install
+from torch import Tensor
+
+from rlkernel.cli import doctor
+from rlkernel.kernels import schedule
+from rlkernel.kernels.cuda import attention_fa3
+from rlkernel.kernels.errors import VariantError
+
+
+def test_an_exact_library_is_certified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = install(monkeypatch, tmp_path)
+    assert attention_fa3.require(SHAPE) is library
+    found = attention_fa3.verdict(SHAPE)
+    calls = len(list(attention_fa3.calls())) * len(schedule.KINDS)
+    assert found.certified and found.calls == calls > 100 and found.differing == 0 and found.first is None
+    assert found.elements > 1000 and f"{calls} calls equal" in found.reason
+
+    file = next((tmp_path / "schedules").glob("*.json"))
+    kept = json.loads(file.read_text())
+    assert kept["format"] == attention_fa3.FORMAT and kept["identity"]["shape"] == SHAPE.describe()
+    assert kept["identity"]["flash_attention_3"] == "fake 1" and kept["seed"] == found.seed
+    monkeypatch.setattr(attention_fa3, "certify", lambda *_: pytest.fail("certified again"))
+    attention_fa3.forget()
+    assert attention_fa3.require(SHAPE) is library and attention_fa3.verdict(SHAPE) == found
+    assert schedule.report(torch.device("cpu")) == [], "a variant is no schedule"
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda paged, longest, batch: 1 + paged / 64, "from pages"),
+        (lambda paged, longest, batch: 1 + (longest <= 2) / 64, "prefixes of 1"),
+        (lambda paged, longest, batch: 1 + (batch == 1) / 64, "alone dense"),
+        (lambda paged, longest, batch: 1 + (batch > 50) / 64, "decode of every position"),
+        (lambda paged, longest, batch: 1 + (longest > 100) / 64, "launched for 128"),
+    ],
+    ids=["paging", "longest query", "batch of one", "large batch", "launch size"],
+)
+def test_a_library_that_depends_on_its_use_is_refused(
+    change: Change, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, tmp_path, fake(change))
+    found = attention_fa3.verdict(SHAPE)
+    assert not found.certified and 0 < found.differing < found.calls
+    first = found.first
+    assert first is not None and where in first["kind"] and first["actual"] != first["expected"]
+    sequence, position, head, *_ = first["index"]
+    assert 0 <= position < attention_fa3.LENGTHS[sequence] and head < SHAPE.heads
+    with pytest.raises(VariantError, match=r"refused for .*'D': 8.* calls differ from the dense one; first: .* dense "):
+        attention_fa3.require(SHAPE)
+    attention_fa3.forget()
+    with pytest.raises(VariantError, match="is refused"):  # read from the file
+        attention_fa3.require(SHAPE)
+
+
+def test_the_lse_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = fake()
+
+    def paged(*args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = exact.paged(*args)
+        return out, lse.nextafter(torch.tensor(torch.inf))
+
+    install(monkeypatch, tmp_path, attention_fa3.Library(exact.dense, paged, {}, "cpu"))
+    found = attention_fa3.verdict(SHAPE)
+    assert found.first is not None and found.first["result"] == 1 and len(found.first["index"]) == 3
+
+
+def test_a_library_that_raises_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = fake()
+
+    def paged(*args: Any) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("no such kernel")
+
+    install(monkeypatch, tmp_path, attention_fa3.Library(exact.dense, paged, {}, "cpu"))
+    with pytest.raises(VariantError, match=r"raised in .* from pages.*: RuntimeError: no such kernel"):
+        attention_fa3.require(SHAPE)
+
+
+def test_a_broken_verdict_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, tmp_path)
+    attention_fa3.require(SHAPE)
+    file = next((tmp_path / "schedules").glob("*.json"))
+    for text in ("{", json.dumps({"format": attention_fa3.FORMAT})):
+        file.write_text(text)
+        attention_fa3.forget()
+        if text == "{":
+            with pytest.warns(RuntimeWarning, match="ignoring the unreadable verdict"):
+                attention_fa3.require(SHAPE)
+        else:
+            attention_fa3.require(SHAPE)
+        assert json.loads(file.read_text())["certified"]
+
+
+def test_another_build_of_the_library_voids_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, tmp_path)
+    attention_fa3.require(SHAPE)
+    wrong = fake(lambda paged, longest, batch: 1 + paged / 64)
+    attention_fa3.forget()
+    monkeypatch.setattr(
+        attention_fa3, "find", lambda: attention_fa3.Library(wrong.dense, wrong.paged, {"binary": "2"}, "cpu")
+    )
+    with pytest.raises(VariantError, match="is refused"):
+        attention_fa3.require(SHAPE)
+
+
+def test_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, tmp_path)
+    with pytest.raises(VariantError, match="takes bfloat16 and float16, not float32; cast the model"):
+        attention_fa3.require(SHAPE._replace(dtype=torch.float32))
+    with monkeypatch.context() as m:
+        m.setattr(schedule, "_capturing", lambda device: True)
+        with pytest.raises(VariantError, match="fell into a CUDA graph capture"):
+            attention_fa3.require(SHAPE)
+    for_cuda = attention_fa3.Library(fake().dense, fake().paged, {})
+    install(monkeypatch, tmp_path, for_cuda)
+    with pytest.raises(VariantError, match="runs on cuda, the tensors are on cpu; use variant 'split' there"):
+        attention_fa3.require(SHAPE)
+    install(monkeypatch, tmp_path, "vllm: no module vllm")
+    with pytest.raises(VariantError, match=r"not importable \(vllm: no module vllm\)"):
+        attention_fa3.require(SHAPE)
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def pair(q: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    return q, torch.zeros(q.shape[1], q.shape[0])
+
+
+def modules(monkeypatch: pytest.MonkeyPatch, **found: Any) -> None:
+    """Exactly these modules are importable among those that are looked for."""
+    for name in ("vllm", "flash_attn_interface", "flash_attn_3"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name, module in found.items():
+        parts = name.split("__")
+        for i in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(parts[0]))
+        monkeypatch.setitem(sys.modules, ".".join(parts), module)
+    monkeypatch.setattr(attention_fa3.metadata, "version", lambda package: "1.2")
+
+
+def use_both(library: attention_fa3.Library) -> None:
+    q = torch.randn(3, 2, 8)
+    lens = torch.tensor([0, 3], dtype=torch.int32)
+    library.dense(q, q, q, lens, lens, 3, 4, 0.5)
+    library.paged(q, q[None], q[None], lens[None], lens, lens[1:], 3, 4, 0.5)
+
+
+def test_vllms_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+        seen.append(given)
+        return pair(q)
+
+    interface = types.SimpleNamespace(FA3_AVAILABLE=True, flash_attn_varlen_func=varlen)
+    modules(monkeypatch, vllm__vllm_flash_attn__flash_attn_interface=interface)
+    library = attention_fa3.find.__wrapped__()
+    assert not isinstance(library, str) and library.versions == {"flash_attention_3": "vllm 1.2"}
+    assert library.device == "cuda"
+    use_both(library)
+    for given in seen:
+        assert given["causal"] and given["num_splits"] == 1 and given["fa_version"] == 3
+        assert given["softmax_scale"] == 0.5 and (given["max_seqlen_q"], given["max_seqlen_k"]) == (3, 4)
+    assert "cu_seqlens_k" in seen[0] and "block_table" in seen[1] and "seqused_k" in seen[1]
+
+    interface.FA3_AVAILABLE, interface.FA3_UNAVAILABLE_REASON = False, "undefined symbol"
+    assert "undefined symbol" in attention_fa3.find.__wrapped__()
+
+
+@pytest.mark.parametrize("name", ["flash_attn_interface", "flash_attn_3__flash_attn_interface"])
+def test_the_package_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
+               num_splits=1, return_attn_probs=False):  # fmt: skip
+        seen.append({"splits": num_splits, "causal": causal, "probs": return_attn_probs, "scale": softmax_scale})
+        return (*pair(q), None)
+
+    def cached(q, k, v, cache_seqlens=None, page_table=None, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None,
+               causal=False, num_splits=0, return_softmax_lse=False):  # fmt: skip
+        seen.append({"splits": num_splits, "causal": causal, "probs": return_softmax_lse, "scale": softmax_scale})
+        return (*pair(q), None)
+
+    interface = types.SimpleNamespace(flash_attn_varlen_func=varlen, flash_attn_with_kvcache=cached)
+    modules(monkeypatch, **{name: interface})
+    library = attention_fa3.find.__wrapped__()
+    assert not isinstance(library, str) and library.versions["flash_attention_3"] == "flash_attn_3 1.2"
+    use_both(library)
+    assert seen == 2 * [{"splits": 1, "causal": True, "probs": True, "scale": 0.5}]
+
+    interface.flash_attn_with_kvcache = lambda q, k, v, cache_seqlens=None: q
+    interface.flash_attn_with_kvcache.__name__ = "flash_attn_with_kvcache"
+    assert "flash_attn_with_kvcache has no num_splits, page_table" in attention_fa3.find.__wrapped__()
+
+
+def test_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules(monkeypatch)
+    found = attention_fa3.find.__wrapped__()
+    assert isinstance(found, str) and found.startswith("vllm: no module vllm") and "; flash_attn_3: no module" in found
+
+
+# ---- doctor --------------------------------------------------------------------------------------
+
+
+def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    by_head_dim = fake()
+
+    def paged(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = by_head_dim.paged(q, *args)
+        return (out + 1 if q.shape[2] == 64 else out), lse
+
+    install(monkeypatch, tmp_path, attention_fa3.Library(by_head_dim.dense, paged, {}, "cpu"))
+    monkeypatch.setattr(doctor, "_HEADS", ((64, 2, 1), (16, 2, 1)))
+    monkeypatch.setattr(schedule, "KINDS", ("normal",))
+    found = json.loads(json.dumps(doctor.examine("cpu")))["attention_fa3"]
+    assert found["unavailable"] is None
+    assert [(row["shape"]["D"], row["certified"]) for row in found["rows"]] == [(64, False), (16, True)]
+    from rich.console import Console
+
+    doctor._print_attention_fa3(Console(), found)
+    refused, certified = capsys.readouterr().out.splitlines()
+    assert refused.startswith("attention variant fa3 D=64, H=2, HK=1, dtype=bfloat16, page=16: refused; ")
+    assert "calls differ from the dense one; normal values, " in refused and "differ" in refused
+    assert certified.startswith("attention variant fa3 D=16") and ": certified; " in certified
+
+    install(monkeypatch, tmp_path, "vllm: no module vllm")
+    assert "not importable" in doctor.examine("cpu")["attention_fa3"]["unavailable"]
