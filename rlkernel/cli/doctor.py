@@ -110,13 +110,13 @@ def _schedules() -> dict[str, Any]:
     return {"unavailable": reason, "uncertified": uncertified, "rows": schedule.report(device)}
 
 
-def _difference(first: dict[str, Any] | None) -> str:
+def _difference(first: dict[str, Any] | None, against: str = "anchor") -> str:
     if first is None:
         return ""
     of = f"result {first['result']}, " if "result" in first else ""
     where = (
         f"; {first['kind']}, {first['rows']} rows: {of}at {first['index']} {first['actual']}, "
-        f"anchor {first['expected']}"
+        f"{against} {first['expected']}"
     )
     return f"{where}, {first['mismatches']} of {first['elements']} differ"
 
@@ -126,7 +126,7 @@ def _print_attention_fa3(console: Any, found: dict[str, Any]) -> None:
     for row in found["rows"]:
         shape = ", ".join(f"{name}={value}" for name, value in row["shape"].items())
         verdict = "certified" if row["certified"] else "refused"
-        lines.append(f"attention variant fa3 {shape}: {verdict}; {row['reason']}{_difference(row['first'])}")
+        lines.append(f"attention variant fa3 {shape}: {verdict}; {row['reason']}{_difference(row['first'], 'dense')}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
