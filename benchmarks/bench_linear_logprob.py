@@ -1,8 +1,9 @@
 """linear_logprob against TRL's chunked log-probability, Liger's fused cross-entropy and logits in memory.
 
-Three published shapes, bf16, forward and forward + backward; prompts (rows without upstream gradient), the entropy's
-gradient, kept probabilities. Memory counts everything beyond the inputs: results, gradients, buffers. TFLOP/s count the
-products that any implementation needs (one forward, two backward), not those that it makes.
+Three published shapes, bf16, forward and forward + backward; prompts (rows without upstream gradient: the first ones of
+sequences of 1024 tokens), the entropy's gradient, kept probabilities. Memory counts everything beyond the inputs:
+results, gradients, buffers. TFLOP/s count the products that any implementation needs (one forward, two backward), not
+those that it makes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rlkernel import ops
 SHAPES = ((8192, 4096, 151936), (4096, 1024, 151936), (4096, 4096, 128256))  # T, C, V
 SMALL = ((96, 64, 1024),)
 OURS, MAIN, KEPT = "rlkernel", "rlkernel, main_grad", "rlkernel, keep_probs"
+SEQUENCE = 1024
 HAS_KEEP = "keep_probs" in inspect.signature(ops.linear_logprob).parameters
 
 
@@ -45,7 +47,8 @@ class Bench:
         self.into_main.main_grad = torch.zeros(v, c, device=device)  # type: ignore[attr-defined]
         self.targets = torch.randint(0, v, (t,), device=device)
         self.upstream = torch.randn(t, device=device)
-        self.live = torch.rand(t, device=device)
+        self.place = (torch.arange(t, device=device) % SEQUENCE) / min(t, SEQUENCE)
+        self.random = torch.rand(t, device=device)
         self.trl, self.liger, self.liger_mean = anchors.trl(), anchors.liger("none"), anchors.liger("mean")
 
     def add(self, op: str, candidates: dict[str, Callable[[], object]], products: float) -> None:
@@ -127,16 +130,20 @@ class Bench:
         candidates["three GEMMs of torch"] = three
         self.add("linear_logprob fwd+bwd", candidates, 3)
 
-    def prompts(self, share: float) -> None:
-        """A share of the rows has no upstream gradient; TRL over all rows, and without them, as its trainer does."""
-        upstream = torch.where(self.live >= share, self.upstream, 0.0)
+    def prompts(self, share: float, scattered: bool = False) -> None:
+        """A share of the rows has no upstream gradient: the first ones of each sequence, or any.
+
+        TRL over all rows, and without these rows, as its trainer calls it.
+        """
+        upstream = torch.where((self.random if scattered else self.place) >= share, self.upstream, 0.0)
         candidates = self.ways(upstream)
         if self.trl:
             candidates[self.trl[0]] = self.chunked(upstream)
             kept = upstream != 0
             candidates[f"{self.trl[0]}, rows left out"] = self.chunked(upstream, kept)
         candidates["torch, logits in memory"] = self.grad_of(materialised, upstream)
-        self.add(f"linear_logprob fwd+bwd, {share:.0%} prompts", candidates, 1 + 2 * (1 - share))
+        what = "rows without gradient" if scattered else "prompts"
+        self.add(f"linear_logprob fwd+bwd, {share:.0%} {what}", candidates, 1 + 2 * (1 - share))
 
     def entropy(self) -> None:
         candidates = self.ways(self.upstream, entropy=True)
@@ -169,6 +176,7 @@ def main() -> None:
         bench.backward()
         bench.prompts(0.5)
         bench.prompts(0.9)
+        bench.prompts(0.5, scattered=True)
         bench.entropy()
         lines += bench.lines
         del bench

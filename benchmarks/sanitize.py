@@ -1,14 +1,15 @@
 """Every op under compute-sanitizer: memcheck, racecheck, initcheck over small and larger calls; writes sanitize.json.
 
-`python benchmarks/sanitize.py` starts each tool on `--calls`, every op forward and backward with all of its schedules,
-and on a planted error of the tool's kind. A pass needs no error in the first and one in the second: a tool that does
-not work on this host passes nothing.
+`python benchmarks/sanitize.py` starts each tool on every op, forward and backward with all of its schedules, and on a
+planted error of the tool's kind. A pass needs no error in the first and one in the second: a tool that does not work on
+this host passes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*?(\d+) (?:error|hazard)")
+PLANT, RAN = "planted error", "RAN "
 PLANTED = {
     "memcheck": "p[(1 << 20) + threadIdx.x] = 1.0f;",
     "racecheck": "__shared__ float s[64]; s[threadIdx.x] = threadIdx.x; p[threadIdx.x] = s[63 - threadIdx.x];",
@@ -165,22 +167,28 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
     return {**found, "optimizer": optimizer} if hasattr(ops, "adamw_") else found
 
 
-def every_schedule() -> None:
-    """From here on an op with schedules runs each of them, then its anchor; nothing is certified."""
+def every_schedule() -> set[str]:
+    """From here on an op with schedules runs each of them, then its anchor, and nothing is certified.
+
+    Returns a set that fills with the names of the schedules that ran.
+    """
     import torch
 
     from rlkernel.kernels.schedule import ScheduledOp
 
+    names: set[str] = set()
+
     def settle(self: Any, key: Any) -> Any:
         family = self.family
-        runs = []
+        runs = {}
         for schedule in () if family.unavailable() else family.schedules:
             if schedule.supports(key):
                 with contextlib.suppress(RuntimeError):  # cuBLASLt has fewer algorithms for some shapes
-                    runs.append(schedule.bind(key))
+                    runs[f"{family.op}:{schedule.name}"] = schedule.bind(key)
 
         def run(*args: Any) -> Any:
-            for one in runs:
+            for name, one in runs.items():
+                names.add(name)
                 one(*(a.clone() if i in family.mutates and isinstance(a, torch.Tensor) else a
                       for i, a in enumerate(args)))  # fmt: skip
             return family.anchor(*args)
@@ -189,6 +197,7 @@ def every_schedule() -> None:
         return run
 
     ScheduledOp._settle = settle  # type: ignore[method-assign]
+    return names
 
 
 def launched() -> set[str]:
@@ -206,28 +215,21 @@ def launched() -> set[str]:
     return names
 
 
-def make_calls(only: list[str]) -> int:
-    """Makes the calls and prints which kernels ran; exit status 1 where a registered Triton kernel did not."""
+def make_calls(only: list[str]) -> None:
+    """Makes the calls and prints, in one line, which Triton kernels and schedules ran."""
     import torch
 
-    from rlkernel.kernels.triton import aot
-
-    names = launched()
-    every_schedule()
+    kernels, schedules = launched(), every_schedule()
     torch.manual_seed(0)
-    for large in (False, True):
-        for dtype in (torch.bfloat16,) if large else (torch.bfloat16, torch.float32):
-            for name, call in calls("cuda", dtype, large).items():
-                if not only or name in only:
-                    begin = time.perf_counter()
-                    call()
-                    torch.cuda.synchronize()
-                    size = "large" if large else "small"
-                    print(f"{name} {dtype} {size}: {time.perf_counter() - begin:.1f} s", flush=True)
-    registered = {variant.kernel.fn.__name__ for variant in aot.variants()}
-    left = sorted(registered - names)
-    print(f"KERNELS {len(names)} NOT-LAUNCHED {','.join(left) or 'none'}", flush=True)
-    return int(bool(left) and not only)
+    for dtype, large in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
+        for name, call in calls("cuda", dtype, large).items():
+            if not only or name in only:
+                begin = time.perf_counter()
+                call()
+                torch.cuda.synchronize()
+                size = "large" if large else "small"
+                print(f"{name} {dtype} {size}: {time.perf_counter() - begin:.1f} s", flush=True)
+    print(RAN + json.dumps({"kernels": sorted(kernels), "schedules": sorted(schedules)}), flush=True)
 
 
 def plant(tool: str) -> int:
@@ -251,82 +253,91 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or (str(toolkit) if toolkit.is_file() else None)
 
 
-def check(program: str, tool: str, what: str, arguments: list[str], limit: float) -> dict[str, Any]:
-    """Runs one tool on this script with `arguments`; errors is None where the tool gave no verdict."""
+def start(arguments: list[str], limit: float, tool: tuple[str, ...] = ()) -> tuple[str, int | None, float]:
+    """(output, exit status or None after `limit` seconds, seconds) of this script in a process, under a tool."""
     # Without torch's pool every tensor is an allocation of its own, and reading beyond one is seen.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
-    command = [program, "--tool", tool, "--target-processes", "application-only", "--print-limit", "5"]
     begin = time.perf_counter()
     try:
         done = subprocess.run(
-            [*command, sys.executable, str(Path(__file__).resolve()), *arguments],
+            [*tool, sys.executable, str(Path(__file__).resolve()), *arguments],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit,
         )  # fmt: skip
-        output, status = done.stdout, done.returncode
+        return done.stdout, done.returncode, time.perf_counter() - begin
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        status = None
+        return output, None, time.perf_counter() - begin
+
+
+def check(program: str, tool: str, what: str, limit: float) -> dict[str, Any]:
+    """One tool on one call, or on its planted error; errors is None where the tool gave no verdict."""
+    arguments = ["--plant", tool] if what == PLANT else ["--calls", "--only", what]
+    command = (program, "--tool", tool, "--target-processes", "application-only", "--print-limit", "5")
+    output, status, seconds = start(arguments, limit, command)
     summary = SUMMARY.findall(output)
-    kernels = re.search(r"KERNELS (\d+) NOT-LAUNCHED (\S+)", output)
-    row = {
-        "tool": tool,
-        "what": what,
-        "errors": int(summary[-1]) if summary and status is not None else None,
-        "exit_status": status,
-        "seconds": time.perf_counter() - begin,
-        "triton_kernels": int(kernels[1]) if kernels else None,
-        "not_launched": kernels[2] if kernels else None,
-    }
-    print(f"{tool:10} {what:14} errors {row['errors']}  exit {status}  {row['seconds']:.0f} s", flush=True)
-    if what == "ops" and (row["errors"] != 0 or status != 0):
-        print("\n".join(output.splitlines()[-60:]), flush=True)
+    errors = int(summary[-1]) if summary and status is not None else None
+    row = {"tool": tool, "what": what, "errors": errors, "exit_status": status, "seconds": round(seconds, 1)}
+    print(f"{tool:10} {what:16} errors {errors}  exit {status}  {seconds:.0f} s", flush=True)
+    if not passed(row):
+        print("\n".join(line[:200] for line in output.splitlines()[-40:]), flush=True)
     return row
 
 
 def passed(row: dict[str, Any]) -> bool:
-    """Ops: no error and a clean exit. A planted error: seen."""
-    if row["what"] == "ops":
-        return row["errors"] == 0 and row["exit_status"] == 0
-    return bool(row["errors"])
+    """A call: no error and a clean exit. A planted error: seen."""
+    if row["what"] == PLANT:
+        return bool(row["errors"])
+    return row["errors"] == 0 and row["exit_status"] == 0
 
 
 def main() -> int:
-    """Exit status 0 where every tool worked and found nothing in the ops."""
+    """Exit status 0 where every tool worked, found nothing, and every registered Triton kernel was launched."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--only", nargs="*", default=[], help="names of calls, as printed")
-    parser.add_argument("--limit", type=float, default=570, help="seconds a tool may take")
+    parser.add_argument("--limit", type=float, default=300, help="seconds that a tool may take for a call")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--calls", action="store_true", help="make the calls in this process, without a tool")
     parser.add_argument("--plant", choices=TOOLS, help="launch a kernel with an error of this kind")
     args = parser.parse_args()
     if args.plant:
         return plant(args.plant)
     if args.calls:
-        return make_calls(args.only)
+        make_calls(args.only)
+        return 0
     import torch
 
     program = sanitizer()
     if program is None or not torch.cuda.is_available():
-        print(
-            "sanitize: " + ("torch sees no CUDA GPU" if program else "compute-sanitizer is not on PATH or in CUDA_HOME")
-        )
+        reason = "torch sees no CUDA GPU" if program else "compute-sanitizer is not on PATH or in CUDA_HOME"
+        print(f"sanitize: {reason}")
         return 1
-    only = ["--only", *args.only] if args.only else []
-    # Kernels compile outside of the tools, which would otherwise follow the compiler.
-    status = subprocess.run([sys.executable, __file__, "--calls", *only]).returncode
-    if status:
-        print("sanitize: the calls fail without a tool")
-        return 1
-    rows = []
-    for tool in args.tools:
-        rows.append(check(program, tool, "planted error", ["--plant", tool], args.limit))
-        if not passed(rows[-1]):
-            print(f"sanitize: {tool} does not see the error that was planted; it does not work on this host")
-            continue
-        rows.append(check(program, tool, "ops", ["--calls", *only], args.limit))
-    results_io = import_module("results_io")
-    good = all(map(passed, rows)) and sum(row["what"] == "ops" for row in rows) == len(args.tools)
-    print(f"wrote {results_io.write_result('sanitize', rows, passed=good)}")
+    from results_io import write_result
+
+    from rlkernel.kernels.triton import aot
+
+    names = args.only or list(calls("cpu", torch.float32, large=False))
+    ran: dict[str, set[str]] = {"kernels": set(), "schedules": set()}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        # Kernels compile outside of the tools, which would otherwise follow the compiler.
+        for name, (output, status, seconds) in zip(
+            names, pool.map(lambda name: start(["--calls", "--only", name], args.limit), names), strict=True
+        ):
+            print(f"no tool    {name:16} exit {status}  {seconds:.0f} s", flush=True)
+            if status != 0:
+                print("\n".join(output.splitlines()[-40:]))
+                print(f"sanitize: {name} fails without a tool")
+                return 1
+            for key, found in json.loads(output.rsplit(RAN, 1)[1]).items():
+                ran[key] |= set(found)
+        work = [(tool, what) for what in (PLANT, *names) for tool in args.tools]
+        rows = list(pool.map(lambda item: check(program, *item, args.limit), work))
+    left = sorted({variant.kernel.fn.__name__ for variant in aot.variants()} - ran["kernels"])
+    if left and not args.only:
+        print(f"sanitize: no call launches {', '.join(left)}")
+    good = all(map(passed, rows)) and (not left or bool(args.only))
+    more = {key: sorted(found) for key, found in ran.items()}
+    print(f"wrote {write_result('sanitize', rows, passed=good, not_launched=left, **more)}")
     return int(not good)
 
 

@@ -88,7 +88,7 @@ def test_figures_take_times_of_the_right_rows(tmp_path: Path) -> None:
 
 
 def test_sanitizer_passes_only_what_it_could_have_failed() -> None:
-    good = {"what": "ops", "errors": 0, "exit_status": 0}
+    good = {"what": "linear", "errors": 0, "exit_status": 0}
     assert sanitize.passed(good)
     for bad in ({"errors": 3}, {"errors": None}, {"exit_status": 1}, {"exit_status": None}):
         assert not sanitize.passed({**good, **bad})
