@@ -295,7 +295,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--only", nargs="*", default=[], help="names of calls, as printed")
-    parser.add_argument("--limit", type=float, default=300, help="seconds that a tool may take for a call")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that a tool may take for a call")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--calls", action="store_true", help="make the calls in this process, without a tool")
     parser.add_argument("--plant", choices=TOOLS, help="launch a kernel with an error of this kind")

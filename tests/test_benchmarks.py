@@ -124,3 +124,44 @@ def test_geometric_mean_of_linear() -> None:
     rows = [{"op": f"{op} w", "ratio": ratio} for op in ("linear", "linear_dgrad") for ratio in (0.5, 2.0)]
     means = {row["op"]: row["ratio"] for row in bench_linear.summary(rows)}
     assert math.isclose(means["linear: geometric mean"], 1.0) and means["linear_dgrad: smallest"] == 0.5
+
+
+def sanitizer_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: dict[str, str], kernels: list[str], arguments: list[str]
+) -> tuple[int, dict[str, Any]]:
+    """Exit status and result file of the runner, with processes that print what `seen` says of a tool or a call."""
+    from rlkernel.kernels.triton import aot
+
+    def start(given: list[str], limit: float, tool: tuple[str, ...] = ()) -> tuple[str, int | None, float]:
+        if not tool:
+            ran = {"kernels": kernels or [v.kernel.fn.__name__ for v in aot.variants()], "schedules": ["a:b"]}
+            return sanitize.RAN + json.dumps(ran), 0, 1.0
+        found = seen.get(given[-1], "3" if given[0] == "--plant" else "0")
+        return f"========= ERROR SUMMARY: {found} errors", 0, 1.0
+
+    monkeypatch.setattr(sanitize, "start", start)
+    monkeypatch.setattr(sanitize, "sanitizer", lambda: "compute-sanitizer")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", *arguments])
+    monkeypatch.setenv("RLKERNEL_RESULTS", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    status = sanitize.main()
+    return status, json.loads((tmp_path / "some-gpu" / "sanitize.json").read_text())
+
+
+def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    run = lambda seen, kernels=(), arguments=(): sanitizer_run(
+        monkeypatch, tmp_path, seen, list(kernels), list(arguments)
+    )
+    status, data = run({})
+    assert status == 0 and data["passed"] and data["schedules"] == ["a:b"]
+    calls = sanitize.calls("cpu", torch.float32, large=False)
+    assert {(row["tool"], row["what"]) for row in data["rows"]} == {
+        (tool, what) for tool in sanitize.TOOLS for what in (sanitize.PLANT, *calls)
+    }
+    assert run({"linear": "1"})[0] == 1, "an error in one call"
+    assert run({"racecheck": "0"})[0] == 1, "a tool that misses its planted error"
+    status, data = run({}, kernels=["rope_kernel"])
+    assert status == 1 and "gemm_kernel" in data["not_launched"], "kernels that no call launches"
+    assert run({}, kernels=["rope_kernel"], arguments=["--only", "pointwise"])[0] == 0
