@@ -56,14 +56,14 @@ def figures(folder: Path) -> list[Row]:
                                lambda row: row["ratio"], lambda v, low=low: v >= low))  # fmt: skip
 
     rows = _rows(folder, "bench_attention")
-    for start, op, anchor, low in (
-        ("attention forward", "attention, forward", "FA3", 0.60),
+    for op, what, anchor, low in (
+        ("attention", "attention, forward", "FlashAttention-3", 0.60),
         ("attention backward", "attention, backward", "cuDNN", 0.55),
-        ("paged decode", "paged decode", "FA3", 0.90),
+        ("paged decode", "paged decode", "FlashAttention-3", 0.90),
     ):
-        found = [row for row in rows if row["op"].startswith(start) and anchor in row["anchor"]
-                 and "fa3" not in row["ours"]]  # fmt: skip
-        lines.append(_line(op, anchor, f">= {low}x of its speed", found,
+        found = [row for row in rows if row["op"] == op and row["ours"] == "triton"]
+        found = [row for row in found if row["anchor"] in (anchor, None)]
+        lines.append(_line(what, anchor, f">= {low}x of its speed", found,
                            lambda row: row["ratio"], lambda v, low=low: v >= low))  # fmt: skip
 
     rows = [row for row in _rows(folder, "bench_linear_logprob") if row["op"] == "linear_logprob fwd+bwd"]

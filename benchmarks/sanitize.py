@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -178,25 +179,23 @@ def every_schedule() -> set[str]:
 
     names: set[str] = set()
 
-    def settle(self: Any, key: Any) -> Any:
-        family = self.family
-        runs = {}
-        for schedule in () if family.unavailable() else family.schedules:
+    @functools.cache
+    def bound(op: ScheduledOp, key: Any) -> dict[str, Callable[..., Any]]:
+        found = {}
+        for schedule in () if op.family.unavailable() else op.family.schedules:
             if schedule.supports(key):
                 with contextlib.suppress(RuntimeError):  # cuBLASLt has fewer algorithms for some shapes
-                    runs[f"{family.op}:{schedule.name}"] = schedule.bind(key)
+                    found[f"{op.family.op}:{schedule.name}"] = schedule.bind(key)
+        return found
 
-        def run(*args: Any) -> Any:
-            for name, one in runs.items():
-                names.add(name)
-                one(*(a.clone() if i in family.mutates and isinstance(a, torch.Tensor) else a
-                      for i, a in enumerate(args)))  # fmt: skip
-            return family.anchor(*args)
+    def call(self: ScheduledOp, *args: Any) -> Any:
+        for name, run in bound(self, self.family.key(*args)).items():
+            names.add(name)
+            run(*(a.clone() if i in self.family.mutates and isinstance(a, torch.Tensor) else a
+                  for i, a in enumerate(args)))  # fmt: skip
+        return self.family.anchor(*args)
 
-        self._chosen[key] = run
-        return run
-
-    ScheduledOp._settle = settle  # type: ignore[method-assign]
+    ScheduledOp.__call__ = call  # type: ignore[method-assign]
     return names
 
 
