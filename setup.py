@@ -22,7 +22,7 @@ setup(
         "rlkernel.contract": ["*.json"],
         "rlkernel.training": ["*.html", "*.css", "*.js"],
         "rlkernel._csrc.cpu": ["*.cpp", "*.h"],
-        "rlkernel._csrc.cuda": ["*.cpp"],
+        "rlkernel._csrc.cuda": ["*.cpp", "*.cu"],
     },
     include_package_data=False,
 )
