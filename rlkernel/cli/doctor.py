@@ -101,6 +101,7 @@ def _schedules() -> dict[str, Any]:
             )
             linear.linear.verdict(x, w, None, 1, 1, None)
             linear.linear_dgrad.verdict(dy, w, 1)
+        _train_a_head()
     uncertified = [
         {"op": op.family.op, "shape": shape, "reason": why}
         for op in schedule.scheduled_ops()
@@ -108,6 +109,19 @@ def _schedules() -> dict[str, Any]:
     ]
     device = torch.device("cuda", torch.cuda.current_device())
     return {"unavailable": reason, "uncertified": uncertified, "rows": schedule.report(device)}
+
+
+def _train_a_head() -> None:
+    """One forward and backward of linear_logprob, which certifies its products."""
+    import torch
+
+    from rlkernel import ops
+
+    hidden, weight = (
+        torch.randn(n, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True) for n in (256, 8192)
+    )
+    targets = torch.zeros(len(hidden), dtype=torch.int64, device="cuda")
+    ops.linear_logprob(hidden, weight, targets).logp.sum().backward()
 
 
 def _difference(first: dict[str, Any] | None, against: str = "anchor") -> str:
