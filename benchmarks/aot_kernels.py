@@ -1,7 +1,7 @@
-"""Registers, shared memory, spills and matrix instructions of every Triton kernel on every GPU family, without a GPU.
+"""Registers, shared memory, spills and matrix instructions of every GPU kernel on every GPU family, without a GPU.
 
-Compiles all registered variants ahead of time, as `tests/kernels/test_triton_aot.py` does (whose compiled kernels it
-finds in Triton's cache), and writes `benchmarks/results/aot/kernels.json`.
+Compiles all registered Triton variants ahead of time, as `tests/kernels/test_triton_aot.py` does (whose kernels it
+finds in Triton's cache), and the CUDA sources; writes `benchmarks/results/aot/kernels.json`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from results_io import write_result
 
+from rlkernel.kernels import build
+from rlkernel.kernels.cuda import linear_logprob
+from rlkernel.kernels.cuda.driver import compile_cuda
+from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.triton import aot
 
 SHORT = re.compile(r"(mma\.sync|wgmma|tcgen05|mfma)|m\d+n\d+k\d+|\d+x\d+x\d+")
@@ -41,6 +45,27 @@ def measure(index: int, target: str) -> dict[str, Any]:
     }
 
 
+def measure_cuda() -> list[dict[str, Any]]:
+    """The CUDA source of linear_logprob for Hopper, in each of its modes; needs NVRTC or nvcc."""
+    modes = ("STATISTICS", "GRADIENT", "PROBS", "DHIDDEN", "DWEIGHT")
+    found = []
+    for name in modes:
+        macros = {"MODE": getattr(linear_logprob, name), "HAS_TEMPERATURE": 0, "HAS_KEPT": 0, "HAS_DENTROPY": 0}
+        cubin = compile_cuda(build.source_dir() / "cuda" / linear_logprob.SOURCE, "90a", macros)
+        staging = linear_logprob.STAGING_BYTES if name in ("GRADIENT", "PROBS") else 0
+        found.append({
+            "kernel": f"linear_logprob CUDA {name.lower()}",
+            "function": "rlk_linear_logprob",
+            "target": "sm_90",
+            "main": True,
+            "num_warps": 12,
+            **aot.cuda_resources(cubin),
+            "shared": linear_logprob.SHARED_BYTES + staging,
+            "matrix": ["wgmma m64n256k16"],
+        })  # fmt: skip
+    return found
+
+
 def main() -> int:
     """Exit status 1 where a variant does not compile; it is named."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -55,6 +80,10 @@ def main() -> int:
             except Exception as error:
                 failed.append(f"{aot.variants()[index].name} for {target}: {error!r:.300}")
                 print(failed[-1], flush=True)
+    try:
+        rows += measure_cuda()
+    except BuildError as error:
+        print(f"note: {str(error).splitlines()[0]}")
     path = write_result("kernels", rows, folder="aot", hardware="compiled ahead of time", driver=None)
     print(f"{len(rows)} kernels; wrote {path}")
     return int(bool(failed))

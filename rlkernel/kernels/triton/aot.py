@@ -98,15 +98,20 @@ class Compiled:
             }
             counts = {name: int(m.group(1)) for name, p in found.items() if (m := re.search(p, self.text))}
             return {"stack": 0, "spill_loads": 0, **counts}
-        usage = _tool("cuobjdump", "-res-usage", self.cubin)
-        sass = _tool("cuobjdump", "-sass", self.cubin)
-        registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
-        return {
-            "registers": int(registers.group(1)) if registers else 0,
-            "stack": int(stack.group(1)) if stack else 0,
-            "spill_stores": len(re.findall(r"\bSTL", sass)),
-            "spill_loads": len(re.findall(r"\bLDL", sass)),
-        }
+        return cuda_resources(self.cubin)
+
+
+def cuda_resources(cubin: bytes) -> dict[str, int]:
+    """`registers` per thread, bytes of `stack`, and the instructions `spill_stores` and `spill_loads` of a cubin."""
+    usage = _tool("cuobjdump", "-res-usage", cubin)
+    sass = _tool("cuobjdump", "-sass", cubin)
+    registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
+    return {
+        "registers": int(registers.group(1)) if registers else 0,
+        "stack": int(stack.group(1)) if stack else 0,
+        "spill_stores": len(re.findall(r"\bSTL", sass)),
+        "spill_loads": len(re.findall(r"\bLDL", sass)),
+    }
 
 
 def _tool(name: str, flag: str, cubin: bytes) -> str:
