@@ -62,7 +62,10 @@ def examine(device: str | None = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "ops": rows,
         "attention_fa3": _attention_fa3(device),
-        "schedules": _schedules() if device == "cuda" else {"unavailable": None, "uncertified": [], "rows": []},
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())) if device == "cuda" else None,
+        "schedules": _schedules()
+        if device == "cuda"
+        else {"unavailable": None, "uncertified": [], "unsupported": [], "rows": []},
     }
 
 
@@ -101,14 +104,20 @@ def _schedules() -> dict[str, Any]:
             )
             linear.linear.verdict(x, w, None, 1, 1, None)
             linear.linear_dgrad.verdict(dy, w, 1)
-        _train_a_head()
+    _train_a_head()
     uncertified = [
         {"op": op.family.op, "shape": shape, "reason": why}
         for op in schedule.scheduled_ops()
         for shape, why in op.failures()
     ]
+    unsupported = [
+        {"op": op.family.op, "shape": shape, "schedules": [s.name for s in op.family.schedules]}
+        for op in schedule.scheduled_ops()
+        for shape in op.unsupported()
+    ]
     device = torch.device("cuda", torch.cuda.current_device())
-    return {"unavailable": reason, "uncertified": uncertified, "rows": schedule.report(device)}
+    rows = schedule.report(device)
+    return {"unavailable": reason, "uncertified": uncertified, "unsupported": unsupported, "rows": rows}
 
 
 def _train_a_head() -> None:
@@ -145,16 +154,23 @@ def _print_attention_fa3(console: Any, found: dict[str, Any]) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def _shape(shape: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in shape.items() if value is not False)
+
+
 def _print_schedules(console: Any, found: dict[str, Any]) -> None:
     if found["unavailable"]:
-        console.print(f"schedules: off, every op runs its anchor: {found['unavailable']}")
+        console.print(f"linear: schedules off, it runs its anchor: {found['unavailable']}")
     for row in found["uncertified"]:
         console.print(f"not certified: {row['op']} {row['shape']}: {row['reason']}")
+    for row in found["unsupported"]:
+        line = f"{row['op']} {_shape(row['shape'])}: anchor; not for this GPU or shape: {', '.join(row['schedules'])}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not found["rows"]:
         return
     last = None
     for row in found["rows"]:  # lines, not a table: six columns do not fit a terminal
-        shape = ", ".join(f"{name}={value}" for name, value in row["shape"].items() if value is not False)
+        shape = _shape(row["shape"])
         if (row["op"], shape) != last:
             last = (row["op"], shape)
             console.print(f"{row['op']} {shape}", style="bold", markup=False, soft_wrap=True)
@@ -182,7 +198,10 @@ def run(args: argparse.Namespace) -> int:
 
         console = Console()
         hardware = found["environment"]["hardware"]
-        console.print(f"rlkernel {found['rlkernel']}, contract {found['contract']}, {found['device']}: {hardware}")
+        chip = f", compute capability {found['capability']}" if found["capability"] else ""
+        console.print(
+            f"rlkernel {found['rlkernel']}, contract {found['contract']}, {found['device']}: {hardware}{chip}"
+        )
         console.print(f"compiler {found['compiler']}, cache {found['cache']}, {found['threads']} threads")
         table = Table("op", "implementation", "why")
         for row in found["ops"]:

@@ -499,6 +499,10 @@ class ScheduledOp:
         """Shape classes that could not be certified, with the reason."""
         return [(self.family.describe(key), reason) for key, reason in self._failed.items()]
 
+    def unsupported(self) -> list[dict[str, Any]]:
+        """Shape classes met so far that no schedule computes on their device: they run the anchor."""
+        return [self.family.describe(key) for key in self._bound if key not in self._verdicts]
+
     def _settle(self, key: Key) -> Run:
         with _lock:
             family = self.family

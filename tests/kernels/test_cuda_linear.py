@@ -69,9 +69,11 @@ def test_doctor_prints_verdicts_and_the_first_differing_element() -> None:
          "speed": None, "chosen": False},
     ]  # fmt: skip
     out = io.StringIO()
-    found = {"unavailable": "no compiler", "uncertified": [{"op": "o", "shape": shape, "reason": "full"}], "rows": rows}
+    found = {"unavailable": "no compiler", "uncertified": [{"op": "o", "shape": shape, "reason": "full"}],
+             "unsupported": [{"op": "p", "shape": shape, "schedules": ["hopper"]}], "rows": rows}  # fmt: skip
     doctor._print_schedules(Console(file=out, width=200), found)
     text = out.getvalue()
-    for part in ("off, every op runs its anchor: no compiler", "not certified: o", "M=1, N=48", "certified, chosen",
+    for part in ("linear: schedules off, it runs its anchor: no compiler", "not certified: o",
+                 "p M=1, N=48: anchor; not for this GPU or shape: hopper", "M=1, N=48", "certified, chosen",
                  "2.00x", "refused", "wide, 1 rows: at [0, 7] 1.5, anchor 1.25, 3 of 48 differ"):  # fmt: skip
         assert part in text, part
