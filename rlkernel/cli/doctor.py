@@ -116,8 +116,8 @@ def _schedules() -> dict[str, Any]:
         for shape in op.unsupported()
     ]
     device = torch.device("cuda", torch.cuda.current_device())
-    rows = schedule.report(device)
-    return {"unavailable": reason, "uncertified": uncertified, "unsupported": unsupported, "rows": rows}
+    verdicts = schedule.report(device)
+    return {"unavailable": reason, "uncertified": uncertified, "unsupported": unsupported, "rows": verdicts}
 
 
 def _train_a_head() -> None:
