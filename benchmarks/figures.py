@@ -1,12 +1,14 @@
 """The figures to reach on an NVIDIA H200, and what the result files say: measured, and reached or not.
 
 A line without its result file is "not measured". A ratio of times is ours over the anchor's, a share is the roofline's
-time over ours; "reached" asks it of every case that the line names.
+time over ours; "reached" asks it of every case that the line names. As a script it prints them for a folder of results.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,3 +91,16 @@ def figures(folder: Path) -> list[Row]:
         lines.append(_line(op, "bytes / 4.3 TB/s", ">= 0.85 of the floor", found,
                            lambda row: row["share_of_roofline"], lambda v: v >= 0.85))  # fmt: skip
     return lines
+
+
+def main() -> int:
+    """Prints the figures of the folder given, by default the H200's."""
+    root = Path(os.environ.get("RLKERNEL_RESULTS", Path(__file__).resolve().parent / "results"))
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else root / "nvidia-h200"
+    for line in figures(folder):
+        print(f"{line['op']:46} {line['reach']:24} {line['measured']:44} {line['reached']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
