@@ -33,7 +33,9 @@ FIXED_POINT_BITS = 23
 ROW_POINT_BITS = 40
 """log-probability: fraction bits of the order-free integer sums over a row's vocabulary tiles."""
 SEGMENT = 1024
-"""losses and statistics: elements per segment of a two-pass sum."""
+"""losses and statistics: elements per segment of a two-pass sum. grad_norm: lanes of a sum."""
+NORM_SEGMENT = 16384
+"""grad_norm: elements of a tensor per partial sum, from its first one."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,14 @@ ORDERS: dict[str, Order] = {
             "elementwise fp32 on differences to the group's first reward; 16-lane row sums; the same bits on every "
             "device",
             "other groups (mode batch excepted)",
+        ),
+        Order(
+            "adamw",
+            "elementwise fp32 with explicit fma, coefficients of a step from fp64, one rounding into the parameter. "
+            f"Gradient norm: fp64 sums of squares over segments of {NORM_SEGMENT} elements of a tensor, over its "
+            f"segments, over the tensors, each in {SEGMENT} lanes, ascending, neighbouring lanes added; the same bits "
+            "on every device",
+            "grouping of tensors into calls and launches, threads, programs",
         ),
     )
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
@@ -140,6 +141,54 @@ def policy_loss(
         counts = [total, (n > 0).sum(), *((x & on).sum() for x in (low, high, dual, tis_cut))]
     empty = logp.new_empty(0)
     return loss.sum() / divisor, empty, empty, torch.stack([*means, *ends]), torch.stack([c.long() for c in counts])
+
+
+def adamw_(
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    params: list[Tensor],
+    scale: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    zero_grad: bool,
+) -> None:
+    if scale is None or bool(torch.isfinite(scale)):
+        adamw(
+            masters,
+            [g.float() if scale is None else g.float() * scale for g in grads],
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [torch.tensor(float(step - 1)) for _ in masters],
+            foreach=masters[0].is_cuda,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+        for param, master in zip(params, masters, strict=bool(params)):
+            param.copy_(master)
+    if zero_grad:
+        torch._foreach_zero_(grads)
+
+
+def grad_norm(grads: list[Tensor], loss_scale: Tensor | None, max_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads])
+    norm = torch.linalg.vector_norm(norms)
+    by = torch.ones_like(norm) if loss_scale is None else loss_scale
+    norm = norm / by
+    factor = torch.ones_like(norm) if max_norm is None else (max_norm / norm).clamp(max=1.0)
+    scale = torch.where(torch.isfinite(norm), factor / by, torch.nan)
+    return norm.double(), scale, norms.double().square()
 
 
 def attention(

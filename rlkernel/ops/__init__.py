@@ -1,6 +1,7 @@
 """The ops: the only API that models, engine, trainer and integrations call."""
 
 from rlkernel.ops._library import is_stock, stock
+from rlkernel.ops.adamw import GradNorm, adamw_, grad_norm
 from rlkernel.ops.attention import (
     attention,
     attention_contract,
@@ -25,16 +26,19 @@ from rlkernel.ops.sample import Sample, sample
 from rlkernel.ops.swiglu import swiglu
 
 __all__ = [
+    "GradNorm",
     "LogProb",
     "Packed",
     "PolicyLoss",
     "Sample",
+    "adamw_",
     "attention",
     "attention_contract",
     "attention_variant",
     "check_attention_variant",
     "current_attention_variant",
     "embedding",
+    "grad_norm",
     "group_advantages",
     "ids_to_kept",
     "is_stock",

@@ -80,7 +80,8 @@ def define(
 def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls the reference with torch's default dtype and device as it was written for, whatever the user's are."""
     before = torch.get_default_dtype()
-    place = next(a.device for a in args if isinstance(a, Tensor))
+    flat = (a[0] if isinstance(a, (list, tuple)) and a else a for a in args)
+    place = next(a.device for a in flat if isinstance(a, Tensor))
     try:
         torch.set_default_dtype(torch.float32)
         with place:

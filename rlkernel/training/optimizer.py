@@ -1,7 +1,7 @@
-"""AdamW on fp32 master weights: gradients gathered in fp32, clipped by a norm that no thread count changes.
+"""The optimizer of a run: AdamW on fp32 master weights, its schedule, gradients gathered in fp32 and clipped.
 
-Ops add weight gradients to `parameter.main_grad` (fp32) in the contract's order. An fp32 model is its own master;
-of a bf16 or fp16 model the masters are fp32 copies, rounded into the parameters after each update.
+Ops add weight gradients to `parameter.main_grad` (fp32) in the contract's order; `ops.grad_norm` and `ops.adamw_` do
+the rest, and only the norm comes back to the host.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from rlkernel.contract.orders import SEGMENT
+from rlkernel import ops
 from rlkernel.models import Decoder
+from rlkernel.training.adamw import AdamW
 from rlkernel.training.config import OptimizerSettings
 
 
@@ -37,19 +35,6 @@ def learning_rate(settings: OptimizerSettings, update: int, total: int) -> float
     return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * keep)
 
 
-def squared_norm(grad: Tensor) -> float:
-    """Sum of squares in fp64: segments of 1024 elements, whose sums are added exactly (math.fsum), in any order."""
-    flat = grad.reshape(-1)
-    whole = flat.numel() // SEGMENT * SEGMENT
-    sums: list[float] = []
-    rows = flat[:whole].view(-1, SEGMENT)
-    for block in rows.split(4096):  # keeps the fp64 copy of a large gradient small
-        sums += block.double().square().sum(dim=1).tolist()
-    if whole < flat.numel():
-        sums.append(float(flat[whole:].double().square().sum()))
-    return math.fsum(sums)
-
-
 class Optimizer:
     """The optimizer of one model.
 
@@ -64,25 +49,23 @@ class Optimizer:
     def __init__(self, model: Decoder, settings: OptimizerSettings, total: int):
         self.model, self.settings, self.total, self.updates = model, settings, total, 0
         model.zero_main_grads()
-        self.names = [name for name, _ in model.named_parameters()]
-        self.parameters = [parameter for _, parameter in model.named_parameters()]
-        self.masters: list[Tensor] = []
-        for parameter in self.parameters:
-            same = parameter.dtype == torch.float32
-            self.masters.append(parameter if same else parameter.detach().float().clone().requires_grad_())
-        matrices = [m for m in self.masters if m.dim() >= 2]
-        vectors = [m for m in self.masters if m.dim() < 2]
-        groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps
+        named = list(model.named_parameters())
+        matrices = [(name, p) for name, p in named if p.dim() >= 2]
+        vectors = [(name, p) for name, p in named if p.dim() < 2]
+        self.names = [name for name, _ in matrices + vectors]
+        self.adamw = AdamW(
+            [
+                {"params": [p for _, p in matrices], "weight_decay": settings.weight_decay},
+                {"params": [p for _, p in vectors], "weight_decay": 0.0},
+            ],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
         )
 
     def gather(self) -> None:
         """Moves what autograd left in `.grad` (stock ops) to `main_grad`; call it after each backward."""
-        for parameter in self.parameters:
+        for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.main_grad += parameter.grad  # type: ignore[attr-defined]
                 parameter.grad = None
@@ -91,36 +74,23 @@ class Optimizer:
         """Zeroes the gradients without an update."""
         self.model.zero_main_grads()
 
-    @torch.no_grad()
     def step(self) -> Update:
-        """Clips, updates the masters, rounds them into the parameters, zeroes the gradients.
+        """Clips, updates masters and parameters, zeroes the gradients.
 
         Raises:
-            FloatingPointError: a gradient is not finite; names the parameter. Nothing was updated.
+            FloatingPointError: a gradient is not finite; names the parameter. No weight was updated.
         """
         self.model.fold_main_grads()
-        grads: list[Tensor] = [parameter.main_grad for parameter in self.parameters]  # type: ignore[attr-defined]
-        squares = [squared_norm(grad) for grad in grads]
-        for name, square in zip(self.names, squares, strict=True):
-            if not math.isfinite(square):
-                raise FloatingPointError(
-                    f"the gradient of {name} is not finite; lower optimizer.lr or set optimizer.clip_norm"
-                )
-        norm = math.sqrt(math.fsum(squares))
-        limit = self.settings.clip_norm
-        if limit is not None and norm > limit:
-            for grad in grads:
-                grad.mul_(limit / norm)
+        norm, scale, squares = ops.grad_norm(self.adamw.gradients(), max_norm=self.settings.clip_norm)
         lr = learning_rate(self.settings, self.updates, self.total)
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        for master, grad in zip(self.masters, grads, strict=True):
-            master.grad = grad
-        self.adamw.step()
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = None
-            if master is not parameter:
-                parameter.copy_(master)
-        self.discard()
+        self.adamw.step(scale=scale, zero_grad=True)
+        found = float(norm)
+        if not math.isfinite(found):
+            bad = [name for name, square in zip(self.names, squares.tolist(), strict=True) if not math.isfinite(square)]
+            raise FloatingPointError(
+                f"the gradient of {', '.join(bad[:3])} is not finite; lower optimizer.lr or set optimizer.clip_norm"
+            )
         self.updates += 1
-        return Update(norm, lr)
+        return Update(found, lr)

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW as torch has it, masters of bf16 models, an exact norm, clipping and schedules."""
+"""The optimizer of a run: AdamW as torch has it, masters of bf16 models, clipping, bad gradients and schedules."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rlkernel.contract import assert_bitwise
+from rlkernel.contract import assert_accurate, assert_bitwise
 from rlkernel.models import Decoder, ModelConfig
 from rlkernel.training.config import OptimizerSettings
-from rlkernel.training.optimizer import Optimizer, learning_rate, squared_norm
+from rlkernel.training.optimizer import Optimizer, learning_rate
 
 
 def model_of(dtype: torch.dtype = torch.float32, tied: bool = False) -> Decoder:
@@ -27,23 +25,27 @@ def fill(model: Decoder, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def test_it_is_torchs_adamw_on_an_fp32_model() -> None:
-    ours, theirs = model_of(), model_of()
+    ours = model_of()
+    copies = [[p.detach().to(dtype, copy=True) for p in ours.parameters()] for dtype in (torch.float32, torch.float64)]
     chosen = OptimizerSettings(lr=0.01, weight_decay=0.1, clip_norm=None)
     optimizer = Optimizer(ours, chosen, 10)
-    matrices = [p for p in theirs.parameters() if p.dim() > 1]
-    vectors = [p for p in theirs.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    reference = torch.optim.AdamW(groups, lr=0.01, betas=chosen.betas, eps=chosen.eps)
     generator = torch.Generator().manual_seed(0)
+    references = []
+    for copy in copies:
+        matrices, vectors = [p for p in copy if p.dim() > 1], [p for p in copy if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        references.append(torch.optim.AdamW(groups, lr=0.01, betas=chosen.betas, eps=chosen.eps))
     for _ in range(3):
-        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for mine, *others in zip(ours.parameters(), *copies, strict=True):
             grad = torch.randn(mine.shape, generator=generator)
             mine.main_grad.copy_(grad)  # type: ignore[attr-defined]
-            other.grad = grad
+            for other in others:
+                other.grad = grad.to(other.dtype)
         optimizer.step()
-        reference.step()
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert_bitwise(mine.detach(), other.detach(), name)
+        for reference in references:
+            reference.step()
+    for (name, mine), other, exact in zip(ours.named_parameters(), *copies, strict=True):
+        assert_accurate(mine, exact, other, name)
         assert not mine.main_grad.any()  # type: ignore[attr-defined]
 
 
@@ -55,7 +57,8 @@ def test_a_bf16_model_follows_fp32_masters() -> None:
         fill(model, torch.ones_like)
         optimizer.step()
     moved = 0
-    for (name, parameter), master in zip(model.named_parameters(), optimizer.masters, strict=True):
+    for name, parameter in model.named_parameters():
+        master = optimizer.adamw.state[parameter]["master"]
         assert parameter.dtype == torch.bfloat16 and master.dtype == torch.float32
         assert_bitwise(parameter.detach(), master.detach().to(torch.bfloat16), name)
         moved += int((parameter.detach() != before[name]).sum())
@@ -97,27 +100,6 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_names_the_parameter() -
         optimizer.step()
     for name, parameter in model.named_parameters():
         assert_bitwise(parameter.detach(), before[name], name)
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(size=st.integers(1, 5000), scale=st.floats(1e-20, 1e15), seed=st.integers(0, 99))
-def test_the_norm_is_accurate_and_the_same_for_any_threads(size: int, scale: float, seed: int) -> None:
-    grad = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
-    truth = math.fsum(x * x for x in grad.double().tolist())
-    assert squared_norm(grad) == pytest.approx(truth, rel=1e-12)
-    assert squared_norm(grad) == squared_norm(grad.reshape(-1, 1))
-
-
-def test_the_norm_does_not_depend_on_threads() -> None:
-    grad = torch.randn(700_001, generator=torch.Generator().manual_seed(0))
-    before, found = torch.get_num_threads(), set()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            found.add(squared_norm(grad))
-    finally:
-        torch.set_num_threads(before)
-    assert len(found) == 1
 
 
 def test_schedules() -> None:

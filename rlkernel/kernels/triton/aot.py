@@ -44,6 +44,7 @@ MODULES = (
     "linear_logprob",
     "sample",
     "policy_loss",
+    "adamw",
 )
 """Modules of this package that have kernels; each has a tuple `AOT`."""
 

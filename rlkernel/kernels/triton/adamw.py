@@ -1,0 +1,404 @@
+"""adamw_ and grad_norm in Triton: one launch for hundreds of tensors, through a table of their addresses.
+
+A program finds its tensor by a binary search over the tensors' first blocks. AdamW is elementwise, so blocks are free;
+the norm adds inside segments that the contract fixes, lanes in a tree of neighbours. Both have the bits of the CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel.contract.orders import NORM_SEGMENT, SEGMENT
+from rlkernel.kernels.adamw import coefficients
+from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.common import on_device, options
+
+BLOCK, WARPS = 1024, 8
+"""adamw_: elements a program, and its warps. Longer programs are slower: fewer reads are under way near their ends."""
+ROWS, NORM_WARPS = 8, 4
+"""grad_norm: rows of SEGMENT elements under way at a time, and warps."""
+LEVELS = SEGMENT.bit_length() - 1
+
+FIRST, SIZE, GRAD, MASTER, MEAN, SQUARE, PARAM = range(7)
+"""Rows of the table: first block, elements, addresses. The norm's has the slot of the first partial sum in MASTER."""
+_FIRST, _SIZE, _GRAD, _MASTER, _MEAN, _SQUARE, _PARAM = (tl.constexpr(row) for row in range(7))
+_SLOT = tl.constexpr(MASTER)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def owner(table, COUNT, block):
+    """The tensor that a block belongs to: the last one whose first block is not behind it."""
+    low, high = 0, COUNT
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(table + middle) <= block
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def address(table, COUNT, row, tensor, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(table + row * COUNT + tensor).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def update(
+    grad, master, mean, square, param, at, inside, s, weight, beta2, fresh, inverse_root, eps, rate, decay,
+    NEAR_MEAN: tl.constexpr, ZERO_GRAD: tl.constexpr, HAS_PARAM: tl.constexpr,
+):  # fmt: skip
+    """AdamW of the elements `at`; `inside` None says that all of them exist."""
+    g = tl.load(grad + at, mask=inside).to(tl.float32) * s
+    w = tl.load(master + at, mask=inside)
+    m = tl.load(mean + at, mask=inside)
+    v = tl.load(square + at, mask=inside)
+    like = tl.zeros_like(g)
+    m = tl.fma(like + weight, g - m, m) if NEAR_MEAN else tl.fma(like + weight, m - g, g)
+    v = tl.fma(fresh * g, g, beta2 * v)
+    step = tl.div_rn(m, tl.fma(tl.sqrt_rn(v), like + inverse_root, like + eps))
+    w = w - tl.fma(like + rate, step, decay * w)
+    tl.store(mean + at, m, mask=inside)
+    tl.store(square + at, v, mask=inside)
+    tl.store(master + at, w, mask=inside)
+    if HAS_PARAM:
+        tl.store(param + at, w.to(param.dtype.element_ty), mask=inside)
+    if ZERO_GRAD:
+        tl.store(grad + at, like.to(grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["COUNT"])
+def adamw_kernel(
+    table,  # [7, COUNT] int64
+    scale,  # [1] fp32
+    COUNT,
+    weight,
+    beta2,
+    fresh,
+    inverse_root,
+    eps,
+    rate,
+    decay,
+    NEAR_MEAN: tl.constexpr,
+    ZERO_GRAD: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_PARAM: tl.constexpr,
+    GRAD_TYPE: tl.constexpr,
+    PARAM_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    i = owner(table, COUNT, block)
+    begin = (block - tl.load(table + _FIRST * COUNT + i)) * BLOCK
+    left = tl.load(table + _SIZE * COUNT + i) - begin
+    grad = address(table, COUNT, _GRAD, i, GRAD_TYPE, ALIGNED) + begin
+    master = address(table, COUNT, _MASTER, i, tl.float32, ALIGNED) + begin
+    mean = address(table, COUNT, _MEAN, i, tl.float32, ALIGNED) + begin
+    square = address(table, COUNT, _SQUARE, i, tl.float32, ALIGNED) + begin
+    param = address(table, COUNT, _PARAM, i, PARAM_TYPE, ALIGNED) + begin if HAS_PARAM else master
+    s = 1.0
+    if HAS_SCALE:
+        s = tl.load(scale)
+    at = tl.arange(0, BLOCK)
+    if tl.abs(s) < float("inf"):
+        if left >= BLOCK:  # reads without a mask are vectors
+            update(
+                grad, master, mean, square, param, at, None, s, weight, beta2, fresh, inverse_root, eps, rate, decay,
+                NEAR_MEAN, ZERO_GRAD, HAS_PARAM,
+            )  # fmt: skip
+        else:
+            update(
+                grad, master, mean, square, param, at, at < left, s, weight, beta2, fresh, inverse_root, eps, rate,
+                decay, NEAR_MEAN, ZERO_GRAD, HAS_PARAM,
+            )  # fmt: skip
+    elif ZERO_GRAD:
+        tl.store(grad + at, tl.zeros((BLOCK,), grad.dtype.element_ty), mask=at < left)
+
+
+@triton.jit
+def fold(x, LEVELS: tl.constexpr):
+    """Sum of x [2^LEVELS] by neighbours: pairs are added, so no layout and no number of warps changes a bit.
+
+    Neighbours mostly lie in one thread or warp; folding in halves would send every lane through shared memory.
+    """
+    for level in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, (1 << (LEVELS - 1 - level), 2)), axis=1)
+    return tl.sum(x, axis=0)
+
+
+@triton.jit(do_not_specialize=["COUNT"])
+def squares_kernel(
+    table,  # [4, COUNT] int64
+    partials,  # out, fp64
+    COUNT,
+    GRAD_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """Sum of squares of one segment: lane j adds the elements j, j + LANES, ... ascending."""
+    block = tl.program_id(0)
+    i = owner(table, COUNT, block)
+    segment = block - tl.load(table + _FIRST * COUNT + i)
+    left = tl.load(table + _SIZE * COUNT + i) - segment * SEGMENT
+    slot = tl.load(table + _SLOT * COUNT + i) + segment
+    grad = address(table, COUNT, _GRAD, i, GRAD_TYPE, ALIGNED) + segment * SEGMENT
+    lane = tl.arange(0, LANES)
+    total = tl.zeros((LANES,), tl.float64)
+    if left >= SEGMENT:
+        for start in range(0, SEGMENT, ROWS * LANES):
+            for row in tl.static_range(ROWS):
+                g = tl.load(grad + start + row * LANES + lane).to(tl.float32).to(tl.float64)
+                total = tl.fma(g, g, total)
+    else:
+        for start in range(0, left.to(tl.int32), LANES):
+            g = tl.load(grad + start + lane, mask=start + lane < left, other=0.0).to(tl.float32).to(tl.float64)
+            total = tl.fma(g, g, total)
+    tl.store(partials + slot, fold(total, LEVELS))
+
+
+@triton.jit
+def lane_sum(x, count, LANES: tl.constexpr, LEVELS: tl.constexpr):
+    """Sum of x [count] fp64, as inside a segment."""
+    lane = tl.arange(0, LANES)
+    total = tl.zeros((LANES,), tl.float64)
+    for start in tl.range(0, count, LANES, loop_unroll_factor=4):  # the loads of four rows are under way at once
+        total += tl.load(x + start + lane, mask=start + lane < count, other=0.0)
+    return fold(total, LEVELS)
+
+
+@triton.jit
+def tensors_kernel(
+    borders,  # [tensors + 1] int64: first partial sum of each
+    partials,
+    squares,  # out [tensors] fp64
+    LANES: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    i = tl.program_id(0)
+    begin = tl.load(borders + i)
+    count = (tl.load(borders + i + 1) - begin).to(tl.int32)
+    tl.store(squares + i, lane_sum(partials + begin, count, LANES, LEVELS))
+
+
+@triton.jit(do_not_specialize=["COUNT"])
+def norm_kernel(
+    squares,  # [COUNT] fp64
+    loss_scale,  # [1] fp32
+    norm,  # out [1] fp64
+    scale,  # out [1] fp32
+    COUNT,
+    max_norm,
+    HAS_LOSS_SCALE: tl.constexpr,
+    LANES: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    by = tl.full((), 1.0, tl.float64)
+    if HAS_LOSS_SCALE:
+        by = tl.load(loss_scale).to(tl.float64)
+    limit = tl.full((), 0.0, tl.float64) + max_norm
+    n = tl.sqrt(lane_sum(squares, COUNT, LANES, LEVELS)) / by
+    factor = tl.where(n > limit, limit / n, 1.0)
+    tl.store(norm, n)
+    tl.store(scale, tl.where(tl.abs(n) < float("inf"), factor / by, float("nan")).to(tl.float32))
+
+
+# ---- launchers -------------------------------------------------------------------------------------------------------
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TABLES = 64
+"""Sets of tensors whose tables are kept on the devices, the most recently used ones."""
+
+
+class Launch(NamedTuple):
+    """One launch: its table on the device, how many tensors and blocks, the place of its first tensor, alignment."""
+
+    table: Tensor
+    count: int
+    blocks: int
+    first: int
+    aligned: bool
+
+
+_launches: OrderedDict[tuple[object, ...], dict[int, tuple[Launch, ...]]] = OrderedDict()
+_captured: list[tuple[Launch, ...]] = []
+
+
+def launches(device: torch.device, key: tuple[object, ...], build: Callable[[], tuple[Launch, ...]]) -> Any:
+    """`build()`, uploaded once a stream and kept for the next call with the same key.
+
+    Nothing waits for an upload: a table is read on the stream that it was sent on. Under capture it must be there
+    already, for the graph would replay the upload from memory that is long gone; a captured table is kept for good.
+
+    Raises:
+        RuntimeError: the key is new and the stream is being captured.
+    """
+    streams = _launches.setdefault(key, {})
+    _launches.move_to_end(key)
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            if not streams:
+                raise RuntimeError(
+                    "adamw_, grad_norm: these tensors are new, and their table of addresses cannot be uploaded under "
+                    "CUDA graph capture; call once with the same tensors before"
+                )
+            _captured.append(next(iter(streams.values())))
+            return _captured[-1]
+        stream = torch.cuda.current_stream(device).cuda_stream
+    if stream not in streams:
+        streams[stream] = build()
+        while len(_launches) > TABLES:
+            _launches.popitem(last=False)
+    return streams[stream]
+
+
+def place(
+    device: torch.device,
+    kind: list[int],
+    sizes: Sequence[int],
+    length: int,
+    addresses: Sequence[Sequence[int]],
+    *more: Sequence[int],
+) -> Launch:
+    """The launch for the tensors `kind`, in blocks of `length` elements; `more` are further rows of its table."""
+    own = [sizes[i] for i in kind]
+    *first, blocks = firsts(own, length)
+    table = upload([first, own, *([row[i] for i in kind] for row in (*addresses, *more))], device)
+    aligned = not any(row[i] % 16 for row in addresses for i in kind)
+    return Launch(table, len(kind), blocks, kind[0], aligned)
+
+
+def upload(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int64 [len(rows), n] on the device."""
+    host = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def firsts(sizes: Sequence[int], length: int) -> list[int]:
+    """First block of each tensor where a block has `length` elements, then the number of all blocks."""
+    return list(itertools.accumulate((-(-n // length) for n in sizes), initial=0))
+
+
+def kinds(*lists: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Places of the tensors of equal dtypes, kind by kind; tensors without elements belong to none."""
+    found: dict[tuple[torch.dtype, ...], list[int]] = {}
+    for i, row in enumerate(zip(*lists, strict=True)):
+        if row[0].numel():
+            found.setdefault(tuple(t.dtype for t in row), []).append(i)
+    return iter(found.values())
+
+
+def adamw_(
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    params: list[Tensor],
+    scale: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    zero_grad: bool,
+) -> None:
+    near_mean, *numbers = coefficients(lr, beta1, beta2, eps, weight_decay, step)
+    lists = [grads, masters, exp_avgs, exp_avg_sqs, *([params] if params else [])]
+    addresses = tuple([tuple([t.data_ptr() for t in tensors]) for tensors in lists])
+    sizes = tuple([t.numel() for t in masters])
+    device = masters[0].device
+
+    def build() -> tuple[Launch, ...]:
+        return tuple(place(device, kind, sizes, BLOCK, addresses) for kind in kinds(grads, params or masters))
+
+    with on_device(masters[0]):
+        key = (device, BLOCK, sizes, addresses, tuple([t.dtype for t in (*grads, *params)]))
+        for each in launches(device, key, build):
+            adamw_kernel[(each.blocks,)](
+                each.table, scale, each.count, *numbers, NEAR_MEAN=near_mean, ZERO_GRAD=zero_grad,
+                HAS_SCALE=scale is not None, HAS_PARAM=bool(params), GRAD_TYPE=TYPES[grads[each.first].dtype],
+                PARAM_TYPE=TYPES[(params or masters)[each.first].dtype], ALIGNED=each.aligned, BLOCK=BLOCK,
+                num_warps=WARPS, **options(),
+            )  # fmt: skip
+
+
+def grad_norm(grads: list[Tensor], loss_scale: Tensor | None, max_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    device = grads[0].device
+    addresses = tuple([t.data_ptr() for t in grads])
+    sizes = tuple([t.numel() for t in grads])
+
+    def build() -> tuple[Launch, ...]:
+        slots = firsts(sizes, NORM_SEGMENT)
+        borders = Launch(upload([slots], device), len(sizes), slots[-1], 0, True)
+        return borders, *(place(device, kind, sizes, NORM_SEGMENT, (addresses,), slots) for kind in kinds(grads))
+
+    with on_device(grads[0]):
+        key = (device, NORM_SEGMENT, sizes, addresses, tuple([t.dtype for t in grads]))
+        borders, *segments = launches(device, key, build)
+        partials = torch.empty(borders.blocks, dtype=torch.float64, device=device)
+        squares = torch.empty(borders.count, dtype=torch.float64, device=device)
+        norm = torch.empty((), dtype=torch.float64, device=device)
+        scale = torch.empty((), dtype=torch.float32, device=device)
+        fixed = {"LANES": SEGMENT, "LEVELS": LEVELS, "num_warps": NORM_WARPS, **options()}
+        for each in segments:
+            squares_kernel[(each.blocks,)](
+                each.table, partials, each.count, GRAD_TYPE=TYPES[grads[each.first].dtype], ALIGNED=each.aligned,
+                SEGMENT=NORM_SEGMENT, ROWS=ROWS, **fixed,
+            )  # fmt: skip
+        tensors_kernel[(borders.count,)](borders.table, partials, squares, **fixed)
+        norm_kernel[(1,)](
+            squares, loss_scale, norm, scale, borders.count, float("inf") if max_norm is None else max_norm,
+            HAS_LOSS_SCALE=loss_scale is not None, **fixed,
+        )  # fmt: skip
+    return norm, scale, squares
+
+
+# ---- ahead of time ---------------------------------------------------------------------------------------------------
+
+
+def _variant(name: str, grad: tl.dtype, param: tl.dtype | None, aligned: bool = True) -> Variant:
+    numbers = ("weight", "beta2", "fresh", "inverse_root", "eps", "rate", "decay")
+    types = {"table": "*i64:16", "scale": "*fp32:16", "COUNT": "i32", **dict.fromkeys(numbers, "fp32")}
+    constants = {
+        "NEAR_MEAN": True, "ZERO_GRAD": aligned, "HAS_SCALE": True, "HAS_PARAM": param is not None, "GRAD_TYPE": grad,
+        "PARAM_TYPE": param or tl.float32, "ALIGNED": aligned, "BLOCK": BLOCK,
+    }  # fmt: skip
+    return Variant(name, adamw_kernel, types, constants, WARPS, main=aligned)
+
+
+_FOLDED = {"LANES": SEGMENT, "LEVELS": LEVELS}
+_SEGMENTS = {"GRAD_TYPE": tl.float32, "ALIGNED": True, "SEGMENT": NORM_SEGMENT, "ROWS": ROWS, **_FOLDED}
+
+AOT: tuple[Variant, ...] = (
+    _variant("adamw fp32 gradients, bf16 parameters", tl.float32, tl.bfloat16),
+    _variant("adamw bf16 gradients and parameters", tl.bfloat16, tl.bfloat16),
+    _variant("adamw fp32", tl.float32, None),
+    _variant("adamw fp16, unaligned", tl.float16, tl.float16, aligned=False),
+    Variant("grad_norm segments", squares_kernel, {"table": "*i64:16", "partials": "*fp64:16", "COUNT": "i32"},
+            _SEGMENTS, NORM_WARPS, main=True),
+    Variant("grad_norm segments bf16", squares_kernel, {"table": "*i64:16", "partials": "*fp64:16", "COUNT": "i32"},
+            {**_SEGMENTS, "GRAD_TYPE": tl.bfloat16}, NORM_WARPS, main=True),
+    Variant("grad_norm tensors", tensors_kernel, {"borders": "*i64:16", "partials": "*fp64:16", "squares": "*fp64:16"},
+            _FOLDED, NORM_WARPS),
+    Variant("grad_norm norm", norm_kernel,
+            {"squares": "*fp64:16", "loss_scale": "*fp32:16", "norm": "*fp64:16", "scale": "*fp32:16", "COUNT": "i32",
+             "max_norm": "fp32"}, {"HAS_LOSS_SCALE": True, **_FOLDED}, NORM_WARPS),
+)  # fmt: skip

@@ -1,0 +1,203 @@
+"""adamw_ and grad_norm: AdamW on fp32 master weights in one pass over many tensors, and the norm that clips it.
+
+Contract: orders.py, `adamw`. Both have the same bits on every device. Nothing waits for the device: the clip factor and
+the decision to skip a step whose gradient is not finite stay there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import stock
+from rlkernel.ops._library import check, define, is_stock
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP32 = (torch.float32,)
+
+
+class GradNorm(NamedTuple):
+    """Result of `grad_norm`, on the gradients' device.
+
+    Attributes:
+        norm: 0-dim fp64, the norm before clipping, with the loss's scale taken out.
+        scale: 0-dim fp32, the factor that clips and takes the loss's scale out; NaN where the norm is not finite.
+            `adamw_` takes it as it is.
+        squares: [n] fp64, sum of squares of each gradient as given: tells which one is not finite.
+    """
+
+    norm: Tensor
+    scale: Tensor
+    squares: Tensor
+
+
+def _norm_fake(grads: list[Tensor], loss_scale: Tensor | None, max_norm: float | None) -> Any:
+    fp64 = grads[0].new_empty((), dtype=torch.float64)
+    return fp64, grads[0].new_empty((), dtype=torch.float32), fp64.new_empty((len(grads),))
+
+
+_adamw = define(
+    "adamw_(Tensor(a!)[] masters, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+    "Tensor(e!)[] params, Tensor? scale, float lr, float beta1, float beta2, float eps, float weight_decay, int step, "
+    "bool zero_grad) -> ()",
+    "adamw",
+    fake=lambda *args: None,
+)
+_grad_norm = define(
+    "grad_norm(Tensor[] grads, Tensor? loss_scale, float? max_norm) -> (Tensor, Tensor, Tensor)",
+    "adamw",
+    fake=_norm_fake,
+)
+
+
+@torch.no_grad()
+def adamw_(
+    params: Sequence[Tensor],  # fp32, bf16 or fp16
+    grads: Sequence[Tensor],  # fp32, bf16 or fp16
+    exp_avgs: Sequence[Tensor],  # fp32
+    exp_avg_sqs: Sequence[Tensor],  # fp32
+    *,
+    lr: float,
+    step: int,
+    masters: Sequence[Tensor] | None = None,  # fp32
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    scale: Tensor | None = None,  # [] fp32
+    zero_grad: bool = False,
+) -> None:
+    """One AdamW update of many tensors, in place, each byte read and written once.
+
+    In fp32, for each element with gradient `grad`, master weight w and moments m, v:
+
+        g = scale * grad
+        m = fma(1 - beta1, g - m, m)                        beta1 <= 1/2: fma(beta1, m - g, g)
+        v = fma((1 - beta2) * g, g, beta2 * v)
+        u = m / fma(sqrt(v), 1 / sqrt(1 - beta2^step), eps)
+        w = w - fma(lr / (1 - beta1^step), u, (lr * weight_decay) * w)
+        param = round(w)
+
+    Square root and division are rounded correctly. What depends on no element (1 - beta1, ...) is computed in fp64 and
+    rounded to fp32 once. This is `torch.optim.AdamW`: decoupled weight decay, which here is added to the step before
+    both leave the weight, so that lr * weight_decay below 2^-24 is not lost.
+
+    Args:
+        params: the model's parameters, contiguous. An fp32 parameter is its own master weight.
+        grads, exp_avgs, exp_avg_sqs: of the shapes of params, contiguous: gradients (an fp32 `main_grad`, or the
+            parameter's `grad`), first and second moments (zeros before step 1).
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        step: number of this update, from 1: for the bias corrections.
+        masters: fp32 master weights; masters[i] is params[i] itself where that is fp32. May be left out where all are.
+        scale: factor of all gradients, a tensor on their device: `grad_norm(...).scale`. Where it is not finite, no
+            weight and no moment changes.
+        zero_grad: sets the gradients to 0 in the same pass, also where the update is skipped.
+
+    Raises:
+        ValueError: lists, shapes, devices or numbers do not fit; the message names list and index.
+        TypeError: a dtype does not fit.
+
+    Source:
+        Loshchilov and Hutter, arXiv:1711.05101.
+    """
+    check(len(params) > 0, lambda: "adamw_: params is empty; pass at least one parameter")
+    if masters is None:
+        masters = params
+    check(lr >= 0, lambda: f"adamw_: lr={lr} must be at least 0")
+    check(all(0 <= b < 1 for b in betas), lambda: f"adamw_: betas={betas} must lie in [0, 1)")
+    check(eps > 0, lambda: f"adamw_: eps={eps} must be above 0, a parameter without a gradient divides by it")
+    check(weight_decay >= 0, lambda: f"adamw_: weight_decay={weight_decay} must be at least 0")
+    check(step >= 1, lambda: f"adamw_: step={step} must be at least 1, the first update")
+    shapes, device = [p.shape for p in params], params[0].device
+    for name, tensors, dtypes in (
+        ("params", params, DTYPES),
+        ("grads", grads, DTYPES),
+        ("exp_avgs", exp_avgs, FP32),
+        ("exp_avg_sqs", exp_avg_sqs, FP32),
+        ("masters", masters, FP32),
+    ):
+        _check_list("adamw_", name, tensors, shapes, device, dtypes)
+    _check_scalar("adamw_", "scale", scale, device)
+    op = stock.adamw_ if is_stock() else _adamw
+    own = [p is w for p, w in zip(params, masters, strict=True)]
+    for kind in sorted(set(own)):
+        chosen = [o == kind for o in own]
+        w, g, m, v, p = (list(compress(ts, chosen)) for ts in (masters, grads, exp_avgs, exp_avg_sqs, params))
+        # A parameter that is its own master is written once.
+        op(w, g, m, v, [] if kind else p, scale, lr, betas[0], betas[1], eps, weight_decay, step, zero_grad)
+    if not torch.compiler.is_compiling():  # autograd then notices a backward through weights that have changed
+        torch.autograd.graph.increment_version([*params, *masters])
+
+
+@torch.no_grad()
+def grad_norm(
+    grads: Sequence[Tensor],  # fp32, bf16 or fp16
+    *,
+    max_norm: float | None = None,
+    loss_scale: Tensor | None = None,  # [] fp32
+) -> GradNorm:
+    """Norm of all gradients together, and the factor that clips it to `max_norm`, without waiting for the device.
+
+    Squares are added in fp64, where they are exact and cannot overflow, in an order that depends on the tensors' sizes
+    alone. scale = min(1, max_norm / norm) / loss_scale, rounded to fp32 once.
+
+    Args:
+        grads: the gradients of a whole model, contiguous, in the order of its parameters.
+        max_norm: limit of the norm; None clips nothing.
+        loss_scale: what the loss was multiplied by (fp16 training), a tensor on the gradients' device.
+
+    Returns:
+        GradNorm(norm, scale, squares). Where a gradient is infinite or NaN, so is the norm, and scale is NaN.
+
+    Raises:
+        ValueError: no gradient, different devices, a gradient that is not contiguous, or max_norm not above 0.
+        TypeError: a dtype does not fit.
+    """
+    check(len(grads) > 0, lambda: "grad_norm: grads is empty; pass at least one gradient")
+    check(max_norm is None or max_norm > 0, lambda: f"grad_norm: max_norm={max_norm} must be above 0; None is no limit")
+    device = grads[0].device
+    _check_list("grad_norm", "grads", grads, [g.shape for g in grads], device, DTYPES)
+    _check_scalar("grad_norm", "loss_scale", loss_scale, device)
+    op = stock.grad_norm if is_stock() else _grad_norm
+    return GradNorm(*op(list(grads), loss_scale, max_norm))
+
+
+def _check_list(
+    op: str,
+    name: str,
+    tensors: Sequence[Tensor],
+    shapes: Sequence[torch.Size],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Every tensor contiguous, on the device, of its shape in `shapes` and of one of `dtypes`."""
+    check(len(tensors) == len(shapes), lambda: f"{op}: {name} has {len(tensors)} tensors, params {len(shapes)}")
+    if (  # comprehensions, since there are hundreds of tensors: the loop below names the first bad one
+        all([t.dtype in dtypes for t in tensors])
+        and [t.shape for t in tensors] == shapes
+        and all([t.device == device for t in tensors])
+        and all([t.is_contiguous() for t in tensors])
+    ):
+        return
+    wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    advice = "; pass fp32 master weights as masters" if name == "masters" else ""
+    for i, (t, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        if t.dtype not in dtypes:
+            raise TypeError(f"{op}: {name}[{i}] is {t.dtype}, expected {wanted}{advice}")
+        if t.shape != shape:
+            raise ValueError(f"{op}: {name}[{i}] is {tuple(t.shape)}, params[{i}] {tuple(shape)}; they must be equal")
+        if t.device != device:
+            raise ValueError(f"{op}: {name}[{i}] is on {t.device}, others on {device}; move it there")
+        if not t.is_contiguous():
+            raise ValueError(f"{op}: {name}[{i}] {tuple(t.shape)} is not contiguous; keep it contiguous")
+
+
+def _check_scalar(op: str, name: str, x: Tensor | None, device: torch.device) -> None:
+    if x is not None:
+        check(
+            x.dtype == torch.float32 and x.numel() == 1 and x.device == device,
+            lambda: f"{op}: {name} is {tuple(x.shape)} {x.dtype} on {x.device}, expected one float32 on {device}",
+        )

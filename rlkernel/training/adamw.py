@@ -1,0 +1,109 @@
+"""AdamW as a `torch.optim.Optimizer` on `ops.adamw_`: fp32 masters and moments beside parameters of any dtype.
+
+Its state_dict has the keys of torch's AdamW, and `master` where the parameter is not fp32; either loads the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel import ops
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with the bits of `ops.adamw_`, one call a group.
+
+    The gradient of a parameter is its `main_grad` where it has one, else its `grad`; a parameter with neither is left
+    alone. Its state: `step` (int), `exp_avg`, `exp_avg_sq` and, where it is not fp32, `master`, all fp32.
+
+    Args:
+        params: parameters or groups of them, as for any torch optimizer; contiguous, fp32, bf16 or fp16.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`; a group may have its own.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of all parameters that have one, in the order of the groups."""
+        found = (gradient(p) for group in self.param_groups for p in group["params"])
+        return [g for g in found if g is not None]
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, zero_grad: bool = False
+    ) -> Any:
+        """One update; `scale` and `zero_grad` as in `ops.adamw_`.
+
+        A step that a `scale` which is not finite skips on the device is counted all the same: the host does not know.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            rows: dict[
+                int, list[tuple[Tensor, ...]]
+            ] = {}  # by the number of the update, which the bias correction asks
+            for p in group["params"]:
+                grad = gradient(p)
+                if grad is not None:
+                    state = self._state_of(p)
+                    state["step"] = int(state["step"]) + 1
+                    row = (p, grad, state["exp_avg"], state["exp_avg_sq"], state.get("master", p))
+                    rows.setdefault(state["step"], []).append(row)
+            for step, chosen in rows.items():
+                params, grads, exp_avgs, exp_avg_sqs, masters = zip(*chosen, strict=True)
+                ops.adamw_(
+                    params,
+                    grads,
+                    exp_avgs,
+                    exp_avg_sqs,
+                    masters=masters,
+                    lr=float(group["lr"]),
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    step=step,
+                    scale=scale,
+                    zero_grad=zero_grad,
+                )
+        return loss
+
+    def _state_of(self, p: Tensor) -> dict[str, Any]:
+        state = self.state[p]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
+        if p.dtype != torch.float32 and "master" not in state:  # a state of torch's has none
+            state["master"] = p.detach().float()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of this class or of `torch.optim.AdamW`; copies its tensors."""
+        super().load_state_dict(state_dict)
+        # torch casts every state to its parameter's dtype; masters and moments are fp32 whatever that is.
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for place, p in zip(places, params, strict=True):
+            for name, value in state_dict["state"].get(place, {}).items():
+                if isinstance(value, Tensor) and name != "step":
+                    self.state[p][name] = value.detach().to(p.device, torch.float32, copy=True)
+
+
+def gradient(p: Tensor) -> Tensor | None:
+    """The fp32 `main_grad` of a parameter, or its `grad`, or None."""
+    main_grad = getattr(p, "main_grad", None)
+    return p.grad if main_grad is None else main_grad

@@ -1,0 +1,140 @@
+"""The optimizer class: torch's protocol and state_dict, fp32 state beside parameters of any dtype."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.contract import assert_bitwise
+from rlkernel.training.adamw import AdamW
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def parameters(*dtypes: torch.dtype) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(40, 3, generator=generator).to(dtype)) for dtype in dtypes]
+
+
+def train(params: list[Any], optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        for i, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)).to(p.dtype)
+        optimizer.step()
+
+
+def assert_same(ours: list[Any], theirs: list[Any]) -> None:
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert_bitwise(a.detach(), b.detach(), f"parameter {i}")
+
+
+def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its state_dict through a file that may hold nothing but tensors and plain values."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_run_continues_from_its_state_with_the_same_bits() -> None:
+    whole, first = parameters(*DTYPES), parameters(*DTYPES)
+    options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    train(whole, AdamW(whole, **options), range(5))
+    start = AdamW(first, **options)
+    train(first, start, range(3))
+    state = saved(start)
+    assert set(state["state"][0]) == {"step", "exp_avg", "exp_avg_sq"} and state["state"][1]["master"].numel() == 120
+    second = [torch.nn.Parameter(p.detach().clone()) for p in first]
+    resumed = AdamW(second)
+    resumed.load_state_dict(state)
+    for name in ("exp_avg", "exp_avg_sq", "master"):
+        assert resumed.state[second[1]][name].dtype == torch.float32
+    train(second, resumed, range(3, 5))
+    assert_same(second, whole)
+    for name, value in state["state"][0].items():
+        now = start.state_dict()["state"][0][name]
+        assert not isinstance(value, Tensor) or torch.equal(now, value), "the loaded tensors were copied"
+
+
+def test_torchs_state_is_loaded_and_ours_by_torch() -> None:
+    theirs = parameters(torch.float32)
+    torchs = torch.optim.AdamW(theirs, lr=1e-3)
+    train(theirs, torchs, range(3))
+    ours = [torch.nn.Parameter(theirs[0].detach().clone())]
+    optimizer = AdamW(ours)
+    optimizer.load_state_dict(saved(torchs))
+    back = [torch.nn.Parameter(theirs[0].detach().clone())]
+    again = torch.optim.AdamW(back)
+    again.load_state_dict(saved(optimizer))
+    for params, chosen in ((theirs, torchs), (ours, optimizer), (back, again)):
+        train(params, chosen, range(3, 6))
+    assert_same(back, theirs)
+    assert optimizer.state[ours[0]]["step"] == 6
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-7)
+
+
+def test_a_bf16_state_without_masters_gets_them_from_the_parameter() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = AdamW(params)
+    optimizer.load_state_dict(
+        {
+            "state": {0: {"step": torch.tensor(2.0), "exp_avg": torch.ones(40, 3), "exp_avg_sq": torch.ones(40, 3)}},
+            "param_groups": [{**optimizer.param_groups[0], "params": [0]}],
+        }
+    )
+    before = params[0].detach().float()
+    train(params, optimizer, range(1))
+    assert optimizer.state[params[0]]["step"] == 3
+    assert 0 < float((optimizer.state[params[0]]["master"] - before).abs().max()) < 1e-2
+
+
+def test_groups_closures_schedules_and_parameters_without_a_gradient() -> None:
+    a, b, c = parameters(torch.float32, torch.float32, torch.float32)
+    optimizer = AdamW([{"params": [a, c], "lr": 0.1, "weight_decay": 0.0}, {"params": [b]}], lr=0.2, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    starts = [p.detach().clone() for p in (a, b, c)]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = a.sum() + b.sum()
+        loss.backward()
+        return loss
+
+    expected = float(a.detach().sum() + b.detach().sum())
+    for step in range(2):
+        loss = optimizer.step(closure)
+        if step == 0:
+            assert float(loss.detach()) == pytest.approx(expected)
+            torch.testing.assert_close(starts[0] - a.detach(), torch.full((40, 3), 0.1))
+            torch.testing.assert_close(starts[1] - b.detach(), torch.full((40, 3), 0.2))
+        schedule.step()
+    torch.testing.assert_close(starts[1] - b.detach(), torch.full((40, 3), 0.3))
+    assert_bitwise(c.detach(), starts[2], "no gradient, no update")
+    assert c not in optimizer.state
+    c.grad = torch.ones_like(c)  # its first update is step 1, whatever the others have behind them
+    optimizer.step()
+    torch.testing.assert_close(starts[2] - c.detach(), torch.full((40, 3), 0.025))
+    assert [optimizer.state[p]["step"] for p in (a, b, c)] == [3, 3, 1]
+
+
+def test_main_grads_clipping_and_skipping() -> None:
+    params = parameters(*DTYPES)
+    for p in params:
+        p.main_grad = torch.full(p.shape, 2.0)  # type: ignore[attr-defined]
+    optimizer = AdamW(params, lr=1e-2, weight_decay=0.0)
+    norm = ops.grad_norm(optimizer.gradients(), max_norm=1.0)
+    assert float(norm.norm) == 2.0 * 240**0.5
+    optimizer.step(scale=norm.scale, zero_grad=True)
+    moment = optimizer.state[params[1]]["exp_avg"]
+    torch.testing.assert_close(moment, torch.full((40, 3), 0.1 * 240**-0.5))
+    assert not any(p.main_grad.any() for p in params)  # type: ignore[attr-defined]
+    before = [p.detach().clone() for p in params]
+    params[0].main_grad[7, 2] = torch.inf  # type: ignore[attr-defined]
+    optimizer.step(scale=ops.grad_norm(optimizer.gradients()).scale, zero_grad=True)
+    assert_same(params, before)
+    assert not any(p.main_grad.any() for p in params) and optimizer.state[params[0]]["step"] == 2  # type: ignore[attr-defined]
