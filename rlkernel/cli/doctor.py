@@ -93,17 +93,24 @@ def _schedules() -> dict[str, Any]:
     """Verdicts on this GPU, after the certification of a few common shapes; why there are none, where that is so."""
     import torch
 
+    from rlkernel.contract.orders import DGRAD_CHUNK
     from rlkernel.kernels import schedule
     from rlkernel.kernels.cuda import linear
 
+    bf16 = torch.bfloat16
     reason = linear.unavailable()
     if reason is None:
         for rows, n, k in _SHAPES:
-            x, dy, w = (
-                torch.randn(a, b, dtype=torch.bfloat16, device="cuda") for a, b in ((rows, k), (rows, n), (n, k))
-            )
+            x, dy, w = (torch.randn(a, b, dtype=bf16, device="cuda") for a, b in ((rows, k), (rows, n), (n, k)))
             linear.linear.verdict(x, w, None, 1, 1, None)
             linear.linear_dgrad.verdict(dy, w, 1)
+            linear.wgrad_chunk.verdict(torch.empty_like(w), dy, x, True)
+            linear.wgrad_chunk.verdict(torch.zeros_like(w, dtype=torch.float32), dy, x, False)
+        running, block, w = (
+            torch.zeros(a, b, dtype=dtype, device="cuda")
+            for a, b, dtype in ((2048, 1024, torch.float32), (2048, DGRAD_CHUNK, bf16), (DGRAD_CHUNK, 1024, bf16))
+        )
+        linear.add_dgrad.verdict(running, block, w, False)
     _train_a_head()
     uncertified = [
         {"op": op.family.op, "shape": shape, "reason": why}

@@ -12,22 +12,23 @@ CONTRACT_ID = "rlk-1"
 
 K_GROUP = 16
 """linear: products fused per step of the fp32 chain on tensor cores; a CPU fuses one."""
+VOCAB_TILE = 128
+"""log-probability: vocabulary entries per tile of the log-sum-exp."""
 WGRAD_TOKENS = 8192
 """linear, GPU: tokens per chunk of a weight gradient; chunks are added in fp32, ascending."""
 SUM_TOKENS = 256
 """GPU: tokens per chunk of the gradient of a bias or a norm's weight; chunks are added in fp32, ascending."""
 DGRAD_WHOLE = 32768
 """linear, GPU: largest N over which an input gradient is one chain."""
-DGRAD_CHUNK = 8192
-"""linear, GPU: chunks of a larger N, each a chain from +0, added in fp32, ascending."""
+DGRAD_CHUNK = 152 * VOCAB_TILE
+"""linear, GPU: chunks of a larger N, each a chain from +0, added in fp32, ascending. Eight for Qwen3's head: enough to
+fill a GPU at few tokens, few enough that their sum costs a product of many tokens little."""
 LANES = 16
 """CPU row sums: element j goes to lane j mod 16, lanes are folded in halves (8, 4, 2, 1)."""
 ATTENTION_BLOCK = 64
 """attention: keys per online-softmax block, from each sequence's first key."""
 ATTENTION_SPLIT = 2048
 """attention: keys per split; splits are closed (normalised, with LSE) and merged ascending."""
-VOCAB_TILE = 128
-"""log-probability: vocabulary entries per tile of the log-sum-exp."""
 FIXED_POINT_BITS = 23
 """log-probability: fraction bits of the order-free integer sums inside a vocabulary tile."""
 ROW_POINT_BITS = 40

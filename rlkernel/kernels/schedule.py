@@ -71,7 +71,7 @@ class Family:
     Attributes:
         op: the op's name.
         anchor: the definition of the bits.
-        key: shape class of a call, from the op's arguments; M enters as a bucket. Called every time: keep it short.
+        key: shape class of a call, from the op's arguments; M enters as a bucket.
         describe: the shape class as plain data, without the device's index.
         device: the device of a shape class.
         rows: row counts to compare, the last of which is timed.
@@ -82,6 +82,8 @@ class Family:
         versions: further library versions that a verdict depends on.
         mutates: positions of the arguments that the op writes (None among them is allowed). Every run of a comparison
             gets copies of its own, and they count among its results, after what it returns.
+        call: what decides the shape class of a call, taken at every call: as cheap as it can be had, M as it is.
+            Default: `key`.
     """
 
     op: str
@@ -96,6 +98,7 @@ class Family:
     unavailable: Callable[[], str | None] = lambda: None
     versions: Callable[[], dict[str, str]] = dict
     mutates: Sequence[int] = ()
+    call: Callable[..., Key] | None = None
 
 
 def values(
@@ -435,6 +438,7 @@ _lock = threading.RLock()
 _ops: dict[str, ScheduledOp] = {}
 _strict = False
 _off: tuple[frozenset[str], ...] = ()  # one set a nested `without`; an empty set switches every schedule off
+MOST_CALLS = 1 << 14  # calls that an op remembers, beyond which it forgets all: row counts are without end
 
 
 def _is_off(name: str) -> bool:
@@ -448,30 +452,34 @@ def _capturing(device: torch.device) -> bool:
 class ScheduledOp:
     """An op that calls the schedule chosen for the shape class of its arguments; callable like the op.
 
-    Warm, a call costs its key and one dictionary lookup. The first call of a class certifies or reads the verdict.
-    Under graph capture nothing is certified: a class that is not settled yet runs its anchor there.
+    Warm, a call costs what decides it and one dictionary lookup. The first call of a class certifies or reads the
+    verdict. Under graph capture nothing is certified: a class that is not settled yet runs its anchor there.
     """
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self._key = family.key
-        self._chosen: dict[Key, Run] = {}
+        self._call = family.call or family.key
+        self._runs: dict[Key, Run] = {}  # by what decides a call
         self._verdicts: dict[Key, Verdict] = {}
         self._bound: dict[Key, dict[str, Run]] = {}
         self._failed: dict[Key, str] = {}
         _ops[family.op] = self
 
     def __call__(self, *args: Any) -> Any:
-        key = self._key(*args)
-        run = self._chosen.get(key)
+        call = self._call(*args)
+        run = self._runs.get(call)
         if run is None:
-            run = self._settle(key)
+            run, settled = self._settle(self.family.key(*args))
+            if settled:
+                if len(self._runs) >= MOST_CALLS:
+                    self._runs.clear()
+                self._runs[call] = run
         return run(*args)
 
     def forget(self, verdicts: bool = False) -> None:
         """Decides anew at the next call; with `verdicts` also what this process knows of the files."""
         with _lock:
-            self._chosen.clear()
+            self._runs.clear()
             self._failed.clear()
             if verdicts:
                 self._verdicts.clear()
@@ -480,14 +488,14 @@ class ScheduledOp:
     def verdict(self, *args: Any) -> Verdict | None:
         """The verdict for the shape class of these arguments, certified now where there is none yet; None where no
         schedule computes the class or nothing can be certified."""
-        key = self._key(*args)
+        key = self.family.key(*args)
         self._settle(key)
         return self._verdicts.get(key)
 
     def chosen(self, *args: Any) -> str:
         """Name of the schedule that computes these arguments at present, ANCHOR included."""
-        key = self._key(*args)
-        run = self._settle(key)
+        key = self.family.key(*args)
+        run, _ = self._settle(key)
         bound = self._bound.get(key, {})
         return next((name for name, fn in bound.items() if fn is run), ANCHOR)
 
@@ -503,13 +511,15 @@ class ScheduledOp:
         """Shape classes met so far that no schedule computes on their device: they run the anchor."""
         return [self.family.describe(key) for key in self._bound if key not in self._verdicts]
 
-    def _settle(self, key: Key) -> Run:
+    def _settle(self, key: Key) -> tuple[Run, bool]:
+        """What computes a shape class, and whether that stays so."""
         with _lock:
             family = self.family
-            capturing = _capturing(family.device(key))
             if key not in self._bound:
                 reason = self._failed.get(key) or family.unavailable()
+                capturing = False
                 if reason is None and any(schedule.supports(key) for schedule in family.schedules):
+                    capturing = _capturing(family.device(key))
                     if capturing:
                         reason = "its first use fell into a CUDA graph capture; run the shape once before"
                     else:
@@ -519,14 +529,10 @@ class ScheduledOp:
                 if reason is not None:
                     if _strict:
                         raise UncertifiedError(f"{family.op} {family.describe(key)} is not certified: {reason}")
-                    if not capturing:
-                        self._chosen[key] = family.anchor
-                    return family.anchor
-            run = family.anchor
-            if key in self._verdicts:
-                run = self._bound[key].get(self._verdicts[key].fastest(_is_off), family.anchor)
-            self._chosen[key] = run
-            return run
+                    return family.anchor, not capturing
+            if key not in self._verdicts:
+                return family.anchor, True
+            return self._bound[key].get(self._verdicts[key].fastest(_is_off), family.anchor), True
 
     def _judge(self, key: Key) -> str | None:
         """Reads or makes the verdict of a class; returns why there is none."""
@@ -571,7 +577,7 @@ def scheduled_ops() -> tuple[ScheduledOp, ...]:
 def _decide_anew() -> None:
     for op in _ops.values():
         with _lock:
-            op._chosen.clear()
+            op._runs.clear()
 
 
 def set_strict(on: bool) -> None:

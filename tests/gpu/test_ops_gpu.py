@@ -422,7 +422,8 @@ def test_linear_logprob_in_every_tile_and_block(
     _, entropy, _, stats = expected
     gradients = []
     for chunk in (8192, 256, 128):
-        # Every sum over v is short of one chunk of the real size; smaller ones are another order for dhidden alone.
+        # Every sum over v is short of one chunk of the first size; smaller ones are another order for dhidden alone.
+        monkeypatch.setattr(linear_logprob, "DGRAD_WHOLE", 0)
         monkeypatch.setattr(linear_logprob, "DGRAD_CHUNK", chunk)
         upstream = (data(2, tokens), data(3, tokens), None, None)
         grad = torch.ones(v, c, device=DEVICE)
@@ -479,7 +480,7 @@ def test_linear_logprob_memory_is_bounded() -> None:
     (out.logp.sum() + out.entropy.sum()).backward()
     torch.cuda.synchronize()
     used = torch.cuda.max_memory_allocated() - before
-    assert used < 320 << 20, f"{used >> 20} MiB for logits of {(tokens * v * 4) >> 20} MiB"
+    assert used < 400 << 20, f"{used >> 20} MiB for logits of {(tokens * v * 4) >> 20} MiB"
 
 
 def test_offsets_past_2_to_the_31() -> None:

@@ -68,6 +68,48 @@ def test_cublaslt_is_certified(m: int, n: int, k: int, record: Callable[..., Non
 
 
 @hopper
+@pytest.mark.parametrize("tokens", (1, 64, 5000, 8192))
+@pytest.mark.parametrize("n,k", ((1024, 3072), (6144, 4096), (19456, 1024)))
+def test_weight_gradients_are_certified(tokens: int, n: int, k: int, record: Callable[..., None]) -> None:
+    from rlkernel.kernels.cuda import linear
+
+    dy, x = rand(tokens, n), rand(tokens, k)
+    for dtype, fresh in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, False)):
+        start = torch.randn(n, k, device="cuda").to(dtype)
+        verdict = linear.wgrad_chunk.verdict(start, dy, x, fresh)
+        assert any(trial.certified for trial in cublaslt(verdict)), verdict
+        grad, expected = start.clone(), start.clone()
+        with schedule.strict():
+            linear.wgrad_(grad, dy, x, fresh)
+        linear.anchor.wgrad_(expected, dy, x, fresh)
+        assert_bitwise(grad, expected, f"[{tokens}, {n}, {k}] onto {dtype}, fresh {fresh}")
+    record(cases=3, tokens=tokens, mismatches=0)
+
+
+@hopper
+@pytest.mark.parametrize("m", (1, 16, 64, 256, 2048))
+def test_input_gradients_of_a_head_are_certified(m: int, record: Callable[..., None]) -> None:
+    from rlkernel.contract.orders import DGRAD_CHUNK
+    from rlkernel.kernels.cuda import linear
+
+    n, k = 3 * DGRAD_CHUNK + 4480, 1024
+    dy, w = rand(m, n), rand(n, k)
+    verdict = linear.linear_dgrad.verdict(dy, w, 1)
+    assert verdict is not None and all(trial.certified or trial.first is None for trial in verdict.trials), verdict
+    assert any(trial.certified for trial in verdict.trials)
+    expected = linear.anchor.linear_dgrad(dy, w, 1)
+    for name, run in linear.linear_dgrad._bound[linear.linear_dgrad.family.key(dy, w, 1)].items():
+        assert_bitwise(run(dy, w, 1), expected, f"{m} rows by {name}")
+    running = torch.full((m, k), float("nan"), device="cuda")
+    with schedule.strict():
+        for first in range(0, n, DGRAD_CHUNK):
+            piece = slice(first, first + DGRAD_CHUNK)
+            linear.add_dgrad_(running, dy[:, piece].contiguous(), w[piece], first == 0)
+    assert_bitwise(running.to(dy.dtype), expected, f"{m} rows, chunk by chunk")
+    record(cases=2, tokens=m, mismatches=0)
+
+
+@hopper
 @pytest.mark.parametrize("chunks", (1, 4))
 @pytest.mark.parametrize("bias", (False, True), ids=("plain", "bias"))
 @pytest.mark.parametrize("out", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
@@ -117,6 +159,38 @@ def test_a_planted_wrong_schedule_is_refused(switch: dict[str, bool], record: Ca
     (trial,) = verdict.trials
     assert not trial.certified and trial.first is not None and trial.first["mismatches"] > 0 and not bound
     record(cases=1, tokens=64, mismatches=0)
+
+
+def chain_continued(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
+    """The chain begins with what the buffer holds, not with 0."""
+    from rlkernel.kernels.triton.linear import gemm
+
+    gemm(dy.t(), x, grad, start=grad)
+
+
+def halves_of_tokens(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
+    half = len(dy) // 2
+    for piece in (slice(0, half), slice(half, None)):
+        grad += dy[piece].float().t() @ x[piece].float()
+
+
+def tokens_descending(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
+    from rlkernel.kernels.triton.linear import wgrad_
+
+    wgrad_(grad, dy.flip(0), x.flip(0), fresh)
+
+
+@pytest.mark.parametrize("wrong", (chain_continued, halves_of_tokens, tokens_descending), ids=lambda run: run.__name__)
+def test_a_planted_wrong_weight_gradient_is_refused(wrong: Callable[..., None], record: Callable[..., None]) -> None:
+    from rlkernel.kernels.cuda import linear
+
+    family = dataclasses.replace(
+        linear.wgrad_chunk.family, schedules=(schedule.Schedule("planted", lambda key: wrong),)
+    )
+    key = family.key(torch.zeros(256, 512, device="cuda"), rand(300, 256), rand(300, 512), False)
+    (trial,) = schedule.certify(family, key)[0].trials
+    assert not trial.certified and trial.first is not None and trial.first["mismatches"] > 0
+    record(cases=1, tokens=300, mismatches=0)
 
 
 def test_bits_do_not_depend_on_schedules_in_a_graph_or_out_of_it(record: Callable[..., None]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rlkernel.cli import doctor
+from rlkernel.contract import assert_bitwise
 from rlkernel.kernels.cuda import linear as cuda
 
 
@@ -54,6 +58,130 @@ def test_what_cublaslt_is_asked_for() -> None:
     ):
         assert not cuda._cublaslt_supports(key(x, weight, None, chunks))
     assert not cuda._cublaslt_supports(cuda._linear_key(rand(2, 64), w, None, 1, 1, None)), "a CPU tensor"
+
+
+def test_the_gradients_of_one_class() -> None:
+    grad, dy, x = torch.zeros(48, 64), rand(100, 48), rand(100, 64)
+    s = cuda._shape(cuda._wgrad_key(grad, dy, x, False))
+    assert (s.rows, s.n, s.k, s.out, s.fresh) == (128, 64, 128, torch.float32, False)
+    assert cuda._describe(cuda._wgrad_key(grad, dy, x, False))["T"] == 128
+    on = lambda key: cuda._cublaslt_supports((0, *key[1:]))
+    assert on(cuda._wgrad_key(grad, dy, x, False)) and on(cuda._wgrad_key(grad.bfloat16(), dy, x, True))
+    assert not on(cuda._wgrad_key(grad.bfloat16(), dy, x, False)), "a sum that goes on is fp32"
+    assert not on(cuda._wgrad_key(grad.t().contiguous().t(), dy, x, False))
+    running = torch.zeros(100, 64)
+    s = cuda._shape(cuda._add_key(running, dy, rand(48, 64), True))
+    assert (s.rows, s.n, s.k, s.is_head) == (128, 64, 48, False)
+    head = cuda._shape((0, 16, torch.Size((cuda.DGRAD_WHOLE + 8, 64)), torch.bfloat16, None, False, 1, True, "dgrad"))
+    assert head.is_head and not head._replace(chunks=2).is_head and not head._replace(form="forward").is_head
+
+
+def calls() -> list[tuple[Callable[..., tuple], Callable[..., tuple], tuple]]:
+    """(what decides a call, its class, arguments) of every op in many shapes."""
+    w, wide, odd = rand(48, 64), rand(48, 128), rand(130)[2:].view(2, 64)
+    found: list[tuple[Callable[..., tuple], Callable[..., tuple], tuple]] = []
+    xs = (rand(1, 64), rand(2, 64), rand(16, 64), rand(17, 64), rand(2, 128)[:, :64], odd, rand(2, 64).half())
+    for x, bias, chunks, out in itertools.product(xs, (None, rand(48), rand(96)[::2]), (1, 2), (None, torch.float32)):
+        found.append((cuda._linear_call, cuda._linear_key, (x, w.to(x.dtype), bias, chunks, 1, out)))
+    for dy, weight, chunks in itertools.product((rand(1, 48), rand(16, 48), rand(2, 96)[:, :48]), (w, wide), (1, 2)):
+        found.append((cuda._dgrad_call, cuda._dgrad_key, (dy, weight, chunks)))
+    for t, fresh, dtype in itertools.product((1, 2, 16, 40), (False, True), (torch.float32, torch.bfloat16)):
+        grad = torch.zeros(48, 64, dtype=dtype)
+        found.append((cuda._onto_call, cuda._wgrad_key, (grad, rand(t, 48), rand(t, 64), fresh)))
+        found.append((cuda._onto_call, cuda._wgrad_key, (grad.t().contiguous().t(), rand(t, 48), rand(t, 64), fresh)))
+    return found
+
+
+def test_what_decides_a_call_decides_its_class() -> None:
+    classes: dict[tuple, tuple] = {}
+    for call, key, arguments in calls():
+        decided = (key.__name__, call(*arguments))
+        assert classes.setdefault(decided, key(*arguments)) == key(*arguments)
+    assert len(set(classes.values())) > 50
+    for t in (4, 9):  # the two products onto a buffer are told apart by the op, and T by a's shape
+        assert cuda._onto_call(torch.zeros(4, 9), rand(t, 4), rand(t, 9), True)[1] == (t, 4)
+
+
+def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
+    for op in (cuda.linear, cuda.linear_dgrad, cuda.add_dgrad, cuda.wgrad_chunk):
+        names = [schedule.name for schedule in op.family.schedules]
+        assert len(set(names)) == len(names)
+    for offer in (*cuda.OFFERS, *cuda.HEAD_OFFERS):
+        fitted = cuda.anchor.fit(offer.tile, 1 << 20, 2, 232448)
+        assert fitted == offer.tile, "smaller than it says"
+    for n, m in itertools.product((1024, 4096, 24576), (1, 16, 32, 64)):
+        s = cuda.Shape(0, m, torch.Size((n, 512)), torch.bfloat16, None, False, 1, True, "forward")
+        offered = [schedule.name for schedule in cuda.linear.family.schedules if schedule.supports(tuple(s))]
+        assert any(name.startswith("triton.") for name in offered), (n, m)
+        assert not any("head" in name for name in offered)
+
+
+def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
+    """A tensor over memory that is not its own."""
+    bytes_ = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(bytes_, dtype=dtype)
+
+
+def test_the_products_of_a_head_and_of_a_chunk_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses, lengths and the sums, with cuBLASLt's place taken by torch on whole numbers."""
+    asked: list[tuple] = []
+    chosen = cuda.Plan(0, 0, "torch")
+    monkeypatch.setattr(cuda, "plan", lambda *args: (asked.append(args), chosen)[1])
+    monkeypatch.setattr(cuda, "DGRAD_CHUNK", 32)
+    monkeypatch.setattr(cuda, "DGRAD_WHOLE", 64)
+
+    def launcher(device: int, which: cuda.Plan) -> Callable[..., None]:
+        _, _, n, _, _, a_row, b_row, a_by_k, _, dtype, out_dtype, _, _ = asked[-1]
+
+        def run(m: int, k: int, a: int, b: int, bias: None, add: bool, out: Tensor) -> None:
+            left = memory(a, (k if a_by_k else m) * a_row - (0 if a_by_k else a_row - k), dtype)
+            left = left.as_strided((m, k), (1, a_row) if a_by_k else (a_row, 1))
+            right = memory(b, k * b_row, dtype).as_strided((k, n), (b_row, 1))
+            total = left.float() @ right.float() + (out.float() if add else 0)
+            out.copy_(total.to(out_dtype))
+
+        return run
+
+    monkeypatch.setattr(cuda, "_launcher", launcher)
+    whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
+    dy, w, x = whole(5, 80), whole(80, 24), whole(5, 24)
+    s = cuda._shape((0, *cuda._dgrad_key(dy, w, 1)[1:]))
+    head, _ = cuda._head(s, 0)
+    assert_bitwise(head(dy, w), (dy.float() @ w.float()).bfloat16(), "three chunks, the last shorter")
+    assert asked[-1][1:8] == (16, 24, 32, 1, 80, 24, False)
+    start = torch.randint(-9, 9, (80, 24)).float()
+    for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
+        grad = start.to(out, copy=True)
+        onto, _ = cuda._onto(cuda._shape((0, *cuda._wgrad_key(grad, dy, x, fresh)[1:])), 0)
+        onto(grad, dy, x, fresh)
+        assert_bitwise(grad, (dy.float().t() @ x.float() + (0 if fresh else start)).to(out), f"tokens, {fresh}, {out}")
+    running = torch.ones(5, 24)
+    onto, _ = cuda._onto(cuda._shape((0, *cuda._add_key(running, dy, w, False)[1:])), 0)
+    onto(running, dy, w, False)
+    assert_bitwise(running, dy.float() @ w.float() + 1, "a chunk of a head")
+
+
+def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "WGRAD_TOKENS", 32)
+    seen: list[tuple[int, bool]] = []
+
+    def chunk(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
+        seen.append((dy.shape[0], fresh))
+        assert grad.dtype == torch.float32 or dy.shape[0] <= 32
+        total = dy.float().t() @ x.float()
+        grad.copy_(total if fresh else grad + total)
+
+    monkeypatch.setattr(cuda, "wgrad_chunk", chunk)
+    dy, x = torch.randint(-4, 5, (80, 16)).bfloat16(), torch.randint(-4, 5, (80, 24)).bfloat16()
+    expected = dy.float().t() @ x.float()
+    assert_bitwise(cuda.linear_wgrad(dy, x), expected.bfloat16(), "rounded once")
+    assert seen == [(32, True), (32, False), (16, False)]
+    grad = torch.ones(16, 24)
+    cuda.linear_wgrad_(grad, dy, x)
+    assert_bitwise(grad, expected + 1, "main_grad continued")
+    assert seen[3:] == [(32, False), (32, False), (16, False)]
+    cuda.linear_wgrad(dy[:32], x[:32])
+    assert seen[6:] == [(32, True)]
 
 
 def test_doctor_prints_verdicts_and_the_first_differing_element() -> None:

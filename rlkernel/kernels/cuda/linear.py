@@ -26,13 +26,41 @@ RANKS = 4  # answers of cuBLASLt's heuristic that compete
 MOST_WORKSPACE = 32 << 20
 LARGEST_BUCKET = 16384
 SAMPLE_BYTES = 3 << 29  # limit on the largest matrix of a comparison, 1.5 GiB
-BATCHED_ROWS = 256  # most rows at which a head's input gradient keeps one fp32 partial sum a chunk
-# Decode-size tiles beside the anchor's own choice.
-TILES = (
-    anchor.Tile(16, 32, 128, 4, 4),
-    anchor.Tile(16, 64, 128, 4, 4),
-    anchor.Tile(16, 128, 128, 4, 3),
-    anchor.Tile(64, 32, 128, 4, 4),
+SPLIT_ROWS = 512  # most rows at which a head's input gradient keeps one fp32 partial sum a chunk
+ANY = 1 << 40
+
+
+class Offer(NamedTuple):
+    """A Triton tile for products of least..most rows and a width n of narrow..wide."""
+
+    least: int
+    most: int
+    narrow: int
+    wide: int
+    tile: anchor.Tile
+
+
+# One chain over K leaves few programs where n is small: narrow tiles with long blocks of K, and as many bytes under way
+# as shared memory holds.
+OFFERS = (
+    Offer(1, 16, 1, 2048, anchor.Tile(16, 16, 512, 1, 4)),
+    Offer(1, 16, 1, 2048, anchor.Tile(16, 8, 512, 1, 5)),
+    Offer(1, 16, 1, 2048, anchor.Tile(16, 16, 256, 4, 7, tma=False)),
+    Offer(1, 16, 2049, ANY, anchor.Tile(16, 32, 128, 4, 12, tma=False)),
+    Offer(1, 16, 2049, ANY, anchor.Tile(16, 32, 256, 4, 5)),
+    Offer(1, 16, 2049, ANY, anchor.Tile(16, 64, 256, 4, 5)),
+    Offer(1, 16, 2049, ANY, anchor.Tile(16, 64, 128, 4, 5)),
+    Offer(17, 64, 1, 2048, anchor.Tile(64, 16, 256, 4, 5)),
+    Offer(17, 64, 2049, ANY, anchor.Tile(64, 32, 128, 4, 9)),
+    Offer(17, 64, 2049, ANY, anchor.Tile(64, 64, 128, 4, 7)),
+    Offer(65, 256, 2049, ANY, anchor.Tile(64, 128, 64, 4, 9)),
+)
+# The input gradient of a head: every program one chunk of a tile, above SPLIT_ROWS all of them.
+HEAD_OFFERS = (
+    Offer(1, 16, 1, ANY, anchor.Tile(16, 64, 256, 4, 3)),
+    Offer(1, 16, 1, ANY, anchor.Tile(16, 64, 128, 4, 6)),
+    Offer(17, 64, 1, ANY, anchor.Tile(64, 64, 64, 4, 7)),
+    Offer(65, ANY, 1, ANY, anchor.Tile(128, 128, 64, 8, 6)),
 )
 
 
@@ -87,9 +115,7 @@ def _dense(*operands: Tensor) -> bool:
 def _linear_key(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
 ) -> Key:
-    dense = not (x.data_ptr() | weight.data_ptr()) & 15 and x.is_contiguous() and weight.is_contiguous()
-    if bias is not None:
-        dense = dense and bias.is_contiguous() and not bias.data_ptr() & 15
+    dense = _dense(x, weight) if bias is None else _dense(x, weight, bias)
     return (
         x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks, dense,
         "forward",
@@ -97,8 +123,9 @@ def _linear_key(
 
 
 def _dgrad_key(dy: Tensor, weight: Tensor, chunks: int) -> Key:
-    dense = not (dy.data_ptr() | weight.data_ptr()) & 15 and dy.is_contiguous() and weight.is_contiguous()
-    return (dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, dense, "dgrad")
+    return (
+        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, _dense(dy, weight), "dgrad",
+    )  # fmt: skip
 
 
 def _add_key(running: Tensor, dy: Tensor, weight: Tensor, fresh: bool) -> Key:
@@ -112,6 +139,33 @@ def _wgrad_key(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Key:
     return (
         dy.get_device(), bucket(dy.shape[0]), grad.shape, dy.dtype, grad.dtype, False, 1, _dense(grad, dy, x), "wgrad",
         fresh,
+    )  # fmt: skip
+
+
+# What decides a call, taken at every call. Each attribute of a tensor costs tens of nanoseconds: shapes stay whole.
+
+
+def _linear_call(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
+) -> Key:
+    return (
+        x.shape, weight.shape, x.dtype, out_dtype, chunks, x.get_device(), 2 if bias is None else _dense(bias),
+        not (x.data_ptr() | weight.data_ptr()) & 15 and x.is_contiguous() and weight.is_contiguous(),
+    )  # fmt: skip
+
+
+def _dgrad_call(dy: Tensor, weight: Tensor, chunks: int) -> Key:
+    return (
+        dy.shape, weight.shape, dy.dtype, chunks, dy.get_device(),
+        not (dy.data_ptr() | weight.data_ptr()) & 15 and dy.is_contiguous() and weight.is_contiguous(),
+    )  # fmt: skip
+
+
+def _onto_call(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> Key:
+    return (
+        out.shape, a.shape, a.dtype, out.dtype, fresh, a.get_device(),
+        not (out.data_ptr() | a.data_ptr() | b.data_ptr()) & 15
+        and out.is_contiguous() and a.is_contiguous() and b.is_contiguous(),
     )  # fmt: skip
 
 
@@ -136,7 +190,7 @@ def _device(key: Key) -> torch.device:
 
 def _rows(key: Key) -> list[int]:
     s = _shape(key)
-    width = sum(s.weight) if s.form == "wgrad" else s.n
+    width = sum(s.weight) if s.form == "wgrad" else max(s.n, s.k)
     most = max(1, SAMPLE_BYTES // (width * 4))
     low = {1: 1, 16: 2}.get(s.rows, s.rows // 2 + 1)
     return sorted({min(m, most) for m in (low, (low + s.rows) // 2 | 1, s.rows)})
@@ -290,40 +344,21 @@ def _product(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor | No
     return run, chosen.algorithm
 
 
-def _head(s: Shape, rank: int, batched: bool) -> tuple[Callable[[Tensor, Tensor], Tensor], str]:
-    """(dy, weight) -> dx of a head, chunk after chunk onto one fp32 sum, or all chunks at once and a fold."""
-    whole, tail = divmod(s.k, DGRAD_CHUNK)
-    batch = whole if batched else 1
-    chosen = plan(
-        s.device, s.rows, s.n, DGRAD_CHUNK, batch, s.k, s.n, False, False, s.dtype, torch.float32, False, rank
-    )  # fmt: skip
+def _head(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor], Tensor], str]:
+    """(dy, weight) -> dx of a head, chunk after chunk onto one fp32 sum."""
+    chosen = plan(s.device, s.rows, s.n, DGRAD_CHUNK, 1, s.k, s.n, False, False, s.dtype, torch.float32, False, rank)
     launch, n, size = _launcher(s.device, chosen), s.n, s.dtype.itemsize
-    algorithm = chosen.algorithm
-    if batched and tail:
-        last = plan(s.device, s.rows, n, tail, 1, s.k, n, False, False, s.dtype, torch.float32, False, 0)
-        launch_tail = _launcher(s.device, last)
-        algorithm += f"; then {last.algorithm}"
 
     def run(dy: Tensor, weight: Tensor) -> Tensor:
         m, a, b = dy.shape[0], dy.data_ptr(), weight.data_ptr()
         with common.on_device(dy):
-            out = torch.empty((m, n), dtype=s.out, device=dy.device)
-            if batched:
-                partials = torch.empty((whole + (tail > 0), m, n), dtype=torch.float32, device=dy.device)
-                launch(m, DGRAD_CHUNK, a, b, None, False, partials)
-                if tail:
-                    first = whole * DGRAD_CHUNK
-                    launch_tail(m, tail, a + first * size, b + first * n * size, None, False, partials[whole])
-                anchor.ascend(partials, None, out)
-            else:
-                total = torch.empty((m, n), dtype=torch.float32, device=dy.device)
-                for first in range(0, s.k, DGRAD_CHUNK):
-                    k = min(DGRAD_CHUNK, s.k - first)
-                    launch(m, k, a + first * size, b + first * n * size, None, first > 0, total)
-                out.copy_(total)
-        return out
+            total = torch.empty((m, n), dtype=torch.float32, device=dy.device)
+            for first in range(0, s.k, DGRAD_CHUNK):
+                k = min(DGRAD_CHUNK, s.k - first)
+                launch(m, k, a + first * size, b + first * n * size, None, first > 0, total)
+            return total.to(s.out)
 
-    return run, algorithm
+    return run, chosen.algorithm
 
 
 def _onto(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor, bool], None], str]:
@@ -350,11 +385,12 @@ def _cublaslt_supports(key: Key) -> bool:
         and s.dtype in (torch.bfloat16, torch.float16)
         and (s.out == torch.float32 or (s.out == s.dtype and s.fresh))
         and all(d % 8 == 0 for d in s.weight)
+        and not (s.is_head and s.rows <= 64)  # a launch a chunk, each short of rows
         and (s.form == "wgrad" or s.k % (8 * s.chunks) == 0)
     )
 
 
-def _cublaslt(rank: int, form: str, batched: bool = False) -> Schedule:
+def _cublaslt(rank: int, form: str) -> Schedule:
     def bind(key: Key) -> Run:
         s = _shape(key)
         call: Any
@@ -365,7 +401,7 @@ def _cublaslt(rank: int, form: str, batched: bool = False) -> Schedule:
             onto, algorithm = _onto(s, rank)
             call = lambda out, a, b, fresh: onto(out, a, b, fresh)
         elif s.is_head:
-            head, algorithm = _head(s, rank, batched)
+            head, algorithm = _head(s, rank)
             call = lambda dy, weight, chunks: head(dy, weight)
         else:
             run, algorithm = _product(s, rank)
@@ -373,33 +409,35 @@ def _cublaslt(rank: int, form: str, batched: bool = False) -> Schedule:
         call.note = f"; {algorithm}"
         return call
 
-    def supports(key: Key) -> bool:
-        s = _shape(key)
-        return _cublaslt_supports(key) and (not batched or (s.is_head and s.rows <= BATCHED_ROWS))
-
-    return Schedule(f"cublaslt.batched.{rank}" if batched else f"cublaslt.{rank}", bind, supports)
+    return Schedule(f"cublaslt.{rank}", bind, _cublaslt_supports)
 
 
 # ---- Triton tiles --------------------------------------------------------------------------------
 
 
-def _tile(tile: anchor.Tile, dgrad: bool) -> Schedule:
+def _tile(offer: Offer, dgrad: bool, head: bool = False) -> Schedule:
+    tile = offer.tile
+
     def supports(key: Key) -> bool:
         s = _shape(key)
-        small = s.rows <= 16 if tile.m == 16 else 16 < s.rows <= 64
-        one_chain = s.chunks == 1 and not s.is_head
-        return s.device >= 0 and s.dense and s.rows > 0 and small and one_chain and s.dtype.itemsize == 2
+        return (
+            s.device >= 0 and s.dense and s.chunks == 1 and s.dtype.itemsize == 2 and s.is_head == head
+            and offer.least <= s.rows <= offer.most and offer.narrow <= s.n <= offer.wide
+        )  # fmt: skip
 
     def bind(key: Key) -> Run:
         s = _shape(key)
+        split = -(-s.k // DGRAD_CHUNK) if s.rows <= SPLIT_ROWS else 1
 
         def run(a: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:
             out = torch.empty((a.shape[0], s.n), dtype=s.out, device=a.device)
+            if head:
+                return anchor.ascending(a, weight, out, DGRAD_CHUNK, tile=tile._replace(split=split))
             return anchor.gemm(a, weight if dgrad else weight.t(), out, bias=bias, tile=tile)
 
         return (lambda dy, weight, chunks: run(dy, weight)) if dgrad else run
 
-    return Schedule(f"triton.{tile.m}x{tile.n}x{tile.k}", bind, supports)
+    return Schedule(f"triton.{'head.' * head}{tile.m}x{tile.n}x{tile.k}", bind, supports)
 
 
 # ---- ops -----------------------------------------------------------------------------------------
@@ -407,10 +445,10 @@ def _tile(tile: anchor.Tile, dgrad: bool) -> Schedule:
 
 def _schedules(form: str) -> tuple[Schedule, ...]:
     found = [_cublaslt(rank, form) for rank in range(RANKS)]
-    if form == "dgrad":
-        found += [_cublaslt(rank, form, batched=True) for rank in range(RANKS)]
     if form in ("forward", "dgrad"):
-        found += [_tile(tile, form == "dgrad") for tile in TILES]
+        found += [_tile(offer, form == "dgrad") for offer in OFFERS]
+    if form == "dgrad":
+        found += [_tile(offer, True, head=True) for offer in HEAD_OFFERS]
     return tuple(found)
 
 
@@ -418,8 +456,9 @@ _HERE = Path(__file__).resolve().parent
 
 
 def _op(
-    name: str, form: str, run: Run, key: Callable[..., Key], sample: Callable[..., Any], mutates: tuple[int, ...] = ()
-) -> ScheduledOp:
+    name: str, form: str, run: Run, key: Callable[..., Key], call: Callable[..., Key], sample: Callable[..., Any],
+    mutates: tuple[int, ...] = (),
+) -> ScheduledOp:  # fmt: skip
     sources = (
         Path(__file__).resolve(),
         _HERE.parent / "triton" / "linear.py",
@@ -428,15 +467,16 @@ def _op(
     )
     return ScheduledOp(
         Family(
-            name, run, key, _describe, _device, _rows, sample, _schedules(form), sources, unavailable, versions, mutates
+            name, run, key, _describe, _device, _rows, sample, _schedules(form), sources, unavailable, versions,
+            mutates, call,
         )
     )  # fmt: skip
 
 
-linear = _op("linear", "forward", anchor.linear, _linear_key, _linear_sample)
-linear_dgrad = _op("linear_dgrad", "dgrad", anchor.linear_dgrad, _dgrad_key, _dgrad_sample)
-add_dgrad = _op("linear_add_dgrad", "add", anchor.add_dgrad_, _add_key, _add_sample, mutates=(0,))
-wgrad_chunk = _op("linear_wgrad", "wgrad", anchor.wgrad_, _wgrad_key, _wgrad_sample, mutates=(0,))
+linear = _op("linear", "forward", anchor.linear, _linear_key, _linear_call, _linear_sample)
+linear_dgrad = _op("linear_dgrad", "dgrad", anchor.linear_dgrad, _dgrad_key, _dgrad_call, _dgrad_sample)
+add_dgrad = _op("linear_add_dgrad", "add", anchor.add_dgrad_, _add_key, _onto_call, _add_sample, mutates=(0,))
+wgrad_chunk = _op("linear_wgrad", "wgrad", anchor.wgrad_, _wgrad_key, _onto_call, _wgrad_sample, mutates=(0,))
 
 
 def add_dgrad_(

@@ -610,6 +610,8 @@ _SQUARE = Tile(128, 128, 64, 8, 3)
 AOT: tuple[Variant, ...] = (
     _gemm_variant("linear m16", "bf16", Tile(16, 64, 128, 4, 4)),
     _gemm_variant("linear m16 tma", "bf16", Tile(16, 64, 128, 4, 4), tma=True),
+    _gemm_variant("linear m16 n32", "bf16", Tile(16, 32, 128, 4, 12)),
+    _gemm_variant("linear m64 n128 tma", "bf16", Tile(64, 128, 64, 4, 9), tma=True),
     _gemm_variant("linear m128 tree8", "bf16", Tile(128, 64, 64, 8, 3), chunks=8, bias=True),
     _gemm_variant("linear m128 tree4 tma", "bf16", _SQUARE, chunks=4, tma=True),
     _gemm_variant("linear m128 n256 tma", "bf16", Tile(128, 256, 64, 8, 3), tma=True),
@@ -617,6 +619,7 @@ AOT: tuple[Variant, ...] = (
     _gemm_variant("linear fp32", "fp32", Tile(64, 64, 16, 8, 3), main=False),
     _dgrad_variant("linear_dgrad", "bf16", _SQUARE, tma=False),
     _dgrad_variant("linear_dgrad tma", "bf16", _SQUARE, tma=True),
+    _dgrad_variant("linear_dgrad m16 n16 tma", "bf16", Tile(16, 16, 512, 1, 4), tma=True),
     _ascending_variant("linear_wgrad", "bf16", _SQUARE, tma=False, wgrad=True),
     _ascending_variant("linear_wgrad tma", "bf16", _SQUARE, tma=True, wgrad=True),
     _ascending_variant("linear_dgrad head", "bf16", _SQUARE, tma=False, wgrad=False),

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.contract.orders import DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import exp, on_device, options
 from rlkernel.kernels.triton.linear import (
@@ -479,8 +479,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """dhidden [T, C] and dweight [V, C], each empty where it is not wanted; `grad` takes dweight's place.
 
-    Blocks of WGRAD_TOKENS tokens and DGRAD_CHUNK entries: with `grad` a block of tokens runs through the whole
-    vocabulary, else a chunk of the vocabulary through all tokens, so that its fp32 sum is the only one that is held.
+    Blocks of WGRAD_TOKENS tokens and one chunk of the input gradient's order: with `grad` a block of tokens runs
+    through the whole vocabulary, else a chunk of the vocabulary through all tokens, so that its fp32 sum is the only
+    one that is held.
     """
     hidden, weight = strided(hidden), strided(weight)
     (tokens, c), vocab = hidden.shape, weight.shape[0]
@@ -492,6 +493,7 @@ def gradients(
     targets, stats, entropy = targets.contiguous(), stats.contiguous(), entropy.contiguous()
     inv_temperature, kept, dlogp, dentropy = (_checked(t) for t in (inv_temperature, kept, dlogp, dentropy))
     blocks = [(s, min(tokens, s + WGRAD_TOKENS)) for s in range(0, tokens, WGRAD_TOKENS)]
+    chunk = vocab if vocab <= DGRAD_WHOLE else DGRAD_CHUNK
 
     def some_of(start: int, stop: int) -> Active:
         g, h, mask = (part(t, start, stop) for t in (dlogp, dentropy, kept))
@@ -508,12 +510,12 @@ def gradients(
     active = {start: some_of(start, stop) for start, stop in blocks}
     scratch = None
     if direct and len(blocks) > 1:
-        scratch = torch.empty(min(vocab, DGRAD_CHUNK), c, dtype=torch.float32, device=hidden.device)
+        scratch = torch.empty(chunk, c, dtype=torch.float32, device=hidden.device)
     for group in [blocks] if direct else [[b] for b in blocks]:
         origin, end = group[0][0], group[-1][1]
         running = torch.empty(end - origin, c, dtype=torch.float32, device=hidden.device) if needs_input else None
-        for first in range(0, vocab, DGRAD_CHUNK):
-            last = min(vocab, first + DGRAD_CHUNK)
+        for first in range(0, vocab, chunk):
+            last = min(vocab, first + chunk)
             for start, stop in group:
                 x, w, some = hidden[start:stop], weight[first:last], active[start]
                 dz = dz_of(start, stop, first, last)

@@ -1,0 +1,72 @@
+"""What certified schedules cost on the host: a warm call of a scheduled op less the call of what it chose.
+
+The chosen callable is replaced by one that does nothing, so the tensors may lie anywhere; times are the smallest of
+many short runs, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from results_io import write_result
+
+from rlkernel.kernels.cuda import linear
+from rlkernel.kernels.schedule import ScheduledOp
+
+CALLS = 200
+
+
+def cost(fn: Callable[..., object], arguments: tuple[Any, ...], rounds: int) -> float:
+    """Seconds a call."""
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            fn(*arguments)
+        best = min(best, time.perf_counter() - start)
+    return best / CALLS
+
+
+def measure(op: ScheduledOp, arguments: tuple[Any, ...], rounds: int) -> dict[str, Any]:
+    """One line of the table."""
+    nothing = lambda *_: None
+    calls = ScheduledOp(op.family)
+    calls._runs[calls._call(*arguments)] = nothing
+    taken = cost(calls, arguments, rounds) - cost(nothing, arguments, rounds)
+    key = cost(op.family.call or op.family.key, arguments, rounds)
+    return {"op": f"dispatch {op.family.op}", "ours": "warm call", "ours_ms": taken * 1e3, "key_ms": key * 1e3}
+
+
+def main() -> None:
+    """Prints a line an op and writes `bench_dispatch.json`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=500)
+    args = parser.parse_args()
+    new = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype, device=args.device)
+    x, dy, w = new(64, 1024), new(64, 512), new(512, 1024)
+    grad, running = new(512, 1024, dtype=torch.float32), new(64, 1024, dtype=torch.float32)
+    rows = []
+    for op, arguments in (
+        (linear.linear, (x, w, None, 1, 1, None)),
+        (linear.linear_dgrad, (dy, w, 1)),
+        (linear.add_dgrad, (running, dy, w, False)),
+        (linear.wgrad_chunk, (grad, dy, x, False)),
+    ):
+        rows.append(measure(op, arguments, args.rounds))
+        row = rows[-1]
+        print(f"{row['op']:28} {row['ours_ms'] * 1e3:6.3f} us, of which the key {row['key_ms'] * 1e3:6.3f} us")
+    print(f"wrote {write_result('bench_dispatch', rows)}")
+
+
+if __name__ == "__main__":
+    main()
