@@ -51,6 +51,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
     import torch
 
     from rlkernel import ops
+    from rlkernel.contract.orders import DGRAD_WHOLE, WGRAD_TOKENS
 
     t, c, v, heads, d = (512, 256, 4136, 4, 128) if large else (37, 64, 520, 2, 64)
 
@@ -69,6 +70,10 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             backward(ops.linear(x, w), x, w)
             backward(ops.linear(x, w, b, chunks=4, dgrad_chunks=2), x, w, b)
             backward(ops.linear(x, w, out_dtype=torch.float32), x, w)
+        # Several chunks of the two gradients: of vocabulary entries, of tokens.
+        for m, n in ((33, DGRAD_WHOLE + 8), (WGRAD_TOKENS + 108, 64)):
+            x, w = leaf(m, 64), leaf(n, 64, scale=0.1)
+            backward(ops.linear(x, w), x, w)
 
     def linear_logprob() -> None:
         hidden, weight, targets = leaf(t, c), leaf(v, c, scale=0.1), ids(v)
