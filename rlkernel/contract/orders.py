@@ -23,6 +23,9 @@ DGRAD_WHOLE = 32768
 DGRAD_CHUNK = 152 * VOCAB_TILE
 """linear, GPU: chunks of a larger N, each a chain from +0, added in fp32, ascending. Eight for Qwen3's head: enough to
 fill a GPU at few tokens, few enough that their sum costs a product of many tokens little."""
+LOGPROB_DGRAD_CHUNK = 64 * VOCAB_TILE
+"""linear_logprob, GPU: chunks of V in its input gradient, each a chain from +0, added in fp32, ascending. The logits'
+gradient of one of them takes 128 MiB in bf16 at 8192 tokens."""
 LANES = 16
 """CPU row sums: element j goes to lane j mod 16, lanes are folded in halves (8, 4, 2, 1)."""
 ATTENTION_BLOCK = 64

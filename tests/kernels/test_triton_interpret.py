@@ -335,8 +335,8 @@ else:
         g[5] = h[5] = 0.0
         for name in ("recomputed", "blocks", "kept"):
             if name == "blocks":
-                monkeypatch.setattr(linear_logprob, "DGRAD_WHOLE", 0)
-                monkeypatch.setattr(linear_logprob, "DGRAD_CHUNK", VOCAB_TILE)
+                monkeypatch.setattr(linear_logprob, "LOGPROB_DGRAD_CHUNK", VOCAB_TILE)
+                monkeypatch.setattr(linear_logprob, "DZ_BYTES", 1)
                 monkeypatch.setattr(linear_logprob, "WGRAD_TOKENS", 4)
             probs: tuple[Tensor | None, ...] = (None, None)
             entropy_gradient: Tensor | None = h

@@ -273,15 +273,19 @@ def _aligned(*matrices: Tensor) -> bool:
     return all(t.is_contiguous() and t.data_ptr() % 16 == 0 and t.shape[1] % 8 == 0 for t in matrices)
 
 
+def _fetchable(*matrices: Tensor) -> bool:
+    return all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in matrices)
+
+
 def _dhidden_key(
     running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active | None
 ) -> Key:
-    dense = _aligned(running, dz, weight) and (rounded is None or _aligned(rounded))
+    dense = _aligned(running, *(t for t in (rounded,) if t is not None)) and _fetchable(dz, weight)
     return dz.get_device(), weight.shape[1], dz.dtype, running.dtype, dense, fresh, rounded is not None
 
 
 def _dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active | None) -> Key:
-    dense = _aligned(grad, dz, hidden)
+    dense = _aligned(grad) and _fetchable(dz, hidden)
     return dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32
 
 

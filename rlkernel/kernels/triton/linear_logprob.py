@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import exp, on_device, options
 from rlkernel.kernels.triton.linear import (
@@ -44,6 +44,7 @@ from rlkernel.kernels.triton.logprob import (
     tile_stats,
 )
 
+DZ_BYTES = 1 << 27  # largest block of dz, unless one chunk of 8192 tokens is larger
 BLOCK_TOKENS = 64  # tokens that are left out of the backward's products together
 PROBS_BLOCK = 2048  # entries a program when dz comes from kept probabilities
 
@@ -479,9 +480,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """dhidden [T, C] and dweight [V, C], each empty where it is not wanted; `grad` takes dweight's place.
 
-    Blocks of WGRAD_TOKENS tokens and one chunk of the input gradient's order: with `grad` a block of tokens runs
-    through the whole vocabulary, else a chunk of the vocabulary through all tokens, so that its fp32 sum is the only
-    one that is held.
+    Blocks of WGRAD_TOKENS tokens and as many whole chunks of the input gradient's order as DZ_BYTES hold, one at least:
+    with `grad` a block of tokens runs through the whole vocabulary, else a block of the vocabulary through all tokens,
+    so that its fp32 sum is the only one that is held.
     """
     hidden, weight = strided(hidden), strided(weight)
     (tokens, c), vocab = hidden.shape, weight.shape[0]
@@ -493,7 +494,8 @@ def gradients(
     targets, stats, entropy = targets.contiguous(), stats.contiguous(), entropy.contiguous()
     inv_temperature, kept, dlogp, dentropy = (_checked(t) for t in (inv_temperature, kept, dlogp, dentropy))
     blocks = [(s, min(tokens, s + WGRAD_TOKENS)) for s in range(0, tokens, WGRAD_TOKENS)]
-    chunk = vocab if vocab <= DGRAD_WHOLE else DGRAD_CHUNK
+    most = DZ_BYTES // (weight.element_size() * min(tokens, WGRAD_TOKENS) * LOGPROB_DGRAD_CHUNK)
+    width = min(vocab, max(1, most) * LOGPROB_DGRAD_CHUNK)
 
     def some_of(start: int, stop: int) -> Active:
         g, h, mask = (part(t, start, stop) for t in (dlogp, dentropy, kept))
@@ -510,22 +512,26 @@ def gradients(
     active = {start: some_of(start, stop) for start, stop in blocks}
     scratch = None
     if direct and len(blocks) > 1:
-        scratch = torch.empty(chunk, c, dtype=torch.float32, device=hidden.device)
+        scratch = torch.empty(width, c, dtype=torch.float32, device=hidden.device)
     for group in [blocks] if direct else [[b] for b in blocks]:
         origin, end = group[0][0], group[-1][1]
         running = torch.empty(end - origin, c, dtype=torch.float32, device=hidden.device) if needs_input else None
-        for first in range(0, vocab, chunk):
-            last = min(vocab, first + chunk)
+        for first in range(0, vocab, width):
+            last = min(vocab, first + width)
             for start, stop in group:
-                x, w, some = hidden[start:stop], weight[first:last], active[start]
-                dz = dz_of(start, stop, first, last)
+                dz, some = dz_of(start, stop, first, last), active[start]
                 if running is not None:
-                    rounded = dhidden[start:stop] if last == vocab else None
-                    products.dhidden(running[start - origin : stop - origin], rounded, dz, w, first == 0, some)
+                    sums = running[start - origin : stop - origin]
+                    for low in range(first, last, LOGPROB_DGRAD_CHUNK):
+                        high = min(last, low + LOGPROB_DGRAD_CHUNK)
+                        rounded = dhidden[start:stop] if high == vocab else None
+                        chunk = dz[:, low - first : high - first]
+                        products.dhidden(sums, rounded, chunk, weight[low:high], low == 0, some)
                 if scratch is not None:
-                    products.dweight(scratch[: last - first], dz, x, start == 0, some)
+                    products.dweight(scratch[: last - first], dz, hidden[start:stop], start == 0, some)
                 elif needs_weight:
-                    products.dweight((dweight if grad is None else grad)[first:last], dz, x, grad is None, some)
+                    to = (dweight if grad is None else grad)[first:last]
+                    products.dweight(to, dz, hidden[start:stop], grad is None, some)
                 del dz
             if scratch is not None:
                 dweight[first:last].copy_(scratch[: last - first])
