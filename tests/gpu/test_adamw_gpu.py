@@ -124,7 +124,7 @@ def test_grouping_control() -> None:
     steps(ours)
     steps(other)
     with pytest.raises(AssertionError, match="elements differ"):
-        compare(ours, other, "one gradient, an ulp away")
+        compare(ours, other, "one gradient, a few ulps away")
     with ops.stock():
         steps(stock := state("cuda", F32, BF16))
     with pytest.raises(AssertionError, match="elements differ"):
@@ -174,8 +174,9 @@ def test_in_a_graph_and_on_another_stream() -> None:
     for name, tensors in saved.items():
         for t, old in zip(graphed[name], tensors, strict=True):
             t.copy_(old)
-    for s in [state("cuda", sizes=[8])] * (adamw.TABLES + 1):  # more sets than are kept: the captured ones stay
-        run({name: [t.clone() for t in tensors] for name, tensors in s.items()})
+    others = [state("cuda", sizes=[8]) for _ in range(adamw.TABLES)]  # more sets than are kept: the captured ones stay
+    for other in others:
+        run(other)
     graph.replay()
     compare(graphed, eager, "in a graph")
 

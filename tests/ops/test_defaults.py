@@ -67,6 +67,10 @@ def everything(t: dict[str, Tensor]) -> list[Tensor]:
         logits, t["ids"], t["positions"], temperature=t["ones"], top_k=t["top_k"], top_p=t["ones"], return_kept=True
     )
     out += [attended[1], *paged, scored.lse, sampled.tokens, sampled.logp]
+    norm = ops.grad_norm([t["x"]], max_norm=0.1)
+    moments, halves = [t["x"].clone(), t["x"].square(), t["x"].clone()], t["x"].bfloat16()
+    ops.adamw_([halves], [t["x"]], *([m] for m in moments[:2]), masters=moments[2:], lr=0.1, step=1, scale=norm.scale)
+    out += [*norm, *moments, halves]
     out += [ops.group_advantages(t["rewards"], 3), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
     return [o.detach() for o in out]
 

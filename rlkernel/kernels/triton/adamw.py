@@ -216,7 +216,7 @@ def norm_kernel(
     n = tl.sqrt(lane_sum(squares, COUNT, LANES, LEVELS)) / by
     factor = tl.where(n > limit, limit / n, 1.0)
     tl.store(norm, n)
-    tl.store(scale, tl.where(tl.abs(n) < float("inf"), factor / by, float("nan")).to(tl.float32))
+    tl.store(scale, tl.where(tl.abs(n) < float("inf"), (factor / by).to(tl.float32), float("nan")))
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
