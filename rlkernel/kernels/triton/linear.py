@@ -25,7 +25,12 @@ from rlkernel.kernels.triton.common import IS_HIP, add_partials_, next_power_of_
 
 @triton.jit
 def tile_at(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Tile coordinates in bands of GROUP tile rows, walked by column: what runs at one time shares operands in L2."""
+    """Tile coordinates in bands of GROUP tile rows, walked by column: what runs at one time shares operands in L2.
+
+    GROUP = 0: there is one tile row, and no division delays the first load.
+    """
+    if GROUP == 0:
+        return 0, index
     rows = tl.cdiv(M, BLOCK_M)
     band = GROUP * tl.cdiv(N, BLOCK_N)
     first = index // band * GROUP
@@ -430,7 +435,7 @@ def gemm(
         gemm_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.split)](
             *operands, bias, start, target, m, n, span, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
             LEVELS=levels, HAS_BIAS=bias is not None and tile.split == 1, HAS_START=start is not None,
-            EVEN=even, TMA=tma, B_BY_K=by_k, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
+            EVEN=even, TMA=tma, B_BY_K=by_k, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8 * (m > tile.m),
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
         while target is not out:
@@ -494,7 +499,7 @@ def ascending(
             *operands, start if target is out else None, target, m, n, k, span, k if tile.split == 1 else span,
             a.stride(0), a.stride(1), b.stride(0), b.stride(1), target.stride(-2), target.stride(-1),
             HAS_START=start is not None and target is out, EVEN=span % tile.k == 0 and k % tile.k == 0, TMA=tma,
-            A_BY_K=a_by_k, B_BY_K=b_by_k, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8,
+            A_BY_K=a_by_k, B_BY_K=b_by_k, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8 * (m > tile.m),
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
         if target is not out:
@@ -565,7 +570,7 @@ def _gemm_variant(
     constants: dict[str, Any] = {
         "a_k": 1, "b_k": 1, "start": None, "LEVELS": chunks.bit_length() - 1, "HAS_BIAS": bias, "HAS_START": False,
         "EVEN": True, "TMA": tma, "B_BY_K": False,
-        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8,
+        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": 8 * (tile.m > 64),
     }  # fmt: skip
     (types if bias else constants)["bias"] = f"*{kind}:16" if bias else None
     if tma:
