@@ -9,7 +9,6 @@ those that it makes.
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,6 @@ SHAPES = ((8192, 4096, 151936), (4096, 1024, 151936), (4096, 4096, 128256))  # T
 SMALL = ((96, 64, 1024),)
 OURS, MAIN, KEPT = "rlkernel", "rlkernel, main_grad", "rlkernel, keep_probs"
 SEQUENCE = 1024
-HAS_KEEP = "keep_probs" in inspect.signature(ops.linear_logprob).parameters
 
 
 class Bench:
@@ -76,7 +74,7 @@ class Bench:
             OURS: self.ours(upstream, self.weight, entropy),
             MAIN: self.ours(upstream, self.into_main, entropy),
         }
-        if HAS_KEEP and not entropy:  # the entropy's gradient needs more than a kept probability
+        if not entropy:  # the entropy's gradient needs more than a kept probability
             found[KEPT] = self.ours(upstream, self.weight, keep_probs=True)
         return found
 
@@ -180,8 +178,6 @@ def main() -> None:
         bench.entropy()
         lines += bench.lines
         del bench
-    if not HAS_KEEP:
-        anchors.missing("this linear_logprob has no keep_probs: those rows are left out")
     print(f"wrote {write_result('bench_linear_logprob', lines, notes=anchors.MISSING)}")
 
 

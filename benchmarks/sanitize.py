@@ -85,8 +85,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             upstream = torch.where(torch.rand(t, device=device) < 0.5, 0.0, 1.0)  # prompts
             scored = ops.linear_logprob(hidden, weight, targets, **options)
             torch.autograd.grad(scored.logp, [hidden, weight], upstream)
-        if "keep_probs" in ops.linear_logprob.__kwdefaults__:
-            backward(ops.linear_logprob(hidden, weight, targets, keep_probs=True).logp, hidden, weight)
+        backward(ops.linear_logprob(hidden, weight, targets, keep_probs=True).logp, hidden, weight)
 
     def logprob() -> None:
         for width in (v, v + 1):  # rows at 16-byte addresses, and not
@@ -169,8 +168,8 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             ops.sample(logits, ids(99, n), ids(99, n), temperature=full(0.8, torch.float32), **options)
 
     found = dict(linear=linear, linear_logprob=linear_logprob, logprob=logprob, rms_norm=rms_norm, pointwise=pointwise,
-                 attention=attention, losses=losses, sample=sample)  # fmt: skip
-    return {**found, "optimizer": optimizer} if hasattr(ops, "adamw_") else found
+                 attention=attention, losses=losses, optimizer=optimizer, sample=sample)  # fmt: skip
+    return found
 
 
 def every_schedule() -> set[str]:
