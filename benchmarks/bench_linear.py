@@ -1,4 +1,4 @@
-"""linear and its input gradient against torch's default cuBLAS: 9 Qwen3 weights x 6 row counts, interleaved.
+"""linear and its gradients against torch's default cuBLAS: 9 Qwen3 weights x 6 row counts, interleaved.
 
 Each side is one CUDA graph, so that the device's time counts, at decode sizes too. On a CPU the weights are small and
 nothing is captured. A ratio above 1 means rlkernel is faster; the last rows are the geometric means and the smallest.
@@ -25,6 +25,7 @@ from rlkernel import ops
 from rlkernel.kernels import select
 
 ROWS = (1, 16, 64, 256, 2048, 8192)
+WGRAD_ROWS = (2048, 8192)
 WEIGHTS = (
     ("0.6B qkv", 4096, 1024),
     ("0.6B o", 1024, 2048),
@@ -53,7 +54,8 @@ def graph(fn: Callable[[], Tensor]) -> Callable[[], object]:
 
 
 def measure(op: str, name: str, m: int, n: int, k: int, dtype: torch.dtype, cuda: bool, rounds: int) -> dict[str, Any]:
-    """One line of the table; op is "linear" ([M,K] x [N,K]) or "linear_dgrad" ([M,N] x [N,K])."""
+    """One line of the table; op is "linear" ([M,K] x [N,K]), "linear_dgrad" ([M,N] x [N,K]) or "linear_wgrad", the
+    weight gradient in the weight's dtype ([M,N] x [M,K])."""
     device = "cuda" if cuda else "cpu"
     w = (torch.randn(n, k, device=device) * 0.02).to(dtype)
     if op == "linear":
@@ -64,9 +66,17 @@ def measure(op: str, name: str, m: int, n: int, k: int, dtype: torch.dtype, cuda
         dy = torch.randn(m, n, device=device).to(dtype)
         arguments = (dy, w, 1)
         ours, anchor = lambda: torch.ops.rlkernel.linear_dgrad(dy, w, 1), lambda: dy @ w
+    if op == "linear_wgrad":
+        x = torch.randn(m, k, device=device).to(dtype)
+        arguments = (torch.empty_like(w), dy, x, True)
+        ours, anchor = lambda: torch.ops.rlkernel.linear_wgrad(dy, x), lambda: dy.t() @ x
     ours(), anchor()
     choice = select.choose(op, device)
-    schedule = choice.fn.chosen(*arguments) if choice.implementation == "certified" else choice.implementation
+    schedule = choice.implementation
+    if schedule == "certified":
+        from rlkernel.kernels.cuda.linear import wgrad_chunk
+
+        schedule = (wgrad_chunk if op == "linear_wgrad" else choice.fn).chosen(*arguments)
     equal = bool(torch.equal(ours(), anchor()))
     sides = [graph(ours), graph(anchor)] if cuda else [ours, anchor]
     ours_ms, anchor_ms = interleaved(sides, cuda, rounds)
@@ -88,7 +98,7 @@ def measure(op: str, name: str, m: int, n: int, k: int, dtype: torch.dtype, cuda
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Geometric mean and smallest ratio, an op."""
     lines = []
-    for op in ("linear", "linear_dgrad"):
+    for op in dict.fromkeys(row["op"].split()[0] for row in rows):
         ratios = [row["ratio"] for row in rows if row["op"].split()[0] == op]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         lines += [{"op": f"{op}: geometric mean", "ratio": mean}, {"op": f"{op}: smallest", "ratio": min(ratios)}]
@@ -108,7 +118,7 @@ def main() -> None:
     rows = []
     for name, n, k in weights:
         for m in ROWS if cuda else ROWS[:4]:
-            for op in ("linear", "linear_dgrad"):
+            for op in ("linear", "linear_dgrad", "linear_wgrad") if m in WGRAD_ROWS else ("linear", "linear_dgrad"):
                 row = measure(op, name, m, n, k, dtype, cuda, args.rounds)
                 rows.append(row)
                 print(

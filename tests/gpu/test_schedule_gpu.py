@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
+from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE
 from rlkernel.kernels import build, schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -59,7 +60,10 @@ def test_cublaslt_is_certified(m: int, n: int, k: int, record: Callable[..., Non
 
     x, dy, w = rand(m, k), rand(m, n), rand(n, k)
     for op, arguments in ((linear.linear, (x, w, None, 1, 1, None)), (linear.linear_dgrad, (dy, w, 1))):
-        trials = cublaslt(op.verdict(*arguments))
+        verdict = op.verdict(*arguments)
+        assert verdict is not None
+        by_chunks = op is linear.linear_dgrad and n > DGRAD_WHOLE  # few rows of a head: Triton's tiles alone
+        trials = verdict.trials if by_chunks else cublaslt(verdict)
         assert any(trial.certified for trial in trials), trials
         expected = op.family.anchor(*arguments)
         for name, run in op._bound[op.family.key(*arguments)].items():
@@ -68,7 +72,7 @@ def test_cublaslt_is_certified(m: int, n: int, k: int, record: Callable[..., Non
 
 
 @hopper
-@pytest.mark.parametrize("tokens", (1, 64, 5000, 8192))
+@pytest.mark.parametrize("tokens", (33, 64, 5000, 8192))
 @pytest.mark.parametrize("n,k", ((1024, 3072), (6144, 4096), (19456, 1024)))
 def test_weight_gradients_are_certified(tokens: int, n: int, k: int, record: Callable[..., None]) -> None:
     from rlkernel.kernels.cuda import linear
@@ -89,7 +93,6 @@ def test_weight_gradients_are_certified(tokens: int, n: int, k: int, record: Cal
 @hopper
 @pytest.mark.parametrize("m", (1, 16, 64, 256, 2048))
 def test_input_gradients_of_a_head_are_certified(m: int, record: Callable[..., None]) -> None:
-    from rlkernel.contract.orders import DGRAD_CHUNK
     from rlkernel.kernels.cuda import linear
 
     n, k = 3 * DGRAD_CHUNK + 4480, 1024
