@@ -165,7 +165,7 @@ template <class F> float batch_sum(int64_t batch, F f) {
 
 // Vectors of T tokens; advantages [T] or [B]; optional ones are null. flags: advantage_per_token, form, kl_type,
 // sequence_ratio, sequence_mean, divide_by_tokens. scalars: low, high, dual, kl_coef, entropy_coef, tis_cap.
-// Out: loss [1], dlogp [T], dentropy [T] or null, stats [10], counts [6].
+// Out: loss [1], dlogp [T], dentropy [T] or null, stats [14], counts [6].
 RLK_API void rlk_policy_loss(const float* logp, const float* old_logp, const float* advantages, const int32_t* cu_seqlens,
                              const uint8_t* mask, const float* ref_logp, const float* entropy, const float* rollout_logp,
                              const float* normalizer, const int32_t* flags, const float* scalars, float* loss, float* dlogp,
@@ -199,6 +199,7 @@ RLK_API void rlk_policy_loss(const float* logp, const float* old_logp, const flo
         extremes[2] = higher(extremes[2], part.drift_max);
         first = false;
     }
+    for (int k = kLow; k <= kTisCut; ++k) extremes[3 + k - kLow] = float(counts[k]) / float(std::max<int64_t>(1, total));
 
     parallel_for(batch, 1, threads, [&](int64_t row) {
         const float weight = (opt.sequence_mean ? 1.0f / share(row) : 1.0f) / denominator;

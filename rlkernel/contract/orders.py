@@ -26,6 +26,8 @@ fill a GPU at few tokens, few enough that their sum costs a product of many toke
 LOGPROB_DGRAD_CHUNK = 64 * VOCAB_TILE
 """linear_logprob, GPU: chunks of V in its input gradient, each a chain from +0, added in fp32, ascending. The logits'
 gradient of one of them takes 128 MiB in bf16 at 8192 tokens."""
+EMBEDDING_WINDOW = 256
+"""embedding, GPU: tokens per window of a gradient row's sum; the windows of an id are added in fp32, ascending."""
 LANES = 16
 """CPU row sums: element j goes to lane j mod 16, lanes are folded in halves (8, 4, 2, 1)."""
 ATTENTION_BLOCK = 64

@@ -26,8 +26,12 @@ STATS = (
     "ratio_min",
     "ratio_max",
     "drift_max",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "clip_fraction_dual",
+    "tis_fraction",
 )
-"""Order of the fp32 statistics; the first seven are means over the counted tokens."""
+"""Order of the fp32 statistics: means over the counted tokens, extremes, shares of the counted tokens."""
 COUNTS = ("tokens", "sequences", "clip_low", "clip_high", "clip_dual", "tis_clipped")
 """Order of the int64 counts."""
 

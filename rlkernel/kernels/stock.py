@@ -80,7 +80,8 @@ def policy_loss(
     kl_type: str,
     entropy_coef: float,
     tis_cap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    divisor: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, (t,) = cu_seqlens.shape[0] - 1, logp.shape
     owner = torch.repeat_interleave(torch.arange(batch, device=logp.device), cu_seqlens.diff().long(), output_size=t)
     on = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
@@ -131,16 +132,16 @@ def policy_loss(
     if loss_type in ("grpo", "gspo"):
         loss = per_sequence(loss) / n.clamp(min=1)
     by_tokens = loss_type in ("bnpo", "dapo", "cispo")
-    divisor = total.clamp(min=1) if by_tokens else torch.full_like(total, max(1, batch))
-    if normalizer is not None:
-        divisor = torch.where(total > 0, normalizer, divisor)
+    denominator = total.clamp(min=1) if by_tokens else torch.full_like(total, max(1, batch))
+    if normalizer is not None or divisor is not None:
+        denominator = torch.where(total > 0, divisor if normalizer is None else normalizer, denominator)
     with torch.no_grad():
         k3 = torch.exp(log_ratio) - 1 - log_ratio
         means = [keep(x).sum() / total.clamp(min=1) for x in (ratio, -log_ratio, k3, kl, held, tis, drift)]
         ends = [ratio[on].min(), ratio[on].max(), drift[on].max()] if bool(on.any()) else [total.new_zeros(())] * 3
         counts = [total, (n > 0).sum(), *((x & on).sum() for x in (low, high, dual, tis_cut))]
-    empty = logp.new_empty(0)
-    return loss.sum() / divisor, empty, empty, torch.stack([*means, *ends]), torch.stack([c.long() for c in counts])
+        shares = [c / total.clamp(min=1) for c in counts[2:]]
+    return loss.sum() / denominator, torch.stack([*means, *ends, *shares]), torch.stack([c.long() for c in counts])
 
 
 def adamw_(

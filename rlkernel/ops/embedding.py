@@ -21,10 +21,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
     (ids,) = ctx.saved_tensors
-    return None, weight_grad(ctx.weight, lambda g: _wgrad(g, dy, ids))
+    if getattr(ctx.weight, "main_grad", None) is None:
+        return None, _wgrad(dy, ids, ctx.weight.shape[0])
+    return None, weight_grad(ctx.weight, lambda g: _add_wgrad(g, dy, ids))
 
 
 _wgrad = define(
+    "embedding_wgrad(Tensor dy, Tensor ids, int vocabulary) -> Tensor",
+    "embedding",
+    fake=lambda dy, ids, vocabulary: dy.new_empty((vocabulary, dy.shape[1])),
+)
+_add_wgrad = define(
     "embedding_wgrad_(Tensor(a!) grad, Tensor dy, Tensor ids) -> ()", "embedding", fake=lambda grad, dy, ids: None
 )
 _embedding = define(

@@ -1,6 +1,7 @@
 """policy_loss: the reinforcement-learning loss of log-probability vectors, its gradients and statistics in one pass.
 
-Contract: orders.py, `policy_loss`. The gradients are computed in the forward pass; backward scales them.
+Contract: orders.py, `policy_loss`. The gradients are computed in the forward pass. Backward scales them in place, and
+on a GPU touches nothing where the upstream gradient is 1.
 """
 
 from __future__ import annotations
@@ -27,39 +28,60 @@ class PolicyLoss(NamedTuple):
     stats: dict[str, Tensor]
 
 
+_ENTROPY, _ENTROPY_COEF = 6, 16  # places among the op's arguments
+
+
 def _fake(
     logp: Tensor, old: Tensor, advantages: Tensor, cu: Tensor, mask: Any, ref: Any, entropy: Any, *rest: Any
 ) -> Any:
+    has_bonus = entropy is not None and rest[_ENTROPY_COEF - 7] != 0.0
     return (
         logp.new_empty(()),
         logp.new_empty(logp.shape),
-        logp.new_empty((0,)) if entropy is None else logp.new_empty(entropy.shape),
+        logp.new_empty(logp.shape if has_bonus else (0,)),
+        logp.new_empty(()),
         logp.new_empty((len(STATS),)),
         logp.new_empty((len(COUNTS),), dtype=torch.int64),
     )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, dlogp, dentropy, stats, counts = output
-    ctx.mark_non_differentiable(dlogp, dentropy, stats, counts)
+    _, dlogp, dentropy, scale, stats, counts = output
+    ctx.mark_non_differentiable(dlogp, dentropy, scale, stats, counts)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dlogp, dentropy)
+    ctx.gradients = dlogp, dentropy, scale  # no saved tensors: backward changes them
+    ctx.save_for_backward(*inputs[:9])
+    ctx.rest = inputs[9:]
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
-    dlogp, dentropy = ctx.saved_tensors
-    grads: list[Tensor | None] = [None] * 18
+    grads: list[Tensor | None] = [None] * (9 + len(ctx.rest))
     if dloss is not None:
-        grads[0] = dlogp * dloss if ctx.needs_input_grad[0] else None
-        grads[6] = dentropy * dloss if ctx.needs_input_grad[6] else None
+        if ctx.gradients is None:  # a second backward pass: the first gave its gradients away
+            _, *again, _, _ = _policy_loss(*ctx.saved_tensors, *ctx.rest)
+            ctx.gradients = tuple(again)
+        dlogp, dentropy, scale = ctx.gradients
+        ctx.gradients = None
+        if type(dlogp) is Tensor:
+            _scale(dlogp, dentropy, scale, dloss)
+        else:  # traced by torch.compile, which may hand the forward's outputs on
+            dlogp, dentropy = dlogp * scale * dloss, dentropy * scale * dloss
+        grads[0] = dlogp if ctx.needs_input_grad[0] else None
+        has_bonus = ctx.rest[_ENTROPY_COEF - 9] != 0.0
+        grads[_ENTROPY] = dentropy if has_bonus and ctx.needs_input_grad[_ENTROPY] else None
     return tuple(grads)
 
 
+_scale = define(
+    "policy_loss_scale_(Tensor(a!) dlogp, Tensor(b!) dentropy, Tensor scale, Tensor dloss) -> ()",
+    "policy_loss",
+    fake=lambda dlogp, dentropy, scale, dloss: None,
+)
 _policy_loss = define(
     "policy_loss(Tensor logp, Tensor old_logp, Tensor advantages, Tensor cu_seqlens, Tensor? mask, Tensor? ref_logp, "
     "Tensor? entropy, Tensor? rollout_logp, Tensor? normalizer, str loss_type, bool sequence_ratio, float clip_low, "
-    "float clip_high, float? clip_dual, float kl_coef, str kl_type, float entropy_coef, float? tis_cap) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float clip_high, float? clip_dual, float kl_coef, str kl_type, float entropy_coef, float? tis_cap, "
+    "float? divisor) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "policy_loss",
     fake=_fake,
     setup_context=_setup,
@@ -183,12 +205,12 @@ def policy_loss(
             ),
         )
         normalizer = float(max(1, batch) * (max_completion_length or 1))
-    denominator = _denominator(normalizer, logp)
+    tensor, divisor = _denominator(normalizer, logp)
     if entropy is not None and entropy_coef == 0.0:
         entropy = entropy.detach()  # statistics only: the log-probability kernel then skips its entropy gradient
 
     op = stock.policy_loss if is_stock() else _policy_loss
-    loss, _, _, stats, counts = op(
+    loss, *_, stats, counts = op(
         logp,
         old_logp,
         advantages,
@@ -197,7 +219,7 @@ def policy_loss(
         ref_logp,
         entropy,
         rollout_logp,
-        denominator,
+        tensor,
         loss_type,
         ratio_level == "sequence" or loss_type == "gspo",
         clip_low,
@@ -207,6 +229,7 @@ def policy_loss(
         kl_type,
         entropy_coef,
         tis_cap,
+        divisor,
     )
     return PolicyLoss(loss, _named(stats, counts, ref_logp, entropy, rollout_logp, tis_cap))
 
@@ -216,10 +239,10 @@ def _named(
 ) -> dict[str, Tensor]:
     value = dict(zip(STATS, stats.unbind(), strict=True))
     count = dict(zip(COUNTS, counts.unbind(), strict=True))
-    of = count["tokens"].clamp(min=1).to(torch.float32)
     out = {"tokens": count["tokens"], "sequences": count["sequences"]}
-    out |= {f"clip_fraction_{side}": count[f"clip_{side}"] / of for side in ("low", "high", "dual")}
-    out |= {name: value[name] for name in ("ratio_mean", "ratio_min", "ratio_max", "kl_old_k1", "kl_old_k3")}
+    shared = ("clip_fraction_low", "clip_fraction_high", "clip_fraction_dual")
+    shared += ("ratio_mean", "ratio_min", "ratio_max", "kl_old_k1", "kl_old_k3")
+    out |= {name: value[name] for name in shared}
     if ref_logp is not None:
         out["kl_ref"] = value["kl_ref"]
     if entropy is not None:
@@ -227,7 +250,7 @@ def _named(
     if rollout_logp is not None:
         out |= {name: value[name] for name in ("drift_mean", "drift_max")}
     if tis_cap is not None:
-        out |= {"tis_mean": value["tis_mean"], "tis_fraction": count["tis_clipped"] / of}
+        out |= {name: value[name] for name in ("tis_mean", "tis_fraction")}
     return out
 
 
@@ -287,14 +310,15 @@ def _check_options(
     )
 
 
-def _denominator(normalizer: float | Tensor | None, logp: Tensor) -> Tensor | None:
+def _denominator(normalizer: float | Tensor | None, logp: Tensor) -> tuple[Tensor | None, float | None]:
+    """The normalizer as a tensor, or as a number: a number costs no launch."""
     if normalizer is None:
-        return None
+        return None, None
     if isinstance(normalizer, Tensor):
         check(
             normalizer.numel() == 1,
             lambda: f"policy_loss: normalizer is {tuple(normalizer.shape)}, expected a number or a 0-dim tensor",
         )
-        return normalizer.detach().reshape(()).to(device=logp.device, dtype=torch.float32)
+        return normalizer.detach().reshape(()).to(device=logp.device, dtype=torch.float32), None
     check(normalizer > 0, lambda: f"policy_loss: normalizer={normalizer} must be positive")
-    return torch.full((), float(normalizer), dtype=torch.float32, device=logp.device)
+    return None, float(normalizer)

@@ -1,7 +1,7 @@
 """rms_norm: y = round(round(r * rstd) * weight), r = x or round(x + residual), one fixed sum a row.
 
-Contract: orders.py, `rms_norm`. Forward, input gradient and weight gradient are ops of their own; the backward
-recomputes rstd from r, so nothing but r is kept for it.
+Contract: orders.py, `rms_norm`. Both gradients come from one pass, which recomputes rstd from r: nothing but r is
+kept for it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,30 @@ def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
     ctx.weight = weight
 
 
+def _gradients(
+    ctx: Any, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, of_x: bool, of_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and of the weight, in one pass where both are asked for."""
+    if not of_weight:
+        return (_dgrad(dy, dr, x, weight, ctx.eps) if of_x else None), None
+    if getattr(ctx.weight, "main_grad", None) is None:
+        return _grad(dy, dr, x, weight, ctx.eps)
+    found: list[Tensor] = []
+    weight_grad(ctx.weight, lambda g: found.append(_add_grad(g, dy, dr, x, weight, ctx.eps)))
+    return found[0], None
+
+
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    dx = _dgrad(dy, None, x, weight, ctx.eps) if ctx.needs_input_grad[0] else None
-    dw = weight_grad(ctx.weight, lambda g: _wgrad(g, dy, x, ctx.eps)) if ctx.needs_input_grad[1] else None
-    return dx, dw, None
+    return *_gradients(ctx, dy, None, x, weight, *ctx.needs_input_grad[:2]), None
 
 
 def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
     r, weight = ctx.saved_tensors
     if dy is None:
         return dr, dr, None, None
-    dx = _dgrad(dy, dr, r, weight, ctx.eps) if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
-    dw = weight_grad(ctx.weight, lambda g: _wgrad(g, dy, r, ctx.eps)) if ctx.needs_input_grad[2] else None
+    of_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+    dx, dw = _gradients(ctx, dy, dr, r, weight, of_x, ctx.needs_input_grad[2])
     return dx, dx, dw, None
 
 
@@ -48,10 +59,15 @@ _dgrad = define(
     "rms_norm",
     fake=lambda dy, dr, x, weight, eps: x.new_empty(x.shape),
 )
-_wgrad = define(
-    "rms_norm_wgrad_(Tensor(a!) grad, Tensor dy, Tensor x, float eps) -> ()",
+_grad = define(
+    "rms_norm_grad(Tensor dy, Tensor? dr, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     "rms_norm",
-    fake=lambda grad, dy, x, eps: None,
+    fake=lambda dy, dr, x, weight, eps: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+)
+_add_grad = define(
+    "rms_norm_grad_(Tensor(a!) grad, Tensor dy, Tensor? dr, Tensor x, Tensor weight, float eps) -> Tensor",
+    "rms_norm",
+    fake=lambda grad, dy, dr, x, weight, eps: x.new_empty(x.shape),
 )
 _rms_norm = define(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",

@@ -412,16 +412,35 @@ def test_constants_get_no_gradient_and_upstream_scales() -> None:
     assert_bitwise(batch.run(upstream=4.0)["dlogp"], batch.run()["dlogp"] * 4.0, "scaled upstream gradient")
 
 
+@pytest.mark.parametrize("upstream", (1.0, 4.0))
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(upstream: float) -> None:
+    """Backward gives its own buffer away and scales it in place: a second pass must not see that."""
+    batch = Batch([6, 3], seed=13)
+    logp, entropy = batch.logp.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
+    out = ops.policy_loss(logp, batch.old_logp, batch.advantages, batch.cu_seqlens, entropy=entropy, entropy_coef=0.1)
+    loss = out.loss * upstream
+    first = torch.autograd.grad(loss, (logp, entropy), retain_graph=True)
+    kept = [g.clone() for g in first]
+    for g in first:
+        g.zero_()
+    for retain in (True, False):
+        again = torch.autograd.grad(loss, (logp, entropy), retain_graph=retain)
+        for a, b in zip(again, kept, strict=True):
+            assert_bitwise(a, b, "a later backward pass of the same graph")
+
+
 def test_opcheck_and_compile() -> None:
     batch = Batch([6, 0, 3], seed=12)
     logp, entropy = batch.logp.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     op = torch.ops.rlkernel.policy_loss.default
     rest = (batch.old_logp, batch.advantages, batch.cu_seqlens)
-    tail = ("grpo", False, 0.2, 0.2, None, 0.1, "k3", 0.1, 1.1)
+    tail = ("grpo", False, 0.2, 0.2, None, 0.1, "k3", 0.1, 1.1, None)
     inputs = (batch.mask, batch.ref_logp, entropy, batch.rollout_logp, torch.tensor(3.0))
     torch.library.opcheck(op, (logp, *rest, *inputs, *tail))
-    plain = ("gspo", True, 0.2, 0.2, 2.0, 0.0, "k3", 0.0, None)
-    torch.library.opcheck(op, (logp, *rest, None, None, None, None, None, *plain))
+    plain = ("gspo", True, 0.2, 0.2, 2.0, 0.0, "k3", 0.0, None, 3.0)
+    torch.library.opcheck(op, (logp, *rest, None, None, entropy, None, None, *plain))
+    gradients = torch.ones(9), torch.ones(9), torch.ones(()), torch.full((), 2.0)
+    torch.library.opcheck(torch.ops.rlkernel.policy_loss_scale_.default, gradients)
 
     torch.compiler.reset()
     fn = torch.compile(ops.policy_loss, fullgraph=True, backend="aot_eager")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from rlkernel.kernels.cpu.library import code, function, threads
+from rlkernel.kernels.cpu.library import FLOATS, code, function, threads
 from rlkernel.kernels.reference.embedding import check_range
 
 
@@ -24,3 +25,9 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     function("rlk_embedding_wgrad", "pppllii")(
         ids.data_ptr(), dy.data_ptr(), grad.data_ptr(), dy.shape[0], dy.shape[1], code(dy.dtype), threads()
     )
+
+
+def embedding_wgrad(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
+    grad = torch.zeros(vocabulary, dy.shape[1], **FLOATS)
+    embedding_wgrad_(grad, dy, ids)
+    return grad.to(dy.dtype)

@@ -1,4 +1,4 @@
-"""policy_loss on the CPU: launcher of `csrc/cpu/policy_loss.cpp`."""
+"""policy_loss on the CPU: launcher of `csrc/cpu/policy_loss.cpp`; backward scales as the reference does."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from rlkernel.kernels.policy_loss import (
     form_code,
     sequence_mean,
 )
+from rlkernel.kernels.reference.policy_loss import policy_loss_scale_
+
+__all__ = ["policy_loss", "policy_loss_scale_"]
 
 
 def policy_loss(
@@ -36,7 +39,10 @@ def policy_loss(
     kl_type: str,
     entropy_coef: float,
     tis_cap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    divisor: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if divisor is not None:
+        normalizer = torch.tensor(divisor, **FLOATS)
     tokens = logp.shape[0]
     batch = len(check_cu_seqlens(cu_seqlens, tokens)) - 1
     vectors = [
@@ -58,9 +64,11 @@ def policy_loss(
     dual = float("inf") if clip_dual is None else clip_dual
     scalars = torch.tensor([1.0 - clip_low, 1.0 + clip_high, dual, kl_coef, entropy_coef, tis_cap or 0.0], **FLOATS)
     loss, dlogp = torch.empty((), **FLOATS), torch.empty(tokens, **FLOATS)
-    dentropy = None if entropy is None else torch.empty(tokens, **FLOATS)
+    has_bonus = entropy is not None and entropy_coef != 0.0
+    dentropy = torch.empty(tokens, **FLOATS) if has_bonus else None
     stats, counts = torch.empty(len(STATS), **FLOATS), torch.empty(len(COUNTS), dtype=torch.int64, device=CPU)
     function("rlk_policy_loss", "p" * 16 + "li")(
         *(pointer(x) for x in (*vectors, flags, scalars, loss, dlogp, dentropy, stats, counts)), batch, threads()
     )
-    return loss, dlogp, torch.empty(0, **FLOATS) if dentropy is None else dentropy, stats, counts
+    dentropy = torch.empty(0, **FLOATS) if dentropy is None else dentropy
+    return loss, dlogp, dentropy, torch.ones((), **FLOATS), stats, counts

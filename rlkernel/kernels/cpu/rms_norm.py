@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.cpu.library import code, function, pointer, threads
+from rlkernel.kernels.cpu.library import FLOATS, code, function, pointer, threads
 
 
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
@@ -55,8 +55,18 @@ def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps
     return dx
 
 
-def rms_norm_wgrad_(grad: Tensor, dy: Tensor, x: Tensor, eps: float) -> None:
+def _wgrad_(grad: Tensor, dy: Tensor, x: Tensor, eps: float) -> None:
     dy, x = dy.contiguous(), x.contiguous()
     function("rlk_rms_norm_wgrad", "pppllfii")(
         dy.data_ptr(), x.data_ptr(), grad.data_ptr(), *x.shape, eps, code(x.dtype), threads()
     )
+
+
+def rms_norm_grad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    dw = torch.zeros(weight.shape, **FLOATS)
+    return rms_norm_grad_(dw, dy, dr, x, weight, eps), dw.to(weight.dtype)
+
+
+def rms_norm_grad_(grad: Tensor, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    _wgrad_(grad, dy, x, eps)
+    return rms_norm_dgrad(dy, dr, x, weight, eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -27,3 +28,9 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     check_range("embedding", "ids", ids, grad.shape[0], "V (rows of weight)")
     for i, row in zip(ids.tolist(), dy.float(), strict=True):
         grad[i] += row
+
+
+def embedding_wgrad(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
+    grad = torch.zeros(vocabulary, dy.shape[1])
+    embedding_wgrad_(grad, dy, ids)
+    return grad.to(dy.dtype)

@@ -56,8 +56,11 @@ def policy_loss(
     kl_type: str,
     entropy_coef: float,
     tis_cap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    divisor: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens = logp.shape[0]
+    if divisor is not None:
+        normalizer = torch.tensor(divisor)
     borders = check_cu_seqlens(cu_seqlens, tokens)
     batch = len(borders) - 1
     lengths = torch.tensor([b - a for a, b in pairwise(borders)], dtype=torch.int64)
@@ -150,7 +153,8 @@ def policy_loss(
     value = segment_sum(sums / share if averaged else sums) / denominator
     weight = ((one / share if averaged else one.expand(batch)) / denominator)[owner]
     dlogp = clean(gradient * weight)
-    dentropy = clean(torch.tensor(-entropy_coef) * weight) if entropy is not None else torch.zeros(0)
+    has_bonus = entropy is not None and entropy_coef != 0.0
+    dentropy = clean(torch.tensor(-entropy_coef) * weight) if has_bonus else torch.zeros(0)
 
     means = [segment_sum(per_sequence(x)) for x in (ratio, -log_ratio, phi(log_ratio), kl, held, tis, drift)]
     stats = [m / max(1, total) for m in means]
@@ -159,4 +163,10 @@ def policy_loss(
     else:
         stats += [torch.zeros(())] * 3
     counts = [torch.tensor(total), (n > 0).sum(), *(count(c).sum() for c in (cut_low, cut_high, cut_dual, tis_cut))]
-    return value, dlogp, dentropy, torch.stack(stats), torch.stack(counts)
+    stats += [c.float() / max(1, total) for c in counts[2:]]
+    return value, dlogp, dentropy, torch.ones(()), torch.stack(stats), torch.stack(counts)
+
+
+def policy_loss_scale_(dlogp: Tensor, dentropy: Tensor, scale: Tensor, dloss: Tensor) -> None:
+    for gradient in (dlogp, dentropy):
+        gradient.mul_(scale).mul_(dloss)

@@ -33,9 +33,19 @@ def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps
     return (dx if dr is None else dx + dr.float()).to(x.dtype)
 
 
-def rms_norm_wgrad_(grad: Tensor, dy: Tensor, x: Tensor, eps: float) -> None:
+def _wgrad_(grad: Tensor, dy: Tensor, x: Tensor, eps: float) -> None:
     h = (x.float() * inverse_rms(x, eps)).to(x.dtype).float()
     total = grad
     for up, row in zip(dy.float(), h, strict=True):
         total = fma(up, row, total)
     grad.copy_(total)
+
+
+def rms_norm_grad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    dw = torch.zeros(weight.shape)
+    return rms_norm_grad_(dw, dy, dr, x, weight, eps), dw.to(weight.dtype)
+
+
+def rms_norm_grad_(grad: Tensor, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    _wgrad_(grad, dy, x, eps)
+    return rms_norm_dgrad(dy, dr, x, weight, eps)

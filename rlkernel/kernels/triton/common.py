@@ -75,14 +75,36 @@ def log2(x):
 
 
 @triton.jit
-def add_partials_kernel(partials, grad, SEGMENTS, WIDTH, BLOCK: tl.constexpr):
-    """grad [WIDTH] += partials [SEGMENTS, WIDTH], segments ascending: the second pass of a two-pass sum."""
+def fold_rows(x):
+    """Sum of the rows of x [2^n, WIDTH] in halves: pairs are added, so no layout changes a bit; [WIDTH]."""
+    for _ in tl.static_range(20):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), axis=0)
+    return tl.reshape(x, (x.shape[1],))
+
+
+@triton.jit(do_not_specialize=["SEGMENTS"])
+def add_partials_kernel(
+    partials, grad, SEGMENTS, WIDTH, FRESH: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """grad [WIDTH] += partials [SEGMENTS, WIDTH], segments ascending: the second pass of a two-pass sum.
+
+    FRESH: from zero, whatever grad holds, and rounded once to its dtype.
+    """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    total = tl.load(grad + column, mask=inside, other=0.0)
-    for segment in tl.range(0, SEGMENTS, loop_unroll_factor=8):  # the loads of eight segments are under way at once
-        total += tl.load(partials + tl.cast(segment, tl.int64) * WIDTH + column, mask=inside, other=0.0)
-    tl.store(grad + column, total, mask=inside)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if not FRESH:
+        total = tl.load(grad + column, mask=inside, other=0.0)
+    for first in range(0, SEGMENTS, UNROLL):
+        rows = ()
+        for i in tl.static_range(UNROLL):  # all loads are under way before the first addition waits
+            at = tl.cast(first + i, tl.int64) * WIDTH + column
+            # -0 is the identity of fp32 addition
+            rows = rows + (tl.load(partials + at, mask=inside & (first + i < SEGMENTS), other=-0.0),)
+        for i in tl.static_range(UNROLL):
+            total += rows[i]
+    tl.store(grad + column, total.to(grad.dtype.element_ty), mask=inside)
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -138,11 +160,12 @@ def rows_of_heads(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def add_partials_(grad: Tensor, partials: Tensor) -> None:
-    """grad [width] fp32 += partials [segments, width], segments ascending."""
+def add_partials_(grad: Tensor, partials: Tensor, fresh: bool = False) -> None:
+    """grad [width] fp32 += partials [segments, width], segments ascending; `fresh` starts at zero, any dtype."""
     segments, width = partials.shape
-    grid = (triton.cdiv(width, 128),)
-    add_partials_kernel[grid](partials, grad, segments, width, BLOCK=128, num_warps=4, **options())
+    add_partials_kernel[(triton.cdiv(width, 32),)](
+        partials, grad, segments, width, FRESH=fresh, UNROLL=16, BLOCK=32, num_warps=1, **options()
+    )
 
 
 def next_power_of_2(n: int, least: int = 1) -> int:
@@ -155,6 +178,7 @@ def next_power_of_2(n: int, least: int = 1) -> int:
 AOT: tuple[Variant, ...] = (
     Variant(
         "add_partials", add_partials_kernel,
-        {"partials": "*fp32:16", "grad": "*fp32:16", "SEGMENTS": "i32", "WIDTH": "i32:16"}, {"BLOCK": 128},
+        {"partials": "*fp32:16", "grad": "*fp32:16", "SEGMENTS": "i32", "WIDTH": "i32:16"},
+        {"FRESH": False, "UNROLL": 16, "BLOCK": 32}, num_warps=1,
     ),
 )  # fmt: skip

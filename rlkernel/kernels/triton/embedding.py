@@ -1,6 +1,7 @@
-"""embedding on GPUs: torch's gather forward; the gradient sums each id's occurrences in packed order, no atomics.
+"""embedding on GPUs: torch's gather forward; the gradient sums each id's occurrences in a fixed order, no atomics.
 
-Contract: orders.py, `embedding`. Ids are sorted stably; the first place of an id in that list owns its row.
+Contract: orders.py, `embedding`. Tokens are sorted stably by id; the first place of an id in that list owns its row.
+Ids with very many occurrences have the sums of their windows computed beside one another before.
 """
 
 from __future__ import annotations
@@ -10,46 +11,205 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlkernel.contract.orders import EMBEDDING_WINDOW
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import next_power_of_2, on_device, options
+
+RANK_TOKENS = 16384
+"""Up to so many tokens, comparing every pair sorts faster than torch's radix sort starts."""
+PLACES, UNROLL, WINDOWS = 4, 16, 4
+HOT = 4
+"""An id is hot where it covers two neighbouring multiples of HOT * windows in the sorted list."""
+
 
 # ---- kernels ------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["T"])
-def embedding_wgrad_kernel(
-    ids,  # [T] int64, ascending
-    source,  # [T] int64: packed position of each
+def rank_kernel(
+    ids,  # [T] int64
+    sorted_ids,  # out [T] int32, ascending
+    source,  # out [T] int32: packed position of each
+    T,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """A token's place is the number of tokens with a smaller id, or the same id and an earlier position."""
+    first = tl.program_id(0) * BLOCK
+    t = first + tl.arange(0, BLOCK)
+    mine = tl.load(ids + t, mask=t < T, other=0).to(tl.int32)
+    lane = tl.arange(0, STEP)
+    here = first // STEP * STEP
+    rank = tl.zeros((BLOCK, STEP), tl.int32)
+    for start in range(0, here, STEP):
+        other = tl.load(ids + start + lane).to(tl.int32)
+        rank += (other[None, :] <= mine[:, None]).to(tl.int32)
+    u = here + lane
+    other = tl.load(ids + u, mask=u < T, other=0x7FFFFFFF).to(tl.int32)
+    rank += ((other[None, :] < mine[:, None]) | ((other[None, :] == mine[:, None]) & (u[None, :] < t[:, None]))).to(
+        tl.int32
+    )
+    for start in range(here + STEP, T, STEP):
+        u = start + lane
+        other = tl.load(ids + u, mask=u < T, other=0x7FFFFFFF).to(tl.int32)
+        rank += (other[None, :] < mine[:, None]).to(tl.int32)
+    place = tl.sum(rank, axis=1)
+    tl.store(sorted_ids + place, mine, mask=t < T)
+    tl.store(source + place, t, mask=t < T)
+
+
+@triton.jit
+def first_place(ids, source, T, token_id, token, PROBES: tl.constexpr):
+    """Number of entries of the sorted list before (token_id, token)."""
+    low, span = 0, T
+    while span > 0:
+        step = tl.cdiv(span, PROBES)
+        probe = low + (tl.arange(0, PROBES) + 1) * step - 1
+        on = probe < low + span
+        found = tl.load(ids + probe, mask=on, other=0x7FFFFFFF)
+        smaller = (found < token_id) | ((found == token_id) & (tl.load(source + probe, mask=on, other=0) < token))
+        low += tl.sum((on & smaller).to(tl.int32), axis=0) * step
+        span = tl.minimum(step - 1, T - low)
+    return low
+
+
+@triton.jit
+def add_run(
+    total, ids, source, dy, place, T, token_id, last_window, column, inside, dy_row, dy_col,
+    WINDOW: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """total + the sums of windows, ascending, of the occurrences of token_id from a place on, up to last_window."""
+    window = -1
+    # -0 is the identity of fp32 addition.
+    partial = tl.full(total.shape, -0.0, tl.float32)
+    more = True
+    while more:
+        at = place + tl.arange(0, UNROLL)
+        same = tl.load(ids + at, mask=at < T, other=-1) == token_id
+        same = same & (tl.load(source + at, mask=at < T, other=0) // WINDOW <= last_window)
+        count = tl.sum(same.to(tl.int32), axis=0)
+        tokens = ()
+        rows = ()
+        for i in tl.static_range(UNROLL):  # all loads are under way before the first addition waits
+            token = tl.load(source + place + i, mask=place + i < T, other=0)
+            row = dy + token.to(tl.int64) * dy_row + column.to(tl.int64) * dy_col
+            tokens = tokens + (token,)
+            rows = rows + (tl.load(row, mask=inside & (i < count), other=-0.0).to(tl.float32),)
+        for i in tl.static_range(UNROLL):
+            here = (tokens[i] // WINDOW).to(tl.int32)
+            closes = (i < count) & (here != window)
+            total = tl.where(closes, total + partial, total)
+            partial = tl.where(closes, rows[i], partial + rows[i])
+            window = tl.where(i < count, here, window)
+        place += UNROLL
+        more = count == UNROLL
+    return total + partial
+
+
+@triton.jit(do_not_specialize=["T", "ALL_WINDOWS", "STRIDE"])
+def window_sums_kernel(
+    ids,  # [T], ascending
+    source,  # [T]: packed position of each
     dy,  # [T, C]
-    grad,  # [V, C] fp32
+    sums,  # out [T / STRIDE, ALL_WINDOWS, C] fp32
     T,
     C,
+    ALL_WINDOWS,
+    STRIDE,
+    dy_row,
+    dy_col,
+    WINDOW: tl.constexpr,
+    WINDOWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums of each window of the hot ids; an id's are stored under the first multiple of STRIDE that it covers."""
+    slot = tl.program_id(0)
+    place = slot * STRIDE
+    token_id = tl.load(ids + place)
+    before = tl.load(ids + place - STRIDE, mask=slot > 0, other=-1)
+    after = tl.load(ids + place + STRIDE, mask=place + STRIDE < T, other=-1)
+    if (token_id != before) & (token_id == after):
+        column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < C
+        first = tl.program_id(1) * WINDOWS
+        for window in range(first, min(first + WINDOWS, ALL_WINDOWS)):
+            start = first_place(ids, source, T, token_id, window * WINDOW, 256)
+            total = tl.full((BLOCK,), -0.0, tl.float32)
+            total = add_run(
+                total, ids, source, dy, start, T, token_id, window, column, inside, dy_row, dy_col, WINDOW, UNROLL
+            )
+            tl.store(sums + (tl.cast(slot, tl.int64) * ALL_WINDOWS + window) * C + column, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "ALL_WINDOWS", "STRIDE"])
+def embedding_wgrad_kernel(
+    ids,  # [T], ascending
+    source,  # [T]: packed position of each
+    dy,  # [T, C]
+    sums,  # [T / STRIDE, ALL_WINDOWS, C] fp32
+    grad,  # [V, C]
+    T,
+    C,
+    ALL_WINDOWS,
+    STRIDE,
     dy_row,
     dy_col,
     grad_row,
     grad_col,
+    HAS_SUMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PLACES: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
-    token_id = tl.load(ids + place)
-    before = tl.load(ids + place - 1, mask=place > 0, other=-1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < C
-    if token_id != before:
-        to = grad + token_id * grad_row + column.to(tl.int64) * grad_col
-        total = tl.load(to, mask=inside, other=0.0)
-        more = True
-        while more:
-            for step in tl.static_range(0, UNROLL):
-                more = more & (place + step < T)
-                more = more & (tl.load(ids + place + step, mask=more, other=-1) == token_id)
-                token = tl.load(source + place + step, mask=more, other=0)
-                # -0 is the identity of fp32 addition: past the last occurrence nothing changes.
-                row = dy + token * dy_row + column.to(tl.int64) * dy_col
-                total += tl.load(row, mask=inside & more, other=-0.0).to(tl.float32)
-            place += UNROLL
-        tl.store(to, total, mask=inside)
+    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    on = place < T
+    mine = tl.load(ids + place, mask=on, other=-1)
+    first = on & (mine != tl.load(ids + place - 1, mask=on & (place > 0), other=-1))
+    last = mine != tl.load(ids + place + 1, mask=place + 1 < T, other=-1)
+
+    # Most ids come once: their rows are added together, so that all loads of the program are under way at once.
+    once = first & last
+    token = tl.load(source + place, mask=once, other=0).to(tl.int64)
+    both = once[:, None] & inside[None, :]
+    channel = column.to(tl.int64)[None, :]
+    to = grad + mine.to(tl.int64)[:, None] * grad_row + channel * grad_col
+    row = tl.load(dy + token[:, None] * dy_row + channel * dy_col, mask=both, other=0.0).to(tl.float32)
+    total = tl.load(to, mask=both, other=0.0).to(tl.float32)
+    tl.store(to, (total + row).to(grad.dtype.element_ty), mask=both)
+
+    if tl.sum((first & ~last).to(tl.int32), axis=0) > 0:
+        for i in range(PLACES):
+            at = tl.program_id(0) * PLACES + i
+            token_id = tl.load(ids + at, mask=at < T, other=-1)
+            starts = (at < T) & (token_id != tl.load(ids + at - 1, mask=(at > 0) & (at < T), other=-1))
+            if starts & (token_id == tl.load(ids + at + 1, mask=at + 1 < T, other=-1)):
+                to_row = grad + token_id.to(tl.int64) * grad_row + column.to(tl.int64) * grad_col
+                sum_ = tl.load(to_row, mask=inside, other=0.0).to(tl.float32)
+                hot = False
+                slot = tl.cdiv(at, STRIDE)
+                if HAS_SUMS:
+                    here = tl.load(ids + slot * STRIDE, mask=(slot + 1) * STRIDE < T, other=-1)
+                    there = tl.load(ids + (slot + 1) * STRIDE, mask=(slot + 1) * STRIDE < T, other=-1)
+                    hot = (here == token_id) & (there == token_id)
+                if hot:
+                    for window in range(0, ALL_WINDOWS, UNROLL):
+                        rows = ()
+                        for j in tl.static_range(UNROLL):
+                            at_sum = (tl.cast(slot, tl.int64) * ALL_WINDOWS + window + j) * C + column
+                            rows = rows + (
+                                tl.load(sums + at_sum, mask=inside & (window + j < ALL_WINDOWS), other=-0.0),
+                            )
+                        for j in tl.static_range(UNROLL):
+                            sum_ += rows[j]
+                else:
+                    sum_ = add_run(
+                        sum_, ids, source, dy, at, T, token_id, T, column, inside, dy_row, dy_col, WINDOW, UNROLL
+                    )
+                tl.store(to_row, sum_.to(grad.dtype.element_ty), mask=inside)
 
 
 # ---- launchers ----------------------------------------------------------------------------------
@@ -59,27 +219,68 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return torch.index_select(weight, 0, ids)
 
 
+def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """ids [T] int64 -> ids ascending [T] int32, and the packed position of each; equal ids keep their order."""
+    tokens = ids.shape[0]
+    if tokens > RANK_TOKENS:
+        ascending, source = torch.sort(ids.to(torch.int32), stable=True)
+        return ascending, source
+    ids = ids.contiguous()
+    ascending, source = (torch.empty(tokens, dtype=torch.int32, device=ids.device) for _ in range(2))
+    rank_kernel[(triton.cdiv(tokens, 32),)](
+        ids, ascending, source, tokens, BLOCK=32, STEP=256, num_warps=8, **options()
+    )
+    return ascending, source
+
+
 def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     tokens, c = dy.shape
     if dy.numel() == 0:
         return
-    ascending, source = torch.sort(ids, stable=True)
+    windows = triton.cdiv(tokens, EMBEDDING_WINDOW)
+    stride = HOT * windows
+    slots = triton.cdiv(tokens, stride)
     block = min(512, next_power_of_2(c, 32))
+    blocks = triton.cdiv(c, block)
+    meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **options()}
     with on_device(dy):
-        embedding_wgrad_kernel[(tokens, triton.cdiv(c, block))](
-            ascending, source, dy, grad, tokens, c, dy.stride(0), dy.stride(1), grad.stride(0), grad.stride(1),
-            UNROLL=8, BLOCK=block, num_warps=4, **options(),
+        ascending, source = sort_ids(ids)
+        sums = None
+        if windows > WINDOWS:  # fewer windows are summed in no time by the owner
+            sums = torch.empty(slots, windows, c, dtype=torch.float32, device=dy.device)
+            window_sums_kernel[(slots, triton.cdiv(windows, WINDOWS), blocks)](
+                ascending, source, dy, sums, tokens, c, windows, stride, dy.stride(0), dy.stride(1),
+                WINDOWS=WINDOWS, num_warps=max(1, block // 256), **meta,
+            )  # fmt: skip
+        embedding_wgrad_kernel[(triton.cdiv(tokens, PLACES), blocks)](
+            ascending, source, dy, sums, grad, tokens, c, windows, stride, dy.stride(0), dy.stride(1),
+            grad.stride(0), grad.stride(1), HAS_SUMS=sums is not None, PLACES=PLACES,
+            num_warps=max(1, block * PLACES // 512), **meta,
         )  # fmt: skip
+
+
+def embedding_wgrad(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
+    grad = torch.zeros(vocabulary, dy.shape[1], dtype=dy.dtype, device=dy.device)
+    embedding_wgrad_(grad, dy, ids)
+    return grad
 
 
 # ---- ahead of time ------------------------------------------------------------------------------
 
+_SORTED = {"ids": "*i32:16", "source": "*i32:16", "T": "i32"}
+_RUN = {"dy": "*bf16:16", "sums": "*fp32:16", "C": "i32:16", "ALL_WINDOWS": "i32", "STRIDE": "i32", "dy_row": "i32:16"}
+_META = {"dy_col": 1, "WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": 512}
 AOT: tuple[Variant, ...] = (
     Variant(
-        "embedding_wgrad", embedding_wgrad_kernel,
-        {"ids": "*i64:16", "source": "*i64:16", "dy": "*bf16:16", "grad": "*fp32:16", "T": "i32", "C": "i32:16",
-         "dy_row": "i32:16", "grad_row": "i32:16"},
-        {"dy_col": 1, "grad_col": 1, "UNROLL": 8, "BLOCK": 512},
-        main=True,
+        "embedding rank", rank_kernel,
+        {"ids": "*i64:16", "sorted_ids": "*i32:16", "source": "*i32:16", "T": "i32"}, {"BLOCK": 32, "STEP": 256},
+        num_warps=8, main=True,
+    ),
+    Variant(
+        "embedding window_sums", window_sums_kernel, {**_SORTED, **_RUN}, {**_META, "WINDOWS": WINDOWS}, num_warps=2,
+    ),
+    Variant(
+        "embedding_wgrad", embedding_wgrad_kernel, {**_SORTED, **_RUN, "grad": "*fp32:16", "grad_row": "i32:16"},
+        {**_META, "grad_col": 1, "HAS_SUMS": True, "PLACES": PLACES}, num_warps=4, main=True,
     ),
 )  # fmt: skip

@@ -1,8 +1,7 @@
-"""rms_norm on GPUs: a few rows a program, a row's sum by one fixed tree; the weight gradient in two passes.
+"""rms_norm on GPUs: a few rows a program; both gradients in one pass, the weight's by a fixed tree over the rows.
 
-Contract: orders.py, `rms_norm`. The tree is that of `tl.sum` over a layout fixed by C and the dtype: block, rows and
-warps are functions of C alone, and every operand is 16-byte aligned, so neither batch nor row can move an element to
-another thread.
+Contract: orders.py, `rms_norm`. Every sum adds neighbours or halves in pairs, written out level by level, so neither
+layout nor alignment nor the number of warps can change a bit.
 """
 
 from __future__ import annotations
@@ -14,18 +13,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.contract.orders import SUM_TOKENS
+from rlkernel.contract.orders import WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import add_partials_, aligned, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import add_partials_, fold_rows, next_power_of_2, on_device, options
 
 # ---- kernels ------------------------------------------------------------------------------------
 
 
 @triton.jit
-def row_rstd(h, eps, C: tl.constexpr):
-    """1 / sqrt(mean(h^2) + eps) of each row of h [ROWS, BLOCK] fp32, zero past C; [ROWS, 1]."""
-    mean = tl.div_rn(tl.sum(h * h, axis=1), tl.full((h.shape[0],), C, tl.float32))
-    return tl.div_rn(tl.full((h.shape[0],), 1.0, tl.float32), tl.sqrt_rn(mean + eps))[:, None]
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def row_sum(x):
+    """Sums of the rows of x [ROWS, 2^n]: neighbours are added, then neighbouring sums, n times; [ROWS]."""
+    for _ in tl.static_range(20):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), axis=2)
+    return tl.reshape(x, (x.shape[0],))
+
+
+@triton.jit
+def row_sums(x, y):
+    """`row_sum` of x and of y, sharing the exchanges between warps."""
+    for _ in tl.static_range(20):
+        if x.shape[1] > 1:
+            pairs = (
+                tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)),
+                tl.reshape(y, (x.shape[0], x.shape[1] // 2, 2)),
+            )
+            x, y = tl.reduce(pairs, 2, add_pairs)
+    return tl.reshape(x, (x.shape[0],)), tl.reshape(y, (x.shape[0],))
+
+
+@triton.jit
+def inverse_root(square, eps, C: tl.constexpr):
+    """1 / sqrt(square / C + eps), correctly rounded step by step."""
+    mean = tl.div_rn(square, tl.full(square.shape, C, tl.float32))
+    return tl.div_rn(tl.full(square.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -52,88 +78,79 @@ def rms_norm_kernel(
         tl.store(r + at, total, mask=inside)
         h = total.to(tl.float32)
     w = tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)
-    n = (h * row_rstd(h, eps, C)).to(y.dtype.element_ty).to(tl.float32)
+    n = (h * inverse_root(row_sum(h * h), eps, C)[:, None]).to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + at, (n * w[None, :]).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
-def rms_norm_dgrad_kernel(
+def rms_norm_grad_kernel(
     dy,  # [T, C]
     dr,  # [T, C]
     x,  # [T, C]
     weight,  # [C]
     dx,  # [T, C]
+    partials,  # [programs, C] fp32
     T,
     eps,
     HAS_DR: tl.constexpr,
+    HAS_PARTIALS: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """dx; partials: sums of dy * round(x * rstd), the rows of a step folded in halves, steps ascending."""
     column = tl.arange(0, BLOCK)
-    inside = (row < T)[:, None] & (column < C)[None, :]
-    at = row[:, None].to(tl.int64) * C + column[None, :]
-    h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)
-    g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * w[None, :]
-    rstd = row_rstd(h, eps, C)
-    h = h * rstd
-    mean = tl.div_rn(tl.sum(g * h, axis=1), tl.full((ROWS,), C, tl.float32))[:, None]
-    d = rstd * tl.fma(-h, tl.broadcast_to(mean, h.shape), g)
-    if HAS_DR:
-        d += tl.load(dr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["T"])
-def rstd_kernel(x, rstd, T, eps, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """rstd [T] of the rows of x [T, C]."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    inside = (row < T)[:, None] & (column < C)[None, :]
-    h = tl.load(x + row[:, None].to(tl.int64) * C + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(rstd + row[:, None], row_rstd(h, eps, C), mask=(row < T)[:, None])
-
-
-@triton.jit(do_not_specialize=["T"])
-def rms_norm_wgrad_kernel(
-    dy,  # [T, C]
-    x,  # [T, C]
-    rstd,  # [T]
-    partials,  # [segments, C]
-    T,
-    C: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """partials = sum of dy * round(x * rstd) over the rows of one segment, a chain of fma ascending from 0."""
-    segment = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < C
     total = tl.zeros((BLOCK,), tl.float32)
-    for row in tl.range(segment * SEGMENT, min(T, segment * SEGMENT + SEGMENT), loop_unroll_factor=8):
-        at = tl.cast(row, tl.int64) * C + column
-        h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * tl.load(rstd + row)
-        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        total = tl.fma(g, h.to(x.dtype.element_ty).to(tl.float32), total)
-    tl.store(partials + tl.cast(segment, tl.int64) * C + column, total, mask=inside)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        row = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        inside = (row < T)[:, None] & (column < C)[None, :]
+        at = row[:, None].to(tl.int64) * C + column[None, :]
+        h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        g = up * tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
+        square, dot = row_sums(h * h, g * h)
+        rstd = inverse_root(square, eps, C)
+        mean = tl.div_rn(dot * rstd, tl.full((ROWS,), C, tl.float32))[:, None]
+        h = h * rstd[:, None]
+        d = rstd[:, None] * tl.fma(-h, tl.broadcast_to(mean, h.shape), g)
+        if HAS_DR:
+            d += tl.load(dr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
+        if HAS_PARTIALS:
+            total += fold_rows(up * h.to(x.dtype.element_ty).to(tl.float32))
+    if HAS_PARTIALS:
+        tl.store(partials + tl.program_id(0).to(tl.int64) * C + column, total, mask=column < C)
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def fold_kernel(partials, sums, ROWS, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """sums [ROWS / CHUNK, C] = each CHUNK rows of partials [ROWS, C] folded in halves, rounded to the dtype of sums."""
+    chunk = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = (row < ROWS)[:, None] & (column < C)[None, :]
+    total = fold_rows(tl.load(partials + row.to(tl.int64)[:, None] * C + column[None, :], mask=inside, other=0.0))
+    tl.store(sums + tl.cast(chunk, tl.int64) * C + column, total.to(sums.dtype.element_ty), mask=column < C)
 
 
 # ---- launchers ----------------------------------------------------------------------------------
 
+LEAF = 16
+"""Rows whose products with dy are summed by one program, at least: part of the order of the weight gradient."""
+
 
 def _shape(rows: int, c: int) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and constants of a kernel that sums rows; all but the grid come from C alone."""
     block = next_power_of_2(c, 16)
-    per_program = max(1, 1024 // block)
-    meta = {"C": c, "ROWS": per_program, "BLOCK": block, "num_warps": min(16, max(4, block // 512))}
+    per_program = max(1, 2048 // block)
+    meta = {"C": c, "ROWS": per_program, "BLOCK": block, "num_warps": min(16, max(1, per_program * block // 1024))}
     return (triton.cdiv(rows, per_program),), meta | options()
 
 
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    x, weight = aligned(x), aligned(weight)
-    residual = None if residual is None else aligned(residual)
+    x, weight = x.contiguous(), weight.contiguous()
+    residual = None if residual is None else residual.contiguous()
     y = torch.empty_like(x)
     r = None if residual is None else torch.empty_like(x)
     if x.numel():
@@ -153,59 +170,112 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return y, r
 
 
-def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    dy, x, weight = aligned(dy), aligned(x), aligned(weight)
-    dr = None if dr is None else aligned(dr)
+def _tile(c: int) -> tuple[int, int, dict[str, Any]]:
+    """Rows of a step, steps of a program, and meta: the order of the weight gradient comes from C alone."""
+    block = next_power_of_2(c, 16)
+    rows = max(1, 4096 // block)
+    steps = max(1, LEAF // rows)
+    return rows, steps, {"C": c, "BLOCK": block, "num_warps": min(16, max(4, block // 1024)), "STAGES": 1}
+
+
+def _backward(
+    dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float, with_partials: bool
+) -> tuple[Tensor, Tensor | None]:
+    """dx, and the partial sums of the weight gradient [programs, C]."""
+    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+    dr = None if dr is None else dr.contiguous()
     dx = torch.empty_like(x)
+    tokens, c = x.shape
+    rows, steps, meta = _tile(c)
+    steps = steps if with_partials else 1
+    grid = (triton.cdiv(tokens, rows * steps),)
+    partials = torch.empty(grid[0], c, dtype=torch.float32, device=x.device) if with_partials else None
     if x.numel():
-        grid, meta = _shape(*x.shape)
         with on_device(x):
-            rms_norm_dgrad_kernel[grid](dy, dr, x, weight, dx, x.shape[0], eps, HAS_DR=dr is not None, **meta)
-    return dx
+            rms_norm_grad_kernel[grid](
+                dy, dr, x, weight, dx, partials, tokens, eps, HAS_DR=dr is not None, HAS_PARTIALS=with_partials,
+                ROWS=rows, STEPS=steps, **meta, **options(),
+            )  # fmt: skip
+    return dx, partials
 
 
-def rms_norm_wgrad_(grad: Tensor, dy: Tensor, x: Tensor, eps: float) -> None:
-    dy, x = aligned(dy), aligned(x)
-    rows, c = x.shape
+def _chunk_sums(partials: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """[chunks, C] from [programs, C]: the tree over each WGRAD_TOKENS rows."""
+    programs, c = partials.shape
+    rows, steps, _ = _tile(c)
+    chunks, per_chunk = triton.cdiv(tokens, WGRAD_TOKENS), WGRAD_TOKENS // (rows * steps)
+    sums = torch.empty(chunks, c, dtype=dtype, device=partials.device)
+    block = 16
+    fold_kernel[(triton.cdiv(c, block), chunks)](
+        partials, sums, programs, c, CHUNK=per_chunk, BLOCK=block, num_warps=8, **options()
+    )
+    return sums
+
+
+def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _backward(dy, dr, x, weight, eps, False)[0]
+
+
+def rms_norm_grad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    dx, partials = _backward(dy, dr, x, weight, eps, True)
+    assert partials is not None
     if x.numel() == 0:
-        return
-    segments = triton.cdiv(rows, SUM_TOKENS)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    partials = torch.empty(segments, c, dtype=torch.float32, device=x.device)
-    grid, meta = _shape(rows, c)
-    block = min(512, next_power_of_2(c, 32))
+        return dx, torch.zeros_like(weight)
     with on_device(x):
-        rstd_kernel[grid](x, rstd, rows, eps, **meta)
-        rms_norm_wgrad_kernel[(triton.cdiv(c, block), segments)](
-            dy, x, rstd, partials, rows,
-            C=c, SEGMENT=SUM_TOKENS, BLOCK=block, num_warps=max(1, block // 128), **options(),
-        )  # fmt: skip
-        add_partials_(grad, partials)
+        if x.shape[0] <= WGRAD_TOKENS:
+            return dx, _chunk_sums(partials, x.shape[0], weight.dtype)[0]
+        dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        add_partials_(dw, _chunk_sums(partials, x.shape[0], torch.float32), fresh=True)
+    return dx, dw
+
+
+def rms_norm_grad_(grad: Tensor, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    dx, partials = _backward(dy, dr, x, weight, eps, True)
+    assert partials is not None
+    if x.numel():
+        with on_device(x):
+            add_partials_(grad, _chunk_sums(partials, x.shape[0], torch.float32))
+    return dx
 
 
 # ---- ahead of time ------------------------------------------------------------------------------
 
 _ROW = {"T": "i32", "eps": "fp32"}
-_META = {"C": 4096, "ROWS": 1, "BLOCK": 4096}
+
+
+def _types(*names: str) -> dict[str, str]:
+    return {**dict.fromkeys(names, "*bf16:16"), **_ROW}
+
+
+def _grad_variant(name: str, c: int, with_partials: bool, has_dr: bool) -> Variant:
+    rows, steps, meta = _tile(c)
+    warps = meta.pop("num_warps")
+    types = _types("dy", "x", "weight", "dx", *(("dr",) if has_dr else ()))
+    absent = {} if has_dr else {"dr": None}
+    (types if with_partials else absent)["partials"] = "*fp32:16" if with_partials else None
+    constants = {
+        **absent, "HAS_DR": has_dr, "HAS_PARTIALS": with_partials, "ROWS": rows,
+        "STEPS": steps if with_partials else 1, **meta,
+    }  # fmt: skip
+    return Variant(name, rms_norm_grad_kernel, types, constants, num_warps=warps, main=True)
+
+
 AOT: tuple[Variant, ...] = (
     Variant(
-        "add_rms_norm", rms_norm_kernel,
-        {**{n: "*bf16:16" for n in ("x", "residual", "weight", "y", "r")}, **_ROW}, {"HAS_RESIDUAL": True, **_META},
-        num_warps=8, main=True,
+        "add_rms_norm", rms_norm_kernel, _types("x", "residual", "weight", "y", "r"),
+        {"HAS_RESIDUAL": True, "C": 4096, "ROWS": 1, "BLOCK": 4096}, num_warps=4, main=True,
     ),
     Variant(
-        "rms_norm heads", rms_norm_kernel, {**{n: "*bf16:16" for n in ("x", "weight", "y")}, **_ROW},
-        {"residual": None, "r": None, "HAS_RESIDUAL": False, "C": 128, "ROWS": 8, "BLOCK": 128}, main=True,
+        "rms_norm heads", rms_norm_kernel, _types("x", "weight", "y"),
+        {"residual": None, "r": None, "HAS_RESIDUAL": False, "C": 128, "ROWS": 16, "BLOCK": 128}, num_warps=2,
+        main=True,
     ),
+    _grad_variant("rms_norm_grad", 1024, True, False),
+    _grad_variant("add_rms_norm_grad", 4096, True, True),
+    _grad_variant("rms_norm_grad heads", 128, True, False),
+    _grad_variant("rms_norm_dgrad", 4096, False, True),
     Variant(
-        "rms_norm_dgrad", rms_norm_dgrad_kernel,
-        {**{n: "*bf16:16" for n in ("dy", "dr", "x", "weight", "dx")}, **_ROW}, {"HAS_DR": True, **_META},
-        num_warps=8, main=True,
-    ),
-    Variant("rstd", rstd_kernel, {"x": "*bf16:16", "rstd": "*fp32:16", **_ROW}, _META, num_warps=8, main=True),
-    Variant(
-        "rms_norm_wgrad", rms_norm_wgrad_kernel,
-        {"dy": "*bf16:16", "x": "*bf16:16", "rstd": "*fp32:16", "partials": "*fp32:16", "T": "i32"},
-        {"C": 4096, "SEGMENT": SUM_TOKENS, "BLOCK": 512}, main=True,
+        "rms_norm_grad fold", fold_kernel, {"partials": "*fp32:16", "sums": "*fp32:16", "ROWS": "i32", "C": "i32:16"},
+        {"CHUNK": WGRAD_TOKENS // LEAF, "BLOCK": 16}, num_warps=8, main=True,
     ),
 )  # fmt: skip

@@ -1,9 +1,11 @@
-"""rope on GPUs: one program rotates a few heads of one token; queries and keys share a launch.
+"""rope on GPUs: one program rotates all heads of a token, queries and keys, with one look at the table.
 
 Contract: orders.py, `rope`. Elementwise with an explicit fma, so any schedule gives the same bits.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +16,25 @@ from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import next_power_of_2, on_device, options
 
 # ---- kernels ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def halves(x, row, head_stride, heads, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Both halves [HEADS, BLOCK] of a token's heads, fp32."""
+    head, j = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (head < heads) & (j < D // 2)
+    at = x + row + head * head_stride + j
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return first, tl.load(at + D // 2, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rotate(out, x1, x2, cos, sin, token, heads, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    head, j = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (head < heads) & (j < D // 2)
+    to = out + token * heads * D + head * D + j
+    tl.store(to, tl.fma(x1, cos, -(x2 * sin)).to(out.dtype.element_ty), mask=inside)
+    tl.store(to + D // 2, tl.fma(x2, cos, x1 * sin).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -32,44 +53,32 @@ def rope_kernel(
     k_head,
     INVERSE: tl.constexpr,
     D: tl.constexpr,
-    HEADS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    q_groups = tl.cdiv(H, HEADS)
-    half = D // 2
+    position = tl.load(positions + token)
+    # The heads are on their way while the table waits for the position.
+    q1, q2 = halves(q, token * q_row, q_head, H, D, Q_HEADS, BLOCK)
+    k1, k2 = halves(k, token * k_row, k_head, HK, D, K_HEADS, BLOCK)
     j = tl.arange(0, BLOCK)
-    table = cos_sin + tl.load(positions + token) * D + j
-    cos = tl.load(table, mask=j < half, other=0.0)[None, :]
-    sin = tl.load(table + half, mask=j < half, other=0.0)[None, :]
+    table = cos_sin + position * D + j
+    cos = tl.load(table, mask=j < D // 2, other=0.0)[None, :]
+    sin = tl.load(table + D // 2, mask=j < D // 2, other=0.0)[None, :]
     if INVERSE:
         sin = -sin
-    if group < q_groups:
-        x = q + token * q_row
-        out = q_out + token * H * D
-        heads = H
-        head_stride = q_head
-        first = group * HEADS
-    else:
-        x = k + token * k_row
-        out = k_out + token * HK * D
-        heads = HK
-        head_stride = k_head
-        first = (group - q_groups) * HEADS
-    head = first + tl.arange(0, HEADS)
-    inside = (head < heads)[:, None] & (j < half)[None, :]
-    at = head[:, None] * head_stride + j[None, :]
-    x1 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
-    y1 = tl.fma(x1, cos, -(x2 * sin))
-    y2 = tl.fma(x2, cos, x1 * sin)
-    to = out + head[:, None] * D + j[None, :]
-    tl.store(to, y1.to(out.dtype.element_ty), mask=inside)
-    tl.store(to + half, y2.to(out.dtype.element_ty), mask=inside)
+    rotate(q_out, q1, q2, cos, sin, token, H, D, Q_HEADS, BLOCK)
+    rotate(k_out, k1, k2, cos, sin, token, HK, D, K_HEADS, BLOCK)
 
 
 # ---- launchers ----------------------------------------------------------------------------------
+
+
+def _tile(h: int, hk: int, d: int) -> dict[str, Any]:
+    block, heads = next_power_of_2(d // 2, 16), next_power_of_2(h)
+    meta = {"D": d, "Q_HEADS": heads, "K_HEADS": next_power_of_2(hk), "BLOCK": block}
+    return {**meta, "num_warps": min(8, max(1, heads * block // 256))}
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
@@ -80,25 +89,24 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if tokens == 0:
         return q_out, k_out
-    block = next_power_of_2(d // 2, 16)
-    heads = max(1, min(next_power_of_2(h), 1024 // block))
     with on_device(q):
-        rope_kernel[(tokens, triton.cdiv(h, heads) + triton.cdiv(hk, heads))](
+        rope_kernel[(tokens,)](
             q, k, positions, cos_sin, q_out, k_out, h, hk, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-            INVERSE=inverse, D=d, HEADS=heads, BLOCK=block, num_warps=4, **options(),
+            INVERSE=inverse, **_tile(h, hk, d), **options(),
         )  # fmt: skip
     return q_out, k_out
 
 
 # ---- ahead of time ------------------------------------------------------------------------------
 
-AOT: tuple[Variant, ...] = (
-    Variant(
-        "rope", rope_kernel,
-        {"q": "*bf16:16", "k": "*bf16:16", "positions": "*i64:16", "cos_sin": "*fp32:16", "q_out": "*bf16:16",
-         "k_out": "*bf16:16", "H": "i32:16", "HK": "i32", "q_row": "i32:16", "q_head": "i32:16", "k_row": "i32:16",
-         "k_head": "i32:16"},
-        {"INVERSE": False, "D": 128, "HEADS": 16, "BLOCK": 64},
-        main=True,
-    ),
-)  # fmt: skip
+
+def _variant(h: int, hk: int) -> Variant:
+    types = dict.fromkeys(("q", "k", "q_out", "k_out"), "*bf16:16")
+    types |= {"positions": "*i64:16", "cos_sin": "*fp32:16", "H": "i32:16", "HK": "i32"}
+    types |= dict.fromkeys(("q_row", "q_head", "k_row", "k_head"), "i32:16")
+    meta = _tile(h, hk, 128)
+    warps = meta.pop("num_warps")
+    return Variant(f"rope {h} + {hk}", rope_kernel, types, {"INVERSE": False, **meta}, num_warps=warps, main=True)
+
+
+AOT: tuple[Variant, ...] = (_variant(16, 8), _variant(32, 8))

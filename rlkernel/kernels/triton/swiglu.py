@@ -5,6 +5,8 @@ Contract: orders.py, `swiglu`. Divisions are IEEE ones; the approximate division
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,10 +19,17 @@ from rlkernel.kernels.triton.common import exp, next_power_of_2, on_device, opti
 
 
 @triton.jit
+def place(F, BLOCK: tl.constexpr):
+    """Token of this program, and its channels [BLOCK]."""
+    blocks = tl.cdiv(F, BLOCK)
+    token = tl.program_id(0) // blocks
+    return token.to(tl.int64), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr):
     """gate_up [T, 2F] -> out [T, F]; one program a token and block of channels."""
-    token = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token, j = place(F, BLOCK)
     inside = j < F
     gate = tl.load(gate_up + token * 2 * F + j, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * F + F + j, mask=inside, other=0.0).to(tl.float32)
@@ -31,8 +40,7 @@ def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr):
 @triton.jit
 def swiglu_grad_kernel(dy, gate_up, grad, F, BLOCK: tl.constexpr):
     """dy [T, F], gate_up [T, 2F] -> grad [T, 2F]."""
-    token = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token, j = place(F, BLOCK)
     inside = j < F
     d = tl.load(dy + token * F + j, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_up + token * 2 * F + j, mask=inside, other=0.0).to(tl.float32)
@@ -48,9 +56,10 @@ def swiglu_grad_kernel(dy, gate_up, grad, F, BLOCK: tl.constexpr):
 # ---- launchers ----------------------------------------------------------------------------------
 
 
-def _grid(tokens: int, f: int) -> tuple[tuple[int, int], int]:
-    block = min(1024, next_power_of_2(f, 32))
-    return (tokens, triton.cdiv(f, block)), block
+def _launch(tokens: int, f: int) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid and constants: 16 bytes of each operand a thread, in programs short enough to fill the last wave."""
+    block = min(512, next_power_of_2(f, 32))
+    return (tokens * triton.cdiv(f, block),), {"BLOCK": block, "num_warps": max(1, block // 256), **options()}
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -59,9 +68,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     out = torch.empty(tokens, f, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
         return out
-    grid, block = _grid(tokens, f)
+    grid, meta = _launch(tokens, f)
     with on_device(gate_up):
-        swiglu_kernel[grid](gate_up, out, f, BLOCK=block, num_warps=4, **options())
+        swiglu_kernel[grid](gate_up, out, f, **meta)
     return out
 
 
@@ -70,9 +79,9 @@ def swiglu_grad(dy: Tensor, gate_up: Tensor) -> Tensor:
     grad = torch.empty_like(gate_up)
     if grad.numel() == 0:
         return grad
-    grid, block = _grid(*dy.shape)
+    grid, meta = _launch(*dy.shape)
     with on_device(dy):
-        swiglu_grad_kernel[grid](dy, gate_up, grad, dy.shape[1], BLOCK=block, num_warps=4, **options())
+        swiglu_grad_kernel[grid](dy, gate_up, grad, dy.shape[1], **meta)
     return grad
 
 
@@ -80,10 +89,11 @@ def swiglu_grad(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 AOT: tuple[Variant, ...] = (
     Variant(
-        "swiglu", swiglu_kernel, {"gate_up": "*bf16:16", "out": "*bf16:16", "F": "i32:16"}, {"BLOCK": 1024}, main=True
+        "swiglu", swiglu_kernel, {"gate_up": "*bf16:16", "out": "*bf16:16", "F": "i32:16"}, {"BLOCK": 512},
+        num_warps=2, main=True,
     ),
     Variant(
         "swiglu_grad", swiglu_grad_kernel, {"dy": "*bf16:16", "gate_up": "*bf16:16", "grad": "*bf16:16", "F": "i32:16"},
-        {"BLOCK": 1024}, main=True,
+        {"BLOCK": 512}, num_warps=2, main=True,
     ),
 )  # fmt: skip
