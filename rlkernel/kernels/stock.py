@@ -133,8 +133,10 @@ def policy_loss(
         loss = per_sequence(loss) / n.clamp(min=1)
     by_tokens = loss_type in ("bnpo", "dapo", "cispo")
     denominator = total.clamp(min=1) if by_tokens else torch.full_like(total, max(1, batch))
-    if normalizer is not None or divisor is not None:
-        denominator = torch.where(total > 0, divisor if normalizer is None else normalizer, denominator)
+    if divisor is not None:
+        normalizer = torch.full_like(total, divisor)
+    if normalizer is not None:
+        denominator = torch.where(total > 0, normalizer, denominator)
     with torch.no_grad():
         k3 = torch.exp(log_ratio) - 1 - log_ratio
         means = [keep(x).sum() / total.clamp(min=1) for x in (ratio, -log_ratio, k3, kl, held, tis, drift)]

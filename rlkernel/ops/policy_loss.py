@@ -240,8 +240,8 @@ def _named(
     value = dict(zip(STATS, stats.unbind(), strict=True))
     count = dict(zip(COUNTS, counts.unbind(), strict=True))
     out = {"tokens": count["tokens"], "sequences": count["sequences"]}
-    shared = ("clip_fraction_low", "clip_fraction_high", "clip_fraction_dual")
-    shared += ("ratio_mean", "ratio_min", "ratio_max", "kl_old_k1", "kl_old_k3")
+    shared = ["clip_fraction_low", "clip_fraction_high", "clip_fraction_dual"]
+    shared += ["ratio_mean", "ratio_min", "ratio_max", "kl_old_k1", "kl_old_k3"]
     out |= {name: value[name] for name in shared}
     if ref_logp is not None:
         out["kl_ref"] = value["kl_ref"]

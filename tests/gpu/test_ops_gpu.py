@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_accurate, assert_bitwise
-from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, SUM_TOKENS, VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, EMBEDDING_WINDOW, VOCAB_TILE, WGRAD_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -198,13 +198,20 @@ def test_embedding(dtype: torch.dtype, record: Record) -> None:
     ids = torch.randint(0, v, (tokens,), generator=torch.Generator().manual_seed(2))
     ids[::3] = 7  # one id a thousand times
     assert_bitwise(ops.embedding(ids.to(DEVICE), weight.to(DEVICE)), weight[ids], "rows")
-    grads = []
-    for device in ("cpu", DEVICE):
-        main_grad = torch.zeros(v, c, device=device)
-        for piece in (slice(0, 1001), slice(1001, None)):
-            torch.ops.rlkernel.embedding_wgrad_(main_grad, dy[piece].to(device), ids[piece].to(device))
-        grads.append(main_grad)
-    assert_bitwise(grads[1], grads[0], "gradient, GPU against CPU: the same sums in the same order")
+    expected = torch.zeros(v, c)
+    for first in range(0, tokens, EMBEDDING_WINDOW):
+        window = torch.zeros(v, c)
+        torch.ops.rlkernel.embedding_wgrad_(
+            window, dy[first : first + EMBEDDING_WINDOW], ids[first : first + EMBEDDING_WINDOW]
+        )
+        expected += window
+    for pieces in ([slice(None)], [slice(0, 1024), slice(1024, None)]):
+        grad = torch.zeros(v, c, device=DEVICE)
+        for piece in pieces:
+            torch.ops.rlkernel.embedding_wgrad_(grad, dy[piece].to(DEVICE), ids[piece].to(DEVICE))
+        assert_bitwise(grad, expected, f"gradient against the CPU's sums of windows, {len(pieces)} micro-batches")
+    fresh = torch.ops.rlkernel.embedding_wgrad(dy.to(DEVICE), ids.to(DEVICE), v)
+    assert_bitwise(fresh, expected.to(dtype), "gradient without main_grad")
     record(cases=2, tokens=tokens, mismatches=0)
 
 
@@ -226,18 +233,22 @@ def test_rms_norm(c: int, dtype: torch.dtype, record: Record) -> None:
         (dy, dr),
         "add_rms_norm",
     )
-    x, r, dy = (data(i, 1100, c, dtype=dtype) for i in range(3))
+    rows = WGRAD_TOKENS + 300
+    x, r, dy = (data(i, rows, c, dtype=dtype) for i in range(3))
+    whole, parts = torch.zeros(c, device=DEVICE), torch.zeros(c, device=DEVICE)
+    gradients = torch.ops.rlkernel.rms_norm_grad_
+    gradients(whole, dy, None, x, w, 1e-6)
+    for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)):
+        gradients(parts, dy[piece], None, x[piece], w, 1e-6)
+    assert_bitwise(parts, whole, "weight gradient in micro-batches")
+    assert_bitwise(torch.ops.rlkernel.rms_norm_grad(dy, r, x, w, 1e-6)[1], whole.to(dtype), "rounded once")
+    x, r, dy = (t[:1100] for t in (x, r, dy))
     cases = assert_rows_alone(lambda x, r: ops.rms_norm(x, w, 1e-6, residual=r), (x, r), "add_rms_norm")
     cases += assert_rows_alone(lambda x: ops.rms_norm(x, w, 1e-6), (x,), "rms_norm")
     dgrad = torch.ops.rlkernel.rms_norm_dgrad
     cases += assert_rows_alone(lambda dy, r, x: dgrad(dy, r, x, w, 1e-6), (dy, r, x), "input gradient")
     y, total = ops.rms_norm(x, w, 1e-6, residual=r)
     assert_bitwise(ops.rms_norm(total, w, 1e-6), y, "norm of the sum")
-    whole, parts = torch.zeros(c, device=DEVICE), torch.zeros(c, device=DEVICE)
-    torch.ops.rlkernel.rms_norm_wgrad_(whole, dy, x, 1e-6)
-    for piece in (slice(0, SUM_TOKENS), slice(SUM_TOKENS, None)):
-        torch.ops.rlkernel.rms_norm_wgrad_(parts, dy[piece], x[piece], 1e-6)
-    assert_bitwise(parts, whole, "weight gradient in micro-batches")
     record(cases=cases + 2, tokens=cases * 1100, mismatches=0)
 
 
@@ -573,7 +584,7 @@ def test_sample_follows_the_distribution() -> None:
 
 NAMES = (
     *("linear", "linear_dgrad", "linear_wgrad", "linear_wgrad_", "bias_grad_", "embedding", "embedding_wgrad_"),
-    *("rms_norm", "rms_norm_dgrad", "rms_norm_wgrad_", "rope", "swiglu", "swiglu_grad"),
+    *("rms_norm", "rms_norm_dgrad", "rms_norm_grad", "rms_norm_grad_", "rope", "swiglu", "swiglu_grad"),
     *("logprob", "logprob_dgrad", "linear_logprob", "linear_logprob_grad_"),
     *("linear_logprob_probs", "sample"),
 )
@@ -603,7 +614,8 @@ def everything() -> dict[str, Callable[[], Any]]:
         "embedding_wgrad_": lambda: raw.embedding_wgrad_(main.zero_(), x, ids % 512) or main.clone(),
         "rms_norm": lambda: ops.rms_norm(x, norm, 1e-6, residual=x),
         "rms_norm_dgrad": lambda: raw.rms_norm_dgrad(x, x, x, norm, 1e-6),
-        "rms_norm_wgrad_": lambda: raw.rms_norm_wgrad_(flat.zero_()[:256], x, x, 1e-6) or flat.clone(),
+        "rms_norm_grad": lambda: raw.rms_norm_grad(x, x, x, norm, 1e-6),
+        "rms_norm_grad_": lambda: raw.rms_norm_grad_(flat.zero_()[:256], x, x, x, norm, 1e-6) + flat[:256],
         "rope": lambda: ops.rope(q, k, ids % 300, table),
         "swiglu": lambda: ops.swiglu(x),
         "swiglu_grad": lambda: raw.swiglu_grad(x[:, :128].contiguous(), x),

@@ -21,7 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rlkernel.contract import assert_accurate, assert_bitwise
-from rlkernel.contract.orders import SUM_TOKENS, VOCAB_TILE
+from rlkernel.contract.orders import EMBEDDING_WINDOW, SUM_TOKENS, VOCAB_TILE, WGRAD_TOKENS
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
@@ -39,7 +39,6 @@ else:
     import triton.language as tl
 
     from rlkernel.kernels.reference import arith
-    from rlkernel.kernels.reference import embedding as embedding_reference
     from rlkernel.kernels.reference import linear as linear_reference
     from rlkernel.kernels.reference import linear_logprob as linear_logprob_reference
     from rlkernel.kernels.reference import logprob as logprob_reference
@@ -216,19 +215,47 @@ else:
 
     # ---- embedding, rms_norm, rope, swiglu ------------------------------------------------------
 
+    def windowed(grad: Tensor, dy: Tensor, ids: Tensor) -> Tensor:
+        """The GPU's order: sums of windows of tokens, each an id's occurrences ascending, added ascending."""
+        for first in range(0, len(ids), EMBEDDING_WINDOW):
+            part: dict[int, Tensor] = {}
+            for i, row in zip(
+                ids[first : first + EMBEDDING_WINDOW].tolist(),
+                dy[first : first + EMBEDDING_WINDOW].float(),
+                strict=True,
+            ):
+                part[i] = part[i] + row if i in part else row
+            for i, row in part.items():
+                grad[i] += row
+        return grad
+
     @by_dtype
     def test_embedding(dtype: torch.dtype) -> None:
         ids = torch.tensor([3, 1, 3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 1, 9])
         dy, ours = rand(0, 15, 600, dtype=dtype), rand(1, 10, 600)
-        reference = ours.clone()
+        reference = windowed(ours.clone(), dy, ids)
         assert_bitwise(embedding.embedding(ids, dy[:10]), dy[:10][ids], "rows")
-        embedding_reference.embedding_wgrad_(reference, dy, ids)
-        halves = ours.clone()
+        strided = ours.clone()
         embedding.embedding_wgrad_(ours, dy, ids)
         assert_bitwise(ours, reference, "gradient")
-        embedding.embedding_wgrad_(halves, dy[:7], ids[:7])
-        embedding.embedding_wgrad_(halves, dy[7:].t().contiguous().t(), ids[7:])
-        assert_bitwise(halves, reference, "gradient in two parts, the second strided")
+        embedding.embedding_wgrad_(strided, dy.t().contiguous().t(), ids)
+        assert_bitwise(strided, reference, "strided gradient")
+        expected = windowed(torch.zeros(10, 600), dy, ids).to(dtype)
+        assert_bitwise(embedding.embedding_wgrad(dy, ids, 10), expected, "rounded once")
+
+    @pytest.mark.parametrize("high", (1, 3, 900))
+    def test_embedding_by_windows(high: int) -> None:
+        tokens, cut = 2100, 1024
+        ids = torch.randint(0, high, (tokens,), generator=torch.Generator().manual_seed(high))
+        dy, ours = rand(0, tokens, 40), rand(1, high, 40)
+        reference, parts = windowed(ours.clone(), dy, ids), ours.clone()
+        for a, b in zip(embedding.sort_ids(ids), torch.sort(ids, stable=True), strict=True):
+            assert torch.equal(a.long(), b)
+        embedding.embedding_wgrad_(ours, dy, ids)
+        assert_bitwise(ours, reference, "gradient")
+        for piece in (slice(0, cut), slice(cut, None)):
+            embedding.embedding_wgrad_(parts, dy[piece], ids[piece])
+        assert_bitwise(parts, reference, "micro-batches cut at a window's border")
 
     @by_dtype
     @pytest.mark.parametrize("c", (40, 128, 1100))
@@ -246,18 +273,25 @@ else:
             ours = rms_norm.rms_norm_dgrad(dy, dr, x, w, 1e-6)
             close(ours, rms_norm_reference.rms_norm_dgrad(dy, dr, x, w, 1e-6), "input gradient")
         grad, reference = rand(4, c), rand(4, c)
-        rms_norm.rms_norm_wgrad_(grad, dy, x, 1e-6)
-        rms_norm_reference.rms_norm_wgrad_(reference, dy, x, 1e-6)
+        dx = rms_norm.rms_norm_grad_(grad, dy, r, x, w, 1e-6)
+        assert_bitwise(dx, rms_norm.rms_norm_dgrad(dy, r, x, w, 1e-6), "input gradient with the weight's")
+        rms_norm_reference.rms_norm_grad_(reference, dy, r, x, w, 1e-6)
         close(grad, reference, "weight gradient", dtype)
+        dx, dw = rms_norm.rms_norm_grad(dy, r, x, w, 1e-6)
+        rms_norm.rms_norm_grad_(grad.zero_(), dy, r, x, w, 1e-6)
+        assert_bitwise(dw, grad.to(dtype), "weight gradient, rounded once")
 
-    def test_rms_norm_weight_gradient_by_segments() -> None:
-        rows = SUM_TOKENS + 20
-        x, dy = rand(0, rows, 40), rand(1, rows, 40)
+    def test_rms_norm_weight_gradient_by_chunks() -> None:
+        rows = WGRAD_TOKENS + 20
+        x, dy, w = rand(0, rows, 40), rand(1, rows, 40), rand(3, 40)
         grad, parts = rand(2, 40), rand(2, 40)
-        rms_norm.rms_norm_wgrad_(grad, dy, x, 1e-6)
-        for piece in (slice(0, SUM_TOKENS), slice(SUM_TOKENS, None)):
-            rms_norm.rms_norm_wgrad_(parts, dy[piece], x[piece], 1e-6)
-        assert_bitwise(parts, grad, "micro-batches cut at a segment's border")
+        rms_norm.rms_norm_grad_(grad, dy, None, x, w, 1e-6)
+        for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)):
+            rms_norm.rms_norm_grad_(parts, dy[piece], None, x[piece], w, 1e-6)
+        assert_bitwise(parts, grad, "micro-batches cut at a chunk's border")
+        fresh = rms_norm.rms_norm_grad(dy, None, x, w, 1e-6)[1]
+        rms_norm.rms_norm_grad_(grad.zero_(), dy, None, x, w, 1e-6)
+        assert_bitwise(fresh, grad, "from zero")
 
     @by_dtype
     @pytest.mark.parametrize("inverse", (False, True))

@@ -196,7 +196,8 @@ def test_opcheck() -> None:
     torch.library.opcheck(r.add_rms_norm.default, (*leaves, EPS))
     torch.library.opcheck(r.rms_norm_dgrad.default, (dy, dr, x, w, EPS))
     torch.library.opcheck(r.rms_norm_dgrad.default, (dy, None, x, w, EPS))
-    torch.library.opcheck(r.rms_norm_wgrad_.default, (torch.zeros(20), dy, x, EPS))
+    torch.library.opcheck(r.rms_norm_grad.default, (dy, dr, x, w, EPS))
+    torch.library.opcheck(r.rms_norm_grad_.default, (torch.zeros(20), dy, None, x, w, EPS))
 
 
 def test_compiles() -> None:

@@ -1,4 +1,4 @@
-"""policy_loss in Triton: one pass over the tokens for loss, statistics and gradients, then a small kernel for the batch.
+"""policy_loss in Triton: one pass over the tokens for loss, statistics and gradients, a small kernel for the batch.
 
 GPU order of a sum: a sequence is cut into segments of SEGMENT tokens from its first one; lane j of LANES takes tokens
 j, j + LANES, ... of a segment, ascending; lanes are folded in halves; segments are added ascending. Sequences are added
@@ -611,9 +611,9 @@ def policy_loss(
         if grid[0]:
             token_kernel[grid](
                 logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, normalizer, log_ratios,
-                row_counts, dlogp, dentropy, sums, partial_counts, extremes, tokens, batch, per_row, places, 1.0 - clip_low,
-                1.0 + clip_high, float("inf") if clip_dual is None else clip_dual, kl_coef, entropy_coef,
-                tis_cap or 0.0, divisor, FORM=form, KL_TYPE=KL_TYPES.index(kl_type), SEQUENCE_RATIO=sequence_ratio,
+                row_counts, dlogp, dentropy, sums, partial_counts, extremes, tokens, batch, per_row, places,
+                1.0 - clip_low, 1.0 + clip_high, float("inf") if clip_dual is None else clip_dual, kl_coef,
+                entropy_coef, tis_cap or 0.0, divisor, FORM=form, KL_TYPE=KL_TYPES.index(kl_type), SEQUENCE_RATIO=sequence_ratio,
                 SEQUENCE_MEAN=averaged, DIVIDE_BY=divide_by, PER_TOKEN=vectors[3], HAS_MASK=mask is not None,
                 HAS_COUNTS=has_counts, HAS_DUAL=clip_dual is not None, HAS_REF=vectors[0], HAS_KL=has_kl,
                 HAS_ENTROPY=vectors[1], HAS_BONUS=has_bonus, HAS_ROLLOUT=vectors[2], HAS_TIS=tis_cap is not None,
@@ -626,9 +626,9 @@ def policy_loss(
         )  # fmt: skip
         if grid[0] and through_mean:
             spread_kernel[grid](
-                cu_seqlens, mask, normalizer, sums[SLOPE.value], partial_counts, dlogp, tokens, batch, per_row, kl_coef, divisor,
-                SEQUENCE_MEAN=averaged, DIVIDE_BY=divide_by, HAS_MASK=mask is not None, HAS_KL=has_kl, num_warps=1,
-                **cut,
+                cu_seqlens, mask, normalizer, sums[SLOPE.value], partial_counts, dlogp, tokens, batch, per_row,
+                kl_coef, divisor, SEQUENCE_MEAN=averaged, DIVIDE_BY=divide_by, HAS_MASK=mask is not None,
+                HAS_KL=has_kl, num_warps=1, **cut,
             )  # fmt: skip
     return loss, dlogp, dentropy, scale, stats, counts
 

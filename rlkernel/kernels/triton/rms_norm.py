@@ -103,13 +103,14 @@ def rms_norm_grad_kernel(
     """dx; partials: sums of dy * round(x * rstd), the rows of a step folded in halves, steps ascending."""
     column = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
+    w = tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
     for step in tl.range(0, STEPS, num_stages=STAGES):
         row = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
         inside = (row < T)[:, None] & (column < C)[None, :]
         at = row[:, None].to(tl.int64) * C + column[None, :]
         h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        g = up * tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
+        g = up * w
         square, dot = row_sums(h * h, g * h)
         rstd = inverse_root(square, eps, C)
         mean = tl.div_rn(dot * rstd, tl.full((ROWS,), C, tl.float32))[:, None]
@@ -138,7 +139,7 @@ def fold_kernel(partials, sums, ROWS, C, CHUNK: tl.constexpr, BLOCK: tl.constexp
 # ---- launchers ----------------------------------------------------------------------------------
 
 LEAF = 16
-"""Rows whose products with dy are summed by one program, at least: part of the order of the weight gradient."""
+"""Fewest rows whose products with dy one program sums: part of the order of the weight gradient."""
 
 
 def _shape(rows: int, c: int) -> tuple[tuple[int], dict[str, Any]]:
@@ -170,12 +171,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return y, r
 
 
-def _tile(c: int) -> tuple[int, int, dict[str, Any]]:
-    """Rows of a step, steps of a program, and meta: the order of the weight gradient comes from C alone."""
+def _tile(c: int, size: int) -> tuple[int, int, dict[str, Any]]:
+    """Rows of a step, steps of a program (the order of the weight gradient, from C alone), and meta."""
     block = next_power_of_2(c, 16)
-    rows = max(1, 4096 // block)
-    steps = max(1, LEAF // rows)
-    return rows, steps, {"C": c, "BLOCK": block, "num_warps": min(16, max(4, block // 1024)), "STAGES": 1}
+    rows = max(1, 2048 // block)
+    steps = max(8, LEAF // rows)
+    # Two steps of x, dy and dr wait in shared memory where they fit, on every GPU.
+    stages = 3 if 2 * 3 * rows * block * size <= 49152 else 1
+    return rows, steps, {"C": c, "BLOCK": block, "num_warps": min(16, max(4, block // 1024)), "STAGES": stages}
 
 
 def _backward(
@@ -186,7 +189,7 @@ def _backward(
     dr = None if dr is None else dr.contiguous()
     dx = torch.empty_like(x)
     tokens, c = x.shape
-    rows, steps, meta = _tile(c)
+    rows, steps, meta = _tile(c, x.element_size())
     steps = steps if with_partials else 1
     grid = (triton.cdiv(tokens, rows * steps),)
     partials = torch.empty(grid[0], c, dtype=torch.float32, device=x.device) if with_partials else None
@@ -202,7 +205,7 @@ def _backward(
 def _chunk_sums(partials: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """[chunks, C] from [programs, C]: the tree over each WGRAD_TOKENS rows."""
     programs, c = partials.shape
-    rows, steps, _ = _tile(c)
+    rows, steps, _ = _tile(c, 2)
     chunks, per_chunk = triton.cdiv(tokens, WGRAD_TOKENS), WGRAD_TOKENS // (rows * steps)
     sums = torch.empty(chunks, c, dtype=dtype, device=partials.device)
     block = 16
@@ -248,7 +251,7 @@ def _types(*names: str) -> dict[str, str]:
 
 
 def _grad_variant(name: str, c: int, with_partials: bool, has_dr: bool) -> Variant:
-    rows, steps, meta = _tile(c)
+    rows, steps, meta = _tile(c, 2)
     warps = meta.pop("num_warps")
     types = _types("dy", "x", "weight", "dx", *(("dr",) if has_dr else ()))
     absent = {} if has_dr else {"dr": None}
