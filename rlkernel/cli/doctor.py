@@ -93,7 +93,6 @@ def _schedules() -> dict[str, Any]:
     """Verdicts on this GPU, after the certification of a few common shapes; why there are none, where that is so."""
     import torch
 
-    from rlkernel.contract.orders import DGRAD_CHUNK
     from rlkernel.kernels import schedule
     from rlkernel.kernels.cuda import linear
 
@@ -106,11 +105,6 @@ def _schedules() -> dict[str, Any]:
             linear.linear_dgrad.verdict(dy, w, 1)
             linear.wgrad_chunk.verdict(torch.empty_like(w), dy, x, True)
             linear.wgrad_chunk.verdict(torch.zeros_like(w, dtype=torch.float32), dy, x, False)
-        running, block, w = (
-            torch.zeros(a, b, dtype=dtype, device="cuda")
-            for a, b, dtype in ((2048, 1024, torch.float32), (2048, DGRAD_CHUNK, bf16), (DGRAD_CHUNK, 1024, bf16))
-        )
-        linear.add_dgrad.verdict(running, block, w, False)
     _train_a_head()
     uncertified = [
         {"op": op.family.op, "shape": shape, "reason": why}

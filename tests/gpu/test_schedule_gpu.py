@@ -103,13 +103,7 @@ def test_input_gradients_of_a_head_are_certified(m: int, record: Callable[..., N
     expected = linear.anchor.linear_dgrad(dy, w, 1)
     for name, run in linear.linear_dgrad._bound[linear.linear_dgrad.family.key(dy, w, 1)].items():
         assert_bitwise(run(dy, w, 1), expected, f"{m} rows by {name}")
-    running = torch.full((m, k), float("nan"), device="cuda")
-    with schedule.strict():
-        for first in range(0, n, DGRAD_CHUNK):
-            piece = slice(first, first + DGRAD_CHUNK)
-            linear.add_dgrad_(running, dy[:, piece].contiguous(), w[piece], first == 0)
-    assert_bitwise(running.to(dy.dtype), expected, f"{m} rows, chunk by chunk")
-    record(cases=2, tokens=m, mismatches=0)
+    record(cases=1, tokens=m, mismatches=0)
 
 
 @hopper

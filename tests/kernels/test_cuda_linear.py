@@ -69,9 +69,6 @@ def test_the_gradients_of_one_class() -> None:
     assert on(cuda._wgrad_key(grad, dy, x, False)) and on(cuda._wgrad_key(grad.bfloat16(), dy, x, True))
     assert not on(cuda._wgrad_key(grad.bfloat16(), dy, x, False)), "a sum that goes on is fp32"
     assert not on(cuda._wgrad_key(grad.t().contiguous().t(), dy, x, False))
-    running = torch.zeros(100, 64)
-    s = cuda._shape(cuda._add_key(running, dy, rand(48, 64), True))
-    assert (s.rows, s.n, s.k, s.is_head) == (128, 64, 48, False)
     head = cuda._shape((0, 16, torch.Size((cuda.DGRAD_WHOLE + 8, 64)), torch.bfloat16, None, False, 1, True, "dgrad"))
     assert head.is_head and not head._replace(chunks=2).is_head and not head._replace(form="forward").is_head
 
@@ -87,8 +84,8 @@ def calls() -> list[tuple[Callable[..., tuple], Callable[..., tuple], tuple]]:
         found.append((cuda._dgrad_call, cuda._dgrad_key, (dy, weight, chunks)))
     for t, fresh, dtype in itertools.product((1, 2, 16, 40), (False, True), (torch.float32, torch.bfloat16)):
         grad = torch.zeros(48, 64, dtype=dtype)
-        found.append((cuda._onto_call, cuda._wgrad_key, (grad, rand(t, 48), rand(t, 64), fresh)))
-        found.append((cuda._onto_call, cuda._wgrad_key, (grad.t().contiguous().t(), rand(t, 48), rand(t, 64), fresh)))
+        found.append((cuda._wgrad_call, cuda._wgrad_key, (grad, rand(t, 48), rand(t, 64), fresh)))
+        found.append((cuda._wgrad_call, cuda._wgrad_key, (grad.t().contiguous().t(), rand(t, 48), rand(t, 64), fresh)))
     return found
 
 
@@ -98,12 +95,10 @@ def test_what_decides_a_call_decides_its_class() -> None:
         decided = (key.__name__, call(*arguments))
         assert classes.setdefault(decided, key(*arguments)) == key(*arguments)
     assert len(set(classes.values())) > 50
-    for t in (4, 9):  # the two products onto a buffer are told apart by the op, and T by a's shape
-        assert cuda._onto_call(torch.zeros(4, 9), rand(t, 4), rand(t, 9), True)[1] == (t, 4)
 
 
 def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
-    for op in (cuda.linear, cuda.linear_dgrad, cuda.add_dgrad, cuda.wgrad_chunk):
+    for op in (cuda.linear, cuda.linear_dgrad, cuda.wgrad_chunk):
         names = [schedule.name for schedule in op.family.schedules]
         assert len(set(names)) == len(names)
     for offer in (*cuda.OFFERS, *cuda.HEAD_OFFERS):
@@ -152,13 +147,9 @@ def test_the_products_of_a_head_and_of_a_chunk_of_tokens(monkeypatch: pytest.Mon
     start = torch.randint(-9, 9, (80, 24)).float()
     for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
         grad = start.to(out, copy=True)
-        onto, _ = cuda._onto(cuda._shape((0, *cuda._wgrad_key(grad, dy, x, fresh)[1:])), 0)
+        onto, _ = cuda._wgrad(cuda._shape((0, *cuda._wgrad_key(grad, dy, x, fresh)[1:])), 0)
         onto(grad, dy, x, fresh)
         assert_bitwise(grad, (dy.float().t() @ x.float() + (0 if fresh else start)).to(out), f"tokens, {fresh}, {out}")
-    running = torch.ones(5, 24)
-    onto, _ = cuda._onto(cuda._shape((0, *cuda._add_key(running, dy, w, False)[1:])), 0)
-    onto(running, dy, w, False)
-    assert_bitwise(running, dy.float() @ w.float() + 1, "a chunk of a head")
 
 
 def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

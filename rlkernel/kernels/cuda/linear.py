@@ -67,8 +67,8 @@ HEAD_OFFERS = (
 class Shape(NamedTuple):
     """Shape class of a call.
 
-    `form` says which product it is: "forward" x [M,K] w^T, "dgrad" dy [M,N] w, "add" the same onto fp32, "wgrad"
-    dy^T x, where `rows` counts tokens and `weight` is the gradient's shape.
+    `form` says which product it is: "forward" x [M,K] w^T, "dgrad" dy [M,N] w, "wgrad" dy^T x, where `rows` counts
+    tokens and `weight` is the gradient's shape.
     """
 
     device: int  # index, -1 for the CPU
@@ -128,13 +128,6 @@ def _dgrad_key(dy: Tensor, weight: Tensor, chunks: int) -> Key:
     )  # fmt: skip
 
 
-def _add_key(running: Tensor, dy: Tensor, weight: Tensor, fresh: bool) -> Key:
-    return (
-        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, running.dtype, False, 1,
-        _dense(running, dy, weight), "add", fresh,
-    )  # fmt: skip
-
-
 def _wgrad_key(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Key:
     return (
         dy.get_device(), bucket(dy.shape[0]), grad.shape, dy.dtype, grad.dtype, False, 1, _dense(grad, dy, x), "wgrad",
@@ -161,11 +154,11 @@ def _dgrad_call(dy: Tensor, weight: Tensor, chunks: int) -> Key:
     )  # fmt: skip
 
 
-def _onto_call(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> Key:
+def _wgrad_call(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Key:
     return (
-        out.shape, a.shape, a.dtype, out.dtype, fresh, a.get_device(),
-        not (out.data_ptr() | a.data_ptr() | b.data_ptr()) & 15
-        and out.is_contiguous() and a.is_contiguous() and b.is_contiguous(),
+        grad.shape, dy.shape, dy.dtype, grad.dtype, fresh, dy.get_device(),
+        not (grad.data_ptr() | dy.data_ptr() | x.data_ptr()) & 15
+        and grad.is_contiguous() and dy.is_contiguous() and x.is_contiguous(),
     )  # fmt: skip
 
 
@@ -180,7 +173,7 @@ def _describe(key: Key) -> dict[str, Any]:
         "T" if s.form == "wgrad" else "M": s.rows, "N": s.weight[0], "K": s.weight[1], "dtype": name(s.dtype),
         "out": name(s.out), "bias": s.bias, "chunks": s.chunks, "dense": s.dense,
     }  # fmt: skip
-    return found if s.form in ("forward", "dgrad") else {**found, "fresh": s.fresh}
+    return {**found, "fresh": s.fresh} if s.form == "wgrad" else found
 
 
 def _device(key: Key) -> torch.device:
@@ -210,24 +203,14 @@ def _dgrad_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tu
     return dy, values(kind, s.n, s.k, s.dtype, generator, second=True).t().contiguous(), s.chunks
 
 
-def _before(s: Shape, rows: int, generator: torch.Generator) -> Tensor:
-    """What the buffer that a gradient goes to holds: NaN where that must not count."""
-    if s.fresh:
-        return torch.full((rows, s.n), float("nan"), dtype=s.out, device=generator.device)
-    return values("normal", rows, s.n, s.out, generator)
-
-
-def _add_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s = _shape(key)
-    dy, weight, _ = _dgrad_sample(key, m, kind, generator)
-    return _before(s, m, generator), dy, weight, s.fresh
-
-
 def _wgrad_sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = _shape(key)
-    dy = values(kind, s.weight[0], tokens, s.dtype, generator).t().contiguous()
-    x = values(kind, s.weight[1], tokens, s.dtype, generator, second=True).t().contiguous()
-    return _before(s, s.weight[0], generator), dy, x, s.fresh
+    n, k = s.weight
+    dy = values(kind, n, tokens, s.dtype, generator).t().contiguous()
+    x = values(kind, k, tokens, s.dtype, generator, second=True).t().contiguous()
+    if s.fresh:  # what the buffer held must not count
+        return torch.full((n, k), float("nan"), dtype=s.out, device=generator.device), dy, x, True
+    return values("normal", n, k, s.out, generator), dy, x, False
 
 
 # ---- cuBLASLt ------------------------------------------------------------------------------------
@@ -361,17 +344,15 @@ def _head(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor], Tensor], str]
     return run, chosen.algorithm
 
 
-def _onto(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor, bool], None], str]:
-    """(out, a, b, fresh) -> None: a weight gradient or one chunk of an input gradient onto out."""
-    wgrad = s.form == "wgrad"
-    m, k = (s.weight[0], s.rows) if wgrad else (s.rows, s.weight[0])
-    a_row = s.weight[0]
-    chosen = plan(s.device, m, s.n, k, 1, a_row, s.n, wgrad, False, s.dtype, s.out, False, rank)
+def _wgrad(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor, bool], None], str]:
+    """(grad, dy, x, fresh) -> None through one algorithm, and which it is."""
+    n, k = s.weight
+    chosen = plan(s.device, n, k, s.rows, 1, n, k, True, False, s.dtype, s.out, False, rank)
     launch = _launcher(s.device, chosen)
 
-    def run(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-        with common.on_device(a):
-            launch(out.shape[0], b.shape[0], a.data_ptr(), b.data_ptr(), None, not fresh, out)
+    def run(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
+        with common.on_device(dy):
+            launch(n, dy.shape[0], dy.data_ptr(), x.data_ptr(), None, not fresh, grad)
 
     return run, chosen.algorithm
 
@@ -397,9 +378,9 @@ def _cublaslt(rank: int, form: str) -> Schedule:
         if form == "forward":
             run, algorithm = _product(s, rank)
             call = lambda x, weight, bias, chunks, dgrad_chunks, out_dtype: run(x, weight, bias)
-        elif form != "dgrad":
-            onto, algorithm = _onto(s, rank)
-            call = lambda out, a, b, fresh: onto(out, a, b, fresh)
+        elif form == "wgrad":
+            onto, algorithm = _wgrad(s, rank)
+            call = lambda grad, dy, x, fresh: onto(grad, dy, x, fresh)
         elif s.is_head:
             head, algorithm = _head(s, rank)
             call = lambda dy, weight, chunks: head(dy, weight)
@@ -445,7 +426,7 @@ def _tile(offer: Offer, dgrad: bool, head: bool = False) -> Schedule:
 
 def _schedules(form: str) -> tuple[Schedule, ...]:
     found = [_cublaslt(rank, form) for rank in range(RANKS)]
-    if form in ("forward", "dgrad"):
+    if form != "wgrad":
         found += [_tile(offer, form == "dgrad") for offer in OFFERS]
     if form == "dgrad":
         found += [_tile(offer, True, head=True) for offer in HEAD_OFFERS]
@@ -463,6 +444,7 @@ def _op(
         Path(__file__).resolve(),
         _HERE.parent / "triton" / "linear.py",
         _HERE.parent / "triton" / "common.py",
+        _HERE.parent.parent / "contract" / "orders.py",
         build.source_dir() / "cuda" / "linear_cublaslt.cpp",
     )
     return ScheduledOp(
@@ -475,21 +457,7 @@ def _op(
 
 linear = _op("linear", "forward", anchor.linear, _linear_key, _linear_call, _linear_sample)
 linear_dgrad = _op("linear_dgrad", "dgrad", anchor.linear_dgrad, _dgrad_key, _dgrad_call, _dgrad_sample)
-add_dgrad = _op("linear_add_dgrad", "add", anchor.add_dgrad_, _add_key, _onto_call, _add_sample, mutates=(0,))
-wgrad_chunk = _op("linear_wgrad", "wgrad", anchor.wgrad_, _wgrad_key, _onto_call, _wgrad_sample, mutates=(0,))
-
-
-def add_dgrad_(
-    running: Tensor,  # [M, K] fp32, contiguous
-    dy: Tensor,  # [M, n]
-    weight: Tensor,  # [n, K]
-    fresh: bool,
-) -> None:
-    """running += dy weight, one fp32 chain over n from +0: a chunk of a head's input gradient, n <= DGRAD_CHUNK.
-
-    `fresh` takes the chain as it is, whatever running holds. Round the last sum once to the dtype of dy.
-    """
-    add_dgrad(running, dy, weight, fresh)
+wgrad_chunk = _op("linear_wgrad", "wgrad", anchor.wgrad_, _wgrad_key, _wgrad_call, _wgrad_sample, mutates=(0,))
 
 
 def wgrad_(
@@ -511,15 +479,11 @@ def wgrad_(
         grad.copy_(total)
 
 
-def wgrad(dy: Tensor, x: Tensor, out: Tensor) -> Tensor:
-    """out [N, K] = dy [T, N]^T x [T, K], rounded once to out's dtype, fp32 or that of dy; out's content is ignored."""
-    wgrad_(out, dy, x, True)
-    return out
-
-
 def linear_wgrad_(grad: Tensor, dy: Tensor, x: Tensor) -> None:
     wgrad_(grad, dy, x, False)
 
 
 def linear_wgrad(dy: Tensor, x: Tensor) -> Tensor:
-    return wgrad(dy, x, torch.empty(dy.shape[1], x.shape[1], dtype=dy.dtype, device=dy.device))
+    grad = torch.empty(dy.shape[1], x.shape[1], dtype=dy.dtype, device=dy.device)
+    wgrad_(grad, dy, x, True)
+    return grad
