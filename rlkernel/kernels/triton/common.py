@@ -101,7 +101,7 @@ def add_partials_kernel(
         for i in tl.static_range(UNROLL):  # all loads are under way before the first addition waits
             at = tl.cast(first + i, tl.int64) * WIDTH + column
             # -0 is the identity of fp32 addition
-            rows = rows + (tl.load(partials + at, mask=inside & (first + i < SEGMENTS), other=-0.0),)
+            rows = rows + (tl.load(partials + at, mask=inside & (first + i < SEGMENTS), other=-0.0),)  # type: ignore[assignment]
         for i in tl.static_range(UNROLL):
             total += rows[i]
     tl.store(grad + column, total.to(grad.dtype.element_ty), mask=inside)
