@@ -94,7 +94,7 @@ def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -
     data = json.loads(path.read_text())
     fields = {"name", "command", "commit", "kernel_sha", "date", "hardware", "driver", "versions", "contract", "rows"}
     assert fields <= set(data)
-    assert data["contract"] == "rlk-1"
+    assert data["contract"] == "rlk-2"
 
 
 def test_tables_are_filled_from_results(benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The orders of contract rlk-1, as data that code, documentation and artefacts share.
+"""The orders of contract rlk-2, as data that code, documentation and artefacts share.
 
 Every reduction has one canonical order that depends on the weight's shape and the element's absolute position
 alone. The id changes when any bit changes. CPU and GPU each keep the orders in their own arithmetic.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CONTRACT_ID = "rlk-1"
+CONTRACT_ID = "rlk-2"
 
 K_GROUP = 16
 """linear: products fused per step of the fp32 chain on tensor cores; a CPU fuses one."""
@@ -131,5 +131,5 @@ ORDERS: dict[str, Order] = {
 
 
 def contract_id(*variants: str) -> str:
-    """Contract id of a run: `rlk-1`, with the named variants it uses (`rlk-1+fa3`)."""
+    """Contract id of a run: `rlk-2`, with the named variants it uses (`rlk-2+fa3`)."""
     return "+".join([CONTRACT_ID, *sorted(variants)])

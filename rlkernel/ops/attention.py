@@ -72,7 +72,7 @@ def current_attention_variant(asked: str | None = None) -> str:
 
 
 def attention_contract(variant: str | None = None) -> str:
-    """Contract id of what a variant computes: `rlk-1`, `rlk-1+fa3`; None: the process's variant."""
+    """Contract id of what a variant computes: `rlk-2`, `rlk-2+fa3`; None: the process's variant."""
     variant = current_attention_variant() if variant is None else _known(variant)
     return contract_id() if variant == VARIANTS[0] else contract_id(variant)
 

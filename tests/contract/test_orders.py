@@ -8,8 +8,8 @@ from rlkernel.contract import CONTRACT_ID, ORDERS, contract_id
 
 
 def test_contract_id() -> None:
-    assert contract_id() == CONTRACT_ID == "rlk-1"
-    assert contract_id("fa3", "bf16x3") == "rlk-1+bf16x3+fa3", "variants in one order, however they are named"
+    assert contract_id() == CONTRACT_ID == "rlk-2"
+    assert contract_id("fa3", "bf16x3") == "rlk-2+bf16x3+fa3", "variants in one order, however they are named"
 
 
 @pytest.mark.parametrize(

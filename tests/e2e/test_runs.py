@@ -51,7 +51,7 @@ def files(tmp_path: Path) -> list[str]:
 def check_exact(folder: Path) -> list[dict[str, Any]]:
     metrics = read_jsonl(folder / "metrics.jsonl")
     assert metrics and all(row["exact_frac"] == 1.0 and row["mismatch_tokens"] == 0 for row in metrics)
-    assert all(row["contract"] == "rlk-1" for row in metrics)
+    assert all(row["contract"] == "rlk-2" for row in metrics)
     return metrics
 
 

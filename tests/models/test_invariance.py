@@ -18,7 +18,7 @@ from rlkernel import ops
 from rlkernel.contract import CONTRACT_ID, assert_bitwise, compare_bitwise
 from rlkernel.models import Decoder, KVCache, ModelConfig, PackedBatch, PagedBatch, Rope
 
-assert CONTRACT_ID == "rlk-1"
+assert CONTRACT_ID == "rlk-2"
 VOCAB, LENGTHS = 96, (90, 1, 33, 70, 17)
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 80, "num_layers": 2, "num_heads": 4}
 CONFIGS = {

@@ -20,7 +20,7 @@ SUMMARY: dict[str, Any] = {
     "name": "run <1>",
     "algorithm": "grpo",
     "backend": "rlkernel",
-    "contract": "rlk-1",
+    "contract": "rlk-2",
     "device": "cpu",
     "seed": 0,
     "model": "1 parameter",
@@ -142,7 +142,7 @@ def test_the_report_has_every_part(tmp_path: Path) -> None:
         "Held-out prompts, before and after",
         "differs",
         "Where a step's time goes",
-        "contract rlk-1",
+        "contract rlk-2",
         "Settings (config.yaml)",
     ):
         assert part in words, part

@@ -45,17 +45,17 @@ def test_a_place_that_cannot_hold_a_folder_is_an_error(tmp_path: Path) -> None:
 
 def test_metrics_are_strict_json_with_the_contract(tmp_path: Path) -> None:
     settings = resolve("grpo", options={"run.output": str(tmp_path / "r")})
-    with Run(settings, "rlk-1") as run:
+    with Run(settings, "rlk-2") as run:
         run.log(1, {"reward": 0.5, "bad": float("nan"), "nested": {"x": [float("inf")]}})
     text = (run.folder / "metrics.jsonl").read_text()
-    assert json.loads(text) == {"step": 1, "contract": "rlk-1", "reward": 0.5, "bad": None, "nested": {"x": [None]}}
+    assert json.loads(text) == {"step": 1, "contract": "rlk-2", "reward": 0.5, "bad": None, "nested": {"x": [None]}}
     assert read_jsonl(run.folder / "metrics.jsonl") == [json.loads(text)]
     assert read_jsonl(run.folder / "absent.jsonl") == []
     assert (run.folder / "config.yaml").exists()
 
 
 def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
-    run = Run(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-1")
+    run = Run(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-2")
     run.abandon()
     assert not (tmp_path / "r").exists()
 
@@ -74,7 +74,7 @@ def test_tensorboard_without_its_package_is_an_error(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     settings = resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True})
     with pytest.raises(InputError, match=r"pip install 'rlkernel\[tensorboard\]'"):
-        Run(settings, "rlk-1")
+        Run(settings, "rlk-2")
     assert not (tmp_path / "r").exists()
 
 
@@ -92,6 +92,6 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
             written.append(("closed", 0.0, 0))
 
     monkeypatch.setattr("rlkernel.training.run._tensorboard_writer", lambda: Writer)
-    with Run(resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True}), "rlk-1") as run:
+    with Run(resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True}), "rlk-2") as run:
         run.log(2, {"reward": 0.5, "text": "x", "flag": True})
     assert written == [("reward", 0.5, 2), ("closed", 0.0, 0)]
