@@ -142,6 +142,19 @@ def window_sums_kernel(
             tl.store(sums + (tl.cast(slot, tl.int64) * ALL_WINDOWS + window) * C + column, total, mask=inside)
 
 
+@triton.jit
+def add_sums(total, sums, slot, ALL_WINDOWS, C, column, inside, UNROLL: tl.constexpr):
+    """total + the sums of all windows of a hot id, ascending."""
+    for window in range(0, ALL_WINDOWS, UNROLL):
+        rows = ()
+        for j in tl.static_range(UNROLL):
+            at = (tl.cast(slot, tl.int64) * ALL_WINDOWS + window + j) * C + column
+            rows = rows + (tl.load(sums + at, mask=inside & (window + j < ALL_WINDOWS), other=-0.0),)
+        for j in tl.static_range(UNROLL):
+            total += rows[j]
+    return total
+
+
 @triton.jit(do_not_specialize=["T", "ALL_WINDOWS", "STRIDE"])
 def embedding_wgrad_kernel(
     ids,  # [T], ascending
@@ -189,22 +202,16 @@ def embedding_wgrad_kernel(
             if starts & (token_id == tl.load(ids + at + 1, mask=at + 1 < T, other=-1)):
                 to_row = grad + token_id.to(tl.int64) * grad_row + column.to(tl.int64) * grad_col
                 sum_ = tl.load(to_row, mask=inside, other=0.0).to(tl.float32)
-                hot = False
-                slot = tl.cdiv(at, STRIDE)
                 if HAS_SUMS:
+                    slot = tl.cdiv(at, STRIDE)
                     here = tl.load(ids + slot * STRIDE, mask=(slot + 1) * STRIDE < T, other=-1)
                     there = tl.load(ids + (slot + 1) * STRIDE, mask=(slot + 1) * STRIDE < T, other=-1)
-                    hot = (here == token_id) & (there == token_id)
-                if hot:
-                    for window in range(0, ALL_WINDOWS, UNROLL):
-                        rows = ()
-                        for j in tl.static_range(UNROLL):
-                            at_sum = (tl.cast(slot, tl.int64) * ALL_WINDOWS + window + j) * C + column
-                            rows = rows + (
-                                tl.load(sums + at_sum, mask=inside & (window + j < ALL_WINDOWS), other=-0.0),
-                            )
-                        for j in tl.static_range(UNROLL):
-                            sum_ += rows[j]
+                    if (here == token_id) & (there == token_id):
+                        sum_ = add_sums(sum_, sums, slot, ALL_WINDOWS, C, column, inside, UNROLL)
+                    else:
+                        sum_ = add_run(
+                            sum_, ids, source, dy, at, T, token_id, T, column, inside, dy_row, dy_col, WINDOW, UNROLL
+                        )
                 else:
                     sum_ = add_run(
                         sum_, ids, source, dy, at, T, token_id, T, column, inside, dy_row, dy_col, WINDOW, UNROLL
@@ -282,5 +289,11 @@ AOT: tuple[Variant, ...] = (
     Variant(
         "embedding_wgrad", embedding_wgrad_kernel, {**_SORTED, **_RUN, "grad": "*fp32:16", "grad_row": "i32:16"},
         {**_META, "grad_col": 1, "HAS_SUMS": True, "PLACES": PLACES}, num_warps=4, main=True,
+    ),
+    Variant(
+        "embedding_wgrad short", embedding_wgrad_kernel,
+        {**_SORTED, "dy": "*bf16:16", "C": "i32:16", "ALL_WINDOWS": "i32", "STRIDE": "i32", "dy_row": "i32:16",
+         "grad": "*bf16:16", "grad_row": "i32:16"},
+        {**_META, "sums": None, "grad_col": 1, "HAS_SUMS": False, "PLACES": PLACES}, num_warps=4, main=True,
     ),
 )  # fmt: skip

@@ -525,8 +525,10 @@ def gradients(
                     for low in range(first, last, LOGPROB_DGRAD_CHUNK):
                         high = min(last, low + LOGPROB_DGRAD_CHUNK)
                         rounded = dhidden[start:stop] if high == vocab else None
-                        chunk = dz[:, low - first : high - first]
-                        products.dhidden(sums, rounded, chunk, weight[low:high], low == 0, some)
+                        # No name for the view of dz: it would keep the block's memory into the next turn.
+                        products.dhidden(
+                            sums, rounded, dz[:, low - first : high - first], weight[low:high], low == 0, some
+                        )
                 if scratch is not None:
                     products.dweight(scratch[: last - first], dz, hidden[start:stop], start == 0, some)
                 elif needs_weight:
