@@ -2,6 +2,7 @@
 // over tiles, the gradient of a logit. Inside a tile sums are integers, so neither vector width nor order shows.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 #include "common.h"
 
@@ -111,19 +112,23 @@ template <class R, class T, class O>
 static void logit_grads(const Upstream& up, int64_t t, const T* x, int64_t v0, int64_t n, O* out) {
     const float inv = up.inv ? up.inv[t] : 1.0f, g = up.g(t), h = up.h(t), entropy = up.entropy[t];
     const float m = up.stats[2 * t], log_s = up.stats[2 * t + 1];
-    auto grad = [=](float logit, float hit) __attribute__((always_inline)) {
-        float l = (logit * inv - m) - log_s;
-        float p = exp(l);
-        float u = g * (hit - p);
-        float away = p == 0.0f ? 0.0f : l + entropy;
-        return from_float<O>(round_to<R>(fma(-(h * p), away, u) * inv));
-    };
     const int64_t y = up.targets[t] - v0;
     const bool inside = y >= 0 && y < n;
-    const O target = inside ? grad(to_float(x[y]), 1.0f) : from_float<O>(0.0f);
+    auto row = [&](auto with_entropy) {
+        auto grad = [=](float logit, float hit) __attribute__((always_inline)) {
+            float l = (logit * inv - m) - log_s;
+            float p = exp(l);
+            float dz = g * (hit - p);
+            if constexpr (decltype(with_entropy)::value) dz = fma(-(h * p), p == 0.0f ? 0.0f : l + entropy, dz);
+            return from_float<O>(round_to<R>(dz * inv));
+        };
+        const O target = inside ? grad(to_float(x[y]), 1.0f) : from_float<O>(0.0f);
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) out[i] = grad(to_float(x[i]), 0.0f);
-    if (inside) out[y] = target;
+        for (int64_t i = 0; i < n; ++i) out[i] = grad(to_float(x[i]), 0.0f);
+        if (inside) out[y] = target;
+    };
+    if (up.dentropy) row(std::true_type{});
+    else row(std::false_type{});
     if (const uint32_t* kept = up.row_kept(t))
         for (int64_t i = 0; i < n; ++i)
             if (!is_kept(kept, v0 + i)) out[i] = from_float<O>(0.0f);

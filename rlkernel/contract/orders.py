@@ -38,6 +38,8 @@ FIXED_POINT_BITS = 23
 """log-probability: fraction bits of the order-free integer sums inside a vocabulary tile."""
 ROW_POINT_BITS = 40
 """log-probability: fraction bits of the order-free integer sums over a row's vocabulary tiles."""
+MAX_VOCAB = 2**23 - 1
+"""log-probability: most entries of a vocabulary; the sums over its tiles then fit 63 bits."""
 SEGMENT = 1024
 """losses and statistics: elements per segment of a two-pass sum. grad_norm: lanes of a sum."""
 NORM_SEGMENT = 16384

@@ -16,7 +16,7 @@ from rlkernel.contract.orders import VOCAB_TILE
 from rlkernel.kernels import stock
 from rlkernel.ops._library import check, define, is_stock, main_grad
 from rlkernel.ops.kept import check_kept
-from rlkernel.ops.logprob import LogProb, check_targets, fake_rows, inverse_temperature
+from rlkernel.ops.logprob import LogProb, check_targets, check_vocabulary, fake_rows, inverse_temperature
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -101,7 +101,7 @@ def linear_logprob(
             for an entropy gradient, it has no effect.
 
     Raises:
-        ValueError: shapes, dtypes or temperatures do not fit, or V is 0; the message names the argument.
+        ValueError: shapes, dtypes or temperatures do not fit, or V is not in [1, 2^23); the message names it.
         IndexError: a target outside the vocabulary (CPU).
     """
     check(
@@ -113,7 +113,7 @@ def linear_logprob(
         lambda: f"linear_logprob: hidden is {hidden.dtype}, weight {weight.dtype}; cast one of them",
     )
     t, v = hidden.shape[0], weight.shape[0]
-    check(v > 0, lambda: "linear_logprob: weight has a vocabulary of 0 entries; expected V >= 1")
+    check_vocabulary("linear_logprob", "weight", v)
     check_targets("linear_logprob", targets, t)
     check_kept("linear_logprob", kept, t, v)
     inverse = inverse_temperature("linear_logprob", temperature, hidden)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel.contract.orders import MAX_VOCAB
 from rlkernel.kernels import stock
 from rlkernel.ops._library import check, define, is_stock
 from rlkernel.ops.kept import check_kept
@@ -44,6 +45,14 @@ def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) ->
         ),
     )
     return torch.ones_like(temperature) / temperature
+
+
+def check_vocabulary(op: str, name: str, size: int) -> None:
+    """Raises ValueError unless a vocabulary of `size` entries, a dimension of the argument `name`, can be summed."""
+    check(
+        0 < size <= MAX_VOCAB,
+        lambda: f"{op}: {name} has a vocabulary of {size} entries; expected 1 <= V <= {MAX_VOCAB}",
+    )
 
 
 def check_targets(op: str, targets: Tensor, tokens: int) -> None:
@@ -112,12 +121,12 @@ def logprob(
     A row with a kept logit of NaN or +inf is NaN in all three results.
 
     Raises:
-        ValueError: shapes, dtypes or temperatures do not fit, or V is 0; the message names the argument.
+        ValueError: shapes, dtypes or temperatures do not fit, or V is not in [1, 2^23); the message names it.
         IndexError: a target outside the vocabulary (CPU).
     """
     check(logits.dim() == 2, lambda: f"logprob: logits is {tuple(logits.shape)}; expected [T, V]")
     t, v = logits.shape
-    check(v > 0, lambda: "logprob: logits has a vocabulary of 0 entries; expected V >= 1")
+    check_vocabulary("logprob", "logits", v)
     check_targets("logprob", targets, t)
     check_kept("logprob", kept, t, v)
     inverse = inverse_temperature("logprob", temperature, logits)

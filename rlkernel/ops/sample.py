@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkernel.kernels import stock
 from rlkernel.ops._library import check, define, is_stock
 from rlkernel.ops.kept import kept_words
-from rlkernel.ops.logprob import _logprob
+from rlkernel.ops.logprob import _logprob, check_vocabulary
 
 
 class Sample(NamedTuple):
@@ -81,7 +81,7 @@ def sample(
         lambda: f"sample: logits is {tuple(logits.shape)} {logits.dtype}; expected [B, V] float32",
     )
     b, v = logits.shape
-    check(v > 0, lambda: "sample: logits has a vocabulary of 0 entries; expected V >= 1")
+    check_vocabulary("sample", "logits", v)
     for name, value, dtype in (
         ("seeds", seeds, torch.int64),
         ("positions", positions, torch.int64),

@@ -355,6 +355,37 @@ def test_logprob(filtered: bool, dtype: torch.dtype, record: Record) -> None:
     record(cases=cases, tokens=cases * 1100, mismatches=0)
 
 
+@pytest.mark.parametrize(
+    "dtype,filtered,v",
+    (
+        (torch.bfloat16, False, 520 * VOCAB_TILE + 64),
+        (torch.bfloat16, True, 150 * VOCAB_TILE),
+        (torch.bfloat16, False, 150 * VOCAB_TILE + 13),
+        (torch.float16, True, 150 * VOCAB_TILE + 13),
+        (torch.float32, False, 150 * VOCAB_TILE),
+    ),
+)
+def test_logprob_of_a_large_vocabulary(dtype: torch.dtype, filtered: bool, v: int, record: Record) -> None:
+    """From 256 rows on a program has a row of its own: those and fewer rows, and every width of loads, agree."""
+    logits = data(3, 300, v, dtype=dtype) * 3
+    logits[7, 300:700], logits[8, 999], logits[9, 1000] = -torch.inf, torch.inf, torch.nan
+    targets, temperature, kept = scored(300, v)
+    batch = (logits, targets, temperature if filtered else None, kept if filtered else None)
+    run = lambda z, y, t, k: ops.logprob(z, y, temperature=1.0 if t is None else t, kept=k)
+    cases = assert_rows_alone(run, batch, "logprob")
+    unaligned = torch.empty(300, v + 1, dtype=dtype, device=DEVICE)[:, 1:].copy_(logits)
+    for a, b in zip(run(unaligned, *batch[1:]), run(*batch), strict=True):
+        assert_bitwise(a, b, "logits that no vector load can reach")
+    if not filtered:  # 1/T = 1: the product changes no bit
+        for a, b in zip(run(logits, targets, torch.ones_like(temperature), None), run(*batch), strict=True):
+            assert_bitwise(a, b, "a temperature of 1")
+    rows = slice(10, 300)
+    truth = logprob_truth(logits[rows].double(), targets[rows], *(None if t is None else t[rows] for t in batch[2:]))
+    for ours, true in zip(finite(run(*(None if t is None else t[rows] for t in batch))), truth, strict=True):
+        assert_accurate(ours, true, None, "large vocabulary", dtype=torch.float32)
+    record(cases=cases, tokens=cases * 300, mismatches=0)
+
+
 def test_stock_logprob_of_the_stock_head_depends_on_the_batch() -> None:
     """The control: the head's product varies with M, and every log-probability with it."""
     x, w = data(0, 1100, 12288, dtype=torch.bfloat16), data(1, 4096, 12288, dtype=torch.bfloat16) / 100

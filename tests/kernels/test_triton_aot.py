@@ -155,6 +155,16 @@ def test_planted_faults_are_found(name: str, target: str) -> None:
         assert "m16n8k8" in found
 
 
+def test_logprob_reads_16_bytes_and_clamps_for_free() -> None:
+    """A tile's statistics are issue-bound otherwise: `units` counts on a clamp that is a flag of the product."""
+    variant = next(v for v in aot.variants("logprob") if v.name == "logprob rows, packed")
+    kernel = aot.compile_variant(variant, "sm_90")
+    assert "ld.global.v4.b32" in kernel.text and "max.NaN.bf16x2" in kernel.text
+    assert kernel.cubin is not None
+    sass = aot._tool("cuobjdump", "-sass", kernel.cubin)
+    assert len(re.findall(r"MUFU\.EX2", sass)) >= len(re.findall(r"FMUL\.SAT", sass)) >= 64
+
+
 @triton.jit
 def flushing_kernel(x, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)

@@ -325,6 +325,25 @@ else:
 
     options = pytest.mark.parametrize("temperature,masked", ((False, False), (True, True)))
 
+    @pytest.mark.parametrize("dtype,filtered,more", ((torch.float32, False, 0), (torch.float16, True, 13)))
+    def test_logprob_in_both_ways(
+        dtype: torch.dtype, filtered: bool, more: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A row a program against a few tiles a program; with 13 entries more no load is a vector."""
+        v = 32 * VOCAB_TILE + 32 + more
+        logits = rand(0, 3, v, dtype=dtype) * 4
+        logits[0, VOCAB_TILE : 2 * VOCAB_TILE + 5] = -torch.inf
+        logits[1, 7] = torch.nan
+        targets, inverse, kept = (None if t is None else t[:3] for t in scored(v, filtered, filtered))
+        tiles = logprob.logprob(logits, targets, inverse, kept)
+        monkeypatch.setattr(logprob, "ROWS_FROM", 1)
+        monkeypatch.setattr(logprob, "TILES_FROM", 1)
+        rows = logprob.logprob(logits, targets, inverse, kept)
+        reference = logprob_reference.logprob(logits, targets, inverse, kept)
+        for name, a, b, r in zip(("logp", "entropy", "lse", "stats"), tiles, rows, reference, strict=True):
+            assert_bitwise(b, a, f"{name}: a row a program against tiles")
+            close(a, r, name)
+
     @by_dtype
     @options
     def test_logprob(temperature: bool, masked: bool, dtype: torch.dtype) -> None:

@@ -105,10 +105,13 @@ def test_reference_equals_cpp(dtype: torch.dtype, v: int, with_kept: bool) -> No
     for temperature in (1.0, 0.7, temperatures(t)):
 
         def run(temperature: float | Tensor = temperature) -> list[Tensor]:
-            x = logits.clone().requires_grad_()
-            out = ops.logprob(x, y, temperature=temperature, kept=kept)
-            torch.autograd.backward((out.logp, out.entropy), (rand(1, t), rand(2, t)))
-            return [*out, x.grad]
+            grads = []
+            for used in (slice(0, 1), slice(1, 2), slice(0, 2)):
+                x = logits.clone().requires_grad_()
+                out = ops.logprob(x, y, temperature=temperature, kept=kept)
+                torch.autograd.backward(out[:2][used], (rand(1, t), rand(2, t))[used])
+                grads.append(x.grad)
+            return [*out, *grads]
 
         assert_reference_equal(run, f"logprob {dtype} V={v}")
 
@@ -330,6 +333,11 @@ def test_kept_bit_order() -> None:
     (
         ({"logits": rand(0, 3)}, ValueError, r"logits is \(3,\); expected \[T, V\]"),
         ({"logits": torch.empty(3, 0)}, ValueError, "vocabulary of 0"),
+        (
+            {"logits": torch.empty(3, 2**23, device="meta")},
+            ValueError,
+            "vocabulary of 8388608 entries; expected 1 <= V",
+        ),
         ({"targets": ids(4, 40)}, ValueError, r"targets is \(4,\).*expected \[T=3\] int64"),
         ({"targets": ids(3, 40).int()}, ValueError, "targets is .* torch.int32; expected"),
         ({"targets": torch.tensor([0, 40, 1])}, IndexError, r"targets\[1\] is 40; expected 0 <= targets < 40"),

@@ -114,12 +114,12 @@ def logprob_dgrad(
 ) -> Tensor:
     z = scaled(logits, inv_temperature, None)
     g = (torch.zeros_like(entropy) if dlogp is None else dlogp)[:, None]
-    h = (torch.zeros_like(entropy) if dentropy is None else dentropy)[:, None]
     l = (z - stats[:, :1]) - stats[:, 1:]
     p = exp(l)
     hit = torch.nn.functional.one_hot(targets, z.shape[1]).float()
-    away = torch.where(p == 0, 0.0, l + entropy[:, None])
-    dz = fma(-(h * p), away, g * (hit - p))
+    dz = g * (hit - p)
+    if dentropy is not None:
+        dz = fma(-(dentropy[:, None] * p), torch.where(p == 0, 0.0, l + entropy[:, None]), dz)
     if inv_temperature is not None:
         dz = dz * inv_temperature[:, None]
     has_gradient = active_rows(targets, kept, stats, dlogp, dentropy)[:, None]

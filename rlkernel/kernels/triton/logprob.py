@@ -13,14 +13,15 @@ from torch import Tensor
 
 from rlkernel.contract.orders import FIXED_POINT_BITS, ROW_POINT_BITS, VOCAB_TILE
 from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import LN2, exp, log2, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import IS_HIP, LN2, LOG2E, exp, exp2, log2, next_power_of_2, on_device, options
 
 TILE = tl.constexpr(VOCAB_TILE)
 UNIT = tl.constexpr(2.0**-FIXED_POINT_BITS)
 ROW_UNITS = tl.constexpr(2.0**ROW_POINT_BITS)
-ONE_BITS = tl.constexpr(0x3F800000)
+TILE_OF_ONES = tl.constexpr((VOCAB_TILE * 0x3F800000 + 2**31) % 2**32 - 2**31)  # their bits added, as int32
+TWO_MINUS_INF = tl.constexpr(-0x007F0080)  # bf16, in both halves of an int32
 
-GROUP = 16  # vocabulary tiles a program
+ROWS_FROM, TILES_FROM = 256, 128  # tokens and vocabulary tiles from which on a program has a row of its own
 SCRATCH = 1 << 27  # bytes of tile statistics at one time; more tokens run in turns
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -33,19 +34,49 @@ def larger(a, b):
 
 
 @triton.jit
-def tile_stats(z):
-    """(maximum, fixed-point sum of exp, fixed-point sum of exp * -distance) over the last axis of z [A, B, TILE].
+def larger_pair(a, b):
+    """`larger` of two bf16 numbers in each int32; NVIDIA alone."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
 
-    1 + p has 23 fraction bits, so its bits minus those of 1 are p in fixed point. NaN and +inf show in the maximum.
+
+@triton.jit
+def low(pair):
+    """The first of two packed bf16 numbers, as fp32."""
+    return (pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high(pair):
+    return (pair & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def units(z, m):
+    """The bits of 1 + exp(z - m) and of 1 + exp(z - m) * (m - z); above the bits of 1 they count units of 2^-23."""
+    d = m - z
+    p = exp2(d * -LOG2E)  # exp(-d), to the bit
+    q = p * d
+    q = tl.minimum(tl.where(q > 0.0, q, 0.0), 1.0)  # 0 * inf counts as 0; a clamp is free, a test of p is not
+    return (1.0 + p).to(tl.int32, bitcast=True), (1.0 + q).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def above_ones(total, m):
+    """Units above 1 in a tile's summed bits; an empty tile, whose distances are NaN, has none."""
+    return tl.where(m == float("-inf"), 0, total - TILE_OF_ONES)
+
+
+@triton.jit
+def tile_stats(z):
+    """(maximum, fixed-point sum of exp, fixed-point sum of exp * distance) over the last axis of z [A, B, TILE].
+
+    NaN and +inf show in the maximum.
     """
     m = tl.reduce(z, 2, larger)
-    base = tl.where(m == float("-inf"), 0.0, m)
-    d = z - tl.expand_dims(base, 2)
-    p = exp(d)
-    q = tl.where(p == 0.0, 0.0, p * -d)
-    s = tl.sum((p + 1.0).to(tl.int32, bitcast=True) - ONE_BITS, axis=2)
-    e = tl.sum((q + 1.0).to(tl.int32, bitcast=True) - ONE_BITS, axis=2)
-    return m, s, e
+    p, q = units(z, tl.expand_dims(m, 2))
+    return m, above_ones(tl.sum(p, axis=2), m), above_ones(tl.sum(q, axis=2), m)
 
 
 @triton.jit
@@ -56,47 +87,61 @@ def is_kept(kept, row, v, inside, WORDS):
 
 
 @triton.jit
-def logprob_tiles_kernel(
-    logits,  # [T, V]
-    targets,  # [T] int64
-    inv_temperature,  # [T] fp32
-    kept,  # [T, WORDS] int32
-    tile_max,  # [T, TILES] fp32
-    tile_sum,  # [T, TILES] int32
-    tile_entropy,  # [T, TILES] int32
-    target_z,  # [T] fp32
-    V,
-    TILES,
-    WORDS,
-    logits_row,
-    HAS_TEMPERATURE: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
-    v = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    inside = v < V
-    z = tl.load(logits + row * logits_row + v, mask=inside, other=float("-inf")).to(tl.float32)
-    if HAS_TEMPERATURE:
-        inverse = tl.load(inv_temperature + row)
-        z = z * inverse
-    if HAS_KEPT:
-        z = tl.where(is_kept(kept, row, v, inside, WORDS), z, float("-inf"))
-    m, s, e = tile_stats(tl.expand_dims(z, 0))
-    at = row * TILES + tile[None, :]
-    here = (tile < TILES)[None, :]
-    tl.store(tile_max + at, m, mask=here)
-    tl.store(tile_sum + at, s, mask=here)
-    tl.store(tile_entropy + at, e, mask=here)
-    target = tl.load(targets + row)
-    if target // (GROUP * TILE) == tl.program_id(1):
-        selected = tl.load(logits + row * logits_row + target, mask=target < V, other=float("-inf")).to(tl.float32)
+def group_stats(
+    logits, kept, inverse, tile, V,
+    HAS_TEMPERATURE: tl.constexpr, HAS_KEPT: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`tile_stats` of the tiles `tile` [G] of given logits; logits and kept point at the row of each, inverse is [G].
+
+    A tile is loaded as [TILE / WIDTH, WIDTH], so that a few threads hold it whole and little is exchanged. PACKED loads
+    bf16 in pairs and takes the maximum of pairs; multiplying by 1/T afterwards is exact, rounding being monotone.
+    """
+    c = (tl.arange(0, TILE // WIDTH) * WIDTH)[None, :, None]
+    if PACKED:
+        at = (tile * (TILE // 2))[:, None, None] + c // 2 + tl.arange(0, WIDTH // 2)[None, None, :]
+        logits = logits.to(tl.pointer_type(tl.int32))
+        if MASKED:
+            pair = tl.load(logits + at, mask=at < V // 2, other=TWO_MINUS_INF)
+        else:
+            pair = tl.load(logits + at)
+        top = tl.reduce(tl.reduce(pair, 1, larger_pair), 1, larger_pair)
+        m = larger(low(top), high(top))
+        z = tl.reshape(tl.join(low(pair), high(pair)), (tile.shape[0], TILE // WIDTH, WIDTH))
         if HAS_TEMPERATURE:
-            selected = selected * inverse
+            m = m * inverse
+            z = z * inverse[:, None, None]
+    else:
+        first = (tile * TILE)[:, None, None] + c
+        lane = tl.arange(0, WIDTH)[None, None, :]
+        if MASKED:
+            z = tl.load(logits + (first + lane), mask=first + lane < V, other=float("-inf")).to(tl.float32)
+        else:
+            z = tl.load(logits + (first + lane)).to(tl.float32)
+        if HAS_TEMPERATURE:
+            z = z * inverse[:, None, None]
         if HAS_KEPT:
-            selected = tl.where(is_kept(kept, row, target, target < V, WORDS), selected, float("-inf"))
-        tl.store(target_z + row, selected)
+            # Words of few addresses each: a load of all would impose its layout on z.
+            at = (tile * (TILE // 32))[:, None, None]
+            word = tl.load(kept + at, mask=at * 32 < V, other=0)
+            for i in tl.static_range(1, TILE // 32):
+                word = tl.where(c >> 5 == i, tl.load(kept + at + i, mask=(at + i) * 32 < V, other=0), word)
+            z = tl.where(((word >> ((c & 31) + lane)) & 1) != 0, z, float("-inf"))
+        m = tl.reduce(tl.reduce(z, 1, larger), 1, larger)
+    p, q = units(z, m[:, None, None])
+    s = above_ones(tl.sum(tl.sum(p, axis=1), axis=1), m)
+    e = above_ones(tl.sum(tl.sum(q, axis=1), axis=1), m)
+    return m, s, e
+
+
+@triton.jit
+def store_stats(memory, PLANE, first, end, m, s, e):
+    """Stores statistics [G] of tiles [first, first + G), those below `end`, to the three planes of `memory`."""
+    i = tl.arange(0, 4 * m.shape[0])
+    tile, plane = first + (i >> 2), i & 3
+    # One tensor: three would each change their layout, behind two barriers of the whole program.
+    mses = tl.reshape(tl.join(tl.join(m.to(tl.int32, bitcast=True), e), tl.join(s, s)), (4 * m.shape[0],))
+    tl.store(memory + plane * PLANE + tile, mses, mask=(tile < end) & (plane < 3))
 
 
 @triton.jit
@@ -108,12 +153,151 @@ def whole_units(x):
 
 
 @triton.jit
-def tile_terms(m, s, e, top):
-    """What one tile adds to the sums over its row, int64; `s` and `e` in units of 2^-23."""
-    s = s.to(tl.float32) * UNIT
-    w = exp(m - top)
-    away = w * tl.fma(s, top - m, e.to(tl.float32) * UNIT)
-    return whole_units(w * s), whole_units(tl.where(w == 0.0, 0.0, away))  # the distance may be infinite
+def finish_rows(
+    tile_max, tile_sum, tile_entropy, z, logp, entropy, lse, stats, row, inside, TILES, CHUNK: tl.constexpr
+):
+    """Combines the tiles of the rows `row` and stores what the op returns; z is the target's logit. CHUNK >= TILES."""
+    row = row.to(tl.int64)
+    tile = tl.arange(0, CHUNK)
+    here = inside[:, None] & (tile < TILES)[None, :]
+    at = (row * TILES)[:, None] + tile[None, :]
+    m = tl.load(tile_max + at, mask=here, other=float("-inf"))
+    s = tl.load(tile_sum + at, mask=here, other=0).to(tl.float32) * UNIT
+    e = tl.load(tile_entropy + at, mask=here, other=0).to(tl.float32) * UNIT
+    top = tl.reduce(m, 1, larger) + 0.0
+    distance = top[:, None] - m
+    w = exp2(distance * -LOG2E)
+    away = tl.where(w == 0.0, 0.0, w * tl.fma(s, distance, e))  # the distance may be infinite
+    total = tl.sum(whole_units(w * s), axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
+    weighted = tl.sum(whole_units(away), axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
+    bad = (top != top) | (top == float("inf"))
+    empty = top == float("-inf")
+    total = tl.where(empty, 1.0, total)
+    log_total = log2(total) * LN2
+    out_logp = tl.where(empty, float("-inf"), (z - top) - log_total)
+    out_lse = tl.where(empty, float("-inf"), top + log_total)
+    out_entropy = tl.where(empty, 0.0, log_total + tl.div_rn(weighted, total))
+    nan = float("nan")
+    tl.store(logp + row, tl.where(bad, nan, out_logp), mask=inside)
+    tl.store(lse + row, tl.where(bad, nan, out_lse), mask=inside)
+    tl.store(entropy + row, tl.where(bad, nan, out_entropy), mask=inside)
+    tl.store(stats + 2 * row, tl.where(bad, nan, top), mask=inside)
+    tl.store(stats + 2 * row + 1, tl.where(bad, nan, log_total), mask=inside)
+
+
+@triton.jit
+def target_logit(
+    logits, target, inv_temperature, kept, row, inside, V, WORDS, logits_row,
+    HAS_TEMPERATURE: tl.constexpr, HAS_KEPT: tl.constexpr,
+):  # fmt: skip
+    """The scaled logit of each row's target; -inf where it was dropped or lies outside the vocabulary."""
+    inside = inside & (target >= 0) & (target < V)
+    z = tl.load(logits + row * logits_row + target, mask=inside, other=float("-inf")).to(tl.float32)
+    if HAS_TEMPERATURE:
+        z = z * tl.load(inv_temperature + row, mask=inside, other=1.0)
+    if HAS_KEPT:
+        z = tl.where(is_kept(kept, row, target, inside, WORDS), z, float("-inf"))
+    return z
+
+
+@triton.jit
+def logprob_rows_kernel(
+    logits,  # [T, V]
+    targets,  # [T] int64
+    inv_temperature,  # [T] fp32
+    kept,  # [T, WORDS] int32
+    memory,  # [3, PLANE] int32, a plane holds [T, TILES]
+    logp,  # [T]
+    entropy,  # [T]
+    lse,  # [T]
+    stats,  # [T, 2]
+    V,
+    TILES,
+    WORDS,
+    PLANE,
+    logits_row,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """A row a program, from logits to results: for many rows of a large vocabulary."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    inside = row >= 0
+    z = target_logit(
+        logits, tl.load(targets + row), inv_temperature, kept, row, inside, V, WORDS, logits_row,
+        HAS_TEMPERATURE, HAS_KEPT,
+    )  # fmt: skip
+    inverse = tl.full((GROUP,), 1.0, tl.float32)
+    if HAS_TEMPERATURE:
+        inverse = inverse * tl.load(inv_temperature + tl.program_id(0))
+    own_logits = logits + tl.program_id(0).to(tl.int64) * logits_row
+    own_kept = kept
+    if HAS_KEPT:
+        own_kept += tl.program_id(0).to(tl.int64) * WORDS
+    own_memory = memory + tl.program_id(0).to(tl.int64) * TILES
+    group = tl.arange(0, GROUP)
+    whole = V // (GROUP * TILE) * GROUP
+    for first in range(0, whole, GROUP):
+        m, s, e = group_stats(
+            own_logits, own_kept, inverse, first + group, V, HAS_TEMPERATURE, HAS_KEPT, PACKED, False, WIDTH
+        )
+        store_stats(own_memory, PLANE, first, TILES, m, s, e)
+    for first in range(whole, TILES, GROUP):
+        m, s, e = group_stats(
+            own_logits, own_kept, inverse, first + group, V, HAS_TEMPERATURE, HAS_KEPT, PACKED, True, WIDTH
+        )
+        store_stats(own_memory, PLANE, first, TILES, m, s, e)
+    tl.debug_barrier()  # the program's other threads stored what this one reads
+    finish_rows(
+        memory.to(tl.pointer_type(tl.float32)), memory + PLANE, memory + 2 * PLANE, z, logp, entropy, lse, stats, row,
+        inside, TILES, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def logprob_tiles_kernel(
+    logits,  # [T, V]
+    targets,  # [T] int64
+    inv_temperature,  # [T] fp32
+    kept,  # [T, WORDS] int32
+    memory,  # [3, PLANE] int32, a plane holds [T, TILES]
+    target_z,  # [T] fp32
+    T,
+    V,
+    TILES,
+    WORDS,
+    PLANE,
+    logits_row,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A few tiles a program, of one row or of several: for few rows, or a small vocabulary."""
+    first = tl.program_id(0) * GROUP
+    at = first + tl.arange(0, GROUP)
+    inside = at < T * TILES
+    row = (at // TILES).to(tl.int64)
+    tile = tl.where(inside, at % TILES, TILES)
+    inverse = tl.full((GROUP,), 1.0, tl.float32)
+    if HAS_TEMPERATURE:
+        inverse = tl.load(inv_temperature + row, mask=inside, other=1.0)
+    own_kept = kept
+    if HAS_KEPT:
+        own_kept += (row * WORDS)[:, None, None]
+    m, s, e = group_stats(
+        logits + (row * logits_row)[:, None, None], own_kept, inverse, tile, V,
+        HAS_TEMPERATURE, HAS_KEPT, PACKED, True, WIDTH,
+    )  # fmt: skip
+    store_stats(memory, PLANE, first, T * TILES, m, s, e)
+    target = tl.load(targets + row, mask=inside, other=0)
+    own = inside & (tl.where((target >= 0) & (target < V), target // TILE, 0) == tile)
+    z = target_logit(logits, target, inv_temperature, kept, row, own, V, WORDS, logits_row, HAS_TEMPERATURE, HAS_KEPT)
+    tl.store(target_z + row, z, mask=own)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -133,45 +317,12 @@ def logprob_combine_kernel(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < T
-    at = row.to(tl.int64) * TILES
-    highest = tl.full((ROWS, CHUNK), float("-inf"), tl.float32)
-    for first in range(0, TILES, CHUNK):
-        tile = first + tl.arange(0, CHUNK)
-        here = inside[:, None] & (tile < TILES)[None, :]
-        highest = larger(highest, tl.load(tile_max + at[:, None] + tile[None, :], mask=here, other=float("-inf")))
-    top = tl.reduce(highest, 1, larger) + 0.0
-    sums = tl.zeros((ROWS, CHUNK), tl.int64)
-    aways = tl.zeros((ROWS, CHUNK), tl.int64)
-    for first in range(0, TILES, CHUNK):
-        tile = first + tl.arange(0, CHUNK)
-        here = inside[:, None] & (tile < TILES)[None, :]
-        place = at[:, None] + tile[None, :]
-        m = tl.load(tile_max + place, mask=here, other=float("-inf"))
-        s = tl.load(tile_sum + place, mask=here, other=0)
-        e = tl.load(tile_entropy + place, mask=here, other=0)
-        a, b = tile_terms(m, s, e, top[:, None])
-        sums += a
-        aways += b
-    total = tl.sum(sums, axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
-    weighted = tl.sum(aways, axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
-    bad = (top != top) | (top == float("inf"))
-    empty = top == float("-inf")
-    total = tl.where(empty, 1.0, total)
-    log_total = log2(total) * LN2
     z = tl.load(target_z + row, mask=inside, other=0.0)
-    out_logp = tl.where(empty, float("-inf"), (z - top) - log_total)
-    out_lse = tl.where(empty, float("-inf"), top + log_total)
-    out_entropy = tl.where(empty, 0.0, log_total + tl.div_rn(weighted, total))
-    nan = float("nan")
-    tl.store(logp + row, tl.where(bad, nan, out_logp), mask=inside)
-    tl.store(lse + row, tl.where(bad, nan, out_lse), mask=inside)
-    tl.store(entropy + row, tl.where(bad, nan, out_entropy), mask=inside)
-    tl.store(stats + 2 * row.to(tl.int64), tl.where(bad, nan, top), mask=inside)
-    tl.store(stats + 2 * row.to(tl.int64) + 1, tl.where(bad, nan, log_total), mask=inside)
+    finish_rows(tile_max, tile_sum, tile_entropy, z, logp, entropy, lse, stats, row, inside, TILES, CHUNK)
 
 
 @triton.jit
-def dz_at(z, hit, top, log_total, g, h, entropy):
+def dz_at(z, hit, top, log_total, g, h, entropy, HAS_DENTROPY: tl.constexpr = True):
     """Gradient of z from those of logp (g) and entropy (h), before the temperature; all broadcast together.
 
     z is -inf where dropped; `hit` says where the target is.
@@ -179,7 +330,9 @@ def dz_at(z, hit, top, log_total, g, h, entropy):
     log_p = (z - top) - log_total
     p = exp(log_p)
     u = g * (tl.where(hit, 1.0, 0.0) - p)
-    return tl.fma(-(h * p), tl.where(p == 0.0, 0.0, log_p + entropy), u)
+    if HAS_DENTROPY:
+        u = tl.fma(-(h * p), tl.where(p == 0.0, 0.0, log_p + entropy), u)
+    return u
 
 
 @triton.jit
@@ -213,7 +366,10 @@ def logprob_dgrad_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # Words of the mask, and the entries in each.
+    first = tl.program_id(1) * BLOCK + (tl.arange(0, BLOCK // 32) * 32)[:, None]
+    bit = tl.arange(0, 32)[None, :]
+    v = first + bit
     inside = v < V
     g = 0.0
     h = 0.0
@@ -222,17 +378,18 @@ def logprob_dgrad_kernel(
     if HAS_DENTROPY:
         h = tl.load(dentropy + row)
     top = tl.load(stats + 2 * row)
-    out = tl.zeros((BLOCK,), tl.float32)
+    out = tl.zeros((BLOCK // 32, 32), tl.float32)
     if row_active(kept, targets, row, True, g, h, top, V, WORDS, HAS_KEPT):
         z = tl.load(logits + row * logits_row + v, mask=inside, other=0.0).to(tl.float32)
         if HAS_TEMPERATURE:
             inverse = tl.load(inv_temperature + row)
             z = z * inverse
         if HAS_KEPT:
-            keep = is_kept(kept, row, v, inside, WORDS)
+            word = tl.load(kept + row * WORDS + (first >> 5), mask=first < V, other=0)
+            keep = ((word >> bit) & 1) != 0
             z = tl.where(keep, z, float("-inf"))
-        hit = v == tl.load(targets + row)
-        out = dz_at(z, hit, top, tl.load(stats + 2 * row + 1), g, h, tl.load(entropy + row))
+        hit = v == tl.load(targets + row).to(tl.int32)
+        out = dz_at(z, hit, top, tl.load(stats + 2 * row + 1), g, h, tl.load(entropy + row), HAS_DENTROPY)
         if HAS_TEMPERATURE:
             out = out * inverse
         if HAS_KEPT:
@@ -250,19 +407,20 @@ class TileBuffers:
         self.tiles = triton.cdiv(vocab_size, VOCAB_TILE)
         self.tokens = max(128, min(tokens, SCRATCH // (12 * self.tiles) // 128 * 128))
         shape = (min(tokens, self.tokens), self.tiles)
-        self.maximum = torch.empty(shape, dtype=torch.float32, device=device)
-        self.sum = torch.empty(shape, dtype=torch.int32, device=device)
-        self.entropy = torch.empty(shape, dtype=torch.int32, device=device)
+        self.plane = triton.cdiv(shape[0] * shape[1], 16) * 16  # so that each plane is aligned
+        self.memory = torch.empty(3, self.plane, dtype=torch.int32, device=device)
+        planes = self.memory[:, : shape[0] * shape[1]].unflatten(1, shape)
+        self.maximum, self.sum, self.entropy = planes[0].view(torch.float32), planes[1], planes[2]
         self.target = torch.full((shape[0],), float("-inf"), dtype=torch.float32, device=device)
 
     def combine(self, logp: Tensor, entropy: Tensor, lse: Tensor, stats: Tensor) -> None:
         """logp, entropy, lse [n] and stats [n, 2] of the first n tokens of the buffers."""
         n = logp.shape[0]
-        chunk = min(next_power_of_2(self.tiles), 512)
-        rows = 512 // chunk
+        chunk = next_power_of_2(self.tiles)
+        rows = max(1, 1024 // chunk)
         logprob_combine_kernel[(triton.cdiv(n, rows),)](
             self.maximum, self.sum, self.entropy, self.target, logp, entropy, lse, stats, n, self.tiles,
-            ROWS=rows, CHUNK=chunk, num_warps=4, **options(),
+            ROWS=rows, CHUNK=chunk, num_warps=8, **options(),
         )  # fmt: skip
 
 
@@ -293,18 +451,36 @@ def logprob(
     out = outputs(tokens, logits.device)
     if tokens == 0:
         return out
+    row = logits.stride(0)
+    whole_vectors = vocab % 16 == 0 and row % 16 == 0 and logits.data_ptr() % 16 == 0
+    packed = whole_vectors and logits.dtype == torch.bfloat16 and kept is None and logits.is_cuda and not IS_HIP
+    # Four threads a tile where they load 16 bytes each.
+    width = 32 if whole_vectors and logits.element_size() == 2 else 16
+    flags = {"HAS_TEMPERATURE": inv_temperature is not None, "HAS_KEPT": kept is not None, "PACKED": packed}
+    words = triton.cdiv(vocab, 32)
     with on_device(logits):
         buffers = TileBuffers(tokens, vocab, logits.device)
+        tiles, plane = buffers.tiles, buffers.plane
         for start in range(0, tokens, buffers.tokens):
             stop = min(tokens, start + buffers.tokens)
-            logprob_tiles_kernel[(stop - start, triton.cdiv(buffers.tiles, GROUP))](
+            n = stop - start
+            inputs = (
                 logits[start:stop], targets[start:stop], part(inv_temperature, start, stop), part(kept, start, stop),
-                buffers.maximum, buffers.sum, buffers.entropy, buffers.target,
-                vocab, buffers.tiles, triton.cdiv(vocab, 32), logits.stride(0),
-                HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, GROUP=GROUP,
-                num_warps=4, **options(),
+                buffers.memory,
             )  # fmt: skip
-            buffers.combine(*(t[start:stop] for t in out))
+            results = tuple(t[start:stop] for t in out)
+            if n >= ROWS_FROM and tiles >= TILES_FROM:
+                group = 64 if tiles >= 512 else 32
+                logprob_rows_kernel[(n,)](
+                    *inputs, *results, vocab, tiles, words, plane, row, **flags,
+                    GROUP=group, WIDTH=width, CHUNK=next_power_of_2(tiles), num_warps=group // 8, **options(),
+                )  # fmt: skip
+            else:
+                logprob_tiles_kernel[(triton.cdiv(n * tiles, 32),)](
+                    *inputs, buffers.target, n, vocab, tiles, words, plane, row, **flags,
+                    GROUP=32, WIDTH=width, num_warps=4, **options(),
+                )  # fmt: skip
+                buffers.combine(*results)
     return out
 
 
@@ -338,17 +514,36 @@ def logprob_dgrad(
 
 _INPUTS = {"logits": "*bf16:16", "targets": "*i64:16", "inv_temperature": "*fp32:16", "kept": "*i32:16"}
 _SIZES = {"V": "i32:16", "WORDS": "i32", "logits_row": "i32:16"}
-_TILE_TYPES = {"tile_max": "*fp32:16", "tile_sum": "*i32:16", "tile_entropy": "*i32:16", "target_z": "*fp32:16"}
-_VECTORS = ("logp", "entropy", "lse", "stats")
+_TILES = {"memory": "*i32:16", "TILES": "i32", "PLANE": "i32:16"}
+_RESULTS = dict.fromkeys(("logp", "entropy", "lse", "stats"), "*fp32:16")
+_NVIDIA, _AMD = ("sm_80", "sm_90", "sm_100"), ("gfx942", "gfx90a")
+_FILTER = {"HAS_TEMPERATURE": True, "HAS_KEPT": True, "PACKED": False}
+_PLAIN = {"HAS_TEMPERATURE": False, "HAS_KEPT": False, "PACKED": True}
+
+
+def _forward_variants(name: str, flags: dict[str, bool], targets: tuple[str, ...]) -> tuple[Variant, ...]:
+    types = {**_INPUTS, **_SIZES, **_TILES}
+    return (
+        Variant(
+            f"logprob rows, {name}", logprob_rows_kernel, {**types, **_RESULTS},
+            {**flags, "GROUP": 64, "WIDTH": 32, "CHUNK": 2048}, num_warps=8, main=True, targets=targets,
+        ),
+        Variant(
+            f"logprob tiles, {name}", logprob_tiles_kernel, {**types, "target_z": "*fp32:16", "T": "i32"},
+            {**flags, "GROUP": 32, "WIDTH": 32}, main=True, targets=targets,
+        ),
+    )  # fmt: skip
+
+
 AOT: tuple[Variant, ...] = (
-    Variant(
-        "logprob tiles", logprob_tiles_kernel, {**_INPUTS, **_TILE_TYPES, **_SIZES, "TILES": "i32"},
-        {"HAS_TEMPERATURE": True, "HAS_KEPT": True, "GROUP": GROUP}, main=True,
-    ),
+    *_forward_variants("packed", _PLAIN, _NVIDIA),
+    *_forward_variants("plain", {**_PLAIN, "PACKED": False}, _AMD),
+    *_forward_variants("filtered", _FILTER, _NVIDIA + _AMD),
     Variant(
         "logprob combine", logprob_combine_kernel,
-        {**_TILE_TYPES, **dict.fromkeys(_VECTORS, "*fp32:16"), "T": "i32", "TILES": "i32"}, {"ROWS": 1, "CHUNK": 512},
-        main=True,
+        {"tile_max": "*fp32:16", "tile_sum": "*i32:16", "tile_entropy": "*i32:16", "target_z": "*fp32:16", **_RESULTS,
+         "T": "i32", "TILES": "i32"},
+        {"ROWS": 1, "CHUNK": 2048}, num_warps=8, main=True,
     ),
     Variant(
         "logprob_dgrad", logprob_dgrad_kernel,
