@@ -363,10 +363,7 @@ __device__ __forceinline__ float gradient(float z, const Rows& rows, int i, bool
   const float log_p = (z - rows.top[i]) - rows.log_total[i];
   const float p = exponential(log_p);
   float u = rows.g[i] * ((HIT && hit ? 1.0f : 0.0f) - p);
-  if (HAS_DENTROPY)
-    u = __fmaf_rn(0.0f - rows.h[i] * p, p == 0.0f ? 0.0f : log_p + rows.entropy[i], u);
-  else
-    u = u + 0.0f;  // a zero is positive
+  if (HAS_DENTROPY) u = __fmaf_rn(0.0f - rows.h[i] * p, p == 0.0f ? 0.0f : log_p + rows.entropy[i], u);
   if (HAS_TEMPERATURE) u = u * rows.inverse[i];
   if (HAS_KEPT) u = z == minus_infinity() ? 0.0f : u;
   return u;

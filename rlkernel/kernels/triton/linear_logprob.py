@@ -194,12 +194,8 @@ def linear_logprob_dz_kernel(
             keep = keep & is_kept(kept, row[:, None], v[None, :], inside, WORDS)
         hit = tl.load(targets + row, mask=in_batch, other=-1)[:, None] == v[None, :]
         log_total = tl.load(stats + 2 * row + 1, mask=in_batch, other=0.0)[:, None]
-        if HAS_DENTROPY:
-            entropies = tl.load(entropy + row, mask=in_batch, other=0.0)[:, None]
-            out = dz_at(z, hit, top[:, None], log_total, g[:, None], h[:, None], entropies)
-        else:  # the same with h = 0 and a positive zero
-            p = exp((z - top[:, None]) - log_total)
-            out = g[:, None] * (tl.where(hit, 1.0, 0.0) - p) + 0.0
+        entropies = tl.load(entropy + row, mask=in_batch, other=0.0)[:, None]
+        out = dz_at(z, hit, top[:, None], log_total, g[:, None], h[:, None], entropies, HAS_DENTROPY)
         if HAS_TEMPERATURE:
             out = out * inverse
         out = tl.where(keep, out, 0.0)
