@@ -15,9 +15,9 @@ K_GROUP = 16
 VOCAB_TILE = 128
 """log-probability: vocabulary entries per tile of the log-sum-exp."""
 WGRAD_TOKENS = 8192
-"""linear, GPU: tokens per chunk of a weight gradient; chunks are added in fp32, ascending."""
+"""linear, rms_norm, GPU: tokens per chunk of a weight gradient; chunks are added in fp32, ascending."""
 SUM_TOKENS = 256
-"""GPU: tokens per chunk of the gradient of a bias or a norm's weight; chunks are added in fp32, ascending."""
+"""GPU: tokens per chunk of the gradient of a bias; chunks are added in fp32, ascending."""
 DGRAD_WHOLE = 32768
 """linear, GPU: largest N over which an input gradient is one chain."""
 DGRAD_CHUNK = 152 * VOCAB_TILE
@@ -60,7 +60,8 @@ ORDERS: dict[str, Order] = {
     for order in (
         Order(
             "embedding",
-            "forward: a copy. Backward: per token id, fp32 sum over its occurrences in ascending packed order",
+            "forward: a copy. Backward: per token id, fp32 sum over its occurrences in ascending packed order (GPU: in "
+            f"windows of {EMBEDDING_WINDOW} tokens, whose sums are added ascending)",
             "parallelism over ids and channels",
         ),
         Order(
@@ -75,7 +76,8 @@ ORDERS: dict[str, Order] = {
         Order(
             "rms_norm",
             "r = round(x + residual); fp32 sum of squares over a tree fixed by C; "
-            "round(round(r * rstd) * weight). Weight gradient: tokens ascending in fixed segments",
+            "round(round(r * rstd) * weight). Weight gradient: tokens ascending (GPU: a tree fixed by C over each "
+            f"{WGRAD_TOKENS} rows, added ascending)",
             "rows per program, threads",
         ),
         Order(
@@ -111,7 +113,8 @@ ORDERS: dict[str, Order] = {
         Order(
             "policy_loss",
             f"elementwise fp32; sums per sequence and per batch over segments of {SEGMENT} tokens from the first "
-            f"token of each (GPU: {SEGMENT} lanes, tokens ascending, folded in halves), two passes, no atomics",
+            f"token of each (GPU: inside one 128 lanes, tokens ascending, folded in halves; segments added ascending), two "
+            "passes, no atomics",
             "number of programs",
         ),
         Order(
