@@ -113,8 +113,8 @@ ORDERS: dict[str, Order] = {
         Order(
             "policy_loss",
             f"elementwise fp32; sums per sequence and per batch over segments of {SEGMENT} tokens from the first "
-            f"token of each (GPU: inside one 128 lanes, tokens ascending, folded in halves; segments added ascending), two "
-            "passes, no atomics",
+            "token of each (GPU: inside one 128 lanes, tokens ascending, folded in halves; segments added ascending), "
+            "two passes, no atomics",
             "number of programs",
         ),
         Order(

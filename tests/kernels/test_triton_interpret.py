@@ -21,7 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rlkernel.contract import assert_accurate, assert_bitwise
-from rlkernel.contract.orders import EMBEDDING_WINDOW, SUM_TOKENS, VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.contract.orders import EMBEDDING_WINDOW, SUM_TOKENS, VOCAB_TILE
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
@@ -215,15 +215,11 @@ else:
 
     # ---- embedding, rms_norm, rope, swiglu ------------------------------------------------------
 
-    def windowed(grad: Tensor, dy: Tensor, ids: Tensor) -> Tensor:
+    def windowed(grad: Tensor, dy: Tensor, ids: Tensor, size: int = EMBEDDING_WINDOW) -> Tensor:
         """The GPU's order: sums of windows of tokens, each an id's occurrences ascending, added ascending."""
-        for first in range(0, len(ids), EMBEDDING_WINDOW):
+        for first in range(0, len(ids), size):
             part: dict[int, Tensor] = {}
-            for i, row in zip(
-                ids[first : first + EMBEDDING_WINDOW].tolist(),
-                dy[first : first + EMBEDDING_WINDOW].float(),
-                strict=True,
-            ):
+            for i, row in zip(ids[first : first + size].tolist(), dy[first : first + size].float(), strict=True):
                 part[i] = part[i] + row if i in part else row
             for i, row in part.items():
                 grad[i] += row
@@ -243,12 +239,14 @@ else:
         expected = windowed(torch.zeros(10, 600), dy, ids).to(dtype)
         assert_bitwise(embedding.embedding_wgrad(dy, ids, 10), expected, "rounded once")
 
-    @pytest.mark.parametrize("high", (1, 3, 900))
-    def test_embedding_by_windows(high: int) -> None:
-        tokens, cut = 2100, 1024
+    @pytest.mark.parametrize("high", (1, 3, 100))
+    def test_embedding_by_windows(high: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """High 1 and 3: ids that cover many windows, whose sums a kernel of their own computes."""
+        tokens, cut = 140, 64
+        monkeypatch.setattr(embedding, "EMBEDDING_WINDOW", 16)
         ids = torch.randint(0, high, (tokens,), generator=torch.Generator().manual_seed(high))
-        dy, ours = rand(0, tokens, 40), rand(1, high, 40)
-        reference, parts = windowed(ours.clone(), dy, ids), ours.clone()
+        dy, ours = rand(0, tokens, 8), rand(1, high, 8)
+        reference, parts = windowed(ours.clone(), dy, ids, 16), ours.clone()
         for a, b in zip(embedding.sort_ids(ids), torch.sort(ids, stable=True), strict=True):
             assert torch.equal(a.long(), b)
         embedding.embedding_wgrad_(ours, dy, ids)
@@ -260,7 +258,7 @@ else:
     @by_dtype
     @pytest.mark.parametrize("c", (40, 128, 1100))
     def test_rms_norm(c: int, dtype: torch.dtype) -> None:
-        x, r, dy = (rand(i, 9, c, dtype=dtype) for i in range(3))
+        x, r = rand(0, 9, c, dtype=dtype), rand(1, 9, c, dtype=dtype)
         w = rand(3, c, dtype=dtype)
         close(rms_norm.rms_norm(x, w, 1e-6), rms_norm_reference.rms_norm(x, w, 1e-6), "y")
         y, total = rms_norm.add_rms_norm(x, r, w, 1e-6)
@@ -269,24 +267,32 @@ else:
         assert_bitwise(rms_norm.rms_norm(total, w, 1e-6), y, "norm of the sum")
         alone = torch.cat([rms_norm.rms_norm(total[i : i + 1], w, 1e-6) for i in range(9)])
         assert_bitwise(alone, y, "rows alone")
-        for dr in (None, r):
-            ours = rms_norm.rms_norm_dgrad(dy, dr, x, w, 1e-6)
-            close(ours, rms_norm_reference.rms_norm_dgrad(dy, dr, x, w, 1e-6), "input gradient")
-        grad, reference = rand(4, c), rand(4, c)
+
+    @pytest.mark.parametrize(("c", "dtype"), ((40, torch.float32), (12, torch.bfloat16), (520, torch.float16)))
+    def test_rms_norm_gradients(c: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        tile = rms_norm._tile  # the interpreter walks a tree's nodes one by one: two rows a step, four steps
+        monkeypatch.setattr(rms_norm, "_tile", lambda c, size: (2, 4, tile(c, size)[2]))
+        x, r, dy = (rand(i, 9, c, dtype=dtype) for i in range(3))
+        w, grad, reference = rand(3, c, dtype=dtype), rand(4, c), rand(4, c)
+        plain = rms_norm.rms_norm_dgrad(dy, None, x, w, 1e-6)
+        close(plain, rms_norm_reference.rms_norm_dgrad(dy, None, x, w, 1e-6), "input gradient")
         dx = rms_norm.rms_norm_grad_(grad, dy, r, x, w, 1e-6)
-        assert_bitwise(dx, rms_norm.rms_norm_dgrad(dy, r, x, w, 1e-6), "input gradient with the weight's")
-        rms_norm_reference.rms_norm_grad_(reference, dy, r, x, w, 1e-6)
+        close(dx, rms_norm_reference.rms_norm_grad_(reference, dy, r, x, w, 1e-6), "input gradient with dr")
         close(grad, reference, "weight gradient", dtype)
-        dx, dw = rms_norm.rms_norm_grad(dy, r, x, w, 1e-6)
+        again, dw = rms_norm.rms_norm_grad(dy, r, x, w, 1e-6)
+        assert_bitwise(again, dx, "input gradient")
         rms_norm.rms_norm_grad_(grad.zero_(), dy, r, x, w, 1e-6)
         assert_bitwise(dw, grad.to(dtype), "weight gradient, rounded once")
 
-    def test_rms_norm_weight_gradient_by_chunks() -> None:
-        rows = WGRAD_TOKENS + 20
+    def test_rms_norm_weight_gradient_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+        rows, chunk = 300, 256
+        monkeypatch.setattr(rms_norm, "WGRAD_TOKENS", chunk)
+        tile = rms_norm._tile
+        monkeypatch.setattr(rms_norm, "_tile", lambda c, size: (8, 4, tile(c, size)[2]))
         x, dy, w = rand(0, rows, 8), rand(1, rows, 8), rand(3, 8)
         grad, parts = rand(2, 8), rand(2, 8)
         rms_norm.rms_norm_grad_(grad, dy, None, x, w, 1e-6)
-        for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)):
+        for piece in (slice(0, chunk), slice(chunk, None)):
             rms_norm.rms_norm_grad_(parts, dy[piece], None, x[piece], w, 1e-6)
         assert_bitwise(parts, grad, "micro-batches cut at a chunk's border")
         fresh = rms_norm.rms_norm_grad(dy, None, x, w, 1e-6)[1]
