@@ -268,9 +268,10 @@ else:
         alone = torch.cat([rms_norm.rms_norm(total[i : i + 1], w, 1e-6) for i in range(9)])
         assert_bitwise(alone, y, "rows alone")
 
-    @pytest.mark.parametrize(("c", "dtype"), ((40, torch.float32), (12, torch.bfloat16), (520, torch.float16)))
+    @pytest.mark.parametrize(("c", "dtype"), ((40, torch.float32), (130, torch.float16)))
     def test_rms_norm_gradients(c: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-        tile = rms_norm._tile  # the interpreter walks a tree's nodes one by one: two rows a step, four steps
+        # The interpreter walks a tree's nodes one by one, so the tree is small; to bf16 it truncates.
+        tile = rms_norm._tile
         monkeypatch.setattr(rms_norm, "_tile", lambda c, size: (2, 4, tile(c, size)[2]))
         x, r, dy = (rand(i, 9, c, dtype=dtype) for i in range(3))
         w, grad, reference = rand(3, c, dtype=dtype), rand(4, c), rand(4, c)
