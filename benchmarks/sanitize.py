@@ -51,7 +51,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
     import torch
 
     from rlkernel import ops
-    from rlkernel.contract.orders import DGRAD_WHOLE, WGRAD_TOKENS
+    from rlkernel.contract.orders import DGRAD_WHOLE, EMBEDDING_WINDOW, WGRAD_TOKENS
 
     t, c, v, heads, d = (512, 256, 4136, 4, 128) if large else (37, 64, 520, 2, 64)
 
@@ -110,6 +110,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         backward(ops.rope(q, k, torch.arange(t, device=device), table), q, k)
         weight = leaf(v, c)
         backward(ops.embedding(ids(v // 8), weight), weight)
+        backward(ops.embedding(ids(3, 6 * EMBEDDING_WINDOW + 5), weight), weight)  # tokens that come often
 
     def attention() -> None:
         lengths = (t // 2, t // 4, 1, t - t // 2 - t // 4 - 1)
