@@ -94,6 +94,9 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             backward((scored.logp, scored.entropy), logits)
             kept = ops.pack_kept(torch.rand(t, width, device=device) < 0.7)
             backward(ops.logprob(logits, ids(width), kept=kept).logp, logits)
+        for width in (16392, 65544) if large else ():  # a program a row
+            logits = leaf(257, width)
+            backward(ops.logprob(logits, ids(width, 257)).logp, logits)
 
     def rms_norm() -> None:
         for width in (c, 1000, 4096):
