@@ -80,9 +80,9 @@ def test_every_path_gives_the_same_bits(
     group: int, hk: int, d: int, dtype: torch.dtype, window: int | None, split: int, record: Record
 ) -> None:
     batch = batch_of(LENS, group, hk, d, dtype)
-    for chunk, page in ((37, 16), (256, 64), (100, 5)):
+    for chunk, page in ((37, 16), (256, 64), (100, 5), (190, 48)):
         check_paths(batch, cuts_of(LENS, chunk), page, window=window, split=split)
-    record(cases=3, tokens=3 * sum(LENS), mismatches=0)
+    record(cases=4, tokens=4 * sum(LENS), mismatches=0)
 
 
 @by_shape
@@ -129,6 +129,7 @@ def test_tiles_are_free(d: int, split: int, record: Record) -> None:
     tiles = {forward_tile(rows, d, 2, kind) for rows in (1, 64, 10**6)}
     if kind == "hopper":
         tiles |= {Tile(32, 1, 2), Tile(128, 4, 2), Tile(64, 4, 1), Tile(16, 1, 1)}
+        tiles |= {Tile(16, 1, 2, tma=False), Tile(64, 4, 3, tma=False), Tile(128, 8, 3, tma=False)}
     runs = [attention(q, k, v, at, at, 700, 700, d**-0.5, None, split, tile=tile) for tile in sorted(tiles)]
     for tile, run in zip(sorted(tiles), runs, strict=True):
         same([run], runs[:1], f"{tile} against {min(tiles)}")
@@ -155,6 +156,44 @@ def test_backward_tiles_are_free() -> None:
         launch = {"BLOCK_M": rows, "BLOCK_N": walked, "num_warps": warps, "num_stages": 2}
         for name, a, b in zip(("dq", "dk", "dv"), op(*given, tiles=(launch, launch)), expected, strict=True):
             assert_bitwise(a, b, f"{name} {launch}")
+
+
+@pytest.mark.parametrize("d", (64, 128))
+def test_memory_layout_is_free(d: int) -> None:
+    """Slices of a fused projection, and rows that the copy engine cannot fetch, against dense ones."""
+    lens, heads = [200, 65], (8, 4, 4)
+    at = cu(lens, DEVICE)
+    fused = rand(0, sum(lens), sum(heads), d, dtype=torch.bfloat16, device=DEVICE)
+    apart = torch.empty(fused.numel() + 4, dtype=fused.dtype, device=DEVICE)[4:].view(fused.shape).copy_(fused)
+    dout = rand(1, sum(lens), heads[0], d, dtype=torch.bfloat16, device=DEVICE)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out, lse = ops.attention(*leaves, at, max_seqlen_q=200)
+        return [out, lse, *torch.autograd.grad(out, leaves, dout)]
+
+    expected = run(*(t.contiguous() for t in fused.split(heads, 1)))
+    for what, x in (("fused", fused), ("unaligned", apart)):
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), run(*x.split(heads, 1)), expected, strict=True):
+            assert_bitwise(a, b, f"{name} of {what} rows")
+
+
+@by_shape
+def test_a_sequence_does_not_see_its_neighbours(
+    group: int, hk: int, d: int, dtype: torch.dtype, window: int | None
+) -> None:
+    """Fetched blocks reach past a sequence's end: a NaN there must not show."""
+    lens = [100, 130, 60]
+    batch = batch_of(lens, group, hk, d, dtype)
+    douts = [rand(900 + i, *s.q.shape, dtype=dtype, device=DEVICE) for i, s in enumerate(batch)]
+    alone = packed(batch[1:2], window=window)
+    grads = gradients(batch[1:2], douts[1:2], window=window)[0]
+    for i in (0, 2):
+        for t in (*batch[i], douts[i]):
+            t.fill_(torch.nan)
+    same(packed(batch, window=window)[1:2], alone, "between NaNs")
+    for name, a, b in zip(("dq", "dk", "dv"), gradients(batch, douts, window=window)[1], grads, strict=True):
+        assert_bitwise(a, b, f"{name} between NaNs")
 
 
 def test_backward_is_deterministic(record: Record) -> None:

@@ -62,10 +62,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 else:
     from rlkernel.kernels.reference import attention as reference
+    from rlkernel.kernels.triton import attention as forward
+    from rlkernel.kernels.triton import attention_backward as backward
     from rlkernel.kernels.triton.attention import Tile, attention, attention_backward, paged_attention, store_kv_
 
     pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
-    by_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("fp32", "fp16"))
+    by_dtype = pytest.mark.parametrize(
+        "dtype,family", ((torch.float32, "ampere"), (torch.float16, "hopper")), ids=("fp32", "fp16")
+    )  # each with one of the two ways to walk the blocks
     by_case = pytest.mark.parametrize(
         "case",
         (
@@ -90,12 +94,18 @@ else:
         k, v = rand(1, sum(keys), hk, d, dtype=dtype), rand(2, sum(keys), hk, d, dtype=dtype)
         return q, k, v, cu(queries), cu(keys), max(queries), max(keys), d**-0.5, window, split
 
+    @pytest.fixture
+    def as_on(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+        for module in (forward, backward):
+            monkeypatch.setattr(module, "family", lambda t: family)
+
     @by_dtype
     @by_case
-    def test_forward_and_backward(dtype: torch.dtype, case: tuple[Any, ...]) -> None:
+    @pytest.mark.usefixtures("as_on")
+    def test_forward_and_backward(dtype: torch.dtype, family: str, case: tuple[Any, ...]) -> None:
         given = arguments(*case, dtype)
         out, lse = reference.attention(*given)
-        for tile in (None, Tile(16, 1, 1), Tile(64, 4, 1), Tile(128, 8, 1)):
+        for tile in (None, Tile(16, 1, 1), Tile(64, 4, 1, tma=False), Tile(128, 8, 1)):
             o, top = attention(*given, tile=tile)
             assert o.dtype == dtype
             assert_accurate(o, out, None, f"out {tile}")
@@ -107,11 +117,32 @@ else:
             for name, a, b in zip(("dq", "dk", "dv"), attention_backward(*rest, tiles=tiles), wanted, strict=True):
                 assert_accurate(a, b, None, f"{name} {tiles}")
 
+    @pytest.mark.parametrize("window", (None, 90))
+    def test_a_sequence_does_not_see_the_next_one(window: int | None) -> None:
+        """The copy engine reads past a sequence's end: what lies there must not show, NaN or not."""
+        given = arguments(2, 1, 16, window, 64, [70, 20], [130, 20], torch.float16)
+        q, k, v, *rest = given
+        dout = rand(3, *q.shape, dtype=q.dtype)
+        for x, first in ((q, 70), (k, 130), (v, 130), (dout, 70)):
+            x[first:] = torch.nan
+        out, lse = attention(*given)
+        grads = attention_backward(dout, q, k, v, out, lse, *rest[:6])
+        a = slice(0, 70)
+        alone = (q[a], k[:130], v[:130], cu([70]), cu([130]), *rest[2:])
+        expected = attention(*alone)
+        wanted = attention_backward(dout[a], *alone[:3], *expected, *alone[3:9])
+        found = (out[a], lse[a], grads[0][a], grads[1][:130], grads[2][:130])
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, (*expected, *wanted), strict=True):
+            assert torch.isfinite(x).all(), name
+            assert_bitwise(x, y, name)
+
     @by_dtype
+    @pytest.mark.parametrize("page", (8, 48))
     @by_case
-    def test_pages_hold_the_same_keys(dtype: torch.dtype, case: tuple[Any, ...]) -> None:
+    @pytest.mark.usefixtures("as_on")
+    def test_pages_hold_the_same_keys(dtype: torch.dtype, family: str, page: int, case: tuple[Any, ...]) -> None:
         q, k, v, cu_q, cu_k, max_q, max_k, scale, window, split = given = arguments(*case, dtype)
-        page, lens = 8, cu_k.diff()
+        lens = cu_k.diff()
         needed = [-(-n // page) for n in lens.tolist()]
         shuffled = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(0)).int()
         table = torch.full((len(needed), max(needed) + 1), -1, dtype=torch.int32)

@@ -62,6 +62,7 @@ class Variant:
         matmul: whether the launch uses the options of matrix kernels.
         main: a configuration that speed depends on: it may not spill.
         targets: names of `TARGETS` it is compiled for.
+        stack: bytes that a main configuration may spill all the same, as they lie outside its loops.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Variant:
     matmul: bool = False
     main: bool = False
     targets: tuple[str, ...] = tuple(TARGETS)
+    stack: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ lie at absolute positions. Tiles are chosen such that a row's sum keeps its orde
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch import Tensor
 from rlkernel.contract.orders import ATTENTION_BLOCK
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.attention_backward import attention_backward as attention_backward
+from rlkernel.kernels.triton.attention_backward import descriptors
 from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
@@ -41,21 +42,61 @@ PARTIAL = tl.constexpr(2)  # a program per split; `merge_kernel` merges
 
 
 @triton.jit
-def load_keys(base, table, first, keys, stride, PAGE, column, D: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr,
-              MASKED: tl.constexpr):  # fmt: skip
-    """Rows [KEYS, BLOCK_D] of the keys or values [first, first + KEYS); zeros past the sequence's end."""
-    j = tl.arange(0, KEYS)
-    if PAGED:
-        at = first + j
-        if MASKED:
-            page = tl.load(table + at // PAGE, mask=at < keys, other=0)
-        else:
-            page = tl.load(table + at // PAGE)
-        if WIDE:
-            page = page.to(tl.int64)
-        rows = base + ((page * PAGE + at % PAGE) * stride)[:, None]
+def divided(x, y):
+    """x / y, correctly rounded for |x| >= 2^-100 and y [ROWS] between 2^-1 and 2^60; one reciprocal a row.
+
+    Twice the remainder of a quotient is divided in turn: with a correctly rounded reciprocal that is exact division,
+    at a quarter of its price. Infinities would leave a NaN as their remainder.
+    """
+    r = tl.div_rn(1.0, y)[:, None]
+    y = y[:, None]
+    about = x * r
+    near = tl.fma(tl.fma(-about, y, x), r, about)
+    near = tl.fma(tl.fma(-near, y, x), r, near)
+    return tl.where(near == near, near, about)
+
+
+@triton.jit
+def slot_of(table, at, keys, PAGE: tl.constexpr):
+    """Slot of key `at`; past the sequence's end some slot of page 0."""
+    return tl.load(table + at // PAGE, mask=at < keys, other=0).to(tl.int64) * PAGE + at % PAGE
+
+
+@triton.jit
+def slots_of(table, first, keys, PAGE: tl.constexpr):
+    """Slots of the keys first, first + 16, first + 32 and first + 48, where a page holds a multiple of 16 keys."""
+    if PAGE > 0 and PAGE % 16 == 0:
+        slots = (
+            slot_of(table, first, keys, PAGE),
+            slot_of(table, first + 16, keys, PAGE),
+            slot_of(table, first + 32, keys, PAGE),
+            slot_of(table, first + 48, keys, PAGE),
+        )
     else:
+        slots = (0, 0, 0, 0)
+    return slots
+
+
+@triton.jit
+def load_keys(box, base, stride, corner, table, slots, first, keys, column, D: tl.constexpr, PAGE: tl.constexpr,
+              MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Rows [KEYS, BLOCK_D] of the keys or values [first, first + KEYS).
+
+    MASKED: some of them lie past the sequence's end and are 0, but with TMA what follows in memory. `corner` is where
+    the sequence lies in what `box` describes.
+    """
+    if TMA:
+        return box.load([corner[0] + first, corner[1]])
+    j = tl.arange(0, KEYS)
+    if PAGE == 0:
         rows = base + tl.cast(first, tl.int64) * stride + (j * stride)[:, None]
+    elif PAGE % 16 == 0:
+        # Four addresses, not one a row: which of them a register takes is known to the compiler.
+        low = tl.where(j < 16, base + slots[0] * stride, base + slots[1] * stride)
+        high = tl.where(j < 48, base + slots[2] * stride, base + slots[3] * stride)
+        rows = (tl.where(j < 32, low, high) + j % 16 * stride)[:, None]
+    else:
+        rows = base + (slot_of(table, first + j, keys, PAGE) * stride)[:, None]
     if MASKED:
         return tl.load(rows + column[None, :], mask=(first + j < keys)[:, None] & (column < D)[None, :], other=0.0)
     if column.shape[0] != D:
@@ -64,38 +105,45 @@ def load_keys(base, table, first, keys, stride, PAGE, column, D: tl.constexpr, P
 
 
 @triton.jit
-def add_block(acc, m, l, q, k, v, table, first, keys, position, window, k_stride, v_stride, PAGE, column, scale_log2e,
-              D: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr,
-              MASKED: tl.constexpr):  # fmt: skip
+def hidden(raw, first, position, window, HAS_WINDOW: tl.constexpr):
+    """Scores of the keys from `first` on, -inf where a row does not see the key."""
+    at = first + tl.arange(0, KEYS)
+    seen = at[None, :] <= position[:, None]
+    if HAS_WINDOW:
+        seen = seen & (at[None, :] > (position - window)[:, None])
+    return tl.where(seen, raw, NEGATIVE_INFINITY)
+
+
+@triton.jit
+def add_block(acc, m, l, q, source, slots, first, partly, keys, position, window, column, scale_log2e, D: tl.constexpr,
+              HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """One block of KEYS keys into the running (acc, m, l): the contract's online softmax, always rescaling.
 
+    `partly`: some row does not see some of the keys, window apart. MASKED: some keys lie past the sequence's end.
     A block that a row does not see leaves the row as it is: its factor is exp2(0) = 1 and its sum 0.
     """
-    x = load_keys(k, table, first, keys, k_stride, PAGE, column, D, PAGED, WIDE, MASKED)
+    k_box, v_box, k, v, k_stride, v_stride, corner, table = source
+    # Both loads stand in front of the products: fetched by the copy engine, they then share one barrier.
+    x = load_keys(k_box, k, k_stride, corner, table, slots, first, keys, column, D, PAGE, MASKED, TMA)
+    y = load_keys(v_box, v, v_stride, corner, table, slots, first, keys, column, D, PAGE, MASKED, TMA)
+    if MASKED and TMA:
+        y = tl.where((first + tl.arange(0, KEYS) < keys)[:, None], y, 0.0)
     raw = tl.dot(q, tl.trans(x), input_precision="ieee")
-    if MASKED:
-        at = first + tl.arange(0, KEYS)
-        seen = at[None, :] <= position[:, None]
-        if HAS_WINDOW:
-            seen = seen & (at[None, :] > (position - window)[:, None])
-        raw = tl.where(seen, raw, NEGATIVE_INFINITY)
+    if HAS_WINDOW or partly:
+        raw = hidden(raw, first, position, window, HAS_WINDOW)
     top = tl.maximum(m, tl.max(raw, 1) * scale_log2e)
-    if MASKED:
-        now = tl.where(top == NEGATIVE_INFINITY, 0.0, top)
-    else:
-        now = top
+    now = tl.where(top == NEGATIVE_INFINITY, 0.0, top)
     p = exp2(tl.fma(raw, scale_log2e, -now[:, None]))
     factor = exp2(m - now)
     l = tl.fma(l, factor, tl.sum(p, 1))
-    y = load_keys(v, table, first, keys, v_stride, PAGE, column, D, PAGED, WIDE, MASKED)
     acc = tl.dot(p.to(y.dtype), y, acc * factor[:, None], input_precision="ieee")
     return acc, top, l
 
 
 @triton.jit
-def closed_split(q, k, v, table, first, last, whole, keys, position, window, k_stride, v_stride, PAGE, column,
-                 scale_log2e, D: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGED: tl.constexpr,
-                 WIDE: tl.constexpr):  # fmt: skip
+def closed_split(q, source, first, last, whole, keys, position, window, column, scale_log2e, D: tl.constexpr,
+                 HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
+                 BRANCH: tl.constexpr):  # fmt: skip
     """(o, log2-sum-exp) of the keys [first, last), normalised; every row sees all keys below `whole`.
 
     A row that sees none of them gets 0 and -inf.
@@ -103,15 +151,27 @@ def closed_split(q, k, v, table, first, last, whole, keys, position, window, k_s
     m = tl.full((q.shape[0],), float("-inf"), tl.float32)
     l = tl.zeros((q.shape[0],), tl.float32)
     acc = tl.zeros(q.shape, tl.float32)
-    middle = max(first, min(last, whole))
+    if BRANCH:  # one loop, as a second one would start with nothing fetched
+        middle = max(first, min(last, keys // KEYS * KEYS))
+    else:
+        middle = max(first, min(last, whole))
+    slots = slots_of(source[7], first, keys, PAGE)
     for at in tl.range(first, middle, KEYS):
-        acc, m, l = add_block(acc, m, l, q, k, v, table, at, keys, position, window, k_stride, v_stride, PAGE, column,
-                              scale_log2e, D, HAS_WINDOW, PAGED, WIDE, False)  # fmt: skip
-    for at in tl.range(middle, last, KEYS):
-        acc, m, l = add_block(acc, m, l, q, k, v, table, at, keys, position, window, k_stride, v_stride, PAGE, column,
-                              scale_log2e, D, HAS_WINDOW, PAGED, WIDE, True)  # fmt: skip
+        now = slots
+        slots = slots_of(source[7], at + KEYS, keys, PAGE)  # a block ahead: the address of the next keys
+        acc, m, l = add_block(acc, m, l, q, source, now, at, BRANCH and at >= whole, keys, position, window, column,
+                              scale_log2e, D, HAS_WINDOW, PAGE, False, TMA)  # fmt: skip
+    if BRANCH:
+        if middle < last:  # the sequence's last, partial block
+            acc, m, l = add_block(acc, m, l, q, source, slots, middle, True, keys, position, window, column,
+                                  scale_log2e, D, HAS_WINDOW, PAGE, True, TMA)  # fmt: skip
+    else:
+        for at in tl.range(middle, last, KEYS):
+            slots = slots_of(source[7], at, keys, PAGE)
+            acc, m, l = add_block(acc, m, l, q, source, slots, at, True, keys, position, window, column, scale_log2e,
+                                  D, HAS_WINDOW, PAGE, True, TMA)  # fmt: skip
     unseen = l == 0.0
-    o = tl.where(unseen[:, None], 0.0, tl.div_rn(acc, l[:, None]))
+    o = tl.where(unseen[:, None], 0.0, divided(acc, tl.where(unseen, 1.0, l)))
     return o, tl.where(unseen, NEGATIVE_INFINITY, m + log2(l))
 
 
@@ -122,7 +182,7 @@ def merged(o, top, o_split, top_split):
     w = exp2(top - high)
     w_split = exp2(top_split - high)
     total = w + w_split
-    both = tl.div_rn(tl.fma(o, w[:, None], o_split * w_split[:, None]), total[:, None])
+    both = divided(tl.fma(o, w[:, None], o_split * w_split[:, None]), total)
     first = top == NEGATIVE_INFINITY
     none = top_split == NEGATIVE_INFINITY
     o = tl.where(none[:, None], o, tl.where(first[:, None], o_split, both))
@@ -132,11 +192,13 @@ def merged(o, top, o_split, top_split):
 @triton.jit(do_not_specialize=["T", "COLUMNS", "window"])
 def attention_kernel(
     q,  # [T, H, D]
+    k_box,  # descriptors of k and v as [S, HK * D], where TMA
+    v_box,
     k,  # [S, HK, D], or pages [pages, PAGE, HK, D]
     v,
     table,  # [B, COLUMNS] pages of each sequence
     cu_q,  # [B + 1]
-    lens,  # cumulative keys [B + 1], or keys [B] where PAGED
+    lens,  # cumulative keys [B + 1], or keys [B] where there are pages
     out,  # [T, H, D], or [splits, T, H, D] fp32
     lse,  # [T, H] natural log, or [splits, T, H] base 2
     T,
@@ -144,7 +206,6 @@ def attention_kernel(
     k_stride,
     v_stride,
     COLUMNS,
-    PAGE,
     window,
     SPLIT,
     scale_log2e,
@@ -155,21 +216,26 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     MODE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    PAGED: tl.constexpr,
-    WIDE: tl.constexpr,  # a cache of 2^31 elements or more: 64-bit offsets
+    PAGE: tl.constexpr,  # keys per page, 0 where keys are packed
+    TMA: tl.constexpr,
+    BRANCH: tl.constexpr,  # Hopper: blocks on the diagonal in the main loop. Elsewhere a branch behind the scores would
+    # hide from the compiler that a second product follows, and spread a row over warps.
 ):
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     q_first = tl.load(cu_q + sequence)
     queries = tl.load(cu_q + sequence + 1) - q_first
-    if PAGED:
+    if PAGE > 0:
         keys = tl.load(lens + sequence)
         k_first = 0
-        v_stride = k_stride  # both caches are contiguous: one set of row offsets in registers
+        k_step: tl.constexpr = HK * D  # caches are contiguous
+        v_step: tl.constexpr = HK * D
         table += tl.cast(sequence, tl.int64) * COLUMNS
     else:
         k_first = tl.load(lens + sequence)
         keys = tl.load(lens + sequence + 1) - k_first
+        k_step = k_stride
+        v_step = v_stride
     if MODE == PARTIAL:
         tile = 0
     else:
@@ -185,23 +251,23 @@ def attention_kernel(
     stop = min(keys, past + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)  # keys that any row sees: [start, stop)
     if HAS_WINDOW:
         start = max(0, first_position - window + 1) // KEYS * KEYS
-        whole = 0
     else:
         start = 0
-        whole = (first_position + 1) // KEYS * KEYS
+    whole = (first_position + 1) // KEYS * KEYS  # every row sees all keys below it, but for the window
     column = tl.arange(0, BLOCK_D)
     q += tl.cast(q_first, tl.int64) * q_stride + head * (GROUP * D)
     at = token[:, None].to(tl.int64) * q_stride + (row % GROUP * D)[:, None] + column[None, :]
     x = tl.load(q + at, mask=inside[:, None] & (column < D)[None, :], other=0.0)
-    k += tl.cast(k_first, tl.int64) * k_stride + head * D
-    v += tl.cast(k_first, tl.int64) * v_stride + head * D
+    k += tl.cast(k_first, tl.int64) * k_step + head * D
+    v += tl.cast(k_first, tl.int64) * v_step + head * D
+    source = (k_box, v_box, k, v, k_step, v_step, (k_first, head * D), table)
     if MODE == MERGE:
         o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         for begin in tl.range(start // SPLIT * SPLIT, stop, SPLIT):
             o_split, top_split = closed_split(
-                x, k, v, table, max(begin, start), min(begin + SPLIT, stop), whole, keys, position, window, k_stride,
-                v_stride, PAGE, column, scale_log2e, D, HAS_WINDOW, PAGED, WIDE,
+                x, source, max(begin, start), min(begin + SPLIT, stop), whole, keys, position, window, column,
+                scale_log2e, D, HAS_WINDOW, PAGE, TMA, BRANCH,
             )  # fmt: skip
             o, top = merged(o, top, o_split, top_split)
     else:
@@ -213,8 +279,8 @@ def attention_kernel(
                 return
             out += tl.cast(split, tl.int64) * T * (HK * GROUP * D)
             lse += tl.cast(split, tl.int64) * T * (HK * GROUP)
-        o, top = closed_split(x, k, v, table, start, stop, whole, keys, position, window, k_stride, v_stride, PAGE,
-                              column, scale_log2e, D, HAS_WINDOW, PAGED, WIDE)  # fmt: skip
+        o, top = closed_split(x, source, start, stop, whole, keys, position, window, column, scale_log2e, D,
+                              HAS_WINDOW, PAGE, TMA, BRANCH)  # fmt: skip
     to = (tl.cast(q_first, tl.int64) + token) * (HK * GROUP) + head * GROUP + row % GROUP
     if MODE != PARTIAL:
         top = top * LN2
@@ -264,11 +330,17 @@ def merge_kernel(
     at = (row * D)[:, None] + column[None, :]
     o = tl.zeros((HEADS, BLOCK_D), tl.float32)
     top = tl.full((HEADS,), float("-inf"), tl.float32)
-    for split in tl.range(first, position // SPLIT + 1):
-        begin = tl.cast(split, tl.int64) * T * H
-        o_split = tl.load(o_parts + begin * D + at, mask=inside, other=0.0)
-        top_split = tl.load(lse_parts + begin + row, mask=head < H, other=0.0)
-        o, top = merged(o, top, o_split, top_split)
+    stop = position // SPLIT + 1
+    for few in tl.range(first, stop, 8):
+        parts = ()  # eight loads are under way before the first merge
+        for i in tl.static_range(8):
+            begin = tl.cast(few + i, tl.int64) * T * H
+            o_split = tl.load(o_parts + begin * D + at, mask=inside & (few + i < stop), other=0.0)
+            top_split = tl.load(lse_parts + begin + row, mask=(head < H) & (few + i < stop), other=0.0)
+            parts = parts + ((o_split, top_split),)
+        for i in tl.static_range(8):
+            if few + i < stop:
+                o, top = merged(o, top, parts[i][0], parts[i][1])
     tl.store(lse + row, top * LN2, mask=head < H)
     tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)
 
@@ -290,11 +362,12 @@ def store_kv_kernel(k_cache, v_cache, k, v, slots, k_stride, v_stride, SIZE, ROW
 
 
 class Tile(NamedTuple):
-    """Rows of a program, warps and pipeline stages."""
+    """Rows of a program, warps, pipeline stages, and whether the copy engine fetches packed keys where it can."""
 
     rows: int
     warps: int
     stages: int
+    tma: bool = True
 
 
 DECODE_ROWS = 16
@@ -305,7 +378,8 @@ def forward_tile(rows: int, d: int, element_size: int, family: str) -> Tile:
 
     Tiles that keep one row's sum in one warp, in the same lanes, agree to the bit: (16, 1), (64, 4) and (128, 8) on
     Hopper. mma.sync spreads a row over warps where the tile is wider than tall. Where a family's tiles lay rows out
-    differently, or nobody has measured that they agree, one tile serves prefill and decode alike.
+    differently, or nobody has measured that they agree, one tile serves prefill and decode alike. A decode step on
+    Hopper wastes most rows of its tile, but has four warps to fetch keys, and its products read them in place.
     """
     if element_size == 4:
         return Tile(16, 4, 1)
@@ -313,9 +387,9 @@ def forward_tile(rows: int, d: int, element_size: int, family: str) -> Tile:
         return Tile(128, 8, 2)
     if family == "amd" or (family == "ampere" and d > 128):
         return Tile(64, 4, 2)
+    if family == "ampere" and rows <= DECODE_ROWS:
+        return Tile(DECODE_ROWS, 1, 2)
     deep = 3 if d <= 128 else 2
-    if rows <= DECODE_ROWS:
-        return Tile(DECODE_ROWS, 1, deep)
     if d > 128 or (rows <= 64 and (d <= 64 or family == "hopper")):
         return Tile(64, 4, deep)
     return Tile(128, 8, deep)
@@ -346,7 +420,8 @@ def _forward(
     lse = torch.empty(t, h, dtype=torch.float32, device=q.device)
     if t == 0:
         return out, lse
-    tile = tile or forward_tile(max_q * group, d, q.element_size(), family(q))
+    kind = family(q)
+    tile = tile or forward_tile(max_q * group, d, q.element_size(), kind)
     tiles, splits = triton.cdiv(max_q * group, tile.rows), triton.cdiv(max_k, split)
     mode = ONE_SPLIT.value if splits <= 1 else PARTIAL.value if tiles == 1 else MERGE.value
     o_parts, lse_parts = out, lse
@@ -354,20 +429,22 @@ def _forward(
         o_parts = torch.empty(splits, t, h, d, dtype=torch.float32, device=q.device)
         lse_parts = torch.empty(splits, t, h, dtype=torch.float32, device=q.device)
     block_d = next_power_of_2(d, 16)
-    flags: dict[str, Any] = {"HAS_WINDOW": window is not None, "PAGED": table is not None}
+    boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma else (None, None)
     with on_device(q):
         attention_kernel[(splits if mode == PARTIAL.value else tiles, hk, batch)](
-            q, k, v, table, cu_q, lens, o_parts, lse_parts, t, q.stride(0), k.stride(-3), v.stride(-3),
-            0 if table is None else table.stride(0), 1 if table is None else k.shape[1], window or 0, split,
-            scale * LOG2E.value, HK=hk, GROUP=group, D=d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode, **flags,
-            WIDE=k.numel() >= 1 << 31,
+            q, *boxes, k, v, table, cu_q, lens, o_parts, lse_parts, t, q.stride(0), k.stride(-3), v.stride(-3),
+            0 if table is None else table.stride(0), window or 0, split, scale * LOG2E.value,
+            HK=hk, GROUP=group, D=d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode, HAS_WINDOW=window is not None,
+            PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
+            BRANCH=kind == "hopper",
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
         if mode == PARTIAL.value:
-            heads = min(next_power_of_2(h), max(1, 2048 // block_d))
+            heads = min(next_power_of_2(h), max(1, 128 // block_d))
             merge_kernel[(max_q, triton.cdiv(h, heads), batch)](
                 o_parts, lse_parts, cu_q, lens, out, lse, t, window or 0, split,
-                H=h, D=d, HEADS=heads, BLOCK_D=block_d, **flags, num_warps=4, **options(),
+                H=h, D=d, HEADS=heads, BLOCK_D=block_d, HAS_WINDOW=window is not None, PAGED=table is not None,
+                num_warps=1, **options(),
             )  # fmt: skip
     return out, lse
 
@@ -433,37 +510,43 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
     types = {
         "q": f"*{kind}:16", "k": f"*{kind}:16", "v": f"*{kind}:16", "cu_q": "*i32:16", "lens": "*i32:16",
         "out": f"*{part}:16", "lse": "*fp32:16", "T": "i32", "q_stride": "i32:16", "k_stride": "i32:16",
-        "v_stride": "i32:16", "COLUMNS": "i32", "PAGE": "i32:16", "window": "i32", "SPLIT": "i32:16",
+        "v_stride": "i32:16", "COLUMNS": "i32", "window": "i32", "SPLIT": "i32:16",
         "scale_log2e": "fp32",
     }  # fmt: skip
     constants = {
         "HK": 8, "GROUP": 2, "D": d, "BLOCK_D": next_power_of_2(d, 16), "BLOCK_M": tile.rows, "MODE": mode,
-        "HAS_WINDOW": window, "PAGED": paged, "WIDE": False,
+        "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
     }  # fmt: skip
+    tma = not paged and kind != "fp32" and d == next_power_of_2(d) and targets == ("sm_90",)
+    constants |= {"TMA": tma, "BRANCH": targets == ("sm_90",), "k_box": None, "v_box": None}
+    if tma:
+        for box in ("k_box", "v_box"):
+            del constants[box]
+            types[box] = f"tensordesc<{kind}[{KEYS.value},{d}]>"
     if paged:
         types["table"] = "*i32:16"
     else:
         constants["table"] = None
-    return Variant(
-        name, attention_kernel, types, constants, tile.warps, tile.stages, matmul=True, main=main, targets=targets
-    )
+    stack = 16 if mode == MERGE.value else 0  # the merged output is touched once a split
+    return Variant(name, attention_kernel, types, constants, tile.warps, tile.stages, matmul=True, main=main,
+                   targets=targets, stack=stack)  # fmt: skip
 
 
 def _family_variants(family: str, targets: tuple[str, ...]) -> Iterator[Variant]:
     """The variants that a family launches: prefill packed, from pages and over splits, decode from pages."""
     prefill = {d: forward_tile(4096, d, 2, family) for d in (64, 128, 256)}
     decode = {d: forward_tile(2, d, 2, family) for d in (64, 128, 256)}
-    fits = family != "ampere"
+    fits, hopper = family != "ampere", family == "hopper"
     name = f"attention {family}"
     yield _variant(f"{name} prefill", "bf16", prefill[128], 128, targets, main=fits)
     yield _variant(f"{name} prefill window", "fp16", prefill[128], 128, targets, window=True, main=fits)
-    yield _variant(f"{name} prefill splits", "bf16", prefill[128], 128, targets, mode=MERGE.value, main=False)
+    yield _variant(f"{name} prefill splits", "bf16", prefill[128], 128, targets, mode=MERGE.value, main=hopper)
     yield _variant(f"{name} prefill pages", "bf16", prefill[128], 128, targets, paged=True, main=fits)
-    yield _variant(f"{name} decode", "bf16", decode[128], 128, targets, paged=True, mode=PARTIAL.value, main=False)
+    yield _variant(f"{name} decode", "bf16", decode[128], 128, targets, paged=True, mode=PARTIAL.value, main=hopper)
     yield _variant(f"{name} prefill d64", "bf16", prefill[64], 64, targets, mode=MERGE.value)
     yield _variant(f"{name} decode d64", "bf16", decode[64], 64, targets, paged=True)
     yield _variant(f"{name} fp32", "fp32", forward_tile(1, 64, 4, family), 64, targets, main=False)
-    if family == "hopper":
+    if hopper:
         yield _variant(f"{name} d80", "bf16", forward_tile(64, 80, 2, family), 80, targets, main=False)
         yield _variant(f"{name} prefill d256", "bf16", prefill[256], 256, targets, main=False)
         yield _variant(f"{name} decode d256", "bf16", decode[256], 256, targets, paged=True, main=False)
@@ -478,7 +561,7 @@ AOT: tuple[Variant, ...] = (
         "attention merge", merge_kernel,
         {"o_parts": "*fp32:16", "lse_parts": "*fp32:16", "cu_q": "*i32:16", "lens": "*i32:16", "out": "*bf16:16",
          "lse": "*fp32:16", "T": "i32", "window": "i32", "SPLIT": "i32:16"},
-        {"H": 16, "D": 128, "HEADS": 16, "BLOCK_D": 128, "HAS_WINDOW": False, "PAGED": True},
+        {"H": 16, "D": 128, "HEADS": 1, "BLOCK_D": 128, "HAS_WINDOW": False, "PAGED": True}, 1,
     ),
     Variant(
         "store_kv", store_kv_kernel,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import (
@@ -24,20 +25,38 @@ from rlkernel.kernels.triton.common import (
     options,
     rows_of_heads,
 )
+from rlkernel.kernels.triton.linear import can_fetch
 
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["ROWS"])
-def delta_kernel(dout, out, delta, ROWS, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """delta [ROWS] = sum over d of dout * out, fp32."""
+@triton.jit(do_not_specialize=["T"])
+def delta_kernel(
+    dout,  # [T, H, D]
+    out,  # [T, H, D]
+    lse,  # [T, H]
+    top,  # [HK, T * GROUP]
+    delta,  # [HK, T * GROUP]
+    T,
+    HK: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """delta = sum over d of dout * out, top = lse in base 2; both in the order in which the other kernels walk rows."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(1)
     column = tl.arange(0, BLOCK_D)
-    inside = (row < ROWS)[:, None] & (column < D)[None, :]
-    at = row[:, None] * D + column[None, :]
-    x = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(delta + row, tl.sum(x * y, 1), mask=row < ROWS)
+    inside = row < T * GROUP
+    both = inside[:, None] & (column < D)[None, :]
+    source = row // GROUP * (HK * GROUP) + head * GROUP + row % GROUP
+    at = source[:, None] * D + column[None, :]
+    x = tl.load(dout + at, mask=both, other=0.0).to(tl.float32)
+    y = tl.load(out + at, mask=both, other=0.0).to(tl.float32)
+    to = head.to(tl.int64) * T * GROUP + row
+    tl.store(delta + to, tl.sum(x * y, 1), mask=inside)
+    tl.store(top + to, tl.load(lse + source, mask=inside, other=0.0) * LOG2E, mask=inside)
 
 
 @triton.jit
@@ -52,32 +71,51 @@ def load_tile(base, stride, row, limit, column, D: tl.constexpr, MASKED: tl.cons
 
 
 @triton.jit
-def dq_block(dq, q, dout, top, delta, k, v, first, keys, position, window, k_stride, v_stride, column, scale_log2e,
-             D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def visible(p, at, position, window, HAS_WINDOW: tl.constexpr):
+    """p, 0 where a row at `position` does not see the key `at`."""
+    seen = at <= position
+    if HAS_WINDOW:
+        seen = seen & (at > position - window)
+    return tl.where(seen, p, 0.0)
+
+
+@triton.jit
+def dq_block(dq, q, dout, top, delta, source, first, partly, keys, position, window, column, scale_log2e,
+             D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+             TMA: tl.constexpr):  # fmt: skip
+    """dq and the keys [first, first + BLOCK_N); `partly` and MASKED as in the forward's `add_block`."""
+    k_box, v_box, k, v, k_stride, v_stride, corner = source
     at = first + tl.arange(0, BLOCK_N)
-    x = load_tile(k, k_stride, at, keys, column, D, MASKED)
+    if TMA:
+        x = k_box.load([corner[0] + first, corner[1]])
+        y = v_box.load([corner[0] + first, corner[1]])
+        if MASKED:  # what follows the sequence in memory may be infinite
+            x = tl.where((at < keys)[:, None], x, 0.0)
+            y = tl.where((at < keys)[:, None], y, 0.0)
+    else:
+        x = load_tile(k, k_stride, at, keys, column, D, MASKED)
+        y = load_tile(v, v_stride, at, keys, column, D, MASKED)
     p = exp2(tl.fma(tl.dot(q, tl.trans(x), input_precision="ieee"), scale_log2e, -top[:, None]))
-    if MASKED:
-        seen = at[None, :] <= position[:, None]
-        if HAS_WINDOW:
-            seen = seen & (at[None, :] > (position - window)[:, None])
-        p = tl.where(seen, p, 0.0)
-    y = load_tile(v, v_stride, at, keys, column, D, MASKED)
+    if HAS_WINDOW or partly:
+        p = visible(p, at[None, :], position[:, None], window, HAS_WINDOW)
     ds = p * (tl.dot(dout, tl.trans(y), input_precision="ieee") - delta[:, None])
     return tl.dot(ds.to(x.dtype), x, dq, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["T", "window"])
 def dq_kernel(
     dout,  # [T, H, D]
     q,  # [T, H, D]
+    k_box,  # descriptors of k and v as [S, HK * D], where TMA
+    v_box,
     k,  # [S, HK, D]
     v,
-    lse,  # [T, H]
-    delta,  # [T, H]
+    top,  # [HK, T * GROUP]
+    delta,  # [HK, T * GROUP]
     cu_q,  # [B + 1]
     cu_k,  # [B + 1]
     dq,  # [T, H, D]
+    T,
     q_stride,
     k_stride,
     v_stride,
@@ -91,6 +129,8 @@ def dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    TMA: tl.constexpr,
+    BRANCH: tl.constexpr,  # as in the forward kernel
 ):
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -110,10 +150,13 @@ def dq_kernel(
     stop = min(keys, past + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
     if HAS_WINDOW:
         start = max(0, first_position - window + 1) // BLOCK_N * BLOCK_N
-        middle = start
     else:
         start = 0
-        middle = min(stop, (first_position + 1) // BLOCK_N * BLOCK_N)
+    whole = (first_position + 1) // BLOCK_N * BLOCK_N  # every row sees all keys below it, but for the window
+    if BRANCH:
+        middle = max(start, min(stop, keys // BLOCK_N * BLOCK_N))
+    else:
+        middle = max(start, min(stop, whole))
     column = tl.arange(0, BLOCK_D)
     both = inside[:, None] & (column < D)[None, :]
     q += tl.cast(q_first, tl.int64) * q_stride + head * (GROUP * D)
@@ -121,59 +164,84 @@ def dq_kernel(
                 other=0.0)  # fmt: skip
     at = (tl.cast(q_first, tl.int64) + token) * (HK * GROUP) + head * GROUP + row % GROUP
     dy = tl.load(dout + (at * D)[:, None] + column[None, :], mask=both, other=0.0)
-    top = tl.load(lse + at, mask=inside, other=0.0) * LOG2E
-    d = tl.load(delta + at, mask=inside, other=0.0)
+    from_row = (head.to(tl.int64) * T + q_first) * GROUP + row
+    t = tl.load(top + from_row, mask=inside, other=0.0)
+    d = tl.load(delta + from_row, mask=inside, other=0.0)
     k += tl.cast(k_first, tl.int64) * k_stride + head * D
     v += tl.cast(k_first, tl.int64) * v_stride + head * D
+    source = (k_box, v_box, k, v, k_stride, v_stride, (k_first, head * D))
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for first in tl.range(start, middle, BLOCK_N):
-        total = dq_block(total, x, dy, top, d, k, v, first, keys, position, window, k_stride, v_stride, column,
-                         scale_log2e, D, BLOCK_N, HAS_WINDOW, False)  # fmt: skip
-    for first in tl.range(middle, stop, BLOCK_N):
-        total = dq_block(total, x, dy, top, d, k, v, first, keys, position, window, k_stride, v_stride, column,
-                         scale_log2e, D, BLOCK_N, HAS_WINDOW, True)  # fmt: skip
+        total = dq_block(total, x, dy, t, d, source, first, BRANCH and first >= whole, keys, position, window, column,
+                         scale_log2e, D, BLOCK_N, HAS_WINDOW, False, TMA)  # fmt: skip
+    if BRANCH:
+        if middle < stop:  # the sequence's last, partial block
+            total = dq_block(total, x, dy, t, d, source, middle, True, keys, position, window, column, scale_log2e, D,
+                             BLOCK_N, HAS_WINDOW, True, TMA)  # fmt: skip
+    else:
+        for first in tl.range(middle, stop, BLOCK_N):
+            total = dq_block(total, x, dy, t, d, source, first, True, keys, position, window, column, scale_log2e, D,
+                             BLOCK_N, HAS_WINDOW, True, TMA)  # fmt: skip
     tl.store(dq + (at * D)[:, None] + column[None, :], (total * scale).to(dq.dtype.element_ty), mask=both)
 
 
 @triton.jit
-def dkv_block(dk, dv, k, v, q, dout, lse, delta, first, rows, past, at, window, q_stride, column, scale_log2e,
-              HK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-              MASKED: tl.constexpr):  # fmt: skip
+def dkv_block(dk, dv, k, v, source, first, partly, rows, past, at, window, column, scale_log2e, HK: tl.constexpr,
+              GROUP: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+              MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """dk, dv and the rows [first, first + BLOCK_N); MASKED: some of them lie past the sequence's end."""
+    q_box, dout_box, q, dout, top, delta, q_stride, corner = source
     row = first + tl.arange(0, BLOCK_N)
     token = row // GROUP
     inside = row < rows
-    q_at = token.to(tl.int64) * q_stride + row % GROUP * D
-    to = token.to(tl.int64) * (HK * GROUP) + row % GROUP
-    both = inside[:, None] & (column < D)[None, :]
-    x = tl.load(q + q_at[:, None] + column[None, :], mask=both, other=0.0)
-    top = tl.load(lse + to, mask=inside, other=float("inf")) * LOG2E  # a row past the end has probability 0
-    p = exp2(tl.fma(tl.dot(k, tl.trans(x), input_precision="ieee"), scale_log2e, -top[None, :]))
+    if TMA:
+        x = q_box.load([corner[0] + first // GROUP, corner[1], 0, 0]).reshape(BLOCK_N, D)
+        dy = dout_box.load([corner[0] + first // GROUP, corner[1], 0, 0]).reshape(BLOCK_N, D)
+        if MASKED:  # what follows the sequence in memory may be infinite
+            x = tl.where(inside[:, None], x, 0.0)
+            dy = tl.where(inside[:, None], dy, 0.0)
+    else:
+        q_at = token.to(tl.int64) * q_stride + row % GROUP * D
+        to = (token.to(tl.int64) * (HK * GROUP) + row % GROUP) * D
+        if MASKED or column.shape[0] != D:
+            both = inside[:, None] & (column < D)[None, :]
+            x = tl.load(q + q_at[:, None] + column[None, :], mask=both, other=0.0)
+            dy = tl.load(dout + to[:, None] + column[None, :], mask=both, other=0.0)
+        else:
+            x = tl.load(q + q_at[:, None] + column[None, :])
+            dy = tl.load(dout + to[:, None] + column[None, :])
     if MASKED:
-        position = past + token
-        seen = at[:, None] <= position[None, :]
-        if HAS_WINDOW:
-            seen = seen & (at[:, None] > (position - window)[None, :])
-        p = tl.where(seen, p, 0.0)
-    dy = tl.load(dout + (to * D)[:, None] + column[None, :], mask=both, other=0.0)
+        t = tl.load(top + row, mask=inside, other=float("inf"))  # a row past the end has probability 0
+    else:
+        t = tl.load(top + row)
+    p = exp2(tl.fma(tl.dot(k, tl.trans(x), input_precision="ieee"), scale_log2e, -t[None, :]))
+    if HAS_WINDOW or partly:
+        p = visible(p, at[:, None], (past + token)[None, :], window, HAS_WINDOW)
     dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
-    d = tl.load(delta + to, mask=inside, other=0.0)
+    if MASKED:
+        d = tl.load(delta + row, mask=inside, other=0.0)
+    else:
+        d = tl.load(delta + row)
     ds = p * (tl.dot(v, tl.trans(dy), input_precision="ieee") - d[None, :])
     dk = tl.dot(ds.to(x.dtype), x, dk, input_precision="ieee")
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["T", "window"])
 def dkv_kernel(
+    q_box,  # descriptors of q and dout as [T, HK, GROUP, D], where TMA
+    dout_box,
     dout,  # [T, H, D]
     q,  # [T, H, D]
     k,  # [S, HK, D]
     v,
-    lse,  # [T, H]
-    delta,  # [T, H]
+    top,  # [HK, T * GROUP]
+    delta,  # [HK, T * GROUP]
     cu_q,  # [B + 1]
     cu_k,  # [B + 1]
     dk,  # [S, HK, D]
     dv,
+    T,
     q_stride,
     k_stride,
     v_stride,
@@ -187,6 +255,8 @@ def dkv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    TMA: tl.constexpr,
+    BRANCH: tl.constexpr,  # as in the forward kernel
 ):
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -206,29 +276,38 @@ def dkv_kernel(
     x = load_tile(k, k_stride, at, keys, column, D, True)
     y = load_tile(v, v_stride, at, keys, column, D, True)
     q += tl.cast(q_first, tl.int64) * q_stride + head * (GROUP * D)
-    row = tl.cast(q_first, tl.int64) * (HK * GROUP) + head * GROUP
-    dout += row * D
-    lse += row
-    delta += row
+    dout += (tl.cast(q_first, tl.int64) * (HK * GROUP) + head * GROUP) * D
+    from_row = (head.to(tl.int64) * T + q_first) * GROUP
+    top += from_row
+    delta += from_row
     # Row tiles lie at multiples of BLOCK_N from the sequence's first query, whatever the key tile: the chain's groups
     # of 16 rows then never move.
     start = max(0, begin - past) * GROUP // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
         stop = min(rows, (begin + BLOCK_M - 1 + window - past) * GROUP)
-        middle = max(start, stop)
     else:
         stop = rows
-        middle = max(start, min(stop, tl.cdiv(max(0, begin + BLOCK_M - 1 - past) * GROUP, BLOCK_N) * BLOCK_N))
     total_k = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total_v = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for first in tl.range(start, middle, BLOCK_N):
-        total_k, total_v = dkv_block(total_k, total_v, x, y, q, dout, lse, delta, first, rows, past, at, window,
-                                     q_stride, column, scale_log2e, HK, GROUP, D, BLOCK_N, HAS_WINDOW,
-                                     True)  # fmt: skip
-    for first in tl.range(middle, stop, BLOCK_N):
-        total_k, total_v = dkv_block(total_k, total_v, x, y, q, dout, lse, delta, first, rows, past, at, window,
-                                     q_stride, column, scale_log2e, HK, GROUP, D, BLOCK_N, HAS_WINDOW,
-                                     False)  # fmt: skip
+    source = (q_box, dout_box, q, dout, top, delta, q_stride, (q_first, head))
+    middle = max(0, begin + BLOCK_M - 1 - past) * GROUP  # from this row on all keys are seen, but for the window
+    if BRANCH:
+        full = max(start, min(stop, rows // BLOCK_N * BLOCK_N))
+        for first in tl.range(start, full, BLOCK_N):
+            total_k, total_v = dkv_block(total_k, total_v, x, y, source, first, first < middle, rows, past, at, window,
+                                         column, scale_log2e, HK, GROUP, D, BLOCK_N, HAS_WINDOW, False,
+                                         TMA)  # fmt: skip
+        if full < stop:  # the sequence's last, partial block
+            total_k, total_v = dkv_block(total_k, total_v, x, y, source, full, True, rows, past, at, window, column,
+                                         scale_log2e, HK, GROUP, D, BLOCK_N, HAS_WINDOW, True, TMA)  # fmt: skip
+    else:
+        middle = max(start, min(stop, tl.cdiv(middle, BLOCK_N) * BLOCK_N))
+        for first in tl.range(start, middle, BLOCK_N):
+            total_k, total_v = dkv_block(total_k, total_v, x, y, source, first, True, rows, past, at, window, column,
+                                         scale_log2e, HK, GROUP, D, BLOCK_N, HAS_WINDOW, True, TMA)  # fmt: skip
+        for first in tl.range(middle, stop, BLOCK_N):
+            total_k, total_v = dkv_block(total_k, total_v, x, y, source, first, False, rows, past, at, window, column,
+                                         scale_log2e, HK, GROUP, D, BLOCK_N, HAS_WINDOW, True, TMA)  # fmt: skip
     both = (at < keys)[:, None] & (column < D)[None, :]
     to = ((tl.cast(k_first, tl.int64) + at) * (HK * D) + head * D)[:, None] + column[None, :]
     tl.store(dk + to, (total_k * scale).to(dk.dtype.element_ty), mask=both)
@@ -236,6 +315,24 @@ def dkv_kernel(
 
 
 # ---- tiles and launcher --------------------------------------------------------------------------
+
+
+def descriptors(x: Tensor, y: Tensor, rows: int, group: int | None = None) -> tuple[Any, Any]:
+    """What the copy engine needs to fetch boxes of `rows` rows of one head out of x and y [n, heads, D].
+
+    With `group` rows are the (position, head) pairs of a group of heads, and a box has the shape
+    [rows // group, 1, group, D]. (None, None) where the engine cannot, or where only Hopper's was measured.
+    """
+    n, heads, d = x.shape
+    fits = d == next_power_of_2(d, 16) and rows % (group or 1) == 0
+    if family(x) != "hopper" or not fits or not can_fetch(x.flatten(1), y.flatten(1)):
+        return None, None
+    if group is None:
+        shape, strides, box = [n, heads * d], [1], [rows, d]
+    else:
+        shape, strides, box = [n, heads // group, group, d], [group * d, d, 1], [rows // group, 1, group, d]
+    first, second = (TensorDescriptor(t, shape, [t.stride(0), *strides], box) for t in (x, y))
+    return first, second
 
 
 def backward_tiles(d: int, element_size: int, family: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -250,6 +347,8 @@ def backward_tiles(d: int, element_size: int, family: str) -> tuple[dict[str, in
         dq, dkv = (64, 32, 4, 2), (64, 32, 4, 1)
     elif d > 128:
         dq, dkv = (64, 64, 4, 1), (64, 32, 8, 1)
+    elif family == "hopper":  # two small programs an SM for dkv: one's products run beside the other's exponentials
+        dq, dkv = (128, 64, 8, 3), (64, 64, 4, 2)
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     return dict(zip(names, dq, strict=True)), dict(zip(names, dkv, strict=True))
 
@@ -277,22 +376,28 @@ def attention_backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if k.shape[0] == 0:
         return dq, dk, dv
-    delta = torch.empty(t, h, dtype=torch.float32, device=q.device)
+    top, delta = torch.empty(2, hk, t * group, dtype=torch.float32, device=q.device)
     block_d = next_power_of_2(d, 16)
-    shape: dict[str, Any] = {"HK": hk, "GROUP": group, "D": d, "BLOCK_D": block_d, "HAS_WINDOW": window is not None}
-    numbers = (q.stride(0), k.stride(0), v.stride(0), window or 0, scale * LOG2E.value, scale)
-    for_dq, for_dkv = tiles or backward_tiles(d, q.element_size(), family(q))
+    shape: dict[str, Any] = {"HK": hk, "GROUP": group, "D": d, "BLOCK_D": block_d}
+    numbers = (t, q.stride(0), k.stride(0), v.stride(0), window or 0, scale * LOG2E.value, scale)
+    kind = family(q)
+    for_dq, for_dkv = tiles or backward_tiles(d, q.element_size(), kind)
     with on_device(q):
+        boxes: Any = (None, None)
         if t > 0:
-            delta_kernel[(triton.cdiv(t * h, 32),)](
-                dout, out, delta, t * h, D=d, BLOCK_D=block_d, BLOCK_M=32, num_warps=4, **options()
+            delta_kernel[(triton.cdiv(t * group, 32), hk)](
+                dout, out, lse, top, delta, t, **shape, BLOCK_M=32, num_warps=4, **options()
             )
+            boxes = descriptors(k, v, for_dq["BLOCK_N"])
             dq_kernel[(triton.cdiv(max_seqlen_q * group, for_dq["BLOCK_M"]), hk, batch)](
-                dout, q, k, v, lse, delta, cu_q, cu_k, dq, *numbers, **shape, **for_dq, **options(matmul=True)
-            )
+                dout, q, *boxes, k, v, top, delta, cu_q, cu_k, dq, *numbers, **shape, HAS_WINDOW=window is not None,
+                TMA=boxes[0] is not None, BRANCH=kind == "hopper", **for_dq, **options(matmul=True),
+            )  # fmt: skip
+            boxes = descriptors(q, dout, for_dkv["BLOCK_N"], group)
         dkv_kernel[(triton.cdiv(max_seqlen_k, for_dkv["BLOCK_M"]), hk, batch)](
-            dout, q, k, v, lse, delta, cu_q, cu_k, dk, dv, *numbers, **shape, **for_dkv, **options(matmul=True)
-        )
+            *boxes, dout, q, k, v, top, delta, cu_q, cu_k, dk, dv, *numbers, **shape, HAS_WINDOW=window is not None,
+            TMA=boxes[0] is not None, BRANCH=kind == "hopper", **for_dkv, **options(matmul=True),
+        )  # fmt: skip
     return dq, dk, dv
 
 
@@ -307,20 +412,31 @@ def _variant(name: str, kernel: Any, kind: str, d: int, launch: dict[str, int], 
     tensors = ("dout", "q", "k", "v", "dq", "dk", "dv")
     types = {n: f"*{kind}:16" for n in tensors if n in kernel.arg_names}
     types |= {
-        "lse": "*fp32:16", "delta": "*fp32:16", "cu_q": "*i32:16", "cu_k": "*i32:16", "q_stride": "i32:16",
+        "top": "*fp32:16", "delta": "*fp32:16", "cu_q": "*i32:16", "cu_k": "*i32:16", "T": "i32", "q_stride": "i32:16",
         "k_stride": "i32:16", "v_stride": "i32:16", "window": "i32", "scale_log2e": "fp32", "scale": "fp32",
     }  # fmt: skip
     constants = {"HK": 8, "GROUP": 2, "D": d, "BLOCK_D": next_power_of_2(d, 16), "HAS_WINDOW": window}
     constants |= {n: launch[n] for n in ("BLOCK_M", "BLOCK_N")}
+    constants["BRANCH"] = targets == ("sm_90",)
+    constants["TMA"] = kind != "fp32" and targets == ("sm_90",)
+    rows = launch["BLOCK_N"]
+    for box in ("k_box", "v_box", "q_box", "dout_box"):
+        if box in kernel.arg_names and constants["TMA"]:
+            shape = f"{rows},{d}" if box in ("k_box", "v_box") else f"{rows // 2},1,2,{d}"
+            types[box] = f"tensordesc<{kind}[{shape}]>"
+        elif box in kernel.arg_names:
+            constants[box] = None
     launched = (launch["num_warps"], launch["num_stages"])
-    return Variant(name, kernel, types, constants, *launched, matmul=True, main=main, targets=targets)
+    # dkv on Hopper takes every register: what is kept for its end alone goes to the stack.
+    stack = 16 if kernel is dkv_kernel and targets == ("sm_90",) else 0
+    return Variant(name, kernel, types, constants, *launched, matmul=True, main=main, targets=targets, stack=stack)
 
 
 def _variants(
-    kind: str, d: int, targets: tuple[str, ...], window: bool = False, main: bool = True
+    kind: str, d: int, family: str, targets: tuple[str, ...], window: bool = False, main: bool = True
 ) -> tuple[Variant, ...]:
-    for_dq, for_dkv = backward_tiles(d, 4 if kind == "fp32" else 2, "amd" if targets == AMD else "hopper")
-    label = f"{kind} d{d}{' window' if window else ''}"
+    for_dq, for_dkv = backward_tiles(d, 4 if kind == "fp32" else 2, family)
+    label = f"{family} {kind} d{d}{' window' if window else ''}"
     return (
         _variant(f"attention dq {label}", dq_kernel, kind, d, for_dq, window, main, targets),
         _variant(f"attention dkv {label}", dkv_kernel, kind, d, for_dkv, window, main, targets),
@@ -330,15 +446,17 @@ def _variants(
 AOT: tuple[Variant, ...] = (
     Variant(
         "attention delta", delta_kernel,
-        {"dout": "*bf16:16", "out": "*bf16:16", "delta": "*fp32:16", "ROWS": "i32"},
-        {"D": 128, "BLOCK_D": 128, "BLOCK_M": 32},
+        {"dout": "*bf16:16", "out": "*bf16:16", "lse": "*fp32:16", "top": "*fp32:16", "delta": "*fp32:16", "T": "i32"},
+        {"HK": 8, "GROUP": 2, "D": 128, "BLOCK_D": 128, "BLOCK_M": 32},
     ),
-    *_variants("bf16", 128, targets=("sm_90", "sm_100")),
-    *_variants("bf16", 128, targets=("sm_80",), main=False),
-    *_variants("bf16", 128, targets=AMD),
-    *_variants("bf16", 64, targets=("sm_90",)),
-    *_variants("fp16", 128, window=True, targets=("sm_90",)),
-    *_variants("bf16", 256, targets=("sm_90",), main=False),
-    *_variants("fp32", 64, targets=("sm_80", "sm_90"), main=False),
-    *_variants("fp32", 64, targets=AMD, main=False),
+    *_variants("bf16", 128, "hopper", ("sm_90",)),
+    *_variants("bf16", 128, "blackwell", ("sm_100",)),
+    *_variants("bf16", 128, "ampere", ("sm_80",), main=False),
+    *_variants("bf16", 128, "amd", AMD),
+    *_variants("bf16", 64, "hopper", ("sm_90",)),
+    *_variants("fp16", 128, "hopper", ("sm_90",), window=True),
+    *_variants("bf16", 256, "hopper", ("sm_90",), main=False),
+    *_variants("fp32", 64, "ampere", ("sm_80",), main=False),
+    *_variants("fp32", 64, "hopper", ("sm_90",), main=False),
+    *_variants("fp32", 64, "amd", AMD, main=False),
 )  # fmt: skip
