@@ -126,7 +126,7 @@ def add_block(acc, m, l, q, source, slots, first, partly, keys, position, window
     # Both loads stand in front of the products: fetched by the copy engine, they then share one barrier.
     x = load_keys(k_box, k, k_stride, corner, table, slots, first, keys, column, D, PAGE, MASKED, TMA)
     y = load_keys(v_box, v, v_stride, corner, table, slots, first, keys, column, D, PAGE, MASKED, TMA)
-    if MASKED and TMA:
+    if MASKED and TMA:  # what follows the sequence in memory may be infinite, and 0 times that is NaN
         y = tl.where((first + tl.arange(0, KEYS) < keys)[:, None], y, 0.0)
     raw = tl.dot(q, tl.trans(x), input_precision="ieee")
     if HAS_WINDOW or partly:

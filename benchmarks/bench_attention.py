@@ -1,0 +1,174 @@
+"""attention against the fastest libraries that keep no contract: FlashAttention-3 and cuDNN, interleaved.
+
+Forward and paged decode beside FlashAttention-3 (which vLLM brings), backward beside cuDNN through torch; head dim 128,
+causal, bf16. An anchor that is not installed leaves its columns empty. A ratio above 1 means rlkernel is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from results_io import write_result
+from timing import interleaved, share_of_roofline
+
+from rlkernel import ops
+
+D = 128
+PAGE = 16
+PREFILL = ((1, 8192, 16, 8), (8, 2048, 16, 8), (1, 32768, 16, 8))  # sequences, tokens of each, H, HK
+DECODE = ((256, 1024, 16, 8), (64, 4096, 32, 8), (4, 32768, 32, 8))  # sequences, keys of each, H, HK
+
+Run = Callable[[], object]
+
+
+@dataclass
+class Case:
+    """One line of the table; `flops` or, for decode, `moved` bytes turn times into rates."""
+
+    op: str
+    shape: tuple[int, ...]  # B, T, H, HK, D
+    ours: Run
+    anchor: Run | None
+    anchor_name: str
+    flops: float
+    moved: float
+
+
+def flash_attention_3() -> Callable[..., Any] | None:
+    """FlashAttention-3's varlen function, or None with a note."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except Exception as e:  # a build for another torch or GPU fails in its own ways
+        print(f"FlashAttention-3 is not here ({type(e).__name__}: {str(e)[:120]}): its columns stay empty")
+        return None
+    return flash_attn_varlen_func
+
+
+def torch_attention(cuda: bool) -> AbstractContextManager[Any]:
+    """cuDNN on CUDA, whatever torch has on a CPU."""
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cuda else nullcontext()
+
+
+def prefill(
+    b: int, t: int, h: int, hk: int, dtype: torch.dtype, device: str, fa3: Callable[..., Any] | None
+) -> Iterator[Case]:
+    """Forward and backward of b sequences of t tokens."""
+    cuda = device == "cuda"
+    q, k, v = (torch.randn(b * t, n, D, device=device).to(dtype) for n in (h, hk, hk))
+    dout = torch.randn_like(q)
+    cu = torch.arange(0, b * t + 1, t, device=device, dtype=torch.int32)
+    flops, size = 4 * b * t * t * h * D / 2, q.element_size()
+    moved = (2 * q.numel() + k.numel() + v.numel()) * size
+    shape = (b, t, h, hk, D)
+    forward = None
+    if fa3 is not None:
+        limits = {"max_seqlen_q": t, "max_seqlen_k": t, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        forward = lambda: fa3(q, k, v, causal=True, fa_version=3, num_splits=1, **limits)
+    yield Case(
+        "attention",
+        shape,
+        lambda: ops.attention(q, k, v, cu, max_seqlen_q=t),
+        forward,
+        "FlashAttention-3",
+        flops,
+        moved,
+    )
+    out, lse = ops.attention(q, k, v, cu, max_seqlen_q=t)
+    saved = (dout, q, k, v, out, lse, cu, cu, t, t, D**-0.5, None)
+    # torch's attention takes batched heads; keys and values are repeated, as its cuDNN path has no grouped backward.
+    wide = [x.view(b, t, -1, D).transpose(1, 2).repeat_interleave(h // x.shape[1], 1) for x in (q, k, v)]
+    leaves = [x.contiguous().requires_grad_() for x in wide]
+    with torch_attention(cuda):
+        found = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    g = dout.view(b, t, h, D).transpose(1, 2).contiguous()
+    yield Case(
+        "attention backward", shape, lambda: torch.ops.rlkernel.attention_backward(*saved),
+        lambda: torch.autograd.grad(found, leaves, g, retain_graph=True), "cuDNN" if cuda else "torch",
+        2.5 * flops, 2 * moved,
+    )  # fmt: skip
+
+
+def decode(
+    b: int, length: int, h: int, hk: int, dtype: torch.dtype, device: str, fa3: Callable[..., Any] | None
+) -> Case:
+    """One new token for each of b sequences of `length` keys in pages."""
+    pages = b * length // PAGE
+    kc, vc = (torch.randn(pages, PAGE, hk, D, device=device).to(dtype) for _ in range(2))
+    table = torch.randperm(pages, device=device).to(torch.int32).view(b, -1)
+    q = torch.randn(b, h, D, device=device).to(dtype)
+    cu = torch.arange(b + 1, device=device, dtype=torch.int32)
+    lens = torch.full((b,), length, device=device, dtype=torch.int32)
+    limits = {"max_seqlen_q": 1, "max_seqlen_k": length}
+    anchor = None
+    if fa3 is not None:
+        paged = {"cu_seqlens_q": cu, "seqused_k": lens, "block_table": table}
+        anchor = lambda: fa3(q, kc, vc, causal=True, fa_version=3, **paged, **limits)
+    ours = lambda: ops.paged_attention(q, kc, vc, table, cu, lens, **limits)
+    moved = (2 * b * length * hk + 2 * b * h) * D * q.element_size()
+    return Case("paged decode", (b, length, h, hk, D), ours, anchor, "FlashAttention-3", 0, moved)
+
+
+def cases(device: str, dtype: torch.dtype, fa3: Callable[..., Any] | None) -> Iterator[Case]:
+    """All lines; tensors of one shape are gone before the next one's are made."""
+    small = device == "cpu"
+    for b, t, h, hk in ((2, 256, 4, 2),) if small else PREFILL:
+        yield from prefill(b, t, h, hk, dtype, device, fa3)
+    for b, length, h, hk in ((4, 256, 4, 2),) if small else DECODE:
+        yield decode(b, length, h, hk, dtype, device, fa3)
+
+
+def measure(case: Case, dtype: torch.dtype, cuda: bool, rounds: int) -> dict[str, Any]:
+    """One row: times, their ratio, and the rates of both."""
+    sides = [case.ours] if case.anchor is None else [case.ours, case.anchor]
+    ours_ms, *rest = interleaved(sides, cuda, rounds)
+    anchor_ms = rest[0] if rest else None
+    amount, unit = (case.flops, "tflops") if case.flops else (case.moved, "tb_per_s")
+    return {
+        "op": case.op,
+        "shape": case.shape,
+        "dtype": str(dtype).removeprefix("torch."),
+        "ours": "triton" if cuda else "cpu",
+        "anchor": case.anchor_name if rest else None,
+        "ours_ms": ours_ms,
+        "anchor_ms": anchor_ms,
+        "ratio": anchor_ms / ours_ms if anchor_ms else None,
+        f"ours_{unit}": amount / ours_ms * 1e-9,
+        f"anchor_{unit}": amount / anchor_ms * 1e-9 if anchor_ms else None,
+        "share_of_roofline": share_of_roofline(ours_ms, case.flops, case.moved),
+    }
+
+
+def main() -> None:
+    """Prints a line a case and writes `bench_attention.json`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=21)
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    torch.manual_seed(0)
+    fa3 = flash_attention_3() if cuda else None
+    rows = []
+    for case in cases(args.device, dtype, fa3):
+        row = measure(case, dtype, cuda, args.rounds)
+        rows.append(row)
+        rates = ", ".join(f"{key} {row[key]:.4g}" for key in row if key.endswith(("tflops", "tb_per_s")) and row[key])
+        anchor = f"{row['anchor']} {row['anchor_ms']:9.4f} ms  ratio {row['ratio']:.3f}" if row["anchor"] else "alone"
+        print(f"{row['op']:20} {row['shape']!s:26} {row['ours_ms']:9.4f} ms  {anchor}  {rates}", flush=True)
+    print(f"wrote {write_result('bench_attention', rows)}")
+
+
+if __name__ == "__main__":
+    main()
