@@ -48,10 +48,10 @@ def main() -> int:
     pages = REQUESTS * 2048 // 16
     settings = {"max_num_seqs": REQUESTS, "max_num_batched_tokens": 16384, "page_size": 16, "num_pages": pages}
     engines = {on: LLM(model, prefix_caching=False, cuda_graphs=on, **settings) for on in (True, False)}
-    for llm in engines.values():  # kernels compile, schedules are certified, graphs are recorded
-        llm.generate(prompts, params)
-    rounds = [{on: seconds(llm) for on, llm in engines.items()} for _ in range(ROUNDS)]
-    taken = {on: statistics.median(r[on] for r in rounds) for on in engines}
+    engines[True].generate(prompts, params)  # kernels compile, schedules are certified, graphs are recorded
+    engines[False].generate(prompts[:8], params[:8])
+    measured = [(on, seconds(engines[on])) for on in (True, False, *[True] * (ROUNDS - 1))]  # eager is slow: once
+    taken = {on: statistics.median(s for was, s in measured if was == on) for on in engines}
     for on, value in taken.items():
         print(f"graphs {on}: {tokens / value:,.0f} tokens/s ({tokens} tokens, {value:.2f} s)")
     row = {
@@ -65,6 +65,7 @@ def main() -> int:
         "ratio": taken[False] / taken[True],
         "tokens_per_s": tokens / taken[True],
         "rounds": ROUNDS,
+        "rounds of the anchor": 1,
     }
     print(f"wrote {write_result('bench_engine', [row])}")
     return 0
