@@ -48,7 +48,7 @@ def group_advantages(
         eps: added to the standard deviation, in units of reward, above 0.
 
     Raises:
-        ValueError: a reward is NaN or infinite (the message names its index), B is not a multiple of group_size, or
+        ValueError: a reward is NaN or infinite (CPU; the message names its index), B is not a multiple of group_size, or
             an unknown mode.
         TypeError: rewards are not fp32.
 
