@@ -48,8 +48,8 @@ def group_advantages(
         eps: added to the standard deviation, in units of reward, above 0.
 
     Raises:
-        ValueError: a reward is NaN or infinite (CPU; the message names its index), B is not a multiple of group_size, or
-            an unknown mode.
+        ValueError: a reward is NaN or infinite (CPU; the message names its index), B is not a multiple of group_size,
+            or an unknown mode.
         TypeError: rewards are not fp32.
 
     Source:
