@@ -224,7 +224,8 @@ __device__ __forceinline__ void read_rows(Rows& rows, const Arguments& args, int
       bool active = in && (rows.g[i] != 0.0f || rows.h[i] != 0.0f) && rows.top[i] != minus_infinity();
       if (HAS_KEPT && active) {
         const i64 y = rows.target[i] + args.first;
-        active = (args.kept[static_cast<i64>(row) * args.words + (y >> 5)] >> (y & 31)) & 1;
+        active = y >= 0 && (y >> 5) < args.words &&
+                 (args.kept[static_cast<i64>(row) * args.words + (y >> 5)] >> (y & 31)) & 1;
       }
       rows.active[i] = active;
     }
@@ -557,6 +558,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     }
     if (kStaging > 0 && staging.leader) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
+  __syncwarp();  // of the fetching warp one thread comes late
   // A block must not leave while the other may still write into it or signal it.
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }

@@ -31,8 +31,9 @@ from torch import Tensor
 
 from rlkernel.contract.bitwise import compare_bitwise
 from rlkernel.kernels import build
+from rlkernel.kernels.errors import BuildError
 
-FORMAT = 1  # of the files; another number means that a file is not read
+FORMAT = 2  # of the files; another number means that a file is not read
 KINDS = ("normal", "wide", "cancel", "zeros", "denormal")
 ANCHOR = "anchor"
 _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -154,6 +155,8 @@ class Trial:
         first: where it first differed: kind, rows, index, actual, expected, ulps, mismatches, elements; also `result`,
             the tensor's number, where the op has several.
         ms: milliseconds at the largest row count, None where refused.
+        note: what the schedule says of itself (an algorithm's number); another one later voids the verdict.
+        passing: refused for want of a compiler or by an error that may not come again: not kept on disk.
     """
 
     name: str
@@ -162,6 +165,8 @@ class Trial:
     elements: int = 0
     first: dict[str, Any] | None = None
     ms: float | None = None
+    note: str = ""
+    passing: bool = False
 
 
 @dataclass
@@ -388,8 +393,9 @@ def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict,
     trials: dict[str, Trial] = {}
     bound: dict[str, Run] = {}
 
-    def refuse(name: str, reason: str, first: dict[str, Any] | None = None) -> None:
+    def refuse(name: str, reason: str, first: dict[str, Any] | None = None, passing: bool = False) -> None:
         trials[name].certified, trials[name].reason, trials[name].first = False, reason, first
+        trials[name].passing = passing
         bound.pop(name, None)
 
     for schedule in family.schedules:
@@ -398,7 +404,7 @@ def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict,
             try:
                 bound[schedule.name] = schedule.bind(key)
             except Exception as error:
-                refuse(schedule.name, f"not offered here: {_short(error)}")
+                refuse(schedule.name, f"not offered here: {_short(error)}", passing=isinstance(error, BuildError))
     with torch.no_grad():
         for kind in KINDS:
             for m in rows:
@@ -411,7 +417,7 @@ def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict,
                     except torch.OutOfMemoryError:
                         raise
                     except Exception as error:
-                        refuse(name, f"raised at {m} rows, {kind}: {_short(error)}")
+                        refuse(name, f"raised at {m} rows, {kind}: {_short(error)}", passing=True)
                         continue
                     if first is not None:
                         refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": m, **first})
@@ -422,7 +428,8 @@ def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict,
         times = _time({ANCHOR: functools.partial(family.anchor, *arguments), **candidates}, device)
     for name in bound:
         trials[name].ms = times[name]
-        trials[name].reason = f"equal in {trials[name].elements} elements{getattr(bound[name], 'note', '')}"
+        trials[name].note = getattr(bound[name], "note", "")
+        trials[name].reason = f"equal in {trials[name].elements} elements{trials[name].note}"
     found = Verdict(identity(family, key), rows, list(KINDS), seed, times[ANCHOR], list(trials.values()))
     return found, bound
 
@@ -446,7 +453,8 @@ def _is_off(name: str) -> bool:
 
 
 def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    with _on(device):
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class ScheduledOp:
@@ -553,16 +561,20 @@ class ScheduledOp:
                 f"rlkernel: {family.op} {family.describe(key)} runs its anchor, {reason}", RuntimeWarning, stacklevel=5
             )
             return reason
-        _write(self._verdicts[key])
+        if not any(trial.passing for trial in self._verdicts[key].trials):
+            _write(self._verdicts[key])
         return None
 
     def _rebind(self, key: Key, verdict: Verdict) -> dict[str, Run] | None:
-        """Callables of the certified schedules; None where one is no longer offered, so that the verdict is void."""
-        certified = {trial.name for trial in verdict.trials if trial.certified}
+        """Callables of the certified schedules; None, so that the verdict is void, where one is no longer offered or
+        would be something else: a library may rank its algorithms anew."""
+        certified = {trial.name: trial for trial in verdict.trials if trial.certified}
         try:
-            return {s.name: s.bind(key) for s in self.family.schedules if s.name in certified}
+            bound = {s.name: s.bind(key) for s in self.family.schedules if s.name in certified}
         except Exception:
             return None
+        same = all(getattr(run, "note", "") == certified[name].note for name, run in bound.items())
+        return bound if same else None
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -121,6 +121,11 @@ def adamw_(
     ):
         _check_list("adamw_", name, tensors, shapes, device, dtypes)
     _check_scalar("adamw_", "scale", scale, device)
+    places = [] if torch.compiler.is_compiling() else [p.data_ptr() for p in params if p.numel() > 0]
+    check(
+        len(set(places)) == len(places),
+        lambda: "adamw_: params holds the same memory twice; pass a parameter that layers share once",
+    )
     op = stock.adamw_ if is_stock() else _adamw
     own = [p is w for p, w in zip(params, masters, strict=True)]
     for kind in sorted(set(own)):

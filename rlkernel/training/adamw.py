@@ -33,6 +33,11 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ):
+        if not (lr >= 0 and eps > 0 and weight_decay >= 0 and all(0 <= b < 1 for b in betas)):
+            raise ValueError(
+                f"AdamW: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}; expected lr >= 0, betas in "
+                "[0, 1), eps > 0 and weight_decay >= 0"
+            )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def gradients(self) -> list[Tensor]:
@@ -93,6 +98,9 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class or of `torch.optim.AdamW`; copies its tensors."""
+        for name in ("maximize", "amsgrad"):
+            if any(group.get(name) for group in state_dict["param_groups"]):
+                raise ValueError(f"AdamW: the state to load has {name}=True, which this optimizer does not compute")
         super().load_state_dict(state_dict)
         # torch casts every state to its parameter's dtype; masters and moments are fp32 whatever that is.
         places = [place for group in state_dict["param_groups"] for place in group["params"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ def test_verdicts_are_kept_by_key() -> None:
     assert len(calls) > other_version
 
 
-@pytest.mark.parametrize("text", ("", "{", "[]", '{"format": 1}', '{"format": 1, "identity": 3, "trials": [{}]}'))
+@pytest.mark.parametrize("text", ("", "{", "[]", '{"format": 2}', '{"format": 2, "identity": 3, "trials": [{}]}'))
 def test_a_corrupt_file_is_ignored_with_a_warning(cache: Path, text: str) -> None:
     x, w = arguments()
     ScheduledOp(family(equal))(x, w)
@@ -424,3 +425,40 @@ def test_the_clock_runs_every_candidate_in_turn() -> None:
     order: list[str] = []
     taken = clock({name: lambda name=name: order.append(name) for name in ("a", "b")}, torch.device("cpu"), rounds=3)
     assert order == ["a", "b"] * 5 and all(ms >= 0 for ms in taken.values())
+
+
+def test_a_refusal_that_may_pass_is_not_kept(cache: Path) -> None:
+    from rlkernel.kernels.errors import BuildError
+
+    missing = [True]
+
+    def bind(key: Any) -> Callable[..., Tensor]:
+        if missing[0]:
+            raise BuildError("no compiler")
+        return equal
+
+    offer = lambda: ScheduledOp(replace(family(), schedules=(Schedule("fake.built", bind),)))
+    x, w = arguments()
+    assert offer().chosen(x, w) == ANCHOR and not list(cache.glob("*.json"))
+    missing[0] = False
+    assert offer().chosen(x, w) == "fake.built"
+
+
+def test_a_verdict_is_void_where_the_schedule_is_another_one() -> None:
+    algorithm = ["; algorithm 1"]
+
+    def bind(key: Any) -> Callable[..., Tensor]:
+        run = lambda x, w: equal(x, w)
+        run.note = algorithm[0]  # type: ignore[attr-defined]
+        return run
+
+    calls: list[int] = []
+    offer = lambda: ScheduledOp(replace(family(anchor=counted(calls)), schedules=(Schedule("fake.ranked", bind),)))
+    x, w = arguments()
+    offer()(x, w)
+    certified = len(calls)
+    offer()(x, w)
+    assert len(calls) == certified, "the same algorithm: the file serves"
+    algorithm[0] = "; algorithm 2"
+    offer()(x, w)
+    assert len(calls) > certified, "another algorithm under the same name is certified anew"

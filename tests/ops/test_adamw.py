@@ -381,3 +381,9 @@ def test_bad_input_of_the_norm() -> None:
         ops.grad_norm([torch.zeros(3)], max_norm=0.0)
     with pytest.raises(ValueError, match=r"loss_scale is \(3,\)"):
         ops.grad_norm([torch.zeros(3)], loss_scale=torch.zeros(3))
+
+
+def test_one_parameter_twice_is_refused() -> None:
+    p = torch.ones(4)
+    with pytest.raises(ValueError, match="the same memory twice"):
+        ops.adamw_([p, p], [p, p], [p, p], [p, p], lr=0.1, step=1)

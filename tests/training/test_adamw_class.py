@@ -138,3 +138,17 @@ def test_main_grads_clipping_and_skipping() -> None:
     optimizer.step(scale=ops.grad_norm(optimizer.gradients()).scale, zero_grad=True)
     assert_same(params, before)
     assert not any(p.main_grad.any() for p in params) and optimizer.state[params[0]]["step"] == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ("maximize", "amsgrad"))
+def test_a_state_with_what_is_not_computed_is_refused(name: str) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    state = torch.optim.AdamW([p], **{name: True}).state_dict()
+    with pytest.raises(ValueError, match=name):
+        AdamW([p]).load_state_dict(state)
+
+
+def test_bad_settings_are_refused_at_once() -> None:
+    for options in ({"lr": -1.0}, {"betas": (1.2, 0.9)}, {"eps": 0.0}, {"weight_decay": -0.1}):
+        with pytest.raises(ValueError, match="AdamW"):
+            AdamW([torch.nn.Parameter(torch.ones(3))], **options)

@@ -47,6 +47,20 @@ def _nvcc() -> str | None:
     return shutil.which("nvcc", path=str(Path(home) / "bin") if home else None) or shutil.which("nvcc")
 
 
+@functools.cache
+def compiler() -> str:
+    """The compiler and its version, "NVRTC 13.0" or nvcc's own line; "none" where there is none."""
+    library, nvcc = _nvrtc(), _nvcc()
+    if library is not None:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return f"NVRTC {major.value}.{minor.value}"
+    if nvcc is not None:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
+        return f"nvcc {said[-1] if said else ''}"
+    return "none"
+
+
 def _with_nvrtc(library: ctypes.CDLL, source: Path, options: list[str]) -> bytes:
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     text = source.read_bytes()
@@ -87,7 +101,7 @@ def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
         BuildError: there is neither NVRTC nor nvcc, or the source does not compile; the message has the log.
     """
     options = [*FLAGS, *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
-    digest = hashlib.sha256(source.read_bytes() + "\0".join((arch, *options)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(source.read_bytes() + "\0".join((compiler(), arch, *options)).encode()).hexdigest()[:16]
     kept = build.cache_dir() / "cuda" / f"{source.stem}-{arch}-{digest}.cubin"
     try:
         return kept.read_bytes()
@@ -143,6 +157,10 @@ class Kernel:
 
     def __call__(self, blocks: int, threads: int, *args: Any) -> None:
         """Launches on the current stream; `args` are ctypes values in the kernel's order."""
+        context = ctypes.c_void_p()
+        _call("cuCtxGetCurrent", ctypes.byref(context))
+        if not context:  # the first work of a thread: torch's own calls make the device's context current
+            torch.zeros(1, device="cuda")
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(a) for a in args))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         _call("cuLaunchKernel", self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, pointers, None)

@@ -1,4 +1,4 @@
-"""linear_logprob on CUDA: a warp-specialised kernel on Hopper where it equals the Triton anchor, cuBLASLt's gradients.
+"""linear_logprob on CUDA: a warp-specialised kernel on Hopper, forward and backward, where it equals the Triton anchor.
 
 The anchor and the order of the backward are those of kernels/triton/linear_logprob.py; here are the schedules that
 may take the place of its products (csrc/cuda/linear_logprob_sm90.cu) and their certification.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlkernel.contract import orders
 from rlkernel.kernels import build
+from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
 from rlkernel.kernels.schedule import Family, Key, Run, Schedule, ScheduledOp, values
 from rlkernel.kernels.triton import common
@@ -47,7 +49,7 @@ class Arguments(ctypes.Structure):
 
 
 @functools.cache
-def _kernel(device: int, mode: int, temperature: bool = False, kept: bool = False, dentropy: bool = False) -> Kernel:
+def _kernel(device: int, mode: int, temperature: bool, kept: bool, dentropy: bool) -> Kernel:
     macros = {"MODE": mode, "HAS_TEMPERATURE": temperature, "HAS_KEPT": kept, "HAS_DENTROPY": dentropy}
     cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", {name: int(v) for name, v in macros.items()})
     return Kernel(cubin, "rlk_linear_logprob", SHARED_BYTES + (STAGING_BYTES if mode in (GRADIENT, PROBS) else 0))
@@ -82,7 +84,7 @@ def _statistics(
         maps.append(tensor_map(probs, 64, 64))
     mode = STATISTICS if probs is None else PROBS
     _launch(
-        _kernel(hidden.get_device(), mode, inv_temperature is not None, kept is not None),
+        _kernel(hidden.get_device(), mode, inv_temperature is not None, kept is not None, False),
         (len(hidden), *weight.shape), hidden.device, tuple(maps), targets=targets, inv_temperature=inv_temperature,
         kept=kept, tile_max=buffers.maximum, tile_sum=buffers.sum, tile_entropy=buffers.entropy,
         target_z=buffers.target, tiles=buffers.tiles, words=-(-len(weight) // 32),
@@ -122,7 +124,7 @@ def _dhidden_block(
 ) -> None:
     with common.on_device(dz):
         _launch(
-            _kernel(dz.get_device(), DHIDDEN), (*running.shape, len(weight)), dz.device,
+            _kernel(dz.get_device(), DHIDDEN, False, False, False), (*running.shape, len(weight)), dz.device,
             (tensor_map(dz, 128, 64), tensor_map(weight, 64, 64)),
             active=active and active.flags, sum=running, rounded=rounded, fresh=fresh,
         )  # fmt: skip
@@ -132,7 +134,7 @@ def _dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active
     rounded = grad.dtype != torch.float32
     with common.on_device(dz):
         _launch(
-            _kernel(dz.get_device(), DWEIGHT), (*grad.shape, len(hidden)), dz.device,
+            _kernel(dz.get_device(), DWEIGHT, False, False, False), (*grad.shape, len(hidden)), dz.device,
             (tensor_map(dz, 64, 64), tensor_map(hidden, 64, 64)),
             blocks=active and active.blocks, count=active and active.number, sum=None if rounded else grad,
             rounded=grad if rounded else None, fresh=fresh,
@@ -157,18 +159,29 @@ class Shape(NamedTuple):
     dentropy: bool
 
 
-def _dense(hidden: Tensor, weight: Tensor) -> bool:
-    return (
-        not ((hidden.data_ptr() | weight.data_ptr()) & 15 or (hidden.stride(0) | weight.stride(0)) & 7)
-        and hidden.stride(1) == weight.stride(1) == 1
-    )
+def _fetchable(*matrices: Tensor) -> bool:
+    """Whether the copy engine reads these matrices: dense rows that do not overlap, at 16-byte addresses."""
+    return all(
+        t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1] and t.data_ptr() % 16 == 0
+        for t in matrices
+    )  # fmt: skip
+
+
+def _layout(*matrices: Tensor) -> Hashable:
+    """What decides `_fetchable` and `_aligned`, as cheap as it can be had."""
+    place = 0
+    for t in matrices:
+        place |= t.data_ptr()
+    if all(t.is_contiguous() for t in matrices):
+        return place & 15
+    return (place & 15, *(t.stride() for t in matrices))
 
 
 def _forward_key(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
     keep_probs: bool,
 ) -> Key:  # fmt: skip
-    dense = _dense(hidden, weight) and not (keep_probs and weight.shape[0] % 8)
+    dense = _fetchable(hidden, weight) and not (keep_probs and weight.shape[0] % 8)
     return (
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype, dense,
         inv_temperature is not None, kept is not None, keep_probs, False, False,
@@ -182,8 +195,28 @@ def _dz_key(
 ) -> Key:  # fmt: skip
     return (
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype,
-        _dense(hidden, weight) and not weight.shape[0] % 8,
+        _fetchable(hidden, weight) and not weight.shape[0] % 8,
         inv_temperature is not None, kept is not None, False, dlogp is not None, dentropy is not None,
+    )  # fmt: skip
+
+
+def _forward_call(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
+    keep_probs: bool,
+) -> Key:  # fmt: skip
+    return (
+        hidden.shape, weight.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
+        keep_probs, _layout(hidden, weight),
+    )  # fmt: skip
+
+
+def _dz_call(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
+    stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, *rest: Any,
+) -> Key:  # fmt: skip
+    return (
+        hidden.shape, weight.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
+        dlogp is None, dentropy is None, _layout(hidden, weight),
     )  # fmt: skip
 
 
@@ -273,10 +306,6 @@ def _aligned(*matrices: Tensor) -> bool:
     return all(t.is_contiguous() and t.data_ptr() % 16 == 0 and t.shape[1] % 8 == 0 for t in matrices)
 
 
-def _fetchable(*matrices: Tensor) -> bool:
-    return all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in matrices)
-
-
 def _dhidden_key(
     running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active | None
 ) -> Key:
@@ -289,11 +318,28 @@ def _dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: 
     return dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32
 
 
+def _dhidden_call(
+    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active | None
+) -> Key:
+    return (
+        running.shape, dz.shape, dz.dtype, running.dtype, fresh, dz.get_device(), rounded is None,
+        _layout(running, dz, weight) if rounded is None else _layout(running, dz, weight, rounded),
+    )  # fmt: skip
+
+
+def _dweight_call(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active | None) -> Key:
+    return grad.shape, dz.shape, dz.dtype, grad.dtype, fresh, dz.get_device(), _layout(grad, dz, hidden)
+
+
 def _describe_grad(key: Key) -> dict[str, Any]:
     s = GradShape(*key)  # type: ignore[arg-type]
     name = lambda dtype: str(dtype).removeprefix("torch.")
     return {"c": s.c, "dtype": name(s.dtype), "out": name(s.out), "dense": s.dense, "fresh": s.fresh,
             "rounded": s.rounded}  # fmt: skip
+
+
+def _rows_of_grad(key: Key) -> list[int]:
+    return [LEAST_TOKENS, 1000, 4096]
 
 
 def _supports_grad(key: Key) -> bool:
@@ -332,7 +378,7 @@ def _dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> 
 def _bind_grad(run: Run, mode: int) -> Callable[[Key], Run]:
     def bind(key: Key) -> Run:
         with torch.cuda.device(_device(key)):
-            _kernel(_device(key).index, mode)
+            _kernel(_device(key).index, mode, False, False, False)
         return run
 
     return bind
@@ -342,45 +388,46 @@ def _bind_grad(run: Run, mode: int) -> Callable[[Key], Run]:
 
 _SOURCES = (
     Path(__file__),
-    *(Path(m.__file__) for m in (anchor, statistics, triton_linear, common) if m.__file__),
+    *(Path(m.__file__) for m in (anchor, statistics, triton_linear, common, driver, orders) if m.__file__),
     build.source_dir() / "cuda" / SOURCE,
 )
-_forward = ScheduledOp(
-    Family(
-        "linear_logprob", anchor.forward, _forward_key, _describe, _device, _rows, _forward_sample,
-        (
-            Schedule(
-                "hopper",
-                _bind(
-                    functools.partial(anchor.forward, statistics=_statistics),
-                    lambda s: (PROBS if s.probs else STATISTICS,),
-                ),
-                _supports,
-            ),
-        ),
-        _SOURCES,
-    )
+
+
+def _op(
+    op: str,
+    run: Run,
+    key: Callable[..., Key],
+    call: Callable[..., Key],
+    sample: Callable[..., tuple[Any, ...]],
+    schedule: Schedule,
+    grad: bool = False,
+    mutates: tuple[int, ...] = (),
+) -> ScheduledOp:
+    return ScheduledOp(
+        Family(
+            op=op, anchor=run, key=key, call=call, describe=_describe_grad if grad else _describe, device=_device,
+            rows=_rows_of_grad if grad else _rows, sample=sample, schedules=(schedule,), sources=_SOURCES,
+            versions=lambda: {"cuda compiler": driver.compiler()}, mutates=mutates,
+        )
+    )  # fmt: skip
+
+
+_HOPPER_FORWARD = functools.partial(anchor.forward, statistics=_statistics)
+_forward = _op(
+    "linear_logprob", anchor.forward, _forward_key, _forward_call, _forward_sample,
+    Schedule("hopper", _bind(_HOPPER_FORWARD, lambda s: (PROBS if s.probs else STATISTICS,)), _supports),
 )  # fmt: skip
-_dz = ScheduledOp(
-    Family(
-        "linear_logprob_dz", anchor.dz_block, _dz_key, _describe, _device, _rows, _dz_sample,
-        (Schedule("hopper", _bind(_dz_block, lambda s: (GRADIENT,)), _supports),), _SOURCES,
-    )
+_dz = _op(
+    "linear_logprob_dz", anchor.dz_block, _dz_key, _dz_call, _dz_sample,
+    Schedule("hopper", _bind(_dz_block, lambda s: (GRADIENT,)), _supports),
 )  # fmt: skip
-_dhidden = ScheduledOp(
-    Family(
-        "linear_logprob_dhidden", anchor.dhidden_block, _dhidden_key, _describe_grad, _device,
-        lambda key: [129, 1000, 4096], _dhidden_sample,
-        (Schedule("hopper", _bind_grad(_dhidden_block, DHIDDEN), _supports_grad),), _SOURCES,
-        mutates=(0, 1),
-    )
+_dhidden = _op(
+    "linear_logprob_dhidden", anchor.dhidden_block, _dhidden_key, _dhidden_call, _dhidden_sample,
+    Schedule("hopper", _bind_grad(_dhidden_block, DHIDDEN), _supports_grad), grad=True, mutates=(0, 1),
 )  # fmt: skip
-_dweight = ScheduledOp(
-    Family(
-        "linear_logprob_dweight", anchor.dweight_block, _dweight_key, _describe_grad, _device,
-        lambda key: [129, 1000, 4096], _dweight_sample,
-        (Schedule("hopper", _bind_grad(_dweight_block, DWEIGHT), _supports_grad),), _SOURCES, mutates=(0,),
-    )
+_dweight = _op(
+    "linear_logprob_dweight", anchor.dweight_block, _dweight_key, _dweight_call, _dweight_sample,
+    Schedule("hopper", _bind_grad(_dweight_block, DWEIGHT), _supports_grad), grad=True, mutates=(0,),
 )  # fmt: skip
 
 # ---- the op --------------------------------------------------------------------------------------

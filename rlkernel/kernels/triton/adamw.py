@@ -7,6 +7,7 @@ the norm adds inside segments that the contract fixes, lanes in a tree of neighb
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -237,7 +238,8 @@ class Launch(NamedTuple):
 
 
 _launches: OrderedDict[tuple[object, ...], dict[int, tuple[Launch, ...]]] = OrderedDict()
-_captured: list[tuple[Launch, ...]] = []
+_captured: dict[int, tuple[Launch, ...]] = {}
+_lock = threading.Lock()
 
 
 def launches(device: torch.device, key: tuple[object, ...], build: Callable[[], tuple[Launch, ...]]) -> Any:
@@ -249,24 +251,26 @@ def launches(device: torch.device, key: tuple[object, ...], build: Callable[[], 
     Raises:
         RuntimeError: the key is new and the stream is being captured.
     """
-    streams = _launches.setdefault(key, {})
-    _launches.move_to_end(key)
-    stream = 0
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            if not streams:
-                raise RuntimeError(
-                    "adamw_, grad_norm: these tensors are new, and their table of addresses cannot be uploaded under "
-                    "CUDA graph capture; call once with the same tensors before"
-                )
-            _captured.append(next(iter(streams.values())))
-            return _captured[-1]
-        stream = torch.cuda.current_stream(device).cuda_stream
-    if stream not in streams:
-        streams[stream] = build()
-        while len(_launches) > TABLES:
-            _launches.popitem(last=False)
-    return streams[stream]
+    with _lock:
+        streams = _launches.setdefault(key, {})
+        _launches.move_to_end(key)
+        stream = 0
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                if not streams:
+                    raise RuntimeError(
+                        "adamw_, grad_norm: these tensors are new, and their table of addresses cannot be uploaded "
+                        "under CUDA graph capture; call once with the same tensors before"
+                    )
+                table = next(iter(streams.values()))
+                _captured[id(table)] = table
+                return table
+            stream = torch.cuda.current_stream(device).cuda_stream
+        if stream not in streams:
+            streams[stream] = build()
+            while len(_launches) > TABLES:
+                _launches.popitem(last=False)
+        return streams[stream]
 
 
 def place(

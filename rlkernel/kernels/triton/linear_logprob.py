@@ -449,7 +449,7 @@ def active_blocks(
     wanted = [g != 0 for g in (dlogp, dentropy) if g is not None]
     active = functools.reduce(torch.logical_or, wanted) & (stats[:, 0] != float("-inf"))
     if kept is not None:
-        word = kept.gather(1, (targets >> 5).unsqueeze(1))[:, 0]
+        word = kept.gather(1, (targets >> 5).clamp(0, kept.shape[1] - 1).unsqueeze(1))[:, 0]
         active &= ((word >> (targets & 31)) & 1) != 0
     whole = torch.nn.functional.pad(active, (0, -len(active) % BLOCK_TOKENS)).view(-1, BLOCK_TOKENS)
     flags = whole.any(1)
