@@ -509,6 +509,24 @@ def test_linear_logprob_schedules_equal_the_anchor(
     record(cases=2, tokens=2 * tokens, mismatches=0)
 
 
+def test_linear_logprob_in_a_new_thread_and_of_repeated_rows() -> None:
+    """A thread's first work finds the device's context; rows that overlap in memory go to the anchor."""
+    import threading
+
+    x, w = data(0, 300, 256, dtype=torch.bfloat16), data(1, 1000, 256, dtype=torch.bfloat16)
+    targets = torch.randint(0, 1000, (300,), device=DEVICE)
+    expected = ops.linear_logprob(x, w, targets).logp
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(ops.linear_logprob(x, w, targets).logp))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert_bitwise(found[0], expected, "another thread")
+    rows = x[:1].expand(300, -1)
+    whole = ops.linear_logprob(rows.contiguous(), w, targets).logp
+    assert_bitwise(ops.linear_logprob(rows, w, targets).logp, whole, "one row, repeated by its stride")
+
+
 def test_linear_logprob_memory_is_bounded() -> None:
     tokens, v, c = 8192, 65536, 256
     x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16)
