@@ -12,6 +12,11 @@ import pytest
 import torch
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that run a whole file in a process of their own come first, so that no worker is left alone with one."""
+    items.sort(key=lambda item: item.name != "test_in_the_interpreter")
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

@@ -31,7 +31,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
             env.pop(name, None)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
     def tiles(family: str, d: int) -> set[attention.Tile]:
