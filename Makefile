@@ -7,22 +7,31 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || 
 # Without a GPU torch brings no Triton; the ahead-of-time tests then use the version that the GPU figures were made with.
 TRITON ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "triton==3.6.0")
 PYTEST_ARGS ?=
+# vLLM for CPUs, TRL and transformers at fixed versions, for tests/integrations. Not beside a CUDA build of torch.
+INTEGRATIONS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo yes)
 
-.PHONY: demo test test-gpu bench sanitize docs lint setup clean
+.PHONY: demo test test-gpu bench sanitize docs lint setup setup-integrations clean
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)" "numpy<2.4" $(TRITON)
 	$(BIN)/python -m pip install --quiet -e ".[test,lint]"
 	touch $@
 
+setup-integrations: $(if $(INTEGRATIONS),$(VENV)/.integrations)  ## into the same .venv: what tests/integrations run on
+
+$(VENV)/.integrations: $(VENV)/.ready integrations/requirements.txt integrations/requirements-nodeps.txt
+	$(BIN)/python -m pip install --quiet -r integrations/requirements.txt "$(TORCH)" "numpy<2.4"
+	$(BIN)/python -m pip install --quiet --no-deps -r integrations/requirements-nodeps.txt
+	touch $@
+
 demo: setup            ## train a small model with GRPO; every sampled log-probability is compared, bit for bit
 	$(BIN)/rlkernel train grpo
 
-test: setup            ## everything that runs without a GPU
-	$(BIN)/python -m pytest -n auto -m "not gpu" $(PYTEST_ARGS)
+test: setup setup-integrations  ## everything that runs without a GPU
+	$(if $(INTEGRATIONS),RLKERNEL_TEST_INTEGRATIONS=1) $(BIN)/python -m pytest -n auto -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: setup        ## the same properties on CUDA; writes benchmarks/results/<gpu>/*.json
 	$(BIN)/python benchmarks/test_gpu.py

@@ -43,7 +43,7 @@ def test_wheel_carries_sources_and_types(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         tree.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tree)
-    for name in ("rlkernel", "csrc"):
+    for name in ("rlkernel", "csrc", "consistency", "integrations"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [
         sys.executable,
@@ -64,8 +64,11 @@ def test_wheel_carries_sources_and_types(tmp_path: Path) -> None:
     assert {"rlkernel/py.typed", "rlkernel/contract/tolerances.json", "rlkernel/_csrc/cpu/gemm.h"} <= names
     sources = {p.relative_to(ROOT / "csrc").as_posix() for p in (ROOT / "csrc").glob("*/*")}
     assert {f"rlkernel/_csrc/{s}" for s in sources} <= names
-    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "rlkernel").rglob("*.py")}
-    assert modules <= names
+    for folder in (ROOT, ROOT / "consistency", ROOT / "integrations"):
+        modules = {p.relative_to(folder).as_posix() for p in folder.glob("rlkernel*/**/*.py")}
+        assert modules <= names
+    (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+    assert b"rlkernel = rlkernel_vllm:register" in zipfile.ZipFile(wheel).read(entry_points)
 
 
 @pytest.fixture
