@@ -1,0 +1,45 @@
+"""Capsules: the trace format `rlkernel.trace/1`, safetensors and JSON, no pickle. See docs/drift/capsule.md."""
+
+from rlkernel_drift.capsule.build import build_capsule, describe_operators
+from rlkernel_drift.capsule.capsule import PHASES, STREAMS, Capsule, Distribution, Kept, Operators, SpanKind
+from rlkernel_drift.capsule.folder import is_capsule, read_capsule, redact, write_capsule
+from rlkernel_drift.capsule.limits import Limits
+from rlkernel_drift.capsule.manifest import (
+    FORMAT,
+    Floor,
+    Manifest,
+    Media,
+    Model,
+    Operator,
+    Sampling,
+    WeightFingerprint,
+    Weights,
+)
+from rlkernel_drift.capsule.tensor_file import Tensor
+
+__all__ = [
+    "FORMAT",
+    "PHASES",
+    "STREAMS",
+    "Capsule",
+    "Distribution",
+    "Floor",
+    "Kept",
+    "Limits",
+    "Manifest",
+    "Media",
+    "Model",
+    "Operator",
+    "Operators",
+    "Sampling",
+    "SpanKind",
+    "Tensor",
+    "WeightFingerprint",
+    "Weights",
+    "build_capsule",
+    "describe_operators",
+    "is_capsule",
+    "read_capsule",
+    "redact",
+    "write_capsule",
+]

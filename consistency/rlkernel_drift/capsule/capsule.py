@@ -1,0 +1,225 @@
+"""A capsule in memory: packed sequences with their log-probabilities, and what else was recorded about them.
+
+Arrays run over the T tokens of all sequences, one after another. `logprobs[stream][t]` belongs to token t given the
+tokens before it; `mask[t]` says whether that token counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlkernel_drift.capsule.manifest import Manifest
+from rlkernel_drift.capsule.tensor_file import Array, Tensor
+from rlkernel_drift.errors import CapsuleError, Refusal
+
+PHASES = ("recorded", "decode", "prefill", "train")
+VALUES = ("processed", "raw")
+STREAMS = tuple(f"{phase}.{values}" for phase in PHASES for values in VALUES)
+
+
+class SpanKind(IntEnum):
+    """What a run of tokens is."""
+
+    TEXT = 0
+    PROMPT = 1
+    COMPLETION = 2
+    OBSERVATION = 3
+    IMAGE = 4
+    VIDEO = 5
+    AUDIO = 6
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tokens that could be drawn: `ids[offsets[t]:offsets[t+1]]` for token t; an empty set means all."""
+
+    ids: NDArray[np.int32]  # [N]
+    offsets: NDArray[np.int64]  # [T+1]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Whole logits rows of some tokens, so that hypotheses about temperature and filters need no model.
+
+    Attributes:
+        rows: [R] the tokens whose prediction they are, ascending.
+        logits: [R, V] before temperature and filters.
+    """
+
+    rows: NDArray[np.int64]
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Recorded operator outputs by name, in the order of computation.
+
+    Attributes:
+        rows: [R] the recorded tokens, ascending; None: all of them.
+        values: [R or T, width]; int64 [R or T] where fingerprints were taken.
+    """
+
+    rows: NDArray[np.int64] | None = None
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Capsule:
+    """See the head of this file.
+
+    Attributes:
+        manifest: the JSON half.
+        ids, positions: [T] int32.
+        cu_seqlens: [B+1] int64, first token of each sequence, then T.
+        mask: [T] bool.
+        logprobs: stream ("recorded.processed", "train.raw", ...) -> [T] fp32; NaN where there is none.
+        spans: [S, 4] int32: sequence, begin, end (in the sequence), `SpanKind`.
+        sequence_ids: [B] int64 names of the sequences, to match two capsules in different order.
+    """
+
+    manifest: Manifest
+    ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    cu_seqlens: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    logprobs: dict[str, NDArray[np.float32]]
+    spans: NDArray[np.int32] | None = None
+    sequence_ids: NDArray[np.int64] | None = None
+    kept: Kept | None = None
+    distribution: Distribution | None = None
+    operators: Operators = field(default_factory=Operators)
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return int(self.ids.shape[0])
+
+    @property
+    def sequences(self) -> int:
+        """B."""
+        return int(self.cu_seqlens.shape[0]) - 1
+
+    @property
+    def stream(self) -> str | None:
+        """The stream that stands for this side: what was trained on or handed over, as sampled where it is known."""
+        order = ("train", "recorded", "decode", "prefill") if self.manifest.side == "train" else PHASES
+        names = (f"{phase}.{values}" for phase in order for values in VALUES)
+        return next((name for name in names if name in self.logprobs), None)
+
+    def sequence(self, index: int) -> slice:
+        """Tokens of one sequence."""
+        return slice(int(self.cu_seqlens[index]), int(self.cu_seqlens[index + 1]))
+
+    def place(self, token: int) -> tuple[int, int]:
+        """Sequence of a packed token, and its index in it."""
+        sequence = int(np.searchsorted(self.cu_seqlens, token, side="right")) - 1
+        return sequence, token - int(self.cu_seqlens[sequence])
+
+    def text(self, token_id: int) -> str | None:
+        """Text of a token id where the capsule carries it."""
+        return self.manifest.vocabulary.get(str(token_id))
+
+    def validate(self) -> None:
+        """Checks that arrays fit each other and hold possible values.
+
+        Raises:
+            CapsuleError: naming the array and what is wrong with it.
+        """
+        tokens = self.tokens
+        _vector("tokens.ids", self.ids, np.int32)
+        _vector("tokens.positions", self.positions, np.int32, tokens)
+        _vector("tokens.mask", self.mask, np.bool_, tokens)
+        _offsets("tokens.cu_seqlens", self.cu_seqlens, tokens, strictly=True)
+        model = self.manifest.model
+        vocab = max(model.vocab_size or 0, model.padded_vocab_size or 0) or (1 << 31)
+        _between("tokens.ids", self.ids, 0, vocab - 1)
+        _between("tokens.positions", self.positions, 0, (1 << 31) - 1)
+        for stream, values in self.logprobs.items():
+            if stream not in STREAMS:
+                raise CapsuleError(Refusal.TENSOR_UNKNOWN, f"logprobs.{stream}; streams are {', '.join(STREAMS)}")
+            _vector(f"logprobs.{stream}", values, np.float32, tokens)
+        if self.sequence_ids is not None:
+            _vector("tokens.sequence_ids", self.sequence_ids, np.int64, self.sequences)
+        if self.spans is not None:
+            self._check_spans(self.spans)
+        if self.kept is not None:
+            _vector("kept.ids", self.kept.ids, np.int32)
+            _vector("kept.offsets", self.kept.offsets, np.int64, tokens + 1)
+            _offsets("kept.offsets", self.kept.offsets, len(self.kept.ids))
+            _between("kept.ids", self.kept.ids, 0, vocab - 1)
+        if self.distribution is not None:
+            _rows("distribution.rows", self.distribution.rows, tokens)
+            shape = self.distribution.logits.shape
+            if len(shape) != 2 or shape[0] != len(self.distribution.rows):
+                raise CapsuleError(
+                    Refusal.SHAPE, f"distribution.logits is {shape}; expected [{len(self.distribution.rows)}, V]"
+                )
+        for media in self.manifest.media:
+            if media.sequence >= self.sequences or not media.begin < media.end <= self._length(media.sequence):
+                raise CapsuleError(Refusal.VALUE, f"media at {media.begin} to {media.end} of sequence {media.sequence}")
+        self._check_operators()
+
+    def _length(self, sequence: int) -> int:
+        return int(self.cu_seqlens[sequence + 1] - self.cu_seqlens[sequence])
+
+    def _check_spans(self, spans: Array) -> None:
+        if spans.ndim != 2 or spans.shape[1] != 4 or spans.dtype != np.int32:
+            raise CapsuleError(Refusal.SHAPE, f"tokens.spans is {spans.shape} {spans.dtype}; expected [S, 4] int32")
+        if not len(spans):
+            return
+        _between("tokens.spans, sequence", spans[:, 0], 0, self.sequences - 1)
+        _between("tokens.spans, kind", spans[:, 3], 0, max(SpanKind))
+        lengths = np.diff(self.cu_seqlens)[spans[:, 0]]
+        if ((spans[:, 1] < 0) | (spans[:, 1] >= spans[:, 2]) | (spans[:, 2] > lengths)).any():
+            raise CapsuleError(Refusal.VALUE, "tokens.spans: a span is empty or leaves its sequence")
+
+    def _check_operators(self) -> None:
+        rows = self.operators.rows
+        if rows is not None:
+            _rows("operators.rows", rows, self.tokens)
+        named = {operator.name: operator for operator in self.manifest.operators}
+        if set(named) != set(self.operators.values) or len(named) != len(self.manifest.operators):
+            raise CapsuleError(Refusal.TENSOR_MISSING, "operators of the manifest and of the tensor file differ")
+        for name, tensor in self.operators.values.items():
+            operator = named[name]
+            count = self.tokens if operator.kind == "full" or rows is None else len(rows)
+            shape = (count,) if operator.kind == "fingerprint" else (count, operator.width)
+            if tensor.shape != shape or tensor.dtype != operator.dtype:
+                raise CapsuleError(
+                    Refusal.SHAPE,
+                    f"operator {name} is {tensor.shape} {tensor.dtype}; the manifest says {shape} {operator.dtype}",
+                )
+
+
+def _vector(name: str, values: Array, dtype: Any, size: int | None = None) -> None:
+    if values.ndim != 1 or values.dtype != np.dtype(dtype) or (size is not None and len(values) != size):
+        expected = "n" if size is None else str(size)
+        raise CapsuleError(
+            Refusal.SHAPE, f"{name} is {values.shape} {values.dtype}; expected [{expected}] {np.dtype(dtype)}"
+        )
+
+
+def _offsets(name: str, values: Array, total: int, strictly: bool = False) -> None:
+    _vector(name, values, np.int64)
+    least = 1 if strictly else 0
+    good = len(values) >= 1 and values[0] == 0 and values[-1] == total and (np.diff(values) >= least).all()
+    if not good:
+        raise CapsuleError(Refusal.VALUE, f"{name} must rise from 0 to {total}, by at least {least}")
+
+
+def _between(name: str, values: Array, low: int, high: int) -> None:
+    if len(values) and (int(values.min()) < low or int(values.max()) > high):
+        raise CapsuleError(
+            Refusal.VALUE, f"{name} goes from {int(values.min())} to {int(values.max())}; expected {low} to {high}"
+        )
+
+
+def _rows(name: str, rows: Array, tokens: int) -> None:
+    _vector(name, rows, np.int64)
+    if len(rows) and (rows[0] < 0 or rows[-1] >= tokens or (np.diff(rows) <= 0).any()):
+        raise CapsuleError(Refusal.VALUE, f"{name} must ascend within 0 to {tokens - 1}")

@@ -1,0 +1,264 @@
+"""Capsules on disk: a folder with manifest.json, tokens.safetensors and, where operators were recorded, operators.safetensors.
+
+Written beside the target and renamed at the end. Read strictly: only these files, no links, sizes and digests as said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from rlkernel_drift.capsule.capsule import Capsule, Distribution, Kept, Operators
+from rlkernel_drift.capsule.limits import DEFAULT_LIMITS, Limits
+from rlkernel_drift.capsule.manifest import FORMAT, File, Manifest
+from rlkernel_drift.capsule.strict_json import parse_json
+from rlkernel_drift.capsule.tensor_file import Array, Tensor, parse_tensors, read_bytes, write_tensors
+from rlkernel_drift.errors import CapsuleError, DriftError, Refusal
+
+MANIFEST = "manifest.json"
+TOKENS = "tokens.safetensors"
+OPERATORS = "operators.safetensors"
+
+_REQUIRED = ("tokens.ids", "tokens.positions", "tokens.cu_seqlens", "tokens.mask")
+_OPTIONAL = (
+    "tokens.spans",
+    "tokens.sequence_ids",
+    "kept.ids",
+    "kept.offsets",
+    "distribution.rows",
+    "distribution.logits",
+)
+
+
+def is_capsule(path: Path) -> bool:
+    """Whether a path is a folder with a capsule's manifest."""
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        return False
+    with open(manifest, "rb") as file:
+        return b"rlkernel.trace/" in file.read(1 << 16)
+
+
+# ---- write ---------------------------------------------------------------------------------------------------------
+
+
+def write_capsule(capsule: Capsule, path: str | Path, *, max_bytes: int = 256 << 20, text: bool = True) -> Path:
+    """Writes a capsule folder.
+
+    Args:
+        capsule: checked before anything is written.
+        path: folder to create; an existing capsule there is replaced, anything else is an error.
+        max_bytes: operators and then logits rows are left out beyond this size, and the manifest says so.
+        text: False leaves out all text and the command (`--no-text`).
+
+    Returns:
+        The folder.
+
+    Raises:
+        CapsuleError: the capsule is not valid. DriftError: the folder cannot be written, or tokens alone are too large.
+    """
+    target = Path(path)
+    if target.exists() and not is_capsule(target) and (not target.is_dir() or any(target.iterdir())):
+        raise DriftError(f"{target} exists and is no capsule; choose another path")
+    capsule = _bounded(capsule if text else redact(capsule), max_bytes)
+    capsule.validate()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise DriftError(f"cannot write beside {target}: {error.strerror}") from None
+    try:
+        work.chmod(0o755)
+        write_tensors(work / TOKENS, _token_tensors(capsule))
+        if capsule.operators.values:
+            write_tensors(work / OPERATORS, _operator_tensors(capsule.operators))
+        files = {file.name: _describe(file) for file in sorted(work.iterdir())}
+        manifest = capsule.manifest.model_copy(update={"files": files})
+        text_of = json.dumps(manifest.model_dump(mode="json", exclude_defaults=True) | {"format": FORMAT}, indent=1)
+        (work / MANIFEST).write_text(text_of + "\n", encoding="utf-8")
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(work, target)
+    except OSError as error:
+        raise DriftError(f"writing {target} failed: {error.strerror}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def redact(capsule: Capsule) -> Capsule:
+    """The capsule without text: no vocabulary, no command."""
+    return replace(capsule, manifest=capsule.manifest.model_copy(update={"vocabulary": {}, "command": [], "redacted": True}))
+
+
+def _bounded(capsule: Capsule, max_bytes: int) -> Capsule:
+    left_out = list(capsule.manifest.left_out)
+    rest = max_bytes - sum(t.values.nbytes for t in _token_tensors(replace(capsule, distribution=None)).values())
+    if rest < 0:
+        raise DriftError(f"the tokens alone take {max_bytes - rest} bytes, more than {max_bytes}; take fewer sequences")
+    rows = capsule.distribution
+    if rows is not None:
+        if rows.logits.values.nbytes > rest:
+            left_out.append(f"logits of {len(rows.rows)} tokens ({rows.logits.values.nbytes} bytes)")
+            capsule = replace(capsule, distribution=None)
+        else:
+            rest -= rows.logits.values.nbytes
+    size = sum(tensor.values.nbytes for tensor in capsule.operators.values.values())
+    update: dict[str, Any] = {}
+    if size > rest:
+        left_out.append(f"{len(capsule.operators.values)} operators ({size} bytes)")
+        capsule = replace(capsule, operators=Operators())
+        update["operators"] = []
+    return replace(capsule, manifest=capsule.manifest.model_copy(update=update | {"left_out": left_out}))
+
+
+def _token_tensors(capsule: Capsule) -> dict[str, Tensor]:
+    arrays: dict[str, Array | None] = {
+        "tokens.ids": capsule.ids,
+        "tokens.positions": capsule.positions,
+        "tokens.cu_seqlens": capsule.cu_seqlens,
+        "tokens.mask": capsule.mask,
+        "tokens.spans": capsule.spans,
+        "tokens.sequence_ids": capsule.sequence_ids,
+        "kept.ids": capsule.kept.ids if capsule.kept else None,
+        "kept.offsets": capsule.kept.offsets if capsule.kept else None,
+        "distribution.rows": capsule.distribution.rows if capsule.distribution else None,
+        **{f"logprobs.{stream}": values for stream, values in capsule.logprobs.items()},
+    }
+    tensors = {name: Tensor.of(array) for name, array in arrays.items() if array is not None}
+    if capsule.distribution:
+        tensors["distribution.logits"] = capsule.distribution.logits
+    return tensors
+
+
+def _operator_tensors(operators: Operators) -> dict[str, Tensor]:
+    rows = {} if operators.rows is None else {"operators.rows": Tensor.of(operators.rows)}
+    return rows | {f"operator/{name}": tensor for name, tensor in operators.values.items()}
+
+
+def _describe(path: Path) -> File:
+    with open(path, "rb") as file:
+        return File(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+# ---- read ----------------------------------------------------------------------------------------------------------
+
+
+def read_capsule(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> Capsule:
+    """Reads and checks a capsule folder.
+
+    Raises:
+        CapsuleError: with the reason's stable name in `refusal`.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CapsuleError(Refusal.MISSING, f"{folder} is no folder; a capsule is one, with {MANIFEST}")
+    manifest = parse_manifest(read_bytes(folder / MANIFEST, limits.json_bytes, "the manifest"), limits)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, file in manifest.files.items():
+        # A manifest is data: it may name these two files only, and no path.
+        if name not in (TOKENS, OPERATORS):
+            raise CapsuleError(Refusal.PATH, f"{MANIFEST} names the file {name[:80]!r}; expected {TOKENS} or {OPERATORS}")
+        data = read_bytes(folder / name, limits.file_bytes, "named in the manifest")
+        if len(data) != file.bytes:
+            raise CapsuleError(Refusal.TRUNCATED, f"{name} has {len(data)} bytes; the manifest says {file.bytes}")
+        if hashlib.sha256(data).hexdigest() != file.sha256:
+            raise CapsuleError(Refusal.DIGEST, f"{name} is not the file that was written; its SHA-256 differs")
+        tensors[name] = parse_tensors(data, name, limits)
+    if TOKENS not in tensors:
+        raise CapsuleError(Refusal.MISSING, f"{MANIFEST} names no {TOKENS}")
+    return assemble(manifest, tensors[TOKENS], tensors.get(OPERATORS, {}), limits)
+
+
+def parse_manifest(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Manifest:
+    """The manifest of its bytes.
+
+    Raises:
+        CapsuleError: malformed JSON, another format, an unknown key, a wrong value.
+    """
+    values = parse_json(data, MANIFEST, limits)
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        found = values.get("format") if isinstance(values, dict) else type(values).__name__
+        raise CapsuleError(Refusal.FORMAT, f"{MANIFEST} has format {str(found)[:80]!r}; this version reads {FORMAT!r}")
+    try:
+        return Manifest.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part)[:80] for part in first["loc"])
+        raise CapsuleError(
+            Refusal.MANIFEST, f"{MANIFEST}: {place}: {first['msg']} ({error.error_count()} errors)"
+        ) from None
+
+
+def assemble(
+    manifest: Manifest, tokens: dict[str, Tensor], operators: dict[str, Tensor], limits: Limits = DEFAULT_LIMITS
+) -> Capsule:
+    """Builds and checks a capsule from its parsed parts.
+
+    Raises:
+        CapsuleError: as `read_capsule`.
+    """
+    for name in _REQUIRED:
+        if name not in tokens:
+            raise CapsuleError(Refusal.TENSOR_MISSING, f"{TOKENS} lacks {name}")
+    streams = {name.removeprefix("logprobs."): t for name, t in tokens.items() if name.startswith("logprobs.")}
+    known = {*_REQUIRED, *_OPTIONAL, *(f"logprobs.{name}" for name in streams)}
+    unknown = sorted(set(tokens) - known)
+    if unknown:
+        raise CapsuleError(Refusal.TENSOR_UNKNOWN, f"{TOKENS} holds {unknown[0][:80]!r}, which {FORMAT} has not")
+    if tokens["tokens.ids"].values.size > limits.tokens:
+        raise CapsuleError(Refusal.COUNT, f"{tokens['tokens.ids'].values.size} tokens; at most {limits.tokens}")
+    arrays = {name: _plain(name, tensor) for name, tensor in tokens.items() if name != "distribution.logits"}
+    values = {n.removeprefix("operator/"): t for n, t in operators.items() if n.startswith("operator/")}
+    unknown = sorted(set(operators) - {"operators.rows"} - {f"operator/{name}" for name in values})
+    if unknown:
+        raise CapsuleError(Refusal.TENSOR_UNKNOWN, f"{OPERATORS} holds {unknown[0][:80]!r}, which {FORMAT} has not")
+    rows = operators.get("operators.rows")
+    order = {operator.name: i for i, operator in enumerate(manifest.operators)}
+    capsule = Capsule(
+        manifest=manifest,
+        ids=arrays["tokens.ids"],
+        positions=arrays["tokens.positions"],
+        cu_seqlens=arrays["tokens.cu_seqlens"],
+        mask=arrays["tokens.mask"],
+        logprobs={name: arrays[f"logprobs.{name}"] for name in streams},
+        spans=arrays.get("tokens.spans"),
+        sequence_ids=arrays.get("tokens.sequence_ids"),
+        kept=_kept(arrays),
+        distribution=_distribution(arrays, tokens.get("distribution.logits")),
+        operators=Operators(
+            None if rows is None else _plain("operators.rows", rows),
+            dict(sorted(values.items(), key=lambda item: order.get(item[0], len(order)))),
+        ),
+    )
+    capsule.validate()
+    return capsule
+
+
+def _plain(name: str, tensor: Tensor) -> Array:
+    if tensor.dtype in ("BF16", "F8_E4M3", "F8_E5M2"):
+        raise CapsuleError(Refusal.DTYPE, f"{name} is {tensor.dtype}")
+    if tensor.dtype == "BOOL" and tensor.values.size and np.ascontiguousarray(tensor.values).view(np.uint8).max() > 1:
+        raise CapsuleError(Refusal.VALUE, f"{name} holds bytes that are no booleans")
+    return tensor.values
+
+
+def _kept(arrays: dict[str, Array]) -> Kept | None:
+    if ("kept.ids" in arrays) != ("kept.offsets" in arrays):
+        raise CapsuleError(Refusal.TENSOR_MISSING, "kept.ids and kept.offsets come together")
+    return Kept(arrays["kept.ids"], arrays["kept.offsets"]) if "kept.ids" in arrays else None
+
+
+def _distribution(arrays: dict[str, Array], logits: Tensor | None) -> Distribution | None:
+    if (logits is None) != ("distribution.rows" not in arrays):
+        raise CapsuleError(Refusal.TENSOR_MISSING, "distribution.rows and distribution.logits come together")
+    return None if logits is None else Distribution(arrays["distribution.rows"], logits)

@@ -1,0 +1,147 @@
+"""The JSON half of a capsule: who computed the numbers, from which weights, under which settings. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+FORMAT = "rlkernel.trace/1"
+
+Scalar = str | int | float | bool | None
+Name = Annotated[str, StringConstraints(max_length=512)]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16,64}$")]
+Phase = Literal["recorded", "decode", "prefill", "train"]
+Count = Annotated[int, Field(ge=0, le=1 << 40)]
+
+
+class Strict(BaseModel):
+    """Base of all parts: frozen, no unknown key, no silent conversion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Sampling(Strict):
+    """How tokens were drawn; `top_k=0`, `top_p=1`, `min_p=0` keep all tokens."""
+
+    temperature: float = Field(1.0, ge=0, le=1e6)
+    top_k: int = Field(0, ge=0, le=1 << 31)
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens could not be drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class Model(Strict):
+    """Which network; digests are those of the files' bytes."""
+
+    name: Name = ""
+    family: Name = ""
+    layers: Count | None = None
+    hidden_size: Count | None = None
+    vocab_size: Count | None = None
+    padded_vocab_size: Count | None = None
+    tokenizer: Digest | None = None
+    chat_template: Digest | None = None
+
+
+class WeightFingerprint(Strict):
+    """One tensor under its Hugging Face name.
+
+    Attributes:
+        digest: of the bytes as stored in `dtype`; bf16: of the values rounded to bfloat16, to compare across dtypes.
+        norm: Euclidean.
+    """
+
+    dtype: Name
+    shape: Annotated[list[Count], Field(max_length=8)]
+    digest: Digest
+    bf16: Digest | None = None
+    norm: float | None = None
+
+
+class Weights(Strict):
+    """Fingerprints of the weights that computed the numbers; `previous`: of the version before, where it is known."""
+
+    version: int | Name | None = None
+    tensors: Annotated[dict[Name, WeightFingerprint], Field(max_length=65536)] = {}
+    previous: Annotated[dict[Name, Digest], Field(max_length=65536)] = {}
+    adapter: Name | None = None
+
+
+class Operator(Strict):
+    """One recorded tensor a layer and operator.
+
+    Attributes:
+        name: `embedding`, `layers.3.q_proj`, ..., in the order of computation.
+        kind: full (every token), rows (the tokens in `operators.rows`) or fingerprint (an int64 a token).
+    """
+
+    name: Name
+    kind: Literal["full", "rows", "fingerprint"]
+    dtype: Name
+    width: Count
+
+
+class Media(Strict):
+    """An image, video or sound: where its tokens stand, and the digest of what the model saw."""
+
+    sequence: Count
+    begin: Count
+    end: Count
+    kind: Literal["image", "video", "audio"]
+    digest: Digest
+
+
+class Floor(Strict):
+    """Spread of an engine against itself (`rlkernel-drift floor`), of |difference| of log-probabilities."""
+
+    mean: float = Field(ge=0)
+    p99: float = Field(ge=0)
+    maximum: float = Field(ge=0)
+    k3: float = 0.0
+    tokens: Count = 0
+    permutations: list[Name] = []
+
+
+class File(Strict):
+    """A tensor file of the capsule."""
+
+    bytes: Count
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Manifest(Strict):
+    """manifest.json.
+
+    Attributes:
+        side: what this stack does in the run.
+        engine: what computed the numbers ("vllm", "hf", "rlkernel", ...).
+        config: settings that can change numbers: dtype, attention_backend, tensor_parallel, head_dtype, ...
+        vocabulary: text of the token ids that occur, by id; empty after redaction.
+        redacted: text was left out on purpose.
+        left_out: what did not fit into the capsule's size, in words.
+    """
+
+    format: Literal["rlkernel.trace/1"] = FORMAT
+    side: Literal["rollout", "train", "other"] = "other"
+    engine: Name = ""
+    step: Count | None = None
+    contract: Name | None = None
+    model: Model = Model()
+    weights: Weights | None = None
+    sampling: Sampling = Sampling()
+    config: Annotated[dict[Name, Scalar], Field(max_length=4096)] = {}
+    versions: Annotated[dict[Name, Name], Field(max_length=1024)] = {}
+    hardware: Annotated[dict[Name, Scalar], Field(max_length=256)] = {}
+    command: Annotated[list[Annotated[str, StringConstraints(max_length=65536)]], Field(max_length=1024)] = []
+    vocabulary: Annotated[dict[Annotated[str, StringConstraints(pattern=r"^\d{1,10}$")], Name], Field(max_length=1 << 20)] = {}
+    redacted: bool = False
+    media: Annotated[list[Media], Field(max_length=1 << 20)] = []
+    operators: Annotated[list[Operator], Field(max_length=65536)] = []
+    floor: Floor | None = None
+    left_out: Annotated[list[Name], Field(max_length=256)] = []
+    files: Annotated[dict[Name, File], Field(max_length=16)] = {}

@@ -1,0 +1,211 @@
+"""safetensors files read with numpy alone, strictly: every byte of the data belongs to exactly one tensor.
+
+numpy has no bfloat16 and no float8; such tensors are kept as their bits, with the dtype's name beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlkernel_drift.capsule.limits import DEFAULT_LIMITS, Limits
+from rlkernel_drift.capsule.strict_json import parse_json
+from rlkernel_drift.errors import CapsuleError, Refusal
+
+Array = NDArray[Any]
+
+# Name in the file -> dtype that holds the bits.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+_OF_NUMPY = {dtype: name for name, dtype in reversed(DTYPES.items()) if name not in ("BF16", "F8_E4M3", "F8_E5M2")}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An array and what its bits mean.
+
+    Attributes:
+        values: the array; for BF16 the unsigned 16-bit patterns.
+        dtype: safetensors' name.
+    """
+
+    values: Array
+    dtype: str
+
+    @classmethod
+    def of(cls, values: Any) -> Tensor:
+        """A numpy array as it is, in the file's byte order."""
+        array = np.ascontiguousarray(values)
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        if array.dtype not in _OF_NUMPY:
+            raise TypeError(f"numpy dtype {array.dtype} has no safetensors name")
+        return cls(array, _OF_NUMPY[array.dtype])
+
+    @classmethod
+    def bfloat16(cls, values: Any) -> Tensor:
+        """fp32 values rounded to bfloat16, ties to even."""
+        return cls(round_bfloat16(np.asarray(values, np.float32)), "BF16")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.values.shape
+
+    def float32(self) -> Array:
+        """The values in fp32; exact for every dtype of at most 32 bits."""
+        if self.dtype == "BF16":
+            return (self.values.astype(np.uint32) << 16).view(np.float32)
+        return self.values.astype(np.float32)
+
+
+def round_bfloat16(values: Array) -> Array:
+    """Bit patterns of fp32 values rounded to bfloat16, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+class _Entry(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file; the same tensors give the same bytes."""
+    header: dict[str, Any] = {}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.values.nbytes
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor.values).tobytes())
+
+
+def read_bytes(path: Path, limit: int, what: str) -> bytes:
+    """Content of a regular file of at most `limit` bytes, never through a symbolic link.
+
+    Raises:
+        CapsuleError: absent, a link, no regular file, too large.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        raise CapsuleError(Refusal.MISSING, f"{path.name}, {what}, does not exist") from None
+    except OSError as error:
+        if path.is_symlink():
+            raise CapsuleError(Refusal.SYMLINK, f"{path.name} is a symbolic link; copy the file itself") from None
+        raise CapsuleError(Refusal.NOT_REGULAR, f"{path.name} cannot be opened: {error.strerror}") from None
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise CapsuleError(Refusal.NOT_REGULAR, f"{path.name} is no regular file")
+        if status.st_size > limit:
+            raise CapsuleError(Refusal.TOO_LARGE, f"{path.name} has {status.st_size} bytes; at most {limit} are read")
+        return file.read(limit + 1)[:limit]
+
+
+def parse_tensors(data: bytes, where: str, limits: Limits = DEFAULT_LIMITS) -> dict[str, Tensor]:
+    """Tensors of the bytes of a safetensors file, as views of them.
+
+    Raises:
+        CapsuleError: a header or an offset that does not describe the bytes exactly.
+    """
+    if len(data) < 8:
+        raise CapsuleError(Refusal.TRUNCATED, f"{where} has {len(data)} bytes; a safetensors file has at least 8")
+    size = int.from_bytes(data[:8], "little")
+    if size > limits.header_bytes:
+        raise CapsuleError(Refusal.HEADER_SIZE, f"{where}: header of {size} bytes; at most {limits.header_bytes}")
+    if 8 + size > len(data):
+        raise CapsuleError(Refusal.TRUNCATED, f"{where}: header of {size} bytes in a file of {len(data)}")
+    header = parse_json(data[8 : 8 + size], f"{where}: header", limits)
+    body = memoryview(data)[8 + size :]
+    entries = list(_entries(header, where, limits))
+    _check_layout(entries, len(body), where)
+    return {
+        e.name: Tensor(np.frombuffer(body[e.begin : e.end], DTYPES[e.dtype]).reshape(e.shape), e.dtype)
+        for e in entries
+    }
+
+
+def _entries(header: Any, where: str, limits: Limits) -> Iterable[_Entry]:
+    if not isinstance(header, dict):
+        raise CapsuleError(Refusal.HEADER, f"{where}: the header is {type(header).__name__}; expected an object")
+    if len(header) > limits.tensors:
+        raise CapsuleError(Refusal.COUNT, f"{where}: {len(header)} tensors; at most {limits.tensors}")
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise CapsuleError(
+                Refusal.HEADER, f"{where}: {name[:80]!r} must have dtype, shape and data_offsets, nothing else"
+            )
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise CapsuleError(Refusal.DTYPE, f"{where}: {name[:80]!r} has dtype {str(dtype)[:40]!r}")
+        if not _counts(shape) or len(shape) > limits.dims:
+            raise CapsuleError(Refusal.SHAPE, f"{where}: {name[:80]!r} has shape {str(shape)[:80]}")
+        if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise CapsuleError(Refusal.OFFSETS_RANGE, f"{where}: {name[:80]!r} has offsets {str(offsets)[:80]}")
+        # Python's integers do not overflow, so an absurd shape cannot wrap around to a small size.
+        expected = math.prod(shape) * DTYPES[dtype].itemsize
+        if expected != offsets[1] - offsets[0]:
+            raise CapsuleError(
+                Refusal.SHAPE,
+                f"{where}: {name[:80]!r} of shape {shape} {dtype} needs {expected} bytes; its offsets hold "
+                f"{offsets[1] - offsets[0]}",
+            )
+        yield _Entry(name, dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _check_layout(entries: list[_Entry], size: int, where: str) -> None:
+    at = 0
+    for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
+        if entry.end > size:
+            raise CapsuleError(
+                Refusal.OFFSETS_RANGE, f"{where}: {entry.name[:80]!r} ends at byte {entry.end} of {size}"
+            )
+        if entry.begin < at:
+            raise CapsuleError(
+                Refusal.OFFSETS_OVERLAP, f"{where}: {entry.name[:80]!r} begins at {entry.begin}, inside another"
+            )
+        if entry.begin > at:
+            raise CapsuleError(Refusal.OFFSETS_GAP, f"{where}: bytes {at} to {entry.begin} belong to no tensor")
+        at = entry.end
+    if at != size:
+        raise CapsuleError(Refusal.OFFSETS_GAP, f"{where}: bytes {at} to {size} belong to no tensor")

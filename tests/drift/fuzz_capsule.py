@@ -1,0 +1,47 @@
+"""atheris target of the capsule reader: any bytes give a capsule or a named refusal, nothing else.
+
+Run with `python tests/drift/fuzz_capsule.py -max_total_time=60` where atheris is installed; `test_drift_fuzz.py` runs the same
+function on hypothesis' bytes, and a short atheris session where it can.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rlkernel_drift.capsule.folder import assemble, parse_manifest
+from rlkernel_drift.capsule.limits import Limits
+from rlkernel_drift.capsule.tensor_file import parse_tensors
+from rlkernel_drift.errors import CapsuleError
+
+SMALL = Limits(file_bytes=1 << 20, header_bytes=1 << 16, json_bytes=1 << 16, tensors=64, tokens=1 << 12)
+
+
+def read_anything(data: bytes) -> str:
+    """Feeds bytes to manifest and tensor reader; returns what came of it."""
+    cut = data.find(b"\0\0SPLIT\0\0")
+    manifest, tensors = (data[:cut], data[cut + 9 :]) if cut >= 0 else (data, data)
+    outcome = []
+    for read in (lambda: parse_manifest(manifest, SMALL), lambda: parse_tensors(tensors, "fuzz", SMALL)):
+        try:
+            read()
+            outcome.append("read")
+        except CapsuleError as error:
+            outcome.append(error.refusal.value)
+    if outcome == ["read", "read"]:
+        try:
+            assemble(parse_manifest(manifest, SMALL), parse_tensors(tensors, "fuzz", SMALL), {}, SMALL)
+        except CapsuleError as error:
+            outcome.append(error.refusal.value)
+    return " ".join(outcome)
+
+
+def main() -> None:
+    import atheris
+
+    atheris.instrument_all()
+    atheris.Setup(sys.argv, read_anything)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
