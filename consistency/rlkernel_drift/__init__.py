@@ -1,4 +1,4 @@
-"""rlkernel-drift: is there drift between rollout and training log-probabilities, where does it begin, why, what does it cost.
+"""rlkernel-drift: do rollout and training log-probabilities drift apart, where does it begin, why, what does it cost.
 
 Reads capsules (`rlkernel.trace/1`), run folders and metrics files; imports no engine. See docs/drift.
 """

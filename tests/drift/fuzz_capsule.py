@@ -1,7 +1,7 @@
 """atheris target of the capsule reader: any bytes give a capsule or a named refusal, nothing else.
 
-Run with `python tests/drift/fuzz_capsule.py -max_total_time=60` where atheris is installed; `test_drift_fuzz.py` runs the same
-function on hypothesis' bytes, and a short atheris session where it can.
+`python tests/drift/fuzz_capsule.py -max_total_time=60` runs it where atheris is installed; `test_drift_fuzz.py` feeds
+it the bytes of hypothesis, and runs a short atheris session where it can.
 """
 
 from __future__ import annotations

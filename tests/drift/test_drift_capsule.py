@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+
 from rlkernel_drift.capsule import (
     Manifest,
     Operators,
@@ -30,7 +32,6 @@ from rlkernel_drift.capsule.fingerprint import (
 from rlkernel_drift.capsule.folder import OPERATORS, TOKENS
 from rlkernel_drift.capsule.tensor_file import parse_tensors, round_bfloat16, write_tensors
 from rlkernel_drift.errors import CapsuleError, DriftError, Refusal
-from safetensors import safe_open
 
 
 def example(**manifest: Any) -> Any:
@@ -52,7 +53,10 @@ def example(**manifest: Any) -> Any:
         ),
         [[1, 2], [3]],
         [[4, 5, 6], [7, 8]],
-        {"recorded.raw": [[-1.0, -2.0, -0.5], [-3.0, float("-inf")]], "prefill.raw": [[-1.0, -2.0, -0.5], [-3.0, -1.0]]},
+        {
+            "recorded.raw": [[-1.0, -2.0, -0.5], [-3.0, float("-inf")]],
+            "prefill.raw": [[-1.0, -2.0, -0.5], [-3.0, -1.0]],
+        },
         kept=[[[4, 9], [5], []], [[7], [8]]],
         sequence_ids=[11, 12],
         operators=Operators(None, values),
@@ -181,7 +185,10 @@ def rewrite(folder: Path, change: Any) -> None:
         (lambda m: m["operators"].pop(), Refusal.TENSOR_MISSING),
         (lambda m: m["operators"][0].update(width=5), Refusal.SHAPE),
         (lambda m: m.update(model={"vocab_size": 3}), Refusal.VALUE),
-        (lambda m: m.update(media=[{"sequence": 9, "begin": 0, "end": 1, "kind": "image", "digest": "0" * 32}]), Refusal.VALUE),
+        (
+            lambda m: m.update(media=[{"sequence": 9, "begin": 0, "end": 1, "kind": "image", "digest": "0" * 32}]),
+            Refusal.VALUE,
+        ),
     ],
 )
 def test_lying_manifests(tmp_path: Path, change: Any, refusal: Refusal) -> None:
@@ -213,7 +220,9 @@ def test_impossible_values(tmp_path: Path, name: str, values: Any, refusal: Refu
     tensors = parse_tensors((folder / TOKENS).read_bytes(), TOKENS)
     write_tensors(folder / TOKENS, {**tensors, name: Tensor.of(values)})
     data = (folder / TOKENS).read_bytes()
-    rewrite(folder, lambda m: m["files"].update({TOKENS: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}))
+    rewrite(
+        folder, lambda m: m["files"].update({TOKENS: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
+    )
     with pytest.raises(CapsuleError) as caught:
         read_capsule(folder)
     assert caught.value.refusal is refusal

@@ -1,4 +1,4 @@
-"""The capsule reader against hostile input: mutated capsules and arbitrary bytes end in a named refusal or in a capsule."""
+"""The capsule reader against hostile input: any bytes end in a named refusal or in a capsule."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from fuzz_capsule import SMALL, read_anything
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from rlkernel_drift.capsule import Manifest, build_capsule, read_capsule, write_capsule
 from rlkernel_drift.capsule.folder import TOKENS
 from rlkernel_drift.capsule.tensor_file import parse_tensors
@@ -107,5 +108,7 @@ def test_a_tampered_tensor_file_with_its_digest(tmp_path_factory: pytest.TempPat
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris is not installed")
 def test_atheris_finds_nothing() -> None:
     script = Path(__file__).with_name("fuzz_capsule.py")
-    done = subprocess.run([sys.executable, script, "-max_total_time=10", "-max_len=4096"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script, "-max_total_time=10", "-max_len=4096"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]

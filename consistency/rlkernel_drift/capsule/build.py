@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -82,7 +82,7 @@ def describe_operators(operators: Operators | None) -> list[Operator]:
     """The manifest's list of recorded operators."""
     if operators is None:
         return []
-    kind = "full" if operators.rows is None else "rows"
+    kind: Literal["full", "rows"] = "full" if operators.rows is None else "rows"
     return [
         Operator(name=name, kind="fingerprint", dtype=tensor.dtype, width=0)
         if _is_fingerprint(tensor)

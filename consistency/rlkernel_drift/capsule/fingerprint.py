@@ -1,4 +1,4 @@
-"""Fingerprints: digests of weights under their Hugging Face names, and a 64-bit hash of each row of an operator's output."""
+"""Fingerprints: digests of weights under their Hugging Face names, 64-bit hashes of rows of operator outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def weight_fingerprint(tensor: Tensor) -> WeightFingerprint:
 
 
 def row_fingerprints(values: Array) -> NDArray[np.int64]:  # [T, width] -> [T]
-    """64-bit hash of the bits of each row, in wrapping integer arithmetic; `row_fingerprints_torch` has the same bits."""
+    """64-bit hash of the bits of each row, in wrapping integers; `row_fingerprints_torch` has the same bits."""
     bits = np.ascontiguousarray(values).view(_BITS[values.dtype.itemsize]).astype(np.uint64)
     with np.errstate(over="ignore"):
         multipliers = _multipliers(values.shape[1])
@@ -62,7 +62,9 @@ def multipliers_torch(width: int, device: torch.device | str) -> torch.Tensor:
     return torch.from_numpy(_multipliers(width).view(np.int64).copy()).to(device)
 
 
-def row_fingerprints_torch(values: torch.Tensor, multipliers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def row_fingerprints_torch(
+    values: torch.Tensor, multipliers: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The hash of `row_fingerprints` on the device: integer sums alone, no synchronisation, fit for a CUDA graph.
 
     Args:

@@ -1,4 +1,4 @@
-"""Capsules on disk: a folder with manifest.json, tokens.safetensors and, where operators were recorded, operators.safetensors.
+"""Capsules on disk: a folder with manifest.json, tokens.safetensors and, where there are any, operators.safetensors.
 
 Written beside the target and renamed at the end. Read strictly: only these files, no links, sizes and digests as said.
 """
@@ -97,7 +97,8 @@ def write_capsule(capsule: Capsule, path: str | Path, *, max_bytes: int = 256 <<
 
 def redact(capsule: Capsule) -> Capsule:
     """The capsule without text: no vocabulary, no command."""
-    return replace(capsule, manifest=capsule.manifest.model_copy(update={"vocabulary": {}, "command": [], "redacted": True}))
+    update = {"vocabulary": {}, "command": [], "redacted": True}
+    return replace(capsule, manifest=capsule.manifest.model_copy(update=update))
 
 
 def _bounded(capsule: Capsule, max_bytes: int) -> Capsule:
@@ -167,7 +168,9 @@ def read_capsule(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> Capsule:
     for name, file in manifest.files.items():
         # A manifest is data: it may name these two files only, and no path.
         if name not in (TOKENS, OPERATORS):
-            raise CapsuleError(Refusal.PATH, f"{MANIFEST} names the file {name[:80]!r}; expected {TOKENS} or {OPERATORS}")
+            raise CapsuleError(
+                Refusal.PATH, f"{MANIFEST} names the file {name[:80]!r}; expected {TOKENS} or {OPERATORS}"
+            )
         data = read_bytes(folder / name, limits.file_bytes, "named in the manifest")
         if len(data) != file.bytes:
             raise CapsuleError(Refusal.TRUNCATED, f"{name} has {len(data)} bytes; the manifest says {file.bytes}")

@@ -1,4 +1,7 @@
-"""The JSON half of a capsule: who computed the numbers, from which weights, under which settings. Unknown keys are errors."""
+"""The JSON half of a capsule: who computed the numbers, from which weights, under which settings.
+
+Unknown keys are errors.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ Scalar = str | int | float | bool | None
 Name = Annotated[str, StringConstraints(max_length=512)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16,64}$")]
 Phase = Literal["recorded", "decode", "prefill", "train"]
+TokenId = Annotated[str, StringConstraints(pattern=r"^\d{1,10}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 40)]
 
 
@@ -24,10 +28,10 @@ class Strict(BaseModel):
 class Sampling(Strict):
     """How tokens were drawn; `top_k=0`, `top_p=1`, `min_p=0` keep all tokens."""
 
-    temperature: float = Field(1.0, ge=0, le=1e6)
-    top_k: int = Field(0, ge=0, le=1 << 31)
-    top_p: float = Field(1.0, gt=0, le=1)
-    min_p: float = Field(0.0, ge=0, le=1)
+    temperature: float = Field(default=1.0, ge=0, le=1e6)
+    top_k: int = Field(default=0, ge=0, le=1 << 31)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
 
     @property
     def filters(self) -> bool:
@@ -126,7 +130,7 @@ class Manifest(Strict):
         left_out: what did not fit into the capsule's size, in words.
     """
 
-    format: Literal["rlkernel.trace/1"] = FORMAT
+    format: Literal["rlkernel.trace/1"] = "rlkernel.trace/1"
     side: Literal["rollout", "train", "other"] = "other"
     engine: Name = ""
     step: Count | None = None
@@ -138,7 +142,7 @@ class Manifest(Strict):
     versions: Annotated[dict[Name, Name], Field(max_length=1024)] = {}
     hardware: Annotated[dict[Name, Scalar], Field(max_length=256)] = {}
     command: Annotated[list[Annotated[str, StringConstraints(max_length=65536)]], Field(max_length=1024)] = []
-    vocabulary: Annotated[dict[Annotated[str, StringConstraints(pattern=r"^\d{1,10}$")], Name], Field(max_length=1 << 20)] = {}
+    vocabulary: Annotated[dict[TokenId, Name], Field(max_length=1 << 20)] = {}
     redacted: bool = False
     media: Annotated[list[Media], Field(max_length=1 << 20)] = []
     operators: Annotated[list[Operator], Field(max_length=65536)] = []

@@ -1,4 +1,4 @@
-"""JSON as strangers send it: size and depth are checked before parsing; duplicate keys, NaN and huge numbers refused."""
+"""JSON as strangers send it: size and depth checked first; duplicate keys, NaN and huge numbers refused."""
 
 from __future__ import annotations
 

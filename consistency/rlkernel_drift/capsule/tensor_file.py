@@ -154,8 +154,7 @@ def parse_tensors(data: bytes, where: str, limits: Limits = DEFAULT_LIMITS) -> d
     entries = list(_entries(header, where, limits))
     _check_layout(entries, len(body), where)
     return {
-        e.name: Tensor(np.frombuffer(body[e.begin : e.end], DTYPES[e.dtype]).reshape(e.shape), e.dtype)
-        for e in entries
+        e.name: Tensor(np.frombuffer(body[e.begin : e.end], DTYPES[e.dtype]).reshape(e.shape), e.dtype) for e in entries
     }
 
 
