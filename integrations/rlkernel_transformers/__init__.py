@@ -1,0 +1,26 @@
+"""rlkernel under models of transformers: `apply`, `token_logprobs`, `status`, `remove`."""
+
+from rlkernel.training.adamw import AdamW
+from rlkernel_transformers.applied import Row, Status, apply, remove, status, token_logprobs
+from rlkernel_transformers.attention import register as _register
+from rlkernel_transformers.forwards import TokenLogprobs
+from rlkernel_transformers.masters import fold_main_grads, main_grads
+from rlkernel_transformers.packing import CallError
+from rlkernel_transformers.support import UnsupportedModelError
+
+_register()
+
+__all__ = [
+    "AdamW",
+    "CallError",
+    "Row",
+    "Status",
+    "TokenLogprobs",
+    "UnsupportedModelError",
+    "apply",
+    "fold_main_grads",
+    "main_grads",
+    "remove",
+    "status",
+    "token_logprobs",
+]

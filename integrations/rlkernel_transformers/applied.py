@@ -1,0 +1,292 @@
+"""apply, remove, status: rlkernel's ops under a model of transformers, one forward of one instance at a time.
+
+Classes, parameters and the state dict stay as they are. Each replaced forward is an attribute of its module, so a
+deep copy of the model carries it, and removing it brings the class's own back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlkernel import ops
+from rlkernel.models.rope_table import rope_table
+from rlkernel_transformers import forwards, masters, support
+from rlkernel_transformers.attention import NAME
+from rlkernel_transformers.forwards import Score, Settings, TokenLogprobs, shift
+from rlkernel_transformers.joined import lay_side_by_side, part
+
+_OWN = frozenset(
+    {
+        *(forwards.causal_lm_forward, forwards.head_forward, forwards.decoder_forward, forwards.embedding_forward),
+        *(forwards.layer_forward, forwards.attention_forward, forwards.mlp_forward, forwards.norm_forward),
+        forwards.linear_forward,
+    }
+)
+
+
+def apply(
+    model: nn.Module,
+    *,
+    tp_leaves: int = 1,
+    attention_variant: str | None = None,
+    join_weights: bool = True,
+) -> nn.Module:
+    """Puts rlkernel's ops under a dense decoder of transformers; its log-probabilities become the contract's.
+
+    Hidden states, logits and log-probabilities have the bits of `rlkernel.models` for the same weights, and so of the
+    engine and of vLLM with the plugin; so have gradients where no adapter is in between. Call it again after adding
+    adapters or moving the model to another device.
+
+    Args:
+        model: Qwen3, Qwen2, Llama or Mistral `ForCausalLM`, or a wrapper of one (PEFT).
+        tp_leaves: chunks of K in o_proj and down_proj, as in `ModelConfig`: must be equal in rollout and training.
+        attention_variant: "split" or "fa3"; None: the process's.
+        join_weights: lay q, k, v and gate, up weights side by side, so that each group is one product without a copy.
+
+    Returns:
+        The model it was given.
+
+    Raises:
+        UnsupportedModelError: the model, or a setting of it, cannot be computed exactly; names it.
+    """
+    found = support.find_model(model)
+    config = support.read_config(found)
+    support.check(found)
+    variant = ops.current_attention_variant(attention_variant)
+    weight = found.model.embed_tokens.weight
+    support.check_dtype(weight.dtype)
+    window = next((w for w in config.windows if w is not None), None)
+    if weight.device.type != "meta":
+        ops.check_attention_variant(
+            variant,
+            weight.device,
+            weight.dtype,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            window=window,
+        )
+    settings = Settings(
+        config=config,
+        heads=(config.num_heads, config.num_kv_heads, config.num_kv_heads),
+        qk_norm=config.family.qk_norm,
+        windows=config.windows,
+        variant=variant,
+        table=rope_table(config).to("cpu" if weight.device.type == "meta" else weight.device),
+    )
+    for module, forward, chunks in _plan(found, tp_leaves):
+        _put(module, forward)
+        if isinstance(module, nn.Linear):
+            module.__dict__["_rlkernel_chunks"] = chunks
+    found.model._rlkernel = settings
+    for layer in found.model.layers:
+        layer.self_attn._rlkernel = settings
+        if join_weights:
+            for group in _groups(layer):
+                if all(type(linear) is nn.Linear for linear in group):
+                    lay_side_by_side(group)
+    if "_rlkernel_before" not in found.__dict__:
+        found._rlkernel_before = found.config._attn_implementation
+    found.config._attn_implementation = NAME
+    return model
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Brings back every forward that `apply` replaced, and drops fp32 gradient buffers. Returns the model."""
+    found = support.find_model(model)
+    masters.drop(found)
+    for module in found.modules():
+        if _is_ours(module):
+            del module.forward
+            before = module.__dict__.pop("_rlkernel_forward", None)
+            if before is not None:
+                module.forward = before
+        for name in ("_rlkernel", "_rlkernel_chunks"):
+            module.__dict__.pop(name, None)
+    for layer in found.model.layers:
+        for group in _groups(layer):
+            if all(type(linear) is nn.Linear for linear in group):
+                part(group)
+    if "_rlkernel_before" in found.__dict__:
+        found.config._attn_implementation = found.__dict__.pop("_rlkernel_before")
+    return model
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module: its name, its class, what computes it ("rlkernel", "adapter", "stock"), and a remark."""
+
+    module: str
+    kind: str
+    runs: str
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What computes a model, module by module."""
+
+    rows: list[Row]
+    contract: str | None
+
+    @property
+    def exact(self) -> bool:
+        """Whether every module runs on rlkernel."""
+        return bool(self.rows) and all(row.runs != "stock" for row in self.rows)
+
+    def __str__(self) -> str:
+        width = max((len(row.module) for row in self.rows), default=0)
+        kinds = max((len(row.kind) for row in self.rows), default=0)
+        lines = [f"{r.module:{width}}  {r.kind:{kinds}}  {r.runs:8} {r.remark}".rstrip() for r in self.rows]
+        replaced = sum(row.runs != "stock" for row in self.rows)
+        lines.append(f"{replaced} of {len(self.rows)} modules run on rlkernel; contract {self.contract or 'none'}")
+        return "\n".join(lines)
+
+
+def status(model: nn.Module) -> Status:
+    """What computes the model, module by module; `print(status(model))` is a table."""
+    found = support.find_model(model)
+    rows = []
+    for name, module in found.named_modules():
+        if isinstance(module, nn.Dropout | nn.Identity | nn.ModuleList | nn.ModuleDict) or not _computes(module):
+            continue
+        runs, remark = _runs(module)
+        rows.append(Row(name or "(model)", type(module).__name__, runs, remark))
+    settings = found.model.__dict__.get("_rlkernel")
+    contract = None if settings is None else ops.attention_contract(settings.variant)
+    return Status(rows, contract)
+
+
+def token_logprobs(
+    model: nn.Module,
+    input_ids: Tensor | None = None,  # [B, L]
+    attention_mask: Tensor | None = None,  # [B, L]
+    position_ids: Tensor | None = None,  # [B, L]
+    *,
+    labels: Tensor | None = None,  # [B, L]
+    targets: Tensor | None = None,  # [B, L]
+    temperature: float | Tensor = 1.0,  # or [B] or [B, L]
+    kept: Tensor | None = None,  # [N, ceil(V/32)] or [B, L, ceil(V/32)] int32
+    keep_probs: bool = False,
+    statistics: bool = False,
+    rows: Tensor | None = None,  # [N]
+    **inputs: Any,
+) -> TokenLogprobs:  # fields [B, L]
+    """Log-probability and entropy of each token's target, from hidden states; no [B, L, V] tensor in any direction.
+
+    `logp[b, t]` is that of `targets[b, t]` after `input_ids[b, : t + 1]`; zero, without gradient, where the target is
+    -100 or the token is padding. Runs through the model's own call, so FSDP, DDP, PEFT and gradient checkpointing
+    take part.
+
+    Args:
+        model: a model that `apply` was called on, or a wrapper of one.
+        input_ids, attention_mask, position_ids: as in transformers; padding may stand anywhere. Packed rows pass
+            position_ids, or `cu_seq_lens_q` and `max_length_q`, which spare the device a read back.
+        labels: the tokens themselves, -100 where nothing is scored, as for transformers' loss: the result at t is
+            of `labels[:, t + 1]`.
+        targets: the next tokens, where the caller shifts; exactly one of both, default `labels=input_ids`.
+        temperature, kept, keep_probs: as in `ops.linear_logprob`; kept holds a row for each scored target in
+            order, or one for each of [B, L].
+        statistics: also `mean_logit` and `top1`.
+        rows: packed tokens to score, where the caller knows them: no read back.
+        inputs: other arguments of the model's forward.
+
+    Raises:
+        CallError, ValueError: an argument does not fit; the message names it.
+    """
+    found = support.find_model(model)
+    if "_rlkernel" not in found.model.__dict__:
+        raise support.UnsupportedModelError("token_logprobs: call rlkernel_transformers.apply(model) first")
+    if labels is not None and targets is not None:
+        raise forwards.CallError("token_logprobs: labels and targets are both given; pass one")
+    if targets is None:
+        labels = input_ids if labels is None else labels
+        if labels is None:
+            raise forwards.CallError("token_logprobs: inputs_embeds has no next tokens; pass labels or targets")
+        targets = shift(labels)
+    score = Score(targets, temperature, kept, keep_probs, rows, statistics)
+    out = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        rlkernel_score=score,
+        **inputs,
+    )
+    assert isinstance(out, TokenLogprobs)
+    return out
+
+
+# ---- what goes where -----------------------------------------------------------------------------
+
+
+def _plan(model: Any, tp_leaves: int) -> Iterator[tuple[nn.Module, Any, int]]:
+    """(module, forward, chunks) of everything that is replaced."""
+    decoder = model.model
+    yield model, forwards.causal_lm_forward, 1
+    yield model.lm_head, forwards.head_forward, 1
+    yield decoder, forwards.decoder_forward, 1
+    yield decoder.embed_tokens, forwards.embedding_forward, 1
+    yield decoder.norm, forwards.norm_forward, 1
+    for layer in decoder.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        yield layer, forwards.layer_forward, 1
+        yield attention, forwards.attention_forward, 1
+        yield mlp, forwards.mlp_forward, 1
+        yield layer.input_layernorm, forwards.norm_forward, 1
+        yield layer.post_attention_layernorm, forwards.norm_forward, 1
+        for name in ("q_norm", "k_norm"):
+            if getattr(attention, name, None) is not None:
+                yield getattr(attention, name), forwards.norm_forward, 1
+        for block in (attention, mlp):
+            for name, child in block.named_children():
+                chunks = tp_leaves if name in ("o_proj", "down_proj") else 1
+                for linear in child.modules():
+                    if isinstance(linear, nn.Linear):
+                        # The low-rank products of an adapter are no chunked layer; its base is.
+                        base = linear is child or linear is getattr(child, "base_layer", None)
+                        yield linear, forwards.linear_forward, chunks if base else 1
+
+
+def _groups(layer: Any) -> tuple[tuple[Any, ...], ...]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+
+
+def _put(module: nn.Module, forward: Any) -> None:
+    before = module.__dict__.get("forward")
+    if before is not None and getattr(before, "__func__", None) not in _OWN:
+        module.__dict__["_rlkernel_forward"] = before
+    module.forward = MethodType(forward, module)
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether a module has arithmetic of its own that a forward runs."""
+    name = type(module).__name__
+    return bool(
+        isinstance(module, nn.Linear | nn.Embedding)
+        or name.endswith(("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm"))
+        or hasattr(module, "base_layer")
+        or any(True for _ in module.parameters(recurse=False))
+    )
+
+
+def _runs(module: nn.Module) -> tuple[str, str]:
+    if _is_ours(module):
+        chunks = module.__dict__.get("_rlkernel_chunks", 1)
+        return "rlkernel", f"{chunks} chunks of K" if chunks > 1 else ""
+    if hasattr(module, "base_layer"):
+        stale = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and not _is_ours(m)]
+        if stale:
+            return "stock", f"{', '.join(stale)} came after apply(model); call it again"
+        return "adapter", "base and low-rank products by rlkernel, added by torch elementwise"
+    foreign = module.__dict__.get("forward")
+    return "stock", f"its forward is {getattr(foreign, '__qualname__', foreign)}" if foreign is not None else ""
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return _is_ours(module)

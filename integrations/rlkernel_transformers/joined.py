@@ -1,0 +1,121 @@
+"""Linear layers over the same input as one product: query, key and value, or gate and up.
+
+The decoder of `rlkernel.models` holds them fused, and the input gradient of the fused layer is one chain. So for its
+bits the layers of transformers are joined too: by a view where their weights lie side by side (`lay_side_by_side`),
+else by a copy that lives as long as the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rlkernel import ops
+
+
+def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:  # [T, K] -> [T, sum N]
+    """`ops.linear` with the weights (and biases) of several layers one under the other."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    if ops.is_stock():
+        return ops.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+    return _Joined.apply(x, len(weights), *weights, *biases)
+
+
+def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
+    """Moves the weights, and the biases, into one buffer each, so that joining them is a view. Values are kept."""
+    for name in ("weight", "bias"):
+        tensors = [getattr(layer, name) for layer in layers]
+        if any(type(t) is not nn.Parameter for t in tensors) or _adjacent(tensors):
+            continue
+        if len({(t.device, t.dtype, t.requires_grad) for t in tensors}) > 1 or tensors[0].device.type == "meta":
+            continue
+        buffer = torch.cat([t.data for t in tensors])
+        for t, view in zip(tensors, buffer.split([t.shape[0] for t in tensors]), strict=True):
+            t.data = view
+
+
+def part(layers: Sequence[nn.Linear]) -> None:
+    """Undoes `lay_side_by_side`: every weight gets a buffer of its own again."""
+    for layer in layers:
+        for t in (layer.weight, layer.bias):
+            if type(t) is nn.Parameter and t.untyped_storage().nbytes() > t.numel() * t.element_size():
+                t.data = t.data.clone()
+
+
+def join(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors one under the other: a view where they lie so, else a copy."""
+    if len(tensors) == 1:
+        return tensors[0]
+    if torch.compiler.is_compiling() or not _adjacent(tensors):
+        return torch.cat(list(tensors))
+    first = tensors[0].detach()
+    return first.as_strided((sum(t.shape[0] for t in tensors), *first.shape[1:]), first.stride())
+
+
+def _adjacent(tensors: Sequence[Tensor]) -> bool:
+    first = tensors[0]
+    end = first.data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for t in tensors:
+        if t.data_ptr() != end or not t.is_contiguous() or t.untyped_storage().data_ptr() != storage:
+            return False
+        end += t.numel() * t.element_size()
+    return storage != 0
+
+
+class _Joined(torch.autograd.Function):
+    """`ops.linear` of joined weights; saves the weights themselves, never the joined copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        weights, biases = tensors[:count], tensors[count:]
+        ctx.save_for_backward(x, *weights)
+        # Attributes such as main_grad are on these, not on what saved_tensors returns under checkpointing.
+        ctx.weights, ctx.biases = weights, biases
+        return ops.linear(x, join(weights), join(biases) if biases else None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        dy = dy.to(x.dtype).contiguous()
+        kernels = torch.ops.rlkernel
+        dx = kernels.linear_dgrad(dy, join(weights), 1) if ctx.needs_input_grad[0] else None
+        count = len(weights)
+        needed = ctx.needs_input_grad[2:]
+        dws: Sequence[Tensor | None] = [None] * count
+        dbs: Sequence[Tensor | None] = [None] * len(ctx.biases)
+        if any(needed[:count]):
+            dws = _gradients(ctx.weights, dy, lambda g, d: kernels.linear_wgrad_(g, d, x), kernels.linear_wgrad, x)
+        if any(needed[count:]):
+            dbs = _gradients(ctx.biases, dy, kernels.bias_grad_, None, x)
+        grads = [g if wanted else None for g, wanted in zip([*dws, *dbs], needed, strict=True)]
+        return dx, None, *grads
+
+
+def _gradients(parameters: Sequence[Tensor], dy: Tensor, add: Any, fresh: Any, x: Tensor) -> Sequence[Tensor | None]:
+    """Gradients of joined parameters, or None each where they went to `main_grad`."""
+    sizes = [p.shape[0] for p in parameters]
+    buffers = [getattr(p, "main_grad", None) for p in parameters]
+    if not any(b is not None for b in buffers):
+        if fresh is not None:
+            return fresh(dy, x).split(sizes)
+        total = torch.zeros(sum(sizes), dtype=torch.float32, device=dy.device)
+        add(total, dy)
+        return total.to(parameters[0].dtype).split(sizes)
+    given = [b for b in buffers if b is not None]
+    if len(given) == len(buffers) and _adjacent(given):
+        add(join(given), dy)
+        return [None] * len(sizes)
+    out: list[Tensor | None] = []
+    for p, buffer, rows in zip(parameters, buffers, dy.split(sizes, dim=1), strict=True):
+        rows = rows.contiguous()
+        to = torch.zeros(p.shape, dtype=torch.float32, device=p.device) if buffer is None else buffer
+        add(to, rows)
+        out.append(to.to(p.dtype) if buffer is None else None)
+    return out

@@ -1,0 +1,266 @@
+"""From what callers of transformers pass (padded rows, packed rows, a cache) to packed tokens, and back.
+
+All is index arithmetic. A padded or packed call costs one read back from the device, which sizes the packed tensors;
+a call without padding, or with `cu_seq_lens_q`, costs none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # label of a token that is not scored, as in transformers
+
+
+class CallError(ValueError):
+    """A call of the model that rlkernel cannot compute exactly; the message names the argument and what to do."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Tokens whose target is scored: N rows of the packed batch and their places in the caller's [B, L].
+
+    Attributes:
+        rows: [N] int64 into the packed tokens; None: all T.
+        places: [N] int64 into the flat [B * L]; None: all of them in order.
+        valid: [N] bool, which of them count; None: all.
+    """
+
+    rows: Tensor | None = None
+    places: Tensor | None = None
+    valid: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One call as packed tokens. B, L is the caller's shape, T the number of tokens that are computed.
+
+    Attributes:
+        shape: (B, L).
+        positions: [T] int64, position of each token in its sequence.
+        cu_seqlens: [S+1] int32 borders of the sequences; max_seqlen: length of the longest, or more.
+        index: [T] int64, place of each token in the flat [B * L]; None: they are the same.
+        keep: [B, L] bool where `index` also lists padding (under torch.compile), else None.
+        cache: the caller's past_key_values; None: none is used.
+        past: keys in the cache before this call.
+        keys: row and column of every key in the cache, new ones included; None where the call's own keys are all.
+        cu_seqlens_k, max_seqlen_k: of the keys.
+        scored: which tokens are scored, where the caller asked for that.
+        cos_sin: [P, D] fp32 table of rope.
+    """
+
+    shape: tuple[int, int]
+    positions: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    index: Tensor | None = None
+    keep: Tensor | None = None
+    cache: Any = None
+    past: int = 0
+    keys: tuple[Tensor, Tensor] | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_k: int = 0
+    scored: Scored = field(default_factory=Scored)
+    cos_sin: Tensor | None = None
+
+    def gather(self, x: Tensor) -> Tensor:  # [B, L, ...] -> [T, ...]
+        """Rows of the tokens that are computed."""
+        flat = x.flatten(0, 1)
+        return flat if self.index is None else flat.index_select(0, self.index)
+
+    def scatter(self, y: Tensor) -> Tensor:  # [T, ...] -> [B, L, ...]
+        """The caller's shape; zero where there is padding."""
+        if self.index is None:
+            return y.view(*self.shape, *y.shape[1:])
+        out = place(y, self.index, self.shape)
+        if self.keep is None:
+            return out
+        keep = self.keep.view(*self.shape, *(1,) * (y.dim() - 1))
+        return torch.where(keep, out, torch.zeros((), dtype=y.dtype, device=y.device))
+
+
+def place(values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:  # [N, ...] -> [B, L, ...]
+    """Values at flat places of a zero tensor [B, L, ...]."""
+    rows = shape[0] * shape[1]
+    flat = values.new_zeros((rows, *values.shape[1:])).index_copy(0, places, values)
+    return flat.view(*shape, *values.shape[1:])
+
+
+def pack(
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    attention_mask: Tensor | None = None,  # [B, S]
+    position_ids: Tensor | None = None,  # [B or 1, L]
+    cu_seqlens: Tensor | None = None,  # [n+1] int32
+    max_seqlen: int | None = None,
+    cache: Any = None,
+    targets: Tensor | None = None,  # [B, L]
+    rows: Tensor | None = None,  # [N]
+) -> Packed:
+    """Packs one call.
+
+    Without a mask, sequences are the rows [B, L], cut where `position_ids` do not continue, or what `cu_seqlens` says.
+    With one, its zeros are padding wherever they stand, and positions are counted over the ones.
+
+    Args:
+        shape: (B, L) of the input.
+        cache: past_key_values to attend to and to fill.
+        targets: what will be scored, `IGNORED` where nothing is.
+        rows: which packed tokens to score, where the caller knows; then nothing is read back for it.
+
+    Raises:
+        CallError: an argument has a form that is not supported.
+    """
+    b, length = shape
+    _check(shape, attention_mask, position_ids, cu_seqlens, max_seqlen, cache)
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if cu_seqlens is not None:
+        assert max_seqlen is not None
+        positions = position_ids.reshape(-1) if position_ids is not None else _within(cu_seqlens, b * length)
+        scored = _score_all(targets) if rows is None else Scored(rows, rows)
+        return Packed(shape, positions, cu_seqlens.to(torch.int32), int(max_seqlen), scored=scored)
+    if attention_mask is not None:
+        return _pack_mask(shape, attention_mask, position_ids, cache, past, targets, rows)
+    if cache is not None:
+        ones = torch.ones((b, past + length), dtype=torch.bool, device=device)
+        return _pack_mask(shape, ones, position_ids, cache, past, targets, rows)
+    if position_ids is not None:
+        return _pack_positions(shape, position_ids, targets, rows)
+    cu = torch.arange(0, (b + 1) * length, length, dtype=torch.int32, device=device)
+    positions = torch.arange(length, device=device).repeat(b)
+    return Packed(shape, positions, cu, length, scored=_scored_of(targets, rows, None))
+
+
+def _pack_mask(
+    shape: tuple[int, int],
+    attention_mask: Tensor,
+    position_ids: Tensor | None,
+    cache: Any,
+    past: int,
+    targets: Tensor | None,
+    rows: Tensor | None,
+) -> Packed:
+    b, length = shape
+    mask = attention_mask.bool()
+    keep = mask[:, past:]
+    positions = (mask.cumsum(1) - 1)[:, past:].clamp_min(0)
+    if position_ids is not None:
+        positions = position_ids.expand(b, length)
+    lengths = keep.sum(1)
+    if torch.compiler.is_compiling():
+        # No size may depend on the mask here: padding is computed too, as sequences after all others, and dropped.
+        if past:
+            raise CallError("torch.compile with past_key_values is not supported; generate without compiling")
+        order = torch.argsort(keep.flatten().logical_not().to(torch.int8), stable=True)
+        cu = _borders(torch.cat((lengths, length - lengths)))
+        flat = torch.where(keep, positions, 0).flatten().index_select(0, order)
+        scored = Scored() if targets is None else Scored(None, order, targets.flatten()[order] != IGNORED)
+        return Packed(shape, flat, cu, length, index=order, keep=keep, scored=scored)
+    wanted = keep if targets is None or rows is not None else keep & (targets != IGNORED)
+    kept, found, seen = torch.stack((keep.sum(), wanted.sum(), mask.sum())).tolist()
+    index = None if kept == b * length else torch.nonzero_static(keep.flatten(), size=kept)[:, 0]
+    flat = positions.flatten() if index is None else positions.flatten().index_select(0, index)
+    scored = Scored()
+    if targets is not None and rows is not None:
+        scored = Scored(rows, rows if index is None else index.index_select(0, rows))
+    elif targets is not None:
+        places = torch.nonzero_static(wanted.flatten(), size=found)[:, 0]
+        scored = Scored((keep.flatten().cumsum(0) - 1).index_select(0, places), places)
+    packed = Packed(shape, flat, _borders(lengths), length, index=index, cache=cache, scored=scored)
+    if cache is None or past == 0:
+        return packed
+    keys = torch.nonzero_static(mask, size=seen)
+    return replace(
+        packed,
+        past=past,
+        keys=(keys[:, 0], keys[:, 1]),
+        cu_seqlens_k=_borders(mask.sum(1)),
+        max_seqlen_k=mask.shape[1],
+    )
+
+
+def _pack_positions(
+    shape: tuple[int, int], position_ids: Tensor, targets: Tensor | None, rows: Tensor | None
+) -> Packed:
+    """Sequences start where a position is not the one before plus one, and at each row's start."""
+    b, length = shape
+    positions = position_ids.expand(b, length)
+    starts = torch.ones_like(positions, dtype=torch.bool)
+    starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    starts = starts.flatten()
+    place = torch.arange(b * length, device=starts.device)
+    longest = (place - torch.where(starts, place, 0).cummax(0).values).max() + 1
+    wanted = None if targets is None or rows is not None else targets.flatten() != IGNORED
+    counts = (starts.sum(), longest, *([] if wanted is None else [wanted.sum()]))
+    sequences, max_seqlen, *found = torch.stack(counts).tolist()
+    first = torch.nonzero_static(starts, size=sequences)[:, 0]
+    cu = torch.nn.functional.pad(first, (0, 1), value=b * length).to(torch.int32)
+    scored = Scored() if rows is None else Scored(rows, rows)
+    if wanted is not None:
+        places = torch.nonzero_static(wanted, size=found[0])[:, 0]
+        scored = Scored(places, places)
+    return Packed(shape, positions.flatten(), cu, max_seqlen, scored=scored)
+
+
+def _scored_of(targets: Tensor | None, rows: Tensor | None, size: int | None) -> Scored:
+    """Scored tokens of a call without padding: one read back for their number, unless rows are given."""
+    if targets is None:
+        return Scored()
+    if rows is not None:
+        return Scored(rows, rows)
+    if torch.compiler.is_compiling():
+        return _score_all(targets)
+    places = torch.nonzero(targets.flatten() != IGNORED)[:, 0]
+    return Scored(places, places)
+
+
+def _score_all(targets: Tensor | None) -> Scored:
+    return Scored() if targets is None else Scored(valid=targets.flatten() != IGNORED)
+
+
+def _borders(lengths: Tensor) -> Tensor:  # [n] -> [n+1] int32
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _within(cu_seqlens: Tensor, tokens: int) -> Tensor:  # [T] int64
+    """Position of each token in its sequence."""
+    places = torch.arange(tokens, device=cu_seqlens.device)
+    borders = cu_seqlens.long()
+    return places - borders[torch.searchsorted(borders, places, right=True) - 1]
+
+
+def _check(
+    shape: tuple[int, int],
+    attention_mask: Any,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    cache: Any,
+) -> None:
+    b, length = shape
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
+        found = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise CallError(
+            f"attention_mask is {found}; rlkernel computes causal attention and takes a padding mask [B, S] of zeros "
+            "and ones, no bias and no mask per query: pass the padding mask, or rlkernel_transformers.remove(model)"
+        )
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if attention_mask is not None and attention_mask.shape != (b, past + length):
+        raise CallError(
+            f"attention_mask is {tuple(attention_mask.shape)}; expected [B={b}, {past + length}] for {length} tokens "
+            f"a row after {past} cached ones"
+        )
+    if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape not in ((b, length), (1, length))):
+        raise CallError(f"position_ids is {tuple(position_ids.shape)}; expected [B={b}, L={length}]")
+    if cu_seqlens is None:
+        return
+    if max_seqlen is None:
+        raise CallError("cu_seq_lens_q is given without max_length_q; pass both")
+    if attention_mask is not None or cache is not None:
+        raise CallError("cu_seq_lens_q is given with attention_mask or past_key_values; packed rows have neither")
+    if b != 1 or cu_seqlens.dim() != 1:
+        raise CallError(f"cu_seq_lens_q is given with an input [{b}, {length}]; pack the sequences into one row [1, T]")

@@ -1,0 +1,122 @@
+"""What `apply` takes: the families of `rlkernel.models`, as transformers itself builds them. All else is refused here,
+with the setting and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlkernel.models import ModelConfig
+from rlkernel.models.config import ConfigError, from_hf
+from rlkernel.models.families import FAMILIES
+
+# Why the closest relatives of the supported families are not among them.
+_MISSING = {
+    "gemma": "its gelu MLP and its norm of weight 1 + w have no op",
+    "gemma2": "its gelu MLP, its norm of weight 1 + w and the soft-capping of scores and logits have no op",
+    "gemma3": "its gelu MLP and its norm of weight 1 + w have no op",
+    "gemma3_text": "its gelu MLP and its norm of weight 1 + w have no op",
+    "qwen3_moe": "mixture-of-experts layers have no op",
+    "mixtral": "mixture-of-experts layers have no op",
+}
+
+
+class UnsupportedModelError(ValueError):
+    """A model or setting that cannot be computed exactly; the message names it and says what to do."""
+
+
+def find_model(model: nn.Module) -> Any:
+    """The causal language model of transformers inside wrappers (PEFT, DDP, FSDP, torch.compile).
+
+    Raises:
+        UnsupportedModelError: there is none of a supported family.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            kind = getattr(module.config, "model_type", None)
+            if kind in FAMILIES and any(c.__name__ == FAMILIES[kind].architecture for c in type(module).__mro__):
+                return module
+            reason = _MISSING.get(str(kind), "")
+            raise UnsupportedModelError(
+                f"{type(module).__name__} (model_type {kind!r}) is not supported"
+                f"{': ' + reason if reason else ''}; supported: "
+                f"{', '.join(f.architecture for f in FAMILIES.values())}"
+            )
+    raise UnsupportedModelError(f"{type(model).__name__} contains no model of transformers")
+
+
+def read_config(model: Any) -> ModelConfig:
+    """The configuration, refused where it asks for what our ops do not compute."""
+    try:
+        return from_hf(model.config.to_dict(), f"config of {type(model).__name__}")
+    except ConfigError as error:
+        raise UnsupportedModelError(str(error)) from None
+
+
+def check(model: Any) -> None:
+    """Raises UnsupportedModelError for other libraries' kernels, quantised or foreign layers, and dropout."""
+    if getattr(model, "use_kernels", False):
+        raise UnsupportedModelError(
+            "use_kernels=True replaced layers by kernels from the Hub; load the model without it to use rlkernel"
+        )
+    for name, module in model.named_modules():
+        where = _origin(module)
+        if "liger" in where:
+            raise UnsupportedModelError(
+                f"{name or 'the model'} runs Liger kernels ({where}); set use_liger_kernel=False and load the model "
+                "again"
+            )
+        if type(module).__module__.startswith(("bitsandbytes", "auto_gptq", "awq", "torchao", "compressed_tensors")):
+            raise UnsupportedModelError(
+                f"{name} is a quantised layer ({type(module).__name__}); load the model without quantization_config"
+            )
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise UnsupportedModelError(
+                f"{name} is a dropout of {module.p}: training would not see what was rolled out; set it to 0 "
+                "(lora_dropout=0.0 for an adapter)"
+            )
+    if getattr(model, "_hf_hook", None) is not None or hasattr(model, "hf_device_map"):
+        devices = {str(p.device) for p in model.parameters()}
+        if len(devices) > 1:
+            raise UnsupportedModelError(
+                f"device_map spreads the model over {', '.join(sorted(devices))}; load it on one device"
+            )
+    dtypes = {p.dtype for n, p in model.named_parameters() if p.is_floating_point() and "lora_" not in n}
+    if len(dtypes) > 1:
+        raise UnsupportedModelError(
+            f"the parameters have dtypes {', '.join(sorted(str(d) for d in dtypes))}; cast the model to one, "
+            "model.to(torch.bfloat16)"
+        )
+    for index, layer in enumerate(model.model.layers):
+        for block, names in (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", _MLP)):
+            for name in names:
+                if not hasattr(getattr(layer, block), name):
+                    raise UnsupportedModelError(
+                        f"layer {index} has no {block}.{name}; transformers {_version()} builds {type(layer).__name__} "
+                        "in a way that rlkernel does not know"
+                    )
+
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def _origin(module: nn.Module) -> str:
+    """Python module of the code that computes a layer."""
+    forward = module.__dict__.get("forward", type(module).forward)
+    return str(getattr(forward, "__module__", "") or "")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raises UnsupportedModelError unless ops compute in this dtype."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedModelError(f"the parameters are {dtype}; rlkernel computes in float32, bfloat16 and float16")

@@ -1,0 +1,79 @@
+"""0 differing bits between a model of transformers with `apply` and rlkernel.models: forward, log-probabilities,
+gradients, of all families in fp32 and bf16; and the control, transformers as it is.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf_side import ROWS, decoder_logprobs, fused_gradients, next_tokens, padded, pair, stock
+from models.hf_models import CASES
+
+import rlkernel_transformers as rt
+from rlkernel.contract import assert_bitwise
+from rlkernel.models import PackedBatch
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_our_decoder(case: str, dtype: torch.dtype) -> None:
+    model, decoder = pair(case, dtype)
+    ids, mask = padded(ROWS)
+    out = rt.token_logprobs(model, ids, mask, temperature=0.7)
+    ours = decoder_logprobs(decoder, ROWS, 0.7)
+    assert out.logp.shape == ids.shape and out.logp.dtype == torch.float32
+    for name in ("logp", "entropy", "lse"):
+        assert_bitwise(next_tokens(getattr(out, name), mask), getattr(ours, name), name)
+    for result in (next_tokens(out.logp, mask), ours.logp):
+        result.sum().backward(retain_graph=True)
+    for result in (next_tokens(out.entropy, mask), ours.entropy):
+        (0.1 * result.sum()).backward()
+    for name, (theirs, own) in fused_gradients(model, decoder).items():
+        assert bool(own.any()), name
+        assert_bitwise(theirs, own, name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["qwen3", "qwen2", "llama3-rope", "mistral-window"])
+@torch.no_grad()
+def test_logits_and_hidden_states(case: str, dtype: torch.dtype) -> None:
+    model, decoder = pair(case, dtype)
+    ids, mask = padded(ROWS)
+    out = model(ids, attention_mask=mask, output_hidden_states=True)
+    hidden = decoder(PackedBatch.from_sequences(ROWS))
+    assert out.logits.dtype == torch.float32
+    assert_bitwise(out.logits[mask.bool()], decoder.logits(hidden), "logits")
+    assert_bitwise(out.hidden_states[-1][mask.bool()], hidden, "hidden states")
+    assert len(out.hidden_states) == model.config.num_hidden_layers + 1
+    assert not bool(out.hidden_states[-1][~mask.bool()].any())
+    last = model(ids, attention_mask=mask, logits_to_keep=1).logits
+    assert_bitwise(last[:, 0], out.logits[:, -1], "logits_to_keep")
+
+
+@torch.no_grad()
+def test_close_to_transformers_and_control() -> None:
+    """The same function as stock transformers within rounding; and stock bits do depend on the padding."""
+    for case in CASES:
+        model, plain = pair(case)[0], stock(case)
+        ids, mask = padded(ROWS, left=False)
+        ours, theirs = (m(ids, attention_mask=mask).logits[mask.bool()] for m in (model.eval(), plain))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=case)
+
+
+@torch.no_grad()
+def test_control_stock_differs() -> None:
+    """Stock transformers: other bits alone than in a padded batch, and others than our decoder."""
+    rows = [[(7 * i + 3 * j) % 90 + 3 for j in range(20 + 30 * i)] for i in range(4)]
+    alone_differs = ours_differs = 0
+    for case in ("qwen3", "llama"):
+        plain, (_, decoder) = stock(case), pair(case)
+        plain.config._attn_implementation = "sdpa"
+        ids, mask = padded(rows)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        together = plain(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+        alone = torch.cat([plain(torch.tensor([row])).logits[0] for row in rows])
+        alone_differs += int((together != alone).sum())
+        ours_differs += int((together != decoder.logits(decoder(PackedBatch.from_sequences(rows)))).sum())
+    assert alone_differs > 0 and ours_differs > 0
