@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlkernel import ops
@@ -19,6 +20,7 @@ from rlkernel_transformers import forwards, masters, support
 from rlkernel_transformers.attention import NAME
 from rlkernel_transformers.forwards import Score, Settings, TokenLogprobs, shift
 from rlkernel_transformers.joined import lay_side_by_side, part
+from rlkernel_transformers.packing import IGNORED
 
 _OWN = frozenset(
     {
@@ -77,7 +79,7 @@ def apply(
         qk_norm=config.family.qk_norm,
         windows=config.windows,
         variant=variant,
-        table=rope_table(config).to("cpu" if weight.device.type == "meta" else weight.device),
+        cos_sin=rope_table(config).to("cpu" if weight.device.type == "meta" else weight.device),
     )
     for module, forward, chunks in _plan(found, tp_leaves):
         _put(module, forward)
@@ -205,10 +207,13 @@ def token_logprobs(
     if labels is not None and targets is not None:
         raise forwards.CallError("token_logprobs: labels and targets are both given; pass one")
     if targets is None:
-        labels = input_ids if labels is None else labels
-        if labels is None:
+        if labels is None and input_ids is None:
             raise forwards.CallError("token_logprobs: inputs_embeds has no next tokens; pass labels or targets")
-        targets = shift(labels)
+        if labels is None:
+            labels = input_ids
+            if attention_mask is not None:
+                labels = input_ids.masked_fill(attention_mask == 0, IGNORED)  # type: ignore[union-attr]
+        targets = shift(labels)  # type: ignore[arg-type]
     score = Score(targets, temperature, kept, keep_probs, rows, statistics)
     out = model(
         input_ids=input_ids,
@@ -218,6 +223,11 @@ def token_logprobs(
         **inputs,
     )
     assert isinstance(out, TokenLogprobs)
+    if out.logp is None or out.logp.dtype != torch.float32:
+        raise forwards.CallError(
+            "token_logprobs: a wrapper cast the log-probabilities; set output_dtype=None in FSDP2's "
+            "MixedPrecisionPolicy and mixed_precision='no' in accelerate"
+        )
     return out
 
 
@@ -289,4 +299,4 @@ def _runs(module: nn.Module) -> tuple[str, str]:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return _is_ours(module)
+    return getattr(module.__dict__.get("forward"), "__func__", None) in _OWN

@@ -111,8 +111,7 @@ def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
         q, k, v = (_call(layer, x).view(x.shape[0], -1, self.head_dim) for layer in layers)
     if settings.qk_norm:
         q, k = self.q_norm(q), self.k_norm(k)
-    assert packed.cos_sin is not None
-    q, k = ops.rope(q, k, packed.positions, packed.cos_sin)
+    q, k = ops.rope(q, k, packed.positions, settings.cos_sin)
     if packed.cache is not None:
         k, v = _remember(self, packed, k, v)
     out, _ = ops.attention(
@@ -329,7 +328,8 @@ def prepare(
             f"sequences of up to {packed.past + packed.max_seqlen} tokens exceed max_position_embeddings={limit} of "
             "the model; shorten them, or raise it in the configuration before apply(model)"
         )
-    return replace(packed, cos_sin=settings.cos_sin(given.device))
+    settings.to(given.device)
+    return packed
 
 
 def _refuse_context(device: torch.device) -> None:
@@ -362,9 +362,14 @@ def score_tokens(hidden: Tensor, weight: Tensor, packed: Packed, score: Score) -
         targets = targets.clamp_min(0)
     temperature = score.temperature
     if isinstance(temperature, Tensor):
+        if temperature.dtype != torch.float32:
+            raise CallError(
+                f"temperature is {temperature.dtype}; expected float32. FSDP2 casts it in a call unless its "
+                "MixedPrecisionPolicy has cast_forward_inputs=False"
+            )
         if temperature.dim() == 1 and temperature.shape[0] == packed.shape[0]:
             temperature = temperature[:, None]
-        temperature = _of_scored(temperature.expand(packed.shape).float(), scored)
+        temperature = _of_scored(temperature.expand(packed.shape), scored)
     kept = score.kept
     if kept is not None and kept.dim() == 3:
         kept = _of_scored(kept, scored)
@@ -414,8 +419,10 @@ def _loss(hidden: Tensor, weight: Tensor, packed: Packed, score: Score, items: A
     """Mean negative log-probability of the scored targets, or their sum over `num_items_in_batch`."""
     logp = score_tokens(hidden, weight, packed, score).logp
     assert logp is not None
-    count = (score.targets != IGNORED).sum() if items is None else items
-    return -logp.sum() / count
+    if items is None:
+        valid = packed.scored.valid
+        items = packed.scored.places.numel() if valid is None else valid.sum()
+    return -logp.sum() / items
 
 
 @dataclass
@@ -427,10 +434,9 @@ class Settings:
     qk_norm: bool
     windows: tuple[int | None, ...]
     variant: str
-    table: Tensor
+    cos_sin: Tensor  # [P, D] fp32; no buffer of the model, which casts of the model would round
 
-    def cos_sin(self, device: torch.device) -> Tensor:
-        """The rope table on a device."""
-        if self.table.device != device:
-            self.table = self.table.to(device)
-        return self.table
+    def to(self, device: torch.device) -> None:
+        """Moves the rope table to where the input is."""
+        if self.cos_sin.device != device:
+            self.cos_sin = self.cos_sin.to(device)

@@ -49,7 +49,8 @@ class Packed:
         keys: row and column of every key in the cache, new ones included; None where the call's own keys are all.
         cu_seqlens_k, max_seqlen_k: of the keys.
         scored: which tokens are scored, where the caller asked for that.
-        cos_sin: [P, D] fp32 table of rope.
+
+    It holds no floating-point tensor: FSDP2 casts those in a layer's arguments, inside dataclasses too.
     """
 
     shape: tuple[int, int]
@@ -64,7 +65,6 @@ class Packed:
     cu_seqlens_k: Tensor | None = None
     max_seqlen_k: int = 0
     scored: Scored = field(default_factory=Scored)
-    cos_sin: Tensor | None = None
 
     def gather(self, x: Tensor) -> Tensor:  # [B, L, ...] -> [T, ...]
         """Rows of the tokens that are computed."""
@@ -158,7 +158,8 @@ def _pack_mask(
         order = torch.argsort(keep.flatten().logical_not().to(torch.int8), stable=True)
         cu = _borders(torch.cat((lengths, length - lengths)))
         flat = torch.where(keep, positions, 0).flatten().index_select(0, order)
-        scored = Scored() if targets is None else Scored(None, order, targets.flatten()[order] != IGNORED)
+        wanted = keep if targets is None else keep & (targets != IGNORED)
+        scored = Scored() if targets is None else Scored(None, order, wanted.flatten()[order])
         return Packed(shape, flat, cu, length, index=order, keep=keep, scored=scored)
     wanted = keep if targets is None or rows is not None else keep & (targets != IGNORED)
     kept, found, seen = torch.stack((keep.sum(), wanted.sum(), mask.sum())).tolist()
