@@ -40,6 +40,8 @@ _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Key = tuple[Hashable, ...]
 Run = Callable[..., Any]
+Runs = dict[Key, Run]  # what computes a call, by what decides it
+First = Callable[..., Run]  # (what decides the call, the op's arguments) -> what computes it
 
 
 class UncertifiedError(RuntimeError):
@@ -83,8 +85,9 @@ class Family:
         versions: further library versions that a verdict depends on.
         mutates: positions of the arguments that the op writes (None among them is allowed). Every run of a comparison
             gets copies of its own, and they count among its results, after what it returns.
-        call: what decides the shape class of a call, taken at every call: as cheap as it can be had, M as it is.
-            Default: `key`.
+        warm: makes the function that callers call, the whole cost of dispatch: it takes what decides the shape class
+            of a call (M as it is) as cheaply as it can be had, looks it up, asks `first` where it is new, and calls
+            what it found. Default: by `key`.
     """
 
     op: str
@@ -99,7 +102,19 @@ class Family:
     unavailable: Callable[[], str | None] = lambda: None
     versions: Callable[[], dict[str, str]] = dict
     mutates: Sequence[int] = ()
-    call: Callable[..., Key] | None = None
+    warm: Callable[[Runs, First], Run] | None = None
+
+    def dispatcher(self, runs: Runs, first: First) -> Run:
+        """`warm`, or its default."""
+        if self.warm is not None:
+            return self.warm(runs, first)
+        key = self.key
+
+        def call(*args: Any) -> Any:
+            found = key(*args)
+            return (runs.get(found) or first(found, *args))(*args)
+
+        return call
 
 
 def values(
@@ -460,29 +475,30 @@ def _capturing(device: torch.device) -> bool:
 class ScheduledOp:
     """An op that calls the schedule chosen for the shape class of its arguments; callable like the op.
 
-    Warm, a call costs what decides it and one dictionary lookup. The first call of a class certifies or reads the
-    verdict. Under graph capture nothing is certified: a class that is not settled yet runs its anchor there.
+    Warm, a call costs what decides it and one dictionary lookup; `call` is the function that does both, without the
+    cost of an object's call. The first call of a class certifies or reads the verdict. Under graph capture nothing is
+    certified: a class that is not settled yet runs its anchor there.
     """
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self._call = family.call or family.key
-        self._runs: dict[Key, Run] = {}  # by what decides a call
+        self._runs: Runs = {}
+        self.call = family.dispatcher(self._runs, self._first)
         self._verdicts: dict[Key, Verdict] = {}
         self._bound: dict[Key, dict[str, Run]] = {}
         self._failed: dict[Key, str] = {}
         _ops[family.op] = self
 
     def __call__(self, *args: Any) -> Any:
-        call = self._call(*args)
-        run = self._runs.get(call)
-        if run is None:
-            run, settled = self._settle(self.family.key(*args))
-            if settled:
-                if len(self._runs) >= MOST_CALLS:
-                    self._runs.clear()
-                self._runs[call] = run
-        return run(*args)
+        return self.call(*args)
+
+    def _first(self, call: Key, *args: Any) -> Run:
+        run, settled = self._settle(self.family.key(*args))
+        if settled:
+            if len(self._runs) >= MOST_CALLS:
+                self._runs.clear()
+            self._runs[call] = run
+        return run
 
     def forget(self, verdicts: bool = False) -> None:
         """Decides anew at the next call; with `verdicts` also what this process knows of the files."""

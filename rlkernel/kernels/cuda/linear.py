@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, WGRAD_TOKENS
 from rlkernel.kernels import build
-from rlkernel.kernels.schedule import Family, Key, Run, Schedule, ScheduledOp, values
+from rlkernel.kernels.schedule import Family, First, Key, Run, Runs, Schedule, ScheduledOp, values
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear as anchor
 
@@ -135,31 +135,45 @@ def _wgrad_key(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Key:
     )  # fmt: skip
 
 
-# What decides a call, taken at every call. Each attribute of a tensor costs tens of nanoseconds: shapes stay whole.
+# Dispatch of a warm call. Each attribute of a tensor costs tens of nanoseconds: of the operands that share a dimension
+# one gives its shape, the others their number of elements or nothing.
 
 
-def _linear_call(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
-) -> Key:
-    return (
-        x.shape, weight.shape, x.dtype, out_dtype, chunks, x.get_device(), 2 if bias is None else _dense(bias),
-        not (x.data_ptr() | weight.data_ptr()) & 15 and x.is_contiguous() and weight.is_contiguous(),
-    )  # fmt: skip
+def _linear_warm(runs: Runs, first: First) -> Run:
+    def linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
+    ) -> Tensor:
+        call = (
+            x.shape, weight.numel(), x.dtype, out_dtype, chunks, x.get_device(), 2 if bias is None else _dense(bias),
+            not (x.data_ptr() | weight.data_ptr()) & 15 and x.is_contiguous() and weight.is_contiguous(),
+        )  # fmt: skip
+        run = runs.get(call) or first(call, x, weight, bias, chunks, dgrad_chunks, out_dtype)
+        return run(x, weight, bias, chunks, dgrad_chunks, out_dtype)  # type: ignore[no-any-return]
+
+    return linear
 
 
-def _dgrad_call(dy: Tensor, weight: Tensor, chunks: int) -> Key:
-    return (
-        dy.shape, weight.shape, dy.dtype, chunks, dy.get_device(),
-        not (dy.data_ptr() | weight.data_ptr()) & 15 and dy.is_contiguous() and weight.is_contiguous(),
-    )  # fmt: skip
+def _dgrad_warm(runs: Runs, first: First) -> Run:
+    def linear_dgrad(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
+        call = (
+            dy.shape, weight.numel(), dy.dtype, chunks, dy.get_device(),
+            not (dy.data_ptr() | weight.data_ptr()) & 15 and dy.is_contiguous() and weight.is_contiguous(),
+        )  # fmt: skip
+        return (runs.get(call) or first(call, dy, weight, chunks))(dy, weight, chunks)  # type: ignore[no-any-return]
+
+    return linear_dgrad
 
 
-def _wgrad_call(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Key:
-    return (
-        grad.shape, dy.shape, dy.dtype, grad.dtype, fresh, dy.get_device(),
-        not (grad.data_ptr() | dy.data_ptr() | x.data_ptr()) & 15
-        and grad.is_contiguous() and dy.is_contiguous() and x.is_contiguous(),
-    )  # fmt: skip
+def _wgrad_warm(runs: Runs, first: First) -> Run:
+    def linear_wgrad(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
+        call = (
+            grad.shape, dy.numel(), dy.dtype, grad.dtype, fresh, dy.get_device(),
+            not (grad.data_ptr() | dy.data_ptr() | x.data_ptr()) & 15
+            and grad.is_contiguous() and dy.is_contiguous() and x.is_contiguous(),
+        )  # fmt: skip
+        (runs.get(call) or first(call, grad, dy, x, fresh))(grad, dy, x, fresh)
+
+    return linear_wgrad
 
 
 def _shape(key: Key) -> Shape:
@@ -437,8 +451,8 @@ _HERE = Path(__file__).resolve().parent
 
 
 def _op(
-    name: str, form: str, run: Run, key: Callable[..., Key], call: Callable[..., Key], sample: Callable[..., Any],
-    mutates: tuple[int, ...] = (),
+    name: str, form: str, run: Run, key: Callable[..., Key], warm: Callable[[Runs, First], Run],
+    sample: Callable[..., Any], mutates: tuple[int, ...] = (),
 ) -> ScheduledOp:  # fmt: skip
     sources = (
         Path(__file__).resolve(),
@@ -450,14 +464,14 @@ def _op(
     return ScheduledOp(
         Family(
             name, run, key, _describe, _device, _rows, sample, _schedules(form), sources, unavailable, versions,
-            mutates, call,
+            mutates, warm,
         )
     )  # fmt: skip
 
 
-linear = _op("linear", "forward", anchor.linear, _linear_key, _linear_call, _linear_sample)
-linear_dgrad = _op("linear_dgrad", "dgrad", anchor.linear_dgrad, _dgrad_key, _dgrad_call, _dgrad_sample)
-wgrad_chunk = _op("linear_wgrad", "wgrad", anchor.wgrad_, _wgrad_key, _wgrad_call, _wgrad_sample, mutates=(0,))
+linear = _op("linear", "forward", anchor.linear, _linear_key, _linear_warm, _linear_sample)
+linear_dgrad = _op("linear_dgrad", "dgrad", anchor.linear_dgrad, _dgrad_key, _dgrad_warm, _dgrad_sample)
+wgrad_chunk = _op("linear_wgrad", "wgrad", anchor.wgrad_, _wgrad_key, _wgrad_warm, _wgrad_sample, mutates=(0,))
 
 
 def wgrad_(

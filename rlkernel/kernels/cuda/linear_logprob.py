@@ -19,7 +19,7 @@ from rlkernel.contract import orders
 from rlkernel.kernels import build
 from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
-from rlkernel.kernels.schedule import Family, Key, Run, Schedule, ScheduledOp, values
+from rlkernel.kernels.schedule import Family, First, Key, Run, Runs, Schedule, ScheduledOp, values
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear as triton_linear
 from rlkernel.kernels.triton import linear_logprob as anchor
@@ -167,16 +167,6 @@ def _fetchable(*matrices: Tensor) -> bool:
     )  # fmt: skip
 
 
-def _layout(*matrices: Tensor) -> Hashable:
-    """What decides `_fetchable` and `_aligned`, as cheap as it can be had."""
-    place = 0
-    for t in matrices:
-        place |= t.data_ptr()
-    if all(t.is_contiguous() for t in matrices):
-        return place & 15
-    return (place & 15, *(t.stride() for t in matrices))
-
-
 def _forward_key(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
     keep_probs: bool,
@@ -200,24 +190,50 @@ def _dz_key(
     )  # fmt: skip
 
 
-def _forward_call(
-    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
-    keep_probs: bool,
-) -> Key:  # fmt: skip
-    return (
-        hidden.shape, weight.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
-        keep_probs, _layout(hidden, weight),
-    )  # fmt: skip
+# Dispatch of a warm call, as in `cuda/linear.py`. What decides `_fetchable` and `_aligned` is, of contiguous operands,
+# their addresses and shapes; else their strides count too.
 
 
-def _dz_call(
-    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
-    stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, *rest: Any,
-) -> Key:  # fmt: skip
-    return (
-        hidden.shape, weight.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
-        dlogp is None, dentropy is None, _layout(hidden, weight),
-    )  # fmt: skip
+def _strides(*matrices: Tensor) -> Hashable:
+    return tuple(t.stride() for t in matrices)
+
+
+def _forward_warm(runs: Runs, first: First) -> Run:
+    def linear_logprob(
+        hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
+        keep_probs: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        call = (
+            hidden.shape, weight.numel(), hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
+            keep_probs, (hidden.data_ptr() | weight.data_ptr()) & 15,
+            hidden.is_contiguous() and weight.is_contiguous() or _strides(hidden, weight),
+        )  # fmt: skip
+        run = runs.get(call) or first(call, hidden, weight, targets, inv_temperature, kept, keep_probs)
+        return run(hidden, weight, targets, inv_temperature, kept, keep_probs)  # type: ignore[no-any-return]
+
+    return linear_logprob
+
+
+def _dz_warm(runs: Runs, first: First) -> Run:
+    def linear_logprob_dz(
+        hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
+        stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, active: Active | None,
+        start: int, vocab_size: int,
+    ) -> Tensor:  # fmt: skip
+        call = (
+            hidden.shape, weight.numel(), hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
+            dlogp is None, dentropy is None, (hidden.data_ptr() | weight.data_ptr()) & 15,
+            hidden.is_contiguous() and weight.is_contiguous() or _strides(hidden, weight),
+        )  # fmt: skip
+        run = runs.get(call) or first(
+            call, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
+            vocab_size,
+        )  # fmt: skip
+        return run(  # type: ignore[no-any-return]
+            hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start, vocab_size
+        )
+
+    return linear_logprob_dz
 
 
 def _describe(key: Key) -> dict[str, Any]:
@@ -318,17 +334,32 @@ def _dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: 
     return dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32
 
 
-def _dhidden_call(
-    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active | None
-) -> Key:
-    return (
-        running.shape, dz.shape, dz.dtype, running.dtype, fresh, dz.get_device(), rounded is None,
-        _layout(running, dz, weight) if rounded is None else _layout(running, dz, weight, rounded),
-    )  # fmt: skip
+def _dhidden_warm(runs: Runs, first: First) -> Run:
+    def linear_logprob_dhidden(
+        running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active | None
+    ) -> None:
+        call = (
+            running.shape, dz.numel(), dz.dtype, fresh, dz.get_device(),
+            None if rounded is None else rounded.data_ptr() & 15 if rounded.is_contiguous() else -1,
+            (running.data_ptr() | dz.data_ptr() | weight.data_ptr()) & 15,
+            running.is_contiguous() and dz.is_contiguous() and weight.is_contiguous() or _strides(running, dz, weight),
+        )  # fmt: skip
+        run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
+        run(running, rounded, dz, weight, fresh, active)
+
+    return linear_logprob_dhidden
 
 
-def _dweight_call(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active | None) -> Key:
-    return grad.shape, dz.shape, dz.dtype, grad.dtype, fresh, dz.get_device(), _layout(grad, dz, hidden)
+def _dweight_warm(runs: Runs, first: First) -> Run:
+    def linear_logprob_dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active | None) -> None:
+        call = (
+            grad.shape, dz.numel(), dz.dtype, grad.dtype, fresh, dz.get_device(),
+            (grad.data_ptr() | dz.data_ptr() | hidden.data_ptr()) & 15,
+            grad.is_contiguous() and dz.is_contiguous() and hidden.is_contiguous() or _strides(grad, dz, hidden),
+        )  # fmt: skip
+        (runs.get(call) or first(call, grad, dz, hidden, fresh, active))(grad, dz, hidden, fresh, active)
+
+    return linear_logprob_dweight
 
 
 def _describe_grad(key: Key) -> dict[str, Any]:
@@ -397,7 +428,7 @@ def _op(
     op: str,
     run: Run,
     key: Callable[..., Key],
-    call: Callable[..., Key],
+    warm: Callable[[Runs, First], Run],
     sample: Callable[..., tuple[Any, ...]],
     schedule: Schedule,
     grad: bool = False,
@@ -405,7 +436,7 @@ def _op(
 ) -> ScheduledOp:
     return ScheduledOp(
         Family(
-            op=op, anchor=run, key=key, call=call, describe=_describe_grad if grad else _describe, device=_device,
+            op=op, anchor=run, key=key, warm=warm, describe=_describe_grad if grad else _describe, device=_device,
             rows=_rows_of_grad if grad else _rows, sample=sample, schedules=(schedule,), sources=_SOURCES,
             versions=lambda: {"cuda compiler": driver.compiler()}, mutates=mutates,
         )
@@ -414,19 +445,19 @@ def _op(
 
 _HOPPER_FORWARD = functools.partial(anchor.forward, statistics=_statistics)
 _forward = _op(
-    "linear_logprob", anchor.forward, _forward_key, _forward_call, _forward_sample,
+    "linear_logprob", anchor.forward, _forward_key, _forward_warm, _forward_sample,
     Schedule("hopper", _bind(_HOPPER_FORWARD, lambda s: (PROBS if s.probs else STATISTICS,)), _supports),
 )  # fmt: skip
 _dz = _op(
-    "linear_logprob_dz", anchor.dz_block, _dz_key, _dz_call, _dz_sample,
+    "linear_logprob_dz", anchor.dz_block, _dz_key, _dz_warm, _dz_sample,
     Schedule("hopper", _bind(_dz_block, lambda s: (GRADIENT,)), _supports),
 )  # fmt: skip
 _dhidden = _op(
-    "linear_logprob_dhidden", anchor.dhidden_block, _dhidden_key, _dhidden_call, _dhidden_sample,
+    "linear_logprob_dhidden", anchor.dhidden_block, _dhidden_key, _dhidden_warm, _dhidden_sample,
     Schedule("hopper", _bind_grad(_dhidden_block, DHIDDEN), _supports_grad), grad=True, mutates=(0, 1),
 )  # fmt: skip
 _dweight = _op(
-    "linear_logprob_dweight", anchor.dweight_block, _dweight_key, _dweight_call, _dweight_sample,
+    "linear_logprob_dweight", anchor.dweight_block, _dweight_key, _dweight_warm, _dweight_sample,
     Schedule("hopper", _bind_grad(_dweight_block, DWEIGHT), _supports_grad), grad=True, mutates=(0,),
 )  # fmt: skip
 
@@ -436,13 +467,13 @@ _dweight = _op(
 def linear_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
-    return _forward(hidden, weight, targets, inv_temperature, kept, False)
+    return _forward.call(hidden, weight, targets, inv_temperature, kept, False)  # type: ignore[no-any-return]
 
 
 def linear_logprob_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
-    return _forward(hidden, weight, targets, inv_temperature, kept, True)
+    return _forward.call(hidden, weight, targets, inv_temperature, kept, True)  # type: ignore[no-any-return]
 
 
-linear_logprob_grad_ = functools.partial(anchor.gradients, anchor.Products(_dz, _dhidden, _dweight))
+linear_logprob_grad_ = functools.partial(anchor.gradients, anchor.Products(_dz.call, _dhidden.call, _dweight.call))
