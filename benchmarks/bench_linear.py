@@ -74,9 +74,10 @@ def measure(op: str, name: str, m: int, n: int, k: int, dtype: torch.dtype, cuda
     choice = select.choose(op, device)
     schedule = choice.implementation
     if schedule == "certified":
-        from rlkernel.kernels.cuda.linear import wgrad_chunk
+        from rlkernel.kernels.cuda import linear
 
-        schedule = (wgrad_chunk if op == "linear_wgrad" else choice.fn).chosen(*arguments)
+        scheduled = linear.wgrad_chunk if op == "linear_wgrad" else getattr(linear, op)
+        schedule = scheduled.chosen(*arguments)
     equal = bool(torch.equal(ours(), anchor()))
     sides = [graph(ours), graph(anchor)] if cuda else [ours, anchor]
     ours_ms, anchor_ms = interleaved(sides, cuda, rounds)

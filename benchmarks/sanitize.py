@@ -179,10 +179,9 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         for options in ({}, filters):
             ops.sample(logits, ids(99, n), ids(99, n), temperature=full(0.8, torch.float32), **options)
 
-    found = dict(linear=linear, linear_options=linear_options, linear_chunks=linear_chunks,
-                 linear_logprob=linear_logprob, logprob=logprob, rms_norm=rms_norm, pointwise=pointwise, attention=attention,
-                 losses=losses, optimizer=optimizer, sample=sample)  # fmt: skip
-    return found
+    found = (linear, linear_options, linear_chunks, linear_logprob, logprob, rms_norm, pointwise, attention, losses,
+             optimizer, sample)  # fmt: skip
+    return {call.__name__: call for call in found}
 
 
 def every_schedule() -> set[str]:

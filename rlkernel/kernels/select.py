@@ -60,7 +60,8 @@ def _find(op: str, implementation: str) -> Callable[..., Any] | None:
         if error.name == name:
             return None
         raise
-    return getattr(module, op, None)
+    found = getattr(module, op, None)
+    return getattr(found, "call", found)  # an op with schedules: its function, not the object around it
 
 
 def _why_no_cpp() -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlkernel import ops
 from rlkernel.contract import CONTRACT_ID, assert_accurate, assert_bitwise
 from rlkernel.engine import LLM, RequestOutput, SamplingParams
-from rlkernel.kernels import schedule
+from rlkernel.kernels import verdicts
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
 from rlkernel.models import Decoder, PackedBatch, preset
@@ -32,7 +32,7 @@ by_heads = pytest.mark.parametrize("heads,kv_heads", [(16, 8), (32, 8), (28, 4)]
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Verdicts are made here, not read."""
-    monkeypatch.setattr(schedule, "verdict_dir", lambda: tmp_path / "schedules")
+    monkeypatch.setattr(verdicts, "verdict_dir", lambda: tmp_path / "schedules")
     attention_fa3.forget()
     yield
     attention_fa3.forget()

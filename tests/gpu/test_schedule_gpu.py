@@ -14,7 +14,8 @@ from torch import Tensor
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE
-from rlkernel.kernels import build, schedule
+from rlkernel.kernels import build, certification, schedule
+from rlkernel.kernels.certification import Schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -148,11 +149,11 @@ def planted(**switch: Any) -> Callable[..., Tensor]:
 def test_a_planted_wrong_schedule_is_refused(switch: dict[str, bool], record: Callable[..., None]) -> None:
     from rlkernel.kernels.cuda import linear
 
-    wrong = schedule.Schedule("planted", lambda key: planted(**switch))
+    wrong = Schedule("planted", lambda key: planted(**switch))
     family = dataclasses.replace(linear.linear.family, schedules=(wrong,))
     dtype = torch.float32 if "tf32" in switch else torch.bfloat16
     key = family.key(rand(64, 1024, dtype=dtype), rand(512, 1024, dtype=dtype), None, 1, 1, torch.float32)
-    verdict, bound = schedule.certify(family, key)
+    verdict, bound = certification.certify(family, key)
     (trial,) = verdict.trials
     assert not trial.certified and trial.first is not None and trial.first["mismatches"] > 0 and not bound
     record(cases=1, tokens=64, mismatches=0)
@@ -181,11 +182,9 @@ def tokens_descending(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
 def test_a_planted_wrong_weight_gradient_is_refused(wrong: Callable[..., None], record: Callable[..., None]) -> None:
     from rlkernel.kernels.cuda import linear
 
-    family = dataclasses.replace(
-        linear.wgrad_chunk.family, schedules=(schedule.Schedule("planted", lambda key: wrong),)
-    )
+    family = dataclasses.replace(linear.wgrad_chunk.family, schedules=(Schedule("planted", lambda key: wrong),))
     key = family.key(torch.zeros(256, 512, device="cuda"), rand(300, 256), rand(300, 512), False)
-    (trial,) = schedule.certify(family, key)[0].trials
+    (trial,) = certification.certify(family, key)[0].trials
     assert not trial.certified and trial.first is not None and trial.first["mismatches"] > 0
     record(cases=1, tokens=300, mismatches=0)
 

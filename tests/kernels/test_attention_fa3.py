@@ -14,7 +14,7 @@ from ops.fake_fa3 import SHAPE, Change, fake, install
 from torch import Tensor
 
 from rlkernel.cli import doctor
-from rlkernel.kernels import schedule
+from rlkernel.kernels import certification, schedule
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
 
@@ -23,7 +23,7 @@ def test_an_exact_library_is_certified_once(tmp_path: Path, monkeypatch: pytest.
     library = install(monkeypatch, tmp_path)
     assert attention_fa3.require(SHAPE) is library
     found = attention_fa3.verdict(SHAPE)
-    calls = len(list(attention_fa3.calls())) * len(schedule.KINDS)
+    calls = len(list(attention_fa3.calls())) * len(certification.KINDS)
     assert found.certified and found.calls == calls > 100 and found.differing == 0 and found.first is None
     assert found.elements > 1000 and f"{calls} calls equal" in found.reason
 
@@ -120,7 +120,7 @@ def test_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(VariantError, match="takes bfloat16 and float16, not float32; cast the model"):
         attention_fa3.require(SHAPE._replace(dtype=torch.float32))
     with monkeypatch.context() as m:
-        m.setattr(schedule, "_capturing", lambda device: True)
+        m.setattr(certification, "capturing", lambda device: True)
         with pytest.raises(VariantError, match="fell into a CUDA graph capture"):
             attention_fa3.require(SHAPE)
     for_cuda = attention_fa3.Library(fake().dense, fake().paged, {})
@@ -224,7 +224,7 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     install(monkeypatch, tmp_path, attention_fa3.Library(by_head_dim.dense, paged, {}, "cpu"))
     monkeypatch.setattr(doctor, "_HEADS", ((64, 2, 1), (16, 2, 1)))
-    monkeypatch.setattr(schedule, "KINDS", ("normal",))
+    monkeypatch.setattr(certification, "KINDS", ("normal",))
     found = json.loads(json.dumps(doctor.examine("cpu")))["attention_fa3"]
     assert found["unavailable"] is None
     assert [(row["shape"]["D"], row["certified"]) for row in found["rows"]] == [(64, False), (16, True)]

@@ -6,6 +6,7 @@ import ctypes
 import io
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ pytest.importorskip("triton")
 from rlkernel.cli import doctor
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels.cuda import linear as cuda
+from rlkernel.kernels.cuda import linear_logprob as scoring
+from rlkernel.kernels.schedule import ScheduledOp
 
 
 def key(x: Tensor, w: Tensor, bias: Tensor | None = None, chunks: int = 1, out: torch.dtype | None = None) -> tuple:
@@ -73,28 +76,66 @@ def test_the_gradients_of_one_class() -> None:
     assert head.is_head and not head._replace(chunks=2).is_head and not head._replace(form="forward").is_head
 
 
-def calls() -> list[tuple[Callable[..., tuple], Callable[..., tuple], tuple]]:
-    """(what decides a call, its class, arguments) of every op in many shapes."""
+def calls() -> list[tuple[ScheduledOp, tuple]]:
+    """Every op with arguments in many shapes and places."""
     w, wide, odd = rand(48, 64), rand(48, 128), rand(130)[2:].view(2, 64)
-    found: list[tuple[Callable[..., tuple], Callable[..., tuple], tuple]] = []
+    found: list[tuple[ScheduledOp, tuple]] = []
     xs = (rand(1, 64), rand(2, 64), rand(16, 64), rand(17, 64), rand(2, 128)[:, :64], odd, rand(2, 64).half())
     for x, bias, chunks, out in itertools.product(xs, (None, rand(48), rand(96)[::2]), (1, 2), (None, torch.float32)):
-        found.append((cuda._linear_call, cuda._linear_key, (x, w.to(x.dtype), bias, chunks, 1, out)))
+        found.append((cuda.linear, (x, w.to(x.dtype), bias, chunks, 1, out)))
     for dy, weight, chunks in itertools.product((rand(1, 48), rand(16, 48), rand(2, 96)[:, :48]), (w, wide), (1, 2)):
-        found.append((cuda._dgrad_call, cuda._dgrad_key, (dy, weight, chunks)))
+        found.append((cuda.linear_dgrad, (dy, weight, chunks)))
     for t, fresh, dtype in itertools.product((1, 2, 16, 40), (False, True), (torch.float32, torch.bfloat16)):
         grad = torch.zeros(48, 64, dtype=dtype)
-        found.append((cuda._wgrad_call, cuda._wgrad_key, (grad, rand(t, 48), rand(t, 64), fresh)))
-        found.append((cuda._wgrad_call, cuda._wgrad_key, (grad.t().contiguous().t(), rand(t, 48), rand(t, 64), fresh)))
+        for to in (grad, grad.t().contiguous().t()):
+            found.append((cuda.wgrad_chunk, (to, rand(t, 48), rand(t, 64), fresh)))
+    hidden, head, y = rand(130, 64), rand(80, 64), torch.zeros(130, dtype=torch.int64)
+    inverse, kept = torch.ones(130), torch.zeros(130, 3, dtype=torch.int32)
+    hiddens = (hidden, rand(3, 64), rand(130, 128)[:, :64], rand(130 * 64 + 1)[1:].view(130, 64), hidden.half())
+    for x, weight, t, k, keep in itertools.product(
+        hiddens, (head, rand(84, 64), rand(80, 128)[:, 64:]), (None, inverse), (None, kept), (False, True)
+    ):
+        found.append((scoring._forward, (x, weight, y, t, k, keep)))
+        for g, h in ((inverse, None), (None, inverse), (inverse, inverse)):
+            found.append((scoring._dz, (x, weight, y, t, k, inverse, inverse, g, h, None, 0, 80)))
+    for v, c, fresh, shift in itertools.product((80, 84), (64, 68), (False, True), (0, 1)):
+        whole, dz, weight = torch.zeros(16 * c + 1), rand(16, v), rand(v, c)
+        running = whole[shift : 16 * c + shift].view(16, c)
+        for rounded in (None, rand(16, c), rand(16 * c + 1)[1:].view(16, c), rand(c, 16).t()):
+            found.append((scoring._dhidden, (running, rounded, dz, weight, fresh, None)))
+        found.append((scoring._dhidden, (running, None, rand(16, 2 * v)[:, :v], weight, fresh, None)))
+        for dtype in (torch.float32, torch.bfloat16):
+            for rows in (rand(16, c), rand(16, 2 * c)[:, c:]):
+                found.append((scoring._dweight, (torch.zeros(v, c, dtype=dtype), dz, rows, fresh, None)))
     return found
 
 
 def test_what_decides_a_call_decides_its_class() -> None:
     classes: dict[tuple, tuple] = {}
-    for call, key, arguments in calls():
-        decided = (key.__name__, call(*arguments))
-        assert classes.setdefault(decided, key(*arguments)) == key(*arguments)
-    assert len(set(classes.values())) > 50
+    for op, arguments in calls():
+        asked: list[tuple] = []
+
+        def first(call: tuple, *given: Any, asked: list = asked, arguments: tuple = arguments) -> Callable[..., Any]:
+            assert all(a is b for a, b in zip(given, arguments, strict=True))
+            asked.append(call)
+            return lambda *run_with: run_with
+
+        got = op.family.dispatcher({}, first)(*arguments)
+        assert got is None or all(a is b for a, b in zip(got, arguments, strict=True)), "passed on as they came"
+        decided, found = (op.family.op, *asked), (op.family.op, *op.family.key(*arguments))
+        assert classes.setdefault(decided, found) == found
+    assert len(set(classes.values())) > 150 and len({op for op, *_ in classes}) == 7
+
+
+def test_a_warm_call_asks_once() -> None:
+    for op, arguments in calls():
+        runs: dict = {}
+        ran: list[tuple] = []
+        run = lambda *given, ran=ran: ran.append(given)
+        call = op.family.dispatcher(runs, lambda decided, *_, run=run, runs=runs: runs.setdefault(decided, run))
+        call(*arguments)
+        call(*arguments)
+        assert len(ran) == 2 and len(runs) == 1, op.family.op
 
 
 def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
@@ -162,7 +203,7 @@ def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> 
         total = dy.float().t() @ x.float()
         grad.copy_(total if fresh else grad + total)
 
-    monkeypatch.setattr(cuda, "wgrad_chunk", chunk)
+    monkeypatch.setattr(cuda.wgrad_chunk, "call", chunk)
     dy, x = torch.randint(-4, 5, (80, 16)).bfloat16(), torch.randint(-4, 5, (80, 24)).bfloat16()
     expected = dy.float().t() @ x.float()
     assert_bitwise(cuda.linear_wgrad(dy, x), expected.bfloat16(), "rounded once")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlkernel.kernels import build, schedule
-from rlkernel.kernels.schedule import ANCHOR, Family, Schedule, ScheduledOp, UncertifiedError, values
+from rlkernel.kernels import build, certification, schedule
+from rlkernel.kernels.certification import Family, First, Run, Runs, Schedule, values
+from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
+from rlkernel.kernels.verdicts import ANCHOR
 
 K = 64
 
@@ -114,13 +115,13 @@ def milliseconds(candidates: dict[str, Callable[[], object]], device: torch.devi
     return {name: 2.0 if name == ANCHOR else 4.0 if "slow" in name else 1.0 for name in candidates}
 
 
-clock = schedule._time
+clock = certification._time
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
-    monkeypatch.setattr(schedule, "_time", milliseconds)
+    monkeypatch.setattr(certification, "_time", milliseconds)
     before = dict(schedule._ops)
     yield tmp_path / "schedules"
     schedule._ops.clear()
@@ -136,7 +137,7 @@ def test_a_wrong_schedule_is_refused_with_the_first_differing_element(wrong: Cal
     refused, right = verdict.trials
     assert not refused.certified and right.certified and refused.ms is None
     first = refused.first
-    assert first is not None and first["kind"] in schedule.KINDS and first["rows"] in (2, 6)
+    assert first is not None and first["kind"] in certification.KINDS and first["rows"] in (2, 6)
     assert len(first["index"]) == 2 and first["actual"] != first["expected"]
     assert 0 < first["mismatches"] <= first["elements"] == first["rows"] * 5
     assert op.chosen(x, w) == "fake.equal"
@@ -148,7 +149,7 @@ def test_the_evidence_is_reproducible() -> None:
     x, w = arguments()
     first = op.verdict(x, w)
     assert first is not None
-    again, _ = schedule.certify(op.family, op.family.key(x, w), first.seed)
+    again, _ = certification.certify(op.family, op.family.key(x, w), first.seed)
     assert again.trials[0].first == first.trials[0].first is not None
 
 
@@ -178,7 +179,7 @@ def test_verdicts_are_kept_by_key() -> None:
     x, w = arguments()
     ScheduledOp(family(equal, anchor=counted(calls)))(x, w)
     certified = len(calls)
-    assert certified == 2 * len(schedule.KINDS)
+    assert certified == 2 * len(certification.KINDS)
     op = ScheduledOp(family(equal, anchor=counted(calls)))
     op(x, w)
     assert len(calls) == certified, "the file of the first op served the second"
@@ -247,7 +248,7 @@ def test_nothing_is_certified_under_graph_capture(monkeypatch: pytest.MonkeyPatc
     x, w = arguments()
     op = ScheduledOp(family(equal))
     capturing = True
-    monkeypatch.setattr(schedule, "_capturing", lambda device: capturing)
+    monkeypatch.setattr(certification, "capturing", lambda device: capturing)
     assert torch.equal(op(x, w), anchor(x, w))
     assert not cache.exists()
     with schedule.strict(), pytest.raises(UncertifiedError, match="graph capture"):
@@ -269,13 +270,21 @@ def test_schedules_are_switched_off_and_on_again() -> None:
     assert op.chosen(x, w) == "fake.equal"
 
 
+def shapes(asked: list[int]) -> Callable[[Runs, First], Run]:
+    """A `warm` that decides by both shapes and counts its calls."""
+
+    def warm(runs: Runs, first: First) -> Run:
+        def call(x: Tensor, w: Tensor) -> Any:
+            asked.append(1)
+            return (runs.get((x.shape, w.shape)) or first((x.shape, w.shape), x, w))(x, w)
+
+        return call
+
+    return warm
+
+
 def test_a_call_is_decided_once_by_what_the_family_says() -> None:
     asked: list[int] = []
-
-    def call(x: Tensor, w: Tensor) -> tuple[Any, ...]:
-        asked.append(1)
-        return x.shape, w.shape
-
     classes: list[int] = []
     base = family(equal)
 
@@ -283,43 +292,54 @@ def test_a_call_is_decided_once_by_what_the_family_says() -> None:
         classes.append(1)
         return base.key(x, w)
 
-    op = ScheduledOp(Family(**{**base.__dict__, "key": key, "call": call}))
+    op = ScheduledOp(replace(base, key=key, warm=shapes(asked)))
     x, w = arguments()
     for _ in range(3):
-        op(x, w)
+        op.call(x, w)
     assert len(asked) == 3 and len(classes) == 1
     op(*arguments(m=4))
     assert len(classes) == 2, "another row count of the same class"
     with schedule.without():
-        op(x, w)
+        op.call(x, w)
     assert len(classes) == 3, "switching decides anew"
+    with schedule.strict():
+        op.call(x, w)
+    assert len(classes) == 4, "so does strict mode"
+
+
+def test_a_call_under_capture_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certification, "capturing", lambda device: True)
+    op = ScheduledOp(replace(family(equal), warm=shapes([])))
+    x, w = arguments()
+    assert torch.equal(op.call(x, w), anchor(x, w)) and not op._runs
+    monkeypatch.setattr(certification, "capturing", lambda device: False)
+    op.call(x, w)
+    assert list(op._runs.values()) == [equal]
 
 
 def test_an_op_does_not_remember_calls_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "MOST_CALLS", 4)
-    op = ScheduledOp(Family(**{**family(equal).__dict__, "call": lambda x, w: (x.shape, w.shape)}))
+    op = ScheduledOp(replace(family(equal), warm=shapes([])))
     for m in range(2, 12):
         x, w = arguments(m)
         assert torch.equal(op(x, w), anchor(x, w)) and len(op._runs) <= 4
 
 
-def test_a_warm_call_costs_little() -> None:
-    """The dispatcher's own part; benchmarks/bench_dispatch.py measures it with the ops' parts."""
-    key = ("a", 1)
-    op = ScheduledOp(Family(**{**family(equal).__dict__, "call": lambda x, w: key}))
-    op._runs[key] = nothing = lambda x, w: x
+def test_the_report_leaves_out_what_another_library_was_asked(cache: Path) -> None:
     x, w = arguments()
-
-    def cost(fn: Callable[..., Tensor]) -> float:
-        best = float("inf")
-        for _ in range(200):
-            start = time.perf_counter()
-            for _ in range(100):
-                fn(x, w)
-            best = min(best, (time.perf_counter() - start) / 100)
-        return best
-
-    assert cost(op) - cost(nothing) < 1e-6
+    for version in ("1", "2"):
+        ScheduledOp(family(equal, versions=lambda version=version: {"cublaslt": version}))(x, w)
+    assert len(list(cache.glob("*.json"))) == 2
+    shown = lambda: [row["schedule"] for row in schedule.report(torch.device("cpu")) if row["op"] == "fake"]
+    assert shown() == [ANCHOR, "fake.equal"], "that of version 2"
+    ScheduledOp(family(equal, versions=lambda: {"cublaslt": "3"}))
+    assert shown() == []
+    ScheduledOp(family(equal, versions=lambda: {"cublaslt": "1"}, unavailable=lambda: "no compiler"))
+    assert shown() == [], "what cannot be asked runs its anchor"
+    ScheduledOp(family(equal, slow, versions=lambda: {"cublaslt": "1"}))
+    assert shown() == [], "a schedule more"
+    del schedule._ops["fake"]
+    assert len(shown()) == 4, "of an op that is not loaded only the machine is known"
 
 
 def test_the_report_shows_every_schedule() -> None:
@@ -364,7 +384,7 @@ def test_every_result_is_compared_also_those_in_place() -> None:
         (trial,) = verdict.trials
         assert trial.certified == (trial.first is None)
         if trial.certified:
-            assert trial.elements == len(schedule.KINDS) * ((2 * 5 + K + K) + (6 * 5 + K + K))
+            assert trial.elements == len(certification.KINDS) * ((2 * 5 + K + K) + (6 * 5 + K + K))
         return trial.first
 
     assert run("equal", lambda y, none, total, grad: (y, none, total)) is None
@@ -385,7 +405,7 @@ def test_an_op_in_place_leaves_its_sample_to_the_next_candidate() -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("kind", schedule.KINDS)
+@pytest.mark.parametrize("kind", certification.KINDS)
 def test_values_are_what_their_kind_says(kind: str, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     x, w = values(kind, 7, 512, dtype, g), values(kind, 5, 512, dtype, g, second=True)

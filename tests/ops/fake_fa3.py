@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.kernels import schedule
+from rlkernel.kernels import verdicts
 from rlkernel.kernels.cuda import attention_fa3
 
 Change = Callable[[bool, int, int], float]  # (paged, longest query, sequences) -> factor of the scale
@@ -52,7 +52,7 @@ def install(
         "LAUNCHED_FOR": 128,
     }.items():
         monkeypatch.setattr(attention_fa3, name, value)
-    monkeypatch.setattr(schedule, "verdict_dir", lambda: folder / "schedules")
+    monkeypatch.setattr(verdicts, "verdict_dir", lambda: folder / "schedules")
     monkeypatch.setattr(attention_fa3, "_settled", {})
     monkeypatch.setattr(attention_fa3, "_verdicts", {})
     return library

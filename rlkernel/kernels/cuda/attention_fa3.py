@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.kernels import schedule
+from rlkernel.kernels import certification, verdicts
 from rlkernel.kernels.errors import VariantError
 
 FORMAT = "attention fa3 1"  # of the verdict files; another one means that a file is not read
@@ -149,7 +149,7 @@ def find() -> Library | str:
         except ModuleNotFoundError as error:
             reasons.append(f"{name}: no module {error.name}")
         except Exception as error:  # a package built for another torch fails in many ways
-            reasons.append(f"{name}: {schedule._short(error)}")
+            reasons.append(f"{name}: {certification.one_line(error)}")
     return "; ".join(reasons)
 
 
@@ -269,7 +269,7 @@ class Sample:
         dtype = shape.dtype if kind == "denormal" else torch.float16
 
         def draw(heads: int, second: bool = False) -> Tensor:
-            drawn = schedule.values(kind, total * heads, d, dtype, generator, second=second)
+            drawn = certification.values(kind, total * heads, d, dtype, generator, second=second)
             return drawn.to(shape.dtype).view(total, heads, d)
 
         self.q, self.k, self.v = draw(shape.heads), draw(shape.kv_heads, True), draw(shape.kv_heads)
@@ -363,8 +363,8 @@ def certify(library: Library, shape: Shape, seed: int | None = None) -> Verdict:
     verdict = Verdict(_identity(library, shape), seed, True, "")
     name = "the dense call"
     try:
-        with torch.no_grad(), schedule._on(shape.place):
-            for kind in schedule.KINDS:
+        with torch.no_grad(), certification.current(shape.place):
+            for kind in certification.KINDS:
                 sample = Sample(library, shape, kind, generator)
                 name = "the dense call"
                 expected = sample.dense()
@@ -372,8 +372,8 @@ def certify(library: Library, shape: Shape, seed: int | None = None) -> Verdict:
                     name = call.name
                     rows = sample.rows(call.spans)
                     wanted = [x[rows] for x in expected]
-                    schedule._poison(wanted)
-                    found = schedule._first_difference(list(sample.run(call)), wanted)
+                    certification.poison(wanted)
+                    found = certification.first_difference(list(sample.run(call)), wanted)
                     verdict.calls += 1
                     verdict.elements += sum(x.numel() for x in wanted)
                     if found is None:
@@ -386,7 +386,7 @@ def certify(library: Library, shape: Shape, seed: int | None = None) -> Verdict:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        verdict.certified, verdict.reason = False, f"raised in {name}: {schedule._short(error)}"
+        verdict.certified, verdict.reason = False, f"raised in {name}: {certification.one_line(error)}"
         return verdict
     if verdict.differing:
         verdict.certified = False
@@ -398,11 +398,11 @@ def certify(library: Library, shape: Shape, seed: int | None = None) -> Verdict:
 
 def _identity(library: Library, shape: Shape) -> dict[str, Any]:
     found = {
-        **schedule.machine(shape.place),
+        **verdicts.machine(shape.place),
         **library.versions,
         "op": "attention fa3",
         "shape": shape.describe(),
-        "source": schedule._source_hash((Path(__file__).resolve(),)),
+        "source": verdicts.source_hash((Path(certification.__file__), Path(__file__).resolve())),
     }
     plain: dict[str, Any] = json.loads(json.dumps(found))  # as it comes back from a file
     return plain
@@ -445,18 +445,18 @@ def verdict(shape: Shape) -> Verdict:
         )
     with _lock:
         if shape not in _verdicts:
-            if schedule._capturing(shape.place):
+            if certification.capturing(shape.place):
                 raise VariantError(
                     f"attention variant 'fa3' {shape.describe()}: its first use fell into a CUDA graph capture, where "
                     "nothing can be certified; run the shape once before"
                 )
             identity = _identity(library, shape)
-            path = schedule.verdict_path(identity)
-            kept = _from_file(schedule.load(path, FORMAT))
+            path = verdicts.verdict_path(identity)
+            kept = _from_file(verdicts.load(path, FORMAT))
             if kept is None or kept.identity != identity:
                 kept = certify(library, shape)
                 if not kept.reason.startswith("raised"):  # an error may not come again
-                    schedule.keep(path, {"format": FORMAT, **asdict(kept)})
+                    verdicts.keep(path, {"format": FORMAT, **asdict(kept)})
             _verdicts[shape] = kept
         return _verdicts[shape]
 

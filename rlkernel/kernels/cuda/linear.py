@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, WGRAD_TOKENS
 from rlkernel.kernels import build
-from rlkernel.kernels.schedule import Family, First, Key, Run, Runs, Schedule, ScheduledOp, values
+from rlkernel.kernels.certification import Family, First, Key, Run, Runs, Schedule, values
+from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear as anchor
 
@@ -148,7 +149,7 @@ def _linear_warm(runs: Runs, first: First) -> Run:
             not (x.data_ptr() | weight.data_ptr()) & 15 and x.is_contiguous() and weight.is_contiguous(),
         )  # fmt: skip
         run = runs.get(call) or first(call, x, weight, bias, chunks, dgrad_chunks, out_dtype)
-        return run(x, weight, bias, chunks, dgrad_chunks, out_dtype)  # type: ignore[no-any-return]
+        return run(x, weight, bias, chunks, dgrad_chunks, out_dtype)
 
     return linear
 
@@ -159,7 +160,7 @@ def _dgrad_warm(runs: Runs, first: First) -> Run:
             dy.shape, weight.numel(), dy.dtype, chunks, dy.get_device(),
             not (dy.data_ptr() | weight.data_ptr()) & 15 and dy.is_contiguous() and weight.is_contiguous(),
         )  # fmt: skip
-        return (runs.get(call) or first(call, dy, weight, chunks))(dy, weight, chunks)  # type: ignore[no-any-return]
+        return (runs.get(call) or first(call, dy, weight, chunks))(dy, weight, chunks)
 
     return linear_dgrad
 
@@ -483,12 +484,12 @@ def wgrad_(
     """grad += dy^T x, chunks of WGRAD_TOKENS added ascending; `fresh` ignores what grad holds, rounds once."""
     tokens = dy.shape[0]
     if tokens <= WGRAD_TOKENS:
-        wgrad_chunk(grad, dy, x, fresh)
+        wgrad_chunk.call(grad, dy, x, fresh)
         return
     total = grad if grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
     for first in range(0, tokens, WGRAD_TOKENS):
         last = first + WGRAD_TOKENS
-        wgrad_chunk(total, dy[first:last], x[first:last], fresh and first == 0)
+        wgrad_chunk.call(total, dy[first:last], x[first:last], fresh and first == 0)
     if total is not grad:
         grad.copy_(total)
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from rlkernel.contract import orders
 from rlkernel.kernels import build
+from rlkernel.kernels.certification import Family, First, Key, Run, Runs, Schedule, values
 from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
-from rlkernel.kernels.schedule import Family, First, Key, Run, Runs, Schedule, ScheduledOp, values
+from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear as triton_linear
 from rlkernel.kernels.triton import linear_logprob as anchor
@@ -206,10 +207,10 @@ def _forward_warm(runs: Runs, first: First) -> Run:
         call = (
             hidden.shape, weight.numel(), hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
             keep_probs, (hidden.data_ptr() | weight.data_ptr()) & 15,
-            hidden.is_contiguous() and weight.is_contiguous() or _strides(hidden, weight),
+            (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
         )  # fmt: skip
         run = runs.get(call) or first(call, hidden, weight, targets, inv_temperature, kept, keep_probs)
-        return run(hidden, weight, targets, inv_temperature, kept, keep_probs)  # type: ignore[no-any-return]
+        return run(hidden, weight, targets, inv_temperature, kept, keep_probs)
 
     return linear_logprob
 
@@ -223,13 +224,13 @@ def _dz_warm(runs: Runs, first: First) -> Run:
         call = (
             hidden.shape, weight.numel(), hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
             dlogp is None, dentropy is None, (hidden.data_ptr() | weight.data_ptr()) & 15,
-            hidden.is_contiguous() and weight.is_contiguous() or _strides(hidden, weight),
+            (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
         )  # fmt: skip
         run = runs.get(call) or first(
             call, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
             vocab_size,
         )  # fmt: skip
-        return run(  # type: ignore[no-any-return]
+        return run(
             hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start, vocab_size
         )
 
@@ -326,7 +327,7 @@ def _dhidden_key(
     running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active | None
 ) -> Key:
     dense = _aligned(running, *(t for t in (rounded,) if t is not None)) and _fetchable(dz, weight)
-    return dz.get_device(), weight.shape[1], dz.dtype, running.dtype, dense, fresh, rounded is not None
+    return dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, rounded is not None
 
 
 def _dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active | None) -> Key:
@@ -342,7 +343,8 @@ def _dhidden_warm(runs: Runs, first: First) -> Run:
             running.shape, dz.numel(), dz.dtype, fresh, dz.get_device(),
             None if rounded is None else rounded.data_ptr() & 15 if rounded.is_contiguous() else -1,
             (running.data_ptr() | dz.data_ptr() | weight.data_ptr()) & 15,
-            running.is_contiguous() and dz.is_contiguous() and weight.is_contiguous() or _strides(running, dz, weight),
+            (running.is_contiguous() and dz.is_contiguous() and weight.is_contiguous())
+            or _strides(running, dz, weight),
         )  # fmt: skip
         run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
         run(running, rounded, dz, weight, fresh, active)
@@ -355,7 +357,7 @@ def _dweight_warm(runs: Runs, first: First) -> Run:
         call = (
             grad.shape, dz.numel(), dz.dtype, grad.dtype, fresh, dz.get_device(),
             (grad.data_ptr() | dz.data_ptr() | hidden.data_ptr()) & 15,
-            grad.is_contiguous() and dz.is_contiguous() and hidden.is_contiguous() or _strides(grad, dz, hidden),
+            (grad.is_contiguous() and dz.is_contiguous() and hidden.is_contiguous()) or _strides(grad, dz, hidden),
         )  # fmt: skip
         (runs.get(call) or first(call, grad, dz, hidden, fresh, active))(grad, dz, hidden, fresh, active)
 
@@ -467,13 +469,13 @@ _dweight = _op(
 def linear_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
-    return _forward.call(hidden, weight, targets, inv_temperature, kept, False)  # type: ignore[no-any-return]
+    return _forward.call(hidden, weight, targets, inv_temperature, kept, False)
 
 
 def linear_logprob_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
-    return _forward.call(hidden, weight, targets, inv_temperature, kept, True)  # type: ignore[no-any-return]
+    return _forward.call(hidden, weight, targets, inv_temperature, kept, True)
 
 
 linear_logprob_grad_ = functools.partial(anchor.gradients, anchor.Products(_dz.call, _dhidden.call, _dweight.call))

@@ -1,0 +1,309 @@
+"""Certification: every schedule of an op beside its anchor, to the bit, before anything calls it.
+
+Random and adversarial data over several row counts; every byte of every result is compared, and the equal ones are
+timed. What an op brings to this is its `Family`; which schedule then runs is decided in `schedule.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.contract.bitwise import compare_bitwise
+from rlkernel.kernels.errors import BuildError
+from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_hash
+
+KINDS = ("normal", "wide", "cancel", "zeros", "denormal")
+_INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Key = tuple[Hashable, ...]
+Run = Callable[..., Any]
+Runs = dict[Key, Run]  # what computes a call, by what decides it
+First = Callable[..., Run]  # (what decides the call, the op's arguments) -> what computes it
+
+# ---- what an op brings ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to compute an op.
+
+    Attributes:
+        name: unique in its op; what stands before the first dot is its group, which `without` takes too.
+        bind: makes the callable (the op's arguments -> its result) for one shape class; its attribute `note`, where it
+            has one, is added to the evidence.
+        supports: whether the schedule computes this shape class at all.
+    """
+
+    name: str
+    bind: Callable[[Key], Run]
+    supports: Callable[[Key], bool] = lambda key: True
+
+
+@dataclass(frozen=True)
+class Family:
+    """An op, its anchor and the schedules that may take the anchor's place.
+
+    Attributes:
+        op: the op's name.
+        anchor: the definition of the bits.
+        key: shape class of a call, from the op's arguments; M enters as a bucket.
+        describe: the shape class as plain data, without the device's index.
+        device: the device of a shape class.
+        rows: row counts to compare, the last of which is timed.
+        sample: arguments of the op for (key, rows, kind of values, generator).
+        schedules: the candidates.
+        sources: files whose change voids a verdict.
+        unavailable: why nothing can be certified in this process, or None.
+        versions: further library versions that a verdict depends on.
+        mutates: positions of the arguments that the op writes (None among them is allowed). Every run of a comparison
+            gets copies of its own, and they count among its results, after what it returns.
+        warm: makes the function that callers call, the whole cost of dispatch: it takes what decides the shape class
+            of a call (M as it is) as cheaply as it can be had, looks it up, asks `first` where it is new, and calls
+            what it found. Default: by `key`.
+    """
+
+    op: str
+    anchor: Run
+    key: Callable[..., Key]
+    describe: Callable[[Key], dict[str, Any]]
+    device: Callable[[Key], torch.device]
+    rows: Callable[[Key], Sequence[int]]
+    sample: Callable[[Key, int, str, torch.Generator], tuple[Any, ...]]
+    schedules: Sequence[Schedule]
+    sources: Sequence[Path] = ()
+    unavailable: Callable[[], str | None] = lambda: None
+    versions: Callable[[], dict[str, str]] = dict
+    mutates: Sequence[int] = ()
+    warm: Callable[[Runs, First], Run] | None = None
+
+    def dispatcher(self, runs: Runs, first: First) -> Run:
+        """`warm`, or its default."""
+        if self.warm is not None:
+            return self.warm(runs, first)
+        key = self.key
+
+        def call(*args: Any) -> Any:
+            found = key(*args)
+            return (runs.get(found) or first(found, *args))(*args)
+
+        return call
+
+
+def values(
+    kind: str, rows: int, k: int, dtype: torch.dtype, generator: torch.Generator, second: bool = False
+) -> Tensor:  # [rows, k]
+    """Values of one of `KINDS` for an operand of a product over k.
+
+    wide: exponents spread evenly. cancel: with an operand that has `second`, sums grow large and fall back to small
+    ones half a row later. zeros: zeros of both signs, whole rows of -0. denormal: the first operand holds denormal
+    numbers of its dtype.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    narrow = dtype == torch.float16
+    x = torch.randn(rows, k, dtype=dtype, device=generator.device, generator=generator)
+    if kind == "wide":
+        reach = 4 if narrow else 30
+        x *= torch.exp2(torch.randint(-reach, reach + 1, (rows, k), device=x.device, generator=generator).to(dtype))
+    elif kind == "cancel":
+        half = k // 2
+        if second:
+            x[:, half : 2 * half] = x[:, :half]
+        else:
+            for first in (1, 2):  # a third of the columns stays as it is, and is what remains of the sum
+                x[:, first:half:3] *= 64 if narrow else 1024
+                x[:, half + first : 2 * half : 3] = -x[:, first:half:3]
+    elif kind == "zeros":
+        x *= (torch.rand(rows, k, device=x.device, generator=generator) > 0.6).to(dtype)
+        if second:
+            x[::3].abs_()
+        else:
+            x[::3] = -0.0  # all products of such a row with a positive one are -0: the sign of the chain's start shows
+    elif kind == "denormal":
+        if not second:
+            x *= 2.0 ** (-17 if narrow else -128)
+    elif kind != "normal":
+        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+    return x
+
+
+def circumstances(family: Family, device: torch.device) -> dict[str, Any]:
+    """What every verdict of an op holds for: machine, library versions, schedules, source."""
+    return {
+        **machine(device),
+        **family.versions(),
+        "op": family.op,
+        "schedules": [schedule.name for schedule in family.schedules],
+        "source": source_hash((Path(__file__), *family.sources)),
+    }
+
+
+def identity(family: Family, key: Key) -> dict[str, Any]:
+    """What the verdict on a shape class holds for."""
+    found = {**circumstances(family, family.device(key)), "shape": family.describe(key)}
+    plain: dict[str, Any] = json.loads(json.dumps(found))  # as it comes back from a file
+    return plain
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+
+def results(run: Run, arguments: tuple[Any, ...], mutates: Sequence[int]) -> list[Tensor]:
+    """The tensors that a run returns, then those that it wrote, which are copies of the given ones."""
+    own = list(arguments)
+    for i in mutates:
+        own[i] = None if own[i] is None else own[i].clone(memory_format=torch.preserve_format)
+    returned = run(*own)
+    returned = returned if isinstance(returned, (tuple, list)) else (returned,)
+    return [t for t in (*returned, *(own[i] for i in mutates)) if t is not None]
+
+
+def first_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, Any] | None:
+    """`_difference` of the first result that differs, with its number under "result" where there are several."""
+    if len(actual) != len(expected):
+        return {"index": None, "actual": f"{len(actual)} results", "expected": f"{len(expected)} results", "ulps": None,
+                "mismatches": None, "elements": None}  # fmt: skip
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        found = _difference(a, b)
+        if found is not None:
+            return found if len(expected) == 1 else {"result": i, **found}
+    return None
+
+
+def _difference(actual: Tensor, expected: Tensor) -> dict[str, Any] | None:
+    """The first differing element and the count, or None; compares on the device, copies two elements."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return {"index": None, "actual": f"{tuple(actual.shape)} {actual.dtype}",
+                "expected": f"{tuple(expected.shape)} {expected.dtype}", "ulps": None,
+                "mismatches": expected.numel(), "elements": expected.numel()}  # fmt: skip
+    view = _INT_VIEW[expected.element_size()]
+    a, b = actual.contiguous().view(-1), expected.contiguous().view(-1)
+    if torch.equal(a.view(view), b.view(view)):
+        return None
+    differs = a.view(view) != b.view(view)
+    at = int(differs.to(torch.uint8).argmax())
+    report = compare_bitwise(a[at : at + 1], b[at : at + 1])
+    index = [int(i) for i in torch.unravel_index(torch.tensor(at), expected.shape)]
+    # Texts, because JSON has no NaN.
+    return {"index": index, "actual": repr(report.actual), "expected": repr(report.expected), "ulps": report.ulps,
+            "mismatches": int(differs.sum()), "elements": expected.numel()}  # fmt: skip
+
+
+def poison(like: Sequence[Tensor]) -> None:
+    """Fills the blocks that the allocator hands out next: a schedule that writes nothing must not find old results."""
+    _ = [torch.full_like(t, float("nan") if t.is_floating_point() else -1) for t in like]
+
+
+def _time(candidates: dict[str, Callable[[], object]], device: torch.device, rounds: int = 7) -> dict[str, float]:
+    """Median milliseconds of each candidate; they take turns, after a cache flush and behind a wait on CUDA."""
+    cuda = device.type == "cuda"
+    flush = torch.empty(32 << 20, dtype=torch.int32, device=device) if cuda else None
+    taken: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(rounds + 2):
+        for name, fn in candidates.items():
+            if flush is not None:
+                flush.zero_()
+                torch.cuda._sleep(400_000)  # launches queue up meanwhile, so that only the device's time counts
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                fn()
+                end.record()
+                end.synchronize()
+                ms = begin.elapsed_time(end)
+            else:
+                start = time.perf_counter()
+                fn()
+                ms = (time.perf_counter() - start) * 1e3
+            if turn >= 2:
+                taken[name].append(ms)
+    return {name: statistics.median(ms) for name, ms in taken.items()}
+
+
+def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict, dict[str, Run]]:
+    """Compares every schedule that supports the shape class with the anchor, and times the equal ones.
+
+    Args:
+        seed: of the data; fresh by default, and part of the evidence.
+
+    Returns:
+        The verdict and the bound callables of the certified schedules.
+
+    Raises:
+        Exception: whatever the anchor raises, and running out of memory; a schedule that raises is refused.
+    """
+    device = family.device(key)
+    seed = secrets.randbits(31) if seed is None else seed
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = list(family.rows(key))
+    trials: dict[str, Trial] = {}
+    bound: dict[str, Run] = {}
+
+    def refuse(name: str, reason: str, first: dict[str, Any] | None = None, passing: bool = False) -> None:
+        trials[name].certified, trials[name].reason, trials[name].first = False, reason, first
+        trials[name].passing = passing
+        bound.pop(name, None)
+
+    for schedule in family.schedules:
+        if schedule.supports(key):
+            trials[schedule.name] = Trial(schedule.name, True, "")
+            try:
+                bound[schedule.name] = schedule.bind(key)
+            except Exception as error:
+                refuse(schedule.name, f"not offered here: {one_line(error)}", passing=isinstance(error, BuildError))
+    with torch.no_grad():
+        for kind in KINDS:
+            for m in rows:
+                arguments = family.sample(key, m, kind, generator)
+                expected = results(family.anchor, arguments, family.mutates)
+                for name in list(bound):
+                    poison(expected)
+                    try:
+                        first = first_difference(results(bound[name], arguments, family.mutates), expected)
+                    except torch.OutOfMemoryError:
+                        raise
+                    except Exception as error:
+                        refuse(name, f"raised at {m} rows, {kind}: {one_line(error)}", passing=True)
+                        continue
+                    if first is not None:
+                        refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": m, **first})
+                    else:
+                        trials[name].elements += sum(t.numel() for t in expected)
+        arguments = family.sample(key, rows[-1], KINDS[0], generator)
+        candidates = {name: functools.partial(run, *arguments) for name, run in bound.items()}
+        times = _time({ANCHOR: functools.partial(family.anchor, *arguments), **candidates}, device)
+    for name in bound:
+        trials[name].ms = times[name]
+        trials[name].note = getattr(bound[name], "note", "")
+        trials[name].reason = f"equal in {trials[name].elements} elements{trials[name].note}"
+    found = Verdict(identity(family, key), rows, list(KINDS), seed, times[ANCHOR], list(trials.values()))
+    return found, bound
+
+
+def one_line(error: BaseException) -> str:
+    """Type and first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a GPU the current device for a block; nothing for the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is being captured into a CUDA graph."""
+    with current(device):
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,172 @@
+"""Verdicts of certification and their files: one a shape class, kept by machine, library versions and source.
+
+An unreadable file is ignored with a warning; a folder that cannot be written costs a repetition, nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlkernel.kernels import build
+
+FORMAT = 2  # of the files; another number means that a file is not read
+ANCHOR = "anchor"  # name of what defines the bits, in a verdict
+
+
+@dataclass
+class Trial:
+    """What was found on one schedule.
+
+    Attributes:
+        certified: equal to the anchor in every comparison.
+        reason: why not, else how much was compared.
+        elements: number of elements compared.
+        first: where it first differed: kind, rows, index, actual, expected, ulps, mismatches, elements; also `result`,
+            the tensor's number, where the op has several.
+        ms: milliseconds at the largest row count, None where refused.
+        note: what the schedule says of itself (an algorithm's number); another one later voids the verdict.
+        passing: refused for want of a compiler or by an error that may not come again: not kept on disk.
+    """
+
+    name: str
+    certified: bool
+    reason: str
+    elements: int = 0
+    first: dict[str, Any] | None = None
+    ms: float | None = None
+    note: str = ""
+    passing: bool = False
+
+
+@dataclass
+class Verdict:
+    """Outcome of the certification of one shape class; `identity` is what it holds for."""
+
+    identity: dict[str, Any]
+    rows: list[int]
+    kinds: list[str]
+    seed: int
+    anchor_ms: float
+    trials: list[Trial] = field(default_factory=list)
+
+    def fastest(self, off: Callable[[str], bool] = lambda name: False) -> str:
+        """The fastest certified schedule for which `off` does not hold; ANCHOR where none beats it."""
+        best, best_ms = ANCHOR, self.anchor_ms
+        for trial in self.trials:
+            if trial.certified and trial.ms is not None and trial.ms < best_ms and not off(trial.name):
+                best, best_ms = trial.name, trial.ms
+        return best
+
+
+def verdict_dir() -> Path:
+    """Folder of the verdict files, one a shape class."""
+    return build.cache_dir() / "schedules"
+
+
+def verdict_path(identity: dict[str, Any]) -> Path:
+    """File of the verdict on an identity."""
+    text = json.dumps(identity, sort_keys=True)
+    return verdict_dir() / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def load(path: Path, format: int | str) -> dict[str, Any] | None:
+    """What `keep` put into a file; None where there is none of that format, or an unreadable one, with a warning."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+        return data if data["format"] == format else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _ignore(path, error)
+        return None
+
+
+def _ignore(path: Path, error: Exception) -> None:
+    warnings.warn(f"rlkernel: ignoring the unreadable verdict {path}: {error!r}", RuntimeWarning, stacklevel=3)
+
+
+def read(path: Path) -> Verdict | None:
+    """The verdict in a file; None where there is none or it is unreadable, the latter with a warning."""
+    data = load(path, FORMAT)
+    if data is None:
+        return None
+    try:
+        trials = [Trial(**trial) for trial in data["trials"]]
+        return Verdict(
+            dict(data["identity"]), list(data["rows"]), list(data["kinds"]), int(data["seed"]),
+            float(data["anchor_ms"]), trials,
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        _ignore(path, error)
+        return None
+
+
+def keep(path: Path, data: dict[str, Any]) -> None:
+    """Puts the file in its place at once, or warns."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(data, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(f"rlkernel: could not keep a verdict in {path}: {error}", RuntimeWarning, stacklevel=2)
+
+
+def write(verdict: Verdict) -> None:
+    """Keeps a verdict under its identity."""
+    keep(verdict_path(verdict.identity), {"format": FORMAT, **asdict(verdict)})
+
+
+def _driver() -> str | None:
+    """Version of NVIDIA's kernel driver; None where there is none."""
+    try:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
+        if found:
+            return found[0]
+    except OSError:
+        pass
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
+@functools.cache
+def machine(device: torch.device) -> dict[str, Any]:
+    """Device name, driver and library versions that decide what a kernel computes."""
+    cuda = device.type == "cuda"
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+        "driver": _driver() if cuda else None,
+        "torch": torch.__version__,
+        "triton": triton,
+    }
+
+
+@functools.cache
+def source_hash(sources: tuple[Path, ...]) -> str:
+    """First 16 hex digits of the SHA-256 over names and contents of files."""
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
