@@ -15,8 +15,7 @@ from rlkernel.cli import doctor
 from rlkernel.cli.main import main
 from rlkernel.kernels import schedule
 from rlkernel.kernels.cuda import attention_fa3, linear, linear_logprob
-from rlkernel.kernels.triton import common
-from rlkernel.kernels.triton import linear as triton_linear
+from rlkernel.kernels.triton import common, matrix
 
 CHIPS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell"}
 
@@ -31,7 +30,7 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
-    caches = (common._capability, triton_linear._has_copy_engine)
+    caches = (common._capability, matrix._has_copy_engine)
     for cache in caches:
         cache.cache_clear()
     yield request.param
@@ -60,7 +59,7 @@ def test_kernels_know_the_chip(chip: tuple[int, int]) -> None:
         is_cuda, device = True, torch.device("cuda", 0)
 
     assert common.family(OnGpu()) == CHIPS[chip]  # type: ignore[arg-type]
-    assert triton_linear._has_copy_engine(0) == (chip >= (9, 0))
+    assert matrix._has_copy_engine(0) == (chip >= (9, 0))
 
 
 @pytest.mark.parametrize("chip", CHIPS, indirect=True)

@@ -88,7 +88,8 @@ def test_stock_linear_depends_on_the_batch() -> None:
 @by_dtype
 @pytest.mark.parametrize("chunks", (1, 2, 8, 16))
 def test_linear_in_every_tile(chunks: int, dtype: torch.dtype, record: Record) -> None:
-    from rlkernel.kernels.triton.linear import Tile, gemm
+    from rlkernel.kernels.triton.linear import gemm
+    from rlkernel.kernels.triton.matrix import Tile
 
     m, n, k = 200, 300, 1024
     x, w, b = data(0, m, k, dtype=dtype), data(1, n, k, dtype=dtype), data(2, n, dtype=dtype)
@@ -116,7 +117,8 @@ def test_linear_in_every_tile(chunks: int, dtype: torch.dtype, record: Record) -
 
 @by_dtype
 def test_weight_gradient_in_every_tile(dtype: torch.dtype, record: Record) -> None:
-    from rlkernel.kernels.triton.linear import Tile, ascending
+    from rlkernel.kernels.triton.linear_grad import ascending
+    from rlkernel.kernels.triton.matrix import Tile
 
     chunk = 256
     tokens = 3 * chunk + 77
@@ -159,7 +161,9 @@ def test_weight_gradient_of_the_op(dtype: torch.dtype, record: Record) -> None:
 
 @by_dtype
 def test_input_gradient_of_a_head(dtype: torch.dtype, record: Record) -> None:
-    from rlkernel.kernels.triton.linear import Tile, ascending, gemm
+    from rlkernel.kernels.triton.linear import gemm
+    from rlkernel.kernels.triton.linear_grad import ascending
+    from rlkernel.kernels.triton.matrix import Tile
 
     n, k = DGRAD_WHOLE + DGRAD_CHUNK + 128, 72
     dy, w = data(0, 70, n, dtype=dtype), data(1, n, k, dtype=dtype) / 16
@@ -447,7 +451,7 @@ def test_linear_logprob_in_every_tile_and_block(
     dtype: torch.dtype, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rlkernel.kernels.triton import linear_logprob
-    from rlkernel.kernels.triton.linear import Tile
+    from rlkernel.kernels.triton.matrix import Tile
 
     v, c, tokens = 9 * VOCAB_TILE + 44, 256, 600
     x, w = data(0, tokens, c, dtype=dtype), data(1, v, c, dtype=dtype) / 4

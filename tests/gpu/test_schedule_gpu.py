@@ -173,7 +173,7 @@ def halves_of_tokens(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
 
 
 def tokens_descending(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
-    from rlkernel.kernels.triton.linear import wgrad_
+    from rlkernel.kernels.triton.linear_grad import wgrad_
 
     wgrad_(grad, dy.flip(0), x.flip(0), fresh)
 

@@ -143,7 +143,7 @@ def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
         names = [schedule.name for schedule in op.family.schedules]
         assert len(set(names)) == len(names)
     for offer in (*cuda.OFFERS, *cuda.HEAD_OFFERS):
-        fitted = cuda.anchor.fit(offer.tile, 1 << 20, 2, 232448)
+        fitted = cuda.matrix.fit(offer.tile, 1 << 20, 2, 232448)
         assert fitted == offer.tile, "smaller than it says"
     for n, m in itertools.product((1024, 4096, 24576), (1, 16, 32, 64)):
         s = cuda.Shape(0, m, torch.Size((n, 512)), torch.bfloat16, None, False, 1, True, "forward")

@@ -57,7 +57,8 @@ else:
         sample,
         swiglu,
     )
-    from rlkernel.kernels.triton.linear import Tile, gemm
+    from rlkernel.kernels.triton.linear import gemm
+    from rlkernel.kernels.triton.matrix import Tile
 
     pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
     by_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("fp32", "fp16"))

@@ -19,8 +19,9 @@ from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, WGRAD_TOKENS
 from rlkernel.kernels import build
 from rlkernel.kernels.certification import Family, First, Key, Run, Runs, Schedule, values
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.triton import common
+from rlkernel.kernels.triton import common, linear_grad, matrix
 from rlkernel.kernels.triton import linear as anchor
+from rlkernel.kernels.triton.matrix import Tile
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 RANKS = 4  # answers of cuBLASLt's heuristic that compete
@@ -38,30 +39,30 @@ class Offer(NamedTuple):
     most: int
     narrow: int
     wide: int
-    tile: anchor.Tile
+    tile: Tile
 
 
 # One chain over K leaves few programs where n is small: narrow tiles with long blocks of K, and as many bytes under way
 # as shared memory holds.
 OFFERS = (
-    Offer(1, 16, 1, 2048, anchor.Tile(16, 16, 512, 1, 4)),
-    Offer(1, 16, 1, 2048, anchor.Tile(16, 8, 512, 1, 5)),
-    Offer(1, 16, 1, 2048, anchor.Tile(16, 16, 256, 4, 7, tma=False)),
-    Offer(1, 16, 2049, ANY, anchor.Tile(16, 32, 128, 4, 12, tma=False)),
-    Offer(1, 16, 2049, ANY, anchor.Tile(16, 32, 256, 4, 5)),
-    Offer(1, 16, 2049, ANY, anchor.Tile(16, 64, 256, 4, 5)),
-    Offer(1, 16, 2049, ANY, anchor.Tile(16, 64, 128, 4, 5)),
-    Offer(17, 64, 1, 2048, anchor.Tile(64, 16, 256, 4, 5)),
-    Offer(17, 64, 2049, ANY, anchor.Tile(64, 32, 128, 4, 9)),
-    Offer(17, 64, 2049, ANY, anchor.Tile(64, 64, 128, 4, 7)),
-    Offer(65, 256, 2049, ANY, anchor.Tile(64, 128, 64, 4, 9)),
+    Offer(1, 16, 1, 2048, Tile(16, 16, 512, 1, 4)),
+    Offer(1, 16, 1, 2048, Tile(16, 8, 512, 1, 5)),
+    Offer(1, 16, 1, 2048, Tile(16, 16, 256, 4, 7, tma=False)),
+    Offer(1, 16, 2049, ANY, Tile(16, 32, 128, 4, 12, tma=False)),
+    Offer(1, 16, 2049, ANY, Tile(16, 32, 256, 4, 5)),
+    Offer(1, 16, 2049, ANY, Tile(16, 64, 256, 4, 5)),
+    Offer(1, 16, 2049, ANY, Tile(16, 64, 128, 4, 5)),
+    Offer(17, 64, 1, 2048, Tile(64, 16, 256, 4, 5)),
+    Offer(17, 64, 2049, ANY, Tile(64, 32, 128, 4, 9)),
+    Offer(17, 64, 2049, ANY, Tile(64, 64, 128, 4, 7)),
+    Offer(65, 256, 2049, ANY, Tile(64, 128, 64, 4, 9)),
 )
 # The input gradient of a head: every program one chunk of a tile, above SPLIT_ROWS all of them.
 HEAD_OFFERS = (
-    Offer(1, 16, 1, ANY, anchor.Tile(16, 64, 256, 4, 3)),
-    Offer(1, 16, 1, ANY, anchor.Tile(16, 64, 128, 4, 6)),
-    Offer(17, 64, 1, ANY, anchor.Tile(64, 64, 64, 4, 7)),
-    Offer(65, ANY, 1, ANY, anchor.Tile(128, 128, 64, 8, 6)),
+    Offer(1, 16, 1, ANY, Tile(16, 64, 256, 4, 3)),
+    Offer(1, 16, 1, ANY, Tile(16, 64, 128, 4, 6)),
+    Offer(17, 64, 1, ANY, Tile(64, 64, 64, 4, 7)),
+    Offer(65, ANY, 1, ANY, Tile(128, 128, 64, 8, 6)),
 )
 
 
@@ -428,7 +429,7 @@ def _tile(offer: Offer, dgrad: bool, head: bool = False) -> Schedule:
         def run(a: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:
             out = torch.empty((a.shape[0], s.n), dtype=s.out, device=a.device)
             if head:
-                return anchor.ascending(a, weight, out, DGRAD_CHUNK, tile=tile._replace(split=split))
+                return linear_grad.ascending(a, weight, out, DGRAD_CHUNK, tile=tile._replace(split=split))
             return anchor.gemm(a, weight if dgrad else weight.t(), out, bias=bias, tile=tile)
 
         return (lambda dy, weight, chunks: run(dy, weight)) if dgrad else run
@@ -457,8 +458,7 @@ def _op(
 ) -> ScheduledOp:  # fmt: skip
     sources = (
         Path(__file__).resolve(),
-        _HERE.parent / "triton" / "linear.py",
-        _HERE.parent / "triton" / "common.py",
+        *(Path(m.__file__) for m in (anchor, linear_grad, matrix, common) if m.__file__),
         _HERE.parent.parent / "contract" / "orders.py",
         build.source_dir() / "cuda" / "linear_cublaslt.cpp",
     )
@@ -472,7 +472,7 @@ def _op(
 
 linear = _op("linear", "forward", anchor.linear, _linear_key, _linear_warm, _linear_sample)
 linear_dgrad = _op("linear_dgrad", "dgrad", anchor.linear_dgrad, _dgrad_key, _dgrad_warm, _dgrad_sample)
-wgrad_chunk = _op("linear_wgrad", "wgrad", anchor.wgrad_, _wgrad_key, _wgrad_warm, _wgrad_sample, mutates=(0,))
+wgrad_chunk = _op("linear_wgrad", "wgrad", linear_grad.wgrad_, _wgrad_key, _wgrad_warm, _wgrad_sample, mutates=(0,))
 
 
 def wgrad_(

@@ -21,8 +21,7 @@ from rlkernel.kernels.certification import Family, First, Key, Run, Runs, Schedu
 from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.triton import common
-from rlkernel.kernels.triton import linear as triton_linear
+from rlkernel.kernels.triton import common, linear_grad, matrix
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import logprob as statistics
 from rlkernel.kernels.triton.linear_logprob import Active
@@ -421,7 +420,7 @@ def _bind_grad(run: Run, mode: int) -> Callable[[Key], Run]:
 
 _SOURCES = (
     Path(__file__),
-    *(Path(m.__file__) for m in (anchor, statistics, triton_linear, common, driver, orders) if m.__file__),
+    *(Path(m.__file__) for m in (anchor, statistics, linear_grad, matrix, common, driver, orders) if m.__file__),
     build.source_dir() / "cuda" / SOURCE,
 )
 

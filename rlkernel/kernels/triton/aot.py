@@ -34,6 +34,7 @@ MATRIX = re.compile(r"mma\.sync[.\w]*|wgmma\.mma_async[.\w]*|tcgen05\.mma[.\w]*|
 MODULES = (
     "common",
     "linear",
+    "linear_grad",
     "embedding",
     "rms_norm",
     "rope",

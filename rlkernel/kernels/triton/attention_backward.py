@@ -25,7 +25,7 @@ from rlkernel.kernels.triton.common import (
     options,
     rows_of_heads,
 )
-from rlkernel.kernels.triton.linear import can_fetch
+from rlkernel.kernels.triton.matrix import can_fetch
 
 # ---- kernels -------------------------------------------------------------------------------------
 

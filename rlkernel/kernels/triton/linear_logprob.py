@@ -20,19 +20,7 @@ from torch import Tensor
 from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import exp, on_device, options
-from rlkernel.kernels.triton.linear import (
-    Tile,
-    add_dgrad_,
-    can_fetch,
-    chain,
-    corner_of,
-    descriptor,
-    fit,
-    shared_limit,
-    strided,
-    tile_at,
-    wgrad_,
-)
+from rlkernel.kernels.triton.linear_grad import add_dgrad_, wgrad_
 from rlkernel.kernels.triton.logprob import (
     TILE,
     TileBuffers,
@@ -42,6 +30,17 @@ from rlkernel.kernels.triton.logprob import (
     part,
     row_active,
     tile_stats,
+)
+from rlkernel.kernels.triton.matrix import (
+    Tile,
+    can_fetch,
+    chain,
+    corner_of,
+    descriptor,
+    fit,
+    shared_limit,
+    strided,
+    tile_at,
 )
 
 DZ_BYTES = 1 << 27  # largest block of dz, unless one chunk of 8192 tokens is larger
