@@ -50,6 +50,7 @@ else:
         common,
         embedding,
         linear,
+        linear_grad,
         linear_logprob,
         logprob,
         rms_norm,
@@ -88,11 +89,11 @@ else:
         dy = rand(3, m, n, dtype=dtype)
         close(linear.linear_dgrad(dy, w, 1), linear_reference.linear_dgrad(dy, w, 1), "input gradient")
         ours, reference = rand(4, n, k), rand(4, n, k)
-        linear.linear_wgrad_(ours, dy, x)
+        linear_grad.linear_wgrad_(ours, dy, x)
         linear_reference.linear_wgrad_(reference, dy, x)
         close(ours, reference, "weight gradient", dtype)
         ours, reference = rand(5, n), rand(5, n)
-        linear.bias_grad_(ours, dy)
+        linear_grad.bias_grad_(ours, dy)
         linear_reference.bias_grad_(reference, dy)
         close(ours, reference, "bias gradient")
 
@@ -150,14 +151,14 @@ else:
             for first, last in itertools.pairwise(parts):
                 dy_part, x_part = dy[first:last], x[first:last]
                 split = tile and tile._replace(split=min(tile.split, triton.cdiv(last - first, chunk)))
-                linear.ascending(dy_part.t(), x_part, grad, chunk, start=grad, tile=split)
+                linear_grad.ascending(dy_part.t(), x_part, grad, chunk, start=grad, tile=split)
             assert_bitwise(grad, expected, f"{tile}, parts {parts}")
         for fresh, out in ((True, new), (False, expected)):
             grad = torch.full((16, 24), float("nan")).t() if fresh else start.t().contiguous().t()
-            linear.wgrad_(grad, dy, x, fresh, chunk)
+            linear_grad.wgrad_(grad, dy, x, fresh, chunk)
             assert_bitwise(grad, out, f"strided main_grad, fresh {fresh}")
         rounded = torch.full((24, 16), float("nan"), dtype=dtype)
-        linear.wgrad_(rounded, dy, x, True, chunk)
+        linear_grad.wgrad_(rounded, dy, x, True, chunk)
         assert_bitwise(rounded, new.to(dtype), "one rounding")
         with pytest.raises(AssertionError):
             total = start
@@ -167,12 +168,12 @@ else:
 
     def test_a_fresh_gradient_is_the_chain_itself() -> None:
         grad = torch.full((16, 8), float("nan"))
-        linear.wgrad_(grad, torch.zeros(0, 16), torch.zeros(0, 8), True)
+        linear_grad.wgrad_(grad, torch.zeros(0, 16), torch.zeros(0, 8), True)
         assert_bitwise(grad, torch.zeros(16, 8), "no tokens")
-        linear.wgrad_(grad, torch.zeros(0, 16), torch.zeros(0, 8), False)
+        linear_grad.wgrad_(grad, torch.zeros(0, 16), torch.zeros(0, 8), False)
         assert_bitwise(grad, torch.zeros(16, 8), "no tokens, continued")
         dy, x = whole(0, 50, 16), whole(1, 50, 8)
-        assert_bitwise(linear.linear_wgrad(dy, x), dy.t() @ x, "the op")
+        assert_bitwise(linear_grad.linear_wgrad(dy, x), dy.t() @ x, "the op")
 
     @by_dtype
     def test_input_gradient_of_a_head_adds_chunks_ascending(dtype: torch.dtype) -> None:
@@ -185,11 +186,11 @@ else:
             expected = expected + dy[:, first + 7 : first + 8].float() * w[first + 7].float()
         for tile in (None, *(tile._replace(k=16, split=split) for tile in TILES for split in (1, 5))):
             for out in (dtype, torch.float32):
-                dx = linear.ascending(dy, w, torch.empty(20, 40, dtype=out), span, tile=tile)
+                dx = linear_grad.ascending(dy, w, torch.empty(20, 40, dtype=out), span, tile=tile)
                 assert_bitwise(dx, expected.to(out), f"{tile}, {out}")
         running = torch.full((20, 40), float("nan"))
         for first in range(0, n, span):
-            linear.add_dgrad_(running, dy[:, first : first + span], w[first : first + span], first == 0)
+            linear_grad.add_dgrad_(running, dy[:, first : first + span], w[first : first + span], first == 0)
         assert_bitwise(running, expected, "chunk by chunk")
 
     def test_a_large_n_alone_is_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +212,7 @@ else:
             for row in dy[first : first + SUM_TOKENS]:
                 chunk = chunk + row
             expected = expected + chunk
-        linear.bias_grad_(start, dy)
+        linear_grad.bias_grad_(start, dy)
         assert_bitwise(start, expected, "bias gradient")
 
     # ---- embedding, rms_norm, rope, swiglu ------------------------------------------------------
