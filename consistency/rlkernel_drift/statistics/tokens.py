@@ -1,0 +1,172 @@
+"""Statistics of two streams of log-probabilities of the same tokens, in fp64, in one pass over numpy arrays.
+
+`d = train - rollout` throughout, so that `exp(d)` is the importance ratio. Values that are not finite are counted,
+never averaged in.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+Floats = NDArray[np.float64]
+
+BANDS = {"strict": (0.999, 1.002), "1%": (0.99, 1.01), "5%": (0.95, 1.05)}
+_SUPPORT = -1e4  # engines write -inf, -9999 or fp32's lowest for a token outside the kept set
+
+
+class TokenStatistics(BaseModel):
+    """One comparison of two streams.
+
+    Attributes:
+        tokens: compared: masked in on both sides and finite on both.
+        masked_out: tokens that do not count on either side.
+        nan_rollout, nan_train, inf_rollout, inf_train: masked-in values that are not finite (-inf: see the next ones).
+        support_rollout, support_train: sampled tokens that a side calls impossible (-inf, or below -10,000).
+        positive: log-probabilities above zero, of both sides.
+        equal: share of tokens with the same 32 bits.
+        mean, p50, p90, p95, p99, p999, maximum: of |d|, in nats.
+        std: of d.
+        bias: mean of d; above zero, training finds the tokens more likely than the rollout did.
+        k1, k3: estimates of KL(rollout || train) from the rollout's samples: -mean d, and mean(exp(d) - 1 - d).
+        chi_square: mean(exp(2d)) - 1.
+        multiplicative: mean(exp(|d|)), NeMo-RL's token_mult_prob_error.
+        probability_mean, probability_max: of |exp(train) - exp(rollout)|, verl's rollout_probs_diff.
+        pearson, pearson_probability: correlation of the log-probabilities, and of the probabilities (as verl has it).
+        ess: effective sample size of the token ratios, as a share of the tokens.
+        ratio_mean: mean of exp(d).
+        beyond_ln2: share of tokens with |d| > ln 2.
+        retention: share of tokens whose ratio lies in a band.
+    """
+
+    tokens: int = 0
+    masked_out: int = 0
+    nan_rollout: int = 0
+    nan_train: int = 0
+    inf_rollout: int = 0
+    inf_train: int = 0
+    support_rollout: int = 0
+    support_train: int = 0
+    positive: int = 0
+    equal: float = 0.0
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+    p999: float = 0.0
+    maximum: float = 0.0
+    std: float = 0.0
+    bias: float = 0.0
+    k1: float = 0.0
+    k3: float = 0.0
+    chi_square: float = 0.0
+    multiplicative: float = 1.0
+    probability_mean: float = 0.0
+    probability_max: float = 0.0
+    pearson: float | None = None
+    pearson_probability: float | None = None
+    ess: float = 1.0
+    ratio_mean: float = 1.0
+    beyond_ln2: float = 0.0
+    retention: dict[str, float] = {}
+
+    @property
+    def mismatched(self) -> int:
+        """Compared tokens whose bits differ."""
+        return self.tokens - round(self.equal * self.tokens)
+
+
+class Comparable:
+    """The tokens of two streams that can be compared, and counts of the others.
+
+    Attributes:
+        index: [N] packed tokens that are finite on both sides and masked in.
+        d: [N] fp64.
+    """
+
+    def __init__(
+        self,
+        rollout: NDArray[np.float32],  # [T]
+        train: NDArray[np.float32],  # [T]
+        mask: NDArray[np.bool_],  # [T]
+    ) -> None:
+        self.rollout, self.train, self.mask = rollout, train, mask
+        impossible = [mask & (values <= _SUPPORT) for values in (rollout, train)]
+        self.support = impossible[0] | impossible[1]
+        finite = np.isfinite(rollout) & np.isfinite(train) & mask & ~self.support
+        self.index = np.flatnonzero(finite)
+        self.r = rollout[self.index].astype(np.float64)
+        self.t = train[self.index].astype(np.float64)
+        self.d: Floats = self.t - self.r
+        self.counts: dict[str, Any] = {
+            "tokens": len(self.index),
+            "masked_out": int((~mask).sum()),
+            "nan_rollout": int((np.isnan(rollout) & mask).sum()),
+            "nan_train": int((np.isnan(train) & mask).sum()),
+            "inf_rollout": int((np.isposinf(rollout) & mask).sum()),
+            "inf_train": int((np.isposinf(train) & mask).sum()),
+            "support_rollout": int(impossible[0].sum()),
+            "support_train": int(impossible[1].sum()),
+            "positive": int((self.r > 0).sum() + (self.t > 0).sum()),
+        }
+
+
+def token_statistics(pair: Comparable) -> TokenStatistics:
+    """All token statistics of two streams."""
+    if not len(pair.d):
+        return TokenStatistics(**pair.counts)
+    d, size = pair.d, np.abs(pair.d)
+    # Ratios beyond e^80 would overflow their squares; such a token is a finding long before.
+    ratio = np.exp(np.clip(d, -80, 80))
+    same = pair.rollout[pair.index].view(np.int32) == pair.train[pair.index].view(np.int32)
+    probability = np.abs(np.exp(np.minimum(pair.t, 0)) - np.exp(np.minimum(pair.r, 0)))
+    p50, p90, p95, p99, p999 = np.quantile(size, (0.5, 0.9, 0.95, 0.99, 0.999))
+    return TokenStatistics(
+        **pair.counts,
+        equal=float(same.mean()),
+        mean=float(size.mean()),
+        p50=float(p50),
+        p90=float(p90),
+        p95=float(p95),
+        p99=float(p99),
+        p999=float(p999),
+        maximum=float(size.max()),
+        std=float(d.std()),
+        bias=float(d.mean()),
+        k1=float(-d.mean()),
+        k3=k3(d),
+        chi_square=float((ratio * ratio).mean() - 1),
+        multiplicative=float(np.exp(np.minimum(size, 80)).mean()),
+        probability_mean=float(probability.mean()),
+        probability_max=float(probability.max()),
+        pearson=pearson(pair.r, pair.t),
+        pearson_probability=pearson(np.exp(pair.r), np.exp(pair.t)),
+        ess=effective_sample_size(d),
+        ratio_mean=float(ratio.mean()),
+        beyond_ln2=float((size > math.log(2)).mean()),
+        retention={name: float(((ratio >= low) & (ratio <= high)).mean()) for name, (low, high) in BANDS.items()},
+    )
+
+
+def k3(d: Floats) -> float:
+    """mean(exp(d) - 1 - d), without cancellation for small d."""
+    clipped = np.clip(d, -80, 80)
+    return float((np.expm1(clipped) - clipped).mean())
+
+
+def pearson(x: Floats, y: Floats) -> float | None:
+    """Correlation; None where a side is constant."""
+    a, b = x - x.mean(), y - y.mean()
+    scale = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / scale if scale > 0 else None
+
+
+def effective_sample_size(log_weights: Floats) -> float:
+    """(sum w)^2 / (n sum w^2) of weights given by their logarithms."""
+    weights = np.exp(log_weights - log_weights.max())
+    return float(weights.sum() ** 2 / (len(weights) * (weights * weights).sum()))
