@@ -140,8 +140,8 @@ def test_smooth_noise_has_no_lattice(seed: int, scale: float) -> None:
 
 def test_bf16_logits_show_their_lattice() -> None:
     torch.manual_seed(0)
-    # Sampled tokens have logits in [4, 8), where bf16 steps by 1/32; the rest of the vocabulary lies lower.
-    logits = torch.cat([4 + 4 * torch.rand(2000, 1), torch.randn(2000, 64)], 1)
+    # Sampled tokens have logits in [4, 8), where bf16 steps by 1/32; a wide vocabulary keeps the log-sum-exp steady.
+    logits = torch.cat([4 + 4 * torch.rand(2000, 1), 3 + torch.randn(2000, 1024)], 1)
     rounded = [(logits + torch.randn_like(logits) * 0.01).bfloat16().float() for _ in range(2)]
     a, b = (x.log_softmax(-1)[:, 0] for x in rounded)
     found = find_lattice((a - b).double().numpy())
