@@ -1,0 +1,125 @@
+"""`rlkernel-drift compare ROLLOUT [TRAIN]` and `rlkernel-drift assert`, the same without a word where all is well."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlkernel_drift.verdict import Verdict
+
+_INPUT = (
+    "a capsule, a run folder, a metrics file, vLLM's hidden-state file, or ENGINE:MODEL_DIR (hf:, rlkernel:, vllm:)"
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the `compare` and `assert` commands."""
+    for name, words in (
+        ("compare", "compare two sides, gate by gate"),
+        ("assert", "the same for CI: silent where aligned"),
+    ):
+        parser = subparsers.add_parser(name, help=words, description=words.capitalize() + ".")
+        parser.add_argument("rollout", metavar="ROLLOUT", help=_INPUT)
+        parser.add_argument("train", metavar="TRAIN", nargs="?", help="default: ROLLOUT, where it holds both sides")
+        add_options(parser)
+        parser.set_defaults(run=run, quiet=name == "assert")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that ends in a verdict."""
+    parser.add_argument("--profile", metavar="NAME|FILE", help="bitwise, prime-rl, nemo, miles, mlperf or a TOML file")
+    parser.add_argument("--keep-going", action="store_true", help="go on behind a failed gate")
+    parser.add_argument("--floor", metavar="FILE", help="noise floor written by `rlkernel-drift floor`")
+    parser.add_argument("--tis-cap", type=float, default=2.0, metavar="C", help="cap of truncated importance sampling")
+    parser.add_argument("--sequence-cap", type=float, default=3.0, metavar="C", help="cap of the sequence mask")
+    parser.add_argument("--clip", type=float, nargs=2, default=(0.2, 0.2), metavar=("LOW", "HIGH"), help="token clip")
+    parser.add_argument("--gspo-clip", type=float, nargs=2, default=(3e-4, 4e-4), metavar=("LOW", "HIGH"))
+    add_outputs(parser)
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Where the verdict is written."""
+    parser.add_argument("--json", metavar="FILE", help="write the verdict as JSON (- for standard output)")
+    parser.add_argument("--markdown", metavar="FILE", help="write Markdown to paste in an issue")
+    parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compares, writes the verdict, returns its exit status."""
+    from rlkernel_drift.compare import Options, compare_sources, unusable
+    from rlkernel_drift.consequences import Settings
+    from rlkernel_drift.errors import DriftError
+    from rlkernel_drift.inputs import open_input
+    from rlkernel_drift.profiles import load_profile
+
+    try:
+        options = Options(
+            load_profile(args.profile) if args.profile else None,
+            args.keep_going,
+            read_floor(args.floor),
+            Settings(
+                tis_cap=args.tis_cap,
+                sequence_cap=args.sequence_cap,
+                clip_low=args.clip[0],
+                clip_high=args.clip[1],
+                gspo_low=args.gspo_clip[0],
+                gspo_high=args.gspo_clip[1],
+            ),
+            args.typed,
+        )
+        rollout = open_input(args.rollout, "rollout")
+        train = open_input(args.train or args.rollout, "train")
+        verdict = compare_sources(rollout, train, options)
+    except DriftError as error:
+        verdict = unusable(error, args.typed)
+    return write(verdict, args)
+
+
+def write(verdict: Verdict, args: argparse.Namespace) -> int:
+    """Writes the verdict in every form that was asked for; returns its exit status."""
+    from rich.console import Console
+
+    from rlkernel_drift.output.junit import write_junit
+    from rlkernel_drift.output.markdown import write_markdown
+    from rlkernel_drift.output.text import write_text
+
+    if args.json != "-" and not (getattr(args, "quiet", False) and verdict.exit_code == 0):
+        write_text(verdict, Console(highlight=False, stderr=verdict.exit_code == 2), details=True)
+    for path, text in (
+        (args.json, verdict.to_json),
+        (args.markdown, lambda: write_markdown(verdict)),
+        (args.junit, lambda: write_junit(verdict)),
+    ):
+        if path == "-":
+            sys.stdout.write(text() + "\n")
+        elif path:
+            _write(path, text())
+    return verdict.exit_code
+
+
+def _write(path: str, text: str) -> None:
+    from rlkernel_drift.errors import DriftError
+
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise DriftError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read_floor(path: str | None) -> Any:
+    """The floor in a file; None for none."""
+    if path is None:
+        return None
+    from pydantic import ValidationError
+
+    from rlkernel_drift.capsule import Floor
+    from rlkernel_drift.errors import DriftError
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            return Floor.model_validate_json(file.read())
+    except (OSError, ValidationError) as error:
+        raise DriftError(f"{path} is no noise floor: {error}") from None

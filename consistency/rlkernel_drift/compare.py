@@ -1,0 +1,341 @@
+"""The comparison: gates in order, stopping at the first that fails, and one verdict.
+
+Nothing compared is never a pass: a verdict of `aligned` needs tokens, on both sides, inside every threshold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rlkernel_drift import __version__
+from rlkernel_drift.capsule import Capsule, Floor
+from rlkernel_drift.consequences import Settings, consequences
+from rlkernel_drift.errors import DriftError
+from rlkernel_drift.gates.common import INPUT_GATES, TITLES, skipped
+from rlkernel_drift.gates.configuration import configuration_gate, differences
+from rlkernel_drift.gates.hints import hints
+from rlkernel_drift.gates.layers import layers_gate
+from rlkernel_drift.gates.schema import schema_gate
+from rlkernel_drift.gates.semantics import semantics_gate
+from rlkernel_drift.gates.statistics import statistics_gate
+from rlkernel_drift.gates.tokens import tokens_gate
+from rlkernel_drift.gates.weights import weights_gate
+from rlkernel_drift.inputs import Source, open_input
+from rlkernel_drift.inputs.metrics import Metrics
+from rlkernel_drift.pair import Pair, match
+from rlkernel_drift.profiles import BITWISE, GENERAL, Profile, floor_profile, judge, load_profile, metric_values
+from rlkernel_drift.statistics import (
+    Comparable,
+    SequenceSums,
+    TokenStatistics,
+    find_lattice,
+    sequence_statistics,
+    token_statistics,
+    ulp_distance,
+    ulp_histogram,
+)
+from rlkernel_drift.trend import trends
+from rlkernel_drift.verdict import EXIT_CODES, Gate, Side, Status, Verdict
+from rlkernel_drift.view import token_view
+
+_MAX_ULP_TOKENS = 4_000_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compare.
+
+    Attributes:
+        profile: None chooses: bits where both sides declare one contract, else the floor that is known, else `general`.
+        keep_going: go on behind a failed gate.
+        floor: measured by `rlkernel-drift floor`; default what a capsule carries.
+        settings: corrections whose cost is wanted.
+        command: as typed, for the report.
+    """
+
+    profile: Profile | None = None
+    keep_going: bool = False
+    floor: Floor | None = None
+    settings: Settings = field(default_factory=Settings)
+    command: list[str] = field(default_factory=list)
+
+
+def compare(
+    rollout: str | Path | Capsule,
+    train: str | Path | Capsule | None = None,
+    *,
+    profile: str | Profile | None = None,
+    keep_going: bool = False,
+    floor: Floor | None = None,
+    settings: Settings | None = None,
+) -> Verdict:
+    """Compares two inputs (see docs/drift/compare.md for what they can be).
+
+    Args:
+        train: None where `rollout` holds both sides: a run folder, or a metrics file.
+
+    Raises:
+        DriftError, CapsuleError: an input cannot be used (exit status 2 of the command).
+    """
+    chosen = load_profile(profile) if isinstance(profile, str) else profile
+    options = Options(chosen, keep_going, floor, settings or Settings())
+    first = _source(rollout, "rollout")
+    second = _source(rollout if train is None else train, "train")
+    return compare_sources(first, second, options)
+
+
+def _source(value: str | Path | Capsule, side: Literal["rollout", "train"]) -> Source:
+    if isinstance(value, Capsule):
+        return Source(value.manifest.engine or side, "capsule", capsule=value)
+    return open_input(str(value), side)
+
+
+def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict:
+    """Compares two opened inputs; models must have been turned into capsules before."""
+    for source in (rollout, train):
+        if source.model is not None and source.capsule is None:
+            raise DriftError(f"{source.label} is a model: it needs a capsule on the other side, or --prompts")
+    if rollout.capsule is not None and train.capsule is not None:
+        verdict = compare_capsules(rollout.capsule, train.capsule, options)
+        sides = [_side(s, s.capsule) for s in (rollout, train)]
+        update: dict[str, object] = {"rollout": sides[0], "train": sides[1]}
+        series = [s.metrics for s in (rollout, train) if s.metrics is not None]
+        if series:
+            update["trends"] = trends(series[0])
+            return _with_metrics(verdict.model_copy(update=update), series[0], options)
+        return verdict.model_copy(update=update)
+    metrics = rollout.metrics or train.metrics
+    if metrics is None:
+        raise DriftError(f"{rollout.label} and {train.label} cannot be compared: one has no tokens, none has metrics")
+    source = rollout if rollout.metrics is metrics else train
+    return compare_metrics(source, metrics, options)
+
+
+# ---- capsules ------------------------------------------------------------------------------------------------------
+
+
+def compare_capsules(rollout: Capsule, train: Capsule, options: Options) -> Verdict:
+    """All gates over two capsules."""
+    pair = match(rollout, train)
+    profile = options.profile or _choose(pair, options.floor)
+    compared = pair.compared()
+    verdict = Verdict(
+        tool=f"rlkernel-drift {__version__}",
+        status=Status.INCONCLUSIVE,
+        exit_code=3,
+        headline="",
+        profile=profile.name,
+        profile_source=profile.source,
+        differences=differences(pair),
+        command=options.command or list(sys.argv),
+    )
+    ladder: dict[str, Callable[[], Gate]] = {
+        "schema": lambda: schema_gate(pair),
+        "weights": lambda: weights_gate(pair),
+        "tokens": lambda: tokens_gate(pair),
+        "semantics": lambda: semantics_gate(pair),
+        "configuration": lambda: configuration_gate(pair),
+        "statistics": lambda: _statistics(pair, compared, profile, verdict, options),
+        "layers": lambda: _layers(pair, profile, verdict),
+    }
+    stopped = False
+    for name, run in ladder.items():
+        if stopped:
+            reason = "an earlier gate failed; --keep-going goes on"
+            verdict.gates.append(Gate(name=name, title=TITLES[name], status="not reached", summary=reason))
+            continue
+        result = run()
+        verdict.gates.append(result)
+        # A failed statistics gate asks where it begins, so the layers follow it in any case.
+        stopped = result.status == "failed" and name != "statistics" and not options.keep_going
+    verdict.scope = _scope(pair, compared)
+    return conclude(verdict)
+
+
+def _choose(pair: Pair, floor: Floor | None) -> Profile:
+    contracts = {pair.rollout.manifest.contract, pair.train.manifest.contract}
+    if len(contracts) == 1 and None not in contracts:
+        return BITWISE
+    known = floor or pair.train.manifest.floor or pair.rollout.manifest.floor
+    return floor_profile(known) if known else GENERAL
+
+
+def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdict: Verdict, options: Options) -> Gate:
+    if compared is None:
+        return skipped("statistics", "a side has no log-probabilities")
+    sums = SequenceSums(compared, pair.rollout.cu_seqlens)
+    verdict.statistics = token_statistics(compared)
+    verdict.sequence_statistics = sequence_statistics(sums)
+    verdict.metrics = judge(profile, metric_values(verdict.statistics, verdict.sequence_statistics))
+    verdict.lattice = find_lattice(compared.d)
+    index = compared.index[:_MAX_ULP_TOKENS]
+    verdict.ulps = ulp_histogram(ulp_distance(compared.rollout[index], compared.train[index]))
+    verdict.tokens = token_view(pair, compared)
+    verdict.consequences = consequences(compared, sums, options.settings)
+    verdict.factors = _factors(pair)
+    metrics = [] if not verdict.statistics.tokens else verdict.metrics
+    return statistics_gate(verdict.statistics, metrics, hints(pair, compared, verdict.lattice))
+
+
+def _factors(pair: Pair) -> dict[str, TokenStatistics]:
+    """The chain train - prefill - decode - recorded, each link apart, where the streams are there."""
+    found = {}
+    rollout = pair.rollout
+    for values in ("processed", "raw"):
+        train = f"train.{values}"
+        prefill, decode, recorded = (f"{phase}.{values}" for phase in ("prefill", "decode", "recorded"))
+        if train in pair.train.logprobs and prefill in rollout.logprobs:
+            compared = pair.compared((prefill, train))
+            if compared is not None:
+                found[f"train/prefill ({values})"] = token_statistics(compared)
+        for left, right in ((prefill, decode), (decode, recorded), (prefill, recorded)):
+            if left in rollout.logprobs and right in rollout.logprobs:
+                if (left, right) == (prefill, recorded) and decode in rollout.logprobs:
+                    continue
+                link = Comparable(rollout.logprobs[right], rollout.logprobs[left], rollout.mask)
+                name = f"{left.split('.')[0]}/{right.split('.')[0]} ({values})"
+                found[name] = token_statistics(link)
+    return found
+
+
+def _layers(pair: Pair, profile: Profile, verdict: Verdict) -> Gate:
+    result, verdict.layers = layers_gate(pair, profile.bitwise)
+    return result
+
+
+def _scope(pair: Pair, compared: Comparable | None) -> str:
+    tokens = 0 if compared is None else len(compared.d)
+    streams = pair.streams()
+    which = f"{streams[0]} against {streams[1]}" if streams else "no log-probabilities"
+    return f"{tokens} tokens of {len(pair.matches)} sequences; {which}"
+
+
+# ---- metrics files -------------------------------------------------------------------------------------------------
+
+
+def compare_metrics(source: Source, metrics: Metrics, options: Options) -> Verdict:
+    """A verdict from the numbers that a framework logged itself: statistics and trends alone."""
+    values = metrics.summary()
+    profile = options.profile or _metrics_profile(values)
+    verdict = Verdict(
+        tool=f"rlkernel-drift {__version__}",
+        status=Status.INCONCLUSIVE,
+        exit_code=3,
+        headline="",
+        profile=profile.name,
+        profile_source=profile.source,
+        rollout=Side(label=source.label, kind="metrics", engine=", ".join(metrics.frameworks)),
+        metrics=judge(profile, values),
+        trends=trends(metrics),
+        scope=f"{metrics.compared} steps of {source.label}, as logged by {', '.join(metrics.frameworks)}; no tokens",
+        command=options.command or list(sys.argv),
+    )
+    verdict.gates = [
+        skipped(name, "a metrics file has no tokens") if name != "statistics" else _metrics_gate(metrics, verdict)
+        for name in TITLES
+    ]
+    return conclude(verdict)
+
+
+def _metrics_profile(values: dict[str, float | None]) -> Profile:
+    """Bits where the file counts equal bits; else the public bars for the statistics that it has."""
+    if values.get("tokens.equal") == 1.0:
+        return BITWISE
+    names = ("miles", "prime-rl", "nemo", "mlperf")
+    found = [t for name in names for t in load_profile(name).threshold if values.get(t.metric) is not None]
+    return GENERAL.model_copy(update={"threshold": found}) if found else GENERAL
+
+
+def _metrics_gate(metrics: Metrics, verdict: Verdict) -> Gate:
+    if not metrics.compared:
+        return skipped("statistics", "the framework says that nothing was compared at any step")
+    return statistics_gate(None, verdict.metrics, [])
+
+
+def _with_metrics(verdict: Verdict, metrics: Metrics, options: Options) -> Verdict:
+    """A run folder's own tally covers all tokens of the run, its samples only some: the tally may fail the gate too."""
+    values = metrics.summary()
+    if values.get("tokens.equal") is None or verdict.profile != BITWISE.name:
+        return verdict
+    judged = judge(BITWISE, {"tokens.equal": values["tokens.equal"]})
+    own = statistics_gate(None, judged, [])
+    if own.status != "failed":
+        return verdict
+    gates = [own if g.name == "statistics" else g for g in verdict.gates]
+    return conclude(verdict.model_copy(update={"gates": gates, "metrics": judged + verdict.metrics}))
+
+
+# ---- conclusion ----------------------------------------------------------------------------------------------------
+
+
+def conclude(verdict: Verdict) -> Verdict:
+    """Status, exit code and headline from the gates."""
+    failed = [g for g in verdict.gates if g.status == "failed"]
+    by_name = {g.name: g for g in verdict.gates}
+    if by_name["schema"].status == "failed":
+        status = Status.INCONCLUSIVE
+    elif any(g.name in INPUT_GATES for g in failed):
+        status = Status.INPUTS_DIFFER
+    elif failed:
+        status = Status.DRIFT
+    elif by_name["statistics"].status in ("passed", "warned"):
+        status = Status.ALIGNED
+    else:
+        status = Status.INCONCLUSIVE
+    return verdict.model_copy(
+        update={"status": status, "exit_code": EXIT_CODES[status], "headline": _headline(verdict, status, failed)}
+    )
+
+
+def _headline(verdict: Verdict, status: Status, failed: list[Gate]) -> str:
+    if status == Status.ALIGNED:
+        statistics = verdict.statistics
+        if statistics is None:
+            return f"Aligned: every logged statistic is within profile {verdict.profile}."
+        if statistics.equal == 1:
+            return f"Aligned: all {statistics.tokens} log-probabilities have equal bits."
+        size = f"mean |d| {statistics.mean:.3g}, k3 {statistics.k3:.3g}"
+        return f"Aligned within profile {verdict.profile}: {statistics.tokens} tokens, {size}."
+    if status == Status.INCONCLUSIVE:
+        reasons = [g.summary for g in verdict.gates if g.name in ("schema", "statistics") and g.status != "passed"]
+        return f"Inconclusive: {reasons[0] if reasons else 'nothing was compared'}."
+    words = "The inputs differ" if status == Status.INPUTS_DIFFER else "Drift"
+    return f"{words} ({failed[0].title}): {failed[0].summary}."
+
+
+def _side(source: Source, capsule: Capsule | None) -> Side:
+    if capsule is None:
+        return Side(label=source.label, kind=source.kind)
+    m = capsule.manifest
+    return Side(
+        label=source.label,
+        kind=source.kind,
+        engine=m.engine,
+        stream=capsule.stream,
+        contract=m.contract,
+        model=m.model.name,
+        step=m.step,
+        weights_version=m.weights.version if m.weights else None,
+        tokens=capsule.tokens,
+        sequences=capsule.sequences,
+        sampling=m.sampling.model_dump(),
+        config=m.config,
+        versions=m.versions,
+        hardware=m.hardware,
+        command=m.command,
+    )
+
+
+def unusable(error: DriftError, command: list[str]) -> Verdict:
+    """The verdict of an input that cannot be used, so that JSON and JUnit have one in any case."""
+    return Verdict(
+        tool=f"rlkernel-drift {__version__}",
+        status=Status.UNUSABLE,
+        exit_code=2,
+        headline=f"Unusable input: {error}.",
+        command=command,
+    )

@@ -1,0 +1,1 @@
+"""The ladder of gates, one file each, in the order of `common.TITLES`."""

@@ -1,0 +1,64 @@
+"""Gate 5: which settings differ? Differences do not fail, they are the first suspects of what the next gates find."""
+
+from __future__ import annotations
+
+from rlkernel_drift.gates.common import gate, skipped, some
+from rlkernel_drift.knowledge import finding
+from rlkernel_drift.pair import Pair
+from rlkernel_drift.verdict import Difference, Gate, Scalar
+
+# Settings that change the bits of log-probabilities, and the cause that a difference points to.
+NUMERICS = {
+    "dtype": "body-dtype",
+    "head_dtype": "head-dtype",
+    "logits_dtype": "bf16-logits",
+    "attention_backend": "configuration",
+    "attention_variant": "configuration",
+    "tensor_parallel": "configuration",
+    "kv_cache_dtype": "body-dtype",
+    "quantization": "quantised-weights",
+    "rope_theta": "rope-base",
+    "rope_scaling": "rope-scaling",
+    "tie_word_embeddings": "tied-embedding",
+    "lora_scale": "lora-scale",
+    "batch_invariant": "configuration",
+    "backend": "configuration",
+}
+
+
+def differences(pair: Pair) -> list[Difference]:
+    """Every setting and version that differs, those that change numbers first."""
+    a, b = pair.rollout.manifest, pair.train.manifest
+    rows = [_row("contract", a.contract, b.contract, "numerics")] if a.contract != b.contract else []
+    for key in sorted(set(a.config) | set(b.config)):
+        left, right = a.config.get(key), b.config.get(key)
+        if left != right:
+            rows.append(_row(key, left, right, "numerics" if key in NUMERICS else "other"))
+    for key in sorted(set(a.versions) | set(b.versions)):
+        if a.versions.get(key) != b.versions.get(key):
+            rows.append(_row(key, a.versions.get(key), b.versions.get(key), "version"))
+    for key in sorted(set(a.hardware) | set(b.hardware)):
+        if a.hardware.get(key) != b.hardware.get(key):
+            rows.append(_row(key, a.hardware.get(key), b.hardware.get(key), "other"))
+    order = {"numerics": 0, "version": 1, "other": 2}
+    return sorted(rows, key=lambda row: order[row.weight])
+
+
+def _row(key: str, rollout: Scalar, train: Scalar, weight: str) -> Difference:
+    return Difference(key=key, rollout=rollout, train=train, weight=weight)  # type: ignore[arg-type]
+
+
+def configuration_gate(pair: Pair) -> Gate:
+    """Warns of settings known on both sides that change numbers; the rest is a note."""
+    if not pair.rollout.manifest.config and not pair.train.manifest.config:
+        return skipped("configuration", "neither side recorded its configuration")
+    findings = []
+    rows = differences(pair)
+    for row in rows:
+        if row.weight == "numerics" and None not in (row.rollout, row.train):
+            message = f"{row.key}: {row.rollout} in the rollout, {row.train} in training"
+            cause = NUMERICS.get(row.key, "configuration")
+            findings.append(finding(cause, message, "warning", rollout=row.rollout, train=row.train))
+    rest = [row.key for row in rows if row.weight != "numerics"]
+    words = f"no setting that changes numbers differs{f'; others do: {some(rest)}' if rest else ''}"
+    return gate("configuration", findings, words)

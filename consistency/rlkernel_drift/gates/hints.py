@@ -1,0 +1,109 @@
+"""What two streams alone say about the cause, without a model: shifts, one-signed differences, growth, lattices.
+
+Hints accompany a failed statistics gate. They are evidence, not a diagnosis: `diagnose` re-scores with the model.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlkernel_drift.knowledge import finding
+from rlkernel_drift.pair import Pair
+from rlkernel_drift.statistics import Comparable, Lattice
+from rlkernel_drift.verdict import Finding
+
+_MIN_TOKENS = 32
+
+
+def hints(pair: Pair, compared: Comparable, lattice: Lattice | None) -> list[Finding]:
+    """Findings of severity note or warning, the most telling first."""
+    if len(compared.d) < _MIN_TOKENS:
+        return []
+    found = [*_shift(pair, compared), *_one_signed(compared), *_template(compared), *_concentrated(pair, compared)]
+    if lattice is not None:
+        found.append(
+            finding("bf16-logits", f"{lattice}: something was rounded to few bits", "warning", step=lattice.step)
+        )
+    return [*found, *_growth(pair, compared)]
+
+
+def lag_correlation(x: NDArray[np.float64], y: NDArray[np.float64], lag: int) -> float:
+    """Correlation of x[t] with y[t + lag]."""
+    if lag > 0:
+        x, y = x[:-lag], y[lag:]
+    elif lag < 0:
+        x, y = x[-lag:], y[:lag]
+    return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and x.std() > 0 and y.std() > 0 else 0.0
+
+
+def _shift(pair: Pair, compared: Comparable) -> list[Finding]:
+    """The train stream fits the rollout's better one token earlier or later."""
+    here = lag_correlation(compared.r, compared.t, 0)
+    best = max((1, -1), key=lambda lag: lag_correlation(compared.r, compared.t, lag))
+    there = lag_correlation(compared.r, compared.t, best)
+    if there < 0.9 or there < here + 0.3:
+        return []
+    way = "later" if best > 0 else "earlier"
+    message = f"the train stream is the rollout's one token {way}: correlation {there:.3f}, in place {here:.3f}"
+    return [finding("off-by-one", message, "warning", shifted=there, in_place=here)]
+
+
+def _one_signed(compared: Comparable) -> list[Finding]:
+    """Renormalising over kept tokens makes every log-probability larger, never smaller."""
+    large = compared.d[np.abs(compared.d) > 0.25 * np.abs(compared.d).mean()]
+    if len(large) < _MIN_TOKENS:
+        return []
+    share = float((large < 0).mean())
+    if max(share, 1 - share) < 0.98:
+        return []
+    side = "rollout" if share > 0.5 else "train"
+    message = f"{max(share, 1 - share):.1%} of the differences have one sign: the {side} side is always the larger"
+    return [finding("top-p", f"{message}, as after renormalising over kept tokens", "warning", share=share)]
+
+
+def _template(compared: Comparable) -> list[Finding]:
+    """miles' rule of thumb: about 0.8 nats a token on an instruction model is almost always the chat template."""
+    size = float(np.abs(compared.d).mean())
+    if not 0.5 < size < 2.0:
+        return []
+    message = f"{size:.2f} nats a token is a different input, not arithmetic: template, tokens or weights"
+    return [finding("chat-template", message, "note", mean=size)]
+
+
+def _concentrated(pair: Pair, compared: Comparable) -> list[Finding]:
+    """Most of the difference lies in few sequences: those were computed otherwise, not all of them slightly so."""
+    owner = np.searchsorted(pair.rollout.cu_seqlens, compared.index, side="right") - 1
+    count = np.bincount(owner)
+    sums = np.bincount(owner, np.abs(compared.d))
+    there = count > 0
+    if there.sum() < 4:
+        return []
+    means = sums[there] / count[there]
+    typical = float(np.median(means))
+    outliers = np.flatnonzero(there)[means > 8 * max(typical, 1e-9)]
+    if not 0 < len(outliers) <= there.sum() // 3:
+        return []
+    message = f"{len(outliers)} of {int(there.sum())} sequences carry the difference, first sequence {int(outliers[0])}"
+    return [finding("drift", message, "note", sequences=[int(i) for i in outliers[:20]])]
+
+
+def _growth(pair: Pair, compared: Comparable) -> list[Finding]:
+    """Later tokens differ more: cache, positions or a long context, not the head."""
+    places = position_profile(pair, compared)
+    if len(places) < 4:
+        return []
+    first, last = places[0][1], places[-1][1]
+    if last < 3 * max(first, 1e-9):
+        return []
+    message = f"differences grow along the sequence, from {first:.2g} in its first to {last:.2g} in its last tokens"
+    return [finding("drift", message, "note", first=first, last=last)]
+
+
+def position_profile(pair: Pair, compared: Comparable, parts: int = 10) -> list[tuple[float, float]]:
+    """(mean index in the sequence, mean |d|) of tokens grouped by their index, at most `parts` groups."""
+    owner = np.searchsorted(pair.rollout.cu_seqlens, compared.index, side="right") - 1
+    index = compared.index - pair.rollout.cu_seqlens[owner]
+    order = np.argsort(index, kind="stable")
+    groups = [group for group in np.array_split(order, parts) if len(group) >= 8]
+    return [(float(index[group].mean()), float(np.abs(compared.d[group]).mean())) for group in groups]

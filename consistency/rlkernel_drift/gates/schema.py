@@ -1,0 +1,24 @@
+"""Gate 1: are both sides there, of the format, with something to compare?"""
+
+from __future__ import annotations
+
+from rlkernel_drift.gates.common import gate
+from rlkernel_drift.knowledge import finding
+from rlkernel_drift.pair import Pair
+from rlkernel_drift.verdict import Gate
+
+
+def schema_gate(pair: Pair) -> Gate:
+    """Fails where a side has no log-probabilities; says which sequences have no partner."""
+    findings = []
+    for name, side in (("rollout", pair.rollout), ("train", pair.train)):
+        if side.stream is None:
+            findings.append(finding("nothing-compared", f"the {name} side has no log-probabilities"))
+        if side.manifest.left_out:
+            left = "; ".join(side.manifest.left_out)
+            findings.append(finding("nothing-compared", f"the {name} side left out: {left}", "note"))
+    alone = [len(part) for part in pair.alone]
+    if any(alone):
+        message = f"{alone[0]} sequences of the rollout and {alone[1]} of the train side have no partner"
+        findings.append(finding("nothing-compared", message, "warning", rollout=alone[0], train=alone[1]))
+    return gate("schema", findings, f"rlkernel.trace/1 on both sides, {len(pair.matches)} sequences matched")

@@ -1,0 +1,47 @@
+"""Gate 6: how far apart are the log-probabilities, and is that too far for the profile?"""
+
+from __future__ import annotations
+
+from rlkernel_drift.gates.common import gate, skipped
+from rlkernel_drift.knowledge import finding
+from rlkernel_drift.statistics import TokenStatistics
+from rlkernel_drift.verdict import Finding, Gate, Metric
+
+
+def statistics_gate(statistics: TokenStatistics | None, metrics: list[Metric], hints: list[Finding]) -> Gate:
+    """Fails where a threshold is exceeded, or where a side has values that are not numbers or impossible tokens."""
+    if statistics is not None and statistics.tokens == 0 and not _broken(statistics):
+        return skipped("statistics", "no token counts on both sides with a log-probability")
+    judged = [metric for metric in metrics if metric.status != "no threshold"]
+    if not judged or all(metric.status == "missing" for metric in judged):
+        return skipped("statistics", "the profile's statistics are not there")
+    findings = _broken(statistics) if statistics is not None else []
+    over = [metric for metric in judged if metric.status == "over"]
+    for metric in over:
+        findings.append(finding("drift", _words(metric), value=metric.value, ratio=metric.ratio))
+    if over:
+        findings += hints
+    count = "" if statistics is None else f"{statistics.tokens} tokens: "
+    return gate("statistics", findings, count + "; ".join(_words(metric) for metric in judged))
+
+
+def _words(metric: Metric) -> str:
+    limits = [f"at most {metric.at_most:g}" if metric.at_most is not None else ""]
+    limits.append(f"at least {metric.at_least:g}" if metric.at_least is not None else "")
+    value = "missing" if metric.value is None else f"{metric.value:.4g}"
+    return f"{metric.label} is {value} ({', '.join(limit for limit in limits if limit)})"
+
+
+def _broken(statistics: TokenStatistics) -> list[Finding]:
+    found = []
+    for side in ("rollout", "train"):
+        nan, inf = getattr(statistics, f"nan_{side}"), getattr(statistics, f"inf_{side}")
+        if nan or inf:
+            message = f"{nan} NaN and {inf} infinite log-probabilities of counted tokens on the {side} side"
+            found.append(finding("not-finite", message, nan=nan, inf=inf))
+    for side in ("rollout", "train"):
+        support = getattr(statistics, f"support_{side}")
+        if support:
+            message = f"the {side} side gives {support} sampled tokens no probability at all"
+            found.append(finding("support", message, tokens=support))
+    return found

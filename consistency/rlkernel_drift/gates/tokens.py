@@ -1,0 +1,193 @@
+"""Gate 3: the same tokens, positions and masks? Names the first differing span, decoded both ways."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlkernel_drift.capsule import Capsule, SpanKind
+from rlkernel_drift.gates.common import gate
+from rlkernel_drift.knowledge import finding
+from rlkernel_drift.pair import Pair
+from rlkernel_drift.verdict import Finding, Gate
+
+_CONTEXT = 8
+
+
+def tokens_gate(pair: Pair) -> Gate:
+    """Compares ids, positions, masks, templates, tokenizers and media of all matched sequences."""
+    findings = [*_models(pair), *_ids(pair), *_positions(pair), *_masks(pair), *_media(pair), *_observations(pair)]
+    same = int((pair.train_token >= 0).sum())
+    return gate(
+        "tokens", findings, f"{same} tokens of {len(pair.matches)} sequences are equal, positions and masks too"
+    )
+
+
+def _models(pair: Pair) -> list[Finding]:
+    a, b = pair.rollout.manifest.model, pair.train.manifest.model
+    found = []
+    for key, cause, what in (
+        ("chat_template", "chat-template", "chat templates"),
+        ("tokenizer", "tokens-differ", "tokenizers"),
+    ):
+        left, right = getattr(a, key), getattr(b, key)
+        if left is not None and right is not None and left != right:
+            message = f"the two sides have different {what} (digests {left[:12]} and {right[:12]})"
+            found.append(finding(cause, message, "warning", rollout=left, train=right))
+    return found
+
+
+# ---- ids -----------------------------------------------------------------------------------------------------------
+
+
+def _ids(pair: Pair) -> list[Finding]:
+    bad = []
+    for i, j in pair.matches:
+        x, y = pair.rollout.sequence(i), pair.train.sequence(j)
+        if pair.train_token[x.start] < 0:
+            bad.append((i, pair.rollout.ids[x], pair.train.ids[y]))
+    if not bad:
+        return []
+    causes = [_cause(pair, i, a, b) for i, a, b in bad]
+    cause = max(sorted(set(causes)), key=causes.count)
+    i, a, b = next(item for item, its in zip(bad, causes, strict=True) if its == cause)
+    begin, end_a, end_b = difference_span(a, b)
+    where = f"sequence {i}, from token {begin}"
+    left, right = _decode(pair.rollout, a, begin, end_a), _decode(pair.train, b, begin, end_b)
+    message = f"{len(bad)} of {len(pair.matches)} sequences have other tokens; {where}: rollout {left}, train {right}"
+    return [
+        finding(
+            cause,
+            message,
+            sequences=len(bad),
+            of=len(pair.matches),
+            sequence=i,
+            token=begin,
+            rollout_ids=[int(v) for v in a[begin : min(end_a, begin + _CONTEXT)]],
+            train_ids=[int(v) for v in b[begin : min(end_b, begin + _CONTEXT)]],
+            rollout_length=len(a),
+            train_length=len(b),
+        )
+    ]
+
+
+def difference_span(a: np.ndarray, b: np.ndarray) -> tuple[int, int, int]:
+    """First differing token, and the ends of the differing spans of both, after which the tails are equal."""
+    n = min(len(a), len(b))
+    unequal = np.flatnonzero(a[:n] != b[:n])
+    begin = int(unequal[0]) if len(unequal) else n
+    tail = min(len(a), len(b)) - begin
+    same = a[len(a) - tail :][::-1] == b[len(b) - tail :][::-1] if tail else np.zeros(0, bool)
+    common = int(np.argmin(same)) if len(same) and not same.all() else len(same)
+    return begin, len(a) - common, len(b) - common
+
+
+def _cause(pair: Pair, sequence: int, a: np.ndarray, b: np.ndarray) -> str:
+    begin, end_a, end_b = difference_span(a, b)
+    short, long = (a, b) if len(a) < len(b) else (b, a)
+    if 0 < len(long) - len(short) <= 2 and np.array_equal(long[len(long) - len(short) :], short):
+        return "missing-bos"
+    texts = (_text(pair.rollout, a[begin:end_a]), _text(pair.train, b[begin:end_b]))
+    if None not in texts and texts[0] == texts[1]:
+        return "retokenised"
+    if len(a) != len(b) and (np.array_equal(long[: len(short)], short) or np.array_equal(long[-len(short) :], short)):
+        return "truncated"
+    prompt = _prompt_length(pair.rollout, sequence)
+    if prompt is not None and end_a <= prompt:
+        return "chat-template"
+    return "tokens-differ"
+
+
+def _prompt_length(capsule: Capsule, sequence: int) -> int | None:
+    if capsule.spans is not None:
+        mine = capsule.spans[(capsule.spans[:, 0] == sequence) & (capsule.spans[:, 3] == SpanKind.PROMPT)]
+        if len(mine):
+            return int(mine[:, 2].max())
+    counted = np.flatnonzero(capsule.mask[capsule.sequence(sequence)])
+    return int(counted[0]) if len(counted) else None
+
+
+def _text(capsule: Capsule, ids: np.ndarray) -> str | None:
+    pieces = [capsule.text(int(i)) for i in ids]
+    return None if None in pieces else "".join(piece for piece in pieces if piece is not None)
+
+
+def _decode(capsule: Capsule, ids: np.ndarray, begin: int, end: int) -> str:
+    shown = ids[begin : min(end, begin + _CONTEXT)]
+    text = _text(capsule, shown)
+    more = ", ..." if end - begin > _CONTEXT else ""
+    numbers = "[" + ", ".join(str(int(v)) for v in shown) + more + "]"
+    return numbers if text is None else f"{numbers} {text!r}"
+
+
+# ---- positions, masks, media ---------------------------------------------------------------------------------------
+
+
+def _positions(pair: Pair) -> list[Finding]:
+    there = pair.train_token >= 0
+    gap = np.zeros(pair.rollout.tokens, np.int64)
+    gap[there] = pair.train.positions[pair.train_token[there]].astype(np.int64) - pair.rollout.positions[there]
+    if not gap.any():
+        return []
+    owner = np.searchsorted(pair.rollout.cu_seqlens, np.arange(pair.rollout.tokens), side="right") - 1
+    steps = np.diff(gap, prepend=gap[:1])
+    inside = (steps != 0) & (owner == np.concatenate([owner[:1], owner[:-1]]))
+    if not inside.any():
+        message = f"all positions of a sequence are shifted by one amount (up to {int(np.abs(gap).max())})"
+        words = message + "; rotary embeddings do not see it, learned and scaled ones do"
+        return [finding("positions", words, "warning", shift=int(np.abs(gap).max()))]
+    token = int(np.flatnonzero(inside)[0])
+    sequence, index = pair.rollout.place(token)
+    mine, other = int(pair.rollout.positions[token]), int(pair.train.positions[pair.train_token[token]])
+    restart = min(mine, other) == 0 and index > 0
+    message = f"sequence {sequence}, token {index}: position {mine} in the rollout, {other} in training"
+    cause = "positions-restart" if restart else "positions-shift"
+    count = len(np.unique(owner[inside]))
+    return [finding(cause, f"{message} ({count} sequences)", sequence=sequence, token=index, sequences=count)]
+
+
+def _masks(pair: Pair) -> list[Finding]:
+    there = pair.train_token >= 0
+    left, right = pair.rollout.mask[there], pair.train.mask[pair.train_token[there]]
+    differ = int((left != right).sum())
+    if not differ:
+        return []
+    token = int(np.flatnonzero(there)[np.flatnonzero(left != right)[0]])
+    sequence, index = pair.rollout.place(token)
+    only = int((left & ~right).sum())
+    message = (
+        f"{differ} tokens count on one side only ({only} in the rollout), first sequence {sequence}, token {index}"
+    )
+    return [finding("mask-differs", message, tokens=differ, rollout_only=only, sequence=sequence, token=index)]
+
+
+def _observations(pair: Pair) -> list[Finding]:
+    """Runs of log-probabilities that are exactly 0 on one side: dummies of tokens that nobody sampled."""
+    streams = pair.streams()
+    if streams is None:
+        return []
+    mask = pair.mask
+    a, b = pair.rollout.logprobs[streams[0]], pair.from_train(pair.train.logprobs[streams[1]])
+    for name, mine, other in (("rollout", a, b), ("train", b, a)):
+        dummy = mask & (mine == 0) & (other < -0.05)
+        count = int(dummy.sum())
+        if count >= 3 and count >= 0.001 * int(mask.sum()):
+            sequence, index = pair.rollout.place(int(np.flatnonzero(dummy)[0]))
+            message = f"{count} counted tokens have log-probability exactly 0 on the {name} side"
+            return [finding("observation-tokens", message, tokens=count, sequence=sequence, token=index)]
+    return []
+
+
+def _media(pair: Pair) -> list[Finding]:
+    a, b = pair.rollout.manifest.media, pair.train.manifest.media
+    if not a or not b:
+        return []
+    partner = dict(pair.matches)
+    for i in sorted({media.sequence for media in a}):
+        left = [m.digest for m in a if m.sequence == i]
+        right = [m.digest for m in b if m.sequence == partner.get(i)]
+        if left != right:
+            swapped = sorted(left) == sorted(right)
+            what = "in another order" if swapped else "not the same"
+            message = f"sequence {i}: the media are {what} ({len(left)} in the rollout, {len(right)} in training)"
+            return [finding("swapped-media", message, sequence=i, same_set=swapped)]
+    return []

@@ -1,0 +1,103 @@
+"""Gate 2: did the same weights compute both sides? Names tensors that differ, and those unchanged though trained."""
+
+from __future__ import annotations
+
+from rlkernel_drift.capsule import WeightFingerprint, Weights
+from rlkernel_drift.gates.common import gate, skipped, some
+from rlkernel_drift.knowledge import finding
+from rlkernel_drift.pair import Pair
+from rlkernel_drift.verdict import Finding, Gate
+
+_STALE_SHARE = 0.95
+
+
+def weights_gate(pair: Pair) -> Gate:
+    """Compares the fingerprints of all tensors that both sides have, in the coarser of their dtypes."""
+    rollout, train = pair.rollout.manifest.weights, pair.train.manifest.weights
+    findings: list[Finding] = []
+    if train is not None:
+        findings += _unchanged(train)
+    if rollout is None or train is None or not rollout.tensors or not train.tensors:
+        if findings:
+            return gate("weights", findings, "")
+        versions = [None if side is None else side.version for side in (rollout, train)]
+        if None not in versions and versions[0] != versions[1]:
+            message = f"version {versions[0]} computed the rollout, version {versions[1]} the train side"
+            return gate("weights", [finding("stale-weights", message, rollout=versions[0], train=versions[1])], "")
+        return skipped("weights", "no weight fingerprints on both sides")
+    findings += _adapters(rollout, train)
+    common = sorted(set(rollout.tensors) & set(train.tensors))
+    differ = [name for name in common if not same_weight(rollout.tensors[name], train.tensors[name])]
+    if differ:
+        findings.append(_describe(rollout, train, common, differ))
+    missing = sorted(set(rollout.tensors) ^ set(train.tensors) - {"lm_head.weight"})
+    if missing and not differ:
+        message = f"{len(missing)} tensors are on one side only: {some(missing)}"
+        findings.append(finding("weights-differ", message, "warning", tensors=list(missing[:50])))
+    return gate("weights", findings, f"{len(common)} tensors are equal, by name and by bits")
+
+
+def same_weight(a: WeightFingerprint, b: WeightFingerprint) -> bool:
+    """Whether two tensors hold the same values, in the coarser dtype where they are stored in different ones."""
+    if a.shape != b.shape:
+        return False
+    return a.digest == b.digest if a.dtype == b.dtype else a.bf16 is not None and a.bf16 == b.bf16
+
+
+def _digests(fingerprint: WeightFingerprint) -> set[str]:
+    return {fingerprint.digest, *([fingerprint.bf16] if fingerprint.bf16 else [])}
+
+
+def _describe(rollout: Weights, train: Weights, common: list[str], differ: list[str]) -> Finding:
+    evidence = {"differ": len(differ), "of": len(common), "tensors": list(differ[:50])}
+    old = [name for name in differ if train.previous.get(name) in _digests(rollout.tensors[name])]
+    versions = ""
+    if rollout.version is not None and train.version is not None and rollout.version != train.version:
+        versions = f" (version {rollout.version} against {train.version})"
+    if old and len(old) == len(differ):
+        moved = [name for name in common if train.previous.get(name) not in (None, *_digests(train.tensors[name]))]
+        stale = len(differ) >= _STALE_SHARE * max(1, len(moved))
+        what = "all weights are" if stale else f"{len(differ)} of {len(common)} tensors are"
+        cause = "stale-weights" if stale else "partial-sync"
+        return finding(cause, f"{what} the version before{versions}: {some(differ)}", **evidence)  # type: ignore[arg-type]
+    swapped = _swapped(rollout, train, differ)
+    if swapped:
+        message = f"{swapped[0]} and {swapped[1]} hold each other's values"
+        return finding("swapped-weights", message, **evidence)  # type: ignore[arg-type]
+    heads = {"lm_head.weight", "model.embed_tokens.weight"}
+    if set(differ) <= heads and len(_digests(rollout.tensors[differ[0]])) and "lm_head.weight" in differ:
+        held = {name: rollout.tensors.get(name) for name in heads}
+        if held["lm_head.weight"] and held["model.embed_tokens.weight"]:
+            tied = same_weight(held["lm_head.weight"], held["model.embed_tokens.weight"])
+            if tied:
+                message = "the rollout's head is its embedding, the train side's is not"
+                return finding("tied-embedding", message, **evidence)  # type: ignore[arg-type]
+    cause = "weights-differ" if len(differ) >= _STALE_SHARE * len(common) else "partial-sync"
+    message = f"{len(differ)} of {len(common)} tensors differ{versions}: {some(differ)}"
+    return finding(cause, message, **evidence)  # type: ignore[arg-type]
+
+
+def _swapped(rollout: Weights, train: Weights, differ: list[str]) -> tuple[str, str] | None:
+    by_digest = {rollout.tensors[name].digest: name for name in differ}
+    for name in differ:
+        other = by_digest.get(train.tensors[name].digest)
+        if other and other != name and rollout.tensors[name].digest == train.tensors[other].digest:
+            return name, other
+    return None
+
+
+def _adapters(rollout: Weights, train: Weights) -> list[Finding]:
+    if rollout.adapter == train.adapter:
+        return []
+    message = f"adapter of the rollout: {rollout.adapter or 'none'}; of the train side: {train.adapter or 'none'}"
+    return [finding("lora-missing", message, rollout=rollout.adapter, train=train.adapter)]
+
+
+def _unchanged(weights: Weights) -> list[Finding]:
+    """Tensors equal to the version before, where most others moved: the optimizer stepped, they did not."""
+    known = [name for name in weights.tensors if name in weights.previous]
+    still = [name for name in known if weights.previous[name] in _digests(weights.tensors[name])]
+    if not still or len(still) == len(known) or len(still) > len(known) // 2:
+        return []
+    message = f"{len(still)} of {len(known)} tensors did not change though the others were trained: {some(still)}"
+    return [finding("unchanged-though-trained", message, "warning", tensors=list(still[:50]))]

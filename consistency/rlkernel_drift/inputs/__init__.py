@@ -1,0 +1,67 @@
+"""Opens whatever a user names: a capsule, a run folder, vLLM's hidden states, a metrics file, or `ENGINE:MODEL_DIR`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rlkernel_drift.capsule import Capsule, is_capsule, read_capsule
+from rlkernel_drift.errors import DriftError, UnknownInputError
+from rlkernel_drift.inputs.hidden_states import is_hidden_states, read_hidden_states
+from rlkernel_drift.inputs.metrics import Metrics, read_metrics
+from rlkernel_drift.inputs.run_folder import is_run_folder, read_run_folder, read_run_metrics
+
+ENGINES = ("hf", "rlkernel", "vllm")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model directory and the engine that shall compute it."""
+
+    engine: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened input; a run folder has both parts, a model none until the other side's tokens are known."""
+
+    label: str
+    kind: Literal["capsule", "run folder", "model", "metrics", "hidden states"]
+    capsule: Capsule | None = None
+    metrics: Metrics | None = None
+    model: Model | None = None
+
+
+def open_input(text: str, side: Literal["rollout", "train"]) -> Source:
+    """Opens one input.
+
+    Args:
+        text: a path, or `hf:DIR`, `rlkernel:DIR`, `vllm:DIR`.
+        side: which side of a run folder is meant.
+
+    Raises:
+        CapsuleError, DriftError: it cannot be read. UnknownInputError: it is none of the known kinds.
+    """
+    engine, _, directory = text.partition(":")
+    if engine in ENGINES and directory:
+        if not (Path(directory) / "config.json").is_file():
+            raise DriftError(f"{directory} is no model directory: it has no config.json")
+        return Source(Path(directory).name, "model", model=Model(engine, Path(directory)))
+    path = Path(text)
+    if not path.exists():
+        raise UnknownInputError(f"{text} does not exist")
+    if path.is_dir():
+        if is_capsule(path):
+            return Source(path.name, "capsule", capsule=read_capsule(path))
+        if is_run_folder(path):
+            return Source(path.name, "run folder", capsule=read_run_folder(path, side), metrics=read_run_metrics(path))
+        if (path / "config.json").is_file():
+            raise UnknownInputError(f"{text} is a model directory; name its engine: hf:{text} or rlkernel:{text}")
+        raise UnknownInputError(f"{text} is neither a capsule (manifest.json) nor a run folder (metrics.jsonl)")
+    if is_hidden_states(path):
+        return Source(path.name, "hidden states", capsule=read_hidden_states(path))
+    if path.suffix == ".safetensors":
+        raise UnknownInputError(f"{text} is a safetensors file; a capsule is the folder around it")
+    return Source(path.name, "metrics", metrics=read_metrics(path))

@@ -1,0 +1,1 @@
+"""First divergence: by bits, by replaying layers on recorded inputs, by splicing."""

@@ -1,0 +1,1 @@
+"""What a verdict is written as: text, Markdown, JSON (the model itself), JUnit."""

@@ -1,0 +1,109 @@
+"""The verdict on a terminal. Token texts and labels come from strangers: control characters are shown, never sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkernel_drift.verdict import Finding, Status, Verdict
+
+_STYLE = {
+    "passed": "green",
+    "failed": "bold red",
+    "warned": "yellow",
+    "skipped": "dim",
+    "not reached": "dim",
+}
+_MARK = {"passed": "ok", "failed": "FAIL", "warned": "warn", "skipped": "skip", "not reached": "-"}
+_COLOUR = {Status.ALIGNED: "green", Status.INCONCLUSIVE: "yellow"}
+
+
+def printable(text: str) -> str:
+    """Text without control characters, which could move a terminal's cursor or change its colours."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def write_text(verdict: Verdict, console: Any, *, details: bool = True) -> None:
+    """Prints a verdict.
+
+    Args:
+        console: a `rich.console.Console`.
+        details: tables of metrics and of the worst tokens too.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    style = _COLOUR.get(verdict.status, "red")
+    console.print(Text(printable(verdict.headline), style=f"bold {style}"))
+    if verdict.diagnosis is not None:
+        console.print(Text(printable(verdict.diagnosis.statement), style="bold"))
+    if verdict.scope:
+        profile = f"profile {verdict.profile}" if verdict.profile else ""
+        console.print(Text(printable(f"{verdict.scope}; {profile}"), style="dim"))
+    if verdict.gates:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for gate in verdict.gates:
+            mark = Text(_MARK[gate.status], style=_STYLE[gate.status])
+            table.add_row(mark, Text(gate.title), Text(printable(gate.summary)))
+        console.print(table)
+    for finding in _worth_showing(verdict):
+        console.print(Text(f"\n{printable(finding.message)}"))
+        if finding.fix:
+            console.print(Text(f"  fix: {finding.fix}", style="cyan"))
+        for thread in finding.threads[:2]:
+            console.print(Text(f"  seen: {thread.url} ({thread.seen})", style="dim"))
+    if details:
+        _details(verdict, console, Table, Text)
+
+
+def _worth_showing(verdict: Verdict) -> list[Finding]:
+    found = [f for f in verdict.findings if f.severity != "note"]
+    if verdict.diagnosis is not None and verdict.diagnosis.finding is not None:
+        found = [verdict.diagnosis.finding, *found]
+    return found[:8]
+
+
+def _details(verdict: Verdict, console: Any, table_of: Any, text_of: Any) -> None:
+    judged = [m for m in verdict.metrics if m.status != "no threshold"]
+    keys = (
+        "tokens.mean",
+        "tokens.p99",
+        "tokens.maximum",
+        "tokens.bias",
+        "tokens.k3",
+        "tokens.chi_square",
+        "tokens.ess",
+    )
+    named = {m.name for m in judged}
+    rows = judged + [m for m in verdict.metrics if m.name in keys and m.name not in named]
+    if rows:
+        table = table_of(title="statistics", title_justify="left", box=None, pad_edge=False)
+        for column in ("metric", "value", "threshold", "ratio", ""):
+            table.add_column(column, justify="left" if column in ("metric", "") else "right")
+        for m in rows:
+            limit = m.at_most if m.at_most is not None else m.at_least
+            value = "-" if m.value is None else f"{m.value:.4g}"
+            ratio = "-" if m.ratio is None else f"{m.ratio:.2f}"
+            state = {"over": "over", "ok": "ok", "missing": "missing"}.get(m.status, "")
+            table.add_row(m.label, value, "-" if limit is None else f"{limit:g}", ratio, state)
+        console.print()
+        console.print(table)
+    if verdict.consequences and verdict.status == Status.DRIFT:
+        console.print()
+        for c in verdict.consequences:
+            console.print(text_of(f"{c.name}, {c.setting}: {c.words}", style="magenta"))
+    for trend in verdict.trends:
+        if trend.change is not None:
+            console.print(text_of(printable(f"{trend.metric}: {trend.words}"), style="magenta"))
+    worst = verdict.tokens.worst[:5] if verdict.tokens else []
+    if worst and verdict.status != Status.ALIGNED:
+        table = table_of(title="worst tokens", title_justify="left", box=None, pad_edge=False)
+        for column in ("sequence", "token", "id", "text", "rollout", "train", "train - rollout"):
+            table.add_column(column, justify="left" if column == "text" else "right")
+        for t in worst:
+            numbers = ["-" if v is None else f"{v:.5f}" for v in (t.rollout, t.train, t.difference)]
+            text = printable(t.text) if t.text else ""
+            table.add_row(str(t.sequence), str(t.index), str(t.id), text_of(text[:24]), *numbers)
+        console.print()
+        console.print(table)
+    if verdict.lattice is not None:
+        console.print(text_of(str(verdict.lattice), style="magenta"))

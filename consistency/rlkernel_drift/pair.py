@@ -1,0 +1,91 @@
+"""Two capsules side by side: sequences matched, and the train side brought into the order of the rollout's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlkernel_drift.capsule import PHASES, Capsule
+from rlkernel_drift.statistics import Comparable
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A rollout and a train capsule.
+
+    Attributes:
+        matches: (sequence of rollout, sequence of train) in the rollout's order.
+        alone: sequences of (rollout, train) without a partner.
+        train_token: [T of rollout] the train side's token with the same place, -1 where the sequence has no partner
+            with the same ids.
+    """
+
+    rollout: Capsule
+    train: Capsule
+    matches: list[tuple[int, int]]
+    alone: tuple[list[int], list[int]]
+    train_token: NDArray[np.int64]
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """[T of rollout] tokens that count on both sides."""
+        there = self.train_token >= 0
+        mask = self.rollout.mask & there
+        mask[there] &= self.train.mask[self.train_token[there]]
+        return mask
+
+    def from_train(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A stream of the train side in the rollout's order; NaN where there is no partner."""
+        result = np.full(self.rollout.tokens, np.nan, np.float32)
+        there = self.train_token >= 0
+        result[there] = values[self.train_token[there]]
+        return result
+
+    def compared(self, streams: tuple[str, str] | None = None) -> Comparable | None:
+        """The tokens of two streams that can be compared; None where a side has no log-probabilities."""
+        names = streams or self.streams()
+        if names is None:
+            return None
+        return Comparable(self.rollout.logprobs[names[0]], self.from_train(self.train.logprobs[names[1]]), self.mask)
+
+    def streams(self) -> tuple[str, str] | None:
+        """The streams to compare: of one meaning (both processed, or both raw) where both sides have it."""
+        for values in ("processed", "raw"):
+            left, right = _stream(self.rollout, values), _stream(self.train, values)
+            if left and right:
+                return left, right
+        left, right = self.rollout.stream, self.train.stream
+        return (left, right) if left and right else None
+
+
+def _stream(capsule: Capsule, values: str) -> str | None:
+    """The side's own stream of a meaning; where nothing was scaled or filtered, raw and processed are one."""
+    order = ("train", "recorded", "decode", "prefill") if capsule.manifest.side == "train" else PHASES
+    sampling = capsule.manifest.sampling
+    names = [values]
+    if sampling.temperature == 1 and not sampling.filters:
+        names = [values, "raw" if values == "processed" else "processed"]
+    return next((f"{p}.{v}" for p in order for v in names if f"{p}.{v}" in capsule.logprobs), None)
+
+
+def match(rollout: Capsule, train: Capsule) -> Pair:
+    """Matches the sequences by their ids where both sides have them, else by their order."""
+    a, b = rollout.sequence_ids, train.sequence_ids
+    if a is not None and b is not None and len(np.unique(a)) == len(a) and len(np.unique(b)) == len(b):
+        place = {int(key): i for i, key in enumerate(b)}
+        matches = [(i, place[int(key)]) for i, key in enumerate(a) if int(key) in place]
+    else:
+        matches = [(i, i) for i in range(min(rollout.sequences, train.sequences))]
+    left, right = {i for i, _ in matches}, {j for _, j in matches}
+    train_token = np.full(rollout.tokens, -1, np.int64)
+    for i, j in matches:
+        x, y = rollout.sequence(i), train.sequence(j)
+        if x.stop - x.start == y.stop - y.start and np.array_equal(rollout.ids[x], train.ids[y]):
+            train_token[x] = np.arange(y.start, y.stop)
+    alone = (
+        [i for i in range(rollout.sequences) if i not in left],
+        [j for j in range(train.sequences) if j not in right],
+    )
+    return Pair(rollout, train, matches, alone, train_token)

@@ -1,0 +1,235 @@
+"""Acceptance profiles: which statistic may be how large, and who published the number.
+
+A profile is a list of thresholds; `--profile FILE` reads one from TOML with the same fields.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rlkernel_drift.capsule.manifest import Floor
+from rlkernel_drift.errors import DriftError
+from rlkernel_drift.statistics import SequenceStatistics, TokenStatistics
+from rlkernel_drift.verdict import Metric
+
+LABELS = {
+    "tokens.mean": "mean |d| (nats)",
+    "tokens.p50": "median |d|",
+    "tokens.p90": "90% of |d| below",
+    "tokens.p95": "95% of |d| below",
+    "tokens.p99": "99% of |d| below",
+    "tokens.p999": "99.9% of |d| below",
+    "tokens.maximum": "largest |d|",
+    "tokens.std": "standard deviation of d",
+    "tokens.bias": "bias (mean of d)",
+    "tokens.k1": "k1 KL",
+    "tokens.k3": "k3 KL",
+    "tokens.chi_square": "chi-square of the token ratios",
+    "tokens.multiplicative": "mean exp|d|",
+    "tokens.probability_mean": "mean difference of probabilities",
+    "tokens.probability_max": "largest difference of probabilities",
+    "tokens.pearson": "correlation of log-probabilities",
+    "tokens.pearson_probability": "correlation of probabilities",
+    "tokens.ess": "effective sample size, tokens",
+    "tokens.ratio_mean": "mean ratio",
+    "tokens.equal": "share of equal bits",
+    "tokens.beyond_ln2": "share beyond ln 2",
+    "tokens.retention.strict": "tokens with ratio in [0.999, 1.002]",
+    "tokens.retention.1%": "tokens with ratio within 1%",
+    "tokens.retention.5%": "tokens with ratio within 5%",
+    "sequences.sum_mean": "mean |sum of d| of a sequence",
+    "sequences.sum_max": "largest |sum of d| of a sequence",
+    "sequences.ess": "effective sample size, sequences",
+    "sequences.mean_of_means": "mean over sequences of their mean |d|",
+    "sequences.retention.strict": "sequences with mean ratio in [0.999, 1.002]",
+}
+
+
+class Threshold(BaseModel):
+    """One bound on a statistic of `LABELS`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    metric: str
+    at_most: float | None = None
+    at_least: float | None = None
+    source: str = ""
+
+
+class Profile(BaseModel):
+    """A named set of thresholds; all of them must hold."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    title: str = ""
+    source: str = ""
+    bitwise: bool = False
+    threshold: Annotated[list[Threshold], Field(min_length=1)]
+
+
+def _github(path: str) -> str:
+    return f"https://github.com/{path}"
+
+
+BITWISE = Profile(
+    name="bitwise",
+    title="every log-probability has the same bits",
+    source="rlkernel's contract; vLLM's batch-invariant mode and torchtitan's RL ask for the same",
+    bitwise=True,
+    threshold=[Threshold(metric="tokens.equal", at_least=1.0, source="docs/contract.md")],
+)
+
+PROFILES: dict[str, Profile] = {
+    profile.name: profile
+    for profile in (
+        BITWISE,
+        Profile(
+            name="prime-rl",
+            title="prime-rl's bar for merging",
+            source=_github("PrimeIntellect-ai/prime-rl/blob/main/docs/development.md"),
+            threshold=[
+                Threshold(
+                    metric="tokens.k3",
+                    at_most=0.015,
+                    source=_github("PrimeIntellect-ai/prime-rl/blob/main/docs/development.md"),
+                )
+            ],
+        ),
+        Profile(
+            name="nemo",
+            title="NeMo RL's bar for new models",
+            source="https://docs.nvidia.com/nemo/rl/0.6.0/adding-new-models.html",
+            threshold=[
+                Threshold(
+                    metric="tokens.multiplicative",
+                    at_most=1.05,
+                    source="https://docs.nvidia.com/nemo/rl/0.6.0/adding-new-models.html",
+                )
+            ],
+        ),
+        Profile(
+            name="miles",
+            title="miles' check in CI",
+            source=_github("radixark/miles"),
+            threshold=[Threshold(metric="tokens.mean", at_most=0.03, source=_github("radixark/miles"))],
+        ),
+        Profile(
+            name="mlperf",
+            title="mean ratio in the strict band [0.999, 1.002] that MaxText quotes for MLPerf",
+            source=_github("AI-Hypercomputer/maxtext/pull/5231"),
+            threshold=[
+                Threshold(
+                    metric="tokens.ratio_mean",
+                    at_least=0.999,
+                    at_most=1.002,
+                    source=_github("AI-Hypercomputer/maxtext/pull/5231"),
+                )
+            ],
+        ),
+    )
+}
+
+GENERAL = Profile(
+    name="general",
+    title="no floor known: the bars of miles and prime-rl together",
+    source="profiles miles and prime-rl",
+    threshold=[*PROFILES["miles"].threshold, *PROFILES["prime-rl"].threshold],
+)
+
+FLOOR_FACTOR = {"mean": 1.6, "p99": 2.5}
+"""How far above a measured noise floor a healthy pair may lie; see docs/drift/power.md for how often it does."""
+_SMALLEST_FLOOR = 1e-6
+
+
+def floor_profile(floor: Floor) -> Profile:
+    """Thresholds from a stack's own noise (`rlkernel-drift floor`)."""
+    source = f"noise floor of {floor.tokens} tokens"
+    return Profile(
+        name="floor",
+        title="this stack's own noise",
+        source=source,
+        threshold=[
+            Threshold(
+                metric="tokens.mean", at_most=FLOOR_FACTOR["mean"] * max(floor.mean, _SMALLEST_FLOOR), source=source
+            ),
+            Threshold(
+                metric="tokens.p99", at_most=FLOOR_FACTOR["p99"] * max(floor.p99, _SMALLEST_FLOOR), source=source
+            ),
+        ],
+    )
+
+
+def load_profile(name: str) -> Profile:
+    """A built-in profile, or one from a TOML file.
+
+    Raises:
+        DriftError: no such profile or file, or a bad one; the message names the field.
+    """
+    if name in PROFILES:
+        return PROFILES[name]
+    path = Path(name)
+    if not path.is_file():
+        raise DriftError(f"profile {name!r} is neither one of {', '.join(PROFILES)} nor a file")
+    try:
+        profile = Profile.model_validate({"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise DriftError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise DriftError(f"{path}: {error}") from None
+    unknown = [t.metric for t in profile.threshold if t.metric not in LABELS]
+    if unknown:
+        raise DriftError(f"{path}: metric {unknown[0]!r} is unknown; known are {', '.join(LABELS)}")
+    return profile
+
+
+def metric_values(tokens: TokenStatistics, sequences: SequenceStatistics) -> dict[str, float | None]:
+    """Every statistic under its name in `LABELS`."""
+    parts = {"tokens": tokens.model_dump(), "sequences": sequences.model_dump()}
+    values: dict[str, float | None] = {}
+    for name in LABELS:
+        node: object = parts
+        for key in name.split(".", 2):
+            node = node.get(key) if isinstance(node, dict) else None
+        values[name] = float(node) if isinstance(node, (int, float)) else None
+    return values
+
+
+def judge(profile: Profile, values: dict[str, float | None]) -> list[Metric]:
+    """All statistics beside their thresholds, those with a threshold first."""
+    judged = [_judge(threshold, values.get(threshold.metric)) for threshold in profile.threshold]
+    named = {metric.name for metric in judged}
+    rest = [
+        Metric(name=name, label=LABELS[name], value=value)
+        for name, value in values.items()
+        if name not in named and value is not None
+    ]
+    return judged + rest
+
+
+def _judge(threshold: Threshold, value: float | None) -> Metric:
+    metric = Metric(
+        name=threshold.metric,
+        label=LABELS[threshold.metric],
+        value=value,
+        at_most=threshold.at_most,
+        at_least=threshold.at_least,
+        source=threshold.source,
+        status="missing",
+    )
+    if value is None or value != value:
+        return metric
+    ratios = []
+    if threshold.at_most is not None:
+        ratios.append(value / threshold.at_most if threshold.at_most else float(value > 0) * 2)
+    if threshold.at_least is not None:
+        ratios.append(threshold.at_least / value if value else 2.0)
+    over = (threshold.at_most is not None and value > threshold.at_most) or (
+        threshold.at_least is not None and value < threshold.at_least
+    )
+    return metric.model_copy(update={"ratio": max(ratios), "status": "over" if over else "ok"})

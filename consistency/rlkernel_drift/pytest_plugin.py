@@ -1,0 +1,28 @@
+"""pytest fixture `assert_aligned`: fails a test with the verdict where two sides drift apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from rlkernel_drift.verdict import Verdict
+
+
+@pytest.fixture
+def assert_aligned() -> Callable[..., Verdict]:
+    """A function with the arguments of `rlkernel_drift.compare`; returns the verdict, or fails with it."""
+
+    def check(*args: Any, **kwargs: Any) -> Verdict:
+        __tracebackhide__ = True
+        from rlkernel_drift.compare import compare
+        from rlkernel_drift.output.markdown import write_markdown
+
+        verdict = compare(*args, **kwargs)
+        if verdict.exit_code != 0:
+            pytest.fail(write_markdown(verdict), pytrace=False)
+        return verdict
+
+    return check

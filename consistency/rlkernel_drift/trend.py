@@ -1,0 +1,69 @@
+"""A metric over steps: is there a step from which on it is at another level, and which weights came with it?"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rlkernel_drift.inputs.metrics import Metrics
+from rlkernel_drift.verdict import Trend
+
+_MIN_SIDE = 3
+_FACTOR = 1.5
+_SIGMAS = 4.0
+_MAX_POINTS = 2000
+_EXTREMES = ("tokens.maximum", "tokens.probability_max")
+
+
+def trends(metrics: Metrics) -> list[Trend]:
+    """A trend for each statistic of the file, extremes apart: they change level by chance."""
+    return [
+        trend(name, metrics.steps, column, metrics.versions)
+        for name, column in metrics.values.items()
+        if name not in _EXTREMES and sum(value is not None for value in column) >= 2
+    ]
+
+
+def trend(
+    metric: str, steps: list[int], values: list[float | None], versions: list[int | str | None] | None = None
+) -> Trend:
+    """The metric's course, and its change point where there is one."""
+    keep = [i for i, value in enumerate(values) if value is not None]
+    y = np.array([values[i] for i in keep], np.float64)
+    thin = max(1, len(steps) // _MAX_POINTS)
+    result = Trend(metric=metric, steps=steps[::thin], values=values[::thin], words="no change of level")
+    found = change_point(y)
+    if found is None:
+        return result
+    at, before, after = found
+    step = steps[keep[at]]
+    version = versions[keep[at]] if versions else None
+    words = f"level changes from {before:.3g} to {after:.3g} at step {step}"
+    if version is not None:
+        words += f", with version {version} of the weights"
+    return result.model_copy(
+        update={"change": step, "version": version, "before": before, "after": after, "words": words}
+    )
+
+
+def change_point(y: np.ndarray) -> tuple[int, float, float] | None:
+    """Best split of a series into two levels: (first index of the second, both levels), None without a clear one.
+
+    A split is clear where the levels differ by half and by four standard errors of the noise around them.
+    """
+    n = len(y)
+    if n < 2 * _MIN_SIDE:
+        return None
+    at = np.arange(_MIN_SIDE, n - _MIN_SIDE + 1)
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    left, right = sums[at] / at, (sums[n] - sums[at]) / (n - at)
+    # The split with the largest sum of squares between the two parts has the smallest within them.
+    best = int(np.argmax(at * (n - at) / n * (left - right) ** 2))
+    k, a, b = int(at[best]), float(left[best]), float(right[best])
+    within = np.concatenate([y[:k] - a, y[k:] - b])
+    noise = max(float(np.sqrt((within**2).sum() / max(1, n - 2))), 1e-12 * max(abs(a), abs(b)))
+    error = noise * math.sqrt(1 / k + 1 / (n - k))
+    low, high = sorted((abs(a), abs(b)))
+    apart = high > _FACTOR * low or abs(a - b) > 0.05 + 0.05 * high
+    return (k, a, b) if apart and abs(a - b) > _SIGMAS * error else None

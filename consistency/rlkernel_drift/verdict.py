@@ -1,0 +1,324 @@
+"""The verdict: one JSON-serialisable model that every output is written from (text, Markdown, JSON, JUnit, HTML).
+
+Lists are bounded where they are made, so that a verdict of any run fits into a report.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rlkernel_drift.statistics import Lattice, SequenceStatistics, TokenStatistics, UlpHistogram
+
+SCHEMA = "rlkernel.verdict/1"
+Scalar = str | int | float | bool | None
+
+
+class Status(StrEnum):
+    """What came out."""
+
+    ALIGNED = "aligned"
+    DRIFT = "drift"
+    UNUSABLE = "unusable input"
+    INCONCLUSIVE = "inconclusive"
+    INPUTS_DIFFER = "inputs differ"
+
+
+EXIT_CODES = {
+    Status.ALIGNED: 0,
+    Status.DRIFT: 1,
+    Status.UNUSABLE: 2,
+    Status.INCONCLUSIVE: 3,
+    Status.INPUTS_DIFFER: 4,
+}
+
+
+class Part(BaseModel):
+    """Base of all parts: unknown keys are errors, numbers that are not finite become null in JSON."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
+
+
+class Thread(Part):
+    """A public place where the cause was seen."""
+
+    name: str
+    url: str
+    seen: str = ""
+
+
+class Finding(Part):
+    """One thing that was found.
+
+    Attributes:
+        cause: key of `knowledge.CAUSES`.
+        message: what was found, in one sentence with its numbers.
+        evidence: the numbers by name.
+        fix: what to change; threads: where others met it.
+        severity: error fails its gate; warning and note do not.
+    """
+
+    cause: str
+    message: str
+    evidence: dict[str, Scalar | list[Scalar]] = {}
+    fix: str = ""
+    threads: list[Thread] = []
+    severity: Literal["error", "warning", "note"] = "error"
+
+
+GateStatus = Literal["passed", "failed", "warned", "skipped", "not reached"]
+
+
+class Gate(Part):
+    """One rung of the ladder."""
+
+    name: str
+    title: str
+    status: GateStatus
+    summary: str
+    findings: list[Finding] = []
+
+
+class Metric(Part):
+    """A statistic beside its threshold.
+
+    Attributes:
+        ratio: value over limit; above 1 it is too large (for lower limits, limit over value).
+        source: where the threshold was published.
+    """
+
+    name: str
+    label: str
+    value: float | None
+    at_most: float | None = None
+    at_least: float | None = None
+    ratio: float | None = None
+    status: Literal["ok", "over", "no threshold", "missing"] = "no threshold"
+    source: str = ""
+
+
+class Side(Part):
+    """What one input says about itself."""
+
+    label: str
+    kind: Literal["capsule", "run folder", "model", "metrics", "hidden states"]
+    engine: str = ""
+    stream: str | None = None
+    contract: str | None = None
+    model: str = ""
+    step: int | None = None
+    weights_version: int | str | None = None
+    tokens: int = 0
+    sequences: int = 0
+    sampling: dict[str, Scalar] = {}
+    config: dict[str, Scalar] = {}
+    versions: dict[str, str] = {}
+    hardware: dict[str, Scalar] = {}
+    command: list[str] = []
+
+
+class Difference(Part):
+    """One setting on both sides."""
+
+    key: str
+    rollout: Scalar
+    train: Scalar
+    weight: Literal["numerics", "version", "other"] = "other"
+
+
+class Token(Part):
+    """One compared token.
+
+    Attributes:
+        sequence, index: its place; position: the one given to the model.
+        text: None without vocabulary. difference: train - rollout.
+    """
+
+    sequence: int
+    index: int
+    position: int
+    id: int
+    text: str | None
+    rollout: float | None
+    train: float | None
+    difference: float | None
+    span: str = ""
+
+
+class Histogram(Part):
+    """Counts between edges, one fewer than edges."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+class TokenView(Part):
+    """Tokens to look at: the worst ones, whole sequences for the strip, a sample for the scatter plot."""
+
+    worst: list[Token] = []
+    strip: list[list[Token]] = []
+    scatter: list[tuple[float, float]] = []
+    signed: Histogram | None = None
+    by_position: list[tuple[float, float]] = []
+
+
+class Divergence(Part):
+    """The first place where two recordings differ.
+
+    Attributes:
+        operator: name; layer: its number, None outside the layers.
+        sequence, index: the token; element: index in the row, None for fingerprints.
+        rollout, train: the values there; ulps: their distance.
+        rows, of: differing rows, and compared ones.
+    """
+
+    operator: str
+    layer: int | None
+    sequence: int
+    index: int
+    element: int | None = None
+    rollout: float | None = None
+    train: float | None = None
+    ulps: int | None = None
+    rows: int = 0
+    of: int = 0
+
+
+class LayerView(Part):
+    """Operators in the order of computation.
+
+    Attributes:
+        operators: names.
+        accumulated: relative error of each output, both sides computing from the tokens on.
+        local: relative error of the output where one side replays on the other's recorded input.
+        floor: what `local` is without a fault, by the neighbours.
+        splice: mean |difference| of the log-probabilities that is left when the layer's output is exchanged.
+        heat: log10 of the relative error, a row an operator, a column a group of tokens.
+        heat_tokens: first token of each column.
+    """
+
+    operators: list[str] = []
+    accumulated: list[float | None] = []
+    local: list[float | None] = []
+    floor: list[float | None] = []
+    splice: list[float | None] = []
+    heat: list[list[float | None]] = []
+    heat_tokens: list[int] = []
+    first: Divergence | None = None
+
+
+class HypothesisResult(Part):
+    """One hypothesis and how well it explains the differences."""
+
+    name: str
+    cause: str
+    side: str
+    parameters: dict[str, Scalar] = {}
+    residual: float
+    tail: float
+    over_floor: float
+
+
+class Diagnosis(Part):
+    """The named cause, or what was excluded.
+
+    Attributes:
+        cause: key of `knowledge.CAUSES`, "none" (aligned) or "unexplained".
+        side: which side differs from the definition.
+        statement: the verdict in words.
+        floor: mean |difference| that is normal here, and where the number is from.
+        hypotheses: best first.
+    """
+
+    cause: str
+    side: str = ""
+    statement: str
+    parameters: dict[str, Scalar] = {}
+    residual: float | None = None
+    as_is: float | None = None
+    floor: float | None = None
+    floor_source: str = ""
+    hypotheses: list[HypothesisResult] = []
+    excluded: list[str] = []
+    finding: Finding | None = None
+
+
+class Consequence(Part):
+    """What the drift costs under one correction or clip."""
+
+    name: str
+    setting: str
+    tokens: float | None = None
+    sequences: float | None = None
+    words: str = ""
+
+
+class Trend(Part):
+    """A metric over steps.
+
+    Attributes:
+        change: step at which the level changes, None where it does not.
+        version: version of the weights at that step, where it is known.
+        before, after: levels on both sides of the change.
+    """
+
+    metric: str
+    steps: list[int]
+    values: list[float | None]
+    change: int | None = None
+    version: int | str | None = None
+    before: float | None = None
+    after: float | None = None
+    words: str = ""
+
+
+class Verdict(Part):
+    """Everything that a comparison found.
+
+    Attributes:
+        headline: the answer in one sentence.
+        scope: what was compared and what was not, in words.
+    """
+
+    schema_id: str = Field(default=SCHEMA, alias="schema")
+    tool: str = ""
+    status: Status
+    exit_code: int
+    headline: str
+    scope: str = ""
+    profile: str = ""
+    profile_source: str = ""
+    rollout: Side | None = None
+    train: Side | None = None
+    gates: list[Gate] = []
+    metrics: list[Metric] = []
+    statistics: TokenStatistics | None = None
+    sequence_statistics: SequenceStatistics | None = None
+    ulps: UlpHistogram | None = None
+    lattice: Lattice | None = None
+    factors: dict[str, TokenStatistics] = {}
+    tokens: TokenView | None = None
+    layers: LayerView | None = None
+    differences: list[Difference] = []
+    diagnosis: Diagnosis | None = None
+    consequences: list[Consequence] = []
+    trends: list[Trend] = []
+    command: list[str] = []
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null", populate_by_name=True)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings, in the order of the gates."""
+        return [finding for gate in self.gates for finding in gate.findings]
+
+    def to_json(self) -> str:
+        """Strict JSON, keys in the order of the model."""
+        return self.model_dump_json(by_alias=True, indent=1)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a verdict."""
+    return Verdict.model_json_schema(by_alias=True)

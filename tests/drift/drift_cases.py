@@ -1,0 +1,54 @@
+"""Small capsules of made-up numbers for the tests of gates and verdicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlkernel_drift.capsule import Capsule, Manifest, Operators, Sampling, Tensor, build_capsule
+
+Side = Any
+
+
+def sequences(n: int = 8, length: int = 40, seed: int = 0) -> tuple[list[list[int]], list[list[int]], list[Any]]:
+    """Prompts, completions and log-probabilities."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 100, 5 + i % 3).tolist() for i in range(n)]
+    completions = [rng.integers(0, 100, length + i).tolist() for i in range(n)]
+    logprobs = [-rng.exponential(1.0, len(c)).astype(np.float32) for c in completions]
+    return prompts, completions, logprobs
+
+
+def capsule(side: Side = "rollout", noise: float = 0.0, seed: int = 0, logprobs: Any = None, **parts: Any) -> Capsule:
+    """A capsule of the sequences, its log-probabilities off by Gaussian noise."""
+    prompts, completions, own = sequences()
+    rng = np.random.default_rng(seed + 100)
+    values = [v + rng.normal(0, noise, len(v)).astype(np.float32) for v in (own if logprobs is None else logprobs)]
+    stream = "recorded.processed" if side == "rollout" else "train.processed"
+    names = ("positions", "masks", "kept", "sequence_ids", "operators")
+    given = {name: parts.pop(name) for name in names if name in parts}
+    prompts, completions = parts.pop("prompts", prompts), parts.pop("completions", completions)
+    return build_capsule(
+        Manifest(side=side, engine="test", **parts),
+        prompts,
+        completions,
+        {parts.pop("stream", stream): values},
+        **given,
+    )
+
+
+def operators(tokens: int, change: tuple[str, int, int] | None = None) -> Operators:
+    """Recorded outputs of two layers, one element of one operator changed by an ulp where asked for."""
+    rng = np.random.default_rng(3)
+    names = ["embedding", *(f"layers.{i}.{o}" for i in range(2) for o in ("q_proj", "output")), "final_norm"]
+    values = {name: Tensor.of(rng.normal(size=(tokens, 4)).astype(np.float32)) for name in names}
+    if change is not None:
+        name, row, element = change
+        array = values[name].values.copy()
+        array[row, element] = np.nextafter(array[row, element], np.float32(np.inf))
+        values[name] = Tensor.of(array)
+    return Operators(None, values)
+
+
+SAMPLED = Sampling(temperature=0.7)

@@ -1,0 +1,442 @@
+"""The comparison: each gate passes and fails, order and exit codes, outputs, command line, pytest fixture."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from drift_cases import SAMPLED, capsule, operators, sequences
+
+from rlkernel_drift.capsule import (
+    Floor,
+    Manifest,
+    Media,
+    Model,
+    Sampling,
+    Tensor,
+    Weights,
+    build_capsule,
+    write_capsule,
+)
+from rlkernel_drift.capsule.fingerprint import weight_fingerprint
+from rlkernel_drift.cli.main import build_parser, main
+from rlkernel_drift.compare import compare
+from rlkernel_drift.errors import DriftError
+from rlkernel_drift.output.junit import write_junit
+from rlkernel_drift.output.markdown import write_markdown
+from rlkernel_drift.profiles import PROFILES, load_profile
+from rlkernel_drift.verdict import Status, Verdict, json_schema
+
+pytest_plugins = ["rlkernel_drift.pytest_plugin"]
+
+
+def gate(verdict: Verdict, name: str) -> Any:
+    return next(g for g in verdict.gates if g.name == name)
+
+
+def causes(verdict: Verdict, name: str) -> list[str]:
+    return [f.cause for f in gate(verdict, name).findings if f.severity == "error"]
+
+
+# ---- exit codes ----------------------------------------------------------------------------------------------------
+
+
+def test_equal_bits_are_aligned() -> None:
+    verdict = compare(capsule(contract="rlk-2"), capsule("train", contract="rlk-2"))
+    assert (verdict.status, verdict.exit_code, verdict.profile) == (Status.ALIGNED, 0, "bitwise")
+    assert verdict.statistics is not None and verdict.statistics.equal == 1
+    assert [g.name for g in verdict.gates] == [
+        "schema", "weights", "tokens", "semantics", "configuration", "statistics", "layers"
+    ]  # fmt: skip
+    assert gate(verdict, "weights").status == "skipped"  # nothing recorded is never a pass
+
+
+def test_one_ulp_fails_the_bitwise_profile_and_no_other() -> None:
+    prompts, _, logprobs = sequences()
+    moved = [v.copy() for v in logprobs]
+    moved[3][7] = np.nextafter(moved[3][7], np.float32(0))
+    train = capsule("train", logprobs=moved)
+    verdict = compare(capsule(), train, profile="bitwise")
+    assert verdict.exit_code == 1 and verdict.statistics is not None and verdict.statistics.mismatched == 1
+    assert verdict.ulps is not None and verdict.ulps.bins == {"1": 1}
+    assert verdict.tokens is not None
+    assert (verdict.tokens.worst[0].sequence, verdict.tokens.worst[0].index) == (3, 7 + len(prompts[3]))
+    for name in PROFILES:
+        assert compare(capsule(), train, profile=name).exit_code == (1 if name == "bitwise" else 0)
+
+
+@pytest.mark.parametrize("name", ["prime-rl", "nemo", "miles"])
+def test_drift_fails_every_profile(name: str) -> None:
+    verdict = compare(capsule(), capsule("train", noise=0.3), profile=name)
+    assert verdict.exit_code == 1 and causes(verdict, "statistics") == ["drift"]
+    assert gate(verdict, "layers").status == "skipped"
+    assert verdict.consequences and all(c.words for c in verdict.consequences)
+
+
+def test_nothing_compared_is_inconclusive() -> None:
+    none = [np.full_like(v, np.nan) for v in sequences()[2]]
+    masks = [[False] * len(v) for v in none]
+    verdict = compare(capsule(masks=masks), capsule("train", masks=masks))
+    assert verdict.exit_code == 3 and verdict.status == Status.INCONCLUSIVE
+    prompts, completions, _ = sequences()
+    bare = build_capsule(Manifest(side="rollout"), prompts, completions, {})
+    assert compare(bare, capsule("train")).exit_code == 3
+
+
+def test_values_that_are_not_numbers_fail() -> None:
+    broken = [v.copy() for v in sequences()[2]]
+    broken[0][3] = np.nan
+    assert causes(compare(capsule(), capsule("train", logprobs=broken)), "statistics") == ["not-finite"]
+    broken[0][3] = -np.inf
+    assert causes(compare(capsule(), capsule("train", logprobs=broken)), "statistics") == ["support"]
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+def weights(seeds: dict[str, int], previous: dict[str, int] | None = None, **fields: Any) -> Weights:
+    make = lambda seed: weight_fingerprint(
+        Tensor.of(np.random.default_rng(seed).normal(size=(3, 3)).astype(np.float32))
+    )
+    return Weights(
+        tensors={name: make(seed) for name, seed in seeds.items()},
+        previous={name: make(seed).digest for name, seed in (previous or {}).items()},
+        **fields,
+    )
+
+
+NEW, OLD = {"a": 1, "b": 2, "c": 3, "d": 4}, {"a": 11, "b": 12, "c": 13, "d": 14}
+
+
+@pytest.mark.parametrize(
+    "rollout, train, cause",
+    [
+        (weights(OLD, version=6), weights(NEW, OLD, version=7), "stale-weights"),
+        (weights({**NEW, "b": 12}), weights(NEW, OLD), "partial-sync"),
+        (weights({**NEW, "b": 99}), weights(NEW, OLD), "partial-sync"),
+        (weights({**NEW, "a": 2, "b": 1}), weights(NEW), "swapped-weights"),
+        (weights({"a": 21, "b": 22, "c": 23, "d": 24}), weights(NEW), "weights-differ"),
+        (weights(NEW), weights(NEW, adapter="lora r=8"), "lora-missing"),
+        (Weights(version=6), Weights(version=7), "stale-weights"),
+    ],
+)
+def test_weights_that_differ(rollout: Weights, train: Weights, cause: str) -> None:
+    verdict = compare(capsule(weights=rollout), capsule("train", weights=train))
+    assert verdict.exit_code == 4 and causes(verdict, "weights") == [cause]
+    assert gate(verdict, "statistics").status == "not reached"
+    going = compare(capsule(weights=rollout), capsule("train", weights=train), keep_going=True)
+    assert going.exit_code == 4 and gate(going, "statistics").status == "passed"
+
+
+def test_unchanged_though_trained() -> None:
+    train = weights(NEW, {**OLD, "c": 3})
+    verdict = compare(capsule(weights=weights(NEW)), capsule("train", weights=train))
+    found = gate(verdict, "weights").findings
+    assert [f.cause for f in found] == ["unchanged-though-trained"] and found[0].evidence["tensors"] == ["c"]
+    assert verdict.exit_code == 0 and gate(verdict, "weights").status == "warned"
+
+
+def test_equal_weights_pass_across_dtypes() -> None:
+    x = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
+    a = Weights(tensors={"a": weight_fingerprint(Tensor.of(x))})
+    b = Weights(tensors={"a": weight_fingerprint(Tensor.bfloat16(x))})
+    assert gate(compare(capsule(weights=a), capsule("train", weights=b)), "weights").status == "passed"
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
+
+
+def changed(edit: Any) -> Any:
+    prompts, completions, logprobs = sequences()
+    prompts, completions, logprobs = [list(p) for p in prompts], [list(c) for c in completions], list(logprobs)
+    edit(prompts, completions, logprobs)
+    return capsule("train", prompts=prompts, completions=completions, logprobs=logprobs, vocabulary=WORDS)
+
+
+WORDS = {str(i): chr(97 + i % 26) for i in range(100)} | {"98": "ab", "99": "\x1b[31mcd"}
+
+
+def bos(p: Any, c: Any, l: Any) -> None:
+    for prompt in p:
+        prompt.insert(0, 1)
+
+
+def template(p: Any, c: Any, l: Any) -> None:
+    for prompt in p:
+        prompt[2:2] = [7, 8, 9]
+
+
+def cut(p: Any, c: Any, l: Any) -> None:
+    c[1], l[1] = c[1][:-5], l[1][:-5]
+
+
+def other(p: Any, c: Any, l: Any) -> None:
+    c[1][4] = 50 if c[1][4] != 50 else 51
+
+
+@pytest.mark.parametrize(
+    "edit, cause",
+    [(bos, "missing-bos"), (template, "chat-template"), (cut, "truncated"), (other, "tokens-differ")],
+)
+def test_tokens_that_differ(edit: Any, cause: str) -> None:
+    verdict = compare(capsule(vocabulary=WORDS), changed(edit))
+    assert verdict.exit_code == 4 and causes(verdict, "tokens") == [cause]
+
+
+def test_retokenised_span_is_decoded_both_ways() -> None:
+    prompts, completions, logprobs = sequences()
+    completions[2][10:12] = [0, 1]  # "a", "b"
+    rollout = capsule(prompts=prompts, completions=completions, vocabulary=WORDS)
+    train = capsule(
+        "train",
+        prompts=prompts,
+        completions=[*completions[:2], completions[2][:10] + [98] + completions[2][12:], *completions[3:]],
+        logprobs=[v[:-1] if i == 2 else v for i, v in enumerate(logprobs)],
+        vocabulary=WORDS,
+    )
+    verdict = compare(rollout, train)
+    assert causes(verdict, "tokens") == ["retokenised"]
+    found = gate(verdict, "tokens").findings[0]
+    assert found.evidence["rollout_ids"] == [0, 1] and found.evidence["train_ids"] == [98] and "'ab'" in found.message
+
+
+@pytest.mark.parametrize("cause", ["positions-restart", "positions-shift", "shifted"])
+def test_positions(cause: str) -> None:
+    prompts, completions, _ = sequences()
+    places = []
+    for p, c in zip(prompts, completions, strict=True):
+        if cause == "positions-restart":
+            places.append([*range(len(p)), *range(len(c))])
+        elif cause == "positions-shift":
+            places.append([*range(len(p)), *range(len(p) + 2, len(p) + 2 + len(c))])
+        else:
+            places.append(list(range(3, 3 + len(p) + len(c))))
+    verdict = compare(capsule(), capsule("train", positions=places))
+    if cause == "shifted":  # rotary embeddings do not see it
+        assert verdict.exit_code == 0 and gate(verdict, "tokens").status == "warned"
+    else:
+        assert causes(verdict, "tokens") == [cause]
+
+
+def test_masks_and_observations() -> None:
+    masks = [[i % 7 != 0 for i in range(len(c))] for c in sequences()[1]]
+    assert causes(compare(capsule(), capsule("train", masks=masks)), "tokens") == ["mask-differs"]
+    dummies = [np.where(np.arange(len(v)) < 6, 0, v).astype(np.float32) for v in sequences()[2]]
+    assert causes(compare(capsule(logprobs=dummies), capsule("train")), "tokens") == ["observation-tokens"]
+
+
+def test_media_in_another_order() -> None:
+    pictures = [Media(sequence=0, begin=i, end=i + 1, kind="image", digest=str(i) * 32) for i in range(2)]
+    swapped = [m.model_copy(update={"digest": d.digest}) for m, d in zip(pictures, pictures[::-1], strict=True)]
+    assert causes(compare(capsule(media=pictures), capsule("train", media=swapped)), "tokens") == ["swapped-media"]
+    assert compare(capsule(media=pictures), capsule("train", media=pictures)).exit_code == 0
+
+
+def test_sequences_are_matched_by_their_ids() -> None:
+    prompts, completions, logprobs = sequences()
+    order = [3, 1, 2, 0, 7, 6, 5, 4]
+    pick = lambda rows: [rows[i] for i in order]
+    train = capsule(
+        "train", prompts=pick(prompts), completions=pick(completions), logprobs=pick(logprobs), sequence_ids=order
+    )
+    assert compare(capsule(sequence_ids=list(range(8))), train, profile="bitwise").exit_code == 0
+    assert compare(capsule(), train).exit_code == 4
+
+
+# ---- semantics, configuration --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rollout, train, cause",
+    [
+        ({"sampling": SAMPLED}, {}, "temperature"),
+        ({"sampling": Sampling(top_p=0.9)}, {}, "top-p"),
+        ({"sampling": Sampling(top_k=5)}, {}, "top-k"),
+        ({"sampling": SAMPLED, "stream": "recorded.raw"}, {"sampling": SAMPLED}, "logprobs-mode"),
+        (
+            {"model": Model(vocab_size=100)},
+            {"model": Model(vocab_size=100, padded_vocab_size=128)},
+            "padded-vocabulary",
+        ),
+    ],
+)
+def test_semantics(rollout: Any, train: Any, cause: str) -> None:
+    left = relabel(capsule(**{k: v for k, v in rollout.items() if k != "stream"}), rollout.get("stream"))
+    verdict = compare(left, capsule("train", **train))
+    assert verdict.exit_code == 4 and causes(verdict, "semantics") == [cause]
+
+
+def relabel(side: Any, stream: str | None) -> Any:
+    from dataclasses import replace
+
+    return side if stream is None else replace(side, logprobs={stream: next(iter(side.logprobs.values()))})
+
+
+def test_raw_streams_need_no_temperature() -> None:
+    left = relabel(capsule(sampling=SAMPLED), "recorded.raw")
+    right = relabel(capsule("train", sampling=Sampling(temperature=0.5)), "train.raw")
+    assert compare(left, right).exit_code == 0
+
+
+def test_configuration_is_the_first_suspect() -> None:
+    verdict = compare(
+        capsule(config={"dtype": "bfloat16", "head_dtype": "float32", "seed": 1}, versions={"vllm": "0.26"}),
+        capsule("train", config={"dtype": "float32", "head_dtype": "float32", "seed": 2}, versions={"torch": "2.11"}),
+    )
+    assert gate(verdict, "configuration").status == "warned" and verdict.exit_code == 0
+    assert [d.key for d in verdict.differences] == ["dtype", "torch", "vllm", "seed"]
+
+
+# ---- floor, hints, factors -----------------------------------------------------------------------------------------
+
+
+def test_a_floor_decides_what_is_normal() -> None:
+    floor = Floor(mean=0.01, p99=0.04, maximum=0.1, tokens=500)
+    quiet, loud = capsule("train", noise=0.012), capsule("train", noise=0.05)
+    assert compare(capsule(), quiet, floor=floor).profile == "floor"
+    assert compare(capsule(floor=floor), quiet).exit_code == 0
+    assert compare(capsule(floor=floor), loud).exit_code == 1
+
+
+def test_hints_from_two_streams_alone() -> None:
+    _, _, logprobs = sequences()
+    shifted = [np.roll(v, 1) for v in logprobs]
+    larger = [v + 0.2 * np.exp(v) for v in logprobs]
+    for rows, cause in ((shifted, "off-by-one"), (larger, "top-p")):
+        verdict = compare(capsule(), capsule("train", logprobs=rows))
+        assert cause in [f.cause for f in gate(verdict, "statistics").findings]
+
+
+def test_factors_are_reported_apart() -> None:
+    from dataclasses import replace
+
+    rollout = capsule()
+    values = rollout.logprobs["recorded.processed"]
+    rollout = replace(
+        rollout,
+        logprobs={
+            "recorded.processed": values,
+            "decode.processed": values + np.float32(0.01),
+            "prefill.processed": values + np.float32(0.11),
+        },
+    )
+    factors = compare(rollout, capsule("train")).factors
+    assert {k: round(v.mean, 3) for k, v in factors.items()} == {
+        "train/prefill (processed)": 0.11,
+        "prefill/decode (processed)": 0.1,
+        "decode/recorded (processed)": 0.01,
+    }
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------
+
+
+def test_first_divergence_names_operator_token_element_and_ulps() -> None:
+    tokens = capsule().tokens
+    left = capsule(operators=operators(tokens))
+    right = capsule("train", operators=operators(tokens, ("layers.1.q_proj", 60, 2)))
+    verdict = compare(left, right, profile="bitwise")
+    assert verdict.exit_code == 1 and verdict.layers is not None and verdict.layers.first is not None
+    first = verdict.layers.first
+    assert (first.operator, first.layer, first.element, first.ulps, first.rows) == ("layers.1.q_proj", 1, 2, 1, 1)
+    assert (first.sequence, first.index) == left.place(60)
+    assert compare(left, left, profile="bitwise").exit_code == 0
+
+
+def test_one_buffer_recorded_for_all_layers_is_no_evidence() -> None:
+    tokens = capsule().tokens
+    ops = operators(tokens)
+    ops.values["layers.1.output"] = ops.values["layers.0.output"]
+    verdict = compare(capsule(operators=ops), capsule("train", operators=ops))
+    assert gate(verdict, "layers").status == "warned" and verdict.layers is None
+
+
+# ---- outputs, command line -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[str, str]:
+    evil = {str(i): "</script><img src=x onerror=alert(1)>|`\x1b[2J" for i in range(100)}
+    write_capsule(capsule(vocabulary=evil), tmp_path / "rollout")
+    write_capsule(capsule("train", noise=0.3), tmp_path / "train")
+    return str(tmp_path / "rollout"), str(tmp_path / "train")
+
+
+def test_command_line(folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: str(tmp_path / f"v.{name}") for name in ("json", "markdown", "junit")}
+    assert main(["compare", *folders, *(x for n, f in files.items() for x in (f"--{n}", f))]) == 1
+    out = capsys.readouterr().out
+    assert "Drift" in out and "\x1b[2J" not in out
+    verdict = Verdict.model_validate_json(Path(files["json"]).read_text())
+    assert verdict.exit_code == 1 and verdict.command[:2] == ["rlkernel-drift", "compare"]
+    assert json.loads(Path(files["json"]).read_text())["schema"] == "rlkernel.verdict/1"
+    text = Path(files["markdown"]).read_text()
+    assert len(text.splitlines()) < 60 and "<img" not in text
+    suite = ElementTree.parse(files["junit"]).getroot()
+    assert suite.get("failures") == "1" and len(suite.findall("testcase")) == 8
+    assert main(["compare", folders[0], folders[0]]) == 0
+    assert main(["assert", folders[0], folders[0], "--profile", "bitwise"]) == 0
+
+
+def test_assert_is_silent_where_aligned(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["assert", folders[0], folders[0]]) == 0 and capsys.readouterr().out == ""
+    assert main(["assert", *folders]) == 1 and "Drift" in capsys.readouterr().out
+
+
+def test_unusable_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "v.json"
+    assert main(["compare", str(tmp_path / "none"), "--json", str(out)]) == 2
+    assert Verdict.model_validate_json(out.read_text()).status == Status.UNUSABLE
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "neither a capsule" in " ".join(capsys.readouterr().err.split())
+    assert main(["compare", str(tmp_path), "--profile", "strict"]) == 2
+
+
+def test_schema_and_outputs_of_every_status() -> None:
+    assert json_schema()["title"] == "Verdict"
+    verdict = compare(capsule(), capsule("train", noise=0.3))
+    ElementTree.fromstring(write_junit(verdict).split("\n", 1)[1])
+    assert "| mean" in write_markdown(verdict)
+
+
+def test_profiles_from_files(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[[threshold]]\nmetric = "tokens.k3"\nat_most = 1e-9\n')
+    assert compare(capsule(), capsule("train", noise=0.01), profile=str(file)).exit_code == 1
+    for text, error in (
+        ('[[threshold]]\nmetric = "tokens.k4"\nat_most = 1\n', "k4"),
+        ("threshold = []", "threshold"),
+        ("[[", "mine.toml"),
+        ("surprise = 1", "threshold|surprise"),
+    ):
+        file.write_text(text)
+        with pytest.raises(DriftError, match=error):
+            load_profile(str(file))
+
+
+def test_fixture(assert_aligned: Any) -> None:
+    assert assert_aligned(capsule(), capsule("train")).exit_code == 0
+    with pytest.raises(pytest.fail.Exception, match="Drift"):
+        assert_aligned(capsule(), capsule("train", noise=0.3))
+
+
+def test_help_needs_nothing() -> None:
+    build_parser().format_help()
+
+
+def test_a_hundred_thousand_tokens_in_two_files(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    completions = [rng.integers(0, 1000, 500).tolist() for _ in range(200)]
+    logprobs = [-rng.exponential(1.0, 500).astype(np.float32) for _ in range(200)]
+    for name, stream in (("rollout", "recorded.processed"), ("train", "train.processed")):
+        rows = [v + rng.normal(0, 0.01, 500).astype(np.float32) for v in logprobs]
+        side = build_capsule(Manifest(side=name), [[1, 2]] * 200, completions, {stream: rows})  # type: ignore[arg-type]
+        write_capsule(side, tmp_path / name)
+    start = time.perf_counter()
+    assert main(["compare", str(tmp_path / "rollout"), str(tmp_path / "train")]) == 0
+    assert time.perf_counter() - start < 10

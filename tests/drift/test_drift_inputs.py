@@ -1,0 +1,151 @@
+"""Metrics files under the frameworks' own names, run folders, vLLM's hidden states; trends and their change points."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drift_cases import capsule
+
+from rlkernel_drift.capsule import Tensor
+from rlkernel_drift.capsule.tensor_file import write_tensors
+from rlkernel_drift.compare import compare
+from rlkernel_drift.errors import CapsuleError, DriftError
+from rlkernel_drift.inputs import open_input
+from rlkernel_drift.inputs.hidden_states import read_hidden_states
+from rlkernel_drift.inputs.metrics import read_metrics
+from rlkernel_drift.trend import change_point
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    "row, framework, statistic",
+    [
+        ({"training/rollout_probs_diff_mean": 0.01}, "verl", "tokens.probability_mean"),
+        ({"training/rollout_actor_probs_pearson_corr": 0.99}, "verl", "tokens.pearson_probability"),
+        ({"rollout_corr/k3_kl": 0.01}, "verl", "tokens.k3"),
+        ({"rollout_corr/chi2_token": 0.01}, "verl", "tokens.chi_square"),
+        ({"train/train_rollout_logprob_abs_diff": 0.01}, "slime", "tokens.mean"),
+        ({"mismatch_kl/all/mean": 0.01}, "prime-rl", "tokens.k3"),
+        ({"train/token_mult_prob_error": 1.01}, "NeMo RL", "tokens.multiplicative"),
+        ({"train": {"gen_kl_error": 0.01}}, "NeMo RL", "tokens.k3"),
+        ({"sampling/sampling_logp_difference/mean": 0.01}, "TRL", "tokens.mean"),
+        ({"exact_frac": 1.0}, "rlkernel", "tokens.equal"),
+    ],
+)
+def test_every_framework_by_its_own_names(tmp_path: Path, row: Any, framework: str, statistic: str) -> None:
+    metrics = read_metrics(jsonl(tmp_path / "m.jsonl", [{"step": 5 + i, **row} for i in range(3)]))
+    assert metrics.frameworks == [framework] and list(metrics.values) == [statistic] and metrics.steps == [5, 6, 7]
+
+
+def test_formats(tmp_path: Path) -> None:
+    name, values = "sampling/sampling_logp_difference/mean", [0.01, 0.02, 0.2]
+    rows = [{"step": i, name: v} for i, v in enumerate(values)]
+    files = [jsonl(tmp_path / "a.jsonl", rows), tmp_path / "trainer_state.json", tmp_path / "c.csv", tmp_path / "d.log"]
+    files[1].write_text(json.dumps({"log_history": rows}))
+    files[2].write_text(f"step,{name},note\n" + "".join(f"{r['step']},{r[name]},x\n" for r in rows))
+    files[3].write_text("".join(f"step:{r['step']} - {name}:{r[name]} - reward:0.5\n" for r in rows))
+    for file in files:
+        metrics = read_metrics(file)
+        assert metrics.values["tokens.mean"] == values and metrics.steps == [0, 1, 2], file
+
+
+def test_verdicts_from_metrics_files(tmp_path: Path) -> None:
+    good = jsonl(tmp_path / "good.jsonl", [{"mismatch_kl/all/mean": 0.003}] * 4)
+    bad = jsonl(tmp_path / "bad.jsonl", [{"mismatch_kl/all/mean": 0.03}] * 4)
+    assert compare(good, profile="prime-rl").exit_code == 0 and compare(bad, profile="prime-rl").exit_code == 1
+    assert compare(good).exit_code == 0
+    assert compare(good, profile="nemo").exit_code == 3  # its statistic is not in the file
+    none = [{"training/rollout_probs_diff_mean": 0.0, "training/rollout_probs_diff_valid": 0}]
+    assert compare(jsonl(tmp_path / "none.jsonl", none)).exit_code == 3  # verl says that nothing was compared
+    nan = jsonl(tmp_path / "nan.jsonl", [{"mismatch_kl/all/mean": float("nan")}])
+    assert compare(nan, profile="prime-rl").exit_code == 3
+
+
+def test_files_without_metrics_are_unusable(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", '{"loss": 1}\n'), ("b.jsonl", "{"), ("c.json", "[" * 100000), ("d.bin", "\udcff")):
+        (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(DriftError):
+            open_input(str(tmp_path / name), "rollout")
+
+
+def test_trend_names_step_and_version(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        {"step": i, "weight_version": i // 5, "mismatch_kl/all/mean": (0.004 if i < 30 else 0.02) + rng.normal(0, 1e-3)}
+        for i in range(60)
+    ]
+    (trend,) = compare(jsonl(tmp_path / "m.jsonl", rows), profile="prime-rl").trends
+    assert (trend.change, trend.version) == (30, 6) and "step 30" in trend.words
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_has_no_change_point(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    assert change_point(np.abs(rng.normal(0.01, 0.002, 80))) is None
+    assert change_point(np.full(50, 0.01)) is None and change_point(np.zeros(0)) is None
+
+
+# ---- run folders ---------------------------------------------------------------------------------------------------
+
+
+def bits(value: float) -> str:
+    return struct.pack(">f", value).hex()
+
+
+def run_folder(path: Path, off: float = 0.0, exact: float = 1.0) -> Path:
+    path.mkdir()
+    (path / "config.yaml").write_text("algorithm: grpo\nrollout: {temperature: 0.8}\nrun: {backend: rlkernel}\n")
+    jsonl(path / "metrics.jsonl", [{"step": i, "contract": "rlk-2", "exact_frac": exact} for i in (1, 2)])
+    tokens = [
+        {"id": i, "text": "x", "logp": -1.0, "rollout": bits(-1.0 - i), "training": bits(-1.0 - i + off)}
+        for i in range(40)
+    ]
+    jsonl(path / "samples.jsonl", [{"step": 1, "prompt": "p", "completion": "c", "exact": not off, "tokens": tokens}])
+    return path
+
+
+def test_a_run_folder_holds_both_sides(tmp_path: Path) -> None:
+    verdict = compare(run_folder(tmp_path / "good"))
+    assert verdict.exit_code == 0 and verdict.profile == "bitwise" and verdict.rollout is not None
+    assert verdict.rollout.kind == "run folder" and verdict.rollout.contract == "rlk-2"
+    assert compare(run_folder(tmp_path / "bad", off=1e-6)).exit_code == 1
+    # The samples agree, the run's own tally over all tokens does not.
+    assert compare(run_folder(tmp_path / "tally", exact=0.999)).exit_code == 1
+
+
+def test_a_real_run_folder(tmp_path: Path) -> None:
+    from rlkernel.training.exactness import hex_bits
+
+    assert hex_bits(-1.5) == bits(-1.5)
+
+
+# ---- vLLM's hidden states ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["layers first", "tokens first"])
+def test_hidden_states_of_vllm(tmp_path: Path, order: str) -> None:
+    side = capsule()
+    first = side.sequence(0)
+    values = np.random.default_rng(0).normal(size=(2, first.stop, 4)).astype(np.float32)
+    shown = values if order == "layers first" else values.swapaxes(0, 1)
+    ids = Tensor.of(side.ids[first].astype(np.int64))
+    path = tmp_path / "request.safetensors"
+    write_tensors(path, {"token_ids": ids, "hidden_states": Tensor.bfloat16(shown)})
+    read = read_hidden_states(path, layers=[0, 3])
+    assert list(read.operators.values) == ["layers.0.output", "layers.3.output"] and read.sequences == 1
+    np.testing.assert_array_equal(
+        read.operators.values["layers.3.output"].float32(), Tensor.bfloat16(values[1]).float32()
+    )
+    assert compare(path, side).exit_code == 3  # no log-probabilities: it locates, it does not judge
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CapsuleError):
+        open_input(str(path), "rollout")
