@@ -1,6 +1,7 @@
 """rlkernel under models of transformers: `apply`, `token_logprobs`, `status`, `remove`."""
 
 from rlkernel.training.adamw import AdamW
+from rlkernel_transformers.adapters import merged_weights
 from rlkernel_transformers.applied import Row, Status, apply, remove, status, token_logprobs
 from rlkernel_transformers.attention import register as _register
 from rlkernel_transformers.forwards import TokenLogprobs
@@ -20,6 +21,7 @@ __all__ = [
     "apply",
     "fold_main_grads",
     "main_grads",
+    "merged_weights",
     "remove",
     "status",
     "token_logprobs",

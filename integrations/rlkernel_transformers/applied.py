@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rlkernel import ops
 from rlkernel.models.rope_table import rope_table
 from rlkernel_transformers import forwards, masters, support
+from rlkernel_transformers.adapters import check_mergeable
 from rlkernel_transformers.attention import NAME
 from rlkernel_transformers.forwards import Score, Settings, TokenLogprobs, shift
 from rlkernel_transformers.joined import lay_side_by_side, part
@@ -26,7 +27,7 @@ _OWN = frozenset(
     {
         *(forwards.causal_lm_forward, forwards.head_forward, forwards.decoder_forward, forwards.embedding_forward),
         *(forwards.layer_forward, forwards.attention_forward, forwards.mlp_forward, forwards.norm_forward),
-        forwards.linear_forward,
+        *(forwards.linear_forward, forwards.merged_forward),
     }
 )
 
@@ -36,6 +37,7 @@ def apply(
     *,
     tp_leaves: int = 1,
     attention_variant: str | None = None,
+    adapters: str = "low-rank",
     join_weights: bool = True,
 ) -> nn.Module:
     """Puts rlkernel's ops under a dense decoder of transformers; its log-probabilities become the contract's.
@@ -48,6 +50,8 @@ def apply(
         model: Qwen3, Qwen2, Llama or Mistral `ForCausalLM`, or a wrapper of one (PEFT).
         tp_leaves: chunks of K in o_proj and down_proj, as in `ModelConfig`: must be equal in rollout and training.
         attention_variant: "split" or "fa3"; None: the process's.
+        adapters: how LoRA layers are computed. "low-rank": base and low-rank product apart, as PEFT does. "merged":
+            with the rounded merged weight, the numbers of an engine that was sent `merged_weights(model)`.
         join_weights: lay q, k, v and gate, up weights side by side, so that each group is one product without a copy.
 
     Returns:
@@ -73,6 +77,8 @@ def apply(
             head_dim=config.head_dim,
             window=window,
         )
+    if adapters not in ("low-rank", "merged"):
+        raise ValueError(f"adapters is {adapters!r}; expected 'low-rank' or 'merged'")
     settings = Settings(
         config=config,
         heads=(config.num_heads, config.num_kv_heads, config.num_kv_heads),
@@ -85,6 +91,13 @@ def apply(
         _put(module, forward)
         if isinstance(module, nn.Linear):
             module.__dict__["_rlkernel_chunks"] = chunks
+    for name, module in found.named_modules():
+        if adapters == "merged" and hasattr(module, "base_layer"):
+            check_mergeable(name, module)
+            _put(module, forwards.merged_forward)
+            module.__dict__["_rlkernel_merged"] = True
+        elif "_rlkernel_merged" in module.__dict__:
+            _take(module)
     found.model._rlkernel = settings
     for layer in found.model.layers:
         layer.self_attn._rlkernel = settings
@@ -104,10 +117,7 @@ def remove(model: nn.Module) -> nn.Module:
     masters.drop(found)
     for module in found.modules():
         if _is_ours(module):
-            del module.forward
-            before = module.__dict__.pop("_rlkernel_forward", None)
-            if before is not None:
-                module.forward = before
+            _take(module)
         for name in ("_rlkernel", "_rlkernel_chunks"):
             module.__dict__.pop(name, None)
     for layer in found.model.layers:
@@ -274,6 +284,14 @@ def _put(module: nn.Module, forward: Any) -> None:
     module.forward = MethodType(forward, module)
 
 
+def _take(module: nn.Module) -> None:
+    del module.forward
+    module.__dict__.pop("_rlkernel_merged", None)
+    before = module.__dict__.pop("_rlkernel_forward", None)
+    if before is not None:
+        module.forward = before
+
+
 def _computes(module: nn.Module) -> bool:
     """Whether a module has arithmetic of its own that a forward runs."""
     name = type(module).__name__
@@ -287,6 +305,8 @@ def _computes(module: nn.Module) -> bool:
 
 def _runs(module: nn.Module) -> tuple[str, str]:
     if _is_ours(module):
+        if "_rlkernel_merged" in module.__dict__:
+            return "adapter", "base and low-rank product merged and rounded"
         chunks = module.__dict__.get("_rlkernel_chunks", 1)
         return "rlkernel", f"{chunks} chunks of K" if chunks > 1 else ""
     if hasattr(module, "base_layer"):

@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 
 from rlkernel import ops
 from rlkernel.ops.logprob import inverse_temperature
+from rlkernel_transformers.adapters import merged_weight
 from rlkernel_transformers.joined import joined_linear
 from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, pack, place
 
@@ -72,6 +73,8 @@ def head_forward(self: Any, x: Tensor) -> Tensor:  # [..., C] -> [..., V] fp32
 
 def head_weight(head: Any) -> Tensor:  # [V, C]
     """Weight of the head; where it is tied and has a `main_grad`, under a name with its own chain of additions."""
+    if not isinstance(head, nn.Linear):
+        raise CallError(f"the head is a {type(head).__name__}; rlkernel takes no adapter on lm_head")
     weight = whole(head.weight)
     grad = getattr(weight, "head_main_grad", None)
     if grad is None or not torch.is_grad_enabled():
@@ -94,9 +97,8 @@ def norm_forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
 
 def mlp_forward(self: Any, x: Tensor) -> Tensor:  # [T, C]
     layers = (self.gate_proj, self.up_proj)
-    if _plain(layers):
-        gate_up = joined_linear(x, layers)
-    else:
+    gate_up = _together(layers, x)
+    if gate_up is None:
         gate_up = torch.cat([_call(layer, x) for layer in layers], dim=-1)
     return _call(self.down_proj, ops.swiglu(gate_up))
 
@@ -104,9 +106,9 @@ def mlp_forward(self: Any, x: Tensor) -> Tensor:  # [T, C]
 def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
     settings = self._rlkernel
     layers = (self.q_proj, self.k_proj, self.v_proj)
-    if _plain(layers):
-        qkv = joined_linear(x, layers).view(x.shape[0], -1, self.head_dim)
-        q, k, v = qkv.split(settings.heads, dim=1)
+    qkv = _together(layers, x)
+    if qkv is not None:
+        q, k, v = qkv.view(x.shape[0], -1, self.head_dim).split(settings.heads, dim=1)
     else:
         q, k, v = (_call(layer, x).view(x.shape[0], -1, self.head_dim) for layer in layers)
     if settings.qk_norm:
@@ -138,25 +140,37 @@ def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: Packed)
     return self.mlp(x), residual
 
 
-def _plain(layers: tuple[Any, ...]) -> bool:
-    """Whether the layers are linear layers and nothing else; adapters and FSDP put subclasses or wrappers there."""
-    return all(type(layer) is nn.Linear for layer in layers)
+def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
+    """One product of layers that are a weight and a bias each; None where one is more than that."""
+    weights, biases = [], []
+    for layer in layers:
+        if type(layer) is nn.Linear:
+            weights.append(layer.weight)
+        elif "_rlkernel_merged" in layer.__dict__:
+            weights.append(merged_weight(layer))
+            layer = layer.base_layer
+        else:
+            return None
+        if layer.bias is not None:
+            biases.append(layer.bias)
+    return joined_linear(x, weights, biases)
+
+
+def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
+    base = self.base_layer
+    return ops.linear(x, merged_weight(self), base.bias, chunks=base._rlkernel_chunks)
 
 
 def _call(layer: Any, x: Tensor) -> Tensor:
-    if "forward" not in layer.__dict__:
-        _check_adapter(layer)
-    return layer(x)
-
-
-def _check_adapter(layer: Any) -> None:
-    """An adapter is exact when its parts are: those that were put in after `apply` still run stock kernels."""
-    for part in layer.modules():
+    """A layer with whatever an adapter put around it, exact when its parts are: those that were put in after `apply`
+    still run stock kernels."""
+    for part in () if "forward" in layer.__dict__ else layer.modules():
         if isinstance(part, nn.Linear) and "_rlkernel_chunks" not in part.__dict__:
             raise CallError(
                 f"{type(layer).__name__} was put into the model after rlkernel_transformers.apply; call apply(model) "
                 "again"
             )
+    return layer(x)
 
 
 def _remember(self: Any, packed: Packed, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -420,8 +434,8 @@ def _loss(hidden: Tensor, weight: Tensor, packed: Packed, score: Score, items: A
     logp = score_tokens(hidden, weight, packed, score).logp
     assert logp is not None
     if items is None:
-        valid = packed.scored.valid
-        items = packed.scored.places.numel() if valid is None else valid.sum()
+        places, valid = packed.scored.places, packed.scored.valid
+        items = valid.sum() if valid is not None else packed.positions.numel() if places is None else places.numel()
     return -logp.sum() / items
 
 

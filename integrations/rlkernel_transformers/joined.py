@@ -17,13 +17,11 @@ from torch.autograd.function import once_differentiable
 from rlkernel import ops
 
 
-def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:  # [T, K] -> [T, sum N]
-    """`ops.linear` with the weights (and biases) of several layers one under the other."""
-    weights: list[Tensor] = [layer.weight for layer in layers]
-    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+def joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:  # [T, K] -> [T, sum N]
+    """`ops.linear` with the weights (and biases, or none) of several layers one under the other."""
     if ops.is_stock():
         return ops.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-    return _Joined.apply(x, len(weights), *weights, *biases)
+    return _Joined.apply(x, *weights, *(biases or [None] * len(weights)))
 
 
 def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
@@ -72,12 +70,13 @@ class _Joined(torch.autograd.Function):
     """`ops.linear` of joined weights; saves the weights themselves, never the joined copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *tensors: Any) -> Tensor:
+        count = len(tensors) // 2
         weights, biases = tensors[:count], tensors[count:]
         ctx.save_for_backward(x, *weights)
         # Attributes such as main_grad are on these, not on what saved_tensors returns under checkpointing.
         ctx.weights, ctx.biases = weights, biases
-        return ops.linear(x, join(weights), join(biases) if biases else None)
+        return ops.linear(x, join(weights), None if biases[0] is None else join(biases))
 
     @staticmethod
     @once_differentiable
@@ -87,15 +86,15 @@ class _Joined(torch.autograd.Function):
         kernels = torch.ops.rlkernel
         dx = kernels.linear_dgrad(dy, join(weights), 1) if ctx.needs_input_grad[0] else None
         count = len(weights)
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[1:]
         dws: Sequence[Tensor | None] = [None] * count
-        dbs: Sequence[Tensor | None] = [None] * len(ctx.biases)
+        dbs: Sequence[Tensor | None] = [None] * count
         if any(needed[:count]):
             dws = _gradients(ctx.weights, dy, lambda g, d: kernels.linear_wgrad_(g, d, x), kernels.linear_wgrad, x)
         if any(needed[count:]):
             dbs = _gradients(ctx.biases, dy, kernels.bias_grad_, None, x)
         grads = [g if wanted else None for g, wanted in zip([*dws, *dbs], needed, strict=True)]
-        return dx, None, *grads
+        return dx, *grads
 
 
 def _gradients(parameters: Sequence[Tensor], dy: Tensor, add: Any, fresh: Any, x: Tensor) -> Sequence[Tensor | None]:

@@ -87,6 +87,7 @@ def _show(model: nn.Module) -> None:
     for p in model.parameters():
         buffer = getattr(p, "main_grad", None)
         if buffer is not None and p.grad is not buffer:
+            p.grad = None  # of the parameter's own dtype, which would not let grad_dtype change
             p.grad_dtype = torch.float32
             p.grad = buffer
 

@@ -91,6 +91,15 @@ def check(model: Any) -> None:
             f"the parameters have dtypes {', '.join(sorted(str(d) for d in dtypes))}; cast the model to one, "
             "model.to(torch.bfloat16)"
         )
+    for name, module, kind in (
+        ("lm_head", model.lm_head, nn.Linear),
+        ("embed_tokens", model.model.embed_tokens, nn.Embedding),
+    ):
+        if not isinstance(module, kind):
+            raise UnsupportedModelError(
+                f"{name} is a {type(module).__name__}; take it out of target_modules and modules_to_save: rlkernel "
+                "computes adapters on the linear layers of attention and MLP only"
+            )
     for index, layer in enumerate(model.model.layers):
         for block, names in (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", _MLP)):
             for name in names:

@@ -1,0 +1,91 @@
+"""LoRA layers of PEFT in two exact readings: the low-rank product beside the base, or the merged weight.
+
+"low-rank" is PEFT's own forward on our ops. "merged" computes with `round(W + scaling * B A)`, the weight that an
+engine holds after a merge, so a rollout with merged weights and the training forward are the same numbers; gradients
+of A and B come through the gradient of that weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rlkernel import ops
+from rlkernel_transformers import support
+
+
+def is_lora(layer: Any) -> bool:
+    """Whether a layer is one that PEFT's LoRA put around a linear layer."""
+    return hasattr(layer, "base_layer") and hasattr(layer, "lora_A")
+
+
+def check_mergeable(name: str, layer: Any) -> None:
+    """Raises UnsupportedModelError unless the adapters of a layer are plain LoRA."""
+    variants = [*getattr(layer, "lora_variant", {}), *(k for k, used in layer.use_dora.items() if used)]
+    if (
+        not is_lora(layer)
+        or type(layer.base_layer) is not nn.Linear
+        or variants
+        or getattr(layer, "fan_in_fan_out", False)
+    ):
+        raise support.UnsupportedModelError(
+            f"{name} is a {type(layer).__name__} that adapters='merged' does not know; it takes plain LoRA on linear "
+            "layers: use adapters='low-rank'"
+        )
+
+
+def merged_weight(layer: Any) -> Tensor:  # [N, K]
+    """`round(W + scaling * B A)` of a LoRA layer with its active adapters, differentiable in A and B.
+
+    The sum is in fp32, one adapter after the other, and rounded to the dtype of W once.
+    """
+    weight: Tensor = layer.base_layer.weight
+    if layer.disable_adapters or layer.merged:
+        return weight
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    pairs = [t for name in active for t in (layer.lora_A[name].weight, layer.lora_B[name].weight)]
+    scalings = [float(layer.scaling[name]) for name in active]
+    return _Merged.apply(weight, scalings, *pairs) if active else weight
+
+
+@torch.no_grad()
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the model as an engine loads them: LoRA merged, names without PEFT's parts.
+
+    The model's own weights are not touched: there is no merge to undo, whose rounding would stay in them.
+    """
+    found = support.find_model(model)
+    lora = {name: module for name, module in found.named_modules() if is_lora(module)}
+    for name, parameter in found.named_parameters():
+        owner, _, rest = name.rpartition(".base_layer.")
+        if owner in lora:
+            yield f"{owner}.{rest}", merged_weight(lora[owner]) if rest == "weight" else parameter
+        elif not any(name.startswith(f"{place}.") for place in lora):
+            yield name, parameter
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scalings: list[float], *pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(*pairs)
+        ctx.scalings = scalings
+        total = weight.float()
+        for scaling, a, b in zip(scalings, pairs[::2], pairs[1::2], strict=True):
+            total = total + scaling * ops.linear(b.float(), a.float().t().contiguous())
+        return total.to(weight.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweight: Tensor) -> tuple[Tensor | None, ...]:
+        grads: list[Tensor] = []
+        dw = dweight.float()
+        pairs = ctx.saved_tensors
+        for scaling, a, b in zip(ctx.scalings, pairs[::2], pairs[1::2], strict=True):
+            da = ops.linear(b.float().t().contiguous(), dw.t().contiguous())  # [R, K] = B^T dW
+            db = ops.linear(dw, a.float())  # [N, R] = dW A^T
+            grads += [(scaling * da).to(a.dtype), (scaling * db).to(b.dtype)]
+        return dweight if ctx.needs_input_grad[0] else None, None, *grads

@@ -1,0 +1,312 @@
+"""What training stacks do to a model: checkpointing, compilation, adapters, FSDP2, fp32 buffers, copies, saving."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_side import ROWS, decoder_logprobs, fused_gradients, next_tokens, padded, pair, stock
+from models.hf_models import build
+
+import rlkernel_transformers as rt
+from rlkernel.contract import assert_bitwise
+from rlkernel.models import load_model
+
+IDS, MASK = padded(ROWS)
+
+
+def gradients(model: Any, ids: torch.Tensor = IDS, mask: torch.Tensor = MASK) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    rt.token_logprobs(model, ids, mask).logp.sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_bitwise(found[name], value, f"{what}: {name}")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    model, _ = pair("qwen3-tied", torch.bfloat16)
+    expected = gradients(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    assert_equal(gradients(model), expected, "checkpointing")
+
+
+@pytest.mark.parametrize("mask", [MASK, None], ids=["padded", "full"])
+def test_compiles_whole(mask: torch.Tensor | None) -> None:
+    model, _ = pair("qwen3")
+    with torch.no_grad():
+        logp, logits = rt.token_logprobs(model, IDS, mask).logp, model(IDS, attention_mask=mask).logits
+    expected = gradients(model, IDS, mask)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = {name.removeprefix("_orig_mod."): g for name, g in gradients(compiled, IDS, mask).items()}
+    assert_equal(found, expected, "compiled")
+    with torch.no_grad():
+        assert_bitwise(rt.token_logprobs(compiled, IDS, mask).logp, logp, "compiled")
+        assert_bitwise(compiled(input_ids=IDS, attention_mask=mask).logits, logits, "compiled logits")
+
+
+def test_compiles_packed_rows() -> None:
+    model, _ = pair("llama")
+    flat = torch.tensor([[token for row in ROWS for token in row]])
+    cu = torch.tensor([0, *(len(row) for row in ROWS)]).cumsum(0).to(torch.int32)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found, expected = (rt.token_logprobs(m, flat, cu_seq_lens_q=cu, max_length_q=17).logp for m in (compiled, model))
+    assert_bitwise(found, expected, "compiled")
+
+
+# ---- fp32 buffers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["qwen3-tied", "qwen2", "llama"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_main_grads_of_micro_batches(case: str, joined: bool) -> None:
+    """fp32 buffers: the bits of our decoder's in one batch, however the batch is split; bf16 `.grad` has others."""
+    model, decoder = pair(case, torch.bfloat16)
+    if not joined:
+        model = rt.apply(copy.deepcopy(rt.remove(model)), join_weights=False).train()
+    rt.main_grads(model)
+    decoder.zero_main_grads()
+    decoder_logprobs(decoder, ROWS).logp.sum().backward()
+    decoder.fold_main_grads()
+    for parts in ([slice(0, 4)], [slice(0, 1), slice(1, 4)], [slice(i, i + 1) for i in range(4)]):
+        model.zero_grad()
+        for at in parts:
+            rt.token_logprobs(model, IDS[at], MASK[at]).logp.sum().backward()
+        rt.fold_main_grads(model)
+        for name, (theirs, own) in fused_gradients(model, decoder, "main_grad").items():
+            assert_bitwise(theirs, own, f"{name} of {len(parts)} micro-batches")
+
+
+def test_masters_in_a_training_loop() -> None:
+    """Clipping by torch, AdamW on fp32 masters, `zero_grad`: small updates are not lost to bf16."""
+    model, _ = pair("qwen3-tied", torch.bfloat16)
+    gradients(model)  # leaves bf16 gradients behind
+    rt.main_grads(model)
+    optimizer = rt.AdamW(model.parameters(), lr=1e-5)
+    before = model.lm_head.weight.detach().clone()
+    for _ in range(4):
+        rt.token_logprobs(model, IDS, MASK).logp.sum().neg().backward()
+        rt.fold_main_grads(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert float(norm) > 1 and model.model.norm.weight.grad is model.model.norm.weight.main_grad
+        optimizer.step()
+        model.zero_grad()
+        assert not any(bool(p.main_grad.any()) for p in model.parameters())
+    master = optimizer.state[model.lm_head.weight]["master"]
+    assert model.lm_head.weight.dtype == torch.bfloat16 and master.dtype == torch.float32
+    assert int((master != before.float()).sum()) > 2 * int((model.lm_head.weight != before).sum()) > 0
+    rt.remove(model)
+    assert not hasattr(model.lm_head.weight, "main_grad") and model.lm_head.weight.grad is None
+
+
+# ---- LoRA ----------------------------------------------------------------------------------------
+
+
+def lora(model: Any, **options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, **options)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("adapters", ["low-rank", "merged"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_is_invariant(adapters: str, dtype: torch.dtype) -> None:
+    model = rt.apply(lora(stock("qwen3", dtype)), adapters=adapters).train()
+    assert rt.status(model).exact
+    other_ids, other_mask = padded(ROWS, left=False, extra=3)
+    one, other = (rt.token_logprobs(model, i, m) for i, m in ((IDS, MASK), (other_ids, other_mask)))
+    assert_bitwise(next_tokens(other.logp, other_mask), next_tokens(one.logp, MASK), "padding")
+    found = gradients(model)
+    assert len(found) == 2 * 4 * 3 and all("lora_" in name and bool(g.any()) for name, g in found.items())
+    with model.disable_adapter():
+        base = rt.token_logprobs(model, IDS, MASK).logp
+    assert_bitwise(base, rt.token_logprobs(pair("qwen3", dtype)[0], IDS, MASK).logp, "reference model")
+    assert not torch.equal(base, one.logp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_lora_is_the_merged_model(dtype: torch.dtype, tmp_path: Path) -> None:
+    """`adapters="merged"` has the bits of an engine that was sent `merged_weights`, and the gradients' values."""
+    model = rt.apply(lora(stock("qwen3", dtype)), adapters="merged").train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    plain = stock("qwen3", dtype)
+    missing = plain.load_state_dict(dict(rt.merged_weights(model)), strict=True)
+    assert not missing.missing_keys
+    plain.save_pretrained(tmp_path)
+    decoder = load_model(tmp_path, dtype=dtype)
+    out = rt.token_logprobs(model, IDS, MASK)
+    assert_bitwise(next_tokens(out.logp, MASK), decoder_logprobs(decoder, ROWS).logp, "merged")
+    found = gradients(model)
+    low_rank = gradients(rt.apply(model, adapters="low-rank"))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    for name, grad in low_rank.items():
+        error = float((found[name] - grad).norm() / grad.norm())
+        assert error < tolerance, (name, error)
+    for name, p in model.named_parameters():
+        assert_bitwise(p, before[name], f"{name} after merging")
+
+
+def test_adapters_that_are_refused() -> None:
+    model = pair("qwen3")[0]
+    wrapped = lora(model)
+    with pytest.raises(rt.CallError, match="call apply"):
+        rt.token_logprobs(wrapped, IDS, MASK)
+    assert not rt.status(wrapped).exact and "came after apply" in str(rt.status(wrapped))
+    with pytest.raises(rt.UnsupportedModelError, match="lora_dropout"):
+        rt.apply(lora(stock("qwen3"), lora_dropout=0.1))
+    with pytest.raises(rt.UnsupportedModelError, match="lm_head"):
+        rt.apply(lora(stock("qwen3"), modules_to_save=["lm_head"]))
+    with pytest.raises(rt.UnsupportedModelError, match="low-rank"):
+        rt.apply(lora(stock("qwen3"), use_dora=True), adapters="merged")
+    with pytest.raises(ValueError, match="expected 'low-rank'"):
+        rt.apply(stock("qwen3"), adapters="other")
+
+
+# ---- FSDP2 ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, inputs cast"])
+@pytest.mark.parametrize("case", ["qwen3-tied", "llama"])
+def test_fsdp2(case: str, policy: str, mesh: Any) -> None:
+    """One rank, fp32 or bf16 compute over fp32 masters: log-probabilities and gradients of our decoder."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, decoder = pair(case)
+    mixed = MixedPrecisionPolicy()
+    if policy != "fp32":
+        cast = policy != "bf16"
+        mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=cast)
+        decoder = decoder.to(torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    fully_shard(model, mesh=mesh, mp_policy=mixed)
+    out, ours = rt.token_logprobs(model, IDS, MASK), decoder_logprobs(decoder, ROWS)
+    assert_bitwise(next_tokens(out.logp, MASK), ours.logp, policy)
+    out.logp.sum().backward()
+    ours.logp.sum().backward()
+    for p in model.parameters():
+        p.full = p.grad.full_tensor().to(decoder.dtype)
+    for p in decoder.parameters():
+        p.full = p.grad
+    for name, (theirs, own) in fused_gradients(model, decoder, "full").items():
+        assert_bitwise(theirs, own, name)
+    with pytest.raises(rt.UnsupportedModelError, match="sharded"):
+        rt.main_grads(model)
+
+
+# ---- apply and remove ----------------------------------------------------------------------------
+
+
+def test_remove_restores_everything() -> None:
+    model, plain = pair("qwen2")[0], stock("qwen2")
+    rt.main_grads(model)
+    assert rt.status(model).exact and rt.status(model).contract == "rlk-2"
+    assert model.config._attn_implementation == "rlkernel"
+    rt.remove(rt.apply(model))
+    for module in model.modules():
+        assert not [name for name in module.__dict__ if "rlkernel" in name or name in ("forward", "zero_grad")]
+    assert model.config._attn_implementation == plain.config._attn_implementation
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.untyped_storage().nbytes() == q.numel() * q.element_size()
+    with torch.no_grad():
+        assert torch.equal(model.eval()(IDS).logits, plain(IDS).logits)
+    found = rt.status(model)
+    assert not found.exact and found.contract is None and str(found).endswith("contract none")
+    with pytest.raises(rt.UnsupportedModelError, match="apply"):
+        rt.token_logprobs(model, IDS)
+
+
+def test_status_lists_every_module() -> None:
+    model, _ = pair("qwen3")
+    rows = {row.module: row for row in rt.status(model).rows}
+    owners = {name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
+    assert owners <= rows.keys() and all(row.runs == "rlkernel" for row in rows.values())
+    del model.model.layers[1].mlp.forward
+    found = rt.status(model)
+    assert [row.module for row in found.rows if row.runs == "stock"] == ["model.layers.1.mlp"] and not found.exact
+    assert "4 chunks of K" in str(rt.status(rt.apply(stock("llama"), tp_leaves=4)))
+
+
+def test_copies_and_saves_as_before(tmp_path: Path) -> None:
+    model, _ = pair("qwen3-tied")
+    expected = rt.token_logprobs(model, IDS, MASK).logp
+    twin = copy.deepcopy(model)
+    assert twin.forward.__self__ is twin and rt.status(twin).exact
+    assert_bitwise(rt.token_logprobs(twin, IDS, MASK).logp, expected, "copy")
+    with torch.no_grad():
+        twin.model.norm.weight.mul_(2)
+    assert_bitwise(rt.token_logprobs(model, IDS, MASK).logp, expected, "after the copy changed")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert_bitwise(rt.token_logprobs(rt.apply(loaded), IDS, MASK).logp, expected, "saved and loaded")
+
+
+def test_tp_leaves_are_those_of_the_decoder(tmp_path: Path) -> None:
+    plain = stock("llama", torch.bfloat16)
+    plain.save_pretrained(tmp_path)
+    decoder = load_model(tmp_path, tp_leaves=4)
+    model = rt.apply(plain, tp_leaves=4)
+    found = next_tokens(rt.token_logprobs(model, IDS, MASK).logp, MASK)
+    assert_bitwise(found, decoder_logprobs(decoder, ROWS).logp, "tp_leaves=4")
+
+
+def test_models_that_are_refused() -> None:
+    cases: list[tuple[str, Any]] = []
+    gemma = transformers.Gemma2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    cases.append(("Gemma2ForCausalLM.*soft-capping", transformers.Gemma2ForCausalLM(gemma)))
+    cases.append(("no model of transformers", torch.nn.Linear(2, 2)))
+    for text, changes in (
+        ("attention_dropout=0.1", {"attention_dropout": 0.1}),
+        ("hidden_act='gelu'", {"hidden_act": "gelu"}),
+        ("rope type 'yarn'", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}),
+    ):
+        model = build("llama")
+        for name, value in changes.items():
+            setattr(model.config, name, value)
+        cases.append((text, model))
+    mixed = build("llama")
+    mixed.model.norm.to(torch.bfloat16)
+    cases.append(("dtypes torch.bfloat16, torch.float32", mixed))
+    cases.append(("float64", build("llama").double()))
+    kernels = build("llama")
+    kernels._use_kernels = True
+    cases.append(("use_kernels=True", kernels))
+    liger = build("llama")
+    forward = lambda self, x: x
+    forward.__module__ = "liger_kernel.transformers.rms_norm"
+    liger.model.norm.forward = forward
+    cases.append(("use_liger_kernel=False", liger))
+    for text, model in cases:
+        with pytest.raises(rt.UnsupportedModelError, match=text):
+            rt.apply(model)
