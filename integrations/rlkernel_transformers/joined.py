@@ -21,7 +21,7 @@ def joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Ten
     """`ops.linear` with the weights (and biases, or none) of several layers one under the other."""
     if ops.is_stock():
         return ops.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-    return _Joined.apply(x, *weights, *(biases or [None] * len(weights)))
+    return _Joined.apply(x, *weights, *(biases if biases else (None,) * len(weights)))
 
 
 def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
