@@ -21,6 +21,7 @@ from results_io import write_result
 
 from rlkernel.kernels.cuda import linear, linear_logprob
 from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.triton.linear_logprob_backward import Active
 
 CALLS = 200
 
@@ -57,15 +58,17 @@ def main() -> None:
     head, targets, row = new(8192, 1024), new(64, dtype=torch.int64), new(64, dtype=torch.float32)
     running, dz = new(64, 1024, dtype=torch.float32), new(64, 8192)
     scored = (x, head, targets, None, None)
+    flag = new(1, dtype=torch.int32)
+    active = Active(flag, flag, flag, most=True)
     rows = []
     for op, arguments in (
         (linear.linear, (x, w, None, 1, 1, None)),
         (linear.linear_dgrad, (dy, w, 1)),
         (linear.wgrad_chunk, (grad, dy, x, False)),
-        (linear_logprob._forward, (*scored, False)),
-        (linear_logprob._dz, (*scored, new(64, 2, dtype=torch.float32), row, row, None, None, 0, 8192)),
-        (linear_logprob._dhidden, (running, None, dz, head, False, None)),
-        (linear_logprob._dweight, (new(8192, 1024, dtype=torch.float32), dz, x, False, None)),
+        (linear_logprob._forward, (*scored, False, 0)),
+        (linear_logprob._dz, (dz, *scored, new(64, 2, dtype=torch.float32), row, row, None, active, 0, 8192)),
+        (linear_logprob._dhidden, (running, None, dz, head, False, active)),
+        (linear_logprob._dweight, (new(8192, 1024, dtype=torch.float32), dz, x, False, active)),
     ):
         found = measure(op, arguments, args.rounds)
         rows.append(found)

@@ -5,8 +5,8 @@
 // Compiled by NVRTC or nvcc for sm_90a with -fmad=false and without headers. A cluster of two blocks holds 256 tokens
 // and shares each [256, 64] piece of the weight. In a block one warpgroup fetches, up to four pieces ahead and into the
 // next tile, and two multiply, 64 tokens each. Barriers keep their default scope: one of cluster or GPU scope flushes
-// L1 at every piece and costs a fifth of the speed. Blocks of 64 tokens without a gradient are left out where they
-// would add zeros: a chain that skips whole groups of zero products keeps its bits.
+// L1 at every piece. Blocks of 64 tokens without a gradient are left out where they would add zeros: a chain that skips
+// whole groups of zero products keeps its bits.
 
 #ifndef MODE
 #define MODE 0
@@ -39,6 +39,7 @@ struct Arguments {
   int* tile_sum;    // [T, tiles]
   int* tile_entropy;
   float* target_z;  // [T]
+  float* logits;    // [T, width] fp32: takes the first entries' logits, or null
   // gradient
   const float* stats;    // [T, 2]
   const float* entropy;  // [T]
@@ -54,6 +55,7 @@ struct Arguments {
   int tokens, vocab, pieces;  // rows and columns of the result; pieces of 64 along the third dimension
   int tiles, words;
   int first;  // first entry of the vocabulary here
+  int width;  // of logits: whole tiles of kColumns
 };
 
 namespace {
@@ -284,9 +286,25 @@ struct Staging {
   }
 };
 
+// Stores the tile's logits past L2's own: they are read in the backward at the earliest. Four lanes fill 32 bytes.
+__device__ __forceinline__ void leave_logits(const float (&d)[128], const Rows& rows, const Arguments& args, int n0,
+                                             int lane) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float* line = args.logits + static_cast<i64>(rows.row[i]) * args.width + n0 + 2 * (lane & 3);
+    if (!rows.inside[i]) continue;
+#pragma unroll
+    for (int j = 0; j < 32; ++j)
+      asm volatile("st.global.cs.v2.f32 [%0], {%1, %2};" ::"l"(line + 8 * j), "f"(d[4 * j + 2 * i]),
+                   "f"(d[4 * j + 2 * i + 1])
+                   : "memory");
+  }
+}
+
 __device__ __forceinline__ void leave_statistics(float (&d)[128], const Rows& rows, const Arguments& args, int n0,
                                                  int lane, int warp_row, int first_row, Staging& staging,
                                                  const TensorMap* out) {
+  if (MODE == 0 && args.logits && n0 < args.width) leave_logits(d, rows, args, n0, lane);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const i64 y = rows.target[i] - n0;

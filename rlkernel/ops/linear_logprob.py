@@ -1,8 +1,8 @@
 """linear_logprob: log-probabilities from hidden states and the head's weight; no [T, V] tensor in either direction.
 
 Contract: orders.py, `linear` for the logits and `logprob` for the rest, so the bits are those of
-`logprob(linear(hidden, weight, out_dtype=float32), ...)`. The backward computes the logits a second time, or takes
-the probabilities that the forward kept.
+`logprob(linear(hidden, weight, out_dtype=float32), ...)`. The backward computes the logits a second time, but for a
+first part that the forward kept, or takes the probabilities that it kept.
 """
 
 from __future__ import annotations
@@ -18,25 +18,41 @@ from rlkernel.ops._library import check, define, is_stock, main_grad
 from rlkernel.ops.kept import check_kept
 from rlkernel.ops.logprob import LogProb, check_targets, check_vocabulary, fake_rows, inverse_temperature
 
+KEEP_BYTES = 1200 << 20
+"""Default of `keep_bytes`: with 8192 tokens of 4096 channels the backward stays below 1.5 GiB beside its results."""
+KEEP_CHANNELS = 768
+"""Fewer channels make a logit's product cheaper than its way to memory and back."""
+
+
+def kept_width(tokens: int, channels: int, vocab: int, keep_bytes: int) -> int:
+    """Entries of the vocabulary, in pairs of tiles, whose fp32 logits of all tokens fit into `keep_bytes`."""
+    pair = 2 * VOCAB_TILE
+    if tokens == 0 or channels < KEEP_CHANNELS:
+        return 0
+    return min(keep_bytes // (4 * pair * tokens), -(-vocab // pair)) * pair
+
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, entropy, lse, stats, *kept_outputs = output
     ctx.set_materialize_grads(False)  # a loss that uses logp alone gives no gradient for entropy
     ctx.mark_non_differentiable(lse, stats, *kept_outputs)
-    ctx.save_for_backward(*inputs, stats, entropy, *kept_outputs)
-    ctx.weight = inputs[1]
+    logits = kept_outputs[0] if len(kept_outputs) == 1 else None
+    probs, tile_max = kept_outputs if len(kept_outputs) == 2 else (None, None)
+    ctx.save_for_backward(*inputs[:5], stats, entropy, probs, tile_max, logits)
+    ctx.weight, ctx.arguments = inputs[1], len(inputs)
 
 
 def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * (ctx.arguments - 2)
     if dlogp is None and dentropy is None:
-        return None, None, None, None, None
-    *saved, stats, entropy, probs, tile_max = (*ctx.saved_tensors, None, None)[:9]
+        return None, None, *nothing
+    *saved, stats, entropy, probs, tile_max, logits = ctx.saved_tensors
     needs_input, needs_weight = ctx.needs_input_grad[:2]
     grad = main_grad(ctx.weight) if needs_weight else None
     dhidden, dweight = _grad(
-        grad, *saved, stats, entropy, dlogp, dentropy, probs, tile_max, needs_input, needs_weight
+        grad, *saved, stats, entropy, dlogp, dentropy, probs, tile_max, logits, needs_input, needs_weight
     )  # fmt: skip
-    return dhidden if needs_input else None, dweight if needs_weight and grad is None else None, None, None, None
+    return dhidden if needs_input else None, dweight if needs_weight and grad is None else None, *nothing
 
 
 def _fake_grad(grad: Tensor | None, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -52,10 +68,14 @@ def _fake_probs(hidden: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return (*fake_rows(hidden), weight.new_empty((tokens, vocab)), tile_max)
 
 
+def _fake_logits(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return (*fake_rows(hidden), hidden.new_empty((hidden.shape[0], rest[-1]), dtype=torch.float32))
+
+
 _grad = define(
     "linear_logprob_grad_(Tensor(a!)? grad, Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, "
     "Tensor? kept, Tensor stats, Tensor entropy, Tensor? dlogp, Tensor? dentropy, Tensor? probs, Tensor? tile_max, "
-    "bool needs_input, bool needs_weight) -> (Tensor, Tensor)",
+    "Tensor? logits, bool needs_input, bool needs_weight) -> (Tensor, Tensor)",
     "linear_logprob",
     fake=_fake_grad,
 )
@@ -64,6 +84,14 @@ _linear_logprob = define(
     "-> (Tensor, Tensor, Tensor, Tensor)",
     "linear_logprob",
     fake=lambda hidden, *_: fake_rows(hidden),
+    setup_context=_setup,
+    backward=_backward,
+)
+_linear_logprob_logits = define(
+    "linear_logprob_logits(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept, "
+    "SymInt width) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "linear_logprob",
+    fake=_fake_logits,
     setup_context=_setup,
     backward=_backward,
 )
@@ -85,6 +113,7 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,  # or [T] fp32
     kept: Tensor | None = None,  # [T, ceil(V/32)] int32
     keep_probs: bool = False,
+    keep_bytes: int = KEEP_BYTES,
 ) -> LogProb:  # logp, entropy, lse: [T] fp32
     """`logprob(linear(hidden, weight, out_dtype=torch.float32), targets, ...)` to the bit, in bounded memory.
 
@@ -99,9 +128,13 @@ def linear_logprob(
             which then computes no logits: three matrix products in place of four for 2 T V bytes. The gradients come
             from rounded probabilities, so their bits are others; those of logp are the same. Without autograd, and
             for an entropy gradient, it has no effect.
+        keep_bytes: hold fp32 logits of as many entries of the vocabulary as fit from the forward to the backward, which
+            then computes those of the others alone. No bit depends on it. Without autograd, with `keep_probs`, on the
+            CPU and below 768 channels, where computing them is cheaper, it has no effect.
 
     Raises:
-        ValueError: shapes, dtypes or temperatures do not fit, or V is not in [1, 2^23); the message names it.
+        ValueError: shapes, dtypes or temperatures do not fit, V is not in [1, 2^23), or keep_bytes is negative; the
+            message names it.
         IndexError: a target outside the vocabulary (CPU).
     """
     check(
@@ -116,9 +149,14 @@ def linear_logprob(
     check_vocabulary("linear_logprob", "weight", v)
     check_targets("linear_logprob", targets, t)
     check_kept("linear_logprob", kept, t, v)
+    check(keep_bytes >= 0, lambda: f"linear_logprob: keep_bytes is {keep_bytes}; expected 0 or more")
     inverse = inverse_temperature("linear_logprob", temperature, hidden)
     if is_stock():
         return LogProb(*stock.linear_logprob(hidden, weight, targets, inverse, kept))
-    keep_probs = keep_probs and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    op = _linear_logprob_probs if keep_probs else _linear_logprob
-    return LogProb(*op(hidden, weight, targets, inverse, kept)[:3])
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        if keep_probs:
+            return LogProb(*_linear_logprob_probs(hidden, weight, targets, inverse, kept)[:3])
+        width = kept_width(t, weight.shape[1], v, keep_bytes) if hidden.is_cuda else 0
+        if width > 0:
+            return LogProb(*_linear_logprob_logits(hidden, weight, targets, inverse, kept, width)[:3])
+    return LogProb(*_linear_logprob(hidden, weight, targets, inverse, kept)[:3])

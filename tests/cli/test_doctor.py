@@ -68,7 +68,7 @@ def test_doctor_names_what_the_chip_lacks(
 ) -> None:
     hopper = chip == (9, 0)
     hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (256, 128))
-    arguments = (hidden, weight, torch.zeros(256, dtype=torch.int64), None, None, False)
+    arguments = (hidden, weight, torch.zeros(256, dtype=torch.int64), None, None, False, 0)
     scoring = on_gpu(linear_logprob._forward)
     supported = [s.supports(scoring.family.key(*arguments)) for s in scoring.family.schedules]
     assert supported == [hopper]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -450,7 +451,7 @@ def test_linear_logprob_accuracy(filtered: bool, dtype: torch.dtype) -> None:
 def test_linear_logprob_in_every_tile_and_block(
     dtype: torch.dtype, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlkernel.kernels.triton import linear_logprob
+    from rlkernel.kernels.triton import linear_logprob, linear_logprob_backward
     from rlkernel.kernels.triton.matrix import Tile
 
     v, c, tokens = 9 * VOCAB_TILE + 44, 256, 600
@@ -467,10 +468,10 @@ def test_linear_logprob_in_every_tile_and_block(
             assert_bitwise(o, e, f"{tile}, tma {tma}, tensor {i}")
     _, entropy, _, stats = expected
     gradients = []
-    monkeypatch.setattr(linear_logprob, "LOGPROB_DGRAD_CHUNK", 256)
-    for dz_bytes in (1 << 27, 2 * 256 * tokens * x.element_size(), 1):
-        monkeypatch.setattr(linear_logprob, "DZ_BYTES", dz_bytes)
-        upstream = (data(2, tokens), data(3, tokens), None, None)
+    monkeypatch.setattr(linear_logprob_backward, "LOGPROB_DGRAD_CHUNK", 256)
+    for entries in (1 << 24, 2 * 256 * tokens, 1):
+        monkeypatch.setattr(linear_logprob_backward, "DZ_ENTRIES", entries)
+        upstream = (data(2, tokens), data(3, tokens), None, None, None)
         grad = torch.ones(v, c, device=DEVICE)
         dx, _ = linear_logprob.linear_logprob_grad_(grad, *rest, stats, entropy, *upstream, True, True)
         gradients.append((dx, grad))
@@ -499,7 +500,8 @@ def test_linear_logprob_schedules_equal_the_anchor(
     def run(keep: bool) -> list[Tensor]:
         op = raw.linear_logprob_probs if keep else raw.linear_logprob
         rows = op(x, w, targets, inverse, mask)
-        rest = (x, w, targets, inverse, mask, rows[3], rows[1], g, None if keep else h, *((*rows, None, None)[4:6]))
+        kept_outputs = (*rows[4:], None, None)[:2]
+        rest = (x, w, targets, inverse, mask, rows[3], rows[1], g, None if keep else h, *kept_outputs, None)
         main = torch.ones(v, c, device=DEVICE)
         dx, _ = raw.linear_logprob_grad_(main, *rest, True, True)
         return [*rows, dx, main, *raw.linear_logprob_grad_(None, *rest, True, True)]
@@ -511,6 +513,61 @@ def test_linear_logprob_schedules_equal_the_anchor(
         for i, (o, a) in enumerate(zip(ours, anchor, strict=True)):
             assert_bitwise(o, a, f"keep {keep}, tensor {i}")
     record(cases=2, tokens=2 * tokens, mismatches=0)
+
+
+@pytest.mark.parametrize("filtered", (False, True))
+def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: Record) -> None:
+    """Kept logits, and cuBLASLt's products where tokens are thought to have a gradient, change no bit."""
+    from rlkernel.kernels import select
+    from rlkernel.kernels.cuda import linear_logprob
+    from rlkernel.kernels.triton.linear_logprob_backward import Products, gradients
+
+    tokens, v, c = 2100, 3 * 8192 + 1000, 520
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets, warm, kept = scored(tokens, v)
+    inverse, mask = (1.0 / warm, kept) if filtered else (None, None)
+    g = data(2, tokens)
+    g[100:900] = 0.0
+    h = 0.1 * g if filtered else None
+    raw = torch.ops.rlkernel
+
+    def run(width: int, grad_: Callable[..., tuple[Tensor, Tensor]] = raw.linear_logprob_grad_) -> list[Tensor]:
+        if width:
+            *rows, logits = raw.linear_logprob_logits(x, w, targets, inverse, mask, width)
+        else:
+            rows, logits = raw.linear_logprob(x, w, targets, inverse, mask), None
+        rest = (x, w, targets, inverse, mask, rows[3], rows[1], g, h, None, None, logits)
+        main = torch.ones(v, c, device=DEVICE)
+        dx, _ = grad_(main, *rest, True, True)
+        return [*rows, dx, main, *grad_(None, *rest, True, True)]
+
+    widths = (0, 256, 8192 + 512, 26112)
+    with select.use("triton"):
+        expected = run(0)
+        for i, (o, e) in enumerate(zip(run(8192 + 512), expected, strict=True)):
+            assert_bitwise(o, e, f"Triton, kept logits, tensor {i}")
+    scheduled = (linear_logprob._dz, linear_logprob._dhidden, linear_logprob._dweight)
+    for most, width in itertools.product((False, True), widths):
+        products = Products(*scheduled, lambda number, blocks, most=most: most)
+        for i, (o, e) in enumerate(zip(run(width, partial(gradients, products)), expected, strict=True)):
+            assert_bitwise(o, e, f"guess {most}, width {width}, tensor {i}")
+    record(cases=2 * len(widths) + 1, tokens=tokens * (2 * len(widths) + 1), mismatches=0)
+
+
+def test_linear_logprob_guesses_by_an_earlier_count() -> None:
+    """Nearly all blocks with a gradient: the next backward but one may take cuBLASLt; half of them: it may not."""
+    from rlkernel.kernels.cuda.linear_logprob import guess
+
+    count = lambda *n: torch.tensor(n, dtype=torch.int32, device=DEVICE)
+
+    def after(*n: int, blocks: int) -> bool:
+        for _ in range(2):  # the first call may find an older count under way
+            guess(count(*n), blocks)
+            torch.cuda.synchronize()
+        return guess(count(*n), blocks)
+
+    assert after(128, 100, blocks=228) and after(99, blocks=100)
+    assert not after(128, 0, blocks=228) and not after(96, blocks=100)
 
 
 def test_linear_logprob_in_a_new_thread_and_of_repeated_rows() -> None:
@@ -639,7 +696,7 @@ NAMES = (
     *("linear", "linear_dgrad", "linear_wgrad", "linear_wgrad_", "bias_grad_", "embedding", "embedding_wgrad_"),
     *("rms_norm", "rms_norm_dgrad", "rms_norm_grad", "rms_norm_grad_", "rope", "swiglu", "swiglu_grad"),
     *("logprob", "logprob_dgrad", "linear_logprob", "linear_logprob_grad_"),
-    *("linear_logprob_probs", "sample"),
+    *("linear_logprob_probs", "linear_logprob_logits", "sample"),
 )
 
 
@@ -676,8 +733,9 @@ def everything() -> dict[str, Callable[[], Any]]:
         "logprob_dgrad": lambda: raw.logprob_dgrad(logits, ids, None, None, stats, entropy, g, g),
         "linear_logprob": lambda: ops.linear_logprob(x, head, ids),
         "linear_logprob_grad_": lambda: raw.linear_logprob_grad_(
-            None, x, head, ids, None, None, stats, entropy, g, g, None, None, True, True
+            None, x, head, ids, None, None, stats, entropy, g, g, None, None, None, True, True
         ),
+        "linear_logprob_logits": lambda: raw.linear_logprob_logits(x, head, ids, None, None, 256),
         "linear_logprob_probs": lambda: raw.linear_logprob_probs(x, head, ids, None, None),
         "sample": lambda: ops.sample(**sampling, return_kept=True),
     }

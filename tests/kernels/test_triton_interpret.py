@@ -52,6 +52,7 @@ else:
         linear,
         linear_grad,
         linear_logprob,
+        linear_logprob_backward,
         logprob,
         rms_norm,
         rope,
@@ -397,22 +398,30 @@ else:
         g[5] = h[5] = 0.0
         for name in ("recomputed", "blocks", "kept"):
             if name == "blocks":
-                monkeypatch.setattr(linear_logprob, "LOGPROB_DGRAD_CHUNK", VOCAB_TILE)
-                monkeypatch.setattr(linear_logprob, "DZ_BYTES", 1)
-                monkeypatch.setattr(linear_logprob, "WGRAD_TOKENS", 4)
-            probs: tuple[Tensor | None, ...] = (None, None)
+                monkeypatch.setattr(linear_logprob_backward, "LOGPROB_DGRAD_CHUNK", VOCAB_TILE)
+                monkeypatch.setattr(linear_logprob_backward, "DZ_ENTRIES", 1)
+                monkeypatch.setattr(linear_logprob_backward, "WGRAD_TOKENS", 4)
+            probs: tuple[Tensor | None, ...] = (None, None, None)
             entropy_gradient: Tensor | None = h
             if name == "kept":
                 *expected_rows, p, tile_max = linear_logprob.linear_logprob_probs(x, w, targets, inverse, kept)
                 for o, e in zip(expected_rows, expected, strict=True):
                     assert_bitwise(o, e, "with kept probabilities")
                 close(p, linear_logprob_reference.linear_logprob_probs(x, w, targets, inverse, kept)[4], "probs", dtype)
-                probs, entropy_gradient = (p, tile_max), None
+                probs, entropy_gradient = (p, tile_max, None), None
             rest = (x, w, targets, inverse, kept, stats, entropy, g, entropy_gradient, *probs)
             ours, reference = rand(4, v, c), rand(4, v, c)
             dx, _ = linear_logprob.linear_logprob_grad_(ours, *rest, True, True)
             close(dx, linear_logprob_reference.linear_logprob_grad_(reference, *rest, True, True)[0], "input gradient")
             close(ours, reference, "weight gradient", dtype)
+            for width in () if name == "kept" else (VOCAB_TILE, 2 * VOCAB_TILE, 4 * VOCAB_TILE):
+                *rows, z = linear_logprob.linear_logprob_logits(x, w, targets, inverse, kept, width)
+                for o, e in zip(rows, expected, strict=True):
+                    assert_bitwise(o, e, f"with {width} kept logits")
+                again = rand(4, v, c)
+                dx_kept, _ = linear_logprob.linear_logprob_grad_(again, *rest[:-1], z, True, True)
+                assert_bitwise(dx_kept, dx, f"input gradient with {width} kept logits")
+                assert_bitwise(again, ours, f"weight gradient with {width} kept logits")
             _, dw = linear_logprob.linear_logprob_grad_(None, *rest, False, True)
             fresh = linear_logprob_reference.linear_logprob_grad_(None, *rest, False, True)[1]
             close(dw, fresh, "weight gradient in its dtype", dtype)

@@ -287,6 +287,42 @@ def test_kept_probabilities_give_way_to_an_entropy_gradient() -> None:
         )
 
 
+# ---- kept logits
+
+
+@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+@pytest.mark.parametrize("width", (128, 512))
+def test_kept_logits_change_no_bit(width: int, implementation: str) -> None:
+    """The rows and gradients are the plain op's; the logits are those of linear, scaled, -inf where dropped."""
+    (hidden, weight, y), options = kept_case(9, 300, 16, torch.float32)
+    inverse, kept, up = 1.0 / options["temperature"], options["kept"], (rand(1, 9), rand(2, 9))
+    r = torch.ops.rlkernel
+    with select.use(implementation):
+        some = forward_backward(
+            lambda h, w: r.linear_logprob_logits(h, w, y, inverse, kept, width)[:2], (hidden, weight), up
+        )
+        for a, b in zip(
+            some,
+            forward_backward(lambda h, w: r.linear_logprob(h, w, y, inverse, kept)[:2], (hidden, weight), up),
+            strict=True,
+        ):
+            assert_bitwise(a, b, f"{width} entries kept")
+        logits = r.linear_logprob_logits(hidden, weight, y, inverse, kept, width)[4]
+        z = ops.linear(hidden, weight, out_dtype=torch.float32) * inverse[:, None]
+    bits = (kept[:, torch.arange(300) >> 5] >> (torch.arange(300) & 31)) & 1
+    expected = torch.full((9, width), -math.inf)
+    expected[:, : min(width, 300)] = torch.where(bits != 0, z, -math.inf)[:, :width]
+    assert_bitwise(logits, expected, "logits")
+
+
+def test_kept_width() -> None:
+    from rlkernel.ops.linear_logprob import kept_width
+
+    assert kept_width(8192, 4096, 151936, 1 << 30) == 32768
+    assert kept_width(100, 4096, 151936, 1 << 40) == 152064  # everything, in whole pairs of tiles
+    assert kept_width(8192, 4096, 151936, 0) == kept_width(8192, 64, 151936, 1 << 30) == kept_width(0, 4096, 9, 1) == 0
+
+
 # ---- torch's machinery
 
 
@@ -312,9 +348,10 @@ def test_opcheck() -> None:
     torch.library.opcheck(r.linear_logprob.default, (hidden.bfloat16(), weight.bfloat16(), y, warm, kept))
     rows = r.linear_logprob(hidden, weight, y, warm, kept)
     for grad, *needs in ((torch.zeros(70, 8), True, True), (torch.zeros(70, 8), False, True), (None, True, True)):
-        arguments = (grad, hidden, weight, y, warm, kept, rows[3], rows[1], rand(1, 5), None, None, None, *needs)
+        arguments = (grad, hidden, weight, y, warm, kept, rows[3], rows[1], rand(1, 5), None, None, None, None, *needs)
         torch.library.opcheck(r.linear_logprob_grad_.default, arguments)
     torch.library.opcheck(r.linear_logprob_probs.default, (hidden.requires_grad_(), weight, y, warm, kept))
+    torch.library.opcheck(r.linear_logprob_logits.default, (hidden, weight, y, warm, kept, 128))
 
 
 def test_compiles() -> None:
@@ -368,6 +405,7 @@ def test_memory_is_bounded() -> None:
         ({"temperature": 0.0}, ValueError, "temperature is 0.0; it must be positive"),
         ({"temperature": torch.tensor([1.0, -2.0, 1.0])}, ValueError, r"linear_logprob: temperature\[1\] is -2"),
         ({"kept": torch.zeros(3, 1, dtype=torch.int32)}, ValueError, r"kept is \(3, 1\)"),
+        ({"keep_bytes": -1}, ValueError, "keep_bytes is -1; expected 0 or more"),
     ),
 )
 def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from rlkernel.kernels.cpu.library import CPU, code, function, pointer, threads
 from rlkernel.kernels.cpu.linear import linear, linear_dgrad, linear_wgrad_
 from rlkernel.kernels.cpu.logprob import contiguous, logprob, row_results
-from rlkernel.kernels.reference.linear_logprob import dz_of_probs, gradients, probabilities
+from rlkernel.kernels.reference.linear_logprob import dz_of_probs, first_entries, gradients, probabilities
 from rlkernel.kernels.reference.logprob import active_rows, check_values, scaled
 
 
@@ -43,6 +43,15 @@ def linear_logprob_probs(
     return (*logprob(logits, targets, inv_temperature, kept), *kept_outputs)
 
 
+def linear_logprob_logits(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None, width: int
+) -> tuple[Tensor, ...]:
+    check_values("linear_logprob", targets, weight.shape[0], inv_temperature)
+    logits = linear(hidden, weight, None, 1, 1, torch.float32)
+    first = first_entries(scaled(logits, inv_temperature, kept), width)
+    return (*logprob(logits, targets, inv_temperature, kept), first)
+
+
 def linear_logprob_grad_(
     grad: Tensor | None,
     hidden: Tensor,
@@ -56,6 +65,7 @@ def linear_logprob_grad_(
     dentropy: Tensor | None,
     probs: Tensor | None,
     tile_max: Tensor | None,
+    logits: Tensor | None,
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:

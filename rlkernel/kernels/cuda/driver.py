@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,9 @@ def _call(name: str, *args: Any) -> None:
         raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()} ({code})")
 
 
+_thread = threading.local()
+
+
 class Kernel:
     """A function of a compiled source on one device, which is current when it is made and launched.
 
@@ -157,12 +161,14 @@ class Kernel:
 
     def __call__(self, blocks: int, threads: int, *args: Any) -> None:
         """Launches on the current stream; `args` are ctypes values in the kernel's order."""
-        context = ctypes.c_void_p()
-        _call("cuCtxGetCurrent", ctypes.byref(context))
-        if not context:  # the first work of a thread: torch's own calls make the device's context current
-            torch.zeros(1, device="cuda")
-        pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(a) for a in args))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        if not getattr(_thread, "has_context", False):
+            context = ctypes.c_void_p()
+            _call("cuCtxGetCurrent", ctypes.byref(context))
+            if not context:  # the first work of a thread: torch's own calls make the device's context current
+                torch.zeros(1, device="cuda")
+            _thread.has_context = True
+        pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
         _call("cuLaunchKernel", self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, pointers, None)
 
 
@@ -182,14 +188,17 @@ def tensor_map(x: Tensor, rows: int, columns: int) -> TensorMap:
     Raises:
         RuntimeError: the driver refuses: x's address or row is no multiple of 16 bytes, or a box is too large.
     """
+    return _encode(x.data_ptr(), x.dtype, x.shape, x.stride(0), rows, columns)
+
+
+@functools.lru_cache(maxsize=1024)  # weights and the allocator's blocks come again and again
+def _encode(address: int, dtype: torch.dtype, shape: torch.Size, stride: int, rows: int, columns: int) -> TensorMap:
     place = ctypes.create_string_buffer(256)  # ctypes honours _align_ from Python 3.13 on
-    address = (ctypes.addressof(place) + 63) // 64 * 64
-    made = TensorMap.from_address(address)
+    made = TensorMap.from_address((ctypes.addressof(place) + 63) // 64 * 64)
     made._keep = place
-    size = x.element_size()
     _call(
-        "cuTensorMapEncodeTiled", ctypes.byref(made), _MAP_TYPES[x.dtype], 2, ctypes.c_void_p(x.data_ptr()),
-        (ctypes.c_uint64 * 2)(x.shape[1], x.shape[0]), (ctypes.c_uint64 * 1)(x.stride(0) * size),
+        "cuTensorMapEncodeTiled", ctypes.byref(made), _MAP_TYPES[dtype], 2, ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(shape[1], shape[0]), (ctypes.c_uint64 * 1)(stride * dtype.itemsize),
         (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1),
         0,  # not interleaved
         3,  # lines of 128 bytes, swizzled

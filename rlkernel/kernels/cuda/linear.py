@@ -297,7 +297,7 @@ def plan(
     return Plan(handle, _function("rlk_lt_workspace", _L, _P)(handle), text)
 
 
-def _launcher(device: int, chosen: Plan) -> Callable[..., None]:
+def launcher(device: int, chosen: Plan) -> Callable[..., None]:
     """(m, k, a, b, bias, add, out) -> None on the current stream; a and b are addresses."""
     launch = _function("rlk_lt_run", _I, _P, _L, _L, _P, _P, _P, _I, _P, _P, _L, _P)
     stream_of = torch._C._cuda_getCurrentRawStream
@@ -325,7 +325,7 @@ def _product(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor | No
     chosen = plan(
         s.device, s.rows, s.n, span, s.chunks, s.k, s.weight[1], False, b_by_n, s.dtype, partial, in_epilogue, rank
     )  # fmt: skip
-    launch, n, out_dtype = _launcher(s.device, chosen), s.n, s.out
+    launch, n, out_dtype = launcher(s.device, chosen), s.n, s.out
 
     def run(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         m = a.shape[0]
@@ -346,7 +346,7 @@ def _product(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor | No
 def _head(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor], Tensor], str]:
     """(dy, weight) -> dx of a head, chunk after chunk onto one fp32 sum."""
     chosen = plan(s.device, s.rows, s.n, DGRAD_CHUNK, 1, s.k, s.n, False, False, s.dtype, torch.float32, False, rank)
-    launch, n, size = _launcher(s.device, chosen), s.n, s.dtype.itemsize
+    launch, n, size = launcher(s.device, chosen), s.n, s.dtype.itemsize
 
     def run(dy: Tensor, weight: Tensor) -> Tensor:
         m, a, b = dy.shape[0], dy.data_ptr(), weight.data_ptr()
@@ -364,7 +364,7 @@ def _wgrad(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor, bool]
     """(grad, dy, x, fresh) -> None through one algorithm, and which it is."""
     n, k = s.weight
     chosen = plan(s.device, n, k, s.rows, 1, n, k, True, False, s.dtype, s.out, False, rank)
-    launch = _launcher(s.device, chosen)
+    launch = launcher(s.device, chosen)
 
     def run(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
         with common.on_device(dy):

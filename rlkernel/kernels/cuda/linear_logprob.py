@@ -1,7 +1,8 @@
 """linear_logprob on CUDA: a warp-specialised kernel on Hopper, forward and backward, where it equals the Triton anchor.
 
 The anchor and the order of the backward are those of kernels/triton/linear_logprob.py; here are the schedules that
-may take the place of its products (csrc/cuda/linear_logprob_sm90.cu) and their certification.
+may take the place of its products (csrc/cuda/linear_logprob_sm90.cu; cuBLASLt for the two gradients, where nearly all
+tokens have one) and their certification.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
+from rlkernel.contract.orders import VOCAB_TILE
 from rlkernel.kernels import build
 from rlkernel.kernels.certification import Family, First, Key, Run, Runs, Schedule, values
 from rlkernel.kernels.cuda import driver
+from rlkernel.kernels.cuda import linear as cublaslt
 from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common, linear_grad, matrix
 from rlkernel.kernels.triton import linear_logprob as anchor
+from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton import logprob as statistics
-from rlkernel.kernels.triton.linear_logprob import Active
+from rlkernel.kernels.triton.linear_logprob_backward import Active
 from rlkernel.kernels.triton.logprob import TileBuffers
 
 SOURCE = "linear_logprob_sm90.cu"
@@ -33,7 +37,9 @@ STATISTICS, GRADIENT, PROBS, DHIDDEN, DWEIGHT = range(5)  # MODE of the source
 SHARED_BYTES = 4 * 48 * 1024 + 1024 + 64  # four pieces of both operands, barriers, and alignment
 STAGING_BYTES = 4 * 8192  # pieces of output on their way to memory
 SAMPLE_ENTRIES = 12328  # vocabulary that certification compares: whole tiles, and a last one in part
-SAMPLE_BLOCK = 8232  # the same for a block of the backward: about its real size, as the fastest is chosen by it
+SAMPLE_BLOCK = 8192  # the same for a block of the backward: its real size, as the fastest is chosen by it
+SAMPLE_WIDTH = 4096  # entries whose logits are kept
+CUBLASLT_TOKENS = 4096  # that cuBLASLt's heuristic is asked for; any number runs
 
 
 class Arguments(ctypes.Structure):
@@ -42,10 +48,15 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "targets", "inv_temperature", "kept", "tile_max", "tile_sum", "tile_entropy", "target_z",
-            "stats", "entropy", "dlogp", "dentropy", "active", "blocks", "count", "sum", "rounded",
+            "logits", "stats", "entropy", "dlogp", "dentropy", "active", "blocks", "count", "sum", "rounded",
         )),
-        *((name, ctypes.c_int) for name in ("fresh", "tokens", "vocab", "pieces", "tiles", "words", "first")),
+        *((name, ctypes.c_int) for name in ("fresh", "tokens", "vocab", "pieces", "tiles", "words", "first", "width")),
     )  # fmt: skip
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -61,7 +72,7 @@ def _launch(
     """A result of shape[0] rows and shape[1] columns from shape[2] products each."""
     given = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in rest.items() if v is not None}
     clusters = -(-shape[0] // 256) * -(-shape[1] // 256)
-    most = torch.cuda.get_device_properties(device).multi_processor_count // 2
+    most = _multiprocessors(device.index) // 2
     arguments = Arguments(tokens=shape[0], vocab=shape[1], pieces=-(-shape[2] // 64), **given)
     maps = (*maps, TensorMap())[:3]
     kernel(2 * min(clusters, most), 384, *maps, arguments)
@@ -78,6 +89,7 @@ def _statistics(
     inv_temperature: Tensor | None,
     kept: Tensor | None,
     probs: Tensor | None,
+    logits: Tensor | None,
 ) -> None:
     maps = [tensor_map(hidden, 128, 64), tensor_map(weight, 128, 64)]
     if probs is not None:
@@ -87,11 +99,13 @@ def _statistics(
         _kernel(hidden.get_device(), mode, inv_temperature is not None, kept is not None, False),
         (len(hidden), *weight.shape), hidden.device, tuple(maps), targets=targets, inv_temperature=inv_temperature,
         kept=kept, tile_max=buffers.maximum, tile_sum=buffers.sum, tile_entropy=buffers.entropy,
-        target_z=buffers.target, tiles=buffers.tiles, words=-(-len(weight) // 32),
+        target_z=buffers.target, logits=logits, width=None if logits is None else logits.shape[1],
+        tiles=buffers.tiles, words=-(-len(weight) // 32),
     )  # fmt: skip
 
 
 def _dz_block(
+    dz: Tensor,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -101,11 +115,10 @@ def _dz_block(
     entropy: Tensor,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
-    active: Active | None,
+    active: Active,
     first: int,
     vocab_size: int,
-) -> Tensor:
-    dz = torch.empty(len(hidden), len(weight), dtype=weight.dtype, device=hidden.device)
+) -> None:
     with common.on_device(hidden):
         _launch(
             _kernel(
@@ -114,29 +127,28 @@ def _dz_block(
             (len(hidden), *weight.shape), hidden.device,
             (tensor_map(hidden, 128, 64), tensor_map(weight, 128, 64), tensor_map(dz, 64, 64)),
             targets=targets, inv_temperature=inv_temperature, kept=kept, stats=stats, entropy=entropy, dlogp=dlogp,
-            dentropy=dentropy, active=active and active.flags, words=-(-vocab_size // 32), first=first,
+            dentropy=dentropy, active=active.flags, words=-(-vocab_size // 32), first=first,
         )  # fmt: skip
-    return dz
 
 
 def _dhidden_block(
-    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active | None
+    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
 ) -> None:
     with common.on_device(dz):
         _launch(
             _kernel(dz.get_device(), DHIDDEN, False, False, False), (*running.shape, len(weight)), dz.device,
             (tensor_map(dz, 128, 64), tensor_map(weight, 64, 64)),
-            active=active and active.flags, sum=running, rounded=rounded, fresh=fresh,
+            active=active.flags, sum=running, rounded=rounded, fresh=fresh,
         )  # fmt: skip
 
 
-def _dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active | None) -> None:
+def _dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
     rounded = grad.dtype != torch.float32
     with common.on_device(dz):
         _launch(
             _kernel(dz.get_device(), DWEIGHT, False, False, False), (*grad.shape, len(hidden)), dz.device,
             (tensor_map(dz, 64, 64), tensor_map(hidden, 64, 64)),
-            blocks=active and active.blocks, count=active and active.number, sum=None if rounded else grad,
+            blocks=active.blocks, count=active.number, sum=None if rounded else grad,
             rounded=grad if rounded else None, fresh=fresh,
         )  # fmt: skip
 
@@ -155,6 +167,7 @@ class Shape(NamedTuple):
     temperature: bool
     kept: bool
     probs: bool
+    logits: bool
     dlogp: bool
     dentropy: bool
 
@@ -169,24 +182,24 @@ def _fetchable(*matrices: Tensor) -> bool:
 
 def _forward_key(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
-    keep_probs: bool,
+    keep_probs: bool, width: int,
 ) -> Key:  # fmt: skip
     dense = _fetchable(hidden, weight) and not (keep_probs and weight.shape[0] % 8)
     return (
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype, dense,
-        inv_temperature is not None, kept is not None, keep_probs, False, False,
+        inv_temperature is not None, kept is not None, keep_probs, width > 0, False, False,
     )  # fmt: skip
 
 
 def _dz_key(
-    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
-    stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, active: Active | None, first: int,
+    dz: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
+    stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, active: Active, first: int,
     vocab_size: int,
 ) -> Key:  # fmt: skip
     return (
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype,
-        _fetchable(hidden, weight) and not weight.shape[0] % 8,
-        inv_temperature is not None, kept is not None, False, dlogp is not None, dentropy is not None,
+        _fetchable(dz, hidden, weight), inv_temperature is not None, kept is not None, False, False,
+        dlogp is not None, dentropy is not None,
     )  # fmt: skip
 
 
@@ -201,37 +214,38 @@ def _strides(*matrices: Tensor) -> Hashable:
 def _forward_warm(runs: Runs, first: First) -> Run:
     def linear_logprob(
         hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
-        keep_probs: bool,
+        keep_probs: bool, width: int,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         call = (
             hidden.shape, weight.numel(), hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
-            keep_probs, (hidden.data_ptr() | weight.data_ptr()) & 15,
+            keep_probs, width > 0, (hidden.data_ptr() | weight.data_ptr()) & 15,
             (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
         )  # fmt: skip
-        run = runs.get(call) or first(call, hidden, weight, targets, inv_temperature, kept, keep_probs)
-        return run(hidden, weight, targets, inv_temperature, kept, keep_probs)
+        run = runs.get(call) or first(call, hidden, weight, targets, inv_temperature, kept, keep_probs, width)
+        return run(hidden, weight, targets, inv_temperature, kept, keep_probs, width)
 
     return linear_logprob
 
 
 def _dz_warm(runs: Runs, first: First) -> Run:
     def linear_logprob_dz(
-        hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
-        stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, active: Active | None,
-        start: int, vocab_size: int,
-    ) -> Tensor:  # fmt: skip
+        dz: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None,
+        kept: Tensor | None, stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None,
+        active: Active, start: int, vocab_size: int,
+    ) -> None:  # fmt: skip
         call = (
-            hidden.shape, weight.numel(), hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
-            dlogp is None, dentropy is None, (hidden.data_ptr() | weight.data_ptr()) & 15,
+            hidden.shape, dz.stride(0), hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
+            dlogp is None, dentropy is None, (dz.data_ptr() | hidden.data_ptr() | weight.data_ptr()) & 15,
             (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
         )  # fmt: skip
         run = runs.get(call) or first(
-            call, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
+            call, dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
             vocab_size,
         )  # fmt: skip
-        return run(
-            hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start, vocab_size
-        )
+        run(
+            dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
+            vocab_size,
+        )  # fmt: skip
 
     return linear_logprob_dz
 
@@ -263,26 +277,35 @@ def _forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> 
     if s.kept:
         shape = (m, -(-SAMPLE_ENTRIES // 32))
         kept = torch.randint(-(2**31), 2**31, shape, device=device, generator=generator).to(torch.int32)
-    return hidden, weight, targets, inverse, kept, s.probs
+    return hidden, weight, targets, inverse, kept, s.probs, SAMPLE_WIDTH * s.logits
 
 
-def _upstream(m: int, generator: torch.Generator) -> Tensor:
-    """Gradients of which every seventh is zero, and a run of blocks of tokens as well."""
+def _upstream(m: int, generator: torch.Generator, most: bool = False) -> Tensor:
+    """Gradients of which every seventh is zero, and a run of blocks of tokens as well unless `most` have one."""
     g = torch.randn(m, device=generator.device, generator=generator)
     g[::7] = 0.0
-    g[m // 3 : m // 3 + 500] = 0.0
+    if not most:
+        g[m // 3 : m // 3 + 500] = 0.0
     return g
+
+
+def _active(
+    targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, most: bool
+) -> Active:
+    flags, blocks, number = loop.active_blocks(targets, kept, stats, dlogp, dentropy, len(targets))
+    return Active(flags[0], blocks[0], number, most)
 
 
 def _dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = Shape(*key)  # type: ignore[arg-type]
-    hidden, weight, targets, inverse, kept, _ = _forward_sample(key, m, kind, generator)
+    hidden, weight, targets, inverse, kept, *_ = _forward_sample(key, m, kind, generator)
     _, entropy, _, stats = anchor.forward(hidden, weight, targets, inverse, kept)
     g = _upstream(m, generator)
     up = (g if s.dlogp else None, 2.0 * g if s.dentropy else None)
-    active = anchor.active_blocks(targets, kept, stats, *up)
-    first = SAMPLE_ENTRIES - SAMPLE_BLOCK  # a block inside the vocabulary that ends with it
-    return hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, active, first, SAMPLE_ENTRIES
+    first = SAMPLE_ENTRIES // VOCAB_TILE * VOCAB_TILE - SAMPLE_BLOCK  # a block inside the vocabulary that ends with it
+    dz = torch.full((m, SAMPLE_ENTRIES - first), float("nan"), dtype=s.dtype, device=hidden.device)
+    active = _active(targets, kept, stats, *up, False)
+    return dz, hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, active, first, SAMPLE_ENTRIES
 
 
 def _supports(key: Key) -> bool:
@@ -316,6 +339,8 @@ class GradShape(NamedTuple):
     dense: bool
     fresh: bool
     rounded: bool
+    most: bool  # nearly all blocks of tokens are thought to have a gradient, and the other operand is contiguous
+    row: int  # elements from one row of dz to the next, where `most`: cuBLASLt's choice may depend on it
 
 
 def _aligned(*matrices: Tensor) -> bool:
@@ -323,23 +348,31 @@ def _aligned(*matrices: Tensor) -> bool:
 
 
 def _dhidden_key(
-    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active | None
+    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
 ) -> Key:
     dense = _aligned(running, *(t for t in (rounded,) if t is not None)) and _fetchable(dz, weight)
-    return dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, rounded is not None
+    most = active.most and weight.is_contiguous()
+    return (
+        dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, rounded is not None, most,
+        dz.stride(0) if most else 0,
+    )  # fmt: skip
 
 
-def _dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active | None) -> Key:
+def _dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> Key:
     dense = _aligned(grad) and _fetchable(dz, hidden)
-    return dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32
+    most = active.most and hidden.is_contiguous()
+    return (
+        dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32, most,
+        dz.stride(0) if most else 0,
+    )  # fmt: skip
 
 
 def _dhidden_warm(runs: Runs, first: First) -> Run:
     def linear_logprob_dhidden(
-        running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active | None
+        running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
     ) -> None:
         call = (
-            running.shape, dz.numel(), dz.dtype, fresh, dz.get_device(),
+            running.shape, dz.numel(), dz.dtype, fresh, dz.get_device(), active.most,
             None if rounded is None else rounded.data_ptr() & 15 if rounded.is_contiguous() else -1,
             (running.data_ptr() | dz.data_ptr() | weight.data_ptr()) & 15,
             (running.is_contiguous() and dz.is_contiguous() and weight.is_contiguous())
@@ -352,9 +385,9 @@ def _dhidden_warm(runs: Runs, first: First) -> Run:
 
 
 def _dweight_warm(runs: Runs, first: First) -> Run:
-    def linear_logprob_dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active | None) -> None:
+    def linear_logprob_dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
         call = (
-            grad.shape, dz.numel(), dz.dtype, grad.dtype, fresh, dz.get_device(),
+            grad.shape, dz.numel(), dz.dtype, grad.dtype, fresh, dz.get_device(), active.most,
             (grad.data_ptr() | dz.data_ptr() | hidden.data_ptr()) & 15,
             (grad.is_contiguous() and dz.is_contiguous() and hidden.is_contiguous()) or _strides(grad, dz, hidden),
         )  # fmt: skip
@@ -366,8 +399,9 @@ def _dweight_warm(runs: Runs, first: First) -> Run:
 def _describe_grad(key: Key) -> dict[str, Any]:
     s = GradShape(*key)  # type: ignore[arg-type]
     name = lambda dtype: str(dtype).removeprefix("torch.")
-    return {"c": s.c, "dtype": name(s.dtype), "out": name(s.out), "dense": s.dense, "fresh": s.fresh,
-            "rounded": s.rounded}  # fmt: skip
+    plain = {**s._asdict(), "dtype": name(s.dtype), "out": name(s.out)}
+    del plain["device"]
+    return plain
 
 
 def _rows_of_grad(key: Key) -> list[int]:
@@ -381,29 +415,30 @@ def _supports_grad(key: Key) -> bool:
     return not common.IS_HIP and torch.cuda.get_device_capability(s.device) == (9, 0)
 
 
-def _blocks_of_dz(
-    tokens: int, entries: int, kind: str, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Tensor, Active]:
+def _blocks_of_dz(s: GradShape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Tensor, Active]:
     """A gradient of logits with rows of zeros, some of them whole blocks, and the blocks that are not."""
-    g = _upstream(tokens, generator)
-    dz = torch.where((g != 0)[:, None], values(kind, tokens, entries, dtype, generator), 0.0)
-    stats = torch.zeros(tokens, 2, device=dz.device)
-    return dz, anchor.active_blocks(torch.zeros(tokens, dtype=torch.int64, device=dz.device), None, stats, g, None)
+    g = _upstream(tokens, generator, s.most)
+    row = s.row or SAMPLE_BLOCK + 56
+    entries = min(row, SAMPLE_BLOCK if tokens == _rows_of_grad(())[-1] else SAMPLE_BLOCK - 56)
+    dz = torch.zeros(tokens, row, dtype=s.dtype, device=g.device)[:, :entries]
+    dz.copy_(torch.where((g != 0)[:, None], values(kind, tokens, entries, s.dtype, generator), 0.0))
+    targets = torch.zeros(tokens, dtype=torch.int64, device=g.device)
+    return dz, _active(targets, None, torch.zeros(tokens, 2, device=g.device), g, None, s.most)
 
 
 def _dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = GradShape(*key)  # type: ignore[arg-type]
-    dz, active = _blocks_of_dz(m, SAMPLE_BLOCK, kind, s.dtype, generator)
-    weight = values(kind, SAMPLE_BLOCK, s.c, s.dtype, generator, second=True)
+    dz, active = _blocks_of_dz(s, m, kind, generator)
+    weight = values(kind, dz.shape[1], s.c, s.dtype, generator, second=True)
     running = torch.randn(m, s.c, device=dz.device, generator=generator)
     return running, torch.empty_like(running, dtype=s.dtype) if s.rounded else None, dz, weight, s.fresh, active
 
 
 def _dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = GradShape(*key)  # type: ignore[arg-type]
-    dz, active = _blocks_of_dz(m, SAMPLE_BLOCK, kind, s.dtype, generator)
+    dz, active = _blocks_of_dz(s, m, kind, generator)
     hidden = values(kind, m, s.c, s.dtype, generator, second=True)
-    grad = torch.randn(SAMPLE_BLOCK, s.c, device=dz.device, generator=generator).to(s.out)
+    grad = torch.randn(dz.shape[1], s.c, device=dz.device, generator=generator).to(s.out)
     return grad, dz, hidden, s.fresh, active
 
 
@@ -416,13 +451,97 @@ def _bind_grad(run: Run, mode: int) -> Callable[[Key], Run]:
     return bind
 
 
+# ---- cuBLASLt for the two gradients ---------------------------------------------------------------
+
+
+def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
+    """One of cuBLASLt's algorithms; `by_tokens`: for the weight gradient, whose contraction runs over the tokens."""
+
+    def supports(key: Key) -> bool:
+        s = GradShape(*key)  # type: ignore[arg-type]
+        return s.most and _supports_grad(key) and cublaslt.unavailable() is None
+
+    def bind(key: Key) -> Run:
+        s = GradShape(*key)  # type: ignore[arg-type]
+        rows, span = (s.row, CUBLASLT_TOKENS) if by_tokens else (CUBLASLT_TOKENS, orders.LOGPROB_DGRAD_CHUNK)
+        chosen = cublaslt.plan(
+            s.device, rows, s.c, span, 1, s.row, s.c, by_tokens, False, s.dtype, s.out, False, rank
+        )  # fmt: skip
+        launch = cublaslt.launcher(s.device, chosen)
+
+        def dhidden(
+            running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
+        ) -> None:
+            with common.on_device(dz):
+                launch(len(dz), dz.shape[1], dz.data_ptr(), weight.data_ptr(), None, not fresh, running)
+                if rounded is not None:
+                    rounded.copy_(running)
+
+        def dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
+            with common.on_device(dz):
+                launch(dz.shape[1], len(dz), dz.data_ptr(), hidden.data_ptr(), None, not fresh, grad)
+
+        run: Any = dweight if by_tokens else dhidden
+        run.note = f"; {chosen.algorithm}"
+        return run
+
+    return Schedule(f"cublaslt.{rank}", bind, supports)
+
+
+class _Guess:
+    """Whether nearly all blocks of tokens had a gradient in the last backward whose count has arrived."""
+
+    def __init__(self, device: int) -> None:
+        self._counts = torch.zeros(64, dtype=torch.int32, pin_memory=True)
+        self._arrived = torch.cuda.Event()
+        self._blocks = 0  # of the count that is under way
+        self._most = False
+
+    def __call__(self, number: Tensor, blocks: int) -> bool:
+        if self._blocks and self._arrived.query():
+            self._most = 32 * (self._blocks - int(self._counts.sum())) <= self._blocks
+            self._blocks = 0
+        if not self._blocks and len(number) <= len(self._counts):
+            self._counts.zero_()
+            self._counts[: len(number)].copy_(number, non_blocking=True)
+            self._arrived.record()
+            self._blocks = blocks
+        return self._most
+
+
+_guess_of = functools.cache(_Guess)
+
+
+def guess(number: Tensor, blocks: int) -> bool:
+    """Whether nearly all of the blocks have a gradient, by an earlier count; under graph capture: no.
+
+    number [groups] int32 on the GPU is on its way to the host for a later call; nothing waits for it.
+    """
+    if not number.is_cuda:
+        return False
+    with torch.cuda.device(number.device):
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        return _guess_of(number.get_device())(number, blocks)
+
+
 # ---- families ------------------------------------------------------------------------------------
 
 _SOURCES = (
     Path(__file__),
-    *(Path(m.__file__) for m in (anchor, statistics, linear_grad, matrix, common, driver, orders) if m.__file__),
+    *(
+        Path(m.__file__)
+        for m in (anchor, loop, statistics, linear_grad, matrix, common, cublaslt, driver, orders)
+        if m.__file__
+    ),
     build.source_dir() / "cuda" / SOURCE,
+    build.source_dir() / "cuda" / "linear_cublaslt.cpp",
 )
+
+
+def _versions() -> dict[str, str]:
+    found = {} if cublaslt.unavailable() else cublaslt.versions()
+    return {**found, "cuda compiler": driver.compiler()}
 
 
 def _op(
@@ -431,15 +550,15 @@ def _op(
     key: Callable[..., Key],
     warm: Callable[[Runs, First], Run],
     sample: Callable[..., tuple[Any, ...]],
-    schedule: Schedule,
+    *schedules: Schedule,
     grad: bool = False,
     mutates: tuple[int, ...] = (),
 ) -> ScheduledOp:
     return ScheduledOp(
         Family(
             op=op, anchor=run, key=key, warm=warm, describe=_describe_grad if grad else _describe, device=_device,
-            rows=_rows_of_grad if grad else _rows, sample=sample, schedules=(schedule,), sources=_SOURCES,
-            versions=lambda: {"cuda compiler": driver.compiler()}, mutates=mutates,
+            rows=_rows_of_grad if grad else _rows, sample=sample, schedules=schedules, sources=_SOURCES,
+            versions=_versions, mutates=mutates,
         )
     )  # fmt: skip
 
@@ -451,15 +570,17 @@ _forward = _op(
 )  # fmt: skip
 _dz = _op(
     "linear_logprob_dz", anchor.dz_block, _dz_key, _dz_warm, _dz_sample,
-    Schedule("hopper", _bind(_dz_block, lambda s: (GRADIENT,)), _supports),
+    Schedule("hopper", _bind(_dz_block, lambda s: (GRADIENT,)), _supports), mutates=(0,),
 )  # fmt: skip
 _dhidden = _op(
     "linear_logprob_dhidden", anchor.dhidden_block, _dhidden_key, _dhidden_warm, _dhidden_sample,
-    Schedule("hopper", _bind_grad(_dhidden_block, DHIDDEN), _supports_grad), grad=True, mutates=(0, 1),
+    Schedule("hopper", _bind_grad(_dhidden_block, DHIDDEN), _supports_grad),
+    *(_cublaslt(rank, False) for rank in range(cublaslt.RANKS)), grad=True, mutates=(0, 1),
 )  # fmt: skip
 _dweight = _op(
     "linear_logprob_dweight", anchor.dweight_block, _dweight_key, _dweight_warm, _dweight_sample,
-    Schedule("hopper", _bind_grad(_dweight_block, DWEIGHT), _supports_grad), grad=True, mutates=(0,),
+    Schedule("hopper", _bind_grad(_dweight_block, DWEIGHT), _supports_grad),
+    *(_cublaslt(rank, True) for rank in range(cublaslt.RANKS)), grad=True, mutates=(0,),
 )  # fmt: skip
 
 # ---- the op --------------------------------------------------------------------------------------
@@ -468,13 +589,19 @@ _dweight = _op(
 def linear_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
-    return _forward.call(hidden, weight, targets, inv_temperature, kept, False)
+    return _forward.call(hidden, weight, targets, inv_temperature, kept, False, 0)
+
+
+def linear_logprob_logits(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None, width: int
+) -> tuple[Tensor, ...]:
+    return _forward.call(hidden, weight, targets, inv_temperature, kept, False, width)
 
 
 def linear_logprob_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
-    return _forward.call(hidden, weight, targets, inv_temperature, kept, True)
+    return _forward.call(hidden, weight, targets, inv_temperature, kept, True, 0)
 
 
-linear_logprob_grad_ = functools.partial(anchor.gradients, anchor.Products(_dz.call, _dhidden.call, _dweight.call))
+linear_logprob_grad_ = functools.partial(loop.gradients, loop.Products(_dz.call, _dhidden.call, _dweight.call, guess))

@@ -37,6 +37,20 @@ def linear_logprob_probs(
     return (*logprob(logits, targets, inv_temperature, kept), *kept_outputs)
 
 
+def linear_logprob_logits(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None, width: int
+) -> tuple[Tensor, ...]:
+    check_values("linear_logprob", targets, weight.shape[0], inv_temperature)
+    logits = chunked(hidden, weight.t(), 1)
+    first = first_entries(scaled(logits, inv_temperature, kept), width)
+    return (*logprob(logits, targets, inv_temperature, kept), first)
+
+
+def first_entries(z: Tensor, width: int) -> Tensor:
+    """The first columns of z [T, V], -inf beyond V."""
+    return torch.nn.functional.pad(z[:, :width], (0, max(0, width - z.shape[1])), value=-math.inf).contiguous()
+
+
 def probabilities(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """exp(z - maximum of its tile) [T, V], rounded once, and the maxima [T, tiles]."""
     tiles = torch.nn.functional.pad(z, (0, -z.shape[1] % VOCAB_TILE), value=-math.inf).unflatten(1, (-1, VOCAB_TILE))
@@ -101,6 +115,7 @@ def linear_logprob_grad_(
     dentropy: Tensor | None,
     probs: Tensor | None,
     tile_max: Tensor | None,
+    logits: Tensor | None,
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -109,8 +124,8 @@ def linear_logprob_grad_(
         scale, mask = pick(inv_temperature), pick(kept)
         if probs is not None and tile_max is not None and dlogp is not None and dentropy is None:
             return dz_of_probs(probs[rows], tile_max[rows], targets[rows], scale, mask, stats[rows], dlogp[rows])
-        logits, up = chunked(hidden[rows], weight.t(), 1), (pick(dlogp), pick(dentropy))
-        return logprob_dgrad(logits, targets[rows], scale, mask, stats[rows], entropy[rows], *up).to(weight.dtype)
+        z, up = chunked(hidden[rows], weight.t(), 1), (pick(dlogp), pick(dentropy))  # no need of what was kept
+        return logprob_dgrad(z, targets[rows], scale, mask, stats[rows], entropy[rows], *up).to(weight.dtype)
 
     rows = active_rows(targets, kept, stats, dlogp, dentropy)
     return gradients(dz_of, linear_dgrad, linear_wgrad_, rows, grad, hidden, weight, needs_input, needs_weight)

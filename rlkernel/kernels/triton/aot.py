@@ -43,6 +43,7 @@ MODULES = (
     "attention_backward",
     "logprob",
     "linear_logprob",
+    "linear_logprob_backward",
     "sample",
     "policy_loss",
     "adamw",

@@ -341,7 +341,7 @@ def row_active(kept, targets, row, inside, g, h, top, V, WORDS, HAS_KEPT: tl.con
     active = inside & ((g != 0.0) | (h != 0.0)) & (top != float("-inf"))
     if HAS_KEPT:
         target = tl.load(targets + row, mask=inside, other=0)
-        active = active & is_kept(kept, row, target, inside & (target < V), WORDS)
+        active = active & is_kept(kept, row, target, inside & (target >= 0) & (target < V), WORDS)
     return active
 
 

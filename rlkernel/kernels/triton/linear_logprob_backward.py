@@ -1,0 +1,383 @@
+"""The backward of linear_logprob on GPUs: blocks of tokens and vocabulary, each a gradient of logits and two products.
+
+Contract: docs/ops/linear_logprob.md. dz comes from logits that are computed again, from fp32 logits that the forward
+kept (the same bits), or from kept probabilities. What computes the products is given: `Products`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.common import exp, on_device, options
+from rlkernel.kernels.triton.logprob import TILE, dz_at, is_kept, part, row_active
+from rlkernel.kernels.triton.matrix import strided
+
+BLOCK_TOKENS = 64  # tokens that are left out of the products together
+DZ_ENTRIES = 1 << 24  # a block of dz of fewer entries leaves multiprocessors without work
+COLUMNS = 2048  # entries a program when dz needs no product
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def linear_logprob_active_kernel(
+    targets,  # [T] int64
+    kept,  # [T, WORDS] int32
+    stats,  # [T, 2] fp32
+    dlogp,  # [T] fp32
+    dentropy,  # [T] fp32
+    flags,  # [GROUPS, BLOCKS] int32
+    blocks,  # [GROUPS, BLOCKS] int32
+    number,  # [GROUPS] int32
+    T,
+    V,
+    WORDS,
+    TOKENS,
+    HAS_KEPT: tl.constexpr,
+    HAS_DLOGP: tl.constexpr,
+    HAS_DENTROPY: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    group = tl.program_id(0)
+    block = tl.arange(0, BLOCKS)
+    local = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    row = tl.cast(group, tl.int64) * TOKENS + local
+    inside = (local < TOKENS) & (row < T)
+    g = tl.zeros((BLOCKS, BLOCK), tl.float32)
+    h = tl.zeros((BLOCKS, BLOCK), tl.float32)
+    if HAS_DLOGP:
+        g = tl.load(dlogp + row, mask=inside, other=0.0)
+    if HAS_DENTROPY:
+        h = tl.load(dentropy + row, mask=inside, other=0.0)
+    top = tl.load(stats + 2 * row, mask=inside, other=float("-inf"))
+    active = row_active(kept, targets, row, inside, g, h, top, V, WORDS, HAS_KEPT)
+    flag = tl.max(active.to(tl.int32), axis=1)
+    rank = tl.cumsum(flag, axis=0)
+    count = tl.sum(flag, axis=0)
+    tl.store(flags + group * BLOCKS + block, flag)
+    place = tl.where(flag != 0, rank - 1, count + block - rank)
+    tl.store(blocks + group * BLOCKS + place, block)
+    tl.store(number + group, count)
+
+
+@triton.jit
+def linear_logprob_logits_kernel(
+    logits,  # [T, logits_row] fp32, entry `first` of the vocabulary at column 0
+    targets,  # [T] int64
+    inv_temperature,  # [T] fp32
+    kept,  # [T, WORDS] int32
+    stats,  # [T, 2] fp32
+    entropy,  # [T] fp32
+    dlogp,  # [T] fp32
+    dentropy,  # [T] fp32
+    dz,  # [T, dz_row]
+    V,
+    SPAN,
+    first,
+    WORDS,
+    logits_row,
+    dz_row,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    HAS_DLOGP: tl.constexpr,
+    HAS_DENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dz of SPAN entries from logits that were kept scaled, -inf where dropped: `dz_at`."""
+    row = tl.program_id(0).to(tl.int64)
+    # Words of the mask, and the entries in each.
+    column = tl.program_id(1) * BLOCK + (tl.arange(0, BLOCK // 32) * 32)[:, None]
+    bit = tl.arange(0, 32)[None, :]
+    inside = column + bit < SPAN
+    g = 0.0
+    h = 0.0
+    if HAS_DLOGP:
+        g = tl.load(dlogp + row)
+    if HAS_DENTROPY:
+        h = tl.load(dentropy + row)
+    top = tl.load(stats + 2 * row)
+    out = tl.zeros((BLOCK // 32, 32), tl.float32)
+    if row_active(kept, targets, row, True, g, h, top, V, WORDS, HAS_KEPT):
+        z = tl.load(logits + row * logits_row + column + bit, mask=inside, other=0.0)
+        hit = tl.load(targets + row) - first == column + bit
+        out = dz_at(z, hit, top, tl.load(stats + 2 * row + 1), g, h, tl.load(entropy + row), HAS_DENTROPY)
+        if HAS_TEMPERATURE:
+            out = out * tl.load(inv_temperature + row)
+        if HAS_KEPT:
+            at = (first + column) >> 5
+            word = tl.load(kept + row * WORDS + at, mask=at < WORDS, other=0)
+            out = tl.where(((word >> bit) & 1) != 0, out, 0.0)
+    tl.store(dz + row * dz_row + column + bit, out.to(dz.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def linear_logprob_probs_kernel(
+    probs,  # [T, V]
+    tile_max,  # [T, TILES] fp32
+    targets,  # [T] int64
+    inv_temperature,  # [T] fp32
+    kept,  # [T, WORDS] int32
+    stats,  # [T, 2] fp32
+    dlogp,  # [T] fp32
+    dz,  # [T, dz_row]: entries [first, first + SPAN)
+    V,
+    SPAN,
+    first,
+    TILES,
+    WORDS,
+    dz_row,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dz = g * ([v = y] - p * exp((tile_max - M) - log S)), as `dz_at` but from the tile's kept probability."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SPAN
+    v = first + column
+    g = tl.load(dlogp + row)
+    top = tl.load(stats + 2 * row)
+    log_total = tl.load(stats + 2 * row + 1)
+    out = tl.zeros((BLOCK,), tl.float32)
+    if row_active(kept, targets, row, True, g, 0.0, top, V, WORDS, HAS_KEPT):
+        tile = (first + tl.program_id(1) * BLOCK) // TILE + tl.arange(0, BLOCK // TILE)
+        m = tl.load(tile_max + row * TILES + tile, mask=tile < TILES, other=float("-inf"))
+        scale = exp((m - top) - log_total)
+        p = tl.load(probs + row * V + v, mask=inside, other=0.0).to(tl.float32)
+        p = tl.reshape(tl.reshape(p, (BLOCK // TILE, TILE)) * scale[:, None], (BLOCK,))
+        out = g * (tl.where(v == tl.load(targets + row), 1.0, 0.0) - p)
+        if HAS_TEMPERATURE:
+            out = out * tl.load(inv_temperature + row)
+        if HAS_KEPT:
+            out = tl.where(is_kept(kept, row, v, inside, WORDS), out, 0.0)
+    tl.store(dz + row * dz_row + column, out.to(dz.dtype.element_ty), mask=inside)
+
+
+# ---- launchers ----------------------------------------------------------------------------------
+
+
+class Active(NamedTuple):
+    """Blocks of BLOCK_TOKENS tokens that have a gradient; the host does not wait to learn how many.
+
+    A schedule may leave the others out: whole groups of products with zeros change no chain.
+    """
+
+    flags: Tensor  # [blocks] int32
+    blocks: Tensor  # [blocks] int32: the numbers of those that have, ascending, then of the others
+    number: Tensor  # [1] int32: how many have
+    most: bool = False  # the host's guess that nearly all have; no bit depends on it
+
+
+def active_blocks(
+    targets: Tensor,  # [T]
+    kept: Tensor | None,
+    stats: Tensor,
+    dlogp: Tensor | None,
+    dentropy: Tensor | None,
+    tokens: int = WGRAD_TOKENS,
+) -> tuple[Tensor, Tensor, Tensor]:  # [groups, blocks], [groups, blocks], [groups] int32
+    """`Active`'s tensors for every group of `tokens`: the blocks in which some token has an upstream gradient, a kept
+    target and a distribution."""
+    t = targets.shape[0]
+    groups, count = triton.cdiv(t, tokens), triton.next_power_of_2(triton.cdiv(min(t, tokens), BLOCK_TOKENS))
+    flags, blocks = (torch.empty(groups, count, dtype=torch.int32, device=stats.device) for _ in range(2))
+    number = torch.empty(groups, dtype=torch.int32, device=stats.device)
+    words = 0 if kept is None else kept.shape[1]
+    with on_device(stats):
+        linear_logprob_active_kernel[(groups,)](
+            targets, kept, stats, dlogp, dentropy, flags, blocks, number, t, 32 * words, words, tokens,
+            HAS_KEPT=kept is not None, HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None,
+            BLOCKS=count, BLOCK=BLOCK_TOKENS, num_warps=8, **options(),
+        )  # fmt: skip
+    return flags, blocks, number
+
+
+def logits_block(
+    dz: Tensor,  # [n, v]
+    logits: Tensor,  # [n, v] fp32
+    targets: Tensor,
+    inv_temperature: Tensor | None,
+    kept: Tensor | None,
+    stats: Tensor,
+    entropy: Tensor,
+    dlogp: Tensor | None,
+    dentropy: Tensor | None,
+    first: int,
+    vocab_size: int,
+) -> None:
+    """Gradient of a block of logits that the forward kept."""
+    n, span = dz.shape
+    with on_device(dz):
+        linear_logprob_logits_kernel[(n, triton.cdiv(span, COLUMNS))](
+            logits, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, dz,
+            vocab_size, span, first, triton.cdiv(vocab_size, 32), logits.stride(0), dz.stride(0),
+            HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
+            HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, BLOCK=COLUMNS, num_warps=4, **options(),
+        )  # fmt: skip
+
+
+def probs_block(
+    dz: Tensor,  # [n, v]
+    probs: Tensor,  # [n, V]
+    tile_max: Tensor,  # [n, TILES]
+    targets: Tensor,
+    inv_temperature: Tensor | None,
+    kept: Tensor | None,
+    stats: Tensor,
+    dlogp: Tensor,
+    first: int,
+) -> None:
+    """Gradient of a block of logits from kept probabilities, where the entropy has none."""
+    (n, span), vocab = dz.shape, probs.shape[1]
+    with on_device(probs):
+        linear_logprob_probs_kernel[(n, triton.cdiv(span, COLUMNS))](
+            probs, tile_max, targets, inv_temperature, kept, stats, dlogp, dz,
+            vocab, span, first, tile_max.shape[1], triton.cdiv(vocab, 32), dz.stride(0),
+            HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, BLOCK=COLUMNS,
+            num_warps=4, **options(),
+        )  # fmt: skip
+
+
+# ---- the loop -----------------------------------------------------------------------------------
+
+
+class Products(NamedTuple):
+    """What the products of the backward run through: the anchors, or certified schedules that equal them."""
+
+    dz: Callable[..., None]
+    dhidden: Callable[[Tensor, Tensor | None, Tensor, Tensor, bool, Active], None]
+    dweight: Callable[[Tensor, Tensor, Tensor, bool, Active], None]
+    guess: Callable[[Tensor, int], bool]  # (active blocks of each group, blocks) -> `Active.most`
+
+
+def chunks_of_dz(tokens: int) -> int:
+    """Chunks of the input gradient's order that a block of dz spans: as few as fill a GPU, a power of two."""
+    return triton.next_power_of_2(triton.cdiv(DZ_ENTRIES, max(1, tokens) * LOGPROB_DGRAD_CHUNK))
+
+
+def gradients(
+    products: Products,
+    grad: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    inv_temperature: Tensor | None,
+    kept: Tensor | None,
+    stats: Tensor,
+    entropy: Tensor,
+    dlogp: Tensor | None,
+    dentropy: Tensor | None,
+    probs: Tensor | None,
+    tile_max: Tensor | None,
+    logits: Tensor | None,
+    needs_input: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """dhidden [T, C] and dweight [V, C], each empty where it is not wanted; `grad` takes dweight's place.
+
+    Blocks of WGRAD_TOKENS tokens and `chunks_of_dz` chunks of the vocabulary: with `grad` a block of tokens runs
+    through the whole vocabulary, else a block of the vocabulary through all tokens, so that its fp32 sum is the only
+    one that is held.
+    """
+    hidden, weight = strided(hidden), strided(weight)
+    (tokens, c), vocab, device = hidden.shape, weight.shape[0], hidden.device
+    direct = needs_weight and grad is None
+    dweight = torch.empty(vocab if direct else 0, c, dtype=weight.dtype, device=device)
+    dhidden = torch.empty(tokens if needs_input else 0, c, dtype=hidden.dtype, device=device)
+    if tokens == 0 or c == 0:
+        return dhidden, dweight.zero_()
+    targets, stats, entropy = targets.contiguous(), stats.contiguous(), entropy.contiguous()
+    inv_temperature, kept, dlogp, dentropy = (
+        None if t is None else t.contiguous() for t in (inv_temperature, kept, dlogp, dentropy)
+    )
+    blocks = [(s, min(tokens, s + WGRAD_TOKENS)) for s in range(0, tokens, WGRAD_TOKENS)]
+    most_tokens = min(tokens, WGRAD_TOKENS)
+    width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks_of_dz(most_tokens) * LOGPROB_DGRAD_CHUNK)
+    flags, numbers, count = active_blocks(targets, kept, stats, dlogp, dentropy, WGRAD_TOKENS)
+    guess = products.guess(count, -(-tokens // BLOCK_TOKENS))
+    active = {s: Active(flags[i], numbers[i], count[i : i + 1], guess) for i, (s, _) in enumerate(blocks)}
+    from_probs = probs is not None and tile_max is not None and dlogp is not None and dentropy is None
+    have = 0 if logits is None else min(vocab, logits.shape[1])
+
+    def fill(dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
+        inverse, mask, g, h = (part(t, start, stop) for t in (inv_temperature, kept, dlogp, dentropy))
+        y, s, entropies = targets[start:stop], stats[start:stop], entropy[start:stop]
+        if from_probs:
+            assert probs is not None and tile_max is not None and g is not None
+            probs_block(dz, probs[start:stop], tile_max[start:stop], y, inverse, mask, s, g, first)
+            return
+        ready = min(max(have, first), last)
+        if logits is not None and ready > first:
+            known = logits[start:stop, first:ready]
+            logits_block(dz[:, : ready - first], known, y, inverse, mask, s, entropies, g, h, first, vocab)
+        if ready < last:
+            x, w, some = hidden[start:stop], weight[ready:last], active[start]
+            products.dz(dz[:, ready - first :], x, w, y, inverse, mask, s, entropies, g, h, some, ready, vocab)
+
+    block = torch.empty(most_tokens, width, dtype=weight.dtype, device=device)
+    scratch = torch.empty(width, c, dtype=torch.float32, device=device) if direct and len(blocks) > 1 else None
+    for group in [blocks] if direct else [[b] for b in blocks]:
+        origin, end = group[0][0], group[-1][1]
+        running = torch.empty(end - origin, c, dtype=torch.float32, device=device) if needs_input else None
+        for first in range(0, vocab, width):
+            last = min(vocab, first + width)
+            for start, stop in group:
+                dz, some = block[: stop - start, : last - first], active[start]
+                fill(dz, start, stop, first, last)
+                if running is not None:
+                    sums = running[start - origin : stop - origin]
+                    for low in range(first, last, LOGPROB_DGRAD_CHUNK):
+                        high = min(last, low + LOGPROB_DGRAD_CHUNK)
+                        rounded = dhidden[start:stop] if high == vocab else None
+                        products.dhidden(
+                            sums, rounded, dz[:, low - first : high - first], weight[low:high], low == 0, some
+                        )
+                if scratch is not None:
+                    products.dweight(scratch[: last - first], dz, hidden[start:stop], start == 0, some)
+                elif needs_weight:
+                    to = (dweight if grad is None else grad)[first:last]
+                    products.dweight(to, dz, hidden[start:stop], grad is None, some)
+            if scratch is not None:
+                dweight[first:last].copy_(scratch[: last - first])
+    return dhidden, dweight
+
+
+# ---- ahead of time ------------------------------------------------------------------------------
+
+_ROWS = {
+    "targets": "*i64:16", "inv_temperature": "*fp32:16", "kept": "*i32:16", "stats": "*fp32:16", "dlogp": "*fp32:16",
+    "V": "i32:16", "WORDS": "i32",
+}  # fmt: skip
+_BLOCK = {"dz": "*bf16:16", "SPAN": "i32:16", "first": "i32:16", "dz_row": "i32:16"}
+_MASKED = {"HAS_TEMPERATURE": True, "HAS_KEPT": True}
+AOT: tuple[Variant, ...] = (
+    Variant(
+        "linear_logprob active", linear_logprob_active_kernel,
+        {
+            **{n: t for n, t in _ROWS.items() if n != "inv_temperature"}, "dentropy": "*fp32:16", "T": "i32",
+            "flags": "*i32:16", "blocks": "*i32:16", "number": "*i32:16", "TOKENS": "i32:16",
+        },
+        {"HAS_KEPT": True, "HAS_DLOGP": True, "HAS_DENTROPY": True, "BLOCKS": 128, "BLOCK": BLOCK_TOKENS}, num_warps=8,
+    ),
+    Variant(
+        "linear_logprob logits", linear_logprob_logits_kernel,
+        {
+            **_ROWS, **_BLOCK, **dict.fromkeys(("logits", "entropy", "dentropy"), "*fp32:16"), "logits_row": "i32:16",
+        },
+        {**_MASKED, "HAS_DLOGP": True, "HAS_DENTROPY": True, "BLOCK": COLUMNS}, main=True,
+    ),
+    Variant(
+        "linear_logprob probs", linear_logprob_probs_kernel,
+        {**_ROWS, **_BLOCK, "probs": "*bf16:16", "tile_max": "*fp32:16", "TILES": "i32"},
+        {**_MASKED, "BLOCK": COLUMNS}, main=True,
+    ),
+)  # fmt: skip
