@@ -19,6 +19,7 @@ from rlkernel.contract import assert_bitwise
 from rlkernel.kernels.cuda import linear as cuda
 from rlkernel.kernels.cuda import linear_logprob as scoring
 from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.triton.linear_logprob_backward import Active
 
 
 def key(x: Tensor, w: Tensor, bias: Tensor | None = None, chunks: int = 1, out: torch.dtype | None = None) -> tuple:
@@ -76,6 +77,10 @@ def test_the_gradients_of_one_class() -> None:
     assert head.is_head and not head._replace(chunks=2).is_head and not head._replace(form="forward").is_head
 
 
+NONE = Active(*[torch.zeros(1, dtype=torch.int32)] * 3)
+MOST = NONE._replace(most=True)
+
+
 def calls() -> list[tuple[ScheduledOp, tuple]]:
     """Every op with arguments in many shapes and places."""
     w, wide, odd = rand(48, 64), rand(48, 128), rand(130)[2:].view(2, 64)
@@ -95,18 +100,20 @@ def calls() -> list[tuple[ScheduledOp, tuple]]:
     for x, weight, t, k, keep in itertools.product(
         hiddens, (head, rand(84, 64), rand(80, 128)[:, 64:]), (None, inverse), (None, kept), (False, True)
     ):
-        found.append((scoring._forward, (x, weight, y, t, k, keep)))
-        for g, h in ((inverse, None), (None, inverse), (inverse, inverse)):
-            found.append((scoring._dz, (x, weight, y, t, k, inverse, inverse, g, h, None, 0, 80)))
-    for v, c, fresh, shift in itertools.product((80, 84), (64, 68), (False, True), (0, 1)):
+        found.append((scoring._forward, (x, weight, y, t, k, keep, 0)))
+        found.append((scoring._forward, (x, weight, y, t, k, keep, 256)))
+        for (g, h), row in itertools.product(((inverse, None), (None, inverse), (inverse, inverse)), (84, 88)):
+            dz = rand(len(x), row)[:, : len(weight)]
+            found.append((scoring._dz, (dz, x, weight, y, t, k, inverse, inverse, g, h, NONE, 0, 80)))
+    for v, c, fresh, shift, some in itertools.product((80, 84), (64, 68), (False, True), (0, 1), (NONE, MOST)):
         whole, dz, weight = torch.zeros(16 * c + 1), rand(16, v), rand(v, c)
         running = whole[shift : 16 * c + shift].view(16, c)
         for rounded in (None, rand(16, c), rand(16 * c + 1)[1:].view(16, c), rand(c, 16).t()):
-            found.append((scoring._dhidden, (running, rounded, dz, weight, fresh, None)))
-        found.append((scoring._dhidden, (running, None, rand(16, 2 * v)[:, :v], weight, fresh, None)))
+            found.append((scoring._dhidden, (running, rounded, dz, weight, fresh, some)))
+        found.append((scoring._dhidden, (running, None, rand(16, 2 * v)[:, :v], weight, fresh, some)))
         for dtype in (torch.float32, torch.bfloat16):
             for rows in (rand(16, c), rand(16, 2 * c)[:, c:]):
-                found.append((scoring._dweight, (torch.zeros(v, c, dtype=dtype), dz, rows, fresh, None)))
+                found.append((scoring._dweight, (torch.zeros(v, c, dtype=dtype), dz, rows, fresh, some)))
     return found
 
 
@@ -158,19 +165,18 @@ def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytes_, dtype=dtype)
 
 
-def test_the_products_of_a_head_and_of_a_chunk_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses, lengths and the sums, with cuBLASLt's place taken by torch on whole numbers."""
-    asked: list[tuple] = []
-    chosen = cuda.Plan(0, 0, "torch")
-    monkeypatch.setattr(cuda, "plan", lambda *args: (asked.append(args), chosen)[1])
-    monkeypatch.setattr(cuda, "DGRAD_CHUNK", 32)
-    monkeypatch.setattr(cuda, "DGRAD_WHOLE", 64)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """cuBLASLt's place taken by torch on whole numbers; what its heuristic was asked for."""
+    found: list[tuple] = []
+    monkeypatch.setattr(cuda, "plan", lambda *args: (found.append(args), cuda.Plan(0, 0, "torch"))[1])
 
     def launcher(device: int, which: cuda.Plan) -> Callable[..., None]:
-        _, _, n, _, _, a_row, b_row, a_by_k, _, dtype, out_dtype, _, _ = asked[-1]
+        _, _, n, _, _, a_row, b_row, a_by_k, _, dtype, out_dtype, _, _ = found[-1]
 
         def run(m: int, k: int, a: int, b: int, bias: None, add: bool, out: Tensor) -> None:
-            left = memory(a, (k if a_by_k else m) * a_row - (0 if a_by_k else a_row - k), dtype)
+            rows, width = (k, m) if a_by_k else (m, k)
+            left = memory(a, (rows - 1) * a_row + width, dtype)
             left = left.as_strided((m, k), (1, a_row) if a_by_k else (a_row, 1))
             right = memory(b, k * b_row, dtype).as_strided((k, n), (b_row, 1))
             total = left.float() @ right.float() + (out.float() if add else 0)
@@ -178,7 +184,33 @@ def test_the_products_of_a_head_and_of_a_chunk_of_tokens(monkeypatch: pytest.Mon
 
         return run
 
-    monkeypatch.setattr(cuda, "_launcher", launcher)
+    monkeypatch.setattr(cuda, "launcher", launcher)
+    return found
+
+
+def test_the_products_of_linear_logprob_through_cublaslt(asked: list[tuple]) -> None:
+    """A block of dz whose rows are longer than it is: dhidden onto a sum and rounded, dweight onto one and fresh."""
+    whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
+    dz, weight, hidden = whole(6, 48)[:, :40], whole(40, 24), whole(6, 24)
+    running, rounded = torch.randint(-9, 9, (6, 24)).float(), torch.empty(6, 24, dtype=torch.bfloat16)
+    expected = running + dz.float() @ weight.float()
+    run = scoring._cublaslt(0, False).bind((0, *scoring._dhidden_key(running, rounded, dz, weight, False, MOST)[1:]))
+    run(running, rounded, dz, weight, False, MOST)
+    assert_bitwise(running, expected, "dhidden, added")
+    assert_bitwise(rounded, expected.bfloat16(), "dhidden, rounded")
+    for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
+        grad = torch.ones(40, 24, dtype=out)
+        key = (0, *scoring._dweight_key(grad, dz, hidden, fresh, MOST)[1:])
+        scoring._cublaslt(1, True).bind(key)(grad, dz, hidden, fresh, MOST)
+        assert_bitwise(grad, (dz.float().t() @ hidden.float() + (not fresh)).to(out), f"dweight, {fresh}, {out}")
+        assert asked[-1][2:3] + asked[-1][5:9] == (24, 48, 24, True, False) and asked[-1][-1] == 1
+    assert not scoring._cublaslt(0, True).supports((0, *scoring._dweight_key(grad, dz, hidden, False, NONE)[1:]))
+
+
+def test_the_products_of_a_head_and_of_a_chunk_of_tokens(asked: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses, lengths and the sums."""
+    monkeypatch.setattr(cuda, "DGRAD_CHUNK", 32)
+    monkeypatch.setattr(cuda, "DGRAD_WHOLE", 64)
     whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
     dy, w, x = whole(5, 80), whole(80, 24), whole(5, 24)
     s = cuda._shape((0, *cuda._dgrad_key(dy, w, 1)[1:]))
