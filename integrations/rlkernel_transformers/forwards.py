@@ -323,8 +323,10 @@ def prepare(
             "continuous batching of transformers (paged attention) is not supported: turn "
             "use_transformers_continuous_batching off, or generate with rlkernel_transformers.remove(model)"
         )
-    if cache is not None and torch.is_grad_enabled() and decoder.training:
-        cache = None  # as under gradient checkpointing in transformers: training keeps no cache
+    if cache is not None and decoder.layers[0].gradient_checkpointing and decoder.training:
+        if cache.get_seq_length():
+            raise CallError("past_key_values under gradient checkpointing: recomputing would fill the cache twice")
+        cache = None
     packed = pack(
         (given.shape[0], given.shape[1]),
         given.device,

@@ -195,3 +195,17 @@ def test_refused_calls() -> None:
         rt.token_logprobs(model, IDS, labels=IDS, targets=IDS)
     with pytest.raises(rt.CallError, match="float32"):
         rt.token_logprobs(model, IDS, temperature=torch.ones(4, dtype=torch.bfloat16))
+
+
+@torch.no_grad()
+def test_attention_interface_alone() -> None:
+    """`attn_implementation="rlkernel"` on stock layers: close to theirs, and refused with a cache."""
+    plain = stock("qwen2-window")
+    positions = (MASK.cumsum(1) - 1).clamp_min(0)
+    expected = plain(IDS, attention_mask=MASK, position_ids=positions).logits
+    plain.set_attn_implementation("rlkernel")
+    found = plain(IDS, attention_mask=MASK, position_ids=positions).logits
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(found[MASK.bool()], expected[MASK.bool()], rtol=1e-4, atol=1e-4)
+    with pytest.raises(rt.CallError, match="apply"):
+        plain.generate(IDS, attention_mask=MASK, max_new_tokens=2, pad_token_id=0)

@@ -111,6 +111,29 @@ def test_masters_in_a_training_loop() -> None:
     assert not hasattr(model.lm_head.weight, "main_grad") and model.lm_head.weight.grad is None
 
 
+def test_in_a_trainer(tmp_path: Path) -> None:
+    """transformers' own Trainer: columns found, token counts passed on, the loss falls; autocast is refused."""
+    ids, mask = padded(ROWS, left=False)
+    rows = [
+        {"input_ids": i, "attention_mask": m, "labels": i.masked_fill(m == 0, -100)}
+        for i, m in zip(ids, mask, strict=True)
+    ]
+    common: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+
+    def trainer(**options: Any) -> Any:
+        args = transformers.TrainingArguments(str(tmp_path), **common, **options)
+        model, _ = pair("qwen3")
+        optimizer = rt.AdamW(model.parameters(), lr=3e-3)
+        return transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows, optimizers=(optimizer, None))
+
+    one = trainer(per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=4)
+    before = one.evaluate()["eval_loss"]
+    one.train()
+    assert one.evaluate()["eval_loss"] < before - 0.3
+    with pytest.raises(rt.CallError, match="bf16=False"):
+        trainer(bf16=True, max_steps=1).train()
+
+
 # ---- LoRA ----------------------------------------------------------------------------------------
 
 
