@@ -11,6 +11,7 @@ from models.hf_models import CASES
 
 import rlkernel_transformers as rt
 from rlkernel.contract import assert_bitwise
+from rlkernel.engine import LLM, SamplingParams
 from rlkernel.models import PackedBatch
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -77,3 +78,21 @@ def test_control_stock_differs() -> None:
         alone_differs += int((together != alone).sum())
         ours_differs += int((together != decoder.logits(decoder(PackedBatch.from_sequences(rows)))).sum())
     assert alone_differs > 0 and ours_differs > 0
+
+
+@pytest.mark.parametrize("case", ["qwen3-tied", "mistral-window"])
+def test_engine_rollout_equals_training_forward(case: str) -> None:
+    """Tokens sampled by our engine, scored by the model of transformers, the same bits."""
+    model, decoder = pair(case, torch.bfloat16)
+    llm = LLM(decoder, max_num_seqs=3, max_num_batched_tokens=16, page_size=4, num_pages=128)
+    params = [SamplingParams(temperature=0.8, max_tokens=20, seed=i, ignore_eos=True) for i in range(len(ROWS))]
+    outputs = [out.outputs[0] for out in llm.generate(ROWS, params)]
+    sequences = [row + list(out.token_ids) for row, out in zip(ROWS, outputs, strict=True)]
+    ids, mask = padded(sequences)
+    labels = ids.masked_fill(mask == 0, -100)
+    for i, row in enumerate(sequences):
+        labels[i, ids.shape[1] - len(row) :][: len(ROWS[i])] = -100
+    with torch.no_grad():
+        scored = rt.token_logprobs(model, ids, mask, labels=labels, temperature=0.8).logp
+    wanted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
+    assert_bitwise(scored[wanted], torch.cat([out.logprobs_tensor for out in outputs]), "rollout")
