@@ -56,25 +56,73 @@ def define(
 
         return call
 
-    _LIBRARY.impl(name, on("cpu"), "CPU")
-    _LIBRARY.impl(name, on("cuda"), "CUDA")
+    direct = {"cpu": on("cpu"), "cuda": on("cuda")}
+    _LIBRARY.impl(name, direct["cpu"], "CPU")
+    _LIBRARY.impl(name, direct["cuda"], "CUDA")
     torch.library.register_fake(f"rlkernel::{name}", fake, lib=_LIBRARY)
+    eager: Callable[..., Any] | None = None
     if backward is not None:
         # The gradient ops mostly have no gradient of their own, and torch would drop that term in silence.
         once = backward if differentiable_twice else once_differentiable(backward)
         torch.library.register_autograd(f"rlkernel::{name}", once, setup_context=setup_context, lib=_LIBRARY)
+        if setup_context is not None:
+            eager = _function(name, direct, setup_context, once)
     overload = getattr(torch.ops.rlkernel, name).default
 
     def call_on_one_device(*args: Any) -> Any:
-        first = None
+        first, plain, differentiable = None, True, False
         for arg in args:
             if isinstance(arg, Tensor):
-                first = first or arg.device
-                if arg.device != first:
+                if first is None:
+                    first = arg.device
+                elif arg.device != first:
                     raise ValueError(f"{name}: tensors lie on {first} and on {arg.device}; move them to one device")
-        return overload(*args)
+                plain = plain and type(arg) in _PLAIN
+                differentiable = differentiable or arg.requires_grad
+            elif isinstance(arg, (list, tuple)):
+                plain = False
+        if first is None or not plain or first.type not in direct or _observed():
+            return overload(*args)
+        if differentiable and torch.is_grad_enabled():
+            return overload(*args) if eager is None else eager(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return direct[first.type](*args)
 
     return call_on_one_device
+
+
+# ---- without the dispatcher ----------------------------------------------------------------------
+# torch's dispatcher runs an op's Python three times (autograd, its redispatch, the kernel), which takes longer than
+# the kernel of a small batch. Where nothing is there to see the op, it is called directly, with the same functions.
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _observed() -> bool:
+    """Whether tracing, a dispatch mode, a functorch transform or the profiler must see the op."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _function(
+    name: str, direct: dict[str, Callable[..., Any]], setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The op as an `autograd.Function`, what `torch.library.register_autograd` makes of the same arguments."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        device = next(a.device.type for a in args if isinstance(a, Tensor))
+        with torch._C._AutoDispatchBelowAutograd():
+            output = direct[device](*args)
+        setup_context(ctx, args, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    apply: Callable[..., Any] = type(name, (torch.autograd.Function,), members).apply
+    return apply
 
 
 def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -106,5 +106,7 @@ def linear(
         return stock.linear(x, weight, bias, out_dtype)
     _check_chunks("chunks", chunks, k)
     _check_chunks("dgrad_chunks", dgrad_chunks, n)
+    if x.dim() == 2:
+        return _linear(x, weight, bias, chunks, dgrad_chunks, out_dtype)
     y = _linear(x.reshape(-1, k), weight, bias, chunks, dgrad_chunks, out_dtype)
     return y.view(*x.shape[:-1], n)

@@ -55,4 +55,6 @@ def swiglu(
     check(width % 2 == 0, lambda: f"swiglu: gate_up is {tuple(gate_up.shape)}; its last dimension must be even (2F)")
     if is_stock():
         return stock.swiglu(gate_up)
+    if gate_up.dim() == 2:
+        return _swiglu(gate_up)
     return _swiglu(gate_up.reshape(-1, width)).view(*gate_up.shape[:-1], width // 2)
