@@ -41,9 +41,17 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     assert_equal(gradients(model), expected, "checkpointing")
 
 
+def two_layers(case: str) -> Any:
+    """Compiling takes a second a layer."""
+    model, _ = pair(case)
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    return model
+
+
 @pytest.mark.parametrize("mask", [MASK, None], ids=["padded", "full"])
 def test_compiles_whole(mask: torch.Tensor | None) -> None:
-    model, _ = pair("qwen3")
+    model = two_layers("qwen3")
     with torch.no_grad():
         logp, logits = rt.token_logprobs(model, IDS, mask).logp, model(IDS, attention_mask=mask).logits
     expected = gradients(model, IDS, mask)
@@ -57,7 +65,7 @@ def test_compiles_whole(mask: torch.Tensor | None) -> None:
 
 
 def test_compiles_packed_rows() -> None:
-    model, _ = pair("llama")
+    model = two_layers("llama")
     flat = torch.tensor([[token for row in ROWS for token in row]])
     cu = torch.tensor([0, *(len(row) for row in ROWS)]).cumsum(0).to(torch.int32)
     torch._dynamo.reset()
