@@ -121,7 +121,8 @@ def _function(
         return output
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    apply: Callable[..., Any] = type(name, (torch.autograd.Function,), members).apply
+    function: Any = type(name, (torch.autograd.Function,), members)
+    apply: Callable[..., Any] = function.apply
     return apply
 
 
