@@ -1,0 +1,137 @@
+"""A `VllmConfig` that asked for rlkernel: what cannot be exact is refused by the name of its setting, the rest is set.
+
+`findings` is a pure function of the configuration, so the front end, the engine and every worker come to one result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rlkernel import ops
+from rlkernel.models.config import ConfigError, ModelConfig, from_hf
+from rlkernel_vllm import settings
+from rlkernel_vllm.settings import ATTENTION, CONTRACT, MODE, Settings
+
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
+
+
+class Finding(NamedTuple):
+    """A setting, or a module of the model, that cannot be exact, and why."""
+
+    setting: str
+    reason: str
+
+
+class UnsupportedError(ValueError):
+    """What was asked for cannot be exact; every setting and module is named."""
+
+
+def prepare(vllm_config: Any, asked: Settings) -> None:
+    """Refuses what cannot be exact (strict mode), and makes the settings that follow from the flag.
+
+    Raises:
+        UnsupportedError: strict mode, and there are findings; or the contract is not the one asked for.
+    """
+    settings.write(vllm_config, asked)
+    if asked.contract is not None and asked.contract != ops.attention_contract(asked.attention):
+        raise UnsupportedError(
+            f"{CONTRACT} is {asked.contract!r}, and this rlkernel computes {ops.attention_contract(asked.attention)!r}; "
+            "use one rlkernel and one attention variant in the engine and in the trainer"
+        )
+    refuse(list(findings(vllm_config, asked)), asked)
+    vllm_config.model_config.disable_cascade_attn = True
+    if _on_cuda():
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+
+
+def refuse(found: list[Finding], asked: Settings) -> None:
+    """Raises UnsupportedError for findings in strict mode."""
+    if found and asked.mode == "strict":
+        lines = "\n".join(f"- {name}: {reason}" for name, reason in found)
+        raise UnsupportedError(
+            f"{settings.FLAG}: log-probabilities cannot be exact with\n{lines}\n"
+            f'Change these, or set "{MODE}": "audit" in additional_config to run and be told.'
+        )
+
+
+def findings(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
+    """Everything in the configuration that cannot be made exact."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    yield from _of_model(model)
+    if getattr(model, "quantization", None) is not None:
+        yield Finding("quantization", f"{model.quantization!r}; weights must be in the trainer's dtype")
+    if vllm_config.speculative_config is not None:
+        yield Finding("speculative_config", "rejection sampling changes which distribution a token is drawn from")
+    if vllm_config.lora_config is not None:
+        yield Finding("enable_lora", "adapters are added by kernels that are not invariant; merge them into the weights")
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if cache_dtype != "auto" and cache_dtype != str(model.dtype).removeprefix("torch."):
+        yield Finding("kv_cache_dtype", f"{cache_dtype!r}; keys and values must keep the model's dtype, 'auto'")
+    for name in (
+        *("tensor_parallel_size", "pipeline_parallel_size"),
+        *("decode_context_parallel_size", "prefill_context_parallel_size"),
+    ):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            yield Finding(name, f"{size}; sums over ranks are not in the contract's order, use 1")
+    if getattr(parallel, "enable_expert_parallel", False):
+        yield Finding("enable_expert_parallel", "there are no experts in a supported model")
+    yield from _of_attention(vllm_config, asked)
+
+
+def _of_model(model: Any) -> Iterator[Finding]:
+    kind = getattr(model, "runner_type", "generate")
+    if kind != "generate":
+        yield Finding("runner", f"{kind!r}; only generation is supported")
+    if getattr(model, "is_encoder_decoder", False):
+        yield Finding("model", "an encoder-decoder model; only decoders are supported")
+    if getattr(model, "use_mla", False):
+        yield Finding("model", "multi-head latent attention (MLA) is not supported")
+    names = list(getattr(model, "architectures", None) or getattr(model.hf_config, "architectures", None) or [])
+    if not any(name in ARCHITECTURES for name in names):
+        yield Finding("model", f"architecture {', '.join(names)}; expected one of {', '.join(ARCHITECTURES)}")
+        return
+    if getattr(model, "model_impl", "auto") == "transformers":
+        yield Finding("model_impl", "'transformers'; expected vLLM's own model, 'auto' or 'vllm'")
+    try:
+        model_config(model)
+    except ConfigError as error:
+        yield Finding("model", str(error))
+
+
+def _of_attention(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
+    if not _on_cuda():
+        if asked.attention == "fa3":
+            yield Finding(ATTENTION, "'fa3' runs on GPUs of compute capability 9; use 'split'")
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backend = vllm_config.attention_config.backend
+    if backend not in (None, AttentionBackendEnum.CUSTOM):
+        yield Finding("attention_config.backend", f"{backend.name}; leave it out, rlkernel brings its own")
+    else:
+        from rlkernel_vllm.plugin import BACKEND
+
+        registered = AttentionBackendEnum.CUSTOM.get_path()
+        if registered != BACKEND:
+            yield Finding("attention_config.backend", f"another plugin registered {registered} as CUSTOM")
+
+
+def model_config(model: Any) -> ModelConfig:
+    """The model's architecture as rlkernel reads it, from the Hugging Face configuration that vLLM holds.
+
+    Raises:
+        ConfigError: rlkernel's models do not compute it; the message names the key.
+    """
+    values = dict(model.hf_config.to_dict())
+    values["dtype"] = str(model.dtype).removeprefix("torch.")
+    return from_hf(values, where=f"config.json of {model.model}")
+
+
+def _on_cuda() -> bool:
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()

@@ -1,0 +1,201 @@
+"""A model that vLLM has built, made to compute with `rlkernel.ops`: modules change class in place, before loading.
+
+Only objects change, of this model alone; vLLM's classes stay as they are. Parameters keep their names, shapes and
+loaders, so that every way of loading and updating weights works as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlkernel import ops
+from rlkernel.models.config import ConfigError
+from rlkernel.models.rope_table import rope_table
+from rlkernel_vllm.config import Finding, findings, model_config, refuse
+from rlkernel_vllm.settings import Settings
+from vllm.model_executor.layers import linear, vocab_parallel_embedding
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+class ExactRMSNorm(RMSNorm):
+    """`ops.rms_norm`, with the residual addition in front."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        return ops.rms_norm(x, self.weight, self.variance_epsilon, residual)
+
+
+class ExactSiluAndMul(SiluAndMul):
+    """`ops.swiglu`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.swiglu(x)
+
+
+class ExactRotaryEmbedding(RotaryEmbeddingBase):
+    """`ops.rope` with rlkernel's table: fp32, made on the CPU from fp64 angles."""
+
+    rlkernel_table: Tensor  # [P, D] fp32
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        heads = (-1, self.head_size)
+        q, k = ops.rope(
+            query.unflatten(-1, heads), key.unflatten(-1, heads), positions.flatten(), self.rlkernel_table
+        )  # fmt: skip
+        return q.view(query.shape), k.view(key.shape)
+
+
+class ExactLinearMethod(linear.UnquantizedLinearMethod):
+    """`ops.linear`. The weight stays a plain parameter, where vLLM on a CPU would repack and empty it."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        return
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ops.linear(x, layer.weight, bias)
+
+
+class ExactEmbeddingMethod(vocab_parallel_embedding.UnquantizedEmbeddingMethod):
+    """`ops.embedding` for token ids, `ops.linear` for a head."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        return
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        return ops.embedding(input_.long(), layer.weight)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ops.linear(x, layer.weight, bias, out_dtype=torch.float32)
+
+
+class ExactLogitsProcessor(LogitsProcessor):
+    """Logits are the head's fp32 sums, never rounded to the model's dtype; padded rows of the vocabulary are left out."""
+
+    def _get_logits(
+        self, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        weight = lm_head.weight[: self.org_vocab_size]
+        bias = None if embedding_bias is None else embedding_bias[: self.org_vocab_size]
+        return ops.linear(hidden_states, weight, bias, out_dtype=torch.float32)
+
+
+# ---- conversion ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Conversion:
+    """What became of a model: module name -> what computes it now, and what could not be exact."""
+
+    modules: dict[str, str] = field(default_factory=dict)
+    found: list[Finding] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def own_rope_cache() -> Iterator[None]:
+    """vLLM shares rotary embeddings between models of a process; a converted one must stay with its model."""
+    shared = dict(_ROPE_DICT)
+    _ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(shared)
+
+
+def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
+    """Changes every module of a freshly built model that computes numbers; keeps the record as `model.rlkernel`.
+
+    Raises:
+        UnsupportedError: strict mode, and the configuration or a module cannot be exact.
+    """
+    done = Conversion(found=list(findings(vllm_config, asked)))
+    try:
+        table: Tensor | None = rope_table(model_config(vllm_config.model_config))
+    except ConfigError:
+        table = None  # already a finding
+    for name, module in model.named_modules():
+        made, reason = _convert(module, table, asked)
+        if made is not None:
+            done.modules[name] = made
+        elif reason is not None:
+            done.modules[name] = "stock"
+            done.found.append(Finding(name, f"{type(module).__name__}: {reason}"))
+    refuse(done.found, asked)
+    object.__setattr__(model, "rlkernel", done)
+    return done
+
+
+def _convert(module: Any, table: Tensor | None, asked: Settings) -> tuple[str | None, str | None]:
+    """(what computes the module now, None), or (None, why it stays as it is); both None where it computes nothing."""
+    kind = type(module)
+    if kind is RMSNorm:
+        if not module.has_weight or module.variance_size_override is not None:
+            return None, "no weight, or a variance over part of the row"
+        module.__class__ = ExactRMSNorm
+        return "ops.rms_norm", None
+    if kind is SiluAndMul:
+        module.__class__ = ExactSiluAndMul
+        return "ops.swiglu", None
+    if isinstance(module, RotaryEmbedding):
+        if table is None or not module.is_neox_style or module.rotary_dim != module.head_size:
+            return None, "only rotation of all of the head, by halves, and by a table that rlkernel makes"
+        place = module.cos_sin_cache.device
+        module.__class__ = ExactRotaryEmbedding
+        module.register_buffer("rlkernel_table", table.to(place), persistent=False)
+        return "ops.rope", None
+    if isinstance(module, (linear.LinearBase, vocab_parallel_embedding.VocabParallelEmbedding)):
+        return _convert_weight(module)
+    if isinstance(module, LogitsProcessor):
+        if module.soft_cap is not None or module.scale != 1.0:
+            return None, "scaled or capped logits are not supported"
+        module.__class__ = ExactLogitsProcessor
+        return "ops.linear, fp32 logits", None
+    if isinstance(module, Attention):
+        return _convert_attention(module, asked)
+    computes = not list(module.children()) and (list(module.parameters()) or kind.__module__.startswith("vllm.model_"))
+    if computes and kind.__name__ not in _IDLE:
+        return None, "a kind of module that rlkernel does not compute"
+    return None, None
+
+
+# Parts of converted modules that nothing calls any more, and modules that stand for nothing.
+_IDLE = ("ApplyRotaryEmb", "PPMissingLayer", "StageMissingLayer", "ModuleList", "QuantFP8")
+
+
+def _convert_weight(module: Any) -> tuple[str | None, str | None]:
+    method = type(module.quant_method)
+    if method is linear.UnquantizedLinearMethod:
+        module.quant_method.__class__ = ExactLinearMethod
+        return "ops.linear", None
+    if method is vocab_parallel_embedding.UnquantizedEmbeddingMethod:
+        module.quant_method.__class__ = ExactEmbeddingMethod
+        return "ops.embedding", None
+    return None, f"{method.__name__} is not supported"
+
+
+def _convert_attention(module: Any, asked: Settings) -> tuple[str | None, str | None]:
+    impl = module.impl
+    for name in ("alibi_slopes", "sinks", "logits_soft_cap", "kv_sharing_target_layer_name"):
+        if getattr(impl, name, None) not in (None, 0, 0.0):
+            return None, f"{name} is not supported"
+    if str(impl.attn_type) not in ("decoder", "AttentionType.DECODER"):
+        return None, f"attention of type {impl.attn_type} is not supported"
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from rlkernel_vllm.attention_cpu import adopt
+    else:
+        from rlkernel_vllm.attention_cuda import adopt
+    return adopt(module, asked)

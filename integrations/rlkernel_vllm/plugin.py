@@ -1,0 +1,120 @@
+"""The hooks that the plugin sets, each a single question when no engine asks: is this one to compute with rlkernel?
+
+Two are set in every process: where vLLM checks a configuration, and where it has made a worker. All else is changed in
+the worker of an engine that asked, and in its objects alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+from rlkernel_vllm import settings
+
+BACKEND = "rlkernel_vllm.attention_cuda.Backend"
+_installed = False
+
+
+def install() -> None:
+    """Sets the hooks, once a process. Starts no device and no thread."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _hook_config()
+    _hook_workers()
+    _offer_attention()
+
+
+def _hook_config() -> None:
+    """`check_and_update_config` runs while a `VllmConfig` is made, in the front end and in the engine."""
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    stock = platform.check_and_update_config.__func__
+
+    @wraps(stock)
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        asked = settings.read(vllm_config)
+        if asked.enabled and vllm_config.model_config is not None:
+            from rlkernel_vllm.config import prepare
+
+            prepare(vllm_config, asked)
+        stock(cls, vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _hook_workers() -> None:
+    """A worker exists before its model is loaded, in every kind of executor and process."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    stock = WorkerWrapperBase.init_worker
+
+    @wraps(stock)
+    def init_worker(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        asked = settings.read(self.vllm_config)
+        if asked.enabled:
+            _attach(self.worker, self.vllm_config, asked)
+
+    WorkerWrapperBase.init_worker = init_worker
+
+
+def _attach(worker: Any, vllm_config: Any, asked: settings.Settings) -> None:
+    """Gives this worker our loading of the model, and the methods that `collective_rpc` calls by name."""
+    from rlkernel_vllm import fingerprint, report, sampling
+
+    _hook_models()
+    stock = worker.load_model
+
+    @wraps(stock)
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        done = stock(*args, **kwargs)
+        sampling.take_over(worker.model_runner)
+        return done
+
+    worker.load_model = load_model
+    worker.rlkernel_status = MethodType(report.of_worker, worker)
+    worker.rlkernel_fingerprints = MethodType(fingerprint.of_worker, worker)
+
+
+def _hook_models() -> None:
+    """`initialize_model` has built the modules and not yet loaded their weights; loaders import it by name."""
+    from vllm.model_executor.model_loader import utils
+
+    stock = utils.initialize_model
+    if getattr(stock, "rlkernel", False):
+        return
+
+    @wraps(stock)
+    def initialize_model(*args: Any, **kwargs: Any) -> Any:
+        vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        asked = settings.read(vllm_config)
+        if not asked.enabled:
+            return stock(*args, **kwargs)
+        from rlkernel_vllm.convert import convert, own_rope_cache
+
+        with own_rope_cache():
+            model = stock(*args, **kwargs)
+        convert(model, vllm_config, asked)
+        return model
+
+    initialize_model.rlkernel = True  # type: ignore[attr-defined]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and vars(module).get("initialize_model") is stock:
+            vars(module)["initialize_model"] = initialize_model
+
+
+def _offer_attention() -> None:
+    """Names our backend under CUSTOM, vLLM's place for one; only a configuration that asks selects it."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum, register_backend
+
+    if AttentionBackendEnum.CUSTOM not in _ATTN_OVERRIDES:
+        register_backend(AttentionBackendEnum.CUSTOM, BACKEND)

@@ -1,0 +1,64 @@
+"""The sampler of vLLM's V1 model runner (CPU; GPUs on request)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel_vllm.sampling import keep, log_probabilities
+from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+from vllm.v1.sample.sampler import Sampler
+
+GREEDY = 1e-5  # vLLM takes a temperature below it as 0
+
+
+class ExactSampler(Sampler):
+    """vLLM's sampler with rlkernel's log-probabilities, temperature and kept sets."""
+
+    @staticmethod
+    def compute_logprobs(logits: Tensor) -> Tensor:
+        return log_probabilities(logits)
+
+    def sample(
+        self, logits: Tensor, sampling_metadata: Any, logprobs_mode_override: str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        m = sampling_metadata
+        mode = logprobs_mode_override or self.logprobs_mode
+        wanted = m.max_num_logprobs is not None or getattr(m, "logprob_token_ids", None)
+        greedy = None if m.all_random else logits.argmax(dim=-1).view(-1)
+        drawn = None
+        if not m.all_greedy:
+            temperature = torch.where(m.temperature < GREEDY, 0.0, m.temperature)
+            min_p = None
+            for processor in m.logitsprocs.argmax_invariant:
+                if not isinstance(processor, MinPLogitsProcessor):
+                    logits = processor.apply(logits)
+                elif processor.min_p_count:
+                    min_p = processor.min_p.flatten()
+            logits = keep(logits, temperature, _off_is_zero(m.top_k, logits.shape[1]), m.top_p, min_p)
+            drawn = self.topk_topp_sampler(logits, m.generators, None, None)[0]
+        processed = None
+        if wanted and mode == "processed_logits":
+            processed = logits
+        elif wanted and mode == "processed_logprobs":
+            processed = log_probabilities(logits)
+        if greedy is None or drawn is None:
+            return drawn if greedy is None else greedy, processed
+        return torch.where(m.temperature < GREEDY, greedy, drawn), processed
+
+
+def _off_is_zero(top_k: Tensor | None, vocabulary: int) -> Tensor | None:
+    """vLLM's top-k is off where it is the vocabulary's size."""
+    return None if top_k is None else torch.where(top_k < vocabulary, top_k, 0).to(torch.int32)
+
+
+def take_over(runner: Any) -> None:
+    """Changes a runner's sampler."""
+    sampler = runner.sampler
+    if type(sampler) is not Sampler:
+        raise TypeError(f"the runner's sampler is {type(sampler).__name__}; rlkernel knows vLLM's own")
+    sampler.__class__ = ExactSampler
+    # It draws only; what it would return as log-probabilities comes from above.
+    sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
