@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from rlkernel import ops
 from rlkernel_vllm.settings import Settings
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 
 def pages_of(kv_cache: Tensor) -> tuple[Tensor, Tensor]:  # [B, HK, N, 2 D] -> two [2 B - 1, N, HK, D]
@@ -26,7 +26,9 @@ def pages_of(kv_cache: Tensor) -> tuple[Tensor, Tensor]:  # [B, HK, N, 2 D] -> t
 class CPUImpl(CPUAttentionBackendImpl):
     """vLLM's CPU attention, computed by rlkernel."""
 
-    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
         keys, values = pages_of(kv_cache)
         count, size = min(key.shape[0], slot_mapping.shape[0]), kv_cache.shape[2]
         slots = slot_mapping[:count].long()

@@ -66,7 +66,9 @@ def findings(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
     if vllm_config.speculative_config is not None:
         yield Finding("speculative_config", "rejection sampling changes which distribution a token is drawn from")
     if vllm_config.lora_config is not None:
-        yield Finding("enable_lora", "adapters are added by kernels that are not invariant; merge them into the weights")
+        yield Finding(
+            "enable_lora", "adapters are added by kernels that are not invariant; merge them into the weights"
+        )
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype != "auto" and cache_dtype != str(model.dtype).removeprefix("torch."):
         yield Finding("kv_cache_dtype", f"{cache_dtype!r}; keys and values must keep the model's dtype, 'auto'")

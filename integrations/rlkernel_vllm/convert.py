@@ -7,18 +7,13 @@ loaders, so that every way of loading and updating weights works as before.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from rlkernel import ops
-from rlkernel.models.config import ConfigError
-from rlkernel.models.rope_table import rope_table
-from rlkernel_vllm.config import Finding, findings, model_config, refuse
-from rlkernel_vllm.settings import Settings
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
@@ -26,6 +21,12 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+from rlkernel import ops
+from rlkernel.models.config import ConfigError
+from rlkernel.models.rope_table import rope_table
+from rlkernel_vllm.config import Finding, findings, model_config, refuse
+from rlkernel_vllm.settings import Settings
 
 # ---- modules -------------------------------------------------------------------------------------
 
@@ -91,6 +92,26 @@ class ExactLogitsProcessor(LogitsProcessor):
         return ops.linear(hidden_states, weight, bias, out_dtype=torch.float32)
 
 
+class ExactQKNorm(nn.Module):
+    """Mixin of an attention layer with query and key norms: norms and rope in one kernel, read from the projection."""
+
+    def forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        q, k = ops.qk_norm_rope(
+            q,
+            k,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.q_norm.variance_epsilon,
+            positions.flatten(),
+            self.rotary_emb.rlkernel_table,
+        )
+        out, _ = self.o_proj(self.attn(q.flatten(1), k.flatten(1), v))
+        return out
+
+
 # ---- conversion ----------------------------------------------------------------------------------
 
 
@@ -132,6 +153,10 @@ def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
         elif reason is not None:
             done.modules[name] = "stock"
             done.found.append(Finding(name, f"{type(module).__name__}: {reason}"))
+    for name, module in model.named_modules():
+        if _has_qk_norm(module):
+            module.__class__ = _fused(type(module))
+            done.modules[name] = "ops.qk_norm_rope"
     refuse(done.found, asked)
     object.__setattr__(model, "rlkernel", done)
     return done
@@ -172,6 +197,22 @@ def _convert(module: Any, table: Tensor | None, asked: Settings) -> tuple[str | 
 
 # Parts of converted modules that nothing calls any more, and modules that stand for nothing.
 _IDLE = ("ApplyRotaryEmb", "PPMissingLayer", "StageMissingLayer", "ModuleList", "QuantFP8")
+
+
+def _has_qk_norm(module: Any) -> bool:
+    """Whether a module is Qwen3's attention layer with all its parts converted."""
+    return (
+        type(module).__name__ == "Qwen3Attention"
+        and type(getattr(module, "q_norm", None)) is ExactRMSNorm
+        and type(getattr(module, "k_norm", None)) is ExactRMSNorm
+        and type(getattr(module, "rotary_emb", None)) is ExactRotaryEmbedding
+        and module.q_norm.variance_epsilon == module.k_norm.variance_epsilon
+    )
+
+
+@functools.cache
+def _fused(kind: type[Any]) -> type[Any]:
+    return type(f"Exact{kind.__name__}", (ExactQKNorm, kind), {})
 
 
 def _convert_weight(module: Any) -> tuple[str | None, str | None]:

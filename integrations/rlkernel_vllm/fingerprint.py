@@ -89,7 +89,13 @@ def _named(side: Any) -> Iterable[tuple[str, Tensor]]:
 
 def _plain(name: str) -> str:
     """A parameter's name without what wrappers (PEFT, FSDP, torch.compile) put into it."""
-    for part in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "base_model.model.", "base_layer."):
+    for part in (
+        "_fsdp_wrapped_module.",
+        "_checkpoint_wrapped_module.",
+        "_orig_mod.",
+        "base_model.model.",
+        "base_layer.",
+    ):
         name = name.replace(part, "")
     return name.removeprefix("module.")
 

@@ -65,7 +65,7 @@ def _hook_workers() -> None:
 
 def _attach(worker: Any, vllm_config: Any, asked: settings.Settings) -> None:
     """Gives this worker our loading of the model, and the methods that `collective_rpc` calls by name."""
-    from rlkernel_vllm import fingerprint, report, sampling
+    from rlkernel_vllm import fingerprint, report, sampling, warmup
 
     _hook_models()
     stock = worker.load_model
@@ -73,7 +73,9 @@ def _attach(worker: Any, vllm_config: Any, asked: settings.Settings) -> None:
     @wraps(stock)
     def load_model(*args: Any, **kwargs: Any) -> Any:
         done = stock(*args, **kwargs)
-        sampling.take_over(worker.model_runner)
+        runner = worker.model_runner
+        sampling.take_over(runner)
+        warmup.settle(runner.get_model(), vllm_config)
         return done
 
     worker.load_model = load_model

@@ -85,7 +85,9 @@ def call(llm: Any, method: str) -> list[Any]:
         answers: list[Any] = llm.collective_rpc(method)
     except Exception as error:  # vLLM wraps what a worker raises in types that differ between executors
         if method in str(error):
-            raise InactiveError(f"the engine's workers have no method {method}: the plugin is not at work there") from None
+            raise InactiveError(
+                f"the engine's workers have no method {method}: the plugin is not at work there"
+            ) from None
         raise
     return answers
 
@@ -93,9 +95,9 @@ def call(llm: Any, method: str) -> list[Any]:
 def of_worker(worker: Any) -> dict[str, Any]:
     """Status of a worker as plain data, which every executor can send."""
     import torch
+    import vllm
 
     import rlkernel
-    import vllm
     from rlkernel import ops
     from rlkernel_vllm import settings
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from rlkernel_vllm.sampling import keep, log_probabilities
 from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
+
+from rlkernel_vllm.sampling import keep, log_probabilities
 
 GREEDY = 1e-5  # vLLM takes a temperature below it as 0
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_id
-from rlkernel.kernels import stock
+from rlkernel.kernels import select, stock
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
 from rlkernel.ops._library import check, define, is_stock
@@ -327,17 +327,20 @@ def paged_attention(
     window: int | None = None,
     split: int = ATTENTION_SPLIT,
     variant: str | None = None,
+    out: Tensor | None = None,  # [T, H, D]
 ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32
     """`attention` with the keys and values in pages, for decode and chunked prefill; the same bits. No gradient.
 
     Args:
         q: [T, H, D], the new tokens of all sequences, packed; their keys are in the cache already (`store_kv_`).
-        k_cache, v_cache: [pages, page, HK, D], dtype of q, any page size.
+        k_cache, v_cache: [pages, page, HK, D], dtype of q, any page size. On GPUs also the two halves of a cache
+            [pages, page, HK, 2 D]; other strides are copied.
         block_table: [B, P] int32; key j of sequence b lies in page block_table[b, j // page] at j % page. Entries
             past the sequence's end are not read.
         cu_seqlens_q: [B+1] int32, first query of each sequence and T.
         seq_lens_k: [B] int32, keys of each sequence, the new tokens included.
         max_seqlen_q, max_seqlen_k, scale, window, split, variant: as in `attention`.
+        out: contiguous [T, H, D], dtype of q, where the result goes; not under tracing. None: a new tensor.
 
     Returns:
         out [T, H, D] and the natural-log log-sum-exp [T, H], fp32.
@@ -358,6 +361,12 @@ def paged_attention(
     _check_heads(op, q, k_cache.shape[2], k_cache.shape[3], window, scale, split)
     _check_dtypes(op, q, k_cache=k_cache, v_cache=v_cache)
     _check_int32(op, block_table=block_table, cu_seqlens_q=cu_seqlens_q, seq_lens_k=seq_lens_k)
+    if out is not None:
+        _check_dtypes(op, q, out=out)
+        check(
+            out.shape == q.shape and out.is_contiguous(),
+            lambda: f"{op}: out is {tuple(out.shape)}; it must be contiguous {tuple(q.shape)}, as q",
+        )
     b = seq_lens_k.shape[0]
     check(
         cu_seqlens_q.shape == (b + 1,) and block_table.dim() == 2 and block_table.shape[0] == b,
@@ -367,15 +376,22 @@ def paged_attention(
         ),
     )
     if is_stock():
-        return stock.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, scale, window)
+        found = stock.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, scale, window)
+        return found if out is None else (out.copy_(found[0]), found[1])
+    lengths = (block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k)
     if current_attention_variant(variant) == "fa3":
         _check_fa3(window, split)
-        return _paged_attention_fa3(
-            q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k, scale
-        )
-    return _paged_attention(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k, scale, window, split
-    )
+        if out is not None:
+            return attention_fa3.paged_attention(q, k_cache, v_cache, *lengths, scale, out=out)
+        return _paged_attention_fa3(q, k_cache, v_cache, *lengths, scale)
+    if out is None:
+        return _paged_attention(q, k_cache, v_cache, *lengths, scale, window, split)
+    choice = select.choose("paged_attention", q.device.type)
+    if choice.implementation == "triton":
+        o, lse = choice.fn(q, k_cache, v_cache, *lengths, scale, window, split, out=out)
+        return o, lse
+    o, lse = _paged_attention(q, k_cache, v_cache, *lengths, scale, window, split)
+    return out.copy_(o), lse
 
 
 def store_kv_(

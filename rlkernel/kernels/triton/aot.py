@@ -37,6 +37,7 @@ MODULES = (
     "linear_grad",
     "embedding",
     "rms_norm",
+    "qk_norm_rope",
     "rope",
     "swiglu",
     "attention",

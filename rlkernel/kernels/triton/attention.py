@@ -194,7 +194,7 @@ def attention_kernel(
     q,  # [T, H, D]
     k_box,  # descriptors of k and v as [S, HK * D], where TMA
     v_box,
-    k,  # [S, HK, D], or pages [pages, PAGE, HK, D]
+    k,  # [S, HK, D], or pages [pages, PAGE, HK, D] whose heads lie KV_HEAD elements apart
     v,
     table,  # [B, COLUMNS] pages of each sequence
     cu_q,  # [B + 1]
@@ -212,6 +212,7 @@ def attention_kernel(
     HK: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    KV_HEAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     MODE: tl.constexpr,
@@ -228,8 +229,8 @@ def attention_kernel(
     if PAGE > 0:
         keys = tl.load(lens + sequence)
         k_first = 0
-        k_step: tl.constexpr = HK * D  # caches are contiguous
-        v_step: tl.constexpr = HK * D
+        k_step: tl.constexpr = HK * KV_HEAD  # slots follow one another
+        v_step: tl.constexpr = HK * KV_HEAD
         table += tl.cast(sequence, tl.int64) * COLUMNS
     else:
         k_first = tl.load(lens + sequence)
@@ -258,8 +259,8 @@ def attention_kernel(
     q += tl.cast(q_first, tl.int64) * q_stride + head * (GROUP * D)
     at = token[:, None].to(tl.int64) * q_stride + (row % GROUP * D)[:, None] + column[None, :]
     x = tl.load(q + at, mask=inside[:, None] & (column < D)[None, :], other=0.0)
-    k += tl.cast(k_first, tl.int64) * k_step + head * D
-    v += tl.cast(k_first, tl.int64) * v_step + head * D
+    k += tl.cast(k_first, tl.int64) * k_step + head * KV_HEAD
+    v += tl.cast(k_first, tl.int64) * v_step + head * KV_HEAD
     source = (k_box, v_box, k, v, k_step, v_step, (k_first, head * D), table)
     if MODE == MERGE:
         o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -371,6 +372,8 @@ class Tile(NamedTuple):
 
 
 DECODE_ROWS = 16
+WALKED_SPLITS = 4
+FULL_GRID = 512
 
 
 def forward_tile(rows: int, d: int, element_size: int, family: str) -> Tile:
@@ -411,19 +414,24 @@ def _forward(
     window: int | None,
     split: int,
     tile: Tile | None,
+    kv_head: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense where `table` is None. `tile` is for tests and tuning; every one gives the same bits."""
     q = rows_of_heads(q)
     (t, h, d), hk = q.shape, k.shape[-2]
     group, batch = h // hk, cu_q.shape[0] - 1
-    out = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(t, h, dtype=torch.float32, device=q.device)
     if t == 0:
         return out, lse
     kind = family(q)
     tile = tile or forward_tile(max_q * group, d, q.element_size(), kind)
     tiles, splits = triton.cdiv(max_q * group, tile.rows), triton.cdiv(max_k, split)
-    mode = ONE_SPLIT.value if splits <= 1 else PARTIAL.value if tiles == 1 else MERGE.value
+    # Enough sequences fill the GPU without splits in parallel, unless one of them is long.
+    walk = tiles > 1 or (splits <= WALKED_SPLITS and batch * hk >= FULL_GRID)
+    mode = ONE_SPLIT.value if splits <= 1 else MERGE.value if walk else PARTIAL.value
     o_parts, lse_parts = out, lse
     if mode == PARTIAL.value:
         o_parts = torch.empty(splits, t, h, d, dtype=torch.float32, device=q.device)
@@ -434,7 +442,7 @@ def _forward(
         attention_kernel[(splits if mode == PARTIAL.value else tiles, hk, batch)](
             q, *boxes, k, v, table, cu_q, lens, o_parts, lse_parts, t, q.stride(0), k.stride(-3), v.stride(-3),
             0 if table is None else table.stride(0), window or 0, split, scale * LOG2E.value,
-            HK=hk, GROUP=group, D=d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode, HAS_WINDOW=window is not None,
+            HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode, HAS_WINDOW=window is not None,
             PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
             BRANCH=kind == "hopper",
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
@@ -480,10 +488,27 @@ def paged_attention(
     window: int | None,
     split: int,
     tile: Tile | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    k, v, cu_q, lens = k_cache.contiguous(), v_cache.contiguous(), cu_seqlens_q.contiguous(), seq_lens_k.contiguous()
+    k, v, kv_head = slots_in_a_row(k_cache, v_cache)
+    cu_q, lens = cu_seqlens_q.contiguous(), seq_lens_k.contiguous()
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    return _forward(q, k, v, table, cu_q, lens, max_seqlen_q, max_seqlen_k, scale, window, split, tile)
+    return _forward(
+        q, k, v, table, cu_q, lens, max_seqlen_q, max_seqlen_k, scale, window, split, tile, kv_head, out
+    )  # fmt: skip
+
+
+def slots_in_a_row(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The caches [pages, page, HK, D] and the distance of their heads; copied unless slot after slot lies in memory.
+
+    Heads may lie apart by one distance, as where a cache holds a head's key and value side by side.
+    """
+    (_, page, hk, d), slot = k_cache.shape, k_cache.stride(1)
+    head = slot // hk
+    strides = (page * slot, slot, head if hk > 1 else k_cache.stride(2), 1)
+    if slot % hk == 0 and k_cache.stride() == strides and v_cache.stride() == strides:
+        return k_cache, v_cache, head
+    return k_cache.contiguous(), v_cache.contiguous(), d
 
 
 def store_kv_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -514,7 +539,7 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
         "scale_log2e": "fp32",
     }  # fmt: skip
     constants = {
-        "HK": 8, "GROUP": 2, "D": d, "BLOCK_D": next_power_of_2(d, 16), "BLOCK_M": tile.rows, "MODE": mode,
+        "HK": 8, "GROUP": 2, "D": d, "KV_HEAD": d, "BLOCK_D": next_power_of_2(d, 16), "BLOCK_M": tile.rows, "MODE": mode,
         "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
     }  # fmt: skip
     tma = not paged and kind != "fp32" and d == next_power_of_2(d) and targets == ("sm_90",)

@@ -1,0 +1,169 @@
+"""Attention of an engine on a GPU: a backend of vLLM whose metadata is what `ops.paged_attention` takes, and no more.
+
+vLLM keeps a head's key and value side by side, [pages, HK, page, 2 D] with the page's tokens outermost in memory. The
+op reads both halves in place. One kernel call a layer serves prefill, chunks, decode and any mixture of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from vllm import _custom_ops
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from rlkernel import ops
+from rlkernel.ops.attention import MAX_HEAD_DIM
+from rlkernel_vllm.settings import ATTENTION, Settings
+
+
+@dataclass
+class Metadata:
+    """A step's batch: new tokens of every request in a row, its keys in pages."""
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: Tensor  # [B+1] int32
+    max_seq_len: int
+    seq_lens: Tensor  # [B] int32
+    block_table: Tensor  # [B, P] int32
+    slot_mapping: Tensor  # [T] int64
+    use_cascade: bool = False
+    causal: bool = True
+
+
+class Builder(AttentionMetadataBuilder[Metadata]):
+    """vLLM's common metadata, passed on. Every batch can be recorded in a CUDA graph."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        m = common_attn_metadata
+        return Metadata(
+            m.num_actual_tokens,
+            m.max_query_len,
+            m.query_start_loc,
+            m.max_seq_len,
+            m.seq_lens,
+            m.block_table_tensor,
+            m.slot_mapping,
+        )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
+        built = self.build(0, common_attn_metadata)
+        built.seq_lens.fill_(1)  # a recording runs over them, and long ones would take long
+        return built
+
+
+class Impl(TritonAttentionImpl):
+    """`ops.paged_attention` of a layer."""
+
+    rlkernel_variant = "split"
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        keys, values = halves(kv_cache)
+        _custom_ops.reshape_and_cache_flash(
+            key, value, keys, values, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        m = attn_metadata
+        if m is None:  # a run that measures memory
+            return output.fill_(0)
+        keys, values = halves(kv_cache)
+        tokens, window = m.num_actual_tokens, self.sliding_window[0]
+        ops.paged_attention(
+            query[:tokens],
+            keys,
+            values,
+            m.block_table,
+            m.query_start_loc,
+            m.seq_lens,
+            max_seqlen_q=m.max_query_len,
+            max_seqlen_k=m.max_seq_len,
+            scale=self.scale,
+            window=window + 1 if window >= 0 else None,
+            variant=self.rlkernel_variant,
+            out=output[:tokens],
+        )
+        return output
+
+
+def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:  # [pages, HK, page, 2 D] -> two [pages, page, HK, D]
+    """Views of the keys and of the values."""
+    tokens = kv_cache.transpose(1, 2)
+    d = kv_cache.shape[-1] // 2
+    return tokens[..., :d], tokens[..., d:]
+
+
+class Backend(TritonAttentionBackend):
+    """vLLM's backend CUSTOM."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+    @staticmethod
+    def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == "decoder"
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return False
+
+
+def adopt(module: Any, asked: Settings) -> tuple[str | None, str | None]:
+    """Prepares an `Attention` module that was built with our backend; as `convert._convert`."""
+    impl = module.impl
+    if type(impl) is not Impl:
+        return None, f"its backend is {type(impl).__name__}, not CUSTOM"
+    impl.rlkernel_variant = asked.attention
+    name = (
+        "ops.paged_attention" if asked.attention == "split" else f"ops.paged_attention, {ATTENTION} {asked.attention}"
+    )
+    return name, None

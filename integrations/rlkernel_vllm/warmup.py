@@ -1,0 +1,49 @@
+"""Schedules of an engine on a GPU, settled before its decode steps are recorded: under recording nothing is certified.
+
+A shape class of `linear` covers rows up to 1, 16, 32, 64, ...; one call at the upper end of each certifies it, or finds
+the verdict that an earlier process left on disk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlkernel import ops
+
+HEAD_ROWS = 1024  # vLLM scores prompts in chunks of it
+
+
+def settle(model: nn.Module, vllm_config: Any) -> None:
+    """Calls `ops.linear` once for each weight shape of the model and each class of rows a step can have."""
+    if next(model.parameters()).device.type != "cuda":
+        return
+    scheduler = vllm_config.scheduler_config
+    most = scheduler.max_num_batched_tokens
+    rows = [m for m in (1, 16, *(32 << i for i in range(9)), 16384) if m < 2 * most]
+    seen = set()
+    with torch.inference_mode():
+        for module in model.modules():
+            method = type(getattr(module, "quant_method", None)).__name__
+            weight = getattr(module, "weight", None)
+            if method != "ExactLinearMethod" or weight is None:
+                continue
+            bias = getattr(module, "bias", None)
+            key = (weight.shape, weight.dtype, bias is not None)
+            if key in seen:
+                continue
+            seen.add(key)
+            for m in rows:
+                ops.linear(
+                    torch.zeros(min(m, most), weight.shape[1], dtype=weight.dtype, device=weight.device), weight, bias
+                )
+        head = getattr(model, "lm_head", None)
+        if type(getattr(head, "quant_method", None)).__name__ == "ExactEmbeddingMethod":
+            weight = head.weight[: model.logits_processor.org_vocab_size]
+            for m in rows:
+                if m < 2 * scheduler.max_num_seqs and m <= HEAD_ROWS:
+                    x = torch.zeros(m, weight.shape[1], dtype=weight.dtype, device=weight.device)
+                    ops.linear(x, weight, out_dtype=torch.float32)
+    torch.cuda.empty_cache()
