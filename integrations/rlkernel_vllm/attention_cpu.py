@@ -1,7 +1,7 @@
 """Attention of an engine on a CPU: vLLM's metadata and pages, `ops.paged_attention` over them.
 
-vLLM hands out blocks of [HK, N, 2 D] elements. Their inside is the backend's own affair: here a block is a page of keys
-[N, HK, D] and then one of values, so the cache is an array of pages in which keys have even numbers and values odd ones.
+vLLM hands out blocks of [HK, N, 2 D] elements, and their inside is the backend's own affair. Here a block is a page of
+keys [N, HK, D] and then one of values, so the cache is an array of pages: keys have even numbers, values odd ones.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from rlkernel import ops
 from rlkernel.ops.attention import MAX_HEAD_DIM
-from rlkernel_vllm.settings import ATTENTION, Settings
+from rlkernel_vllm.settings import Settings
 
 
 @dataclass
@@ -38,6 +38,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     """vLLM's common metadata, passed on. Every batch can be recorded in a CUDA graph."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         m = common_attn_metadata
@@ -163,7 +166,4 @@ def adopt(module: Any, asked: Settings) -> tuple[str | None, str | None]:
     if type(impl) is not Impl:
         return None, f"its backend is {type(impl).__name__}, not CUSTOM"
     impl.rlkernel_variant = asked.attention
-    name = (
-        "ops.paged_attention" if asked.attention == "split" else f"ops.paged_attention, {ATTENTION} {asked.attention}"
-    )
-    return name, None
+    return "ops.paged_attention" if asked.attention == "split" else f"ops.paged_attention, {asked.attention}", None

@@ -34,9 +34,10 @@ def prepare(vllm_config: Any, asked: Settings) -> None:
         UnsupportedError: strict mode, and there are findings; or the contract is not the one asked for.
     """
     settings.write(vllm_config, asked)
-    if asked.contract is not None and asked.contract != ops.attention_contract(asked.attention):
+    contract = ops.attention_contract(asked.attention)
+    if asked.contract not in (None, contract):
         raise UnsupportedError(
-            f"{CONTRACT} is {asked.contract!r}, and this rlkernel computes {ops.attention_contract(asked.attention)!r}; "
+            f"{CONTRACT} is {asked.contract!r}, and this rlkernel computes {contract!r}; "
             "use one rlkernel and one attention variant in the engine and in the trainer"
         )
     refuse(list(findings(vllm_config, asked)), asked)
@@ -66,9 +67,7 @@ def findings(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
     if vllm_config.speculative_config is not None:
         yield Finding("speculative_config", "rejection sampling changes which distribution a token is drawn from")
     if vllm_config.lora_config is not None:
-        yield Finding(
-            "enable_lora", "adapters are added by kernels that are not invariant; merge them into the weights"
-        )
+        yield Finding("enable_lora", "adapters are added by kernels that are not invariant; merge them first")
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype != "auto" and cache_dtype != str(model.dtype).removeprefix("torch."):
         yield Finding("kv_cache_dtype", f"{cache_dtype!r}; keys and values must keep the model's dtype, 'auto'")

@@ -50,7 +50,7 @@ class ExactRotaryEmbedding(RotaryEmbeddingBase):
 
     rlkernel_table: Tensor  # [P, D] fp32
 
-    def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+    def forward(self, positions: Tensor, query: Tensor, key: Any = None) -> Any:
         heads = (-1, self.head_size)
         q, k = ops.rope(
             query.unflatten(-1, heads), key.unflatten(-1, heads), positions.flatten(), self.rlkernel_table
@@ -82,7 +82,7 @@ class ExactEmbeddingMethod(vocab_parallel_embedding.UnquantizedEmbeddingMethod):
 
 
 class ExactLogitsProcessor(LogitsProcessor):
-    """Logits are the head's fp32 sums, never rounded to the model's dtype; padded rows of the vocabulary are left out."""
+    """Logits are the head's fp32 sums, never rounded to the model's dtype; padding of the vocabulary is left out."""
 
     def _get_logits(
         self, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None, *args: Any, **kwargs: Any
@@ -155,7 +155,8 @@ def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
             done.found.append(Finding(name, f"{type(module).__name__}: {reason}"))
     for name, module in model.named_modules():
         if _has_qk_norm(module):
-            module.__class__ = _fused(type(module))
+            kind: Any = type(module)
+            module.__class__ = _fused(kind)
             done.modules[name] = "ops.qk_norm_rope"
     refuse(done.found, asked)
     object.__setattr__(model, "rlkernel", done)
@@ -211,7 +212,7 @@ def _has_qk_norm(module: Any) -> bool:
 
 
 @functools.cache
-def _fused(kind: type[Any]) -> type[Any]:
+def _fused(kind: Any) -> Any:
     return type(f"Exact{kind.__name__}", (ExactQKNorm, kind), {})
 
 

@@ -16,6 +16,9 @@ _CHUNK = 1 << 22
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "base_model.model.", "base_layer.")
+
+
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 

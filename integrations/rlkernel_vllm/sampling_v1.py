@@ -23,7 +23,7 @@ class ExactSampler(Sampler):
 
     def sample(
         self, logits: Tensor, sampling_metadata: Any, logprobs_mode_override: str | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Any, Tensor | None]:
         m = sampling_metadata
         mode = logprobs_mode_override or self.logprobs_mode
         wanted = m.max_num_logprobs is not None or getattr(m, "logprob_token_ids", None)

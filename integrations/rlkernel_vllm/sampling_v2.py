@@ -33,14 +33,13 @@ class ExactStates(SamplingStates):
 
     def apply_min_p(self, logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: Any) -> None:
         temperature = self.temperature.np[idx_mapping_np]
+        ready = self.rlkernel_deferred or np.all((temperature == 0.0) | (temperature == 1.0))
         filters = {
             "top_k": np.any(self.top_k.np[idx_mapping_np] != self.vocab_size),
             "top_p": np.any(self.top_p.np[idx_mapping_np] != 1.0),
             "min_p": np.any(self.min_p.np[idx_mapping_np] != 0.0),
         }
-        if not any(filters.values()) and (
-            self.rlkernel_deferred or np.all((temperature == 0.0) | (temperature == 1.0))
-        ):
+        if ready and not any(filters.values()):
             return
         rows = expanded_idx_mapping
         given = {name: getattr(self, name).gpu[rows] if on else None for name, on in filters.items()}

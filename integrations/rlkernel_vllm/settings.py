@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 FLAG = "use_rl_kernel_backend"
 MODE = "rl_kernel_mode"
@@ -31,7 +31,7 @@ class Settings:
     """
 
     enabled: bool = False
-    mode: Literal["strict", "audit"] = "strict"
+    mode: str = "strict"
     attention: str = "split"
     contract: str | None = None
 
@@ -58,7 +58,7 @@ def read(vllm_config: Any) -> Settings:
 
 
 def write(vllm_config: Any, settings: Settings) -> None:
-    """Puts the settings into `additional_config`: it travels to worker processes and counts in the compile cache's key."""
+    """Puts the settings into `additional_config`, which travels to workers and counts in the compile cache's key."""
     given = vllm_config.additional_config
     if isinstance(given, dict):
         given.update({FLAG: settings.enabled, MODE: settings.mode, ATTENTION: settings.attention})

@@ -39,11 +39,11 @@ def settle(model: nn.Module, vllm_config: Any) -> None:
                 ops.linear(
                     torch.zeros(min(m, most), weight.shape[1], dtype=weight.dtype, device=weight.device), weight, bias
                 )
-        head = getattr(model, "lm_head", None)
+        processor: Any = getattr(model, "logits_processor", None)
+        head: Any = getattr(model, "lm_head", None)
         if type(getattr(head, "quant_method", None)).__name__ == "ExactEmbeddingMethod":
-            weight = head.weight[: model.logits_processor.org_vocab_size]
+            weight = head.weight[: processor.org_vocab_size]
             for m in rows:
                 if m < 2 * scheduler.max_num_seqs and m <= HEAD_ROWS:
-                    x = torch.zeros(m, weight.shape[1], dtype=weight.dtype, device=weight.device)
-                    ops.linear(x, weight, out_dtype=torch.float32)
+                    ops.linear(weight.new_zeros(m, weight.shape[1]), weight, out_dtype=torch.float32)
     torch.cuda.empty_cache()

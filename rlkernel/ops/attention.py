@@ -86,12 +86,14 @@ def check_attention_variant(
     kv_heads: int,
     head_dim: int,
     page_size: int | None = None,
+    halves: bool = False,
     window: int | None = None,
 ) -> None:
     """Raises unless a variant runs on this machine with these tensors; certifies "fa3" where there is no verdict yet.
 
     Args:
         page_size: of the paged cache; None: there is none, as in training.
+        halves: keys and values are the halves of one cache [pages, page, HK, 2 D].
 
     Raises:
         ValueError: the name is unknown.
@@ -102,8 +104,9 @@ def check_attention_variant(
         return
     check(window is None, lambda: _no_window(window), VariantError)
     index = -1 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
-    for page in dict.fromkeys((attention_fa3.PAGE, page_size or attention_fa3.PAGE)):
-        attention_fa3.require(attention_fa3.Shape(index, dtype, heads, kv_heads, head_dim, page))
+    pages = dict.fromkeys(((attention_fa3.PAGE, False), (page_size or attention_fa3.PAGE, halves)))
+    for page, split_cache in pages:
+        attention_fa3.require(attention_fa3.Shape(index, dtype, heads, kv_heads, head_dim, page, split_cache))
 
 
 def _known(variant: str) -> str:

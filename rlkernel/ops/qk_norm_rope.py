@@ -5,6 +5,8 @@ Contract: orders.py, `rms_norm` and `rope`; the bits of the two ops one after th
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from rlkernel.ops._library import check, define, is_stock
@@ -17,6 +19,10 @@ _qk_norm_rope = define(
     "qk_norm_rope",
     fake=lambda q, k, q_weight, k_weight, eps, positions, cos_sin: (q.new_empty(q.shape), k.new_empty(k.shape)),
 )
+
+
+def _misfit(name: str, weight: Tensor, q: Tensor) -> str:
+    return f"qk_norm_rope: {name} is {tuple(weight.shape)} {weight.dtype}; expected [D={q.shape[2]}] {q.dtype}"
 
 
 def qk_norm_rope(
@@ -48,9 +54,7 @@ def qk_norm_rope(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         check(
             weight.shape == (d,) and weight.dtype == q.dtype,
-            lambda name=name, weight=weight: (
-                f"qk_norm_rope: {name} is {tuple(weight.shape)} {weight.dtype}; expected [D={d}] {q.dtype}"
-            ),
+            partial(_misfit, name, weight, q),
         )
     check(
         positions.shape == (t,) and cos_sin.dim() == 2 and cos_sin.shape[1] == d and d % 2 == 0,

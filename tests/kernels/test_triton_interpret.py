@@ -54,6 +54,7 @@ else:
         linear_logprob,
         linear_logprob_backward,
         logprob,
+        qk_norm_rope,
         rms_norm,
         rope,
         sample,
@@ -312,6 +313,17 @@ else:
         ours = rope.rope(q, k, positions, table, inverse)
         for o, r in zip(ours, rope_reference.rope(q, k, positions, table, inverse), strict=True):
             close(o, r, "rope")
+
+    @by_dtype
+    @pytest.mark.parametrize("d", (24, 32))
+    def test_qk_norm_rope(d: int, dtype: torch.dtype) -> None:
+        packed = rand(0, 3, 9, d, dtype=dtype)
+        q, k, wq, wk = packed[:, :6], packed[:, 6:8], rand(2, d, dtype=dtype), rand(3, d, dtype=dtype)
+        positions, table = torch.tensor([0, 5, 2]), rand(1, 8, d)
+        ours = qk_norm_rope.qk_norm_rope(q, k, wq, wk, 1e-6, positions, table)
+        normed = (rms_norm.rms_norm(x.reshape(-1, d), w, 1e-6).view(x.shape) for x, w in ((q, wq), (k, wk)))
+        for o, r in zip(ours, rope.rope(*normed, positions, table, False), strict=True):
+            assert_bitwise(o, r, "fused and separate")
 
     @by_dtype
     def test_swiglu(dtype: torch.dtype) -> None:

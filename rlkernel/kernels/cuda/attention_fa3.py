@@ -51,7 +51,8 @@ class Library:
 
     Attributes:
         dense: (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale).
-        paged: (q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k, scale).
+        paged: (q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k, scale), and
+            `out`, where the result goes.
         versions: what a verdict holds for: package, version, hash of the binary.
         device: type of the devices it runs on.
     """
@@ -89,12 +90,12 @@ def _from_vllm() -> Library:
         return out, lse
 
     def paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int,
-              scale: float) -> Pair:  # fmt: skip
-        out, lse = call(
+              scale: float, out: Tensor | None = None) -> Pair:  # fmt: skip
+        found, lse = call(
             q, k, v, cu_seqlens_q=cu_q, seqused_k=lens, block_table=table, max_seqlen_q=max_q, max_seqlen_k=max_k,
-            softmax_scale=scale,
+            softmax_scale=scale, out=out,
         )  # fmt: skip
-        return out, lse
+        return found, lse
 
     return Library(dense, paged, _versions("vllm", "vllm.vllm_flash_attn._vllm_fa3_C"))
 
@@ -129,12 +130,12 @@ def _from_package() -> Library:
 
     @torch.no_grad()
     def paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int,
-              scale: float) -> Pair:  # fmt: skip
-        out, lse, *_ = cached(
+              scale: float, out: Tensor | None = None) -> Pair:  # fmt: skip
+        found, lse, *_ = cached(
             q, k, v, cache_seqlens=lens, page_table=table, cu_seqlens_q=cu_q, max_seqlen_q=max_q, softmax_scale=scale,
             causal=True, num_splits=1, return_softmax_lse=True,
         )  # fmt: skip
-        return out, lse
+        return found if out is None else out.copy_(found), lse
 
     return Library(dense, paged, _versions("flash_attn_3", "flash_attn_3._C", "flash_attn_3_cuda"))
 
@@ -178,6 +179,7 @@ class Shape(NamedTuple):
     kv_heads: int
     head_dim: int
     page: int
+    halves: bool = False  # keys and values are the halves of one cache [pages, page, HK, 2 D]
 
     @property
     def place(self) -> torch.device:
@@ -187,7 +189,7 @@ class Shape(NamedTuple):
         """As plain data, without the device's index."""
         return {
             "D": self.head_dim, "H": self.heads, "HK": self.kv_heads, "dtype": str(self.dtype).removeprefix("torch."),
-            "page": self.page,
+            "page": self.page, **({"halves": True} if self.halves else {}),
         }  # fmt: skip
 
 
@@ -286,12 +288,18 @@ class Sample:
             (self.table[b, : needed[b], None].long() * page + torch.arange(page, device=device)).view(-1)[: LENGTHS[b]]
             for b in range(len(LENGTHS))
         ])  # fmt: skip
-        self.k_cache, self.v_cache = (self._pages(x, order.numel() * page, slots) for x in (self.k, self.v))
+        self.k_cache, self.v_cache = self._pages(order.numel() * page, slots)
 
-    def _pages(self, x: Tensor, size: int, slots: Tensor) -> Tensor:
-        pages = torch.full((size, *x.shape[1:]), 100.0, dtype=x.dtype, device=x.device)
-        pages[slots] = x
-        return pages.view(-1, self.shape.page, *x.shape[1:])
+    def _pages(self, size: int, slots: Tensor) -> Pair:
+        """Both caches [pages, page, HK, D]: two tensors, or the halves of one."""
+        heads, d = self.k.shape[1:]
+        if self.shape.halves:
+            both = self.k.new_full((size, heads, 2 * d), 100.0)
+            keys, values = both[..., :d], both[..., d:]
+        else:
+            keys, values = self.k.new_full((size, heads, d), 100.0), self.v.new_full((size, heads, d), 100.0)
+        keys[slots], values[slots] = self.k, self.v
+        return keys.unflatten(0, (-1, self.shape.page)), values.unflatten(0, (-1, self.shape.page))
 
     def dense(self) -> Pair:
         """The definition: all sequences in one dense call."""
@@ -344,8 +352,9 @@ def _dense(library: Library, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k
 
 
 def _paged(library: Library, q: Tensor, k: Tensor, v: Tensor, table: Tensor, cu_q: Tensor, lens: Tensor, max_q: int,
-           max_k: int, scale: float) -> Pair:  # fmt: skip
-    out, lse = library.paged(q, k, v, table, cu_q, lens, max(2, max_q), max_k, scale)
+           max_k: int, scale: float, into: Tensor | None = None) -> Pair:  # fmt: skip
+    given = {} if into is None else {"out": into}
+    out, lse = library.paged(q, k, v, table, cu_q, lens, max(2, max_q), max_k, scale, **given)
     return out, lse.t()
 
 
@@ -529,18 +538,23 @@ def paged_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32 as the transpose of [H, T]
-    """The same over pages.
+    """The same over pages; `out`: contiguous, where the result goes.
 
     Raises:
         VariantError: as `require`.
     """
-    shape = Shape(q.get_device(), q.dtype, q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1])
+    _, page, hk, d = k_cache.shape
+    halves = k_cache.stride() == v_cache.stride() == (2 * page * hk * d, 2 * hk * d, 2 * d, 1)
+    if not halves:
+        k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
+    shape = Shape(q.get_device(), q.dtype, q.shape[1], hk, q.shape[2], page, halves)
     library = _settled.get(shape) or require(shape)
     if q.shape[0] == 0:
         return torch.empty_like(q), q.new_empty((q.shape[1], 0), dtype=torch.float32).t()
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     return _paged(
-        library, _usable(q), k_cache.contiguous(), v_cache.contiguous(), table, cu_seqlens_q.contiguous(),
-        seq_lens_k.contiguous(), max_seqlen_q, max_seqlen_k, scale,
+        library, _usable(q), k_cache, v_cache, table, cu_seqlens_q.contiguous(), seq_lens_k.contiguous(), max_seqlen_q,
+        max_seqlen_k, scale, out,
     )  # fmt: skip

@@ -442,8 +442,8 @@ def _forward(
         attention_kernel[(splits if mode == PARTIAL.value else tiles, hk, batch)](
             q, *boxes, k, v, table, cu_q, lens, o_parts, lse_parts, t, q.stride(0), k.stride(-3), v.stride(-3),
             0 if table is None else table.stride(0), window or 0, split, scale * LOG2E.value,
-            HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode, HAS_WINDOW=window is not None,
-            PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
+            HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode,
+            HAS_WINDOW=window is not None, PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
             BRANCH=kind == "hopper",
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
@@ -539,8 +539,8 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
         "scale_log2e": "fp32",
     }  # fmt: skip
     constants = {
-        "HK": 8, "GROUP": 2, "D": d, "KV_HEAD": d, "BLOCK_D": next_power_of_2(d, 16), "BLOCK_M": tile.rows, "MODE": mode,
-        "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
+        "HK": 8, "GROUP": 2, "D": d, "KV_HEAD": d, "BLOCK_D": next_power_of_2(d, 16), "BLOCK_M": tile.rows,
+        "MODE": mode, "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
     }  # fmt: skip
     tma = not paged and kind != "fp32" and d == next_power_of_2(d) and targets == ("sm_90",)
     constants |= {"TMA": tma, "BRANCH": targets == ("sm_90",), "k_box": None, "v_box": None}

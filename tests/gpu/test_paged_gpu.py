@@ -1,0 +1,56 @@
+"""What an engine that is not ours needs, on a GPU: caches with keys and values side by side, results in place, the
+fused norm and rope."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.op_checks import rand
+
+from rlkernel import ops
+from rlkernel.contract import assert_bitwise
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def batch(b: int, longest: int, page: int, hk: int, d: int) -> tuple[torch.Tensor, ...]:
+    """A cache [pages, page, HK, 2 D] of random keys and values, its block table and lengths."""
+    lengths = torch.arange(b) * longest // max(1, b - 1)
+    lengths = lengths.clamp(1).int().cuda()
+    columns = -(-longest // page)
+    table = torch.randperm(b * columns, generator=torch.Generator().manual_seed(1)).int().view(b, columns).cuda()
+    both = rand(0, b * columns * page * hk * 2 * d, dtype=torch.bfloat16).cuda().view(-1, page, hk, 2 * d)
+    return both, table, lengths
+
+
+@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("b,longest", [(3, 5000), (80, 5000), (4, 300)])
+def test_halves_of_one_cache(d: int, b: int, longest: int) -> None:
+    both, table, lengths = batch(b, longest, 16, 8, d)
+    k, v = both[..., :d], both[..., d:]
+    q, cu = rand(2, b, 16, d, dtype=torch.bfloat16).cuda(), torch.arange(b + 1).int().cuda()
+    sizes = {"max_seqlen_q": 1, "max_seqlen_k": longest}
+    whole = ops.paged_attention(q, k.contiguous(), v.contiguous(), table, cu, lengths, **sizes)
+    out = torch.empty_like(q)
+    found = ops.paged_attention(q, k, v, table, cu, lengths, **sizes, out=out)
+    assert found[0].data_ptr() == out.data_ptr()
+    for mine, other in zip(found, whole, strict=True):
+        assert_bitwise(mine, other, "halves of one cache")
+    for row in {0, b // 2, b - 1}:  # alone its splits run side by side, in a large batch one after another
+        alone = ops.paged_attention(
+            q[row : row + 1], k, v, table[row : row + 1], cu[:2], lengths[row : row + 1], **sizes
+        )  # fmt: skip
+        assert_bitwise(alone[0], out[row : row + 1], f"row {row} alone")
+
+
+@pytest.mark.parametrize("h,hk,d", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (4, 4, 80)])
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
+def test_qk_norm_rope(h: int, hk: int, d: int, dtype: torch.dtype) -> None:
+    packed = (rand(0, 300, h + 2 * hk, d, dtype=dtype) * 3).cuda()
+    q, k = packed[:, :h], packed[:, h : h + hk]
+    wq, wk, table = rand(1, d, dtype=dtype).cuda(), rand(2, d, dtype=dtype).cuda(), rand(3, 512, d).cuda()
+    positions = torch.arange(300).cuda()
+    ours = ops.qk_norm_rope(q, k, wq, wk, 1e-6, positions, table)
+    both = ops.rope(ops.rms_norm(q, wq, 1e-6), ops.rms_norm(k, wk, 1e-6), positions, table)
+    for o, b in zip(ours, both, strict=True):
+        assert_bitwise(o, b, "fused and separate")

@@ -1,0 +1,53 @@
+"""qk_norm_rope: the bits of rms_norm and rope one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.op_checks import by_dtype, rand
+
+from rlkernel import ops
+from rlkernel.contract import assert_bitwise
+from rlkernel.kernels import select
+
+EPS = 1e-6
+
+
+def inputs(dtype: torch.dtype, d: int = 32, t: int = 7) -> tuple[torch.Tensor, ...]:
+    packed = rand(0, t, 9, d, dtype=dtype) * 3  # queries and keys as views of one projection
+    positions = torch.arange(t) * 3 % 16
+    return packed[:, :6], packed[:, 6:8], rand(1, d, dtype=dtype), rand(2, d, dtype=dtype), positions, rand(3, 16, d)
+
+
+@by_dtype
+@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+@pytest.mark.parametrize("d", (24, 32))
+def test_equals_the_two_ops(dtype: torch.dtype, implementation: str, d: int) -> None:
+    q, k, wq, wk, positions, table = inputs(dtype, d)
+    with select.use(implementation):
+        ours = ops.qk_norm_rope(q, k, wq, wk, EPS, positions, table)
+        both = ops.rope(ops.rms_norm(q, wq, EPS), ops.rms_norm(k, wk, EPS), positions, table)
+    for o, b in zip(ours, both, strict=True):
+        assert_bitwise(o, b, "fused and separate")
+
+
+def test_traces() -> None:
+    q, k, wq, wk, positions, table = inputs(torch.bfloat16)
+    torch.library.opcheck(torch.ops.rlkernel.qk_norm_rope.default, (q, k, wq, wk, EPS, positions, table))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"q": torch.zeros(7, 32)}, "q is"),
+        ({"k": torch.zeros(6, 2, 32)}, "k is"),
+        ({"q_weight": torch.zeros(31)}, "q_weight is"),
+        ({"k_weight": torch.zeros(32, dtype=torch.bfloat16)}, "k_weight is"),
+        ({"positions": torch.zeros(3, dtype=torch.int64)}, "positions is"),
+    ],
+)
+def test_refuses(change: dict[str, torch.Tensor], message: str) -> None:
+    names = ("q", "k", "q_weight", "k_weight", "positions", "cos_sin")
+    given = dict(zip(names, inputs(torch.float32), strict=True)) | change
+    with pytest.raises(ValueError, match=f"qk_norm_rope: {message}"):
+        ops.qk_norm_rope(eps=EPS, **given)
