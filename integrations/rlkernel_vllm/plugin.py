@@ -48,22 +48,22 @@ def _hook_config() -> None:
 
 
 def _hook_workers() -> None:
-    """A worker exists before its model is loaded, in every kind of executor and process."""
+    """`init_device` follows the making of a worker, in which a process of its own loads its plugins."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    stock = WorkerWrapperBase.init_worker
+    stock = WorkerWrapperBase.init_device
 
     @wraps(stock)
-    def init_worker(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked = settings.read(self.vllm_config)
         if asked.enabled:
-            _attach(self.worker, self.vllm_config, asked)
+            _attach(self.worker, self.vllm_config)
+        return stock(self, *args, **kwargs)
 
-    WorkerWrapperBase.init_worker = init_worker
+    WorkerWrapperBase.init_device = init_device
 
 
-def _attach(worker: Any, vllm_config: Any, asked: settings.Settings) -> None:
+def _attach(worker: Any, vllm_config: Any) -> None:
     """Gives this worker our loading of the model, and the methods that `collective_rpc` calls by name."""
     from rlkernel_vllm import fingerprint, report, sampling, warmup
 

@@ -1,0 +1,50 @@
+"""Fixtures of the vLLM tests: tiny models on disk, and `side`, which runs a scenario of `vllm_side.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+Side = Callable[..., dict[str, Any]]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Of a process that runs vLLM from this checkout."""
+    paths = [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
+    settings = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_COMPILE_DISABLE": "1",  # of vLLM's sampler; the scenario that compiles the model sets it to 0
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "RLKERNEL_VLLM", "VLLM_"))}
+    return {**inherited, **settings, **changes}
+
+
+@pytest.fixture
+def side() -> Side:
+    def run(scenario: str, folder: Path, env: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
+        command = [sys.executable, str(HERE / "vllm_side.py"), scenario, str(folder), json.dumps(arguments)]
+        done = subprocess.run(
+            command, env=environment(**(env or {})), capture_output=True, text=True, timeout=900, cwd=folder
+        )
+        found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        assert found, f"{scenario} failed\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        result: dict[str, Any] = json.loads(found[-1].removeprefix("RESULT "))
+        return result
+
+    return run

@@ -1,0 +1,383 @@
+"""Runs vLLM in a process of its own: `python vllm_side.py SCENARIO FOLDER '{"arguments": ...}'` prints one JSON line.
+
+vLLM keeps state in its process and starts others, which import the main module again; so every scenario is a script,
+and the tests look at what it prints. A comparison is [differing numbers, numbers].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TESTS = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(TESTS))
+
+PROMPTS = (17, 40, 77, 100, 3, 64, 33, 90)
+ENGINE: dict[str, Any] = {
+    "max_model_len": 512,
+    "enforce_eager": True,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 64 << 20,
+    "block_size": 32,
+}
+
+
+def prompts(vocabulary: int, lengths: tuple[int, ...] = PROMPTS, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+def engine(folder: str, on: bool = True, **changes: Any) -> Any:
+    import rlkernel_vllm
+
+    settings = {"model": folder, "skip_tokenizer_init": True, **ENGINE, **changes}
+    return rlkernel_vllm.LLM(use_rl_kernel_backend=on, **settings)
+
+
+def generate(llm: Any, ids: list[list[int]], count: int = 24, **sampling: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    given = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False, **sampling}
+    parameters = SamplingParams(max_tokens=count, **given)
+    return llm.generate([{"prompt_token_ids": p} for p in ids], parameters, use_tqdm=False)
+
+
+def tokens(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def sampled(output: Any) -> list[float]:
+    """Log-probabilities of the sampled tokens."""
+    return [row[t].logprob for t, row in zip(tokens(output), output.outputs[0].logprobs, strict=True)]
+
+
+def prompted(output: Any) -> list[float]:
+    """Log-probabilities of the prompt's tokens, from the second on."""
+    return [row[t].logprob for t, row in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)]
+
+
+def listed(rows: Any, vocabulary: int) -> torch.Tensor:  # [T, V]
+    """Log-probabilities of every token; NaN where the list has none."""
+    out = torch.full((len(rows), vocabulary), float("nan"))
+    for i, row in enumerate(rows):
+        for token, entry in row.items():
+            out[i, token] = entry.logprob
+    return out
+
+
+# ---- the trainer ---------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Training forwards of the same weights: `rlkernel.models`, and transformers with rlkernel under it."""
+
+    def __init__(self, folder: str, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForCausalLM
+
+        import rlkernel_transformers
+        from rlkernel.models import load_model
+
+        self.decoder = load_model(folder, dtype=dtype)
+        self.hf = rlkernel_transformers.apply(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+
+    def logits(self, ids: list[int]) -> torch.Tensor:  # [T, V] fp32
+        from rlkernel.models.batch import PackedBatch
+
+        with torch.no_grad():
+            return self.decoder.logits(self.decoder(PackedBatch.from_sequences([ids])))
+
+    def scores(self, ids: list[int], temperature: float = 1.0, kept: torch.Tensor | None = None) -> list[float]:
+        """Log-probability of each token after the first; the two forwards must agree."""
+        import rlkernel_transformers
+        from rlkernel import ops
+
+        targets = torch.tensor(ids[1:])
+        own = ops.logprob(self.logits(ids)[:-1], targets, temperature=temperature, kept=kept).logp.tolist()
+        with torch.no_grad():
+            found = rlkernel_transformers.token_logprobs(
+                self.hf,
+                torch.tensor([ids]),
+                targets=torch.tensor([[*ids[1:], -100]]),
+                temperature=temperature,
+                kept=kept,
+            ).logp[0, :-1]
+        assert own == found.tolist(), "rlkernel.models and rlkernel_transformers differ"
+        return own
+
+
+def differing(one: list[float], other: list[float]) -> list[int]:
+    assert len(one) == len(other) > 0
+    return [sum(a != b for a, b in zip(one, other, strict=True)), len(one)]
+
+
+def against(trainer: Trainer, ids: list[list[int]], outputs: list[Any], temperature: float = 1.0) -> list[int]:
+    """Sampled log-probabilities of all outputs against the trainer's."""
+    ours, theirs = [], []
+    for prompt, output in zip(ids, outputs, strict=True):
+        ours += sampled(output)
+        theirs += trainer.scores(prompt + tokens(output), temperature)[len(prompt) - 1 :]
+    return differing(ours, theirs)
+
+
+# ---- scenarios -----------------------------------------------------------------------------------
+
+
+def matrix(folder: str, vocabulary: int, dtype: str, **changes: Any) -> dict[str, Any]:
+    """Every way of computing a log-probability, against the training forward."""
+    llm = engine(folder, dtype=dtype, max_num_batched_tokens=512, **changes)
+    trainer, ids = Trainer(folder, getattr(torch, dtype)), prompts(vocabulary)
+    out: dict[str, Any] = {}
+    alone = generate(llm, ids[:1])[0]
+    out["decode"] = against(trainer, ids[:1], [alone])
+    batched = generate(llm, ids)
+    out["batched"] = against(trainer, ids, batched)
+    out["alone and batched"] = differing(sampled(alone), sampled(batched[0]))
+    sequence = ids[3] + tokens(batched[3])
+    scored = generate(llm, [sequence, *ids], 1, prompt_logprobs=0)
+    out["prompt"] = differing(prompted(scored[0]), trainer.scores(sequence))
+    long = [list(chain(*ids[:4]))]
+    cold, warm = generate(llm, long)[0], generate(llm, long)[0]
+    out["cached tokens"] = warm.num_cached_tokens
+    out["prefix cached"] = against(trainer, long, [warm])
+    out["cold and cached"] = differing(sampled(cold), sampled(warm))
+    # Lists: the most likely tokens, and the whole vocabulary.
+    top = generate(llm, ids[:2], 4, logprobs=5, prompt_logprobs=3)[1]
+    whole = torch.log_softmax(trainer.logits(ids[1] + tokens(top)), -1)
+    rows = listed([*top.prompt_logprobs[1:], *top.outputs[0].logprobs], vocabulary)
+    exact = full(trainer.logits(ids[1] + tokens(top)))
+    given = ~rows.isnan()
+    out["lists"] = [int((rows != exact[:-1])[given].sum()), int(given.sum())]
+    assert torch.allclose(exact, whole, atol=1e-4)
+    out["status"] = vars(__import__("rlkernel_vllm").status(llm))
+    return out
+
+
+def full(logits: torch.Tensor) -> torch.Tensor:  # [T, V] -> [T, V]
+    """Log-probability of every token, one call of the op each."""
+    from rlkernel import ops
+
+    columns = [ops.logprob(logits, torch.full((logits.shape[0],), v)).logp for v in range(logits.shape[1])]
+    return torch.stack(columns, 1)
+
+
+def sampling(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
+    """Processed log-probabilities: temperature, kept sets, and rows of several kinds in one batch."""
+    from vllm import SamplingParams
+
+    from rlkernel import ops
+
+    changes = {"logprobs_mode": "processed_logprobs", "max_logprobs": vocabulary, "max_num_batched_tokens": 64}
+    llm = engine(folder, dtype=dtype, **changes)  # 64 tokens a step: prompts are chunked
+    trainer, ids = Trainer(folder, getattr(torch, dtype)), prompts(vocabulary)
+    out: dict[str, Any] = {}
+    out["temperature"] = against(trainer, ids, generate(llm, ids, temperature=0.7), 0.7)
+    filters = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01}]
+    mixed = [
+        SamplingParams(max_tokens=12, logprobs=-1, ignore_eos=True, detokenize=False, **kind)
+        for kind in [{"temperature": 0.0}, {"temperature": 1.0}, *({"temperature": 0.8, **f} for f in filters)]
+    ]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in ids[: len(mixed)]], mixed, use_tqdm=False)
+    for parameters, prompt, output in zip(mixed, ids, outputs, strict=False):
+        sequence = prompt + tokens(output)
+        logits = trainer.logits(sequence)[len(prompt) - 1 : -1]
+        n, on = logits.shape[0], parameters.temperature > 0
+        vector = lambda value, kind, n=n: torch.full((n,), value, dtype=kind)
+        zeros = torch.zeros(n, dtype=torch.int64)
+        kept = ops.sample(
+            logits, zeros, zeros, temperature=vector(parameters.temperature, torch.float32),
+            top_k=vector(parameters.top_k if on and parameters.top_k > 0 else 0, torch.int32),
+            top_p=vector(parameters.top_p if on else 1.0, torch.float32),
+            min_p=vector(parameters.min_p if on else 0.0, torch.float32), return_kept=True,
+        ).kept  # fmt: skip
+        targets = torch.tensor(tokens(output))
+        expected = ops.logprob(logits, targets, temperature=parameters.temperature if on else 1.0, kept=kept)
+        name = "kept " + ", ".join(f"{k}={getattr(parameters, k)}" for k in ("temperature", "top_k", "top_p", "min_p"))
+        out[name] = differing(sampled(output), expected.logp.tolist())
+        rows = listed(output.outputs[0].logprobs, vocabulary)
+        allowed = ops.unpack_kept(kept, vocabulary)
+        out["set of " + name] = [int((torch.isfinite(rows) != allowed).sum()), rows.numel()]
+    return out
+
+
+def weights(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
+    """Fingerprints, and updates of weights in both of the ways a trainer has."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    import rlkernel_vllm
+
+    llm, ids = engine(folder, dtype=dtype, enable_sleep_mode=False), prompts(vocabulary)[:3]
+    out: dict[str, Any] = {}
+    mine, theirs = rlkernel_vllm.fingerprints(llm), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    out["tensors"] = len(mine)
+    out["equal at start"] = rlkernel_vllm.compare(mine, rlkernel_vllm.fingerprints(theirs))
+    generator = torch.Generator().manual_seed(1)
+    state = load_file(Path(folder) / "model.safetensors")
+    state = {k: (v.float() + 0.05 * torch.randn(v.shape, generator=generator)).to(v.dtype) for k, v in state.items()}
+    updated = Path(folder + "-updated")
+    updated.mkdir(exist_ok=True)
+    for file in Path(folder).glob("*.json"):
+        (updated / file.name).write_bytes(file.read_bytes())
+    save_file(state, updated / "model.safetensors", metadata={"format": "pt"})
+    trainer = Trainer(str(updated), getattr(torch, dtype))
+    wanted = rlkernel_vllm.fingerprints(AutoModelForCausalLM.from_pretrained(updated, dtype=dtype))
+    out["stale"] = sorted(rlkernel_vllm.compare(mine, wanted))
+    generate(llm, ids)  # fills the prefix cache with what is stale soon
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    for name, tensor in state.items():  # as TRL does
+        model.load_weights([(name, tensor)])
+    llm.reset_prefix_cache()
+    out["equal after load_weights"] = rlkernel_vllm.compare(rlkernel_vllm.fingerprints(llm), wanted)
+    out["after load_weights"] = against(trainer, ids, generate(llm, ids))
+    llm.collective_rpc("reload_weights")  # from the checkpoint of the start
+    llm.reset_prefix_cache()
+    out["equal after reload_weights"] = rlkernel_vllm.compare(rlkernel_vllm.fingerprints(llm), mine)
+    out["after reload_weights"] = against(Trainer(folder, getattr(torch, dtype)), ids, generate(llm, ids))
+    return out
+
+
+def compiled(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
+    """vLLM as it comes: engine and worker in processes of their own, torch.compile on, asked by additional_config."""
+    import vllm
+
+    import rlkernel_vllm
+
+    asked = {"additional_config": {"use_rl_kernel_backend": True}, "enforce_eager": False}
+    llm = vllm.LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, **{**ENGINE, **asked})
+    trainer, ids = Trainer(folder, getattr(torch, dtype)), prompts(vocabulary)
+    status = rlkernel_vllm.assert_active(llm)
+    batched = generate(llm, ids)
+    scored = generate(llm, [ids[1] + tokens(batched[1])], 1, prompt_logprobs=0)[0]
+    return {
+        "batched": against(trainer, ids, batched),
+        "prompt": differing(prompted(scored), trainer.scores(ids[1] + tokens(batched[1]))),
+        "status": vars(status),
+        "tensors": len(rlkernel_vllm.fingerprints(llm)),
+    }
+
+
+def switched(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
+    """Engines with and without the flag, one after another in one process; the last one asks by the environment."""
+    import gc
+
+    import rlkernel_vllm
+
+    ids, out = prompts(vocabulary)[:4], {}
+    trainer = Trainer(folder, getattr(torch, dtype))
+    for name, on in (("off first", False), ("on", True), ("off", False), ("on again", None)):
+        if on is None:
+            os.environ["RLKERNEL_VLLM"] = "1"
+        llm = engine(folder, bool(on), dtype=dtype)
+        outputs = generate(llm, ids)
+        scored = generate(llm, [p + tokens(o) for p, o in zip(ids, outputs, strict=True)], 1, prompt_logprobs=0)
+        kinds = llm.apply_model(class_names)[0]
+        out[name] = {
+            "active": rlkernel_vllm.status(llm).active,
+            "ours": sorted({kind for kind in kinds if "rlkernel" in kind}),
+            "logprobs": list(chain(*map(sampled, outputs), *map(prompted, scored))),
+            "against trainer": against(trainer, ids, outputs),
+        }
+        del llm
+        gc.collect()
+    return out
+
+
+def class_names(model: Any) -> list[str]:
+    kinds = [type(m) for m in model.modules()] + [type(getattr(m, "quant_method", None)) for m in model.modules()]
+    kinds += [type(getattr(m, "impl", None)) for m in model.modules()]
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
+
+
+def stock(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
+    """vLLM where the plugin is not loaded (the caller sets VLLM_PLUGINS): its log-probabilities, and the detection."""
+    import vllm
+
+    import rlkernel_vllm
+
+    ids = prompts(vocabulary)[:4]
+    llm = vllm.LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, **ENGINE)
+    outputs = generate(llm, ids)
+    scored = generate(llm, [p + tokens(o) for p, o in zip(ids, outputs, strict=True)], 1, prompt_logprobs=0)
+    numbers = list(chain(*map(sampled, outputs), *map(prompted, scored)))
+    plugin = sys.modules.get("rlkernel_vllm.plugin")
+    found = {"logprobs": numbers, "loaded": bool(plugin and plugin._installed), "error": ""}
+    try:
+        engine(folder, True, dtype=dtype)
+    except rlkernel_vllm.InactiveError as error:
+        found["error"] = str(error)
+    return found
+
+
+def refusals(folder: str) -> dict[str, Any]:
+    """What the configuration refuses, by setting; no engine is made."""
+    from vllm import EngineArgs
+
+    from rlkernel_vllm.config import UnsupportedError
+
+    flag = {"use_rl_kernel_backend": True}
+    out: dict[str, Any] = {}
+    for name, changes in {
+        "quantization": {"quantization": "fp8"},
+        "kv_cache_dtype": {"kv_cache_dtype": "fp8"},
+        "enable_lora": {"enable_lora": True},
+        "tensor_parallel_size": {"tensor_parallel_size": 2},
+        "pipeline_parallel_size": {"pipeline_parallel_size": 2},
+        "speculative_config": {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+        },
+        "rl_kernel_attention": {"additional_config": {**flag, "rl_kernel_attention": "fa3"}},
+        "rl_kernel_contract": {"additional_config": {**flag, "rl_kernel_contract": "rlk-0"}},
+        "rl_kernel_mode": {"additional_config": {**flag, "rl_kernel_mode": "loose"}},
+        "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}},
+        "nothing": {},
+    }.items():
+        arguments = {"model": folder, "skip_tokenizer_init": True, "max_model_len": 64, "additional_config": flag}
+        try:
+            EngineArgs(**{**arguments, **changes}).create_engine_config()
+            out[name] = "no error"
+        except UnsupportedError as error:
+            out[name] = str(error)
+        except Exception as error:
+            out[name] = f"{type(error).__name__}: {error}"
+    return out
+
+
+def audit(folder: str, vocabulary: int) -> dict[str, Any]:
+    """A model that rlkernel does not compute: refused in strict mode, let through and reported in audit mode."""
+    import rlkernel_vllm
+
+    out: dict[str, Any] = {}
+    try:
+        engine(folder, dtype="float32")
+    except Exception as error:
+        out["strict"] = f"{type(error).__name__}: {error}"
+    llm = engine(folder, dtype="float32", rl_kernel_mode="audit")
+    out["tokens"] = len(tokens(generate(llm, prompts(vocabulary)[:1], 8)[0]))
+    found = rlkernel_vllm.status(llm)
+    return {**out, "status": vars(found), "text": str(found)}
+
+
+SCENARIOS = (matrix, sampling, weights, compiled, switched, stock, refusals, audit)
+
+
+def main() -> None:
+    name, folder, arguments = sys.argv[1:]
+    scenario = {s.__name__: s for s in SCENARIOS}[name]
+    torch.set_num_threads(1)
+    result = scenario(folder, **json.loads(arguments))
+    print("\nRESULT " + json.dumps(result, default=str), flush=True)
+    os._exit(0)  # engines of other processes end with this one's pipes
+
+
+if __name__ == "__main__":
+    main()
