@@ -23,9 +23,11 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, RotaryEmbedd
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from rlkernel import ops
-from rlkernel.models.config import ConfigError
+from rlkernel.models.checkpoint import hf_layout
+from rlkernel.models.config import ConfigError, ModelConfig
 from rlkernel.models.rope_table import rope_table
 from rlkernel_vllm.config import Finding, findings, model_config, refuse
+from rlkernel_vllm.fingerprint import hf_weights
 from rlkernel_vllm.settings import Settings
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -143,9 +145,12 @@ def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
     """
     done = Conversion(found=list(findings(vllm_config, asked)))
     try:
-        table: Tensor | None = rope_table(model_config(vllm_config.model_config))
-    except ConfigError:
-        table = None  # already a finding
+        config = model_config(vllm_config.model_config)
+    except ConfigError:  # already a finding
+        table = None
+    else:
+        table = rope_table(config)
+        done.found += _other_weights(model, config)
     for name, module in model.named_modules():
         made, reason = _convert(module, table, asked)
         if made is not None:
@@ -161,6 +166,16 @@ def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
     refuse(done.found, asked)
     object.__setattr__(model, "rlkernel", done)
     return done
+
+
+def _other_weights(model: nn.Module, config: ModelConfig) -> Iterator[Finding]:
+    """Weights of the architecture that vLLM's model lacks, or adds: it then computes another model."""
+    wanted = {part.name for part in hf_layout(config)}
+    present = {name for name, _ in hf_weights(model)}
+    for name in sorted(wanted - present):
+        yield Finding(name, "vLLM's model leaves this weight out, so it computes another model")
+    for name in sorted(present - wanted):
+        yield Finding(name, "vLLM's model has this weight, and the architecture does not")
 
 
 def _convert(module: Any, table: Tensor | None, asked: Settings) -> tuple[str | None, str | None]:

@@ -22,8 +22,10 @@ WIDER = {"max_position_embeddings": 512, "hidden_size": 128}  # vLLM on a CPU ta
 @pytest.fixture(autouse=True)
 def longer_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_models, "SMALL", {**hf_models.SMALL, **WIDER})
-    cases = {k: (f, {n: v for n, v in c.items() if n != "head_dim"}) for k, (f, c) in hf_models.CASES.items()}
-    monkeypatch.setattr(hf_models, "CASES", {k: (f, {**c, "head_dim": 32}) for k, (f, c) in cases.items()})
+    cases = {k: (family, {**changes, "head_dim": 32}) for k, (family, changes) in hf_models.CASES.items()}
+    cases["qwen3-tied"] = ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True})
+    cases["qwen3-biased"] = ("Qwen3", {"head_dim": 32, "attention_bias": True})
+    monkeypatch.setattr(hf_models, "CASES", cases)
 
 
 def assert_exact(found: dict[str, Any]) -> None:
@@ -104,6 +106,13 @@ def test_refusals_name_the_setting(tmp_path: Path, side: Any) -> None:
     assert {name for name, error in found.items() if name not in error} == set()
 
 
+def test_a_model_that_vllm_computes_otherwise_is_refused(tmp_path: Path, side: Any) -> None:
+    """vLLM's Qwen3 has no bias in the output projection; with one in the checkpoint it computes another model."""
+    folder = hf_models.save("qwen3-biased", tmp_path / "model")
+    error = side("refused", folder)["error"]
+    assert "model.layers.0.self_attn.o_proj.bias: vLLM's model leaves this weight out" in error
+
+
 def test_audit_lets_through_and_reports(tmp_path: Path, side: Any) -> None:
     import transformers
 
@@ -111,7 +120,7 @@ def test_audit_lets_through_and_reports(tmp_path: Path, side: Any) -> None:
     folder = tmp_path / "model"
     transformers.Olmo2ForCausalLM(config).save_pretrained(folder)
     found = side("audit", folder, vocabulary=VOCABULARY)
-    assert "Olmo2ForCausalLM" in found["strict"]
+    assert "Olmo2ForCausalLM" in side("refused", folder)["error"]
     assert found["tokens"] == 8
     assert found["status"]["active"] and not found["status"]["exact"] and found["status"]["findings"]
     assert "NOT EXACT" in found["text"]

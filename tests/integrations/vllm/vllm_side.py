@@ -352,22 +352,29 @@ def refusals(folder: str) -> dict[str, Any]:
     return out
 
 
-def audit(folder: str, vocabulary: int) -> dict[str, Any]:
-    """A model that rlkernel does not compute: refused in strict mode, let through and reported in audit mode."""
-    import rlkernel_vllm
-
-    out: dict[str, Any] = {}
+def refused(folder: str) -> dict[str, Any]:
+    """What an engine of a model says in strict mode."""
     try:
         engine(folder, dtype="float32")
     except Exception as error:
-        out["strict"] = f"{type(error).__name__}: {error}"
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
+
+
+def audit(folder: str, vocabulary: int) -> dict[str, Any]:
+    """A model that rlkernel does not compute, let through and reported."""
+    import rlkernel_vllm
+
     llm = engine(folder, dtype="float32", rl_kernel_mode="audit")
-    out["tokens"] = len(tokens(generate(llm, prompts(vocabulary)[:1], 8)[0]))
     found = rlkernel_vllm.status(llm)
-    return {**out, "status": vars(found), "text": str(found)}
+    return {
+        "tokens": len(tokens(generate(llm, prompts(vocabulary)[:1], 8)[0])),
+        "status": vars(found),
+        "text": str(found),
+    }
 
 
-SCENARIOS = (matrix, sampling, weights, compiled, switched, stock, refusals, audit)
+SCENARIOS = (matrix, sampling, weights, compiled, switched, stock, refusals, refused, audit)
 
 
 def main() -> None:
