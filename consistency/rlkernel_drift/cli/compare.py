@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from rlkernel_drift.consequences import Settings
     from rlkernel_drift.errors import DriftError
     from rlkernel_drift.inputs import open_input
+    from rlkernel_drift.inputs.model import scored
     from rlkernel_drift.profiles import load_profile
 
     try:
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         )
         rollout = open_input(args.rollout, "rollout")
         train = open_input(args.train or args.rollout, "train")
+        rollout, train = scored(rollout, train), scored(train, rollout)
         verdict = compare_sources(rollout, train, options)
     except DriftError as error:
         verdict = unusable(error, args.typed)

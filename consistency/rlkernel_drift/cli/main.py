@@ -11,11 +11,14 @@ import sys
 from collections.abc import Sequence
 
 from rlkernel_drift import __version__
-from rlkernel_drift.cli import compare, inspect
+from rlkernel_drift.cli import capture, compare, diagnose, floor, inspect
 from rlkernel_drift.errors import DriftError
 
 COMMANDS = {
     "compare": compare,
+    "diagnose": diagnose,
+    "floor": floor,
+    "capture": capture,
     "inspect": inspect,
 }
 

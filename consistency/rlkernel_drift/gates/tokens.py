@@ -11,6 +11,7 @@ from rlkernel_drift.pair import Pair
 from rlkernel_drift.verdict import Finding, Gate
 
 _CONTEXT = 8
+_UNLIKELY = -1.8
 
 
 def tokens_gate(pair: Pair) -> Gate:
@@ -170,7 +171,9 @@ def _observations(pair: Pair) -> list[Finding]:
     for name, mine, other in (("rollout", a, b), ("train", b, a)):
         dummy = mask & (mine == 0) & (other < -0.05)
         count = int(dummy.sum())
-        if count >= 3 and count >= 0.001 * int(mask.sum()):
+        # A token alone in its kept set has 0 as well, but it is a likely one on the other side.
+        unlikely = count >= 3 and float(np.quantile(other[dummy], 0.25)) < _UNLIKELY
+        if unlikely and count >= 0.001 * int(mask.sum()):
             sequence, index = pair.rollout.place(int(np.flatnonzero(dummy)[0]))
             message = f"{count} counted tokens have log-probability exactly 0 on the {name} side"
             return [finding("observation-tokens", message, tokens=count, sequence=sequence, token=index)]

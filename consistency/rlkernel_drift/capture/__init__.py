@@ -1,0 +1,1 @@
+"""Capture: capsules from engines. Each adapter is a file that imports its engine when it is called, never before."""

@@ -1,0 +1,190 @@
+"""Capture from transformers: samples and decodes with a cache (rollout), or scores given tokens in one forward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlkernel_drift.capsule import (
+    Capsule,
+    Distribution,
+    Kept,
+    Manifest,
+    Operators,
+    build_capsule,
+    describe_operators,
+)
+from rlkernel_drift.capsule import Tensor as Stored
+from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, weights_of
+from rlkernel_drift.errors import DriftError
+from rlkernel_drift.scoring.decoding import Decoding, decoded_hidden
+from rlkernel_drift.scoring.model import DTYPES, ReferenceModel
+from rlkernel_drift.scoring.operators import record
+from rlkernel_drift.scoring.semantics import SortedLogits
+from rlkernel_drift.scoring.sequences import Sequences, sequences_of
+from rlkernel_drift.scoring.weights import fingerprints
+
+_CHUNK = 1 << 25
+
+
+def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule:
+    """Captures a capsule.
+
+    Args:
+        request: what to record. model: loaded already; default the request's directory.
+
+    Raises:
+        DriftError: the model or the prompts cannot be read.
+    """
+    dtype = DTYPES[request.dtype]
+    attention = request.attention or "sdpa"
+    loaded = model or ReferenceModel.load(request.model, request.device, attention, dtype)
+    texts = Texts(request.model)
+    if request.tokens is None:
+        bare = sampled(request, loaded, texts, dtype)
+    else:
+        tokens = request.tokens
+        bare = replace(tokens, logprobs={}, operators=Operators(), distribution=None, manifest=Manifest())
+    sequences = sequences_of(bare)
+    if not sequences.counted:
+        raise DriftError("there is no token to score: every mask is empty")
+    streams: dict[str, np.ndarray] = {}
+    if request.side == "rollout" and request.tokens is None:
+        hidden = decoded_hidden(loaded.in_dtype(dtype), sequences)
+        streams |= _streams(request, loaded, bare, sequences, hidden, "recorded")
+    prefill = loaded.hidden(sequences, dtype)
+    phase = "train" if request.side == "train" else "prefill"
+    streams |= _streams(request, loaded, bare, sequences, prefill, phase)
+    operators = _operators(request, loaded, bare, dtype)
+    config = {
+        "dtype": request.dtype,
+        "attention_backend": loaded.model.config._attn_implementation,
+        "head_dtype": "float32",
+        "tie_word_embeddings": loaded.tied,
+        "rope_theta": loaded.theta,
+    }
+    manifest = manifest_of(
+        request,
+        "hf",
+        config,
+        weights=weights_of(fingerprints(dict(loaded.model.state_dict()))) if request.weights else None,
+        vocabulary=texts.vocabulary(bare.ids),
+        operators=describe_operators(operators),
+    )
+    return replace(
+        bare,
+        manifest=manifest,
+        logprobs=streams,
+        operators=operators,
+        distribution=_distribution(request, loaded, sequences, prefill),
+    )
+
+
+def sampled(request: Request, model: ReferenceModel, texts: Texts, dtype: torch.dtype) -> Capsule:
+    """Samples completions of the prompts; returns their tokens and kept sets."""
+    if request.prompts is None:
+        raise DriftError("capture needs --prompts, or --tokens with a capsule")
+    prompts = [texts.ids(p) for p in read_prompts(request.prompts) for _ in range(request.samples)]
+    generator = torch.Generator().manual_seed(request.seed)
+    state = Decoding(model.in_dtype(dtype), prompts)
+    ends = getattr(model.config, "eos_token_id", None)
+    stop = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    completions: list[list[int]] = [[] for _ in prompts]
+    kept: list[list[list[int]]] = [[] for _ in prompts]
+    running = [True] * len(prompts)
+    for _ in range(request.max_tokens):
+        tokens, sets = _draw(request, model.head(state.hidden), generator)
+        for i, token in enumerate(tokens.tolist()):
+            if running[i]:
+                completions[i].append(token)
+                kept[i].append(sets[i])
+                running[i] = token not in stop
+        if not any(running):
+            break
+        state.feed(tokens)
+    return build_capsule(Manifest(), prompts, completions, {}, kept=kept if request.sampling.filters else None)
+
+
+def _draw(request: Request, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, list[list[int]]]:
+    s = request.sampling
+    if s.temperature == 0:
+        return logits.argmax(-1).cpu(), [[] for _ in range(len(logits))]
+    values, order = logits.cpu().sort(dim=-1, descending=True, stable=True)
+    rows = SortedLogits(values, torch.zeros(len(values), dtype=torch.int64)).at(s.temperature)
+    count = rows.kept(s.top_k, s.top_p, s.min_p)
+    inside = torch.arange(values.shape[1])[None, :] < count[:, None]
+    rank = (rows.probabilities * inside).multinomial(1, generator=generator)
+    sets = [order[i, : int(count[i])].sort().values.tolist() if s.filters else [] for i in range(len(order))]
+    return order.gather(1, rank)[:, 0], sets
+
+
+def _streams(
+    request: Request, model: ReferenceModel, bare: Capsule, sequences: Sequences, hidden: Tensor, phase: str
+) -> dict[str, np.ndarray]:
+    """Raw and processed log-probabilities of the counted tokens."""
+    temperature = request.sampling.temperature or 1.0
+    raw, processed = [], []
+    step = max(1, _CHUNK // model.vocab_size)
+    for start in range(0, len(hidden), step):
+        part = slice(start, start + step)
+        logits = model.head(hidden[part]).cpu()
+        targets, tokens = sequences.targets[part], sequences.token[part]
+        own = logits.gather(1, targets[:, None])[:, 0]
+        raw.append(own - logits.logsumexp(-1))
+        z = logits / temperature
+        if request.sampling.filters and bare.kept is not None:
+            z = _masked(z, bare.kept, tokens)
+        elif request.sampling.filters:
+            s = request.sampling
+            processed.append(SortedLogits(logits, targets).at(temperature).processed(s.top_k, s.top_p, s.min_p))
+            continue
+        processed.append(z.gather(1, targets[:, None])[:, 0] - z.logsumexp(-1))
+    result = {}
+    for values, parts in (("processed", processed), ("raw", raw)):
+        stream = np.full(bare.tokens, np.nan, np.float32)
+        stream[sequences.token.numpy()] = torch.cat(parts).float().numpy()
+        result[f"{phase}.{values}"] = stream
+    return result
+
+
+def _masked(z: Tensor, kept: Kept, tokens: Tensor) -> Tensor:
+    """Logits outside the recorded kept sets at minus infinity; an empty set keeps all."""
+    z = z.clone()
+    for row, token in enumerate(tokens.tolist()):
+        ids = kept.ids[kept.offsets[token] : kept.offsets[token + 1]]
+        if len(ids):
+            inside = torch.zeros(z.shape[1], dtype=torch.bool)
+            inside[torch.from_numpy(ids.astype(np.int64))] = True
+            z[row, ~inside] = -torch.inf
+    return z
+
+
+def _operators(request: Request, model: ReferenceModel, bare: Capsule, dtype: torch.dtype) -> Operators:
+    if request.operators == "none":
+        return Operators()
+    count = bare.sequences if request.operators == "fingerprint" else min(request.operator_sequences, bare.sequences)
+    end = bare.sequence(count - 1).stop
+    rows = None if end == bare.tokens else torch.arange(end)
+    if request.operators == "rows":
+        rows = torch.linspace(0, end - 1, min(end, request.operator_rows)).round().long().unique()
+    pairs: list[tuple[Any, Any]] = []
+    for i in range(count):
+        part = bare.sequence(i)
+        ids, positions = bare.ids[part].astype(np.int64), bare.positions[part].astype(np.int64)
+        pairs.append((torch.from_numpy(ids), torch.from_numpy(positions)))
+    kind = "fingerprint" if request.operators == "fingerprint" else "full"
+    values = record(model.in_dtype(dtype), pairs, kind, rows)  # type: ignore[arg-type]
+    return Operators(None if rows is None else rows.numpy(), values)
+
+
+def _distribution(request: Request, model: ReferenceModel, sequences: Sequences, hidden: Tensor) -> Distribution | None:
+    if not request.logits_rows:
+        return None
+    count = min(request.logits_rows, sequences.counted)
+    chosen = torch.linspace(0, sequences.counted - 1, count).round().long().unique()
+    logits = model.head(hidden[chosen.to(hidden.device)]).cpu().numpy()
+    return Distribution(sequences.token[chosen].numpy(), Stored.of(logits))

@@ -1,0 +1,179 @@
+"""What a capture shall record, of which prompts or of which tokens, and what it says about itself."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rlkernel_drift.capsule import Capsule, Manifest, Model, Sampling, WeightFingerprint, Weights
+from rlkernel_drift.capsule.fingerprint import digest
+from rlkernel_drift.errors import DriftError
+
+_PACKAGES = ("torch", "transformers", "vllm", "triton", "flash-attn", "flashinfer-python", "rlkernel", "tokenizers")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A capture.
+
+    Attributes:
+        model: directory. prompts: file with a prompt a line, or JSON lines with the column `prompt`.
+        tokens: a capsule whose sequences are scored instead of sampling new ones.
+        operators: what is recorded of the operators; rows: of how many tokens (None: all), sequences: of how many.
+        logits_rows: tokens whose whole logits are recorded.
+        weights: record fingerprints of the weights.
+    """
+
+    model: Path
+    prompts: Path | None = None
+    tokens: Capsule | None = None
+    side: Literal["rollout", "train"] = "rollout"
+    seed: int = 0
+    max_tokens: int = 64
+    samples: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    dtype: str = "float32"
+    device: str = "cpu"
+    attention: str = ""
+    operators: Literal["none", "full", "rows", "fingerprint"] = "none"
+    operator_sequences: int = 2
+    operator_rows: int = 64
+    logits_rows: int = 0
+    weights: bool = True
+    command: list[str] = field(default_factory=list)
+
+
+def read_prompts(path: Path) -> list[Any]:
+    """Prompts of a file: a text or a list of token ids each.
+
+    Raises:
+        DriftError: unreadable, or without prompts.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if path.suffix in (".jsonl", ".json"):
+            prompts = [json.loads(line)["prompt"] for line in lines]
+        else:
+            prompts = lines
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DriftError(f"{path} holds no prompts (a line each, or JSON lines with `prompt`): {error}") from None
+    if not prompts:
+        raise DriftError(f"{path} is empty; one prompt a line is needed")
+    return prompts
+
+
+class Texts:
+    """The model's tokenizer, where it has one; token ids need none."""
+
+    def __init__(self, model: Path) -> None:
+        self.tokenizer: Any = None
+        if (model / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def ids(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            DriftError: a text without tokenizer, or an empty prompt.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise DriftError("the model directory has no tokenizer.json; give prompts as lists of token ids")
+            ids = list(self.tokenizer.encode(prompt).ids)
+        else:
+            ids = [int(i) for i in prompt]
+        if not ids:
+            raise DriftError(f"prompt {prompt!r} has no tokens")
+        return ids
+
+    def vocabulary(self, ids: np.ndarray) -> dict[str, str]:
+        """Texts of the ids that occur."""
+        if self.tokenizer is None:
+            return {}
+        texts = {int(i): self.tokenizer.decode([int(i)], skip_special_tokens=False) for i in np.unique(ids)}
+        return {str(i): text[:256] for i, text in texts.items()}
+
+
+def describe_model(path: Path) -> Model:
+    """The model as its directory describes it, with digests of tokenizer and template.
+
+    Raises:
+        DriftError: config.json is missing or malformed.
+    """
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DriftError(f"{path}: config.json cannot be read: {error}") from None
+    text = config.get("text_config") or config
+    return Model(
+        name=path.resolve().name,
+        family=str(config.get("model_type", "")),
+        layers=text.get("num_hidden_layers"),
+        hidden_size=text.get("hidden_size"),
+        vocab_size=text.get("vocab_size"),
+        tokenizer=_digest(path / "tokenizer.json"),
+        chat_template=next((d for name in _TEMPLATE_FILES if (d := _digest(path / name))), _template(path)),
+    )
+
+
+def _digest(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def _template(path: Path) -> str | None:
+    file = path / "tokenizer_config.json"
+    try:
+        template = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+    except (OSError, ValueError):
+        return None
+    return digest(json.dumps(template, sort_keys=True).encode()) if template else None
+
+
+def manifest_of(request: Request, engine: str, config: dict[str, Any], **fields: Any) -> Manifest:
+    """The manifest of a capture: model, settings, versions, hardware, command."""
+    return Manifest(
+        side=request.side,
+        engine=engine,
+        model=describe_model(request.model),
+        sampling=request.sampling,
+        config={key: value for key, value in config.items() if value is not None},
+        versions=versions(),
+        hardware=hardware(request.device),
+        command=request.command,
+        **fields,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that compute, and of Python."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(device: str) -> dict[str, str | int | float | bool | None]:
+    """The device that computed."""
+    if device.startswith("cuda"):
+        import torch
+
+        return {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return {"device": "cpu", "machine": platform.machine()}
+
+
+def weights_of(fingerprints: dict[str, WeightFingerprint], adapter: str | None = None) -> Weights:
+    """The manifest's part about weights."""
+    return Weights(tensors=fingerprints, adapter=adapter)

@@ -1,0 +1,111 @@
+"""`rlkernel-drift capture`: records a capsule with an engine, of prompts or of another capsule's tokens."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlkernel_drift.capsule import Capsule
+    from rlkernel_drift.capture.request import Request
+
+ENGINES = ("hf", "rlkernel", "vllm")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the `capture` command."""
+    words = "record a capsule with an engine"
+    parser = subparsers.add_parser("capture", help=words, description=words.capitalize() + ".")
+    parser.add_argument("--engine", required=True, choices=ENGINES)
+    add_request(parser)
+    parser.add_argument("--side", choices=("rollout", "train"), help="default: rollout, or train with --tokens")
+    parser.add_argument("--out", required=True, metavar="CAPSULE", help="folder to write")
+    parser.add_argument("--operators", default="none", choices=("none", "full", "rows", "fingerprint"))
+    parser.add_argument("--operator-sequences", type=int, default=2, metavar="N", help="sequences recorded; default 2")
+    parser.add_argument("--operator-rows", type=int, default=64, metavar="N", help="tokens with --operators rows")
+    parser.add_argument("--logits-rows", type=int, default=0, metavar="N", help="tokens with whole logits; default 0")
+    parser.add_argument("--no-weights", action="store_true", help="no fingerprints of the weights")
+    parser.add_argument("--no-text", action="store_true", help="leave out token texts and the command")
+    parser.add_argument("--max-mib", type=int, default=256, metavar="N", help="size of the capsule; default 256")
+    parser.set_defaults(run=run)
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """What to compute."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
+    parser.add_argument("--prompts", metavar="FILE", help="a prompt a line, or JSON lines with the column `prompt`")
+    parser.add_argument("--tokens", metavar="CAPSULE", help="score the tokens of this capsule instead of sampling")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default 64")
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="completions a prompt; default 1")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
+    parser.add_argument("--attention", default="", help="attention kernels of transformers: sdpa, eager, ...")
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """The request of the options."""
+    from rlkernel_drift.capsule import Sampling, read_capsule
+    from rlkernel_drift.capture.request import Request
+    from rlkernel_drift.errors import DriftError
+
+    tokens = read_capsule(args.tokens) if args.tokens else None
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
+    if tokens is not None and sampling == Sampling():
+        sampling = tokens.manifest.sampling
+    if tokens is None and args.prompts is None:
+        raise DriftError(f"{args.typed[1]} needs --prompts FILE, or --tokens CAPSULE")
+    return Request(
+        model=Path(args.model),
+        prompts=Path(args.prompts) if args.prompts else None,
+        tokens=tokens,
+        side=getattr(args, "side", None) or ("train" if tokens is not None else "rollout"),
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        samples=args.n,
+        sampling=sampling,
+        dtype=args.dtype,
+        device=args.device,
+        attention=args.attention,
+        operators=getattr(args, "operators", "none"),
+        operator_sequences=getattr(args, "operator_sequences", 2),
+        operator_rows=getattr(args, "operator_rows", 64),
+        logits_rows=getattr(args, "logits_rows", 0),
+        weights=not getattr(args, "no_weights", False),
+        command=args.typed,
+    )
+
+
+def capture(engine: str, request: Request) -> Capsule:
+    """Runs one engine's adapter; it alone imports the engine."""
+    if engine == "hf":
+        from rlkernel_drift.capture.hf import capture_hf
+
+        return capture_hf(request)
+    if engine == "rlkernel":
+        from rlkernel_drift.capture.rlkernel_engine import capture_rlkernel
+
+        return capture_rlkernel(request)
+    from rlkernel_drift.capture.vllm_engine import capture_vllm
+
+    return capture_vllm(request)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Captures and writes; returns 0."""
+    import time
+
+    from rlkernel_drift.capsule import write_capsule
+
+    start = time.perf_counter()
+    capsule = capture(args.engine, request_of(args))
+    folder = write_capsule(capsule, args.out, max_bytes=args.max_mib << 20, text=not args.no_text)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    seconds = time.perf_counter() - start
+    print(f"{folder}: {int(capsule.mask.sum())} tokens, {', '.join(capsule.logprobs)}, {size} bytes, {seconds:.1f} s")
+    return 0

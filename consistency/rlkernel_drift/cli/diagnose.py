@@ -1,0 +1,65 @@
+"""`rlkernel-drift diagnose ROLLOUT TRAIN --model DIR`: compares, then names the cause by scoring hypotheses."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlkernel_drift.cli.compare import add_options, read_floor, write
+
+if TYPE_CHECKING:
+    from rlkernel_drift.diagnose.context import References
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the `diagnose` command."""
+    words = "name the cause of a difference, with the model"
+    parser = subparsers.add_parser("diagnose", help=words, description=words.capitalize() + ".")
+    parser.add_argument("rollout", metavar="ROLLOUT", help="a capsule")
+    parser.add_argument("train", metavar="TRAIN", help="a capsule of the same tokens, or hf:DIR to score them")
+    parser.add_argument("--model", metavar="DIR", help="the trainer's model; default that of TRAIN where it is hf:DIR")
+    parser.add_argument("--previous", metavar="DIR", help="the weights before the last update")
+    parser.add_argument("--adapter", metavar="DIR", help="LoRA adapter that the trainer applies to the model")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def references(args: argparse.Namespace) -> References:
+    """Loads the models of the options."""
+    from rlkernel_drift.diagnose.context import References
+    from rlkernel_drift.errors import DriftError
+    from rlkernel_drift.scoring.model import ReferenceModel
+    from rlkernel_drift.scoring.weights import read_adapter
+
+    path = args.model or (args.train.partition(":")[2] if args.train.startswith("hf:") else None)
+    if path is None:
+        raise DriftError("diagnose needs --model DIR, the trainer's model")
+    model = ReferenceModel.load(path, args.device)
+    previous = ReferenceModel.load(args.previous, args.device) if args.previous else None
+    adapter = read_adapter(Path(args.adapter), model) if args.adapter else None
+    return References(model, previous, adapter)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compares and diagnoses; returns the comparison's exit status."""
+    from rlkernel_drift.compare import Options, compare_sources, unusable
+    from rlkernel_drift.diagnose.verdict import diagnose_verdict
+    from rlkernel_drift.errors import DriftError
+    from rlkernel_drift.inputs import open_input
+    from rlkernel_drift.inputs.model import scored
+    from rlkernel_drift.profiles import load_profile
+
+    try:
+        profile = load_profile(args.profile) if args.profile else None
+        floor = read_floor(args.floor)
+        rollout = open_input(args.rollout, "rollout")
+        train = scored(open_input(args.train, "train"), rollout, args.device)
+        verdict = compare_sources(rollout, train, Options(profile, args.keep_going, floor, command=args.typed))
+        if rollout.capsule is None or train.capsule is None:
+            raise DriftError("diagnose needs the tokens of both sides: capsules, not metrics files")
+        verdict = diagnose_verdict(verdict, rollout.capsule, train.capsule, lambda: references(args), floor)
+    except DriftError as error:
+        verdict = unusable(error, args.typed)
+    return write(verdict, args)

@@ -1,0 +1,132 @@
+"""What hypotheses work with: the model, one side's tokens and log-probabilities, its declared settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlkernel_drift.capsule import Capsule, Floor, Sampling
+from rlkernel_drift.scoring.model import DTYPES, Head, Layout, ReferenceModel
+from rlkernel_drift.scoring.semantics import IMPOSSIBLE, processed
+from rlkernel_drift.scoring.sequences import Sequences, sequences_of
+from rlkernel_drift.scoring.weights import Adapter
+
+FLOOR_MIN = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 2e-4}
+"""Mean |difference| below which no two engines of a dtype are told apart, in nats."""
+
+
+@dataclass(frozen=True)
+class References:
+    """The models that hypotheses may use.
+
+    Attributes:
+        model: as the trainer declares it, without adapter.
+        previous: the version before. adapter: what the trainer computes on top of the model.
+    """
+
+    model: ReferenceModel
+    previous: ReferenceModel | None = None
+    adapter: Adapter | None = None
+
+
+@dataclass
+class Context:
+    """One side to be explained.
+
+    Attributes:
+        target: [N] its log-probabilities of the counted tokens.
+        sampling: settings that its numbers are declared to have; raw ones have temperature 1.
+        dtype, head: declared precision.
+        bos, pad: token ids of the model's config.
+    """
+
+    references: References
+    sequences: Sequences
+    target: Tensor
+    sampling: Sampling
+    dtype: torch.dtype
+    head: Head
+    floor: Floor | None = None
+    bos: int | None = None
+    pad: int = 0
+    prompt_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def model(self) -> ReferenceModel:
+        """The reference model."""
+        return self.references.model
+
+    def hidden(
+        self, sequences: Sequences | None = None, layout: Layout | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Hidden states of the counted rows, with the adapter where the trainer has one."""
+        dtype = dtype or self.dtype
+        adapter = self.references.adapter
+        edits = {} if adapter is None else adapter.merged(self.model)
+        with self.model.edited(edits, dtype):
+            return self.model.hidden(sequences or self.sequences, dtype, layout)
+
+    def edited(self, tensors: dict[str, Tensor]) -> Tensor:
+        """Hidden states with these parameters in place of the model's (and of the adapter's)."""
+        adapter = self.references.adapter
+        edits = ({} if adapter is None else adapter.merged(self.model)) | tensors
+        with self.model.edited(edits, self.dtype):
+            return self.model.hidden(self.sequences, self.dtype)
+
+    def predict(self, hidden: Tensor, head: Head | None = None, weight: Tensor | None = None) -> Tensor:  # [N]
+        """Log-probabilities from hidden states, under the declared settings."""
+        head = head or self.head
+        logits = self.model.head(hidden, head, weight)
+        logp = processed(logits, self.sequences.targets.to(logits.device), self.sampling).cpu()
+        return logp if head.logprobs is None else logp.to(head.logprobs).float()
+
+
+def context_of(
+    capsule: Capsule,
+    references: References,
+    stream: str,
+    budget: int | None = None,
+    chosen: list[int] | None = None,
+) -> Context:
+    """The context of one side of a comparison.
+
+    Args:
+        stream: which of its log-probabilities; budget: counted tokens at most, default what fits in memory.
+        chosen: numbers of the sequences; default all.
+    """
+    manifest = capsule.manifest
+    model = references.model
+    sequences = sequences_of(capsule, budget or model.rows_that_fit(), chosen)
+    values = torch.from_numpy(np.array(capsule.logprobs[stream], np.float32))
+    target = values[sequences.token] if len(sequences) else torch.zeros(0)
+    target = torch.where(torch.isneginf(target), torch.full_like(target, IMPOSSIBLE), target)
+    raw = stream.endswith(".raw")
+    dtype = DTYPES.get(str(manifest.config.get("dtype", "float32")), torch.float32)
+    own = getattr(model.config, "pad_token_id", None)
+    return Context(
+        references,
+        sequences,
+        target,
+        Sampling() if raw else manifest.sampling,
+        dtype,
+        declared_head(capsule),
+        bos=getattr(model.config, "bos_token_id", None),
+        pad=own if isinstance(own, int) else 0,
+        prompt_lengths=sequences.prompt,
+    )
+
+
+def declared_head(capsule: Capsule) -> Head:
+    """Precision of the head by the side's configuration."""
+    config = capsule.manifest.config
+    inputs, logits = DTYPES.get(str(config.get("head_dtype"))), DTYPES.get(str(config.get("logits_dtype")))
+    inputs = None if inputs == torch.float32 else inputs
+    return Head(inputs, None if logits == torch.float32 else logits)
+
+
+def body_config(capsule: Capsule) -> str:
+    """Name of the declared dtype."""
+    return str(capsule.manifest.config.get("dtype", "float32"))

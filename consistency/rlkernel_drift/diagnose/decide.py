@@ -1,0 +1,101 @@
+"""The decision: a hypothesis is accepted only near the noise floor and well below the runner-up, else "unexplained".
+
+A hypothesis that contains another (temperature and top-p contains top-p) is no rival of it, and is preferred only where
+the simpler one does not reach the floor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlkernel_drift.capsule import Floor
+from rlkernel_drift.diagnose.hypothesis import Hypothesis, Prediction
+from rlkernel_drift.diagnose.residual import Residual
+
+NEAR_FLOOR = 2.0
+NEAR_TAIL = 6.0
+BELOW_RUNNER_UP = 0.5
+CLOSEST, SIGMAS = 0.85, 4.0
+HEALTHY_MEAN, HEALTHY_TAIL, HEALTHY_SEQUENCE, HEALTHY_BIAS = 1.25, 2.0, 2.5, 0.3
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A hypothesis that was tried.
+
+    Attributes:
+        affected: numbers of the sequences that it explains while the others are as declared; None: all.
+    """
+
+    hypothesis: Hypothesis
+    prediction: Prediction
+    residual: Residual
+    affected: list[int] | None = None
+
+    def near(self, floor: Floor) -> bool:
+        """Whether what is left is noise."""
+        r = self.residual
+        return r.usable and r.mean <= NEAR_FLOOR * floor.mean and r.p99 <= NEAR_TAIL * floor.p99
+
+    @property
+    def effort(self) -> tuple[int, int]:
+        """Causes and parts that it needs; simpler ones come first."""
+        return len(self.hypothesis.causes), int(self.affected is not None)
+
+
+def healthy(as_is: Residual, floor: Floor) -> bool:
+    """Whether the declared computation explains the side: in the mean, in the tail, and in every sequence."""
+    sequences = as_is.sequences[as_is.sequences.isfinite()]
+    worst = float(sequences.max()) if len(sequences) else 0.0
+    return (
+        as_is.mean <= HEALTHY_MEAN * floor.mean
+        and as_is.p99 <= HEALTHY_TAIL * floor.p99
+        and worst <= HEALTHY_SEQUENCE * floor.mean
+        and abs(as_is.bias) <= HEALTHY_BIAS * floor.mean
+    )
+
+
+def decide(trials: list[Trial], as_is: Residual, floor: Floor) -> tuple[Trial | None, Trial | None, str]:
+    """Chooses.
+
+    Returns:
+        (accepted or None, runner-up or None, why nothing was accepted).
+    """
+    usable = [t for t in trials if t.residual.usable]
+    near = sorted((t for t in usable if t.near(floor)), key=lambda t: (*t.effort, t.residual.mean))
+    if not near:
+        best = min(usable, key=lambda t: t.residual.mean, default=None)
+        if best is None:
+            return None, None, "no hypothesis could be tried"
+        ratio = best.residual.mean / floor.mean
+        return None, best, f"the best hypothesis, {best.hypothesis.name}, leaves {ratio:.1f} times the noise floor"
+    rivals_of = lambda t: [r for r in usable if not _related(t.hypothesis, r.hypothesis)]
+    # Among hypotheses of equal effort the one that leaves least.
+    simplest = [t for t in near if t.effort == near[0].effort]
+    accepted = simplest[0]
+    clearly = [t for t in near if t.residual.mean < 0.6 * accepted.residual.mean and t.effort[0] <= 2]
+    accepted = min(clearly, key=lambda t: t.residual.mean) if clearly else accepted
+    rivals = rivals_of(accepted)
+    runner_up = min(rivals, key=lambda t: t.residual.mean, default=None)
+    limit = min(as_is.mean, runner_up.residual.mean if runner_up else as_is.mean)
+    if accepted.residual.mean <= BELOW_RUNNER_UP * limit or _surely_better(accepted, runner_up, as_is):
+        return accepted, runner_up, ""
+    if runner_up is not None and runner_up.residual.mean < as_is.mean:
+        return None, runner_up, f"{accepted.hypothesis.name} and {runner_up.hypothesis.name} explain it about as well"
+    return None, runner_up, "the difference is too close to the noise floor to tell causes apart"
+
+
+def _surely_better(accepted: Trial, runner_up: Trial | None, as_is: Residual) -> bool:
+    """Noise is in both residuals and hides their ratio: token by token the accepted one must be closer all the same."""
+    if runner_up is None or accepted.residual.mean > BELOW_RUNNER_UP * as_is.mean:
+        return False
+    if accepted.residual.mean > CLOSEST * runner_up.residual.mean:
+        return False
+    gain = runner_up.residual.tokens - accepted.residual.tokens
+    gain = gain[gain.isfinite()]
+    error = float(gain.std()) / max(1, len(gain)) ** 0.5
+    return float(gain.mean()) > SIGMAS * error
+
+
+def _related(a: Hypothesis, b: Hypothesis) -> bool:
+    return a.causes <= b.causes or b.causes <= a.causes

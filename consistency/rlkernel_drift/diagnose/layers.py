@@ -1,0 +1,133 @@
+"""Tolerance mode: each operator of the reference computed on the other side's recorded inputs, and layers spliced in.
+
+An operator's local error is compared with the rounding of that very operator on that very input (its result in the
+recorded dtype against a wider one) and with its neighbours: the same operator in the other layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rlkernel_drift.capsule import Capsule, Tensor
+from rlkernel_drift.diagnose.context import Context
+from rlkernel_drift.locate.rows import layer_of
+from rlkernel_drift.scoring.operators import as_torch, forward, replay, spliced
+
+_EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+_WIDE = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+OUTLIER = 3.0
+_MAX_SEQUENCES = 4
+
+
+@dataclass
+class LocalErrors:
+    """Local errors of recorded operators.
+
+    Attributes:
+        names: operators, in the order of computation.
+        local: relative error of each output, replayed on recorded inputs.
+        floor: rounding of the same operator on the same inputs.
+    """
+
+    names: list[str] = field(default_factory=list)
+    local: list[float] = field(default_factory=list)
+    floor: list[float] = field(default_factory=list)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Local error over rounding; about 1 for a healthy operator."""
+        return [a / b for a, b in zip(self.local, self.floor, strict=True)]
+
+    def outliers(self) -> list[tuple[str, float]]:
+        """Operators far above their rounding, worst first."""
+        found = [(name, ratio) for name, ratio in zip(self.names, self.ratios, strict=True) if ratio > OUTLIER]
+        return sorted(found, key=lambda item: -item[1])
+
+
+def recorded_sequences(capsule: Capsule) -> list[tuple[int, np.ndarray]]:
+    """Sequences whose every token was recorded with values: (number, rows in the recording)."""
+    operators = capsule.operators
+    values = [t for t in operators.values.values() if t.values.ndim == 2]
+    if not values:
+        return []
+    rows = np.arange(capsule.tokens) if operators.rows is None else operators.rows
+    found = []
+    for i in range(capsule.sequences):
+        part = capsule.sequence(i)
+        low, high = np.searchsorted(rows, (part.start, part.stop))
+        if high - low == part.stop - part.start:
+            found.append((i, np.arange(low, high)))
+    return found[:_MAX_SEQUENCES]
+
+
+def local_errors(context: Context, capsule: Capsule) -> LocalErrors | None:
+    """Replays the reference on the capsule's recording; None where no whole sequence was recorded."""
+    chosen = recorded_sequences(capsule)
+    if not chosen:
+        return None
+    values = {n: t for n, t in capsule.operators.values.items() if t.values.ndim == 2}
+    squares: dict[str, list[float]] = {}
+    adapter = context.references.adapter
+    edits = {} if adapter is None else adapter.merged(context.model)
+    wide = _WIDE[context.dtype]
+    with context.model.edited(edits, context.dtype), context.model.edited(edits, wide):
+        for i, rows in chosen:
+            part = capsule.sequence(i)
+            ids = torch.from_numpy(capsule.ids[part].astype(np.int64))
+            positions = torch.from_numpy(capsule.positions[part].astype(np.int64))
+            recorded = {n: as_torch(Tensor(t.values[rows], t.dtype)) for n, t in values.items()}
+            narrow = replay(context.model.in_dtype(context.dtype), ids, positions, recorded)
+            exact = replay(context.model.in_dtype(wide), ids, positions, recorded)
+            for name, value in recorded.items():
+                if name in narrow:
+                    _add(squares.setdefault(name, [0.0] * 3), value, narrow[name].cpu(), exact[name].cpu())
+    result = LocalErrors()
+    for name, (error, rounding, norm) in squares.items():
+        scale = max(norm, 1e-60)
+        result.names.append(name)
+        result.local.append((error / scale) ** 0.5)
+        result.floor.append(max((rounding / scale) ** 0.5, _EPS[context.dtype] / 2))
+    return result
+
+
+def _add(sums: list[float], recorded: torch.Tensor, narrow: torch.Tensor, exact: torch.Tensor) -> None:
+    wide = recorded.double()
+    # The nearer of both replays: an engine may keep more digits inside an operator than transformers does.
+    error = min(float((wide - x.double()).square().sum()) for x in (narrow, exact))
+    sums[0] += error
+    sums[1] += float((narrow.double() - exact.double()).square().sum())
+    sums[2] += float(exact.double().square().sum())
+
+
+def splice(context: Context, capsule: Capsule) -> list[float]:
+    """Mean |difference| that is left when layer k's output is exchanged for the recorded one, for every layer.
+
+    The first entry is the difference without any exchange.
+
+    Args:
+        context: of the recorded sequences alone, in the order of `recorded_sequences`.
+    """
+    layers = [n for n in capsule.operators.values if n.startswith("layers.") and n.endswith(".output")]
+    rows_of = dict(recorded_sequences(capsule))
+    sequences = context.sequences
+    numbers = [capsule.place(int(sequences.token[sequences.owner == k][0]))[0] for k in range(len(sequences))]
+    adapter = context.references.adapter
+    model = context.model.in_dtype(context.dtype)
+    left = []
+    with context.model.edited({} if adapter is None else adapter.merged(context.model), context.dtype):
+        for name in (None, *layers):
+            hidden = []
+            for k, number in enumerate(numbers):
+                ids, positions = sequences.ids[k], sequences.positions[k]
+                if name is None:
+                    out = forward(model, ids, positions)
+                else:
+                    tensor = capsule.operators.values[name]
+                    output = as_torch(Tensor(tensor.values[rows_of[number]], tensor.dtype))
+                    out = spliced(model, ids, positions, layer_of(name) or 0, output)
+                hidden.append(out[sequences.rows[k].to(out.device)])
+            left.append(float((context.predict(torch.cat(hidden)) - context.target).abs().nanmean()))
+    return left

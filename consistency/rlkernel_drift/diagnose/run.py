@@ -1,0 +1,252 @@
+"""`diagnose`: each side against the reference model, the battery where it does not fit, the layers where that fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from rlkernel_drift.capsule import Capsule, Floor
+from rlkernel_drift.diagnose.battery import run_battery
+from rlkernel_drift.diagnose.bodies import old_tensors, predict_with_old
+from rlkernel_drift.diagnose.context import Context, References, context_of
+from rlkernel_drift.diagnose.decide import Trial, decide, healthy
+from rlkernel_drift.diagnose.layers import LocalErrors, local_errors, recorded_sequences, splice
+from rlkernel_drift.diagnose.noise import noise_floor
+from rlkernel_drift.diagnose.residual import Residual, residual
+from rlkernel_drift.errors import DriftError
+from rlkernel_drift.knowledge import CAUSES, finding
+from rlkernel_drift.locate.rows import layer_of
+from rlkernel_drift.pair import match
+from rlkernel_drift.verdict import Diagnosis, HypothesisResult, LayerView, Scalar
+
+_SHOWN = 12
+
+
+@dataclass
+class Examined:
+    """One side after its examination."""
+
+    name: str
+    capsule: Capsule
+    context: Context
+    as_is: torch.Tensor
+    hidden: torch.Tensor
+    left: Residual
+    floor: Floor
+    local: LocalErrors | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the reference, as declared, explains the side's log-probabilities."""
+        return healthy(self.left, self.floor)
+
+    @property
+    def outliers(self) -> list[tuple[str, float]]:
+        """Operators with errors of their own."""
+        return self.local.outliers() if self.local else []
+
+
+def diagnose(
+    rollout: Capsule, train: Capsule, references: References, floor: Floor | None = None
+) -> tuple[Diagnosis, LayerView | None]:
+    """Names the cause of the difference between two capsules of the same tokens.
+
+    Args:
+        references: the trainer's model, and what else hypotheses may use.
+        floor: measured noise; default calibrated here, for these tokens.
+
+    Raises:
+        DriftError: a side has no log-probabilities of counted tokens.
+    """
+    streams = match(rollout, train).streams()
+    if streams is None:
+        raise DriftError("diagnose needs log-probabilities on both sides")
+    sides = [
+        examine(name, capsule, references, stream, floor)
+        for name, capsule, stream in (("rollout", rollout, streams[0]), ("train", train, streams[1]))
+    ]
+    wrong = [side for side in sides if not side.healthy]
+    if not wrong:
+        return _without_drift(sides), _view(sides)
+    side = max(wrong, key=lambda s: s.left.mean / s.floor.mean)
+    trials = run_battery(side.context, side.as_is, side.hidden, side.floor)
+    accepted, runner_up, why = decide(trials, side.left, side.floor)
+    if accepted is not None:
+        return _accepted(side, accepted, runner_up, trials), _view([side])
+    if side.outliers:
+        return _operator(side, trials), _view([side])
+    return _unexplained(side, trials, why), _view([side])
+
+
+def examine(name: str, capsule: Capsule, references: References, stream: str, floor: Floor | None = None) -> Examined:
+    """Scores one side with the reference as the side declares itself, and calibrates the noise floor."""
+    context = context_of(capsule, references, stream)
+    if not context.sequences.counted:
+        raise DriftError(f"the {name} side has no counted token")
+    hidden = context.hidden()
+    as_is = context.predict(hidden)
+    left = residual(as_is, context.target, context.sequences.owner, len(context.sequences))
+    known = floor or noise_floor(context, as_is)
+    local = local_errors(context, capsule) if capsule.operators.values else None
+    return Examined(name, capsule, context, as_is, hidden, left, known, local)
+
+
+# ---- verdicts ------------------------------------------------------------------------------------------------------
+
+
+def _without_drift(sides: list[Examined]) -> Diagnosis:
+    worst = max(sides, key=lambda s: s.left.mean / s.floor.mean)
+    suspects = [side for side in sides if side.outliers]
+    if suspects:
+        return _operator(suspects[0], [])
+    statement = (
+        f"Both sides are the model as they declare it: mean |d| {worst.left.mean:.3g} against a noise floor of "
+        f"{worst.floor.mean:.3g}"
+    )
+    return Diagnosis(
+        cause="none",
+        statement=statement,
+        residual=worst.left.mean,
+        as_is=worst.left.mean,
+        floor=worst.floor.mean,
+        floor_source=_source(worst.floor),
+    )
+
+
+def _accepted(side: Examined, trial: Trial, runner_up: Trial | None, trials: list[Trial]) -> Diagnosis:
+    hypothesis, left = trial.hypothesis, trial.residual.mean
+    cause = hypothesis.cause
+    settings = _settings(trial.prediction.parameters)
+    statement = (
+        f"The {side.name} side is explained by: {hypothesis.name}{settings}. Mean |d| falls from {side.left.mean:.3g} "
+        f"to {left:.3g} (noise floor {side.floor.mean:.3g}"
+    )
+    if runner_up is not None:
+        statement += f"; runner-up {runner_up.hypothesis.name} leaves {runner_up.residual.mean:.3g}"
+    statement += ")"
+    evidence: dict[str, Scalar] = {
+        "as_is": side.left.mean,
+        "residual": left,
+        "floor": side.floor.mean,
+        "runner_up": runner_up.residual.mean if runner_up else None,
+        **trial.prediction.parameters,
+    }
+    return _diagnosis(side, trials, cause, statement, trial.prediction.parameters, left, evidence)
+
+
+def _operator(side: Examined, trials: list[Trial]) -> Diagnosis:
+    """The worst operator; where it fails in every layer alike, the operator as such."""
+    assert side.local is not None
+    outliers = side.outliers
+    name, ratio = outliers[0]
+    kind = name.split(".")[-1]
+    layers = sorted({layer_of(n) for n, _ in outliers if n.split(".")[-1] == kind and layer_of(n) is not None})  # type: ignore[type-var]
+    total = len({layer_of(n) for n in side.local.names} - {None})
+    where = f"{kind} in every layer" if layers and len(layers) == total > 1 else name
+    stale = _stale_operator(side, outliers)
+    cause = "partial-sync" if stale else "operator"
+    statement = (
+        f"On the {side.name} side {where} computes something else: its error on its own recorded input is {ratio:.1f} "
+        f"times its rounding"
+    )
+    if stale:
+        statement += f", and the weights before explain it ({', '.join(stale[:3])})"
+    parameters: dict[str, Scalar] = {"operator": name, "layer": layer_of(name), "ratio": ratio, "layers": len(layers)}
+    left = side.left.mean
+    return _diagnosis(side, trials, cause, statement, parameters, left, {"as_is": left, **parameters})
+
+
+def _stale_operator(side: Examined, outliers: list[tuple[str, float]]) -> list[str]:
+    """Names of weights of the outliers whose old values bring the side to the floor."""
+    if side.context.references.previous is None:
+        return []
+    old = old_tensors(side.context)
+    keys = [f".{name.removeprefix('layers.')}." for name, _ in outliers]
+    names = [n for n in old if any(_is_weight_of(n, key) for key in keys)]
+    if not names:
+        return []
+    prediction = predict_with_old(side.context, {n: old[n] for n in names})
+    context = side.context
+    left = residual(prediction, context.target, context.sequences.owner, len(context.sequences))
+    return names if left.mean <= 2 * side.floor.mean else []
+
+
+def _is_weight_of(parameter: str, key: str) -> bool:
+    layer, operator = key.strip(".").split(".", 1) if key.count(".") > 1 else ("", key.strip("."))
+    return (not layer or f".layers.{layer}." in parameter) and f".{operator}." in parameter
+
+
+def _unexplained(side: Examined, trials: list[Trial], why: str) -> Diagnosis:
+    off = f"the {side.name} side is {side.left.mean:.3g} off, the noise floor is {side.floor.mean:.3g}"
+    statement = f"Unexplained: {off}; {why}"
+    return _diagnosis(side, trials, "unexplained", statement, {}, side.left.mean, {})
+
+
+def _diagnosis(
+    side: Examined,
+    trials: list[Trial],
+    cause: str,
+    statement: str,
+    parameters: dict[str, Scalar],
+    left: float,
+    evidence: dict[str, Scalar],
+) -> Diagnosis:
+    order = sorted(trials, key=lambda t: t.residual.mean)
+    excluded = sorted({t.hypothesis.cause for t in trials if not t.near(side.floor)} - {cause})
+    return Diagnosis(
+        cause=cause,
+        side=side.name,
+        statement=statement,
+        parameters=parameters,
+        residual=left,
+        as_is=side.left.mean,
+        floor=side.floor.mean,
+        floor_source=_source(side.floor),
+        hypotheses=[_result(side, trial) for trial in order[:_SHOWN]],
+        excluded=excluded,
+        finding=finding(cause, statement, **evidence) if cause in CAUSES else None,  # type: ignore[arg-type]
+    )
+
+
+def _result(side: Examined, trial: Trial) -> HypothesisResult:
+    some = "" if trial.affected is None else f" ({len(trial.affected)} sequences)"
+    return HypothesisResult(
+        name=trial.hypothesis.name + some,
+        cause=trial.hypothesis.cause,
+        side=side.name,
+        parameters=trial.prediction.parameters,
+        residual=trial.residual.mean,
+        tail=trial.residual.p99,
+        over_floor=trial.residual.mean / side.floor.mean,
+    )
+
+
+def _settings(parameters: dict[str, Scalar]) -> str:
+    shown = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in parameters.items()]
+    return f" ({', '.join(shown)})" if shown else ""
+
+
+def _source(floor: Floor) -> str:
+    return f"{floor.tokens} tokens under {', '.join(floor.permutations)}"
+
+
+def _view(sides: list[Examined]) -> LayerView | None:
+    """Local errors, floors and splicing of the first side that recorded operators."""
+    side = next((s for s in sides if s.local is not None), None)
+    if side is None or side.local is None:
+        return None
+    chosen = [i for i, _ in recorded_sequences(side.capsule)]
+    left: list[float] = []
+    if not side.healthy:
+        stream = match(side.capsule, side.capsule).streams()
+        assert stream is not None
+        small = context_of(side.capsule, side.context.references, stream[0], chosen=chosen)
+        left = splice(replace(side.context, sequences=small.sequences, target=small.target), side.capsule)
+    numbered = {f"layers.{k}.output": value for k, value in enumerate(left[1:])}
+    return LayerView(
+        operators=side.local.names,
+        local=list(side.local.local),
+        floor=list(side.local.floor),
+        splice=[numbered.get(name) for name in side.local.names],
+    )

@@ -1,0 +1,165 @@
+"""Hypotheses about what the numbers mean: temperature, kept tokens, padded vocabulary, a shift by one, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlkernel_drift.diagnose.context import Context
+from rlkernel_drift.diagnose.hypothesis import Hypothesis, Prediction
+from rlkernel_drift.scoring.model import Head
+from rlkernel_drift.scoring.semantics import (
+    Scaled,
+    SortedLogits,
+    distance,
+    fit_min_p,
+    fit_temperature,
+    fit_top_k,
+    fit_top_p,
+    golden,
+    scan,
+)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Fit(Protocol):
+    """Fits one filter's setting to a target."""
+
+    def __call__(self, rows: Scaled, target: Tensor, fine: bool = True) -> tuple[dict[str, float], Tensor]: ...
+
+
+_FILTERS: tuple[tuple[str, str, Fit], ...] = (
+    ("top-p", "top-p", fit_top_p),
+    ("top-k", "top-k", fit_top_k),
+    ("min-p", "min-p", fit_min_p),
+)
+
+
+class Base:
+    """Logits of the declared computation, sorted once for all semantic hypotheses."""
+
+    def __init__(self, context: Context, hidden: Tensor, weight: Tensor | None = None) -> None:
+        self.context = context
+        self.logits = context.model.head(hidden, context.head, weight)
+        self.target = context.target.to(self.logits.device)
+        self.targets = context.sequences.targets.to(self.logits.device)
+        # Tokens that are NaN on this side say nothing about a setting.
+        self.known = torch.isfinite(self.target)
+        self.rows = SortedLogits(self.logits[self.known], self.targets[self.known])
+        self.own = self.target[self.known]
+
+    def spread(self, fitted: tuple[dict[str, float], Tensor]) -> Prediction:
+        """Parameters and values of the known tokens as a prediction for all."""
+        parameters, values = fitted
+        full = torch.full_like(self.target, torch.nan)
+        full[self.known] = values
+        return Prediction(full.cpu(), dict(parameters))
+
+
+def semantic_battery(context: Context, hidden: Tensor) -> Iterator[Hypothesis]:
+    """Hypotheses on the logits of the declared computation."""
+    base = Base(context, hidden)
+    declared = context.sampling.temperature or 1.0
+    scaled = base.rows.at(declared)
+
+    yield Hypothesis("another temperature", "temperature", lambda _: base.spread(fit_temperature(base.rows, base.own)))
+    for name, cause, fit in _FILTERS:
+
+        def filtered(_: Context, fit: Fit = fit) -> Prediction:
+            return base.spread(fit(scaled, base.own))
+
+        def tempered(_: Context, fit: Fit = fit) -> Prediction | None:
+            return _with_temperature(base, fit)
+
+        yield Hypothesis(f"renormalised over {name}", cause, filtered)
+        implied = frozenset({"temperature"})
+        yield Hypothesis(f"another temperature, and renormalised over {name}", cause, tempered, implied)
+    yield Hypothesis("padding entries of the vocabulary in the sum", "padded-vocabulary", lambda _: _padded(base))
+    for lag in (1, -1):
+        way = "earlier" if lag > 0 else "later"
+        yield Hypothesis(f"shifted by one token, {way}", "off-by-one", lambda _, lag=lag: _shifted(base, lag))  # type: ignore[misc]
+
+
+def _with_temperature(base: Base, fit: Fit) -> Prediction | None:
+    """The temperature outside, the filter's fit inside: a filter can be fitted at each temperature from the sums."""
+    few = slice(0, 160)
+    rows = SortedLogits(base.logits[base.known][few], base.targets[base.known][few])
+    own = base.own[few]
+    error = lambda t: distance(fit(rows.at(t), own, False)[1], own)
+    grid = [0.3, 0.45, 0.6, 0.75, 0.9, 1.05, 1.2, 1.5, 2.0]
+    values = [error(t) for t in grid]
+    best = min(range(len(grid)), key=values.__getitem__)
+    if values[best] > 0.8 * error(base.context.sampling.temperature or 1.0):
+        return None
+    t, _ = golden(error, grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)], 14)
+    # Near the optimum the filter's set no longer changes; with it fixed, the temperature alone is fitted to the end.
+    for width in (0.05, 0.01):
+        parameters, _ = fit(base.rows.at(t), base.own)
+        fixed = lambda x: distance(base.rows.at(x).processed(**parameters), base.own)  # type: ignore[arg-type]  # noqa: B023
+        t, _ = golden(fixed, t * (1 - width), t * (1 + width), 24)
+    parameters, values_at = fit(base.rows.at(t), base.own)
+    return base.spread(({"temperature": t, **parameters}, values_at))
+
+
+def _padded(base: Base) -> Prediction:
+    """`count` further entries whose logits are zero, as a head with zero rows has them."""
+    t = base.context.sampling.temperature or 1.0
+    lse = (base.rows.sorted / t).logsumexp(-1)
+    own = base.rows.own / t
+    error = lambda log_count: distance(own - torch.logaddexp(lse, torch.full_like(lse, log_count)), base.own)
+    best, _ = scan(error, [i / 2 for i in range(0, 24)], 30)
+    count = max(1, round(2.718281828459045**best))
+    log_count = torch.tensor(float(count)).log().to(lse)
+    return base.spread(({"entries": count}, own - torch.logaddexp(lse, log_count)))
+
+
+def _shifted(base: Base, lag: int) -> Prediction:
+    context = base.context
+    t = context.sampling.temperature or 1.0
+    z = base.logits / t
+    as_is = (z.gather(1, base.targets[:, None])[:, 0] - z.logsumexp(-1)).cpu()
+    owner = context.sequences.owner
+    moved = torch.roll(as_is, lag)
+    same = owner == torch.roll(owner, lag)
+    inside = torch.arange(len(owner)) >= lag if lag > 0 else torch.arange(len(owner)) < len(owner) + lag
+    return Prediction(torch.where(same & inside, moved, torch.full_like(moved, torch.nan)), {"tokens": lag})
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------
+
+
+def precision_battery(context: Context, hidden: Tensor) -> Iterator[Hypothesis]:
+    """Hypotheses about rounding in the head and in the body."""
+    head = context.head
+    fp32 = Head()
+    choices = [
+        ("logits rounded to bfloat16", "bf16-logits", Head(logits=BF16)),
+        ("head and logits in bfloat16", "bf16-logits", Head(inputs=BF16, logits=BF16)),
+        ("log-probabilities rounded to bfloat16", "bf16-logits", Head(logits=BF16, logprobs=BF16)),
+        ("logits rounded to float16", "bf16-logits", Head(logits=FP16)),
+        ("head in bfloat16", "head-dtype", Head(inputs=BF16)),
+        ("head in float16", "head-dtype", Head(inputs=FP16)),
+        ("head in float32", "head-dtype", fp32),
+    ]
+    for name, cause, wanted in choices:
+        if wanted == head or (hidden.dtype == wanted.inputs and wanted.logits is None):
+            continue
+        yield Hypothesis(name, cause, lambda c, wanted=wanted: Prediction(c.predict(hidden, wanted)))  # type: ignore[misc]
+    for dtype in (torch.float32, BF16, FP16):
+        if dtype == context.dtype:
+            continue
+        name = f"layers in {str(dtype).removeprefix('torch.')}"
+
+        def body(c: Context, dtype: torch.dtype = dtype) -> Prediction:
+            return Prediction(c.predict(c.hidden(dtype=dtype)))
+
+        def native(c: Context, dtype: torch.dtype = dtype) -> Prediction:
+            return Prediction(c.predict(c.hidden(dtype=dtype), Head(logits=dtype)))
+
+        yield Hypothesis(name, "body-dtype", body)
+        if dtype != torch.float32:
+            yield Hypothesis(f"{name}, logits too", "body-dtype", native, frozenset({"bf16-logits"}))

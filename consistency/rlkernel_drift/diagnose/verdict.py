@@ -1,0 +1,77 @@
+"""Puts a diagnosis into a verdict: a failed input gate has named the cause already, the battery names the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlkernel_drift.capsule import Capsule, Floor
+from rlkernel_drift.compare import conclude
+from rlkernel_drift.diagnose.context import References
+from rlkernel_drift.diagnose.run import diagnose
+from rlkernel_drift.gates.common import INPUT_GATES
+from rlkernel_drift.verdict import Diagnosis, LayerView, Status, Verdict
+
+
+def diagnose_verdict(
+    verdict: Verdict,
+    rollout: Capsule,
+    train: Capsule,
+    references: Callable[[], References],
+    floor: Floor | None = None,
+) -> Verdict:
+    """The verdict with a diagnosis.
+
+    Args:
+        references: loads the models; not called where a gate has named the cause.
+    """
+    named = _from_gates(verdict)
+    if named is not None:
+        return verdict.model_copy(update={"diagnosis": named})
+    if verdict.statistics is None or not verdict.statistics.tokens:
+        return verdict
+    found, layers = diagnose(rollout, train, references(), floor)
+    update: dict[str, object] = {"diagnosis": found, "layers": _merged(verdict.layers, layers)}
+    result = verdict.model_copy(update=update)
+    if found.cause != "none" and verdict.status == Status.ALIGNED:
+        # The profile lets it pass; a cause was found all the same, and that is drift.
+        return _failed(result, found)
+    return result
+
+
+def _from_gates(verdict: Verdict) -> Diagnosis | None:
+    for gate in verdict.gates:
+        errors = [f for f in gate.findings if f.severity == "error"]
+        if gate.name in INPUT_GATES and gate.status == "failed" and errors:
+            first = errors[0]
+            return Diagnosis(
+                cause=first.cause, statement=f"Named by the gate of {gate.title}: {first.message}", finding=first
+            )
+    return None
+
+
+def _failed(verdict: Verdict, found: Diagnosis) -> Verdict:
+    gates = [
+        gate.model_copy(
+            update={"status": "failed", "summary": found.statement, "findings": [*gate.findings, found.finding]}
+        )
+        if gate.name == "statistics" and found.finding is not None
+        else gate
+        for gate in verdict.gates
+    ]
+    return conclude(verdict.model_copy(update={"gates": gates}))
+
+
+def _merged(before: LayerView | None, local: LayerView | None) -> LayerView | None:
+    """Accumulated errors of the comparison beside the local ones of the replay."""
+    if before is None or local is None:
+        return local or before
+    accumulated = dict(zip(before.operators, before.accumulated, strict=True))
+    heat = dict(zip(before.operators, before.heat, strict=True))
+    return local.model_copy(
+        update={
+            "accumulated": [accumulated.get(name) for name in local.operators],
+            "heat": [heat.get(name, []) for name in local.operators],
+            "heat_tokens": before.heat_tokens,
+            "first": before.first,
+        }
+    )

@@ -1,0 +1,561 @@
+"""Kinds of faults, each planted with values drawn at random, and the causes that name it rightly.
+
+`visible` faults show in the files and are named by a gate; the others only in the log-probabilities, or in an operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlkernel_drift.capsule import Capsule, Manifest, Sampling, build_capsule
+from rlkernel_drift.faults.tiny import LAYERS, VOCABULARY
+from rlkernel_drift.faults.world import World
+from rlkernel_drift.scoring.model import Head, ReferenceModel
+from rlkernel_drift.scoring.operators import points, watched
+from rlkernel_drift.scoring.weights import QUANTISATIONS, Adapter, linear_names, quantised
+
+ALL = ("qwen3", "llama", "qwen2")
+UNTIED = ("llama", "qwen2")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault.
+
+    Attributes:
+        group: semantics, weights, tokens, layout, precision or operators.
+        causes: verdicts that name it rightly. operator: the verdict must also name the planted operator.
+        dtype: None draws it; some faults exist in one dtype only.
+        previous: the diagnosis is given the version of the weights before.
+    """
+
+    name: str
+    group: str
+    causes: frozenset[str]
+    plant: Callable[[World], None]
+    families: tuple[str, ...] = ALL
+    dtype: str | None = None
+    previous: bool = False
+    visible: bool = False
+    operator: bool = False
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(name: str, group: str, *causes: str, **options: Any) -> Callable[[Callable[[World], None]], Kind]:
+    """Registers a planting function as a kind."""
+
+    def register(plant: Callable[[World], None]) -> Kind:
+        KINDS[name] = Kind(name, group, frozenset(causes or (name,)), plant, **options)
+        return KINDS[name]
+
+    return register
+
+
+def apart(world: World, low: float, high: float, centre: float, gap: float) -> float:
+    """A value drawn from a range, at least `gap` away from its harmless centre."""
+    while True:
+        value = world.rng.uniform(low, high)
+        if abs(value - centre) >= gap:
+            return value
+
+
+# ---- semantics -----------------------------------------------------------------------------------------------------
+
+
+@kind("temperature", "semantics")
+def temperature(world: World) -> None:
+    value = apart(world, 0.4, 1.6, 1.0, 0.08)
+    world.planted["temperature"] = value
+    world.rollout.sampling = Sampling(temperature=value)
+
+
+@kind("top-p", "semantics")
+def top_p(world: World) -> None:
+    value = world.rng.uniform(0.5, 0.96)
+    world.planted["top_p"] = value
+    world.rollout.sampling = Sampling(top_p=value)
+
+
+@kind("top-k", "semantics")
+def top_k(world: World) -> None:
+    value = world.rng.randint(3, 60)
+    world.planted["top_k"] = value
+    world.rollout.sampling = Sampling(top_k=value)
+
+
+@kind("min-p", "semantics")
+def min_p(world: World) -> None:
+    value = world.rng.uniform(0.01, 0.3)
+    world.planted["min_p"] = value
+    world.rollout.sampling = Sampling(min_p=value)
+
+
+@kind("temperature and top-p", "semantics", "top-p")
+def temperature_and_top_p(world: World) -> None:
+    t, p = apart(world, 0.5, 1.4, 1.0, 0.12), world.rng.uniform(0.6, 0.93)
+    world.planted |= {"temperature": t, "top_p": p}
+    world.rollout.sampling = Sampling(temperature=t, top_p=p)
+
+
+@kind("declared temperature", "semantics", "temperature", visible=True)
+def declared_temperature(world: World) -> None:
+    value = apart(world, 0.4, 1.6, 1.0, 0.05)
+    world.planted["temperature"] = value
+    world.rollout.sampling = Sampling(temperature=value)
+    world.declared = (Sampling(temperature=value), Sampling())
+
+
+@kind("raw against processed", "semantics", "logprobs-mode", visible=True)
+def raw_against_processed(world: World) -> None:
+    value = apart(world, 0.4, 1.6, 1.0, 0.05)
+    world.planted["temperature"] = value
+    world.trainer.sampling = Sampling(temperature=value)
+    world.declared = (Sampling(temperature=value), Sampling(temperature=value))
+    world.edits.append(lambda c: replace(c, logprobs={"recorded.raw": c.logprobs["recorded.processed"]}))
+
+
+@kind("padded vocabulary", "semantics", "padded-vocabulary")
+def padded_vocabulary(world: World) -> None:
+    value = world.rng.randint(24, 400)
+    world.planted["entries"] = value
+    world.rollout.extra_logits = value
+
+
+@kind("off by one", "semantics", "off-by-one")
+def off_by_one(world: World) -> None:
+    world.rollout.shift = world.rng.choice((1, -1))
+    world.planted["tokens"] = world.rollout.shift
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+@kind("stale weights", "weights", "stale-weights", previous=True)
+def stale_weights(world: World) -> None:
+    _replace_model(world, world.previous)
+
+
+@kind("stale fingerprints", "weights", "stale-weights", "weights-differ", previous=True, visible=True)
+def stale_fingerprints(world: World) -> None:
+    _replace_model(world, world.previous)
+    _fingerprint(world, dict(world.previous.named_parameters()))
+
+
+@kind("one stale tensor", "weights", "partial-sync", previous=True)
+def one_stale_tensor(world: World) -> None:
+    name = _random_projection(world)
+    old = dict(world.previous.named_parameters())[name].data
+    new = dict(world.base.named_parameters())[name].data
+    # A tensor left behind for several versions: its old value lies further away than one update.
+    far = new + (old - new) * world.rng.uniform(4, 8)
+    dict(world.previous.named_parameters())[name].data = far.bfloat16().float()
+    world.rollout.edits[name] = far.bfloat16().float()
+
+
+@kind("one stale fingerprint", "weights", "partial-sync", previous=True, visible=True)
+def one_stale_fingerprint(world: World) -> None:
+    name = _random_projection(world)
+    world.rollout.edits[name] = dict(world.previous.named_parameters())[name].data
+    _fingerprint(world, {**dict(world.base.named_parameters()), name: world.rollout.edits[name]})
+
+
+@kind("missing LoRA", "weights", "lora-missing")
+def missing_lora(world: World) -> None:
+    adapter = _adapter(world)
+    world.adapter = adapter
+    world.trainer.edits |= adapter.merged(world.trainer.model)
+
+
+@kind("LoRA scale", "weights", "lora-scale")
+def lora_scale(world: World) -> None:
+    adapter = _adapter(world)
+    factor = world.rng.choice((world.rng.uniform(0.2, 0.7), world.rng.uniform(1.5, 6.0)))
+    world.planted["factor"] = factor
+    world.adapter = adapter
+    world.trainer.edits |= adapter.merged(world.trainer.model)
+    world.rollout.edits |= adapter.merged(world.rollout.model, factor)
+
+
+@kind("head is the embedding", "weights", "tied-embedding", families=UNTIED)
+def tied_embedding(world: World) -> None:
+    world.rollout.head_weight = world.base.get_input_embeddings().weight.data
+
+
+@kind("swapped projections", "weights", "swapped-weights")
+def swapped_projections(world: World) -> None:
+    left, right = world.rng.choice((("k_proj", "v_proj"), ("gate_proj", "up_proj")))
+    world.planted["tensors"] = f"{left} and {right}"
+    parameters = {name: p.data for name, p in world.base.named_parameters()}
+    for name in parameters:
+        if f".{left}." in name:
+            other = name.replace(left, right)
+            world.rollout.edits |= {name: parameters[other], other: parameters[name]}
+
+
+@kind("eight-bit weights", "weights", "quantised-weights", dtype="float32")
+def eight_bit_weights(world: World) -> None:
+    how = world.rng.choice(QUANTISATIONS)
+    world.planted["rounding"] = how
+    for name in linear_names(world.trainer.model):
+        world.rollout.edits[name] = quantised(world.trainer.model.parameter(name), how)
+
+
+def _replace_model(world: World, model: Any) -> None:
+    import copy
+
+    engine = copy.deepcopy(model)
+    engine.set_attn_implementation(world.rollout.model.model.config._attn_implementation)
+    world.rollout.model = ReferenceModel(engine)
+
+
+def _random_projection(world: World) -> str:
+    name = world.rng.choice(linear_names(world.trainer.model))
+    world.planted["tensor"] = name
+    return name
+
+
+def _fingerprint(world: World, rollout: dict[str, Tensor]) -> None:
+    world.fingerprints = {
+        "rollout": {name: p.detach() for name, p in rollout.items()},
+        "train": {name: p.detach() for name, p in world.base.named_parameters()},
+    }
+
+
+def _adapter(world: World) -> Adapter:
+    generator = torch.Generator().manual_seed(world.seed)
+    updates = {}
+    for name in linear_names(world.trainer.model):
+        if name.split(".")[-2] in ("q_proj", "v_proj", "up_proj"):
+            n, k = world.trainer.model.parameter(name).shape
+            a, b = torch.randn(4, k, generator=generator) * 0.1, torch.randn(n, 4, generator=generator) * 0.1
+            updates[name] = b @ a
+    return Adapter(updates, 1.0)
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
+
+
+@kind("dropped first token", "tokens", "missing-bos")
+def dropped_first_token(world: World) -> None:
+    world.rollout.inputs = lambda s: s.without_head(1)
+
+
+@kind("dropped system prompt", "tokens", "chat-template")
+def dropped_system_prompt(world: World) -> None:
+    count = world.rng.randint(3, 8)
+    world.planted["tokens"] = count
+    world.rollout.inputs = lambda s: s.without_head(count)
+
+
+@kind("dropped generation prompt", "tokens", "chat-template")
+def dropped_generation_prompt(world: World) -> None:
+    count = world.rng.randint(2, 6)
+    world.planted["tokens"] = count
+    world.rollout.inputs = lambda s: s.without_prompt_tail(count)
+
+
+@kind("no first token in the files", "tokens", "missing-bos", visible=True)
+def no_first_token(world: World) -> None:
+    world.edits.append(lambda c: _rebuilt(c, lambda p, a: (p[1:], a)))
+
+
+@kind("other template in the files", "tokens", "chat-template", visible=True)
+def other_template(world: World) -> None:
+    extra = [world.rng.randrange(2, VOCABULARY) for _ in range(world.rng.randint(3, 6))]
+    world.edits.append(lambda c: _rebuilt(c, lambda p, a: ([*p[:2], *extra, *p[2:]], a)))
+
+
+@kind("retokenised", "tokens", "retokenised", visible=True)
+def retokenised(world: World) -> None:
+    """Two tokens of a completion become another two with the same text."""
+    at = world.rng.randint(2, 8)
+
+    def edit(capsule: Capsule) -> Capsule:
+        ids = capsule.ids.copy()
+        first = int(capsule.cu_seqlens[1]) - at
+        a, b = f" t{ids[first]}", f" t{ids[first + 1]}"
+        ids[first], ids[first + 1] = (ids[first] + 1) % VOCABULARY, (ids[first + 1] + 1) % VOCABULARY
+        words = dict(capsule.manifest.vocabulary)
+        words[str(int(ids[first]))], words[str(int(ids[first + 1]))] = a, b
+        return replace(capsule, ids=ids, manifest=capsule.manifest.model_copy(update={"vocabulary": words}))
+
+    world.edits.append(edit)
+
+
+@kind("cut sequences", "tokens", "truncated", visible=True)
+def cut_sequences(world: World) -> None:
+    count = world.rng.randint(2, 6)
+    world.edits.append(lambda c: _rebuilt(c, lambda p, a: (p, a[:-count])))
+
+
+@kind("other mask", "tokens", "mask-differs", visible=True)
+def other_mask(world: World) -> None:
+    count = world.rng.randint(3, 20)
+
+    def edit(capsule: Capsule) -> Capsule:
+        mask = capsule.mask.copy()
+        mask[world.rng.sample([int(i) for i in np.flatnonzero(mask)], count)] = False
+        return replace(capsule, mask=mask)
+
+    world.edits.append(edit)
+
+
+@kind("observation tokens", "tokens", "observation-tokens", visible=True)
+def observation_tokens(world: World) -> None:
+    count = world.rng.randint(4, 10)
+
+    def edit(capsule: Capsule) -> Capsule:
+        values = capsule.logprobs["recorded.processed"].copy()
+        for i in range(0, capsule.sequences, 2):
+            start = capsule.sequence(i).stop - count - 2
+            values[start : start + count] = 0.0
+        return replace(capsule, logprobs={"recorded.processed": values})
+
+    world.edits.append(edit)
+
+
+def _rebuilt(capsule: Capsule, change: Callable[[list[int], list[int]], tuple[list[int], list[int]]]) -> Capsule:
+    prompts, completions, values = [], [], []
+    stream = capsule.logprobs["recorded.processed"]
+    for i in range(capsule.sequences):
+        part = capsule.sequence(i)
+        start = part.start + int(np.flatnonzero(capsule.mask[part])[0])
+        p, a = change(capsule.ids[part.start : start].tolist(), capsule.ids[start : part.stop].tolist())
+        prompts.append(p)
+        completions.append(a)
+        values.append(stream[start : start + len(a)])
+    manifest: Manifest = capsule.manifest
+    return build_capsule(manifest, prompts, completions, {"recorded.processed": values})
+
+
+# ---- layout --------------------------------------------------------------------------------------------------------
+
+
+@kind("positions restart", "layout", "positions-restart")
+def positions_restart(world: World) -> None:
+    from rlkernel_drift.diagnose.bodies import restarted
+
+    world.rollout.inputs = restarted
+
+
+@kind("positions jump", "layout", "positions-shift")
+def positions_jump(world: World) -> None:
+    from rlkernel_drift.diagnose.bodies import shifted
+
+    amount = world.rng.randint(3, 14)
+    world.planted["positions"] = amount
+    world.rollout.inputs = lambda s: shifted(s, amount)
+
+
+@kind("positions in the files", "layout", "positions-restart", "positions-shift", visible=True)
+def positions_in_the_files(world: World) -> None:
+    def edit(capsule: Capsule) -> Capsule:
+        positions = capsule.positions.copy()
+        for i in range(capsule.sequences):
+            part = capsule.sequence(i)
+            start = part.start + int(np.flatnonzero(capsule.mask[part])[0])
+            positions[start : part.stop] -= positions[start]
+        return replace(capsule, positions=positions)
+
+    world.edits.append(edit)
+
+
+@kind("attended padding", "layout", "padding-side")
+def attended_padding(world: World) -> None:
+    world.rollout.attend = world.rng.choice((1, 8, 16, 32, 64))
+    world.planted["multiple"] = world.rollout.attend
+
+
+@kind("rope base", "layout", "rope-base")
+def rope_base(world: World) -> None:
+    theta = 10 ** apart(world, 2.6, 6.5, 4.0, 0.4)
+    world.planted["theta"] = theta
+    world.rollout.theta = theta
+
+
+@kind("rope scaling", "layout", "rope-scaling")
+def rope_scaling(world: World) -> None:
+    from rlkernel_drift.diagnose.bodies import scaled
+
+    factor = world.rng.uniform(1.4, 8.0)
+    world.planted["factor"] = factor
+    world.rollout.inputs = lambda s: scaled(s, factor)
+
+
+@kind("stale prefix cache", "layout", "prefix-cache", previous=True)
+def stale_prefix_cache(world: World) -> None:
+    count = world.rng.randint(4, 9)
+    world.planted["tokens"] = count
+    world.rollout.prefix = (ReferenceModel(world.previous), count)
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------
+
+
+@kind("bfloat16 logits", "precision", "bf16-logits", dtype="float32")
+def bfloat16_logits(world: World) -> None:
+    inputs = world.rng.choice((None, torch.bfloat16))
+    world.rollout.head = Head(inputs=inputs, logits=torch.bfloat16)
+
+
+@kind("bfloat16 head", "precision", "head-dtype", dtype="float32")
+def bfloat16_head(world: World) -> None:
+    world.rollout.head = Head(inputs=torch.bfloat16)
+
+
+@kind("bfloat16 layers", "precision", "body-dtype", dtype="float32")
+def bfloat16_layers(world: World) -> None:
+    world.rollout.dtype = torch.bfloat16
+
+
+# ---- operators -----------------------------------------------------------------------------------------------------
+
+
+def _layer(world: World, operator: str) -> int:
+    layer = world.rng.randrange(LAYERS)
+    world.planted["operator"] = f"layers.{layer}.{operator}"
+    world.operators = True
+    return layer
+
+
+@contextlib.contextmanager
+def _changed(model: Any, name: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    where = [point for point in points(model) if point.name == name]
+    with watched(where, lambda _, value: change(value)):
+        yield
+
+
+def _operator_kind(name: str, operator: str, draw: Callable[[World], Callable[[Tensor], Tensor]]) -> None:
+    """Registers a fault that changes an operator's output in one layer drawn at random."""
+
+    @kind(f"{name} in one layer", "operators", "operator", operator=True)
+    def plant(world: World) -> None:
+        layer = _layer(world, operator)
+        change = draw(world)
+        world.rollout.hooks.append(lambda model: _changed(model, f"layers.{layer}.{operator}", change))
+
+
+def _scale(low: float, high: float) -> Callable[[World], Callable[[Tensor], Tensor]]:
+    def draw(world: World) -> Callable[[Tensor], Tensor]:
+        factor = 1 + world.rng.choice((-1, 1)) * world.rng.uniform(low, high)
+        world.planted["factor"] = factor
+        return lambda x: (x.float() * factor).to(x.dtype)
+
+    return draw
+
+
+def _noise(low: float, high: float) -> Callable[[World], Callable[[Tensor], Tensor]]:
+    def draw(world: World) -> Callable[[Tensor], Tensor]:
+        size = world.rng.uniform(low, high)
+        world.planted["size"] = size
+        generator = torch.Generator().manual_seed(world.seed)
+        direction = torch.randn(4096, generator=generator)
+
+        def change(x: Tensor) -> Tensor:
+            wide = x.float()
+            tilt = direction[: x.shape[-1]]
+            return (wide + size * wide.square().mean(-1, keepdim=True).sqrt() * tilt).to(x.dtype)
+
+        return change
+
+    return draw
+
+
+def _heads(world: World) -> Callable[[Tensor], Tensor]:
+    """Two heads exchanged: a wrong mapping of grouped queries."""
+
+    def change(x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (4, -1))
+        return parts[..., [1, 0, 2, 3], :].flatten(-2)
+
+    return change
+
+
+_operator_kind("scale of the norm before attention", "input_norm", _scale(0.03, 0.25))
+_operator_kind("scale of the norm before the MLP", "post_norm", _scale(0.03, 0.25))
+_operator_kind("error of the query projection", "q_proj", _noise(0.03, 0.3))
+_operator_kind("error of the key projection", "k_proj", _noise(0.03, 0.3))
+_operator_kind("error of the value projection", "v_proj", _noise(0.03, 0.3))
+_operator_kind("exchanged heads", "attention", _heads)
+_operator_kind("error of the output projection", "o_proj", _noise(0.03, 0.3))
+_operator_kind("error of the gate projection", "gate_proj", _noise(0.03, 0.3))
+_operator_kind("error of the up projection", "up_proj", _noise(0.03, 0.3))
+_operator_kind("scale of the activation", "activation", _scale(0.03, 0.25))
+_operator_kind("error of the down projection", "down_proj", _noise(0.03, 0.3))
+_operator_kind("scale of the residual", "output", _scale(0.03, 0.25))
+
+
+@kind("norm epsilon in one layer", "operators", "operator", operator=True)
+def norm_epsilon(world: World) -> None:
+    layer = _layer(world, "input_norm")
+    epsilon = 10 ** world.rng.uniform(-1.7, -0.3)
+    world.planted["epsilon"] = epsilon
+
+    @contextlib.contextmanager
+    def hook(model: Any) -> Iterator[None]:
+        norm = model.base_model.layers[layer].input_layernorm
+        before, norm.variance_epsilon = norm.variance_epsilon, epsilon
+        try:
+            yield
+        finally:
+            norm.variance_epsilon = before
+
+    world.rollout.hooks.append(hook)
+
+
+@kind("attention scale in one layer", "operators", "operator", operator=True)
+def attention_scale(world: World) -> None:
+    layer = _layer(world, "attention")
+    factor = world.rng.choice((world.rng.uniform(0.4, 0.85), world.rng.uniform(1.2, 2.0)))
+    world.planted["factor"] = factor
+
+    @contextlib.contextmanager
+    def hook(model: Any) -> Iterator[None]:
+        attention = model.base_model.layers[layer].self_attn
+        before, attention.scaling = attention.scaling, attention.scaling * factor
+        try:
+            yield
+        finally:
+            attention.scaling = before
+
+    world.rollout.hooks.append(hook)
+
+
+@kind("activation in one layer", "operators", "operator", operator=True)
+def activation_function(world: World) -> None:
+    layer = _layer(world, "activation")
+
+    @contextlib.contextmanager
+    def hook(model: Any) -> Iterator[None]:
+        mlp = model.base_model.layers[layer].mlp
+        before, mlp.act_fn = mlp.act_fn, torch.nn.GELU()
+        try:
+            yield
+        finally:
+            mlp.act_fn = before
+
+    world.rollout.hooks.append(hook)
+
+
+@kind("norm of queries in one layer", "operators", "operator", families=("qwen3",), operator=True)
+def query_norm(world: World) -> None:
+    layer = _layer(world, "q_norm")
+    change = _scale(0.03, 0.25)(world)
+    world.rollout.hooks.append(lambda model: _changed(model, f"layers.{layer}.q_norm", change))
+
+
+@kind("final norm", "operators", "operator", operator=True)
+def final_norm(world: World) -> None:
+    world.operators = True
+    world.planted["operator"] = "final_norm"
+    change = _noise(0.03, 0.3)(world)
+    world.rollout.hooks.append(lambda model: _changed(model, "final_norm", change))

@@ -1,0 +1,262 @@
+"""A reference model: the forward of transformers, with dtype, padding, positions, head and rotary base under control.
+
+The head is applied here, to the hidden states of the counted rows alone, so that its precision can be chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlkernel_drift.errors import DriftError
+from rlkernel_drift.scoring.sequences import Sequences
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BATCH_TOKENS = 16384
+_LOGITS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Head:
+    """Precision of the head.
+
+    Attributes:
+        inputs: hidden states and weight are rounded to it first; None: as they are.
+        logits: logits are rounded to it; None: fp32 as accumulated.
+        logprobs: log-probabilities are rounded to it.
+    """
+
+    inputs: torch.dtype | None = None
+    logits: torch.dtype | None = None
+    logprobs: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How sequences are laid out in a batch.
+
+    Attributes:
+        pad: side of the padding; "none" computes each sequence alone.
+        attend: padding tokens are attended to and counted by positions, the fault that a lost mask makes.
+        multiple: padded lengths are multiples of it.
+        token: the padding token.
+    """
+
+    pad: Literal["none", "left", "right"] = "right"
+    attend: bool = False
+    multiple: int = 1
+    token: int = 0
+
+
+class ReferenceModel:
+    """A causal language model of transformers and variations of it.
+
+    Args:
+        model: in fp32, or in its own dtype; copies in other dtypes are made when needed.
+        path: where it came from, for its tokenizer.
+    """
+
+    def __init__(self, model: Any, path: Path | None = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.path = path
+        self.config = model.config
+        self._copies: dict[torch.dtype, Any] = {next(model.parameters()).dtype: self.model}
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: str = "cpu",
+        attention: str = "sdpa",
+        dtype: torch.dtype = torch.float32,
+    ) -> ReferenceModel:
+        """Loads a model directory.
+
+        Args:
+            dtype: of the weights; fp32 lets hypotheses round them to others.
+
+        Raises:
+            DriftError: transformers is missing, or the directory cannot be loaded. Code in it is never run.
+        """
+        try:
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
+        except ImportError:
+            raise DriftError("scoring needs transformers: pip install 'rlkernel[drift]'") from None
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise DriftError(f"{path} cannot be loaded by transformers: {first}") from None
+        return cls(model.to(device), Path(path))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+
+    def in_dtype(self, dtype: torch.dtype) -> Any:
+        """The model in a dtype; a copy that is kept."""
+        if dtype not in self._copies:
+            made = copy.deepcopy(self.model).to(dtype)
+            self._restore_rotary(made)
+            self._copies[dtype] = made
+        return self._copies[dtype]
+
+    def _restore_rotary(self, made: Any) -> None:
+        # `.to(dtype)` rounds the rotary frequencies; from_pretrained keeps them in fp32, and so do engines.
+        for (_, source), (_, target) in zip(_rotary(self.model), _rotary(made), strict=True):
+            for name in ("inv_freq", "original_inv_freq"):
+                if hasattr(source, name):
+                    setattr(target, name, getattr(source, name).clone())
+
+    # ---- forward ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def hidden(
+        self, sequences: Sequences, dtype: torch.dtype = torch.float32, layout: Layout | None = None
+    ) -> Tensor:  # [N, C]
+        """Hidden states after the final norm of all counted rows."""
+        model = self.in_dtype(dtype)
+        layout = layout or Layout()
+        parts: list[Tensor] = []
+        for batch in _batches(sequences, 1 if layout.pad == "none" else _BATCH_TOKENS):
+            parts += self._batch(model, sequences, batch, layout)
+        return torch.cat(parts)
+
+    def _batch(self, model: Any, sequences: Sequences, batch: range, layout: Layout) -> list[Tensor]:
+        longest = max(len(sequences.ids[i]) for i in batch)
+        # A lost mask shows the width of the whole batch; padding by itself does not change which tokens are real.
+        width = -(-longest // layout.multiple) * layout.multiple
+        ids = torch.full((len(batch), width), layout.token)
+        positions = torch.zeros((len(batch), width), dtype=sequences.positions[batch[0]].dtype)
+        mask = torch.zeros((len(batch), width), dtype=torch.int64)
+        starts = []
+        for row, i in enumerate(batch):
+            size = len(sequences.ids[i])
+            start = width - size if layout.pad == "left" else 0
+            ids[row, start : start + size] = sequences.ids[i]
+            positions[row, start : start + size] = sequences.positions[i]
+            mask[row, start : start + size] = 1
+            starts.append(start)
+        if layout.attend:
+            mask[:] = 1
+            positions = torch.arange(width).expand(len(batch), width).contiguous()
+        whole = bool(mask.all())
+        out = model.base_model(
+            input_ids=ids.to(self.device),
+            position_ids=positions.to(self.device),
+            attention_mask=None if whole else mask.to(self.device),
+            use_cache=False,
+        ).last_hidden_state
+        return [out[row, (sequences.rows[i] + starts[row]).to(self.device)] for row, i in enumerate(batch)]
+
+    @torch.no_grad()
+    def head(self, hidden: Tensor, head: Head | None = None, weight: Tensor | None = None) -> Tensor:  # [N, V] fp32
+        """Logits of hidden states: fp32 products of the values as they are, unless `head` says otherwise."""
+        head = head or Head()
+        module = self.in_dtype(hidden.dtype).get_output_embeddings()
+        w = module.weight if weight is None else weight.to(hidden.dtype)
+        x = hidden
+        if head.inputs is not None:
+            x, w = x.to(head.inputs), w.to(head.inputs)
+        logits = torch.nn.functional.linear(x.float(), w.float(), None if module.bias is None else module.bias.float())
+        scale = getattr(self.config, "logits_scaling", None)
+        if scale:
+            logits = logits / scale
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if cap:
+            logits = torch.tanh(logits / cap) * cap
+        return logits if head.logits is None else logits.to(head.logits).float()
+
+    def logits(
+        self,
+        sequences: Sequences,
+        dtype: torch.dtype = torch.float32,
+        layout: Layout | None = None,
+        head: Head | None = None,
+    ) -> Tensor:  # [N, V] fp32
+        """Logits of all counted rows; `rows_that_fit` says how many may be asked for."""
+        return self.head(self.hidden(sequences, dtype, layout), head)
+
+    def rows_that_fit(self) -> int:
+        """Counted tokens whose logits take a quarter of a gigabyte."""
+        return max(64, _LOGITS // self.vocab_size)
+
+    # ---- variations ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def edited(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[None]:
+        """Parameters replaced for a while, in the copy of a dtype."""
+        parameters = dict(self.in_dtype(dtype).named_parameters())
+        kept = {name: parameters[name].data for name in tensors}
+        try:
+            for name, value in tensors.items():
+                parameters[name].data = value.to(device=self.device, dtype=dtype)
+            yield
+        finally:
+            for name, value in kept.items():
+                parameters[name].data = value
+
+    @contextlib.contextmanager
+    def rotary_base(self, theta: float, dtype: torch.dtype) -> Iterator[None]:
+        """Another base of the rotary embedding for a while."""
+        modules = [module for _, module in _rotary(self.in_dtype(dtype))]
+        kept = [module.inv_freq for module in modules]
+        try:
+            for module in modules:
+                size = module.inv_freq.shape[0]
+                exponent = torch.arange(size, dtype=torch.float64) / size
+                module.inv_freq = (theta**-exponent).to(module.inv_freq)
+            yield
+        finally:
+            for module, frequencies in zip(modules, kept, strict=True):
+                module.inv_freq = frequencies
+
+    @property
+    def theta(self) -> float | None:
+        """Base of the rotary embedding where it is the plain kind; None where frequencies are scaled."""
+        modules = [module for _, module in _rotary(self.model)]
+        if len(modules) != 1 or getattr(modules[0], "rope_type", "default") != "default":
+            return None
+        size = modules[0].inv_freq.shape[0]
+        return float(modules[0].inv_freq[-1].double() ** (-size / (size - 1))) if size > 1 else None
+
+    def parameter(self, name: str) -> Tensor:
+        """A parameter of the model as loaded."""
+        return dict(self.model.named_parameters())[name].data
+
+
+def _rotary(model: Any) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "inv_freq")]
+
+
+def _batches(sequences: Sequences, budget: int) -> Iterator[range]:
+    start, longest = 0, 0
+    for i, ids in enumerate(sequences.ids):
+        longest = max(longest, len(ids))
+        if i > start and (budget == 1 or (i - start + 1) * longest > budget):
+            yield range(start, i)
+            start, longest = i, len(ids)
+    yield range(start, len(sequences.ids))

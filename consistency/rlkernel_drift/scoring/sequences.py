@@ -1,0 +1,139 @@
+"""Token sequences of a capsule, and the rows whose next token counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlkernel_drift.capsule import Capsule
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences to score.
+
+    Attributes:
+        ids: token ids of each sequence, [L_i] int64.
+        positions: of each sequence, [L_i] int64 (or float, where positions are scaled).
+        rows: of each sequence, [n_i]: indices t - 1 of the counted tokens t, whose row predicts them.
+        targets: [N] the counted tokens.
+        owner: [N] sequence of each counted token.
+        prompt: tokens before the first counted one, of each sequence.
+        token: [N] packed token in the capsule.
+    """
+
+    ids: list[Tensor]
+    positions: list[Tensor]
+    rows: list[Tensor]
+    targets: Tensor
+    owner: Tensor
+    prompt: list[int]
+    token: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def counted(self) -> int:
+        """N."""
+        return int(self.targets.shape[0])
+
+    def with_positions(self, positions: list[Tensor]) -> Sequences:
+        """The same tokens at other positions."""
+        return replace(self, positions=positions)
+
+    def without_head(self, count: int) -> Sequences:
+        """The first `count` tokens of each sequence left out; positions start at their old beginning."""
+        cut = [min(count, self.prompt[i] - 1) for i in range(len(self))]
+        return replace(
+            self,
+            ids=[ids[c:] for ids, c in zip(self.ids, cut, strict=True)],
+            positions=[p[: len(p) - c] for p, c in zip(self.positions, cut, strict=True)],
+            rows=[rows - c for rows, c in zip(self.rows, cut, strict=True)],
+            prompt=[n - c for n, c in zip(self.prompt, cut, strict=True)],
+        )
+
+    def without_prompt_tail(self, count: int) -> Sequences:
+        """The last `count` tokens of each prompt left out."""
+        ids: list[Tensor] = []
+        positions: list[Tensor] = []
+        rows: list[Tensor] = []
+        prompt: list[int] = []
+        for i in range(len(self)):
+            cut = min(count, self.prompt[i] - 1)
+            end = self.prompt[i]
+            ids.append(torch.cat([self.ids[i][: end - cut], self.ids[i][end:]]))
+            positions.append(self.positions[i][: len(ids[-1])])
+            rows.append(self.rows[i] - cut)
+            prompt.append(end - cut)
+        return replace(self, ids=ids, positions=positions, rows=rows, prompt=prompt)
+
+    def with_head(self, token: int) -> Sequences:
+        """A token put in front of each sequence."""
+        extra = torch.tensor([token])
+        return replace(
+            self,
+            ids=[torch.cat([extra, ids]) for ids in self.ids],
+            positions=[torch.cat([p, p[-1:] + 1]) for p in self.positions],
+            rows=[rows + 1 for rows in self.rows],
+            prompt=[n + 1 for n in self.prompt],
+        )
+
+
+def joined(parts: list[Sequences]) -> Sequences:
+    """Several sets of sequences as one batch."""
+    offset, owner = 0, []
+    for part in parts:
+        owner.append(part.owner + offset)
+        offset += len(part)
+    return Sequences(
+        [ids for part in parts for ids in part.ids],
+        [positions for part in parts for positions in part.positions],
+        [rows for part in parts for rows in part.rows],
+        torch.cat([part.targets for part in parts]),
+        torch.cat(owner),
+        [n for part in parts for n in part.prompt],
+        torch.cat([part.token for part in parts]),
+    )
+
+
+def sequences_of(capsule: Capsule, budget: int = 1 << 62, chosen: list[int] | None = None) -> Sequences:
+    """Sequences of a capsule with at least one counted token.
+
+    Args:
+        budget: counted tokens at most; whole sequences are left out beyond it, the first one never.
+        chosen: numbers of the sequences; default all.
+    """
+    ids: list[Tensor] = []
+    positions: list[Tensor] = []
+    rows: list[Tensor] = []
+    owner: list[int] = []
+    prompt: list[int] = []
+    token: list[Tensor] = []
+    total = 0
+    for i in range(capsule.sequences) if chosen is None else chosen:
+        part = capsule.sequence(i)
+        counted = np.flatnonzero(capsule.mask[part])
+        counted = counted[counted > 0]
+        if not len(counted) or (ids and total + len(counted) > budget):
+            continue
+        total += len(counted)
+        owner += [len(ids)] * len(counted)
+        ids.append(torch.from_numpy(capsule.ids[part].astype(np.int64)))
+        positions.append(torch.from_numpy(capsule.positions[part].astype(np.int64)))
+        rows.append(torch.from_numpy(counted - 1))
+        prompt.append(int(counted[0]))
+        token.append(torch.from_numpy(counted + part.start))
+    empty = torch.zeros(0, dtype=torch.int64)
+    return Sequences(
+        ids,
+        positions,
+        rows,
+        torch.cat([x[r + 1] for x, r in zip(ids, rows, strict=True)]) if ids else empty,
+        torch.tensor(owner, dtype=torch.int64),
+        prompt,
+        torch.cat(token) if token else empty,
+    )

@@ -1,0 +1,133 @@
+"""Capture, floor and diagnose through the command line, on tiny model directories: transformers and rlkernel."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlkernel_drift.capsule import read_capsule
+from rlkernel_drift.cli.main import main
+from rlkernel_drift.faults.tiny import tiny_model, updated
+from rlkernel_drift.verdict import Verdict
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    model = tiny_model("qwen3", 5)
+    model.save_pretrained(root / "new")
+    updated(model, 1, 0.05).save_pretrained(root / "old")
+    prompts = [{"prompt": np.random.default_rng(i).integers(2, 250, 8 + i).tolist()} for i in range(5)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    return root
+
+
+def capture(models: Path, out: Path, *options: str, engine: str = "hf", model: str = "new") -> Path:
+    source = [] if "--tokens" in options else ["--prompts", str(models / "prompts.jsonl"), "--max-tokens", "12"]
+    where = ["--model", str(models / model), "--out", str(out)]
+    assert main(["capture", "--engine", engine, *where, *source, *options]) == 0
+    return out
+
+
+def verdict(path: Path) -> Verdict:
+    return Verdict.model_validate_json(path.read_text())
+
+
+def test_capture_and_compare_transformers(models: Path, tmp_path: Path) -> None:
+    rollout = capture(models, tmp_path / "r", "--operators", "full", "--top-p", "0.9", "--logits-rows", "6")
+    side = read_capsule(rollout)
+    assert {"recorded.raw", "recorded.processed", "prefill.raw", "prefill.processed"} == set(side.logprobs)
+    assert side.kept is not None and side.distribution is not None and len(side.distribution.rows) == 6
+    assert side.manifest.weights is not None and "model.norm.weight" in side.manifest.weights.tensors
+    assert side.manifest.config["dtype"] == "float32" and side.manifest.command[0] == "rlkernel-drift"
+    for k in range(4):
+        assert f"layers.{k}.attention" in side.operators.values
+    train = capture(models, tmp_path / "t", "--tokens", str(rollout), "--operators", "full")
+    assert main(["compare", str(rollout), str(train)]) == 0
+    assert main(["compare", str(rollout), f"hf:{models / 'new'}"]) == 0
+    assert main(["compare", str(rollout), f"hf:{models / 'old'}"]) == 4
+    assert main(["inspect", str(rollout)]) == 0
+
+
+def test_row_samples_and_fingerprints_locate(models: Path, tmp_path: Path) -> None:
+    for kind in ("rows", "fingerprint"):
+        a = capture(models, tmp_path / f"{kind}-a", "--operators", kind)
+        b = capture(models, tmp_path / f"{kind}-b", "--operators", kind, "--tokens", str(a), "--side", "rollout")
+        c = capture(models, tmp_path / f"{kind}-c", "--operators", kind, "--tokens", str(a), model="old")
+        out = tmp_path / f"{kind}.json"
+        assert main(["compare", str(a), str(b), "--profile", "bitwise", "--json", str(out), "--keep-going"]) in (0, 1)
+        assert verdict(out).layers.first is None  # type: ignore[union-attr]
+        main(["compare", str(a), str(c), "--profile", "bitwise", "--json", str(out), "--keep-going"])
+        first = verdict(out).layers.first  # type: ignore[union-attr]
+        assert first is not None and first.operator == "embedding"
+        assert (first.element is None) == (kind == "fingerprint")
+
+
+def test_diagnose_names_stale_weights(models: Path, tmp_path: Path) -> None:
+    rollout = capture(models, tmp_path / "r", "--no-weights", model="old")
+    train = capture(models, tmp_path / "t", "--no-weights", "--tokens", str(rollout))
+    out = tmp_path / "v.json"
+    where = ["--model", str(models / "new"), "--previous", str(models / "old")]
+    assert main(["diagnose", str(rollout), str(train), *where, "--json", str(out)]) == 1
+    found = verdict(out).diagnosis
+    assert found is not None and found.cause == "stale-weights" and found.side == "rollout"
+    assert found.finding is not None and found.finding.fix and found.finding.threads
+    assert found.residual is not None and found.floor is not None and found.residual <= 2 * found.floor
+    # Without the older weights nothing explains it, and the verdict says so.
+    assert main(["diagnose", str(rollout), str(train), "--model", str(models / "new"), "--json", str(out)]) == 1
+    found = verdict(out).diagnosis
+    assert found is not None and found.cause == "unexplained" and "temperature" in found.excluded
+
+
+def test_floor(models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "floor.json"
+    source = ["--prompts", str(models / "prompts.jsonl"), "--max-tokens", "8"]
+    where = ["--model", str(models / "new"), "--dtype", "bfloat16", "--out", str(out)]
+    assert main(["floor", "--engine", "hf", *source, *where]) == 0
+    floor = json.loads(out.read_text())
+    assert 0 < floor["mean"] < 0.2 and floor["tokens"] == 40
+    rollout = capture(models, tmp_path / "r", "--dtype", "bfloat16")
+    assert main(["compare", str(rollout), f"hf:{models / 'new'}", "--floor", str(out)]) == 0
+
+
+def test_rlkernel_is_bitwise(models: Path, tmp_path: Path) -> None:
+    rollout = capture(models, tmp_path / "r", "--top-p", "0.9", engine="rlkernel")
+    train = capture(models, tmp_path / "t", "--tokens", str(rollout), "--operators", "full", engine="rlkernel")
+    out = tmp_path / "v.json"
+    assert main(["compare", str(rollout), str(train), "--json", str(out)]) == 0
+    assert verdict(out).profile == "bitwise" and verdict(out).statistics.equal == 1.0  # type: ignore[union-attr]
+    side = read_capsule(train)
+    assert side.manifest.contract is not None and side.manifest.contract.startswith("rlk-")
+    # The same operators, under the same names, as transformers has them.
+    other = capture(models, tmp_path / "h", "--tokens", str(rollout), "--operators", "full")
+    names = set(read_capsule(other).operators.values)
+    assert set(side.operators.values) <= names and len(side.operators.values) > 40
+    assert main(["compare", str(rollout), str(other), "--profile", "prime-rl"]) == 0
+    assert main(["floor", "--engine", "rlkernel", "--model", str(models / "new"), "--tokens", str(rollout)]) == 0
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--prompts", "nowhere.txt"], "holds no prompts"),
+        ([], "needs --prompts"),
+    ],
+)
+def test_mistakes_end_in_one_line(models: Path, tmp_path: Path, capsys: Any, options: list[str], words: str) -> None:
+    where = ["--model", str(models / "new"), "--out", str(tmp_path / "x")]
+    assert main(["capture", "--engine", "hf", *where, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_model_that_is_none(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-thing"}')
+    (tmp_path / "p.jsonl").write_text('{"prompt": [1, 2]}\n')
+    for engine in ("hf", "rlkernel"):
+        where = ["--model", str(tmp_path), "--out", str(tmp_path / "x"), "--prompts", str(tmp_path / "p.jsonl")]
+        assert main(["capture", "--engine", engine, *where]) == 2
+    assert torch.is_grad_enabled()
