@@ -1,0 +1,283 @@
+"""What one trainer holds under the flag: its settings checked, its models prepared, its comparisons and certificate.
+
+The trainer classes only tell it when things happen; everything that is not TRL's own is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from rlkernel_trl.config import weight_dtype
+from rlkernel_trl.errors import ExactnessLostError
+from rlkernel_trl.exactness import Certificate, Comparison, Verdict
+from rlkernel_trl.forward import Call, Filters, Ragged, install
+from rlkernel_trl.optimizer import STANDARD, MasterAdamW, round_weights
+
+logger = logging.getLogger("rlkernel_trl")
+
+# Sampling parameters that leave the distribution of a token as it is.
+_HARMLESS = {
+    "seed",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "max_tokens",
+    "logprobs",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "detokenize",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+    "output_kind",
+}
+
+
+class Backend:
+    """State of one trainer.
+
+    Args:
+        settings: its configuration, with `use_rl_kernel_backend`.
+        arguments: what its constructor was given, by name.
+
+    Attributes:
+        calls: one a model that scores, the policy's first.
+        comparison, certificate: see `exactness`.
+        filters: of sampling.
+        sampled: [B, C] fp32 log-probabilities of the generation at hand, or None.
+        may_skip: whether this generation may do without TRL's forward for old log-probabilities.
+        skipped: whether it did; None: TRL computes none.
+    """
+
+    def __init__(self, settings: Any, arguments: dict[str, Any]):
+        self.settings, self.strict = settings, settings.rl_kernel_strict
+        self.model_given = arguments.get("model")
+        self.rollout_func = arguments.get("rollout_func")
+        self.samples = hasattr(settings, "num_generations")
+        correction = getattr(settings, "vllm_importance_sampling_correction", False)
+        self.logged_by_trl = self.samples and settings.use_vllm and correction
+        self.calls: list[Call] = []
+        self.masters: dict[Tensor, Tensor] = {}
+        self.comparison = Comparison()
+        self.certificate = Certificate(settings.rl_kernel_check_steps, settings.rl_kernel_recheck_every, self.strict)
+        self.filters = Filters(1.0)
+        self.sampled: Tensor | None = None
+        self.captured: list[Any] | None = None
+        self.tools: list[Any] | None = None
+        self.tool_mask: Tensor | None = None
+        self.kept: list[Ragged] | None = None
+        self.may_skip = False
+        self.skipped: bool | None = None
+        self.expects_old = False
+        self.generating = False
+        self.generated_at = -1
+        self.inputs: dict[str, Any] | None = None
+        self._check(arguments)
+
+    # Settings
+
+    def lose(self, why: str) -> None:
+        """Exactness is lost: raises in strict mode, else logs.
+
+        Raises:
+            ExactnessLostError: in strict mode.
+        """
+        if self.strict:
+            raise ExactnessLostError(f"use_rl_kernel_backend: {why} (rl_kernel_strict=False logs this and goes on)")
+        logger.warning("rlkernel: not exact: %s", why)
+
+    def _check(self, arguments: dict[str, Any]) -> None:
+        s = self.settings
+        kwargs = s.model_init_kwargs or {}
+        if s.use_liger_kernel or kwargs.get("use_kernels"):
+            raise ExactnessLostError(
+                "use_rl_kernel_backend: use_liger_kernel and use_kernels replace the layers that rlkernel replaces; "
+                "switch them off"
+            )
+        if getattr(s, "cast_lm_head_to_fp32", False):
+            raise ExactnessLostError(
+                "use_rl_kernel_backend: cast_lm_head_to_fp32 is not needed: logits are fp32 sums of bf16 products here, "
+                "in training and in vLLM"
+            )
+        if s.deepspeed or getattr(s, "fsdp", None):
+            raise ExactnessLostError("use_rl_kernel_backend: DeepSpeed and FSDP are not supported; train with DDP")
+        if arguments.get("quantization_config") is not None or "quantization_config" in kwargs:
+            self.lose("a quantized model has other weights in training than in vLLM")
+        if s.optim not in STANDARD:
+            self.lose(f"optim={str(s.optim)!r} steps the weights without fp32 masters; use one of {', '.join(STANDARD)}")
+        if self.samples:
+            self._check_sampling()
+        self.dtype = weight_dtype(s)
+        if not s._rl_kernel_mixed and isinstance(self.model_given, torch.nn.Module):
+            self.dtype = self.model_given.dtype
+
+    def _check_sampling(self) -> None:
+        s = self.settings
+        self.filters = Filters(s.temperature, s.top_k or 0, 1.0 if s.top_p is None else s.top_p, s.min_p or 0.0)
+        if not s.use_vllm and self.rollout_func is None:
+            self.lose(
+                "transformers' generate returns no log-probabilities to compare; set use_vllm=True, or pass "
+                "rollout_func=rlkernel_trl.rollout_func() to sample with rlkernel's engine"
+            )
+        if s.repetition_penalty != 1.0:
+            self.lose("repetition_penalty changes the sampled distribution, and the trainer scores without it")
+        if getattr(s, "vllm_structured_outputs_regex", None):
+            self.lose("vllm_structured_outputs_regex masks tokens that the trainer's log-probabilities count")
+        changed = sorted(set(s.generation_kwargs or {}) - _HARMLESS)
+        if changed:
+            self.lose(f"generation_kwargs {', '.join(changed)}: the trainer's log-probabilities do not know them")
+        if s.use_vllm and s.vllm_model_impl == "transformers":
+            self.lose("vllm_model_impl='transformers' builds layers that rlkernel_vllm does not replace")
+
+    # Construction
+
+    @contextlib.contextmanager
+    def construction(self, trainer_class: type) -> Iterator[None]:
+        """While TRL's constructor runs: every model that it gives a fused head is prepared, vLLM gets the plugin."""
+        from rlkernel_trl import vllm
+
+        module = sys.modules[trainer_class.__module__]
+        original = module.add_fused_lm_head
+
+        def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
+            exact = self.prepare(model)
+            original(model, *args, **kwargs)
+            if exact:
+                temperature = args[0] if args else kwargs.get("temperature", 1.0)
+                call = Call(strict=self.strict)
+                install(model, call, temperature=temperature, outputs=kwargs.get("outputs", ("log_probs",)))
+                self.calls.append(call)
+
+        module.add_fused_lm_head = add_fused_lm_head  # type: ignore[attr-defined]
+        try:
+            with vllm.engine_arguments(self):
+                yield
+        finally:
+            module.add_fused_lm_head = original  # type: ignore[attr-defined]
+
+    def prepare(self, model: Any) -> bool:
+        """Rounds a model's weights, in `self.masters` what they were, and puts rlkernel's ops under it; false where it stays on stock operators."""
+        from rlkernel_transformers import apply
+
+        self.masters.update(round_weights(model, self.dtype))
+        for name in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
+            if getattr(model.config, name, 0) and not getattr(self.settings, "disable_dropout", False):
+                self.lose(f"the model's {name} is not 0: training would see other activations; set disable_dropout")
+        try:
+            apply(model)
+        except ValueError as error:
+            self.lose(str(error))
+            return False
+        return True
+
+    def attach(self, trainer: Any) -> None:
+        """After TRL's constructor: what needs the finished trainer."""
+        from rlkernel_trl import vllm
+
+        if trainer.accelerator.mixed_precision != "no":
+            self.lose(
+                f"accelerate runs mixed_precision={trainer.accelerator.mixed_precision!r} autocast; launch with "
+                "mixed_precision=no: the weights are bf16 already"
+            )
+        trainer.add_callback(_BeforeUpdate(self, trainer))
+        if self.samples and self.settings.use_vllm:
+            vllm.attach(self, trainer)
+
+    def optimizer(self, trainer: Any, model: Any) -> torch.optim.Optimizer:
+        """AdamW on fp32 masters with the Trainer's own settings and groups."""
+        s = self.settings
+        decay = set(trainer.get_decay_parameter_names(model))
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        alone = trainer.accelerator.num_processes == 1
+        if not alone:
+            logger.warning("rlkernel: with several processes DDP averages gradients in the weights' dtype")
+        return MasterAdamW(
+            [
+                {"params": [p for name, p in named if name in decay], "weight_decay": s.weight_decay},
+                {"params": [p for name, p in named if name not in decay], "weight_decay": 0.0},
+            ],
+            model=model if alone else None,
+            masters=self.masters,
+            lr=s.learning_rate,
+            betas=(s.adam_beta1, s.adam_beta2),
+            eps=s.adam_epsilon,
+        )
+
+    # One generation
+
+    def begin(self, trainer: Any, computes_old: bool) -> None:
+        """A generation starts; `computes_old`: TRL's first forward in it is for old log-probabilities."""
+        self.generating, self.sampled, self.captured, self.kept = True, None, None, None
+        self.tools = self.tool_mask = None
+        self.generated_at = trainer.state.global_step
+        self.expects_old = computes_old
+        self.skipped = False if computes_old else None
+        self.may_skip = computes_old and self.certificate.may_skip()
+
+    def take(self, width: int, device: torch.device) -> None:
+        """The captured log-probabilities, a list a completion, as [B, width] on the device."""
+        if self.captured is None:
+            return
+        rows = _padded(self.captured, width, 0.0)
+        self.sampled = rows.to(device)
+        self.tool_mask = None if self.tools is None else _padded(self.tools, width, 1.0).to(device).int()
+        if bool(rows.isnan().any()):
+            self.may_skip = False  # vLLM could not score a token
+
+    def end(self) -> None:
+        """The generation's completions are scored."""
+        self.generating = False
+
+    def compare(self, rollout: Tensor, trained: Tensor, mask: Tensor, ids: Tensor) -> None:
+        """Adds a micro-batch to the comparison, unless the weights have changed since it was sampled."""
+        self.comparison.add(rollout, trained, mask, ids)
+
+    def close(self, trainer: Any, mode: str) -> Verdict:
+        """Judges what was compared since the last call and logs it; before the optimizer's step.
+
+        Raises:
+            MismatchError: a token differs, in strict mode.
+        """
+        metrics = trainer._metrics[mode]
+        verdict = self.comparison.close(trainer.accelerator)
+        if verdict.tokens:
+            metrics["rlkernel/exact_frac"].append(verdict.exact_frac)
+            metrics["rlkernel/mismatch_tokens"].append(verdict.mismatch_tokens)
+            metrics["rlkernel/drift_max"].append(verdict.drift_max)
+            if self.skipped is not None:
+                metrics["rlkernel/old_logps_skipped"].append(float(self.skipped))
+            if self.skipped or not self.logged_by_trl:
+                metrics["sampling/sampling_logp_difference/mean"].append(verdict.mean)
+                metrics["sampling/sampling_logp_difference/max"].append(verdict.drift_max)
+        metrics["rlkernel/fallbacks"].append(sum(call.fallbacks for call in self.calls))
+        for call in self.calls:
+            call.fallbacks = 0
+        if self.samples:
+            self.certificate.update(verdict, trainer.state.global_step)
+        return verdict
+
+
+def _padded(rows: list[list[float | None]], width: int, value: float) -> Tensor:  # [B, width]
+    out = torch.full((len(rows), width), value)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.tensor([math.nan if x is None else x for x in row])
+    return out
+
+
+class _BeforeUpdate(TrainerCallback):
+    """Judges the comparison between the last backward and the optimizer's step."""
+
+    def __init__(self, backend: Backend, trainer: Any):
+        self.backend, self.trainer = backend, trainer
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.backend.close(self.trainer, "train")

@@ -1,0 +1,107 @@
+"""TRL's configurations with the flag: `use_rl_kernel_backend` and what belongs to it.
+
+Off (the default) they are TRL's own, field by field. On, accelerate's autocast is switched off: the weights are bf16,
+their masters fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import trl
+
+from rlkernel_trl.errors import ExactnessLostError
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class RLKernelArguments:
+    """Fields that every configuration of `rlkernel_trl` adds to TRL's.
+
+    Attributes:
+        use_rl_kernel_backend: run the forward, the log-probabilities, the optimizer and vLLM on rlkernel's ops.
+        rl_kernel_strict: raise where exactness is lost, and stop before an update when a sampled token's
+            log-probability differs; otherwise log and go on.
+        rl_kernel_check_steps: generations at the start whose old log-probabilities TRL computes with a forward of
+            its own, compared token by token; when all are equal that forward is skipped.
+        rl_kernel_recheck_every: run that forward again every so many generations; 0 never. Every generation is compared
+            with the training forward all the same, which costs nothing.
+    """
+
+    use_rl_kernel_backend: bool = field(
+        default=False,
+        metadata={"help": "Run forward, log-probabilities, optimizer and vLLM on rlkernel's batch-invariant ops."},
+    )
+    rl_kernel_strict: bool = field(
+        default=True,
+        metadata={"help": "Raise where rollout and training log-probabilities can differ; false logs and goes on."},
+    )
+    rl_kernel_check_steps: int = field(
+        default=2,
+        metadata={"help": "Generations at the start that keep TRL's forward for old log-probabilities, as a check."},
+    )
+    rl_kernel_recheck_every: int = field(
+        default=50,
+        metadata={"help": "Run that forward again every so many generations; 0 never."},
+    )
+
+    def __post_init__(self) -> None:
+        self._rl_kernel_mixed = False
+        if self.use_rl_kernel_backend:
+            self._prepare()
+        super().__post_init__()  # type: ignore[misc]
+
+    def _prepare(self) -> None:
+        settings: Any = self
+        if settings.fp16:
+            raise ExactnessLostError(
+                "use_rl_kernel_backend: fp16=True scales the loss, which is not supported; use bf16=True"
+            )
+        if self.rl_kernel_check_steps < 1 or self.rl_kernel_recheck_every < 0:
+            raise ValueError(
+                f"rl_kernel_check_steps={self.rl_kernel_check_steps}, rl_kernel_recheck_every="
+                f"{self.rl_kernel_recheck_every}; expected at least 1 and at least 0"
+            )
+        # What bf16 means under the flag: bf16 weights with fp32 masters, not autocast over fp32 weights.
+        self._rl_kernel_mixed = settings.bf16 is None or bool(settings.bf16)
+        settings.bf16 = False
+
+
+@dataclass
+class GRPOConfig(RLKernelArguments, trl.GRPOConfig):
+    """`trl.GRPOConfig` with the fields of `RLKernelArguments`."""
+
+
+@dataclass
+class RLOOConfig(RLKernelArguments, trl.RLOOConfig):
+    """`trl.RLOOConfig` with the fields of `RLKernelArguments`."""
+
+
+@dataclass
+class DPOConfig(RLKernelArguments, trl.DPOConfig):
+    """`trl.DPOConfig` with the fields of `RLKernelArguments`."""
+
+
+@dataclass
+class SFTConfig(RLKernelArguments, trl.SFTConfig):
+    """`trl.SFTConfig` with the fields of `RLKernelArguments`."""
+
+
+def weight_dtype(settings: Any) -> torch.dtype:
+    """dtype of the policy's weights, and so of vLLM's: bf16 unless the configuration asks for fp32 throughout.
+
+    Raises:
+        ExactnessLostError: `model_init_kwargs` asks for another dtype.
+    """
+    if settings._rl_kernel_mixed:
+        return torch.bfloat16
+    asked = (settings.model_init_kwargs or {}).get("dtype") or "float32"
+    name = str(asked).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ExactnessLostError(
+            f"use_rl_kernel_backend: model_init_kwargs dtype is {name!r}; expected bfloat16, or float32 with bf16=False"
+        )
+    return _DTYPES[name]

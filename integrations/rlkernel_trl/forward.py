@@ -1,0 +1,226 @@
+"""The seam: `model(..., labels=labels, fused_lm_head=True)`, which all of TRL's trainers call for log-probabilities.
+
+The replacement unpads the batch, runs the model's own layers on rlkernel's ops, scores the labels and scatters the
+results back. Losses, advantages and metrics stay TRL's.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer.utils import FusedCausalLMOutput
+
+from rlkernel import ops
+from rlkernel_trl.errors import ExactnessLostError
+from rlkernel_transformers.forwards import IGNORED, Score, head_weight, prepare, score_tokens, shift
+
+KEPT_ROWS = 1024
+"""Rows whose logits are in memory at a time while kept sets are rebuilt: 0.6 GB of fp32 at 152k entries."""
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Sampling filters; a log-probability is over the tokens that they keep.
+
+    Attributes:
+        temperature: of the logits, which the filters see.
+        top_k, top_p, min_p: as in `ops.sample`; off: 0, 1 and 0.
+    """
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether some tokens may be dropped."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+Ragged = tuple[Tensor, Tensor]
+"""Kept sets of one completion: ids [N] int32 and offsets [L+1] int64, as `ops.kept_to_ids` gives them."""
+
+
+@dataclass
+class Call:
+    """What the trainer tells a model's next forwards, and what they tell the trainer.
+
+    Attributes:
+        strict: whether a batch that only stock operators can score is an error.
+        kept: sets to score over, of each row of the next forwards in order; None: `rebuild` decides.
+        rebuild: compute the sets of these filters from the forward's own logits, and leave them in `made`.
+        made: sets that forwards have rebuilt, a row each.
+        fallbacks: forwards on stock operators since the trainer last asked.
+    """
+
+    strict: bool = True
+    kept: list[Ragged] | None = None
+    rebuild: Filters | None = None
+    made: list[Ragged] = field(default_factory=list)
+    fallbacks: int = 0
+
+
+def install(model: Any, call: Call, *, temperature: float, outputs: tuple[str, ...]) -> None:
+    """Replaces `model.forward`, which TRL has given its fused head, for calls with `fused_lm_head=True`.
+
+    Args:
+        model: a causal language model under `rlkernel_transformers.apply`, the forward that TRL gave it on top.
+        call: shared with the trainer.
+        temperature: the logits are divided by it.
+        outputs: fields of `FusedCausalLMOutput` to fill, as in `trl.trainer.utils.add_fused_lm_head`.
+    """
+    stock = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        why = _unsupported(args, shift_labels, kwargs) if fused_lm_head else None
+        if not fused_lm_head or why:
+            if why:
+                if call.strict:
+                    raise ExactnessLostError(f"rlkernel cannot score a batch with {why}")
+                call.fallbacks += 1
+                kwargs["fused_lm_head"] = True
+            for name, value in (
+                ("labels", labels),
+                ("shift_labels", shift_labels),
+                ("num_items_in_batch", num_items_in_batch),
+            ):
+                if value is not None:
+                    kwargs[name] = value
+            return stock(*args, **kwargs)
+        assert labels is not None
+        input_ids = args[0] if args else kwargs["input_ids"]
+        return _score(self, call, input_ids, labels, kwargs, temperature, outputs, num_items_in_batch)
+
+    model.forward = types.MethodType(forward, model)
+
+
+_UNDERSTOOD = {
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "use_cache",
+    "seq_idx",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+}
+
+
+def _unsupported(args: tuple[Any, ...], shift_labels: Tensor | None, kwargs: dict[str, Any]) -> str | None:
+    if len(args) > 1:
+        return "positional arguments besides input_ids"
+    if shift_labels is not None:
+        return "shift_labels (context or sequence parallelism)"
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD)
+    if unknown:
+        return f"model inputs {', '.join(unknown)}"
+    return None
+
+
+def _score(
+    model: Any,
+    call: Call,
+    input_ids: Tensor,  # [B, W]
+    labels: Tensor,  # [B, W]
+    kwargs: dict[str, Any],
+    temperature: float,
+    outputs: tuple[str, ...],
+    num_items_in_batch: Any,
+) -> FusedCausalLMOutput:
+    mask = labels[:, 1:] != IGNORED
+    statistics = "is_top1" in outputs or "mean_logits" in outputs
+    score = Score(shift(labels), temperature=temperature, statistics=statistics)
+    passed = {k: kwargs[k] for k in ("cu_seq_lens_q", "max_length_q") if kwargs.get(k) is not None}
+    packed = prepare(
+        model.model, input_ids, None, kwargs.get("attention_mask"), kwargs.get("position_ids"), None, False, score, passed
+    )
+    hidden = model.model(input_ids=input_ids, rlkernel_packed=packed).last_hidden_state  # [T, C]
+    weight = head_weight(model.lm_head)
+    if call.kept is not None or call.rebuild is not None:
+        rows = packed.scored.rows
+        scored = hidden.detach() if rows is None else hidden.detach().index_select(0, rows)
+        score = replace(score, kept=_kept(call, scored, weight.detach(), mask))
+    result = score_tokens(hidden, weight, packed, score)
+    assert result.logp is not None and result.lse is not None
+    logp = result.logp[:, :-1]
+    extra: dict[str, Tensor] = {}
+    for name, value in (("entropy", result.entropy), ("mean_logits", result.mean_logit), ("is_top1", result.top1)):
+        if name in outputs and value is not None:
+            extra[name] = value[:, :-1]
+    if "log_sum_sq_probs" in outputs:
+        half = replace(score, temperature=temperature / 2, statistics=False)
+        with torch.no_grad():
+            twice = score_tokens(hidden.detach(), weight.detach(), packed, half)
+        assert twice.lse is not None
+        extra["log_sum_sq_probs"] = (twice.lse - 2 * result.lse)[:, :-1]
+    total = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return FusedCausalLMOutput(loss=-logp.sum() / total, log_probs=logp, label_mask=mask, **extra)
+
+
+def _kept(call: Call, hidden: Tensor, weight: Tensor, scored: Tensor) -> Tensor | None:
+    """Masks [L, ceil(V/32)] of the scored tokens: those of the rollout, or rebuilt; None where nothing is filtered."""
+    if call.kept is None and call.rebuild is None:
+        return None
+    counts = scored.sum(1).tolist()
+    if call.kept is not None:
+        rows, call.kept = call.kept[: len(counts)], call.kept[len(counts) :]
+        found = [offsets.numel() - 1 for _, offsets in rows]
+        if any(count not in (0, have) for count, have in zip(counts, found, strict=True)):
+            raise ValueError(f"kept sets of {found} tokens for completions of {counts}")
+        masks = [
+            ops.ids_to_kept(ids, offsets, weight.shape[0])
+            for (ids, offsets), count in zip(rows, counts, strict=True)
+            if count
+        ]
+        return torch.cat(masks) if masks else None
+    assert call.rebuild is not None
+    masks_of_all = kept_sets(hidden, weight, call.rebuild)
+    call.made += [ops.kept_to_ids(row, weight.shape[0]) for row in masks_of_all.split(counts)]
+    return masks_of_all
+
+
+@torch.no_grad()
+def kept_sets(
+    hidden: Tensor,  # [L, C]
+    weight: Tensor,  # [V, C]
+    filters: Filters,
+) -> Tensor:  # [L, ceil(V/32)] int32
+    """Sets of tokens that the filters keep, by the rule of `ops.sample`, from logits computed for the purpose."""
+    parts = []
+    for rows in hidden.split(KEPT_ROWS):
+        logits = ops.linear(rows, weight, out_dtype=torch.float32)
+        n, device = logits.shape[0], logits.device
+        zeros = torch.zeros(n, dtype=torch.int64, device=device)
+
+        def full(value: float, dtype: torch.dtype, n: int = n, device: torch.device = device) -> Tensor:
+            return torch.full((n,), value, dtype=dtype, device=device)
+
+        sample = ops.sample(
+            logits,
+            zeros,
+            zeros,
+            temperature=full(filters.temperature, torch.float32),
+            top_k=full(filters.top_k, torch.int32) if filters.top_k > 0 else None,
+            top_p=full(filters.top_p, torch.float32) if filters.top_p < 1 else None,
+            min_p=full(filters.min_p, torch.float32) if filters.min_p > 0 else None,
+            return_kept=True,
+        )
+        assert sample.kept is not None
+        parts.append(sample.kept)
+    return torch.cat(parts) if parts else hidden.new_zeros(0, (weight.shape[0] + 31) // 32, dtype=torch.int32)

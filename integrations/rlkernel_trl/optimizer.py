@@ -1,0 +1,67 @@
+"""AdamW for TRL's trainers: fp32 masters beside bf16 weights, gradients gathered in fp32, one norm and one clip.
+
+transformers' Trainer clips and steps; here both go through `ops.grad_norm` and `ops.adamw_`, and the clip factor is
+applied inside the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlkernel import ops
+from rlkernel.training.adamw import AdamW
+from rlkernel_transformers import fold_main_grads, main_grads
+
+STANDARD = ("adamw_torch", "adamw_torch_fused")
+"""Values of `optim` that mean AdamW as `ops.adamw_` computes it."""
+
+
+class MasterAdamW(AdamW):
+    """`rlkernel.training.adamw.AdamW` for a Trainer.
+
+    Args:
+        params, options: as for `AdamW`.
+        model: gets fp32 buffers for its gradients; None: gradients stay where autograd puts them.
+        masters: fp32 values by parameter, of parameters that were rounded to bf16.
+    """
+
+    def __init__(self, params: Any, model: nn.Module | None, masters: dict[Tensor, Tensor], **options: Any):
+        super().__init__(params, **options)
+        self._model, self._masters = model, masters
+        self._scale: Tensor | None = None
+        if model is not None:
+            main_grads(model)
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Norm of all gradients; the next step scales them so that it is at most `max_norm`."""
+        if self._model is not None:
+            fold_main_grads(self._model)
+        norm, self._scale, _ = ops.grad_norm(self.gradients(), max_norm=max_norm)
+        return norm
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """One update, with the factor of the `clip` before it."""
+        loss = super().step(closure, scale=self._scale)
+        self._scale = None
+        return loss
+
+    def _state_of(self, p: Tensor) -> dict[str, Any]:
+        state = super()._state_of(p)
+        master = self._masters.pop(p, None)
+        if master is not None and state["step"] == 0 and torch.equal(master.to(p.dtype), p.detach()):
+            state["master"] = master  # unless a checkpoint was loaded over the weights since
+        return state
+
+
+def round_weights(model: nn.Module, dtype: torch.dtype) -> dict[Tensor, Tensor]:
+    """Rounds a model's fp32 parameters to `dtype` in place; returns their fp32 values, by trainable parameter."""
+    masters: dict[Tensor, Tensor] = {}
+    for p in model.parameters():
+        if p.dtype == torch.float32 and dtype != torch.float32:
+            if p.requires_grad:
+                masters[p] = p.data
+            p.data = p.data.to(dtype)
+    return masters

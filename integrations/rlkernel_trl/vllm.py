@@ -1,0 +1,131 @@
+"""vLLM under TRL: the engine that TRL builds gets the plugin, the server that it talks to is asked for it.
+
+TRL has no field for engine arguments, so the class that it calls is replaced while it calls it. Requests get seeds of
+their own, so that a resumed run samples what the uninterrupted one did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from rlkernel.engine.sampling_params import mix_seed
+
+logger = logging.getLogger("rlkernel_trl")
+
+FLAG = "use_rl_kernel_backend"
+
+
+@contextlib.contextmanager
+def engine_arguments(backend: Any) -> Iterator[None]:
+    """While it is open, an engine that TRL builds has the plugin on and the trainer's dtype."""
+    from trl.generation import vllm_generation
+
+    if not (backend.samples and backend.settings.use_vllm) or not hasattr(vllm_generation, "LLM"):
+        yield
+        return
+    stock = vllm_generation.LLM
+
+    @functools.wraps(stock)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        import rlkernel_vllm
+
+        kwargs["dtype"] = str(backend.dtype).removeprefix("torch.")
+        mode = "strict" if backend.strict else "audit"
+        return rlkernel_vllm.LLM(*args, use_rl_kernel_backend=True, rl_kernel_mode=mode, **kwargs)
+
+    vllm_generation.LLM = build
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = stock
+
+
+def attach(backend: Any, trainer: Any) -> None:
+    """Checks the engine or server of a finished trainer, and captures what it samples."""
+    generation = trainer.vllm_generation
+    if generation.mode == "server":
+        if trainer.accelerator.is_main_process:
+            check_server(backend, generation.vllm_client)
+    else:
+        _seed_requests(generation, trainer)
+    stock = generation.generate
+
+    @functools.wraps(stock)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        if result[2] is not None:
+            backend.captured = [[token[0] for token in row] for row in result[2]]
+        return result
+
+    generation.generate = generate
+
+
+def check_server(backend: Any, client: Any) -> None:
+    """Whether a `vllm serve` process has the plugin, the trainer's dtype and the log-probabilities that are compared.
+
+    Raises:
+        ExactnessLostError: one of them is missing, in strict mode; the message has the line to start it with.
+    """
+    info = client.get_server_info()
+    model = info.get("model_config") or {}
+    dtype = str(backend.dtype).removeprefix("torch.")
+    asked = (info.get("additional_config") or {}).get(FLAG)
+    line = (
+        f"VLLM_SERVER_DEV_MODE=1 vllm serve {model.get('model', 'MODEL')} --dtype {dtype} "
+        f"--additional-config '{{\"{FLAG}\": true}}' --logprobs-mode processed_logprobs "
+        '--weight-transfer-config \'{"backend": "nccl"}\''
+    )
+    if not asked:
+        backend.lose(f"the vLLM server at {client.base_url} runs without rlkernel's plugin; start it with: {line}")
+    if dtype not in str(model.get("dtype", dtype)):
+        backend.lose(f"the vLLM server computes in {model.get('dtype')}, the trainer in {dtype}; start it with: {line}")
+    if model.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
+        backend.lose(
+            f"the vLLM server returns {model['logprobs_mode']}: log-probabilities without temperature; start it with: "
+            f"{line}"
+        )
+
+
+def _seed_requests(generation: Any, trainer: Any) -> None:
+    """Gives every request of a generation a seed made of the run's seed, the step and its place."""
+    llm = generation.llm
+    stock = llm.generate
+    group = trainer.accelerator.process_index // generation.tensor_parallel_size
+    rounds = Rounds()
+
+    @functools.wraps(stock)
+    def generate(prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
+        if sampling_params is not None and not isinstance(sampling_params, (list, tuple)):
+            if sampling_params.seed is None:
+                mode = int(not trainer.model.training)
+                number = rounds.next(trainer.state.global_step, mode)
+                root = mix_seed(trainer.args.seed, ((trainer.state.global_step * 2 + mode) << 20) + number)
+                seeds = [mix_seed(root, (group << 32) + i) % (1 << 63) for i in range(len(prompts))]
+                sampling_params = [_with_seed(sampling_params, seed) for seed in seeds]
+        return stock(prompts, sampling_params=sampling_params, **kwargs)
+
+    llm.generate = generate
+
+
+def _with_seed(params: Any, seed: int) -> Any:
+    copy = params.clone()
+    copy.seed = seed
+    return copy
+
+
+class Rounds:
+    """Numbers the generations of a step from 0, so that a resumed run numbers them alike."""
+
+    def __init__(self) -> None:
+        self._at: tuple[int, int] | None = None
+        self._number = 0
+
+    def next(self, step: int, mode: int) -> int:
+        """Number of this generation among those of the step and mode."""
+        self._number = self._number + 1 if self._at == (step, mode) else 0
+        self._at = (step, mode)
+        return self._number
