@@ -45,7 +45,8 @@ def shared_decoder(model: Any) -> Decoder:
             raise ExactnessLostError(f"rollout_func: the weights of {name} do not lie side by side")
         owner, _, leaf = name.rpartition(".")
         decoder.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(whole, requires_grad=False)
-    decoder._buffers["cos_sin"] = settings.cos_sin(found.model.embed_tokens.weight.device)
+    settings.to(found.model.embed_tokens.weight.device)
+    decoder._buffers["cos_sin"] = settings.cos_sin
     for attention in decoder._attentions():
         attention.variant = settings.variant
     return decoder

@@ -1,0 +1,259 @@
+"""The flag on TRL's trainers without vLLM: rlkernel's engine as rollout_func, on against off, refusals, resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from e2e.tiny_model import make_model
+from trl_side import history, make_trainer, settings, weights_hash
+
+import rlkernel_trl
+from rlkernel_trl import ExactnessLostError, MismatchError
+
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), head_dim=32)
+
+
+def assert_exact(rows: list[dict[str, float]], steps: int) -> None:
+    assert len(rows) == steps
+    for row in rows:
+        assert row["rlkernel/exact_frac"] == 1.0
+        assert row["rlkernel/mismatch_tokens"] == 0 and row["rlkernel/drift_max"] == 0
+        assert row["rlkernel/fallbacks"] == 0
+        assert row["sampling/sampling_logp_difference/max"] == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_with_the_engine(model: Path, loss: str) -> None:
+    level = "sequence" if loss == "luspo" else "token"
+    trainer = make_trainer("GRPO", model, engine=True, loss_type=loss, importance_sampling_level=level)
+    before = weights_hash(trainer.model)
+    trainer.train()
+    assert_exact(history(trainer), 3)
+    assert any(row["grad_norm"] > 0 for row in history(trainer))
+    assert weights_hash(trainer.model) != before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"beta": 0.04},
+        {"num_iterations": 2},
+        {"steps_per_generation": 2},
+        {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"top_k": 5, "beta": 0.04, "num_iterations": 2},
+        {"min_p": 0.05, "top_entropy_quantile": 0.5},
+        {"bf16": False},
+        {"mask_truncated_completions": True},
+        {"entropy_coef": 0.01, "off_policy_mask_threshold": 0.5},
+    ],
+    ids=str,
+)
+def test_settings_with_the_engine(model: Path, changes: dict[str, Any]) -> None:
+    trainer = make_trainer("GRPO", model, engine=True, max_steps=4, **changes)
+    trainer.train()
+    compared = [row for row in history(trainer) if "rlkernel/exact_frac" in row]
+    assert compared
+    assert_exact(compared, len(compared))
+
+
+def test_the_engine_shares_the_weights(model: Path) -> None:
+    trainer = make_trainer("GRPO", model, engine=True, max_steps=1)
+    trainer.train()
+    ours = dict(trainer.rollout_func.llm.model.named_parameters())
+    theirs = dict(trainer.model.named_parameters())
+    gate = theirs["model.layers.1.mlp.gate_proj.weight"]
+    assert ours["layers.1.mlp.gate_up_proj.weight"].data_ptr() == gate.data_ptr()
+    assert ours["embed_tokens.weight"].data_ptr() == theirs["model.embed_tokens.weight"].data_ptr()
+    assert gate.dtype == torch.bfloat16
+
+
+def test_evaluation_is_compared(model: Path) -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"prompt": "name a colour"}] * 4)
+    trainer = make_trainer(
+        "GRPO", model, engine=True, max_steps=1, per_device_eval_batch_size=4, trainer={"eval_dataset": rows}
+    )
+    found = trainer.evaluate()
+    assert found["eval_rlkernel/exact_frac"] == 1.0
+    assert found["eval_sampling/sampling_logp_difference/max"] == 0
+
+
+def _wrong(trainer: Any, prompts: Any) -> dict[str, Any]:
+    out = rlkernel_trl.rollout_func()(prompts, trainer)
+    value = torch.tensor(out["logprobs"][1][2])
+    out["logprobs"][1][2] = float(torch.nextafter(value, torch.tensor(0.0)))
+    return out
+
+
+def test_strict_stops_before_the_update(model: Path) -> None:
+    trainer = make_trainer("GRPO", model, trainer={"rollout_func": lambda prompts, t: _wrong(t, prompts)})
+    before = weights_hash(trainer.model)
+    with pytest.raises(MismatchError, match=r"1 of \d+ sampled tokens .* token 2 \(id \d+\): rollout -"):
+        trainer.train()
+    assert weights_hash(trainer.model) == before
+
+
+def test_not_strict_counts(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(
+        "GRPO", model, rl_kernel_strict=False, trainer={"rollout_func": lambda prompts, t: _wrong(t, prompts)}
+    )
+    trainer.train()
+    for row in history(trainer):
+        assert row["rlkernel/mismatch_tokens"] == 1 and 0 < row["rlkernel/exact_frac"] < 1
+        assert row["rlkernel/drift_max"] == row["sampling/sampling_logp_difference/max"] > 0
+    assert "another log-probability" in caplog.text
+
+
+@pytest.mark.parametrize("algorithm", ["SFT", "DPO"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_agrees_with_off(model: Path, algorithm: str, dtype: str) -> None:
+    """Losses and gradient norms of short runs; fp32 to five digits, bf16 within the rounding of autocast."""
+    bf16 = dtype == "bfloat16"
+    found = []
+    for flag in (True, False):
+        trainer = make_trainer(algorithm, model, flag, bf16=bf16, learning_rate=1e-4)
+        trainer.train()
+        found.append(history(trainer))
+    tolerance = 2e-2 if bf16 else 2e-5
+    for on, off in zip(*found, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "mean_token_accuracy"):
+            slack = 0.3 if name == "mean_token_accuracy" and bf16 else 1e-6
+            assert math.isclose(on[name], off[name], rel_tol=tolerance, abs_tol=slack), (name, on, off)
+        assert on["rlkernel/fallbacks"] == 0
+    if algorithm == "DPO":
+        for name in ("logps/chosen", "logits/chosen", "rewards/margins"):
+            assert math.isclose(found[0][0][name], found[1][0][name], rel_tol=tolerance, abs_tol=1e-3), name
+
+
+@pytest.mark.parametrize(
+    "changes", [{"loss_type": ["sigmoid", "sft"]}, {"use_weighting": True}, {"precompute_ref_log_probs": True}], ids=str
+)
+def test_dpo_variants(model: Path, changes: dict[str, Any]) -> None:
+    found = []
+    for flag in (True, False):
+        trainer = make_trainer("DPO", model, flag, bf16=False, max_steps=2, **changes)
+        trainer.train()
+        found.append([row["loss"] for row in history(trainer)])
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"packing": True}, {"padding_free": True, "max_length": None}], ids=str)
+def test_sft_without_padding(model: Path, changes: dict[str, Any]) -> None:
+    """Packed rows of several sequences score like padded ones."""
+    found = []
+    for extra in (changes, {}):
+        trainer = make_trainer("SFT", model, bf16=False, max_steps=1, loss_type="dft", **extra)
+        trainer.train()
+        assert history(trainer)[0]["rlkernel/fallbacks"] == 0
+        found.append(history(trainer)[0]["loss"])
+    if "packing" not in changes:
+        assert math.isclose(*found, rel_tol=1e-6)
+
+
+def test_grpo_on_agrees_with_off(model: Path) -> None:
+    """The same rollouts, kept and replayed, through the trainer with the flag and through TRL's own."""
+    saved: list[dict[str, Any]] = []
+    ours = rlkernel_trl.rollout_func()
+
+    def record(prompts: Any, trainer: Any) -> dict[str, Any]:
+        saved.append(ours(prompts, trainer))
+        return saved[-1]
+
+    on = make_trainer("GRPO", model, bf16=False, max_steps=1, beta=0.04, trainer={"rollout_func": record})
+    on.train()
+    replay = lambda prompts, trainer: dict(saved[0])
+    off = make_trainer("GRPO", model, False, bf16=False, max_steps=1, beta=0.04, trainer={"rollout_func": replay})
+    off.train()
+    for name in ("loss", "grad_norm", "entropy", "kl", "reward"):
+        assert math.isclose(history(on)[0][name], history(off)[0][name], rel_tol=1e-4, abs_tol=1e-6), name
+
+
+@pytest.mark.parametrize("algorithm", ["SFT", "DPO", "GRPO"])
+def test_off_is_trl(model: Path, algorithm: str) -> None:
+    """Without the flag the classes of this package compute what TRL's compute, to the bit, and keep nothing."""
+    hashes = []
+    for package in (rlkernel_trl, trl):
+        trainer = make_trainer(algorithm, model, False, package=package)
+        trainer.train()
+        assert not any(name.startswith("rlkernel") for row in history(trainer) for name in row)
+        assert getattr(trainer, "_rl_kernel", None) is None
+        hashes.append(weights_hash(trainer.model))
+    assert hashes[0] == hashes[1]
+
+
+def test_resume(model: Path, tmp_path: Path) -> None:
+    """A run continued from a checkpoint ends in the weights of the one that was not interrupted."""
+    whole = make_trainer("GRPO", model, engine=True, max_steps=4)
+    whole.train()
+    part = make_trainer(
+        "GRPO", model, engine=True, max_steps=4, save_strategy="steps", save_steps=2, output_dir=str(tmp_path)
+    )
+    part.train()
+    again = make_trainer("GRPO", model, engine=True, max_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert weights_hash(whole.model) == weights_hash(part.model) == weights_hash(again.model)
+
+
+def test_masters_are_fp32(model: Path) -> None:
+    """bf16 weights follow fp32 masters that start at the checkpoint's fp32 values: tiny steps are not lost."""
+    trainer = make_trainer("SFT", model, learning_rate=1e-6, max_steps=2, max_grad_norm=0.0)
+    trainer.train()
+    state = trainer.optimizer.state
+    p = next(iter(trainer.model.parameters()))
+    assert p.dtype == torch.bfloat16
+    master = state[p]["master"]
+    assert master.dtype == torch.float32 and not torch.equal(master, p.float())
+    assert torch.equal(master.to(torch.bfloat16), p)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fp16": True, "bf16": False}, "fp16"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 is not needed"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"optim": "sgd"}, "fp32 masters"),
+        ({"generation_kwargs": {"presence_penalty": 0.5}}, "presence_penalty"),
+        ({"model_init_kwargs": {"dtype": "float16"}, "bf16": False}, "float16"),
+    ],
+    ids=str,
+)
+def test_refusals(model: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExactnessLostError, match=message):
+        make_trainer("GRPO", model, engine=True, **changes)
+
+
+def test_generate_without_logprobs_is_refused(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ExactnessLostError, match="rollout_func"):
+        make_trainer("GRPO", model)
+    trainer = make_trainer("GRPO", model, rl_kernel_strict=False, max_steps=1)
+    assert "returns no log-probabilities" in caplog.text
+    trainer.train()
+    assert "rlkernel/exact_frac" not in history(trainer)[0]
+
+
+def test_patch(model: Path) -> None:
+    stock = trl.GRPOTrainer
+    rlkernel_trl.patch()
+    rlkernel_trl.patch()
+    try:
+        from trl import GRPOConfig, GRPOTrainer
+
+        assert GRPOTrainer is rlkernel_trl.GRPOTrainer and GRPOConfig is rlkernel_trl.GRPOConfig
+        assert GRPOConfig(**settings("GRPO", False)).use_rl_kernel_backend is False
+    finally:
+        rlkernel_trl.unpatch()
+    assert trl.GRPOTrainer is stock

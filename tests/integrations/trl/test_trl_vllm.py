@@ -1,0 +1,69 @@
+"""Real vLLM inside TRL: 20 steps of GRPO with a difference of exactly 0, and the control, where it is not 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.tiny_model import make_model
+from trl_side import vllm_runs
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), head_dim=32)
+
+
+def run(model: Path, algorithm: str = "GRPO", **changes: Any) -> dict[str, Any]:
+    return {"algorithm": algorithm, "model": str(model), "use_vllm": True, **changes}
+
+
+def assert_exact(result: dict[str, Any], steps: int) -> None:
+    assert result["error"] is None, result["error"]
+    compared = [row for row in result["history"] if "rlkernel/exact_frac" in row]
+    assert len(compared) == steps
+    for row in compared:
+        assert row["sampling/sampling_logp_difference/max"] == 0
+        assert row["rlkernel/exact_frac"] == 1.0 and row["rlkernel/mismatch_tokens"] == 0
+        assert row["rlkernel/drift_max"] == 0 and row["rlkernel/fallbacks"] == 0
+
+
+@pytest.mark.slow
+def test_twenty_steps_and_the_control(model: Path) -> None:
+    on, off = vllm_runs([run(model, max_steps=STEPS), run(model, flag=False, max_steps=STEPS)])
+    assert_exact(on, STEPS)
+    assert sum(row["grad_norm"] > 0 for row in on["history"]) > STEPS / 2
+    skipped = [row["rlkernel/old_logps_skipped"] for row in on["history"]]
+    assert skipped == [0.0, 0.0] + [1.0] * (STEPS - 2)
+    assert off["error"] is None, off["error"]
+    drift = [row["sampling/sampling_logp_difference/max"] for row in off["history"]]
+    assert len(drift) == STEPS and all(d > 0 for d in drift)
+    assert "rlkernel/exact_frac" not in off["history"][0]
+
+
+@pytest.mark.slow
+def test_settings(model: Path, tmp_path: Path) -> None:
+    """Other losses, filters, several updates a generation, accumulation, fp32, RLOO; and resuming a run."""
+    saved = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
+    runs = {
+        "vespo": run(model, loss_type="vespo", vllm_importance_sampling_mode="token_truncate"),
+        "gspo": run(model, loss_type="grpo", importance_sampling_level="sequence", beta=0.04),
+        "filters": run(model, temperature=0.8, top_p=0.8, top_k=40, min_p=0.01, rl_kernel_check_steps=1),
+        "iterations": run(model, num_iterations=2, max_steps=4, rl_kernel_check_steps=1),
+        "accumulation": run(model, gradient_accumulation_steps=2, gradient_checkpointing=True),
+        "fp32": run(model, bf16=False),
+        "rechecks": run(model, max_steps=5, rl_kernel_check_steps=1, rl_kernel_recheck_every=2),
+        "rloo": run(model, "RLOO", beta=0.02),
+        "whole": run(model, **saved),
+        "resumed": run(model, max_steps=4, resume=str(tmp_path / "checkpoint-2")),
+    }
+    results = dict(zip(runs, vllm_runs(list(runs.values())), strict=True))
+    for name, result in results.items():
+        steps = {"iterations": 2, "rechecks": 5, "whole": 4, "resumed": 4}.get(name, 3)
+        assert_exact(result, steps)
+    skipped = [row["rlkernel/old_logps_skipped"] for row in results["rechecks"]["history"]]
+    assert skipped == [0.0, 1.0, 0.0, 1.0, 0.0]
+    assert results["whole"]["weights"] == results["resumed"]["weights"]
