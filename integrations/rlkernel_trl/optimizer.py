@@ -38,15 +38,24 @@ class MasterAdamW(AdamW):
     def clip(self, max_norm: float | None) -> Tensor:
         """Norm of all gradients; the next step scales them so that it is at most `max_norm`."""
         if self._model is not None:
+            self._gather()
             fold_main_grads(self._model)
         norm, self._scale, _ = ops.grad_norm(self.gradients(), max_norm=max_norm)
         return norm
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """One update, with the factor of the `clip` before it."""
-        loss = super().step(closure, scale=self._scale)
+        """One update, with the factor of the `clip` before it; gradients are zero afterwards."""
+        loss = super().step(closure, scale=self._scale, zero_grad=True)
         self._scale = None
         return loss
+
+    def _gather(self) -> None:
+        """Adds what stock operators left in `grad`, where a wrapper's `zero_grad` has parted it from `main_grad`."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad is not p.main_grad:
+                    p.main_grad += p.grad
+                    p.grad = None
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
         state = super()._state_of(p)

@@ -52,6 +52,7 @@ def attach(backend: Any, trainer: Any) -> None:
             check_server(backend, generation.vllm_client)
     else:
         _seed_requests(generation, trainer)
+    generation.logprobs = generation.logprobs or 0  # RLOO asks for none
     stock = generation.generate
 
     @functools.wraps(stock)
