@@ -105,20 +105,20 @@ class Backend:
             )
         if getattr(s, "cast_lm_head_to_fp32", False):
             raise ExactnessLostError(
-                "use_rl_kernel_backend: cast_lm_head_to_fp32 is not needed: logits are fp32 sums of bf16 products here, "
-                "in training and in vLLM"
+                "use_rl_kernel_backend: cast_lm_head_to_fp32 is not needed: logits are fp32 sums of bf16 products, in "
+                "training and in vLLM"
             )
         if s.deepspeed or getattr(s, "fsdp", None):
             raise ExactnessLostError("use_rl_kernel_backend: DeepSpeed and FSDP are not supported; train with DDP")
         if arguments.get("quantization_config") is not None or "quantization_config" in kwargs:
             self.lose("a quantized model has other weights in training than in vLLM")
         if s.optim not in STANDARD:
-            self.lose(f"optim={str(s.optim)!r} steps the weights without fp32 masters; use one of {', '.join(STANDARD)}")
+            self.lose(f"optim={s.optim!s} steps the weights without fp32 masters; use one of {', '.join(STANDARD)}")
         if self.samples:
             self._check_sampling()
         self.dtype = weight_dtype(s)
         if not s._rl_kernel_mixed and isinstance(self.model_given, torch.nn.Module):
-            self.dtype = self.model_given.dtype
+            self.dtype = next(self.model_given.parameters()).dtype
 
     def _check_sampling(self) -> None:
         s = self.settings
@@ -165,7 +165,7 @@ class Backend:
             module.add_fused_lm_head = original  # type: ignore[attr-defined]
 
     def prepare(self, model: Any) -> bool:
-        """Rounds a model's weights, in `self.masters` what they were, and puts rlkernel's ops under it; false where it stays on stock operators."""
+        """Rounds a model's weights and puts rlkernel's ops under it; false where it stays on stock operators."""
         from rlkernel_transformers import apply
 
         self.masters.update(round_weights(model, self.dtype))
@@ -173,7 +173,7 @@ class Backend:
             if getattr(model.config, name, 0) and not getattr(self.settings, "disable_dropout", False):
                 self.lose(f"the model's {name} is not 0: training would see other activations; set disable_dropout")
         try:
-            apply(model)
+            apply(model, adapters="merged")  # LoRA as vLLM gets it
         except ValueError as error:
             self.lose(str(error))
             return False

@@ -57,9 +57,7 @@ class Comparison:
         other = (_bits(rollout) != _bits(trained)) & mask
         difference = (rollout.double() - trained.detach().double()).abs()
         difference = torch.where(other, difference.nan_to_num(nan=torch.inf), 0.0)
-        self._parts.append(
-            torch.stack([mask.sum().double(), other.sum().double(), difference.max(), difference.sum()])
-        )
+        self._parts.append(torch.stack([mask.sum().double(), other.sum().double(), difference.max(), difference.sum()]))
         self._kept.append((rollout, trained.detach(), other, ids))
 
     def close(self, accelerator: Any = None) -> Verdict:

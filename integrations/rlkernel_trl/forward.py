@@ -16,8 +16,8 @@ from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput
 
 from rlkernel import ops
-from rlkernel_trl.errors import ExactnessLostError
 from rlkernel_transformers.forwards import IGNORED, Score, head_weight, prepare, score_tokens, shift
+from rlkernel_trl.errors import ExactnessLostError
 
 KEPT_ROWS = 1024
 """Rows whose logits are in memory at a time while kept sets are rebuilt: 0.6 GB of fp32 at 152k entries."""
@@ -147,9 +147,8 @@ def _score(
     statistics = "is_top1" in outputs or "mean_logits" in outputs
     score = Score(shift(labels), temperature=temperature, statistics=statistics)
     passed = {k: kwargs[k] for k in ("cu_seq_lens_q", "max_length_q") if kwargs.get(k) is not None}
-    packed = prepare(
-        model.model, input_ids, None, kwargs.get("attention_mask"), kwargs.get("position_ids"), None, False, score, passed
-    )
+    mask_given, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    packed = prepare(model.model, input_ids, None, mask_given, position_ids, None, False, score, passed)
     hidden = model.model(input_ids=input_ids, rlkernel_packed=packed).last_hidden_state  # [T, C]
     weight = head_weight(model.lm_head)
     if call.kept is not None or call.rebuild is not None:

@@ -66,10 +66,13 @@ class MasterAdamW(AdamW):
 
 
 def round_weights(model: nn.Module, dtype: torch.dtype) -> dict[Tensor, Tensor]:
-    """Rounds a model's fp32 parameters to `dtype` in place; returns their fp32 values, by trainable parameter."""
+    """Rounds a model's fp32 parameters to `dtype` in place; returns their fp32 values, by trainable parameter.
+
+    LoRA's matrices stay fp32, as PEFT makes them: what is rounded is the weight that they are merged into.
+    """
     masters: dict[Tensor, Tensor] = {}
-    for p in model.parameters():
-        if p.dtype == torch.float32 and dtype != torch.float32:
+    for name, p in model.named_parameters():
+        if p.dtype == torch.float32 and dtype != torch.float32 and ".lora_" not in name:
             if p.requires_grad:
                 masters[p] = p.data
             p.data = p.data.to(dtype)

@@ -1,11 +1,12 @@
 """rlkernel's own engine as TRL's `rollout_func`: it samples from the trainer's weights where they lie, without a copy.
 
-The engine's parameters are views of the policy's, so there is no weight sync; its log-probabilities are compared like
-vLLM's. GRPO only: TRL's RLOO takes no `rollout_func`.
+The engine's parameters are views of the policy's, so there is no weight sync (but for layers with LoRA, whose merged
+weights are computed); its log-probabilities are compared like vLLM's. GRPO only: TRL's RLOO takes no `rollout_func`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import from_hf
 from rlkernel.models.decoder import Decoder
+from rlkernel_transformers import merged_weights
 from rlkernel_transformers.joined import join
 from rlkernel_transformers.support import find_model
 from rlkernel_trl.errors import ExactnessLostError
@@ -22,34 +24,45 @@ from rlkernel_trl.forward import Ragged
 from rlkernel_trl.vllm import Rounds
 
 
-def shared_decoder(model: Any) -> Decoder:
-    """A `rlkernel.models.Decoder` whose parameters are those of a model under `rlkernel_transformers.apply`.
+def decoder_of(model: Any) -> Decoder:
+    """A `rlkernel.models.Decoder` of a model under `rlkernel_transformers.apply`; its parameters are the model's own.
 
-    Raises:
-        ExactnessLostError: the weights do not lie as `apply` lays them, so they would have to be copied.
+    Where a layer has a LoRA adapter they are empty, for `fill`.
     """
     found = find_model(model)
     settings = found.model._rlkernel
-    config = settings.config
-    weights = dict(found.named_parameters(remove_duplicate=False))
-    if any(".lora_" in name or ".base_layer." in name for name in weights):
-        raise ExactnessLostError("rollout_func: the engine samples from plain weights; a LoRA adapter is none")
+    embedding = found.model.embed_tokens.weight
     with torch.device("meta"):
-        decoder = Decoder(from_hf(found.config.to_dict(), type(found).__name__))
-    parts: dict[str, list[Any]] = {}
-    for part in hf_layout(config):
-        parts.setdefault(part.parameter, []).append(weights[part.name])
-    for name, tensors in parts.items():
-        whole = join([t.detach() for t in tensors])
-        if whole.data_ptr() != tensors[0].data_ptr():
-            raise ExactnessLostError(f"rollout_func: the weights of {name} do not lie side by side")
-        owner, _, leaf = name.rpartition(".")
-        decoder.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(whole, requires_grad=False)
-    settings.to(found.model.embed_tokens.weight.device)
+        decoder = Decoder(replace(from_hf(found.config.to_dict(), type(found).__name__), dtype=embedding.dtype))
+    weights = dict(found.named_parameters(remove_duplicate=False))
+    names: dict[str, list[str]] = {}
+    for part in hf_layout(decoder.config):
+        names.setdefault(part.parameter, []).append(part.name)
+    for parameter, sources in names.items():
+        owner, _, leaf = parameter.rpartition(".")
+        module = decoder.get_submodule(owner)
+        if all(name in weights for name in sources):
+            tensor = join([weights[name].detach() for name in sources])
+        else:
+            tensor = torch.empty_like(module.get_parameter(leaf), device=embedding.device)
+        module._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+    settings.to(embedding.device)
     decoder._buffers["cos_sin"] = settings.cos_sin
     for attention in decoder._attentions():
         attention.variant = settings.variant
     return decoder
+
+
+@torch.no_grad()
+def fill(decoder: Decoder, model: Any) -> None:
+    """Brings the decoder's parameters up to date where they are copies: LoRA merged, or weights that lie apart."""
+    parameters = dict(decoder.named_parameters())
+    places = {
+        part.name: parameters[part.parameter].narrow(0, part.start, part.rows) for part in hf_layout(decoder.config)
+    }
+    for name, weight in merged_weights(model):
+        if name in places and places[name].data_ptr() != weight.data_ptr():
+            places[name].copy_(weight)
 
 
 class Rollout:
@@ -74,13 +87,12 @@ class Rollout:
             raise ExactnessLostError("rollout_func: set use_rl_kernel_backend=True in the configuration of the trainer")
         model = trainer.accelerator.unwrap_model(trainer.model)
         if self.llm is None:
-            self.llm = LLM(shared_decoder(model), None, **self._engine)
+            self.llm = LLM(decoder_of(model), None, **self._engine)
+        fill(self.llm.model, model)
         self.llm.weights_updated()
         prompt_ids = trainer._tokenize_prompts(prompts)[0]
         args = trainer.args
-        mode = int(not trainer.model.training)
-        number = self._rounds.next(trainer.state.global_step, mode)
-        root = mix_seed(args.seed, ((trainer.state.global_step * 2 + mode) << 20) + number)
+        root = self._rounds.next(trainer)
         first = trainer.accelerator.process_index << 32
         filters = trainer._rl_kernel.filters
         params = [
@@ -101,7 +113,8 @@ class Rollout:
         if filters.active:
             vocabulary = self.llm.model.config.vocab_size
             device = self.llm.model.device
-            self.kept = [ops.kept_to_ids(output.kept.to(device), vocabulary) for output in outputs]
+            sets = [output.kept for output in outputs]
+            self.kept = [ops.kept_to_ids(kept.to(device), vocabulary) for kept in sets if kept is not None]
         trainer._rl_kernel.kept = self.kept
         return {
             "prompt_ids": prompt_ids,

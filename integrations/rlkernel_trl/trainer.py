@@ -178,14 +178,19 @@ class _Sampling(_Flagged):
             policy.rebuild = backend.filters
             with torch.no_grad():
                 super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
-                    self.model, input_ids, attention_mask, width, *args, **kwargs  # type: ignore[attr-defined]
+                    self.model,  # type: ignore[attr-defined]
+                    input_ids,
+                    attention_mask,
+                    width,
+                    *args,
+                    **kwargs,
                 )
             backend.kept, policy.made = policy.made, []
             call.kept = list(backend.kept)
 
 
 class GRPOTrainer(_Sampling, trl.GRPOTrainer):
-    """`trl.GRPOTrainer`; with `use_rl_kernel_backend` its log-probabilities equal those of its rollouts, bit for bit."""
+    """`trl.GRPOTrainer`; with `use_rl_kernel_backend` its log-probabilities equal its rollouts', bit for bit."""
 
     def _computes_old(self) -> bool:
         every = self.args.steps_per_generation * self.num_iterations

@@ -12,7 +12,10 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate.utils import is_peft_model
+
 from rlkernel.engine.sampling_params import mix_seed
+from rlkernel_transformers import merged_weights
 
 logger = logging.getLogger("rlkernel_trl")
 
@@ -47,6 +50,9 @@ def engine_arguments(backend: Any) -> Iterator[None]:
 def attach(backend: Any, trainer: Any) -> None:
     """Checks the engine or server of a finished trainer, and captures what it samples."""
     generation = trainer.vllm_generation
+    if is_peft_model(trainer.model):
+        # TRL's own merges into the weights and subtracts again, which leaves the rounding of both in them.
+        generation._iter_named_params = lambda: merged_weights(trainer.accelerator.unwrap_model(trainer.model))
     if generation.mode == "server":
         if trainer.accelerator.is_main_process:
             check_server(backend, generation.vllm_client)
@@ -100,13 +106,10 @@ def _seed_requests(generation: Any, trainer: Any) -> None:
 
     @functools.wraps(stock)
     def generate(prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
-        if sampling_params is not None and not isinstance(sampling_params, (list, tuple)):
-            if sampling_params.seed is None:
-                mode = int(not trainer.model.training)
-                number = rounds.next(trainer.state.global_step, mode)
-                root = mix_seed(trainer.args.seed, ((trainer.state.global_step * 2 + mode) << 20) + number)
-                seeds = [mix_seed(root, (group << 32) + i) % (1 << 63) for i in range(len(prompts))]
-                sampling_params = [_with_seed(sampling_params, seed) for seed in seeds]
+        if getattr(sampling_params, "seed", 0) is None:  # one for all, without a seed of the user's
+            root = rounds.next(trainer)
+            seeds = [mix_seed(root, (group << 32) + i) % (1 << 63) for i in range(len(prompts))]
+            sampling_params = [_with_seed(sampling_params, seed) for seed in seeds]
         return stock(prompts, sampling_params=sampling_params, **kwargs)
 
     llm.generate = generate
@@ -119,14 +122,18 @@ def _with_seed(params: Any, seed: int) -> Any:
 
 
 class Rounds:
-    """Numbers the generations of a step from 0, so that a resumed run numbers them alike."""
+    """Seeds of generations: by the run's seed, the step, training or evaluation, and their number in these.
+
+    A resumed run comes to the same seeds.
+    """
 
     def __init__(self) -> None:
         self._at: tuple[int, int] | None = None
         self._number = 0
 
-    def next(self, step: int, mode: int) -> int:
-        """Number of this generation among those of the step and mode."""
-        self._number = self._number + 1 if self._at == (step, mode) else 0
-        self._at = (step, mode)
-        return self._number
+    def next(self, trainer: Any) -> int:
+        """Seed of the generation that starts now."""
+        at = (trainer.state.global_step, int(not trainer.model.training))
+        self._number = self._number + 1 if self._at == at else 0
+        self._at = at
+        return mix_seed(trainer.args.seed, ((at[0] * 2 + at[1]) << 20) + self._number)

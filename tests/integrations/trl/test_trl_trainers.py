@@ -257,3 +257,17 @@ def test_patch(model: Path) -> None:
     finally:
         rlkernel_trl.unpatch()
     assert trl.GRPOTrainer is stock
+
+
+def test_lora(model: Path) -> None:
+    """The training forward computes with the merged weights that were sampled from; the base stays as it was."""
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    trainer = make_trainer("GRPO", model, engine=True, max_steps=4, beta=0.04, trainer={"peft_config": lora})
+    base = {n: p.clone() for n, p in trainer.model.named_parameters() if "lora" not in n}
+    trainer.train()
+    assert_exact(history(trainer), 4)
+    after = dict(trainer.model.named_parameters())
+    assert all(torch.equal(p, after[n]) for n, p in base.items())
+    assert any(bool(p.any()) for n, p in after.items() if "lora_B" in n)

@@ -1,6 +1,6 @@
 """Short TRL runs on a tiny model, with and without the flag; as a script, several runs with real vLLM in one process.
 
-`python trl_side.py '[{"algorithm": "GRPO", ...}, ...]'` prints one JSON line of results; vLLM wants a process of its own.
+`python trl_side.py '[{"algorithm": "GRPO", ...}, ...]'` prints one JSON line of results; vLLM wants its own process.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def make_trainer(
     **changes: Any,
 ) -> Any:
     """A trainer of `rlkernel_trl` (or of `package`) on the tiny rows."""
-    import rlkernel_trl
     from datasets import Dataset
+
+    import rlkernel_trl
 
     package = package or rlkernel_trl
     arguments = settings(algorithm, flag, **changes)
