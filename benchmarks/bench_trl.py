@@ -1,0 +1,301 @@
+"""A GRPO step of TRL with vLLM in the same process: flag on against flag off, at the shape of Qwen3-0.6B.
+
+8 prompts x 8 completions x 1024 tokens, random weights with healthy gradients. Each arm is a process of its own on the
+one GPU; their steps take turns, so that clocks and neighbours treat them alike. `--tiny` runs it on a CPU, to try it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PATHS = [str(ROOT), str(ROOT / "integrations"), str(ROOT / "benchmarks")]
+sys.path[:0] = PATHS
+ARMS = ("on", "off")
+WARM_UP = 2
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+
+
+def make_model(folder: str, tiny: bool) -> None:
+    """A random Qwen3 whose logits have a deviation of about 3 and whose gradients are finite, with a tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    shape = TINY if tiny else SHAPE
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=2, rms_norm_eps=1e-6
+    )
+    with torch.device("cpu" if tiny else "cuda"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0, 3.0 * shape["hidden_size"] ** -0.5)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(shape["vocab_size"])}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t2", unk_token="t0").save_pretrained(
+        folder
+    )
+
+
+def worker(arm: str, folder: str, steps: int, tiny: bool) -> None:
+    """One arm: builds the trainer, then makes a step for every line on standard input and answers with its figures."""
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    from rlkernel_trl import GRPOConfig, GRPOTrainer
+
+    if tiny and arm == "off":  # stock vLLM on a CPU repacks weights, which TRL cannot update then
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        keep = lambda self, layer: setattr(layer, "cpu_linear", torch.nn.functional.linear)
+        UnquantizedLinearMethod.process_weights_after_loading = keep
+    cuda = torch.cuda.is_available()
+    generator = random.Random(0)
+    vocabulary = (TINY if tiny else SHAPE)["vocab_size"]
+    length = 16 if tiny else 128
+    prompts = [" ".join(f"t{generator.randrange(3, vocabulary)}" for _ in range(length)) for _ in range(256)]
+    spent: dict[str, float] = {}
+
+    def now() -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def timed(name: str, fn: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = now()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                spent[name] = spent.get(name, 0.0) + now() - start
+
+        return call
+
+    class Turns(TrainerCallback):
+        """Waits for a line before each step, and reports after it."""
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            sys.stdin.readline()
+            spent.clear()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            self.start = now()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+            if "loss" not in logs:
+                return
+            seconds = now() - self.start
+            wanted = (
+                "loss",
+                "grad_norm",
+                "completions/mean_length",
+                "rlkernel/exact_frac",
+                "rlkernel/old_logps_skipped",
+            )
+            row = {name: logs[name] for name in wanted if name in logs}
+            row["difference"] = logs["sampling/sampling_logp_difference/max"]
+            row["difference_mean"] = logs["sampling/sampling_logp_difference/mean"]
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+            print("ROW " + json.dumps({"seconds": seconds, **spent, **row}), flush=True)
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        return [len(set(text.split())) / 1000 + i % 8 / 100 for i, text in enumerate(completions)]
+
+    place = {"use_cpu": True, "vllm_gpu_memory_utilization": 0.05} if tiny else {"vllm_gpu_memory_utilization": 0.2}
+    trainer = GRPOTrainer(
+        model=folder,
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=8,
+            num_generations=8,
+            max_completion_length=32 if tiny else 1024,
+            max_steps=steps,
+            bf16=True,
+            gradient_checkpointing=True,
+            model_init_kwargs={"dtype": "bfloat16"},
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_max_model_length=128 if tiny else 2048,
+            learning_rate=1e-6,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            use_rl_kernel_backend=arm == "on",
+            **place,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        callbacks=[Turns()],
+    )
+    trainer.vllm_generation.generate = timed("generate", trainer.vllm_generation.generate)
+    trainer.vllm_generation.sync_weights = timed("sync", trainer.vllm_generation.sync_weights)
+    trainer._get_per_token_logps_and_entropies = timed("forward", trainer._get_per_token_logps_and_entropies)
+    print("READY", flush=True)
+    trainer.train()
+
+
+class Arm:
+    """A worker process."""
+
+    def __init__(self, name: str, folder: str, steps: int, tiny: bool):
+        self.name, self.rows = name, list[dict[str, float]]()
+        environment = {**os.environ, **ENVIRONMENT}
+        environment["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
+        if tiny:
+            environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+            environment |= {"TORCH_COMPILE_DISABLE": "1"}
+        self.log = tempfile.NamedTemporaryFile("w+", prefix=f"bench_trl_{name}_", delete=False)  # noqa: SIM115
+        command = [sys.executable, __file__, "--arm", name, "--model", folder, "--steps", str(steps)]
+        self.process = subprocess.Popen(
+            [*command, *(["--tiny"] if tiny else [])],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
+
+    def wait(self, mark: str) -> str:
+        """The next line that starts with `mark`, without it."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(mark):
+                return line.removeprefix(mark)
+        raise RuntimeError(f"arm {self.name} ended: {Path(self.log.name).read_text()[-3000:]}")
+
+    def step(self) -> dict[str, float]:
+        """Makes one step; returns its figures."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        self.rows.append(json.loads(self.wait("ROW ")))
+        return self.rows[-1]
+
+
+def main() -> int:
+    """Prints every step and writes `bench_trl.json`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=WARM_UP + 6, help=f"of each arm, {WARM_UP} of them to warm up")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU; writes no result")
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.arm:
+        worker(args.arm, args.model, args.steps, args.tiny)
+        return 0
+    import torch
+
+    if not args.tiny and not torch.cuda.is_available():
+        print("bench_trl: torch sees no CUDA GPU; nothing is measured")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        # In a process of its own: this one must not hold the GPU.
+        code = f"import sys; sys.path[:0] = {PATHS!r}; import bench_trl; bench_trl.make_model({folder!r}, {args.tiny})"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        start = time.perf_counter()
+        arms = {}
+        for name in ARMS:  # one after the other: vLLM measures free memory while it starts
+            arms[name] = Arm(name, folder, args.steps, args.tiny)
+            arms[name].wait("READY")
+            print(f"[{time.perf_counter() - start:5.0f} s] {name} is up", flush=True)
+        for step in range(args.steps):
+            for name in ARMS[:: 1 if step % 2 else -1]:
+                row = arms[name].step()
+                shown = {key: float(f"{value:.4g}") for key, value in row.items()}
+                print(f"[{time.perf_counter() - start:5.0f} s] step {step + 1} {name:3} {shown}", flush=True)
+        for arm in arms.values():
+            arm.process.wait()
+    rows = [result(arms["on"].rows[WARM_UP:], arms["off"].rows[WARM_UP:], arms["on"].rows)]
+    print(json.dumps(rows[0], indent=1))
+    if not args.tiny:
+        from results_io import write_result
+
+        print(f"wrote {write_result('bench_trl', rows, versions=versions())}")
+    return 0
+
+
+def result(on: list[dict[str, float]], off: list[dict[str, float]], all_on: list[dict[str, float]]) -> dict[str, Any]:
+    """The line of the result file: medians of the measured steps; equality over all steps of the flag's arm."""
+    median = lambda rows, name: statistics.median(row.get(name, 0.0) for row in rows)
+    ours, anchor = median(on, "seconds") * 1e3, median(off, "seconds") * 1e3
+    return {
+        "op": "GRPO step, TRL and vLLM in one process, Qwen3-0.6B",
+        "shape": (8, 8, 1024),
+        "dtype": "bfloat16",
+        "ours": "use_rl_kernel_backend=True",
+        "anchor": "False",
+        "ours_ms": ours,
+        "anchor_ms": anchor,
+        "ratio": anchor / ours,
+        "peak_gib": median(on, "peak_gib"),
+        "anchor_peak_gib": median(off, "peak_gib"),
+        **{f"ours_{part}_ms": median(on, part) * 1e3 for part in ("generate", "sync", "forward")},
+        **{f"anchor_{part}_ms": median(off, part) * 1e3 for part in ("generate", "sync", "forward")},
+        "difference": max(row["difference"] for row in all_on),
+        "anchor_difference": max(row["difference"] for row in off),
+        "anchor_difference_mean": median(off, "difference_mean"),
+        "exact_frac": min(row["rlkernel/exact_frac"] for row in all_on),
+        "grad_norm": median(on, "grad_norm"),
+        "anchor_grad_norm": median(off, "grad_norm"),
+        "tokens": int(sum(64 * row["completions/mean_length"] for row in all_on)),
+        "rounds": len(on),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions that the figures depend on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("torch", "triton", "trl", "vllm", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
