@@ -36,6 +36,7 @@ def engine_arguments(backend: Any) -> Iterator[None]:
     def build(*args: Any, **kwargs: Any) -> Any:
         import rlkernel_vllm
 
+        rlkernel_vllm.register()  # vLLM does it where rlkernel is installed; the engine is in this process
         kwargs["dtype"] = str(backend.dtype).removeprefix("torch.")
         mode = "strict" if backend.strict else "audit"
         return rlkernel_vllm.LLM(*args, use_rl_kernel_backend=True, rl_kernel_mode=mode, **kwargs)
