@@ -197,16 +197,14 @@ class Backend:
         s = self.settings
         decay = set(trainer.get_decay_parameter_names(model))
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        alone = trainer.accelerator.num_processes == 1
-        if not alone:
-            logger.warning("rlkernel: with several processes DDP averages gradients in the weights' dtype")
         return MasterAdamW(
             [
                 {"params": [p for name, p in named if name in decay], "weight_decay": s.weight_decay},
                 {"params": [p for name, p in named if name not in decay], "weight_decay": 0.0},
             ],
-            model=model if alone else None,
+            model=model,
             masters=self.masters,
+            processes=trainer.accelerator.num_processes,
             lr=s.learning_rate,
             betas=(s.adam_beta1, s.adam_beta2),
             eps=s.adam_epsilon,
@@ -274,10 +272,14 @@ def _padded(rows: list[list[float | None]], width: int, value: float) -> Tensor:
 
 
 class _BeforeUpdate(TrainerCallback):
-    """Judges the comparison between the last backward and the optimizer's step."""
+    """Judges the comparison between the last backward and the optimizer's step; keeps DDP from reducing gradients."""
 
     def __init__(self, backend: Backend, trainer: Any):
         self.backend, self.trainer = backend, trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if hasattr(self.trainer.model_wrapped, "require_backward_grad_sync") and self.trainer._master_adamw():
+            self.trainer.model_wrapped.require_backward_grad_sync = False  # `MasterAdamW` averages them in fp32
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.backend.close(self.trainer, "train")

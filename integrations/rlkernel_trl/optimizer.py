@@ -24,22 +24,25 @@ class MasterAdamW(AdamW):
 
     Args:
         params, options: as for `AdamW`.
-        model: gets fp32 buffers for its gradients; None: gradients stay where autograd puts them.
+        model: gets fp32 buffers for its gradients.
         masters: fp32 values by parameter, of parameters that were rounded to bf16.
+        processes: gradients are averaged over so many, in fp32, in `clip`.
     """
 
-    def __init__(self, params: Any, model: nn.Module | None, masters: dict[Tensor, Tensor], **options: Any):
+    def __init__(
+        self, params: Any, model: nn.Module, masters: dict[Tensor, Tensor], processes: int = 1, **options: Any
+    ):
         super().__init__(params, **options)
-        self._model, self._masters = model, masters
+        self._model, self._masters, self._processes = model, masters, processes
         self._scale: Tensor | None = None
-        if model is not None:
-            main_grads(model)
+        main_grads(model)
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """Norm of all gradients; the next step scales them so that it is at most `max_norm`."""
-        if self._model is not None:
-            self._gather()
-            fold_main_grads(self._model)
+        """Norm of all gradients, of all processes; the next step scales them so that it is at most `max_norm`."""
+        self._gather()
+        fold_main_grads(self._model)
+        if self._processes > 1:
+            self._average()
         norm, self._scale, _ = ops.grad_norm(self.gradients(), max_norm=max_norm)
         return norm
 
@@ -56,6 +59,13 @@ class MasterAdamW(AdamW):
                 if p.grad is not None and p.grad is not p.main_grad:
                     p.main_grad += p.grad
                     p.grad = None
+
+    def _average(self) -> None:
+        work = [torch.distributed.all_reduce(g, async_op=True) for g in self.gradients()]
+        for done in work:
+            done.wait()
+        for g in self.gradients():
+            g.div_(self._processes)
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
         state = super()._state_of(p)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import trl
 from e2e.tiny_model import make_model
-from trl_side import history, make_trainer, settings, weights_hash
+from trl_side import history, make_trainer, settings, torchrun, weights_hash
 
 import rlkernel_trl
 from rlkernel_trl import ExactnessLostError, MismatchError
@@ -271,3 +271,88 @@ def test_lora(model: Path) -> None:
     after = dict(trainer.model.named_parameters())
     assert all(torch.equal(p, after[n]) for n, p in base.items())
     assert any(bool(p.any()) for n, p in after.items() if "lora_B" in n)
+
+
+def test_without_the_kept_sets_the_numbers_differ(model: Path) -> None:
+    """The control of the filters: a trainer that scores over all tokens does not have the engine's numbers."""
+    trainer = make_trainer("GRPO", model, engine=True, top_p=0.8, rl_kernel_strict=False, max_steps=1)
+    rollout = trainer.rollout_func
+
+    def forget(prompts: Any, t: Any) -> dict[str, Any]:
+        out = rollout(prompts, t)
+        backend = t._rl_kernel
+        backend.kept, backend.filters = None, type(backend.filters)(backend.filters.temperature)
+        return out
+
+    trainer.rollout_func = forget
+    trainer.train()
+    assert history(trainer)[0]["rlkernel/mismatch_tokens"] > 10
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_batch_that_only_stock_operators_score(model: Path, strict: bool) -> None:
+    trainer = make_trainer("SFT", model, max_steps=1, rl_kernel_strict=strict)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: {**collate(rows), "token_type_ids": torch.zeros(4, 1, dtype=torch.int64)}
+    if strict:
+        with pytest.raises(ExactnessLostError, match="token_type_ids"):
+            trainer.train()
+        return
+    trainer.train()
+    assert history(trainer)[0]["rlkernel/fallbacks"] == 1
+
+
+class _Server:
+    """Answers like TRL's client of a `vllm serve` process."""
+
+    base_url = "http://localhost:8000"
+
+    def __init__(self, **changes: Any):
+        model = {"model": "m", "dtype": "torch.bfloat16", "logprobs_mode": "processed_logprobs"}
+        self.info = {"additional_config": {"use_rl_kernel_backend": True}, "model_config": model}
+        for name, value in changes.items():
+            (self.info if name in self.info else model)[name] = value
+
+    def get_server_info(self) -> dict[str, Any]:
+        return self.info
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"additional_config": {}}, r"without rlkernel's plugin; start it with: VLLM_SERVER_DEV_MODE=1 vllm serve m"),
+        ({"additional_config": None}, "without rlkernel's plugin"),
+        ({"dtype": "torch.float16"}, "computes in torch.float16, the trainer in bfloat16"),
+        ({"logprobs_mode": "raw_logprobs"}, "raw_logprobs"),
+    ],
+    ids=str,
+)
+def test_what_a_server_is_asked(model: Path, changes: dict[str, Any], message: str | None) -> None:
+    from rlkernel_trl.vllm import check_server
+
+    backend = make_trainer("GRPO", model, engine=True)._rl_kernel
+    if message is None:
+        check_server(backend, _Server(**changes))
+        return
+    with pytest.raises(ExactnessLostError, match=message):
+        check_server(backend, _Server(**changes))
+
+
+@pytest.mark.slow
+def test_two_processes(model: Path) -> None:
+    """DDP: exact on both, the same weights on both, and close to one process with the same batch."""
+    runs = [
+        {"algorithm": "GRPO", "model": str(model), "engine": True},
+        {"algorithm": "SFT", "model": str(model), "per_device_train_batch_size": 2, "bf16": False},
+    ]
+    first, second = torchrun(runs)
+    assert_exact(first[0]["history"], 3)
+    for a, b in zip(first, second, strict=True):
+        assert a["error"] is None, a["error"]
+        assert a["weights"] == b["weights"]
+    alone = make_trainer("SFT", model, bf16=False)
+    alone.train()
+    for a, b in zip(first[1]["history"], history(alone), strict=True):
+        assert math.isclose(a["loss"], b["loss"], rel_tol=1e-4)
+        assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-3)

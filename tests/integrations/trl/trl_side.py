@@ -143,6 +143,21 @@ def vllm_runs(runs: list[dict[str, Any]], timeout: float = 600) -> list[dict[str
     return json.loads(lines[-1].removeprefix("RESULTS "))
 
 
+def torchrun(runs: list[dict[str, Any]], processes: int = 2, timeout: float = 600) -> list[list[dict[str, Any]]]:
+    """The results of every process of a distributed run (gloo, without vLLM)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = subprocess.run(
+        [*command, __file__, json.dumps(runs)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert len(lines) == processes, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return [json.loads(line.removeprefix("RESULTS ")) for line in lines]
+
+
 def _main() -> None:
     import gc
     import traceback
@@ -166,7 +181,7 @@ def _main() -> None:
         results.append(result)
         del trainer
         gc.collect()
-    print("RESULTS " + json.dumps(results), flush=True)
+    print("RESULTS " + json.dumps(results) + "\n", end="", flush=True)
 
 
 if __name__ == "__main__":
