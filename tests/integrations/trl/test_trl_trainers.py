@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import trl
 from e2e.tiny_model import make_model
 from trl_side import history, make_trainer, settings, torchrun, weights_hash
 
@@ -183,6 +182,8 @@ def test_grpo_on_agrees_with_off(model: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["SFT", "DPO", "GRPO"])
 def test_off_is_trl(model: Path, algorithm: str) -> None:
     """Without the flag the classes of this package compute what TRL's compute, to the bit, and keep nothing."""
+    import trl
+
     hashes = []
     for package in (rlkernel_trl, trl):
         trainer = make_trainer(algorithm, model, False, package=package)
@@ -246,6 +247,8 @@ def test_generate_without_logprobs_is_refused(model: Path, caplog: pytest.LogCap
 
 
 def test_patch(model: Path) -> None:
+    import trl
+
     stock = trl.GRPOTrainer
     rlkernel_trl.patch()
     rlkernel_trl.patch()

