@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 # vLLM for CPUs, TRL and transformers at fixed versions, for tests/integrations. Not beside a CUDA build of torch.
 INTEGRATIONS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo yes)
 
-.PHONY: demo test test-gpu bench sanitize docs lint setup setup-integrations clean
+.PHONY: demo test test-gpu bench sanitize docs lint setup setup-integrations chromium clean
 
 setup: $(VENV)/.ready
 
@@ -26,6 +26,11 @@ $(VENV)/.integrations: $(VENV)/.ready integrations/requirements.txt integrations
 	$(BIN)/python -m pip install --quiet -r integrations/requirements.txt "$(TORCH)" "numpy<2.4"
 	$(BIN)/python -m pip install --quiet --no-deps -r integrations/requirements-nodeps.txt
 	touch $@
+
+chromium:              ## for the tests of the drift report; installed by apt-get where root runs this
+	@command -v chromium >/dev/null || [ -n "$$CHROMIUM" ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; } \
+	  || echo "no Chromium: install it (apt-get install chromium) or set CHROMIUM to its path"
 
 demo: setup            ## train a small model with GRPO; every sampled log-probability is compared, bit for bit
 	$(BIN)/rlkernel train grpo

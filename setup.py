@@ -41,6 +41,7 @@ setup(
         "": ["py.typed"],
         "rlkernel.contract": ["*.json"],
         "rlkernel.training": ["*.html", "*.css", "*.js"],
+        "rlkernel_drift.report": ["*.css", "*.js"],
         "rlkernel._csrc.cpu": ["*.cpp", "*.h"],
         "rlkernel._csrc.cuda": ["*.cpp", "*.cu"],
     },

@@ -44,6 +44,13 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the verdict as JSON (- for standard output)")
     parser.add_argument("--markdown", metavar="FILE", help="write Markdown to paste in an issue")
     parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
+    add_pictures(parser)
+
+
+def add_pictures(parser: argparse.ArgumentParser) -> None:
+    """Outputs for people, which `report` writes too."""
+    parser.add_argument("--html", metavar="FILE", help="write the report: one HTML file that needs nothing else")
+    parser.add_argument("--png", metavar="FILE", help="write a picture (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,11 +104,24 @@ def write(verdict: Verdict, args: argparse.Namespace) -> int:
         if path == "-":
             sys.stdout.write(text() + "\n")
         elif path:
-            _write(path, text())
+            write_file(path, text())
+    write_pictures(verdict, args)
     return verdict.exit_code
 
 
-def _write(path: str, text: str) -> None:
+def write_pictures(verdict: Verdict, args: argparse.Namespace) -> None:
+    """Writes the HTML report and the PNG where they were asked for."""
+    if args.html:
+        from rlkernel_drift.report import write_html
+
+        write_file(args.html, write_html(verdict))
+    if args.png:
+        from rlkernel_drift.report.figure import write_png
+
+        write_png(verdict, args.png)
+
+
+def write_file(path: str, text: str) -> None:
     from rlkernel_drift.errors import DriftError
 
     try:

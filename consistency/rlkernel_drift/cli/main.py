@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from rlkernel_drift import __version__
-from rlkernel_drift.cli import capture, compare, diagnose, floor, inspect
+from rlkernel_drift.cli import capture, compare, diagnose, floor, inspect, report
 from rlkernel_drift.errors import DriftError
 
 COMMANDS = {
@@ -20,6 +20,7 @@ COMMANDS = {
     "floor": floor,
     "capture": capture,
     "inspect": inspect,
+    "report": report,
 }
 
 

@@ -1,0 +1,115 @@
+"""HTML from parts, escaped unless it is markup already.
+
+Every plain string counts as text of a stranger: what a browser would hide, reorder or obey is spelled out, the rest is
+escaped. Inline styles and event handlers are refused, since the page's policy would drop them without a word.
+"""
+
+from __future__ import annotations
+
+import html
+import unicodedata
+from collections.abc import Iterable
+
+_MARKS_IN_A_ROW = 2
+_BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
+_NAMED = {"\n": "↵", "\t": "⇥"}
+_VOID = frozenset({"meta", "link", "br", "col"})
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+Child = object
+"""Markup, text, a number, None or False (nothing), or an iterable of these."""
+
+
+def visible(text: str, limit: int | None = None) -> str:
+    """Text with nothing hidden in it: controls, direction marks, blanks and surrogates become their code points.
+
+    Args:
+        limit: characters of the result; the rest is an ellipsis.
+    """
+    parts: list[str] = []
+    marks = size = 0
+    for character in text:
+        part = _NAMED.get(character) or character
+        category = unicodedata.category(character)
+        if category[0] == "M":
+            marks += 1
+            if marks > _MARKS_IN_A_ROW:
+                part = _code_point(character)
+            elif not parts:
+                part = "◌" + character
+        else:
+            marks = 0
+            hidden = category[0] in "CZ" or character in _BLANK
+            if hidden and character != " " and part == character:
+                part = _code_point(character)
+        if limit is not None and size + len(part) > limit:
+            parts.append("…")
+            break
+        parts.append(part)
+        size += len(part)
+    return "".join(parts)
+
+
+def _code_point(character: str) -> str:
+    return f"⟨U+{ord(character):04X}⟩"
+
+
+def escape(text: str) -> Markup:
+    """Text as HTML, for contents and for quoted attributes."""
+    return Markup(html.escape(visible(text)))
+
+
+def raw(*parts: object) -> Markup:
+    """The parts joined; only for markup and constants of this package."""
+    return Markup("".join(str(part) for part in parts))
+
+
+def join(children: Iterable[Child]) -> Markup:
+    """All children one after the other."""
+    return Markup("".join(_child(child) for child in children))
+
+
+def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
+    """One element.
+
+    Args:
+        attributes: `class_` is class, an inner underscore a hyphen; True stands alone; None and False are left out.
+    """
+    words = [name]
+    for key, value in attributes.items():
+        key = key.rstrip("_").replace("_", "-")
+        if key == "style" or key.lower().startswith("on"):
+            raise ValueError(f"attribute {key}: the policy of the page forbids it; use a class")
+        if value is True:
+            words.append(key)
+        elif value is not None and value is not False:
+            text = _short(value) if isinstance(value, float) else str(value)
+            words.append(f'{key}="{escape(text)}"')
+    if name in _VOID:
+        return Markup(f"<{' '.join(words)}>")
+    return Markup(f"<{' '.join(words)}>{join(children)}</{name}>")
+
+
+def _short(value: float) -> str:
+    """A coordinate: a tenth of a pixel is enough."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _child(child: Child) -> str:
+    if child is None or child is False:
+        return ""
+    if isinstance(child, Markup):
+        return child
+    if isinstance(child, str):
+        return escape(child)
+    if isinstance(child, (int, float)):
+        return escape(str(child))
+    if isinstance(child, Iterable):
+        return join(child)
+    raise TypeError(f"{type(child).__name__} is no child of an element")
