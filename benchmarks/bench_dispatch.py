@@ -59,7 +59,7 @@ def main() -> None:
     running, dz = new(64, 1024, dtype=torch.float32), new(64, 8192)
     scored = (x, head, targets, None, None)
     flag = new(1, dtype=torch.int32)
-    active = Active(flag, flag, flag, most=True)
+    active = Active(flag, flag, flag, row=8192)
     rows = []
     for op, arguments in (
         (linear.linear, (x, w, None, 1, 1, None)),

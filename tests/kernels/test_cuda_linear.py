@@ -78,7 +78,7 @@ def test_the_gradients_of_one_class() -> None:
 
 
 NONE = Active(*[torch.zeros(1, dtype=torch.int32)] * 3)
-MOST = NONE._replace(most=True)
+MOST = NONE._replace(row=48)
 
 
 def calls() -> list[tuple[ScheduledOp, tuple]]:
@@ -106,14 +106,14 @@ def calls() -> list[tuple[ScheduledOp, tuple]]:
             dz = rand(len(x), row)[:, : len(weight)]
             found.append((scoring._dz, (dz, x, weight, y, t, k, inverse, inverse, g, h, NONE, 0, 80)))
     for v, c, fresh, shift, some in itertools.product((80, 84), (64, 68), (False, True), (0, 1), (NONE, MOST)):
-        whole, dz, weight = torch.zeros(16 * c + 1), rand(16, v), rand(v, c)
-        running = whole[shift : 16 * c + shift].view(16, c)
-        for rounded in (None, rand(16, c), rand(16 * c + 1)[1:].view(16, c), rand(c, 16).t()):
-            found.append((scoring._dhidden, (running, rounded, dz, weight, fresh, some)))
-        found.append((scoring._dhidden, (running, None, rand(16, 2 * v)[:, :v], weight, fresh, some)))
-        for dtype in (torch.float32, torch.bfloat16):
-            for rows in (rand(16, c), rand(16, 2 * c)[:, c:]):
-                found.append((scoring._dweight, (torch.zeros(v, c, dtype=dtype), dz, rows, fresh, some)))
+        running, dz, weights = torch.zeros(16, c), rand(16, 88)[:, :v], rand(v * c + 1)
+        for weight in (weights[shift : v * c + shift].view(v, c), rand(v, 2 * c)[:, c:]):
+            for rounded in (None, rand(16, c)):
+                found.append((scoring._dhidden, (running, rounded, dz, weight, fresh, some)))
+        for dtype, rows in itertools.product((torch.float32, torch.bfloat16), (rand(16, c), rand(16, 2 * c)[:, c:])):
+            grad = torch.zeros(v * c + 1, dtype=dtype)[shift : v * c + shift].view(v, c)
+            found.append((scoring._dweight, (grad, dz, rows, fresh, some)))
+            found.append((scoring._dweight, (torch.zeros(v, 2 * c, dtype=dtype)[:, :c], dz, rows, fresh, some)))
     return found
 
 

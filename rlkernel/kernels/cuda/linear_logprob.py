@@ -290,10 +290,10 @@ def _upstream(m: int, generator: torch.Generator, most: bool = False) -> Tensor:
 
 
 def _active(
-    targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, most: bool
+    targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, row: int
 ) -> Active:
     flags, blocks, number = loop.active_blocks(targets, kept, stats, dlogp, dentropy, len(targets))
-    return Active(flags[0], blocks[0], number, most)
+    return Active(flags[0], blocks[0], number, row)
 
 
 def _dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
@@ -304,7 +304,7 @@ def _dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple
     up = (g if s.dlogp else None, 2.0 * g if s.dentropy else None)
     first = SAMPLE_ENTRIES // VOCAB_TILE * VOCAB_TILE - SAMPLE_BLOCK  # a block inside the vocabulary that ends with it
     dz = torch.full((m, SAMPLE_ENTRIES - first), float("nan"), dtype=s.dtype, device=hidden.device)
-    active = _active(targets, kept, stats, *up, False)
+    active = _active(targets, kept, stats, *up, 0)
     return dz, hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, active, first, SAMPLE_ENTRIES
 
 
@@ -339,8 +339,7 @@ class GradShape(NamedTuple):
     dense: bool
     fresh: bool
     rounded: bool
-    most: bool  # nearly all blocks of tokens are thought to have a gradient, and the other operand is contiguous
-    row: int  # elements from one row of dz to the next, where `most`: cuBLASLt's choice may depend on it
+    row: int  # `Active.row` where the other operand is contiguous: cuBLASLt's choice may depend on it
 
 
 def _aligned(*matrices: Tensor) -> bool:
@@ -350,21 +349,18 @@ def _aligned(*matrices: Tensor) -> bool:
 def _dhidden_key(
     running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
 ) -> Key:
-    dense = _aligned(running, *(t for t in (rounded,) if t is not None)) and _fetchable(dz, weight)
-    most = active.most and weight.is_contiguous()
-    return (
-        dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, rounded is not None, most,
-        dz.stride(0) if most else 0,
-    )  # fmt: skip
+    dense = weight.shape[1] % 8 == 0 and _fetchable(weight)
+    row = active.row if weight.is_contiguous() else 0
+    return dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, rounded is not None, row
 
 
 def _dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> Key:
-    dense = _aligned(grad) and _fetchable(dz, hidden)
-    most = active.most and hidden.is_contiguous()
-    return (
-        dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32, most,
-        dz.stride(0) if most else 0,
-    )  # fmt: skip
+    dense = _aligned(grad) and _fetchable(hidden)
+    row = active.row if hidden.is_contiguous() else 0
+    return dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32, row
+
+
+# The sums, what they are rounded into, and dz are made by the backward's loop, one way alone: nothing is asked of them.
 
 
 def _dhidden_warm(runs: Runs, first: First) -> Run:
@@ -372,11 +368,8 @@ def _dhidden_warm(runs: Runs, first: First) -> Run:
         running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
     ) -> None:
         call = (
-            running.shape, dz.numel(), dz.dtype, fresh, dz.get_device(), active.most,
-            None if rounded is None else rounded.data_ptr() & 15 if rounded.is_contiguous() else -1,
-            (running.data_ptr() | dz.data_ptr() | weight.data_ptr()) & 15,
-            (running.is_contiguous() and dz.is_contiguous() and weight.is_contiguous())
-            or _strides(running, dz, weight),
+            weight.size(1), weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
+            weight.data_ptr() & 15, weight.is_contiguous() or weight.stride(),
         )  # fmt: skip
         run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
         run(running, rounded, dz, weight, fresh, active)
@@ -387,9 +380,9 @@ def _dhidden_warm(runs: Runs, first: First) -> Run:
 def _dweight_warm(runs: Runs, first: First) -> Run:
     def linear_logprob_dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
         call = (
-            grad.shape, dz.numel(), dz.dtype, grad.dtype, fresh, dz.get_device(), active.most,
-            (grad.data_ptr() | dz.data_ptr() | hidden.data_ptr()) & 15,
-            (grad.is_contiguous() and dz.is_contiguous() and hidden.is_contiguous()) or _strides(grad, dz, hidden),
+            grad.size(1), hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
+            (grad.data_ptr() | hidden.data_ptr()) & 15,
+            (grad.is_contiguous() and hidden.is_contiguous()) or _strides(grad, hidden),
         )  # fmt: skip
         (runs.get(call) or first(call, grad, dz, hidden, fresh, active))(grad, dz, hidden, fresh, active)
 
@@ -417,13 +410,13 @@ def _supports_grad(key: Key) -> bool:
 
 def _blocks_of_dz(s: GradShape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Tensor, Active]:
     """A gradient of logits with rows of zeros, some of them whole blocks, and the blocks that are not."""
-    g = _upstream(tokens, generator, s.most)
+    g = _upstream(tokens, generator, s.row > 0)
     row = s.row or SAMPLE_BLOCK + 56
     entries = min(row, SAMPLE_BLOCK if tokens == _rows_of_grad(())[-1] else SAMPLE_BLOCK - 56)
     dz = torch.zeros(tokens, row, dtype=s.dtype, device=g.device)[:, :entries]
     dz.copy_(torch.where((g != 0)[:, None], values(kind, tokens, entries, s.dtype, generator), 0.0))
     targets = torch.zeros(tokens, dtype=torch.int64, device=g.device)
-    return dz, _active(targets, None, torch.zeros(tokens, 2, device=g.device), g, None, s.most)
+    return dz, _active(targets, None, torch.zeros(tokens, 2, device=g.device), g, None, s.row)
 
 
 def _dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
@@ -459,7 +452,7 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
 
     def supports(key: Key) -> bool:
         s = GradShape(*key)  # type: ignore[arg-type]
-        return s.most and _supports_grad(key) and cublaslt.unavailable() is None
+        return s.row > 0 and _supports_grad(key) and cublaslt.unavailable() is None
 
     def bind(key: Key) -> Run:
         s = GradShape(*key)  # type: ignore[arg-type]

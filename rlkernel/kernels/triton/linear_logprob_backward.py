@@ -174,7 +174,7 @@ class Active(NamedTuple):
     flags: Tensor  # [blocks] int32
     blocks: Tensor  # [blocks] int32: the numbers of those that have, ascending, then of the others
     number: Tensor  # [1] int32: how many have
-    most: bool = False  # the host's guess that nearly all have; no bit depends on it
+    row: int = 0  # from one row of dz to the next where the host guesses that nearly all have; no bit depends on it
 
 
 def active_blocks(
@@ -256,7 +256,7 @@ class Products(NamedTuple):
     dz: Callable[..., None]
     dhidden: Callable[[Tensor, Tensor | None, Tensor, Tensor, bool, Active], None]
     dweight: Callable[[Tensor, Tensor, Tensor, bool, Active], None]
-    guess: Callable[[Tensor, int], bool]  # (active blocks of each group, blocks) -> `Active.most`
+    guess: Callable[[Tensor, int], bool]  # (active blocks of each group, blocks) -> whether nearly all are active
 
 
 def chunks_of_dz(tokens: int) -> int:
@@ -303,8 +303,8 @@ def gradients(
     most_tokens = min(tokens, WGRAD_TOKENS)
     width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks_of_dz(most_tokens) * LOGPROB_DGRAD_CHUNK)
     flags, numbers, count = active_blocks(targets, kept, stats, dlogp, dentropy, WGRAD_TOKENS)
-    guess = products.guess(count, -(-tokens // BLOCK_TOKENS))
-    active = {s: Active(flags[i], numbers[i], count[i : i + 1], guess) for i, (s, _) in enumerate(blocks)}
+    row = width if products.guess(count, -(-tokens // BLOCK_TOKENS)) else 0
+    active = {s: Active(flags[i], numbers[i], count[i : i + 1], row) for i, (s, _) in enumerate(blocks)}
     from_probs = probs is not None and tile_max is not None and dlogp is not None and dentropy is None
     have = 0 if logits is None else min(vocab, logits.shape[1])
 
@@ -323,6 +323,7 @@ def gradients(
             x, w, some = hidden[start:stop], weight[ready:last], active[start]
             products.dz(dz[:, ready - first :], x, w, y, inverse, mask, s, entropies, g, h, some, ready, vocab)
 
+    # Whole tiles wide: all of its parts lie at 16-byte addresses, which dispatch does not ask again.
     block = torch.empty(most_tokens, width, dtype=weight.dtype, device=device)
     scratch = torch.empty(width, c, dtype=torch.float32, device=device) if direct and len(blocks) > 1 else None
     for group in [blocks] if direct else [[b] for b in blocks]:
