@@ -213,7 +213,8 @@ def every_schedule() -> set[str]:
         def run(*args: Any) -> Any:
             for name, schedule in bound(self, key).items():
                 names.add(name)
-                schedule(*(a.clone() if i in self.family.mutates and isinstance(a, torch.Tensor) else a
+                # Zeros, as a copy would read what a fresh result has not written yet.
+                schedule(*(torch.zeros_like(a) if i in self.family.mutates and isinstance(a, torch.Tensor) else a
                            for i, a in enumerate(args)))  # fmt: skip
             return self.family.anchor(*args)
 

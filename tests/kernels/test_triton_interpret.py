@@ -412,6 +412,7 @@ else:
             if name == "blocks":
                 monkeypatch.setattr(linear_logprob_backward, "LOGPROB_DGRAD_CHUNK", VOCAB_TILE)
                 monkeypatch.setattr(linear_logprob_backward, "DZ_ENTRIES", 1)
+                monkeypatch.setattr(linear_logprob_backward, "PROBS_ENTRIES", 1)
                 monkeypatch.setattr(linear_logprob_backward, "WGRAD_TOKENS", 4)
             probs: tuple[Tensor | None, ...] = (None, None, None)
             entropy_gradient: Tensor | None = h

@@ -22,6 +22,7 @@ from rlkernel.kernels.triton.matrix import strided
 
 BLOCK_TOKENS = 64  # tokens that are left out of the products together
 DZ_ENTRIES = 1 << 24  # a block of dz of fewer entries leaves multiprocessors without work
+PROBS_ENTRIES = 1 << 27  # the same from kept probabilities, whose memory is large anyway: fewer, longer launches
 COLUMNS = 2048  # entries a program when dz needs no product
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -141,20 +142,19 @@ def linear_logprob_probs_kernel(
 ):
     """dz = g * ([v = y] - p * exp((tile_max - M) - log S)), as `dz_at` but from the tile's kept probability."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # Tiles, and the entries in each: one factor a tile.
+    column = tl.program_id(1) * BLOCK + (tl.arange(0, BLOCK // TILE) * TILE)[:, None] + tl.arange(0, TILE)[None, :]
     inside = column < SPAN
     v = first + column
     g = tl.load(dlogp + row)
     top = tl.load(stats + 2 * row)
     log_total = tl.load(stats + 2 * row + 1)
-    out = tl.zeros((BLOCK,), tl.float32)
+    out = tl.zeros((BLOCK // TILE, TILE), tl.float32)
     if row_active(kept, targets, row, True, g, 0.0, top, V, WORDS, HAS_KEPT):
+        p = tl.load(probs + row * V + v, mask=inside, other=0.0).to(tl.float32)
         tile = (first + tl.program_id(1) * BLOCK) // TILE + tl.arange(0, BLOCK // TILE)
         m = tl.load(tile_max + row * TILES + tile, mask=tile < TILES, other=float("-inf"))
-        scale = exp((m - top) - log_total)
-        p = tl.load(probs + row * V + v, mask=inside, other=0.0).to(tl.float32)
-        p = tl.reshape(tl.reshape(p, (BLOCK // TILE, TILE)) * scale[:, None], (BLOCK,))
-        out = g * (tl.where(v == tl.load(targets + row), 1.0, 0.0) - p)
+        out = g * (tl.where(v == tl.load(targets + row), 1.0, 0.0) - p * exp((m - top) - log_total)[:, None])
         if HAS_TEMPERATURE:
             out = out * tl.load(inv_temperature + row)
         if HAS_KEPT:
@@ -259,9 +259,9 @@ class Products(NamedTuple):
     guess: Callable[[Tensor, int], bool]  # (active blocks of each group, blocks) -> whether nearly all are active
 
 
-def chunks_of_dz(tokens: int) -> int:
-    """Chunks of the input gradient's order that a block of dz spans: as few as fill a GPU, a power of two."""
-    return triton.next_power_of_2(triton.cdiv(DZ_ENTRIES, max(1, tokens) * LOGPROB_DGRAD_CHUNK))
+def chunks_of_dz(tokens: int, entries: int) -> int:
+    """Chunks of the input gradient's order that a block of dz spans: the power of two that makes `entries` of it."""
+    return triton.next_power_of_2(triton.cdiv(entries, max(1, tokens) * LOGPROB_DGRAD_CHUNK))
 
 
 def gradients(
@@ -301,11 +301,12 @@ def gradients(
     )
     blocks = [(s, min(tokens, s + WGRAD_TOKENS)) for s in range(0, tokens, WGRAD_TOKENS)]
     most_tokens = min(tokens, WGRAD_TOKENS)
-    width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks_of_dz(most_tokens) * LOGPROB_DGRAD_CHUNK)
+    from_probs = probs is not None and tile_max is not None and dlogp is not None and dentropy is None
+    chunks = chunks_of_dz(most_tokens, PROBS_ENTRIES if from_probs else DZ_ENTRIES)
+    width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
     flags, numbers, count = active_blocks(targets, kept, stats, dlogp, dentropy, WGRAD_TOKENS)
     row = width if products.guess(count, -(-tokens // BLOCK_TOKENS)) else 0
     active = {s: Active(flags[i], numbers[i], count[i : i + 1], row) for i, (s, _) in enumerate(blocks)}
-    from_probs = probs is not None and tile_max is not None and dlogp is not None and dentropy is None
     have = 0 if logits is None else min(vocab, logits.shape[1])
 
     def fill(dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
