@@ -7,6 +7,7 @@ lines of a result file.
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,20 +37,28 @@ def _once(fn: Callable[[], object], cuda: bool) -> float:
 
 
 def interleaved(
-    candidates: Sequence[Callable[[], object]], cuda: bool, rounds: int = 15, warm_up: int = 3
+    candidates: Sequence[Callable[[], object]], cuda: bool, rounds: int = 15, warm_up: int = 3, rest: float = 0.0
 ) -> list[float]:
     """Median milliseconds of each candidate; they take turns, so that clocks and caches treat them alike.
 
-    On CUDA a 128 MiB write before every timing evicts the L2 cache, and the GPU is kept waiting while the host queues
-    the work: what is measured is the time on the GPU, as under a CUDA graph.
+    Every round has an order of its own, and `rest` seconds may pass before each timing: where power is the limit, a
+    candidate behind a hot one is up to a tenth slower. On CUDA a 128 MiB write before every timing evicts the L2
+    cache, and the GPU is kept waiting while the host queues the work: what is measured is the time on the GPU, as
+    under a CUDA graph.
     """
     flush = torch.empty(32 << 20, dtype=torch.int32, device="cuda") if cuda else None
     for _ in range(warm_up):
         for fn in candidates:
             fn()
     times: list[list[float]] = [[] for _ in candidates]
+    order, shuffle = list(zip(candidates, times, strict=True)), random.Random(0).shuffle
     for _ in range(rounds):
-        for fn, taken in zip(candidates, times, strict=True):
+        shuffle(order)
+        for fn, taken in order:
+            if rest:
+                if cuda:
+                    torch.cuda.synchronize()
+                time.sleep(rest)
             if flush is not None:
                 flush.zero_()
             taken.append(_once(fn, cuda))
@@ -76,7 +85,9 @@ class Timed(NamedTuple):
     problem: str | None = None
 
 
-def compare(candidates: Mapping[str, Callable[[], object]], cuda: bool, rounds: int = 11) -> dict[str, Timed]:
+def compare(
+    candidates: Mapping[str, Callable[[], object]], cuda: bool, rounds: int = 11, rest: float = 0.0
+) -> dict[str, Timed]:
     """Time and memory of each candidate, taking turns; one that runs out of memory is left out, and says so.
 
     Each runs twice before it is timed, the second time for its memory.
@@ -93,7 +104,8 @@ def compare(candidates: Mapping[str, Callable[[], object]], cuda: bool, rounds: 
             gc.collect()
             torch.cuda.empty_cache()
     ran = [name for name in candidates if name in peaks]
-    times = dict(zip(ran, interleaved([candidates[name] for name in ran], cuda, rounds, warm_up=0), strict=True))
+    taken = interleaved([candidates[name] for name in ran], cuda, rounds, 0, rest)
+    times = dict(zip(ran, taken, strict=True))
     return {name: Timed(times.get(name), peaks.get(name), problems.get(name)) for name in candidates}
 
 
