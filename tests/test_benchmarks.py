@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,9 @@ def test_sanitizer_passes_only_what_it_could_have_failed() -> None:
     planted = {"what": "planted error", "errors": 2, "exit_status": 1}
     assert sanitize.passed(planted)
     assert not sanitize.passed({**planted, "errors": 0}) and not sanitize.passed({**planted, "errors": None})
+    stores = {"what": sanitize.COPY, "errors": 64, "exit_status": 0}
+    assert sanitize.passed(stores) and sanitize.passed({**stores, "errors": 0})
+    assert not sanitize.passed({**stores, "errors": None})
 
 
 @pytest.mark.parametrize(
@@ -110,6 +115,43 @@ def test_sanitizer_passes_only_what_it_could_have_failed() -> None:
 def test_sanitizer_summaries(output: str, errors: int | None) -> None:
     found = sanitize.SUMMARY.findall(output)
     assert (int(found[-1]) if found else None) == errors
+
+
+def test_races_inside_cublas_are_counted_apart() -> None:
+    report = (
+        "========= Error: Race reported between Write access at {}+0x10\n"
+        "=========     and Read access at {}+0x20 [8 hazards]\n"
+    )
+    ours, theirs = "void gemm_kernel(int)", "nvjet_sm90_tst_64x8_64x16_4x2_h_bz_NNT"
+    text = "".join(report.format(a, b) for a, b in ((theirs, theirs), (ours, ours), (theirs, ours), (theirs, theirs)))
+    assert sanitize.races_in_cublas(text) == 2
+    assert sanitize.races_in_cublas("========= RACECHECK SUMMARY: 0 hazards displayed") == 0
+    assert sanitize.races_in_cublas("========= Error: Race reported between something else") == 0
+
+
+def test_sanitizer_runs_the_anchor_then_every_schedule_on_memory_of_its_own() -> None:
+    code = """
+import torch, sanitize
+from rlkernel.kernels.certification import Family, Schedule
+from rlkernel.kernels.schedule import ScheduledOp
+names = sanitize.every_schedule()
+seen = []
+def anchor(grad, x, fresh):
+    grad.copy_(x)
+def run(grad, x, fresh):
+    seen.append((grad.clone(), torch.empty(3)))
+family = Family("fake", anchor, lambda *_: (1,), lambda key: {}, lambda key: torch.device("cpu"), lambda key: [1],
+    lambda *_: (), [Schedule("cublaslt.0", lambda key: run), Schedule("other", lambda key: run)], mutates=(0,))
+op, grad, x = ScheduledOp(family), torch.zeros(3), torch.ones(3)
+op.call(grad, x, False)
+op.call(grad, x, True)
+assert names == {"fake:cublaslt.0", "fake:other"} and torch.equal(grad, x)
+assert torch.equal(seen[0][0], x) and torch.equal(seen[1][0], x), "what the anchor left, where it counts"
+assert seen[0][1].isnan().all() and seen[2][1].isnan().all(), "the copy engine's memory is filled first"
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_sanitizer_calls_run() -> None:
@@ -159,7 +201,7 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     calls = sanitize.calls("cpu", torch.float32, large=False)
     assert {(row["tool"], row["what"]) for row in data["rows"]} == {
         (tool, what) for tool in sanitize.TOOLS for what in (sanitize.PLANT, *calls)
-    }
+    } | {("initcheck", sanitize.COPY)}
     assert run({"linear": "1"})[0] == 1, "an error in one call"
     assert run({"racecheck": "0"})[0] == 1, "a tool that misses its planted error"
     status, data = run({}, kernels=["rope_kernel"])
