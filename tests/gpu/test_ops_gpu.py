@@ -1,7 +1,7 @@
 """Every op with a Triton kernel, on a GPU: right against fp64, the same bits in any batch and tile, without a wait.
 
-Attention and policy_loss have files of their own. Truths are computed in fp64, baselines by the stock ops, both on the
-GPU; the controls show that the bitwise comparisons can fail.
+linear, attention, policy_loss and adamw have files of their own. Truths are computed in fp64, baselines by the stock
+ops, both on the GPU; the controls show that the bitwise comparisons can fail.
 """
 
 from __future__ import annotations
@@ -14,184 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu.gpu_checks import DEVICE, Record, assert_rows_alone, data
 from ops.op_checks import assert_compiles, assert_right, by_dtype, differs, forward_backward, rand
 from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_accurate, assert_bitwise
-from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, EMBEDDING_WINDOW, VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.contract.orders import EMBEDDING_WINDOW, VOCAB_TILE, WGRAD_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-DEVICE = "cuda"
-ROWS = (1, 2, 16, 33, 64, 256, 1000)
-Record = Callable[..., None]
-
-low_precision = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
-
-
-def data(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers on the GPU, the same everywhere."""
-    return rand(seed, *shape, dtype=dtype).to(DEVICE)
-
-
-def slices(rows: int) -> list[slice]:
-    """Where to cut 1..1000 rows out of a batch: at its start, its end and an odd place."""
-    return [slice(at, at + m) for m in ROWS if m <= rows for at in {0, rows - m, min(37, rows - m)}]
-
-
-def assert_rows_alone(run: Callable[..., Any], batch: tuple[Tensor | None, ...], what: str) -> int:
-    """`run` of some rows gives the bits that they have in `run` of the whole batch; returns the number of cases."""
-    whole = run(*batch)
-    whole = (whole,) if isinstance(whole, Tensor) else tuple(whole)
-    rows = next(t.shape[0] for t in batch if t is not None)
-    cases = slices(rows)
-    for piece in cases:
-        some = run(*(None if t is None else t[piece] for t in batch))
-        for i, (s, w) in enumerate(zip((some,) if isinstance(some, Tensor) else some, whole, strict=True)):
-            assert_bitwise(s, w[piece], f"{what}, rows {piece.start}:{piece.stop} alone, tensor {i}")
-    return len(cases)
-
-
-# ---- linear -------------------------------------------------------------------------------------
-
-SHAPES = {"qkv": (4096, 1024, 1), "down": (1024, 3072, 8), "o": (1024, 2048, 2), "odd": (72, 200, 1)}
-by_shape = pytest.mark.parametrize("n,k,chunks", SHAPES.values(), ids=SHAPES)
-
-
-@by_dtype
-@pytest.mark.parametrize("m", (1, 33, 300))
-@pytest.mark.parametrize("n,k,chunks", ((96, 512, 4), (200, 72, 1)))
-def test_linear_accuracy(m: int, n: int, k: int, chunks: int, dtype: torch.dtype) -> None:
-    x, w, b, dy = (data(i, *shape, dtype=dtype) for i, shape in enumerate(((m, k), (n, k), (n,), (m, n))))
-    op = lambda x, w, b: ops.linear(x, w, b, chunks=chunks, dgrad_chunks=chunks)
-    assert_right(op, F.linear, (x, w, b), (dy,), f"linear {m}x{n}x{k}")
-
-
-@by_dtype
-@by_shape
-def test_linear_rows(n: int, k: int, chunks: int, dtype: torch.dtype, record: Record) -> None:
-    x, w, b = data(0, 1100, k, dtype=dtype), data(1, n, k, dtype=dtype), data(2, n, dtype=dtype)
-    cases = assert_rows_alone(lambda x: ops.linear(x, w, b, chunks=chunks), (x,), "linear")
-    cases += assert_rows_alone(lambda x: ops.linear(x, w, chunks=chunks, out_dtype=torch.float32), (x,), "fp32 result")
-    dy = data(3, 1100, n, dtype=dtype)
-    cases += assert_rows_alone(lambda dy: torch.ops.rlkernel.linear_dgrad(dy, w, chunks), (dy,), "input gradient")
-    record(cases=cases, tokens=cases * 1100, mismatches=0)
-
-
-def test_stock_linear_depends_on_the_batch() -> None:
-    """The control: split-K, chosen by M, is what makes cuBLAS vary."""
-    x, w = data(0, 1100, 12288, dtype=torch.bfloat16), data(1, 4096, 12288, dtype=torch.bfloat16)
-    with ops.stock():
-        assert differs(lambda: assert_rows_alone(lambda x: ops.linear(x, w), (x,), "stock linear"))
-
-
-@by_dtype
-@pytest.mark.parametrize("chunks", (1, 2, 8, 16))
-def test_linear_in_every_tile(chunks: int, dtype: torch.dtype, record: Record) -> None:
-    from rlkernel.kernels.triton.linear import gemm
-    from rlkernel.kernels.triton.matrix import Tile
-
-    m, n, k = 200, 300, 1024
-    x, w, b = data(0, m, k, dtype=dtype), data(1, n, k, dtype=dtype), data(2, n, dtype=dtype)
-    new = lambda: torch.empty(m, n, dtype=torch.float32, device=DEVICE)
-    expected = gemm(x, w.t(), new(), bias=b, chunks=chunks)
-    wide = (
-        ()
-        if dtype == torch.float32 or chunks > 1
-        else ((128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 256, 32, 4, 2))
-    )
-    small = ((16, 32, 16, 2, 2), (16, 64, 32, 4, 3), (32, 64, 64, 4, 2), (64, 64, 32, 4, 3), (64, 32, 16, 8, 2))
-    splits = {max(1, chunks // 8), chunks}
-    tiles = [Tile(*t, split, tma) for t in (*small, *wide) for split in splits for tma in (False, True)]
-    for tile in tiles:
-        assert_bitwise(gemm(x, w.t(), new(), bias=b, chunks=chunks, tile=tile), expected, f"{tile}")
-    fresh = x.t().contiguous().t()
-    assert_bitwise(gemm(fresh, w.t().contiguous(), new(), bias=b, chunks=chunks), expected, "other strides")
-    half = k // 2
-    if chunks == 1:
-        running = gemm(x[:, :half], w[:, :half].t(), new())
-        gemm(x[:, half:], w[:, half:].t(), running, bias=b, start=running)
-        assert_bitwise(running, expected, "a chain in two parts")
-    record(cases=len(tiles) + 2, tokens=m * len(tiles), mismatches=0)
-
-
-@by_dtype
-def test_weight_gradient_in_every_tile(dtype: torch.dtype, record: Record) -> None:
-    from rlkernel.kernels.triton.linear_grad import ascending
-    from rlkernel.kernels.triton.matrix import Tile
-
-    chunk = 256
-    tokens = 3 * chunk + 77
-    dy, x, start = data(0, tokens, 136, dtype=dtype), data(1, tokens, 200, dtype=dtype), data(2, 136, 200)
-    expected = ascending(dy.t(), x, start.clone(), chunk, start=start)
-    tiles = [(16, 32, 16, 2, 2), (32, 64, 32, 4, 3), (64, 64, 64, 4, 2), (64, 128, 16, 8, 2)]
-    if dtype != torch.float32:
-        tiles.append((128, 128, 64, 8, 3))
-    for tile, tma, split in itertools.product(tiles, (False, True), (1, 4)):
-        grad = start.clone()
-        ascending(dy.t(), x, grad, chunk, start=grad, tile=Tile(*tile, split=split, tma=tma))
-        assert_bitwise(grad, expected, f"{tile}, tma {tma}, split {split}")
-    grad = start.clone()
-    for piece in (slice(0, chunk), slice(chunk, 3 * chunk), slice(3 * chunk, None)):
-        ascending(dy[piece].t(), x[piece], grad, chunk, start=grad)
-    assert_bitwise(grad, expected, "micro-batches")
-    assert_accurate(expected, start.double() + dy.double().t() @ x.double(), start + dy.t().float() @ x.float())
-    record(cases=len(tiles) + 1, tokens=tokens, mismatches=0)
-
-
-@by_dtype
-def test_weight_gradient_of_the_op(dtype: torch.dtype, record: Record) -> None:
-    """main_grad continued in micro-batches, and without main_grad the fp32 sum rounded once."""
-    tokens = WGRAD_TOKENS + 77
-    dy, x = data(0, tokens, 136, dtype=dtype), data(1, tokens, 200, dtype=dtype)
-    raw = torch.ops.rlkernel
-    new = torch.zeros(136, 200, device=DEVICE)
-    raw.linear_wgrad_(new, dy, x)
-    parts = torch.zeros(136, 200, device=DEVICE)
-    for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)):
-        raw.linear_wgrad_(parts, dy[piece], x[piece])
-    assert_bitwise(parts, new, "micro-batches")
-    assert_bitwise(raw.linear_wgrad(dy, x), new.to(dtype), "one rounding, two chunks")
-    first = torch.zeros(136, 200, device=DEVICE)
-    raw.linear_wgrad_(first, dy[:WGRAD_TOKENS], x[:WGRAD_TOKENS])
-    assert_bitwise(raw.linear_wgrad(dy[:WGRAD_TOKENS], x[:WGRAD_TOKENS]), first.to(dtype), "one rounding, one chunk")
-    assert_bitwise(raw.linear_wgrad(dy[:0], x[:0]), torch.zeros(136, 200, dtype=dtype), "no tokens")
-    record(cases=4, tokens=tokens, mismatches=0)
-
-
-@by_dtype
-def test_input_gradient_of_a_head(dtype: torch.dtype, record: Record) -> None:
-    from rlkernel.kernels.triton.linear import gemm
-    from rlkernel.kernels.triton.linear_grad import ascending
-    from rlkernel.kernels.triton.matrix import Tile
-
-    n, k = DGRAD_WHOLE + DGRAD_CHUNK + 128, 72
-    dy, w = data(0, 70, n, dtype=dtype), data(1, n, k, dtype=dtype) / 16
-    total = None
-    for first in range(0, n, DGRAD_CHUNK):
-        piece = slice(first, first + DGRAD_CHUNK)
-        part = gemm(dy[:, piece], w[piece], torch.empty(70, k, device=DEVICE))
-        total = part if total is None else total + part
-    assert total is not None
-    dx = torch.ops.rlkernel.linear_dgrad(dy, w, 1)
-    assert_bitwise(dx, total.to(dtype), "chunks added ascending")
-    cases = assert_rows_alone(lambda dy: torch.ops.rlkernel.linear_dgrad(dy, w, 1), (dy,), "input gradient of a head")
-    chunks = -(-n // DGRAD_CHUNK)
-    for tile, split in itertools.product(((16, 32, 16, 2, 2), (64, 64, 32, 4, 3)), (1, chunks)):
-        ours = ascending(dy, w, torch.empty_like(dx), DGRAD_CHUNK, tile=Tile(*tile, split=split))
-        assert_bitwise(ours, dx, f"{tile}, split {split}")
-    record(cases=cases + 5, tokens=70, mismatches=0)
-
-
-@pytest.mark.skipif(torch.version.hip is not None, reason="AMD has fp32 matrix instructions")
-@pytest.mark.parametrize("chunks", (1, 4))
-def test_float32_linear_is_the_cpus(chunks: int) -> None:
-    """Where there is no fp32 matrix instruction the chain is the CPU's own: one fma a step."""
-    x, w, b = rand(0, 70, 328), rand(1, 90, 328), rand(2, 90)
-    y = ops.linear(x.to(DEVICE), w.to(DEVICE), b.to(DEVICE), chunks=chunks)
-    assert_bitwise(y, ops.linear(x, w, b, chunks=chunks), "GPU against CPU")
-
 
 # ---- embedding, rms_norm, rope, swiglu ----------------------------------------------------------
 
