@@ -71,8 +71,7 @@ class Family:
             gets copies of its own, and they count among its results, after what it returns.
         warm: makes the function that callers call, the whole cost of dispatch: it takes what decides the shape class
             of a call (M as it is) as cheaply as it can be had, looks it up, asks `first` where it is new, and calls
-            what it found. Default: by `call`.
-        call: what decides the shape class of a call, for an op without `warm`. Default: `key`.
+            what it found. Default: by `key`.
     """
 
     op: str
@@ -88,16 +87,15 @@ class Family:
     versions: Callable[[], dict[str, str]] = dict
     mutates: Sequence[int] = ()
     warm: Callable[[Runs, First], Run] | None = None
-    call: Callable[..., Key] | None = None
 
     def dispatcher(self, runs: Runs, first: First) -> Run:
         """`warm`, or its default."""
         if self.warm is not None:
             return self.warm(runs, first)
-        decides = self.call or self.key
+        key = self.key
 
         def call(*args: Any) -> Any:
-            decided = decides(*args)
+            decided = key(*args)
             return (runs.get(decided) or first(decided, *args))(*args)
 
         return call

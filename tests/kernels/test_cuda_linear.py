@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +224,19 @@ def test_the_products_of_a_head_and_of_a_chunk_of_tokens(asked: list[tuple], mon
         onto, _ = cuda._wgrad(cuda._shape((0, *cuda._wgrad_key(grad, dy, x, fresh)[1:])), 0)
         onto(grad, dy, x, fresh)
         assert_bitwise(grad, (dy.float().t() @ x.float() + (0 if fresh else start)).to(out), f"tokens, {fresh}, {out}")
+
+
+def test_a_misaligned_weight_gradient_runs_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses are no part of its class: the schedule asks for them itself."""
+    ran: list[str] = []
+    monkeypatch.setattr(cuda, "plan", lambda *args: cuda.Plan(0, 0, "none"))
+    monkeypatch.setattr(cuda, "launcher", lambda device, which: lambda *_: ran.append("schedule"))
+    monkeypatch.setattr(cuda.linear_grad, "wgrad_", lambda *_: ran.append("anchor"))
+    at = lambda shift, *shape: torch.zeros(shift + math.prod(shape), dtype=torch.bfloat16)[shift:].view(shape)
+    onto, _ = cuda._wgrad(cuda._shape((0, *cuda._wgrad_key(at(0, 48, 64), at(0, 9, 48), at(0, 9, 64), True)[1:])), 0)
+    for places in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        onto(at(places[0], 48, 64), at(places[1], 9, 48), at(places[2], 9, 64), True)
+        assert ran.pop() == ("anchor" if any(places) else "schedule"), places
 
 
 def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

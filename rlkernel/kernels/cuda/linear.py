@@ -80,7 +80,7 @@ class Shape(NamedTuple):
     out_dtype: torch.dtype | None  # None: dtype
     bias: bool
     chunks: int
-    dense: bool  # contiguous operands at 16-byte addresses
+    dense: bool  # contiguous operands; but for "wgrad" also at 16-byte addresses
     form: str
     fresh: bool = True  # what the result held before does not count
 
@@ -114,6 +114,10 @@ def _dense(*operands: Tensor) -> bool:
     return all(not t.data_ptr() & 15 and t.is_contiguous() for t in operands)
 
 
+def _contiguous(*operands: Tensor) -> bool:
+    return all(t.is_contiguous() for t in operands)
+
+
 def _linear_key(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
 ) -> Key:
@@ -132,8 +136,8 @@ def _dgrad_key(dy: Tensor, weight: Tensor, chunks: int) -> Key:
 
 def _wgrad_key(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Key:
     return (
-        dy.get_device(), bucket(dy.shape[0]), grad.shape, dy.dtype, grad.dtype, False, 1, _dense(grad, dy, x), "wgrad",
-        fresh,
+        dy.get_device(), bucket(dy.shape[0]), grad.shape, dy.dtype, grad.dtype, False, 1, _contiguous(grad, dy, x),
+        "wgrad", fresh,
     )  # fmt: skip
 
 
@@ -170,8 +174,7 @@ def _wgrad_warm(runs: Runs, first: First) -> Run:
     def linear_wgrad(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
         call = (
             grad.shape, dy.numel(), dy.dtype, grad.dtype, fresh, dy.get_device(),
-            not (grad.data_ptr() | dy.data_ptr() | x.data_ptr()) & 15
-            and grad.is_contiguous() and dy.is_contiguous() and x.is_contiguous(),
+            grad.is_contiguous() and dy.is_contiguous() and x.is_contiguous(),
         )  # fmt: skip
         (runs.get(call) or first(call, grad, dy, x, fresh))(grad, dy, x, fresh)
 
@@ -367,8 +370,11 @@ def _wgrad(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor, bool]
     launch = launcher(s.device, chosen)
 
     def run(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
+        dy_at, x_at = dy.data_ptr(), x.data_ptr()
+        if (dy_at | x_at | grad.data_ptr()) & 15:  # asked here, where addresses are at hand, and not in dispatch
+            return linear_grad.wgrad_(grad, dy, x, fresh)
         with common.on_device(dy):
-            launch(n, dy.shape[0], dy.data_ptr(), x.data_ptr(), None, not fresh, grad)
+            launch(n, dy.shape[0], dy_at, x_at, None, not fresh, grad)
 
     return run, chosen.algorithm
 

@@ -198,7 +198,7 @@ def _dz_key(
 ) -> Key:  # fmt: skip
     return (
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype,
-        _fetchable(dz, hidden, weight), inv_temperature is not None, kept is not None, False, False,
+        _fetchable(hidden, weight), inv_temperature is not None, kept is not None, False, False,
         dlogp is not None, dentropy is not None,
     )  # fmt: skip
 
@@ -234,8 +234,8 @@ def _dz_warm(runs: Runs, first: First) -> Run:
         active: Active, start: int, vocab_size: int,
     ) -> None:  # fmt: skip
         call = (
-            hidden.shape, dz.stride(0), hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
-            dlogp is None, dentropy is None, (dz.data_ptr() | hidden.data_ptr() | weight.data_ptr()) & 15,
+            hidden.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
+            dlogp is None, dentropy is None, (hidden.data_ptr() | weight.data_ptr()) & 15,
             (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
         )  # fmt: skip
         run = runs.get(call) or first(
@@ -360,7 +360,8 @@ def _dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: 
     return dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32, row
 
 
-# The sums, what they are rounded into, and dz are made by the backward's loop, one way alone: nothing is asked of them.
+# The sums, what they are rounded into, and dz are made by the backward's loop, one way alone: nothing is asked of them,
+# in `_dz_key` neither.
 
 
 def _dhidden_warm(runs: Runs, first: First) -> Run:
@@ -368,7 +369,7 @@ def _dhidden_warm(runs: Runs, first: First) -> Run:
         running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
     ) -> None:
         call = (
-            weight.size(1), weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
+            weight.shape[1], weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
             weight.data_ptr() & 15, weight.is_contiguous() or weight.stride(),
         )  # fmt: skip
         run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
@@ -380,7 +381,7 @@ def _dhidden_warm(runs: Runs, first: First) -> Run:
 def _dweight_warm(runs: Runs, first: First) -> Run:
     def linear_logprob_dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
         call = (
-            grad.size(1), hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
+            grad.shape[1], hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
             (grad.data_ptr() | hidden.data_ptr()) & 15,
             (grad.is_contiguous() and hidden.is_contiguous()) or _strides(grad, hidden),
         )  # fmt: skip
