@@ -26,6 +26,10 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _model(args: argparse.Namespace) -> str | None:
+    return args.model or (args.train.partition(":")[2] if args.train.startswith("hf:") else None)
+
+
 def references(args: argparse.Namespace) -> References:
     """Loads the models of the options."""
     from rlkernel_drift.diagnose.context import References
@@ -33,9 +37,9 @@ def references(args: argparse.Namespace) -> References:
     from rlkernel_drift.scoring.model import ReferenceModel
     from rlkernel_drift.scoring.weights import read_adapter
 
-    path = args.model or (args.train.partition(":")[2] if args.train.startswith("hf:") else None)
+    path = _model(args)
     if path is None:
-        raise DriftError("diagnose needs --model DIR, the trainer's model")
+        raise DriftError("diagnose needs --model DIR, the trainer's model, or logits rows in the train capsule")
     model = ReferenceModel.load(path, args.device)
     previous = ReferenceModel.load(args.previous, args.device) if args.previous else None
     adapter = read_adapter(Path(args.adapter), model) if args.adapter else None
@@ -59,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         verdict = compare_sources(rollout, train, Options(profile, args.keep_going, floor, command=args.typed))
         if rollout.capsule is None or train.capsule is None:
             raise DriftError("diagnose needs the tokens of both sides: capsules, not metrics files")
-        verdict = diagnose_verdict(verdict, rollout.capsule, train.capsule, lambda: references(args), floor)
+        models = None if _model(args) is None and train.capsule.distribution else lambda: references(args)
+        verdict = diagnose_verdict(verdict, rollout.capsule, train.capsule, models, floor)
     except DriftError as error:
         verdict = unusable(error, args.typed)
     return write(verdict, args)

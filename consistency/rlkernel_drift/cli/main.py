@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from rlkernel_drift import __version__
-from rlkernel_drift.cli import capture, compare, diagnose, floor, inspect, report
+from rlkernel_drift.cli import capture, compare, demo, diagnose, floor, inspect, power, report
 from rlkernel_drift.errors import DriftError
 
 COMMANDS = {
@@ -21,6 +21,8 @@ COMMANDS = {
     "capture": capture,
     "inspect": inspect,
     "report": report,
+    "demo": demo,
+    "power": power,
 }
 
 

@@ -40,12 +40,18 @@ def _hypotheses(context: Context, hidden: torch.Tensor) -> Iterator[Hypothesis]:
     yield from body_battery(context)
 
 
+def trial_of(context: Context, hypothesis: Hypothesis, prediction: Prediction) -> Trial:
+    """A hypothesis with what it leaves, for all sequences."""
+    left = residual(prediction.values, context.target, context.sequences.owner, len(context.sequences))
+    return Trial(hypothesis, prediction, left)
+
+
 def _trials(
     context: Context, hypothesis: Hypothesis, prediction: Prediction, as_is: torch.Tensor, floor: Floor
 ) -> list[Trial]:
     """The hypothesis for all sequences, and for some of them where the others are as declared."""
     owner, count = context.sequences.owner, len(context.sequences)
-    whole = Trial(hypothesis, prediction, residual(prediction.values, context.target, owner, count))
+    whole = trial_of(context, hypothesis, prediction)
     if whole.near(floor) or count < 2:
         return [whole]
     mixed, affected = best_of(as_is, prediction.values, context.target, owner, count)

@@ -73,10 +73,10 @@ def diagnose(
     trials = run_battery(side.context, side.as_is, side.hidden, side.floor)
     accepted, runner_up, why = decide(trials, side.left, side.floor)
     if accepted is not None:
-        return _accepted(side, accepted, runner_up, trials), _view([side])
+        return accepted_diagnosis(side, accepted, runner_up, trials), _view([side])
     if side.outliers:
         return _operator(side, trials), _view([side])
-    return _unexplained(side, trials, why), _view([side])
+    return unexplained_diagnosis(side, trials, why), _view([side])
 
 
 def examine(name: str, capsule: Capsule, references: References, stream: str, floor: Floor | None = None) -> Examined:
@@ -114,7 +114,8 @@ def _without_drift(sides: list[Examined]) -> Diagnosis:
     )
 
 
-def _accepted(side: Examined, trial: Trial, runner_up: Trial | None, trials: list[Trial]) -> Diagnosis:
+def accepted_diagnosis(side: Examined, trial: Trial, runner_up: Trial | None, trials: list[Trial]) -> Diagnosis:
+    """The diagnosis of an accepted hypothesis."""
     hypothesis, left = trial.hypothesis, trial.residual.mean
     cause = hypothesis.cause
     settings = _settings(trial.prediction.parameters)
@@ -177,7 +178,8 @@ def _is_weight_of(parameter: str, key: str) -> bool:
     return (not layer or f".layers.{layer}." in parameter) and f".{operator}." in parameter
 
 
-def _unexplained(side: Examined, trials: list[Trial], why: str) -> Diagnosis:
+def unexplained_diagnosis(side: Examined, trials: list[Trial], why: str) -> Diagnosis:
+    """The diagnosis where nothing was accepted, with what was excluded."""
     off = f"the {side.name} side is {side.left.mean:.3g} off, the noise floor is {side.floor.mean:.3g}"
     statement = f"Unexplained: {off}; {why}"
     return _diagnosis(side, trials, "unexplained", statement, {}, side.left.mean, {})

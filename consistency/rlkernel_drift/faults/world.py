@@ -128,7 +128,8 @@ def record_world(world: World, plant: Callable[[World], None] | None = None) -> 
     train = world.trainer.logprobs(sequences)
     effect = None
     if plant is not None:
-        same = replace(healthy, path=world.rollout.path, sampling=world.trainer.sampling)
+        trainer = world.trainer
+        same = replace(healthy, path=world.rollout.path, sampling=trainer.sampling, edits=trainer.edits)
         effect = float((recorded - same.logprobs(sequences)).abs().mean())
     sides = (
         _capsule(world, 0, bare, sequences, recorded, "rollout"),

@@ -1,0 +1,147 @@
+"""The matrix: runs the cases in parallel, writes each as it ends, and sums them up."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from rlkernel_drift.errors import DriftError
+from rlkernel_drift.faults.kinds import KINDS
+from rlkernel_drift.faults.tiny import FAMILIES
+from rlkernel_drift.power.case import ABOVE, HEALTHY, Case, run_case
+
+Key = tuple[str, str, int]
+
+
+def plan(seeds: int, healthy: int, kinds: Iterable[str] | None = None) -> list[Key]:
+    """Cases: every kind on each of its families and `seeds` seeds, then healthy pairs, the families in turn."""
+    chosen = list(KINDS) if kinds is None else list(kinds)
+    unknown = [name for name in chosen if name not in KINDS]
+    if unknown:
+        raise DriftError(f"no fault is called {unknown[0]!r}; there are: {', '.join(KINDS)}")
+    faults = [(name, family, seed) for name in chosen for family in KINDS[name].families for seed in range(seeds)]
+    return faults + [(HEALTHY, FAMILIES[i % len(FAMILIES)], i) for i in range(healthy)]
+
+
+def run_matrix(
+    cases: list[Key], jobs: int, log: Path | None = None, tell: Callable[[Case], None] = lambda _: None
+) -> list[Case]:
+    """Runs the cases; those that `log` holds already are read from it, so that a stopped run goes on."""
+    done = {(c.kind, c.family, c.seed): c for c in read_cases(log)} if log is not None else {}
+    left = [key for key in cases if key not in done]
+    for case in _run(left, jobs):
+        done[case.kind, case.family, case.seed] = case
+        if log is not None:
+            with open(log, "a", encoding="utf-8") as file:
+                file.write(case.model_dump_json() + "\n")
+        tell(case)
+    return [done[key] for key in cases]
+
+
+def _run(cases: list[Key], jobs: int) -> Iterator[Case]:
+    if jobs == 1:
+        yield from (run_case(*key) for key in cases)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with ProcessPoolExecutor(jobs, initializer=_one_thread) as pool:
+        for future in as_completed([pool.submit(run_case, *key) for key in cases]):
+            yield future.result()
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def read_cases(path: Path) -> list[Case]:
+    """Cases of a log; a last line that was cut off is left out."""
+    if not path.is_file():
+        return []
+    cases = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            cases.append(Case.model_validate_json(line))
+        except ValueError:
+            continue
+    return cases
+
+
+def summary(cases: list[Case]) -> dict[str, Any]:
+    """Figures of the matrix, by kind and in all, and the confusion of causes."""
+    faults = [c for c in cases if c.kind != HEALTHY]
+    above = [c for c in faults if c.above]
+    healthy = [c for c in cases if c.kind == HEALTHY]
+    kinds = []
+    for name in dict.fromkeys(c.kind for c in faults):
+        mine = [c for c in faults if c.kind == name]
+        over = [c for c in mine if c.above]
+        kinds.append(
+            {
+                "kind": name,
+                "group": mine[0].group,
+                "cases": len(mine),
+                "above_floor": len(over),
+                "named_right": sum(c.right for c in over),
+                "called_aligned": sum(c.missed for c in over),
+                "below_floor_named": sum(c.right for c in mine if not c.above),
+                "otherwise": dict(Counter(c.named for c in over if not c.right)),
+            }
+        )
+    confusion: dict[str, Counter[str]] = {}
+    for c in above:
+        confusion.setdefault(c.kind, Counter())[c.named] += 1
+    return {
+        "above_floor_means": f"effect > {ABOVE} x noise floor, or visible in the files",
+        "kinds": len(kinds),
+        "cases": len(faults),
+        "above_floor": len(above),
+        "named_right": sum(c.right for c in above),
+        "named_right_share": sum(c.right for c in above) / len(above) if above else None,
+        "called_aligned_above_floor": sum(c.missed for c in above),
+        "below_floor": len(faults) - len(above),
+        "below_floor_named_right": sum(c.right for c in faults if not c.above),
+        "healthy": len(healthy),
+        "false_alarms": sum(not c.right for c in healthy),
+        "seconds": sum(c.seconds for c in cases),
+        "by_kind": kinds,
+        "confusion": {name: dict(counts) for name, counts in confusion.items()},
+    }
+
+
+def write_result(path: Path, cases: list[Case], command: list[str]) -> dict[str, Any]:
+    """Writes summary and cases as JSON; returns the summary."""
+    from rlkernel_drift.capture.request import hardware, versions
+
+    figures = summary(cases)
+    result = {
+        "name": "drift_power",
+        "command": " ".join(command),
+        "hardware": hardware("cpu"),
+        "versions": versions(),
+        **figures,
+        "rows": [case.model_dump(mode="json") for case in cases],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return figures
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The matrix by kind as Markdown, with what wrong names were given."""
+    lines = [
+        "| fault | group | above the floor | named right | called aligned | named otherwise |",
+        "|---|---|--:|--:|--:|---|",
+    ]
+    for row in figures["by_kind"]:
+        other = ", ".join(f"{name} ({count})" for name, count in row["otherwise"].items())
+        lines.append(
+            f"| {row['kind']} | {row['group']} | {row['above_floor']} of {row['cases']} | {row['named_right']} "
+            f"| {row['called_aligned']} | {other} |"
+        )
+    return "\n".join(lines) + "\n"
