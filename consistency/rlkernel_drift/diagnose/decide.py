@@ -15,7 +15,8 @@ from rlkernel_drift.diagnose.residual import Residual
 NEAR_FLOOR = 2.0
 NEAR_TAIL = 6.0
 BELOW_RUNNER_UP = 0.5
-CLOSEST, SIGMAS = 0.85, 4.0
+CLOSEST, CLOSEST_FILTERS, SIGMAS = 0.85, 0.94, 4.0
+_FILTERS = frozenset({"top-p", "top-k", "min-p"})
 HEALTHY_MEAN, HEALTHY_TAIL, HEALTHY_SEQUENCE, HEALTHY_BIAS = 1.25, 2.0, 2.5, 0.3
 
 
@@ -34,8 +35,14 @@ class Trial:
 
     def near(self, floor: Floor) -> bool:
         """Whether what is left is noise."""
-        r = self.residual
-        return r.usable and r.mean <= NEAR_FLOOR * floor.mean and r.p99 <= NEAR_TAIL * floor.p99
+        r, noise = self.residual, self.noise
+        return r.usable and r.mean <= NEAR_FLOOR * noise * floor.mean and r.p99 <= NEAR_TAIL * noise * floor.p99
+
+    @property
+    def noise(self) -> float:
+        """How much louder the floor's noise is under this hypothesis: a temperature below 1 divides it too."""
+        temperature = self.prediction.parameters.get("temperature")
+        return max(1.0, 1.0 / temperature) if isinstance(temperature, float) and temperature > 0 else 1.0
 
     @property
     def effort(self) -> tuple[int, int]:
@@ -89,7 +96,9 @@ def _surely_better(accepted: Trial, runner_up: Trial | None, as_is: Residual) ->
     """Noise is in both residuals and hides their ratio: token by token the accepted one must be closer all the same."""
     if runner_up is None or accepted.residual.mean > BELOW_RUNNER_UP * as_is.mean:
         return False
-    if accepted.residual.mean > CLOSEST * runner_up.residual.mean:
+    # Filters resemble one another: they renormalise over nearly the same tokens.
+    alike = {accepted.hypothesis.cause, runner_up.hypothesis.cause} <= _FILTERS
+    if accepted.residual.mean > (CLOSEST_FILTERS if alike else CLOSEST) * runner_up.residual.mean:
         return False
     gain = runner_up.residual.tokens - accepted.residual.tokens
     gain = gain[gain.isfinite()]

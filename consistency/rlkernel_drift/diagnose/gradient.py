@@ -70,6 +70,7 @@ def _logp(context: Context, model: object, i: int) -> Tensor:
     out = model.base_model(  # type: ignore[attr-defined]
         input_ids=sequences.ids[i][None].to(device),
         position_ids=sequences.positions[i][None].to(device),
+        attention_mask=torch.ones_like(sequences.ids[i][None]).to(device),
         use_cache=False,
     ).last_hidden_state[0]
     head = model.get_output_embeddings()  # type: ignore[attr-defined]

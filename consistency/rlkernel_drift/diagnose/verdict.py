@@ -13,6 +13,7 @@ from rlkernel_drift.diagnose.gradient import gradient_consequence
 from rlkernel_drift.diagnose.recorded import diagnose_recorded
 from rlkernel_drift.diagnose.run import diagnose
 from rlkernel_drift.gates.common import INPUT_GATES
+from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import match
 from rlkernel_drift.verdict import Consequence, Diagnosis, LayerView, Status, Verdict
 
@@ -74,11 +75,10 @@ def _gradient(rollout: Capsule, train: Capsule, models: References) -> Consequen
 
 
 def _failed(verdict: Verdict, found: Diagnosis) -> Verdict:
+    error = found.finding or finding("drift", found.statement)
     gates = [
-        gate.model_copy(
-            update={"status": "failed", "summary": found.statement, "findings": [*gate.findings, found.finding]}
-        )
-        if gate.name == "statistics" and found.finding is not None
+        gate.model_copy(update={"status": "failed", "summary": found.statement, "findings": [*gate.findings, error]})
+        if gate.name == "statistics"
         else gate
         for gate in verdict.gates
     ]

@@ -163,11 +163,12 @@ class ReferenceModel:
         if layout.attend:
             mask[:] = 1
             positions = torch.arange(width).expand(len(batch), width).contiguous()
-        whole = bool(mask.all())
+        # The mask is given even where it hides nothing: without one, transformers takes positions that start again for
+        # the beginning of another packed sequence.
         out = model.base_model(
             input_ids=ids.to(self.device),
             position_ids=positions.to(self.device),
-            attention_mask=None if whole else mask.to(self.device),
+            attention_mask=mask.to(self.device),
             use_cache=False,
         ).last_hidden_state
         return [out[row, (sequences.rows[i] + starts[row]).to(self.device)] for row, i in enumerate(batch)]

@@ -127,7 +127,10 @@ def forward(model: Any, ids: Tensor, positions: Tensor) -> Tensor:  # [L], [L] -
     device = next(model.parameters()).device
     with torch.no_grad():
         return model.base_model(
-            input_ids=ids[None].to(device), position_ids=positions[None].to(device), use_cache=False
+            input_ids=ids[None].to(device),
+            position_ids=positions[None].to(device),
+            attention_mask=torch.ones_like(ids[None]).to(device),
+            use_cache=False,
         ).last_hidden_state[0]
 
 
