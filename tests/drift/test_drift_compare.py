@@ -227,7 +227,12 @@ def test_masks_and_observations() -> None:
     masks = [[i % 7 != 0 for i in range(len(c))] for c in sequences()[1]]
     assert causes(compare(capsule(), capsule("train", masks=masks)), "tokens") == ["mask-differs"]
     dummies = [np.where(np.arange(len(v)) < 6, 0, v).astype(np.float32) for v in sequences()[2]]
-    assert causes(compare(capsule(logprobs=dummies), capsule("train")), "tokens") == ["observation-tokens"]
+    unlikely = [np.where(np.arange(len(v)) < 6, v - 2.5, v).astype(np.float32) for v in sequences()[2]]
+    rollout, train = capsule(logprobs=dummies), capsule("train", logprobs=unlikely)
+    assert causes(compare(rollout, train), "tokens") == ["observation-tokens"]
+    # A token alone in its kept set has log-probability 0 too, and the other side finds it likely.
+    likely = [np.where(np.arange(len(v)) < 6, -0.4, v).astype(np.float32) for v in sequences()[2]]
+    assert causes(compare(rollout, capsule("train", logprobs=likely)), "tokens") == []
 
 
 def test_media_in_another_order() -> None:
