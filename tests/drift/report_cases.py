@@ -1,6 +1,6 @@
 """Verdicts for the report's tests and its example: made-up numbers of the size that real pairs have, real gates.
 
-`python tests/drift/report_cases.py FOLDER [NAME ...]` writes each as JSON and HTML.
+`python tests/drift/report_cases.py FOLDER [NAME ...]` writes each as HTML and PNG.
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ def pair(
     own = [-np.minimum(rng.exponential(0.35, len(c)) ** 1.6, 12).astype(np.float32) for c in completions]
     other = [noise(rng, values).astype(np.float32) for values in own]
     config = {"dtype": "bfloat16", "tensor_parallel": 1, "max_model_len": 4096, "seed": 7}
-    versions = {"torch": "2.11.0", "transformers": "5.17.0", "python": "3.12.4"}
-    model = Model(name="Qwen3-0.6B", family="qwen3", vocab_size=151936)
+    versions = {"torch": "2.11.0", "example-trainer": "2.0.0", "python": "3.12.4"}
+    model = Model(name="synthetic-12-layers", family="none", vocab_size=16384)
     base = {"model": model, "vocabulary": text.vocabulary, "sampling": Sampling(temperature=1.0)}
     sides = []
     for side, name, values, extra in (("rollout", "recorded", own, rollout), ("train", "train", other, train)):
         given = {
             "config": config,
             "versions": versions,
-            "hardware": {"gpu": "H200", "driver": "580.95"},
+            "hardware": {"device": "none: synthetic numbers"},
             **base,
             **(extra or {}),
         }
@@ -147,7 +147,7 @@ def operator_fault() -> Verdict:
     """A faulty operator in layer 7: drift, localised, diagnosed."""
     faulty = "layers.7.down_proj"
     rollout = {
-        "engine": "vllm",
+        "engine": "example-engine",
         "config": {
             "dtype": "bfloat16",
             "attention_backend": "FLASH_ATTN",
@@ -155,14 +155,14 @@ def operator_fault() -> Verdict:
             "tensor_parallel": 1,
             "seed": 7,
         },
-        "versions": {"torch": "2.11.0", "vllm": "0.26.0", "python": "3.12.4"},
+        "versions": {"torch": "2.11.0", "example-engine": "1.4.0", "python": "3.12.4"},
         "command": [
             "rlkernel-drift",
             "capture",
             "--engine",
-            "vllm",
+            "example",
             "--model",
-            "Qwen3-0.6B",
+            "synthetic-12-layers",
             "--prompts",
             "prompts.jsonl",
         ],
@@ -170,7 +170,7 @@ def operator_fault() -> Verdict:
         "weights": Weights(version=35),
     }
     train = {
-        "engine": "hf",
+        "engine": "example-trainer",
         "config": {
             "dtype": "bfloat16",
             "attention_backend": "sdpa",
@@ -182,9 +182,9 @@ def operator_fault() -> Verdict:
             "rlkernel-drift",
             "capture",
             "--engine",
-            "hf",
+            "example",
             "--model",
-            "Qwen3-0.6B",
+            "synthetic-12-layers",
             "--prompts",
             "prompts.jsonl",
         ],
@@ -204,10 +204,17 @@ def operator_fault() -> Verdict:
     place = view.operators.index(faulty)
     local[place] *= 2.1
     as_is = verdict.statistics.mean
-    splice = [as_is * float(1 - 0.08 * i / len(floor) + rng.normal(0, 0.01)) for i in range(len(floor))]
-    splice[place] = as_is * 0.56
+    splice: list[float | None] = [None] * len(floor)
+    for i, name in enumerate(view.operators):
+        if name.endswith(".output"):
+            left = (0.97 if i < place else 0.53) * (1 - 0.4 * i / len(floor))
+            splice[i] = as_is * (left + float(rng.normal(0, 0.01)))
     layers = view.model_copy(update={"local": local, "floor": floor, "splice": splice})
-    message = f"{faulty} is 2.1 times its neighbours' local error; exchanging its output removes 44% of the difference"
+    around = [value for value in splice[place - len(OPERATORS) : place + len(OPERATORS)] if value is not None]
+    message = (
+        f"{faulty} is {local[place] / floor[place]:.2g} times its floor; "
+        f"exchanging the layer's output takes {(around[0] - around[-1]) / as_is:.0%} of the difference away"
+    )
     hypotheses = [
         ("layer output exchanged", "operator", "rollout", {"operator": faulty}, 0.0169),
         ("body in another dtype", "body-dtype", "rollout", {"dtype": "float16"}, 0.0391),
@@ -268,8 +275,8 @@ def lattice() -> Verdict:
     return _compare(
         pair(
             noise,
-            rollout={"engine": "sglang", "config": config},
-            train={"engine": "megatron", "config": {"dtype": "bfloat16", "logits_dtype": "float32"}},
+            rollout={"engine": "example-engine", "config": config},
+            train={"engine": "example-trainer", "config": {"dtype": "bfloat16", "logits_dtype": "float32"}},
         )
     )
 
@@ -343,11 +350,12 @@ CASES = {
 def main(folder: str, *wanted: str) -> None:
     """Writes the cases."""
     from rlkernel_drift.report import write_html
+    from rlkernel_drift.report.figure import write_png
 
     for name in wanted or CASES:
         verdict = CASES[name]()
-        (Path(folder) / f"{name}.json").write_text(verdict.to_json(), encoding="utf-8")
         (Path(folder) / f"{name}.html").write_text(write_html(verdict), encoding="utf-8")
+        write_png(verdict, Path(folder) / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -190,6 +190,14 @@ def test_trend_names_its_change(verdicts: dict[str, Verdict]) -> None:
     assert "step 150, weights 75" in html and "Since when" in html
 
 
+def test_the_example_is_current() -> None:
+    """`python tests/drift/report_cases.py docs/drift/examples operator` writes it anew."""
+    html = (ROOT / "docs/drift/examples/operator.html").read_text(encoding="utf-8")
+    page = check(html)
+    assert page.text["style"][0] == STYLE
+    assert page.text["script"][-1] == (ROOT / "consistency/rlkernel_drift/report/script.js").read_text(encoding="utf-8")
+
+
 # ---- escaping ------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from rlkernel_drift.report.charts.layers import MAX_OPERATORS, at, excess
 from rlkernel_drift.report.markup import visible
 from rlkernel_drift.report.numbers import number
 from rlkernel_drift.report.sections.distribution import lattice_of
-from rlkernel_drift.report.sections.summary import LOOK, headline
+from rlkernel_drift.report.sections.summary import LOOK, headline, sentence
 from rlkernel_drift.verdict import Status, Verdict
 
 _INK, _SOFT, _RULE = "#1d1c1a", "#5c5952", "#d9d6ce"
@@ -96,7 +96,7 @@ def _words(figure: Any, verdict: Verdict) -> None:
         weight="bold",
     )
     diagnosed = verdict.diagnosis is not None and verdict.status != Status.ALIGNED
-    first = verdict.diagnosis.statement if diagnosed and verdict.diagnosis else headline(verdict)
+    first = sentence(verdict.diagnosis.statement)[0] if diagnosed and verdict.diagnosis else headline(verdict)
     title = _wrap(first, 88, 2)
     _text(figure, 0.03, y(0.45), title, color=_INK, fontsize=14, weight="bold", linespacing=1.25)
     second = headline(verdict) if diagnosed else verdict.scope

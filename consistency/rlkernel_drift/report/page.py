@@ -68,7 +68,7 @@ def _page(verdict: Verdict, budget: float) -> str:
         tag("meta", name="referrer", content="no-referrer"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("link", rel="icon", href="data:,"),
-        tag("title", f"{words}: {_sides(verdict)}"),
+        tag("title", ": ".join(part for part in (words, _sides(verdict)) if part)),
         raw("<style>", style, "</style>"),
     )
     body = tag(
@@ -99,7 +99,7 @@ def _bar(verdict: Verdict, sections: list[Section]) -> Markup:
 
 def _sides(verdict: Verdict) -> str:
     labels = [visible(side.label, 60) for side in (verdict.rollout, verdict.train) if side is not None]
-    return " against ".join(dict.fromkeys(labels)) if labels else "no sides"
+    return " against ".join(dict.fromkeys(labels)) if labels else ""
 
 
 def _json(data: dict[str, object]) -> str:

@@ -85,7 +85,7 @@ def layer_chart(view: LayerView, bits: bool) -> Markup | None:
     parts.append(x_label(box, "operators in the order of computation, by layer"))
     items = [("k-line", "accumulated: both sides compute from the tokens on")] if _some(view.accumulated) else []
     items += [("k-bar", "local: replayed on the other side's recorded input")] if _some(view.local) else []
-    items += [("k-band", "floor: normal for its neighbours")] if _some(view.floor) else []
+    items += [("k-band", "floor: normal without a fault")] if _some(view.floor) else []
     return figure(
         "layers",
         "Error by operator",
@@ -189,32 +189,49 @@ def _plain(view: LayerView) -> str:
     return f"Relative errors of {plural(min(len(view.operators), MAX_OPERATORS), 'operator')}{most}"
 
 
+def first_drop(values: list[float | None], as_is: float | None) -> int | None:
+    """The operator whose exchange takes away most beyond the one before it: what came before it was not to blame."""
+    before, best, largest = as_is, None, 0.0
+    for i, value in enumerate(values):
+        if value is None:
+            continue
+        if before is not None and before - value > largest:
+            best, largest = i, before - value
+        before = value
+    return best
+
+
 def splice_chart(view: LayerView, as_is: float | None) -> Markup | None:
-    """What is left of the difference when one operator's output is exchanged; lower is guiltier."""
+    """What is left of the difference when the output of one layer is exchanged, and all that led to it with it."""
     names = view.operators[:MAX_OPERATORS]
     values = [at(view.splice, i) for i in range(len(names))]
     known = [value for value in values if value is not None]
     if not known:
         return None
-    box = Box(940, 190, left=62, top=14, bottom=44)
+    box = Box(940, 190, left=62, top=16, bottom=44)
     y = linear(0, max([*known, as_is or 0]) * 1.08 or 1.0, *box.y)
     width = (box.x[1] - box.x[0]) / len(names)
-    least = values.index(min(known))
+    hot = first_drop(values, as_is)
     parts: list[Child] = [*_layer_stripes(names, box, width), *y_axis(box, y, "mean |d| left")]
-    for i, value in enumerate(values):
-        if value is not None:
-            bar = max(min(width * 0.72, 18), 1)
-            middle = box.x[0] + (i + 0.5) * width
-            parts.append(rect(middle - bar / 2, y(value), bar, box.y[0] - y(value), "bar hot" if i == least else "bar"))
-    if as_is:
+    if as_is and drawable(as_is):
         parts.append(line(box.x[0], y(as_is), box.x[1], y(as_is), "limit"))
         parts.append(text(box.x[1], y(as_is) - 5, f"as it is: {number(as_is)}", at="end", class_="tick"))
     parts.append(line(box.x[0], box.y[0], box.x[1], box.y[0], "base"))
-    for i in range(len(names)):
-        parts.append(rect(box.x[0] + i * width, box.top, width, box.y[0] - box.top, "hit", _words(view, i)))
-    parts.append(x_label(box, "operator whose output is exchanged"))
-    words: list[Child] = ["Exchanging ", tag("b", names[least]), f" leaves {number(values[least])} of mean |d|"]
-    words.append(f", from {number(as_is)}." if as_is else ".")
-    return figure(
-        "splice", "What an exchange removes", words, svg(box, "Mean difference left by operator", *parts), hint=_HINT
-    )
+    x = lambda i: box.x[0] + (i + 0.5) * width
+    points = [(x(i), y(value), i) for i, value in enumerate(values) if value is not None]
+    parts.append(path([(px, py) for px, py, _ in points], "line"))
+    for px, py, i in points:
+        parts.append(tag("circle", cx=px, cy=py, r=4.5 if i == hot else 3.0, class_="dot hot" if i == hot else "dot"))
+    half = (box.x[1] - box.x[0]) / len(points) / 2
+    for px, _, i in points:
+        left = max(box.x[0], px - half)
+        parts.append(rect(left, box.top, min(2 * half, box.x[1] - left), box.y[0] - box.top, "hit", _words(view, i)))
+    parts.append(x_label(box, "layer whose output is exchanged for the other side's"))
+    words: list[Child] = ["An exchange removes what differs up to that layer. "]
+    if hot is None:
+        words.append("No exchange removes anything.")
+    else:
+        words += ["Most goes with ", tag("b", names[hot]), f": {number(values[hot])} of mean |d| is left"]
+        words.append(f", from {number(as_is)} as it is." if as_is else ".")
+    drawing = svg(box, "Mean difference left by layer", *parts)
+    return figure("splice", "What an exchange removes", words, drawing, hint=_HINT)

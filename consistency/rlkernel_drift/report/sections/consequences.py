@@ -9,6 +9,7 @@ from rlkernel_drift.report.sections.common import Section, clip, table
 from rlkernel_drift.verdict import Consequence, Verdict
 
 _ROWS = 24
+GRADIENT = "gradient"
 
 
 def consequences(verdict: Verdict) -> Section | None:
@@ -33,7 +34,9 @@ def consequences(verdict: Verdict) -> Section | None:
 
 def _row(consequence: Consequence) -> Markup:
     cells: list[Child] = []
-    for value in (consequence.tokens, consequence.sequences):
+    # A cosine is no share of anything.
+    shares = (None, None) if consequence.name == GRADIENT else (consequence.tokens, consequence.sequences)
+    for value in shares:
         cells += [tag("td", share(value), class_="n"), tag("td", _bar(value), class_="bar")]
     return tag(
         "tr",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlkernel_drift.knowledge import CAUSES
 from rlkernel_drift.report.charts.axes import line, logarithmic, rect
 from rlkernel_drift.report.markup import Child, Markup, tag
 from rlkernel_drift.report.numbers import number
@@ -17,7 +18,7 @@ def diagnosis(verdict: Verdict) -> Section | None:
     if found is None:
         return None
     parts: list[Child] = [tag("p", tag("b", prose(found.statement)))]
-    if found.parameters:
+    if found.parameters and (found.finding is None or not found.finding.evidence):
         parts.append(_facts(found))
     if found.finding is not None:
         parts += [evidence(found.finding), tag("p", prose(found.finding.fix)) if found.finding.fix else None]
@@ -32,12 +33,13 @@ def diagnosis(verdict: Verdict) -> Section | None:
             ("times the floor", "n"),
         ]
         shown = found.hypotheses[:_ROWS]
+        accepted = next((h for h in shown if h.cause == found.cause and h.residual == found.residual), None)
         parts.append(tag("h3", "Hypotheses, best first"))
-        parts.append(table(head, [_row(h, found, i) for i, h in enumerate(shown)], "hypotheses"))
+        parts.append(table(head, [_row(h, found, h is accepted) for h in shown], "hypotheses"))
         parts.append(more(len(shown), len(found.hypotheses), "hypotheses"))
         parts.append(_key(found))
     if found.excluded:
-        items = [tag("li", prose(words, 200)) for words in found.excluded[:40]]
+        items = [tag("li", prose(title_of(words) if words in CAUSES else words, 200)) for words in found.excluded[:40]]
         parts.append(
             tag("details", tag("summary", f"Excluded ({len(found.excluded)})"), tag("ul", items, class_="plain"))
         )
@@ -61,17 +63,18 @@ def _key(found: Diagnosis) -> Markup | None:
     return tag("p", " ".join(words), class_="aside") if words else None
 
 
-def _row(result: HypothesisResult, found: Diagnosis, place: int) -> Markup:
+def _row(result: HypothesisResult, found: Diagnosis, accepted: bool) -> Markup:
     settings = ", ".join(f"{key} {scalar(value)}" for key, value in list(result.parameters.items())[:4])
+    mark = tag("span", "accepted", class_="tagged") if accepted else None
     return tag(
         "tr",
-        tag("th", clip(result.name, 80), scope="row"),
+        tag("th", clip(result.name, 80), " ", mark, scope="row"),
         tag("td", clip(result.side, 20)),
         tag("td", clip(settings, 80)),
         tag("td", number(result.residual), class_="n"),
         tag("td", _bar(result.residual, found), class_="bar"),
         tag("td", number(result.over_floor, 3), class_="n"),
-        class_="best" if place == 0 and found.cause not in ("unexplained", "none") else None,
+        class_="best" if accepted else None,
     )
 
 

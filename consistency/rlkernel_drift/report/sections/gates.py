@@ -22,15 +22,12 @@ def gates(verdict: Verdict, budget: float = 1.0) -> Section | None:
         return None
     counts = {status: sum(g.status == status for g in verdict.gates) for status in LOOK}
     note = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return Section(
-        "gates",
-        "Gates",
-        tag("ol", [_rung(g, max(2, int(_FINDINGS * budget))) for g in verdict.gates[:16]], class_="ladder"),
-        note,
-    )
+    most, diagnosed = max(2, int(_FINDINGS * budget)), verdict.diagnosis is not None
+    rungs = [_rung(gate, most, diagnosed) for gate in verdict.gates[:16]]
+    return Section("gates", "Gates", tag("ol", rungs, class_="ladder"), note)
 
 
-def _rung(gate: Gate, most: int) -> Markup:
+def _rung(gate: Gate, most: int, diagnosed: bool) -> Markup:
     look, sign, words = LOOK[gate.status]
     parts: list[Child] = [
         tag("span", icon(sign), class_="node"),
@@ -41,13 +38,17 @@ def _rung(gate: Gate, most: int) -> Markup:
     if found:
         serious = any(f.severity != "note" for f in found)
         title = "What was found" if len(found) == 1 else f"What was found ({len(gate.findings)})"
-        body: list[Child] = [_finding(f, gate.summary) for f in found]
+        body: list[Child] = []
+        said = {"drift"} if diagnosed else set()  # the fix of drift as such is a diagnosis
+        for finding in found:
+            body.append(_finding(finding, gate.summary, finding.cause not in said))
+            said.add(finding.cause)
         body.append(more(len(found), len(gate.findings), "findings"))
         parts.append(tag("details", tag("summary", title), body, open=serious and gate.status in ("failed", "warned")))
     return tag("li", parts, class_=look)
 
 
-def _finding(finding: Finding, summary: str) -> Markup:
+def _finding(finding: Finding, summary: str, first: bool) -> Markup:
     message = None if finding.message == summary else tag("p", prose(finding.message))
     cause = title_of(finding.cause)
     return tag(
@@ -55,7 +56,7 @@ def _finding(finding: Finding, summary: str) -> Markup:
         tag("h4", tag("span", finding.severity, class_=f"tagged {finding.severity}"), cause[:1].upper() + cause[1:]),
         message,
         evidence(finding),
-        tag("p", tag("b", "Fix: "), prose(finding.fix)) if finding.fix else None,
-        threads(finding.threads),
+        tag("p", tag("b", "Fix: "), prose(finding.fix)) if finding.fix and first else None,
+        threads(finding.threads) if first else None,
         class_="finding",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlkernel_drift.report.charts.axes import line, rect
 from rlkernel_drift.report.markup import Child, Markup, tag
-from rlkernel_drift.report.numbers import number, plural, share, signed
+from rlkernel_drift.report.numbers import number, share, signed
 from rlkernel_drift.report.sections.common import Section, clip, more, table
 from rlkernel_drift.statistics import TokenStatistics
 from rlkernel_drift.verdict import Metric, Verdict
@@ -119,15 +119,10 @@ def _left_out(statistics: TokenStatistics) -> Markup | None:
     shown = [
         tag("li", tag("b", f"{count:,}"), f" {name}", class_=look or None) for name, count, look in counts if count
     ]
-    clean = not any(count for name, count, look in counts if look)
-    words = "No NaN, no infinity, no impossible token." if clean else ""
-    return tag(
-        "ul",
-        tag("li", f"Of {plural(statistics.tokens + statistics.masked_out, 'token')}:"),
-        shown,
-        tag("li", words) if words else None,
-        class_="counts",
-    )
+    clean = not any(count for _, count, look in counts if look)
+    first = tag("li", tag("b", f"{statistics.tokens:,}"), " compared")
+    last = tag("li", "no NaN, no infinity, no impossible token") if clean else None
+    return tag("ul", first, shown, last, class_="counts")
 
 
 def _factors(factors: dict[str, TokenStatistics]) -> Markup | None:

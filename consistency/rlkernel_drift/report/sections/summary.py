@@ -7,7 +7,8 @@ import re
 from rlkernel_drift.profiles import LABELS
 from rlkernel_drift.report.markup import Child, Markup, tag
 from rlkernel_drift.report.numbers import number, share
-from rlkernel_drift.report.sections.common import clip, icon, prose, threads, title_of
+from rlkernel_drift.report.sections.common import clip, evidence, icon, prose, threads, title_of
+from rlkernel_drift.report.sections.consequences import GRADIENT
 from rlkernel_drift.verdict import Finding, Metric, Status, Verdict
 
 LOOK = {
@@ -54,7 +55,17 @@ def _words(verdict: Verdict) -> list[Child]:
     words = headline(verdict)
     if verdict.diagnosis is None or verdict.status == Status.ALIGNED:
         return [tag("h1", prose(words)), _statement(verdict)]
-    return [tag("h1", prose(verdict.diagnosis.statement)), tag("p", prose(words), class_="statement")]
+    if verdict.status == Status.INPUTS_DIFFER:
+        return [tag("h1", prose(words))]
+    first, rest = sentence(verdict.diagnosis.statement)
+    return [tag("h1", prose(first)), tag("p", prose(rest or words), class_="statement")]
+
+
+def sentence(text: str) -> tuple[str, str]:
+    """The first sentence, and the rest, both with a full stop."""
+    first, _, rest = text.partition(". ")
+    ended = lambda part: part if not part or part.endswith((".", "!", "?")) else f"{part}."
+    return ended(first), ended(rest)
 
 
 def _statement(verdict: Verdict) -> Child:
@@ -75,6 +86,7 @@ def _columns(verdict: Verdict) -> Markup | None:
     calm = verdict.status in (Status.ALIGNED, Status.UNUSABLE)
     finding = None if calm else main_finding(verdict)
     columns: list[Child] = []
+    stated = verdict.diagnosis.statement if verdict.diagnosis else None
     if finding is not None:
         certain = verdict.diagnosis is not None or finding.severity == "error"
         title = "Cause" if certain else "Suspect, not diagnosed"
@@ -84,7 +96,7 @@ def _columns(verdict: Verdict) -> Markup | None:
                 "div",
                 tag("h2", title),
                 tag("p", tag("b", cause[:1].upper() + cause[1:], ".")),
-                tag("p", prose(finding.message)),
+                evidence(finding) if finding.message == stated else tag("p", prose(finding.message)),
             )
         )
         if finding.fix:
@@ -93,6 +105,7 @@ def _columns(verdict: Verdict) -> Markup | None:
             )
     costs = [c for c in verdict.consequences if not calm and ((c.tokens or 0) > 0 or (c.sequences or 0) > 0)]
     if costs:
+        costs.sort(key=lambda c: c.name != GRADIENT)
         items = [tag("li", clip(c.words, 160), tag("small", clip(f"{c.name}, {c.setting}", 120))) for c in costs[:3]]
         columns.append(tag("div", tag("h2", "What it costs"), tag("ul", items, class_="costs")))
     change = next((t for t in verdict.trends if t.change is not None), None)
@@ -105,7 +118,9 @@ def _columns(verdict: Verdict) -> Markup | None:
 
 
 def _figures(verdict: Verdict) -> Markup | None:
-    """Up to six numbers, those with a threshold first."""
+    """Up to six numbers, those with a threshold first; none where nothing was compared."""
+    if verdict.statistics is not None and not verdict.statistics.tokens:
+        return None
     judged = [m for m in verdict.metrics if m.status in ("ok", "over")]
     by_name = {m.name: m for m in verdict.metrics}
     cards: list[Child] = [_card(m) for m in judged[:3]]
@@ -123,10 +138,10 @@ def _figures(verdict: Verdict) -> Markup | None:
 
 def _card(metric: Metric) -> Markup:
     over = metric.status == "over"
-    limits = [f"at most {number(metric.at_most)}" if metric.at_most is not None else ""]
-    limits.append(f"at least {number(metric.at_least)}" if metric.at_least is not None else "")
+    limits = [f"at most {number(metric.at_most, 3)}" if metric.at_most is not None else ""]
+    limits.append(f"at least {number(metric.at_least, 3)}" if metric.at_least is not None else "")
     words = ", ".join(limit for limit in limits if limit)
-    times = f" · {number(metric.ratio, 3)} ×" if over and metric.ratio is not None and metric.at_most else ""
+    times = f" · {number(metric.ratio, 3)}×" if over and metric.ratio is not None and metric.at_most else ""
     value = share(metric.value) if metric.name.endswith("equal") else number(metric.value)
     return _plain_card(metric.label, value, words + times, "over" if over else "ok")
 
