@@ -12,14 +12,35 @@ import torch
 from torch import nn
 
 from rlkernel import ops
+from rlkernel_vllm import settings
+from rlkernel_vllm.config import model_config
 
 HEAD_ROWS = 1024  # vLLM scores prompts in chunks of it
 
 
 def settle(model: nn.Module, vllm_config: Any) -> None:
-    """Calls `ops.linear` once for each weight shape of the model and each class of rows a step can have."""
-    if next(model.parameters()).device.type != "cuda":
+    """Calls `ops.linear` once for each weight shape of the model and each class of rows a step can have.
+
+    Raises:
+        VariantError: the attention variant that was asked for does not run here.
+    """
+    place = next(model.parameters())
+    if place.device.type != "cuda":
         return
+    asked = settings.read(vllm_config)
+    if asked.attention != "split":
+        config = model_config(vllm_config.model_config)
+        ops.check_attention_variant(
+            asked.attention,
+            place.device,
+            place.dtype,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=vllm_config.cache_config.block_size,
+            halves=True,
+            window=next((w for w in config.windows if w is not None), None),
+        )
     scheduler = vllm_config.scheduler_config
     most = scheduler.max_num_batched_tokens
     rows = [m for m in (1, 16, *(32 << i for i in range(9)), 16384) if m < 2 * most]

@@ -189,6 +189,15 @@ def merged(o, top, o_split, top_split):
     return o, tl.where(none, top, tl.where(first, top_split, high + log2(total)))
 
 
+@triton.jit
+def seen_from(keys, queries, window, HAS_WINDOW: tl.constexpr):
+    """First key of the first block that a query of the sequence's last `queries` sees."""
+    if HAS_WINDOW:
+        return max(0, keys - queries - window + 1) // KEYS * KEYS
+    else:
+        return 0
+
+
 @triton.jit(do_not_specialize=["T", "COLUMNS", "window"])
 def attention_kernel(
     q,  # [T, H, D]
@@ -201,6 +210,8 @@ def attention_kernel(
     lens,  # cumulative keys [B + 1], or keys [B] where there are pages
     out,  # [T, H, D], or [splits, T, H, D] fp32
     lse,  # [T, H] natural log, or [splits, T, H] base 2
+    whole_out,  # [T, H, D] and [T, H] natural log, for sequences inside one split, where `out` and `lse` hold parts
+    whole_lse,
     T,
     q_stride,
     k_stride,
@@ -237,8 +248,10 @@ def attention_kernel(
         keys = tl.load(lens + sequence + 1) - k_first
         k_step = k_stride
         v_step = v_stride
+    alone = MODE != PARTIAL
     if MODE == PARTIAL:
         tile = 0
+        alone = seen_from(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     if tile * BLOCK_M >= queries * GROUP:
@@ -283,11 +296,14 @@ def attention_kernel(
         o, top = closed_split(x, source, start, stop, whole, keys, position, window, column, scale_log2e, D,
                               HAS_WINDOW, PAGE, TMA, BRANCH)  # fmt: skip
     to = (tl.cast(q_first, tl.int64) + token) * (HK * GROUP) + head * GROUP + row % GROUP
-    if MODE != PARTIAL:
-        top = top * LN2
-    tl.store(lse + to, top, mask=inside)
-    tl.store(out + (to * D)[:, None] + column[None, :], o.to(out.dtype.element_ty),
-             mask=inside[:, None] & (column < D)[None, :])  # fmt: skip
+    at = (to * D)[:, None] + column[None, :]
+    held = inside[:, None] & (column < D)[None, :]
+    if alone:
+        tl.store(whole_lse + to, top * LN2, mask=inside)
+        tl.store(whole_out + at, o.to(whole_out.dtype.element_ty), mask=held)
+    else:
+        tl.store(lse + to, top, mask=inside)
+        tl.store(out + at, o.to(out.dtype.element_ty), mask=held)
 
 
 @triton.jit(do_not_specialize=["T", "window"])
@@ -319,6 +335,8 @@ def merge_kernel(
         keys = tl.load(lens + sequence)
     else:
         keys = tl.load(lens + sequence + 1) - tl.load(lens + sequence)
+    if seen_from(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT:
+        return  # nothing to merge: the one split is in place
     position = keys - queries + token
     if HAS_WINDOW:
         first = max(0, position - window + 1) // SPLIT
@@ -440,8 +458,8 @@ def _forward(
     boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma else (None, None)
     with on_device(q):
         attention_kernel[(splits if mode == PARTIAL.value else tiles, hk, batch)](
-            q, *boxes, k, v, table, cu_q, lens, o_parts, lse_parts, t, q.stride(0), k.stride(-3), v.stride(-3),
-            0 if table is None else table.stride(0), window or 0, split, scale * LOG2E.value,
+            q, *boxes, k, v, table, cu_q, lens, o_parts, lse_parts, out, lse, t, q.stride(0), k.stride(-3),
+            v.stride(-3), 0 if table is None else table.stride(0), window or 0, split, scale * LOG2E.value,
             HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode,
             HAS_WINDOW=window is not None, PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
             BRANCH=kind == "hopper",
@@ -534,7 +552,8 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
     part = "fp32" if mode == PARTIAL.value else kind
     types = {
         "q": f"*{kind}:16", "k": f"*{kind}:16", "v": f"*{kind}:16", "cu_q": "*i32:16", "lens": "*i32:16",
-        "out": f"*{part}:16", "lse": "*fp32:16", "T": "i32", "q_stride": "i32:16", "k_stride": "i32:16",
+        "out": f"*{part}:16", "lse": "*fp32:16", "whole_out": f"*{kind}:16", "whole_lse": "*fp32:16",
+        "T": "i32", "q_stride": "i32:16", "k_stride": "i32:16",
         "v_stride": "i32:16", "COLUMNS": "i32", "window": "i32", "SPLIT": "i32:16",
         "scale_log2e": "fp32",
     }  # fmt: skip

@@ -1,0 +1,134 @@
+"""Rollout throughput of vLLM: as it comes, batch-invariant, and with rlkernel under it, in turns on one GPU.
+
+Workloads: nano-vllm's benchmark (256 requests of 100-1024 tokens in and out), and 4 requests of 32k tokens. Random
+weights at published shapes. Where three engines do not fit together, two are up at a time, vLLM's default among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from vllm_arms import ARMS, Arm, make_model, temporary_folder
+
+DEFAULT = "vllm default"
+NANO = {"requests": 256, "prompt": (100, 1024), "output": (100, 1024)}
+LONG = {"requests": 4, "prompt": (32000, 32000), "output": (256, 256)}
+WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nano": (NANO, {"max_model_len": 4096, "max_num_seqs": 256}),
+    "long": (LONG, {"max_model_len": 32768, "max_num_seqs": 16}),
+}
+CASES = (("qwen3-0.6b", "nano"), ("qwen3-8b", "nano"), ("qwen3-0.6b", "long"), ("qwen3-8b", "long"))
+VOCABULARY = 120000
+"""Ids are drawn below it; every preset has them."""
+RESERVE = 10 << 30
+"""Bytes of an engine beside weights and cache: CUDA, activations, graphs."""
+
+
+def groups(arms: Sequence[str], weights: int, cache: int, total: int) -> list[list[str]]:
+    """Arms that are up together: all, or the default with one other at a time."""
+    if len(arms) * (weights + cache + RESERVE) <= total:
+        return [list(arms)]
+    return [[DEFAULT, arm] for arm in arms if arm != DEFAULT]
+
+
+def measure(
+    model: Path, arms: list[str], workload: str, cache: int, rounds: int, scale: float
+) -> dict[str, list[float]]:
+    """Tokens per second of each arm, a number a round; the arms take turns."""
+    asked, settings = WORKLOADS[workload]
+    asked = {**asked, "seed": 0, "vocabulary": VOCABULARY, "requests": max(1, int(asked["requests"] * scale))}
+    common = {
+        "model": str(model), "skip_tokenizer_init": True, "seed": 0, "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": cache, **settings,
+    }  # fmt: skip
+    rates: dict[str, list[float]] = {name: [] for name in arms}
+    with ExitStack() as stack:
+        running = [stack.enter_context(Arm(name, model.parent, common)) for name in arms]
+        for arm in running:
+            arm.answer()
+            print(f"{arm.name}: up", flush=True)
+        sampling = {"temperature": 0.6}
+        for arm in running:  # kernels compile
+            arm.ask(workload={**asked, "output": (8, 8)}, sampling=sampling)
+        for i in range(rounds):
+            for arm in running[i % len(running) :] + running[: i % len(running)]:
+                found = arm.ask(workload=asked, sampling=sampling)
+                rates[arm.name].append(found["tokens"] / found["seconds"])
+                print(f"round {i}: {arm.name}: {rates[arm.name][-1]:,.0f} tokens/s", flush=True)
+    return rates
+
+
+def rows(preset: str, workload: str, rates: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """A row an arm: medians over the rounds, and the ratio of each round to the default's of that round."""
+    out = []
+    for name, found in rates.items():
+        if name == DEFAULT:
+            continue
+        anchor = rates[DEFAULT]
+        out.append(
+            {
+                "op": f"generate {preset}, {workload}",
+                "dtype": "bfloat16",
+                "ours": name,
+                "anchor": DEFAULT,
+                "tokens_per_s": statistics.median(found),
+                "anchor_tokens_per_s": statistics.median(anchor),
+                "ratio": statistics.median(a / b for a, b in zip(found, anchor, strict=True)),
+                "rounds": len(found),
+            }
+        )
+    return out
+
+
+def main() -> int:
+    """Prints tokens per second and writes `bench_vllm.json`, or `bench_vllm_<preset>_<workload>.json` for one case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", choices=sorted({p for p, _ in CASES}))
+    parser.add_argument("--workload", choices=WORKLOADS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[DEFAULT, "vllm batch invariant", "rlkernel"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests")
+    args = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("bench_vllm: torch sees no CUDA GPU; nothing is measured")
+        return 0
+    from rlkernel.models import KVCache
+    from rlkernel.models import preset as named
+
+    folder, total = Path(temporary_folder()), torch.cuda.mem_get_info()[1]
+    cases = [c for c in CASES if args.preset in (None, c[0]) and args.workload in (None, c[1])]
+    found: list[dict[str, Any]] = []
+    for preset, workload in cases:
+        model = folder / preset
+        if not model.exists():
+            make_model(preset, folder)
+        asked, _ = WORKLOADS[workload]
+        keys = int(1.15 * asked["requests"] * (sum(asked["prompt"]) / 2 + asked["output"][1]))
+        cache = keys // 16 * KVCache.page_bytes(named(preset), 16, torch.bfloat16)
+        weights = sum(f.stat().st_size for f in model.glob("*.safetensors"))
+        for arms in groups(args.arms, weights, cache, total):
+            found += rows(preset, workload, measure(model, arms, workload, cache, args.rounds, args.scale))
+    for row in found:
+        print(f"{row['op']}: {row['ours']} {row['tokens_per_s']:,.0f} tokens/s, {row['ratio']:.3f}x of {DEFAULT}")
+    from importlib.metadata import version
+
+    from results_io import write_result
+
+    part = "_".join(filter(None, (args.preset, args.workload)))
+    name = "bench_vllm" + (f"_{part}" if part else "")
+    print(f"wrote {write_result(name, found, vllm=version('vllm'))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

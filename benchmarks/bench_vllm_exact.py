@@ -1,0 +1,123 @@
+"""How many sampled log-probabilities of vLLM equal the training forward of transformers, with rlkernel and without.
+
+At least 50,000 sampled tokens a model, temperature 1: vLLM with rlkernel against transformers with rlkernel, and vLLM's
+default against transformers' default. Random weights at published shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from vllm_arms import Arm, make_model, requests, temporary_folder
+
+PRESETS = ("qwen3-0.6b", "qwen3-8b", "llama3-8b")
+WORKLOAD = {"requests": 128, "prompt": (16, 1024), "output": (400, 400), "seed": 0, "vocabulary": 120000}
+BATCH = 8
+"""Sequences of a training forward."""
+
+
+def packed(sequences: list[list[int]]) -> Iterator[list[list[int]]]:
+    """Sequences of similar length together, so that little is padding."""
+    order = sorted(sequences, key=len)
+    return (order[i : i + BATCH] for i in range(0, len(order), BATCH))
+
+
+def training_scores(model: Path, sequences: list[list[int]], ours: bool) -> dict[tuple[int, ...], Any]:
+    """Log-probability of every token after the first of each sequence, by transformers in bf16, padded right."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    settings: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": "cuda"}
+    if not ours:
+        settings["attn_implementation"] = "sdpa"
+    found = AutoModelForCausalLM.from_pretrained(model, **settings)
+    if ours:
+        import rlkernel_transformers
+
+        rlkernel_transformers.apply(found)
+    out = {}
+    for batch in packed(sequences):
+        width = max(map(len, batch))
+        ids = torch.tensor([s + [0] * (width - len(s)) for s in batch], device="cuda")
+        mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in batch], device="cuda")
+        targets = ids.roll(-1, 1)
+        with torch.no_grad():
+            if ours:
+                logp = rlkernel_transformers.token_logprobs(
+                    found, ids, mask, targets=targets.masked_fill(mask.roll(-1, 1) == 0, -100)
+                ).logp
+            else:
+                hidden = found.model(input_ids=ids, attention_mask=mask).last_hidden_state
+                logp = torch.stack([
+                    found.lm_head(row).float().log_softmax(-1).gather(-1, t[:, None])[:, 0]
+                    for row, t in zip(hidden, targets, strict=True)
+                ])  # fmt: skip
+        for sequence, row in zip(batch, logp.float().cpu(), strict=True):
+            out[tuple(sequence)] = row[: len(sequence) - 1]
+    del found
+    torch.cuda.empty_cache()
+    return out
+
+
+def compare(model: Path, arm: str, ours: bool) -> dict[str, Any]:
+    """One engine's samples against one training forward."""
+    import torch
+
+    settings = {
+        "model": str(model), "skip_tokenizer_init": True, "seed": 0, "max_model_len": 2048, "max_num_seqs": 128,
+        "kv_cache_memory_bytes": 24 << 30, "logprobs_mode": "processed_logprobs",
+    }  # fmt: skip
+    with Arm(arm, model.parent, settings) as engine:
+        engine.answer()
+        answer = engine.ask(workload=WORKLOAD, sampling={"temperature": 1.0, "logprobs": 0}, details=True)
+    prompts, _ = requests(WORKLOAD)
+    sequences = [p + s for p, s in zip(prompts, answer["sampled"], strict=True)]
+    scores = training_scores(model, sequences, ours)
+    sampled = torch.tensor([x for row in answer["logprobs"] for x in row])
+    trained = torch.cat([scores[tuple(s)][len(p) - 1 :] for p, s in zip(prompts, sequences, strict=True)])
+    apart = (sampled - trained).abs()
+    return {
+        "tokens": sampled.numel(),
+        "mismatches": int((sampled != trained).sum()),
+        "mean_abs": float(apart.mean()),
+        "max_abs": float(apart.max()),
+    }
+
+
+def main() -> int:
+    """Prints mismatches and writes `bench_vllm_exact.json`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", nargs="+", choices=PRESETS, default=list(PRESETS))
+    args = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("bench_vllm_exact: torch sees no CUDA GPU; nothing is measured")
+        return 0
+    folder, found = Path(temporary_folder()), []
+    for preset in args.preset:
+        model = make_model(preset, folder)
+        for arm, ours, trainer in (
+            ("rlkernel", True, "transformers with rlkernel"),
+            ("vllm default", False, "transformers, sdpa"),
+        ):
+            row = {"op": f"sampled log-probabilities, {preset}", "dtype": "bfloat16", "ours": arm, "anchor": trainer}
+            found.append({**row, **compare(model, arm, ours)})
+            print(found[-1], flush=True)
+    from importlib.metadata import version
+
+    from results_io import write_result
+
+    name = "bench_vllm_exact" + ("" if len(found) == 2 * len(PRESETS) else "_" + "_".join(args.preset))
+    print(f"wrote {write_result(name, found, vllm=version('vllm'), transformers=version('transformers'))}")
+    return int(any(row["mismatches"] for row in found if row["ours"] == "rlkernel"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Arms of a vLLM benchmark: engines in processes of their own, which are up together and measured in turns.
+
+`python vllm_arms.py ARM` is one arm: it builds its engine, then answers a line of JSON with a line of JSON. A random
+model is made once, at a published shape.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "integrations")]
+
+ARMS: dict[str, dict[str, Any]] = {
+    "vllm default": {},
+    "vllm batch invariant": {
+        "env": {"VLLM_BATCH_INVARIANT": "1"},
+        "settings": {"attention_config": {"backend": "FLASH_ATTN"}},
+    },
+    "rlkernel": {"settings": {"additional_config": {"use_rl_kernel_backend": True}}},
+    "rlkernel fa3": {
+        "settings": {"additional_config": {"use_rl_kernel_backend": True, "rl_kernel_attention": "fa3"}}
+    },
+}  # fmt: skip
+
+
+def entry_point(folder: Path) -> Path:
+    """A folder with the metadata by which vLLM finds the plugin, where rlkernel is a checkout that is not installed."""
+    info = folder / "entry" / "rlkernel-0.0.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rlkernel\nVersion: 0.0.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nrlkernel = rlkernel_vllm:register\n")
+    return info.parent
+
+
+def make_model(preset: str, folder: Path) -> Path:
+    """Saves a model of random weights; its logits have a deviation of about 3, so that a sampler has a choice."""
+    import torch
+
+    from rlkernel.models import Decoder, save_model
+    from rlkernel.models import preset as named
+
+    with torch.device("cuda"):
+        model = Decoder(named(preset))
+    generator = torch.Generator("cuda").manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        model.norm.weight.fill_(5.0)
+    out = save_model(model, folder / preset)
+    del model
+    torch.cuda.empty_cache()
+    return out
+
+
+def temporary_folder() -> str:
+    """In memory where that is a file system: models of 16 GB are read by several processes."""
+    return tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+
+
+class Arm:
+    """One engine in a process.
+
+    Args:
+        name: a key of `ARMS`.
+        folder: for caches; verdicts are kept in the user's own.
+        settings: of `vllm.LLM`, for all arms.
+    """
+
+    def __init__(self, name: str, folder: Path, settings: dict[str, Any]) -> None:
+        arm = ARMS[name]
+        env = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_CACHE_ROOT": str(folder / name.replace(" ", "_")),
+            "PYTHONPATH": os.pathsep.join(
+                [str(entry_point(folder)), str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
+            ),
+            **arm.get("env", {}),
+        }
+        given = {**settings, **arm.get("settings", {})}
+        command = [sys.executable, str(Path(__file__).resolve()), json.dumps(given)]
+        self.name = name
+        self._process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
+        )  # fmt: skip
+
+    def __enter__(self) -> Arm:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def ask(self, **question: Any) -> dict[str, Any]:
+        """Sends a question, waits for the answer."""
+        self.send(**question)
+        return self.answer()
+
+    def send(self, **question: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """The next line that is an answer.
+
+        Raises:
+            RuntimeError: the process has ended.
+        """
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("ANSWER "):
+                found: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
+                return found
+            print(f"[{self.name}] {line}", end="", flush=True)
+        raise RuntimeError(f"{self.name}: the engine's process ended with status {self._process.wait()}")
+
+
+def requests(workload: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
+    """Prompts of random ids, and the number of tokens to sample for each."""
+    rng = random.Random(workload["seed"])
+    draw = lambda limits: rng.randint(*limits)
+    prompts = [
+        [rng.randrange(3, workload["vocabulary"]) for _ in range(draw(workload["prompt"]))]
+        for _ in range(workload["requests"])
+    ]
+    return prompts, [draw(workload["output"]) for _ in prompts]
+
+
+def _serve() -> None:
+    """The arm's process."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**json.loads(sys.argv[1]))
+
+    def reply(**found: Any) -> None:
+        print("ANSWER " + json.dumps(found), flush=True)
+
+    reply(up=True, seconds=time.process_time())
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "workload" in question:
+            prompts, counts = requests(question["workload"])
+        else:
+            prompts, counts = question["prompts"], question["counts"]
+        given = {"ignore_eos": True, "detokenize": False, **question["sampling"]}
+        parameters = [SamplingParams(max_tokens=n, **given) for n in counts]
+        start = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+        taken = time.perf_counter() - start
+        found: dict[str, Any] = {"seconds": taken, "tokens": sum(counts)}
+        if question.get("details"):
+            found["sampled"] = [list(o.outputs[0].token_ids) for o in outputs]
+            if given.get("logprobs") is not None:
+                found["logprobs"] = [
+                    [row[t].logprob for t, row in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)]
+                    for o in outputs
+                ]
+        reply(**found)
+
+
+if __name__ == "__main__":
+    _serve()
