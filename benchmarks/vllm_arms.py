@@ -42,15 +42,19 @@ def entry_point(folder: Path) -> Path:
     return info.parent
 
 
-def make_model(preset: str, folder: Path) -> Path:
-    """Saves a model of random weights; its logits have a deviation of about 3, so that a sampler has a choice."""
+def make_model(config: Any, folder: Path) -> Path:
+    """Saves a model of random weights; its logits have a deviation of about 3, so that a sampler has a choice.
+
+    Args:
+        config: a `ModelConfig`, or the name of a preset.
+    """
     import torch
 
     from rlkernel.models import Decoder, save_model
     from rlkernel.models import preset as named
 
     with torch.device("cuda"):
-        model = Decoder(named(preset))
+        model = Decoder(named(config) if isinstance(config, str) else config)
     generator = torch.Generator("cuda").manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -59,7 +63,7 @@ def make_model(preset: str, folder: Path) -> Path:
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         model.norm.weight.fill_(5.0)
-    out = save_model(model, folder / preset)
+    out = save_model(model, folder / (config if isinstance(config, str) else config.model_type))
     del model
     torch.cuda.empty_cache()
     return out

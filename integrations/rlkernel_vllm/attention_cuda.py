@@ -108,10 +108,19 @@ class Impl(TritonAttentionImpl):
 
 
 def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:  # [pages, HK, page, 2 D] -> two [pages, page, HK, D]
-    """Views of the keys and of the values."""
+    """Views of the keys and of the values.
+
+    Raises:
+        ValueError: the cache lies in memory in another order, which the op would copy.
+    """
+    _, heads, _, width = kv_cache.shape
     tokens = kv_cache.transpose(1, 2)
-    d = kv_cache.shape[-1] // 2
-    return tokens[..., :d], tokens[..., d:]
+    if tokens.stride(1) != heads * width:
+        raise ValueError(
+            f"rlkernel_vllm: the cache has strides {kv_cache.stride()}; expected tokens before heads in memory (layout "
+            "NHD): unset VLLM_KV_CACHE_LAYOUT"
+        )
+    return tokens[..., : width // 2], tokens[..., width // 2 :]
 
 
 class Backend(TritonAttentionBackend):
@@ -130,6 +139,16 @@ class Backend(TritonAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[Builder]:
         return Builder
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:  # vLLM up to 0.30
+        return "NHD"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:  # vLLM from 0.31 on
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBNHC,)
 
     @staticmethod
     def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:

@@ -23,7 +23,7 @@ class Status:
         mode, attention: the settings.
         runner: vLLM's model runner, "V1" or "V2".
         modules: module name -> what computes it; "stock": vLLM itself.
-        findings: (setting or module, reason) of what cannot be exact; "audit" mode lets it through.
+        findings: [setting or module, reason] of what cannot be exact; "audit" mode lets it through.
         versions: of vLLM, torch and rlkernel.
     """
 
@@ -34,7 +34,7 @@ class Status:
     attention: str = ""
     runner: str = ""
     modules: dict[str, str] = field(default_factory=dict)
-    findings: list[tuple[str, str]] = field(default_factory=list)
+    findings: list[list[str]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -112,6 +112,6 @@ def of_worker(worker: Any) -> dict[str, Any]:
         "attention": asked.attention,
         "runner": "V2" if hasattr(runner, "prompt_logprobs_worker") else "V1",
         "modules": {**done.modules, "sampler": type(runner.sampler).__name__},
-        "findings": [tuple(finding) for finding in done.found],
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "rlkernel": rlkernel.__version__},
+        "findings": [list(finding) for finding in done.found],
+        "versions": {"vllm": vllm.__version__, "torch": str(torch.__version__), "rlkernel": rlkernel.__version__},
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,11 +41,17 @@ def environment(**changes: str) -> dict[str, str]:
 def side() -> Side:
     def run(scenario: str, folder: Path, env: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
         command = [sys.executable, str(HERE / "vllm_side.py"), scenario, str(folder), json.dumps(arguments)]
-        done = subprocess.run(
-            command, env=environment(**(env or {})), capture_output=True, text=True, timeout=900, cwd=folder
-        )
-        found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        assert found, f"{scenario} failed\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        process = subprocess.Popen(
+            command, env=environment(**(env or {})), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=folder, start_new_session=True,
+        )  # fmt: skip
+        try:
+            out, errors = process.communicate(timeout=900)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # engines are processes of their own
+        found = [line for line in out.splitlines() if line.startswith("RESULT ")]
+        assert found, f"{scenario} failed\n{out[-3000:]}\n{errors[-6000:]}"
         result: dict[str, Any] = json.loads(found[-1].removeprefix("RESULT "))
         return result
 

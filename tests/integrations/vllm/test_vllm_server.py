@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -61,8 +63,9 @@ def server(tmp_path: Path) -> Iterator[str]:
     log = tmp_path / "server.log"
     with open(log, "w") as out:
         process = subprocess.Popen(
-            command, env=environment(VLLM_SERVER_DEV_MODE="1"), stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path
-        )
+            command, env=environment(VLLM_SERVER_DEV_MODE="1"), stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path,
+            start_new_session=True,
+        )  # fmt: skip
     try:
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
         while True:
@@ -76,10 +79,10 @@ def server(tmp_path: Path) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the engine is a process of its own
 
 
 @pytest.fixture(autouse=True)

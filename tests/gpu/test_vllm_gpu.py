@@ -1,0 +1,41 @@
+"""vLLM with rlkernel on a GPU: CUDA graphs, V2 runner, sleeping; log-probabilities are the training forward's."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+
+@pytest.mark.parametrize(
+    "preset,attention,sleep", [("qwen3-0.6b", "split", True), ("llama3-8b", "split", False), ("qwen3-8b", "fa3", False)]
+)
+def test_rollout_equals_training(
+    preset: str, attention: str, sleep: bool, tmp_path: Path, record: Callable[..., None]
+) -> None:
+    if attention == "fa3" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FlashAttention-3 is for GPUs of compute capability 9")
+    arguments = {"preset": preset, "attention": attention, "sleep": sleep, "layers": 4}
+    command = [sys.executable, str(Path(__file__).with_name("vllm_on_gpu.py")), str(tmp_path), json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    found = json.loads(lines[-1].removeprefix("RESULT "))
+    pairs = {name: value for name, value in found.items() if isinstance(value, list)}
+    tokens, differing = sum(n for _, n in pairs.values()), sum(d for d, _ in pairs.values())
+    record(cases=len(pairs), tokens=tokens, mismatches=differing)
+    assert differing == 0 < tokens, pairs
+    assert found["exact"] and found["runner"] == "V2"
+    assert all(value == {} for name, value in found.items() if name.startswith("weights"))
