@@ -1,4 +1,4 @@
-"""vLLM on a GPU in a process of its own: `python vllm_on_gpu.py FOLDER '{"attention": "split", ...}'` prints a JSON line.
+"""vLLM on a GPU in a process of its own: `python vllm_on_gpu.py FOLDER ARGUMENTS` prints a line of JSON.
 
 V2 model runner, CUDA graphs, torch.compile; sampled and prompt log-probabilities against `rlkernel.models` on the same
 GPU, before and after sleeping. A comparison is [differing numbers, numbers].
