@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +43,42 @@ _HARMLESS = {
 }
 
 
+@dataclass
+class Round:
+    """One generation, from its prompts to the last update that uses it.
+
+    Attributes:
+        step: updates made when it was sampled.
+        captured: its log-probabilities, a list a completion; tools: masks of tokens that tools wrote.
+        sampled: [B, C] fp32, the same as a tensor; tool_mask: [B, C] or None.
+        kept: sets of tokens that it was sampled from, a completion each; None: not known, or no filters.
+        expects_old: TRL's next forward is that for old log-probabilities.
+        may_skip: that forward may be left out; skipped: it was; None: TRL computes none.
+        open: its completions are still being generated or scored.
+    """
+
+    step: int = -1
+    captured: list[Any] | None = None
+    tools: list[Any] | None = None
+    sampled: Tensor | None = None
+    tool_mask: Tensor | None = None
+    kept: list[Ragged] | None = None
+    expects_old: bool = False
+    may_skip: bool = False
+    skipped: bool | None = None
+    open: bool = True
+
+    def take(self, width: int, device: torch.device) -> None:
+        """Turns what was captured into tensors, padded to `width`."""
+        if self.captured is None or self.sampled is not None:
+            return
+        rows = _padded(self.captured, width, 0.0)
+        self.sampled = rows.to(device)
+        self.tool_mask = None if self.tools is None else _padded(self.tools, width, 1.0).to(device).int()
+        if bool(rows.isnan().any()):
+            self.may_skip = False  # vLLM could not score a token
+
+
 class Backend:
     """State of one trainer.
 
@@ -53,9 +90,7 @@ class Backend:
         calls: one a model that scores, the policy's first.
         comparison, certificate: see `exactness`.
         filters: of sampling.
-        sampled: [B, C] fp32 log-probabilities of the generation at hand, or None.
-        may_skip: whether this generation may do without TRL's forward for old log-probabilities.
-        skipped: whether it did; None: TRL computes none.
+        inputs: the micro-batch whose loss is being computed, or None.
     """
 
     def __init__(self, settings: Any, arguments: dict[str, Any]):
@@ -70,16 +105,7 @@ class Backend:
         self.comparison = Comparison()
         self.certificate = Certificate(settings.rl_kernel_check_steps, settings.rl_kernel_recheck_every, self.strict)
         self.filters = Filters(1.0)
-        self.sampled: Tensor | None = None
-        self.captured: list[Any] | None = None
-        self.tools: list[Any] | None = None
-        self.tool_mask: Tensor | None = None
-        self.kept: list[Ragged] | None = None
-        self.may_skip = False
-        self.skipped: bool | None = None
-        self.expects_old = False
-        self.generating = False
-        self.generated_at = -1
+        self._rounds = {"train": Round(), "eval": Round()}  # an evaluation may come between the updates of a generation
         self.inputs: dict[str, Any] | None = None
         self._check(arguments)
 
@@ -110,6 +136,8 @@ class Backend:
             )
         if s.deepspeed or getattr(s, "fsdp", None):
             raise ExactnessLostError("use_rl_kernel_backend: DeepSpeed and FSDP are not supported; train with DDP")
+        if s.torch_compile:
+            raise ExactnessLostError("use_rl_kernel_backend: torch_compile is not supported; leave it out")
         if arguments.get("quantization_config") is not None or "quantization_config" in kwargs:
             self.lose("a quantized model has other weights in training than in vLLM")
         if s.optim not in STANDARD:
@@ -149,13 +177,12 @@ class Backend:
         original = module.add_fused_lm_head
 
         def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
-            exact = self.prepare(model)
+            self.prepare(model)
             original(model, *args, **kwargs)
-            if exact:
-                temperature = args[0] if args else kwargs.get("temperature", 1.0)
-                call = Call(strict=self.strict)
-                install(model, call, temperature=temperature, outputs=kwargs.get("outputs", ("log_probs",)))
-                self.calls.append(call)
+            temperature = args[0] if args else kwargs.get("temperature", 1.0)
+            call = Call(strict=self.strict)
+            install(model, call, temperature=temperature, outputs=kwargs.get("outputs", ("log_probs",)))
+            self.calls.append(call)
 
         module.add_fused_lm_head = add_fused_lm_head  # type: ignore[attr-defined]
         try:
@@ -164,20 +191,19 @@ class Backend:
         finally:
             module.add_fused_lm_head = original  # type: ignore[attr-defined]
 
-    def prepare(self, model: Any) -> bool:
-        """Rounds a model's weights and puts rlkernel's ops under it; false where it stays on stock operators."""
+    def prepare(self, model: Any) -> None:
+        """Rounds a model's weights and puts rlkernel's ops under it.
+
+        Raises:
+            UnsupportedModelError: rlkernel has no forward for it, strict or not.
+        """
         from rlkernel_transformers import apply
 
-        self.masters.update(round_weights(model, self.dtype))
-        for name in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
-            if getattr(model.config, name, 0) and not getattr(self.settings, "disable_dropout", False):
-                self.lose(f"the model's {name} is not 0: training would see other activations; set disable_dropout")
-        try:
-            apply(model, adapters="merged")  # LoRA as vLLM gets it
-        except ValueError as error:
-            self.lose(str(error))
-            return False
-        return True
+        apply(model, adapters="merged")  # LoRA as vLLM gets it
+        rounded = round_weights(model, self.dtype)
+        if rounded:
+            self.masters.update(rounded)
+            apply(model, adapters="merged")  # the rounded weights lie elsewhere
 
     def attach(self, trainer: Any) -> None:
         """After TRL's constructor: what needs the finished trainer."""
@@ -212,48 +238,36 @@ class Backend:
 
     # One generation
 
-    def begin(self, trainer: Any, computes_old: bool) -> None:
+    def begin(self, trainer: Any, computes_old: bool) -> Round:
         """A generation starts; `computes_old`: TRL's first forward in it is for old log-probabilities."""
-        self.generating, self.sampled, self.captured, self.kept = True, None, None, None
-        self.tools = self.tool_mask = None
-        self.generated_at = trainer.state.global_step
-        self.expects_old = computes_old
-        self.skipped = False if computes_old else None
-        self.may_skip = computes_old and self.certificate.may_skip()
+        found = Round(
+            step=trainer.state.global_step,
+            expects_old=computes_old,
+            may_skip=computes_old and self.certificate.may_skip(),
+            skipped=False if computes_old else None,
+        )
+        self._rounds[_mode(trainer)] = found
+        return found
 
-    def take(self, width: int, device: torch.device) -> None:
-        """The captured log-probabilities, a list a completion, as [B, width] on the device."""
-        if self.captured is None:
-            return
-        rows = _padded(self.captured, width, 0.0)
-        self.sampled = rows.to(device)
-        self.tool_mask = None if self.tools is None else _padded(self.tools, width, 1.0).to(device).int()
-        if bool(rows.isnan().any()):
-            self.may_skip = False  # vLLM could not score a token
+    def round(self, trainer: Any) -> Round:
+        """The last generation, of training or of evaluation."""
+        return self._rounds[_mode(trainer)]
 
-    def end(self) -> None:
-        """The generation's completions are scored."""
-        self.generating = False
-
-    def compare(self, rollout: Tensor, trained: Tensor, mask: Tensor, ids: Tensor) -> None:
-        """Adds a micro-batch to the comparison, unless the weights have changed since it was sampled."""
-        self.comparison.add(rollout, trained, mask, ids)
-
-    def close(self, trainer: Any, mode: str) -> Verdict:
+    def close(self, trainer: Any) -> Verdict:
         """Judges what was compared since the last call and logs it; before the optimizer's step.
 
         Raises:
             MismatchError: a token differs, in strict mode.
         """
-        metrics = trainer._metrics[mode]
+        metrics, skipped = trainer._metrics[_mode(trainer)], self.round(trainer).skipped
         verdict = self.comparison.close(trainer.accelerator)
         if verdict.tokens:
             metrics["rlkernel/exact_frac"].append(verdict.exact_frac)
             metrics["rlkernel/mismatch_tokens"].append(verdict.mismatch_tokens)
             metrics["rlkernel/drift_max"].append(verdict.drift_max)
-            if self.skipped is not None:
-                metrics["rlkernel/old_logps_skipped"].append(float(self.skipped))
-            if self.skipped or not self.logged_by_trl:
+            if skipped is not None:
+                metrics["rlkernel/old_logps_skipped"].append(float(skipped))
+            if skipped or not self.logged_by_trl:
                 metrics["sampling/sampling_logp_difference/mean"].append(verdict.mean)
                 metrics["sampling/sampling_logp_difference/max"].append(verdict.drift_max)
         metrics["rlkernel/fallbacks"].append(sum(call.fallbacks for call in self.calls))
@@ -262,6 +276,10 @@ class Backend:
         if self.samples:
             self.certificate.update(verdict, trainer.state.global_step)
         return verdict
+
+
+def _mode(trainer: Any) -> str:
+    return "train" if trainer.model.training else "eval"
 
 
 def _padded(rows: list[list[float | None]], width: int, value: float) -> Tensor:  # [B, width]
@@ -282,4 +300,4 @@ class _BeforeUpdate(TrainerCallback):
             self.trainer.model_wrapped.require_backward_grad_sync = False  # `MasterAdamW` averages them in fp32
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.backend.close(self.trainer, "train")
+        self.backend.close(self.trainer)

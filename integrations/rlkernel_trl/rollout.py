@@ -115,7 +115,7 @@ class Rollout:
             device = self.llm.model.device
             sets = [output.kept for output in outputs]
             self.kept = [ops.kept_to_ids(kept.to(device), vocabulary) for kept in sets if kept is not None]
-        trainer._rl_kernel.kept = self.kept
+        trainer._rl_kernel.round(trainer).kept = self.kept
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [list(output.token_ids) for output in outputs],

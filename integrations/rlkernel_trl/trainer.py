@@ -67,18 +67,15 @@ class _Sampling(_Flagged):
         if backend is None:
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         trainer: Any = self
-        backend.begin(trainer, self._computes_old())
-        try:
-            output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        finally:
-            backend.end()
+        at = backend.begin(trainer, self._computes_old())
+        output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        at.open = False
         ids = output["completion_ids"]
-        if backend.sampled is None:
-            backend.take(ids.shape[1], ids.device)
-        if backend.sampled is not None:
-            output["rl_kernel_sampled"] = backend.sampled
+        at.take(ids.shape[1], ids.device)
+        if at.sampled is not None:
+            output["rl_kernel_sampled"] = at.sampled
         output["rl_kernel_row"] = torch.arange(ids.shape[0], device=ids.device)
-        if backend.skipped:
+        if at.skipped:
             # TRL has compared the rollout with itself; the training forward's comparison takes the place of that.
             mode = "train" if trainer.model.training else "eval"
             for name in ("mean", "max"):
@@ -89,8 +86,9 @@ class _Sampling(_Flagged):
 
     def _generate(self, prompts: Any) -> Any:
         result = super()._generate(prompts)  # type: ignore[misc]
-        if self._rl_kernel is not None and len(result) > 4:  # GRPO's, with masks of tool results
-            self._rl_kernel.captured, self._rl_kernel.tools = result[4], result[2]
+        if self._rl_kernel is not None and len(result) > 4:  # GRPO's, with masks of what tools wrote
+            at = self._rl_kernel.round(self)
+            at.captured, at.tools = result[4], result[2]
         return result
 
     def _get_per_token_logps_and_entropies(
@@ -103,38 +101,50 @@ class _Sampling(_Flagged):
         **kwargs: Any,
     ) -> Any:
         backend = self._rl_kernel
-        score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        batch = (input_ids, attention_mask, logits_to_keep)
         if backend is None:
-            return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        trainer: Any = self
-        policy = backend.calls[0]
+            return super()._get_per_token_logps_and_entropies(model, *batch, *args, **kwargs)  # type: ignore[misc]
+        at = backend.round(self)
+        old, at.expects_old = at.expects_old, False
+        if at.open:
+            at.take(logits_to_keep, input_ids.device)
+        known = not backend.filters.active or at.kept is not None
+        if old and at.may_skip and at.sampled is not None and known:
+            at.skipped = True
+            return at.sampled, None, None
+        if known or model is not getattr(self, "ref_model", None):
+            result = self._score(model, batch, *args, **kwargs)
+        else:  # the reference is asked first: the policy's forward makes the sets
+            with torch.no_grad():
+                self._score(self.model, batch, *args, **kwargs)  # type: ignore[attr-defined]
+            result = self._score(model, batch, *args, **kwargs)
         ids, mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
-        old = backend.expects_old
-        backend.expects_old = False
-        if backend.generating and backend.sampled is None:
-            backend.take(logits_to_keep, input_ids.device)
-        if old and backend.may_skip and backend.sampled is not None and self._sets_known():
-            backend.skipped = True
-            return backend.sampled, None, None
-        if backend.filters.active:
-            call = policy if model is not getattr(trainer, "ref_model", None) else backend.calls[1]
-            self._choose_sets(call, policy, (input_ids, attention_mask, logits_to_keep, args, kwargs))
-        result = score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        for call in backend.calls:
-            call.kept = call.rebuild = None
-        if policy.made:
-            if backend.generating:
-                backend.kept = policy.made
-            policy.made = []
-        if old and backend.sampled is not None:
-            if backend.tool_mask is not None:
-                mask = mask * backend.tool_mask
-            backend.compare(backend.sampled, result[0], mask, ids)
+        if old and at.sampled is not None:
+            backend.comparison.add(at.sampled, result[0], mask if at.tool_mask is None else mask * at.tool_mask, ids)
         inputs = backend.inputs
-        if inputs is not None and "rl_kernel_sampled" in inputs and self._on_policy():
-            if "tool_mask" in inputs:
-                mask = mask * inputs["tool_mask"]
-            backend.compare(inputs["rl_kernel_sampled"], result[0], mask, ids)
+        # The update's own forward, while the weights are those that sampled the batch.
+        fresh = not self.model.training or self.state.global_step == at.step  # type: ignore[attr-defined]
+        if inputs is not None and "rl_kernel_sampled" in inputs and fresh:
+            mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+            backend.comparison.add(inputs["rl_kernel_sampled"], result[0], mask, ids)
+        return result
+
+    def _score(self, model: Any, batch: tuple[Tensor, Tensor, int], *args: Any, **kwargs: Any) -> Any:
+        """TRL's method, with the sets of tokens that the log-probabilities are over where sampling was filtered."""
+        backend: Any = self._rl_kernel
+        at, call = backend.round(self), backend.calls[0]
+        if backend.filters.active:
+            if model is getattr(self, "ref_model", None):
+                call = backend.calls[1]
+            if at.kept is None:
+                call.rebuild = backend.filters
+            else:
+                rows = range(len(at.kept)) if backend.inputs is None else backend.inputs["rl_kernel_row"].tolist()
+                call.kept = [at.kept[i] for i in rows]
+        result = super()._get_per_token_logps_and_entropies(model, *batch, *args, **kwargs)  # type: ignore[misc]
+        if at.open and call.made:
+            at.kept = call.made
+        call.kept, call.rebuild, call.made = None, None, []
         return result
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -147,46 +157,12 @@ class _Sampling(_Flagged):
         finally:
             backend.inputs = None
         if not self.model.training:  # type: ignore[attr-defined]
-            backend.close(self, "eval")
+            backend.close(self)
         return loss
 
     def _computes_old(self) -> bool:
         """Whether TRL's first forward in a generation is that for old log-probabilities."""
         return True
-
-    def _on_policy(self) -> bool:
-        """Whether the weights are those that sampled the batch at hand."""
-        backend: Any = self._rl_kernel
-        return not self.model.training or self.state.global_step == backend.generated_at  # type: ignore[attr-defined]
-
-    def _sets_known(self) -> bool:
-        backend: Any = self._rl_kernel
-        return not backend.filters.active or backend.kept is not None
-
-    def _choose_sets(self, call: Any, policy: Any, batch: tuple[Any, ...]) -> None:
-        """Tells the next forward which tokens its log-probabilities are over."""
-        backend: Any = self._rl_kernel
-        if backend.kept is not None:
-            rows = range(len(backend.kept))
-            if backend.inputs is not None:
-                rows = backend.inputs["rl_kernel_row"].tolist()
-            call.kept = [backend.kept[i] for i in rows]
-        elif call is policy:
-            call.rebuild = backend.filters
-        else:
-            input_ids, attention_mask, width, args, kwargs = batch
-            policy.rebuild = backend.filters
-            with torch.no_grad():
-                super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
-                    self.model,  # type: ignore[attr-defined]
-                    input_ids,
-                    attention_mask,
-                    width,
-                    *args,
-                    **kwargs,
-                )
-            backend.kept, policy.made = policy.made, []
-            call.kept = list(backend.kept)
 
 
 class GRPOTrainer(_Sampling, trl.GRPOTrainer):

@@ -66,7 +66,7 @@ def attach(backend: Any, trainer: Any) -> None:
     def generate(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
         if result[2] is not None:
-            backend.captured = [[token[0] for token in row] for row in result[2]]
+            backend.round(trainer).captured = [[token[0] for token in row] for row in result[2]]
         return result
 
     generation.generate = generate

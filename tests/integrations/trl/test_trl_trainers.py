@@ -89,6 +89,39 @@ def test_evaluation_is_compared(model: Path) -> None:
     assert found["eval_sampling/sampling_logp_difference/max"] == 0
 
 
+def test_an_evaluation_between_the_updates_of_a_generation(model: Path) -> None:
+    from datasets import Dataset
+
+    trainer = make_trainer(
+        "GRPO",
+        model,
+        engine=True,
+        top_p=0.9,
+        num_iterations=2,
+        steps_per_generation=2,
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        trainer={"eval_dataset": Dataset.from_list([{"prompt": "name a colour red"}] * 4)},
+    )
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "eval_rlkernel/exact_frac" in row]
+    assert len(rows) == 4 and all(row["eval_rlkernel/exact_frac"] == 1.0 for row in rows)
+    compared = [row for row in history(trainer) if "rlkernel/exact_frac" in row]
+    assert_exact(compared, 1)
+
+
+def test_a_model_without_a_forward_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    make_model(tmp_path)
+    config = transformers.GPT2Config(vocab_size=320, n_embd=32, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
+        make_trainer("SFT", tmp_path, rl_kernel_strict=False)
+
+
 def _wrong(trainer: Any, prompts: Any) -> dict[str, Any]:
     out = rlkernel_trl.rollout_func()(prompts, trainer)
     value = torch.tensor(out["logprobs"][1][2])
@@ -224,6 +257,7 @@ def test_masters_are_fp32(model: Path) -> None:
     [
         ({"fp16": True, "bf16": False}, "fp16"),
         ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"torch_compile": True}, "torch_compile"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 is not needed"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"optim": "sgd"}, "fp32 masters"),
@@ -284,7 +318,7 @@ def test_without_the_kept_sets_the_numbers_differ(model: Path) -> None:
     def forget(prompts: Any, t: Any) -> dict[str, Any]:
         out = rollout(prompts, t)
         backend = t._rl_kernel
-        backend.kept, backend.filters = None, type(backend.filters)(backend.filters.temperature)
+        backend.round(t).kept, backend.filters = None, type(backend.filters)(backend.filters.temperature)
         return out
 
     trainer.rollout_func = forget
