@@ -1,7 +1,8 @@
-"""A GRPO step of TRL with vLLM in the same process: flag on against flag off, at the shape of Qwen3-0.6B.
+"""A GRPO step of TRL at the shape of Qwen3-0.6B: flag on, with vLLM or with rlkernel's engine, against flag off.
 
-8 prompts x 8 completions x 1024 tokens, random weights with healthy gradients. Each arm is a process of its own on the
-one GPU; their steps take turns, so that clocks and neighbours treat them alike. `--tiny` runs it on a CPU, to try it.
+8 prompts x 8 completions x 1024 tokens, random weights with healthy gradients, the rollout in the trainer's process.
+Each arm is a process of its own on the one GPU; their steps take turns, so that clocks and neighbours treat them
+alike. `--tiny` runs it on a CPU, to try it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = [str(ROOT), str(ROOT / "integrations"), str(ROOT / "benchmarks")]
 sys.path[:0] = PATHS
-ARMS = ("on", "off")
+ARMS = ("on", "engine", "off")
 WARM_UP = 2
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -82,7 +83,7 @@ def worker(arm: str, folder: str, steps: int, tiny: bool) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
 
-    from rlkernel_trl import GRPOConfig, GRPOTrainer
+    from rlkernel_trl import GRPOConfig, GRPOTrainer, rollout_func
 
     if tiny and arm == "off":  # stock vLLM on a CPU repacks weights, which TRL cannot update then
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -141,7 +142,14 @@ def worker(arm: str, folder: str, steps: int, tiny: bool) -> None:
     def reward(completions: list[str], **columns: Any) -> list[float]:
         return [len(set(text.split())) / 1000 + i % 8 / 100 for i, text in enumerate(completions)]
 
-    place = {"use_cpu": True, "vllm_gpu_memory_utilization": 0.05} if tiny else {"vllm_gpu_memory_utilization": 0.2}
+    place: dict[str, Any] = {"use_cpu": True} if tiny else {}
+    rollout = None
+    if arm == "engine":
+        limit = 128 if tiny else 1280
+        rollout = timed("generate", rollout_func(max_num_seqs=64, max_model_len=limit, num_pages=64 * limit // 16))
+    else:
+        place |= {"vllm_mode": "colocate", "vllm_max_model_length": 128 if tiny else 2048}
+        place |= {"vllm_gpu_memory_utilization": 0.05 if tiny else 0.2}
     trainer = GRPOTrainer(
         model=folder,
         reward_funcs=reward,
@@ -155,22 +163,22 @@ def worker(arm: str, folder: str, steps: int, tiny: bool) -> None:
             bf16=True,
             gradient_checkpointing=True,
             model_init_kwargs={"dtype": "bfloat16"},
-            use_vllm=True,
-            vllm_mode="colocate",
-            vllm_max_model_length=128 if tiny else 2048,
+            use_vllm=arm != "engine",
             learning_rate=1e-6,
             logging_steps=1,
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
-            use_rl_kernel_backend=arm == "on",
+            use_rl_kernel_backend=arm != "off",
             **place,
         ),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         callbacks=[Turns()],
+        rollout_func=rollout,
     )
-    trainer.vllm_generation.generate = timed("generate", trainer.vllm_generation.generate)
-    trainer.vllm_generation.sync_weights = timed("sync", trainer.vllm_generation.sync_weights)
+    if rollout is None:
+        trainer.vllm_generation.generate = timed("generate", trainer.vllm_generation.generate)
+        trainer.vllm_generation.sync_weights = timed("sync", trainer.vllm_generation.sync_weights)
     trainer._get_per_token_logps_and_entropies = timed("forward", trainer._get_per_token_logps_and_entropies)
     print("READY", flush=True)
     trainer.train()
@@ -219,6 +227,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=WARM_UP + 6, help=f"of each arm, {WARM_UP} of them to warm up")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU; writes no result")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="default: all; figures need off")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -236,19 +245,21 @@ def main() -> int:
         subprocess.run([sys.executable, "-c", code], check=True)
         start = time.perf_counter()
         arms = {}
-        for name in ARMS:  # one after the other: vLLM measures free memory while it starts
+        for name in args.arms:  # one after the other: vLLM measures free memory while it starts
             arms[name] = Arm(name, folder, args.steps, args.tiny)
             arms[name].wait("READY")
             print(f"[{time.perf_counter() - start:5.0f} s] {name} is up", flush=True)
         for step in range(args.steps):
-            for name in ARMS[:: 1 if step % 2 else -1]:
+            for name in list(arms)[:: 1 if step % 2 else -1]:
                 row = arms[name].step()
                 shown = {key: float(f"{value:.4g}") for key, value in row.items()}
                 print(f"[{time.perf_counter() - start:5.0f} s] step {step + 1} {name:3} {shown}", flush=True)
         for arm in arms.values():
             arm.process.wait()
-    rows = [result(arms["on"].rows[WARM_UP:], arms["off"].rows[WARM_UP:], arms["on"].rows)]
-    print(json.dumps(rows[0], indent=1))
+    if "off" not in arms:
+        return 0
+    rows = [result(name, arms[name].rows, arms["off"].rows[WARM_UP:]) for name in arms if name != "off"]
+    print(json.dumps(rows, indent=1))
     if not args.tiny:
         from results_io import write_result
 
@@ -256,16 +267,17 @@ def main() -> int:
     return 0
 
 
-def result(on: list[dict[str, float]], off: list[dict[str, float]], all_on: list[dict[str, float]]) -> dict[str, Any]:
-    """The line of the result file: medians of the measured steps; equality over all steps of the flag's arm."""
+def result(name: str, all_on: list[dict[str, float]], off: list[dict[str, float]]) -> dict[str, Any]:
+    """A line of the result file: medians of the measured steps; equality over all steps of the flag's arm."""
+    on = all_on[WARM_UP:]
     median = lambda rows, name: statistics.median(row.get(name, 0.0) for row in rows)
     ours, anchor = median(on, "seconds") * 1e3, median(off, "seconds") * 1e3
     return {
-        "op": "GRPO step, TRL and vLLM in one process, Qwen3-0.6B",
+        "op": "GRPO step, TRL, Qwen3-0.6B",
         "shape": (8, 8, 1024),
         "dtype": "bfloat16",
-        "ours": "use_rl_kernel_backend=True",
-        "anchor": "False",
+        "ours": f"flag on, {'vLLM' if name == 'on' else 'rlkernel engine'}",
+        "anchor": "flag off, vLLM",
         "ours_ms": ours,
         "anchor_ms": anchor,
         "ratio": anchor / ours,
