@@ -66,7 +66,7 @@ class Round:
     expects_old: bool = False
     may_skip: bool = False
     skipped: bool | None = None
-    open: bool = True
+    open: bool = False
 
     def take(self, width: int, device: torch.device) -> None:
         """Turns what was captured into tensors, padded to `width`."""
@@ -245,6 +245,7 @@ class Backend:
             expects_old=computes_old,
             may_skip=computes_old and self.certificate.may_skip(),
             skipped=False if computes_old else None,
+            open=True,
         )
         self._rounds[_mode(trainer)] = found
         return found

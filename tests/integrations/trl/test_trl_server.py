@@ -68,7 +68,6 @@ def test_server(model: Path, client: Any) -> None:
     compared = 0
     for prompt, completion, logprobs in zip(prompts, found["completion_ids"], found["logprobs"], strict=True):
         ids = torch.tensor([prompt + completion])
-        backend.calls[0].rebuild = backend.filters
         with torch.no_grad():
             scored = trainer._get_per_token_logps_and_entropies(
                 trainer.model, ids, torch.ones_like(ids), len(completion)
