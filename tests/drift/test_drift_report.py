@@ -142,7 +142,7 @@ SECTIONS = {
     "operator": "gates diagnosis metrics cost tokens layers distribution configuration provenance",
     "lattice": "gates metrics cost tokens distribution configuration provenance",
     "aligned": "gates metrics cost tokens distribution configuration provenance",
-    "bits": "gates metrics cost tokens distribution configuration provenance",
+    "bits": "gates metrics cost tokens layers distribution configuration provenance",
     "semantics": "gates configuration provenance",
     "metrics": "gates metrics trend provenance",
     "broken": "provenance",
@@ -183,6 +183,11 @@ def test_words_of_the_operator_fault(verdicts: dict[str, Verdict]) -> None:
 def test_lattice_has_ticks(verdicts: dict[str, Verdict]) -> None:
     html = write_html(verdicts["lattice"])
     assert html.count('class="lattice"') >= 5 and "multiples of 1/32" in html
+
+
+def test_first_divergence_in_bits(verdicts: dict[str, Verdict]) -> None:
+    html = write_html(verdicts["bits"])
+    assert "<h3>First divergence</h3>" in html and "<b>layers.5.attention</b>" in html
 
 
 def test_trend_names_its_change(verdicts: dict[str, Verdict]) -> None:

@@ -66,6 +66,8 @@ def heat_map(view: LayerView) -> tuple[Markup, dict[str, object]] | None:
     hottest = max(range(len(rows)), key=lambda i: max((c for c in rows[i] if c is not None), default=-math.inf))
     words: list[Child] = ["Relative error of each operator's output, largest of each group of tokens. Brightest row: "]
     words += [tag("b", names[hottest]), "."]
+    if any(cell is None for row in rows for cell in row):
+        words.append(" Empty cells have no difference.")
     if group > 1:
         words.append(f" Each row is the largest of {group} neighbouring operators, of {len(view.heat):,}.")
     return figure("heat", "Operator by token", words, drawing, hint=_HINT, id_="heat"), data

@@ -170,7 +170,7 @@ def _summary(view: LayerView, bits: bool) -> list[Child]:
     if worst and worst[0][0] > 1:
         words += ["Largest local error over its floor: ", tag("b", view.operators[worst[0][1]])]
         words.append(f", {number(worst[0][0], 3)} times.")
-    elif not _some(view.local):
+    elif not bits and not _some(view.local):
         words.append("Errors add up along the layers, so this line alone does not show a faulty one.")
     if view.first is not None:
         first = view.first
