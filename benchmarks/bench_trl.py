@@ -223,7 +223,7 @@ class Arm:
 
 
 def main() -> int:
-    """Prints every step and writes `bench_trl.json`."""
+    """Prints every step and writes `bench_trl.json`; exit status 1 where a log-probability differed under the flag."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=WARM_UP + 6, help=f"of each arm, {WARM_UP} of them to warm up")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU; writes no result")
@@ -264,7 +264,7 @@ def main() -> int:
         from results_io import write_result
 
         print(f"wrote {write_result('bench_trl', rows, versions=versions())}")
-    return 0
+    return int(any(row["difference"] != 0 or row["exact_frac"] != 1 for row in rows))
 
 
 def result(name: str, all_on: list[dict[str, float]], off: list[dict[str, float]]) -> dict[str, Any]:
