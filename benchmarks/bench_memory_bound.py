@@ -1,8 +1,9 @@
-"""Ops that memory bounds: time against the bytes they must move, and against torch, compiled where that is fair.
+"""Ops that memory bounds: time against the bytes they must move, a copy of them, and torch, compiled where that is fair.
 
-Floor: what an op reads once and writes once, at the measured 4.3 TB/s of an H200; forward and backward are two ops, and
-the second reads again. "share of roofline" is the floor over our time. Compiling takes seconds a shape, so one of the
-four shapes meets torch, the others the floor alone.
+Floor: what an op reads once and writes once, at the measured 4.3 TB/s of an H200; forward and backward are two passes,
+and the second reads again. "share of roofline" is the floor over our time. A short pass cannot reach the floor, as an
+empty kernel takes 2 to 3 us: so a line also has torch's `copy_` of as many bytes, one a pass, timed in turns with ours,
+and "loses to" names what was faster than us. Compiling takes seconds a shape, so one of the four shapes meets torch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +34,14 @@ LOSS_TOKENS = (8192, 16384, 1 << 20, 1 << 24)
 
 @dataclass
 class Case:
-    """One line: our way, an anchor and its name, and the bytes that must move."""
+    """One line: our way, an anchor and its name, and the bytes that each pass must move."""
 
     op: str
     shape: tuple[int, ...]
     ours: Callable[[], object]
     anchor: Callable[[], object]
     anchor_name: str
-    moved: float
+    moved: tuple[float, ...]  # of each pass
     dtype: torch.dtype | None = None  # the maker's
     against_floor: bool = False
     """Whether the anchor is left out."""
@@ -85,10 +87,10 @@ def both(
     """The forward alone, then forward and backward, of an op of `leaves`."""
     fixed = tuple(leaf.detach() for leaf in leaves)
     anchor = make.anchor(plain)
-    yield Case(op, shape, lambda: ours(*fixed), lambda: anchor(*fixed), make.name, forward)
+    yield Case(op, shape, lambda: ours(*fixed), lambda: anchor(*fixed), make.name, (forward,))
     yield Case(
         f"{op} fwd+bwd", shape, with_backward(ours, *leaves), with_backward(anchor, *leaves), make.name,
-        forward + backward,
+        (forward, backward),
     )  # fmt: skip
 
 
@@ -136,7 +138,7 @@ def embedding(make: Maker, t: int, c: int) -> Iterator[Case]:
     fixed, upstream = weight.detach(), make.leaf(t, c).detach()
     touched = int(ids.unique().numel()) * c * 8
     anchor = lambda: torch.nn.functional.embedding(ids, fixed)
-    yield Case("embedding", (t, c, v), lambda: ops.embedding(ids, fixed), anchor, "torch", 2 * row)
+    yield Case("embedding", (t, c, v), lambda: ops.embedding(ids, fixed), anchor, "torch", (2 * row,))
 
     def ours() -> None:
         torch.autograd.grad(ops.embedding(ids, weight), [weight], upstream, allow_unused=True)
@@ -145,7 +147,8 @@ def embedding(make: Maker, t: int, c: int) -> Iterator[Case]:
         anchor()
         weight.main_grad.index_add_(0, ids, upstream.float())  # type: ignore[attr-defined]
 
-    yield Case("embedding fwd+bwd", (t, c, v), ours, atomics, "torch, index_add_", 3 * row + touched)
+    yield Case("embedding fwd+bwd", (t, c, v), ours, atomics, "torch, index_add_",
+               (2 * row, row + touched))  # fmt: skip
 
 
 def policy_loss(make: Maker, t: int) -> Iterator[Case]:
@@ -167,8 +170,8 @@ def policy_loss(make: Maker, t: int) -> Iterator[Case]:
     anchor = make.anchor(plain)
     ours = lambda: torch.autograd.grad(ops.policy_loss(logp, old, advantages, cu, mask=mask).loss, [logp], one)
     theirs = lambda: torch.autograd.grad(anchor(logp), [logp], one)
-    yield Case("policy_loss fwd+bwd", (t,), ours, theirs, f"{make.name}, no statistics", t * (4 + 4 + 1 + 4),
-               torch.float32)  # fmt: skip
+    yield Case("policy_loss fwd+bwd", (t,), ours, theirs, f"{make.name}, no statistics",
+               (t * (4 + 4 + 1 + 4),), torch.float32)  # fmt: skip
 
 
 def optimizer(make: Maker) -> Iterator[Case]:
@@ -194,7 +197,7 @@ def optimizer(make: Maker) -> Iterator[Case]:
         fused.step()
         torch._foreach_copy_(params, [p.detach() for p in theirs])
 
-    yield Case("adamw", (n,), ours, anchor, "torch AdamW, fused", n * (3 * 8 + 4 + 2), torch.float32)
+    yield Case("adamw", (n,), ours, anchor, "torch AdamW, fused", (n * (3 * 8 + 4 + 2),), torch.float32)
     norm = lambda: torch.nn.utils.get_total_norm(grads)
     yield Case(
         "grad_norm",
@@ -202,9 +205,36 @@ def optimizer(make: Maker) -> Iterator[Case]:
         lambda: ops.grad_norm(grads, max_norm=1.0),
         norm,
         "torch get_total_norm",
-        n * 4,
+        (n * 4,),
         torch.float32,
     )
+
+
+def copying(moved: tuple[float, ...], device: str) -> Callable[[], object]:
+    """Copies that read and write as many bytes as each pass, without allocating."""
+    halves = [int(size) // 8 for size in moved]  # of fp32 elements
+    source, target = torch.randn(max(halves), device=device), torch.empty(max(halves), device=device)
+    pairs = [(target[:n], source[:n]) for n in halves]
+
+    def run() -> None:
+        for to, given in pairs:
+            to.copy_(given)
+
+    return run
+
+
+def against_copy(line: dict[str, Any], copy_ms: float | None) -> dict[str, Any]:
+    """The line with what a copy of its bytes reaches, and what is faster than us."""
+    ours, share = line["ours_ms"], line["share_of_roofline"]
+    faster = [
+        name for name, ms in ((line["anchor"], line["anchor_ms"]), ("copy", copy_ms)) if ms and ours and ms < ours
+    ]
+    return {
+        **line,
+        "copy_ms": copy_ms,
+        "copy_share_of_roofline": share * ours / copy_ms if copy_ms and ours and share else None,
+        "loses_to": ", ".join(faster),
+    }
 
 
 def cases(make: Maker) -> Iterator[Case]:
@@ -233,12 +263,16 @@ def main() -> None:
     make = Maker(cuda, compiled=not args.eager)
     lines = []
     for case in cases(make):
-        candidates = {"rlkernel": case.ours}
+        candidates = {"rlkernel": case.ours, "copy": copying(case.moved, make.device)}
         if not case.against_floor:
             candidates[case.anchor_name] = case.anchor
         found = compare(candidates, cuda, args.rounds)
         name = "" if case.against_floor else case.anchor_name
-        lines += rows(case.op, case.shape, case.dtype or make.dtype, found, [("rlkernel", name)], moved=case.moved)
+        (line,) = rows(
+            case.op, case.shape, case.dtype or make.dtype, found, [("rlkernel", name)], moved=sum(case.moved)
+        )
+        lines.append(against_copy(line, found["copy"].ms))
+        print(f"{'':34} a copy takes {lines[-1]['copy_ms']:.4f} ms; loses to: {lines[-1]['loses_to'] or 'nothing'}")
     print(f"wrote {write_result('bench_memory_bound', lines)}")
 
 

@@ -6,6 +6,7 @@ kept for it.
 
 from __future__ import annotations
 
+import math
 from typing import Any, overload
 
 from torch import Tensor
@@ -104,11 +105,11 @@ def rms_norm(
     Args:
         x: [..., C], fp32, bf16 or fp16: hidden states [T, C], or queries and keys [T, H, D] normed per head.
         weight: [C], dtype of x. Its fp32 `main_grad`, where set, receives the weight gradient.
-        eps: added to the mean square.
+        eps: added to the mean square; at least 0.
         residual: [..., C], shape and dtype of x; with it the result is (y, r).
 
     Raises:
-        ValueError: shapes or dtypes do not fit; the message names the argument.
+        ValueError: shapes or dtypes do not fit, or eps is negative or not finite; the message names the argument.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
@@ -116,6 +117,12 @@ def rms_norm(
     check(x.dim() >= 1, lambda: "rms_norm: x has no dimension; it must be [..., C]")
     c = weight.shape[0]
     check(x.shape[-1] == c, lambda: f"rms_norm: x is {tuple(x.shape)}, weight [{c}]; x must end in C={c}")
+    check(
+        0.0 <= eps < math.inf,
+        lambda: (
+            f"rms_norm: eps={eps}; expected a finite number of at least 0, as the model's config has it (often 1e-6)"
+        ),
+    )
     check(x.dtype == weight.dtype, lambda: f"rms_norm: x is {x.dtype}, weight {weight.dtype}; cast one of them")
     if residual is None:
         if is_stock():

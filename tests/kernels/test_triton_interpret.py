@@ -39,6 +39,7 @@ else:
     import triton.language as tl
 
     from rlkernel.kernels.reference import arith
+    from rlkernel.kernels.reference import group_advantages as group_advantages_reference
     from rlkernel.kernels.reference import linear as linear_reference
     from rlkernel.kernels.reference import linear_logprob as linear_logprob_reference
     from rlkernel.kernels.reference import logprob as logprob_reference
@@ -49,6 +50,7 @@ else:
     from rlkernel.kernels.triton import (
         common,
         embedding,
+        group_advantages,
         linear,
         linear_grad,
         linear_logprob,
@@ -333,6 +335,16 @@ else:
         close(swiglu.swiglu_grad(dy, gate_up), swiglu_reference.swiglu_grad(dy, gate_up), "swiglu_grad")
 
     # ---- logprob, linear_logprob, sample --------------------------------------------------------
+
+    @pytest.mark.parametrize("mode", ("group", "leave_one_out", "batch", "none"))
+    @pytest.mark.parametrize("groups,size", ((3, 8), (4, 1), (2, 40), (3, 300)))
+    def test_group_advantages(groups: int, size: int, mode: str) -> None:
+        rewards = rand(size, groups * size)
+        for x in (rewards, torch.where(rewards > 0, 0.0, -0.0), torch.full_like(rewards, 0.7)):
+            for normalize in (True, False):
+                args = x, size, mode, normalize, 1e-4
+                reference = group_advantages_reference.group_advantages(*args)
+                assert_bitwise(group_advantages.group_advantages(*args), reference, f"{mode} {groups}x{size}")
 
     def scored(v: int, temperature: bool, masked: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Targets, 1/T and a kept mask of six rows; row 1's target is dropped, row 2 keeps nothing."""

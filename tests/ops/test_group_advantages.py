@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_accurate, assert_bitwise
+from rlkernel.kernels.reference.group_advantages import centred, over, row_sum
 from rlkernel.ops.group_advantages import MODES
 
 properties = settings(max_examples=30, deadline=None, derandomize=True)
@@ -43,6 +44,14 @@ def test_accuracy(mode: str, normalize_std: bool, groups: int, size: int) -> Non
     with ops.stock():
         base = ops.group_advantages(rewards, size, **options)
     assert_accurate(ours, truth(rewards, size, **options), base, f"{mode} {groups}x{size}")
+
+
+def test_the_deviation_is_rounded_correctly() -> None:
+    """torch.sqrt in fp32 may go to a vector library that is off by one ulp; a GPU's is not."""
+    rows = rand(6, 2000 * 4).view(-1, 4)
+    c = centred(rows)
+    exact = over(row_sum(c * c), 3).double().sqrt().float()
+    assert_bitwise(ops.group_advantages(rows.flatten(), 4).view(-1, 4), c / (exact + 1e-4), "2000 groups")
 
 
 def test_values_by_hand() -> None:

@@ -35,3 +35,9 @@ def test_shapes() -> None:
         ops.attention(q[..., :0], q[..., :0], q[..., :0], CU, max_seqlen_q=3)
     with pytest.raises(ValueError, match="cu_seqlens_q"):
         ops.attention(q, q, q, CU[:0], max_seqlen_q=3)
+
+
+@pytest.mark.parametrize("eps", (-1.0, float("nan"), float("inf")))
+def test_rms_norm_eps(eps: float) -> None:
+    with pytest.raises(ValueError, match=rf"rms_norm: eps={eps}; expected a finite number of at least 0"):
+        ops.rms_norm(X, torch.ones(8), eps)

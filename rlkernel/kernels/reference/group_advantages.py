@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlkernel.kernels.reference.arith import sqrt
+
 LANES = 16
 
 
@@ -37,7 +39,7 @@ def centred(rows: Tensor) -> Tensor:
 def deviation(rows: Tensor) -> Tensor:
     """Sample standard deviation (divisor G - 1) of each row [N, 1]; 0 for rows of one."""
     c = centred(rows)
-    return torch.sqrt(over(row_sum(c * c), rows.shape[1] - 1))
+    return sqrt(over(row_sum(c * c), rows.shape[1] - 1))
 
 
 def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std: bool, eps: float) -> Tensor:

@@ -47,6 +47,7 @@ MODULES = (
     "linear_logprob_backward",
     "sample",
     "policy_loss",
+    "group_advantages",
     "adamw",
 )
 """Modules of this package that have kernels; each has a tuple `AOT`."""

@@ -542,7 +542,15 @@ def policy_loss_scale_(dlogp: Tensor, dentropy: Tensor, scale: Tensor, dloss: Te
     if tokens:
         with on_device(dlogp):
             scale_kernel[(min(1024, triton.cdiv(tokens, 1024)),)](
-                dlogp, dentropy, scale, dloss, tokens, HAS_BONUS=dentropy.numel() > 0, BLOCK=1024, EARLY=False, **options()
+                dlogp,
+                dentropy,
+                scale,
+                dloss,
+                tokens,
+                HAS_BONUS=dentropy.numel() > 0,
+                BLOCK=1024,
+                EARLY=False,
+                **options(),
             )
 
 
