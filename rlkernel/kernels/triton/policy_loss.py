@@ -27,7 +27,7 @@ from rlkernel.kernels.policy_loss import (
     sequence_mean,
 )
 from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import LOG2E, exp2, on_device, options
+from rlkernel.kernels.triton.common import LOG2E, early, exp2, on_device, options
 from rlkernel.kernels.triton.policy_loss_batch import AOT as BATCH_AOT
 from rlkernel.kernels.triton.policy_loss_batch import (
     DRIFT,
@@ -100,10 +100,13 @@ def counted_at(mask, start, t, inside, HAS_MASK: tl.constexpr):
 def counted_between(mask, begin, end, SEGMENT: tl.constexpr, LANES: tl.constexpr):
     """Number of counted tokens in [begin, end)."""
     n = tl.zeros((LANES,), tl.int32)
-    for start in range(begin, end, SEGMENT):
+    whole = begin + (end - begin) // SEGMENT * SEGMENT
+    for start in range(begin, whole, SEGMENT):
         for i in tl.static_range(SEGMENT // LANES):
-            t = i * LANES + tl.arange(0, LANES)
-            n += counted_at(mask, start, t, t < end - start, True).to(tl.int32)
+            n += (tl.load(mask + start + i * LANES + tl.arange(0, LANES)) != 0).to(tl.int32)
+    for start in range(whole, end, LANES):
+        t = tl.arange(0, LANES)
+        n += counted_at(mask, start, t, t < end - start, True).to(tl.int32)
     return tl.sum(n, axis=0)
 
 
@@ -157,6 +160,145 @@ def count_kernel(
         tl.store(counts + place, tl.sum(n, axis=0))
         if SEQUENCE_RATIO:
             tl.store(log_ratios + place, fold(total))
+
+
+@triton.jit
+def given(at, inside, FULL: tl.constexpr):
+    """Values at `at`, 0 where not inside; FULL: all are."""
+    if FULL:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=inside, other=0)
+    return x
+
+
+@triton.jit
+def put(at, x, inside, FULL: tl.constexpr):
+    """Stores x at `at` where inside; FULL: everywhere."""
+    if FULL:
+        tl.store(at, x)
+    else:
+        tl.store(at, x, mask=inside)
+
+
+@triton.jit
+def add_tokens(
+    logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, dlogp, dentropy,
+    first, stop, row_advantage, shared_ratio, weight, low, high, dual, row_low, row_high, row_dual,
+    kl_coef, entropy_coef, tis_cap,
+    s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max, drift_max,
+    FULL: tl.constexpr, FORM: tl.constexpr, KL_TYPE: tl.constexpr, SEQUENCE_RATIO: tl.constexpr,
+    PER_TOKEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DUAL: tl.constexpr, HAS_REF: tl.constexpr,
+    HAS_KL: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_BONUS: tl.constexpr, HAS_ROLLOUT: tl.constexpr,
+    HAS_TIS: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """The sums [LANES] with UNROLL parts of LANES tokens from `first` on; stores their gradients. FULL: all exist."""
+    THROUGH_MEAN: tl.constexpr = SEQUENCE_RATIO and FORM == _CLIPPED
+    lane = tl.arange(0, LANES)
+    zero = tl.zeros((LANES,), tl.float32)
+    # All loads are under way before the first of them is waited for.
+    flags, new, old = (), (), ()
+    for i in tl.static_range(UNROLL):
+        t = i * LANES + lane
+        inside = t < stop - first
+        if HAS_MASK:
+            flags = flags + (given(mask + first + t, inside, FULL),)
+        new = new + (given(logp + first + t, inside, FULL),)
+        old = old + (given(old_logp + first + t, inside, FULL),)
+    for i in tl.static_range(UNROLL):
+        t = i * LANES + lane
+        inside = t < stop - first
+        on = flags[i] != 0 if HAS_MASK else inside
+        lp = tl.where(on, new[i], 0.0)
+        before = tl.where(on, old[i], 0.0)
+        log_ratio = tl.where(on, new[i] - old[i], 0.0)
+        power = exp2(log_ratio * LOG2E)
+        ratio = shared_ratio + zero if SEQUENCE_RATIO else power
+        if PER_TOKEN:
+            a = tl.where(on, given(advantages + first + t, inside, FULL), 0.0)
+        else:
+            a = row_advantage + zero
+        cut_low = ratio < row_low
+        cut_high = ratio > row_high
+        cut_dual = ratio > row_dual
+        if SEQUENCE_RATIO:  # elsewhere a token that does not count has ratio 1, which nothing cuts
+            cut_low = on & cut_low
+            cut_high = on & cut_high
+            cut_dual = on & cut_dual
+        if FORM == _CLIPPED and PER_TOKEN:
+            cut_low = cut_low & (a < 0.0)
+            cut_high = cut_high & (a > 0.0)
+            cut_dual = cut_dual & (a < 0.0)
+        if FORM == _CLIPPED:
+            cut = cut_low | cut_high
+            used = ratio
+            if HAS_DUAL:
+                cut = cut | cut_dual
+                used = tl.where(cut_dual, dual, used)
+            used = tl.where(cut_low, low, tl.where(cut_high, high, used))
+            loss = -(used * a)
+            slope = tl.where(cut, 0.0, loss)
+        elif FORM == _CISPO:
+            slope = -(tl.where(cut_low, low, tl.where(cut_high, high, ratio)) * a)
+            loss = slope * lp
+        else:
+            slope = -a
+            loss = slope * lp
+        hit = on.to(tl.int32)
+        if FORM != _REINFORCE:
+            hit = tl.where(cut_low, _ONE_LOW, tl.where(cut_high, _ONE_HIGH, hit))
+        if FORM == _CLIPPED and HAS_DUAL:
+            hit = tl.where(cut_dual, _ONE_DUAL, hit)
+        if HAS_ROLLOUT:
+            rollout = tl.where(on, given(rollout_logp + first + t, inside, FULL), 0.0)
+            drift = tl.abs(lp - rollout)
+            s_drift += drift
+            drift_max = higher(drift_max, drift)
+            if HAS_TIS:
+                tis = exp2((before - rollout) * LOG2E)
+                capped = tis > tis_cap
+                tis = tl.where(capped, tis_cap, tis)
+                loss = loss * tis
+                slope = slope * tis
+                hit += tl.where(on & capped, _ONE_CAPPED, 0)
+                s_tis += tl.where(on, tis, 0.0)
+        gradient = slope
+        if HAS_REF:
+            d = lp - tl.where(on, given(ref_logp + first + t, inside, FULL), 0.0)
+            if KL_TYPE == 0:
+                kl = d
+                dkl = zero + 1.0
+            elif KL_TYPE == 1:
+                kl = 0.5 * (d * d)
+                dkl = d
+            else:
+                kl = phi(-d, exp2(-d * LOG2E))
+                dkl = d - kl
+            s_kl += kl
+            if HAS_KL:
+                loss = tl.fma(zero + kl_coef, kl, loss)
+                gradient = dkl if THROUGH_MEAN else tl.fma(zero + kl_coef, dkl, gradient)
+        if HAS_ENTROPY:
+            h = tl.where(on, given(entropy + first + t, inside, FULL), 0.0)
+            s_entropy += h
+            if HAS_BONUS:
+                loss = tl.fma(zero - entropy_coef, h, loss)
+                put(dentropy + first + t, tl.where(on, -entropy_coef * weight, 0.0), inside, FULL)
+        if THROUGH_MEAN:
+            s_slope += tl.where(on, slope, 0.0)
+            if HAS_KL:
+                put(dlogp + first + t, gradient, inside, FULL)
+        else:
+            put(dlogp + first + t, tl.where(on, gradient * weight, 0.0), inside, FULL)
+        counted_ratio = tl.where(on, ratio, 0.0)
+        s_loss += tl.where(on, loss, 0.0)
+        s_ratio += counted_ratio
+        s_k1 -= log_ratio
+        s_k3 += phi(log_ratio, power)
+        hits += hit
+        ratio_min = lower(ratio_min, tl.where(on, ratio, float("inf")))
+        ratio_max = higher(ratio_max, counted_ratio)  # no ratio is negative
+    return s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max, drift_max
 
 
 @triton.jit(do_not_specialize=["T", "B", "PER_ROW", "places"])
@@ -260,108 +402,29 @@ def token_kernel(
         # Five counts a word, six bits each: a lane has at most SEGMENT / LANES tokens.
         hits = tl.zeros((LANES,), tl.int32)
         ratio_min, ratio_max, drift_max = zero + float("inf"), zero, zero + float("-inf")
-        for first in range(start, stop, LANES * UNROLL):
-            # The loads of a step are under way before the first of them is waited for.
-            flags, new, old = (), (), ()
-            left = stop - first
-            for i in tl.static_range(UNROLL):
-                t = i * LANES + lane
-                on = counted_at(mask, first, t, t < left, HAS_MASK)
-                flags = flags + (on,)
-                new = new + (tl.load(logp + first + t, mask=on, other=0.0),)
-                old = old + (tl.load(old_logp + first + t, mask=on, other=0.0),)
-            for i in tl.static_range(UNROLL):
-                t = i * LANES + lane
-                on = flags[i]
-                lp = new[i]
-                before = old[i]
-                log_ratio = lp - before
-                power = exp2(log_ratio * LOG2E)
-                ratio = shared_ratio + zero if SEQUENCE_RATIO else power
-                if PER_TOKEN:
-                    a = tl.load(advantages + first + t, mask=on, other=0.0)
-                else:
-                    a = row_advantage + zero
-                cut_low = ratio < row_low
-                cut_high = ratio > row_high
-                cut_dual = ratio > row_dual
-                if SEQUENCE_RATIO:  # elsewhere a token that does not count has ratio 1, which nothing cuts
-                    cut_low = on & cut_low
-                    cut_high = on & cut_high
-                    cut_dual = on & cut_dual
-                if FORM == _CLIPPED and PER_TOKEN:
-                    cut_low = cut_low & (a < 0.0)
-                    cut_high = cut_high & (a > 0.0)
-                    cut_dual = cut_dual & (a < 0.0)
-                if FORM == _CLIPPED:
-                    cut = cut_low | cut_high
-                    used = ratio
-                    if HAS_DUAL:
-                        cut = cut | cut_dual
-                        used = tl.where(cut_dual, dual, used)
-                    used = tl.where(cut_low, low, tl.where(cut_high, high, used))
-                    loss = -(used * a)
-                    slope = tl.where(cut, 0.0, loss)
-                elif FORM == _CISPO:
-                    slope = -(tl.where(cut_low, low, tl.where(cut_high, high, ratio)) * a)
-                    loss = slope * lp
-                else:
-                    slope = -a
-                    loss = slope * lp
-                hit = on.to(tl.int32)
-                if FORM != _REINFORCE:
-                    hit = tl.where(cut_low, _ONE_LOW, tl.where(cut_high, _ONE_HIGH, hit))
-                if FORM == _CLIPPED and HAS_DUAL:
-                    hit = tl.where(cut_dual, _ONE_DUAL, hit)
-                if HAS_ROLLOUT:
-                    rollout = tl.load(rollout_logp + first + t, mask=on, other=0.0)
-                    drift = tl.abs(lp - rollout)
-                    s_drift += drift
-                    drift_max = higher(drift_max, drift)
-                    if HAS_TIS:
-                        tis = exp2((before - rollout) * LOG2E)
-                        capped = tis > tis_cap
-                        tis = tl.where(capped, tis_cap, tis)
-                        loss = loss * tis
-                        slope = slope * tis
-                        hit += tl.where(on & capped, _ONE_CAPPED, 0)
-                        s_tis += tl.where(on, tis, 0.0)
-                gradient = slope
-                if HAS_REF:
-                    d = lp - tl.load(ref_logp + first + t, mask=on, other=0.0)
-                    if KL_TYPE == 0:
-                        kl = d
-                        dkl = zero + 1.0
-                    elif KL_TYPE == 1:
-                        kl = 0.5 * (d * d)
-                        dkl = d
-                    else:
-                        kl = phi(-d, exp2(-d * LOG2E))
-                        dkl = d - kl
-                    s_kl += kl
-                    if HAS_KL:
-                        loss = tl.fma(zero + kl_coef, kl, loss)
-                        gradient = dkl if THROUGH_MEAN else tl.fma(zero + kl_coef, dkl, gradient)
-                if HAS_ENTROPY:
-                    h = tl.load(entropy + first + t, mask=on, other=0.0)
-                    s_entropy += h
-                    if HAS_BONUS:
-                        loss = tl.fma(zero - entropy_coef, h, loss)
-                        tl.store(dentropy + first + t, tl.where(on, -entropy_coef * weight, 0.0), mask=t < left)
-                if THROUGH_MEAN:
-                    s_slope += tl.where(on, slope, 0.0)
-                    if HAS_KL:
-                        tl.store(dlogp + first + t, gradient, mask=t < left)
-                else:
-                    tl.store(dlogp + first + t, tl.where(on, gradient * weight, 0.0), mask=t < left)
-                counted_ratio = tl.where(on, ratio, 0.0)
-                s_loss += tl.where(on, loss, 0.0)
-                s_ratio += counted_ratio
-                s_k1 -= log_ratio
-                s_k3 += phi(log_ratio, power)
-                hits += hit
-                ratio_min = lower(ratio_min, tl.where(on, ratio, float("inf")))
-                ratio_max = higher(ratio_max, counted_ratio)  # no ratio is negative
+        whole = start + (stop - start) // (LANES * UNROLL) * (LANES * UNROLL)
+        for first in range(start, whole, LANES * UNROLL):
+            (
+                s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max,
+                drift_max,
+            ) = add_tokens(
+                logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, dlogp, dentropy, first, stop,
+                row_advantage, shared_ratio, weight, low, high, dual, row_low, row_high, row_dual, kl_coef,
+                entropy_coef, tis_cap, s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits,
+                ratio_min, ratio_max, drift_max, True, FORM, KL_TYPE, SEQUENCE_RATIO, PER_TOKEN, HAS_MASK, HAS_DUAL,
+                HAS_REF, HAS_KL, HAS_ENTROPY, HAS_BONUS, HAS_ROLLOUT, HAS_TIS, LANES, UNROLL,
+            )  # fmt: skip
+        for first in range(whole, stop, LANES * UNROLL):
+            (
+                s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max,
+                drift_max,
+            ) = add_tokens(
+                logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, dlogp, dentropy, first, stop,
+                row_advantage, shared_ratio, weight, low, high, dual, row_low, row_high, row_dual, kl_coef,
+                entropy_coef, tis_cap, s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits,
+                ratio_min, ratio_max, drift_max, False, FORM, KL_TYPE, SEQUENCE_RATIO, PER_TOKEN, HAS_MASK,
+                HAS_DUAL, HAS_REF, HAS_KL, HAS_ENTROPY, HAS_BONUS, HAS_ROLLOUT, HAS_TIS, LANES, UNROLL,
+            )  # fmt: skip
 
         place = place_of(row, segment, begin, B, SEGMENT)
         to = sums + place
@@ -522,7 +585,7 @@ def policy_loss(
                 HAS_MASK=mask is not None,
                 HAS_COUNTS=has_counts, HAS_DUAL=clip_dual is not None, HAS_REF=vectors[0], HAS_KL=has_kl,
                 HAS_ENTROPY=vectors[1], HAS_BONUS=has_bonus, HAS_ROLLOUT=vectors[2], HAS_TIS=tis_cap is not None,
-                UNROLL=UNROLL, EARLY=False, num_warps=1, **cut,
+                UNROLL=UNROLL, EARLY=early(logp)["EARLY"], num_warps=1, **cut,
             )  # fmt: skip
         add_over_batch(
             cu_seqlens, sums, partial_counts, extremes, normalizer, loss, scale, stats, counts, tokens, divisor,
@@ -542,16 +605,9 @@ def policy_loss_scale_(dlogp: Tensor, dentropy: Tensor, scale: Tensor, dloss: Te
     if tokens:
         with on_device(dlogp):
             scale_kernel[(min(1024, triton.cdiv(tokens, 1024)),)](
-                dlogp,
-                dentropy,
-                scale,
-                dloss,
-                tokens,
-                HAS_BONUS=dentropy.numel() > 0,
-                BLOCK=1024,
-                EARLY=False,
-                **options(),
-            )
+                dlogp, dentropy, scale, dloss, tokens, HAS_BONUS=dentropy.numel() > 0, BLOCK=1024,
+                **early(dlogp), **options(),
+            )  # fmt: skip
 
 
 # ---- ahead of time ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkernel.contract.orders import SEGMENT
 from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import next_power_of_2, options
+from rlkernel.kernels.triton.common import early, next_power_of_2, options
 
 SUMS, PARTIAL_COUNTS, EXTREMES = 9, 5, 3
 LOSS, RATIO, K1, K3, KL, ENTROPY, TIS, DRIFT, SLOPE = (tl.constexpr(i) for i in range(SUMS))
@@ -57,16 +57,6 @@ def some_rows(cu_seqlens, first, T, B, SEGMENT: tl.constexpr, LANES: tl.constexp
 
 
 @triton.jit
-def most_segments(cu_seqlens, T, B, SEGMENT: tl.constexpr, LANES: tl.constexpr):
-    """Segments of the longest sequence."""
-    most = tl.zeros((LANES,), tl.int32)
-    for first in tl.range(0, B, LANES, loop_unroll_factor=8):
-        _, segments, _ = some_rows(cu_seqlens, first, T, B, SEGMENT, LANES)
-        most = tl.maximum(most, segments)
-    return tl.max(most, axis=0)
-
-
-@triton.jit
 def with_further(total, partials, segments, later, most):
     """`total`, of first segments, and the other segments of the same sequences, ascending."""
     for segment in range(1, most):
@@ -77,58 +67,73 @@ def with_further(total, partials, segments, later, most):
 
 
 @triton.jit
-def batch_total(
-    partials, counts, cu_seqlens, T, B, most, mean, total, SEGMENT: tl.constexpr, LANES: tl.constexpr,
-    UNROLL: tl.constexpr,
-):  # fmt: skip
-    """`total` [LANES] plus the sums of the sequences (`mean`: their means); counted tokens; sequences that have one.
+def of_sequence(value, n, mean):
+    """A sequence's sum or, where `mean`, its sum over its counted tokens; counts as they are."""
+    if value.dtype == tl.float32:
+        if mean:
+            value = tl.math.div_rn(value, tl.maximum(n, 1).to(tl.float32))
+    return value
 
-    partials holds fp32 or int32.
+
+@triton.jit
+def batch_total(
+    partials, counts, cu_seqlens, T, B, mean, SEGMENT: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr
+):  # fmt: skip
+    """Lanes of the sum over the sequences of their sums (where `mean`: of their means), and their counted tokens.
+
+    partials holds fp32 or int32. Also whether each lane's sequences have a counted token, and how many.
     """
-    tokens = tl.zeros((LANES,), tl.int64)
+    total = tl.zeros((LANES,), partials.dtype.element_ty)
+    tokens = tl.zeros((LANES,), tl.int32)
     sequences = tl.zeros((LANES,), tl.int32)
-    if most > 1:
+    longest = tl.zeros((LANES,), tl.int32)
+    for start in range(0, B, LANES * UNROLL):
+        values, ns, sizes = (), (), ()
+        for u in tl.static_range(UNROLL):  # all loads are under way before the first addition waits
+            rows = start + u * LANES + tl.arange(0, LANES)
+            on = rows < B
+            begin, end = bounds(cu_seqlens, rows, on, T)
+            values = values + (tl.load(partials + rows, mask=on, other=0),)
+            ns = ns + (tl.load(counts + rows, mask=on, other=0),)
+            sizes = sizes + (end - begin,)
+        for u in tl.static_range(UNROLL):
+            total += of_sequence(values[u], ns[u], mean)
+            tokens += ns[u]
+            sequences += (ns[u] > 0).to(tl.int32)
+            longest = tl.maximum(longest, sizes[u])
+    most = tl.cdiv(tl.max(longest, axis=0), SEGMENT)
+    if most > 1:  # all that was of first segments alone
+        total = tl.zeros((LANES,), partials.dtype.element_ty)
+        tokens = tl.zeros((LANES,), tl.int32)
+        sequences = tl.zeros((LANES,), tl.int32)
         for first in range(0, B, LANES):
             rows, segments, later = some_rows(cu_seqlens, first, T, B, SEGMENT, LANES)
             value = tl.load(partials + rows, mask=rows < B, other=0)
             n = tl.load(counts + rows, mask=rows < B, other=0)
             value = with_further(value, partials, segments, later, most)
             n = with_further(n, counts, segments, later, most)
-            total += share_of(value, n, mean)
-            tokens += n.to(tl.int64)
+            total += of_sequence(value, n, mean)
+            tokens += n
             sequences += (n > 0).to(tl.int32)
-    else:
-        for start in range(0, B, LANES * UNROLL):
-            values, ns = (), ()
-            for u in tl.static_range(UNROLL):  # all loads are under way before the first addition waits
-                rows = start + u * LANES + tl.arange(0, LANES)
-                values = values + (tl.load(partials + rows, mask=rows < B, other=0),)
-                ns = ns + (tl.load(counts + rows, mask=rows < B, other=0),)
-            for u in tl.static_range(UNROLL):
-                total += share_of(values[u], ns[u], mean)
-                tokens += ns[u].to(tl.int64)
-                sequences += (ns[u] > 0).to(tl.int32)
     return total, tl.sum(tokens, axis=0), tl.sum(sequences, axis=0)
 
 
 @triton.jit
-def share_of(value, n, mean):
-    """A sequence's sum, or its mean."""
-    if value.dtype == tl.int32:
-        return value.to(tl.int64)
-    else:
-        return tl.math.div_rn(value, tl.where(mean, tl.maximum(n, 1), 1).to(tl.float32))
-
-
-@triton.jit
-def batch_top(part, counts, cu_seqlens, T, B, most, SEGMENT: tl.constexpr, LANES: tl.constexpr):
+def batch_top(
+    part, counts, cu_seqlens, T, B, SEGMENT: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr
+):  # fmt: skip
     """Largest partial value; 0 where no token counts."""
     top = tl.full((LANES,), float("-inf"), tl.float32)
     some = tl.zeros((LANES,), tl.int32)
-    for first in tl.range(0, B, LANES, loop_unroll_factor=8):
-        rows = first + tl.arange(0, LANES)
-        top = higher(top, tl.load(part + rows, mask=rows < B, other=float("-inf")))
-        some = some | tl.load(counts + rows, mask=rows < B, other=0)
+    longest = tl.zeros((LANES,), tl.int32)
+    for start in range(0, B, LANES * UNROLL):
+        for u in tl.static_range(UNROLL):
+            rows = start + u * LANES + tl.arange(0, LANES)
+            begin, end = bounds(cu_seqlens, rows, rows < B, T)
+            longest = tl.maximum(longest, end - begin)
+            top = higher(top, tl.load(part + rows, mask=rows < B, other=float("-inf")))
+            some = some | tl.load(counts + rows, mask=rows < B, other=0)
+    most = tl.cdiv(tl.max(longest, axis=0), SEGMENT)
     if most > 1:
         for first in range(0, B, LANES):
             _, segments, later = some_rows(cu_seqlens, first, T, B, SEGMENT, LANES)
@@ -166,12 +171,10 @@ def batch_kernel(
     what = tl.program_id(0)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    most = most_segments(cu_seqlens, T, B, SEGMENT, LANES)
     if what < 8:
         part = sums + tl.where(what == 7, LOSS, what + RATIO) * places
-        nothing = tl.zeros((LANES,), tl.float32)
         mean = (what == 7) & SEQUENCE_MEAN
-        lanes, n, _ = batch_total(part, counts, cu_seqlens, T, B, most, mean, nothing, SEGMENT, LANES, UNROLL)
+        lanes, n, _ = batch_total(part, counts, cu_seqlens, T, B, mean, SEGMENT, LANES, UNROLL)
         total = fold(lanes)
         if what < 7:
             tl.store(stats + what, tl.math.div_rn(total, tl.maximum(n, 1).to(tl.float32)))
@@ -182,38 +185,36 @@ def batch_kernel(
             elif DIVIDE_BY != _NOT_YET:
                 denominator = tl.where(n > 0, divisor, denominator)
             # A GPU cannot raise: borders that do not fit make the loss and every gradient NaN.
-            broken = do_not_fit(cu_seqlens, T, B, LANES)
+            broken = do_not_fit(cu_seqlens, T, B, LANES, UNROLL)
             tl.store(loss, tl.where(broken, float("nan"), tl.math.div_rn(total, denominator)))
             factor = 1.0
             if DIVIDE_BY == _NOT_YET:
                 factor = tl.math.div_rn(factor, denominator)
             tl.store(scale, tl.where(broken, float("nan"), factor))
     elif what < 11:
-        value = batch_top(extremes + (what - 8) * places, counts, cu_seqlens, T, B, most, SEGMENT, LANES)
+        value = batch_top(extremes + (what - 8) * places, counts, cu_seqlens, T, B, SEGMENT, LANES, UNROLL)
         tl.store(stats + what - 1, tl.where(what == 8, -value, value))
     else:
         part = counts + (what - 11 + LOW) * places
-        nothing = tl.zeros((LANES,), tl.int64)
-        lanes, n, sequences = batch_total(
-            part, counts, cu_seqlens, T, B, most, False, nothing, SEGMENT, LANES, UNROLL
-        )  # fmt: skip
+        lanes, n, sequences = batch_total(part, counts, cu_seqlens, T, B, False, SEGMENT, LANES, UNROLL)
         total = tl.sum(lanes, axis=0)
-        tl.store(totals + what - 9, total)
+        tl.store(totals + what - 9, total.to(tl.int64))
         tl.store(stats + what - 1, tl.math.div_rn(total.to(tl.float32), tl.maximum(n, 1).to(tl.float32)))
         if what == 11:
-            tl.store(totals, n)
+            tl.store(totals, n.to(tl.int64))
             tl.store(totals + 1, sequences.to(tl.int64))
 
 
 @triton.jit
-def do_not_fit(cu_seqlens, T, B, LANES: tl.constexpr):
+def do_not_fit(cu_seqlens, T, B, LANES: tl.constexpr, UNROLL: tl.constexpr):
     """Whether the borders fail to ascend from 0 to T."""
     falls = tl.zeros((LANES,), tl.int32)
-    for first in tl.range(0, B, LANES, loop_unroll_factor=8):
-        rows = first + tl.arange(0, LANES)
-        left = tl.load(cu_seqlens + rows, mask=rows < B, other=0)
-        right = tl.load(cu_seqlens + rows + 1, mask=rows < B, other=0)
-        falls = falls | (left > right).to(tl.int32)
+    for start in range(0, B, LANES * UNROLL):
+        for u in tl.static_range(UNROLL):
+            rows = start + u * LANES + tl.arange(0, LANES)
+            left = tl.load(cu_seqlens + rows, mask=rows < B, other=0)
+            right = tl.load(cu_seqlens + rows + 1, mask=rows < B, other=0)
+            falls = falls | (left > right).to(tl.int32)
     return (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + B) != T) | (tl.max(falls, axis=0) > 0)
 
 
@@ -231,8 +232,8 @@ def add_over_batch(
     batch_kernel[(15,)](
         cu_seqlens, sums, counts, extremes, normalizer, loss, scale, stats, totals, tokens, batch, sums.shape[1],
         divisor, DIVIDE_BY=divide_by, SEQUENCE_MEAN=sequence_mean, BY_TOKENS=by_tokens, SEGMENT=SEGMENT, LANES=lanes,
-        UNROLL=1 if batch <= lanes else UNROLL, EARLY=False,
-        num_warps=max(1, lanes // 64), **options(),
+        UNROLL=1 if batch <= lanes else UNROLL, 
+        num_warps=max(1, lanes // 32), **early(loss), **options(),
     )  # fmt: skip
 
 
@@ -250,7 +251,7 @@ def _variant(lanes: int, unroll: int) -> Variant:
         "DIVIDE_BY": TENSOR, "SEQUENCE_MEAN": True, "BY_TOKENS": False, "SEGMENT": SEGMENT, "LANES": lanes,
         "UNROLL": unroll, "EARLY": False,
     }  # fmt: skip
-    return Variant(f"policy_loss batch {lanes}", batch_kernel, types, constants, num_warps=max(1, lanes // 64))
+    return Variant(f"policy_loss batch {lanes}", batch_kernel, types, constants, num_warps=max(1, lanes // 32))
 
 
 AOT: tuple[Variant, ...] = (_variant(SEGMENT, UNROLL), _variant(64, 1))

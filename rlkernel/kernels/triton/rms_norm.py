@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlkernel.contract.orders import WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import add_partials_, fold_rows, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import add_partials_, early, fold_rows, next_power_of_2, on_device, options
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -99,8 +99,11 @@ def rms_norm_grad_kernel(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """dx; partials: sums of dy * round(x * rstd), the rows of a step folded in halves, steps ascending."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     column = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     w = tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
@@ -126,8 +129,10 @@ def rms_norm_grad_kernel(
 
 
 @triton.jit(do_not_specialize=["ROWS"])
-def fold_kernel(partials, sums, ROWS, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def fold_kernel(partials, sums, ROWS, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """sums [ROWS / CHUNK, C] = each CHUNK rows of partials [ROWS, C] folded in halves, rounded to the dtype of sums."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -145,7 +150,7 @@ LEAF = 16
 def _shape(rows: int, c: int) -> tuple[tuple[int], dict[str, Any]]:
     block = next_power_of_2(c, 16)
     per_program = max(1, 2048 // block)
-    meta = {"C": c, "ROWS": per_program, "BLOCK": block, "num_warps": min(16, max(1, per_program * block // 1024))}
+    meta = {"C": c, "ROWS": per_program, "BLOCK": block, "num_warps": min(16, max(1, per_program * block // 512))}
     return (triton.cdiv(rows, per_program),), meta | options()
 
 
@@ -197,7 +202,7 @@ def _backward(
         with on_device(x):
             rms_norm_grad_kernel[grid](
                 dy, dr, x, weight, dx, partials, tokens, eps, HAS_DR=dr is not None, HAS_PARTIALS=with_partials,
-                ROWS=rows, STEPS=steps, **meta, **options(),
+                ROWS=rows, STEPS=steps, EARLY=early(x)["EARLY"], **meta, **options(),
             )  # fmt: skip
     return dx, partials
 
@@ -210,7 +215,7 @@ def _chunk_sums(partials: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     sums = torch.empty(chunks, c, dtype=dtype, device=partials.device)
     block = 16
     fold_kernel[(triton.cdiv(c, block), chunks)](
-        partials, sums, programs, c, CHUNK=per_chunk, BLOCK=block, num_warps=8, **options()
+        partials, sums, programs, c, CHUNK=per_chunk, BLOCK=block, num_warps=4, **early(partials), **options()
     )
     return sums
 
@@ -258,7 +263,7 @@ def _grad_variant(name: str, c: int, with_partials: bool, has_dr: bool) -> Varia
     (types if with_partials else absent)["partials"] = "*fp32:16" if with_partials else None
     constants = {
         **absent, "HAS_DR": has_dr, "HAS_PARTIALS": with_partials, "ROWS": rows,
-        "STEPS": steps if with_partials else 1, **meta,
+        "STEPS": steps if with_partials else 1, "EARLY": False, **meta,
     }  # fmt: skip
     return Variant(name, rms_norm_grad_kernel, types, constants, num_warps=warps, main=True)
 
@@ -266,11 +271,11 @@ def _grad_variant(name: str, c: int, with_partials: bool, has_dr: bool) -> Varia
 AOT: tuple[Variant, ...] = (
     Variant(
         "add_rms_norm", rms_norm_kernel, _types("x", "residual", "weight", "y", "r"),
-        {"HAS_RESIDUAL": True, "C": 4096, "ROWS": 1, "BLOCK": 4096}, num_warps=4, main=True,
+        {"HAS_RESIDUAL": True, "C": 4096, "ROWS": 1, "BLOCK": 4096}, num_warps=8, main=True,
     ),
     Variant(
         "rms_norm heads", rms_norm_kernel, _types("x", "weight", "y"),
-        {"residual": None, "r": None, "HAS_RESIDUAL": False, "C": 128, "ROWS": 16, "BLOCK": 128}, num_warps=2,
+        {"residual": None, "r": None, "HAS_RESIDUAL": False, "C": 128, "ROWS": 16, "BLOCK": 128}, num_warps=4,
         main=True,
     ),
     _grad_variant("rms_norm_grad", 1024, True, False),
@@ -279,6 +284,6 @@ AOT: tuple[Variant, ...] = (
     _grad_variant("rms_norm_dgrad", 4096, False, True),
     Variant(
         "rms_norm_grad fold", fold_kernel, {"partials": "*fp32:16", "sums": "*fp32:16", "ROWS": "i32", "C": "i32:16"},
-        {"CHUNK": WGRAD_TOKENS // LEAF, "BLOCK": 16}, num_warps=8, main=True,
+        {"CHUNK": WGRAD_TOKENS // LEAF, "BLOCK": 16, "EARLY": False}, num_warps=4, main=True,
     ),
 )  # fmt: skip

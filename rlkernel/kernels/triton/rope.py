@@ -78,7 +78,7 @@ def rope_kernel(
 def _tile(h: int, hk: int, d: int) -> dict[str, Any]:
     block, heads = next_power_of_2(d // 2, 16), next_power_of_2(h)
     meta = {"D": d, "Q_HEADS": heads, "K_HEADS": next_power_of_2(hk), "BLOCK": block}
-    return {**meta, "num_warps": min(8, max(1, heads * block // 256))}
+    return {**meta, "num_warps": min(8, max(1, heads * block // 512))}
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
