@@ -1,4 +1,4 @@
-"""Ops that memory bounds: time against the bytes they must move, a copy of them, and torch, compiled where that is fair.
+"""Ops that memory bounds: time against the bytes they must move, a copy of them, and torch, compiled where fair.
 
 Floor: what an op reads once and writes once, at the measured 4.3 TB/s of an H200; forward and backward are two passes,
 and the second reads again. "share of roofline" is the floor over our time. A short pass cannot reach the floor, as an

@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,15 @@ class Variant:
     main: bool = False
     targets: tuple[str, ...] = tuple(TARGETS)
     stack: int = 0
+
+
+def early_too(variant: Variant) -> tuple[Variant, Variant]:
+    """The variant without `EARLY`, and for the GPUs that have it (`common.early`) with it."""
+    plain, early = ({**variant.constants, "EARLY": on} for on in (False, True))
+    targets = tuple(t for t in variant.targets if t in ("sm_90", "sm_100"))
+    return replace(variant, constants=plain), replace(
+        variant, name=f"{variant.name}, early", constants=early, targets=targets
+    )
 
 
 @dataclass(frozen=True)

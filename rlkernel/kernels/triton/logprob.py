@@ -22,6 +22,7 @@ TILE_OF_ONES = tl.constexpr((VOCAB_TILE * 0x3F800000 + 2**31) % 2**32 - 2**31)  
 TWO_MINUS_INF = tl.constexpr(-0x007F0080)  # bf16, in both halves of an int32
 
 ROWS_FROM, TILES_FROM = 256, 128  # tokens and vocabulary tiles from which on a program has a row of its own
+DGRAD_BLOCK = 4096  # entries of a row a program of the gradient
 SCRATCH = 1 << 27  # bytes of tile statistics at one time; more tokens run in turns
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -365,9 +366,12 @@ def logprob_dgrad_kernel(
     HAS_DENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(V, BLOCK)
+    # The last rows first: the forward read them last, and the L2 cache still has them.
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (place // blocks).to(tl.int64)
     # Words of the mask, and the entries in each.
-    first = tl.program_id(1) * BLOCK + (tl.arange(0, BLOCK // 32) * 32)[:, None]
+    first = place % blocks * BLOCK + (tl.arange(0, BLOCK // 32) * 32)[:, None]
     bit = tl.arange(0, 32)[None, :]
     v = first + bit
     inside = v < V
@@ -501,11 +505,11 @@ def logprob_dgrad(
         return dlogits
     vectors = (targets, inv_temperature, kept, stats, entropy, dlogp, dentropy)
     with on_device(logits):
-        logprob_dgrad_kernel[(tokens, triton.cdiv(vocab, 2048))](
+        logprob_dgrad_kernel[(tokens * triton.cdiv(vocab, DGRAD_BLOCK),)](
             logits, *(None if t is None else t.contiguous() for t in vectors), dlogits,
             vocab, triton.cdiv(vocab, 32), logits.stride(0),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
-            HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, BLOCK=2048, num_warps=4, **options(),
+            HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, BLOCK=DGRAD_BLOCK, num_warps=4, **options(),
         )  # fmt: skip
     return dlogits
 
@@ -549,6 +553,7 @@ AOT: tuple[Variant, ...] = (
         "logprob_dgrad", logprob_dgrad_kernel,
         {**_INPUTS, **dict.fromkeys(("stats", "entropy", "dlogp", "dentropy"), "*fp32:16"), "dlogits": "*bf16:16",
          **_SIZES},
-        {"HAS_TEMPERATURE": True, "HAS_KEPT": True, "HAS_DLOGP": True, "HAS_DENTROPY": True, "BLOCK": 2048}, main=True,
+        {"HAS_TEMPERATURE": True, "HAS_KEPT": True, "HAS_DLOGP": True, "HAS_DENTROPY": True, "BLOCK": DGRAD_BLOCK},
+        main=True,
     ),
 )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import SEGMENT
-from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.aot import Variant, early_too
 from rlkernel.kernels.triton.common import early, next_power_of_2, options
 
 SUMS, PARTIAL_COUNTS, EXTREMES = 9, 5, 3
@@ -69,7 +69,7 @@ def with_further(total, partials, segments, later, most):
 @triton.jit
 def of_sequence(value, n, mean):
     """A sequence's sum or, where `mean`, its sum over its counted tokens; counts as they are."""
-    if value.dtype == tl.float32:
+    if value.dtype == tl.float32:  # noqa: SIM102 -- known when compiling, the other is not
         if mean:
             value = tl.math.div_rn(value, tl.maximum(n, 1).to(tl.float32))
     return value
@@ -232,7 +232,7 @@ def add_over_batch(
     batch_kernel[(15,)](
         cu_seqlens, sums, counts, extremes, normalizer, loss, scale, stats, totals, tokens, batch, sums.shape[1],
         divisor, DIVIDE_BY=divide_by, SEQUENCE_MEAN=sequence_mean, BY_TOKENS=by_tokens, SEGMENT=SEGMENT, LANES=lanes,
-        UNROLL=1 if batch <= lanes else UNROLL, 
+        UNROLL=1 if batch <= lanes else UNROLL,
         num_warps=max(1, lanes // 32), **early(loss), **options(),
     )  # fmt: skip
 
@@ -249,9 +249,9 @@ def _variant(lanes: int, unroll: int) -> Variant:
     types |= dict.fromkeys(("T", "B", "places"), "i32")
     constants = {
         "DIVIDE_BY": TENSOR, "SEQUENCE_MEAN": True, "BY_TOKENS": False, "SEGMENT": SEGMENT, "LANES": lanes,
-        "UNROLL": unroll, "EARLY": False,
+        "UNROLL": unroll,
     }  # fmt: skip
     return Variant(f"policy_loss batch {lanes}", batch_kernel, types, constants, num_warps=max(1, lanes // 32))
 
 
-AOT: tuple[Variant, ...] = (_variant(SEGMENT, UNROLL), _variant(64, 1))
+AOT: tuple[Variant, ...] = (*early_too(_variant(SEGMENT, UNROLL)), *early_too(_variant(64, 1)))

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import WGRAD_TOKENS
-from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.aot import Variant, early_too
 from rlkernel.kernels.triton.common import add_partials_, early, fold_rows, next_power_of_2, on_device, options
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def _types(*names: str) -> dict[str, str]:
     return {**dict.fromkeys(names, "*bf16:16"), **_ROW}
 
 
-def _grad_variant(name: str, c: int, with_partials: bool, has_dr: bool) -> Variant:
+def _grad_variants(name: str, c: int, with_partials: bool, has_dr: bool) -> tuple[Variant, Variant]:
     rows, steps, meta = _tile(c, 2)
     warps = meta.pop("num_warps")
     types = _types("dy", "x", "weight", "dx", *(("dr",) if has_dr else ()))
@@ -263,9 +263,9 @@ def _grad_variant(name: str, c: int, with_partials: bool, has_dr: bool) -> Varia
     (types if with_partials else absent)["partials"] = "*fp32:16" if with_partials else None
     constants = {
         **absent, "HAS_DR": has_dr, "HAS_PARTIALS": with_partials, "ROWS": rows,
-        "STEPS": steps if with_partials else 1, "EARLY": False, **meta,
+        "STEPS": steps if with_partials else 1, **meta,
     }  # fmt: skip
-    return Variant(name, rms_norm_grad_kernel, types, constants, num_warps=warps, main=True)
+    return early_too(Variant(name, rms_norm_grad_kernel, types, constants, num_warps=warps, main=True))
 
 
 AOT: tuple[Variant, ...] = (
@@ -278,12 +278,15 @@ AOT: tuple[Variant, ...] = (
         {"residual": None, "r": None, "HAS_RESIDUAL": False, "C": 128, "ROWS": 16, "BLOCK": 128}, num_warps=4,
         main=True,
     ),
-    _grad_variant("rms_norm_grad", 1024, True, False),
-    _grad_variant("add_rms_norm_grad", 4096, True, True),
-    _grad_variant("rms_norm_grad heads", 128, True, False),
-    _grad_variant("rms_norm_dgrad", 4096, False, True),
-    Variant(
-        "rms_norm_grad fold", fold_kernel, {"partials": "*fp32:16", "sums": "*fp32:16", "ROWS": "i32", "C": "i32:16"},
-        {"CHUNK": WGRAD_TOKENS // LEAF, "BLOCK": 16, "EARLY": False}, num_warps=4, main=True,
+    *_grad_variants("rms_norm_grad", 1024, True, False),
+    *_grad_variants("add_rms_norm_grad", 4096, True, True),
+    *_grad_variants("rms_norm_grad heads", 128, True, False),
+    *_grad_variants("rms_norm_dgrad", 4096, False, True),
+    *early_too(
+        Variant(
+            "rms_norm_grad fold", fold_kernel,
+            {"partials": "*fp32:16", "sums": "*fp32:16", "ROWS": "i32", "C": "i32:16"},
+            {"CHUNK": WGRAD_TOKENS // LEAF, "BLOCK": 16}, num_warps=4, main=True,
+        )
     ),
 )  # fmt: skip
