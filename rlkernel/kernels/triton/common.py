@@ -156,8 +156,7 @@ def family(t: Tensor) -> str:
 def early(tensor: Tensor) -> dict[str, Any]:
     """Launch options of a short kernel that waits for the one in front of it itself (`EARLY`: `gdc_wait` comes first).
 
-    Its launch then overlaps that one's end, which hides about 2 us; the one in front may say at its start that it may
-    (`gdc_launch_dependents`). NVIDIA GPUs from Hopper on; elsewhere a launch like any other.
+    Its launch then overlaps that one's end. NVIDIA GPUs from Hopper on; elsewhere a launch like any other.
     """
     if IS_HIP or not tensor.is_cuda or _capability(tensor.device.index) < 9:
         return {"EARLY": False}

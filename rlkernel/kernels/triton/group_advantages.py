@@ -111,7 +111,7 @@ def group_advantages_kernel(
 
 # ---- launchers ----------------------------------------------------------------------------------
 
-_TILE = {"LANES": LANES, "UNROLL": 8}
+_TILE, _LONG = {"LANES": LANES, "UNROLL": 8}, {"LANES": LANES, "UNROLL": 32}
 
 
 def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std: bool, eps: float) -> Tensor:
@@ -126,7 +126,7 @@ def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std:
     spread = rewards.new_empty(()) if normalize and mode == "batch" else None
     with on_device(rewards):
         if spread is not None:
-            deviation_kernel[(1,)](rewards, spread, rewards.shape[0], num_warps=1, **_TILE, **options())
+            deviation_kernel[(1,)](rewards, spread, rewards.shape[0], num_warps=1, **_LONG, **options())
         group_advantages_kernel[(triton.cdiv(groups, rows),)](
             rewards, spread, out, groups, group_size, eps, LEAVE_ONE_OUT=leave_one_out, NORMALIZE=normalize,
             ROWS=rows, num_warps=1, **_TILE, **options(),
@@ -153,6 +153,6 @@ AOT: tuple[Variant, ...] = (
     ),
     Variant(
         "group_advantages deviation", deviation_kernel, {"rewards": "*fp32:16", "spread": "*fp32:16", "B": "i32"},
-        _TILE, num_warps=1,
+        _LONG, num_warps=1,
     ),
 )  # fmt: skip

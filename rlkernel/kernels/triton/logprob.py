@@ -22,7 +22,7 @@ TILE_OF_ONES = tl.constexpr((VOCAB_TILE * 0x3F800000 + 2**31) % 2**32 - 2**31)  
 TWO_MINUS_INF = tl.constexpr(-0x007F0080)  # bf16, in both halves of an int32
 
 ROWS_FROM, TILES_FROM = 256, 128  # tokens and vocabulary tiles from which on a program has a row of its own
-DGRAD_BLOCK = 4096  # entries of a row a program of the gradient
+DGRAD_BLOCK = 2048  # entries of a row a program of the gradient
 SCRATCH = 1 << 27  # bytes of tile statistics at one time; more tokens run in turns
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def logprob_dgrad(
             logits, *(None if t is None else t.contiguous() for t in vectors), dlogits,
             vocab, triton.cdiv(vocab, 32), logits.stride(0),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
-            HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, BLOCK=DGRAD_BLOCK, num_warps=4, **options(),
+            HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, BLOCK=DGRAD_BLOCK, num_warps=2, **options(),
         )  # fmt: skip
     return dlogits
 
@@ -554,6 +554,6 @@ AOT: tuple[Variant, ...] = (
         {**_INPUTS, **dict.fromkeys(("stats", "entropy", "dlogp", "dentropy"), "*fp32:16"), "dlogits": "*bf16:16",
          **_SIZES},
         {"HAS_TEMPERATURE": True, "HAS_KEPT": True, "HAS_DLOGP": True, "HAS_DENTROPY": True, "BLOCK": DGRAD_BLOCK},
-        main=True,
+        num_warps=2, main=True,
     ),
 )  # fmt: skip

@@ -142,7 +142,7 @@ def policy_loss(
                 HAS_MASK=mask is not None,
                 HAS_COUNTS=has_counts, HAS_DUAL=clip_dual is not None, HAS_REF=vectors[0], HAS_KL=has_kl,
                 HAS_ENTROPY=vectors[1], HAS_BONUS=has_bonus, HAS_ROLLOUT=vectors[2], HAS_TIS=tis_cap is not None,
-                UNROLL=UNROLL, EARLY=early(logp)["EARLY"], num_warps=1, **cut,
+                UNROLL=UNROLL, num_warps=1, **cut,
             )  # fmt: skip
         add_over_batch(
             cu_seqlens, sums, partial_counts, extremes, normalizer, loss, scale, stats, counts, tokens, divisor,
@@ -161,8 +161,8 @@ def policy_loss_scale_(dlogp: Tensor, dentropy: Tensor, scale: Tensor, dloss: Te
     tokens = dlogp.shape[0]
     if tokens:
         with on_device(dlogp):
-            scale_kernel[(min(1024, triton.cdiv(tokens, 1024)),)](
-                dlogp, dentropy, scale, dloss, tokens, HAS_BONUS=dentropy.numel() > 0, BLOCK=1024,
+            scale_kernel[(min(264, triton.cdiv(tokens, 2048)),)](
+                dlogp, dentropy, scale, dloss, tokens, HAS_BONUS=dentropy.numel() > 0, BLOCK=2048, num_warps=8,
                 **early(dlogp), **options(),
             )  # fmt: skip
 
@@ -173,9 +173,7 @@ _CUT = {"SEGMENT": SEGMENT, "LANES": LANES}
 _SIZES = {"cu_seqlens": "*i32:16", "T": "i32", "B": "i32"}
 
 
-def _token_variants(
-    name: str, form: int, sequence_ratio: bool, kl_type: int, extras: bool, main: bool
-) -> tuple[Variant, Variant]:
+def _token_variant(name: str, form: int, sequence_ratio: bool, kl_type: int, extras: bool, main: bool) -> Variant:
     given, absent = ["logp", "old_logp", "advantages", "normalizer", "dlogp", "sums", "extremes"], []
     (given if sequence_ratio else absent).append("log_ratios")
     (given if extras else absent).extend(("ref_logp", "entropy", "rollout_logp", "dentropy"))
@@ -190,15 +188,15 @@ def _token_variants(
     }  # fmt: skip
     (types if sequence_ratio else constants)["row_counts"] = "*i32:16" if sequence_ratio else None
     constants |= dict.fromkeys(absent)
-    return early_too(Variant(name, token_kernel, types, constants, num_warps=1, main=main))
+    return Variant(name, token_kernel, types, constants, num_warps=1, main=main)
 
 
 AOT: tuple[Variant, ...] = (
     *BATCH_AOT,
-    *_token_variants("policy_loss", CLIPPED, False, 2, extras=False, main=True),
-    *_token_variants("policy_loss clipped", CLIPPED, False, 2, extras=True, main=True),
-    *_token_variants("policy_loss gspo", CLIPPED, True, 2, extras=True, main=False),
-    *_token_variants("policy_loss cispo", CISPO, False, 1, extras=True, main=False),
+    _token_variant("policy_loss", CLIPPED, False, 2, extras=False, main=True),
+    _token_variant("policy_loss clipped", CLIPPED, False, 2, extras=True, main=True),
+    _token_variant("policy_loss gspo", CLIPPED, True, 2, extras=True, main=False),
+    _token_variant("policy_loss cispo", CISPO, False, 1, extras=True, main=False),
     Variant(
         "policy_loss count", count_kernel,
         {**_SIZES, **dict.fromkeys(("logp", "old_logp", "log_ratios"), "*fp32:16"), "mask": "*u8:16",
@@ -215,7 +213,7 @@ AOT: tuple[Variant, ...] = (
         Variant(
             "policy_loss scale", scale_kernel,
             {**dict.fromkeys(("dlogp", "dentropy", "scale", "dloss"), "*fp32:16"), "T": "i32"},
-            {"HAS_BONUS": True, "BLOCK": 1024},
+            {"HAS_BONUS": True, "BLOCK": 2048}, num_warps=8,
         )
     ),
 )  # fmt: skip

@@ -319,15 +319,12 @@ def token_kernel(
     SEGMENT: tl.constexpr,
     LANES: tl.constexpr,
     UNROLL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Sums of the segments PER_ROW apart of one sequence, and the gradients of their tokens.
 
     Through a sequence's ratio the gradient of a clipped token needs the whole sequence: dlogp is then the gradient of
     the KL alone, and spread_kernel finishes it.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) // PER_ROW
     begin, end = bounds(cu_seqlens, row, True, T)
     segments = tl.maximum(tl.cdiv(end - begin, SEGMENT), 1)  # an empty sequence has one of zeros

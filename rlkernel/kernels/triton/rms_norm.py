@@ -99,11 +99,8 @@ def rms_norm_grad_kernel(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """dx; partials: sums of dy * round(x * rstd), the rows of a step folded in halves, steps ascending."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     column = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     w = tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
@@ -202,7 +199,7 @@ def _backward(
         with on_device(x):
             rms_norm_grad_kernel[grid](
                 dy, dr, x, weight, dx, partials, tokens, eps, HAS_DR=dr is not None, HAS_PARTIALS=with_partials,
-                ROWS=rows, STEPS=steps, EARLY=early(x)["EARLY"], **meta, **options(),
+                ROWS=rows, STEPS=steps, **meta, **options(),
             )  # fmt: skip
     return dx, partials
 
@@ -255,7 +252,7 @@ def _types(*names: str) -> dict[str, str]:
     return {**dict.fromkeys(names, "*bf16:16"), **_ROW}
 
 
-def _grad_variants(name: str, c: int, with_partials: bool, has_dr: bool) -> tuple[Variant, Variant]:
+def _grad_variant(name: str, c: int, with_partials: bool, has_dr: bool) -> Variant:
     rows, steps, meta = _tile(c, 2)
     warps = meta.pop("num_warps")
     types = _types("dy", "x", "weight", "dx", *(("dr",) if has_dr else ()))
@@ -265,7 +262,7 @@ def _grad_variants(name: str, c: int, with_partials: bool, has_dr: bool) -> tupl
         **absent, "HAS_DR": has_dr, "HAS_PARTIALS": with_partials, "ROWS": rows,
         "STEPS": steps if with_partials else 1, **meta,
     }  # fmt: skip
-    return early_too(Variant(name, rms_norm_grad_kernel, types, constants, num_warps=warps, main=True))
+    return Variant(name, rms_norm_grad_kernel, types, constants, num_warps=warps, main=True)
 
 
 AOT: tuple[Variant, ...] = (
@@ -278,10 +275,10 @@ AOT: tuple[Variant, ...] = (
         {"residual": None, "r": None, "HAS_RESIDUAL": False, "C": 128, "ROWS": 16, "BLOCK": 128}, num_warps=4,
         main=True,
     ),
-    *_grad_variants("rms_norm_grad", 1024, True, False),
-    *_grad_variants("add_rms_norm_grad", 4096, True, True),
-    *_grad_variants("rms_norm_grad heads", 128, True, False),
-    *_grad_variants("rms_norm_dgrad", 4096, False, True),
+    _grad_variant("rms_norm_grad", 1024, True, False),
+    _grad_variant("add_rms_norm_grad", 4096, True, True),
+    _grad_variant("rms_norm_grad heads", 128, True, False),
+    _grad_variant("rms_norm_dgrad", 4096, False, True),
     *early_too(
         Variant(
             "rms_norm_grad fold", fold_kernel,
