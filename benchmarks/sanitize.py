@@ -176,6 +176,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             )  # fmt: skip
             backward(found.loss, logp, entropy)
         ops.group_advantages(vector(batch), 4)
+        ops.group_advantages(vector(batch), 4, mode="batch")
 
     def optimizer() -> None:
         shapes = ((v, c), (c,), (3,), (1025,))

@@ -168,6 +168,16 @@ def test_geometric_mean_of_linear() -> None:
     assert math.isclose(means["linear: geometric mean"], 1.0) and means["linear_dgrad: smallest"] == 0.5
 
 
+def test_a_line_says_what_was_faster() -> None:
+    import bench_memory_bound
+
+    line = {"anchor": "torch", "anchor_ms": 2.0, "ours_ms": 1.0, "share_of_roofline": 0.6}
+    found = bench_memory_bound.against_copy(line, 0.8)
+    assert found["loses_to"] == "copy" and math.isclose(found["copy_share_of_roofline"], 0.75)
+    assert bench_memory_bound.against_copy({**line, "anchor_ms": None}, 1.5)["loses_to"] == ""
+    assert bench_memory_bound.against_copy({**line, "anchor_ms": 0.9}, 0.8)["loses_to"] == "torch, copy"
+
+
 def sanitizer_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: dict[str, str], kernels: list[str], arguments: list[str]
 ) -> tuple[int, dict[str, Any]]:
