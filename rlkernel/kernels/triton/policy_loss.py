@@ -38,7 +38,7 @@ from rlkernel.kernels.triton.policy_loss_batch import (
     TENSOR,
     add_over_batch,
 )
-from rlkernel.kernels.triton.policy_loss_tokens import LANES, UNROLL, count_kernel, spread_kernel, token_kernel
+from rlkernel.kernels.triton.policy_loss_tokens import LANES, count_kernel, spread_kernel, token_kernel
 
 PROGRAMS = 2048
 """Programs that the sequences of a small batch are spread over."""
@@ -142,7 +142,7 @@ def policy_loss(
                 HAS_MASK=mask is not None,
                 HAS_COUNTS=has_counts, HAS_DUAL=clip_dual is not None, HAS_REF=vectors[0], HAS_KL=has_kl,
                 HAS_ENTROPY=vectors[1], HAS_BONUS=has_bonus, HAS_ROLLOUT=vectors[2], HAS_TIS=tis_cap is not None,
-                UNROLL=UNROLL, num_warps=1, **cut,
+                num_warps=1, **cut,
             )  # fmt: skip
         add_over_batch(
             cu_seqlens, sums, partial_counts, extremes, normalizer, loss, scale, stats, counts, tokens, divisor,
@@ -183,7 +183,6 @@ def _token_variant(name: str, form: int, sequence_ratio: bool, kl_type: int, ext
     constants: dict[str, Any] = {
         "FORM": form, "KL_TYPE": kl_type, "SEQUENCE_RATIO": sequence_ratio, "SEQUENCE_MEAN": True, "DIVIDE_BY": TENSOR,
         "PER_TOKEN": False, "HAS_MASK": True, "HAS_COUNTS": sequence_ratio, "HAS_DUAL": extras, **_CUT,
-        "UNROLL": UNROLL,
         **dict.fromkeys(("HAS_REF", "HAS_KL", "HAS_ENTROPY", "HAS_BONUS", "HAS_ROLLOUT", "HAS_TIS"), extras),
     }  # fmt: skip
     (types if sequence_ratio else constants)["row_counts"] = "*i32:16" if sequence_ratio else None

@@ -35,8 +35,6 @@ _COUNTS = tl.constexpr(PARTIAL_COUNTS)
 # One token in the word of counts: counted, and cut or capped.
 _ONE_LOW, _ONE_HIGH, _ONE_DUAL, _ONE_CAPPED = (tl.constexpr((1 << 6 * i) + (i < 4)) for i in range(1, 5))
 LANES = 128
-UNROLL = 2
-"""Parts of LANES tokens whose loads are under way at once."""
 
 
 @triton.jit
@@ -161,114 +159,107 @@ def add_tokens(
     FULL: tl.constexpr, FORM: tl.constexpr, KL_TYPE: tl.constexpr, SEQUENCE_RATIO: tl.constexpr,
     PER_TOKEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DUAL: tl.constexpr, HAS_REF: tl.constexpr,
     HAS_KL: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_BONUS: tl.constexpr, HAS_ROLLOUT: tl.constexpr,
-    HAS_TIS: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
+    HAS_TIS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The sums [LANES] with UNROLL parts of LANES tokens from `first` on; stores their gradients. FULL: all exist."""
+    """The sums [LANES] with LANES more tokens, from `first` on; stores their gradients. FULL: all exist."""
     THROUGH_MEAN: tl.constexpr = SEQUENCE_RATIO and FORM == _CLIPPED
     lane = tl.arange(0, LANES)
     zero = tl.zeros((LANES,), tl.float32)
-    # All loads are under way before the first of them is waited for.
-    flags, new, old = (), (), ()
-    for i in tl.static_range(UNROLL):
-        t = i * LANES + lane
-        inside = t < stop - first
-        if HAS_MASK:
-            flags = flags + (given(mask + first + t, inside, FULL),)
-        new = new + (given(logp + first + t, inside, FULL),)
-        old = old + (given(old_logp + first + t, inside, FULL),)
-    for i in tl.static_range(UNROLL):
-        t = i * LANES + lane
-        inside = t < stop - first
-        on = flags[i] != 0 if HAS_MASK else inside
-        lp = tl.where(on, new[i], 0.0)
-        before = tl.where(on, old[i], 0.0)
-        log_ratio = tl.where(on, new[i] - old[i], 0.0)
-        power = exp2(log_ratio * LOG2E)
-        ratio = shared_ratio + zero if SEQUENCE_RATIO else power
-        if PER_TOKEN:
-            a = tl.where(on, given(advantages + first + t, inside, FULL), 0.0)
+    inside = lane < stop - first
+    on = inside
+    if HAS_MASK:
+        on = given(mask + first + lane, inside, FULL) != 0
+    new = given(logp + first + lane, inside, FULL)
+    old = given(old_logp + first + lane, inside, FULL)
+    lp = tl.where(on, new, 0.0)
+    before = tl.where(on, old, 0.0)
+    log_ratio = tl.where(on, new - old, 0.0)
+    power = exp2(log_ratio * LOG2E)
+    ratio = shared_ratio + zero if SEQUENCE_RATIO else power
+    if PER_TOKEN:
+        a = tl.where(on, given(advantages + first + lane, inside, FULL), 0.0)
+    else:
+        a = row_advantage + zero
+    cut_low = ratio < row_low
+    cut_high = ratio > row_high
+    cut_dual = ratio > row_dual
+    if SEQUENCE_RATIO:  # elsewhere a token that does not count has ratio 1, which nothing cuts
+        cut_low = on & cut_low
+        cut_high = on & cut_high
+        cut_dual = on & cut_dual
+    if FORM == _CLIPPED and PER_TOKEN:
+        cut_low = cut_low & (a < 0.0)
+        cut_high = cut_high & (a > 0.0)
+        cut_dual = cut_dual & (a < 0.0)
+    if FORM == _CLIPPED:
+        cut = cut_low | cut_high
+        used = ratio
+        if HAS_DUAL:
+            cut = cut | cut_dual
+            used = tl.where(cut_dual, dual, used)
+        used = tl.where(cut_low, low, tl.where(cut_high, high, used))
+        loss = -(used * a)
+        slope = tl.where(cut, 0.0, loss)
+    elif FORM == _CISPO:
+        slope = -(tl.where(cut_low, low, tl.where(cut_high, high, ratio)) * a)
+        loss = slope * lp
+    else:
+        slope = -a
+        loss = slope * lp
+    hit = on.to(tl.int32)
+    if FORM != _REINFORCE:
+        hit = tl.where(cut_low, _ONE_LOW, tl.where(cut_high, _ONE_HIGH, hit))
+    if FORM == _CLIPPED and HAS_DUAL:
+        hit = tl.where(cut_dual, _ONE_DUAL, hit)
+    if HAS_ROLLOUT:
+        rollout = tl.where(on, given(rollout_logp + first + lane, inside, FULL), 0.0)
+        drift = tl.abs(lp - rollout)
+        s_drift += drift
+        drift_max = higher(drift_max, drift)
+        if HAS_TIS:
+            tis = exp2((before - rollout) * LOG2E)
+            capped = tis > tis_cap
+            tis = tl.where(capped, tis_cap, tis)
+            loss = loss * tis
+            slope = slope * tis
+            hit += tl.where(on & capped, _ONE_CAPPED, 0)
+            s_tis += tl.where(on, tis, 0.0)
+    gradient = slope
+    if HAS_REF:
+        d = lp - tl.where(on, given(ref_logp + first + lane, inside, FULL), 0.0)
+        if KL_TYPE == 0:
+            kl = d
+            dkl = zero + 1.0
+        elif KL_TYPE == 1:
+            kl = 0.5 * (d * d)
+            dkl = d
         else:
-            a = row_advantage + zero
-        cut_low = ratio < row_low
-        cut_high = ratio > row_high
-        cut_dual = ratio > row_dual
-        if SEQUENCE_RATIO:  # elsewhere a token that does not count has ratio 1, which nothing cuts
-            cut_low = on & cut_low
-            cut_high = on & cut_high
-            cut_dual = on & cut_dual
-        if FORM == _CLIPPED and PER_TOKEN:
-            cut_low = cut_low & (a < 0.0)
-            cut_high = cut_high & (a > 0.0)
-            cut_dual = cut_dual & (a < 0.0)
-        if FORM == _CLIPPED:
-            cut = cut_low | cut_high
-            used = ratio
-            if HAS_DUAL:
-                cut = cut | cut_dual
-                used = tl.where(cut_dual, dual, used)
-            used = tl.where(cut_low, low, tl.where(cut_high, high, used))
-            loss = -(used * a)
-            slope = tl.where(cut, 0.0, loss)
-        elif FORM == _CISPO:
-            slope = -(tl.where(cut_low, low, tl.where(cut_high, high, ratio)) * a)
-            loss = slope * lp
-        else:
-            slope = -a
-            loss = slope * lp
-        hit = on.to(tl.int32)
-        if FORM != _REINFORCE:
-            hit = tl.where(cut_low, _ONE_LOW, tl.where(cut_high, _ONE_HIGH, hit))
-        if FORM == _CLIPPED and HAS_DUAL:
-            hit = tl.where(cut_dual, _ONE_DUAL, hit)
-        if HAS_ROLLOUT:
-            rollout = tl.where(on, given(rollout_logp + first + t, inside, FULL), 0.0)
-            drift = tl.abs(lp - rollout)
-            s_drift += drift
-            drift_max = higher(drift_max, drift)
-            if HAS_TIS:
-                tis = exp2((before - rollout) * LOG2E)
-                capped = tis > tis_cap
-                tis = tl.where(capped, tis_cap, tis)
-                loss = loss * tis
-                slope = slope * tis
-                hit += tl.where(on & capped, _ONE_CAPPED, 0)
-                s_tis += tl.where(on, tis, 0.0)
-        gradient = slope
-        if HAS_REF:
-            d = lp - tl.where(on, given(ref_logp + first + t, inside, FULL), 0.0)
-            if KL_TYPE == 0:
-                kl = d
-                dkl = zero + 1.0
-            elif KL_TYPE == 1:
-                kl = 0.5 * (d * d)
-                dkl = d
-            else:
-                kl = phi(-d, exp2(-d * LOG2E))
-                dkl = d - kl
-            s_kl += kl
-            if HAS_KL:
-                loss = tl.fma(zero + kl_coef, kl, loss)
-                gradient = dkl if THROUGH_MEAN else tl.fma(zero + kl_coef, dkl, gradient)
-        if HAS_ENTROPY:
-            h = tl.where(on, given(entropy + first + t, inside, FULL), 0.0)
-            s_entropy += h
-            if HAS_BONUS:
-                loss = tl.fma(zero - entropy_coef, h, loss)
-                put(dentropy + first + t, tl.where(on, -entropy_coef * weight, 0.0), inside, FULL)
-        if THROUGH_MEAN:
-            s_slope += tl.where(on, slope, 0.0)
-            if HAS_KL:
-                put(dlogp + first + t, gradient, inside, FULL)
-        else:
-            put(dlogp + first + t, tl.where(on, gradient * weight, 0.0), inside, FULL)
-        counted_ratio = tl.where(on, ratio, 0.0)
-        s_loss += tl.where(on, loss, 0.0)
-        s_ratio += counted_ratio
-        s_k1 -= log_ratio
-        s_k3 += phi(log_ratio, power)
-        hits += hit
-        ratio_min = lower(ratio_min, tl.where(on, ratio, float("inf")))
-        ratio_max = higher(ratio_max, counted_ratio)  # no ratio is negative
+            kl = phi(-d, exp2(-d * LOG2E))
+            dkl = d - kl
+        s_kl += kl
+        if HAS_KL:
+            loss = tl.fma(zero + kl_coef, kl, loss)
+            gradient = dkl if THROUGH_MEAN else tl.fma(zero + kl_coef, dkl, gradient)
+    if HAS_ENTROPY:
+        h = tl.where(on, given(entropy + first + lane, inside, FULL), 0.0)
+        s_entropy += h
+        if HAS_BONUS:
+            loss = tl.fma(zero - entropy_coef, h, loss)
+            put(dentropy + first + lane, tl.where(on, -entropy_coef * weight, 0.0), inside, FULL)
+    if THROUGH_MEAN:
+        s_slope += tl.where(on, slope, 0.0)
+        if HAS_KL:
+            put(dlogp + first + lane, gradient, inside, FULL)
+    else:
+        put(dlogp + first + lane, tl.where(on, gradient * weight, 0.0), inside, FULL)
+    counted_ratio = tl.where(on, ratio, 0.0)
+    s_loss += tl.where(on, loss, 0.0)
+    s_ratio += counted_ratio
+    s_k1 -= log_ratio
+    s_k3 += phi(log_ratio, power)
+    hits += hit
+    ratio_min = lower(ratio_min, tl.where(on, ratio, float("inf")))
+    ratio_max = higher(ratio_max, counted_ratio)  # no ratio is negative
     return s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max, drift_max
 
 
@@ -318,7 +309,6 @@ def token_kernel(
     HAS_TIS: tl.constexpr,
     SEGMENT: tl.constexpr,
     LANES: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """Sums of the segments PER_ROW apart of one sequence, and the gradients of their tokens.
 
@@ -368,8 +358,8 @@ def token_kernel(
         # Five counts a word, six bits each: a lane has at most SEGMENT / LANES tokens.
         hits = tl.zeros((LANES,), tl.int32)
         ratio_min, ratio_max, drift_max = zero + float("inf"), zero, zero + float("-inf")
-        whole = start + (stop - start) // (LANES * UNROLL) * (LANES * UNROLL)
-        for first in range(start, whole, LANES * UNROLL):
+        whole = start + (stop - start) // LANES * LANES
+        for first in range(start, whole, LANES):
             (
                 s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max,
                 drift_max,
@@ -378,9 +368,9 @@ def token_kernel(
                 row_advantage, shared_ratio, weight, low, high, dual, row_low, row_high, row_dual, kl_coef,
                 entropy_coef, tis_cap, s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits,
                 ratio_min, ratio_max, drift_max, True, FORM, KL_TYPE, SEQUENCE_RATIO, PER_TOKEN, HAS_MASK, HAS_DUAL,
-                HAS_REF, HAS_KL, HAS_ENTROPY, HAS_BONUS, HAS_ROLLOUT, HAS_TIS, LANES, UNROLL,
+                HAS_REF, HAS_KL, HAS_ENTROPY, HAS_BONUS, HAS_ROLLOUT, HAS_TIS, LANES,
             )  # fmt: skip
-        for first in range(whole, stop, LANES * UNROLL):
+        for first in range(whole, stop, LANES):
             (
                 s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max,
                 drift_max,
@@ -389,7 +379,7 @@ def token_kernel(
                 row_advantage, shared_ratio, weight, low, high, dual, row_low, row_high, row_dual, kl_coef,
                 entropy_coef, tis_cap, s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits,
                 ratio_min, ratio_max, drift_max, False, FORM, KL_TYPE, SEQUENCE_RATIO, PER_TOKEN, HAS_MASK,
-                HAS_DUAL, HAS_REF, HAS_KL, HAS_ENTROPY, HAS_BONUS, HAS_ROLLOUT, HAS_TIS, LANES, UNROLL,
+                HAS_DUAL, HAS_REF, HAS_KL, HAS_ENTROPY, HAS_BONUS, HAS_ROLLOUT, HAS_TIS, LANES,
             )  # fmt: skip
 
         place = place_of(row, segment, begin, B, SEGMENT)
