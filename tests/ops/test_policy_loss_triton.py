@@ -27,7 +27,7 @@ def test_compiles_ahead_of_time(target: str) -> None:
     from rlkernel.kernels.triton import policy_loss
     from rlkernel.kernels.triton.aot import SHARED_LIMIT, compile_variant
 
-    for variant in policy_loss.AOT:
+    for variant in (v for v in policy_loss.AOT if target in v.targets):
         compiled = compile_variant(variant, target)
         assert compiled.shared <= SHARED_LIMIT[target]
         assert compiled.resources()["spill_stores"] <= 4, variant.name
