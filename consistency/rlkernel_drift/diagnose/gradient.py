@@ -59,7 +59,6 @@ def gradient_consequence(context: Context, rollout: Tensor, train: Tensor, seed:
     return Consequence(
         name="gradient",
         setting=f"{seen} tokens, advantages of random sign",
-        tokens=cosine,
         words=f"cosine {cosine:.4f} between the gradient and the one with true ratios, {length:.3f} times as long",
     )
 
