@@ -133,7 +133,7 @@ def read_bytes(path: Path, limit: int, what: str) -> bytes:
             raise CapsuleError(Refusal.NOT_REGULAR, f"{path.name} is no regular file")
         if status.st_size > limit:
             raise CapsuleError(Refusal.TOO_LARGE, f"{path.name} has {status.st_size} bytes; at most {limit} are read")
-        return file.read(limit + 1)[:limit]
+        return file.read(status.st_size)
 
 
 def parse_tensors(data: bytes, where: str, limits: Limits = DEFAULT_LIMITS) -> dict[str, Tensor]:

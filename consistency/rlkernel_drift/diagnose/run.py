@@ -21,6 +21,7 @@ from rlkernel_drift.pair import match
 from rlkernel_drift.verdict import Diagnosis, HypothesisResult, LayerView, Scalar
 
 _SHOWN = 12
+_NOTHING_ELSE, _UNBIASED, _SIZE = 0.6, 0.3, (0.5, 1.6)
 
 
 @dataclass
@@ -76,7 +77,7 @@ def diagnose(
         return accepted_diagnosis(side, accepted, runner_up, trials), _view([side])
     if side.outliers:
         return _operator(side, trials), _view([side])
-    return unexplained_diagnosis(side, trials, why), _view([side])
+    return _by_size(side, trials) or unexplained_diagnosis(side, trials, why), _view([side])
 
 
 def examine(name: str, capsule: Capsule, references: References, stream: str, floor: Floor | None = None) -> Examined:
@@ -134,6 +135,27 @@ def accepted_diagnosis(side: Examined, trial: Trial, runner_up: Trial | None, tr
         **trial.prediction.parameters,
     }
     return _diagnosis(side, trials, cause, statement, trial.prediction.parameters, left, evidence)
+
+
+def _by_size(side: Examined, trials: list[Trial]) -> Diagnosis | None:
+    """Layers in fewer bits by another path: their noise cannot be predicted token by token, its size can."""
+    context, mean = side.context, side.left.mean
+    others = [t.residual.mean for t in trials if t.hypothesis.cause not in ("body-dtype", "bf16-logits", "head-dtype")]
+    nothing_else = min(others, default=mean) > _NOTHING_ELSE * mean
+    if context.dtype != torch.float32 or not nothing_else or abs(side.left.bias) > _UNBIASED * mean:
+        return None
+    for dtype in (torch.bfloat16, torch.float16):
+        size = float((context.predict(context.hidden(dtype=dtype)) - side.as_is).abs().mean())
+        if not _SIZE[0] * size <= mean <= _SIZE[1] * size:
+            continue
+        name = str(dtype).removeprefix("torch.")
+        statement = (
+            f"The {side.name} side has layers in {name}, by the size of its differences: mean |d| {mean:.3g}, rounding "
+            f"this model to {name} makes {size:.3g}, they have no bias, and no other hypothesis comes closer"
+        )
+        parameters: dict[str, Scalar] = {"dtype": name, "rounding": size}
+        return _diagnosis(side, trials, "body-dtype", statement, parameters, mean, {"as_is": mean, **parameters})
+    return None
 
 
 def _operator(side: Examined, trials: list[Trial]) -> Diagnosis:
