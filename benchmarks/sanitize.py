@@ -138,7 +138,10 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         gate_up = leaf(t, 6 * c)
         backward(ops.swiglu(gate_up), gate_up)
         q, k, table = leaf(t, heads, d), leaf(t, heads // 2, d), torch.randn(t, d, device=device)
-        backward(ops.rope(q, k, torch.arange(t, device=device), table), q, k)
+        positions = torch.arange(t, device=device)
+        backward(ops.rope(q, k, positions, table), q, k)
+        scale = leaf(d).detach()
+        ops.qk_norm_rope(q.detach(), k.detach(), scale, scale, 1e-6, positions, table)
         weight = leaf(v, c)
         backward(ops.embedding(ids(v // 8), weight), weight)
         backward(ops.embedding(ids(3, 6 * EMBEDDING_WINDOW + 5), weight), weight)  # tokens that come often
