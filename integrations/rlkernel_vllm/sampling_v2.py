@@ -56,7 +56,11 @@ class ExactStates(SamplingStates):
 
 
 class ExactSampler(Sampler):
-    """vLLM's sampler with rlkernel's log-probabilities, temperature and kept sets."""
+    """vLLM's sampler with rlkernel's log-probabilities, temperature, kept sets and noise.
+
+    The noise of `ops.sample` is keyed by the request's seed, the position and the token, as vLLM's is by seed and
+    position; it costs less, and a request draws what rlkernel's engine draws.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _current.append(self.sampling_states)
@@ -66,7 +70,7 @@ class ExactSampler(Sampler):
             _current.pop()
 
     def sample(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # Where nobody reads the scaled logits, the kernel that draws divides by the temperature: one pass less.
+        # Where nobody reads the scaled logits, the kernel that draws applies the temperature: one pass less.
         processed = self.logprobs_mode in ("processed_logprobs", "processed_logits")
         self.sampling_states.rlkernel_deferred = not (processed and kwargs.get("return_logprobs"))
         try:
@@ -103,10 +107,16 @@ def _install() -> None:
     draw = sampler_module.gumbel_sample
 
     @wraps(draw)
-    def gumbel_sample(*args: Any, **kwargs: Any) -> Tensor:
-        if _current and getattr(_current[-1], "rlkernel_deferred", False):
-            kwargs["apply_temperature"] = True
-        return draw(*args, **kwargs)
+    def gumbel_sample(
+        logits: Tensor, rows: Tensor, temperature: Tensor, seed: Tensor, pos: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if not _current:
+            return draw(logits, rows, temperature, seed, pos, *args, **kwargs)
+        rows = rows.long()
+        scale = temperature[rows]
+        if not getattr(_current[-1], "rlkernel_deferred", False):  # applied already
+            scale = (scale > 0).float()
+        return torch.ops.rlkernel.sample(logits.float(), seed[rows], pos.long(), scale, None, None, None)[0]
 
     sampler_module.gumbel_sample = gumbel_sample
 

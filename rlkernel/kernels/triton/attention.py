@@ -35,7 +35,7 @@ KEYS = tl.constexpr(ATTENTION_BLOCK)
 
 ONE_SPLIT = tl.constexpr(0)  # no sequence is longer than a split
 MERGE = tl.constexpr(1)  # the program walks all splits and merges them in registers
-PARTIAL = tl.constexpr(2)  # a program per split; `merge_kernel` merges
+PARTIAL = tl.constexpr(2)  # splits side by side, several in turn where there are many; `merge_kernel` merges
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -227,6 +227,7 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     MODE: tl.constexpr,
+    TURNS: tl.constexpr,  # a program takes several splits, one after another
     HAS_WINDOW: tl.constexpr,
     PAGE: tl.constexpr,  # keys per page, 0 where keys are packed
     TMA: tl.constexpr,
@@ -284,7 +285,7 @@ def attention_kernel(
                 scale_log2e, D, HAS_WINDOW, PAGE, TMA, BRANCH,
             )  # fmt: skip
             o, top = merged(o, top, o_split, top_split)
-    else:
+    elif not TURNS:
         if MODE == PARTIAL:
             split = tl.program_id(0)
             start = max(start, split * SPLIT)
@@ -298,7 +299,20 @@ def attention_kernel(
     to = (tl.cast(q_first, tl.int64) + token) * (HK * GROUP) + head * GROUP + row % GROUP
     at = (to * D)[:, None] + column[None, :]
     held = inside[:, None] & (column < D)[None, :]
-    if alone:
+    if TURNS:
+        for split in tl.range(tl.program_id(0), tl.cdiv(stop, SPLIT), tl.num_programs(0)):
+            first, last = max(start, split * SPLIT), min(stop, split * SPLIT + SPLIT)
+            if first < last:
+                o, top = closed_split(x, source, first, last, whole, keys, position, window, column, scale_log2e, D,
+                                      HAS_WINDOW, PAGE, TMA, BRANCH)  # fmt: skip
+                if alone:
+                    tl.store(whole_lse + to, top * LN2, mask=inside)
+                    tl.store(whole_out + at, o.to(whole_out.dtype.element_ty), mask=held)
+                else:
+                    part = tl.cast(split, tl.int64) * T * (HK * GROUP)
+                    tl.store(lse + part + to, top, mask=inside)
+                    tl.store(out + part * D + at, o.to(out.dtype.element_ty), mask=held)
+    elif alone:
         tl.store(whole_lse + to, top * LN2, mask=inside)
         tl.store(whole_out + at, o.to(whole_out.dtype.element_ty), mask=held)
     else:
@@ -390,8 +404,7 @@ class Tile(NamedTuple):
 
 
 DECODE_ROWS = 16
-WALKED_SPLITS = 4
-FULL_GRID = 512
+PARTIAL_GRID = 4096  # programs of a decode step at most, two a sequence and key head at least: idle ones cost time too
 
 
 def forward_tile(rows: int, d: int, element_size: int, family: str) -> Tile:
@@ -447,25 +460,28 @@ def _forward(
     kind = family(q)
     tile = tile or forward_tile(max_q * group, d, q.element_size(), kind)
     tiles, splits = triton.cdiv(max_q * group, tile.rows), triton.cdiv(max_k, split)
-    # Enough sequences fill the GPU without splits in parallel, unless one of them is long.
-    walk = tiles > 1 or (splits <= WALKED_SPLITS and batch * hk >= FULL_GRID)
-    mode = ONE_SPLIT.value if splits <= 1 else MERGE.value if walk else PARTIAL.value
+    # One tile of rows, as in decode, takes the kernel of the parts for one split too: it needs fewer registers.
+    in_parts = tiles == 1 and (splits > 1 or table is not None)
+    mode = PARTIAL.value if in_parts else ONE_SPLIT.value if splits <= 1 else MERGE.value
+    side_by_side = min(splits, max(2, PARTIAL_GRID // (batch * hk)))
     o_parts, lse_parts = out, lse
     if mode == PARTIAL.value:
-        o_parts = torch.empty(splits, t, h, d, dtype=torch.float32, device=q.device)
-        lse_parts = torch.empty(splits, t, h, dtype=torch.float32, device=q.device)
+        parts = splits if splits > 1 else 0
+        o_parts = torch.empty(parts, t, h, d, dtype=torch.float32, device=q.device)
+        lse_parts = torch.empty(parts, t, h, dtype=torch.float32, device=q.device)
     block_d = next_power_of_2(d, 16)
     boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma else (None, None)
     with on_device(q):
-        attention_kernel[(splits if mode == PARTIAL.value else tiles, hk, batch)](
+        attention_kernel[(side_by_side if mode == PARTIAL.value else tiles, hk, batch)](
             q, *boxes, k, v, table, cu_q, lens, o_parts, lse_parts, out, lse, t, q.stride(0), k.stride(-3),
             v.stride(-3), 0 if table is None else table.stride(0), window or 0, split, scale * LOG2E.value,
             HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode,
+            TURNS=mode == PARTIAL.value and splits > side_by_side,
             HAS_WINDOW=window is not None, PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
             BRANCH=kind == "hopper",
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
-        if mode == PARTIAL.value:
+        if mode == PARTIAL.value and splits > 1:
             heads = min(next_power_of_2(h), max(1, 128 // block_d))
             merge_kernel[(max_q, triton.cdiv(h, heads), batch)](
                 o_parts, lse_parts, cu_q, lens, out, lse, t, window or 0, split,
@@ -559,7 +575,7 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
     }  # fmt: skip
     constants = {
         "HK": 8, "GROUP": 2, "D": d, "KV_HEAD": d, "BLOCK_D": next_power_of_2(d, 16), "BLOCK_M": tile.rows,
-        "MODE": mode, "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
+        "MODE": mode, "TURNS": False, "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
     }  # fmt: skip
     tma = not paged and kind != "fp32" and d == next_power_of_2(d) and targets == ("sm_90",)
     constants |= {"TMA": tma, "BRANCH": targets == ("sm_90",), "k_box": None, "v_box": None}
