@@ -564,7 +564,8 @@ AMD = ("gfx942", "gfx90a")
 
 
 def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...], *, paged: bool = False,
-             window: bool = False, mode: int = 0, main: bool = True) -> Variant:  # fmt: skip
+             window: bool = False, mode: int = 0, halves: bool = False, turns: bool = False,
+             main: bool = True) -> Variant:  # fmt: skip
     part = "fp32" if mode == PARTIAL.value else kind
     types = {
         "q": f"*{kind}:16", "k": f"*{kind}:16", "v": f"*{kind}:16", "cu_q": "*i32:16", "lens": "*i32:16",
@@ -574,8 +575,8 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
         "scale_log2e": "fp32",
     }  # fmt: skip
     constants = {
-        "HK": 8, "GROUP": 2, "D": d, "KV_HEAD": d, "BLOCK_D": next_power_of_2(d, 16), "BLOCK_M": tile.rows,
-        "MODE": mode, "TURNS": False, "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
+        "HK": 8, "GROUP": 2, "D": d, "KV_HEAD": 2 * d if halves else d, "BLOCK_D": next_power_of_2(d, 16),
+        "BLOCK_M": tile.rows, "MODE": mode, "TURNS": turns, "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
     }  # fmt: skip
     tma = not paged and kind != "fp32" and d == next_power_of_2(d) and targets == ("sm_90",)
     constants |= {"TMA": tma, "BRANCH": targets == ("sm_90",), "k_box": None, "v_box": None}
@@ -587,7 +588,7 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
         types["table"] = "*i32:16"
     else:
         constants["table"] = None
-    stack = 16 if mode == MERGE.value else 0  # the merged output is touched once a split
+    stack = 16 if mode == MERGE.value or turns else 0  # touched once a split
     return Variant(name, attention_kernel, types, constants, tile.warps, tile.stages, matmul=True, main=main,
                    targets=targets, stack=stack)  # fmt: skip
 
@@ -607,6 +608,11 @@ def _family_variants(family: str, targets: tuple[str, ...]) -> Iterator[Variant]
     yield _variant(f"{name} decode d64", "bf16", decode[64], 64, targets, paged=True)
     yield _variant(f"{name} fp32", "fp32", forward_tile(1, 64, 4, family), 64, targets, main=False)
     if hopper:
+        side = {"paged": True, "halves": True, "main": False}
+        yield _variant(f"{name} decode halves", "bf16", decode[128], 128, targets, mode=PARTIAL.value, **side)
+        yield _variant(
+            f"{name} decode turns", "bf16", decode[128], 128, targets, mode=PARTIAL.value, turns=True, **side
+        )
         yield _variant(f"{name} d80", "bf16", forward_tile(64, 80, 2, family), 80, targets, main=False)
         yield _variant(f"{name} prefill d256", "bf16", prefill[256], 256, targets, main=False)
         yield _variant(f"{name} decode d256", "bf16", decode[256], 256, targets, paged=True, main=False)
