@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from vllm_arms import ARMS, Arm, make_model, temporary_folder
+from vllm_arms import ARMS, Arm, make_model, memory, temporary_folder
 
 DEFAULT = "vllm default"
 NANO = {"requests": 256, "prompt": (100, 1024), "output": (100, 1024)}
@@ -30,6 +30,13 @@ VOCABULARY = 120000
 """Ids are drawn below it; every preset has them."""
 RESERVE = 10 << 30
 """Bytes of an engine beside weights and cache: CUDA, activations, graphs."""
+
+
+def peak_tokens(prompt: tuple[int, int], output: tuple[int, int]) -> float:
+    """Most tokens in the cache a request, on average, where all start at once and lengths are uniform."""
+    least, most = output
+    alive = lambda t: 1.0 if t <= least else (most - t) / (most - least)
+    return max(alive(t) * (sum(prompt) / 2 + t) for t in range(most + 1))
 
 
 def groups(arms: Sequence[str], weights: int, cache: int, total: int) -> list[list[str]]:
@@ -47,7 +54,7 @@ def measure(
     asked = {**asked, "seed": 0, "vocabulary": VOCABULARY, "requests": max(1, int(asked["requests"] * scale))}
     common = {
         "model": str(model), "skip_tokenizer_init": True, "seed": 0, "enable_prefix_caching": False,
-        "kv_cache_memory_bytes": cache, **settings,
+        **memory(cache), **settings,
     }  # fmt: skip
     rates: dict[str, list[float]] = {name: [] for name in arms}
     with ExitStack() as stack:
@@ -113,7 +120,7 @@ def main() -> int:
         if not model.exists():
             make_model(preset, folder)
         asked, _ = WORKLOADS[workload]
-        keys = int(1.15 * asked["requests"] * (sum(asked["prompt"]) / 2 + asked["output"][1]))
+        keys = int(1.2 * asked["requests"] * peak_tokens(asked["prompt"], asked["output"]))
         cache = keys // 16 * KVCache.page_bytes(named(preset), 16, torch.bfloat16)
         weights = sum(f.stat().st_size for f in model.glob("*.safetensors"))
         for arms in groups(args.arms, weights, cache, total):

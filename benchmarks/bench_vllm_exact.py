@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from vllm_arms import Arm, make_model, requests, temporary_folder
+from vllm_arms import Arm, make_model, memory, requests, temporary_folder
 
 PRESETS = ("qwen3-0.6b", "qwen3-8b", "llama3-8b")
 WORKLOAD = {"requests": 128, "prompt": (16, 1024), "output": (400, 400), "seed": 0, "vocabulary": 120000}
@@ -71,7 +71,7 @@ def compare(model: Path, arm: str, ours: bool) -> dict[str, Any]:
 
     settings = {
         "model": str(model), "skip_tokenizer_init": True, "seed": 0, "max_model_len": 2048, "max_num_seqs": 128,
-        "kv_cache_memory_bytes": 24 << 30, "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": "processed_logprobs", **memory(24 << 30),
     }  # fmt: skip
     with Arm(arm, model.parent, settings) as engine:
         engine.answer()

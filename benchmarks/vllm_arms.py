@@ -33,6 +33,14 @@ ARMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def memory(cache: int) -> dict[str, Any]:
+    """Settings of an engine with `cache` bytes of keys and values that looks at no other process's memory.
+
+    vLLM refuses to start where less than its share of the GPU is free, even if it then takes the bytes it was given.
+    """
+    return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": 0.05}
+
+
 def entry_point(folder: Path) -> Path:
     """A folder with the metadata by which vLLM finds the plugin, where rlkernel is a checkout that is not installed."""
     info = folder / "entry" / "rlkernel-0.0.0.dist-info"

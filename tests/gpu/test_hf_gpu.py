@@ -195,8 +195,9 @@ def test_hf_reads_back_once_or_never(model: Any) -> None:
         (0, lambda: rt.token_logprobs(model, flat[None], rows=torch.arange(5, device="cuda"), **borders)),
     ]
     for allowed, call in calls:
-        call().logp.sum().backward()
-        torch.cuda.synchronize()
+        for _ in range(3):  # the second may certify what the first one's counts of gradients allow
+            call().logp.sum().backward()
+            torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as seen:

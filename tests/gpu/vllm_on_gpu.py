@@ -41,7 +41,8 @@ def run(folder: Path, attention: str, preset: str, layers: int, sleep: bool) -> 
     path = make_model(config, folder)
     llm = LLM(
         model=str(path), skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=32, seed=0,
-        kv_cache_memory_bytes=4 << 30, enable_sleep_mode=sleep, logprobs_mode="processed_logprobs",
+        gpu_memory_utilization=0.05, kv_cache_memory_bytes=4 << 30,  # other tests may have the rest
+        enable_sleep_mode=sleep, logprobs_mode="processed_logprobs",
         compilation_config={"cudagraph_capture_sizes": [1, 8, 32]},
         additional_config={"use_rl_kernel_backend": True, "rl_kernel_attention": attention},
     )  # fmt: skip
