@@ -209,7 +209,8 @@ def test_the_package_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     modules(monkeypatch)
     found = attention_fa3.find.__wrapped__()
-    assert isinstance(found, str) and found.startswith("vllm: no module vllm") and "; flash_attn_3: no module" in found
+    # vLLM is not there, or is a build for CPUs, whose FlashAttention has no kernels.
+    assert isinstance(found, str) and found.startswith("vllm: ") and "; flash_attn_3: no module" in found
 
 
 # ---- doctor --------------------------------------------------------------------------------------

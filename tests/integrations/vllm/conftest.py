@@ -41,15 +41,19 @@ def environment(**changes: str) -> dict[str, str]:
 def side() -> Side:
     def run(scenario: str, folder: Path, env: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
         command = [sys.executable, str(HERE / "vllm_side.py"), scenario, str(folder), json.dumps(arguments)]
-        process = subprocess.Popen(
-            command, env=environment(**(env or {})), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            cwd=folder, start_new_session=True,
-        )  # fmt: skip
-        try:
-            out, errors = process.communicate(timeout=900)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # engines are processes of their own
+        # Into files: engines are processes of their own and may hold a pipe open after the one that started them.
+        outs = [folder / f"{scenario}.{name}.log" for name in ("out", "errors")]
+        with outs[0].open("w") as stdout, outs[1].open("w") as stderr:
+            process = subprocess.Popen(
+                command, env=environment(**(env or {})), stdout=stdout, stderr=stderr, cwd=folder,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                process.wait(timeout=600)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        out, errors = (path.read_text(errors="replace") for path in outs)
         found = [line for line in out.splitlines() if line.startswith("RESULT ")]
         assert found, f"{scenario} failed\n{out[-3000:]}\n{errors[-6000:]}"
         result: dict[str, Any] = json.loads(found[-1].removeprefix("RESULT "))

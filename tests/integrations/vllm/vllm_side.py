@@ -383,7 +383,7 @@ def main() -> None:
     torch.set_num_threads(1)
     result = scenario(folder, **json.loads(arguments))
     print("\nRESULT " + json.dumps(result, default=str), flush=True)
-    os._exit(0)  # engines of other processes end with this one's pipes
+    os._exit(0)  # whoever started this ends the engines, which are of its session
 
 
 if __name__ == "__main__":
