@@ -81,21 +81,24 @@ def batch_total(
 ):  # fmt: skip
     """Lanes of the sum over the sequences of their sums (where `mean`: of their means), and their counted tokens.
 
-    partials holds fp32 or int32. Also whether each lane's sequences have a counted token, and how many.
+    partials holds fp32 or int32. Also how many sequences have a counted token, and whether borders fall.
     """
     total = tl.zeros((LANES,), partials.dtype.element_ty)
     tokens = tl.zeros((LANES,), tl.int32)
     sequences = tl.zeros((LANES,), tl.int32)
     longest = tl.zeros((LANES,), tl.int32)
+    falls = tl.zeros((LANES,), tl.int32)
     for start in range(0, B, LANES * UNROLL):
         values, ns, sizes = (), (), ()
         for u in tl.static_range(UNROLL):  # all loads are under way before the first addition waits
             rows = start + u * LANES + tl.arange(0, LANES)
             on = rows < B
-            begin, end = bounds(cu_seqlens, rows, on, T)
+            left = tl.load(cu_seqlens + rows, mask=on, other=0)
+            right = tl.load(cu_seqlens + rows + 1, mask=on, other=0)
+            falls = falls | (left > right).to(tl.int32)
             values = values + (tl.load(partials + rows, mask=on, other=0),)
             ns = ns + (tl.load(counts + rows, mask=on, other=0),)
-            sizes = sizes + (end - begin,)
+            sizes = sizes + (tl.minimum(right, T) - tl.maximum(left, 0),)
         for u in tl.static_range(UNROLL):
             total += of_sequence(values[u], ns[u], mean)
             tokens += ns[u]
@@ -115,7 +118,7 @@ def batch_total(
             total += of_sequence(value, n, mean)
             tokens += n
             sequences += (n > 0).to(tl.int32)
-    return total, tl.sum(tokens, axis=0), tl.sum(sequences, axis=0)
+    return total, tl.sum(tokens, axis=0), tl.sum(sequences, axis=0), tl.max(falls, axis=0)
 
 
 @triton.jit
@@ -174,7 +177,7 @@ def batch_kernel(
     if what < 8:
         part = sums + tl.where(what == 7, LOSS, what + RATIO) * places
         mean = (what == 7) & SEQUENCE_MEAN
-        lanes, n, _ = batch_total(part, counts, cu_seqlens, T, B, mean, SEGMENT, LANES, UNROLL)
+        lanes, n, _, falls = batch_total(part, counts, cu_seqlens, T, B, mean, SEGMENT, LANES, UNROLL)
         total = fold(lanes)
         if what < 7:
             tl.store(stats + what, tl.math.div_rn(total, tl.maximum(n, 1).to(tl.float32)))
@@ -185,7 +188,7 @@ def batch_kernel(
             elif DIVIDE_BY != _NOT_YET:
                 denominator = tl.where(n > 0, divisor, denominator)
             # A GPU cannot raise: borders that do not fit make the loss and every gradient NaN.
-            broken = do_not_fit(cu_seqlens, T, B, LANES, UNROLL)
+            broken = (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + B) != T) | (falls > 0)
             tl.store(loss, tl.where(broken, float("nan"), tl.math.div_rn(total, denominator)))
             factor = 1.0
             if DIVIDE_BY == _NOT_YET:
@@ -196,26 +199,13 @@ def batch_kernel(
         tl.store(stats + what - 1, tl.where(what == 8, -value, value))
     else:
         part = counts + (what - 11 + LOW) * places
-        lanes, n, sequences = batch_total(part, counts, cu_seqlens, T, B, False, SEGMENT, LANES, UNROLL)
+        lanes, n, sequences, _ = batch_total(part, counts, cu_seqlens, T, B, False, SEGMENT, LANES, UNROLL)
         total = tl.sum(lanes, axis=0)
         tl.store(totals + what - 9, total.to(tl.int64))
         tl.store(stats + what - 1, tl.math.div_rn(total.to(tl.float32), tl.maximum(n, 1).to(tl.float32)))
         if what == 11:
             tl.store(totals, n.to(tl.int64))
             tl.store(totals + 1, sequences.to(tl.int64))
-
-
-@triton.jit
-def do_not_fit(cu_seqlens, T, B, LANES: tl.constexpr, UNROLL: tl.constexpr):
-    """Whether the borders fail to ascend from 0 to T."""
-    falls = tl.zeros((LANES,), tl.int32)
-    for start in range(0, B, LANES * UNROLL):
-        for u in tl.static_range(UNROLL):
-            rows = start + u * LANES + tl.arange(0, LANES)
-            left = tl.load(cu_seqlens + rows, mask=rows < B, other=0)
-            right = tl.load(cu_seqlens + rows + 1, mask=rows < B, other=0)
-            falls = falls | (left > right).to(tl.int32)
-    return (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + B) != T) | (tl.max(falls, axis=0) > 0)
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------------

@@ -151,10 +151,37 @@ def put(at, x, inside, FULL: tl.constexpr):
 
 
 @triton.jit
+def tokens_at(
+    logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, first, stop,
+    FULL: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_REF: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, HAS_ROLLOUT: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """What LANES tokens from `first` on hold [LANES each], 0 from `stop` on; FULL: all exist. Absent inputs are 0."""
+    lane = tl.arange(0, LANES)
+    inside = lane < stop - first
+    zero = tl.zeros((LANES,), tl.float32)
+    flag = inside.to(tl.uint8)
+    a, ref, h, rollout = zero, zero, zero, zero
+    if HAS_MASK:
+        flag = given(mask + first + lane, inside, FULL)
+    new = given(logp + first + lane, inside, FULL)
+    old = given(old_logp + first + lane, inside, FULL)
+    if PER_TOKEN:
+        a = given(advantages + first + lane, inside, FULL)
+    if HAS_REF:
+        ref = given(ref_logp + first + lane, inside, FULL)
+    if HAS_ENTROPY:
+        h = given(entropy + first + lane, inside, FULL)
+    if HAS_ROLLOUT:
+        rollout = given(rollout_logp + first + lane, inside, FULL)
+    return flag, new, old, a, ref, h, rollout
+
+
+@triton.jit
 def add_tokens(
-    logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, dlogp, dentropy,
-    first, stop, row_advantage, shared_ratio, weight, low, high, dual, row_low, row_high, row_dual,
-    kl_coef, entropy_coef, tis_cap,
+    flag, new, old, a, ref, h, rollout, dlogp, dentropy,
+    first, stop, row_advantage, shared_ratio, weight, low, high, dual, row_low, row_high, row_dual, kl_coef,
+    entropy_coef, tis_cap,
     s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max, drift_max,
     FULL: tl.constexpr, FORM: tl.constexpr, KL_TYPE: tl.constexpr, SEQUENCE_RATIO: tl.constexpr,
     PER_TOKEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DUAL: tl.constexpr, HAS_REF: tl.constexpr,
@@ -166,18 +193,14 @@ def add_tokens(
     lane = tl.arange(0, LANES)
     zero = tl.zeros((LANES,), tl.float32)
     inside = lane < stop - first
-    on = inside
-    if HAS_MASK:
-        on = given(mask + first + lane, inside, FULL) != 0
-    new = given(logp + first + lane, inside, FULL)
-    old = given(old_logp + first + lane, inside, FULL)
+    on = flag != 0 if HAS_MASK else inside
     lp = tl.where(on, new, 0.0)
     before = tl.where(on, old, 0.0)
     log_ratio = tl.where(on, new - old, 0.0)
     power = exp2(log_ratio * LOG2E)
     ratio = shared_ratio + zero if SEQUENCE_RATIO else power
     if PER_TOKEN:
-        a = tl.where(on, given(advantages + first + lane, inside, FULL), 0.0)
+        a = tl.where(on, a, 0.0)
     else:
         a = row_advantage + zero
     cut_low = ratio < row_low
@@ -212,7 +235,7 @@ def add_tokens(
     if FORM == _CLIPPED and HAS_DUAL:
         hit = tl.where(cut_dual, _ONE_DUAL, hit)
     if HAS_ROLLOUT:
-        rollout = tl.where(on, given(rollout_logp + first + lane, inside, FULL), 0.0)
+        rollout = tl.where(on, rollout, 0.0)
         drift = tl.abs(lp - rollout)
         s_drift += drift
         drift_max = higher(drift_max, drift)
@@ -226,7 +249,7 @@ def add_tokens(
             s_tis += tl.where(on, tis, 0.0)
     gradient = slope
     if HAS_REF:
-        d = lp - tl.where(on, given(ref_logp + first + lane, inside, FULL), 0.0)
+        d = lp - tl.where(on, ref, 0.0)
         if KL_TYPE == 0:
             kl = d
             dkl = zero + 1.0
@@ -241,7 +264,7 @@ def add_tokens(
             loss = tl.fma(zero + kl_coef, kl, loss)
             gradient = dkl if THROUGH_MEAN else tl.fma(zero + kl_coef, dkl, gradient)
     if HAS_ENTROPY:
-        h = tl.where(on, given(entropy + first + lane, inside, FULL), 0.0)
+        h = tl.where(on, h, 0.0)
         s_entropy += h
         if HAS_BONUS:
             loss = tl.fma(zero - entropy_coef, h, loss)
@@ -322,6 +345,11 @@ def token_kernel(
     for segment in range(tl.program_id(0) % PER_ROW, segments, PER_ROW):
         start = begin + segment * SEGMENT
         stop = tl.minimum(start + SEGMENT, end)
+        whole = start + (stop - start) // LANES * LANES
+        flag, new, old, a, ref, h, rollout = tokens_at(
+            logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, start, whole, False,
+            PER_TOKEN, HAS_MASK, HAS_REF, HAS_ENTROPY, HAS_ROLLOUT, LANES,
+        )  # fmt: skip
         shared_ratio = 1.0
         weight = 1.0
         if SEQUENCE_RATIO or SEQUENCE_MEAN:
@@ -358,24 +386,34 @@ def token_kernel(
         # Five counts a word, six bits each: a lane has at most SEGMENT / LANES tokens.
         hits = tl.zeros((LANES,), tl.int32)
         ratio_min, ratio_max, drift_max = zero + float("inf"), zero, zero + float("-inf")
-        whole = start + (stop - start) // LANES * LANES
         for first in range(start, whole, LANES):
+            # The next tokens are on their way while these are summed; the last ones are loaded twice.
+            next_flag, next_new, next_old, next_a, next_ref, next_h, next_rollout = tokens_at(
+                logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp,
+                tl.minimum(first + LANES, whole - LANES), whole, True, PER_TOKEN, HAS_MASK, HAS_REF,
+                HAS_ENTROPY, HAS_ROLLOUT, LANES,
+            )  # fmt: skip
             (
                 s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max,
                 drift_max,
             ) = add_tokens(
-                logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, dlogp, dentropy, first, stop,
+                flag, new, old, a, ref, h, rollout, dlogp, dentropy, first, stop,
                 row_advantage, shared_ratio, weight, low, high, dual, row_low, row_high, row_dual, kl_coef,
                 entropy_coef, tis_cap, s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits,
                 ratio_min, ratio_max, drift_max, True, FORM, KL_TYPE, SEQUENCE_RATIO, PER_TOKEN, HAS_MASK, HAS_DUAL,
                 HAS_REF, HAS_KL, HAS_ENTROPY, HAS_BONUS, HAS_ROLLOUT, HAS_TIS, LANES,
             )  # fmt: skip
+            flag, new, old, a, ref, h, rollout = next_flag, next_new, next_old, next_a, next_ref, next_h, next_rollout
         for first in range(whole, stop, LANES):
+            flag, new, old, a, ref, h, rollout = tokens_at(
+                logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, first, stop, False,
+                PER_TOKEN, HAS_MASK, HAS_REF, HAS_ENTROPY, HAS_ROLLOUT, LANES,
+            )  # fmt: skip
             (
                 s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max,
                 drift_max,
             ) = add_tokens(
-                logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, dlogp, dentropy, first, stop,
+                flag, new, old, a, ref, h, rollout, dlogp, dentropy, first, stop,
                 row_advantage, shared_ratio, weight, low, high, dual, row_low, row_high, row_dual, kl_coef,
                 entropy_coef, tis_cap, s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits,
                 ratio_min, ratio_max, drift_max, False, FORM, KL_TYPE, SEQUENCE_RATIO, PER_TOKEN, HAS_MASK,
