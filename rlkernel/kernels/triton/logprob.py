@@ -368,12 +368,13 @@ def logprob_dgrad_kernel(
 ):
     blocks = tl.cdiv(V, BLOCK)
     # The last rows first: the forward read them last, and the L2 cache still has them.
-    place = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = (place // blocks).to(tl.int64)
-    # Words of the mask, and the entries in each.
-    first = place % blocks * BLOCK + (tl.arange(0, BLOCK // 32) * 32)[:, None]
-    bit = tl.arange(0, 32)[None, :]
-    v = first + bit
+    row = (tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks).to(tl.int64)
+    start = tl.program_id(0) % blocks * BLOCK
+    v = start + tl.arange(0, BLOCK)
+    if HAS_KEPT:  # words of the mask, and the entries in each
+        first = start + (tl.arange(0, BLOCK // 32) * 32)[:, None]
+        bit = tl.arange(0, 32)[None, :]
+        v = first + bit
     inside = v < V
     g = 0.0
     h = 0.0
@@ -382,22 +383,24 @@ def logprob_dgrad_kernel(
     if HAS_DENTROPY:
         h = tl.load(dentropy + row)
     top = tl.load(stats + 2 * row)
-    out = tl.zeros((BLOCK // 32, 32), tl.float32)
-    if row_active(kept, targets, row, True, g, h, top, V, WORDS, HAS_KEPT):
-        z = tl.load(logits + row * logits_row + v, mask=inside, other=0.0).to(tl.float32)
-        if HAS_TEMPERATURE:
-            inverse = tl.load(inv_temperature + row)
-            z = z * inverse
-        if HAS_KEPT:
-            word = tl.load(kept + row * WORDS + (first >> 5), mask=first < V, other=0)
-            keep = ((word >> bit) & 1) != 0
-            z = tl.where(keep, z, float("-inf"))
-        hit = v == tl.load(targets + row).to(tl.int32)
-        out = dz_at(z, hit, top, tl.load(stats + 2 * row + 1), g, h, tl.load(entropy + row), HAS_DENTROPY)
-        if HAS_TEMPERATURE:
-            out = out * inverse
-        if HAS_KEPT:
-            out = tl.where(keep, out, 0.0)
+    log_total = tl.load(stats + 2 * row + 1)
+    active = row_active(kept, targets, row, True, g, h, top, V, WORDS, HAS_KEPT)
+    # A row without a gradient is not read; a branch around all this was slower.
+    z = tl.load(logits + row * logits_row + v, mask=inside & active, other=0.0).to(tl.float32)
+    if HAS_TEMPERATURE:
+        inverse = tl.load(inv_temperature + row)
+        z = z * inverse
+    if HAS_KEPT:
+        word = tl.load(kept + row * WORDS + (first >> 5), mask=(first < V) & active, other=0)
+        keep = ((word >> bit) & 1) != 0
+        z = tl.where(keep, z, float("-inf"))
+    hit = v == tl.load(targets + row).to(tl.int32)
+    out = dz_at(z, hit, top, log_total, g, h, tl.load(entropy + row), HAS_DENTROPY)
+    if HAS_TEMPERATURE:
+        out = out * inverse
+    if HAS_KEPT:
+        out = tl.where(keep, out, 0.0)
+    out = tl.where(active, out, 0.0)
     tl.store(dlogits + row * V + v, out.to(dlogits.dtype.element_ty), mask=inside)
 
 
