@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from rlkernel.kernels import select
 
@@ -68,6 +69,7 @@ def define(
         if setup_context is not None:
             eager = _function(name, direct, setup_context, once)
     overload = getattr(torch.ops.rlkernel, name).default
+    written = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
 
     def call_on_one_device(*args: Any) -> Any:
         first, plain, differentiable = None, True, False
@@ -86,7 +88,11 @@ def define(
         if differentiable and torch.is_grad_enabled():
             return overload(*args) if eager is None else eager(*args)
         with torch._C._AutoDispatchBelowAutograd():
-            return direct[first.type](*args)
+            output = direct[first.type](*args)
+        for i in written:
+            if i < len(args) and args[i] is not None and not args[i].is_inference():
+                increment_version(args[i])  # so that autograd sees the write, as behind the dispatcher
+        return output
 
     return call_on_one_device
 

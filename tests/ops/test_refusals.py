@@ -41,3 +41,19 @@ def test_shapes() -> None:
 def test_rms_norm_eps(eps: float) -> None:
     with pytest.raises(ValueError, match=rf"rms_norm: eps={eps}; expected a finite number of at least 0"):
         ops.rms_norm(X, torch.ones(8), eps)
+
+
+def test_autograd_sees_that_an_op_wrote_in_place() -> None:
+    keys = torch.zeros(2, 4, 1, 8, requires_grad=True)
+    kept, values = keys * 1.0, torch.zeros(2, 4, 1, 8)
+    squared = (kept * kept).sum()  # autograd keeps `kept`
+    with torch.no_grad():
+        new = torch.ones(2, 1, 8)
+        ops.store_kv_(kept, values, new, new, torch.tensor([0, 5]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+    assert values._version == 1
+    with torch.inference_mode():  # such tensors have no version
+        pages = torch.zeros(2, 4, 1, 8)
+        ops.store_kv_(pages, pages.clone(), new, new, torch.tensor([0, 5]))
+    assert pages[0, 0, 0, 0] == 1
