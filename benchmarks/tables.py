@@ -2,7 +2,7 @@
 
 A table stands between `<!-- table: GLOB -->` and `<!-- /table -->` in a Markdown file, GLOB relative to
 `benchmarks/results`. `<!-- table: GLOB wide -->` has one line a case and a column an implementation, `kernels` a line a
-kernel and a column a target. `<!-- table: FOLDER/figures -->` compares with the figures to reach (`figures.py`), with
+kernel and a column a target, `sums` one line for all tests and one for their controls. `<!-- table: FOLDER/figures -->` compares with the figures to reach (`figures.py`), with
 `short` only what was measured. `--check` writes nothing and fails where a table is not what its files say.
 """
 
@@ -22,7 +22,7 @@ from figures import figures
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(
-    r"(?P<head><!-- table: (?P<glob>\S+)(?: (?P<style>wide|short|kernels))? -->\n)(?P<body>.*?)"
+    r"(?P<head><!-- table: (?P<glob>\S+)(?: (?P<style>wide|short|kernels|sums))? -->\n)(?P<body>.*?)"
     r"(?P<tail><!-- /table -->)",
     re.DOTALL,
 )
@@ -107,6 +107,23 @@ def kernels(path: Path) -> str:
     return "\n".join(_markdown(["kernel", *targets], lines) + _source(data, path)) + "\n"
 
 
+def sums(path: Path) -> str:
+    """Of a test run's records: what was compared under the contract, and by the controls that must differ."""
+    data = json.loads(path.read_text())
+    lines = []
+    for what, control in (("rlkernel", False), ("control: stock ops", True)):
+        rows = [row for row in data["rows"] if ("control" in row["test"]) == control]
+        total = lambda name, rows=rows: sum(row[name] for row in rows)
+        worst = max((row["max_abs_diff"] for row in rows), default=None)
+        lines.append([what, len(rows), total("cases"), total("tokens"), total("mismatches"), worst])
+    run = data["pytest"]
+    passed = run["tests"] - run["failures"] - run["errors"] - run["skipped"]
+    columns = ["log-probabilities and op results of", "tests", "cases", "tokens", "differing", "max abs diff"]
+    head, *rest = _source(data, path)
+    counts = f"pytest: {passed} passed, {run['failures'] + run['errors']} failed, {run['skipped']} skipped."
+    return "\n".join([*_markdown(columns, lines), head, counts, *rest]) + "\n"
+
+
 def reach(folder: Path, short: bool) -> str:
     """The figures to reach against what a folder's files say."""
     lines = figures(folder)
@@ -125,7 +142,7 @@ def render(text: str) -> str:
         if glob.endswith("/figures"):
             body = reach(RESULTS / glob.removesuffix("/figures"), match["style"] == "short")
         else:
-            make = {"wide": wide, "kernels": kernels}.get(match["style"], table)
+            make = {"wide": wide, "kernels": kernels, "sums": sums}.get(match["style"], table)
             body = "\n".join(map(make, sorted(RESULTS.glob(glob)))) or "No result has been recorded yet.\n"
         return f"{match['head']}{body}{match['tail']}"
 

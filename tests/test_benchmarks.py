@@ -63,6 +63,16 @@ def test_wide_table_has_a_column_an_implementation(tmp_path: Path, monkeypatch: 
     assert "| T | 8 | 1.5, 0.25 GiB | 3 | out of memory |" in text and "Left out: d is not installed." in text
 
 
+def test_sums_keep_controls_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    row = {"test": "test_a", "cases": 2, "tokens": 10, "mismatches": 0, "max_abs_diff": 0.0}
+    rows = [row, {**row, "test": "test_b"}, {**row, "test": "test_control_differs", "mismatches": 9, "max_abs_diff": 0.5}]
+    counts = {"tests": 5, "failures": 1, "errors": 0, "skipped": 1}
+    text = tables.sums(result(tmp_path, "test_gpu", rows, pytest=counts))
+    assert "| rlkernel | 2 | 4 | 20 | 0 | 0 |" in text and "| control: stock ops | 1 | 2 | 10 | 9 | 0.5 |" in text
+    assert "3 passed, 1 failed, 1 skipped" in text
+
+
 def line(folder: Path, op: str) -> dict[str, Any]:
     return next(row for row in figures.figures(folder) if row["op"] == op)
 
