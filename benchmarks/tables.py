@@ -2,8 +2,9 @@
 
 A table stands between `<!-- table: GLOB -->` and `<!-- /table -->` in a Markdown file, GLOB relative to
 `benchmarks/results`. `<!-- table: GLOB wide -->` has one line a case and a column an implementation, `kernels` a line a
-kernel and a column a target, `sums` one line for all tests and one for their controls. `<!-- table: FOLDER/figures -->` compares with the figures to reach (`figures.py`), with
-`short` only what was measured. `--check` writes nothing and fails where a table is not what its files say.
+kernel and a column a target, `sums` one line for all tests and one for their controls. `<!-- table: FOLDER/figures -->`
+compares with the figures to reach (`figures.py`), with `short` only what was measured. `--check` writes nothing and
+fails where a table is not what its files say.
 """
 
 from __future__ import annotations

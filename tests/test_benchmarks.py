@@ -66,7 +66,8 @@ def test_wide_table_has_a_column_an_implementation(tmp_path: Path, monkeypatch: 
 def test_sums_keep_controls_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     row = {"test": "test_a", "cases": 2, "tokens": 10, "mismatches": 0, "max_abs_diff": 0.0}
-    rows = [row, {**row, "test": "test_b"}, {**row, "test": "test_control_differs", "mismatches": 9, "max_abs_diff": 0.5}]
+    control = {**row, "test": "test_control_differs", "mismatches": 9, "max_abs_diff": 0.5}
+    rows = [row, {**row, "test": "test_b"}, control]
     counts = {"tests": 5, "failures": 1, "errors": 0, "skipped": 1}
     text = tables.sums(result(tmp_path, "test_gpu", rows, pytest=counts))
     assert "| rlkernel | 2 | 4 | 20 | 0 | 0 |" in text and "| control: stock ops | 1 | 2 | 10 | 9 | 0.5 |" in text
