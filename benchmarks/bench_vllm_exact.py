@@ -7,8 +7,10 @@ default against transformers' default. Random weights at published shapes.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from vllm_arms import Arm, make_model, memory, requests, temporary_folder
 
 PRESETS = ("qwen3-0.6b", "qwen3-8b", "llama3-8b")
 WORKLOAD = {"requests": 128, "prompt": (16, 1024), "output": (400, 400), "seed": 0, "vocabulary": 120000}
+PAIRS = (("rlkernel", True, "transformers with rlkernel"), ("vllm default", False, "transformers, sdpa"))
+"""Engine, whether it is ours, and the training forward beside it."""
 BATCH = 8
 """Sequences of a training forward."""
 
@@ -65,17 +69,24 @@ def training_scores(model: Path, sequences: list[list[int]], ours: bool) -> dict
     return out
 
 
-def compare(model: Path, arm: str, ours: bool) -> dict[str, Any]:
-    """One engine's samples against one training forward."""
-    import torch
-
+def samples(model: Path) -> dict[str, dict[str, Any]]:
+    """What each engine samples, with its log-probabilities; the engines start together, as that takes longest."""
     settings = {
         "model": str(model), "skip_tokenizer_init": True, "seed": 0, "max_model_len": 2048, "max_num_seqs": 128,
         "logprobs_mode": "processed_logprobs", **memory(24 << 30),
     }  # fmt: skip
-    with Arm(arm, model.parent, settings) as engine:
-        engine.answer()
-        answer = engine.ask(workload=WORKLOAD, sampling={"temperature": 1.0, "logprobs": 0}, details=True)
+    with ExitStack() as stack:
+        engines = [stack.enter_context(Arm(arm, model.parent, settings)) for arm, *_ in PAIRS]
+        for engine in engines:
+            engine.answer()
+        asked = {"workload": WORKLOAD, "sampling": {"temperature": 1.0, "logprobs": 0}, "details": True}
+        return {engine.name: engine.ask(**asked) for engine in engines}
+
+
+def compare(model: Path, answer: dict[str, Any], ours: bool) -> dict[str, Any]:
+    """One engine's samples against one training forward."""
+    import torch
+
     prompts, _ = requests(WORKLOAD)
     sequences = [p + s for p, s in zip(prompts, answer["sampled"], strict=True)]
     scores = training_scores(model, sequences, ours)
@@ -103,13 +114,12 @@ def main() -> int:
     folder, found = Path(temporary_folder()), []
     for preset in args.preset:
         model = make_model(preset, folder)
-        for arm, ours, trainer in (
-            ("rlkernel", True, "transformers with rlkernel"),
-            ("vllm default", False, "transformers, sdpa"),
-        ):
+        answers = samples(model)
+        for arm, ours, trainer in PAIRS:
             row = {"op": f"sampled log-probabilities, {preset}", "dtype": "bfloat16", "ours": arm, "anchor": trainer}
-            found.append({**row, **compare(model, arm, ours)})
+            found.append({**row, **compare(model, answers[arm], ours)})
             print(found[-1], flush=True)
+        shutil.rmtree(model)
     from importlib.metadata import version
 
     from results_io import write_result
