@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Context
+from rlkernel_drift.diagnose.decide import NEAR_FLOOR
 from rlkernel_drift.diagnose.hypothesis import Hypothesis, Prediction
 from rlkernel_drift.diagnose.residual import residual
 from rlkernel_drift.scoring.model import Layout
@@ -21,7 +22,8 @@ from rlkernel_drift.scoring.weights import QUANTISATIONS, linear_names, quantise
 
 _SCAN_SEQUENCES = 3
 _PROMISING = 0.92
-_COARSE_STEPS, _FINE_STEPS = 10, 18
+_COARSE_STEPS, _FINE_STEPS = 8, 20
+_SURE, _ACCEPTABLE = 0.25, 0.6
 _PREFIXES = 48
 _SHIFTS = (*range(1, 17), 24, 32, 48, 64, 96, 128, -1, -2, -3, -4, -8)
 _MULTIPLES = (1, 8, 16, 32, 64, 128)
@@ -157,7 +159,9 @@ def _layout(context: Context) -> Iterator[Hypothesis]:
     def padded(c: Context) -> Prediction:
         # The width is that of the whole batch, so that this cannot be tried on a few sequences.
         found = []
-        for multiple in _MULTIPLES:
+        longest = max(len(ids) for ids in c.sequences.ids)
+        by_width = {-(-longest // multiple) * multiple: multiple for multiple in reversed(_MULTIPLES)}
+        for multiple in by_width.values():
             hidden = c.hidden(layout=Layout("left", True, multiple, c.pad))
             values = c.predict(hidden)
             found.append((error_of(c, values), multiple, values, hidden))
@@ -202,7 +206,8 @@ def _rope(context: Context) -> Iterator[Hypothesis]:
 def _fit(context: Context, score: Score, grid: list[float], errors: list[float] | None = None) -> float | None:
     """A continuous parameter: a grid on a few sequences, then golden sections around its two best points.
 
-    Two, because the error is bumpy away from its minimum. None where nothing on the grid comes any closer.
+    Two, because the error is bumpy away from its minimum. None where nothing on the grid comes any closer; fitted to
+    the end only where it could be accepted.
     """
     small = few(context)
     error = lambda x: error_of(small, small.predict(score(small, x)))
@@ -211,12 +216,18 @@ def _fit(context: Context, score: Score, grid: list[float], errors: list[float] 
     order = sorted(range(len(grid)), key=values.__getitem__)
     if values[order[0]] > _PROMISING * as_is:
         return None
-    places = []
+    place, value, step = grid[order[0]], values[order[0]], 0.0
     for best in order[:2]:
         low, high = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
-        places.append(golden(error, low, high, _COARSE_STEPS))
-    place = min(places, key=lambda item: item[1])[0]
-    width = (grid[1] - grid[0]) * 0.618 ** (_COARSE_STEPS - 4)
+        found = golden(error, low, high, _COARSE_STEPS)
+        step = step or high - low
+        if found[1] < value:
+            (place, value), step = found, high - low
+        if value < _SURE * as_is:
+            break
+    if value > _ACCEPTABLE * as_is:
+        return place
+    width = step * 0.618**_COARSE_STEPS * 3
     return golden(error, place - width, place + width, _FINE_STEPS)[0]
 
 
@@ -264,15 +275,21 @@ def old_tensors(c: Context) -> dict[str, Tensor]:
 
 
 def _partial(c: Context) -> Prediction | None:
-    """Greedy: the tensor, then the next, whose old value explains most; stops where the next one does not help."""
+    """Greedy: the tensor, then the next, whose old value explains most; stops where the next one does not help.
+
+    None where all of them together leave only noise: that is the whole version before.
+    """
     old = old_tensors(c)
     if len(old) < 2:
         return None
     small = few(c)
+    enough = 0.0 if c.floor is None else NEAR_FLOOR * c.floor.mean
     chosen: dict[str, Tensor] = {}
     error = error_of(small, small.predict(small.hidden()))
+    if error_of(small, _stale(small).values) <= enough:
+        return None
     groups = _groups(old)
-    while len(chosen) < len(old) // 2:
+    while len(chosen) < len(old) // 2 and error > enough:
         trials = {
             key: error_of(small, predict_with_old(small, chosen | {n: old[n] for n in names}))
             for key, names in groups.items()

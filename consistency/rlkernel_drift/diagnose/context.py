@@ -39,7 +39,7 @@ class Context:
     Attributes:
         target: [N] its log-probabilities of the counted tokens.
         sampling: settings that its numbers are declared to have; raw ones have temperature 1.
-        dtype, head: declared precision.
+        dtype, head: declared precision. floor: noise of this computation, once it is known.
         bos, pad: token ids of the model's config.
     """
 
@@ -58,6 +58,17 @@ class Context:
     def model(self) -> ReferenceModel:
         """The reference model."""
         return self.references.model
+
+    def computes_like(self, other: Context) -> bool:
+        """Whether both declare the same computation of the same tokens."""
+        mine, theirs = self.sequences, other.sequences
+        return (
+            self.references is other.references
+            and (self.sampling, self.dtype, self.head) == (other.sampling, other.dtype, other.head)
+            and _equal(mine.ids, theirs.ids)
+            and _equal(mine.positions, theirs.positions)
+            and _equal(mine.rows, theirs.rows)
+        )
 
     def hidden(
         self, sequences: Sequences | None = None, layout: Layout | None = None, dtype: torch.dtype | None = None
@@ -82,6 +93,10 @@ class Context:
         logits = self.model.head(hidden, head, weight)
         logp = processed(logits, self.sequences.targets.to(logits.device), self.sampling).cpu()
         return logp if head.logprobs is None else logp.to(head.logprobs).float()
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.equal(y) for x, y in zip(a, b, strict=True))
 
 
 def context_of(

@@ -63,10 +63,8 @@ def diagnose(
     streams = match(rollout, train).streams()
     if streams is None:
         raise DriftError("diagnose needs log-probabilities on both sides")
-    sides = [
-        examine(name, capsule, references, stream, floor)
-        for name, capsule, stream in (("rollout", rollout, streams[0]), ("train", train, streams[1]))
-    ]
+    first = examine("rollout", rollout, references, streams[0], floor)
+    sides = [first, examine("train", train, references, streams[1], floor, like=first)]
     wrong = [side for side in sides if not side.healthy]
     if not wrong:
         return _without_drift(sides), _view(sides)
@@ -80,15 +78,30 @@ def diagnose(
     return _by_size(side, trials) or unexplained_diagnosis(side, trials, why), _view([side])
 
 
-def examine(name: str, capsule: Capsule, references: References, stream: str, floor: Floor | None = None) -> Examined:
-    """Scores one side with the reference as the side declares itself, and calibrates the noise floor."""
+def examine(
+    name: str,
+    capsule: Capsule,
+    references: References,
+    stream: str,
+    floor: Floor | None = None,
+    like: Examined | None = None,
+) -> Examined:
+    """Scores one side with the reference as the side declares itself, and calibrates the noise floor.
+
+    Args:
+        like: a side examined before; where it declares the same computation of the same tokens, its scores serve.
+    """
     context = context_of(capsule, references, stream)
     if not context.sequences.counted:
         raise DriftError(f"the {name} side has no counted token")
-    hidden = context.hidden()
-    as_is = context.predict(hidden)
+    if like is not None and context.computes_like(like.context):
+        hidden, as_is, known = like.hidden, like.as_is, like.floor
+    else:
+        hidden = context.hidden()
+        as_is = context.predict(hidden)
+        known = floor or noise_floor(context, as_is)
+    context.floor = known
     left = residual(as_is, context.target, context.sequences.owner, len(context.sequences))
-    known = floor or noise_floor(context, as_is)
     local = local_errors(context, capsule) if capsule.operators.values else None
     return Examined(name, capsule, context, as_is, hidden, left, known, local)
 

@@ -27,9 +27,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 class Fit(Protocol):
-    """Fits one filter's setting to a target."""
+    """Fits one filter's setting to a target: the setting, and the distance that it leaves."""
 
-    def __call__(self, rows: Scaled, target: Tensor, fine: bool = True) -> tuple[dict[str, float], Tensor]: ...
+    def __call__(self, rows: Scaled, target: Tensor) -> tuple[dict[str, float], float]: ...
 
 
 _FILTERS: tuple[tuple[str, str, Fit], ...] = (
@@ -70,7 +70,8 @@ def semantic_battery(context: Context, hidden: Tensor) -> Iterator[Hypothesis]:
     for name, cause, fit in _FILTERS:
 
         def filtered(_: Context, fit: Fit = fit) -> Prediction:
-            return base.spread(fit(scaled, base.own))
+            parameters, _distance = fit(scaled, base.own)
+            return base.spread((parameters, _kept(scaled, parameters)))
 
         def tempered(_: Context, fit: Fit = fit) -> Prediction | None:
             return _with_temperature(base, fit)
@@ -84,25 +85,36 @@ def semantic_battery(context: Context, hidden: Tensor) -> Iterator[Hypothesis]:
         yield Hypothesis(f"shifted by one token, {way}", "off-by-one", lambda _, lag=lag: _shifted(base, lag))  # type: ignore[misc]
 
 
+def _kept(rows: Scaled, parameters: dict[str, float]) -> Tensor:
+    return rows.processed(**parameters)  # type: ignore[arg-type]
+
+
+_TEMPERATURES = [0.3 * 1.1**i for i in range(24)]
+_FEW_ROWS, _VALLEYS = 160, 2
+
+
 def _with_temperature(base: Base, fit: Fit) -> Prediction | None:
-    """The temperature outside, the filter's fit inside: a filter can be fitted at each temperature from the sums."""
-    few = slice(0, 160)
+    """The temperature outside, the filter's exact fit inside: few rows find the valley, all rows its bottom."""
+    few = slice(0, _FEW_ROWS)
     rows = SortedLogits(base.logits[base.known][few], base.targets[base.known][few])
     own = base.own[few]
-    error = lambda t: distance(fit(rows.at(t), own, False)[1], own)
-    grid = [0.3, 0.45, 0.6, 0.75, 0.9, 1.05, 1.2, 1.5, 2.0]
-    values = [error(t) for t in grid]
-    best = min(range(len(grid)), key=values.__getitem__)
-    if values[best] > 0.8 * error(base.context.sampling.temperature or 1.0):
+    error = lambda t: fit(rows.at(t), own)[1]
+    values = [error(t) for t in _TEMPERATURES]
+    order = sorted(range(len(values)), key=values.__getitem__)
+    if values[order[0]] > 0.8 * error(base.context.sampling.temperature or 1.0):
         return None
-    t, _ = golden(error, grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)], 14)
-    # Near the optimum the filter's set no longer changes; with it fixed, the temperature alone is fitted to the end.
-    for width in (0.05, 0.01):
+    around = lambda i: (_TEMPERATURES[max(0, i - 1)], _TEMPERATURES[min(len(values) - 1, i + 1)])
+    t, _ = min((golden(error, *around(i), 14) for i in order[:_VALLEYS]), key=lambda found: found[1])
+    whole = lambda t: fit(base.rows.at(t), base.own)[1]
+    t, _ = golden(whole, t * 0.98, t * 1.02, 12)
+    # Near the optimum the kept sets no longer change; with them fixed, the temperature alone is fitted to the end.
+    for width in (2e-3, 1e-4):
         parameters, _ = fit(base.rows.at(t), base.own)
-        fixed = lambda x: distance(base.rows.at(x).processed(**parameters), base.own)  # type: ignore[arg-type]  # noqa: B023
-        t, _ = golden(fixed, t * (1 - width), t * (1 + width), 24)
-    parameters, values_at = fit(base.rows.at(t), base.own)
-    return base.spread(({"temperature": t, **parameters}, values_at))
+        fixed = lambda x: distance(_kept(base.rows.at(x), parameters), base.own)  # noqa: B023
+        t, _ = golden(fixed, t * (1 - width), t * (1 + width), 16)
+    scaled = base.rows.at(t)
+    parameters, _ = fit(scaled, base.own)
+    return base.spread(({"temperature": t, **parameters}, _kept(scaled, parameters)))
 
 
 def _padded(base: Base) -> Prediction:
@@ -153,13 +165,8 @@ def precision_battery(context: Context, hidden: Tensor) -> Iterator[Hypothesis]:
         if dtype == context.dtype:
             continue
         name = f"layers in {str(dtype).removeprefix('torch.')}"
-
-        def body(c: Context, dtype: torch.dtype = dtype) -> Prediction:
-            return Prediction(c.predict(c.hidden(dtype=dtype)))
-
-        def native(c: Context, dtype: torch.dtype = dtype) -> Prediction:
-            return Prediction(c.predict(c.hidden(dtype=dtype), Head(logits=dtype)))
-
-        yield Hypothesis(name, "body-dtype", body)
+        rounded = context.hidden(dtype=dtype)
+        yield Hypothesis(name, "body-dtype", lambda c, x=rounded: Prediction(c.predict(x)))  # type: ignore[misc]
         if dtype != torch.float32:
+            native = lambda c, x=rounded, head=Head(logits=dtype): Prediction(c.predict(x, head))
             yield Hypothesis(f"{name}, logits too", "body-dtype", native, frozenset({"bf16-logits"}))

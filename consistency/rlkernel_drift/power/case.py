@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import time
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -29,6 +32,7 @@ class Case(BaseModel):
         above: whether the fault counts as above the floor; files: it shows in the files, whatever its size.
         named: cause in the verdict, "none" where it found no drift.
         right: named rightly; missed: called aligned.
+        seconds, cpu_seconds: wall time (with whatever else ran), and this process's own. code: hash of what ran.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -50,6 +54,18 @@ class Case(BaseModel):
     right: bool
     missed: bool
     seconds: float
+    cpu_seconds: float
+    code: str
+
+
+@functools.cache
+def code_hash() -> str:
+    """First 16 hex digits of SHA-256 over this package's modules: which code a case came from."""
+    package = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def run_case(kind: str, family: str, seed: int) -> Case:
@@ -58,7 +74,7 @@ def run_case(kind: str, family: str, seed: int) -> Case:
     Args:
         kind: of `KINDS`, or "healthy".
     """
-    start = time.perf_counter()
+    start, own = time.perf_counter(), time.process_time()
     planted = KINDS.get(kind)
     if planted is None:
         world = healthy_world(family, 100_000 + seed)
@@ -93,6 +109,8 @@ def run_case(kind: str, family: str, seed: int) -> Case:
         right=_right(planted, named, operator, recorded, verdict),
         missed=planted is not None and verdict.status == Status.ALIGNED,
         seconds=time.perf_counter() - start,
+        cpu_seconds=time.process_time() - own,
+        code=code_hash(),
     )
 
 

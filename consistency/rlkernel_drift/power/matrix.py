@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults.kinds import KINDS
 from rlkernel_drift.faults.tiny import FAMILIES
-from rlkernel_drift.power.case import ABOVE, HEALTHY, Case, run_case
+from rlkernel_drift.power.case import ABOVE, HEALTHY, Case, code_hash, run_case
 
 Key = tuple[str, str, int]
 
@@ -48,6 +49,7 @@ def _run(cases: list[Key], jobs: int) -> Iterator[Case]:
         yield from (run_case(*key) for key in cases)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    code_hash()  # before the workers are made: all of them name the code that this run began with
     with ProcessPoolExecutor(jobs, initializer=_one_thread) as pool:
         for future in as_completed([pool.submit(run_case, *key) for key in cases]):
             yield future.result()
@@ -108,7 +110,8 @@ def summary(cases: list[Case]) -> dict[str, Any]:
         "below_floor_named_right": sum(c.right for c in faults if not c.above),
         "healthy": len(healthy),
         "false_alarms": sum(not c.right for c in healthy),
-        "seconds": sum(c.seconds for c in cases),
+        "cpu_seconds": sum(c.cpu_seconds for c in cases),
+        "code": sorted({c.code for c in cases}),
         "by_kind": kinds,
         "confusion": {name: dict(counts) for name, counts in confusion.items()},
     }
@@ -124,6 +127,7 @@ def write_result(path: Path, cases: list[Case], command: list[str]) -> dict[str,
         "command": " ".join(command),
         "hardware": hardware("cpu"),
         "versions": versions(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **figures,
         "rows": [case.model_dump(mode="json") for case in cases],
     }

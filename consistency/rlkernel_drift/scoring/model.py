@@ -68,6 +68,7 @@ class ReferenceModel:
         self.path = path
         self.config = model.config
         self._copies: dict[torch.dtype, Any] = {next(model.parameters()).dtype: self.model}
+        self._named: dict[torch.dtype, dict[str, torch.nn.Parameter]] = {}
 
     @classmethod
     def load(
@@ -210,7 +211,7 @@ class ReferenceModel:
     @contextlib.contextmanager
     def edited(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[None]:
         """Parameters replaced for a while, in the copy of a dtype."""
-        parameters = dict(self.in_dtype(dtype).named_parameters())
+        parameters = self._parameters(dtype)
         kept = {name: parameters[name].data for name in tensors}
         try:
             for name, value in tensors.items():
@@ -246,7 +247,13 @@ class ReferenceModel:
 
     def parameter(self, name: str) -> Tensor:
         """A parameter of the model as loaded."""
-        return dict(self.model.named_parameters())[name].data
+        return self._parameters(next(self.model.parameters()).dtype)[name].data
+
+    def _parameters(self, dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+        """Parameters of the copy of a dtype, by name; listed once, as fits that edit weights ask for them each time."""
+        if dtype not in self._named:
+            self._named[dtype] = dict(self.in_dtype(dtype).named_parameters())
+        return self._named[dtype]
 
 
 def _rotary(model: Any) -> list[tuple[str, Any]]:

@@ -124,8 +124,8 @@ def distance(prediction: Tensor, target: Tensor) -> float:
 
 
 TEMPERATURES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 5.0]
-NUCLEI = [0.02, *(i / 20 for i in range(1, 20)), 0.975, 0.99, 0.995, 0.999, 0.9999]
-MINIMA = [1e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8]
+_RANKS = 4096
+"""Ranks at which the edge of a kept set is looked for; a larger set is fitted as the whole vocabulary."""
 
 
 def fit_temperature(rows: SortedLogits, target: Tensor) -> tuple[dict[str, float], Tensor]:
@@ -136,37 +136,55 @@ def fit_temperature(rows: SortedLogits, target: Tensor) -> tuple[dict[str, float
     return {"temperature": best}, rows.own / best - lse(best)
 
 
-def fit_top_p(rows: Scaled, target: Tensor, fine: bool = True) -> tuple[dict[str, float], Tensor]:
-    """The top-p that comes closest; `fine` looks around it on finer and finer grids."""
-    error = lambda p: distance(rows.processed(top_p=p), target)
-    best, _ = scan(error, NUCLEI, 16 if fine else 6)
-    best = _local(error, best) if fine else best
-    return {"top_p": best}, rows.processed(top_p=best)
+def fit_top_p(rows: Scaled, target: Tensor) -> tuple[dict[str, float], float]:
+    """The top-p that comes closest, and its distance, exactly."""
+    size = min(rows.cumulative.shape[1], _RANKS)
+    edge, error = _edge(rows, target, rows.cumulative[:, : size - 1])
+    return {"top_p": min(max(edge, 0.0), 1.0)}, error
 
 
-def fit_min_p(rows: Scaled, target: Tensor, fine: bool = True) -> tuple[dict[str, float], Tensor]:
-    """The min-p that comes closest; `fine` as in `fit_top_p`."""
-    error = lambda p: distance(rows.processed(min_p=p), target)
-    best, _ = scan(error, MINIMA, 16 if fine else 6)
-    best = _local(error, best) if fine else best
-    return {"min_p": best}, rows.processed(min_p=best)
+def fit_min_p(rows: Scaled, target: Tensor) -> tuple[dict[str, float], float]:
+    """The min-p that comes closest, and its distance, exactly."""
+    size = min(rows.cumulative.shape[1], _RANKS)
+    edge, error = _edge(rows, target, -rows.probabilities[:, 1:size] / rows.probabilities[:, :1])
+    return {"min_p": min(max(-edge, 0.0), 1.0)}, error
 
 
-def fit_top_k(rows: Scaled, target: Tensor, fine: bool = True) -> tuple[dict[str, float], Tensor]:
-    """The top-k that comes closest, exactly: all k at once from the cumulative sums."""
-    del fine
-    limit = min(rows.cumulative.shape[1], 4096)
+def fit_top_k(rows: Scaled, target: Tensor) -> tuple[dict[str, float], float]:
+    """The top-k that comes closest, and its distance, exactly."""
+    error = _errors(rows, target).double().mean(0)
+    best = int(error.argmin())
+    return {"top_k": best + 1}, float(error[best])
+
+
+def _errors(rows: Scaled, target: Tensor) -> Tensor:  # [N, K]
+    """|difference| of each row where its kept set has 1, 2, ... tokens, and the sampled one in any case."""
+    limit = min(rows.cumulative.shape[1], _RANKS)
     last = torch.arange(limit, device=rows.rank.device)[None, :]
     mass = rows.cumulative.gather(1, torch.maximum(last, rows.rank[:, None]))
-    predicted = rows.logp[:, None] - mass.log()
-    error = (predicted - target[:, None]).abs().clamp(max=-IMPOSSIBLE).mean(0)
-    best = int(error.argmin()) + 1
-    return {"top_k": best}, rows.processed(top_k=best)
+    return (rows.logp[:, None] - mass.log() - target[:, None]).abs().clamp(max=-IMPOSSIBLE)
 
 
-def _local(error: Callable[[float], float], place: float) -> float:
-    """The function has steps; look around the place on a finer and finer grid."""
-    for width in (0.02, 0.005, 0.001):
-        grid = [min(0.99999, max(1e-5, place + width * i / 8)) for i in range(-8, 9)]
-        place = min([place, *grid], key=error)
-    return place
+def _edge(rows: Scaled, target: Tensor, keys: Tensor) -> tuple[float, float]:
+    """The edge that comes closest, between two neighbouring keys.
+
+    The error has steps: it changes only where the edge passes a key, so that all its values are sums over sorted keys.
+
+    Args:
+        keys: [N, K - 1] ascending; a row's set grows from k to k + 1 tokens where the edge passes its key k - 1.
+    """
+    errors = _errors(rows, target)
+    order = keys.flatten().argsort()
+    passed = keys.flatten()[order]
+    start = errors[:, 0].double().sum()
+    changes = errors.diff(dim=1).flatten()[order].double().cumsum(0)
+    sums = torch.cat([start[None], start + changes])
+    # No edge lies between equal keys.
+    sums[1:-1][passed[1:] == passed[:-1]] = torch.inf
+    best = int(sums.argmin())
+    low, high = passed[max(0, best - 1)], passed[min(best, len(passed) - 1)]
+    if best == 0:
+        low = low * 2 if float(low) < 0 else low / 2
+    if best == len(passed):
+        high = torch.full_like(high, 1.0 if float(high) > 0 else 0.0)
+    return float((low.double() + high.double()) / 2), float(sums[best]) / len(target)
