@@ -304,7 +304,8 @@ def _headline(verdict: Verdict, status: Status, failed: list[Gate]) -> str:
         reasons = [g.summary for g in verdict.gates if g.name in ("schema", "statistics") and g.status != "passed"]
         return f"Inconclusive: {reasons[0] if reasons else 'nothing was compared'}."
     words = "The inputs differ" if status == Status.INPUTS_DIFFER else "Drift"
-    return f"{words} ({failed[0].title}): {failed[0].summary}."
+    first = next((g.summary for g in failed if g.name == "layers" and g is not failed[0]), "")
+    return f"{words} ({failed[0].title}): {failed[0].summary}{f'; {first}' if first else ''}."
 
 
 def _side(source: Source, capsule: Capsule | None) -> Side:

@@ -268,6 +268,14 @@ CAUSES: dict[str, Cause] = {
             ("RLinf/RLinf", 1534, "4.6% of the trust region spent on numerics"),
         ),
     ),
+    "kernels": Cause(
+        "two implementations of one operator round differently",
+        "Compute both sides with one batch-invariant definition (`use_rl_kernel_backend`), or accept a measured floor.",
+        (
+            ("verl-project/verl", 6280, "micro-batch sizes differ"),
+            ("RLinf/RLinf", 1534, "4.6% of the trust region spent on numerics"),
+        ),
+    ),
     # ---- operators ----
     "operator": Cause(
         "one operator computes something else",

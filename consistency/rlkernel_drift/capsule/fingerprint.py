@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from rlkernel_drift.capsule.tensor_file import Array, Tensor, round_bfloat16
 if TYPE_CHECKING:
     import torch
 
+_PART = 1 << 20
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Odd multipliers make each element's share a bijection of its bits; the sum is exact, so its order is free.
 _STEP, _START = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
@@ -26,18 +28,14 @@ def digest(data: bytes | memoryview) -> str:
 
 def weight_fingerprint(tensor: Tensor) -> WeightFingerprint:
     """Fingerprint of one weight as it is stored."""
-    values = tensor.float32() if tensor.dtype in ("F32", "F16", "BF16") else None
-    bf16 = None
-    if values is not None:
-        rounded = tensor.values if tensor.dtype == "BF16" else round_bfloat16(values)
-        bf16 = digest(np.ascontiguousarray(rounded).tobytes())
-    return WeightFingerprint(
-        dtype=tensor.dtype,
-        shape=list(tensor.shape),
-        digest=digest(np.ascontiguousarray(tensor.values).tobytes()),
-        bf16=bf16,
-        norm=None if values is None else float(np.sqrt(np.square(values, dtype=np.float64).sum())),
-    )
+    own = digest(np.ascontiguousarray(tensor.values).reshape(-1).view(np.uint8).data)
+    bf16, norm = None, None
+    if tensor.dtype in ("F32", "F16", "BF16"):
+        flat = tensor.values.reshape(-1)
+        parts = (Tensor(flat[i : i + _PART], tensor.dtype).float32() for i in range(0, flat.size, _PART))
+        norm = math.sqrt(math.fsum(float(np.dot(part, part)) for part in parts))
+        bf16 = own if tensor.dtype == "BF16" else digest(round_bfloat16(tensor.float32()).tobytes())
+    return WeightFingerprint(dtype=tensor.dtype, shape=list(tensor.shape), digest=own, bf16=bf16, norm=norm)
 
 
 def row_fingerprints(values: Array) -> NDArray[np.int64]:  # [T, width] -> [T]

@@ -19,14 +19,14 @@ from rlkernel_drift.capsule import (
     describe_operators,
 )
 from rlkernel_drift.capsule import Tensor as Stored
-from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, weights_of
+from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, recorded_rows, weights_of
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.decoding import Decoding, decoded_hidden
 from rlkernel_drift.scoring.model import DTYPES, ReferenceModel
 from rlkernel_drift.scoring.operators import record
 from rlkernel_drift.scoring.semantics import SortedLogits
 from rlkernel_drift.scoring.sequences import Sequences, sequences_of
-from rlkernel_drift.scoring.weights import fingerprints
+from rlkernel_drift.scoring.weights import fingerprints, state_of
 
 _CHUNK = 1 << 25
 
@@ -59,7 +59,7 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
     prefill = loaded.hidden(sequences, dtype)
     phase = "train" if request.side == "train" else "prefill"
     streams |= _streams(request, loaded, bare, sequences, prefill, phase)
-    operators = _operators(request, loaded, bare, dtype)
+    operators = recorded_operators(request, loaded, bare, dtype)
     config = {
         "dtype": request.dtype,
         "attention_backend": loaded.model.config._attn_implementation,
@@ -71,7 +71,7 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
         request,
         "hf",
         config,
-        weights=weights_of(fingerprints(dict(loaded.model.state_dict()))) if request.weights else None,
+        weights=weights_of(fingerprints(state_of(loaded))) if request.weights else None,
         vocabulary=texts.vocabulary(bare.ids),
         operators=describe_operators(operators),
     )
@@ -131,8 +131,10 @@ def _streams(
     step = max(1, _CHUNK // model.vocab_size)
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
-        logits = model.head(hidden[part]).cpu()
-        targets, tokens = sequences.targets[part], sequences.token[part]
+        logits = model.head(hidden[part])
+        if request.sampling.filters:
+            logits = logits.cpu()
+        targets, tokens = sequences.targets[part].to(logits.device), sequences.token[part]
         own = logits.gather(1, targets[:, None])[:, 0]
         raw.append(own - logits.logsumexp(-1))
         z = logits / temperature
@@ -146,7 +148,7 @@ def _streams(
     result = {}
     for values, parts in (("processed", processed), ("raw", raw)):
         stream = np.full(bare.tokens, np.nan, np.float32)
-        stream[sequences.token.numpy()] = torch.cat(parts).float().numpy()
+        stream[sequences.token.numpy()] = torch.cat(parts).float().cpu().numpy()
         result[f"{phase}.{values}"] = stream
     return result
 
@@ -163,22 +165,20 @@ def _masked(z: Tensor, kept: Kept, tokens: Tensor) -> Tensor:
     return z
 
 
-def _operators(request: Request, model: ReferenceModel, bare: Capsule, dtype: torch.dtype) -> Operators:
+def recorded_operators(request: Request, model: ReferenceModel, bare: Capsule, dtype: torch.dtype) -> Operators:
+    """Operator outputs as the request wants them, each sequence computed alone."""
     if request.operators == "none":
         return Operators()
-    count = bare.sequences if request.operators == "fingerprint" else min(request.operator_sequences, bare.sequences)
-    end = bare.sequence(count - 1).stop
-    rows = None if end == bare.tokens else torch.arange(end)
-    if request.operators == "rows":
-        rows = torch.linspace(0, end - 1, min(end, request.operator_rows)).round().long().unique()
+    rows = recorded_rows(request, bare)
+    last = bare.sequences - 1 if rows is None else bare.place(int(rows[-1]))[0]
     pairs: list[tuple[Any, Any]] = []
-    for i in range(count):
+    for i in range(last + 1):
         part = bare.sequence(i)
         ids, positions = bare.ids[part].astype(np.int64), bare.positions[part].astype(np.int64)
         pairs.append((torch.from_numpy(ids), torch.from_numpy(positions)))
     kind = "fingerprint" if request.operators == "fingerprint" else "full"
-    values = record(model.in_dtype(dtype), pairs, kind, rows)  # type: ignore[arg-type]
-    return Operators(None if rows is None else rows.numpy(), values)
+    keep = None if rows is None else torch.tensor(rows)
+    return Operators(rows, record(model.in_dtype(dtype), pairs, kind, keep))  # type: ignore[arg-type]
 
 
 def _distribution(request: Request, model: ReferenceModel, sequences: Sequences, hidden: Tensor) -> Distribution | None:

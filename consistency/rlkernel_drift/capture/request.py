@@ -25,15 +25,16 @@ class Request:
     """A capture.
 
     Attributes:
-        model: directory. prompts: file with a prompt a line, or JSON lines with the column `prompt`.
+        model: directory. prompts: file with a prompt a line, or JSON lines with the column `prompt`; or token ids.
         tokens: a capsule whose sequences are scored instead of sampling new ones.
         operators: what is recorded of the operators; rows: of how many tokens (None: all), sequences: of how many.
         logits_rows: tokens whose whole logits are recorded.
         weights: record fingerprints of the weights.
+        engine: further arguments of vLLM's engine.
     """
 
     model: Path
-    prompts: Path | None = None
+    prompts: Path | list[list[int]] | None = None
     tokens: Capsule | None = None
     side: Literal["rollout", "train"] = "rollout"
     seed: int = 0
@@ -48,15 +49,33 @@ class Request:
     operator_rows: int = 64
     logits_rows: int = 0
     weights: bool = True
+    engine: dict[str, Any] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
 
+    @property
+    def operator_count(self) -> int:
+        """Sequences whose operators are recorded; hashes are small, so all of them."""
+        return 1 << 30 if self.operators == "fingerprint" else self.operator_sequences
 
-def read_prompts(path: Path) -> list[Any]:
+
+def recorded_rows(request: Request, bare: Capsule) -> np.ndarray | None:  # [R] int64, or None: all tokens
+    """Tokens whose operators are recorded: those of the capsule that is scored where it has some, else a sample."""
+    end = bare.sequence(min(request.operator_count, bare.sequences) - 1).stop
+    if request.operators in ("rows", "fingerprint") and request.tokens is not None and request.tokens.operators.values:
+        return request.tokens.operators.rows
+    if request.operators == "rows":
+        return np.unique(np.linspace(0, end - 1, min(end, request.operator_rows)).round().astype(np.int64))
+    return None if end == bare.tokens else np.arange(end)
+
+
+def read_prompts(path: Path | list[list[int]]) -> list[Any]:
     """Prompts of a file: a text or a list of token ids each.
 
     Raises:
         DriftError: unreadable, or without prompts.
     """
+    if not isinstance(path, Path):
+        return list(path)
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         if path.suffix in (".jsonl", ".json"):
@@ -68,6 +87,23 @@ def read_prompts(path: Path) -> list[Any]:
     if not prompts:
         raise DriftError(f"{path} is empty; one prompt a line is needed")
     return prompts
+
+
+def random_prompts(model: Path, seed: int) -> list[list[int]]:
+    """Eight prompts of 16 to 128 random tokens, where nobody named any: kernels round the same for every text."""
+    vocabulary = describe_model(model).vocab_size or 256
+    generator = np.random.default_rng(seed)
+    return [generator.integers(3, vocabulary, n).tolist() for n in (16, 24, 32, 48, 64, 80, 96, 128)]
+
+
+def own_dtype(model: Path) -> str:
+    """The dtype that a model directory declares; float32 where it declares none that engines compute in."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DriftError(f"{model}: config.json cannot be read: {error}") from None
+    declared = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return declared if declared in ("float32", "bfloat16", "float16") else "float32"
 
 
 class Texts:

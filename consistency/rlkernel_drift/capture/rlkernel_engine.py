@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Manifest, Operators, build_capsule, describe_operators
-from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, weights_of
+from rlkernel_drift.capsule.fingerprint import multipliers_torch, row_fingerprints_torch
+from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, recorded_rows, weights_of
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.operators import stored
 from rlkernel_drift.scoring.sequences import sequences_of
@@ -161,13 +162,13 @@ def scored_by_training(request: Request, bare: Capsule) -> np.ndarray:  # [N]
 
 
 def _operators(request: Request, model: Any, bare: Capsule) -> Operators:
-    if request.operators not in ("full", "rows"):
+    if request.operators == "none":
         return Operators()
     from rlkernel.models import PackedBatch
 
-    count = min(request.operator_sequences, bare.sequences)
-    end = bare.sequence(count - 1).stop
-    parts = [torch.from_numpy(bare.ids[bare.sequence(i)].astype(np.int64)) for i in range(count)]
+    rows = recorded_rows(request, bare)
+    last = bare.sequences - 1 if rows is None else bare.place(int(rows[-1]))[0]
+    parts = [torch.from_numpy(bare.ids[bare.sequence(i)].astype(np.int64)) for i in range(last + 1)]
     values: dict[str, Tensor] = {}
     handles = [h for point in _points(model) for h in point(values)]
     try:
@@ -176,10 +177,10 @@ def _operators(request: Request, model: Any, bare: Capsule) -> Operators:
     finally:
         for handle in handles:
             handle.remove()
-    rows = None if end == bare.tokens else np.arange(end)
-    if request.operators == "rows":
-        rows = np.unique(np.linspace(0, end - 1, min(end, request.operator_rows)).round().astype(np.int64))
     keep = slice(None) if rows is None else torch.from_numpy(rows)
+    if request.operators == "fingerprint":
+        hashed = {n: row_fingerprints_torch(v, multipliers_torch(v.shape[1], v.device)) for n, v in values.items()}
+        return Operators(rows, {name: stored(value[keep]) for name, value in hashed.items()})
     return Operators(rows, {name: stored(value.cpu()[keep]) for name, value in values.items()})
 
 

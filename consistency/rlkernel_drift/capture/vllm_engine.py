@@ -1,59 +1,152 @@
 """Capture from vLLM: samples with a seed a request, then scores its own tokens as prompts, without prefix cache.
 
 The model runs as the installed vLLM runs it; with the plugin of rlkernel installed and asked for, that is its model.
-Operators are not recorded here: vLLM's own hidden-state files are read by `compare` (`inputs.hidden_states`).
+Operators are recorded while it samples: hashes in the engine as it is, values in eager mode (`vllm_worker`).
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlkernel_drift.capsule import Capsule, Manifest, Operators, build_capsule
+from rlkernel_drift.capsule import Capsule, Manifest, Operators, Tensor, build_capsule, describe_operators
+from rlkernel_drift.capsule.limits import DEFAULT_LIMITS
+from rlkernel_drift.capsule.tensor_file import parse_tensors, read_bytes
 from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, weights_of
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.sequences import sequences_of
 from rlkernel_drift.scoring.weights import fingerprints, read_weights
 
 _SETTINGS = ("VLLM_BATCH_INVARIANT", "VLLM_ATTENTION_BACKEND")
+_WORKER = "rlkernel_drift.capture.vllm_worker.Recording"
+_STEP, _SEQUENCES = 1024, 128  # of a step where whole values are kept until its end
 
 
-def capture_vllm(request: Request) -> Capsule:
+def capture_vllm(request: Request, rlkernel: bool = False) -> Capsule:
     """Captures a capsule; see `capture_hf`.
 
+    Args:
+        rlkernel: compute with rlkernel's plugin.
+
     Raises:
-        DriftError: vLLM is missing, or operators were asked for.
+        DriftError: vLLM is missing, or does not start.
     """
+    engine = _started(request, rlkernel)
     try:
-        from vllm import LLM
-    except ImportError:
-        raise DriftError("this engine needs vLLM: pip install 'rlkernel[vllm]'") from None
-    if request.operators != "none":
-        raise DriftError("operators are not recorded from vLLM; give its hidden-state file to compare instead")
-    engine = LLM(
-        model=str(request.model),
-        dtype=request.dtype,
-        seed=request.seed,
-        logprobs_mode="processed_logprobs",
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-    )
+        return _captured(request, engine)
+    finally:
+        _stop(engine)
+
+
+def _captured(request: Request, engine: Any) -> Capsule:
     texts = Texts(request.model)
+    recording = request.operators != "none"
+    if recording:
+        engine.collective_rpc("rlkernel_drift_start", args=(request.operator_count,))
     if request.tokens is None:
         bare = _sampled(request, engine, texts)
     else:
         bare = replace(request.tokens, logprobs={}, operators=Operators(), distribution=None, manifest=Manifest())
     streams = dict(bare.logprobs)
     phase = "train" if request.side == "train" else "prefill"
+    operators = _operators(request, engine, bare) if recording and request.tokens is None else None
     streams[f"{phase}.raw"] = _scored(engine, bare)
-    config: dict[str, Any] = {"dtype": request.dtype, "prefix_caching": False}
-    config |= {name.lower(): os.environ[name] for name in _SETTINGS if name in os.environ}
+    if operators is None:
+        operators = _operators(request, engine, bare) if recording else Operators()
+    about = engine.collective_rpc("rlkernel_drift_about")[0]
     weights = weights_of(fingerprints(read_weights(request.model))) if request.weights else None
-    manifest = manifest_of(request, "vllm", config, weights=weights, vocabulary=texts.vocabulary(bare.ids))
-    return replace(bare, manifest=manifest, logprobs=streams)
+    manifest = manifest_of(
+        request,
+        "vllm",
+        {**_config(engine), **about, "dtype": request.dtype},
+        contract=_contract(engine),
+        weights=weights,
+        vocabulary=texts.vocabulary(bare.ids),
+        operators=describe_operators(operators),
+    )
+    return replace(bare, manifest=manifest, logprobs=streams, operators=operators)
+
+
+def _settings(request: Request, rlkernel: bool) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; those of the request win."""
+    settings: dict[str, Any] = {
+        "model": str(request.model),
+        "dtype": request.dtype,
+        "seed": request.seed,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "worker_extension_cls": _WORKER,
+    }
+    if request.operators in ("full", "rows"):
+        settings |= {"enforce_eager": True, "max_num_batched_tokens": _STEP, "max_num_seqs": _SEQUENCES}
+    settings |= request.engine
+    additional = dict(settings.get("additional_config") or {})
+    if rlkernel:
+        additional["use_rl_kernel_backend"] = True
+    if request.operators != "none":
+        additional["rlkernel_drift"] = "fingerprint" if request.operators == "fingerprint" else "values"
+    return settings | ({"additional_config": additional} if additional else {})
+
+
+def _started(request: Request, rlkernel: bool) -> Any:
+    try:
+        from vllm import LLM
+    except ImportError:
+        raise DriftError("this engine needs vLLM: pip install 'rlkernel[vllm]'") from None
+    try:
+        engine = LLM(**_settings(request, rlkernel))
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        raise DriftError(f"vLLM does not start: {error}") from None
+    if rlkernel and _contract(engine) is None:
+        _stop(engine)
+        raise DriftError("vLLM does not compute with rlkernel: is it installed, and does VLLM_PLUGINS allow it?")
+    return engine
+
+
+def _stop(engine: Any) -> None:
+    """Gives the device's memory back: the other side may be computed next."""
+    import gc
+
+    import torch
+
+    shutdown = getattr(engine.llm_engine.engine_core, "shutdown", None)
+    if shutdown is not None:
+        shutdown()
+    engine.llm_engine = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _config(engine: Any) -> dict[str, Any]:
+    """Settings of the engine that can change numbers."""
+    config = engine.llm_engine.vllm_config
+    found: dict[str, Any] = {
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+        "enforce_eager": bool(config.model_config.enforce_eager),
+        "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", None),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "tensor_parallel": int(config.parallel_config.tensor_parallel_size),
+        "max_num_seqs": int(config.scheduler_config.max_num_seqs),
+        "max_num_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
+    }
+    found |= {name.lower().removeprefix("vllm_"): os.environ[name] for name in _SETTINGS if name in os.environ}
+    return found
+
+
+def _contract(engine: Any) -> str | None:
+    """The contract of the numbers where the plugin of rlkernel computes them."""
+    try:
+        status = engine.collective_rpc("rlkernel_status")[0]
+    except Exception:  # the method exists in workers that compute with rlkernel alone; executors wrap what they raise
+        return None
+    return str(status["contract"]) if status.get("exact") else None
 
 
 def _sampled(request: Request, engine: Any, texts: Texts) -> Capsule:
@@ -103,3 +196,56 @@ def _scored(engine: Any, bare: Capsule) -> np.ndarray:
     stream = np.full(bare.tokens, np.nan, np.float32)
     stream[sequences.token.numpy()] = np.array(values, np.float32)
     return stream
+
+
+# ---- operators -----------------------------------------------------------------------------------------------------
+
+
+def _operators(request: Request, engine: Any, bare: Capsule) -> Operators:
+    """What the worker kept, in the capsule's order of tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.safetensors"
+        names = engine.collective_rpc("rlkernel_drift_save", args=(str(file),))[0]
+        if not names:
+            raise DriftError("vLLM's worker recorded nothing; it runs in a way that hooks do not see")
+        values = parse_tensors(read_bytes(file, 1 << 40, "recorded rows"), file.name, DEFAULT_LIMITS)
+    owner, position, ids = (values[name].values.astype(np.int64) for name in ("request", "positions", "ids"))
+    token = _tokens_of(bare, owner, position, ids)
+    # A request that was preempted computes rows again; the last counts.
+    token, row = np.unique(token[::-1], return_index=True)
+    row = len(owner) - 1 - row
+    if request.operators == "rows" and len(row) > request.operator_rows:
+        chosen = np.unique(np.linspace(0, len(row) - 1, request.operator_rows).round().astype(np.int64))
+        token, row = token[chosen], row[chosen]
+    kept = [name for name in names if name not in ("request", "positions", "ids")]
+    found = {name: Tensor(np.ascontiguousarray(values[name].values[row]), values[name].dtype) for name in kept}
+    return Operators(None if len(token) == bare.tokens else token, dict(sorted(found.items(), key=_computed)))
+
+
+def _tokens_of(bare: Capsule, owner: np.ndarray, position: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The capsule's token of each row; requests were numbered in the order of their sequences.
+
+    Raises:
+        DriftError: a row's token id is another than the sequence has there.
+    """
+    token = bare.cu_seqlens[owner] + position
+    inside = token < bare.cu_seqlens[owner + 1]
+    good = inside & (bare.ids[np.where(inside, token, 0)] == ids)
+    if not good[inside].all():
+        raise DriftError("recorded rows and sampled tokens do not fit: this vLLM orders its batches in an unknown way")
+    return token
+
+
+_ORDER = (
+    "input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "attention", "o_proj", "attention_residual",
+    "post_norm", "gate_proj", "up_proj", "activation", "down_proj", "output",
+)  # fmt: skip
+
+
+def _computed(item: tuple[str, Tensor]) -> tuple[int, int]:
+    """Place of an operator in the order of computation."""
+    name = item[0]
+    if not name.startswith("layers."):
+        return (-1, 0) if name == "embedding" else (1 << 30, 0)
+    _, layer, operator = name.split(".")
+    return int(layer), _ORDER.index(operator)

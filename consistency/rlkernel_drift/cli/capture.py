@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from rlkernel_drift.capsule import Capsule
     from rlkernel_drift.capture.request import Request
 
-ENGINES = ("hf", "rlkernel", "vllm")
+ENGINES = ("hf", "hf+rlkernel", "rlkernel", "vllm", "vllm+rlkernel")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,6 +26,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--operator-sequences", type=int, default=2, metavar="N", help="sequences recorded; default 2")
     parser.add_argument("--operator-rows", type=int, default=64, metavar="N", help="tokens with --operators rows")
     parser.add_argument("--logits-rows", type=int, default=0, metavar="N", help="tokens with whole logits; default 0")
+    parser.add_argument("--engine-args", default="{}", metavar="JSON", help="further arguments of vllm.LLM")
     parser.add_argument("--no-weights", action="store_true", help="no fingerprints of the weights")
     parser.add_argument("--no-text", action="store_true", help="leave out token texts and the command")
     parser.add_argument("--max-mib", type=int, default=256, metavar="N", help="size of the capsule; default 256")
@@ -77,8 +79,22 @@ def request_of(args: argparse.Namespace) -> Request:
         operator_rows=getattr(args, "operator_rows", 64),
         logits_rows=getattr(args, "logits_rows", 0),
         weights=not getattr(args, "no_weights", False),
+        engine=engine_args(getattr(args, "engine_args", "{}")),
         command=args.typed,
     )
+
+
+def engine_args(text: str) -> dict[str, Any]:
+    """The JSON object of `--engine-args`."""
+    from rlkernel_drift.errors import DriftError
+
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise DriftError(f"--engine-args is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise DriftError(f"--engine-args must be a JSON object, as in '{{\"max_model_len\": 4096}}'; it is {text}")
+    return values
 
 
 def capture(engine: str, request: Request) -> Capsule:
@@ -87,13 +103,17 @@ def capture(engine: str, request: Request) -> Capsule:
         from rlkernel_drift.capture.hf import capture_hf
 
         return capture_hf(request)
+    if engine == "hf+rlkernel":
+        from rlkernel_drift.capture.rlkernel_hf import capture_rlkernel_hf
+
+        return capture_rlkernel_hf(request)
     if engine == "rlkernel":
         from rlkernel_drift.capture.rlkernel_engine import capture_rlkernel
 
         return capture_rlkernel(request)
     from rlkernel_drift.capture.vllm_engine import capture_vllm
 
-    return capture_vllm(request)
+    return capture_vllm(request, rlkernel=engine == "vllm+rlkernel")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,10 +7,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlkernel_drift.inputs.model import Engines
     from rlkernel_drift.verdict import Verdict
 
 _INPUT = (
-    "a capsule, a run folder, a metrics file, vLLM's hidden-state file, or ENGINE:MODEL_DIR (hf:, rlkernel:, vllm:)"
+    "a capsule, a run folder, a metrics file, vLLM's hidden-state file, or ENGINE:MODEL_DIR "
+    "(hf:, hf+rlkernel:, rlkernel:, vllm:, vllm+rlkernel:)"
 )
 
 
@@ -24,6 +26,7 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument("rollout", metavar="ROLLOUT", help=_INPUT)
         parser.add_argument("train", metavar="TRAIN", nargs="?", help="default: ROLLOUT, where it holds both sides")
         add_options(parser)
+        add_engines(parser)
         parser.set_defaults(run=run, quiet=name == "assert")
 
 
@@ -37,6 +40,48 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip", type=float, nargs=2, default=(0.2, 0.2), metavar=("LOW", "HIGH"), help="token clip")
     parser.add_argument("--gspo-clip", type=float, nargs=2, default=(3e-4, 4e-4), metavar=("LOW", "HIGH"))
     add_outputs(parser)
+
+
+def add_engines(parser: argparse.ArgumentParser) -> None:
+    """How inputs that are engines are run."""
+    group = parser.add_argument_group("engines", "for inputs of the form ENGINE:MODEL_DIR")
+    group.add_argument("--prompts", metavar="FILE", help="where both sides are engines; default random token ids")
+    group.add_argument("--seed", type=int, default=0, metavar="N")
+    group.add_argument("--max-tokens", type=int, default=64, metavar="N", help="sampled a prompt; default 64")
+    group.add_argument("--temperature", type=float, default=1.0, metavar="T")
+    dtypes = ("float32", "bfloat16", "float16")
+    group.add_argument("--dtype", default="", choices=dtypes, help="default: the model's")
+    group.add_argument("--device", default="", help="cpu or cuda; default cuda where there is one")
+    group.add_argument("--operators", default="full", choices=("none", "full", "rows", "fingerprint"))
+    group.add_argument("--no-weights", action="store_true", help="no fingerprints of the weights")
+    group.add_argument("--engine-args", default="{}", metavar="JSON", help="further arguments of vllm.LLM")
+
+
+def engines_of(args: argparse.Namespace) -> Engines:
+    """The options of `add_engines`."""
+    from pathlib import Path
+
+    from rlkernel_drift.cli.capture import engine_args
+    from rlkernel_drift.inputs.model import Engines
+
+    return Engines(
+        Path(args.prompts) if args.prompts else None,
+        args.seed,
+        args.max_tokens,
+        args.temperature,
+        args.dtype,
+        args.device or _device(),
+        args.operators,
+        not args.no_weights,
+        engine_args(args.engine_args),
+        args.typed,
+    )
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     from rlkernel_drift.consequences import Settings
     from rlkernel_drift.errors import DriftError
     from rlkernel_drift.inputs import open_input
-    from rlkernel_drift.inputs.model import scored
+    from rlkernel_drift.inputs.model import opened
     from rlkernel_drift.profiles import load_profile
 
     try:
@@ -79,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
         )
         rollout = open_input(args.rollout, "rollout")
         train = open_input(args.train or args.rollout, "train")
-        rollout, train = scored(rollout, train), scored(train, rollout)
+        if rollout.model is not None or train.model is not None:
+            rollout, train = opened(rollout, train, engines_of(args))
         verdict = compare_sources(rollout, train, options)
     except DriftError as error:
         verdict = unusable(error, args.typed)

@@ -52,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
     from rlkernel_drift.diagnose.verdict import diagnose_verdict
     from rlkernel_drift.errors import DriftError
     from rlkernel_drift.inputs import open_input
-    from rlkernel_drift.inputs.model import scored
+    from rlkernel_drift.inputs.model import Engines, scored
     from rlkernel_drift.profiles import load_profile
 
     try:
         profile = load_profile(args.profile) if args.profile else None
         floor = read_floor(args.floor)
         rollout = open_input(args.rollout, "rollout")
-        train = scored(open_input(args.train, "train"), rollout, args.device)
+        train = scored(open_input(args.train, "train"), rollout, Engines(device=args.device))
         verdict = compare_sources(rollout, train, Options(profile, args.keep_going, floor, command=args.typed))
         if rollout.capsule is None or train.capsule is None:
             raise DriftError("diagnose needs the tokens of both sides: capsules, not metrics files")

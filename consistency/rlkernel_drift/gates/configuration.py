@@ -29,11 +29,15 @@ NUMERICS = {
 def differences(pair: Pair) -> list[Difference]:
     """Every setting and version that differs, those that change numbers first."""
     a, b = pair.rollout.manifest, pair.train.manifest
+    # One contract means one definition of every operator, whatever the backend is called.
+    weights = {key: "numerics" for key in NUMERICS}
+    if a.contract is not None and a.contract == b.contract:
+        weights |= {"attention_backend": "other"}
     rows = [_row("contract", a.contract, b.contract, "numerics")] if a.contract != b.contract else []
     for key in sorted(set(a.config) | set(b.config)):
         left, right = a.config.get(key), b.config.get(key)
         if left != right:
-            rows.append(_row(key, left, right, "numerics" if key in NUMERICS else "other"))
+            rows.append(_row(key, left, right, weights.get(key, "other")))
     for key in sorted(set(a.versions) | set(b.versions)):
         if a.versions.get(key) != b.versions.get(key):
             rows.append(_row(key, a.versions.get(key), b.versions.get(key), "version"))

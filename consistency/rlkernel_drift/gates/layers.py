@@ -6,9 +6,12 @@ from rlkernel_drift.gates.common import gate, skipped, some
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.locate.accumulated import accumulated_view, repeated_operators
 from rlkernel_drift.locate.bitwise import describe, first_divergence
-from rlkernel_drift.locate.rows import common_rows
+from rlkernel_drift.locate.rows import Rows, common_rows
 from rlkernel_drift.pair import Pair
-from rlkernel_drift.verdict import Gate, LayerView
+from rlkernel_drift.verdict import Finding, Gate, LayerView
+
+# Units in the last place of each stored dtype, relative: what one rounding may move a value by.
+_ROUNDING = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
 
 
 def layers_gate(pair: Pair, bitwise: bool) -> tuple[Gate, LayerView | None]:
@@ -26,6 +29,20 @@ def layers_gate(pair: Pair, bitwise: bool) -> tuple[Gate, LayerView | None]:
         return gate("layers", [], f"{len(rows.operators)} operators of {len(rows.token)} tokens have equal bits"), view
     message = describe(view.first)
     if bitwise:
-        return gate("layers", [finding("operator", message, operator=view.first.operator)], ""), view
+        return gate("layers", [_first(message, pair, rows, view)], ""), view
     words = f"{message}; with rounding on both sides this says little, `diagnose --model` replays the layers"
     return gate("layers", [finding("operator", words, "note", operator=view.first.operator)], words), view
+
+
+def _first(message: str, pair: Pair, rows: Rows, view: LayerView) -> Finding:
+    """What the first difference means: all recorded before it is equal, so its error is its own."""
+    assert view.first is not None
+    name = view.first.operator
+    if name not in view.operators:
+        return finding("operator", message, operator=name)
+    error = view.accumulated[view.operators.index(name)] or 0.0
+    unit = max(_ROUNDING.get(tensor.dtype, 0.0) for tensor in rows.values(pair, name))
+    if error > unit:
+        return finding("operator", f"{message}; relative error {error:.2g}", operator=name, error=error)
+    words = f"{message}; equal inputs, relative error {error:.2g}: its kernels round differently"
+    return finding("kernels", words, operator=name, error=error)

@@ -30,7 +30,7 @@ def weights_gate(pair: Pair) -> Gate:
     differ = [name for name in common if not same_weight(rollout.tensors[name], train.tensors[name])]
     if differ:
         findings.append(_describe(rollout, train, common, differ))
-    missing = sorted(set(rollout.tensors) ^ set(train.tensors) - {"lm_head.weight"})
+    missing = sorted((set(rollout.tensors) ^ set(train.tensors)) - {"lm_head.weight"})
     if missing and not differ:
         message = f"{len(missing)} tensors are on one side only: {some(missing)}"
         findings.append(finding("weights-differ", message, "warning", tensors=list(missing[:50])))

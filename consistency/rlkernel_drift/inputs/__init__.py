@@ -12,7 +12,7 @@ from rlkernel_drift.inputs.hidden_states import is_hidden_states, read_hidden_st
 from rlkernel_drift.inputs.metrics import Metrics, read_metrics
 from rlkernel_drift.inputs.run_folder import is_run_folder, read_run_folder, read_run_metrics
 
-ENGINES = ("hf", "rlkernel", "vllm")
+ENGINES = ("hf", "hf+rlkernel", "rlkernel", "vllm", "vllm+rlkernel")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def open_input(text: str, side: Literal["rollout", "train"]) -> Source:
     """Opens one input.
 
     Args:
-        text: a path, or `hf:DIR`, `rlkernel:DIR`, `vllm:DIR`.
+        text: a path, or `ENGINE:DIR` with one of `ENGINES`.
         side: which side of a run folder is meant.
 
     Raises:

@@ -26,7 +26,8 @@ def relative_error(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 
 def accumulated_view(pair: Pair, rows: Rows) -> LayerView:
     """Relative errors of all operators with recorded values; fingerprints have none."""
-    names = [name for name in rows.operators if pair.rollout.operators.values[name].values.ndim == 2]
+    sides = (pair.rollout.operators.values, pair.train.operators.values)
+    names = [name for name in rows.operators if all(side[name].values.ndim == 2 for side in sides)]
     groups = np.array_split(np.arange(len(rows.token)), min(_COLUMNS, len(rows.token)))
     view = LayerView(operators=names, heat_tokens=[int(rows.token[group[0]]) for group in groups])
     for name in names:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlkernel_drift.capsule import Capsule, Tensor
+from rlkernel_drift.capsule.fingerprint import row_fingerprints
 from rlkernel_drift.pair import Pair
 
 
@@ -27,9 +28,12 @@ class Rows:
     operators: list[str]
 
     def values(self, pair: Pair, name: str) -> tuple[Tensor, Tensor]:
-        """The common rows of an operator, on both sides."""
+        """The common rows of an operator, on both sides; fingerprints of both where one side has only those."""
         a, b = pair.rollout.operators.values[name], pair.train.operators.values[name]
-        return Tensor(a.values[self.rollout], a.dtype), Tensor(b.values[self.train], b.dtype)
+        a, b = Tensor(a.values[self.rollout], a.dtype), Tensor(b.values[self.train], b.dtype)
+        if a.values.ndim != b.values.ndim:
+            a, b = (Tensor(row_fingerprints(x.values), "I64") if x.values.ndim == 2 else x for x in (a, b))
+        return a, b
 
 
 def common_rows(pair: Pair) -> Rows | None:
@@ -55,7 +59,7 @@ def _recorded(capsule: Capsule) -> NDArray[np.int64]:
 
 
 def _same_kind(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and a.values.ndim == b.values.ndim and a.shape[1:] == b.shape[1:]
+    return b is not None and (a.values.ndim != b.values.ndim or a.shape[1:] == b.shape[1:])
 
 
 def layer_of(operator: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,7 +42,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def fingerprints(tensors: dict[str, Tensor]) -> dict[str, WeightFingerprint]:
     """Fingerprints under the names as they are."""
-    return {name: weight_fingerprint(stored(tensor)) for name, tensor in sorted(tensors.items())}
+    named = sorted(tensors.items())
+    with ThreadPoolExecutor() as pool:  # hashing and numpy leave the interpreter's lock
+        found = pool.map(lambda item: weight_fingerprint(stored(item[1])), named)
+        return {name: value for (name, _), value in zip(named, found, strict=True)}
+
+
+def state_of(model: ReferenceModel) -> dict[str, Tensor]:
+    """Weights as they are stored: a head that is the embedding is no tensor of its own."""
+    state = dict(model.model.state_dict())
+    if model.tied:
+        state.pop("lm_head.weight", None)
+    return state
 
 
 def linear_names(model: ReferenceModel) -> list[str]:

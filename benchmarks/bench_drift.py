@@ -1,0 +1,201 @@
+"""`rlkernel-drift compare` end to end, as a user types it: two engines on a model, and two files of 100,000 tokens.
+
+vLLM's default against transformers' default, and both with rlkernel under them, at Qwen3-0.6B's shape with random
+weights on a GPU; on a CPU the two files alone. `--reports DIR` keeps the verdicts and pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "consistency")]
+
+from vllm_arms import entry_point, make_model, memory, temporary_folder
+
+PRESET = "qwen3-0.6b"
+FILE_TOKENS, COMPLETION = 100_000, 500
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison of two engines.
+
+    Attributes:
+        name: of the report; words: of the row. alone: nothing else runs beside it, so that its time counts.
+    """
+
+    name: str
+    words: str
+    rollout: str
+    train: str
+    options: tuple[str, ...] = ()
+    alone: bool = False
+
+
+CASES = (
+    Case(
+        "vllm-default", "vLLM default, transformers default", "vllm", "hf", ("--profile", "bitwise"), alone=True
+    ),
+    Case(
+        "vllm-graphs", "the same, vLLM compiled with CUDA graphs", "vllm", "hf",
+        ("--profile", "bitwise", "--operators", "fingerprint"),
+    ),
+    Case(
+        "rlkernel", "vLLM with rlkernel (compiled, CUDA graphs), transformers with rlkernel", "vllm+rlkernel",
+        "hf+rlkernel", ("--operators", "fingerprint"),
+    ),
+)  # fmt: skip
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of a comparison from this checkout."""
+    paths = (entry_point(folder), ROOT, ROOT / "integrations", ROOT / "consistency", os.environ.get("PYTHONPATH", ""))
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
+    }
+
+
+def command(rollout: str, train: str, reports: Path, name: str, *options: str) -> list[str]:
+    files = ["--json", str(reports / f"{name}.json"), "--html", str(reports / f"{name}.html")]
+    return [sys.executable, "-m", "rlkernel_drift", "compare", rollout, train, *options, *files]
+
+
+def run(commands: dict[str, list[str]], env: dict[str, str], folder: Path) -> dict[str, tuple[float, int]]:
+    """Seconds and exit status of commands that run together."""
+    start = time.perf_counter()
+    logs = {name: (folder / f"{name}.log").open("w") for name in commands}
+    running = {
+        name: subprocess.Popen(words, env=env, cwd=folder, stdout=logs[name], stderr=subprocess.STDOUT)
+        for name, words in commands.items()
+    }
+    done: dict[str, tuple[float, int]] = {}
+    while len(done) < len(running):
+        time.sleep(0.05)
+        for name, process in running.items():
+            if name not in done and process.poll() is not None:
+                done[name] = (time.perf_counter() - start, process.returncode)
+    for name in commands:
+        logs[name].close()
+        if not 0 <= done[name][1] <= 1:
+            print((folder / f"{name}.log").read_text(errors="replace")[-3000:], flush=True)
+    return done
+
+
+def row(words: str, name: str, seconds: float, status: int, reports: Path, beside: int = 0) -> dict[str, Any]:
+    """What a verdict says, as a row of the result."""
+    found: dict[str, Any] = {"comparison": words, "seconds": round(seconds, 2), "beside": beside, "exit": status}
+    if not (reports / f"{name}.json").is_file():
+        return found
+    verdict = json.loads((reports / f"{name}.json").read_text())
+    statistics, first = verdict.get("statistics") or {}, (verdict.get("layers") or {}).get("first")
+    causes = [f["cause"] for g in verdict["gates"] for f in g["findings"] if f["severity"] == "error"]
+    return {
+        **found,
+        "status": verdict["status"],
+        "headline": verdict["headline"],
+        "profile": verdict["profile"],
+        "tokens": statistics.get("tokens"),
+        "equal": statistics.get("equal"),
+        "mean_abs": statistics.get("mean"),
+        "max_abs": statistics.get("maximum"),
+        "causes": causes,
+        "first": first and {key: first[key] for key in ("operator", "ulps", "rows", "of")},
+        "operators": next((g["summary"] for g in verdict["gates"] if g["name"] == "layers"), ""),
+        "html_bytes": (reports / f"{name}.html").stat().st_size,
+    }
+
+
+def engines(names: list[str], reports: Path) -> list[dict[str, Any]]:
+    """The comparisons of two engines; those whose time counts run alone, the others beside each other."""
+    folder = Path(temporary_folder())
+    model = make_model(PRESET, folder)
+    rows = []
+    chosen = [case for case in CASES if case.name in names]
+    together = [case for case in chosen if not case.alone]
+    for group in [*([case] for case in chosen if case.alone), *([together] if together else [])]:
+        env = environment(folder)
+        commands = {}
+        for case in group:
+            share = () if case.alone else ("--engine-args", json.dumps({"max_model_len": 4096, **memory(8 << 30)}))
+            sides = f"{case.rollout}:{model}", f"{case.train}:{model}"
+            commands[case.name] = command(*sides, reports, case.name, *case.options, *share)
+        done = run(commands, env, folder)
+        for case in group:
+            rows.append(row(case.words, case.name, *done[case.name], reports, len(group) - 1))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def files(reports: Path) -> dict[str, Any]:
+    """Two capsules of 100,000 counted tokens with bf16 noise between them, on two cores."""
+    import numpy as np
+
+    from rlkernel_drift.capsule import Manifest, Sampling, build_capsule, write_capsule
+
+    generator = np.random.default_rng(0)
+    count = FILE_TOKENS // COMPLETION
+    prompts = [generator.integers(3, 150000, 100).tolist() for _ in range(count)]
+    completions = [generator.integers(3, 150000, COMPLETION).tolist() for _ in range(count)]
+    logp = -generator.exponential(1.0, (count, COMPLETION)).astype(np.float32)
+    noise = generator.normal(0, 0.01, logp.shape).astype(np.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        for side, stream, values in (("rollout", "recorded", logp), ("train", "train", logp + noise)):
+            manifest = Manifest(side=side, engine="file", sampling=Sampling(), config={"dtype": "bfloat16"})  # type: ignore[arg-type]
+            capsule = build_capsule(manifest, prompts, completions, {f"{stream}.processed": list(values)})
+            write_capsule(capsule, Path(folder) / side)
+        words = command(f"{folder}/rollout", f"{folder}/train", Path(folder), "files")
+        cores = sorted(os.sched_getaffinity(0))[:2]
+        env = environment(Path(folder)) | {"OMP_NUM_THREADS": str(len(cores))}
+        seconds, status = run({"files": ["taskset", "-c", ",".join(map(str, cores)), *words]}, env, Path(folder))[
+            "files"
+        ]
+        found = row(f"two files of {FILE_TOKENS} tokens, {len(cores)} cores", "files", seconds, status, Path(folder))
+    print(found, flush=True)
+    return found
+
+
+def main() -> int:
+    """Prints and writes `bench_drift.json`; 1 where a verdict is not the expected one."""
+    names = [case.name for case in CASES]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", nargs="+", choices=names, default=names)
+    parser.add_argument("--reports", type=Path, help="keep verdicts and pages here")
+    args = parser.parse_args()
+    import torch
+    from results_io import write_result
+
+    with tempfile.TemporaryDirectory() as temporary:
+        reports = args.reports or Path(temporary)
+        reports.mkdir(parents=True, exist_ok=True)
+        if not torch.cuda.is_available():
+            print("bench_drift: torch sees no CUDA GPU; two files are compared")
+            rows = [files(reports)]
+            print(f"wrote {write_result('bench_drift', rows, folder='cpu')}")
+            return 0
+        from importlib.metadata import version
+
+        rows = [*engines(args.case, reports), files(reports)]
+    versions = {name: version(name) for name in ("vllm", "transformers")}
+    print(f"wrote {write_result('bench_drift', rows, **versions)}")
+    good = all(r["exit"] == (0 if "with rlkernel" in r["comparison"] else 1) for r in rows[:-1])
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

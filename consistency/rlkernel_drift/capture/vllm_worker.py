@@ -1,0 +1,288 @@
+"""What a vLLM worker records of every operator: row hashes (compiled, in CUDA graphs) or values (eager).
+
+vLLM imports this in its workers: `worker_extension_cls="rlkernel_drift.capture.vllm_worker.Recording"`, with
+`additional_config={"rlkernel_drift": "fingerprint"}` (or "values"). Nothing is hooked where that key is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel_drift.capsule.fingerprint import multipliers_torch, row_fingerprints_torch
+
+KEY = "rlkernel_drift"
+KINDS = ("fingerprint", "values")
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+See = Callable[[str, Tensor, Tensor | None], None]
+_recorder: Recorder | None = None
+
+
+# ---- recording -----------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Holds what the last step computed, and the rows of the requests that are kept.
+
+    Hashes are written into buffers that exist before a CUDA graph is recorded; a replay fills them again.
+
+    Args:
+        kind: of `KINDS`. rows: most tokens of a step.
+    """
+
+    def __init__(self, kind: str, rows: int) -> None:
+        self.kind, self.rows = kind, rows
+        self.step: dict[str, Tensor] = {}
+        self.splits: dict[str, tuple[tuple[str, ...], list[int]]] = {}
+        self._multipliers: dict[tuple[int, torch.device], Tensor] = {}
+        self.on = False
+        self.kept: list[dict[str, Tensor]] = []
+        self.requests: dict[str, int] = {}
+        self.sequences = 0
+
+    def see(self, name: str, value: Tensor, residual: Tensor | None = None) -> None:
+        """Takes an operator's output, [T, ...]; of a split residual stream both parts."""
+        value = value.reshape(value.shape[0], -1)
+        if residual is not None:
+            value = value + residual
+        parts, sizes = self.splits.get(name, ((name,), [value.shape[1]]))
+        for part, x in zip(parts, value.split(sizes, -1), strict=True):
+            if self.kind == "values":
+                self.step[part] = x.detach().clone()
+            else:
+                out = self.buffer(part, x.device)
+                row_fingerprints_torch(x, self.multipliers(x.shape[1], x.device), out=out[: x.shape[0]])
+
+    def see_tokens(self, ids: Tensor, positions: Tensor) -> None:
+        """Token ids and positions of the step."""
+        positions = positions if positions.dim() == 1 else positions[0]
+        for name, value in (("ids", ids), ("positions", positions)):
+            self.buffer(name, value.device)[: value.shape[0]].copy_(value)
+
+    def buffer(self, name: str, device: torch.device) -> Tensor:  # [rows] int64
+        """Where a step's integers are written."""
+        if name not in self.step:
+            self.step[name] = torch.zeros(self.rows, dtype=torch.int64, device=device)
+        return self.step[name]
+
+    def multipliers(self, width: int, device: torch.device) -> Tensor:
+        key = (width, device)
+        if key not in self._multipliers:
+            self._multipliers[key] = multipliers_torch(width, device)
+        return self._multipliers[key]
+
+    def start(self, sequences: int) -> None:
+        """Forgets what was kept; from now on the rows of the first `sequences` requests are."""
+        self.kept, self.requests, self.sequences, self.on = [], {}, sequences, True
+
+    def keep(self, order: list[str], counts: dict[str, int]) -> None:
+        """Copies the rows of this step that belong to chosen requests.
+
+        Args:
+            order: requests in the order of their rows. counts: rows of each.
+        """
+        chosen, owner, start = [], [], 0
+        for request in order:
+            count = counts[request]
+            number = self.requests.setdefault(request, len(self.requests))
+            if number < self.sequences:
+                chosen += range(start, start + count)
+                owner += [number] * count
+            start += count
+        if not chosen:
+            return
+        names = list(self.step)
+        rows = torch.tensor(chosen, device=self.step["ids"].device)
+        self.kept.append({"request": torch.tensor(owner), **{name: self.step[name][rows].cpu() for name in names}})
+
+    def save(self, path: str) -> list[str]:
+        """Writes all rows that were kept as safetensors; returns the tensors' names in the order of computation."""
+        from safetensors.torch import save_file
+
+        names = list(self.kept[0]) if self.kept else []
+        save_file({name: torch.cat([step[name] for step in self.kept]).contiguous() for name in names}, path)
+        return names
+
+
+def _see_op(value: Tensor, residual: Tensor | None, name: str) -> Tensor:
+    if _recorder is not None:
+        _recorder.see(name, value, residual)
+    return value.clone()
+
+
+def _define_op() -> None:
+    # Under torch.compile the recording is an operator whose result is used further on, so that no compiler drops it.
+    library = torch.library.Library(KEY, "FRAGMENT")
+    library.define("see(Tensor value, Tensor? residual, str name) -> Tensor")
+    for key in ("CPU", "CUDA"):
+        library.impl("see", _see_op, key)
+    torch.library.register_fake(f"{KEY}::see", lambda value, residual, name: torch.empty_like(value), lib=library)
+    globals()["_library"] = library
+
+
+# ---- hooks ---------------------------------------------------------------------------------------------------------
+
+
+def _seen(name: str, value: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Records; returns what the model goes on with."""
+    if torch.compiler.is_compiling():
+        return torch.ops.rlkernel_drift.see(value, residual, name)
+    assert _recorder is not None
+    _recorder.see(name, value, residual)
+    return value
+
+
+def _output(name: str, residual: str | None = None, add: str | None = None) -> Any:
+    """A hook for a module's output: its first part, and of a norm that adds the second, the residual stream."""
+
+    def hook(module: Any, args: Any, out: Any) -> Any:
+        if not isinstance(out, tuple):
+            return _seen(name, out)
+        first, *rest = out
+        if add is not None:
+            return (_seen(add, first, rest[0]), *rest)
+        if residual is not None:
+            rest[0] = _seen(residual, rest[0])
+        return (_seen(name, first), *rest)
+
+    return hook
+
+
+def _input(name: str) -> Any:
+    def hook(module: Any, args: tuple[Any, ...]) -> Any:
+        return (_seen(name, args[0]), *args[1:])
+
+    return hook
+
+
+def attach(model: Any, recorder: Recorder) -> None:
+    """Hooks a decoder of vLLM: embedding, layers with fused projections, final norm; its inputs first.
+
+    Raises:
+        ValueError: the model has no list of layers.
+    """
+    base = getattr(model, "model", None)
+    if getattr(base, "layers", None) is None:
+        raise ValueError(f"{type(model).__name__} has no list of layers; its operators cannot be recorded")
+
+    def tokens(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(("input_ids", "positions"), args, strict=False)), **kwargs}
+        if given.get("input_ids") is not None:
+            recorder.see_tokens(given["input_ids"], given["positions"])
+
+    model.register_forward_pre_hook(tokens, with_kwargs=True)
+    base.embed_tokens.register_forward_hook(_output("embedding"))
+    for i, layer in enumerate(base.layers):
+        if not hasattr(layer, "self_attn"):
+            continue
+        at = f"layers.{i}."
+        layer.input_layernorm.register_forward_hook(_output(f"{at}input_norm"))
+        layer.post_attention_layernorm.register_forward_hook(_output(f"{at}post_norm", f"{at}attention_residual"))
+        for owner, fused in ((layer.self_attn, "qkv_proj"), (layer.mlp, "gate_up_proj")):
+            module = getattr(owner, fused)
+            recorder.splits[at + fused] = (
+                tuple(at + part for part in _FUSED[fused]), list(module.output_partition_sizes)
+            )  # fmt: skip
+            module.register_forward_hook(_output(at + fused))
+        for norm in ("q_norm", "k_norm"):
+            if hasattr(layer.self_attn, norm):
+                getattr(layer.self_attn, norm).register_forward_hook(_output(at + norm))
+        layer.self_attn.o_proj.register_forward_pre_hook(_input(f"{at}attention"))
+        layer.self_attn.o_proj.register_forward_hook(_output(f"{at}o_proj"))
+        layer.mlp.down_proj.register_forward_pre_hook(_input(f"{at}activation"))
+        layer.mlp.down_proj.register_forward_hook(_output(f"{at}down_proj"))
+        layer.register_forward_hook(_output("", add=f"{at}output"))
+    base.norm.register_forward_hook(_output("final_norm"))
+
+
+def install() -> None:
+    """Lets workers of this process attach hooks after they have loaded a model, before anything is compiled."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    stock = WorkerWrapperBase.init_device
+    if getattr(stock, KEY, False):
+        return
+    _define_op()
+
+    @wraps(stock)
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = (getattr(self.vllm_config, "additional_config", None) or {}).get(KEY)
+        if kind is not None:
+            _watch(self.worker, self.vllm_config, kind)
+        return stock(self, *args, **kwargs)
+
+    setattr(init_device, KEY, True)
+    WorkerWrapperBase.init_device = init_device
+
+
+def _watch(worker: Any, vllm_config: Any, kind: str) -> None:
+    global _recorder
+    if kind not in KINDS:
+        raise ValueError(f"additional_config[{KEY!r}] is {kind!r}; expected one of {', '.join(KINDS)}")
+    if kind == "values" and not vllm_config.model_config.enforce_eager:
+        raise ValueError("values of operators need enforce_eager; compiled engines record fingerprints")
+    recorder = _recorder = Recorder(kind, vllm_config.scheduler_config.max_num_batched_tokens)
+    load, execute = worker.load_model, worker.execute_model
+
+    @wraps(load)
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        done = load(*args, **kwargs)
+        attach(worker.model_runner.get_model(), recorder)
+        return done
+
+    @wraps(execute)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        done = execute(scheduler_output, *args, **kwargs)
+        counts = scheduler_output.num_scheduled_tokens
+        if recorder.on and counts:
+            recorder.keep(_order(worker.model_runner, counts), counts)
+        return done
+
+    worker.load_model, worker.execute_model = load_model, execute_model
+
+
+def _order(runner: Any, counts: dict[str, int]) -> list[str]:
+    """Requests in the order of their rows; the two model runners of vLLM keep it in different places."""
+    state = getattr(runner, "execute_model_state", None)
+    held = [getattr(runner, "input_batch", None), getattr(state, "input_batch", None)]
+    held += state if isinstance(state, tuple) else []
+    for batch in held:
+        found = [r for r in getattr(batch, "req_ids", None) or () if r in counts]
+        if len(found) == len(counts):
+            return found
+    return sorted(counts, key=counts.__getitem__)
+
+
+# ---- calls ---------------------------------------------------------------------------------------------------------
+
+
+class Recording:
+    """Methods of a worker that `collective_rpc` calls by name."""
+
+    model_runner: Any
+
+    def rlkernel_drift_start(self, sequences: int) -> None:
+        """Keeps rows of the next `sequences` requests."""
+        if _recorder is not None:
+            _recorder.start(sequences)
+
+    def rlkernel_drift_save(self, path: str) -> list[str]:
+        """Writes the rows that were kept, and stops; the names of what was written."""
+        if _recorder is None:
+            return []
+        _recorder.on = False
+        return _recorder.save(path)
+
+    def rlkernel_drift_about(self) -> dict[str, str]:
+        """Attention and model as they run, which the configuration leaves to defaults."""
+        model = self.model_runner.get_model()
+        kinds = {type(m.impl).__name__ for m in model.modules() if hasattr(m, "impl") and hasattr(m, "attn_backend")}
+        return {"attention_backend": ", ".join(sorted(kinds)), "model_class": type(model).__name__}
+
+
+install()
