@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rlkernel_drift.capsule import read_capsule
 from rlkernel_drift.cli.main import main
@@ -109,6 +110,48 @@ def test_rlkernel_is_bitwise(models: Path, tmp_path: Path) -> None:
     assert set(side.operators.values) <= names and len(side.operators.values) > 40
     assert main(["compare", str(rollout), str(other), "--profile", "prime-rl"]) == 0
     assert main(["floor", "--engine", "rlkernel", "--model", str(models / "new"), "--tokens", str(rollout)]) == 0
+
+
+def test_hidden_states_locate(models: Path, tmp_path: Path) -> None:
+    """A folder as vLLM writes it: one file a request, [tokens, layers, width], against transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models / "new")
+    (tmp_path / "states").mkdir()
+    for number, ids in (("10-b", [7, 8, 9]), ("9-a", [3, 4, 5, 6])):
+        with torch.no_grad():
+            states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        shown = torch.stack([state[0] for state in states[:3]], 1)
+        if number == "10-b":
+            shown[2, 2, 5] = torch.nextafter(shown[2, 2, 5], torch.tensor(9.0))
+        save_file({"token_ids": torch.tensor(ids), "hidden_states": shown}, tmp_path / f"states/{number}.safetensors")
+    out = tmp_path / "v.json"
+    sides = [f"{tmp_path / 'states'}@0,1,2", f"hf:{models / 'new'}"]
+    assert main(["compare", *sides, "--profile", "bitwise", "--json", str(out)]) == 1
+    first = verdict(out).layers.first  # type: ignore[union-attr]
+    assert first is not None and (first.operator, first.sequence, first.index, first.ulps) == ("layers.1.output", 1, 2, 1)
+    # One unit in the last place on equal inputs is rounding, not a wrong operator; nothing was judged.
+    assert "kernels" in [f.cause for f in verdict(out).findings]
+    assert main(["compare", sides[0], sides[1]]) == 3
+
+
+def test_two_engines_are_compared(models: Path, tmp_path: Path) -> None:
+    """Two model directories with an engine each: the first samples, the second scores."""
+    out, model = tmp_path / "v.json", models / "new"
+    asked = ["--max-tokens", "6", "--json", str(out)]
+    assert main(["compare", f"rlkernel:{model}", f"hf+rlkernel:{model}", *asked]) == 0
+    found = verdict(out)
+    assert found.profile == "bitwise" and found.statistics is not None and found.statistics.tokens == 48
+    layers = next(gate for gate in found.gates if gate.name == "layers")
+    assert layers.status == "passed" and "operators" in layers.summary
+    assert main(["compare", f"rlkernel:{model}", f"hf:{model}", "--profile", "bitwise", *asked]) == 1
+    found = verdict(out)
+    assert found.layers is not None and found.layers.first is not None and "first difference" in found.headline
+    assert [f.cause for f in found.findings if f.severity == "error"] == ["drift", "kernels"]
+    # The same rows, hashed on one side: the first difference has a name, and no size.
+    hashed = ["--operators", "fingerprint", "--profile", "bitwise", *asked]
+    assert main(["compare", f"hf:{model}", f"hf:{models / 'old'}", "--keep-going", *hashed]) == 4
+    assert verdict(out).layers.first.element is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -140,11 +140,13 @@ def test_hidden_states_of_vllm(tmp_path: Path, order: str) -> None:
     ids = Tensor.of(side.ids[first].astype(np.int64))
     path = tmp_path / "request.safetensors"
     write_tensors(path, {"token_ids": ids, "hidden_states": Tensor.bfloat16(shown)})
-    read = read_hidden_states(path, layers=[0, 3])
-    assert list(read.operators.values) == ["layers.0.output", "layers.3.output"] and read.sequences == 1
+    read = read_hidden_states(path, [0, 4])
+    assert list(read.operators.values) == ["embedding", "layers.3.output"] and read.sequences == 1
     np.testing.assert_array_equal(
         read.operators.values["layers.3.output"].float32(), Tensor.bfloat16(values[1]).float32()
     )
+    with pytest.raises(DriftError, match="2 layers; 3 numbers"):
+        open_input(f"{path}@0,1,2", "rollout")
     assert compare(path, side).exit_code == 3  # no log-probabilities: it locates, it does not judge
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CapsuleError):

@@ -90,6 +90,7 @@ def _scored(request: Request, loaded: ReferenceModel, bare: Capsule) -> np.ndarr
                 temperature=request.sampling.temperature or 1.0,
                 kept=kept,
             )
+        assert found.logp is not None
         parts.append(found.logp.float().cpu()[there])
         start += int(there.sum())
     stream = np.full(bare.tokens, np.nan, np.float32)

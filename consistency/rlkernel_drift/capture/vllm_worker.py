@@ -86,7 +86,9 @@ class Recorder:
         Args:
             order: requests in the order of their rows. counts: rows of each.
         """
-        chosen, owner, start = [], [], 0
+        chosen: list[int] = []
+        owner: list[int] = []
+        start = 0
         for request in order:
             count = counts[request]
             number = self.requests.setdefault(request, len(self.requests))
@@ -166,7 +168,7 @@ def attach(model: Any, recorder: Recorder) -> None:
     Raises:
         ValueError: the model has no list of layers.
     """
-    base = getattr(model, "model", None)
+    base: Any = getattr(model, "model", None)
     if getattr(base, "layers", None) is None:
         raise ValueError(f"{type(model).__name__} has no list of layers; its operators cannot be recorded")
 

@@ -11,9 +11,13 @@ from rlkernel_drift.verdict import Gate
 def schema_gate(pair: Pair) -> Gate:
     """Fails where a side has no log-probabilities; says which sequences have no partner."""
     findings = []
+    # vLLM's hidden states have none: they can still tell where two sides part.
+    located = bool(set(pair.rollout.operators.values) & set(pair.train.operators.values))
     for name, side in (("rollout", pair.rollout), ("train", pair.train)):
         if side.stream is None:
-            findings.append(finding("nothing-compared", f"the {name} side has no log-probabilities"))
+            rest = ": its layers alone are compared" if located else ""
+            message = f"the {name} side has no log-probabilities{rest}"
+            findings.append(finding("nothing-compared", message, "warning" if located else "error"))
         if side.manifest.left_out:
             left = "; ".join(side.manifest.left_out)
             findings.append(finding("nothing-compared", f"the {name} side left out: {left}", "note"))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rlkernel_drift.capsule import Capsule, is_capsule, read_capsule
 from rlkernel_drift.errors import DriftError, UnknownInputError
-from rlkernel_drift.inputs.hidden_states import is_hidden_states, read_hidden_states
+from rlkernel_drift.inputs.hidden_states import is_hidden_states, read_hidden_states, split_numbers
 from rlkernel_drift.inputs.metrics import Metrics, read_metrics
 from rlkernel_drift.inputs.run_folder import is_run_folder, read_run_folder, read_run_metrics
 
@@ -49,10 +49,15 @@ def open_input(text: str, side: Literal["rollout", "train"]) -> Source:
         if not (Path(directory) / "config.json").is_file():
             raise DriftError(f"{directory} is no model directory: it has no config.json")
         return Source(Path(directory).name, "model", model=Model(engine, Path(directory)))
-    path = Path(text)
+    path, numbers = Path(text), None
+    if not path.exists():
+        named, numbers = split_numbers(text)
+        path = Path(named)
     if not path.exists():
         raise UnknownInputError(f"{text} does not exist")
     if path.is_dir():
+        if is_hidden_states(path):
+            return Source(path.name, "hidden states", capsule=read_hidden_states(path, numbers))
         if is_capsule(path):
             return Source(path.name, "capsule", capsule=read_capsule(path))
         if is_run_folder(path):
@@ -61,7 +66,7 @@ def open_input(text: str, side: Literal["rollout", "train"]) -> Source:
             raise UnknownInputError(f"{text} is a model directory; name its engine: hf:{text} or rlkernel:{text}")
         raise UnknownInputError(f"{text} is neither a capsule (manifest.json) nor a run folder (metrics.jsonl)")
     if is_hidden_states(path):
-        return Source(path.name, "hidden states", capsule=read_hidden_states(path))
+        return Source(path.name, "hidden states", capsule=read_hidden_states(path, numbers))
     if path.suffix == ".safetensors":
         raise UnknownInputError(f"{text} is a safetensors file; a capsule is the folder around it")
     return Source(path.name, "metrics", metrics=read_metrics(path))

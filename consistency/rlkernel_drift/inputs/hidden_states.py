@@ -1,11 +1,13 @@
-"""vLLM's own hidden-state files (`extract_hidden_states`): token ids and the residual stream after chosen layers.
+"""vLLM's own hidden-state files (`extract_hidden_states`): token ids and the residual stream at chosen layers.
 
-They have no log-probabilities; they locate, beside a capsule of the same tokens. Both orders of the dimensions are in
-use ([layers, tokens, width] and [tokens, layers, width]); the token count tells them apart.
+They have no log-probabilities; they locate, they do not judge. vLLM numbers the stream before layer k with k, so 0 is
+the embedding and k the output of layer k - 1. The file holds no numbers: `FILE@0,1,4` gives those of the engine's
+`eagle_aux_hidden_state_layer_ids`. Both orders of the dimensions are in use; the token count tells them apart.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +20,9 @@ from rlkernel_drift.errors import DriftError
 
 
 def is_hidden_states(path: Path) -> bool:
-    """Whether a file is one of vLLM's."""
+    """Whether a path is one of vLLM's files, or a folder of them."""
+    if path.is_dir():
+        return any(is_hidden_states(file) for file in sorted(path.glob("*.safetensors"))[:1])
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -26,42 +30,69 @@ def is_hidden_states(path: Path) -> bool:
     return b'"hidden_states"' in head and b'"token_ids"' in head
 
 
-def read_hidden_states(path: Path, layers: Sequence[int] | None = None) -> Capsule:
-    """A capsule of one sequence with the layers' outputs.
+def split_numbers(text: str) -> tuple[str, list[int] | None]:
+    """`FILE@0,1,4` as path and numbers; a path without such an end as it is."""
+    found = re.fullmatch(r"(.+)@(\d{1,4}(?:,\d{1,4})*)", text)
+    return (text, None) if found is None else (found[1], [int(number) for number in found[2].split(",")])
+
+
+def read_hidden_states(path: Path, numbers: Sequence[int] | None = None) -> Capsule:
+    """A capsule with the recorded streams; of a folder, a sequence a file.
 
     Args:
-        layers: numbers of the recorded layers; default the first ones, in order. An output of layer k is what the
-            engine has after it, both parts of the residual stream added.
+        numbers: vLLM's numbers of the recorded streams, see the head of this file; default 1, 2, 3, ...
 
     Raises:
-        CapsuleError: a malformed file. DriftError: shapes that do not fit each other.
+        CapsuleError: a malformed file. DriftError: shapes or files that do not fit each other.
     """
+    files = sorted(path.glob("*.safetensors"), key=_place) if path.is_dir() else [path]
+    ids, streams, dtypes = zip(*(_read(file) for file in files), strict=True)
+    count = len(streams[0])
+    if any(len(stream) != count for stream in streams) or len(set(dtypes)) > 1:
+        raise DriftError(f"{path}: the files hold different numbers of layers or dtypes; they are of different engines")
+    chosen = list(numbers) if numbers is not None else list(range(1, count + 1))
+    if len(chosen) != count:
+        raise DriftError(f"{path} holds {count} layers; {len(chosen)} numbers were given")
+    operators = Operators(
+        None,
+        {
+            _name(number): Tensor(np.concatenate([stream[i] for stream in streams]), dtypes[0])
+            for i, number in enumerate(chosen)
+        },
+    )
+    lengths = [len(part) for part in ids]
+    capsule = Capsule(
+        manifest=Manifest(side="rollout", engine="vllm", operators=describe_operators(operators)),
+        ids=np.concatenate(ids),
+        positions=np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        mask=np.ones(sum(lengths), np.bool_),
+        logprobs={},
+        operators=operators,
+    )
+    capsule.validate()
+    return capsule
+
+
+def _read(path: Path) -> tuple[np.ndarray, np.ndarray, str]:
+    """Token ids [L], streams [layers, L, width] and their dtype."""
     tensors = parse_tensors(read_bytes(path, DEFAULT_LIMITS.file_bytes, "hidden states"), path.name)
+    if not {"token_ids", "hidden_states"} <= set(tensors):
+        raise DriftError(f"{path} is no hidden-state file of vLLM: it has {', '.join(sorted(tensors)) or 'no tensors'}")
     ids = tensors["token_ids"].values.astype(np.int32).reshape(-1)
     states = tensors["hidden_states"]
     if states.values.ndim != 3 or len(ids) not in states.shape[:2]:
         raise DriftError(
             f"{path}: hidden_states is {states.shape}; expected three dimensions, one of {len(ids)} tokens"
         )
-    values = states.values if states.shape[1] == len(ids) else states.values.swapaxes(0, 1)
-    numbers = list(layers) if layers is not None else list(range(len(values)))
-    if len(numbers) != len(values):
-        raise DriftError(f"{path} holds {len(values)} layers; {len(numbers)} numbers were given")
-    operators = Operators(
-        None,
-        {
-            f"layers.{number}.output": Tensor(np.ascontiguousarray(rows), states.dtype)
-            for number, rows in zip(numbers, values, strict=True)
-        },
-    )
-    capsule = Capsule(
-        manifest=Manifest(side="rollout", engine="vllm", operators=describe_operators(operators)),
-        ids=ids,
-        positions=np.arange(len(ids), dtype=np.int32),
-        cu_seqlens=np.array([0, len(ids)], np.int64),
-        mask=np.ones(len(ids), np.bool_),
-        logprobs={},
-        operators=operators,
-    )
-    capsule.validate()
-    return capsule
+    return ids, states.values.swapaxes(0, 1) if states.shape[0] == len(ids) else states.values, states.dtype
+
+
+def _name(number: int) -> str:
+    return f"layers.{number - 1}.output" if number else "embedding"
+
+
+def _place(path: Path) -> tuple[int, str]:
+    """vLLM's names begin with the number of the request."""
+    number = re.match(r"\d+", path.name)
+    return (int(number[0]) if number else 1 << 62, path.name)
