@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import os
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlkernel_drift.capsule import Capsule, Manifest, Operators, Tensor, build_capsule, describe_operators
+from rlkernel_drift.capsule import (
+    Capsule,
+    Manifest,
+    Operators,
+    Tensor,
+    WeightFingerprint,
+    build_capsule,
+    describe_operators,
+)
 from rlkernel_drift.capsule.limits import DEFAULT_LIMITS
 from rlkernel_drift.capsule.tensor_file import parse_tensors, read_bytes
 from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, weights_of
@@ -36,14 +45,16 @@ def capture_vllm(request: Request, rlkernel: bool = False) -> Capsule:
     Raises:
         DriftError: vLLM is missing, or does not start.
     """
-    engine = _started(request, rlkernel)
-    try:
-        return _captured(request, engine)
-    finally:
-        _stop(engine)
+    with ThreadPoolExecutor(1) as pool:  # files are hashed while the engine starts
+        hashed = pool.submit(lambda: fingerprints(read_weights(request.model))) if request.weights else None
+        engine = _started(request, rlkernel)
+        try:
+            return _captured(request, engine, hashed)
+        finally:
+            _stop(engine)
 
 
-def _captured(request: Request, engine: Any) -> Capsule:
+def _captured(request: Request, engine: Any, hashed: Future[dict[str, WeightFingerprint]] | None) -> Capsule:
     texts = Texts(request.model)
     recording = request.operators != "none"
     if recording:
@@ -59,7 +70,7 @@ def _captured(request: Request, engine: Any) -> Capsule:
     if operators is None:
         operators = _operators(request, engine, bare) if recording else Operators()
     about = engine.collective_rpc("rlkernel_drift_about")[0]
-    weights = weights_of(fingerprints(read_weights(request.model))) if request.weights else None
+    weights = weights_of(hashed.result()) if hashed is not None else None
     manifest = manifest_of(
         request,
         "vllm",

@@ -145,12 +145,10 @@ def _output(name: str, residual: str | None = None, add: str | None = None) -> A
     def hook(module: Any, args: Any, out: Any) -> Any:
         if not isinstance(out, tuple):
             return _seen(name, out)
-        first, *rest = out
+        first, second = out
         if add is not None:
-            return (_seen(add, first, rest[0]), *rest)
-        if residual is not None:
-            rest[0] = _seen(residual, rest[0])
-        return (_seen(name, first), *rest)
+            return _seen(add, first, second), second
+        return _seen(name, first), second if residual is None else _seen(residual, second)
 
     return hook
 

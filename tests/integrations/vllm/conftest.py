@@ -21,7 +21,7 @@ Side = Callable[..., dict[str, Any]]
 
 def environment(**changes: str) -> dict[str, str]:
     """Of a process that runs vLLM from this checkout."""
-    paths = [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "integrations"), str(ROOT / "consistency"), os.environ.get("PYTHONPATH", "")]
     settings = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "HF_HUB_OFFLINE": "1",

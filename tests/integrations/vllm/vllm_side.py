@@ -96,6 +96,15 @@ class Trainer:
         with torch.no_grad():
             return self.decoder.logits(self.decoder(PackedBatch.from_sequences([ids])))
 
+    def hashes(self, ids: list[int]) -> list[int]:
+        """A hash of each row of hidden states, as rlkernel-drift makes them."""
+        from rlkernel.models.batch import PackedBatch
+        from rlkernel_drift.capsule.fingerprint import multipliers_torch, row_fingerprints_torch
+
+        with torch.no_grad():
+            hidden = self.decoder(PackedBatch.from_sequences([ids]))
+        return row_fingerprints_torch(hidden, multipliers_torch(hidden.shape[1], "cpu")).tolist()
+
     def scores(self, ids: list[int], temperature: float = 1.0, kept: torch.Tensor | None = None) -> list[float]:
         """Log-probability of each token after the first; the two forwards must agree."""
         import rlkernel_transformers
@@ -113,6 +122,16 @@ class Trainer:
             ).logp[0, :-1]
         assert own == found.tolist(), "rlkernel.models and rlkernel_transformers differ"
         return own
+
+
+def hashed_rows(llm: Any, file: Path) -> list[int]:
+    """Hashes of the final norm's rows that an engine's worker recorded, request by request."""
+    from safetensors.torch import load_file
+
+    llm.collective_rpc("rlkernel_drift_save", args=(str(file),))
+    rows = load_file(file)
+    order = sorted(range(len(rows["ids"])), key=lambda i: (int(rows["request"][i]), int(rows["positions"][i])))
+    return [int(rows["final_norm"][i]) for i in order]
 
 
 def differing(one: list[float], other: list[float]) -> list[int]:
@@ -247,18 +266,29 @@ def weights(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
 
 
 def compiled(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
-    """vLLM as it comes: engine and worker in processes of their own, torch.compile on, asked by additional_config."""
+    """vLLM as it comes: engine and worker in processes of their own, torch.compile on, asked by additional_config.
+
+    rlkernel-drift records row hashes of its operators, which must not change a bit of it.
+    """
     import vllm
 
     import rlkernel_vllm
 
-    asked = {"additional_config": {"use_rl_kernel_backend": True}, "enforce_eager": False}
+    asked = {
+        "additional_config": {"use_rl_kernel_backend": True, "rlkernel_drift": "fingerprint"},
+        "worker_extension_cls": "rlkernel_drift.capture.vllm_worker.Recording",
+        "enforce_eager": False,
+    }
     llm = vllm.LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, **{**ENGINE, **asked})
+    llm.collective_rpc("rlkernel_drift_start", args=(2,))
     trainer, ids = Trainer(folder, getattr(torch, dtype)), prompts(vocabulary)
     status = rlkernel_vllm.assert_active(llm)
     batched = generate(llm, ids)
+    hashed = hashed_rows(llm, Path(folder).parent / "rows.safetensors")
     scored = generate(llm, [ids[1] + tokens(batched[1])], 1, prompt_logprobs=0)[0]
+    sequences = [p + tokens(o) for p, o in zip(ids[:2], batched[:2], strict=True)]
     return {
+        "hashes": differing(hashed, [h for s in sequences for h in trainer.hashes(s[:-1])]),
         "batched": against(trainer, ids, batched),
         "prompt": differing(prompted(scored), trainer.scores(ids[1] + tokens(batched[1]))),
         "status": vars(status),
@@ -374,7 +404,24 @@ def audit(folder: str, vocabulary: int) -> dict[str, Any]:
     }
 
 
-SCENARIOS = (matrix, sampling, weights, compiled, switched, stock, refusals, refused, audit)
+def drift(folder: str) -> dict[str, Any]:
+    """`rlkernel-drift compare` of two engines, through the command line: stock against stock, ours against ours."""
+    from rlkernel_drift.cli.main import main as command
+
+    asked = ["--max-tokens", "12", "--profile", "bitwise", "--engine-args", json.dumps(ENGINE)]
+    out: dict[str, Any] = {}
+    for name, rollout, train, operators in (
+        ("stock", "vllm", "hf", "full"),
+        ("ours", "vllm+rlkernel", "hf+rlkernel", "fingerprint"),
+    ):
+        file = Path(folder).parent / f"{name}.json"
+        sides = [f"{rollout}:{folder}", f"{train}:{folder}"]
+        code = command(["compare", *sides, *asked, "--operators", operators, "--json", str(file)])
+        out[name] = {"exit": code, "verdict": json.loads(file.read_text())}
+    return out
+
+
+SCENARIOS = (matrix, sampling, weights, compiled, switched, stock, refusals, refused, audit, drift)
 
 
 def main() -> None:
