@@ -10,7 +10,7 @@ from rlkernel_drift.capsule import Capsule, is_capsule, read_capsule
 from rlkernel_drift.errors import DriftError, UnknownInputError
 from rlkernel_drift.inputs.hidden_states import is_hidden_states, read_hidden_states, split_numbers
 from rlkernel_drift.inputs.metrics import Metrics, read_metrics
-from rlkernel_drift.inputs.run_folder import is_run_folder, read_run_folder, read_run_metrics
+from rlkernel_drift.inputs.run_folder import is_pair, is_run_folder, read_run_folder, read_run_metrics
 
 ENGINES = ("hf", "hf+rlkernel", "rlkernel", "vllm", "vllm+rlkernel")
 
@@ -60,6 +60,8 @@ def open_input(text: str, side: Literal["rollout", "train"]) -> Source:
             return Source(path.name, "hidden states", capsule=read_hidden_states(path, numbers))
         if is_capsule(path):
             return Source(path.name, "capsule", capsule=read_capsule(path))
+        if is_pair(path):
+            return Source(path.name, "capsule", capsule=read_capsule(path / side))
         if is_run_folder(path):
             return Source(path.name, "run folder", capsule=read_run_folder(path, side), metrics=read_run_metrics(path))
         if (path / "config.json").is_file():

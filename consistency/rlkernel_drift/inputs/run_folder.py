@@ -1,4 +1,8 @@
-"""A run folder of `rlkernel train`: metrics.jsonl for the trend, samples.jsonl with the bits of both sides."""
+"""Run folders: of `rlkernel train` (metrics.jsonl, samples.jsonl with the bits of both sides), and of captured steps.
+
+A folder of captured steps holds `step-000012/rollout` and `step-000012/train`, capsules, and metrics.jsonl; see
+`capture.trl_run`. The last step stands for the run.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlkernel_drift.capsule import Capsule, Manifest, Sampling, build_capsule
+from rlkernel_drift.capsule import Capsule, Manifest, Sampling, build_capsule, is_capsule, read_capsule
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.inputs.metrics import Metrics, collect, flatten
 
 
 def is_run_folder(path: Path) -> bool:
     """Whether a path is a run folder."""
-    return (path / "metrics.jsonl").is_file() and (path / "config.yaml").is_file()
+    return (path / "metrics.jsonl").is_file() and ((path / "config.yaml").is_file() or bool(_steps(path)))
+
+
+def is_pair(path: Path) -> bool:
+    """Whether a path holds a capsule of each side."""
+    return is_capsule(path / "rollout") and is_capsule(path / "train")
+
+
+def _steps(path: Path) -> list[Path]:
+    return [step for step in sorted(path.glob("step-*")) if is_pair(step)]
 
 
 def read_run_metrics(path: Path) -> Metrics:
@@ -29,6 +42,9 @@ def read_run_folder(path: Path, side: Literal["rollout", "train"]) -> Capsule | 
     Raises:
         DriftError: a line that is not what the trainer writes.
     """
+    steps = _steps(path)
+    if steps:
+        return read_capsule(steps[-1] / side)
     file = path / "samples.jsonl"
     rows = _lines(file) if file.is_file() else []
     if not rows:

@@ -9,6 +9,8 @@ import pytest
 from e2e.tiny_model import make_model
 from trl_side import vllm_runs
 
+from rlkernel_drift.compare import compare
+
 STEPS = 20
 
 
@@ -32,8 +34,14 @@ def assert_exact(result: dict[str, Any], steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_steps_and_the_control(model: Path) -> None:
-    on, off = vllm_runs([run(model, max_steps=STEPS), run(model, flag=False, max_steps=STEPS)])
+def test_twenty_steps_and_the_control(model: Path, tmp_path: Path) -> None:
+    kept = {name: str(tmp_path / name) for name in ("on", "off")}
+    on, off = vllm_runs(
+        [
+            run(model, max_steps=STEPS, capsules=kept["on"]),
+            run(model, flag=False, max_steps=STEPS, capsules=kept["off"]),
+        ]
+    )
     assert_exact(on, STEPS)
     assert sum(row["grad_norm"] > 0 for row in on["history"]) > STEPS / 2
     skipped = [row["rlkernel/old_logps_skipped"] for row in on["history"]]
@@ -42,6 +50,12 @@ def test_twenty_steps_and_the_control(model: Path) -> None:
     drift = [row["sampling/sampling_logp_difference/max"] for row in off["history"]]
     assert len(drift) == STEPS and all(d > 0 for d in drift)
     assert "rlkernel/exact_frac" not in off["history"][0]
+    # The same from the capsules of step 10: aligned, and drift of the size that TRL logged.
+    verdicts = {name: compare(path, profile="bitwise") for name, path in kept.items()}
+    assert verdicts["on"].exit_code == 0 and verdicts["off"].exit_code == 1
+    found = verdicts["off"].statistics
+    assert found is not None and found.tokens > 0 and found.maximum == pytest.approx(drift[10], rel=1e-4)
+    assert verdicts["off"].rollout is not None and verdicts["off"].rollout.weights_version == 10
 
 
 @pytest.mark.slow

@@ -133,7 +133,8 @@ def keep_weights_on_cpu() -> None:
 
 
 def vllm_runs(runs: list[dict[str, Any]], timeout: float = 600) -> list[dict[str, Any]]:
-    """Runs with real vLLM colocate in one process of their own; each is keywords of `make_trainer`, and `resume`.
+    """Runs with real vLLM colocate in one process of their own; each is keywords of
+    `make_trainer`, `resume`, and `capsules`.
 
     Returns:
         A result a run: `history`, `weights` (hash) and `error`, text or None.
@@ -174,13 +175,17 @@ def _main() -> None:
     torch.set_num_threads(1)
     results = []
     for run in json.loads(sys.argv[1]):
-        resume = run.pop("resume", None)
+        resume, capsules = run.pop("resume", None), run.pop("capsules", None)
         if not run.get("flag", True):
             keep_weights_on_cpu()
         result: dict[str, Any] = {"error": None}
         trainer = None
         try:
             trainer = make_trainer(**run)
+            if capsules is not None:
+                from rlkernel_drift.capture.trl_run import record
+
+                record(trainer, capsules, every=10)
             trainer.train(resume_from_checkpoint=resume)
             result |= {"history": history(trainer), "weights": weights_hash(trainer.model)}
         except Exception as error:
