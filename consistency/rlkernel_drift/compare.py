@@ -130,6 +130,8 @@ def compare_capsules(rollout: Capsule, train: Capsule, options: Options) -> Verd
         headline="",
         profile=profile.name,
         profile_source=profile.source,
+        rollout=_side(Source(rollout.manifest.engine or "rollout", "capsule"), rollout),
+        train=_side(Source(train.manifest.engine or "train", "capsule"), train),
         differences=differences(pair),
         command=options.command or list(sys.argv),
     )

@@ -246,12 +246,19 @@ class Diagnosis(Part):
 
 
 class Consequence(Part):
-    """What the drift costs under one correction or clip."""
+    """What the drift costs under one correction or clip, or to the gradient.
+
+    Attributes:
+        tokens, sequences: shares that are touched.
+        cosine: between the gradient with and without the mismatch. length: of the second, the first being 1.
+    """
 
     name: str
     setting: str
     tokens: float | None = None
     sequences: float | None = None
+    cosine: float | None = None
+    length: float | None = None
     words: str = ""
 
 

@@ -92,6 +92,8 @@ def test_values_that_are_not_numbers_fail() -> None:
     broken = [v.copy() for v in sequences()[2]]
     broken[0][3] = np.nan
     assert causes(compare(capsule(), capsule("train", logprobs=broken)), "statistics") == ["not-finite"]
+    nothing = compare(capsule(), capsule("train", logprobs=[np.full_like(v, np.nan) for v in broken]))
+    assert nothing.exit_code == 1 and causes(nothing, "statistics") == ["not-finite"]
     broken[0][3] = -np.inf
     assert causes(compare(capsule(), capsule("train", logprobs=broken)), "statistics") == ["support"]
 

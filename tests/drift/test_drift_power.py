@@ -72,7 +72,8 @@ def test_demo(tmp_path: Path) -> None:
     verdict = Verdict.model_validate_json(out.read_text())
     assert verdict.diagnosis is not None and verdict.diagnosis.cause == "operator"
     assert verdict.layers is not None and any(v is not None for v in verdict.layers.splice)
-    assert [c.name for c in verdict.consequences][-1] == "gradient"
+    cost = verdict.consequences[-1]
+    assert cost.name == "gradient" and cost.cosine is not None and -1 <= cost.cosine < 1 and cost.length is not None
     d = str(tmp_path / "d")
     assert main(["diagnose", f"{d}/rollout", f"{d}/train", "--model", f"{d}/model", "--json", str(out)]) == 1
     assert Verdict.model_validate_json(out.read_text()).diagnosis.cause == "operator"  # type: ignore[union-attr]

@@ -59,6 +59,8 @@ def gradient_consequence(context: Context, rollout: Tensor, train: Tensor, seed:
     return Consequence(
         name="gradient",
         setting=f"{seen} tokens, advantages of random sign",
+        cosine=cosine,
+        length=length,
         words=f"cosine {cosine:.4f} between the gradient and the one with true ratios, {length:.3f} times as long",
     )
 

@@ -14,6 +14,7 @@ from rlkernel_drift.statistics import Comparable, Lattice
 from rlkernel_drift.verdict import Finding
 
 _MIN_TOKENS = 32
+_ROUNDING = 1e-5  # nats; one-signed differences below it come from how a log-softmax rounds, not from kept sets
 
 
 def hints(pair: Pair, compared: Comparable, lattice: Lattice | None) -> list[Finding]:
@@ -51,8 +52,9 @@ def _shift(pair: Pair, compared: Comparable) -> list[Finding]:
 
 def _one_signed(compared: Comparable) -> list[Finding]:
     """Renormalising over kept tokens makes every log-probability larger, never smaller."""
-    large = compared.d[np.abs(compared.d) > 0.25 * np.abs(compared.d).mean()]
-    if len(large) < _MIN_TOKENS:
+    size = float(np.abs(compared.d).mean())
+    large = compared.d[np.abs(compared.d) > 0.25 * size]
+    if len(large) < _MIN_TOKENS or size < _ROUNDING:
         return []
     share = float((large < 0).mean())
     if max(share, 1 - share) < 0.98:

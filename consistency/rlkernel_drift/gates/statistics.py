@@ -13,9 +13,9 @@ def statistics_gate(statistics: TokenStatistics | None, metrics: list[Metric], h
     if statistics is not None and statistics.tokens == 0 and not _broken(statistics):
         return skipped("statistics", "no token counts on both sides with a log-probability")
     judged = [metric for metric in metrics if metric.status != "no threshold"]
-    if not judged or all(metric.status == "missing" for metric in judged):
-        return skipped("statistics", "the profile's statistics are not there")
     findings = _broken(statistics) if statistics is not None else []
+    if not findings and (not judged or all(metric.status == "missing" for metric in judged)):
+        return skipped("statistics", "the profile's statistics are not there")
     over = [metric for metric in judged if metric.status == "over"]
     for metric in over:
         findings.append(finding("drift", _words(metric), value=metric.value, ratio=metric.ratio))

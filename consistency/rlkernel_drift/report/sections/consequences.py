@@ -9,14 +9,13 @@ from rlkernel_drift.report.sections.common import Section, clip, table
 from rlkernel_drift.verdict import Consequence, Verdict
 
 _ROWS = 24
-GRADIENT = "gradient"
 
 
 def consequences(verdict: Verdict) -> Section | None:
     """The section; None where nothing was compared."""
     if not verdict.consequences:
         return None
-    if not any(c.tokens or c.sequences for c in verdict.consequences):
+    if not any(c.tokens or c.sequences or c.cosine is not None for c in verdict.consequences):
         words = f"None of {len(verdict.consequences)} corrections and clips would touch a token or a sequence."
         return Section("cost", "Cost", tag("p", words, class_="aside"))
     head = [
@@ -34,9 +33,7 @@ def consequences(verdict: Verdict) -> Section | None:
 
 def _row(consequence: Consequence) -> Markup:
     cells: list[Child] = []
-    # A cosine is no share of anything.
-    shares = (None, None) if consequence.name == GRADIENT else (consequence.tokens, consequence.sequences)
-    for value in shares:
+    for value in (consequence.tokens, consequence.sequences):
         cells += [tag("td", share(value), class_="n"), tag("td", _bar(value), class_="bar")]
     return tag(
         "tr",

@@ -8,7 +8,6 @@ from rlkernel_drift.profiles import LABELS
 from rlkernel_drift.report.markup import Child, Markup, tag
 from rlkernel_drift.report.numbers import number, share
 from rlkernel_drift.report.sections.common import clip, evidence, icon, prose, threads, title_of
-from rlkernel_drift.report.sections.consequences import GRADIENT
 from rlkernel_drift.verdict import Finding, Metric, Status, Verdict
 
 LOOK = {
@@ -103,9 +102,9 @@ def _columns(verdict: Verdict) -> Markup | None:
             columns.append(
                 tag("div", tag("h2", "What to change"), tag("p", prose(finding.fix)), threads(finding.threads[:2]))
             )
-    costs = [c for c in verdict.consequences if not calm and ((c.tokens or 0) > 0 or (c.sequences or 0) > 0)]
+    costs = [c for c in verdict.consequences if not calm and (c.tokens or c.sequences or c.cosine is not None)]
     if costs:
-        costs.sort(key=lambda c: c.name != GRADIENT)
+        costs.sort(key=lambda c: c.cosine is None)
         items = [tag("li", clip(c.words, 160), tag("small", clip(f"{c.name}, {c.setting}", 120))) for c in costs[:3]]
         columns.append(tag("div", tag("h2", "What it costs"), tag("ul", items, class_="costs")))
     change = next((t for t in verdict.trends if t.change is not None), None)
