@@ -106,9 +106,13 @@ def test_a_tampered_tensor_file_with_its_digest(tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris is not installed")
-def test_atheris_finds_nothing() -> None:
-    script = Path(__file__).with_name("fuzz_capsule.py")
-    done = subprocess.run(
-        [sys.executable, script, "-max_total_time=10", "-max_len=4096"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_atheris_finds_nothing(tmp_path: Path) -> None:
+    """Five seconds from a valid capsule on: the instrumented reader gives a capsule or a named refusal."""
+    corpus, script = tmp_path / "corpus", Path(__file__).with_name("fuzz_capsule.py")
+    corpus.mkdir()
+    folder = capsule_folder(tmp_path / "capsule")
+    parts = [(folder / name).read_bytes() for name in ("manifest.json", TOKENS)]
+    (corpus / "valid").write_bytes(b"\0\0SPLIT\0\0".join(parts))
+    command = [sys.executable, script, corpus, "-max_total_time=5", "-max_len=8192", "-verbosity=1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "Done " in done.stderr, done.stderr[-2000:]
