@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import ATTENTION_BLOCK
-from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.aot import Variant, early_too
 from rlkernel.kernels.triton.attention_backward import attention_backward as attention_backward
 from rlkernel.kernels.triton.attention_backward import descriptors
 from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
+    cdiv,
+    early,
     exp2,
     family,
     log2,
@@ -29,6 +31,7 @@ from rlkernel.kernels.triton.common import (
     options,
     rows_of_heads,
 )
+from rlkernel.kernels.triton.launch import direct
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 KEYS = tl.constexpr(ATTENTION_BLOCK)
@@ -198,6 +201,7 @@ def seen_from(keys, queries, window, HAS_WINDOW: tl.constexpr):
         return 0
 
 
+@direct
 @triton.jit(do_not_specialize=["T", "COLUMNS", "window"])
 def attention_kernel(
     q,  # [T, H, D]
@@ -233,7 +237,10 @@ def attention_kernel(
     TMA: tl.constexpr,
     BRANCH: tl.constexpr,  # Hopper: blocks on the diagonal in the main loop. Elsewhere a branch behind the scores would
     # hide from the compiler that a second product follows, and spread a row over warps.
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     q_first = tl.load(cu_q + sequence)
@@ -320,6 +327,7 @@ def attention_kernel(
         tl.store(out + at, o.to(out.dtype.element_ty), mask=held)
 
 
+@direct
 @triton.jit(do_not_specialize=["T", "window"])
 def merge_kernel(
     o_parts,  # [splits, T, H, D] fp32
@@ -337,8 +345,11 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PAGED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Merges the splits of a few heads of one query, ascending: the formula of `merged`."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0)
     sequence = tl.program_id(2)
     q_first = tl.load(cu_q + sequence)
@@ -356,28 +367,30 @@ def merge_kernel(
         first = max(0, position - window + 1) // SPLIT
     else:
         first = 0
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, BLOCK_D)
-    inside = (head < H)[:, None] & (column < D)[None, :]
-    row = (tl.cast(q_first, tl.int64) + token) * H + head
-    at = (row * D)[:, None] + column[None, :]
-    o = tl.zeros((HEADS, BLOCK_D), tl.float32)
-    top = tl.full((HEADS,), float("-inf"), tl.float32)
     stop = position // SPLIT + 1
-    for few in tl.range(first, stop, 8):
-        parts = ()  # eight loads are under way before the first merge
-        for i in tl.static_range(8):
-            begin = tl.cast(few + i, tl.int64) * T * H
-            o_split = tl.load(o_parts + begin * D + at, mask=inside & (few + i < stop), other=0.0)
-            top_split = tl.load(lse_parts + begin + row, mask=(head < H) & (few + i < stop), other=0.0)
-            parts = parts + ((o_split, top_split),)
-        for i in tl.static_range(8):
-            if few + i < stop:
-                o, top = merged(o, top, parts[i][0], parts[i][1])
-    tl.store(lse + row, top * LN2, mask=head < H)
-    tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)
+    for few_heads in tl.range(tl.program_id(1), tl.cdiv(H, HEADS), tl.num_programs(1)):
+        head = few_heads * HEADS + tl.arange(0, HEADS)
+        inside = (head < H)[:, None] & (column < D)[None, :]
+        row = (tl.cast(q_first, tl.int64) + token) * H + head
+        at = (row * D)[:, None] + column[None, :]
+        o = tl.zeros((HEADS, BLOCK_D), tl.float32)
+        top = tl.full((HEADS,), float("-inf"), tl.float32)
+        for few in tl.range(first, stop, 8):
+            parts = ()  # eight loads are under way before the first merge
+            for i in tl.static_range(8):
+                begin = tl.cast(few + i, tl.int64) * T * H
+                o_split = tl.load(o_parts + begin * D + at, mask=inside & (few + i < stop), other=0.0)
+                top_split = tl.load(lse_parts + begin + row, mask=(head < H) & (few + i < stop), other=0.0)
+                parts = parts + ((o_split, top_split),)
+            for i in tl.static_range(8):
+                if few + i < stop:
+                    o, top = merged(o, top, parts[i][0], parts[i][1])
+        tl.store(lse + row, top * LN2, mask=head < H)
+        tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)
 
 
+@direct
 @triton.jit(do_not_specialize=["SIZE"])
 def store_kv_kernel(k_cache, v_cache, k, v, slots, k_stride, v_stride, SIZE, ROW: tl.constexpr, BLOCK: tl.constexpr):
     """Row ROW of k and of v into the slot of its token; SIZE slots exist, others are left out."""
@@ -404,6 +417,7 @@ class Tile(NamedTuple):
 
 
 DECODE_ROWS = 16
+MERGE_GRID = 1024  # programs of a merge at most, one a query at least: in most decode steps nothing is to merge
 PARTIAL_GRID = 4096  # programs of a decode step at most, two a sequence and key head at least: idle ones cost time too
 
 
@@ -459,7 +473,7 @@ def _forward(
         return out, lse
     kind = family(q)
     tile = tile or forward_tile(max_q * group, d, q.element_size(), kind)
-    tiles, splits = triton.cdiv(max_q * group, tile.rows), triton.cdiv(max_k, split)
+    tiles, splits = cdiv(max_q * group, tile.rows), cdiv(max_k, split)
     # One tile of rows, as in decode, takes the kernel of the parts for one split too: it needs fewer registers.
     in_parts = tiles == 1 and (splits > 1 or table is not None)
     mode = PARTIAL.value if in_parts else ONE_SPLIT.value if splits <= 1 else MERGE.value
@@ -478,15 +492,16 @@ def _forward(
             HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode,
             TURNS=mode == PARTIAL.value and splits > side_by_side,
             HAS_WINDOW=window is not None, PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
-            BRANCH=kind == "hopper",
+            BRANCH=kind == "hopper", **(early(q) if mode == PARTIAL.value else {"EARLY": False}),
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
         if mode == PARTIAL.value and splits > 1:
             heads = min(next_power_of_2(h), max(1, 128 // block_d))
-            merge_kernel[(max_q, triton.cdiv(h, heads), batch)](
+            programs = min(cdiv(h, heads), max(1, MERGE_GRID // (max_q * batch)))
+            merge_kernel[(max_q, programs, batch)](
                 o_parts, lse_parts, cu_q, lens, out, lse, t, window or 0, split,
                 H=h, D=d, HEADS=heads, BLOCK_D=block_d, HAS_WINDOW=window is not None, PAGED=table is not None,
-                num_warps=1, **options(),
+                num_warps=1, **early(q), **options(),
             )  # fmt: skip
     return out, lse
 
@@ -565,7 +580,7 @@ AMD = ("gfx942", "gfx90a")
 
 def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...], *, paged: bool = False,
              window: bool = False, mode: int = 0, halves: bool = False, turns: bool = False,
-             main: bool = True) -> Variant:  # fmt: skip
+             waits: bool = False, main: bool = True) -> Variant:  # fmt: skip
     part = "fp32" if mode == PARTIAL.value else kind
     types = {
         "q": f"*{kind}:16", "k": f"*{kind}:16", "v": f"*{kind}:16", "cu_q": "*i32:16", "lens": "*i32:16",
@@ -577,6 +592,7 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
     constants = {
         "HK": 8, "GROUP": 2, "D": d, "KV_HEAD": 2 * d if halves else d, "BLOCK_D": next_power_of_2(d, 16),
         "BLOCK_M": tile.rows, "MODE": mode, "TURNS": turns, "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
+        "EARLY": waits,
     }  # fmt: skip
     tma = not paged and kind != "fp32" and d == next_power_of_2(d) and targets == ("sm_90",)
     constants |= {"TMA": tma, "BRANCH": targets == ("sm_90",), "k_box": None, "v_box": None}
@@ -608,7 +624,7 @@ def _family_variants(family: str, targets: tuple[str, ...]) -> Iterator[Variant]
     yield _variant(f"{name} decode d64", "bf16", decode[64], 64, targets, paged=True)
     yield _variant(f"{name} fp32", "fp32", forward_tile(1, 64, 4, family), 64, targets, main=False)
     if hopper:
-        side = {"paged": True, "halves": True, "main": False}
+        side = {"paged": True, "halves": True, "waits": True, "main": False}
         yield _variant(f"{name} decode halves", "bf16", decode[128], 128, targets, mode=PARTIAL.value, **side)
         yield _variant(
             f"{name} decode turns", "bf16", decode[128], 128, targets, mode=PARTIAL.value, turns=True, **side
@@ -623,12 +639,12 @@ AOT: tuple[Variant, ...] = (
     *_family_variants("hopper", ("sm_90",)),
     *_family_variants("blackwell", ("sm_100",)),
     *_family_variants("amd", AMD),
-    Variant(
+    *early_too(Variant(
         "attention merge", merge_kernel,
         {"o_parts": "*fp32:16", "lse_parts": "*fp32:16", "cu_q": "*i32:16", "lens": "*i32:16", "out": "*bf16:16",
          "lse": "*fp32:16", "T": "i32", "window": "i32", "SPLIT": "i32:16"},
         {"H": 16, "D": 128, "HEADS": 1, "BLOCK_D": 128, "HAS_WINDOW": False, "PAGED": True}, 1,
-    ),
+    )),
     Variant(
         "store_kv", store_kv_kernel,
         {"k_cache": "*bf16:16", "v_cache": "*bf16:16", "k": "*bf16:16", "v": "*bf16:16", "slots": "*i64:16",

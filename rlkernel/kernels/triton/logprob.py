@@ -13,7 +13,19 @@ from torch import Tensor
 
 from rlkernel.contract.orders import FIXED_POINT_BITS, ROW_POINT_BITS, VOCAB_TILE
 from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import IS_HIP, LN2, LOG2E, exp, exp2, log2, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import (
+    IS_HIP,
+    LN2,
+    LOG2E,
+    cdiv,
+    exp,
+    exp2,
+    log2,
+    next_power_of_2,
+    on_device,
+    options,
+)
+from rlkernel.kernels.triton.launch import direct
 
 TILE = tl.constexpr(VOCAB_TILE)
 UNIT = tl.constexpr(2.0**-FIXED_POINT_BITS)
@@ -258,6 +270,7 @@ def logprob_rows_kernel(
     )  # fmt: skip
 
 
+@direct
 @triton.jit(do_not_specialize=["T"])
 def logprob_tiles_kernel(
     logits,  # [T, V]
@@ -301,6 +314,7 @@ def logprob_tiles_kernel(
     tl.store(target_z + row, z, mask=own)
 
 
+@direct
 @triton.jit(do_not_specialize=["T"])
 def logprob_combine_kernel(
     tile_max,  # [T, TILES] fp32
@@ -411,10 +425,10 @@ class TileBuffers:
     """Statistics of the vocabulary tiles of some tokens, and their targets' logits."""
 
     def __init__(self, tokens: int, vocab_size: int, device: torch.device) -> None:
-        self.tiles = triton.cdiv(vocab_size, VOCAB_TILE)
+        self.tiles = cdiv(vocab_size, VOCAB_TILE)
         self.tokens = max(128, min(tokens, SCRATCH // (12 * self.tiles) // 128 * 128))
         shape = (min(tokens, self.tokens), self.tiles)
-        self.plane = triton.cdiv(shape[0] * shape[1], 16) * 16  # so that each plane is aligned
+        self.plane = cdiv(shape[0] * shape[1], 16) * 16  # so that each plane is aligned
         self.memory = torch.empty(3, self.plane, dtype=torch.int32, device=device)
         planes = self.memory[:, : shape[0] * shape[1]].unflatten(1, shape)
         self.maximum, self.sum, self.entropy = planes[0].view(torch.float32), planes[1], planes[2]
@@ -425,7 +439,7 @@ class TileBuffers:
         n = logp.shape[0]
         chunk = next_power_of_2(self.tiles)
         rows = max(1, 1024 // chunk)
-        logprob_combine_kernel[(triton.cdiv(n, rows),)](
+        logprob_combine_kernel[(cdiv(n, rows),)](
             self.maximum, self.sum, self.entropy, self.target, logp, entropy, lse, stats, n, self.tiles,
             ROWS=rows, CHUNK=chunk, num_warps=8, **options(),
         )  # fmt: skip
@@ -464,7 +478,7 @@ def logprob(
     # Four threads a tile where they load 16 bytes each.
     width = 32 if whole_vectors and logits.element_size() == 2 else 16
     flags = {"HAS_TEMPERATURE": inv_temperature is not None, "HAS_KEPT": kept is not None, "PACKED": packed}
-    words = triton.cdiv(vocab, 32)
+    words = cdiv(vocab, 32)
     with on_device(logits):
         buffers = TileBuffers(tokens, vocab, logits.device)
         tiles, plane = buffers.tiles, buffers.plane
@@ -483,7 +497,7 @@ def logprob(
                     GROUP=group, WIDTH=width, CHUNK=next_power_of_2(tiles), num_warps=group // 8, **options(),
                 )  # fmt: skip
             else:
-                logprob_tiles_kernel[(triton.cdiv(n * tiles, 32),)](
+                logprob_tiles_kernel[(cdiv(n * tiles, 32),)](
                     *inputs, buffers.target, n, vocab, tiles, words, plane, row, **flags,
                     GROUP=32, WIDTH=width, num_warps=4, **options(),
                 )  # fmt: skip
@@ -508,9 +522,9 @@ def logprob_dgrad(
         return dlogits
     vectors = (targets, inv_temperature, kept, stats, entropy, dlogp, dentropy)
     with on_device(logits):
-        logprob_dgrad_kernel[(tokens * triton.cdiv(vocab, DGRAD_BLOCK),)](
+        logprob_dgrad_kernel[(tokens * cdiv(vocab, DGRAD_BLOCK),)](
             logits, *(None if t is None else t.contiguous() for t in vectors), dlogits,
-            vocab, triton.cdiv(vocab, 32), logits.stride(0),
+            vocab, cdiv(vocab, 32), logits.stride(0),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
             HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, BLOCK=DGRAD_BLOCK, num_warps=2, **options(),
         )  # fmt: skip

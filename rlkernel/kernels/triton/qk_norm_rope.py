@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import next_power_of_2, on_device, options
+from rlkernel.kernels.triton.aot import Variant, early_too
+from rlkernel.kernels.triton.common import early, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.launch import direct
 from rlkernel.kernels.triton.rms_norm import inverse_root, rms_norm, row_sum
 from rlkernel.kernels.triton.rope import halves, rope, rotate
 
@@ -35,6 +36,7 @@ def normed(x1, x2, weight, eps, y, D: tl.constexpr, BLOCK: tl.constexpr):
     return scaled(x1, rstd, weight, 0, y, D, BLOCK), scaled(x2, rstd, weight, D // 2, y, D, BLOCK)
 
 
+@direct
 @triton.jit
 def qk_norm_rope_kernel(
     q,  # [T, H, D]
@@ -56,7 +58,10 @@ def qk_norm_rope_kernel(
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     q1, q2 = halves(q, token * q_row, q_head, H, D, Q_HEADS, BLOCK)
@@ -97,7 +102,7 @@ def qk_norm_rope(
     with on_device(q):
         qk_norm_rope_kernel[(tokens,)](
             q, k, q_weight.contiguous(), k_weight.contiguous(), positions, cos_sin, q_out, k_out, eps, h, hk,
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), **_tile(h, hk, d), **options(),
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), **_tile(h, hk, d), **early(q), **options(),
         )  # fmt: skip
     return q_out, k_out
 
@@ -114,4 +119,4 @@ def _variant(h: int, hk: int) -> Variant:
     return Variant(f"qk_norm_rope {h} + {hk}", qk_norm_rope_kernel, types, meta, num_warps=warps)
 
 
-AOT: tuple[Variant, ...] = (_variant(16, 8), _variant(32, 8))
+AOT: tuple[Variant, ...] = (*early_too(_variant(16, 8)), *early_too(_variant(32, 8)))

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rlkernel.contract.orders import WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant, early_too
-from rlkernel.kernels.triton.common import add_partials_, early, fold_rows, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import add_partials_, cdiv, early, fold_rows, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -54,6 +55,7 @@ def inverse_root(square, eps, C: tl.constexpr):
     return tl.div_rn(tl.full(square.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
 
 
+@direct
 @triton.jit(do_not_specialize=["T"])
 def rms_norm_kernel(
     x,  # [T, C]
@@ -67,7 +69,10 @@ def rms_norm_kernel(
     C: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < T)[:, None] & (column < C)[None, :]
@@ -148,7 +153,7 @@ def _shape(rows: int, c: int) -> tuple[tuple[int], dict[str, Any]]:
     block = next_power_of_2(c, 16)
     per_program = max(1, 2048 // block)
     meta = {"C": c, "ROWS": per_program, "BLOCK": block, "num_warps": min(16, max(1, per_program * block // 512))}
-    return (triton.cdiv(rows, per_program),), meta | options()
+    return (cdiv(rows, per_program),), meta | options()
 
 
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
@@ -159,7 +164,9 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     if x.numel():
         grid, meta = _shape(*x.shape)
         with on_device(x):
-            rms_norm_kernel[grid](x, residual, weight, y, r, x.shape[0], eps, HAS_RESIDUAL=residual is not None, **meta)
+            rms_norm_kernel[grid](
+                x, residual, weight, y, r, x.shape[0], eps, HAS_RESIDUAL=residual is not None, **meta, **early(x)
+            )  # fmt: skip
     return y, r
 
 
@@ -193,7 +200,7 @@ def _backward(
     tokens, c = x.shape
     rows, steps, meta = _tile(c, x.element_size())
     steps = steps if with_partials else 1
-    grid = (triton.cdiv(tokens, rows * steps),)
+    grid = (cdiv(tokens, rows * steps),)
     partials = torch.empty(grid[0], c, dtype=torch.float32, device=x.device) if with_partials else None
     if x.numel():
         with on_device(x):
@@ -208,10 +215,10 @@ def _chunk_sums(partials: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """[chunks, C] from [programs, C]: the tree over each WGRAD_TOKENS rows."""
     programs, c = partials.shape
     rows, steps, _ = _tile(c, 2)
-    chunks, per_chunk = triton.cdiv(tokens, WGRAD_TOKENS), WGRAD_TOKENS // (rows * steps)
+    chunks, per_chunk = cdiv(tokens, WGRAD_TOKENS), WGRAD_TOKENS // (rows * steps)
     sums = torch.empty(chunks, c, dtype=dtype, device=partials.device)
     block = 16
-    fold_kernel[(triton.cdiv(c, block), chunks)](
+    fold_kernel[(cdiv(c, block), chunks)](
         partials, sums, programs, c, CHUNK=per_chunk, BLOCK=block, num_warps=4, **early(partials), **options()
     )
     return sums
@@ -266,14 +273,18 @@ def _grad_variant(name: str, c: int, with_partials: bool, has_dr: bool) -> Varia
 
 
 AOT: tuple[Variant, ...] = (
-    Variant(
-        "add_rms_norm", rms_norm_kernel, _types("x", "residual", "weight", "y", "r"),
-        {"HAS_RESIDUAL": True, "C": 4096, "ROWS": 1, "BLOCK": 4096}, num_warps=8, main=True,
+    *early_too(
+        Variant(
+            "add_rms_norm", rms_norm_kernel, _types("x", "residual", "weight", "y", "r"),
+            {"HAS_RESIDUAL": True, "C": 4096, "ROWS": 1, "BLOCK": 4096}, num_warps=8, main=True,
+        )
     ),
-    Variant(
-        "rms_norm heads", rms_norm_kernel, _types("x", "weight", "y"),
-        {"residual": None, "r": None, "HAS_RESIDUAL": False, "C": 128, "ROWS": 16, "BLOCK": 128}, num_warps=4,
-        main=True,
+    *early_too(
+        Variant(
+            "rms_norm heads", rms_norm_kernel, _types("x", "weight", "y"),
+            {"residual": None, "r": None, "HAS_RESIDUAL": False, "C": 128, "ROWS": 16, "BLOCK": 128}, num_warps=4,
+            main=True,
+        )
     ),
     _grad_variant("rms_norm_grad", 1024, True, False),
     _grad_variant("add_rms_norm_grad", 4096, True, True),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import next_power_of_2, on_device, options
+from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -37,6 +38,7 @@ def rotate(out, x1, x2, cos, sin, token, heads, D: tl.constexpr, HEADS: tl.const
     tl.store(to + D // 2, tl.fma(x2, cos, x1 * sin).to(out.dtype.element_ty), mask=inside)
 
 
+@direct
 @triton.jit
 def rope_kernel(
     q,  # [T, H, D]

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import (
     LN2,
+    cdiv,
     exp,
     log2,
     log2_parts,
@@ -21,6 +22,7 @@ from rlkernel.kernels.triton.common import (
     on_device,
     options,
 )
+from rlkernel.kernels.triton.launch import direct
 
 LOWEST = tl.constexpr(-(1 << 31))
 MASS = tl.constexpr(2.0**31)
@@ -86,6 +88,7 @@ def largest_key(logits, V, inverse, top, floor, need, BY_MASS: tl.constexpr, BLO
     return key
 
 
+@direct
 @triton.jit
 def sample_threshold_kernel(
     logits,  # [B, V] fp32
@@ -155,6 +158,7 @@ def gumbel(seed, position, token):
     return -(log2(e) * LN2)
 
 
+@direct
 @triton.jit
 def sample_tiles_kernel(
     logits,  # [B, V] fp32
@@ -197,6 +201,7 @@ def sample_tiles_kernel(
     tl.store(best_token + to, tl.min(tl.min(token, axis=1), axis=0))
 
 
+@direct
 @triton.jit
 def sample_pick_kernel(best_score, best_token, tokens, PROGRAMS, BLOCK: tl.constexpr):
     """The largest score of a row and, among equals, the lowest token id."""
@@ -224,13 +229,13 @@ def sample(
     seeds, positions, temperature = seeds.contiguous(), positions.contiguous(), temperature.contiguous()
     top_k, top_p, min_p = (None if t is None else t.contiguous() for t in (top_k, top_p, min_p))
     batch, vocab = logits.shape
-    words = triton.cdiv(vocab, 32)
+    words = cdiv(vocab, 32)
     filtered = top_k is not None or top_p is not None or min_p is not None
     new = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=logits.device)
     tokens, kept = new(torch.int64, batch), new(torch.int32, batch if filtered else 0, words)
     if batch == 0:
         return tokens, kept
-    programs = triton.cdiv(words, WORDS_PER_PROGRAM)
+    programs = cdiv(words, WORDS_PER_PROGRAM)
     best_score, best_token = new(torch.float32, batch, programs), new(torch.int32, batch, programs)
     threshold = new(torch.int32, batch) if filtered else None
     maximum = new(torch.float32, batch) if filtered else None

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import exp, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.aot import Variant, early_too
+from rlkernel.kernels.triton.common import cdiv, early, exp, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -26,9 +27,12 @@ def place(F, BLOCK: tl.constexpr):
     return token.to(tl.int64), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
 
 
+@direct
 @triton.jit
-def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr):
+def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """gate_up [T, 2F] -> out [T, F]; one program a token and block of channels."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     token, j = place(F, BLOCK)
     inside = j < F
     gate = tl.load(gate_up + token * 2 * F + j, mask=inside, other=0.0).to(tl.float32)
@@ -59,7 +63,7 @@ def swiglu_grad_kernel(dy, gate_up, grad, F, BLOCK: tl.constexpr):
 def _launch(tokens: int, f: int) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and constants: 16 bytes of each operand a thread, in programs short enough to fill the last wave."""
     block = min(512, next_power_of_2(f, 32))
-    return (tokens * triton.cdiv(f, block),), {"BLOCK": block, "num_warps": max(1, block // 256), **options()}
+    return (tokens * cdiv(f, block),), {"BLOCK": block, "num_warps": max(1, block // 256), **options()}
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -70,7 +74,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return out
     grid, meta = _launch(tokens, f)
     with on_device(gate_up):
-        swiglu_kernel[grid](gate_up, out, f, **meta)
+        swiglu_kernel[grid](gate_up, out, f, **meta, **early(gate_up))
     return out
 
 
@@ -88,9 +92,11 @@ def swiglu_grad(dy: Tensor, gate_up: Tensor) -> Tensor:
 # ---- ahead of time ------------------------------------------------------------------------------
 
 AOT: tuple[Variant, ...] = (
-    Variant(
-        "swiglu", swiglu_kernel, {"gate_up": "*bf16:16", "out": "*bf16:16", "F": "i32:16"}, {"BLOCK": 512},
-        num_warps=2, main=True,
+    *early_too(
+        Variant(
+            "swiglu", swiglu_kernel, {"gate_up": "*bf16:16", "out": "*bf16:16", "F": "i32:16"}, {"BLOCK": 512},
+            num_warps=2, main=True,
+        )
     ),
     Variant(
         "swiglu_grad", swiglu_grad_kernel, {"dy": "*bf16:16", "gate_up": "*bf16:16", "grad": "*bf16:16", "F": "i32:16"},

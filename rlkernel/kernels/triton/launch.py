@@ -1,0 +1,100 @@
+"""Launches of Triton kernels in a third of Triton's own time on the host, which a small batch would wait for.
+
+Triton binds, specialises and looks up its arguments anew at every launch. A kernel under `direct` keeps what was
+compiled by what Triton specialises on, types, alignment and constants, and hands its arguments on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+# The arguments of a compiled kernel's launcher are Triton's own affair: known for these versions, for CUDA.
+KNOWN = triton.__version__.startswith("3.6.") and torch.version.hip is None
+
+_LEAST, _MOST = -(1 << 31), (1 << 31) - 1
+_listeners = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+
+
+def _read(args: tuple[Any, ...], key: list[Any]) -> list[Any] | None:
+    """The arguments with addresses for tensors, and appended to `key` what Triton may specialise on, an entry each.
+
+    None where there are kinds of arguments unknown here.
+    """
+    values: list[Any] = []
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            value = arg.data_ptr()
+            key.append(arg.dtype if value & 15 == 0 else (arg.dtype,))
+            values.append(value)
+            continue
+        if kind is int:
+            key.append(1 if arg == 1 else 2 + (arg & 15 == 0) + 2 * (not _LEAST <= arg <= _MOST))
+        elif kind is float or arg is None:
+            key.append(kind)
+        else:
+            return None
+        values.append(arg)
+    return values
+
+
+class DirectKernel(JITFunction):  # type: ignore[misc]
+    """A kernel whose tensors, numbers and absent arguments are passed by position, constants and options by name."""
+
+    compiled: dict[Any, Callable[..., None]]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, **meta: Any) -> Any:
+            device = args[0].get_device()
+            parts: list[Any] = [device]
+            values = None if _listeners[0].calls or _listeners[1].calls else _read(args, parts)
+            if values is None:
+                return self.run(*args, grid=grid, warmup=False, **meta)
+            key = (*parts, *meta.items())
+            known = self.compiled.get(key)
+            if known is not None:
+                known(*grid, *(1,) * (3 - len(grid)), device, values)
+                return None
+            found = self.run(*args, grid=grid, warmup=False, **meta)
+            bound = self._bind(found, len(args), meta)
+            if bound is not None:
+                self.compiled[key] = bound
+            return found
+
+        return launch
+
+    def _bind(self, found: Any, count: int, meta: dict[str, Any]) -> Callable[..., None] | None:
+        """(x, y, z of the grid, device, values) -> None on the current stream; None where Triton must launch."""
+        launcher = found.run
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return None
+        names = self.arg_names[count:]
+        if any(name not in meta for name in names):
+            return None
+        constants = tuple(meta[name] for name in names)
+        launch, function, packed = launcher.launch, found.function, found.packed_metadata
+        cooperative, early = launcher.launch_cooperative_grid, launcher.launch_pdl
+        stream_of = torch._C._cuda_getCurrentRawStream
+
+        def run(x: int, y: int, z: int, device: int, values: list[Any]) -> None:
+            launch(
+                x, y, z, stream_of(device), function, cooperative, early, None, None, packed, None, None, None,
+                *values, *constants,
+            )  # fmt: skip
+
+        return run
+
+
+def direct(kernel: Any) -> Any:
+    """The kernel, launched by the rules of `DirectKernel` where Triton's launcher is known; else as it is."""
+    if KNOWN and type(kernel) is JITFunction:
+        kernel.__class__ = DirectKernel
+        kernel.compiled = {}
+    return kernel
