@@ -52,7 +52,7 @@ class CPUImpl(CPUAttentionBackendImpl):
             return output.zero_()
         keys, values = pages_of(kv_cache)
         tokens = m.num_actual_tokens
-        out, _ = ops.paged_attention(
+        ops.paged_attention(
             query[:tokens],
             keys,
             values,
@@ -63,8 +63,8 @@ class CPUImpl(CPUAttentionBackendImpl):
             max_seqlen_k=m.max_seq_len,
             scale=self.scale,
             window=self.sliding_window if self.sliding_window > 0 else None,
+            out=output[:tokens],
         )
-        output[:tokens].copy_(out.view(output[:tokens].shape))
         return output
 
 

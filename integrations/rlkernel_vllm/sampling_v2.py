@@ -112,11 +112,11 @@ def _install() -> None:
     ) -> Tensor:
         if not _current:
             return draw(logits, rows, temperature, seed, pos, *args, **kwargs)
-        rows = rows.long()
-        scale = temperature[rows]
+        scale = temperature.index_select(0, rows)
         if not getattr(_current[-1], "rlkernel_deferred", False):  # applied already
             scale = (scale > 0).float()
-        return torch.ops.rlkernel.sample(logits.float(), seed[rows], pos.long(), scale, None, None, None)[0]
+        seeds = seed.index_select(0, rows)
+        return torch.ops.rlkernel.sample.default(logits.float(), seeds, pos.long(), scale, None, None, None)[0]
 
     sampler_module.gumbel_sample = gumbel_sample
 

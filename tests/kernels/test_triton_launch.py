@@ -1,0 +1,121 @@
+"""Launches of `direct` kernels: what reaches Triton's launcher, against what Triton itself hands over. No GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from rlkernel.kernels.triton import launch, rms_norm, sample, swiglu
+from rlkernel.kernels.triton.launch import DirectKernel
+
+pytestmark = pytest.mark.skipif(not launch.KNOWN, reason="the launcher is known for Triton 3.6 on CUDA only")
+
+
+class Launcher:
+    """Triton's launcher of one compiled kernel; records instead of launching."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+    calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, packed: Any, *rest: Any) -> None:
+        metadata, enter, leave, *args = rest
+        self._record(x, y, z, function, packed, args)
+
+    def launch(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+        cooperative, early, scratch, profile, packed, metadata, enter, leave, *args = rest
+        assert (cooperative, early) == (self.launch_cooperative_grid, self.launch_pdl)
+        assert scratch is profile is metadata is enter is leave is None
+        self._record(x, y, z, function, packed, args)
+
+    def _record(self, x: int, y: int, z: int, function: Any, packed: Any, args: list[Any]) -> None:
+        plain = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
+        self.calls.append((x, y, z, function, packed, plain))
+
+
+class Driver:
+    """As much of a driver as compiling for an H100 takes."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(triton.compiler.CompiledKernel, "run", property(lambda self: Launcher()))
+    monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", lambda self: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    for kernel in (rms_norm.rms_norm_kernel, swiglu.swiglu_kernel, sample.sample_pick_kernel):
+        monkeypatch.setattr(kernel, "compiled", {})
+        monkeypatch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
+    monkeypatch.setattr(Launcher, "calls", [])
+    return Launcher.calls
+
+
+def test_a_second_launch_hands_over_what_triton_does(
+    calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(6, 256, dtype=torch.bfloat16)
+    odd = torch.randn(6 * 256 + 1, dtype=torch.bfloat16)[1:].view(6, 256)
+    weight = torch.ones(256, dtype=torch.bfloat16)
+    arguments = [
+        (a.clone() if a is x else a, r, w, e)
+        for a in (x, odd)
+        for r in (None, x, odd)
+        for w in (weight, torch.nn.Parameter(weight))
+        for e in (1e-6, 1e-5)
+    ]
+    run = lambda: [rms_norm._forward(*each) for each in arguments]
+    kept = [run(), run()]  # the results, so that no address is given out twice
+    direct_calls = calls[len(arguments) :]
+    calls.clear()
+    monkeypatch.setattr(launch, "_read", lambda args, key: None)  # Triton launches
+    kept.append(run())
+    assert len(calls) == len(direct_calls) == len(arguments)
+    assert 1 < len(rms_norm.rms_norm_kernel.compiled) < len(arguments)
+    for ours, theirs in zip(direct_calls, calls, strict=True):
+        assert ours[:3] == theirs[:3] and ours[4] == theirs[4] and ours[3] is theirs[3]
+        results = (3, 4)  # y and r are new tensors
+        assert [a for i, a in enumerate(ours[5]) if i not in results] == [
+            a for i, a in enumerate(theirs[5]) if i not in results
+        ]
+
+
+def test_numbers_that_triton_builds_in_are_kernels_of_their_own(calls: list[tuple[Any, ...]]) -> None:
+    best, token, out = torch.zeros(64), torch.zeros(64, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    for _ in range(2):
+        for programs in (1, 2, 3, 16, 32):
+            sample.sample_pick_kernel[(4,)](best, token, out, programs, BLOCK=32, num_warps=1, enable_fp_fusion=False)
+    kinds = {key[4] for key in sample.sample_pick_kernel.compiled}
+    assert len(kinds) == 3  # 1, a multiple of 16, any other
+    assert len(calls) == 10 and [c[5][3] for c in calls] == [1, 2, 3, 16, 32] * 2
+
+
+def test_unknown_arguments_and_listeners_leave_it_to_triton(
+    calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, 512, dtype=torch.bfloat16)
+    kernel = swiglu.swiglu_kernel
+    assert isinstance(kernel, DirectKernel)
+    swiglu.swiglu(x)
+    heard: list[Any] = []
+    monkeypatch.setattr(launch._listeners[0], "calls", [heard.append])
+    before = dict(kernel.compiled)
+    monkeypatch.setattr(kernel, "compiled", {})
+    swiglu.swiglu(x)
+    assert kernel.compiled == {} and len(before) == 1 and len(calls) == 2
+    monkeypatch.undo()
+    assert launch._read((x, object()), []) is None
+    assert launch._read((x, True), []) is None
