@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from vllm import _custom_ops
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from rlkernel import ops
+from rlkernel.kernels.triton.qk_norm_rope import computes as in_one_kernel
 from rlkernel.ops.attention import MAX_HEAD_DIM
+from rlkernel_vllm.attention import ExactAttention
 from rlkernel_vllm.settings import Settings
 
 
@@ -60,10 +63,15 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         return built
 
 
-class Impl(TritonAttentionImpl):
+class Impl(ExactAttention, TritonAttentionImpl):
     """`ops.paged_attention` of a layer."""
 
-    rlkernel_variant = "split"
+    def pages_of(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        return halves(kv_cache)
+
+    def window_of(self) -> int | None:
+        window: int = self.sliding_window[0]
+        return window + 1 if window >= 0 else None
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -73,38 +81,17 @@ class Impl(TritonAttentionImpl):
             key, value, keys, values, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
         )
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+    def normed_and_stored(
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...], kv_cache: Tensor, slots: Tensor
     ) -> Tensor:
-        m = attn_metadata
-        if m is None:  # a run that measures memory
-            return output.fill_(0)
+        if not in_one_kernel(q.shape[2]):
+            return super().normed_and_stored(layer, q, k, v, given, kv_cache, slots)
+        missing = q.shape[0] - slots.shape[0]
+        if missing > 0:  # tokens that fill up a graph's batch
+            slots = torch.nn.functional.pad(slots, (0, missing), value=-1)
         keys, values = halves(kv_cache)
-        tokens, window = m.num_actual_tokens, self.sliding_window[0]
-        ops.paged_attention(
-            query[:tokens],
-            keys,
-            values,
-            m.block_table,
-            m.query_start_loc,
-            m.seq_lens,
-            max_seqlen_q=m.max_query_len,
-            max_seqlen_k=m.max_seq_len,
-            scale=self.scale,
-            window=window + 1 if window >= 0 else None,
-            variant=self.rlkernel_variant,
-            out=output[:tokens],
-        )
-        return output
+        where: tuple[Any, ...] = (keys, values, slots[: q.shape[0]])
+        return ops.qk_norm_rope_store(q, k, v, *given, *where)
 
 
 def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:  # [pages, HK, page, 2 D] -> two [pages, page, HK, D]

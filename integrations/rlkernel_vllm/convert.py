@@ -26,6 +26,7 @@ from rlkernel import ops
 from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import ConfigError, ModelConfig
 from rlkernel.models.rope_table import rope_table
+from rlkernel_vllm.attention import ExactAttention, cut_there
 from rlkernel_vllm.config import Finding, findings, model_config, refuse
 from rlkernel_vllm.fingerprint import hf_weights
 from rlkernel_vllm.settings import Settings
@@ -95,22 +96,13 @@ class ExactLogitsProcessor(LogitsProcessor):
 
 
 class ExactQKNorm(nn.Module):
-    """Mixin of an attention layer with query and key norms: norms and rope in one kernel, read from the projection."""
+    """Mixin of an attention layer with query and key norms: `attend` between its projections."""
 
     def forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
-        qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
-        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = ops.qk_norm_rope(
-            q,
-            k,
-            self.q_norm.weight,
-            self.k_norm.weight,
-            self.q_norm.variance_epsilon,
-            positions.flatten(),
-            self.rotary_emb.rlkernel_table,
-        )
-        out, _ = self.o_proj(self.attn(q.flatten(1), k.flatten(1), v))
+        out = torch.empty((qkv.shape[0], self.q_size), dtype=qkv.dtype, device=qkv.device)
+        torch.ops.rlkernel_vllm.attend(qkv, out, positions.flatten(), self.attn.layer_name)
+        out, _ = self.o_proj(out)
         return out
 
 
@@ -162,6 +154,8 @@ def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
         if _has_qk_norm(module):
             kind: Any = type(module)
             module.__class__ = _fused(kind)
+            object.__setattr__(module.attn, "rlkernel_layer", module)  # not a module of the attention's own
+            cut_there(vllm_config)
             done.modules[name] = "ops.qk_norm_rope"
     refuse(done.found, asked)
     object.__setattr__(model, "rlkernel", done)
@@ -223,6 +217,8 @@ def _has_qk_norm(module: Any) -> bool:
         and type(getattr(module, "k_norm", None)) is ExactRMSNorm
         and type(getattr(module, "rotary_emb", None)) is ExactRotaryEmbedding
         and module.q_norm.variance_epsilon == module.k_norm.variance_epsilon
+        and isinstance(module.attn.impl, ExactAttention)
+        and getattr(module.attn, "query_quant", None) is None
     )
 
 

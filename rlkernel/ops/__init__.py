@@ -20,7 +20,7 @@ from rlkernel.ops.linear_logprob import linear_logprob
 from rlkernel.ops.logprob import LogProb, logprob
 from rlkernel.ops.pack import Packed, pack, unpack
 from rlkernel.ops.policy_loss import PolicyLoss, policy_loss
-from rlkernel.ops.qk_norm_rope import qk_norm_rope
+from rlkernel.ops.qk_norm_rope import qk_norm_rope, qk_norm_rope_store
 from rlkernel.ops.rms_norm import rms_norm
 from rlkernel.ops.rope import rope
 from rlkernel.ops.sample import Sample, sample
@@ -52,6 +52,7 @@ __all__ = [
     "paged_attention",
     "policy_loss",
     "qk_norm_rope",
+    "qk_norm_rope_store",
     "rms_norm",
     "rope",
     "sample",

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from rlkernel.kernels import select
 from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops.attention import store_kv_
 from rlkernel.ops.rms_norm import rms_norm
 from rlkernel.ops.rope import rope
 
@@ -23,6 +26,29 @@ _qk_norm_rope = define(
 
 def _misfit(name: str, weight: Tensor, q: Tensor) -> str:
     return f"qk_norm_rope: {name} is {tuple(weight.shape)} {weight.dtype}; expected [D={q.shape[2]}] {q.dtype}"
+
+
+def _check(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor, cos_sin: Tensor
+) -> None:  # fmt: skip
+    check(q.dim() == 3, lambda: f"qk_norm_rope: q is {tuple(q.shape)}; expected [T, H, D]")
+    t, _, d = q.shape
+    check(
+        k.dim() == 3 and k.shape[0] == t and k.shape[2] == d and k.dtype == q.dtype,
+        lambda: f"qk_norm_rope: k is {tuple(k.shape)} {k.dtype}; expected [T={t}, HK, D={d}] {q.dtype} to fit q",
+    )
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        check(
+            weight.shape == (d,) and weight.dtype == q.dtype,
+            partial(_misfit, name, weight, q),
+        )
+    check(
+        positions.shape == (t,) and cos_sin.dim() == 2 and cos_sin.shape[1] == d and d % 2 == 0,
+        lambda: (
+            f"qk_norm_rope: positions is {tuple(positions.shape)}, cos_sin {tuple(cos_sin.shape)}; expected [T={t}] "
+            f"and [P, D={d}] with D even"
+        ),
+    )
 
 
 def qk_norm_rope(
@@ -45,24 +71,71 @@ def qk_norm_rope(
         ValueError: shapes or dtypes do not fit; the message names the argument.
         IndexError: a position outside the table (CPU).
     """
-    check(q.dim() == 3, lambda: f"qk_norm_rope: q is {tuple(q.shape)}; expected [T, H, D]")
-    t, _, d = q.shape
-    check(
-        k.dim() == 3 and k.shape[0] == t and k.shape[2] == d and k.dtype == q.dtype,
-        lambda: f"qk_norm_rope: k is {tuple(k.shape)} {k.dtype}; expected [T={t}, HK, D={d}] {q.dtype} to fit q",
-    )
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        check(
-            weight.shape == (d,) and weight.dtype == q.dtype,
-            partial(_misfit, name, weight, q),
-        )
-    check(
-        positions.shape == (t,) and cos_sin.dim() == 2 and cos_sin.shape[1] == d and d % 2 == 0,
-        lambda: (
-            f"qk_norm_rope: positions is {tuple(positions.shape)}, cos_sin {tuple(cos_sin.shape)}; expected [T={t}] "
-            f"and [P, D={d}] with D even"
-        ),
-    )
+    _check(q, k, q_weight, k_weight, positions, cos_sin)
     if is_stock():
         return rope(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), positions, cos_sin)
     return _qk_norm_rope(q, k, q_weight, k_weight, eps, positions, cos_sin)
+
+
+def _check_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    (_, page, _, _), (block, slot, _, element) = k_cache.shape, k_cache.stride()
+    check(
+        k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride() and block == page * slot,
+        lambda: (
+            f"qk_norm_rope_store: k_cache is {tuple(k_cache.shape)} with strides {k_cache.stride()}, v_cache "
+            f"{tuple(v_cache.shape)} with {v_cache.stride()}; expected one shape [pages, page, HK, D], pages in a row"
+        ),
+    )
+    check(
+        k.shape == v.shape and k.shape[1:] == k_cache.shape[2:] and slots.shape == k.shape[:1] and element == 1,
+        lambda: (
+            f"qk_norm_rope_store: k is {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}; with this "
+            f"cache they must be [T, {k_cache.shape[2]}, {k_cache.shape[3]}] and [T]"
+        ),
+    )
+    check(
+        k.dtype == v.dtype == k_cache.dtype == v_cache.dtype,
+        lambda: f"qk_norm_rope_store: k is {k.dtype}, v {v.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}",
+    )
+    check(
+        slots.dtype == torch.int64,
+        lambda: f"qk_norm_rope_store: slots is {slots.dtype}; it must be int64",
+        TypeError,
+    )
+
+
+def qk_norm_rope_store(
+    q: Tensor,  # [T, H, D]
+    k: Tensor,  # [T, HK, D]
+    v: Tensor,  # [T, HK, D]
+    q_weight: Tensor,  # [D]
+    k_weight: Tensor,  # [D]
+    eps: float,
+    positions: Tensor,  # [T] int64
+    cos_sin: Tensor,  # [P, D] fp32
+    k_cache: Tensor,  # [pages, page, HK, D]
+    v_cache: Tensor,  # [pages, page, HK, D]
+    slots: Tensor,  # [T] int64
+) -> Tensor:  # q' [T, H, D]
+    """`qk_norm_rope`, with k' and v written as `store_kv_` writes them: one kernel on GPUs. Not under tracing.
+
+    Args:
+        q, k, v, q_weight, k_weight, eps, positions, cos_sin: as in `qk_norm_rope`; v as k.
+        k_cache, v_cache: [pages, page, HK, D]; on GPUs also the two halves of a cache [pages, page, HK, 2 D].
+        slots: [T] int64, as in `store_kv_`.
+
+    Raises:
+        ValueError, TypeError, IndexError: as in the two ops.
+    """
+    if not is_stock() and select.choose("qk_norm_rope", q.device.type).implementation == "triton":
+        from rlkernel.kernels.triton import qk_norm_rope as triton
+
+        if triton.computes(q.shape[2]):
+            _check(q, k, q_weight, k_weight, positions, cos_sin)
+            _check_cache(k, v, k_cache, v_cache, slots)
+            return triton.qk_norm_rope_store(
+                q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slots
+            )
+    q, k = qk_norm_rope(q, k, q_weight, k_weight, eps, positions, cos_sin)
+    store_kv_(k_cache, v_cache, k, v, slots)
+    return q

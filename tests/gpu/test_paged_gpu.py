@@ -54,3 +54,21 @@ def test_qk_norm_rope(h: int, hk: int, d: int, dtype: torch.dtype) -> None:
     both = ops.rope(ops.rms_norm(q, wq, 1e-6), ops.rms_norm(k, wk, 1e-6), positions, table)
     for o, b in zip(ours, both, strict=True):
         assert_bitwise(o, b, "fused and separate")
+
+
+@pytest.mark.parametrize("h,hk", [(16, 8), (32, 8), (6, 3)])
+def test_qk_norm_rope_store(h: int, hk: int) -> None:
+    packed = (rand(0, 300, h + 2 * hk, 128, dtype=torch.bfloat16) * 3).cuda()
+    q, k, v = packed.split((h, hk, hk), 1)
+    wq, wk = (rand(i, 128, dtype=torch.bfloat16).cuda() for i in (1, 2))
+    given = (wq, wk, 1e-6, torch.arange(300).cuda(), rand(3, 512, 128).cuda())
+    slots = torch.randperm(400).cuda()[:300]
+    slots[::7] = -1
+    cache = rand(4, 25, 16, hk, 256, dtype=torch.bfloat16).cuda()
+    keys, values = cache[..., :128], cache[..., 128:]
+    wanted = keys.clone(), values.clone()
+    q_wanted, k_wanted = ops.qk_norm_rope(q, k, *given)
+    ops.store_kv_(*wanted, k_wanted, v, slots)
+    ours = ops.qk_norm_rope_store(q, k, v, *given, keys, values, slots)
+    for o, r in zip((ours, keys, values), (q_wanted, *wanted), strict=True):
+        assert_bitwise(o, r, "stored and separate")

@@ -328,6 +328,23 @@ else:
             assert_bitwise(o, r, "fused and separate")
 
     @by_dtype
+    @pytest.mark.parametrize("halves", (False, True), ids=("apart", "halves"))
+    def test_qk_norm_rope_store(halves: bool, dtype: torch.dtype) -> None:
+        packed = rand(0, 5, 12, 32, dtype=dtype)
+        (q, k, v), wq, wk = packed.split((6, 3, 3), 1), rand(2, 32, dtype=dtype), rand(3, 32, dtype=dtype)
+        given = (wq, wk, 1e-6, torch.tensor([0, 5, 2, 2, 7]), rand(1, 8, 32))
+        slots = torch.tensor([9, -1, 0, 15, 16])  # one padded, one beyond the cache
+        cache = rand(4, 4, 4, 3, 64, dtype=dtype)
+        keys, values = cache.split(32, 3) if halves else (x.contiguous() for x in cache.split(32, 3))
+        wanted = keys.clone(), values.clone()
+        q_wanted, k_wanted = qk_norm_rope.qk_norm_rope(q, k, *given)
+        for x, new in zip(wanted, (k_wanted, v), strict=True):
+            x.view(16, 3, 32)[slots[[0, 2, 3]]] = new[[0, 2, 3]]
+        ours = qk_norm_rope.qk_norm_rope_store(q, k, v, *given, keys, values, slots)
+        for o, r in zip((ours, keys, values), (q_wanted, *wanted), strict=True):
+            assert_bitwise(o, r, "stored and separate")
+
+    @by_dtype
     def test_swiglu(dtype: torch.dtype) -> None:
         gate_up, dy = rand(0, 4, 2200, dtype=dtype) * 4, rand(1, 4, 1100, dtype=dtype)
         gate_up[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -0.0])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,11 +22,10 @@ class Launcher:
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid = launch_pdl = False
-    calls: list[tuple[Any, ...]] = []
+    calls: ClassVar[list[tuple[Any, ...]]] = []
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: Any, packed: Any, *rest: Any) -> None:
-        metadata, enter, leave, *args = rest
-        self._record(x, y, z, function, packed, args)
+        self._record(x, y, z, function, packed, rest[3:])  # behind metadata and two hooks
 
     def launch(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
         cooperative, early, scratch, profile, packed, metadata, enter, leave, *args = rest
@@ -33,7 +33,7 @@ class Launcher:
         assert scratch is profile is metadata is enter is leave is None
         self._record(x, y, z, function, packed, args)
 
-    def _record(self, x: int, y: int, z: int, function: Any, packed: Any, args: list[Any]) -> None:
+    def _record(self, x: int, y: int, z: int, function: Any, packed: Any, args: Sequence[Any]) -> None:
         plain = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
         self.calls.append((x, y, z, function, packed, plain))
 

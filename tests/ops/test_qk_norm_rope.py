@@ -51,3 +51,17 @@ def test_refuses(change: dict[str, torch.Tensor], message: str) -> None:
     given = dict(zip(names, inputs(torch.float32), strict=True)) | change
     with pytest.raises(ValueError, match=f"qk_norm_rope: {message}"):
         ops.qk_norm_rope(eps=EPS, **given)
+
+
+@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+def test_store_equals_the_ops_in_turn(implementation: str) -> None:
+    q, k, wq, wk, positions, table = inputs(torch.bfloat16)
+    v, slots = rand(4, 7, 2, 32, dtype=torch.bfloat16), torch.tensor([3, -1, 8, 0, 11, 5, 6])
+    caches = [rand(5 + i, 3, 4, 2, 32, dtype=torch.bfloat16) for i in range(2)]
+    others = [c.clone() for c in caches]
+    with select.use(implementation):
+        ours = ops.qk_norm_rope_store(q, k, v, wq, wk, EPS, positions, table, *caches, slots)
+        q_out, k_out = ops.qk_norm_rope(q, k, wq, wk, EPS, positions, table)
+        ops.store_kv_(*others, k_out, v, slots)
+    for o, b in zip((ours, *caches), (q_out, *others), strict=True):
+        assert_bitwise(o, b, "stored and separate")

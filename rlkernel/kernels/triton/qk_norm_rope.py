@@ -1,7 +1,7 @@
 """qk_norm_rope on GPUs: a program norms and rotates all heads of a token, read from the fused projection.
 
 A head lies in two halves, as rope pairs them. The contract's row sum adds neighbours, so for a power of two it is the
-sum of the halves' sums, and nothing is moved between the two steps.
+sum of the halves' sums, and nothing is moved between the two steps. Given a cache, key and value go into their slot.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def normed(x1, x2, weight, eps, y, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["SIZE"])
 def qk_norm_rope_kernel(
     q,  # [T, H, D]
     k,  # [T, HK, D]
@@ -46,7 +46,10 @@ def qk_norm_rope_kernel(
     positions,  # [T] int64
     cos_sin,  # [P, D] fp32
     q_out,  # [T, H, D]
-    k_out,  # [T, HK, D]
+    k_out,  # [T, HK, D], or slots of keys where STORE
+    v,  # [T, HK, D], where STORE
+    v_out,  # slots of values
+    slots,  # [T] int64
     eps,
     H,
     HK,
@@ -54,10 +57,16 @@ def qk_norm_rope_kernel(
     q_head,
     k_row,
     k_head,
+    v_row,
+    v_head,
+    slot_row,  # elements from a slot to the next, and from a head in it to the next
+    slot_head,
+    SIZE,  # slots exist, others are left out
     D: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STORE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -66,14 +75,23 @@ def qk_norm_rope_kernel(
     position = tl.load(positions + token)
     q1, q2 = halves(q, token * q_row, q_head, H, D, Q_HEADS, BLOCK)
     k1, k2 = halves(k, token * k_row, k_head, HK, D, K_HEADS, BLOCK)
+    if STORE:
+        slot = tl.load(slots + token)
+        head, column = tl.arange(0, K_HEADS)[:, None], tl.arange(0, 2 * BLOCK)[None, :]
+        value = tl.load(v + token * v_row + head * v_head + column, mask=head < HK)
     j = tl.arange(0, BLOCK)
     table = cos_sin + position * D + j
     cos = tl.load(table, mask=j < D // 2, other=0.0)[None, :]
     sin = tl.load(table + D // 2, mask=j < D // 2, other=0.0)[None, :]
     q1, q2 = normed(q1, q2, q_weight, eps, q_out, D, BLOCK)
     k1, k2 = normed(k1, k2, k_weight, eps, k_out, D, BLOCK)
-    rotate(q_out, q1, q2, cos, sin, token, H, D, Q_HEADS, BLOCK)
-    rotate(k_out, k1, k2, cos, sin, token, HK, D, K_HEADS, BLOCK)
+    rotate(q_out, q1, q2, cos, sin, token * H * D, D, H, D, Q_HEADS, BLOCK)
+    if STORE:
+        if (slot >= 0) & (slot < SIZE):
+            rotate(k_out, k1, k2, cos, sin, slot * slot_row, slot_head, HK, D, K_HEADS, BLOCK)
+            tl.store(v_out + slot * slot_row + head * slot_head + column, value, mask=head < HK)
+    else:
+        rotate(k_out, k1, k2, cos, sin, token * HK * D, D, HK, D, K_HEADS, BLOCK)
 
 
 # ---- launchers ----------------------------------------------------------------------------------
@@ -85,38 +103,76 @@ def _tile(h: int, hk: int, d: int) -> dict[str, Any]:
     return {**meta, "num_warps": min(8, max(1, heads * d // 512))}
 
 
+def computes(d: int) -> bool:
+    """Whether the kernel takes heads of d elements."""
+    return d >= 32 and d == next_power_of_2(d)
+
+
+def _launch(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor,
+    k_out: Tensor, v: Tensor | None, v_out: Tensor | None, slots: Tensor | None, places: tuple[int, int, int],
+) -> Tensor:  # fmt: skip
+    (tokens, h, d), hk = q.shape, k.shape[1]
+    q, k = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k))
+    q_out = torch.empty((tokens, h, d), dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return q_out
+    v_row, v_head = (0, 0) if v is None else (v.stride(0), v.stride(1))
+    with on_device(q):
+        qk_norm_rope_kernel[(tokens,)](
+            q, k, q_weight.contiguous(), k_weight.contiguous(), positions.contiguous(), cos_sin.contiguous(), q_out,
+            k_out, v, v_out, slots, eps, h, hk, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v_row, v_head,
+            *places, **_tile(h, hk, d), STORE=slots is not None, **early(q), **options(),
+        )  # fmt: skip
+    return q_out
+
+
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    (tokens, h, d), hk = q.shape, k.shape[1]
-    if d < 32 or d != next_power_of_2(d):
+    d = q.shape[2]
+    if not computes(d):
         q_normed = rms_norm(q.reshape(-1, d), q_weight, eps).view(q.shape)
         k_normed = rms_norm(k.reshape(-1, d), k_weight, eps).view(k.shape)
         return rope(q_normed, k_normed, positions, cos_sin, False)
-    q, k = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k))
-    positions, cos_sin = positions.contiguous(), cos_sin.contiguous()
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    if tokens == 0:
-        return q_out, k_out
-    with on_device(q):
-        qk_norm_rope_kernel[(tokens,)](
-            q, k, q_weight.contiguous(), k_weight.contiguous(), positions, cos_sin, q_out, k_out, eps, h, hk,
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), **_tile(h, hk, d), **early(q), **options(),
-        )  # fmt: skip
+    q_out = _launch(q, k, q_weight, k_weight, eps, positions, cos_sin, k_out, None, None, None, (0, 0, 0))
     return q_out, k_out
+
+
+def qk_norm_rope_store(
+    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor,
+    k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+) -> Tensor:  # fmt: skip
+    """q'; k' and v in their slots of caches [pages, page, HK, D] of one shape, slot after slot in memory."""
+    v = v if v.stride(2) == 1 else v.contiguous()
+    pages, page, _, _ = k_cache.shape
+    places = (k_cache.stride(1), k_cache.stride(2), pages * page)
+    return _launch(
+        q, k, q_weight, k_weight, eps, positions, cos_sin, k_cache, v, v_cache, slots.contiguous(), places
+    )  # fmt: skip
 
 
 # ---- ahead of time ------------------------------------------------------------------------------
 
 
-def _variant(h: int, hk: int) -> Variant:
+def _variant(h: int, hk: int, store: bool = False) -> Variant:
     types = dict.fromkeys(("q", "k", "q_weight", "k_weight", "q_out", "k_out"), "*bf16:16")
     types |= {"positions": "*i64:16", "cos_sin": "*fp32:16", "eps": "fp32", "H": "i32:16", "HK": "i32"}
-    types |= dict.fromkeys(("q_row", "q_head", "k_row", "k_head"), "i32:16")
-    meta = _tile(h, hk, 128)
+    types |= dict.fromkeys(("q_row", "q_head", "k_row", "k_head", "v_row", "v_head"), "i32:16")
+    types |= {"slot_row": "i32:16", "slot_head": "i32:16", "SIZE": "i32"}
+    meta = _tile(h, hk, 128) | {"STORE": store}
+    if store:
+        types |= {"v": "*bf16:16", "v_out": "*bf16:16", "slots": "*i64:16"}
+    else:
+        meta |= {"v": None, "v_out": None, "slots": None}
     warps = meta.pop("num_warps")
-    return Variant(f"qk_norm_rope {h} + {hk}", qk_norm_rope_kernel, types, meta, num_warps=warps)
+    name = f"qk_norm_rope {h} + {hk}{', stored' * store}"
+    return Variant(name, qk_norm_rope_kernel, types, meta, num_warps=warps)
 
 
-AOT: tuple[Variant, ...] = (*early_too(_variant(16, 8)), *early_too(_variant(32, 8)))
+AOT: tuple[Variant, ...] = (
+    *early_too(_variant(16, 8)),
+    *early_too(_variant(32, 8)),
+    *early_too(_variant(32, 8, store=True)),
+)

@@ -30,10 +30,11 @@ def halves(x, row, head_stride, heads, D: tl.constexpr, HEADS: tl.constexpr, BLO
 
 
 @triton.jit
-def rotate(out, x1, x2, cos, sin, token, heads, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def rotate(out, x1, x2, cos, sin, row, head_stride, heads, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rotates both halves of a token's heads into `out` + row."""
     head, j = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (j < D // 2)
-    to = out + token * heads * D + head * D + j
+    to = out + row + head * head_stride + j
     tl.store(to, tl.fma(x1, cos, -(x2 * sin)).to(out.dtype.element_ty), mask=inside)
     tl.store(to + D // 2, tl.fma(x2, cos, x1 * sin).to(out.dtype.element_ty), mask=inside)
 
@@ -70,8 +71,8 @@ def rope_kernel(
     sin = tl.load(table + D // 2, mask=j < D // 2, other=0.0)[None, :]
     if INVERSE:
         sin = -sin
-    rotate(q_out, q1, q2, cos, sin, token, H, D, Q_HEADS, BLOCK)
-    rotate(k_out, k1, k2, cos, sin, token, HK, D, K_HEADS, BLOCK)
+    rotate(q_out, q1, q2, cos, sin, token * H * D, D, H, D, Q_HEADS, BLOCK)
+    rotate(k_out, k1, k2, cos, sin, token * HK * D, D, HK, D, K_HEADS, BLOCK)
 
 
 # ---- launchers ----------------------------------------------------------------------------------

@@ -1,0 +1,111 @@
+"""Attention of an engine, on any device: what vLLM calls, as `ops.paged_attention` over vLLM's pages.
+
+`attend` is one op of torch for all that lies between the projections of a layer with query and key norms: norms, rope,
+the new rows of the cache, attention. vLLM cuts its graph there, and each op outside a graph costs time on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.attention import get_attention_context, unified_attention_with_output
+from vllm.v1.attention.backend import AttentionImpl
+
+from rlkernel import ops
+
+CUT = "vllm::unified_attention_with_output"  # where vLLM cuts a graph into pieces
+
+
+class ExactAttention(AttentionImpl[Any]):
+    """Mixin of an implementation of vLLM's attention: `pages_of` and `do_kv_cache_update` are the device's."""
+
+    rlkernel_variant = "split"
+
+    def pages_of(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as pages [pages, page, HK, D]."""
+        raise NotImplementedError
+
+    def table_of(self, block_table: Tensor) -> Tensor:
+        """vLLM's table, naming those pages."""
+        return block_table
+
+    def window_of(self) -> int | None:
+        """Keys that a query sees, itself included; None for all."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        m = attn_metadata
+        if m is None:  # a run that measures memory
+            return output.fill_(0)
+        keys, values = self.pages_of(kv_cache)
+        tokens = m.num_actual_tokens
+        ops.paged_attention(
+            query[:tokens],
+            keys,
+            values,
+            self.table_of(m.block_table),
+            m.query_start_loc,
+            m.seq_lens,
+            max_seqlen_q=m.max_query_len,
+            max_seqlen_k=m.max_seq_len,
+            scale=self.scale,
+            window=self.window_of(),
+            variant=self.rlkernel_variant,
+            out=output[:tokens],
+        )
+        return output
+
+    def normed_and_stored(
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...], kv_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        """q', with k' and v in the cache; `given`: what `ops.qk_norm_rope` takes beside q and k."""
+        q, k = ops.qk_norm_rope(q, k, *given)
+        self.do_kv_cache_update(layer, k, v, kv_cache, slots)
+        return q
+
+
+def attend(qkv: Tensor, out: Tensor, positions: Tensor, name: str) -> None:
+    """out [T, H D] from the fused projection qkv [T, (H + 2 HK) D] of the attention layer `name`."""
+    _, attention, kv_cache, slots = get_attention_context(name)
+    layer = attention.rlkernel_layer
+    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    q, k, v = qkv.view(qkv.shape[0], -1, layer.head_dim).split(heads, dim=1)
+    given = (
+        layer.q_norm.weight,
+        layer.k_norm.weight,
+        layer.q_norm.variance_epsilon,
+        positions,
+        layer.rotary_emb.rlkernel_table,
+    )
+    if slots is None:  # a run that measures memory
+        q, k = ops.qk_norm_rope(q, k, *given)
+    else:
+        q = attention.impl.normed_and_stored(attention, q, k, v, given, kv_cache, slots)
+    unified_attention_with_output(q, k, v, out.view(q.shape), name)
+
+
+_LIBRARY = torch.library.Library("rlkernel_vllm", "DEF")
+_LIBRARY.define("attend(Tensor qkv, Tensor(a!) out, Tensor positions, str name) -> ()")
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("attend", attend, _device)
+torch.library.register_fake("rlkernel_vllm::attend", lambda qkv, out, positions, name: None, lib=_LIBRARY)
+
+
+def cut_there(vllm_config: Any) -> None:
+    """Has vLLM cut its graph at `attend` where it cuts at its own attention."""
+    cuts = vllm_config.compilation_config.splitting_ops
+    if cuts and CUT in cuts and "rlkernel_vllm::attend" not in cuts:
+        cuts.append("rlkernel_vllm::attend")
