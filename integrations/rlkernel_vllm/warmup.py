@@ -1,6 +1,6 @@
 """Schedules of an engine on a GPU, settled before its decode steps are recorded: under recording nothing is certified.
 
-A shape class of `linear` covers rows up to 1, 16, 32, 64, ...; one call at the upper end of each certifies it, or finds
+A shape class of `linear` covers rows up to one of `BUCKETS`; one call at the upper end of each certifies it, or finds
 the verdict that an earlier process left on disk.
 """
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rlkernel import ops
+from rlkernel.kernels.cuda.linear import BUCKETS, bucket
 from rlkernel_vllm import settings
 from rlkernel_vllm.config import model_config
 
@@ -43,7 +44,7 @@ def settle(model: nn.Module, vllm_config: Any) -> None:
         )
     scheduler = vllm_config.scheduler_config
     most = scheduler.max_num_batched_tokens
-    rows = [m for m in (1, 16, *(32 << i for i in range(9)), 16384) if m < 2 * most]
+    rows = BUCKETS[1 : BUCKETS.index(bucket(most)) + 1]
     seen = set()
     with torch.inference_mode():
         for module in model.modules():
@@ -65,6 +66,6 @@ def settle(model: nn.Module, vllm_config: Any) -> None:
         if type(getattr(head, "quant_method", None)).__name__ == "ExactEmbeddingMethod":
             weight = head.weight[: processor.org_vocab_size]
             for m in rows:
-                if m < 2 * scheduler.max_num_seqs and m <= HEAD_ROWS:
+                if m <= bucket(min(scheduler.max_num_seqs, HEAD_ROWS)):
                     ops.linear(weight.new_zeros(m, weight.shape[1]), weight, out_dtype=torch.float32)
     torch.cuda.empty_cache()

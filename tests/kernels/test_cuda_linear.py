@@ -35,8 +35,8 @@ def test_buckets_hold_their_rows() -> None:
     ms = [*range(0, 300), 511, 512, 513, 8192, 8193, 16384]
     buckets = [cuda.bucket(m) for m in ms]
     assert all(b >= m for m, b in zip(ms, buckets, strict=True)) and buckets == sorted(buckets)
-    assert cuda.bucket(10**6) == cuda.LARGEST_BUCKET
-    for m in (1, 9, 40, 5000):
+    assert cuda.bucket(10**6) == cuda.BUCKETS[-1] and set(buckets) <= set(cuda.BUCKETS)
+    for m in (1, 9, 40, 65, 150, 250, 5000):
         rows = cuda._rows(key(rand(1, 64).expand(m, 64).contiguous(), rand(48, 64)))
         assert {cuda.bucket(r) for r in rows} == {cuda.bucket(m)} and rows[-1] == cuda.bucket(m)
 

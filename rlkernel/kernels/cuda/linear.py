@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ from rlkernel.kernels.triton.matrix import Tile
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 RANKS = 4  # answers of cuBLASLt's heuristic that compete
 MOST_WORKSPACE = 32 << 20
-LARGEST_BUCKET = 16384
+# Close together where a decode step has its rows and the library fits its tiles to them.
+BUCKETS = (0, 1, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SAMPLE_BYTES = 3 << 29  # limit on the largest matrix of a comparison, 1.5 GiB
 SPLIT_ROWS = 512  # most rows at which a head's input gradient keeps one fp32 partial sum a chunk
 ANY = 1 << 40
@@ -104,10 +106,8 @@ class Shape(NamedTuple):
 
 
 def bucket(m: int) -> int:
-    """Bucket of a row count: 0, 1, 16, 32, 64, ..., LARGEST_BUCKET, which holds all above too."""
-    if m <= 1:
-        return m
-    return min(max(16, 1 << (m - 1).bit_length()), LARGEST_BUCKET)
+    """Bucket of a row count, one of `BUCKETS`; the last holds all above too."""
+    return BUCKETS[min(bisect_left(BUCKETS, m), len(BUCKETS) - 1)]
 
 
 def _dense(*operands: Tensor) -> bool:
@@ -204,7 +204,7 @@ def _rows(key: Key) -> list[int]:
     s = _shape(key)
     width = sum(s.weight) if s.form == "wgrad" else max(s.n, s.k)
     most = max(1, SAMPLE_BYTES // (width * 4))
-    low = {1: 1, 16: 2}.get(s.rows, s.rows // 2 + 1)
+    low = BUCKETS[BUCKETS.index(s.rows) - 1] + 1
     return sorted({min(m, most) for m in (low, (low + s.rows) // 2 | 1, s.rows)})
 
 
