@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,8 +72,9 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def command(rollout: str, train: str, reports: Path, name: str, *options: str) -> list[str]:
-    files = ["--json", str(reports / f"{name}.json"), "--html", str(reports / f"{name}.html")]
+def command(rollout: str, train: str, name: str, *options: str) -> list[str]:
+    """A comparison whose inputs and outputs lie in the working directory, so that a report names no other place."""
+    files = ["--json", f"{name}.json", "--html", f"{name}.html"]
     return [sys.executable, "-m", "rlkernel_drift", "compare", rollout, train, *options, *files]
 
 
@@ -134,16 +136,19 @@ def engines(names: list[str], reports: Path) -> list[dict[str, Any]]:
         commands = {}
         for case in group:
             share = () if case.alone else ("--engine-args", json.dumps({"max_model_len": 4096, **memory(8 << 30)}))
-            sides = f"{case.rollout}:{model}", f"{case.train}:{model}"
-            commands[case.name] = command(*sides, reports, case.name, *case.options, *share)
+            sides = f"{case.rollout}:{model.name}", f"{case.train}:{model.name}"
+            commands[case.name] = command(*sides, case.name, *case.options, *share)
         done = run(commands, env, folder)
         for case in group:
+            for kind in ("json", "html"):
+                if (folder / f"{case.name}.{kind}").is_file():
+                    shutil.copy(folder / f"{case.name}.{kind}", reports)
             rows.append(row(case.words, case.name, *done[case.name], reports, len(group) - 1))
             print(rows[-1], flush=True)
     return rows
 
 
-def files(reports: Path) -> dict[str, Any]:
+def files() -> dict[str, Any]:
     """Two capsules of 100,000 counted tokens with bf16 noise between them, on two cores."""
     import numpy as np
 
@@ -160,7 +165,7 @@ def files(reports: Path) -> dict[str, Any]:
             manifest = Manifest(side=side, engine="file", sampling=Sampling(), config={"dtype": "bfloat16"})  # type: ignore[arg-type]
             capsule = build_capsule(manifest, prompts, completions, {f"{stream}.processed": list(values)})
             write_capsule(capsule, Path(folder) / side)
-        words = command(f"{folder}/rollout", f"{folder}/train", Path(folder), "files")
+        words = command("rollout", "train", "files")
         cores = sorted(os.sched_getaffinity(0))[:2]
         env = environment(Path(folder)) | {"OMP_NUM_THREADS": str(len(cores))}
         seconds, status = run({"files": ["taskset", "-c", ",".join(map(str, cores)), *words]}, env, Path(folder))[
@@ -186,12 +191,12 @@ def main() -> int:
         reports.mkdir(parents=True, exist_ok=True)
         if not torch.cuda.is_available():
             print("bench_drift: torch sees no CUDA GPU; two files are compared")
-            rows = [files(reports)]
+            rows = [files()]
             print(f"wrote {write_result('bench_drift', rows, folder='cpu')}")
             return 0
         from importlib.metadata import version
 
-        rows = [*engines(args.case, reports), files(reports)]
+        rows = [*engines(args.case, reports), files()]
     versions = {name: version(name) for name in ("vllm", "transformers")}
     print(f"wrote {write_result('bench_drift', rows, **versions)}")
     good = all(r["exit"] == (0 if "with rlkernel" in r["comparison"] else 1) for r in rows[:-1])

@@ -86,7 +86,7 @@ def _captured(request: Request, engine: Any, hashed: Future[dict[str, WeightFing
 def _settings(request: Request, rlkernel: bool) -> dict[str, Any]:
     """Arguments of `vllm.LLM`; those of the request win."""
     settings: dict[str, Any] = {
-        "model": str(request.model),
+        "model": str(request.model.resolve()),
         "dtype": request.dtype,
         "seed": request.seed,
         "logprobs_mode": "processed_logprobs",
