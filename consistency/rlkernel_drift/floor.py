@@ -33,7 +33,7 @@ def measure_floor(engine: str, request: Request) -> Measured:
     """Runs an engine against itself.
 
     Args:
-        engine: "hf" or "rlkernel". request: model, prompts or tokens, dtype, device.
+        engine: "hf", "rlkernel", "vllm" or "vllm+rlkernel". request: model, prompts or tokens, dtype, device.
 
     Raises:
         DriftError: another engine, or nothing to score.
@@ -42,8 +42,12 @@ def measure_floor(engine: str, request: Request) -> Measured:
         names = _hf(request)
     elif engine == "rlkernel":
         names = _rlkernel(request)
+    elif engine in ("vllm", "vllm+rlkernel"):
+        from rlkernel_drift.capture.vllm_engine import permuted
+
+        names = {name: torch.from_numpy(v) for name, v in permuted(request, engine == "vllm+rlkernel").items()}
     else:
-        raise DriftError(f"floor runs engines hf and rlkernel, not {engine!r}")
+        raise DriftError(f"floor runs engines hf, rlkernel, vllm and vllm+rlkernel, not {engine!r}")
     base = names.pop("as it is")
     whole = np.ones(len(base), np.bool_)
     found = {name: token_statistics(Comparable(base.numpy(), values.numpy(), whole)) for name, values in names.items()}

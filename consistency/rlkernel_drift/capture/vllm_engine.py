@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rlkernel_drift.capsule import (
     Operators,
     Tensor,
     WeightFingerprint,
+    Weights,
     build_capsule,
     describe_operators,
 )
@@ -33,6 +34,7 @@ from rlkernel_drift.scoring.weights import fingerprints, read_weights
 
 _SETTINGS = ("VLLM_BATCH_INVARIANT", "VLLM_ATTENTION_BACKEND")
 _WORKER = "rlkernel_drift.capture.vllm_worker.Recording"
+_CHUNK = 16  # tokens of a step of the chunked engine of a floor
 _STEP, _SEQUENCES = 1024, 128  # of a step where whole values are kept until its end
 
 
@@ -45,16 +47,14 @@ def capture_vllm(request: Request, rlkernel: bool = False) -> Capsule:
     Raises:
         DriftError: vLLM is missing, or does not start.
     """
-    with ThreadPoolExecutor(1) as pool:  # files are hashed while the engine starts
-        hashed = pool.submit(lambda: fingerprints(read_weights(request.model))) if request.weights else None
-        engine = _started(request, rlkernel)
-        try:
-            return _captured(request, engine, hashed)
-        finally:
-            _stop(engine)
+    engine = _started(request, rlkernel)
+    try:
+        return _captured(request, engine)
+    finally:
+        _stop(engine)
 
 
-def _captured(request: Request, engine: Any, hashed: Future[dict[str, WeightFingerprint]] | None) -> Capsule:
+def _captured(request: Request, engine: Any) -> Capsule:
     texts = Texts(request.model)
     recording = request.operators != "none"
     if recording:
@@ -70,13 +70,14 @@ def _captured(request: Request, engine: Any, hashed: Future[dict[str, WeightFing
     if operators is None:
         operators = _operators(request, engine, bare) if recording else Operators()
     about = engine.collective_rpc("rlkernel_drift_about")[0]
-    weights = weights_of(hashed.result()) if hashed is not None else None
+    weights, left_out = _weights(request, engine)
     manifest = manifest_of(
         request,
         "vllm",
         {**_config(engine), **about, "dtype": request.dtype},
         contract=_contract(engine),
         weights=weights,
+        left_out=left_out,
         vocabulary=texts.vocabulary(bare.ids),
         operators=describe_operators(operators),
     )
@@ -160,6 +161,17 @@ def _contract(engine: Any) -> str | None:
     return str(status["contract"]) if status.get("exact") else None
 
 
+def _weights(request: Request, engine: Any) -> tuple[Weights | None, list[str]]:
+    """Fingerprints of the weights in the worker, or of the files where the engine repacks them; what is missing."""
+    if not request.weights:
+        return None, []
+    held = engine.collective_rpc("rlkernel_drift_weights")[0]
+    if held is None:
+        found = fingerprints(read_weights(request.model))
+        return weights_of(found), ["the engine repacks its weights: the files of its model were hashed instead"]
+    return weights_of({name: WeightFingerprint(**values) for name, values in held.items()}), []
+
+
 def _sampled(request: Request, engine: Any, texts: Texts) -> Capsule:
     from vllm import SamplingParams
 
@@ -189,8 +201,14 @@ def _sampled(request: Request, engine: Any, texts: Texts) -> Capsule:
     return build_capsule(Manifest(), prompts, completions, {"recorded.processed": values})
 
 
-def _scored(engine: Any, bare: Capsule) -> np.ndarray:
-    """Prompt log-probabilities of the counted tokens: always those of the raw logits."""
+def _scored(
+    engine: Any, bare: Capsule, order: Callable[[list[int]], list[int]] = list, alone: bool = False
+) -> np.ndarray:
+    """Prompt log-probabilities of the counted tokens: always those of the raw logits.
+
+    Args:
+        order: of the sequences in the queue. alone: one sequence at a time.
+    """
     from vllm import SamplingParams
 
     sequences = sequences_of(bare)
@@ -198,7 +216,12 @@ def _scored(engine: Any, bare: Capsule) -> np.ndarray:
         raise DriftError("there is no token to score: every mask is empty")
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     ids = [s.tolist() for s in sequences.ids]
-    outputs = engine.generate([{"prompt_token_ids": row} for row in ids], params, use_tqdm=False)
+    queue = order(list(range(len(ids))))
+    outputs: list[Any] = [None] * len(ids)
+    for part in [[i] for i in queue] if alone else [queue]:
+        asked = [{"prompt_token_ids": ids[i]} for i in part]
+        for i, output in zip(part, engine.generate(asked, params, use_tqdm=False), strict=True):
+            outputs[i] = output
     values = [
         float(o.prompt_logprobs[int(row) + 1][tokens[int(row) + 1]].logprob)
         for o, tokens, rows in zip(outputs, ids, sequences.rows, strict=True)
@@ -207,6 +230,38 @@ def _scored(engine: Any, bare: Capsule) -> np.ndarray:
     stream = np.full(bare.tokens, np.nan, np.float32)
     stream[sequences.token.numpy()] = np.array(values, np.float32)
     return stream
+
+
+# ---- the engine against itself -------------------------------------------------------------------------------------
+
+
+def permuted(request: Request, rlkernel: bool = False) -> dict[str, np.ndarray]:  # name -> [N]
+    """Raw log-probabilities of the counted tokens, scored as prompts in several batches, orders and chunks.
+
+    Sampled tokens are decoded too, where nothing was scaled or filtered.
+    """
+    found: dict[str, np.ndarray] = {}
+    engine = _started(request, rlkernel)
+    try:
+        bare = request.tokens or _sampled(request, engine, Texts(request.model))
+        token = sequences_of(bare).token.numpy()
+        found["as it is"] = _scored(engine, bare)[token]
+        found["other order"] = _scored(engine, bare, lambda rows: rows[::-1])[token]
+        found["each sequence alone"] = _scored(engine, bare, alone=True)[token]
+        if request.tokens is None and request.sampling.temperature == 1 and not request.sampling.filters:
+            found["decoded"] = bare.logprobs["recorded.processed"][token]
+    finally:
+        _stop(engine)
+    chunked = {
+        "max_num_batched_tokens": _CHUNK,
+        "max_num_seqs": min(_CHUNK, request.engine.get("max_num_seqs", _CHUNK)),
+    }
+    engine = _started(replace(request, engine={**request.engine, **chunked}), rlkernel)
+    try:
+        found["chunked prefill"] = _scored(engine, bare)[token]
+    finally:
+        _stop(engine)
+    return found
 
 
 # ---- operators -----------------------------------------------------------------------------------------------------

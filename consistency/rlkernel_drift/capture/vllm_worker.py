@@ -6,7 +6,7 @@ vLLM imports this in its workers: `worker_extension_cls="rlkernel_drift.capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -258,6 +258,20 @@ def _order(runner: Any, counts: dict[str, int]) -> list[str]:
     return sorted(counts, key=counts.__getitem__)
 
 
+def hf_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Weights under their Hugging Face names: fused ones in parts, without padding of the vocabulary."""
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        prefix, _, last = owner.rpartition(".")
+        weight, module = parameter.data, modules[owner]
+        if last in _FUSED and weight.numel():
+            rows = weight.split(list(module.output_partition_sizes))
+            yield from ((f"{prefix}.{part}.{leaf}", row) for part, row in zip(_FUSED[last], rows, strict=True))
+        else:
+            yield name, weight[: getattr(module, "org_vocab_size", len(weight))]
+
+
 # ---- calls ---------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +291,15 @@ class Recording:
             return []
         _recorder.on = False
         return _recorder.save(path)
+
+    def rlkernel_drift_weights(self) -> dict[str, dict[str, Any]] | None:
+        """Fingerprints of the weights that compute; None where the engine keeps them in another form."""
+        from rlkernel_drift.scoring.weights import fingerprints
+
+        weights = dict(hf_weights(self.model_runner.get_model()))
+        if any(weight.numel() == 0 for weight in weights.values()):
+            return None
+        return {name: found.model_dump() for name, found in fingerprints(weights).items()}
 
     def rlkernel_drift_about(self) -> dict[str, str]:
         """Attention and model as they run, which the configuration leaves to defaults."""

@@ -12,7 +12,8 @@ def add_parser(subparsers: Any) -> None:
     """Adds the `floor` command."""
     words = "measure the noise of an engine against itself"
     parser = subparsers.add_parser("floor", help=words, description=words.capitalize() + ".")
-    parser.add_argument("--engine", default="hf", choices=("hf", "rlkernel"))
+    parser.add_argument("--engine", default="hf", choices=("hf", "rlkernel", "vllm", "vllm+rlkernel"))
+    parser.add_argument("--engine-args", default="{}", metavar="JSON", help="further arguments of vllm.LLM")
     add_request(parser)
     parser.add_argument("--out", metavar="FILE", help="write the floor as JSON, for compare --floor")
     parser.set_defaults(run=run)

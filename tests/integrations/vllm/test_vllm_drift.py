@@ -42,4 +42,7 @@ def test_first_difference_is_named_and_ours_is_none(tmp_path: Path, side: Any, m
     assert ours["statistics"]["tokens"] == 96 and ours["statistics"]["equal"] == 1
     layers = next(gate for gate in ours["gates"] if gate["name"] == "layers")
     assert layers["status"] == "passed" and "of 576 tokens have equal bits" in layers["summary"]
+    assert found["floor"]["tokens"] == 8 and found["floor"]["mean"] < 0.2
+    assert found["floor"]["permutations"] == ["other order", "each sequence alone", "decoded", "chunked prefill"]
+
     assert ours["rollout"]["contract"] == ours["train"]["contract"] is not None

@@ -408,7 +408,7 @@ def drift(folder: str) -> dict[str, Any]:
     """`rlkernel-drift compare` of two engines, through the command line: stock against stock, ours against ours."""
     from rlkernel_drift.cli.main import main as command
 
-    asked = ["--max-tokens", "12", "--profile", "bitwise", "--engine-args", json.dumps(ENGINE)]
+    settings = ["--max-tokens", "12", "--profile", "bitwise", "--engine-args", json.dumps(ENGINE)]
     out: dict[str, Any] = {}
     for name, rollout, train, operators in (
         ("stock", "vllm", "hf", "full"),
@@ -416,9 +416,13 @@ def drift(folder: str) -> dict[str, Any]:
     ):
         file = Path(folder).parent / f"{name}.json"
         sides = [f"{rollout}:{folder}", f"{train}:{folder}"]
-        code = command(["compare", *sides, *asked, "--operators", operators, "--json", str(file)])
+        code = command(["compare", *sides, *settings, "--operators", operators, "--json", str(file)])
         out[name] = {"exit": code, "verdict": json.loads(file.read_text())}
-    return out
+    file, asked = Path(folder).parent / "prompts.jsonl", Path(folder).parent / "floor.json"
+    file.write_text(json.dumps({"prompt": list(range(3, 40))}) + "\n" + json.dumps({"prompt": [5, 6, 7]}))
+    options = ["--model", folder, "--prompts", str(file), "--dtype", "bfloat16", "--out", str(asked)]
+    command(["floor", "--engine", "vllm", *options, "--max-tokens", "4", "--engine-args", json.dumps(ENGINE)])
+    return {**out, "floor": json.loads(asked.read_text())}
 
 
 SCENARIOS = (matrix, sampling, weights, compiled, switched, stock, refusals, refused, audit, drift)
