@@ -17,7 +17,7 @@ from rlkernel_drift.consequences import Settings, consequences
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.gates.common import INPUT_GATES, TITLES, skipped
 from rlkernel_drift.gates.configuration import configuration_gate, differences
-from rlkernel_drift.gates.hints import hints
+from rlkernel_drift.gates.hints import chain, hints
 from rlkernel_drift.gates.layers import layers_gate
 from rlkernel_drift.gates.schema import schema_gate
 from rlkernel_drift.gates.semantics import semantics_gate
@@ -180,7 +180,8 @@ def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdi
     verdict.consequences = consequences(compared, sums, options.settings)
     verdict.factors = _factors(pair)
     metrics = [] if not verdict.statistics.tokens else verdict.metrics
-    return statistics_gate(verdict.statistics, metrics, hints(pair, compared, verdict.lattice))
+    found = [*chain(verdict.factors), *hints(pair, compared, verdict.lattice)]
+    return statistics_gate(verdict.statistics, metrics, found)
 
 
 def _factors(pair: Pair) -> dict[str, TokenStatistics]:

@@ -338,6 +338,9 @@ def test_factors_are_reported_apart() -> None:
         "prefill/decode (processed)": 0.1,
         "decode/recorded (processed)": 0.01,
     }
+    rollout = replace(rollout, logprobs={"recorded.processed": values + np.float32(0.1), "prefill.processed": values})
+    found = gate(compare(rollout, capsule("train")), "statistics").findings
+    assert found[1].evidence == {"link": "prefill/recorded"} and "train/prefill equal bits" in found[1].message
 
 
 # ---- layers --------------------------------------------------------------------------------------------------------

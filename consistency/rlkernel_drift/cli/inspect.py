@@ -41,11 +41,16 @@ def run(args: argparse.Namespace) -> int:
         "sampling": ", ".join(f"{key} {value}" for key, value in m.sampling.model_dump().items()),
         "kept sets": f"{len(capsule.kept.ids)} ids" if capsule.kept else "none",
         "logits rows": str(len(capsule.distribution.rows)) if capsule.distribution else "none",
-        "weights": f"version {m.weights.version}, {len(m.weights.tensors)} tensors" if m.weights else "none",
-        "operators": f"{len(m.operators)}, {sorted({o.kind for o in m.operators})}" if m.operators else "none",
+        "weights": _weights(m.weights) if m.weights else "none",
+        "operators": f"{len(m.operators)} ({', '.join(sorted({o.kind for o in m.operators}))})" if m.operators else "none",
         "left out": "; ".join(m.left_out) or "nothing",
         "text": "redacted" if m.redacted else f"{len(m.vocabulary)} token texts",
     }
     for key, value in rows.items():
         print(f"{key:18} {printable(value)}")
     return 0
+
+
+def _weights(weights: Any) -> str:
+    version = "no version" if weights.version is None else f"version {weights.version}"
+    return f"{version}, {len(weights.tensors)} tensors"

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import Pair
-from rlkernel_drift.statistics import Comparable, Lattice
+from rlkernel_drift.statistics import Comparable, Lattice, TokenStatistics
 from rlkernel_drift.verdict import Finding
 
 _MIN_TOKENS = 32
+_LINK = 5.0  # times the next link of the chain
 _ROUNDING = 1e-5  # nats; one-signed differences below it come from how a log-softmax rounds, not from kept sets
 
 
@@ -27,6 +28,17 @@ def hints(pair: Pair, compared: Comparable, lattice: Lattice | None) -> list[Fin
             finding("bf16-logits", f"{lattice}: something was rounded to few bits", "warning", step=lattice.step)
         )
     return [*found, *_growth(pair, compared)]
+
+
+def chain(factors: dict[str, TokenStatistics]) -> list[Finding]:
+    """Which link of train, prefill, decode, recorded the difference is in, where one is far above the others."""
+    known = [(name, s) for name, s in factors.items() if name.endswith("(processed)") and s.tokens]
+    links = sorted(known, key=lambda link: -link[1].mean)
+    if len(links) < 2 or links[0][1].mean <= _LINK * links[1][1].mean:
+        return []
+    words = [f"{name.split()[0]} {'equal bits' if s.equal == 1 else f'mean |d| {s.mean:.2g}'}" for name, s in links]
+    message = f"the difference arises between {links[0][0].split()[0].replace('/', ' and ')}: {', '.join(words)}"
+    return [finding("drift", message, "warning", link=links[0][0].split()[0])]
 
 
 def lag_correlation(x: NDArray[np.float64], y: NDArray[np.float64], lag: int) -> float:
