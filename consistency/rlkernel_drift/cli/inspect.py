@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
     capsule = read_capsule(args.path)
     m = capsule.manifest
+    kinds = sorted({operator.kind for operator in m.operators})
     rows = {
         "side": f"{m.side}, engine {m.engine or '?'}, contract {m.contract or 'none'}",
         "model": f"{m.model.name or '?'} ({m.model.family or '?'}), vocabulary {m.model.vocab_size}",
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         "kept sets": f"{len(capsule.kept.ids)} ids" if capsule.kept else "none",
         "logits rows": str(len(capsule.distribution.rows)) if capsule.distribution else "none",
         "weights": _weights(m.weights) if m.weights else "none",
-        "operators": f"{len(m.operators)} ({', '.join(sorted({o.kind for o in m.operators}))})" if m.operators else "none",
+        "operators": f"{len(m.operators)} ({', '.join(kinds)})" if kinds else "none",
         "left out": "; ".join(m.left_out) or "nothing",
         "text": "redacted" if m.redacted else f"{len(m.vocabulary)} token texts",
     }
