@@ -45,7 +45,7 @@ class Case:
 
 CASES = (
     Case(
-        "vllm-default", "vLLM default, transformers default", "vllm", "hf", ("--profile", "bitwise"), alone=True
+        "vllm-default", "vLLM default (eager), transformers default", "vllm", "hf", ("--profile", "bitwise"), alone=True
     ),
     Case(
         "vllm-graphs", "the same, vLLM compiled with CUDA graphs", "vllm", "hf",
@@ -107,19 +107,22 @@ def row(words: str, name: str, seconds: float, status: int, reports: Path, besid
     verdict = json.loads((reports / f"{name}.json").read_text())
     statistics, first = verdict.get("statistics") or {}, (verdict.get("layers") or {}).get("first")
     causes = [f["cause"] for g in verdict["gates"] for f in g["findings"] if f["severity"] == "error"]
+    layers = next((g for g in verdict["gates"] if g["name"] == "layers"), {"status": "", "summary": ""})
+    at = ""
+    if first is not None:
+        apart = "" if first["ulps"] is None else f", {first['ulps']} ulp"
+        at = f"{first['operator']}{apart}, {first['rows']} of {first['of']} rows"
     return {
         **found,
         "status": verdict["status"],
-        "headline": verdict["headline"],
-        "profile": verdict["profile"],
         "tokens": statistics.get("tokens"),
         "equal": statistics.get("equal"),
         "mean_abs": statistics.get("mean"),
         "max_abs": statistics.get("maximum"),
-        "causes": causes,
-        "first": first and {key: first[key] for key in ("operator", "ulps", "rows", "of")},
-        "operators": next((g["summary"] for g in verdict["gates"] if g["name"] == "layers"), ""),
+        "cause": causes[-1] if causes else "",
+        "operators": at or (layers["summary"] if layers["status"] == "passed" else ""),
         "html_bytes": (reports / f"{name}.html").stat().st_size,
+        "note": verdict["headline"],
     }
 
 
