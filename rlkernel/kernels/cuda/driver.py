@@ -180,19 +180,23 @@ class TensorMap(ctypes.Structure):
 
 
 _MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_SWIZZLES = {32: 1, 64: 2, 128: 3}
 
 
-def tensor_map(x: Tensor, rows: int, columns: int) -> TensorMap:
-    """Descriptor of x [n, k], dense in k, for boxes of [rows, columns] in 128-byte swizzled lines.
+def tensor_map(x: Tensor, rows: int, columns: int, line: int = 128) -> TensorMap:
+    """Descriptor of x [n, k], dense in k, for boxes of [rows, columns] in swizzled lines of `line` bytes.
 
     Raises:
         RuntimeError: the driver refuses: x's address or row is no multiple of 16 bytes, or a box is too large.
     """
-    return _encode(x.data_ptr(), x.dtype, x.shape, x.stride(0), rows, columns)
+    apart = x.stride(0) if x.shape[0] > 1 else x.shape[1]  # one row's stride may be anything
+    return _encode(x.data_ptr(), x.dtype, x.shape, apart, rows, columns, line)
 
 
 @functools.lru_cache(maxsize=1024)  # weights and the allocator's blocks come again and again
-def _encode(address: int, dtype: torch.dtype, shape: torch.Size, stride: int, rows: int, columns: int) -> TensorMap:
+def _encode(
+    address: int, dtype: torch.dtype, shape: torch.Size, stride: int, rows: int, columns: int, line: int
+) -> TensorMap:
     place = ctypes.create_string_buffer(256)  # ctypes honours _align_ from Python 3.13 on
     made = TensorMap.from_address((ctypes.addressof(place) + 63) // 64 * 64)
     made._keep = place
@@ -201,7 +205,7 @@ def _encode(address: int, dtype: torch.dtype, shape: torch.Size, stride: int, ro
         (ctypes.c_uint64 * 2)(shape[1], shape[0]), (ctypes.c_uint64 * 1)(stride * dtype.itemsize),
         (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1),
         0,  # not interleaved
-        3,  # lines of 128 bytes, swizzled
+        _SWIZZLES[line],
         3,  # promoted to 256 bytes in L2
         0,  # zeros outside
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""linear and its gradients on CUDA: cuBLASLt without split-K, and further Triton tiles, where they equal the anchor.
+"""linear and its gradients on CUDA: cuBLASLt without split-K, further Triton tiles, a kernel for few rows; where equal.
 
 The anchor is kernels/triton/linear.py. One cuBLASLt algorithm serves a whole bucket of row counts: what was certified
 is what runs. Sums over chunks are the anchor's own folds, or the product's beta = 1, chunk after chunk.
@@ -19,6 +19,7 @@ from torch import Tensor
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, WGRAD_TOKENS
 from rlkernel.kernels import build
 from rlkernel.kernels.certification import Family, First, Key, Run, Runs, Schedule, values
+from rlkernel.kernels.cuda import driver, linear_rows
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common, linear_grad, matrix
 from rlkernel.kernels.triton import linear as anchor
@@ -443,6 +444,26 @@ def _tile(offer: Offer, dgrad: bool, head: bool = False) -> Schedule:
     return Schedule(f"triton.{'head.' * head}{tile.m}x{tile.n}x{tile.k}", bind, supports)
 
 
+# ---- wgmma for few rows --------------------------------------------------------------------------
+
+
+def _few_rows(columns: int, fetching: int) -> Schedule:
+    def supports(key: Key) -> bool:
+        s = _shape(key)
+        return (
+            0 < s.rows <= linear_rows.MOST_ROWS and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
+            and all(d % 8 == 0 for d in s.weight) and not s.is_head
+            and linear_rows.supported(s.device, s.n, columns, fetching)
+        )  # fmt: skip
+
+    def bind(key: Key) -> Run:
+        s = _shape(key)
+        run = linear_rows.launcher(s.device, s.dtype, s.out, s.rows, columns, fetching)
+        return lambda dy, weight, chunks: run(dy, weight)
+
+    return Schedule(f"rows.{columns}{'x2' * (fetching == 2)}", bind, supports)
+
+
 # ---- ops -----------------------------------------------------------------------------------------
 
 
@@ -452,6 +473,7 @@ def _schedules(form: str) -> tuple[Schedule, ...]:
         found += [_tile(offer, form == "dgrad") for offer in OFFERS]
     if form == "dgrad":
         found += [_tile(offer, True, head=True) for offer in HEAD_OFFERS]
+        found += [_few_rows(columns, fetching) for columns in (16, 32) for fetching in (1, 2)]
     return tuple(found)
 
 
@@ -464,9 +486,9 @@ def _op(
 ) -> ScheduledOp:  # fmt: skip
     sources = (
         Path(__file__).resolve(),
-        *(Path(m.__file__) for m in (anchor, linear_grad, matrix, common) if m.__file__),
+        *(Path(m.__file__) for m in (anchor, linear_grad, matrix, common, linear_rows, driver) if m.__file__),
         _HERE.parent.parent / "contract" / "orders.py",
-        build.source_dir() / "cuda" / "linear_cublaslt.cpp",
+        *(build.source_dir() / "cuda" / name for name in ("linear_cublaslt.cpp", linear_rows.SOURCE)),
     )
     return ScheduledOp(
         Family(

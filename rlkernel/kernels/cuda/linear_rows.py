@@ -1,0 +1,76 @@
+"""linear's input gradient of at most 16 rows on Hopper: one chain over K a column, no step of which waits.
+
+The kernel is csrc/cuda/linear_dgrad_rows_sm90.cu; cuda/linear.py offers it to certification, as any schedule.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import build
+from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, tensor_map
+from rlkernel.kernels.triton import common
+
+SOURCE = "linear_dgrad_rows_sm90.cu"
+MOST_ROWS = 16
+PIECE = 256  # k
+SHARED_BYTES = 227 << 10  # that a block may have
+
+
+def stages(rows: int, columns: int) -> int:
+    """Pieces that shared memory holds, with two barriers each."""
+    return SHARED_BYTES // (2 * PIECE * (rows + columns) + 16)
+
+
+@functools.cache
+def _kernel(
+    device: int, dtype: torch.dtype, out: torch.dtype, rows: int, columns: int, fetching: int, held: int
+) -> Kernel:
+    macros = {
+        "HALF": dtype == torch.float16, "FP32_OUT": out == torch.float32, "ROWS": rows, "COLUMNS": columns,
+        "FETCHING": fetching, "STAGES": held,
+    }  # fmt: skip
+    cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", {name: int(v) for name, v in macros.items()})
+    return Kernel(cubin, "rlk_linear_dgrad_rows", held * (2 * PIECE * (rows + columns) + 16))
+
+
+def supported(device: int, n: int, columns: int, fetching: int) -> bool:
+    """Whether a device can run the kernel, and has a multiprocessor for each block that would only fetch."""
+    if device < 0 or common.IS_HIP or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    blocks = fetching * -(-n // columns)
+    return fetching == 1 or blocks <= torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launcher(
+    device: int, dtype: torch.dtype, out: torch.dtype, rows: int, columns: int, fetching: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """(dy [M, N], weight [N, K]) -> dx [M, K] for M from 1 to `rows`; both contiguous at 16-byte addresses, N and K
+    multiples of 8. A block has `columns` (16 or 32) of dx, and `fetching` (1 or 2) fetch for it.
+
+    Raises:
+        BuildError: there is no compiler for the kernel.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the device's context exists from here on
+        kernels = {
+            most: _kernel(device, dtype, out, most, columns, fetching, stages(most, columns))
+            for most in ((8,) if rows <= 8 else (8, 16))
+        }
+
+    def run(dy: Tensor, weight: Tensor) -> Tensor:
+        (m, k), n = dy.shape, weight.shape[1]
+        most = 8 if m <= 8 else 16
+        with common.on_device(dy):
+            dx = torch.empty((m, n), dtype=out, device=dy.device)
+            maps = tensor_map(dy, most, 64), tensor_map(weight, PIECE, columns, 2 * columns)
+            sizes = map(ctypes.c_int, (m, n, k))
+            kernels[most](fetching * -(-n // columns), 160, *maps, ctypes.c_void_p(dx.data_ptr()), *sizes)
+        return dx
+
+    return run
