@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu.gpu_checks import DEVICE, Record, assert_rows_alone, data
+from gpu.gpu_checks import DEVICE, Record, assert_rows_alone, data, low_precision
 from ops.op_checks import assert_right, by_dtype, differs, rand
 
 from rlkernel import ops
@@ -155,3 +155,39 @@ def test_float32_linear_is_the_cpus(chunks: int) -> None:
     x, w, b = rand(0, 70, 328), rand(1, 90, 328), rand(2, 90)
     y = ops.linear(x.to(DEVICE), w.to(DEVICE), b.to(DEVICE), chunks=chunks)
     assert_bitwise(y, ops.linear(x, w, b, chunks=chunks), "GPU against CPU")
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for sm_90"
+)
+@pytest.mark.parametrize("fetching", (1, 2))
+@pytest.mark.parametrize("columns", (16, 32))
+@low_precision
+def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, fetching: int, record: Record) -> None:
+    """wgmma's chain is the anchor's: part of a piece, of a block's columns, of its rows; many pieces, NaN beside."""
+    from rlkernel.kernels.certification import KINDS, values
+    from rlkernel.kernels.cuda import linear_rows
+    from rlkernel.kernels.triton.linear import gemm
+
+    cases = tokens = 0
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    for out in (dtype, torch.float32):
+        run = linear_rows.launcher(0, dtype, out, 16, columns, fetching)
+        for (n, k), kind in itertools.product(((6144, 1024), (136, 1032), (2056, 264), (8, 8), (512, 40)), KINDS):
+            w = values(kind, k, n, dtype, generator, second=True).t().contiguous()
+            for m in (1, 2, 7, 8, 9, 16):
+                dy = values(kind, m, n, dtype, generator)
+                expected = gemm(dy, w, torch.empty(m, k, dtype=out, device=DEVICE))
+                assert_bitwise(run(dy, w), expected, f"[{m}, {n}] x [{n}, {k}], {kind}, {columns} columns")
+                cases, tokens = cases + 1, tokens + m
+    dy, w = data(0, 3, 6144, dtype=dtype), data(1, 6144, 1024, dtype=dtype)
+    run = linear_rows.launcher(0, dtype, dtype, 16, columns, fetching)
+    expected = run(dy, w)
+    for _ in range(200):
+        assert_bitwise(run(dy, w), expected, "again")
+    dy[1] = float("nan")
+    with_nan = run(dy, w)
+    assert with_nan[1].isnan().all()
+    assert_bitwise(with_nan[::2], expected[::2], "a row beside one of NaN")
+    assert_bitwise(run(dy[:1].as_strided((1, 6144), (1, 1)), w), expected[:1], "one row, whatever its stride")
+    record(cases=cases, tokens=tokens, mismatches=0)

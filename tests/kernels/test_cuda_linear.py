@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,28 @@ def test_what_cublaslt_is_asked_for() -> None:
     ):
         assert not cuda._cublaslt_supports(key(x, weight, None, chunks))
     assert not cuda._cublaslt_supports(cuda._linear_key(rand(2, 64), w, None, 1, 1, None)), "a CPU tensor"
+
+
+def test_what_the_kernel_for_few_rows_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    offered = {s.name: s.supports for s in cuda.linear_dgrad.family.schedules if s.name.startswith("rows.")}
+    on = lambda name, dy, w, chunks=1: offered[name]((0, *cuda._dgrad_key(dy, w, chunks)[1:]))
+    w = rand(48, 1024)
+    assert all(on(name, rand(m, 48), w) for name in offered for m in (1, 16))
+    for dy, weight, chunks in (
+        (rand(17, 48), w, 1),
+        (rand(0, 48), w, 1),
+        (rand(2, 48), w, 2),
+        (rand(2, 44), rand(44, 1024), 1),  # rows at no 16-byte address
+        (rand(2, 48, dtype=torch.float32), w.float(), 1),
+        (rand(1, cuda.DGRAD_WHOLE + 8), rand(cuda.DGRAD_WHOLE + 8, 16), 1),  # a head has chunks
+    ):
+        assert not any(on(name, dy, weight, chunks) for name in offered)
+    found = [name for name in offered if on(name, rand(1, 48), rand(48, 4096))]
+    assert found == ["rows.16", "rows.32"], "no multiprocessor is idle"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not any(on(name, rand(1, 48), w) for name in offered)
 
 
 def test_the_gradients_of_one_class() -> None:
