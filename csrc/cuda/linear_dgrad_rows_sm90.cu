@@ -2,9 +2,8 @@
 // with the bits of kernels/triton/linear.py. Nothing shortens the chain, so what counts is that no step of it waits.
 //
 // Compiled by NVRTC or nvcc for sm_90a with -fmad=false and without headers. The sums of a block's few columns stay in the
-// tensor core's pipeline from one wgmma to the next: a step of 16 k takes 20 cycles. The copy engine keeps as many pieces
-// of 256 k under way as shared memory holds. It takes two cycles a line of a piece, short as the lines are: with FETCHING
-// = 2 a second block on another multiprocessor fetches every other piece for the first.
+// tensor core's pipeline from one wgmma to the next, and no operand goes to registers: a step of 16 k takes 20 cycles. The
+// copy engine keeps as many pieces of 256 k under way as shared memory holds.
 
 #ifndef HALF
 #define HALF 0  // operands are fp16, else bf16
@@ -20,9 +19,6 @@
 #endif
 #ifndef STAGES
 #define STAGES 16  // pieces that shared memory holds
-#endif
-#ifndef FETCHING
-#define FETCHING 1  // blocks that fetch for one that multiplies: 1, or 2 in a cluster
 #endif
 
 typedef unsigned short u16;
@@ -66,33 +62,15 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "r"(parity)
       : "memory");
 }
+__device__ __forceinline__ void prefetch(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 __device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
-#if FETCHING == 2
-__device__ __forceinline__ void fetch_for_first(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  const unsigned short mask = 1;
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
-      : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-// Relaxed: an order of memory would flush L1, and none is needed.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-#endif
 
 // Descriptors, in two words, so that a step adds to one register. dy: lines of 64 k in 128 swizzled bytes, eight of them a
 // unit of 1024. The weight: lines of COLUMNS elements, swizzled over their length, eight of them a unit.
@@ -125,109 +103,73 @@ __device__ __forceinline__ void multiply(float (&d)[COLUMNS / 2], u32 a, u32 b) 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-#if FETCHING == 2
-    __cluster_dims__(2, 1, 1)
-#endif
-        rlk_linear_dgrad_rows(
-            const __grid_constant__ TensorMap dy,  // [M, K]; boxes of ROWS lines of 64
-            const __grid_constant__ TensorMap w,   // [K, N]; boxes of a piece
-            void* __restrict__ out,                // [M, N]
-            int rows, int n, int k) {
+extern "C" __global__ void __launch_bounds__(kThreads) rlk_linear_dgrad_rows(
+    const __grid_constant__ TensorMap dy,  // [M, K]; boxes of ROWS lines of 64
+    const __grid_constant__ TensorMap w,   // [K, N]; boxes of a piece
+    void* __restrict__ out,                // [M, N]
+    int rows, int n, int k) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 dy_at = shared_address(memory), w_at = dy_at + STAGES * kRowBytes, full = w_at + STAGES * kWeightBytes;
   const u32 empty = full + 8 * STAGES;
   const int thread = threadIdx.x, lane = thread & 31;
   const int warp = __shfl_sync(~0u, thread >> 5, 0);  // this way the compiler knows that a warp agrees
-  const int rank = blockIdx.x % FETCHING, first_column = blockIdx.x / FETCHING * COLUMNS;
-  const int pieces = (k + kPiece - 1) / kPiece;
+  const int first_column = blockIdx.x * COLUMNS, pieces = (k + kPiece - 1) / kPiece;
 
   if (warp == kMultiplying / 32) {
     // ---- fetch: what lies beyond a matrix arrives as zeros, which change no bit of a chain
-    for (int i = lane; i < STAGES; i += 32) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, kMultiplying / 32);
+    if (lane == 0) {
+      prefetch(&w);
+      prefetch(&dy);
+#pragma unroll  // by one thread: the lanes of a warp would take turns, ten times as slow
+      for (int i = 0; i < STAGES; ++i) {
+        barrier_init(full + 8 * i, 1);
+        barrier_init(empty + 8 * i, kMultiplying / 32);
+      }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
-#if FETCHING == 2
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
-#else
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     asm volatile("bar.arrive 0, %0;" ::"n"(kThreads) : "memory");
-#endif
-    if (lane == 0) {
-      int stage = 0;
-      u32 parity = 1;  // of the first round, which waits for nobody
-      for (int piece = 0; piece < pieces; ++piece) {
-        const u32 barrier = full + 8 * stage;
-        barrier_wait(empty + 8 * stage, parity);
-        if (rank == 0) barrier_expect(barrier, kWeightBytes + kRowBytes);
-#if FETCHING == 2
-        if (piece % 2 == rank) fetch_for_first(w_at + stage * kWeightBytes, &w, first_column, piece * kPiece, barrier);
-#else
-        fetch(w_at + stage * kWeightBytes, &w, first_column, piece * kPiece, barrier);
-#endif
-        if (rank == 0) {
+    if (lane > 0) return;
+    int stage = 0;
+    u32 parity = 1;  // of the first round, which waits for nobody
+    for (int piece = 0; piece < pieces; ++piece) {
+      const u32 barrier = full + 8 * stage;
+      barrier_wait(empty + 8 * stage, parity);
+      barrier_expect(barrier, kWeightBytes + kRowBytes);
+      fetch(w_at + stage * kWeightBytes, &w, first_column, piece * kPiece, barrier);
 #pragma unroll
-          for (int i = 0; i < kPiece; i += 64)
-            fetch(dy_at + stage * kRowBytes + i * ROWS * 2, &dy, piece * kPiece + i, 0, barrier);
-        }
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-      }
+      for (int i = 0; i < kPiece; i += 64)
+        fetch(dy_at + stage * kRowBytes + i * ROWS * 2, &dy, piece * kPiece + i, 0, barrier);
+      if (++stage == STAGES) stage = 0, parity ^= 1;
     }
-    __syncwarp();
-#if FETCHING == 2
-    cluster_arrive();
-    cluster_wait();  // until the first block needs nothing of this one
-#endif
     return;
   }
 
   // ---- multiply
   float sum[COLUMNS / 2] = {};
-#if FETCHING == 2
-  cluster_arrive();
-  cluster_wait();
-#else
+  int stage = 0;
+  u32 parity = 0;
   asm volatile("bar.sync 0, %0;" ::"n"(kThreads) : "memory");
-#endif
-  if (rank == 0) {
-    int stage = 0;
-    u32 parity = 0;
-    for (int piece = 0; piece < pieces; ++piece) {
-      const u32 a = (dy_at + stage * kRowBytes) >> 4 | kLowA, b = (w_at + stage * kWeightBytes) >> 4 | kLowB;
-      barrier_wait(full + 8 * stage, parity);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  for (int piece = 0; piece < pieces; ++piece) {
+    const u32 a = (dy_at + stage * kRowBytes) >> 4 | kLowA, b = (w_at + stage * kWeightBytes) >> 4 | kLowB;
+    barrier_wait(full + 8 * stage, parity);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        multiply(sum, a + step / 4 * ROWS * 8 + step % 4 * 2, b + step * 2 * COLUMNS);
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the piece before this one is done
-      if (piece > 0 && lane == 0) {
-        const u32 before = empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1);
-        barrier_arrive(before);
-#if FETCHING == 2
-        barrier_arrive_at(before, 1);
-#endif
-      }
-      if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");  // no use of a sum moves up
+    for (int step = 0; step < kSteps; ++step)
+      multiply(sum, a + step / 4 * ROWS * 8 + step % 4 * 2, b + step * 2 * COLUMNS);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the piece before this one is done
+    if (piece > 0 && lane == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
+    if (++stage == STAGES) stage = 0, parity ^= 1;
   }
-#if FETCHING == 2
-  __syncwarp();
-  cluster_arrive();
-#endif
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");  // no use of a sum moves up
 #pragma unroll
   for (int i = 0; i < COLUMNS / 2; ++i) {
     const int row = 16 * warp + (lane >> 2) + 8 * (i >> 1 & 1);
     const int column = first_column + 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
-    if (rank > 0 || row >= rows || column >= n) continue;
+    if (row >= rows || column >= n) continue;
     const i64 to = static_cast<i64>(row) * n + column;
 #if FP32_OUT
     static_cast<float*>(out)[to] = sum[i];
@@ -237,8 +179,4 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     static_cast<u16*>(out)[to] = rounded;
 #endif
   }
-#if FETCHING == 2
-  __syncwarp();
-  cluster_wait();
-#endif
 }

@@ -160,10 +160,9 @@ def test_float32_linear_is_the_cpus(chunks: int) -> None:
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for sm_90"
 )
-@pytest.mark.parametrize("fetching", (1, 2))
 @pytest.mark.parametrize("columns", (16, 32))
 @low_precision
-def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, fetching: int, record: Record) -> None:
+def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, record: Record) -> None:
     """wgmma's chain is the anchor's: part of a piece, of a block's columns, of its rows; many pieces, NaN beside."""
     from rlkernel.kernels.certification import KINDS, values
     from rlkernel.kernels.cuda import linear_rows
@@ -172,7 +171,7 @@ def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, fetching: 
     cases = tokens = 0
     generator = torch.Generator(DEVICE).manual_seed(0)
     for out in (dtype, torch.float32):
-        run = linear_rows.launcher(0, dtype, out, 16, columns, fetching)
+        run = linear_rows.launcher(0, dtype, out, 16, columns)
         for (n, k), kind in itertools.product(((6144, 1024), (136, 1032), (2056, 264), (8, 8), (512, 40)), KINDS):
             w = values(kind, k, n, dtype, generator, second=True).t().contiguous()
             for m in (1, 2, 7, 8, 9, 16):
@@ -181,7 +180,7 @@ def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, fetching: 
                 assert_bitwise(run(dy, w), expected, f"[{m}, {n}] x [{n}, {k}], {kind}, {columns} columns")
                 cases, tokens = cases + 1, tokens + m
     dy, w = data(0, 3, 6144, dtype=dtype), data(1, 6144, 1024, dtype=dtype)
-    run = linear_rows.launcher(0, dtype, dtype, 16, columns, fetching)
+    run = linear_rows.launcher(0, dtype, dtype, 16, columns)
     expected = run(dy, w)
     for _ in range(200):
         assert_bitwise(run(dy, w), expected, "again")

@@ -7,7 +7,6 @@ import io
 import itertools
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +67,6 @@ def test_what_cublaslt_is_asked_for() -> None:
 
 def test_what_the_kernel_for_few_rows_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     offered = {s.name: s.supports for s in cuda.linear_dgrad.family.schedules if s.name.startswith("rows.")}
     on = lambda name, dy, w, chunks=1: offered[name]((0, *cuda._dgrad_key(dy, w, chunks)[1:]))
     w = rand(48, 1024)
@@ -82,8 +80,6 @@ def test_what_the_kernel_for_few_rows_is_asked_for(monkeypatch: pytest.MonkeyPat
         (rand(1, cuda.DGRAD_WHOLE + 8), rand(cuda.DGRAD_WHOLE + 8, 16), 1),  # a head has chunks
     ):
         assert not any(on(name, dy, weight, chunks) for name in offered)
-    found = [name for name in offered if on(name, rand(1, 48), rand(48, 4096))]
-    assert found == ["rows.16", "rows.32"], "no multiprocessor is idle"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not any(on(name, rand(1, 48), w) for name in offered)
 

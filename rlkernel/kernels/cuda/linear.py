@@ -447,21 +447,20 @@ def _tile(offer: Offer, dgrad: bool, head: bool = False) -> Schedule:
 # ---- wgmma for few rows --------------------------------------------------------------------------
 
 
-def _few_rows(columns: int, fetching: int) -> Schedule:
+def _few_rows(columns: int) -> Schedule:
     def supports(key: Key) -> bool:
         s = _shape(key)
         return (
             0 < s.rows <= linear_rows.MOST_ROWS and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
-            and all(d % 8 == 0 for d in s.weight) and not s.is_head
-            and linear_rows.supported(s.device, s.n, columns, fetching)
+            and all(d % 8 == 0 for d in s.weight) and not s.is_head and linear_rows.supported(s.device)
         )  # fmt: skip
 
     def bind(key: Key) -> Run:
         s = _shape(key)
-        run = linear_rows.launcher(s.device, s.dtype, s.out, s.rows, columns, fetching)
+        run = linear_rows.launcher(s.device, s.dtype, s.out, s.rows, columns)
         return lambda dy, weight, chunks: run(dy, weight)
 
-    return Schedule(f"rows.{columns}{'x2' * (fetching == 2)}", bind, supports)
+    return Schedule(f"rows.{columns}", bind, supports)
 
 
 # ---- ops -----------------------------------------------------------------------------------------
@@ -473,7 +472,7 @@ def _schedules(form: str) -> tuple[Schedule, ...]:
         found += [_tile(offer, form == "dgrad") for offer in OFFERS]
     if form == "dgrad":
         found += [_tile(offer, True, head=True) for offer in HEAD_OFFERS]
-        found += [_few_rows(columns, fetching) for columns in (16, 32) for fetching in (1, 2)]
+        found += [_few_rows(columns) for columns in linear_rows.COLUMNS]
     return tuple(found)
 
 

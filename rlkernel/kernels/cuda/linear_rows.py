@@ -18,6 +18,7 @@ from rlkernel.kernels.triton import common
 
 SOURCE = "linear_dgrad_rows_sm90.cu"
 MOST_ROWS = 16
+COLUMNS = (16, 32)  # a block may have
 PIECE = 256  # k
 SHARED_BYTES = 227 << 10  # that a block may have
 
@@ -28,40 +29,33 @@ def stages(rows: int, columns: int) -> int:
 
 
 @functools.cache
-def _kernel(
-    device: int, dtype: torch.dtype, out: torch.dtype, rows: int, columns: int, fetching: int, held: int
-) -> Kernel:
+def _kernel(device: int, dtype: torch.dtype, out: torch.dtype, rows: int, columns: int) -> Kernel:
+    held = stages(rows, columns)
     macros = {
         "HALF": dtype == torch.float16, "FP32_OUT": out == torch.float32, "ROWS": rows, "COLUMNS": columns,
-        "FETCHING": fetching, "STAGES": held,
+        "STAGES": held,
     }  # fmt: skip
     cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", {name: int(v) for name, v in macros.items()})
     return Kernel(cubin, "rlk_linear_dgrad_rows", held * (2 * PIECE * (rows + columns) + 16))
 
 
-def supported(device: int, n: int, columns: int, fetching: int) -> bool:
-    """Whether a device can run the kernel, and has a multiprocessor for each block that would only fetch."""
-    if device < 0 or common.IS_HIP or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    blocks = fetching * -(-n // columns)
-    return fetching == 1 or blocks <= torch.cuda.get_device_properties(device).multi_processor_count
+def supported(device: int) -> bool:
+    """Whether a device can run the kernel."""
+    return device >= 0 and not common.IS_HIP and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def launcher(
-    device: int, dtype: torch.dtype, out: torch.dtype, rows: int, columns: int, fetching: int
+    device: int, dtype: torch.dtype, out: torch.dtype, rows: int, columns: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """(dy [M, N], weight [N, K]) -> dx [M, K] for M from 1 to `rows`; both contiguous at 16-byte addresses, N and K
-    multiples of 8. A block has `columns` (16 or 32) of dx, and `fetching` (1 or 2) fetch for it.
+    multiples of 8. A block has `columns` of dx, one of COLUMNS.
 
     Raises:
         BuildError: there is no compiler for the kernel.
     """
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the device's context exists from here on
-        kernels = {
-            most: _kernel(device, dtype, out, most, columns, fetching, stages(most, columns))
-            for most in ((8,) if rows <= 8 else (8, 16))
-        }
+        kernels = {most: _kernel(device, dtype, out, most, columns) for most in ((8,) if rows <= 8 else (8, 16))}
 
     def run(dy: Tensor, weight: Tensor) -> Tensor:
         (m, k), n = dy.shape, weight.shape[1]
@@ -70,7 +64,7 @@ def launcher(
             dx = torch.empty((m, n), dtype=out, device=dy.device)
             maps = tensor_map(dy, most, 64), tensor_map(weight, PIECE, columns, 2 * columns)
             sizes = map(ctypes.c_int, (m, n, k))
-            kernels[most](fetching * -(-n // columns), 160, *maps, ctypes.c_void_p(dx.data_ptr()), *sizes)
+            kernels[most](-(-n // columns), 160, *maps, ctypes.c_void_p(dx.data_ptr()), *sizes)
         return dx
 
     return run
