@@ -260,8 +260,8 @@ def unavailable() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Version of the cuBLASLt that torch has loaded."""
-    return {"cublaslt": str(_function("rlk_lt_version", _L)())}
+    """Versions of the cuBLASLt that torch has loaded and of the CUDA compiler."""
+    return {"cublaslt": str(_function("rlk_lt_version", _L)()), "cuda compiler": driver.compiler()}
 
 
 class Plan(NamedTuple):
