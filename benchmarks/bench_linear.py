@@ -1,5 +1,7 @@
 """linear and its gradients against torch's default cuBLAS: 9 Qwen3 weights x 6 row counts, interleaved.
 
+The forward also at row counts between them ("linear_between"), which a decoding batch goes through as it shrinks.
+
 Each side is one CUDA graph, so that the device's time counts, at decode sizes too. On a CPU the weights are small and
 nothing is captured. A ratio above 1 means rlkernel is faster; the last rows are the geometric means and the smallest.
 """
@@ -25,6 +27,7 @@ from rlkernel import ops
 from rlkernel.kernels import select
 
 ROWS = (1, 16, 64, 256, 2048, 8192)
+BETWEEN = (8, 24, 48, 96, 136, 176, 224)
 WGRAD_ROWS = (2048, 8192)
 WEIGHTS = (
     ("0.6B qkv", 4096, 1024),
@@ -127,6 +130,10 @@ def main() -> None:
                     f"torch {row['anchor_ms']:9.4f} ms  ratio {row['ratio']:.3f}",
                     flush=True,
                 )
+        for m in BETWEEN if cuda else ():
+            row = measure("linear", name, m, n, k, dtype, cuda, args.rounds)
+            rows.append({**row, "op": f"linear_between {name}"})
+            print(f"{rows[-1]['op']:26} {m} rows: {row['ours']:18} ratio {row['ratio']:.3f}", flush=True)
     means = summary(rows)
     for row in means:
         print(f"{row['op']}: {row['ratio']:.3f}")

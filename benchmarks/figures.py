@@ -51,7 +51,11 @@ def figures(folder: Path) -> list[Row]:
     """The table of a results folder: op, anchor, reach, measured, reached."""
     lines = []
     rows = _rows(folder, "bench_linear")
-    for op, what in (("linear", "forward"), ("linear_dgrad", "input gradient")):
+    for op, what in (
+        ("linear", "forward"),
+        ("linear_between", "forward, row counts between"),
+        ("linear_dgrad", "input gradient"),
+    ):
         for kind, low in (("geometric mean", 0.98), ("smallest", 0.90)):
             found = [row for row in rows if row["op"] == f"{op}: {kind}"]
             lines.append(_line(f"linear, {what}, {kind}", "torch's cuBLAS", f">= {low}x of its speed", found,
