@@ -22,7 +22,7 @@ from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, recorded_rows, weights_of
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.decoding import Decoding, decoded_hidden
-from rlkernel_drift.scoring.model import DTYPES, ReferenceModel
+from rlkernel_drift.scoring.model import DTYPES, Head, ReferenceModel
 from rlkernel_drift.scoring.operators import record
 from rlkernel_drift.scoring.semantics import SortedLogits
 from rlkernel_drift.scoring.sequences import Sequences, sequences_of
@@ -63,7 +63,8 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
     config = {
         "dtype": request.dtype,
         "attention_backend": loaded.model.config._attn_implementation,
-        "head_dtype": "float32",
+        "head_dtype": request.head or request.dtype,
+        "logits_dtype": request.head or request.dtype,
         "tie_word_embeddings": loaded.tied,
         "rope_theta": loaded.theta,
     }
@@ -84,6 +85,12 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
     )
 
 
+def head_of(request: Request) -> Head:
+    """Precision of the head: transformers multiplies in the model's dtype and rounds the logits to it."""
+    dtype = DTYPES[request.head or request.dtype]
+    return Head() if dtype == torch.float32 else Head(dtype, dtype)
+
+
 def sampled(request: Request, model: ReferenceModel, texts: Texts, dtype: torch.dtype) -> Capsule:
     """Samples completions of the prompts; returns their tokens and kept sets."""
     if request.prompts is None:
@@ -97,7 +104,7 @@ def sampled(request: Request, model: ReferenceModel, texts: Texts, dtype: torch.
     kept: list[list[list[int]]] = [[] for _ in prompts]
     running = [True] * len(prompts)
     for _ in range(request.max_tokens):
-        tokens, sets = _draw(request, model.head(state.hidden), generator)
+        tokens, sets = _draw(request, model.head(state.hidden, head_of(request)), generator)
         for i, token in enumerate(tokens.tolist()):
             if running[i]:
                 completions[i].append(token)
@@ -131,7 +138,7 @@ def _streams(
     step = max(1, _CHUNK // model.vocab_size)
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
-        logits = model.head(hidden[part])
+        logits = model.head(hidden[part], head_of(request))
         if request.sampling.filters:
             logits = logits.cpu()
         targets, tokens = sequences.targets[part].to(logits.device), sequences.token[part]
@@ -186,5 +193,5 @@ def _distribution(request: Request, model: ReferenceModel, sequences: Sequences,
         return None
     count = min(request.logits_rows, sequences.counted)
     chosen = torch.linspace(0, sequences.counted - 1, count).round().long().unique()
-    logits = model.head(hidden[chosen.to(hidden.device)]).cpu().numpy()
+    logits = model.head(hidden[chosen.to(hidden.device)], head_of(request)).cpu().numpy()
     return Distribution(sequences.token[chosen].numpy(), Stored.of(logits))

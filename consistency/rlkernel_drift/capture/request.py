@@ -30,6 +30,7 @@ class Request:
         operators: what is recorded of the operators; rows: of how many tokens (None: all), sequences: of how many.
         logits_rows: tokens whose whole logits are recorded.
         weights: record fingerprints of the weights.
+        head: dtype of transformers' head and logits; "" is the model's own, as transformers computes it.
         engine: further arguments of vLLM's engine.
     """
 
@@ -44,6 +45,7 @@ class Request:
     dtype: str = "float32"
     device: str = "cpu"
     attention: str = ""
+    head: str = ""
     operators: Literal["none", "full", "rows", "fingerprint"] = "none"
     operator_sequences: int = 2
     operator_rows: int = 64

@@ -148,6 +148,10 @@ def _config(engine: Any) -> dict[str, Any]:
         "max_num_seqs": int(config.scheduler_config.max_num_seqs),
         "max_num_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
     }
+    head = str(getattr(config.model_config, "head_dtype", config.model_config.dtype)).removeprefix("torch.")
+    if _contract(engine) is not None:  # rlkernel's logits are fp32 sums, never rounded
+        head = "float32"
+    found |= {"head_dtype": head, "logits_dtype": head}
     found |= {name.lower().removeprefix("vllm_"): os.environ[name] for name in _SETTINGS if name in os.environ}
     return found
 

@@ -48,6 +48,8 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
     parser.add_argument("--attention", default="", help="attention kernels of transformers: sdpa, eager, ...")
+    words = "head and logits of transformers; default the model's dtype"
+    parser.add_argument("--head-dtype", default="", choices=("float32", "bfloat16", "float16"), help=words)
 
 
 def request_of(args: argparse.Namespace) -> Request:
@@ -74,6 +76,7 @@ def request_of(args: argparse.Namespace) -> Request:
         dtype=args.dtype,
         device=args.device,
         attention=args.attention,
+        head=args.head_dtype,
         operators=getattr(args, "operators", "none"),
         operator_sequences=getattr(args, "operator_sequences", 2),
         operator_rows=getattr(args, "operator_rows", 64),
