@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from vllm_arms import entry_point, make_model, memory, temporary_folder
 
 PRESET = "qwen3-0.6b"
 FILE_TOKENS, COMPLETION = 100_000, 500
+SIZES = {"cudagraph_capture_sizes": [1, 4, 8]}
+TIMEOUT = 170
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Case:
 
     Attributes:
         name: of the report; words: of the row. alone: nothing else runs beside it, so that its time counts.
+        engine: further arguments of vLLM's engine.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Case:
     train: str
     options: tuple[str, ...] = ()
     alone: bool = False
+    engine: tuple[tuple[str, Any], ...] = ()
 
 
 CASES = (
@@ -48,12 +53,13 @@ CASES = (
         "vllm-default", "vLLM default (eager), transformers default", "vllm", "hf", ("--profile", "bitwise"), alone=True
     ),
     Case(
-        "vllm-graphs", "the same, vLLM compiled with CUDA graphs", "vllm", "hf",
+        "vllm-graphs", "the same, vLLM in CUDA graphs", "vllm", "hf",
         ("--profile", "bitwise", "--operators", "fingerprint"),
+        engine=(("compilation_config", {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", **SIZES}),),
     ),
     Case(
         "rlkernel", "vLLM with rlkernel (compiled, CUDA graphs), transformers with rlkernel", "vllm+rlkernel",
-        "hf+rlkernel", ("--operators", "fingerprint"),
+        "hf+rlkernel", ("--operators", "fingerprint"), engine=(("compilation_config", SIZES),),
     ),
 )  # fmt: skip
 
@@ -79,7 +85,7 @@ def command(rollout: str, train: str, name: str, *options: str) -> list[str]:
 
 
 def run(commands: dict[str, list[str]], env: dict[str, str], folder: Path) -> dict[str, tuple[float, int]]:
-    """Seconds and exit status of commands that run together."""
+    """Seconds and exit status of commands that run together; those that last too long are ended."""
     start = time.perf_counter()
     logs = {name: (folder / f"{name}.log").open("w") for name in commands}
     running = {
@@ -90,6 +96,9 @@ def run(commands: dict[str, list[str]], env: dict[str, str], folder: Path) -> di
     while len(done) < len(running):
         time.sleep(0.05)
         for name, process in running.items():
+            if time.perf_counter() - start > TIMEOUT:
+                process.kill()
+                process.wait()
             if name not in done and process.poll() is not None:
                 done[name] = (time.perf_counter() - start, process.returncode)
     for name in commands:
@@ -126,11 +135,10 @@ def row(words: str, name: str, seconds: float, status: int, reports: Path, besid
     }
 
 
-def engines(names: list[str], reports: Path) -> list[dict[str, Any]]:
+def engines(names: list[str], reports: Path) -> Iterator[dict[str, Any]]:
     """The comparisons of two engines; those whose time counts run alone, the others beside each other."""
     folder = Path(temporary_folder())
     model = make_model(PRESET, folder)
-    rows = []
     chosen = [case for case in CASES if case.name in names]
     together = [case for case in chosen if not case.alone]
     # Those beside each other come first: the others then find vLLM's caches as a second run of a user does.
@@ -138,7 +146,8 @@ def engines(names: list[str], reports: Path) -> list[dict[str, Any]]:
         env = environment(folder)
         commands = {}
         for case in group:
-            share = () if case.alone else ("--engine-args", json.dumps({"max_model_len": 4096, **memory(8 << 30)}))
+            given = {} if case.alone else {"max_model_len": 4096, "max_num_seqs": 8, **memory(8 << 30)}
+            share = ("--engine-args", json.dumps(given | dict(case.engine))) if given else ()
             sides = f"{case.rollout}:{model.name}", f"{case.train}:{model.name}"
             commands[case.name] = command(*sides, case.name, *case.options, *share)
         done = run(commands, env, folder)
@@ -146,9 +155,7 @@ def engines(names: list[str], reports: Path) -> list[dict[str, Any]]:
             for kind in ("json", "html"):
                 if (folder / f"{case.name}.{kind}").is_file():
                     shutil.copy(folder / f"{case.name}.{kind}", reports)
-            rows.append(row(case.words, case.name, *done[case.name], reports, len(group) - 1))
-            print(rows[-1], flush=True)
-    return rows
+            yield row(case.words, case.name, *done[case.name], reports, len(group) - 1)
 
 
 def files() -> dict[str, Any]:
@@ -199,11 +206,14 @@ def main() -> int:
             return 0
         from importlib.metadata import version
 
-        rows = [*engines(args.case, reports), files()]
-    versions = {name: version(name) for name in ("vllm", "transformers")}
-    print(f"wrote {write_result('bench_drift', rows, **versions)}")
-    good = all(r["exit"] == (0 if "with rlkernel" in r["comparison"] else 1) for r in rows[:-1])
-    return 0 if good else 1
+        versions = {name: version(name) for name in ("vllm", "transformers")}
+        rows = [files()]
+        for found in engines(args.case, reports):
+            print(found, flush=True)
+            rows.append(found)
+            path = write_result("bench_drift", rows, **versions)  # after each, for a run that is cut short
+    print(f"wrote {path}")
+    return int(any(r["exit"] != (0 if "with rlkernel" in r["comparison"] else 1) for r in rows[1:]))
 
 
 if __name__ == "__main__":

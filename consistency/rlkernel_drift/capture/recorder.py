@@ -1,4 +1,4 @@
-"""Operator outputs of a running engine: row hashes written into fixed buffers, or whole values; rows of chosen requests.
+"""Operator outputs of a running engine: row hashes in fixed buffers, or whole values; rows of chosen requests.
 
 Hashes are integer sums on the device and need no synchronisation, so that recording works in a CUDA graph.
 """
