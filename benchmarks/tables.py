@@ -3,8 +3,9 @@
 A table stands between `<!-- table: GLOB -->` and `<!-- /table -->` in a Markdown file, GLOB relative to
 `benchmarks/results`. `<!-- table: GLOB wide -->` has one line a case and a column an implementation, `kernels` a line a
 kernel and a column a target, `sums` one line for all tests and one for their controls. `<!-- table: FOLDER/figures -->`
-compares with the figures to reach (`figures.py`), with `short` only what was measured. `--check` writes nothing and
-fails where a table is not what its files say.
+compares with the figures to reach (`figures.py`), with `short` only what was measured; the styles of the matrix of
+planted faults are in `rlkernel_drift.power.tables`. `--check` writes nothing and fails where a table is not what its
+files say.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "consistency")]
 
 from figures import figures
 
-ROOT = Path(__file__).resolve().parent.parent
+from rlkernel_drift.power import tables as power
+
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(
-    r"(?P<head><!-- table: (?P<glob>\S+)(?: (?P<style>wide|short|kernels|sums))? -->\n)(?P<body>.*?)"
+    r"(?P<head><!-- table: (?P<glob>\S+)"
+    r"(?: (?P<style>wide|short|kernels|sums|kinds|confusion|depths|sentence|source))? -->\n)(?P<body>.*?)"
     r"(?P<tail><!-- /table -->)",
     re.DOTALL,
 )
@@ -143,7 +147,10 @@ def render(text: str) -> str:
         if glob.endswith("/figures"):
             body = reach(RESULTS / glob.removesuffix("/figures"), match["style"] == "short")
         else:
-            make = {"wide": wide, "kernels": kernels, "sums": sums}.get(match["style"], table)
+            if match["style"] in power.TABLES:
+                make = lambda path: power.TABLES[match["style"]](json.loads(path.read_text()))
+            else:
+                make = {"wide": wide, "kernels": kernels, "sums": sums}.get(match["style"], table)
             body = "\n".join(map(make, sorted(RESULTS.glob(glob)))) or "No result has been recorded yet.\n"
         return f"{match['head']}{body}{match['tail']}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ from rlkernel_drift.cli.main import main
 from rlkernel_drift.diagnose.recorded import diagnose_recorded
 from rlkernel_drift.faults.kinds import KINDS
 from rlkernel_drift.faults.world import healthy_world, record_world, with_distribution
-from rlkernel_drift.power.case import run_case
-from rlkernel_drift.power.matrix import plan, run_matrix, summary, table, write_result
+from rlkernel_drift.power.case import Case, run_case
+from rlkernel_drift.power.matrix import plan, run_matrix, summary, write_result
+from rlkernel_drift.power.tables import TABLES, kinds
 from rlkernel_drift.scoring.sequences import sequences_of
 from rlkernel_drift.verdict import Verdict
 
@@ -62,7 +64,38 @@ def test_a_stopped_matrix_goes_on(tmp_path: Path) -> None:
     assert results[0] == first[0] and len(told) == len(cases) - 1
     figures = write_result(tmp_path / "r.json", results, ["rlkernel-drift", "power"])
     assert figures == summary(results) and figures["named_right"] == len(cases) == figures["above_floor"]
-    assert "| other mask | tokens |" in table(figures)
+    assert "| other mask | tokens |" in kinds(figures)
+
+
+def case(kind: str, named: str, planted: dict[str, object], right: bool, above: bool = True) -> Case:
+    group = KINDS[kind].group if kind in KINDS else "healthy"
+    return Case(
+        kind=kind, group=group, family="llama", seed=0, dtype="float32", path="alone", planted=planted, effect=1.0,
+        floor=0.1, above=above, files=False, status="drift", named=named, operator=None, right=right, missed=False,
+        seconds=3.0, cpu_seconds=1.0, code="c",
+    )  # fmt: skip
+
+
+def test_tables_say_what_the_rows_say(tmp_path: Path) -> None:
+    final, query = {"operator": "final_norm", "size": 0.1}, {"operator": "layers.2.q_proj", "size": 0.25}
+    cases = [
+        case("top-p", "top-p", {}, True),
+        case("top-p", "min-p", {}, False),
+        case("top-p", "unexplained", {}, False, above=False),
+        case("final norm", "operator", final, True),
+        case("error of the query projection in one layer", "operator", query, False),
+        case("healthy", "none", {}, True, above=False),
+    ]
+    path = tmp_path / "r.json"
+    write_result(path, cases, ["rlkernel-drift", "power"])
+    made = {name: make(json.loads(path.read_text())) for name, make in TABLES.items()}
+    assert "| top-p | semantics | min-p (1) | 2 of 3 | 1 | 0 |" in made["kinds"]
+    assert "Named: 1 top-p, 2 min-p, 3 operator, 4 another operator, 5 none." in made["confusion"]
+    assert "| top-p | 1 | 1 |  |  |  |" in made["confusion"] and "| healthy |  |  |  |  | 1 |" in made["confusion"]
+    assert "| final norm | 0.1 to 0.1 |  | 1 of 1 |" in made["depths"]
+    assert "| error of the query projection in one layer | 0.25 to 0.25 | 0 of 1 |  |" in made["depths"]
+    assert "of 4 above the noise floor 2 were named rightly (50.0%)" in made["sentence"]
+    assert "1 s of CPU time a case" in made["source"]
 
 
 @pytest.mark.slow

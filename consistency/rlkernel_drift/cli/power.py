@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from rlkernel_drift.power.case import Case
-    from rlkernel_drift.power.matrix import plan, run_matrix, summary, table, write_result
+    from rlkernel_drift.power.matrix import plan, run_matrix, summary, write_result
+    from rlkernel_drift.power.tables import kinds
 
     torch.set_num_threads(1)
     cases = plan(args.seeds, args.healthy, args.kind)
@@ -41,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     results = run_matrix(cases, args.jobs, Path(args.log) if args.log else None, tell)
     figures = write_result(Path(args.json), results, args.typed) if args.json else summary(results)
     if args.table == "-":
-        print(table(figures))
+        print(kinds(figures))
     elif args.table:
-        Path(args.table).write_text(table(figures), encoding="utf-8")
+        Path(args.table).write_text(kinds(figures), encoding="utf-8")
     share = figures["named_right_share"]
     print(
         f"{figures['kinds']} kinds, {figures['cases']} cases, {figures['above_floor']} above the floor: "

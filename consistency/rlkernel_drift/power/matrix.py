@@ -134,18 +134,3 @@ def write_result(path: Path, cases: list[Case], command: list[str]) -> dict[str,
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return figures
-
-
-def table(figures: dict[str, Any]) -> str:
-    """The matrix by kind as Markdown, with what wrong names were given."""
-    lines = [
-        "| fault | group | above the floor | named right | called aligned | named otherwise |",
-        "|---|---|--:|--:|--:|---|",
-    ]
-    for row in figures["by_kind"]:
-        other = ", ".join(f"{name} ({count})" for name, count in row["otherwise"].items())
-        lines.append(
-            f"| {row['kind']} | {row['group']} | {row['above_floor']} of {row['cases']} | {row['named_right']} "
-            f"| {row['called_aligned']} | {other} |"
-        )
-    return "\n".join(lines) + "\n"
