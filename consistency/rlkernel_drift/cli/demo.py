@@ -45,11 +45,15 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plants, compares, diagnoses, prints; returns the verdict's exit status."""
+    import torch
+
     from rlkernel_drift.cli.compare import write
     from rlkernel_drift.faults.kinds import KINDS
     from rlkernel_drift.faults.world import healthy_world, record_world
     from rlkernel_drift.power.case import judge_pair
 
+    # The models are so small that a second thread only waits.
+    torch.set_num_threads(1)
     kind = KINDS.get(DEMOS[args.name])
     family = args.family if kind is None or args.family in kind.families else kind.families[0]
     world = healthy_world(family, args.seed, kind.dtype if kind else None, with_previous=bool(kind and kind.previous))
