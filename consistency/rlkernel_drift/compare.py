@@ -24,7 +24,7 @@ from rlkernel_drift.gates.semantics import semantics_gate
 from rlkernel_drift.gates.statistics import statistics_gate
 from rlkernel_drift.gates.tokens import tokens_gate
 from rlkernel_drift.gates.weights import weights_gate
-from rlkernel_drift.inputs import Source, open_input
+from rlkernel_drift.inputs import Source, open_input, open_sides, train_side
 from rlkernel_drift.inputs.metrics import Metrics
 from rlkernel_drift.pair import Pair, match
 from rlkernel_drift.profiles import BITWISE, GENERAL, Profile, floor_profile, judge, load_profile, metric_values
@@ -83,9 +83,16 @@ def compare(
     """
     chosen = load_profile(profile) if isinstance(profile, str) else profile
     options = Options(chosen, keep_going, floor, settings or Settings())
-    first = _source(rollout, "rollout")
-    second = _source(rollout if train is None else train, "train")
-    return compare_sources(first, second, options)
+    return compare_sources(*_sources(rollout, train), options)
+
+
+def _sources(rollout: str | Path | Capsule, train: str | Path | Capsule | None) -> tuple[Source, Source]:
+    if train is None:
+        if not isinstance(rollout, Capsule):
+            return open_sides(str(rollout), None)
+        first = _source(rollout, "rollout")
+        return first, train_side(first)
+    return _source(rollout, "rollout"), _source(train, "train")
 
 
 def _source(value: str | Path | Capsule, side: Literal["rollout", "train"]) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -396,6 +397,16 @@ def test_command_line(folders: tuple[str, str], tmp_path: Path, capsys: pytest.C
 def test_assert_is_silent_where_aligned(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["assert", folders[0], folders[0]]) == 0 and capsys.readouterr().out == ""
     assert main(["assert", *folders]) == 1 and "Drift" in capsys.readouterr().out
+
+
+def test_one_side_alone_is_no_pair(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["assert", folders[0]]) == 2 and "one side only" in capsys.readouterr().err
+    assert main(["assert", str(Path(folders[0]).parent)]) == 1
+    with pytest.raises(DriftError, match="one side only"):
+        compare(capsule())
+    both, noisy = capsule(), capsule("train", noise=0.3)
+    both = dataclasses.replace(both, logprobs={**both.logprobs, **noisy.logprobs})
+    assert compare(both).exit_code == 1
 
 
 def test_unusable_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     from rlkernel_drift.compare import Options, compare_sources, unusable
     from rlkernel_drift.consequences import Settings
     from rlkernel_drift.errors import DriftError
-    from rlkernel_drift.inputs import open_input
+    from rlkernel_drift.inputs import open_sides
     from rlkernel_drift.inputs.model import opened
     from rlkernel_drift.profiles import load_profile
 
@@ -122,8 +122,7 @@ def run(args: argparse.Namespace) -> int:
             ),
             args.typed,
         )
-        rollout = open_input(args.rollout, "rollout")
-        train = open_input(args.train or args.rollout, "train")
+        rollout, train = open_sides(args.rollout, args.train)
         if rollout.model is not None or train.model is not None:
             rollout, train = opened(rollout, train, engines_of(args))
         verdict = compare_sources(rollout, train, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +32,31 @@ class Source:
     capsule: Capsule | None = None
     metrics: Metrics | None = None
     model: Model | None = None
+
+
+def open_sides(rollout: str, train: str | None) -> tuple[Source, Source]:
+    """Opens both sides; `train` may be left out where the first input holds both.
+
+    Raises:
+        CapsuleError, DriftError: as `open_input`, or there is one side only.
+    """
+    first, second = open_input(rollout, "rollout"), open_input(train or rollout, "train")
+    return first, second if train is not None or is_pair(Path(rollout)) else train_side(second)
+
+
+def train_side(source: Source) -> Source:
+    """The train side of an input that was named alone: one side compared with itself would always be aligned.
+
+    Raises:
+        DriftError: it is an engine, or a capsule with one side's log-probabilities.
+    """
+    capsule = source.capsule
+    if source.kind in ("run folder", "metrics"):
+        return source
+    if capsule is None or {name.startswith("train.") for name in capsule.logprobs} != {True, False}:
+        raise DriftError(f"{source.label} is one side only: name the other one too (ROLLOUT TRAIN)")
+    manifest = capsule.manifest.model_copy(update={"side": "train"})
+    return replace(source, capsule=replace(capsule, manifest=manifest))
 
 
 def open_input(text: str, side: Literal["rollout", "train"]) -> Source:
