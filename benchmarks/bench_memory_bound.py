@@ -20,6 +20,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from figures import SHARE
 from results_io import write_result
 from timing import compare, rows
 
@@ -224,15 +225,18 @@ def copying(moved: tuple[float, ...], device: str) -> Callable[[], object]:
 
 
 def against_copy(line: dict[str, Any], copy_ms: float | None) -> dict[str, Any]:
-    """The line with what a copy of its bytes reaches, and what is faster than us."""
+    """The line with what a copy of its bytes reaches, whether the share asked for is reached, and what is faster."""
     ours, share = line["ours_ms"], line["share_of_roofline"]
     faster = [
         name for name, ms in ((line["anchor"], line["anchor_ms"]), ("copy", copy_ms)) if ms and ours and ms < ours
     ]
+    copied = share * ours / copy_ms if copy_ms and ours and share else None
+    reaches = "yes" if share and share >= SHARE else "no, nor does a copy" if copied and copied < SHARE else "no"
     return {
         **line,
         "copy_ms": copy_ms,
-        "copy_share_of_roofline": share * ours / copy_ms if copy_ms and ours and share else None,
+        "copy_share_of_roofline": copied,
+        f"reaches_{SHARE}": reaches if share else "",
         "loses_to": ", ".join(faster),
     }
 

@@ -85,6 +85,14 @@ def test_a_figure_is_reached_in_every_case_or_not(tmp_path: Path, share: tuple[f
     assert line(tmp_path, "rope")["reached"] == reached
 
 
+def test_a_figure_says_where_a_copy_falls_short_too(tmp_path: Path) -> None:
+    shares = ((0.9, 0.95), (0.6, 0.7), (0.8, 0.9), (0.7, 0.8))
+    rows = [{"op": "rope", "share_of_roofline": a, "copy_share_of_roofline": b} for a, b in shares]
+    result(tmp_path, "bench_memory_bound", [*rows, {"op": "logprob", "ours_ms": 0.34, "copy_ms": 0.3}])
+    assert line(tmp_path, "rope")["measured"].endswith("; of the other 3 a copy of the same bytes reaches it in 1")
+    assert line(tmp_path, "logprob, 4096 x 151936")["measured"] == "0.34 ms; a copy of the same bytes takes 0.3 ms"
+
+
 def test_figures_take_times_of_the_right_rows(tmp_path: Path) -> None:
     row = {"op": "linear_logprob fwd+bwd", "anchor": "TRL 1.16.0 chunked", "ours_ms": 8.0, "anchor_ms": 10.0}
     rows = [
@@ -185,6 +193,9 @@ def test_a_line_says_what_was_faster() -> None:
     line = {"anchor": "torch", "anchor_ms": 2.0, "ours_ms": 1.0, "share_of_roofline": 0.6}
     found = bench_memory_bound.against_copy(line, 0.8)
     assert found["loses_to"] == "copy" and math.isclose(found["copy_share_of_roofline"], 0.75)
+    assert found["reaches_0.85"] == "no, nor does a copy"
+    assert bench_memory_bound.against_copy(line, 0.7)["reaches_0.85"] == "no"
+    assert bench_memory_bound.against_copy({**line, "share_of_roofline": 0.9}, 0.8)["reaches_0.85"] == "yes"
     assert bench_memory_bound.against_copy({**line, "anchor_ms": None}, 1.5)["loses_to"] == ""
     assert bench_memory_bound.against_copy({**line, "anchor_ms": 0.9}, 0.8)["loses_to"] == "torch, copy"
 
