@@ -389,11 +389,14 @@ else:
         tiles = logprob.logprob(logits, targets, inverse, kept)
         monkeypatch.setattr(logprob, "ROWS_FROM", 1)
         monkeypatch.setattr(logprob, "TILES_FROM", 1)
-        rows = logprob.logprob(logits, targets, inverse, kept)
+        monkeypatch.setattr(logprob, "SHARE_GROUPS", 1)
         reference = logprob_reference.logprob(logits, targets, inverse, kept)
-        for name, a, b, r in zip(("logp", "entropy", "lse", "stats"), tiles, rows, reference, strict=True):
-            assert_bitwise(b, a, f"{name}: a row a program against tiles")
-            close(a, r, name)
+        for part in (4, 2, 1):  # of three rows none, the last one, and all are cut into shares
+            monkeypatch.setattr(logprob, "SHARED_PART", part)
+            rows = logprob.logprob(logits, targets, inverse, kept)
+            for name, a, b, r in zip(("logp", "entropy", "lse", "stats"), tiles, rows, reference, strict=True):
+                assert_bitwise(b, a, f"{name}: a row a program against tiles")
+                close(a, r, name)
 
     @by_dtype
     @options

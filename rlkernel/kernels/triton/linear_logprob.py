@@ -274,6 +274,7 @@ def forward(
         for start in range(0, tokens, buffers.tokens):
             stop = min(tokens, start + buffers.tokens)
             probs, logits = None, None
+            buffers.target.fill_(float("-inf"))  # where a target lies outside the vocabulary no tile writes it
             if width:
                 logits = kept_outputs[0][start:stop]
             if keep_probs:

@@ -12,12 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import FIXED_POINT_BITS, ROW_POINT_BITS, VOCAB_TILE
-from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.aot import Variant, early_too
 from rlkernel.kernels.triton.common import (
     IS_HIP,
     LN2,
     LOG2E,
     cdiv,
+    early,
     exp,
     exp2,
     log2,
@@ -34,6 +35,8 @@ TILE_OF_ONES = tl.constexpr((VOCAB_TILE * 0x3F800000 + 2**31) % 2**32 - 2**31)  
 TWO_MINUS_INF = tl.constexpr(-0x007F0080)  # bf16, in both halves of an int32
 
 ROWS_FROM, TILES_FROM = 256, 128  # tokens and vocabulary tiles from which on a program has a row of its own
+SHARED_PART, SHARED_ROWS = 8, 256  # of so many rows one is cut into shares, at most so many
+SHARE_GROUPS = 3  # steps of a share
 DGRAD_BLOCK = 2048  # entries of a row a program of the gradient
 SCRATCH = 1 << 27  # bytes of tile statistics at one time; more tokens run in turns
 
@@ -213,17 +216,19 @@ def target_logit(
     return z
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["whole_rows"])
 def logprob_rows_kernel(
     logits,  # [T, V]
     targets,  # [T] int64
     inv_temperature,  # [T] fp32
     kept,  # [T, WORDS] int32
     memory,  # [3, PLANE] int32, a plane holds [T, TILES]
+    target_z,  # [T] fp32: of rows in shares
     logp,  # [T]
     entropy,  # [T]
     lse,  # [T]
     stats,  # [T, 2]
+    whole_rows,
     V,
     TILES,
     WORDS,
@@ -235,9 +240,23 @@ def logprob_rows_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
+    SHARE: tl.constexpr,
 ):
-    """A row a program, from logits to results: for many rows of a large vocabulary."""
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    """A row a program, from logits to results: for many rows of a large vocabulary.
+
+    Rows from `whole_rows` on are cut into shares of SHARE tiles, a program each, which leave the results to
+    logprob_combine_kernel: they run last and fill the multiprocessors while the last whole rows end.
+    """
+    program = tl.program_id(0)
+    shares = tl.cdiv(TILES, SHARE)
+    number = program
+    begin = 0
+    end = TILES
+    if program >= whole_rows:
+        number = whole_rows + (program - whole_rows) // shares
+        begin = (program - whole_rows) % shares * SHARE
+        end = tl.minimum(begin + SHARE, TILES)
+    row = number.to(tl.int64) + tl.arange(0, 1)
     inside = row >= 0
     z = target_logit(
         logits, tl.load(targets + row), inv_temperature, kept, row, inside, V, WORDS, logits_row,
@@ -245,29 +264,32 @@ def logprob_rows_kernel(
     )  # fmt: skip
     inverse = tl.full((GROUP,), 1.0, tl.float32)
     if HAS_TEMPERATURE:
-        inverse = inverse * tl.load(inv_temperature + tl.program_id(0))
-    own_logits = logits + tl.program_id(0).to(tl.int64) * logits_row
+        inverse = inverse * tl.load(inv_temperature + number)
+    own_logits = logits + number.to(tl.int64) * logits_row
     own_kept = kept
     if HAS_KEPT:
-        own_kept += tl.program_id(0).to(tl.int64) * WORDS
-    own_memory = memory + tl.program_id(0).to(tl.int64) * TILES
+        own_kept += number.to(tl.int64) * WORDS
+    own_memory = memory + number.to(tl.int64) * TILES
     group = tl.arange(0, GROUP)
-    whole = V // (GROUP * TILE) * GROUP
-    for first in range(0, whole, GROUP):
+    whole = tl.minimum(V // (GROUP * TILE) * GROUP, end)
+    for first in range(begin, whole, GROUP):
         m, s, e = group_stats(
             own_logits, own_kept, inverse, first + group, V, HAS_TEMPERATURE, HAS_KEPT, PACKED, False, WIDTH
         )
         store_stats(own_memory, PLANE, first, TILES, m, s, e)
-    for first in range(whole, TILES, GROUP):
+    for first in range(tl.maximum(whole, begin), end, GROUP):
         m, s, e = group_stats(
             own_logits, own_kept, inverse, first + group, V, HAS_TEMPERATURE, HAS_KEPT, PACKED, True, WIDTH
         )
         store_stats(own_memory, PLANE, first, TILES, m, s, e)
-    tl.debug_barrier()  # the program's other threads stored what this one reads
-    finish_rows(
-        memory.to(tl.pointer_type(tl.float32)), memory + PLANE, memory + 2 * PLANE, z, logp, entropy, lse, stats, row,
-        inside, TILES, CHUNK,
-    )  # fmt: skip
+    if program < whole_rows:
+        tl.debug_barrier()  # the program's other threads stored what this one reads
+        finish_rows(
+            memory.to(tl.pointer_type(tl.float32)), memory + PLANE, memory + 2 * PLANE, z, logp, entropy, lse, stats,
+            row, inside, TILES, CHUNK,
+        )  # fmt: skip
+    elif begin == 0:
+        tl.store(target_z + row, z)
 
 
 @direct
@@ -315,7 +337,7 @@ def logprob_tiles_kernel(
 
 
 @direct
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["first", "T"])
 def logprob_combine_kernel(
     tile_max,  # [T, TILES] fp32
     tile_sum,  # [T, TILES] int32
@@ -325,12 +347,17 @@ def logprob_combine_kernel(
     entropy,  # [T]
     lse,  # [T]
     stats,  # [T, 2]
+    first,
     T,
     TILES,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Rows from `first` on."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    row = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < T
     z = tl.load(target_z + row, mask=inside, other=0.0)
     finish_rows(tile_max, tile_sum, tile_entropy, z, logp, entropy, lse, stats, row, inside, TILES, CHUNK)
@@ -432,17 +459,18 @@ class TileBuffers:
         self.memory = torch.empty(3, self.plane, dtype=torch.int32, device=device)
         planes = self.memory[:, : shape[0] * shape[1]].unflatten(1, shape)
         self.maximum, self.sum, self.entropy = planes[0].view(torch.float32), planes[1], planes[2]
-        self.target = torch.full((shape[0],), float("-inf"), dtype=torch.float32, device=device)
+        self.target = torch.empty(shape[0], dtype=torch.float32, device=device)
 
-    def combine(self, logp: Tensor, entropy: Tensor, lse: Tensor, stats: Tensor) -> None:
-        """logp, entropy, lse [n] and stats [n, 2] of the first n tokens of the buffers."""
+    def combine(self, logp: Tensor, entropy: Tensor, lse: Tensor, stats: Tensor, first: int = 0) -> None:
+        """logp, entropy, lse [n] and stats [n, 2] of the first n tokens of the buffers, from `first` on."""
         n = logp.shape[0]
         chunk = next_power_of_2(self.tiles)
         rows = max(1, 1024 // chunk)
-        logprob_combine_kernel[(cdiv(n, rows),)](
-            self.maximum, self.sum, self.entropy, self.target, logp, entropy, lse, stats, n, self.tiles,
-            ROWS=rows, CHUNK=chunk, num_warps=8, **options(),
-        )  # fmt: skip
+        if first < n:
+            logprob_combine_kernel[(cdiv(n - first, rows),)](
+                self.maximum, self.sum, self.entropy, self.target, logp, entropy, lse, stats, first, n, self.tiles,
+                ROWS=rows, CHUNK=chunk, num_warps=8, **early(logp), **options(),
+            )  # fmt: skip
 
 
 def outputs(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -492,10 +520,14 @@ def logprob(
             results = tuple(t[start:stop] for t in out)
             if n >= ROWS_FROM and tiles >= TILES_FROM:
                 group = 64 if tiles >= 512 else 32
-                logprob_rows_kernel[(n,)](
-                    *inputs, *results, vocab, tiles, words, plane, row, **flags,
-                    GROUP=group, WIDTH=width, CHUNK=next_power_of_2(tiles), num_warps=group // 8, **options(),
+                share = SHARE_GROUPS * group
+                whole = n - min(SHARED_ROWS, n // SHARED_PART)
+                logprob_rows_kernel[(whole + (n - whole) * cdiv(tiles, share),)](
+                    *inputs, buffers.target, *results, whole, vocab, tiles, words, plane, row, **flags,
+                    GROUP=group, WIDTH=width, CHUNK=next_power_of_2(tiles), SHARE=share, num_warps=group // 8,
+                    **({"maxnreg": 48} if packed else {}), **options(),  # five programs of 8 warps a multiprocessor
                 )  # fmt: skip
+                buffers.combine(*results, first=whole)
             else:
                 logprob_tiles_kernel[(cdiv(n * tiles, 32),)](
                     *inputs, buffers.target, n, vocab, tiles, words, plane, row, **flags,
@@ -546,8 +578,10 @@ def _forward_variants(name: str, flags: dict[str, bool], targets: tuple[str, ...
     types = {**_INPUTS, **_SIZES, **_TILES}
     return (
         Variant(
-            f"logprob rows, {name}", logprob_rows_kernel, {**types, **_RESULTS},
-            {**flags, "GROUP": 64, "WIDTH": 32, "CHUNK": 2048}, num_warps=8, main=True, targets=targets,
+            f"logprob rows, {name}", logprob_rows_kernel,
+            {**types, **_RESULTS, "target_z": "*fp32:16", "whole_rows": "i32"},
+            {**flags, "GROUP": 64, "WIDTH": 32, "CHUNK": 2048, "SHARE": SHARE_GROUPS * 64}, num_warps=8, main=True,
+            targets=targets,
         ),
         Variant(
             f"logprob tiles, {name}", logprob_tiles_kernel, {**types, "target_z": "*fp32:16", "T": "i32"},
@@ -560,11 +594,13 @@ AOT: tuple[Variant, ...] = (
     *_forward_variants("packed", _PLAIN, _NVIDIA),
     *_forward_variants("plain", {**_PLAIN, "PACKED": False}, _AMD),
     *_forward_variants("filtered", _FILTER, _NVIDIA + _AMD),
-    Variant(
-        "logprob combine", logprob_combine_kernel,
-        {"tile_max": "*fp32:16", "tile_sum": "*i32:16", "tile_entropy": "*i32:16", "target_z": "*fp32:16", **_RESULTS,
-         "T": "i32", "TILES": "i32"},
-        {"ROWS": 1, "CHUNK": 2048}, num_warps=8, main=True,
+    *early_too(
+        Variant(
+            "logprob combine", logprob_combine_kernel,
+            {"tile_max": "*fp32:16", "tile_sum": "*i32:16", "tile_entropy": "*i32:16", "target_z": "*fp32:16",
+             **_RESULTS, "first": "i32", "T": "i32", "TILES": "i32"},
+            {"ROWS": 1, "CHUNK": 2048}, num_warps=8, main=True,
+        )
     ),
     Variant(
         "logprob_dgrad", logprob_dgrad_kernel,
