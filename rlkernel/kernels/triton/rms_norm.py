@@ -104,8 +104,11 @@ def rms_norm_grad_kernel(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """dx; partials: sums of dy * round(x * rstd), the rows of a step folded in halves, steps ascending."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     column = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     w = tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
@@ -206,7 +209,7 @@ def _backward(
         with on_device(x):
             rms_norm_grad_kernel[grid](
                 dy, dr, x, weight, dx, partials, tokens, eps, HAS_DR=dr is not None, HAS_PARTIALS=with_partials,
-                ROWS=rows, STEPS=steps, **meta, **options(),
+                ROWS=rows, STEPS=steps, **meta, **early(x), **options(),
             )  # fmt: skip
     return dx, partials
 
@@ -286,10 +289,10 @@ AOT: tuple[Variant, ...] = (
             main=True,
         )
     ),
-    _grad_variant("rms_norm_grad", 1024, True, False),
-    _grad_variant("add_rms_norm_grad", 4096, True, True),
-    _grad_variant("rms_norm_grad heads", 128, True, False),
-    _grad_variant("rms_norm_dgrad", 4096, False, True),
+    *early_too(_grad_variant("rms_norm_grad", 1024, True, False)),
+    *early_too(_grad_variant("add_rms_norm_grad", 4096, True, True)),
+    *early_too(_grad_variant("rms_norm_grad heads", 128, True, False)),
+    *early_too(_grad_variant("rms_norm_dgrad", 4096, False, True)),
     *early_too(
         Variant(
             "rms_norm_grad fold", fold_kernel,

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import next_power_of_2, on_device, options
+from rlkernel.kernels.triton.aot import Variant, early_too
+from rlkernel.kernels.triton.common import early, next_power_of_2, on_device, options
 from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -59,7 +59,10 @@ def rope_kernel(
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     # The heads are on their way while the table waits for the position.
@@ -95,7 +98,7 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool
     with on_device(q):
         rope_kernel[(tokens,)](
             q, k, positions, cos_sin, q_out, k_out, h, hk, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-            INVERSE=inverse, **_tile(h, hk, d), **options(),
+            INVERSE=inverse, **_tile(h, hk, d), **early(q), **options(),
         )  # fmt: skip
     return q_out, k_out
 
@@ -112,4 +115,4 @@ def _variant(h: int, hk: int) -> Variant:
     return Variant(f"rope {h} + {hk}", rope_kernel, types, {"INVERSE": False, **meta}, num_warps=warps, main=True)
 
 
-AOT: tuple[Variant, ...] = (_variant(16, 8), _variant(32, 8))
+AOT: tuple[Variant, ...] = (*early_too(_variant(16, 8)), *early_too(_variant(32, 8)))
