@@ -26,6 +26,7 @@ from rlkernel_drift.gates.tokens import tokens_gate
 from rlkernel_drift.gates.weights import weights_gate
 from rlkernel_drift.inputs import Source, open_input, open_sides, train_side
 from rlkernel_drift.inputs.metrics import Metrics
+from rlkernel_drift.knowledge import CAUSES
 from rlkernel_drift.pair import Pair, match
 from rlkernel_drift.profiles import BITWISE, GENERAL, Profile, floor_profile, judge, load_profile, metric_values
 from rlkernel_drift.statistics import (
@@ -314,8 +315,13 @@ def _headline(verdict: Verdict, status: Status, failed: list[Gate]) -> str:
         reasons = [g.summary for g in verdict.gates if g.name in ("schema", "statistics") and g.status != "passed"]
         return f"Inconclusive: {reasons[0] if reasons else 'nothing was compared'}."
     words = "The inputs differ" if status == Status.INPUTS_DIFFER else "Drift"
-    first = next((g.summary for g in failed if g.name == "layers" and g is not failed[0]), "")
-    return f"{words} ({failed[0].title}): {failed[0].summary}{f'; {first}' if first else ''}."
+    begins = [
+        f"; it begins at {f.evidence['operator']}: {CAUSES[f.cause].title}"
+        for g in failed[1:]
+        for f in g.findings
+        if g.name == "layers" and f.severity == "error"
+    ]
+    return f"{words} ({failed[0].title}): {failed[0].summary}{''.join(begins[:1])}."
 
 
 def _side(source: Source, capsule: Capsule | None) -> Side:

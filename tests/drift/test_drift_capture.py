@@ -147,7 +147,7 @@ def test_two_engines_are_compared(models: Path, tmp_path: Path) -> None:
     assert layers.status == "passed" and "operators" in layers.summary
     assert main(["compare", f"rlkernel:{model}", f"hf:{model}", "--profile", "bitwise", *asked]) == 1
     found = verdict(out)
-    assert found.layers is not None and found.layers.first is not None and "first difference" in found.headline
+    assert found.layers is not None and found.layers.first is not None and "it begins at layers." in found.headline
     assert [f.cause for f in found.findings if f.severity == "error"] == ["drift", "kernels"]
     # The same rows, hashed on one side: the first difference has a name, and no size.
     hashed = ["--operators", "fingerprint", "--profile", "bitwise", *asked]

@@ -61,7 +61,7 @@ def describe(found: Divergence) -> str:
     where = f"{found.operator}, sequence {found.sequence}, token {found.index}"
     if found.element is None:
         return f"first difference: {where} ({found.rows} of {found.of} fingerprints differ)"
-    apart = "other dtypes" if found.ulps is None else f"{found.ulps} ulps apart"
+    apart = "other dtypes" if found.ulps is None else f"{found.ulps} ulp{'s' if found.ulps != 1 else ''} apart"
     return (
         f"first difference: {where}, element {found.element}: rollout {found.rollout!r}, train {found.train!r}, "
         f"{apart} ({found.rows} of {found.of} rows differ)"
