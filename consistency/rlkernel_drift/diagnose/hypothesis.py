@@ -35,7 +35,7 @@ class Hypothesis:
     Attributes:
         name: in words. cause: key of `knowledge.CAUSES`.
         implies: causes that it contains; a hypothesis is no rival of one that it contains.
-        rounds: it rounds values that are noisy before, and where one lies between two roundings a token moves by a step.
+        rounds: it rounds values that are noisy before: one that lies between two roundings moves a token by a step.
     """
 
     name: str
