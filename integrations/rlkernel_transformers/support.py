@@ -12,17 +12,7 @@ from transformers import PreTrainedModel
 
 from rlkernel.models import ModelConfig
 from rlkernel.models.config import ConfigError, from_hf
-from rlkernel.models.families import FAMILIES
-
-# Why the closest relatives of the supported families are not among them.
-_MISSING = {
-    "gemma": "its gelu MLP and its norm of weight 1 + w have no op",
-    "gemma2": "its gelu MLP, its norm of weight 1 + w and the soft-capping of scores and logits have no op",
-    "gemma3": "its gelu MLP and its norm of weight 1 + w have no op",
-    "gemma3_text": "its gelu MLP and its norm of weight 1 + w have no op",
-    "qwen3_moe": "mixture-of-experts layers have no op",
-    "mixtral": "mixture-of-experts layers have no op",
-}
+from rlkernel.models.families import FAMILIES, MISSING
 
 
 class UnsupportedModelError(ValueError):
@@ -40,7 +30,7 @@ def find_model(model: nn.Module) -> Any:
             kind = getattr(module.config, "model_type", None)
             if kind in FAMILIES and any(c.__name__ == FAMILIES[kind].architecture for c in type(module).__mro__):
                 return module
-            reason = _MISSING.get(str(kind), "")
+            reason = MISSING.get(str(kind), "")
             raise UnsupportedModelError(
                 f"{type(module).__name__} (model_type {kind!r}) is not supported"
                 f"{': ' + reason if reason else ''}; supported: "

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rlkernel import ops
 from rlkernel.models.config import ConfigError, ModelConfig, from_hf
+from rlkernel.models.families import MISSING
 from rlkernel_vllm import settings
 from rlkernel_vllm.settings import ATTENTION, CONTRACT, MODE, Settings
 
@@ -77,7 +78,11 @@ def findings(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
     ):
         size = getattr(parallel, name, 1)
         if size > 1:
-            yield Finding(name, f"{size}; sums over ranks are not in the contract's order, use 1")
+            yield Finding(
+                name,
+                f"{size}; a sum over ranks has the bits of a trainer with as many tp_leaves, and the plugin computes "
+                "with tp_leaves=1; use 1",
+            )
     if getattr(parallel, "enable_expert_parallel", False):
         yield Finding("enable_expert_parallel", "there are no experts in a supported model")
     yield from _of_attention(vllm_config, asked)
@@ -93,7 +98,11 @@ def _of_model(model: Any) -> Iterator[Finding]:
         yield Finding("model", "multi-head latent attention (MLA) is not supported")
     names = list(getattr(model, "architectures", None) or getattr(model.hf_config, "architectures", None) or [])
     if not any(name in ARCHITECTURES for name in names):
-        yield Finding("model", f"architecture {', '.join(names)}; expected one of {', '.join(ARCHITECTURES)}")
+        why = MISSING.get(str(getattr(model.hf_config, "model_type", None)))
+        yield Finding(
+            "model",
+            f"architecture {', '.join(names)}{': ' + why if why else ''}; expected one of {', '.join(ARCHITECTURES)}",
+        )
         return
     if getattr(model, "model_impl", "auto") == "transformers":
         yield Finding("model_impl", "'transformers'; expected vLLM's own model, 'auto' or 'vllm'")

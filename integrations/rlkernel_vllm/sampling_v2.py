@@ -59,7 +59,7 @@ class ExactSampler(Sampler):
     """vLLM's sampler with rlkernel's log-probabilities, temperature, kept sets and noise.
 
     The noise of `ops.sample` is keyed by the request's seed, the position and the token, as vLLM's is by seed and
-    position; it costs less, and a request draws what rlkernel's engine draws.
+    position, and costs less.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -97,6 +97,18 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+# Why close relatives of these families, by their model_type, are not among them.
+MISSING: dict[str, str] = {
+    "gemma": "its gelu MLP and its norm of weight 1 + w have no op",
+    "gemma2": "its gelu MLP, its norm of weight 1 + w and the soft-capping of scores and logits have no op",
+    "gemma3": "its gelu MLP and its norm of weight 1 + w have no op",
+    "gemma3_text": "its gelu MLP and its norm of weight 1 + w have no op",
+    "qwen3_moe": "mixture-of-experts layers have no op",
+    "mixtral": "mixture-of-experts layers have no op",
+    "deepseek_v2": "multi-head latent attention (MLA) has no op",
+    "deepseek_v3": "multi-head latent attention (MLA) has no op",
+}
+
 # Shapes of released models, for tests and benchmarks on random weights (config.json of each, without the weights).
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {

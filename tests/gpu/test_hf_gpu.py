@@ -26,6 +26,7 @@ rt = pytest.importorskip("rlkernel_transformers")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
+WIDTH = "model of Qwen3-0.6B's width, bfloat16"
 LENGTHS = [700, 33, 512, 1024, 1, 257]
 
 
@@ -88,7 +89,7 @@ def next_tokens(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return values[(mask & torch.nn.functional.pad(mask[:, 1:], (0, 1))).bool()]
 
 
-def test_hf_equals_our_decoder(model: Any, record: Callable[..., None]) -> None:
+def test_hf_equals_our_decoder(model: Any, record: Callable[..., None], compat: Any) -> None:
     """Log-probabilities, entropies and every gradient."""
     decoder, sequences = decoder_of(model), rows()
     ids, mask = padded(sequences)
@@ -116,10 +117,12 @@ def test_hf_equals_our_decoder(model: Any, record: Callable[..., None]) -> None:
         gradient_mismatches=differing,
     )
     assert report.mismatches == 0 and differing == 0
+    compat.compared("transformers", f"{WIDTH}: log-probabilities", 0, report.elements)
+    compat.compared("transformers", f"{WIDTH}: gradients", 0, elements)
 
 
 @torch.no_grad()
-def test_hf_padding_packing_and_micro_batches(model: Any, record: Callable[..., None]) -> None:
+def test_hf_padding_packing_and_micro_batches(model: Any, record: Callable[..., None], compat: Any) -> None:
     sequences = rows(1)
     ids, mask = padded(sequences)
     expected = next_tokens(rt.token_logprobs(model, ids, mask).logp, mask)
@@ -142,6 +145,9 @@ def test_hf_padding_packing_and_micro_batches(model: Any, record: Callable[..., 
     mismatches = {name: compare_bitwise(values, expected).mismatches for name, values in found.items()}
     record(cases=len(found), tokens=expected.numel() * len(found), mismatches=sum(mismatches.values()))
     assert not any(mismatches.values()), mismatches
+    features = {"right": "padding on either side", "packed": "packed rows", "positions": "packed rows"}
+    for name, feature in features.items():
+        compat.compared("transformers", feature, 0, found[name].numel())
 
 
 def generated(model: Any, prompts: torch.Tensor, mask: torch.Tensor, new: int) -> tuple[torch.Tensor, ...]:
@@ -160,7 +166,7 @@ def generated(model: Any, prompts: torch.Tensor, mask: torch.Tensor, new: int) -
 
 
 @torch.no_grad()
-def test_hf_generate_equals_training_forward(model: Any, record: Callable[..., None]) -> None:
+def test_hf_generate_equals_training_forward(model: Any, record: Callable[..., None], compat: Any) -> None:
     prompts, mask = padded(rows(2))
     logits, tokens, sequences, whole = generated(model.eval(), prompts, mask, 32)
     rolled = ops.logprob(logits.flatten(0, 1), tokens.flatten()).logp
@@ -168,10 +174,11 @@ def test_hf_generate_equals_training_forward(model: Any, record: Callable[..., N
     report = compare_bitwise(rolled, scored)
     record(cases=len(LENGTHS), tokens=report.elements, mismatches=report.mismatches)
     assert report.mismatches == 0
+    compat.compared("transformers", "generate, default cache", 0, report.elements)
 
 
 @torch.no_grad()
-def test_hf_control_stock_differs(plain: Any, record: Callable[..., None]) -> None:
+def test_hf_control_stock_differs(plain: Any, record: Callable[..., None], compat: Any) -> None:
     prompts, mask = padded(rows(2))
     logits, tokens, sequences, whole = generated(plain, prompts, mask, 32)
     positions = (whole.cumsum(1) - 1).clamp_min(0)
@@ -180,6 +187,9 @@ def test_hf_control_stock_differs(plain: Any, record: Callable[..., None]) -> No
     report = compare_bitwise(rolled, scored)
     record(tokens=report.elements, mismatches=report.mismatches, max_abs_diff=report.max_abs_diff, backend="stock")
     assert report.mismatches > 0
+    compat.compared(
+        "transformers", "control: stock generate against its own forward", report.mismatches, report.elements
+    )
 
 
 def test_hf_reads_back_once_or_never(model: Any) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,19 @@ pytestmark = [
 ]
 
 
+FEATURES = {
+    "decode": "decode, batched",
+    "again, from the prefix cache": "prefix cache",
+    "prompt": "prompt log-probabilities",
+}
+"""Names of these comparisons in the table of compatibility, where the CPU's tests have them too."""
+
+
 @pytest.mark.parametrize(
     "preset,attention,sleep", [("qwen3-0.6b", "split", True), ("llama3-8b", "split", False), ("qwen3-8b", "fa3", False)]
 )
 def test_rollout_equals_training(
-    preset: str, attention: str, sleep: bool, tmp_path: Path, record: Callable[..., None]
+    preset: str, attention: str, sleep: bool, tmp_path: Path, record: Callable[..., None], compat: Any
 ) -> None:
     if attention == "fa3" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention-3 is for GPUs of compute capability 9")
@@ -39,3 +48,6 @@ def test_rollout_equals_training(
     assert differing == 0 < tokens, pairs
     assert found["exact"] and found["runner"] == "V2"
     assert all(value == {} for name, value in found.items() if name.startswith("weights"))
+    compat.pairs("vLLM", pairs, {name: FEATURES.get(name, name) for name in pairs})
+    compat.compared("vLLM", f"model {preset}, bfloat16, {attention}, V2 runner, CUDA graphs", differing, tokens)
+    compat.exact("vLLM", "fingerprints of the weights")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from e2e.tiny_model import make_model
 from hf_side import ROWS, decoder_logprobs, next_tokens, padded, pair, stock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pages import first_lines
 
 import rlkernel_transformers as rt
 from rlkernel import ops
@@ -25,8 +28,16 @@ def reference(case: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return decoder_logprobs(pair(case, dtype)[1], ROWS).logp.detach()
 
 
+def test_the_lines_of_the_page(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(first_lines("transformers", make_model(tmp_path)), names)
+    scored, mask = names["scored"], names["batch"].attention_mask
+    assert scored.logp.shape == mask.shape and bool((next_tokens(scored.logp, mask) < 0).all())
+    assert rt.status(names["model"]).exact
+
+
 @torch.no_grad()
-def test_packed_callers() -> None:
+def test_packed_callers(compat: Any) -> None:
     """Restarting positions, cu_seq_lens and given rows: the bits of the padded call."""
     model, _ = pair("qwen2", torch.bfloat16)
     labels = FLAT.masked_fill(PLACES == 0, -100)
@@ -36,7 +47,7 @@ def test_packed_callers() -> None:
     rows = inner.flatten().nonzero()[:, 0]
     for inputs in ({"position_ids": PLACES}, borders, {**borders, "rows": rows}):
         out = rt.token_logprobs(model, FLAT, labels=labels, **inputs)
-        assert_bitwise(out.logp[inner], expected, str(list(inputs)))
+        compat.bitwise("transformers", "packed rows", out.logp[inner], expected)
         assert not bool(out.logp[~inner].any())
     assert_bitwise(model(FLAT, position_ids=PLACES).logits, model(FLAT, **borders).logits, "logits of packed rows")
 
@@ -59,18 +70,19 @@ def test_invariance(data: Any) -> None:
 
 
 @torch.no_grad()
-def test_padding_on_both_sides_and_empty_rows() -> None:
+def test_padding_on_both_sides_and_empty_rows(compat: Any) -> None:
     model, _ = pair("llama")
     expected = rt.token_logprobs(model, IDS, MASK).logp
     wide_ids, wide_mask = (torch.nn.functional.pad(t, (0, 6)) for t in (IDS, MASK))
     out = rt.token_logprobs(model, wide_ids, wide_mask)
-    assert_bitwise(out.logp[:, :-6], expected, "both sides")
+    compat.bitwise("transformers", "padding on either side", out.logp[:, :-6], expected)
     assert not bool(out.logp[:, -6:].any())
     mask = MASK.clone()
     mask[1] = 0
     out = rt.token_logprobs(model, IDS, mask)
     assert_bitwise(out.logp[[0, 2, 3]], expected[[0, 2, 3]], "beside an empty row")
     assert not bool(out.logp[1].any())
+    compat.exact("transformers", "rows of padding alone")
 
 
 def test_nothing_scored_is_a_zero_with_gradient() -> None:
@@ -82,7 +94,7 @@ def test_nothing_scored_is_a_zero_with_gradient() -> None:
 
 
 @torch.no_grad()
-def test_scoring_options() -> None:
+def test_scoring_options(compat: Any) -> None:
     """Temperatures by row, kept sets, statistics and keep_probs, beside the logits of the same model."""
     model, _ = pair("qwen3", torch.bfloat16)
     heat = torch.tensor([0.5, 1.0, 2.0, 0.7])
@@ -101,7 +113,8 @@ def test_scoring_options() -> None:
             kept=masks[wanted] if "kept" in options else None,
         )
         for name in ("logp", "entropy", "lse"):
-            assert_bitwise(getattr(out, name)[wanted], getattr(direct, name), f"{name} with {list(options)}")
+            feature = f"token_logprobs with {', '.join(options) or 'no option'}"
+            compat.bitwise("transformers", feature, getattr(out, name)[wanted], getattr(direct, name))
     out = rt.token_logprobs(model, IDS, MASK, targets=targets, temperature=heat, statistics=True)
     scaled = logits / heat[:, None, None]
     torch.testing.assert_close(out.mean_logit[wanted], scaled.mean(-1)[wanted], rtol=1e-4, atol=1e-4)
@@ -111,7 +124,7 @@ def test_scoring_options() -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3-tied", "llama"])
-def test_loss_with_labels(case: str) -> None:
+def test_loss_with_labels(case: str, compat: Any) -> None:
     """SFT and DPO callers: the loss of transformers within rounding, without logits in training."""
     ids, mask = padded(ROWS, left=False)
     labels = ids.masked_fill(mask == 0, -100)
@@ -133,11 +146,12 @@ def test_loss_with_labels(case: str) -> None:
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     assert_bitwise(model(ids, attention_mask=mask, shift_labels=shifted).loss, evaluated.loss, "shift_labels")
     assert isinstance(model(ids, return_dict=False), tuple)
+    compat.close("transformers", "loss and gradients of labels against stock, float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_generate_equals_training_forward(dtype: torch.dtype) -> None:
+def test_generate_equals_training_forward(dtype: torch.dtype, compat: Any) -> None:
     """Log-probabilities of `generate`, with and without its cache, have the bits of the training forward."""
     model, _ = pair("qwen3", dtype)
     model.eval()
@@ -149,7 +163,7 @@ def test_generate_equals_training_forward(dtype: torch.dtype) -> None:
     rolled = ops.logprob(torch.stack(out.logits, 1).flatten(0, 1), new.flatten()).logp
     whole = torch.cat((mask, torch.ones_like(new)), 1)
     scored = rt.token_logprobs(model, out.sequences, whole).logp[:, prompts.shape[1] - 1 : -1]
-    assert_bitwise(rolled, scored.flatten(), "decode with a cache")
+    compat.bitwise("transformers", "generate, default cache", rolled, scored.flatten())
     torch.manual_seed(0)
     again = model.generate(prompts, attention_mask=mask, do_sample=True, use_cache=False, **options)
     assert torch.equal(again, out.sequences)
@@ -167,7 +181,7 @@ def test_cache_is_used_only_when_asked_for() -> None:
     assert_bitwise(rest.logits[MASK[:, 8:].bool()], whole[:, 8:][MASK[:, 8:].bool()], "a chunk after a cache")
 
 
-def test_refused_calls() -> None:
+def test_refused_calls(compat: Any) -> None:
     model, _ = pair("mistral-window")
     bias = torch.zeros(len(ROWS), 1, IDS.shape[1], IDS.shape[1])
     refused: list[tuple[str, dict[str, Any]]] = [
@@ -181,8 +195,9 @@ def test_refused_calls() -> None:
         ("continuous batching", {"cache": object()}),
     ]
     for text, inputs in refused:
-        with pytest.raises(rt.CallError, match=text):
+        with pytest.raises(rt.CallError) as raised:
             model(IDS, **inputs)
+        compat.refused("transformers", f"call with {', '.join(inputs)}", raised.value, text)
     with pytest.raises(rt.CallError, match="exactly one"):
         model()
     with pytest.raises(rt.CallError, match="max_position_embeddings"):

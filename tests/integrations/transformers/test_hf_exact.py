@@ -4,6 +4,8 @@ gradients, of all families in fp32 and bf16; and the control, transformers as it
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hf_side import ROWS, decoder_logprobs, fused_gradients, next_tokens, padded, pair, stock
@@ -19,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_equals_our_decoder(case: str, dtype: torch.dtype) -> None:
+def test_equals_our_decoder(case: str, dtype: torch.dtype, compat: Any) -> None:
     model, decoder = pair(case, dtype)
     ids, mask = padded(ROWS)
     out = rt.token_logprobs(model, ids, mask, temperature=0.7)
@@ -27,6 +29,8 @@ def test_equals_our_decoder(case: str, dtype: torch.dtype) -> None:
     assert out.logp.shape == ids.shape and out.logp.dtype == torch.float32
     for name in ("logp", "entropy", "lse"):
         assert_bitwise(next_tokens(getattr(out, name), mask), getattr(ours, name), name)
+    kind = str(dtype).removeprefix("torch.")
+    compat.compared("transformers", f"model {case}, {kind}: log-probabilities", 0, ours.logp.numel())
     for result in (next_tokens(out.logp, mask), ours.logp):
         result.sum().backward(retain_graph=True)
     for result in (next_tokens(out.entropy, mask), ours.entropy):
@@ -34,6 +38,7 @@ def test_equals_our_decoder(case: str, dtype: torch.dtype) -> None:
     for name, (theirs, own) in fused_gradients(model, decoder).items():
         assert bool(own.any()), name
         assert_bitwise(theirs, own, name)
+        compat.compared("transformers", f"model {case}, {kind}: gradients", 0, own.numel())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,10 +69,10 @@ def test_close_to_transformers_and_control() -> None:
 
 
 @torch.no_grad()
-def test_control_stock_differs() -> None:
+def test_control_stock_differs(compat: Any) -> None:
     """Stock transformers: other bits alone than in a padded batch, and others than our decoder."""
     rows = [[(7 * i + 3 * j) % 90 + 3 for j in range(20 + 30 * i)] for i in range(4)]
-    alone_differs = ours_differs = 0
+    alone_differs = ours_differs = numbers = 0
     for case in ("qwen3", "llama"):
         plain, (_, decoder) = stock(case), pair(case)
         plain.config._attn_implementation = "sdpa"
@@ -75,13 +80,15 @@ def test_control_stock_differs() -> None:
         positions = (mask.cumsum(1) - 1).clamp_min(0)
         together = plain(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
         alone = torch.cat([plain(torch.tensor([row])).logits[0] for row in rows])
+        numbers += together.numel()
         alone_differs += int((together != alone).sum())
         ours_differs += int((together != decoder.logits(decoder(PackedBatch.from_sequences(rows)))).sum())
     assert alone_differs > 0 and ours_differs > 0
+    compat.compared("transformers", "control: stock logits, a row alone against in a batch", alone_differs, numbers)
 
 
 @pytest.mark.parametrize("case", ["qwen3-tied", "mistral-window"])
-def test_engine_rollout_equals_training_forward(case: str) -> None:
+def test_engine_rollout_equals_training_forward(case: str, compat: Any) -> None:
     """Tokens sampled by our engine, scored by the model of transformers, the same bits."""
     model, decoder = pair(case, torch.bfloat16)
     llm = LLM(decoder, max_num_seqs=3, max_num_batched_tokens=16, page_size=4, num_pages=128)
@@ -95,4 +102,5 @@ def test_engine_rollout_equals_training_forward(case: str) -> None:
     with torch.no_grad():
         scored = rt.token_logprobs(model, ids, mask, labels=labels, temperature=0.8).logp
     wanted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
-    assert_bitwise(scored[wanted], torch.cat([out.logprobs_tensor for out in outputs]), "rollout")
+    sampled = torch.cat([out.logprobs_tensor for out in outputs])
+    compat.bitwise("transformers", "tokens sampled by rlkernel's engine", scored[wanted], sampled)

@@ -34,11 +34,12 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant: bool) -> None:
+def test_gradient_checkpointing(reentrant: bool, compat: Any) -> None:
     model, _ = pair("qwen3-tied", torch.bfloat16)
     expected = gradients(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     assert_equal(gradients(model), expected, "checkpointing")
+    compat.exact("transformers", f"gradient checkpointing, {'' if reentrant else 'not '}reentrant")
 
 
 def two_layers(case: str) -> Any:
@@ -50,7 +51,7 @@ def two_layers(case: str) -> Any:
 
 
 @pytest.mark.parametrize("mask", [MASK, None], ids=["padded", "full"])
-def test_compiles_whole(mask: torch.Tensor | None) -> None:
+def test_compiles_whole(mask: torch.Tensor | None, compat: Any) -> None:
     model = two_layers("qwen3")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -62,6 +63,7 @@ def test_compiles_whole(mask: torch.Tensor | None) -> None:
         results.append((out.logp.detach(), {name: p.grad for name, p in model.named_parameters()}))
     assert_bitwise(results[1][0], results[0][0], "compiled")
     assert_equal(results[1][1], results[0][1], "compiled")
+    compat.exact("transformers", "torch.compile(fullgraph=True): log-probabilities and gradients")
 
 
 @torch.no_grad()
@@ -73,14 +75,14 @@ def test_compiles_logits() -> None:
     assert_bitwise(found, expected, "compiled logits")
 
 
-def test_compiles_packed_rows() -> None:
+def test_compiles_packed_rows(compat: Any) -> None:
     model = two_layers("llama")
     flat = torch.tensor([[token for row in ROWS for token in row]])
     cu = torch.tensor([0, *(len(row) for row in ROWS)]).cumsum(0).to(torch.int32)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found, expected = (rt.token_logprobs(m, flat, cu_seq_lens_q=cu, max_length_q=17).logp for m in (compiled, model))
-    assert_bitwise(found, expected, "compiled")
+    compat.bitwise("transformers", "torch.compile(fullgraph=True): packed rows", found, expected)
 
 
 # ---- fp32 buffers --------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def test_compiles_packed_rows() -> None:
 
 @pytest.mark.parametrize("case", ["qwen3-tied", "qwen2", "llama"])
 @pytest.mark.parametrize("joined", [True, False])
-def test_main_grads_of_micro_batches(case: str, joined: bool) -> None:
+def test_main_grads_of_micro_batches(case: str, joined: bool, compat: Any) -> None:
     """fp32 buffers: the bits of our decoder's in one batch, however the batch is split; bf16 `.grad` has others."""
     model, decoder = pair(case, torch.bfloat16)
     if not joined:
@@ -104,6 +106,7 @@ def test_main_grads_of_micro_batches(case: str, joined: bool) -> None:
         rt.fold_main_grads(model)
         for name, (theirs, own) in fused_gradients(model, decoder, "main_grad").items():
             assert_bitwise(theirs, own, f"{name} of {len(parts)} micro-batches")
+    compat.exact("transformers", "main_grads: fp32 gradients over any micro-batches")
 
 
 def test_masters_in_a_training_loop() -> None:
@@ -128,7 +131,7 @@ def test_masters_in_a_training_loop() -> None:
     assert not hasattr(model.lm_head.weight, "main_grad") and model.lm_head.weight.grad is None
 
 
-def test_in_a_trainer(tmp_path: Path) -> None:
+def test_in_a_trainer(tmp_path: Path, compat: Any) -> None:
     """transformers' own Trainer: columns found, token counts passed on, the loss falls; autocast is refused."""
     ids, mask = padded(ROWS, left=False)
     rows = [
@@ -147,8 +150,9 @@ def test_in_a_trainer(tmp_path: Path) -> None:
     before = one.evaluate()["eval_loss"]
     one.train()
     assert one.evaluate()["eval_loss"] < before - 0.3
-    with pytest.raises(rt.CallError, match="bf16=False"):
+    with pytest.raises(rt.CallError) as raised:
         trainer(bf16=True, max_steps=1).train()
+    compat.refused("transformers", "autocast: bf16=True of a Trainer", raised.value, "bf16=False")
 
 
 # ---- LoRA ----------------------------------------------------------------------------------------
@@ -164,12 +168,13 @@ def lora(model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("adapters", ["low-rank", "merged"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora_is_invariant(adapters: str, dtype: torch.dtype) -> None:
+def test_lora_is_invariant(adapters: str, dtype: torch.dtype, compat: Any) -> None:
     model = rt.apply(lora(stock("qwen3", dtype)), adapters=adapters).train()
     assert rt.status(model).exact
     other_ids, other_mask = padded(ROWS, left=False, extra=3)
     one, other = (rt.token_logprobs(model, i, m) for i, m in ((IDS, MASK), (other_ids, other_mask)))
-    assert_bitwise(next_tokens(other.logp, other_mask), next_tokens(one.logp, MASK), "padding")
+    feature = f"PEFT LoRA, {adapters}: padding changes nothing"
+    compat.bitwise("transformers", feature, next_tokens(other.logp, other_mask), next_tokens(one.logp, MASK))
     found = gradients(model)
     assert len(found) == 2 * 4 * 3 and all("lora_" in name and bool(g.any()) for name, g in found.items())
     with model.disable_adapter():
@@ -179,7 +184,7 @@ def test_lora_is_invariant(adapters: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merged_lora_is_the_merged_model(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_merged_lora_is_the_merged_model(dtype: torch.dtype, tmp_path: Path, compat: Any) -> None:
     """`adapters="merged"` has the bits of an engine that was sent `merged_weights`, and the gradients' values."""
     model = rt.apply(lora(stock("qwen3", dtype)), adapters="merged").train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -189,7 +194,8 @@ def test_merged_lora_is_the_merged_model(dtype: torch.dtype, tmp_path: Path) -> 
     plain.save_pretrained(tmp_path)
     decoder = load_model(tmp_path, dtype=dtype)
     out = rt.token_logprobs(model, IDS, MASK)
-    assert_bitwise(next_tokens(out.logp, MASK), decoder_logprobs(decoder, ROWS).logp, "merged")
+    merged = decoder_logprobs(decoder, ROWS).logp
+    compat.bitwise("transformers", "PEFT LoRA, merged: an engine's numbers", next_tokens(out.logp, MASK), merged)
     found = gradients(model)
     low_rank = gradients(rt.apply(model, adapters="low-rank"))
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
@@ -200,18 +206,20 @@ def test_merged_lora_is_the_merged_model(dtype: torch.dtype, tmp_path: Path) -> 
         assert_bitwise(p, before[name], f"{name} after merging")
 
 
-def test_adapters_that_are_refused() -> None:
+def test_adapters_that_are_refused(compat: Any) -> None:
     model = pair("qwen3")[0]
     wrapped = lora(model)
     with pytest.raises(rt.CallError, match="call apply"):
         rt.token_logprobs(wrapped, IDS, MASK)
     assert not rt.status(wrapped).exact and "came after apply" in str(rt.status(wrapped))
-    with pytest.raises(rt.UnsupportedModelError, match="lora_dropout"):
-        rt.apply(lora(stock("qwen3"), lora_dropout=0.1))
-    with pytest.raises(rt.UnsupportedModelError, match="lm_head"):
-        rt.apply(lora(stock("qwen3"), modules_to_save=["lm_head"]))
-    with pytest.raises(rt.UnsupportedModelError, match="low-rank"):
-        rt.apply(lora(stock("qwen3"), use_dora=True), adapters="merged")
+    for feature, named, options, adapters in (
+        ("lora_dropout", "lora_dropout", {"lora_dropout": 0.1}, "low-rank"),
+        ("modules_to_save", "lm_head", {"modules_to_save": ["lm_head"]}, "low-rank"),
+        ("DoRA, merged", "low-rank", {"use_dora": True}, "merged"),
+    ):
+        with pytest.raises(rt.UnsupportedModelError) as raised:
+            rt.apply(lora(stock("qwen3"), **options), adapters=adapters)
+        compat.refused("transformers", f"PEFT with {feature}", raised.value, named)
     with pytest.raises(ValueError, match="expected 'low-rank'"):
         rt.apply(stock("qwen3"), adapters="other")
 
@@ -234,7 +242,7 @@ def mesh() -> Iterator[Any]:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, inputs cast"])
 @pytest.mark.parametrize("case", ["qwen3-tied", "llama"])
-def test_fsdp2(case: str, policy: str, mesh: Any) -> None:
+def test_fsdp2(case: str, policy: str, mesh: Any, compat: Any) -> None:
     """One rank, fp32 or bf16 compute over fp32 masters: log-probabilities and gradients of our decoder."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -248,7 +256,8 @@ def test_fsdp2(case: str, policy: str, mesh: Any) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
     out, ours = rt.token_logprobs(model, IDS, MASK), decoder_logprobs(decoder, ROWS)
-    assert_bitwise(next_tokens(out.logp, MASK), ours.logp, policy)
+    feature = f"FSDP2 on one rank, {policy}: log-probabilities, and gradients too"
+    compat.bitwise("transformers", feature, next_tokens(out.logp, MASK), ours.logp)
     out.logp.sum().backward()
     ours.logp.sum().backward()
     for p in model.parameters():
@@ -257,14 +266,15 @@ def test_fsdp2(case: str, policy: str, mesh: Any) -> None:
         p.full = p.grad
     for name, (theirs, own) in fused_gradients(model, decoder, "full").items():
         assert_bitwise(theirs, own, name)
-    with pytest.raises(rt.UnsupportedModelError, match="sharded"):
+    with pytest.raises(rt.UnsupportedModelError) as raised:
         rt.main_grads(model)
+    compat.refused("transformers", "main_grads under FSDP2", raised.value, "sharded")
 
 
 # ---- apply and remove ----------------------------------------------------------------------------
 
 
-def test_remove_restores_everything() -> None:
+def test_remove_restores_everything(compat: Any) -> None:
     model, plain = pair("qwen2")[0], stock("qwen2")
     rt.main_grads(model)
     assert rt.status(model).exact and rt.status(model).contract == "rlk-2"
@@ -276,7 +286,7 @@ def test_remove_restores_everything() -> None:
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.untyped_storage().nbytes() == q.numel() * q.element_size()
     with torch.no_grad():
-        assert torch.equal(model.eval()(IDS).logits, plain(IDS).logits)
+        compat.bitwise("transformers", "remove: stock logits again", model.eval()(IDS).logits, plain(IDS).logits)
     found = rt.status(model)
     assert not found.exact and found.contract is None and str(found).endswith("contract none")
     with pytest.raises(rt.UnsupportedModelError, match="apply"):
@@ -294,7 +304,7 @@ def test_status_lists_every_module() -> None:
     assert "4 chunks of K" in str(rt.status(rt.apply(stock("llama"), tp_leaves=4)))
 
 
-def test_copies_and_saves_as_before(tmp_path: Path) -> None:
+def test_copies_and_saves_as_before(tmp_path: Path, compat: Any) -> None:
     model, _ = pair("qwen3-tied")
     expected = rt.token_logprobs(model, IDS, MASK).logp
     twin = copy.deepcopy(model)
@@ -306,25 +316,38 @@ def test_copies_and_saves_as_before(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.state_dict().keys() == model.state_dict().keys()
-    assert_bitwise(rt.token_logprobs(rt.apply(loaded), IDS, MASK).logp, expected, "saved and loaded")
+    found = rt.token_logprobs(rt.apply(loaded), IDS, MASK).logp
+    compat.bitwise("transformers", "copied, saved and loaded", found, expected)
 
 
-def test_tp_leaves_are_those_of_the_decoder(tmp_path: Path) -> None:
+def test_tp_leaves_are_those_of_the_decoder(tmp_path: Path, compat: Any) -> None:
     plain = stock("llama", torch.bfloat16)
     plain.save_pretrained(tmp_path)
     decoder = load_model(tmp_path, tp_leaves=4)
     model = rt.apply(plain, tp_leaves=4)
     found = next_tokens(rt.token_logprobs(model, IDS, MASK).logp, MASK)
-    assert_bitwise(found, decoder_logprobs(decoder, ROWS).logp, "tp_leaves=4")
+    compat.bitwise("transformers", "tp_leaves=4 on one device", found, decoder_logprobs(decoder, ROWS).logp)
 
 
-def test_models_that_are_refused() -> None:
+REFUSED = {
+    "Gemma2ForCausalLM.*gelu MLP.*soft-capping.*no op": "Gemma 2",
+    "Gemma3ForCausalLM.*gelu MLP.*norm of weight 1.*no op": "Gemma 3",
+    "Qwen3MoeForCausalLM.*mixture-of-experts": "mixture of experts",
+    "dtypes torch.bfloat16, torch.float32": "parameters of several dtypes",
+    "float64": "float64 parameters",
+    "use_liger_kernel=False": "Liger kernels",
+}
+
+
+def test_models_that_are_refused(compat: Any) -> None:
     cases: list[tuple[str, Any]] = []
-    gemma = transformers.Gemma2Config(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8,
-    )  # fmt: skip
-    cases.append(("Gemma2ForCausalLM.*soft-capping", transformers.Gemma2ForCausalLM(gemma)))
+    tiny: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    tiny |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    gemma2, gemma3 = transformers.Gemma2Config(**tiny), transformers.Gemma3TextConfig(**tiny)
+    cases.append(("Gemma2ForCausalLM.*gelu MLP.*soft-capping.*no op", transformers.Gemma2ForCausalLM(gemma2)))
+    cases.append(("Gemma3ForCausalLM.*gelu MLP.*norm of weight 1.*no op", transformers.Gemma3ForCausalLM(gemma3)))
+    mixture = transformers.Qwen3MoeConfig(**tiny, moe_intermediate_size=8, num_experts=2, num_experts_per_tok=1)
+    cases.append(("Qwen3MoeForCausalLM.*mixture-of-experts", transformers.Qwen3MoeForCausalLM(mixture)))
     cases.append(("no model of transformers", torch.nn.Linear(2, 2)))
     for text, changes in (
         ("attention_dropout=0.1", {"attention_dropout": 0.1}),
@@ -348,5 +371,6 @@ def test_models_that_are_refused() -> None:
     liger.model.norm.forward = forward
     cases.append(("use_liger_kernel=False", liger))
     for text, model in cases:
-        with pytest.raises(rt.UnsupportedModelError, match=text):
+        with pytest.raises(rt.UnsupportedModelError) as raised:
             rt.apply(model)
+        compat.refused("transformers", REFUSED.get(text, text), raised.value, text)

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from e2e.tiny_model import make_model
 from trl_side import PAIRS, PROMPTS, VLLM_ENVIRONMENT
 
+from rlkernel_trl import unpatch
 from rlkernel_trl.__main__ import main
 
 
@@ -51,7 +53,7 @@ def write(folder: Path, rows: list[dict[str, str]], **values: object) -> Path:
 
 
 @pytest.mark.slow
-def test_grpo_with_vllm(tmp_path: Path) -> None:
+def test_grpo_with_vllm(tmp_path: Path, compat: Any) -> None:
     config = write(
         tmp_path,
         [{"prompt": prompt} for prompt in PROMPTS * 4],
@@ -68,14 +70,18 @@ def test_grpo_with_vllm(tmp_path: Path) -> None:
     assert len(rows) == 3
     assert all("'rlkernel/exact_frac': '1'" in row and "difference/max': '0'" in row for row in rows)
     assert (tmp_path / "out" / "model.safetensors").is_file()
+    compat.exact("TRL", "python -m rlkernel_trl grpo, vLLM colocate")
 
 
-def test_sft_off_by_option(tmp_path: Path) -> None:
+def test_sft_off_by_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": prompt, "completion": pair[0]} for prompt, pair in zip(PROMPTS, PAIRS, strict=True)] * 4
     config = write(tmp_path, rows, max_steps=1)
-    done = command("sft", "--config", str(config), "--use_rl_kernel_backend", "false", folder=tmp_path)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "'loss'" in done.stdout and "rlkernel/fallbacks" not in done.stdout
+    try:
+        assert main(["sft", "--config", str(config), "--use_rl_kernel_backend", "false"]) == 0
+    finally:
+        unpatch()
+    found = capsys.readouterr().out
+    assert "'loss'" in found and "rlkernel/fallbacks" not in found
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,18 @@
-"""A real vLLM server with the plugin, through TRL's own client: what it is asked, and its log-probabilities.
+"""A real vLLM server with the plugin: its log-probabilities over HTTP and through TRL's client, what it is asked, and
+TRL's trainer in server mode on a CPU, with weights sent after every step and fingerprints of both sides.
 
-vLLM on a CPU cannot receive weights, so a whole run in server mode needs a GPU.
+TRL 1.16 sends weights through NCCL only, and its client says so. So `store_transfer` is the wire here; requests, the
+loading of weights, the cache's reset and the training are vLLM's and TRL's own.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +20,10 @@ from typing import Any
 import pytest
 import torch
 from e2e.tiny_model import make_model
-from trl_side import VLLM_ENVIRONMENT, make_trainer
+from store_transfer import on_cpu
+from trl_side import VLLM_ENVIRONMENT, history, make_trainer
 
+import rlkernel_vllm
 from rlkernel.contract import compare_bitwise
 from rlkernel_trl import ExactnessLostError
 
@@ -30,30 +36,64 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(model: Path) -> Iterator[Any]:
+def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from trl.generation.vllm_client import VLLMClient
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = ["--max-model-len", "96", "--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs"]
+    options += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32"]
     flag = ["--additional-config", '{"use_rl_kernel_backend": true}']
+    wire = ["--weight-transfer-config", '{"backend": "store"}', "--worker-extension-cls", "store_transfer.Extension"]
     module = "vllm.entrypoints.openai.api_server"  # `vllm serve` asks for a distribution called vllm
-    server = subprocess.Popen(
-        [sys.executable, "-m", module, "--model", str(model), "--port", str(port), *options, *flag],
-        env={**os.environ, **VLLM_ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            [sys.executable, "-m", module, "--model", str(model), "--port", str(port), *options, *flag, *wire],
+            env={**os.environ, **VLLM_ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path},
+            stdout=out,
+            stderr=out,
+        )
     try:
-        yield VLLMClient(base_url=f"http://127.0.0.1:{port}", connection_timeout=240)
+        try:
+            yield VLLMClient(base_url=f"http://127.0.0.1:{port}", connection_timeout=240)
+        except ConnectionError:
+            pytest.fail(log.read_text()[-5000:])
     finally:
         server.terminate()
         server.wait(30)
 
 
 @pytest.mark.slow
-def test_server(model: Path, client: Any) -> None:
+def test_completions_over_http(model: Path, client: Any, compat: Any) -> None:
+    from rlkernel.models import PackedBatch, load_model
+
+    def post(path: str, **body: Any) -> Any:
+        data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(client.base_url + path, data, kind), timeout=120) as answer:
+            return json.load(answer)
+
+    (status,) = post("/collective_rpc", method="rlkernel_status")["results"]
+    status = status if isinstance(status, dict) else json.loads(status.replace("'", '"'))
+    assert status["active"] and status["exact"]
+    decoder, compared = load_model(model, dtype=torch.bfloat16), 0
+    for length in (5, 40):
+        prompt = [(7 * i + length) % 290 + 5 for i in range(length)]
+        asked = {"prompt": prompt, "max_tokens": 16, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+        (choice,) = post("/v1/completions", model=str(model), return_token_ids=True, **asked)["choices"]
+        ids = prompt + choice["token_ids"]
+        with torch.no_grad():
+            hidden = decoder(PackedBatch.from_sequences([ids]))[:-1]
+            expected = decoder.logprob(hidden, torch.tensor(ids[1:])).logp.tolist()[length - 1 :]
+        assert choice["logprobs"]["token_logprobs"] == expected
+        compared += len(expected)
+    compat.compared("vLLM", "OpenAI server over HTTP", 0, compared)
+
+
+@pytest.mark.slow
+def test_server(model: Path, client: Any, compat: Any) -> None:
     from rlkernel_trl.vllm import check_server
 
     trainer = make_trainer("GRPO", model, engine=True, temperature=0.8, top_p=0.9)
@@ -76,3 +116,50 @@ def test_server(model: Path, client: Any) -> None:
         assert compare_bitwise(server, scored).mismatches == 0
         compared += len(completion)
     assert compared > 30
+    compat.compared("TRL", "server: its log-probabilities, temperature and top-p", 0, compared)
+
+
+def of_server(client: Any) -> dict[str, str]:
+    """Fingerprints of the server's weights."""
+    (found,) = client._post(f"{client.base_url}/collective_rpc", json={"method": "rlkernel_fingerprints"})["results"]
+    return found if isinstance(found, dict) else json.loads(found.replace("'", '"'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["GRPO", "RLOO"])
+def test_a_run_in_server_mode(algorithm: str, model: Path, client: Any, compat: Any) -> None:
+    """Weights go to the server after every step; every token it samples then is the training forward's."""
+    changes = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": client.base_url, "max_steps": 4}
+    with on_cpu():
+        trainer = make_trainer(algorithm, model, **changes)
+        trainer.train()
+        rows = history(trainer)
+        assert len(rows) == 4 and all(row["rlkernel/exact_frac"] == 1.0 for row in rows)
+        assert sum(row["grad_norm"] > 0 for row in rows) > 1
+        trained = rlkernel_vllm.fingerprints(trainer.model)
+        behind = rlkernel_vllm.compare(of_server(client), trained)  # the last step's weights were not sent
+        assert len(behind) > len(trained) / 2
+        trainer.vllm_generation.sync_weights()
+        assert rlkernel_vllm.compare(of_server(client), trained) == {}
+    compat.exact("TRL", f"server: {algorithm} with weights sent after every step")
+    compat.exact("TRL", "server: fingerprints after a weight transfer")
+
+
+def test_trl_sends_weights_through_nccl_only(client: Any, compat: Any) -> None:
+    """What `store_transfer` stands in for: TRL's client refuses a trainer without CUDA."""
+    with pytest.raises(NotImplementedError) as raised:
+        client.init_communicator(device="cpu")
+    compat.refused("TRL", "server: weights of a trainer on a CPU (by TRL)", raised.value, "NCCL.*needs a CUDA device")
+
+
+def test_trl_vllm_serve_passes_the_flag_on() -> None:
+    from trl.scripts.vllm_serve import build_command, make_parser
+
+    flag = ["--additional-config", '{"use_rl_kernel_backend": true}']
+    given = ["--model", "MODEL", "--dtype", "bfloat16", *flag]
+    known, others = make_parser(prog="trl vllm-serve").parse_args_and_config(args=given, return_remaining_strings=True)
+    command = build_command(known, others)
+    assert command[-2:] == flag
+    text = " ".join(command)
+    for option in ("MODEL", "--dtype bfloat16", "--logprobs-mode processed_logprobs", '{"backend": "nccl"}'):
+        assert option in text

@@ -32,7 +32,7 @@ def assert_exact(rows: list[dict[str, float]], steps: int) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_with_the_engine(model: Path, loss: str) -> None:
+def test_every_loss_with_the_engine(model: Path, loss: str, compat: Any) -> None:
     level = "sequence" if loss == "luspo" else "token"
     trainer = make_trainer("GRPO", model, engine=True, loss_type=loss, importance_sampling_level=level)
     before = weights_hash(trainer.model)
@@ -40,6 +40,7 @@ def test_every_loss_with_the_engine(model: Path, loss: str) -> None:
     assert_exact(history(trainer), 3)
     assert any(row["grad_norm"] > 0 for row in history(trainer))
     assert weights_hash(trainer.model) != before
+    compat.exact("TRL", f"engine as rollout_func: loss {loss}")
 
 
 @pytest.mark.parametrize(
@@ -58,12 +59,13 @@ def test_every_loss_with_the_engine(model: Path, loss: str) -> None:
     ],
     ids=str,
 )
-def test_settings_with_the_engine(model: Path, changes: dict[str, Any]) -> None:
+def test_settings_with_the_engine(model: Path, changes: dict[str, Any], compat: Any) -> None:
     trainer = make_trainer("GRPO", model, engine=True, max_steps=4, **changes)
     trainer.train()
     compared = [row for row in history(trainer) if "rlkernel/exact_frac" in row]
     assert compared
     assert_exact(compared, len(compared))
+    compat.exact("TRL", f"engine as rollout_func: {', '.join(f'{k}={v}' for k, v in changes.items())}")
 
 
 def test_the_engine_shares_the_weights(model: Path) -> None:
@@ -77,7 +79,7 @@ def test_the_engine_shares_the_weights(model: Path) -> None:
     assert gate.dtype == torch.bfloat16
 
 
-def test_evaluation_is_compared(model: Path) -> None:
+def test_evaluation_is_compared(model: Path, compat: Any) -> None:
     from datasets import Dataset
 
     rows = Dataset.from_list([{"prompt": "name a colour"}] * 4)
@@ -87,6 +89,7 @@ def test_evaluation_is_compared(model: Path) -> None:
     found = trainer.evaluate()
     assert found["eval_rlkernel/exact_frac"] == 1.0
     assert found["eval_sampling/sampling_logp_difference/max"] == 0
+    compat.exact("TRL", "evaluation")
 
 
 def test_an_evaluation_between_the_updates_of_a_generation(model: Path) -> None:
@@ -112,14 +115,15 @@ def test_an_evaluation_between_the_updates_of_a_generation(model: Path) -> None:
     assert_exact(compared, 1)
 
 
-def test_a_model_without_a_forward_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_forward_is_refused(tmp_path: Path, compat: Any) -> None:
     import transformers
 
     make_model(tmp_path)
     config = transformers.GPT2Config(vocab_size=320, n_embd=32, n_layer=1, n_head=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
+    with pytest.raises(ValueError) as raised:
         make_trainer("SFT", tmp_path, rl_kernel_strict=False)
+    compat.refused("TRL", "another architecture (GPT-2)", raised.value, "GPT2LMHeadModel")
 
 
 def _wrong(trainer: Any, prompts: Any) -> dict[str, Any]:
@@ -129,15 +133,17 @@ def _wrong(trainer: Any, prompts: Any) -> dict[str, Any]:
     return out
 
 
-def test_strict_stops_before_the_update(model: Path) -> None:
+def test_strict_stops_before_the_update(model: Path, compat: Any) -> None:
     trainer = make_trainer("GRPO", model, trainer={"rollout_func": lambda prompts, t: _wrong(t, prompts)})
     before = weights_hash(trainer.model)
-    with pytest.raises(MismatchError, match=r"1 of \d+ sampled tokens .* token 2 \(id \d+\): rollout -"):
+    with pytest.raises(MismatchError) as raised:
         trainer.train()
     assert weights_hash(trainer.model) == before
+    named = r"1 of \d+ sampled tokens .* token 2 \(id \d+\): rollout -"
+    compat.refused("TRL", "an update after one token of another bit, strict", raised.value, named)
 
 
-def test_not_strict_counts(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_not_strict_counts(model: Path, compat: Any, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer(
         "GRPO", model, rl_kernel_strict=False, trainer={"rollout_func": lambda prompts, t: _wrong(t, prompts)}
     )
@@ -146,11 +152,12 @@ def test_not_strict_counts(model: Path, caplog: pytest.LogCaptureFixture) -> Non
         assert row["rlkernel/mismatch_tokens"] == 1 and 0 < row["rlkernel/exact_frac"] < 1
         assert row["rlkernel/drift_max"] == row["sampling/sampling_logp_difference/max"] > 0
     assert "another log-probability" in caplog.text
+    compat.audited("TRL", "an update after one token of another bit, not strict", [caplog.text])
 
 
 @pytest.mark.parametrize("algorithm", ["SFT", "DPO"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_agrees_with_off(model: Path, algorithm: str, dtype: str) -> None:
+def test_on_agrees_with_off(model: Path, algorithm: str, dtype: str, compat: Any) -> None:
     """Losses and gradient norms of short runs; fp32 to five digits, bf16 within the rounding of autocast."""
     bf16 = dtype == "bfloat16"
     found = []
@@ -167,6 +174,7 @@ def test_on_agrees_with_off(model: Path, algorithm: str, dtype: str) -> None:
     if algorithm == "DPO":
         for name in ("logps/chosen", "logits/chosen", "rewards/margins"):
             assert math.isclose(found[0][0][name], found[1][0][name], rel_tol=tolerance, abs_tol=1e-3), name
+    compat.close("TRL", f"{algorithm}, flag on against off, {dtype}: loss, gradient norm")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +202,7 @@ def test_sft_without_padding(model: Path, changes: dict[str, Any]) -> None:
         assert math.isclose(*found, rel_tol=1e-6)
 
 
-def test_grpo_on_agrees_with_off(model: Path) -> None:
+def test_grpo_on_agrees_with_off(model: Path, compat: Any) -> None:
     """The same rollouts, kept and replayed, through the trainer with the flag and through TRL's own."""
     saved: list[dict[str, Any]] = []
     ours = rlkernel_trl.rollout_func()
@@ -210,10 +218,34 @@ def test_grpo_on_agrees_with_off(model: Path) -> None:
     off.train()
     for name in ("loss", "grad_norm", "entropy", "kl", "reward"):
         assert math.isclose(history(on)[0][name], history(off)[0][name], rel_tol=1e-4, abs_tol=1e-6), name
+    compat.close("TRL", "GRPO, flag on against off, float32: loss, gradient norm, KL")
 
 
-@pytest.mark.parametrize("algorithm", ["SFT", "DPO", "GRPO"])
-def test_off_is_trl(model: Path, algorithm: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rloo_on_agrees_with_off(model: Path, dtype: str, compat: Any) -> None:
+    """RLOO takes no rollout_func: what transformers samples under the flag is replayed without it."""
+    bf16, saved, found = dtype == "bfloat16", [], []
+    for flag in (True, False):
+        trainer = make_trainer("RLOO", model, flag, bf16=bf16, max_steps=2, beta=0.04, rl_kernel_strict=False)
+        sample, turns = trainer._generate_single_turn, iter(tuple(saved))
+
+        def record(*args: Any, sample: Any = sample) -> Any:
+            saved.append(sample(*args))
+            return saved[-1]
+
+        trainer._generate_single_turn = record if flag else lambda *args, turns=turns: next(turns)
+        trainer.train()
+        found.append(history(trainer))
+    for on, off in zip(*found, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "kl", "reward"):
+            close = math.isclose(on[name], off[name], rel_tol=3e-2 if bf16 else 1e-4, abs_tol=1e-2 if bf16 else 1e-6)
+            assert close, (name, on, off)
+        assert on["rlkernel/fallbacks"] == 0
+    compat.close("TRL", f"RLOO, flag on against off, {dtype}: loss, gradient norm, KL")
+
+
+@pytest.mark.parametrize("algorithm", ["SFT", "DPO", "GRPO", "RLOO"])
+def test_off_is_trl(model: Path, algorithm: str, compat: Any) -> None:
     """Without the flag the classes of this package compute what TRL's compute, to the bit, and keep nothing."""
     import trl
 
@@ -225,9 +257,10 @@ def test_off_is_trl(model: Path, algorithm: str) -> None:
         assert getattr(trainer, "_rl_kernel", None) is None
         hashes.append(weights_hash(trainer.model))
     assert hashes[0] == hashes[1]
+    compat.exact("TRL", f"{algorithm}, flag off against TRL's own trainer: trained weights")
 
 
-def test_resume(model: Path, tmp_path: Path) -> None:
+def test_resume(model: Path, tmp_path: Path, compat: Any) -> None:
     """A run continued from a checkpoint ends in the weights of the one that was not interrupted."""
     whole = make_trainer("GRPO", model, engine=True, max_steps=4)
     whole.train()
@@ -238,6 +271,7 @@ def test_resume(model: Path, tmp_path: Path) -> None:
     again = make_trainer("GRPO", model, engine=True, max_steps=4)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert weights_hash(whole.model) == weights_hash(part.model) == weights_hash(again.model)
+    compat.exact("TRL", "engine as rollout_func: weights of a resumed run")
 
 
 def test_masters_are_fp32(model: Path) -> None:
@@ -266,14 +300,16 @@ def test_masters_are_fp32(model: Path) -> None:
     ],
     ids=str,
 )
-def test_refusals(model: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ExactnessLostError, match=message):
+def test_refusals(model: Path, changes: dict[str, Any], message: str, compat: Any) -> None:
+    with pytest.raises(ExactnessLostError) as raised:
         make_trainer("GRPO", model, engine=True, **changes)
+    compat.refused("TRL", ", ".join(f"{k}={v}" for k, v in changes.items()), raised.value, message)
 
 
-def test_generate_without_logprobs_is_refused(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ExactnessLostError, match="rollout_func"):
+def test_generate_without_logprobs_is_refused(model: Path, compat: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ExactnessLostError) as raised:
         make_trainer("GRPO", model)
+    compat.refused("TRL", "sampling by transformers' generate", raised.value, "rollout_func")
     trainer = make_trainer("GRPO", model, rl_kernel_strict=False, max_steps=1)
     assert "returns no log-probabilities" in caplog.text
     trainer.train()
@@ -296,7 +332,7 @@ def test_patch(model: Path) -> None:
     assert trl.GRPOTrainer is stock
 
 
-def test_lora(model: Path) -> None:
+def test_lora(model: Path, compat: Any) -> None:
     """The training forward computes with the merged weights that were sampled from; the base stays as it was."""
     from peft import LoraConfig
 
@@ -308,9 +344,10 @@ def test_lora(model: Path) -> None:
     after = dict(trainer.model.named_parameters())
     assert all(torch.equal(p, after[n]) for n, p in base.items())
     assert any(bool(p.any()) for n, p in after.items() if "lora_B" in n)
+    compat.exact("TRL", "engine as rollout_func: LoRA, KL")
 
 
-def test_without_the_kept_sets_the_numbers_differ(model: Path) -> None:
+def test_without_the_kept_sets_the_numbers_differ(model: Path, compat: Any) -> None:
     """The control of the filters: a trainer that scores over all tokens does not have the engine's numbers."""
     trainer = make_trainer("GRPO", model, engine=True, top_p=0.8, rl_kernel_strict=False, max_steps=1)
     rollout = trainer.rollout_func
@@ -323,7 +360,10 @@ def test_without_the_kept_sets_the_numbers_differ(model: Path) -> None:
 
     trainer.rollout_func = forget
     trainer.train()
-    assert history(trainer)[0]["rlkernel/mismatch_tokens"] > 10
+    differing = int(history(trainer)[0]["rlkernel/mismatch_tokens"])
+    assert differing > 10
+    total = round(differing / (1 - history(trainer)[0]["rlkernel/exact_frac"]))
+    compat.compared("TRL", "control: top-p without the kept sets", differing, total)
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -365,19 +405,20 @@ class _Server:
     ],
     ids=str,
 )
-def test_what_a_server_is_asked(model: Path, changes: dict[str, Any], message: str | None) -> None:
+def test_what_a_server_is_asked(model: Path, changes: dict[str, Any], message: str | None, compat: Any) -> None:
     from rlkernel_trl.vllm import check_server
 
     backend = make_trainer("GRPO", model, engine=True)._rl_kernel
     if message is None:
         check_server(backend, _Server(**changes))
         return
-    with pytest.raises(ExactnessLostError, match=message):
+    with pytest.raises(ExactnessLostError) as raised:
         check_server(backend, _Server(**changes))
+    compat.refused("TRL", f"server with {', '.join(f'{k} {v}' for k, v in changes.items())}", raised.value, message)
 
 
 @pytest.mark.slow
-def test_two_processes(model: Path) -> None:
+def test_two_processes(model: Path, compat: Any) -> None:
     """DDP: exact on both, the same weights on both, and close to one process with the same batch."""
     runs = [
         {"algorithm": "GRPO", "model": str(model), "engine": True},
@@ -393,3 +434,5 @@ def test_two_processes(model: Path) -> None:
     for a, b in zip(first[1]["history"], history(alone), strict=True):
         assert math.isclose(a["loss"], b["loss"], rel_tol=1e-4)
         assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-3)
+    compat.exact("TRL", "engine as rollout_func: two processes (DDP)")
+    compat.close("TRL", "SFT, two processes against one: loss, gradient norm")

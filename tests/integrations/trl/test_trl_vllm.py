@@ -7,11 +7,24 @@ from typing import Any
 
 import pytest
 from e2e.tiny_model import make_model
+from pages import first_lines
 from trl_side import vllm_runs
 
 from rlkernel_drift.compare import compare
 
 STEPS = 20
+NAMES = {
+    "vespo": "loss vespo, importance sampling truncated",
+    "gspo": "importance ratio of sequences, KL",
+    "filters": "temperature, top-p, top-k, min-p",
+    "iterations": "two updates a generation",
+    "accumulation": "gradient accumulation and checkpointing",
+    "fp32": "fp32 weights",
+    "rechecks": "forward for old log-probabilities run again",
+    "rloo": "RLOO, KL",
+    "whole": "a run with checkpoints",
+    "resumed": "a run resumed from a checkpoint",
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +47,7 @@ def assert_exact(result: dict[str, Any], steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_steps_and_the_control(model: Path, tmp_path: Path) -> None:
+def test_twenty_steps_and_the_control(model: Path, tmp_path: Path, compat: Any) -> None:
     kept = {name: str(tmp_path / name) for name in ("on", "off")}
     on, off = vllm_runs(
         [
@@ -56,10 +69,12 @@ def test_twenty_steps_and_the_control(model: Path, tmp_path: Path) -> None:
     found = verdicts["off"].statistics
     assert found is not None and found.tokens > 0 and found.maximum == pytest.approx(drift[10], rel=1e-4)
     assert verdicts["off"].rollout is not None and verdicts["off"].rollout.weights_version == 10
+    compat.exact("TRL", f"vLLM colocate: GRPO, {STEPS} steps", "TRL's forward for old log-probabilities skipped")
+    compat.compared("TRL", "control: flag off, steps with a difference", len(drift), len(drift))
 
 
 @pytest.mark.slow
-def test_settings(model: Path, tmp_path: Path) -> None:
+def test_settings(model: Path, tmp_path: Path, compat: Any) -> None:
     """Other losses, filters, several updates a generation, accumulation, fp32, RLOO; and resuming a run."""
     saved = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
     runs = {
@@ -74,10 +89,15 @@ def test_settings(model: Path, tmp_path: Path) -> None:
         "whole": run(model, **saved),
         "resumed": run(model, max_steps=4, resume=str(tmp_path / "checkpoint-2")),
     }
-    results = dict(zip(runs, vllm_runs(list(runs.values())), strict=True))
+    short = f'output_dir="{tmp_path / "page"}", max_steps=1, max_completion_length=8, logging_steps=1, report_to="none"'
+    lines = {"page": first_lines("trl", model, **{'output_dir="out"': short})}
+    *found, page = vllm_runs([*runs.values(), lines])
+    assert_exact(page, 1)
+    results = dict(zip(runs, found, strict=True))
     for name, result in results.items():
         steps = {"iterations": 2, "rechecks": 5, "whole": 4, "resumed": 4}.get(name, 3)
         assert_exact(result, steps)
+        compat.exact("TRL", f"vLLM colocate: {NAMES[name]}")
     skipped = [row["rlkernel/old_logps_skipped"] for row in results["rechecks"]["history"]]
     assert skipped == [0.0, 1.0, 0.0, 1.0, 0.0]
     assert results["whole"]["weights"] == results["resumed"]["weights"]

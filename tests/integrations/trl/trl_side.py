@@ -134,7 +134,7 @@ def keep_weights_on_cpu() -> None:
 
 def vllm_runs(runs: list[dict[str, Any]], timeout: float = 600) -> list[dict[str, Any]]:
     """Runs with real vLLM colocate in one process of their own; each is keywords of
-    `make_trainer`, `resume`, and `capsules`.
+    `make_trainer`, `resume`, and `capsules`; or `page`, code that leaves a `trainer`.
 
     Returns:
         A result a run: `history`, `weights` (hash) and `error`, text or None.
@@ -181,6 +181,11 @@ def _main() -> None:
         result: dict[str, Any] = {"error": None}
         trainer = None
         try:
+            if "page" in run:
+                names: dict[str, Any] = {}
+                exec(run["page"], names)
+                results.append({"error": None, "history": history(names["trainer"])})
+                continue
             trainer = make_trainer(**run)
             if capsules is not None:
                 from rlkernel_drift.capture.trl_run import record

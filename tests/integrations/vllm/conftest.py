@@ -1,4 +1,4 @@
-"""Fixtures of the vLLM tests: tiny models on disk, and `side`, which runs a scenario of `vllm_side.py`."""
+"""Fixtures of the vLLM tests: tiny models on disk, and `sides`, which runs scenarios of `vllm_side.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-Side = Callable[..., dict[str, Any]]
+Sides = Callable[..., list[dict[str, Any]]]
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -38,25 +38,27 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def side() -> Side:
-    def run(scenario: str, folder: Path, env: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
-        command = [sys.executable, str(HERE / "vllm_side.py"), scenario, str(folder), json.dumps(arguments)]
+def sides(tmp_path: Path) -> Sides:
+    """Runs scenarios of `vllm_side.py` in one process; a job is (scenario, folder of a model, arguments)."""
+
+    def run(*jobs: tuple[str, Path, dict[str, Any]], env: dict[str, str] | None = None) -> list[dict[str, Any]]:
+        given = json.dumps([(name, str(folder), arguments) for name, folder, arguments in jobs])
         # Into files: engines are processes of their own and may hold a pipe open after the one that started them.
-        outs = [folder / f"{scenario}.{name}.log" for name in ("out", "errors")]
+        outs = [tmp_path / f"{name}.log" for name in ("out", "errors")]
         with outs[0].open("w") as stdout, outs[1].open("w") as stderr:
             process = subprocess.Popen(
-                command, env=environment(**(env or {})), stdout=stdout, stderr=stderr, cwd=folder,
-                start_new_session=True,
+                [sys.executable, str(HERE / "vllm_side.py"), given], env=environment(**(env or {})), stdout=stdout,
+                stderr=stderr, cwd=tmp_path, start_new_session=True,
             )  # fmt: skip
             try:
-                process.wait(timeout=600)
+                process.wait(timeout=900)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
         out, errors = (path.read_text(errors="replace") for path in outs)
         found = [line for line in out.splitlines() if line.startswith("RESULT ")]
-        assert found, f"{scenario} failed\n{out[-3000:]}\n{errors[-6000:]}"
-        result: dict[str, Any] = json.loads(found[-1].removeprefix("RESULT "))
+        assert found, f"{[name for name, *_ in jobs]} failed\n{out[-3000:]}\n{errors[-6000:]}"
+        result: list[dict[str, Any]] = json.loads(found[-1].removeprefix("RESULT "))
         return result
 
     return run

