@@ -12,8 +12,8 @@ from rlkernel_drift.capsule import Floor
 from rlkernel_drift.diagnose.hypothesis import Hypothesis, Prediction
 from rlkernel_drift.diagnose.residual import Residual
 
-NEAR_FLOOR = 2.0
-NEAR_TAIL = 6.0
+NEAR_FLOOR, NEAR_TAIL = 2.0, 6.0
+ROUNDED_FLOOR, ROUNDED_TAIL = 4.0, 24.0
 BELOW_RUNNER_UP = 0.5
 CLOSEST, CLOSEST_FILTERS, SIGMAS = 0.85, 0.94, 4.0
 _FILTERS = frozenset({"top-p", "top-k", "min-p"})
@@ -36,7 +36,8 @@ class Trial:
     def near(self, floor: Floor) -> bool:
         """Whether what is left is noise."""
         r, noise = self.residual, self.noise
-        return r.usable and r.mean <= NEAR_FLOOR * noise * floor.mean and r.p99 <= NEAR_TAIL * noise * floor.p99
+        mean, tail = (ROUNDED_FLOOR, ROUNDED_TAIL) if self.hypothesis.rounds else (NEAR_FLOOR, NEAR_TAIL)
+        return r.usable and r.mean <= mean * noise * floor.mean and r.p99 <= tail * noise * floor.p99
 
     @property
     def noise(self) -> float:

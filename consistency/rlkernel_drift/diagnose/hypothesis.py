@@ -35,12 +35,14 @@ class Hypothesis:
     Attributes:
         name: in words. cause: key of `knowledge.CAUSES`.
         implies: causes that it contains; a hypothesis is no rival of one that it contains.
+        rounds: it rounds values that are noisy before: one that lies between two roundings moves a token by a step.
     """
 
     name: str
     cause: str
     predict: Callable[[Context], Prediction | None]
     implies: frozenset[str] = frozenset()
+    rounds: bool = False
 
     @property
     def causes(self) -> frozenset[str]:

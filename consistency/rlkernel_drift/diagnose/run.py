@@ -153,7 +153,7 @@ def accepted_diagnosis(side: Examined, trial: Trial, runner_up: Trial | None, tr
 def _by_size(side: Examined, trials: list[Trial]) -> Diagnosis | None:
     """Layers in fewer bits by another path: their noise cannot be predicted token by token, its size can."""
     context, mean = side.context, side.left.mean
-    others = [t.residual.mean for t in trials if t.hypothesis.cause not in ("body-dtype", "bf16-logits", "head-dtype")]
+    others = [t.residual.mean for t in trials if t.hypothesis.cause != "body-dtype"]
     nothing_else = min(others, default=mean) > _NOTHING_ELSE * mean
     if context.dtype != torch.float32 or not nothing_else or abs(side.left.bias) > _UNBIASED * mean:
         return None

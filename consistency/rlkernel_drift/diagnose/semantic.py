@@ -160,7 +160,8 @@ def precision_battery(context: Context, hidden: Tensor) -> Iterator[Hypothesis]:
     for name, cause, wanted in choices:
         if wanted == head or (hidden.dtype == wanted.inputs and wanted.logits is None):
             continue
-        yield Hypothesis(name, cause, lambda c, wanted=wanted: Prediction(c.predict(hidden, wanted)))  # type: ignore[misc]
+        predict = lambda c, wanted=wanted: Prediction(c.predict(hidden, wanted))
+        yield Hypothesis(name, cause, predict, rounds=wanted != fp32)
     for dtype in (torch.float32, BF16, FP16):
         if dtype == context.dtype:
             continue

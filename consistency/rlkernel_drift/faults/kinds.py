@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -421,6 +422,8 @@ def bfloat16_layers(world: World) -> None:
 
 
 def _layer(world: World, operator: str) -> int:
+    # Kinds share their worlds; without a generator of its own each would have the same layer and size.
+    world.rng = random.Random(f"{operator}/{world.family}/{world.seed}")
     layer = world.rng.randrange(LAYERS)
     world.planted["operator"] = f"layers.{layer}.{operator}"
     world.operators = True
