@@ -89,7 +89,9 @@ def source(result: dict[str, Any]) -> str:
     """Where the figures come from."""
     seconds = result["cpu_seconds"] / len(result["rows"])
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
-    code = ", ".join(f"`{name}`" for name in result["code"])
+    groups = {name: dict.fromkeys(r["group"] for r in result["rows"] if r["code"] == name) for name in result["code"]}
+    several = len(groups) > 1
+    code = ", ".join(f"`{name}`" + (f" ({', '.join(of)})" if several else "") for name, of in groups.items())
     hardware = " ".join(str(value) for value in result["hardware"].values())
     return (
         f"{hardware}, {versions}, {result['date'][:10]}, hash of the analyser's modules {code}, "
