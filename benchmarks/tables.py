@@ -138,12 +138,13 @@ def compatibility(paths: list[Path], stack: str) -> str:
     order: dict[str, tuple[int, str]] = {}
     sources: list[str] = []
     columns: list[str] = []
-    for path in paths:
-        data = json.loads(path.read_text())
+    runs = [(path, json.loads(path.read_text())) for path in paths]
+    version_of = lambda data: data["versions"].get(stack.lower(), "")
+    for path, data in sorted(runs, key=lambda run: (run[1]["driver"] is not None, version_of(run[1]))):
         rows = [row for row in data["rows"] if row["stack"] == stack]
         if not rows:
             continue
-        version = data["versions"].get(stack.lower(), "")
+        version = version_of(data)
         columns.append(f"{stack} {version}, {'CPU' if data['driver'] is None else data['hardware']}")
         sources += _source(data, path)
         for row in rows:

@@ -357,6 +357,7 @@ def refusals(folder: str) -> dict[str, Any]:
     from rlkernel_vllm.config import UnsupportedError
 
     flag = {"use_rl_kernel_backend": True}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 256}
     out: dict[str, Any] = {}
     for name, changes in {
         "quantization": {"quantization": "fp8"},
@@ -370,7 +371,7 @@ def refusals(folder: str) -> dict[str, Any]:
         "rl_kernel_attention": {"additional_config": {**flag, "rl_kernel_attention": "fa3"}},
         "rl_kernel_contract": {"additional_config": {**flag, "rl_kernel_contract": "rlk-0"}},
         "rl_kernel_mode": {"additional_config": {**flag, "rl_kernel_mode": "loose"}},
-        "yarn rope": {"hf_overrides": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}},
+        "yarn rope": {"hf_overrides": {"rope_parameters": yarn}},
         "nothing": {},
     }.items():
         arguments = {"model": folder, "skip_tokenizer_init": True, "max_model_len": 64, "additional_config": flag}
