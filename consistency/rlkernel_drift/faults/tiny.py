@@ -28,6 +28,7 @@ def tiny_model(family: str, seed: int, attention: str = "sdpa") -> Any:
     except ImportError:
         raise DriftError("planted faults need transformers: pip install 'rlkernel[drift]'") from None
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     names = {"qwen3": "Qwen3", "llama": "Llama", "qwen2": "Qwen2"}
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
