@@ -7,6 +7,7 @@ finds in Triton's cache), and the CUDA sources; writes `benchmarks/results/aot/k
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from results_io import write_result
 
 from rlkernel.kernels import build
-from rlkernel.kernels.cuda import linear_logprob
+from rlkernel.kernels.cuda import linear_logprob, linear_rows
 from rlkernel.kernels.cuda.driver import compile_cuda
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.triton import aot
@@ -46,7 +47,7 @@ def measure(index: int, target: str) -> dict[str, Any]:
 
 
 def measure_cuda() -> list[dict[str, Any]]:
-    """The CUDA source of linear_logprob for Hopper, in each of its modes; needs NVRTC or nvcc."""
+    """The CUDA sources for Hopper, linear_logprob in each of its modes; needs NVRTC or nvcc."""
     modes = ("STATISTICS", "GRADIENT", "PROBS", "DHIDDEN", "DWEIGHT")
     found = []
     for name in modes:
@@ -62,6 +63,20 @@ def measure_cuda() -> list[dict[str, Any]]:
             **aot.cuda_resources(cubin),
             "shared": linear_logprob.SHARED_BYTES + staging,
             "matrix": ["wgmma m64n256k16"],
+        })  # fmt: skip
+    for rows, columns in itertools.product((8, linear_rows.MOST_ROWS), linear_rows.COLUMNS):
+        held = linear_rows.stages(rows, columns)
+        macros = {"HALF": 0, "FP32_OUT": 0, "ROWS": rows, "COLUMNS": columns, "STAGES": held}
+        cubin = compile_cuda(build.source_dir() / "cuda" / linear_rows.SOURCE, "90a", macros)
+        found.append({
+            "kernel": f"linear_dgrad CUDA rows {rows} columns {columns}",
+            "function": "rlk_linear_dgrad_rows",
+            "target": "sm_90",
+            "main": True,
+            "num_warps": 5,
+            **aot.cuda_resources(cubin),
+            "shared": held * (2 * linear_rows.PIECE * (rows + columns) + 16),
+            "matrix": [f"wgmma m64n{columns}k16"],
         })  # fmt: skip
     return found
 

@@ -46,13 +46,16 @@ def kernel_sha(root: Path = ROOT) -> str:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Commit of the checkout, `$RLKERNEL_COMMIT` where the tree travels without git, else None."""
+    """`$RLKERNEL_COMMIT`, for a tree that travels without git; else the commit of the checkout; else None."""
+    named = os.environ.get("RLKERNEL_COMMIT")
+    if named:
+        return named
     try:
         return subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, check=True, text=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("RLKERNEL_COMMIT")
+        return None
 
 
 def gpu_folder(hardware: str) -> str:
