@@ -129,7 +129,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if target:
         Path(target).write_text(json.dumps(merged(_rows)))
     elif _rows and session.exitstatus == 0 and not torch.cuda.is_available():
-        whole = config.args == config.getini("testpaths") and not config.option.keyword
+        options = config.option
+        whole = config.args == config.getini("testpaths") and options.markexpr in ("", "not gpu")
+        whole &= not any((options.keyword, options.deselect, options.ignore, options.ignore_glob, options.lf))
         whole &= bool(os.environ.get("RLKERNEL_TEST_INTEGRATIONS"))
         recorded = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
         _stale.extend(stale(_rows, recorded, whole))

@@ -89,12 +89,17 @@ def define(
             return overload(*args) if eager is None else eager(*args)
         with torch._C._AutoDispatchBelowAutograd():
             output = direct[first.type](*args)
-        for i in written:
-            if i < len(args) and args[i] is not None and not args[i].is_inference():
-                increment_version(args[i])  # so that autograd sees the write, as behind the dispatcher
+        wrote(*(args[i] for i in written if i < len(args) and args[i] is not None))
         return output
 
     return call_on_one_device
+
+
+def wrote(*tensors: Tensor) -> None:
+    """Bumps the versions of tensors that were written in place, so that autograd sees it as behind the dispatcher."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            increment_version(tensor)
 
 
 # ---- without the dispatcher ----------------------------------------------------------------------

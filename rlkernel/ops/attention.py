@@ -17,7 +17,7 @@ from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_
 from rlkernel.kernels import select, stock
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
-from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops._library import check, define, is_stock, wrote
 
 MAX_HEAD_DIM = 256
 VARIANTS = ("split", "fa3")
@@ -385,13 +385,16 @@ def paged_attention(
     if current_attention_variant(variant) == "fa3":
         _check_fa3(window, split)
         if out is not None:
-            return attention_fa3.paged_attention(q, k_cache, v_cache, *lengths, scale, out=out)
+            o, lse = attention_fa3.paged_attention(q, k_cache, v_cache, *lengths, scale, out=out)
+            wrote(o)
+            return o, lse
         return _paged_attention_fa3(q, k_cache, v_cache, *lengths, scale)
     if out is None:
         return _paged_attention(q, k_cache, v_cache, *lengths, scale, window, split)
     choice = select.choose("paged_attention", q.device.type)
     if choice.implementation == "triton":
         o, lse = choice.fn(q, k_cache, v_cache, *lengths, scale, window, split, out=out)
+        wrote(o)
         return o, lse
     o, lse = _paged_attention(q, k_cache, v_cache, *lengths, scale, window, split)
     return out.copy_(o), lse

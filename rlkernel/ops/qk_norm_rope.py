@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import select
-from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops._library import check, define, is_stock, wrote
 from rlkernel.ops.attention import store_kv_
 from rlkernel.ops.rms_norm import rms_norm
 from rlkernel.ops.rope import rope
@@ -78,9 +78,13 @@ def qk_norm_rope(
 
 
 def _check_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    (_, page, _, _), (block, slot, _, element) = k_cache.shape, k_cache.stride()
+    four = k_cache.dim() == 4
+    (pages, page, _, _), (block, slot, _, element) = (k_cache.shape, k_cache.stride()) if four else ((0,) * 4,) * 2
     check(
-        k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride() and block == page * slot,
+        four
+        and k_cache.shape == v_cache.shape
+        and k_cache.stride() == v_cache.stride()
+        and (block == page * slot or pages == 1),
         lambda: (
             f"qk_norm_rope_store: k_cache is {tuple(k_cache.shape)} with strides {k_cache.stride()}, v_cache "
             f"{tuple(v_cache.shape)} with {v_cache.stride()}; expected one shape [pages, page, HK, D], pages in a row"
@@ -121,7 +125,8 @@ def qk_norm_rope_store(
 
     Args:
         q, k, v, q_weight, k_weight, eps, positions, cos_sin: as in `qk_norm_rope`; v as k.
-        k_cache, v_cache: [pages, page, HK, D]; on GPUs also the two halves of a cache [pages, page, HK, 2 D].
+        k_cache, v_cache: [pages, page, HK, D], contiguous; where the one kernel runs (GPUs, D a power of two) also the
+            two halves of a cache [pages, page, HK, 2 D].
         slots: [T] int64, as in `store_kv_`.
 
     Raises:
@@ -133,9 +138,9 @@ def qk_norm_rope_store(
         if triton.computes(q.shape[2]):
             _check(q, k, q_weight, k_weight, positions, cos_sin)
             _check_cache(k, v, k_cache, v_cache, slots)
-            return triton.qk_norm_rope_store(
-                q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slots
-            )
+            q = triton.qk_norm_rope_store(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slots)
+            wrote(k_cache, v_cache)
+            return q
     q, k = qk_norm_rope(q, k, q_weight, k_weight, eps, positions, cos_sin)
     store_kv_(k_cache, v_cache, k, v, slots)
     return q

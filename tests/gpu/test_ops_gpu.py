@@ -385,6 +385,29 @@ def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: R
     record(cases=2 * len(widths) + 1, tokens=tokens * (2 * len(widths) + 1), mismatches=0)
 
 
+@pytest.mark.parametrize("tokens", (1, 8193))
+def test_linear_logprob_of_a_block_of_one_row(tokens: int, record: Record) -> None:
+    """The last block of the backward has one row, and the last chunk of the vocabulary an odd width."""
+    from rlkernel.kernels import select
+
+    v, c = 50257, 256
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets = torch.arange(tokens, device=DEVICE) * 7 % v
+
+    def run() -> list[Tensor]:
+        hidden, weight = x.clone().requires_grad_(True), w.clone().requires_grad_(True)
+        logp = ops.linear_logprob(hidden, weight, targets).logp
+        logp.sum().backward()
+        return [logp.detach(), hidden.grad, weight.grad]
+
+    ours = run()
+    with select.use("triton"):
+        anchor = run()
+    for i, (o, a) in enumerate(zip(ours, anchor, strict=True)):
+        assert_bitwise(o, a, f"tensor {i}")
+    record(cases=1, tokens=tokens, mismatches=0)
+
+
 def test_linear_logprob_guesses_by_an_earlier_count() -> None:
     """Nearly all blocks with a gradient: the next backward but one may take cuBLASLt; half of them: it may not."""
     from rlkernel.kernels.cuda.linear_logprob import guess

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlkernel.kernels import build
 from rlkernel.kernels.cuda import driver
@@ -81,3 +82,12 @@ def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path, mon
     monkeypatch.setattr(driver, "_nvcc", lambda: None)
     with pytest.raises(BuildError, match="nvidia-cuda-nvrtc"):
         driver.compile_cuda(SOURCE, "90a", {"MODE": 0})
+
+
+def test_rows_of_a_tensor_map_are_a_multiple_of_16_bytes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row nothing but its address counts, whatever its width and stride; of several the stride does."""
+    monkeypatch.setattr(driver, "_encode", lambda address, dtype, shape, apart, *rest: apart)
+    block = torch.zeros(3, 512, dtype=torch.bfloat16)
+    assert driver.tensor_map(block[:1, :337], 64, 64) == 344
+    assert driver.tensor_map(block[:1, :336], 64, 64) == 336
+    assert driver.tensor_map(block[:, :337], 64, 64) == 512

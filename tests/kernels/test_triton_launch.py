@@ -117,5 +117,6 @@ def test_unknown_arguments_and_listeners_leave_it_to_triton(
     swiglu.swiglu(x)
     assert kernel.compiled == {} and len(before) == 1 and len(calls) == 2
     monkeypatch.undo()
-    assert launch._read((x, object()), []) is None
-    assert launch._read((x, True), []) is None
+    assert launch._read((x, object()), [-1]) is None
+    assert launch._read((x, True), [-1]) is None
+    assert launch._read((x,), [0]) is None, "a tensor of another device"

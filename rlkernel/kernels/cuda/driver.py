@@ -189,7 +189,8 @@ def tensor_map(x: Tensor, rows: int, columns: int, line: int = 128) -> TensorMap
     Raises:
         RuntimeError: the driver refuses: x's address or row is no multiple of 16 bytes, or a box is too large.
     """
-    apart = x.stride(0) if x.shape[0] > 1 else x.shape[1]  # one row's stride may be anything
+    lane = 16 // x.element_size()
+    apart = x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // lane) * lane  # of one row any multiple of 16 bytes does
     return _encode(x.data_ptr(), x.dtype, x.shape, apart, rows, columns, line)
 
 

@@ -205,7 +205,7 @@ def _rows(key: Key) -> list[int]:
     s = _shape(key)
     width = sum(s.weight) if s.form == "wgrad" else max(s.n, s.k)
     most = max(1, SAMPLE_BYTES // (width * 4))
-    low = BUCKETS[BUCKETS.index(s.rows) - 1] + 1
+    low = BUCKETS[max(BUCKETS.index(s.rows) - 1, 0)] + 1
     return sorted({min(m, most) for m in (low, (low + s.rows) // 2 | 1, s.rows)})
 
 

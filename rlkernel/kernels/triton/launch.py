@@ -16,7 +16,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 # The arguments of a compiled kernel's launcher are Triton's own affair: known for these versions, for CUDA.
-KNOWN = triton.__version__.startswith("3.6.") and torch.version.hip is None
+KNOWN = triton.__version__.startswith("3.6.") and not (torch.version.hip or getattr(torch.version, "xpu", None))
 
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 _listeners = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
@@ -25,13 +25,16 @@ _listeners = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
 def _read(args: tuple[Any, ...], key: list[Any]) -> list[Any] | None:
     """The arguments with addresses for tensors, and appended to `key` what Triton may specialise on, an entry each.
 
-    None where there are kinds of arguments unknown here.
+    `key` holds the device. None where there are kinds of arguments unknown here, or tensors of another device, which
+    Triton names.
     """
     values: list[Any] = []
     for arg in args:
         kind = type(arg)
         if kind is Tensor or kind is torch.nn.Parameter:
             value = arg.data_ptr()
+            if arg.get_device() != key[0]:
+                return None
             key.append(arg.dtype if value & 15 == 0 else (arg.dtype,))
             values.append(value)
             continue
@@ -63,7 +66,7 @@ class DirectKernel(JITFunction):  # type: ignore[misc]
                 known(*grid, *(1,) * (3 - len(grid)), device, values)
                 return None
             found = self.run(*args, grid=grid, warmup=False, **meta)
-            bound = self._bind(found, len(args), meta)
+            bound = None if found is None else self._bind(found, len(args), meta)
             if bound is not None:
                 self.compiled[key] = bound
             return found
