@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,9 @@ FLUSHED = re.compile(r"\b(?:fma|add|sub|mul|div|sqrt)\.(?:\w+\.)*ftz\b")
 ATOMIC = re.compile(r"\b(?:atom|red)\.\S*(?:global|shared)|_atomic_")
 PACKAGE = Path(aot.__file__).resolve().parents[2]
 
+MEMORY = re.compile(r"\b(?:ld|st|red|atom)\.(?:\w+\.)*global|\bcp\.async|\bprefetch\.")
+"""PTX that touches global memory."""
+
 
 def problems(kernel: aot.Compiled) -> list[str]:
     """What the machine code has and must not have, or lacks; empty for a kernel that keeps the contract."""
@@ -55,6 +59,10 @@ def problems(kernel: aot.Compiled) -> list[str]:
     found += [f"reduced precision: {name}" for name in used if re.search(r"tf32|xf32", name)]
     if variant.constants.get("TMA") and "cp.async.bulk.tensor" not in text:
         found.append("no bulk tensor copy")
+    if variant.constants.get("EARLY"):  # it may start while the kernel before still writes what it reads
+        wait, first = text.find("griddepcontrol.wait"), MEMORY.search(text)
+        if wait < 0 or (first is not None and first.start() < wait):
+            found.append("global memory is touched before the kernels ahead have ended")
     if variant.main:  # speed depends on it
         # Register allocation is the compiler's: these bounds are Triton 3.6's, which `make setup` installs here.
         allowed = 0 if target != "sm_80" and triton.__version__.startswith("3.6.") else 16
@@ -72,6 +80,15 @@ def test_compiles(module: str, target: str) -> None:
         if target in variant.targets:
             found = problems(aot.compile_variant(variant, target))
             assert not found, f"{variant.name} for {target}: {'; '.join(found)}"
+
+
+def test_an_early_kernel_that_does_not_wait_is_found() -> None:
+    plain, early = (v for v in aot.variants("rms_norm") if v.name in ("add_rms_norm", "add_rms_norm, early"))
+    compiled = aot.compile_variant(plain, "sm_90")
+    assert not problems(compiled)
+    assert problems(replace(compiled, variant=early)) == [
+        "global memory is touched before the kernels ahead have ended"
+    ]
 
 
 def test_main_products_have_hopper_tiles() -> None:
