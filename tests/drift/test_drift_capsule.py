@@ -141,6 +141,8 @@ def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[
         (packed(b'{"a":1,"a":2}'), Refusal.JSON),
         (packed(b'{"a":NaN}'), Refusal.JSON),
         (packed(b'{"a":' + b"9" * 100 + b"}"), Refusal.JSON),
+        (packed(b'{"a":1e999}'), Refusal.JSON),
+        (packed(b'{"a":-1e999}'), Refusal.JSON),
         (packed(b"[" * 100 + b"]" * 100), Refusal.JSON_DEPTH),
         (packed({"a": {"dtype": "F32"}}), Refusal.HEADER),
         (packed({"a": entry(dtype="F31")}, bytes(4)), Refusal.DTYPE),
@@ -149,6 +151,9 @@ def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[
         (packed({"a": entry(shape=[True])}, bytes(4)), Refusal.SHAPE),
         (packed({"a": entry(shape=[1] * 9)}, bytes(4)), Refusal.SHAPE),
         (packed({"a": entry(shape=[1 << 62, 8])}, bytes(4)), Refusal.SHAPE),
+        (packed({"a": entry(shape=[0, 10**30], offsets=[0, 0])}), Refusal.SHAPE),
+        (packed({"a": entry(shape=[0, 1 << 62, 1 << 62], offsets=[0, 0])}), Refusal.SHAPE),
+        (packed({"a": entry(shape=[0, (1 << 63) - 1], offsets=[0, 0])}), Refusal.SHAPE),
         (packed({"a": entry(offsets=[4, 0])}, bytes(4)), Refusal.OFFSETS_RANGE),
         (packed({"a": entry(offsets=[4, 8])}, bytes(4)), Refusal.OFFSETS_RANGE),
         (packed({"a": entry(), "b": entry(offsets=[2, 6])}, bytes(6)), Refusal.OFFSETS_OVERLAP),
@@ -241,6 +246,13 @@ def test_links_and_pipes_are_refused(tmp_path: Path) -> None:
         read_capsule(folder)
     assert caught.value.refusal is Refusal.NOT_REGULAR
     os.remove(folder / TOKENS)
+    (folder / TOKENS).mkdir()
+    handles = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    with pytest.raises(CapsuleError) as caught:
+        read_capsule(folder)
+    assert caught.value.refusal is Refusal.NOT_REGULAR
+    assert handles is None or len(os.listdir("/proc/self/fd")) == handles
+    os.rmdir(folder / TOKENS)
     with pytest.raises(CapsuleError) as caught:
         read_capsule(folder)
     assert caught.value.refusal is Refusal.MISSING
@@ -261,6 +273,11 @@ def test_row_fingerprints_are_the_same_in_torch(dtype: torch.dtype) -> None:
     assert (row_fingerprints_torch(y, multipliers_torch(33, "cpu")) != theirs).tolist() == [0, 0, 1, 0, 0]
     swapped = x[:, torch.randperm(33, generator=torch.Generator().manual_seed(1))]
     assert (row_fingerprints_torch(swapped, multipliers_torch(33, "cpu")) != theirs).all()
+
+
+def test_weights_that_are_not_finite_have_a_fingerprint() -> None:
+    broken = weight_fingerprint(Tensor.of(np.array([1, np.nan, np.inf], np.float32)))
+    assert broken.norm is None and len(broken.digest) == 32
 
 
 def test_weight_fingerprints_compare_across_dtypes() -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from rlkernel_drift.capsule import Manifest, build_capsule, read_capsule, write_capsule
 from rlkernel_drift.capsule.folder import TOKENS
+from rlkernel_drift.capsule.strict_json import parse_json
 from rlkernel_drift.capsule.tensor_file import parse_tensors
 from rlkernel_drift.errors import CapsuleError, Refusal
 
@@ -37,6 +39,19 @@ def capsule_folder(path: Path) -> Path:
 @given(st.binary(max_size=400))
 def test_arbitrary_bytes(data: bytes) -> None:
     read_anything(data)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from([b'"', b"", b'["']),
+    st.sampled_from([b'\\"', b"\\", b'"', b'["']),
+    st.sampled_from([b"", b"\\", b"]"]),
+)
+def test_reading_json_takes_linear_time(begin: bytes, part: bytes, end: bytes) -> None:
+    start = time.perf_counter()
+    with pytest.raises(CapsuleError):
+        parse_json(begin + part * 100_000 + end, "fuzz")
+    assert time.perf_counter() - start < 5  # quadratic: minutes
 
 
 json_values = st.recursive(

@@ -35,6 +35,7 @@ def weight_fingerprint(tensor: Tensor) -> WeightFingerprint:
         parts = (Tensor(flat[i : i + _PART], tensor.dtype).float32() for i in range(0, flat.size, _PART))
         norm = math.sqrt(math.fsum(float(np.dot(part, part)) for part in parts))
         bf16 = own if tensor.dtype == "BF16" else digest(round_bfloat16(tensor.float32()).tobytes())
+        norm = norm if math.isfinite(norm) else None
     return WeightFingerprint(dtype=tensor.dtype, shape=list(tensor.shape), digest=own, bf16=bf16, norm=norm)
 
 

@@ -20,9 +20,9 @@ Count = Annotated[int, Field(ge=0, le=1 << 40)]
 
 
 class Strict(BaseModel):
-    """Base of all parts: frozen, no unknown key, no silent conversion."""
+    """Base of all parts: frozen, no unknown key, no silent conversion, no NaN."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Sampling(Strict):
@@ -57,7 +57,7 @@ class WeightFingerprint(Strict):
 
     Attributes:
         digest: of the bytes as stored in `dtype`; bf16: of the values rounded to bfloat16, to compare across dtypes.
-        norm: Euclidean.
+        norm: Euclidean; None where it is not finite.
     """
 
     dtype: Name

@@ -1,15 +1,17 @@
-"""JSON as strangers send it: size and depth checked first; duplicate keys, NaN and huge numbers refused."""
+"""JSON as strangers send it: size and depth checked first; duplicate keys, NaN, infinities and huge numbers refused."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
 from rlkernel_drift.capsule.limits import DEFAULT_LIMITS, Limits
 from rlkernel_drift.errors import CapsuleError, Refusal
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# Possessive, and an unterminated string reaches to the end: a match never fails, so the scan is linear.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[{\]}]")
 _DIGITS = 40
 
@@ -21,7 +23,8 @@ def parse_json(data: bytes, where: str, limits: Limits = DEFAULT_LIMITS) -> Any:
         data: UTF-8 bytes; where: names the text in errors.
 
     Raises:
-        CapsuleError: too large, too deep, malformed, a key twice, NaN or Infinity, a number of absurd length.
+        CapsuleError: too large, too deep, malformed, a key twice, NaN or Infinity, a number of absurd length or beyond
+            fp64.
     """
     if len(data) > limits.json_bytes:
         raise CapsuleError(Refusal.JSON_SIZE, f"{where} has {len(data)} bytes; at most {limits.json_bytes} are read")
@@ -63,6 +66,9 @@ def _short(kind: Any) -> Any:
     def convert(text: str) -> Any:
         if len(text) > _DIGITS:
             raise ValueError(f"a number of {len(text)} digits")
-        return kind(text)
+        value = kind(text)
+        if not math.isfinite(value):
+            raise ValueError(f"{text} is beyond the range of numbers")
+        return value
 
     return convert

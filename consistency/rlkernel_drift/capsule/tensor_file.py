@@ -127,10 +127,11 @@ def read_bytes(path: Path, limit: int, what: str) -> bytes:
         if path.is_symlink():
             raise CapsuleError(Refusal.SYMLINK, f"{path.name} is a symbolic link; copy the file itself") from None
         raise CapsuleError(Refusal.NOT_REGULAR, f"{path.name} cannot be opened: {error.strerror}") from None
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(handle)  # Python opens no file object of a folder
+        raise CapsuleError(Refusal.NOT_REGULAR, f"{path.name} is no regular file")
     with os.fdopen(handle, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise CapsuleError(Refusal.NOT_REGULAR, f"{path.name} is no regular file")
         if status.st_size > limit:
             raise CapsuleError(Refusal.TOO_LARGE, f"{path.name} has {status.st_size} bytes; at most {limit} are read")
         return file.read(status.st_size)
@@ -177,6 +178,9 @@ def _entries(header: Any, where: str, limits: Limits) -> Iterable[_Entry]:
             raise CapsuleError(Refusal.SHAPE, f"{where}: {name[:80]!r} has shape {str(shape)[:80]}")
         if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             raise CapsuleError(Refusal.OFFSETS_RANGE, f"{where}: {name[:80]!r} has offsets {str(offsets)[:80]}")
+        # numpy refuses a shape whose dimensions beside a 0 overflow.
+        if math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize > limits.file_bytes:
+            raise CapsuleError(Refusal.SHAPE, f"{where}: {name[:80]!r} has shape {str(shape)[:80]}, too large")
         # Python's integers do not overflow, so an absurd shape cannot wrap around to a small size.
         expected = math.prod(shape) * DTYPES[dtype].itemsize
         if expected != offsets[1] - offsets[0]:
