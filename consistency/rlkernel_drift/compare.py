@@ -28,7 +28,16 @@ from rlkernel_drift.inputs import Source, open_input, open_sides, train_side
 from rlkernel_drift.inputs.metrics import Metrics
 from rlkernel_drift.knowledge import CAUSES
 from rlkernel_drift.pair import Pair, match
-from rlkernel_drift.profiles import BITWISE, GENERAL, Profile, floor_profile, judge, load_profile, metric_values
+from rlkernel_drift.profiles import (
+    BITWISE,
+    GENERAL,
+    Profile,
+    carried_profile,
+    floor_profile,
+    judge,
+    load_profile,
+    metric_values,
+)
 from rlkernel_drift.statistics import (
     Comparable,
     SequenceSums,
@@ -40,7 +49,7 @@ from rlkernel_drift.statistics import (
     ulp_histogram,
 )
 from rlkernel_drift.trend import trends
-from rlkernel_drift.verdict import EXIT_CODES, Gate, Side, Status, Verdict
+from rlkernel_drift.verdict import EXIT_CODES, Coverage, Gate, Side, Status, Verdict
 from rlkernel_drift.view import token_view
 
 _MAX_ULP_TOKENS = 4_000_000
@@ -51,11 +60,13 @@ class Options:
     """How to compare.
 
     Attributes:
-        profile: None chooses: bits where both sides declare one contract, else the floor that is known, else `general`.
+        profile: None chooses: `floor`, else bits where both sides declare one contract, else the floor that a capsule
+            carries, else `general`.
         keep_going: go on behind a failed gate.
-        floor: measured by `rlkernel-drift floor`; default what a capsule carries.
+        floor: measured by `rlkernel-drift floor`.
         settings: corrections whose cost is wanted.
         command: as typed, for the report.
+        partial: one side may have few of the other's sequences; else the profile says how many must be compared.
     """
 
     profile: Profile | None = None
@@ -63,6 +74,7 @@ class Options:
     floor: Floor | None = None
     settings: Settings = field(default_factory=Settings)
     command: list[str] = field(default_factory=list)
+    partial: bool = False
 
 
 def compare(
@@ -73,6 +85,7 @@ def compare(
     keep_going: bool = False,
     floor: Floor | None = None,
     settings: Settings | None = None,
+    partial: bool = False,
 ) -> Verdict:
     """Compares two inputs (see docs/drift/compare.md for what they can be).
 
@@ -83,7 +96,7 @@ def compare(
         DriftError, CapsuleError: an input cannot be used (exit status 2 of the command).
     """
     chosen = load_profile(profile) if isinstance(profile, str) else profile
-    options = Options(chosen, keep_going, floor, settings or Settings())
+    options = Options(chosen, keep_going, floor, settings or Settings(), partial=partial)
     return compare_sources(*_sources(rollout, train), options)
 
 
@@ -162,16 +175,17 @@ def compare_capsules(rollout: Capsule, train: Capsule, options: Options) -> Verd
         verdict.gates.append(result)
         # A failed statistics gate asks where it begins, so the layers follow it in any case.
         stopped = result.status == "failed" and name != "statistics" and not options.keep_going
-    verdict.scope = _scope(pair, compared)
+    verdict.scope = _scope(pair, compared, profile)
     return conclude(verdict)
 
 
 def _choose(pair: Pair, floor: Floor | None) -> Profile:
+    if floor is not None:
+        return floor_profile(floor)
     contracts = {pair.rollout.manifest.contract, pair.train.manifest.contract}
     if len(contracts) == 1 and None not in contracts:
         return BITWISE
-    known = floor or pair.train.manifest.floor or pair.rollout.manifest.floor
-    return floor_profile(known) if known else GENERAL
+    return carried_profile(pair.rollout.manifest, pair.train.manifest) or GENERAL
 
 
 def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdict: Verdict, options: Options) -> Gate:
@@ -189,7 +203,20 @@ def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdi
     verdict.factors = _factors(pair)
     metrics = [] if not verdict.statistics.tokens else verdict.metrics
     found = [*chain(verdict.factors), *hints(pair, compared, verdict.lattice)]
-    return statistics_gate(verdict.statistics, metrics, found)
+    sequences, of = pair.coverage
+    verdict.coverage = Coverage(sequences=sequences, of=of)
+    result = statistics_gate(verdict.statistics, metrics, found)
+    least = 0.0 if options.partial else profile.coverage
+    if result.status == "passed" and sequences < least * of:
+        words = (
+            f"only {_words(verdict.coverage)} were compared; --partial accepts a part, or name the whole of both sides"
+        )
+        return skipped("statistics", words)
+    return result
+
+
+def _words(coverage: Coverage) -> str:
+    return f"{coverage.sequences} of {coverage.of} sequences"
 
 
 def _factors(pair: Pair) -> dict[str, TokenStatistics]:
@@ -218,11 +245,13 @@ def _layers(pair: Pair, profile: Profile, verdict: Verdict) -> Gate:
     return result
 
 
-def _scope(pair: Pair, compared: Comparable | None) -> str:
+def _scope(pair: Pair, compared: Comparable | None, profile: Profile) -> str:
     tokens = 0 if compared is None else len(compared.d)
     streams = pair.streams()
     which = f"{streams[0]} against {streams[1]}" if streams else "no log-probabilities"
-    return f"{tokens} tokens of {len(pair.matches)} sequences; {which}"
+    bar = f"; bar: {profile.title}" if profile.name == "floor" else ""
+    sequences, of = pair.coverage
+    return f"{tokens} tokens, compared {sequences} of {of} sequences; {which}{bar}"
 
 
 # ---- metrics files -------------------------------------------------------------------------------------------------
@@ -303,16 +332,18 @@ def conclude(verdict: Verdict) -> Verdict:
 
 
 def _headline(verdict: Verdict, status: Status, failed: list[Gate]) -> str:
+    coverage = verdict.coverage
+    part = f"; compared {_words(coverage)}" if coverage is not None and coverage.sequences < coverage.of else ""
     if status == Status.ALIGNED:
         statistics = verdict.statistics
         if statistics is None:
             return f"Aligned: every logged statistic is within profile {verdict.profile}."
         if statistics.equal == 1:
-            return f"Aligned: all {statistics.tokens} log-probabilities have equal bits."
+            return f"Aligned: all {statistics.tokens} log-probabilities have equal bits{part}."
         size = f"mean |d| {statistics.mean:.3g}, k3 {statistics.k3:.3g}"
-        return f"Aligned within profile {verdict.profile}: {statistics.tokens} tokens, {size}."
+        return f"Aligned within profile {verdict.profile}: {statistics.tokens} tokens, {size}{part}."
     if status == Status.INCONCLUSIVE:
-        reasons = [g.summary for g in verdict.gates if g.name in ("schema", "statistics") and g.status != "passed"]
+        reasons = [g.summary for g in verdict.gates if g in failed or (g.name == "statistics" and g.status != "passed")]
         return f"Inconclusive: {reasons[0] if reasons else 'nothing was compared'}."
     words = "The inputs differ" if status == Status.INPUTS_DIFFER else "Drift"
     begins = [
@@ -321,7 +352,7 @@ def _headline(verdict: Verdict, status: Status, failed: list[Gate]) -> str:
         for f in g.findings
         if g.name == "layers" and f.severity == "error"
     ]
-    return f"{words} ({failed[0].title}): {failed[0].summary}{''.join(begins[:1])}."
+    return f"{words} ({failed[0].title}): {failed[0].summary}{''.join(begins[:1])}{part}."
 
 
 def _side(source: Source, capsule: Capsule | None) -> Side:

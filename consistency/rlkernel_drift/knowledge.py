@@ -240,6 +240,11 @@ CAUSES: dict[str, Cause] = {
         "Find the first operator whose output is not finite; do not replace NaN by numbers.",
         (("modelscope/ms-swift", 8123, "one NaN reward makes the batch NaN silently"),),
     ),
+    "above-zero": Cause(
+        "log-probabilities are above zero: no probability exceeds one",
+        "Record the log-softmax of the logits at the token: no logits, no negative log-likelihoods, no entropies.",
+        (),
+    ),
     # ---- precision ----
     "bf16-logits": Cause(
         "logits are rounded to bfloat16 before the log-softmax",
@@ -291,6 +296,11 @@ CAUSES: dict[str, Cause] = {
         "the log-probabilities differ by more than the profile allows",
         "Run `rlkernel-drift diagnose` with the model to name the cause.",
         (("verl-project/verl", 2996, "old_log_prob differs from log_prob on-policy"),),
+    ),
+    "same-capsule": Cause(
+        "both sides are one capsule",
+        "Name the other side's capsule, or capture it.",
+        (),
     ),
     "nothing-compared": Cause(
         "nothing could be compared",

@@ -50,6 +50,12 @@ class Pair:
             return None
         return Comparable(self.rollout.logprobs[names[0]], self.from_train(self.train.logprobs[names[1]]), self.mask)
 
+    @property
+    def coverage(self) -> tuple[int, int]:
+        """Sequences with tokens that count: on both sides, and on the side that has more of them."""
+        sides = [_counted(side.mask, side) for side in (self.rollout, self.train)]
+        return _counted(self.mask, self.rollout), max(sides)
+
     def streams(self) -> tuple[str, str] | None:
         """The streams to compare: of one meaning (both processed, or both raw) where both sides have it."""
         for values in ("processed", "raw"):
@@ -58,6 +64,12 @@ class Pair:
                 return left, right
         left, right = self.rollout.stream, self.train.stream
         return (left, right) if left and right else None
+
+
+def _counted(mask: NDArray[np.bool_], capsule: Capsule) -> int:
+    """Sequences with a token in the mask."""
+    owner = np.searchsorted(capsule.cu_seqlens, np.flatnonzero(mask), side="right")
+    return len(np.unique(owner))
 
 
 def _stream(capsule: Capsule, values: str) -> str | None:

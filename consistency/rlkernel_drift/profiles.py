@@ -9,9 +9,9 @@ import tomllib
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rlkernel_drift.capsule.manifest import Floor
+from rlkernel_drift.capsule.manifest import Floor, Manifest
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.statistics import SequenceStatistics, TokenStatistics
 from rlkernel_drift.verdict import Metric
@@ -50,25 +50,36 @@ LABELS = {
 
 
 class Threshold(BaseModel):
-    """One bound on a statistic of `LABELS`."""
+    """A bound, or both, on a statistic of `LABELS`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     metric: str
     at_most: float | None = None
     at_least: float | None = None
     source: str = ""
 
+    @model_validator(mode="after")
+    def _bounded(self) -> Threshold:
+        if self.at_most is None and self.at_least is None:
+            raise ValueError("needs at_most or at_least")
+        return self
+
 
 class Profile(BaseModel):
-    """A named set of thresholds; all of them must hold."""
+    """A named set of thresholds; all of them must hold.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Attributes:
+        coverage: share of the larger side's sequences that must have been compared.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
     title: str = ""
     source: str = ""
     bitwise: bool = False
+    coverage: float = Field(default=0.5, ge=0, le=1)
     threshold: Annotated[list[Threshold], Field(min_length=1)]
 
 
@@ -144,6 +155,7 @@ GENERAL = Profile(
 FLOOR_FACTOR = {"mean": 1.6, "p99": 2.5}
 """How far above a measured noise floor a healthy pair may lie; see docs/drift/power.md for how often it does."""
 _SMALLEST_FLOOR = 1e-6
+_LARGEST_CARRIED = {"mean": 0.03 / FLOOR_FACTOR["mean"], "p99": 0.3 / FLOOR_FACTOR["p99"]}
 
 
 def floor_profile(floor: Floor) -> Profile:
@@ -162,6 +174,29 @@ def floor_profile(floor: Floor) -> Profile:
             ),
         ],
     )
+
+
+def carried_floor(rollout: Manifest, train: Manifest) -> Floor | None:
+    """The floor that a capsule brings, the train side's first.
+
+    It widens no bar beyond those of `GENERAL`: a capsule may come from strangers.
+    """
+    floor = train.floor or rollout.floor
+    if floor is None:
+        return None
+    update = {key: min(getattr(floor, key), largest) for key, largest in _LARGEST_CARRIED.items()}
+    return floor.model_copy(update=update)
+
+
+def carried_profile(rollout: Manifest, train: Manifest) -> Profile | None:
+    """Thresholds from the floor that a capsule brings, and that of prime-rl on k3."""
+    floor = carried_floor(rollout, train)
+    if floor is None:
+        return None
+    profile = floor_profile(floor)
+    title = f"the noise floor that the {'train' if train.floor else 'rollout'} capsule brings, at most that of general"
+    threshold = [*profile.threshold, *PROFILES["prime-rl"].threshold]
+    return profile.model_copy(update={"title": title, "threshold": threshold})
 
 
 def load_profile(name: str) -> Profile:

@@ -154,6 +154,13 @@ class Histogram(Part):
     counts: list[int]
 
 
+class Coverage(Part):
+    """Sequences with counted tokens that were compared, of those of the larger side."""
+
+    sequences: int
+    of: int
+
+
 class TokenView(Part):
     """Tokens to look at: the worst ones, whole sequences for the strip, a sample for the scatter plot."""
 
@@ -303,6 +310,7 @@ class Verdict(Part):
     metrics: list[Metric] = []
     statistics: TokenStatistics | None = None
     sequence_statistics: SequenceStatistics | None = None
+    coverage: Coverage | None = None
     ulps: UlpHistogram | None = None
     lattice: Lattice | None = None
     factors: dict[str, TokenStatistics] = {}

@@ -24,17 +24,18 @@ def capsule(side: Side = "rollout", noise: float = 0.0, seed: int = 0, logprobs:
     """A capsule of the sequences, its log-probabilities off by Gaussian noise."""
     prompts, completions, own = sequences()
     rng = np.random.default_rng(seed + 100)
-    values = [v + rng.normal(0, noise, len(v)).astype(np.float32) for v in (own if logprobs is None else logprobs)]
+    given = own if logprobs is None else logprobs
+    values = [v + np.minimum(rng.normal(0, noise, len(v)), np.maximum(-v, 0)).astype(np.float32) for v in given]
     stream = "recorded.processed" if side == "rollout" else "train.processed"
     names = ("positions", "masks", "kept", "sequence_ids", "operators")
-    given = {name: parts.pop(name) for name in names if name in parts}
+    others = {name: parts.pop(name) for name in names if name in parts}
     prompts, completions = parts.pop("prompts", prompts), parts.pop("completions", completions)
     return build_capsule(
         Manifest(side=side, engine="test", **parts),
         prompts,
         completions,
         {parts.pop("stream", stream): values},
-        **given,
+        **others,
     )
 
 

@@ -46,6 +46,7 @@ def test_capture_and_compare_transformers(models: Path, tmp_path: Path) -> None:
     assert side.kept is not None and side.distribution is not None and len(side.distribution.rows) == 6
     assert side.manifest.weights is not None and "model.norm.weight" in side.manifest.weights.tensors
     assert side.manifest.config["dtype"] == "float32" and side.manifest.command[0] == "rlkernel-drift"
+    assert side.manifest.config["rope_theta"] == 10000  # as config.json has it, not as fp32 frequencies give it back
     for k in range(4):
         assert f"layers.{k}.attention" in side.operators.values
     train = capture(models, tmp_path / "t", "--tokens", str(rollout), "--operators", "full")

@@ -25,6 +25,7 @@ from rlkernel_drift.capsule import (
     write_capsule,
 )
 from rlkernel_drift.capsule.fingerprint import weight_fingerprint
+from rlkernel_drift.cli.compare import read_floor
 from rlkernel_drift.cli.main import build_parser, main
 from rlkernel_drift.compare import compare
 from rlkernel_drift.errors import DriftError
@@ -99,6 +100,49 @@ def test_values_that_are_not_numbers_fail() -> None:
     assert causes(compare(capsule(), capsule("train", logprobs=broken)), "statistics") == ["support"]
 
 
+def test_log_probabilities_above_zero_fail() -> None:
+    lifted = [np.where(np.arange(len(v)) == 2, 5, v).astype(np.float32) for v in sequences()[2]]
+    verdict = compare(capsule(logprobs=lifted), capsule("train", logprobs=lifted))
+    assert verdict.exit_code == 1 and causes(verdict, "statistics") == ["above-zero", "above-zero"]
+    rounded = [np.where(np.arange(len(v)) == 2, 1e-3, v).astype(np.float32) for v in sequences()[2]]
+    assert compare(capsule(logprobs=rounded), capsule("train", logprobs=rounded)).exit_code == 0
+
+
+def part_of(count: int, **parts: Any) -> Any:
+    prompts, completions, logprobs = (rows[:count] for rows in sequences())
+    return capsule("train", prompts=prompts, completions=completions, logprobs=logprobs, **parts)
+
+
+def test_few_of_the_sequences_say_little(tmp_path: Path) -> None:
+    some, few = compare(capsule(), part_of(4)), compare(capsule(), part_of(3))
+    assert some.exit_code == 0 and some.headline.endswith("; compared 4 of 8 sequences.")
+    assert few.exit_code == 3 and "only 3 of 8 sequences were compared" in few.headline
+    assert few.coverage is not None and (few.coverage.sequences, few.coverage.of) == (3, 8)
+    assert compare(capsule(), part_of(3), partial=True).exit_code == 0
+    file = tmp_path / "sample.toml"
+    file.write_text('coverage = 0.25\n[[threshold]]\nmetric = "tokens.k3"\nat_most = 1\n')
+    assert compare(capsule(), part_of(3), profile=str(file)).exit_code == 0
+    assert compare(capsule(), part_of(1), profile=str(file)).exit_code == 3
+    assert compare(capsule(), part_of(3, noise=0.3)).exit_code == 1  # drift is drift in any part
+    write_capsule(capsule(), tmp_path / "rollout")
+    write_capsule(part_of(2), tmp_path / "train")
+    assert main(["assert", str(tmp_path)]) == 3 and main(["assert", str(tmp_path), "--partial"]) == 0
+    # What both sides mask out is meant to be left out.
+    masks = [[i < 2] * len(c) for i, c in enumerate(sequences()[1])]
+    verdict = compare(capsule(masks=masks), capsule("train", masks=masks))
+    assert verdict.exit_code == 0 and "compared" not in verdict.headline
+
+
+def test_a_capsule_with_itself_is_warned_of(tmp_path: Path) -> None:
+    a = str(write_capsule(capsule(), tmp_path / "a"))
+    same = [compare(a, a), compare(capsule(), capsule("train"))]
+    assert [[f.cause for f in gate(v, "schema").findings] for v in same] == [["same-capsule"], []]
+    assert gate(same[0], "schema").status == "warned" and same[0].exit_code == 0
+    both = dataclasses.replace(capsule(), logprobs={**capsule().logprobs, **capsule("train").logprobs})
+    both = str(write_capsule(both, tmp_path / "both"))
+    assert gate(compare(both), "schema").status == "passed"
+
+
 # ---- weights -------------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +186,13 @@ def test_unchanged_though_trained() -> None:
     found = gate(verdict, "weights").findings
     assert [f.cause for f in found] == ["unchanged-though-trained"] and found[0].evidence["tensors"] == ["c"]
     assert verdict.exit_code == 0 and gate(verdict, "weights").status == "warned"
+
+
+@pytest.mark.parametrize("still, words", [("abc", "3 of 4 tensors did not change"), ("abcd", "no tensor moved")])
+def test_weights_that_hardly_moved_are_named(still: str, words: str) -> None:
+    train = weights(NEW, {name: NEW[name] if name in still else OLD[name] for name in NEW})
+    found = gate(compare(capsule(weights=weights(NEW)), capsule("train", weights=train)), "weights")
+    assert found.status == "warned" and words in found.summary
 
 
 def test_equal_weights_pass_across_dtypes() -> None:
@@ -311,6 +362,37 @@ def test_a_floor_decides_what_is_normal() -> None:
     assert compare(capsule(floor=floor), loud).exit_code == 1
 
 
+def test_a_capsule_cannot_widen_its_own_bar() -> None:
+    wide = Floor(mean=1000, p99=1000, maximum=1000)
+    far = capsule("train", logprobs=[v - 200 for v in sequences()[2]], floor=wide)
+    verdict = compare(capsule(), far)
+    assert verdict.exit_code == 1 and "the noise floor that the train capsule brings" in verdict.scope
+    assert compare(capsule(floor=wide), capsule("train", noise=0.05)).exit_code == 1
+    # A floor that a person names is theirs to judge.
+    assert compare(capsule(), far, floor=wide.model_copy(update={"tokens": 9})).exit_code == 0
+    for value in (np.inf, np.nan):
+        with pytest.raises(ValueError, match="finite"):
+            Floor(mean=value, p99=1, maximum=1)
+
+
+def test_a_floor_by_name_wins_over_a_common_contract() -> None:
+    floor = Floor(mean=0.01, p99=0.04, maximum=0.1, tokens=500)
+    sides = capsule(contract="rlk-2"), capsule("train", noise=0.01, contract="rlk-2")
+    assert compare(*sides).exit_code == 1
+    verdict = compare(*sides, floor=floor)
+    assert (verdict.exit_code, verdict.profile) == (0, "floor")
+
+
+@pytest.mark.parametrize("text", ['{"mean": -1, "p99": 1, "maximum": 1}', "[", '{"mean": 1e999}', "\xff"])
+def test_a_bad_floor_is_refused_in_one_line(tmp_path: Path, text: str, folders: tuple[str, str]) -> None:
+    file = tmp_path / "floor.json"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DriftError, match="no noise floor") as caught:
+        read_floor(str(file))
+    assert "\n" not in str(caught.value) and "pydantic" not in str(caught.value)
+    assert main(["assert", *folders, "--floor", str(file)]) == 2
+
+
 def test_hints_from_two_streams_alone() -> None:
     _, _, logprobs = sequences()
     shifted = [np.roll(v, 1) for v in logprobs]
@@ -339,7 +421,7 @@ def test_factors_are_reported_apart() -> None:
         "prefill/decode (processed)": 0.1,
         "decode/recorded (processed)": 0.01,
     }
-    rollout = replace(rollout, logprobs={"recorded.processed": values + np.float32(0.1), "prefill.processed": values})
+    rollout = replace(rollout, logprobs={"recorded.processed": values - np.float32(0.1), "prefill.processed": values})
     found = gate(compare(rollout, capsule("train")), "statistics").findings
     assert found[1].evidence == {"link": "prefill/recorded"} and "train/prefill equal bits" in found[1].message
 
@@ -433,11 +515,24 @@ def test_profiles_from_files(tmp_path: Path) -> None:
         ('[[threshold]]\nmetric = "tokens.k4"\nat_most = 1\n', "k4"),
         ("threshold = []", "threshold"),
         ("[[", "mine.toml"),
+        ('[[threshold]]\nmetric = "tokens.mean"\nat_most = nan\n', "threshold.0.at_most.*finite"),
+        ('[[threshold]]\nmetric = "tokens.mean"\nat_least = -inf\n', "threshold.0.at_least.*finite"),
+        ('[[threshold]]\nmetric = "tokens.mean"\n', "threshold.0: .*at_most or at_least"),
         ("surprise = 1", "threshold|surprise"),
     ):
         file.write_text(text)
         with pytest.raises(DriftError, match=error):
             load_profile(str(file))
+
+
+def test_a_missing_statistic_is_no_pass(tmp_path: Path) -> None:
+    file, metrics = tmp_path / "two.toml", tmp_path / "m.jsonl"
+    names = ("tokens.k3", "tokens.p99")
+    file.write_text("".join(f'[[threshold]]\nmetric = "{name}"\nat_most = 0.1\n' for name in names))
+    metrics.write_text("".join(json.dumps({"step": i, "rollout_corr/k3_kl": 1e-4}) + "\n" for i in range(9)))
+    verdict = compare(str(metrics), profile=str(file))
+    assert verdict.exit_code == 3 and "99% of |d|" in verdict.headline
+    assert compare(capsule(), capsule("train"), profile=str(file)).exit_code == 0
 
 
 def test_fixture(assert_aligned: Any) -> None:

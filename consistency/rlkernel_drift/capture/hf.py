@@ -66,7 +66,7 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
         "head_dtype": request.head or request.dtype,
         "logits_dtype": request.head or request.dtype,
         "tie_word_embeddings": loaded.tied,
-        "rope_theta": loaded.theta,
+        "rope_theta": loaded.theta and float(f"{loaded.theta:.6g}"),  # of fp32 frequencies
     }
     manifest = manifest_of(
         request,

@@ -35,6 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="NAME|FILE", help="bitwise, prime-rl, nemo, miles, mlperf or a TOML file")
     parser.add_argument("--keep-going", action="store_true", help="go on behind a failed gate")
     parser.add_argument("--floor", metavar="FILE", help="noise floor written by `rlkernel-drift floor`")
+    parser.add_argument("--partial", action="store_true", help="one side may have less than half of the sequences")
     parser.add_argument("--tis-cap", type=float, default=2.0, metavar="C", help="cap of truncated importance sampling")
     parser.add_argument("--sequence-cap", type=float, default=3.0, metavar="C", help="cap of the sequence mask")
     parser.add_argument("--clip", type=float, nargs=2, default=(0.2, 0.2), metavar=("LOW", "HIGH"), help="token clip")
@@ -121,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
                 gspo_high=args.gspo_clip[1],
             ),
             args.typed,
+            partial=args.partial,
         )
         rollout, train = open_sides(args.rollout, args.train)
         if rollout.model is not None or train.model is not None:
@@ -188,5 +190,9 @@ def read_floor(path: str | None) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
             return Floor.model_validate_json(file.read())
-    except (OSError, ValidationError) as error:
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DriftError(f"{path} is no noise floor: {place + ': ' if place else ''}{first['msg']}") from None
+    except (OSError, ValueError) as error:
         raise DriftError(f"{path} is no noise floor: {error}") from None

@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
         floor = read_floor(args.floor)
         rollout = open_input(args.rollout, "rollout")
         train = scored(open_input(args.train, "train"), rollout, Engines(device=args.device))
-        verdict = compare_sources(rollout, train, Options(profile, args.keep_going, floor, command=args.typed))
+        verdict = compare_sources(
+            rollout, train, Options(profile, args.keep_going, floor, command=args.typed, partial=args.partial)
+        )
         if rollout.capsule is None or train.capsule is None:
             raise DriftError("diagnose needs the tokens of both sides: capsules, not metrics files")
         models = None if _model(args) is None and train.capsule.distribution else lambda: references(args)

@@ -20,6 +20,7 @@ from rlkernel_drift.diagnose.residual import residual
 from rlkernel_drift.diagnose.run import Examined, accepted_diagnosis, unexplained_diagnosis
 from rlkernel_drift.diagnose.semantic import semantic_battery
 from rlkernel_drift.pair import match
+from rlkernel_drift.profiles import carried_floor
 from rlkernel_drift.scoring.model import Head
 from rlkernel_drift.scoring.semantics import IMPOSSIBLE
 from rlkernel_drift.scoring.sequences import Sequences
@@ -62,7 +63,7 @@ def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = No
     context = Context(References(model), sequences, target, sampling, torch.float32, Head())
     as_is = context.predict(logits)
     left = residual(as_is, target, sequences.owner, count)
-    known = floor or train.manifest.floor or rollout.manifest.floor or _least(rollout, train)
+    known = floor or carried_floor(rollout.manifest, train.manifest) or _least(rollout, train)
     side = Examined("rollout", rollout, context, as_is, logits, left, known)
     if healthy(left, known):
         statement = (

@@ -21,8 +21,18 @@ def schema_gate(pair: Pair) -> Gate:
         if side.manifest.left_out:
             left = "; ".join(side.manifest.left_out)
             findings.append(finding("nothing-compared", f"the {name} side left out: {left}", "note"))
+    if _same(pair):
+        message = "both sides are the same capsule, byte for byte: that they agree says nothing"
+        findings.append(finding("same-capsule", message, "warning"))
     alone = [len(part) for part in pair.alone]
     if any(alone):
         message = f"{alone[0]} sequences of the rollout and {alone[1]} of the train side have no partner"
         findings.append(finding("nothing-compared", message, "warning", rollout=alone[0], train=alone[1]))
     return gate("schema", findings, f"rlkernel.trace/1 on both sides, {len(pair.matches)} sequences matched")
+
+
+def _same(pair: Pair) -> bool:
+    """Whether a stream is compared with itself; a capsule of both sides has two."""
+    a, b, streams = pair.rollout.manifest, pair.train.manifest, pair.streams()
+    one = pair.rollout is pair.train or (bool(a.files) and a == b)
+    return one and (streams is None or streams[0] == streams[1])

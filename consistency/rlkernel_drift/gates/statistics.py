@@ -9,14 +9,15 @@ from rlkernel_drift.verdict import Finding, Gate, Metric
 
 
 def statistics_gate(statistics: TokenStatistics | None, metrics: list[Metric], hints: list[Finding]) -> Gate:
-    """Fails where a threshold is exceeded, or where a side has values that are not numbers or impossible tokens."""
+    """Fails where a threshold is exceeded, or where a side has values that no log-probability can have."""
     if statistics is not None and statistics.tokens == 0 and not _broken(statistics):
         return skipped("statistics", "no token counts on both sides with a log-probability")
     judged = [metric for metric in metrics if metric.status != "no threshold"]
     findings = _broken(statistics) if statistics is not None else []
-    if not findings and (not judged or all(metric.status == "missing" for metric in judged)):
-        return skipped("statistics", "the profile's statistics are not there")
+    missing = [metric.label for metric in judged if metric.status == "missing"]
     over = [metric for metric in judged if metric.status == "over"]
+    if not findings and not over and (missing or not judged):
+        return skipped("statistics", f"statistics that the profile asks for are not there: {', '.join(missing)}")
     for metric in over:
         findings.append(finding("drift", _words(metric), value=metric.value, ratio=metric.ratio))
     if over:
@@ -44,4 +45,9 @@ def _broken(statistics: TokenStatistics) -> list[Finding]:
         if support:
             message = f"the {side} side gives {support} sampled tokens no probability at all"
             found.append(finding("support", message, tokens=support))
+    for side in ("rollout", "train"):
+        above = getattr(statistics, f"above_{side}")
+        if above:
+            message = f"{above} log-probabilities of counted tokens are above zero on the {side} side"
+            found.append(finding("above-zero", message, tokens=above))
     return found

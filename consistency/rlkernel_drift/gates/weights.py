@@ -94,10 +94,12 @@ def _adapters(rollout: Weights, train: Weights) -> list[Finding]:
 
 
 def _unchanged(weights: Weights) -> list[Finding]:
-    """Tensors equal to the version before, where most others moved: the optimizer stepped, they did not."""
+    """Tensors equal to the version before: the optimizer stepped, they did not."""
     known = [name for name in weights.tensors if name in weights.previous]
     still = [name for name in known if weights.previous[name] in _digests(weights.tensors[name])]
-    if not still or len(still) == len(known) or len(still) > len(known) // 2:
+    if not still:
         return []
     message = f"{len(still)} of {len(known)} tensors did not change though the others were trained: {some(still)}"
+    if len(still) == len(known):
+        message = f"no tensor moved: all {len(known)} are equal to the version before"
     return [finding("unchanged-though-trained", message, "warning", tensors=list(still[:50]))]

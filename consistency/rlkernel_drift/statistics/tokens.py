@@ -17,6 +17,7 @@ Floats = NDArray[np.float64]
 
 BANDS = {"strict": (0.999, 1.002), "1%": (0.99, 1.01), "5%": (0.95, 1.05)}
 _SUPPORT = -1e4  # engines write -inf, -9999 or fp32's lowest for a token outside the kept set
+_ABOVE = 0.05  # a head in TF32 beside a sum in fp32 lifts a certain token by less
 
 
 class TokenStatistics(BaseModel):
@@ -28,6 +29,7 @@ class TokenStatistics(BaseModel):
         nan_rollout, nan_train, inf_rollout, inf_train: masked-in values that are not finite (-inf: see the next ones).
         support_rollout, support_train: sampled tokens that a side calls impossible (-inf, or below -10,000).
         positive: log-probabilities above zero, of both sides.
+        above_rollout, above_train: those above zero by more than rounding can do.
         equal: share of tokens with the same 32 bits.
         mean, p50, p90, p95, p99, p999, maximum: of |d|, in nats.
         std: of d.
@@ -52,6 +54,8 @@ class TokenStatistics(BaseModel):
     support_rollout: int = 0
     support_train: int = 0
     positive: int = 0
+    above_rollout: int = 0
+    above_train: int = 0
     equal: float = 0.0
     mean: float = 0.0
     p50: float = 0.0
@@ -113,6 +117,8 @@ class Comparable:
             "support_rollout": int(impossible[0].sum()),
             "support_train": int(impossible[1].sum()),
             "positive": int((self.r > 0).sum() + (self.t > 0).sum()),
+            "above_rollout": int((self.r > _ABOVE).sum()),
+            "above_train": int((self.t > _ABOVE).sum()),
         }
 
 
