@@ -75,7 +75,7 @@ def measure_cuda() -> list[dict[str, Any]]:
             "main": True,
             "num_warps": 5,
             **aot.cuda_resources(cubin),
-            "shared": held * (2 * linear_rows.PIECE * (rows + columns) + 16),
+            "shared": held * linear_rows.stage_bytes(rows, columns),
             "matrix": [f"wgmma m64n{columns}k16"],
         })  # fmt: skip
     return found

@@ -23,9 +23,14 @@ PIECE = 256  # k
 SHARED_BYTES = 227 << 10  # that a block may have
 
 
+def stage_bytes(rows: int, columns: int) -> int:
+    """Shared memory of a piece of both operands, with two barriers."""
+    return 2 * PIECE * (rows + columns) + 16
+
+
 def stages(rows: int, columns: int) -> int:
-    """Pieces that shared memory holds, with two barriers each."""
-    return SHARED_BYTES // (2 * PIECE * (rows + columns) + 16)
+    """Pieces that shared memory holds."""
+    return SHARED_BYTES // stage_bytes(rows, columns)
 
 
 @functools.cache
@@ -36,7 +41,7 @@ def _kernel(device: int, dtype: torch.dtype, out: torch.dtype, rows: int, column
         "STAGES": held,
     }  # fmt: skip
     cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", {name: int(v) for name, v in macros.items()})
-    return Kernel(cubin, "rlk_linear_dgrad_rows", held * (2 * PIECE * (rows + columns) + 16))
+    return Kernel(cubin, "rlk_linear_dgrad_rows", held * stage_bytes(rows, columns))
 
 
 def supported(device: int) -> bool:
@@ -47,7 +52,7 @@ def supported(device: int) -> bool:
 def launcher(
     device: int, dtype: torch.dtype, out: torch.dtype, rows: int, columns: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """(dy [M, N], weight [N, K]) -> dx [M, K] for M from 1 to `rows`; both contiguous at 16-byte addresses, N and K
+    """(dy [M, K], weight [K, N]) -> dx [M, N] for M from 1 to `rows`; both contiguous at 16-byte addresses, N and K
     multiples of 8. A block has `columns` of dx, one of COLUMNS.
 
     Raises:
