@@ -15,7 +15,7 @@ from rlkernel_drift import __version__
 from rlkernel_drift.capsule import Capsule, Floor
 from rlkernel_drift.consequences import Settings, consequences
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.gates.common import INPUT_GATES, TITLES, skipped
+from rlkernel_drift.gates.common import INPUT_GATES, TITLES, gate, skipped
 from rlkernel_drift.gates.configuration import configuration_gate, differences
 from rlkernel_drift.gates.hints import chain, hints
 from rlkernel_drift.gates.layers import layers_gate
@@ -26,7 +26,7 @@ from rlkernel_drift.gates.tokens import tokens_gate
 from rlkernel_drift.gates.weights import weights_gate
 from rlkernel_drift.inputs import Source, open_input, open_sides, train_side
 from rlkernel_drift.inputs.metrics import Metrics
-from rlkernel_drift.knowledge import CAUSES
+from rlkernel_drift.knowledge import CAUSES, finding
 from rlkernel_drift.pair import Pair, match
 from rlkernel_drift.profiles import (
     BITWISE,
@@ -49,7 +49,7 @@ from rlkernel_drift.statistics import (
     ulp_histogram,
 )
 from rlkernel_drift.trend import trends
-from rlkernel_drift.verdict import EXIT_CODES, Coverage, Gate, Side, Status, Verdict
+from rlkernel_drift.verdict import EXIT_CODES, Coverage, Gate, Metric, Side, Status, Verdict
 from rlkernel_drift.view import token_view
 
 _MAX_ULP_TOKENS = 4_000_000
@@ -124,16 +124,35 @@ def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict
         verdict = compare_capsules(rollout.capsule, train.capsule, options)
         sides = [_side(s, s.capsule) for s in (rollout, train)]
         update: dict[str, object] = {"rollout": sides[0], "train": sides[1]}
-        series = [s.metrics for s in (rollout, train) if s.metrics is not None]
+        series = {s.metrics.path: s.metrics for s in (rollout, train) if s.metrics is not None}
         if series:
-            update["trends"] = trends(series[0])
-            return _with_metrics(verdict.model_copy(update=update), series[0], options)
-        return verdict.model_copy(update=update)
+            update["trends"] = [trend for own in series.values() for trend in trends(own)]
+        verdict = verdict.model_copy(update=update)
+        for own in series.values():
+            verdict = _with_metrics(verdict, own)
+        return verdict
+    if rollout.metrics is not None or train.metrics is not None:
+        _alone(rollout, train)
     metrics = rollout.metrics or train.metrics
     if metrics is None:
         raise DriftError(f"{rollout.label} and {train.label} cannot be compared: one has no tokens, none has metrics")
     source = rollout if rollout.metrics is metrics else train
     return compare_metrics(source, metrics, options)
+
+
+def _alone(rollout: Source, train: Source) -> None:
+    """A metrics file holds a comparison already; a second input beside it would not be looked at.
+
+    Raises:
+        DriftError: there is a second input.
+    """
+    paths = {s.metrics.path if s.metrics is not None else None for s in (rollout, train)}
+    if len(paths) > 1:
+        first = rollout if rollout.kind == "metrics" else train
+        raise DriftError(
+            f"{rollout.label} and {train.label} cannot be compared: {first.label} is a metrics file, which holds both "
+            "sides' comparison; name one metrics file alone"
+        )
 
 
 # ---- capsules ------------------------------------------------------------------------------------------------------
@@ -259,8 +278,7 @@ def _scope(pair: Pair, compared: Comparable | None, profile: Profile) -> str:
 
 def compare_metrics(source: Source, metrics: Metrics, options: Options) -> Verdict:
     """A verdict from the numbers that a framework logged itself: statistics and trends alone."""
-    values = metrics.summary()
-    profile = options.profile or _metrics_profile(values)
+    profile = options.profile or _metrics_profile(metrics.summary())
     verdict = Verdict(
         tool=f"rlkernel-drift {__version__}",
         status=Status.INCONCLUSIVE,
@@ -269,7 +287,7 @@ def compare_metrics(source: Source, metrics: Metrics, options: Options) -> Verdi
         profile=profile.name,
         profile_source=profile.source,
         rollout=Side(label=source.label, kind="metrics", engine=", ".join(metrics.frameworks)),
-        metrics=judge(profile, values),
+        metrics=_judged(profile, metrics),
         trends=trends(metrics),
         scope=f"{metrics.compared} steps of {source.label}, as logged by {', '.join(metrics.frameworks)}; no tokens",
         command=options.command or list(sys.argv),
@@ -282,21 +300,62 @@ def compare_metrics(source: Source, metrics: Metrics, options: Options) -> Verdi
 
 
 def _metrics_profile(values: dict[str, float | None]) -> Profile:
-    """Bits where the file counts equal bits; else the public bars for the statistics that it has."""
+    """Bits where the file counts equal bits; else those of the general bars whose statistic it has.
+
+    NeMo RL's own bar stands in where its statistic is the only one. A band of the mean ratio is no general bar: healthy
+    runs leave it.
+    """
     if values.get("tokens.equal") == 1.0:
         return BITWISE
-    names = ("miles", "prime-rl", "nemo", "mlperf")
-    found = [t for name in names for t in load_profile(name).threshold if values.get(t.metric) is not None]
-    return GENERAL.model_copy(update={"threshold": found}) if found else GENERAL
+    for profile in (GENERAL, load_profile("nemo")):
+        found = [t for t in profile.threshold if values.get(t.metric) is not None]
+        if found:
+            return profile.model_copy(update={"threshold": found})
+    return GENERAL
+
+
+def _judged(profile: Profile, metrics: Metrics) -> list[Metric]:
+    """Each threshold beside the worst of the steps: a mean over steps would hide that a run broke at its end."""
+    known = {
+        name: [(value, step) for value, step in zip(column, metrics.steps, strict=True) if value is not None]
+        for name, column in metrics.values.items()
+    }
+    ends = [{name: pick(pairs) if pairs else None for name, pairs in known.items()} for pick in (min, max)]
+    sides = [judge(profile, {name: pair and pair[0] for name, pair in end.items()}) for end in ends]
+    means = metrics.summary()
+    result = []
+    for pair in zip(*sides, strict=True):
+        if pair[0].status == "no threshold":
+            result.append(pair[0].model_copy(update={"value": means[pair[0].name]}))
+            continue
+        which = max((0, 1), key=lambda i: (pair[i].status == "over", pair[i].ratio or 0.0))
+        worst, at = pair[which], ends[which].get(pair[which].name)
+        if at is not None and len(known[worst.name]) > 1:
+            label = f"{worst.label} (worst of {len(known[worst.name])} steps: step {at[1]})"
+            worst = worst.model_copy(update={"label": label})
+        result.append(worst)
+    return result
 
 
 def _metrics_gate(metrics: Metrics, verdict: Verdict) -> Gate:
+    broken = [
+        finding(
+            "not-finite",
+            f"{metrics.names[name]} is NaN or infinite at {len(steps)} of {len(metrics.steps)} steps, "
+            f"first at step {steps[0]}",
+            steps=len(steps),
+            first=steps[0],
+        )
+        for name, steps in metrics.broken.items()
+    ]
+    if broken:
+        return gate("statistics", [*broken, *statistics_gate(None, verdict.metrics, []).findings], "")
     if not metrics.compared:
         return skipped("statistics", "the framework says that nothing was compared at any step")
     return statistics_gate(None, verdict.metrics, [])
 
 
-def _with_metrics(verdict: Verdict, metrics: Metrics, options: Options) -> Verdict:
+def _with_metrics(verdict: Verdict, metrics: Metrics) -> Verdict:
     """A run folder's own tally covers all tokens of the run, its samples only some: the tally may fail the gate too."""
     values = metrics.summary()
     if values.get("tokens.equal") is None or verdict.profile != BITWISE.name:
@@ -337,7 +396,7 @@ def _headline(verdict: Verdict, status: Status, failed: list[Gate]) -> str:
     if status == Status.ALIGNED:
         statistics = verdict.statistics
         if statistics is None:
-            return f"Aligned: every logged statistic is within profile {verdict.profile}."
+            return f"Aligned: every logged statistic is within profile {verdict.profile} at every step."
         if statistics.equal == 1:
             return f"Aligned: all {statistics.tokens} log-probabilities have equal bits{part}."
         size = f"mean |d| {statistics.mean:.3g}, k3 {statistics.k3:.3g}"

@@ -9,7 +9,9 @@ import numpy as np
 from rlkernel_drift.inputs.metrics import Metrics
 from rlkernel_drift.verdict import Trend
 
-_MIN_SIDE = 3
+_MIN_BEFORE = 3
+_MIN_STEPS = 6
+_FEW = 3
 _FACTOR = 1.5
 _SIGMAS = 4.0
 _MAX_POINTS = 2000
@@ -50,12 +52,14 @@ def trend(
 def change_point(y: np.ndarray) -> tuple[int, float, float] | None:
     """Best split of a series into two levels: (first index of the second, both levels), None without a clear one.
 
-    A split is clear where the levels differ by half and by four standard errors of the noise around them.
+    A split is clear where the levels differ by half and by four standard errors of the noise around them, and where
+    most values behind it lie at the second level: a spike is no level. The last value alone may be one: a run that
+    breaks is stopped soon.
     """
     n = len(y)
-    if n < 2 * _MIN_SIDE:
+    if n < _MIN_STEPS:
         return None
-    at = np.arange(_MIN_SIDE, n - _MIN_SIDE + 1)
+    at = np.arange(_MIN_BEFORE, n)
     sums = np.concatenate([[0.0], np.cumsum(y)])
     left, right = sums[at] / at, (sums[n] - sums[at]) / (n - at)
     # The split with the largest sum of squares between the two parts has the smallest within them.
@@ -66,4 +70,6 @@ def change_point(y: np.ndarray) -> tuple[int, float, float] | None:
     error = noise * math.sqrt(1 / k + 1 / (n - k))
     low, high = sorted((abs(a), abs(b)))
     apart = high > _FACTOR * low or abs(a - b) > 0.05 + 0.05 * high
-    return (k, a, b) if apart and abs(a - b) > _SIGMAS * error else None
+    there = float((np.abs(y[k:] - b) < np.abs(y[k:] - a)).mean())
+    sigmas = _SIGMAS if n - k >= _FEW else 2 * _SIGMAS
+    return (k, a, b) if apart and there > 0.5 and abs(a - b) > sigmas * error else None

@@ -67,7 +67,99 @@ def test_verdicts_from_metrics_files(tmp_path: Path) -> None:
     none = [{"training/rollout_probs_diff_mean": 0.0, "training/rollout_probs_diff_valid": 0}]
     assert compare(jsonl(tmp_path / "none.jsonl", none)).exit_code == 3  # verl says that nothing was compared
     nan = jsonl(tmp_path / "nan.jsonl", [{"mismatch_kl/all/mean": float("nan")}])
-    assert compare(nan, profile="prime-rl").exit_code == 3
+    verdict = compare(nan, profile="prime-rl")
+    assert verdict.exit_code == 1 and "NaN or infinite at 1 of 1 steps" in verdict.headline
+
+
+K3 = "rollout_corr/k3_kl"
+
+
+def test_every_step_is_judged(tmp_path: Path) -> None:
+    verdict = compare(jsonl(tmp_path / "late.jsonl", [{"step": i, K3: 1e-4 if i < 60 else 0.5} for i in range(61)]))
+    assert verdict.exit_code == 1 and "worst of 61 steps: step 60" in verdict.headline
+    assert verdict.trends[0].change == 60
+    low = [{"sampling/importance_sampling_ratio/mean": 0.9 if i == 2 else 1.0} for i in range(5)]
+    assert compare(jsonl(tmp_path / "low.jsonl", low), profile="mlperf").exit_code == 1
+
+
+def test_steps_that_are_not_numbers_fail(tmp_path: Path) -> None:
+    for value in (float("nan"), float("inf"), "NaN", 10**400):
+        rows = [{"step": i, K3: value if i == 3 else 1e-4} for i in range(6)]
+        verdict = compare(jsonl(tmp_path / "m.jsonl", rows))
+        assert verdict.exit_code == 1 and "first at step 3" in verdict.headline, value
+
+
+def test_a_metrics_file_stands_alone(tmp_path: Path) -> None:
+    good, bad = (jsonl(tmp_path / f"{value}.jsonl", [{K3: value}] * 3) for value in (1e-4, 0.5))
+    for sides in ((good, bad), (good, capsule("train")), (capsule(), bad)):
+        with pytest.raises(DriftError, match="metrics file alone"):
+            compare(*sides)
+    assert compare(good, good).exit_code == 0
+
+
+def test_the_default_bars_of_metrics_files(tmp_path: Path) -> None:
+    trl = {"sampling/sampling_logp_difference/mean": 0.005, "sampling/importance_sampling_ratio/mean": 0.98}
+    verdict = compare(jsonl(tmp_path / "trl.jsonl", [trl] * 4))
+    assert verdict.exit_code == 0
+    nemo = compare(jsonl(tmp_path / "nemo.jsonl", [{"token_mult_prob_error": 1.2}]))
+    assert nemo.exit_code == 1 and nemo.profile == "nemo"
+
+
+@pytest.mark.parametrize(
+    "lines, framework, steps, values",
+    [
+        (
+            "(MegatronTrainRayActor pid=1) [2026-04-15 07:57:53] model.py:847 - step 7: {'train/loss': 1e-07, "
+            "'train/train_rollout_logprob_abs_diff': np.float64(0.012)}\n",
+            "slime",
+            [7],
+            [0.012],
+        ),
+        (
+            "{'loss': '0.1', 'sampling/sampling_logp_difference/mean': '0.005', 'epoch': '0.1'}\n  1%| | 1/9 [00:01<]\n"
+            "{'loss': 0.1, 'sampling/sampling_logp_difference/mean': 0.006}\n",
+            "TRL",
+            [0, 1],
+            [0.005, 0.006],
+        ),
+        (
+            "\x1b[32m12:00 SUCCESS\x1b[0m Step 12 | 3.2s | Loss 0.1 | Mismatch KL 0.0005 | Grad. Norm 1\n"
+            "Micro Step 1/4 | Mismatch KL: 0.9\nSUCCESS Step 13 | Time: 3s | Mismatch KL: 0.0006 | LR: 1e-6\n",
+            "prime-rl",
+            [12, 13],
+            [0.0005, 0.0006],
+        ),
+        (
+            "(TaskRunner pid=2) step:1 - training/global_step:0.000 - rollout_corr/k3_kl:np.float64(0.0005) - a:1\n",
+            "verl",
+            [1],
+            [0.0005],
+        ),
+        (
+            "===== Step 3/10 =====\n  • Loss: 0.1\n  • Generation KL Error: 0.0010\n",
+            "NeMo RL",
+            [3],
+            [0.001],
+        ),
+    ],
+)
+def test_console_logs(tmp_path: Path, lines: str, framework: str, steps: list[int], values: list[float]) -> None:
+    (tmp_path / "run.log").write_text(lines)
+    metrics = read_metrics(tmp_path / "run.log")
+    assert metrics.frameworks == [framework] and metrics.steps == steps
+    assert list(metrics.values.values()) == [values]
+
+
+def test_odd_rows_are_read_or_refused(tmp_path: Path) -> None:
+    for step in ("abc", float("inf"), None, [1], 10**400):
+        metrics = read_metrics(jsonl(tmp_path / "m.jsonl", [{"step": step, K3: "1e-3", "weight_version": 2.5}]))
+        assert metrics.steps == [0] and metrics.values["tokens.k3"] == [1e-3]
+    (tmp_path / "m.csv").write_text(f"step,{K3}\n1,0.1\n2,0.1,7\n")
+    with pytest.raises(DriftError, match="line 3 has more fields"):
+        read_metrics(tmp_path / "m.csv")
+    with pytest.raises(DriftError) as error:
+        read_metrics(jsonl(tmp_path / "m.jsonl", [{"loss": 1}]))
+    assert "verl: training/rollout_probs_diff_mean" in str(error.value) and "(" not in str(error.value).split("(", 1)[1]
 
 
 def test_files_without_metrics_are_unusable(tmp_path: Path) -> None:

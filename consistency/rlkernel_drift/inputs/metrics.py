@@ -10,6 +10,7 @@ import csv
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,41 +25,57 @@ class Name:
     """A metric as a framework writes it.
 
     Attributes:
-        framework: who writes it; pattern: of its name, without a leading "train/" or the like.
-        statistic: name in `profiles.LABELS`, or None where it only says whether there was something to compare.
+        framework: who writes it. statistic: its name in `profiles.LABELS`.
+        names: in its files; "train/" or the like may stand before them.
+        label: on its console, where it has another name there.
     """
 
     framework: str
-    pattern: str
     statistic: str
+    names: tuple[str, ...]
+    label: str = ""
 
 
 NAMES = (
-    Name("rlkernel", r"exact_frac", "tokens.equal"),
-    Name("rlkernel", r"max_abs_diff", "tokens.maximum"),
-    Name("TRL", r"sampling/sampling_logp_difference/mean", "tokens.mean"),
-    Name("TRL", r"sampling/sampling_logp_difference/max", "tokens.maximum"),
-    Name("TRL", r"sampling/importance_sampling_ratio/mean", "tokens.ratio_mean"),
-    Name("verl", r"training/rollout_probs_diff_mean", "tokens.probability_mean"),
-    Name("verl", r"training/rollout_probs_diff_max", "tokens.probability_max"),
-    Name("verl", r"training/rollout_actor_probs_pearson_corr", "tokens.pearson_probability"),
-    Name("verl", r"(rollout_corr|mismatch)/(mismatch_)?k3_kl", "tokens.k3"),
-    Name("verl", r"(rollout_corr|mismatch)/(mismatch_)?kl", "tokens.k1"),
-    Name("verl", r"(rollout_corr|mismatch)/(mismatch_)?chi2_token", "tokens.chi_square"),
-    Name("slime", r"train_rollout_logprob_abs_diff", "tokens.mean"),
-    Name("prime-rl", r"mismatch_kl/(all/)?mean", "tokens.k3"),
-    Name("NeMo RL", r"token_mult_prob_error", "tokens.multiplicative"),
-    Name("NeMo RL", r"gen_kl_error", "tokens.k3"),
-    Name("AReaL", r"rollout_train_k3_kl", "tokens.k3"),
-    Name("open-instruct", r"(debug/)?vllm_vs_local_logprob_diff_mean", "tokens.mean"),
-    Name("open-instruct", r"(debug/)?vllm_vs_local_logprob_diff_max", "tokens.maximum"),
-    Name("torchtitan", r"bit_wise/logprob_diff/mean", "tokens.mean"),
-    Name("torchtitan", r"bit_wise/logprob_diff/max", "tokens.maximum"),
+    Name("rlkernel", "tokens.equal", ("exact_frac",)),
+    Name("rlkernel", "tokens.maximum", ("max_abs_diff",)),
+    Name("TRL", "tokens.mean", ("sampling/sampling_logp_difference/mean",)),
+    Name("TRL", "tokens.maximum", ("sampling/sampling_logp_difference/max",)),
+    Name("TRL", "tokens.ratio_mean", ("sampling/importance_sampling_ratio/mean",)),
+    Name("verl", "tokens.probability_mean", ("training/rollout_probs_diff_mean",)),
+    Name("verl", "tokens.probability_max", ("training/rollout_probs_diff_max",)),
+    Name("verl", "tokens.pearson_probability", ("training/rollout_actor_probs_pearson_corr",)),
+    Name("verl", "tokens.k3", ("rollout_corr/k3_kl", "mismatch/k3_kl", "mismatch/mismatch_k3_kl")),
+    Name("verl", "tokens.k1", ("rollout_corr/kl", "mismatch/kl", "mismatch/mismatch_kl")),
+    Name(
+        "verl",
+        "tokens.chi_square",
+        ("rollout_corr/chi2_token", "mismatch/chi2_token", "mismatch/mismatch_chi2_token"),
+    ),
+    Name("slime", "tokens.mean", ("train_rollout_logprob_abs_diff",)),
+    Name("prime-rl", "tokens.k3", ("mismatch_kl/all/mean", "mismatch_kl/mean"), "Mismatch KL"),
+    Name("NeMo RL", "tokens.multiplicative", ("token_mult_prob_error",)),
+    Name("NeMo RL", "tokens.k3", ("gen_kl_error",), "Generation KL Error"),
+    Name("AReaL", "tokens.k3", ("rollout_train_k3_kl",)),
+    Name("open-instruct", "tokens.mean", ("vllm_vs_local_logprob_diff_mean",)),
+    Name("open-instruct", "tokens.maximum", ("vllm_vs_local_logprob_diff_max",)),
+    Name("torchtitan", "tokens.mean", ("bit_wise/logprob_diff/mean",)),
+    Name("torchtitan", "tokens.maximum", ("bit_wise/logprob_diff/max",)),
 )
-_NOTHING_COMPARED = re.compile(r"(^|/)rollout_probs_diff_valid$")
+_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
+_LABELS = {name.label: name.names[0] for name in NAMES if name.label}
+_NOTHING_COMPARED = "rollout_probs_diff_valid"
 _STEP = re.compile(r"(^|/)(global_step|step|_step)$")
 _VERSION = re.compile(r"(^|/)(weights?_version|policy_version|param_version)$")
-_CONSOLE = re.compile(r"(?:^|\s)([\w./\-@:]*[\w]):\s?(-?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))(?=\s|$)")
+# `name:1.5`, `'name': 1.5`, `'name': '1.5'` and `name:np.float64(1.5)`: what verl, slime and TRL print.
+_CONSOLE = re.compile(
+    rf"(?:^|[\s{{,])['\"]?([\w./\-@:]*\w)['\"]?:\s?(?:(?:np\.|numpy\.)?[a-z]\w*\()?['\"]?({_NUMBER})(?=[\s,)}}'\"]|$)"
+)
+# prime-rl and NeMo RL print labels. A micro step's line is of one micro batch, and the step's own line follows.
+_LABEL = re.compile(rf"\b({'|'.join(_LABELS)}):?\s+({_NUMBER})(?=\s|$)")
+_BANNER = re.compile(r"(?<!Micro )\b[Ss]tep (\d+)(?: ?\||/\d|: ?\{)|\btrain (\d+): ?\{")
+_MICRO = re.compile(r"\bMicro Step \d+/")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass
@@ -71,6 +88,7 @@ class Metrics:
         values: statistic -> a value a step, None where there is none.
         names: statistic -> the name it had in the file.
         versions: version of the weights a step, where there is one.
+        broken: statistic -> steps at which it was NaN or infinite.
         compared: rows with at least one value, those apart that say that nothing was compared.
     """
 
@@ -80,6 +98,7 @@ class Metrics:
     values: dict[str, list[float | None]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     versions: list[int | str | None] = field(default_factory=list)
+    broken: dict[str, list[int]] = field(default_factory=dict)
     compared: int = 0
 
     def summary(self) -> dict[str, float | None]:
@@ -94,12 +113,12 @@ class Metrics:
             elif name == "tokens.equal":
                 result[name] = min(known)
             else:
-                result[name] = math.fsum(known) / len(known)
+                result[name] = math.fsum(value / len(known) for value in known)
         return result
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Reads .jsonl, .json (TRL's trainer_state.json, or a list), .csv, or a console log with `name:value` pairs.
+    """Reads .jsonl, .json (TRL's trainer_state.json, or a list), .csv, or a console log.
 
     Raises:
         DriftError: unreadable, too large, or without any metric that is known.
@@ -112,31 +131,41 @@ def read_metrics(path: Path) -> Metrics:
         raise DriftError(f"{path} cannot be read as metrics: {error}") from None
     metrics = collect(path, rows)
     if not metrics.values:
-        known = "; ".join(sorted({f"{name.framework}: {name.pattern}" for name in NAMES}))
-        raise DriftError(f"{path} holds no metric of drift that is known ({known})")
+        raise DriftError(f"{path} holds no metric of drift that is known ({known_names()})")
     return metrics
+
+
+def known_names() -> str:
+    """The names that are read, by framework."""
+    found: dict[str, list[str]] = {}
+    for name in NAMES:
+        found.setdefault(name.framework, []).append(name.names[0])
+    return "; ".join(f"{framework}: {', '.join(names)}" for framework, names in found.items())
 
 
 def collect(path: Path, rows: list[dict[str, Any]]) -> Metrics:
     """Sorts flat rows into columns by statistic."""
     metrics = Metrics(path)
-    matched = {key: name for row in rows for key in row if (name := _match(key)) is not None}
-    for number, row in enumerate(rows):
+    matched = {key: name for key in {key for row in rows for key in row} if (name := _match(key)) is not None}
+    for row in rows:
         found = {
-            matched[key].statistic: (key, float(value))
+            matched[key].statistic: (key, number)
             for key, value in row.items()
-            if key in matched and isinstance(value, (int, float)) and not isinstance(value, bool)
+            if key in matched and (number := _number(value)) is not None
         }
         if not found:
             continue
-        nothing = any(_NOTHING_COMPARED.search(key) and value == 0 for key, value in row.items())
-        metrics.steps.append(_first(row, _STEP, number, int))
-        metrics.versions.append(_first(row, _VERSION, None, lambda v: v))
+        nothing = any(key.endswith(_NOTHING_COMPARED) and _number(value) == 0 for key, value in row.items())
+        step = _first(row, _STEP, _whole)
+        metrics.steps.append(len(metrics.steps) if step is None else step)
+        metrics.versions.append(_first(row, _VERSION, _version))
         for statistic, (key, value) in found.items():
             column = metrics.values.setdefault(statistic, [])
             column += [None] * (len(metrics.steps) - 1 - len(column))
             column.append(value if math.isfinite(value) and not nothing else None)
             metrics.names[statistic] = key
+            if not math.isfinite(value) and not nothing:
+                metrics.broken.setdefault(statistic, []).append(metrics.steps[-1])
             if matched[key].framework not in metrics.frameworks:
                 metrics.frameworks.append(matched[key].framework)
         metrics.compared += not nothing and any(math.isfinite(value) for _, value in found.values())
@@ -146,14 +175,37 @@ def collect(path: Path, rows: list[dict[str, Any]]) -> Metrics:
 
 
 def _match(key: str) -> Name | None:
-    return next((name for name in NAMES if re.search(rf"(^|/){name.pattern}$", key)), None)
+    return next((name for name in NAMES if any(f"/{key}".endswith(f"/{own}") for own in name.names)), None)
 
 
-def _first(row: dict[str, Any], pattern: re.Pattern[str], default: Any, convert: Any) -> Any:
-    for key, value in row.items():
-        if pattern.search(key) and isinstance(value, (int, float, str)) and value == value:
-            return convert(value)
-    return default
+def _first(row: dict[str, Any], pattern: re.Pattern[str], convert: Callable[[Any], Any]) -> Any:
+    """The first value under a name that can be converted, None without one."""
+    found = (convert(value) for key, value in row.items() if pattern.search(key))
+    return next((value for value in found if value is not None), None)
+
+
+def _number(value: Any) -> float | None:
+    """A number, or a number in a string, as transformers prints its logs; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+    except OverflowError:
+        return math.inf
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return int(number) if number is not None and math.isfinite(number) else None
+
+
+def _version(value: Any) -> int | str | None:
+    number = _number(value)
+    if number is not None and number.is_integer():
+        return int(number)
+    return str(value) if isinstance(value, (str, float)) and value == value else None
 
 
 def flatten(row: Any, prefix: str = "") -> dict[str, Any]:
@@ -172,7 +224,13 @@ def flatten(row: Any, prefix: str = "") -> dict[str, Any]:
 def _rows(path: Path) -> list[Any]:
     if path.suffix == ".csv":
         with open(path, encoding="utf-8", newline="") as file:
-            return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
+            reader = csv.DictReader(file)
+            rows = []
+            for row in reader:
+                if None in row:
+                    raise ValueError(f"line {reader.line_num} has more fields than the header")
+                rows.append(row)
+            return rows
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         value = json.loads(text)
@@ -180,13 +238,29 @@ def _rows(path: Path) -> list[Any]:
             return list(value["log_history"])
         return value if isinstance(value, list) else [value]
     lines = [line for line in text.splitlines() if line.strip()]
-    if path.suffix == ".jsonl" or (lines and lines[0].lstrip().startswith("{")):
-        return [json.loads(line) for line in lines]
-    return [dict((name, float(value)) for name, value in _CONSOLE.findall(line)) for line in lines]
+    return [json.loads(line) for line in lines] if path.suffix == ".jsonl" else _console(lines)
 
 
-def _number(text: str | None) -> Any:
-    try:
-        return float(text) if text else None
-    except ValueError:
-        return text
+def _console(lines: list[str]) -> list[Any]:
+    """Rows of a console log: JSON objects, printed dicts, `name:value` pairs and the labels of prime-rl and NeMo RL."""
+    rows: list[Any] = []
+    step = None
+    for line in lines:
+        line = _COLOUR.sub("", line)
+        if line.startswith("{"):
+            try:
+                rows.append(json.loads(line))
+                continue
+            except ValueError:
+                pass  # Python's notation, or a line that was cut
+        banner = _BANNER.search(line)
+        if banner is not None:
+            step = int(banner[1] or banner[2])
+        row: dict[str, Any] = dict(_CONSOLE.findall(line))
+        if not _MICRO.search(line):
+            row |= {_LABELS[label]: value for label, value in _LABEL.findall(line)}
+        # A dict names its step in front of it; a pair of that name in the line itself comes first.
+        if step is not None and row:
+            row.setdefault("step", step)
+        rows.append(row)
+    return rows
