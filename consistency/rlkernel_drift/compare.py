@@ -443,6 +443,6 @@ def unusable(error: DriftError, command: list[str]) -> Verdict:
         tool=f"rlkernel-drift {__version__}",
         status=Status.UNUSABLE,
         exit_code=2,
-        headline=f"Unusable input: {error}.",
+        headline=f"Unusable input: {error}.".encode("utf-8", "backslashreplace").decode(),
         command=command,
     )

@@ -5,10 +5,12 @@ The ratio of a token is exp(train - rollout). Settings are the user's; defaults 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from rlkernel_drift.errors import DriftError
 from rlkernel_drift.statistics import Comparable, SequenceSums
 from rlkernel_drift.verdict import Consequence
 
@@ -23,6 +25,9 @@ class Settings:
         geometric_low, geometric_high: sequences are masked whose geometric mean ratio leaves the band.
         clip_low, clip_high: PPO's and GRPO's clip of the token ratio.
         gspo_low, gspo_high: GSPO's clip of the geometric mean ratio.
+
+    Raises:
+        DriftError: a cap or a clip that no trainer could have.
     """
 
     tis_cap: float = 2.0
@@ -33,6 +38,18 @@ class Settings:
     clip_high: float = 0.2
     gspo_low: float = 3e-4
     gspo_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        for name, option in (("tis_cap", "--tis-cap"), ("sequence_cap", "--sequence-cap")):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise DriftError(f"{option} is {value:g}; a cap is a finite ratio above 0")
+        for kind, option in (("clip", "--clip"), ("gspo", "--gspo-clip")):
+            low, high = getattr(self, f"{kind}_low"), getattr(self, f"{kind}_high")
+            if not (0 <= low <= 1 and math.isfinite(high) and high >= 0):
+                raise DriftError(
+                    f"{option} is {low:g} {high:g}; both are distances from ratio 1, LOW in [0, 1] and HIGH at least 0"
+                )
 
 
 def consequences(compared: Comparable, sums: SequenceSums, settings: Settings) -> list[Consequence]:

@@ -176,3 +176,35 @@ def test_a_model_that_is_none(tmp_path: Path, capsys: Any) -> None:
         where = ["--model", str(tmp_path), "--out", str(tmp_path / "x"), "--prompts", str(tmp_path / "p.jsonl")]
         assert main(["capture", "--engine", engine, *where]) == 2
     assert torch.is_grad_enabled()
+
+
+def test_bad_requests_are_refused(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new, prompts = str(models / "new"), str(models / "prompts.jsonl")
+    command = ["capture", "--engine", "hf", "--prompts", prompts, "--out", str(tmp_path / "c")]
+    for option in (["--temperature", "-1"], ["--top-p", "2"]):
+        assert main([*command, "--model", new, *option]) == 2
+        assert capsys.readouterr().err.startswith(f"rlkernel-drift: {option[0]} is ")
+    # A name that is mistyped is no name of a repository on the network.
+    assert main([*command, "--model", "nosuch"]) == 2 and "no config.json" in capsys.readouterr().err
+    assert main(["floor", "--model", "nosuch", "--prompts", prompts]) == 2 and "config.json" in capsys.readouterr().err
+
+
+def test_diagnose_takes_settings_and_refuses_another_model(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollout = capture(models, tmp_path / "r", "--no-weights", model="old")
+    train = capture(models, tmp_path / "t", "--tokens", str(rollout), "--no-weights")
+    assert read_capsule(rollout).manifest.config["rope_theta"] == 10000.0
+    out = tmp_path / "v.json"
+    command = ["diagnose", str(rollout), str(train), "--profile", "bitwise", "--json", str(out)]
+    assert main([*command, "--model", str(models / "new"), "--previous", str(models / "old"), "--tis-cap", "7"]) == 1
+    found = verdict(out)
+    assert found.consequences[0].setting == "cap 7" and found.diagnosis is not None
+    assert "rlkernel-drift diagnose" not in out.read_text().split('"command"')[0]
+    assert main([*command, "--model", "nosuch"]) == 2
+    small = tiny_model("qwen3", 5)
+    small.resize_token_embeddings(64)
+    small.save_pretrained(tmp_path / "small")
+    capsys.readouterr()
+    assert main([*command, "--model", str(tmp_path / "small")]) == 2
+    assert "outside the vocabulary of 64" in " ".join(capsys.readouterr().err.split())

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from drift_cases import SAMPLED, capsule, operators, sequences
+from rich.console import Console
 
 from rlkernel_drift.capsule import (
     Floor,
@@ -31,6 +36,7 @@ from rlkernel_drift.compare import compare
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.output.junit import write_junit
 from rlkernel_drift.output.markdown import write_markdown
+from rlkernel_drift.output.text import write_text
 from rlkernel_drift.profiles import PROFILES, load_profile
 from rlkernel_drift.verdict import Status, Verdict, json_schema
 
@@ -539,6 +545,72 @@ def test_fixture(assert_aligned: Any) -> None:
     assert assert_aligned(capsule(), capsule("train")).exit_code == 0
     with pytest.raises(pytest.fail.Exception, match="Drift"):
         assert_aligned(capsule(), capsule("train", noise=0.3))
+
+
+def test_an_unexpected_error_is_no_drift(
+    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise IndexError("index 7\nis too large")
+
+    monkeypatch.setattr("rlkernel_drift.compare.compare_sources", broken)
+    assert main(["compare", *folders]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rlkernel-drift: unexpected IndexError: index 7 (") and error.count("\n") == 1
+    assert "--traceback" in error and "RLKERNEL_DRIFT_TRACEBACK=1" in error
+    assert main(["compare", *folders, "--traceback"]) == 2 and "in broken" in capsys.readouterr().err
+    monkeypatch.setenv("RLKERNEL_DRIFT_TRACEBACK", "1")
+    assert main(["compare", *folders]) == 2 and "in broken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--json", "-"]])
+def test_a_reader_that_has_gone_changes_no_exit_code(folders: tuple[str, str], tmp_path: Path, options: Any) -> None:
+    out, err = tmp_path / "v.md", tmp_path / "err"
+    read, write = os.pipe()
+    os.close(read)
+    with open(err, "w") as errors:
+        command = [sys.executable, "-m", "rlkernel_drift", "compare", *folders, "--markdown", str(out), *options]
+        path = os.pathsep.join(p for p in sys.path if p)
+        done = subprocess.run(command, stdout=write, stderr=errors, env={**os.environ, "PYTHONPATH": path})
+    os.close(write)
+    assert (done.returncode, err.read_text()) == (1, "") and out.is_file()
+
+
+def test_paths_that_are_not_utf8(folders: tuple[str, str], tmp_path: Path) -> None:
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    os.rename(folders[0], name)
+    assert main(["compare", name, folders[1], "--json", name + ".json"]) == 1
+    assert json.loads(Path(name + ".json").read_text())["rollout"]["label"] == "\\udcff"
+    assert main(["compare", name + "no", "--json", name + ".json"]) == 2
+
+
+@pytest.mark.parametrize(
+    "option", [["--clip", "5", "-3"], ["--tis-cap", "nan"], ["--sequence-cap", "0"], ["--gspo-clip", "0", "inf"]]
+)
+def test_caps_and_clips_that_cannot_be(folders: tuple[str, str], option: Any, capsys: Any) -> None:
+    assert main(["compare", *folders, *option]) == 2 and option[0] in capsys.readouterr().err
+
+
+def test_advice_is_given_once() -> None:
+    profile = PROFILES["miles"].model_copy(
+        update={"threshold": [*PROFILES["miles"].threshold, *PROFILES["prime-rl"].threshold]}
+    )
+    verdict = compare(capsule(), capsule("train", noise=0.6), profile=profile)
+    assert causes(verdict, "statistics") == ["drift", "drift"]
+    assert write_markdown(verdict).count("rlkernel-drift diagnose") == 1
+    assert printed(verdict).count("rlkernel-drift diagnose") == 1
+
+
+def printed(verdict: Verdict) -> str:
+    file = io.StringIO()
+    write_text(verdict, Console(file=file, width=200))
+    return file.getvalue()
+
+
+def test_labels_leave_markdown_tables_alone() -> None:
+    rows = [line for line in write_markdown(compare(capsule(), capsule("train", noise=0.3))).splitlines()]
+    start = rows.index("| metric | value | threshold | ratio |")
+    assert {line.count("|") for line in rows[start:] if line.startswith("|")} == {5}
 
 
 def test_help_needs_nothing() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import ValidationError
 
 from rlkernel_drift.capsule import Capsule, Manifest, Model, Sampling, WeightFingerprint, Weights
 from rlkernel_drift.capsule.fingerprint import digest
@@ -58,6 +59,20 @@ class Request:
     def operator_count(self) -> int:
         """Sequences whose operators are recorded; hashes are small, so all of them."""
         return 1 << 30 if self.operators == "fingerprint" else self.operator_sequences
+
+
+def sampling_of(**settings: float) -> Sampling:
+    """Settings of a command line.
+
+    Raises:
+        DriftError: one that cannot be; the message names it.
+    """
+    try:
+        return Sampling(**settings)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = "--" + "-".join(map(str, first["loc"])).replace("_", "-")
+        raise DriftError(f"{name} is {first['input']}: {first['msg']}") from None
 
 
 def recorded_rows(request: Request, bare: Capsule) -> np.ndarray | None:  # [R] int64, or None: all tokens

@@ -55,11 +55,13 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 def request_of(args: argparse.Namespace) -> Request:
     """The request of the options."""
     from rlkernel_drift.capsule import Sampling, read_capsule
-    from rlkernel_drift.capture.request import Request
+    from rlkernel_drift.capture.request import Request, sampling_of
     from rlkernel_drift.errors import DriftError
 
     tokens = read_capsule(args.tokens) if args.tokens else None
-    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
+    if not (Path(args.model) / "config.json").is_file():
+        raise DriftError(f"{args.model} is no model directory: it has no config.json")
+    sampling = sampling_of(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
     if tokens is not None and sampling == Sampling():
         sampling = tokens.manifest.sampling
     if tokens is None and args.prompts is None:

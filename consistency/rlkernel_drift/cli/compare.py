@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
+from rlkernel_drift.cli.streams import discard_stdout, emit
+
 if TYPE_CHECKING:
+    from rlkernel_drift.compare import Options
     from rlkernel_drift.inputs.model import Engines
     from rlkernel_drift.verdict import Verdict
 
@@ -41,6 +43,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip", type=float, nargs=2, default=(0.2, 0.2), metavar=("LOW", "HIGH"), help="token clip")
     parser.add_argument("--gspo-clip", type=float, nargs=2, default=(3e-4, 4e-4), metavar=("LOW", "HIGH"))
     add_outputs(parser)
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    """The options of `add_options`.
+
+    Raises:
+        DriftError: a profile, a floor or a number that cannot be used.
+    """
+    from rlkernel_drift.compare import Options
+    from rlkernel_drift.consequences import Settings
+    from rlkernel_drift.profiles import load_profile
+
+    return Options(
+        load_profile(args.profile) if args.profile else None,
+        args.keep_going,
+        read_floor(args.floor),
+        Settings(
+            tis_cap=args.tis_cap,
+            sequence_cap=args.sequence_cap,
+            clip_low=args.clip[0],
+            clip_high=args.clip[1],
+            gspo_low=args.gspo_clip[0],
+            gspo_high=args.gspo_clip[1],
+        ),
+        args.typed,
+        partial=args.partial,
+    )
 
 
 def add_engines(parser: argparse.ArgumentParser) -> None:
@@ -101,29 +130,13 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compares, writes the verdict, returns its exit status."""
-    from rlkernel_drift.compare import Options, compare_sources, unusable
-    from rlkernel_drift.consequences import Settings
+    from rlkernel_drift.compare import compare_sources, unusable
     from rlkernel_drift.errors import DriftError
     from rlkernel_drift.inputs import open_sides
     from rlkernel_drift.inputs.model import opened
-    from rlkernel_drift.profiles import load_profile
 
     try:
-        options = Options(
-            load_profile(args.profile) if args.profile else None,
-            args.keep_going,
-            read_floor(args.floor),
-            Settings(
-                tis_cap=args.tis_cap,
-                sequence_cap=args.sequence_cap,
-                clip_low=args.clip[0],
-                clip_high=args.clip[1],
-                gspo_low=args.gspo_clip[0],
-                gspo_high=args.gspo_clip[1],
-            ),
-            args.typed,
-            partial=args.partial,
-        )
+        options = options_of(args)
         rollout, train = open_sides(args.rollout, args.train)
         if rollout.model is not None or train.model is not None:
             rollout, train = opened(rollout, train, engines_of(args))
@@ -141,15 +154,20 @@ def write(verdict: Verdict, args: argparse.Namespace) -> int:
     from rlkernel_drift.output.markdown import write_markdown
     from rlkernel_drift.output.text import write_text
 
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:  # rich would exit with 1, which says drift
+            self.quiet = True
+            discard_stdout()
+
     if args.json != "-" and not (getattr(args, "quiet", False) and verdict.exit_code == 0):
-        write_text(verdict, Console(highlight=False, stderr=verdict.exit_code == 2), details=True)
+        write_text(verdict, Terminal(highlight=False, stderr=verdict.exit_code == 2), details=True)
     for path, text in (
         (args.json, verdict.to_json),
         (args.markdown, lambda: write_markdown(verdict)),
         (args.junit, lambda: write_junit(verdict)),
     ):
         if path == "-":
-            sys.stdout.write(text() + "\n")
+            emit(text() + "\n")
         elif path:
             write_file(path, text())
     write_pictures(verdict, args)

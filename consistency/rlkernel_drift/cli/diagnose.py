@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkernel_drift.cli.compare import add_options, read_floor, write
+from rlkernel_drift.cli.compare import add_options, options_of, write
 
 if TYPE_CHECKING:
     from rlkernel_drift.diagnose.context import References
@@ -48,25 +48,21 @@ def references(args: argparse.Namespace) -> References:
 
 def run(args: argparse.Namespace) -> int:
     """Compares and diagnoses; returns the comparison's exit status."""
-    from rlkernel_drift.compare import Options, compare_sources, unusable
+    from rlkernel_drift.compare import compare_sources, unusable
     from rlkernel_drift.diagnose.verdict import diagnose_verdict
     from rlkernel_drift.errors import DriftError
     from rlkernel_drift.inputs import open_input
     from rlkernel_drift.inputs.model import Engines, scored
-    from rlkernel_drift.profiles import load_profile
 
     try:
-        profile = load_profile(args.profile) if args.profile else None
-        floor = read_floor(args.floor)
+        options = options_of(args)
         rollout = open_input(args.rollout, "rollout")
         train = scored(open_input(args.train, "train"), rollout, Engines(device=args.device))
-        verdict = compare_sources(
-            rollout, train, Options(profile, args.keep_going, floor, command=args.typed, partial=args.partial)
-        )
+        verdict = compare_sources(rollout, train, options)
         if rollout.capsule is None or train.capsule is None:
             raise DriftError("diagnose needs the tokens of both sides: capsules, not metrics files")
         models = None if _model(args) is None and train.capsule.distribution else lambda: references(args)
-        verdict = diagnose_verdict(verdict, rollout.capsule, train.capsule, models, floor)
+        verdict = diagnose_verdict(verdict, rollout.capsule, train.capsule, models, options.floor)
     except DriftError as error:
         verdict = unusable(error, args.typed)
     return write(verdict, args)

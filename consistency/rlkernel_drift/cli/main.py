@@ -1,17 +1,20 @@
 """`rlkernel-drift`: parses the command line and hands over to the command's module.
 
 Nothing here imports numpy or torch, so `--help` answers at once. Exit status: 0 aligned, 1 drift, 2 unusable input,
-3 inconclusive, 4 the inputs differ.
+3 inconclusive, 4 the inputs differ. An error that nobody foresaw is 2 as well: 1 would say that there is drift.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from rlkernel_drift import __version__
 from rlkernel_drift.cli import capture, compare, demo, diagnose, floor, inspect, power, report
+from rlkernel_drift.cli.streams import discard_stdout
 from rlkernel_drift.errors import DriftError
 
 COMMANDS = {
@@ -37,6 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS.values():
         command.add_parser(subparsers)
+    for subparser in dict.fromkeys(subparsers.choices.values()):
+        words = "show where an unexpected error comes from"
+        subparser.add_argument("--traceback", action="store_true", help=words)
     return parser
 
 
@@ -44,15 +50,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `rlkernel-drift` script; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(arguments)
-    args.typed = ["rlkernel-drift", *arguments]
+    # Names that are not UTF-8 come with surrogates, which no output could be written with.
+    args.typed = ["rlkernel-drift", *(a.encode("utf-8", "backslashreplace").decode() for a in arguments)]
+    status = 0
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        discard_stdout()
+        return status
     except DriftError as error:
         print(f"rlkernel-drift: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("rlkernel-drift: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if args.traceback or os.environ.get("RLKERNEL_DRIFT_TRACEBACK"):
+            traceback.print_exc()
+        words = (str(error).strip().splitlines() or [""])[0]
+        hint = "RLKERNEL_DRIFT_TRACEBACK=1 or --traceback shows where"
+        print(f"rlkernel-drift: unexpected {type(error).__name__}: {words} ({hint})", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

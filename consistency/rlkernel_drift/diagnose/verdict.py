@@ -31,6 +31,17 @@ def diagnose_verdict(
         references: loads the models; not called where a gate has named the cause. None: there is no model, and the
             train side's recorded logits stand in.
     """
+    found = _diagnosed(verdict, rollout, train, references, floor)
+    return found if found.diagnosis is None else _answered(found)
+
+
+def _diagnosed(
+    verdict: Verdict,
+    rollout: Capsule,
+    train: Capsule,
+    references: Callable[[], References] | None,
+    floor: Floor | None,
+) -> Verdict:
     named = _from_gates(verdict)
     if named is not None:
         return verdict.model_copy(update={"diagnosis": named})
@@ -50,6 +61,17 @@ def diagnose_verdict(
         # The profile lets it pass; a cause was found all the same, and that is drift.
         return _failed(result, found)
     return result
+
+
+def _answered(verdict: Verdict) -> Verdict:
+    """Without the advice to diagnose: that has been done."""
+    gates = [
+        gate.model_copy(
+            update={"findings": [f.model_copy(update={"fix": ""}) if f.cause == "drift" else f for f in gate.findings]}
+        )
+        for gate in verdict.gates
+    ]
+    return verdict.model_copy(update={"gates": gates})
 
 
 def _from_gates(verdict: Verdict) -> Diagnosis | None:

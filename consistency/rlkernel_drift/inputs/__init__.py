@@ -33,6 +33,10 @@ class Source:
     metrics: Metrics | None = None
     model: Model | None = None
 
+    def __post_init__(self) -> None:
+        # Names of files need not be UTF-8; what is written of them must be.
+        object.__setattr__(self, "label", self.label.encode("utf-8", "backslashreplace").decode())
+
 
 def open_sides(rollout: str, train: str | None) -> tuple[Source, Source]:
     """Opens both sides; `train` may be left out where the first input holds both.

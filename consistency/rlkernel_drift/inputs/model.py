@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlkernel_drift.capsule import Sampling
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.inputs import Model, Source
 
@@ -46,7 +45,7 @@ def opened(rollout: Source, train: Source, engines: Engines) -> tuple[Source, So
 
 
 def _sampled(source: Source, model: Model, engines: Engines) -> Source:
-    from rlkernel_drift.capture.request import Request, own_dtype, random_prompts
+    from rlkernel_drift.capture.request import Request, own_dtype, random_prompts, sampling_of
     from rlkernel_drift.cli.capture import capture
 
     request = Request(
@@ -54,7 +53,7 @@ def _sampled(source: Source, model: Model, engines: Engines) -> Source:
         prompts=engines.prompts or random_prompts(model.path, engines.seed),
         seed=engines.seed,
         max_tokens=engines.max_tokens,
-        sampling=Sampling(temperature=engines.temperature),
+        sampling=sampling_of(temperature=engines.temperature),
         dtype=engines.dtype or own_dtype(model.path),
         device=engines.device,
         operators=engines.operators,

@@ -28,7 +28,7 @@ def write_junit(verdict: Verdict) -> str:
         case = ElementTree.SubElement(suite, "testcase", classname="rlkernel-drift", name=gate.title)
         if gate.status == "failed":
             body = ElementTree.SubElement(case, "failure", message=_clean(gate.summary))
-            body.text = "\n".join(_clean(f"{f.message}\n  fix: {f.fix}") for f in gate.findings)
+            body.text = "\n".join(_clean(f.message + (f"\n  fix: {f.fix}" if f.fix else "")) for f in gate.findings)
         elif gate.status in ("skipped", "not reached"):
             ElementTree.SubElement(case, "skipped", message=_clean(gate.summary))
     case = ElementTree.SubElement(suite, "testcase", classname="rlkernel-drift", name="verdict")

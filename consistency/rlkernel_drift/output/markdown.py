@@ -23,7 +23,8 @@ def write_markdown(verdict: Verdict) -> str:
     findings = [f for f in verdict.findings if f.severity == "error" and f.fix]
     if verdict.diagnosis is not None and verdict.diagnosis.finding is not None:
         findings = [verdict.diagnosis.finding, *findings]
-    for finding in findings[:3]:
+    once = {finding.fix: finding for finding in reversed(findings)}
+    for finding in list(reversed(once.values()))[:3]:
         seen = ", ".join(f"[{t.name}]({t.url})" for t in finding.threads)
         lines.append(f"- **Fix:** {finding.fix}{f' Seen in {seen}.' if seen else ''}")
     judged = [m for m in verdict.metrics if m.status != "no threshold"]
@@ -34,7 +35,7 @@ def write_markdown(verdict: Verdict) -> str:
         for m in rows:
             limit = m.at_most if m.at_most is not None else m.at_least
             cells = ["-" if v is None else f"{v:.4g}" for v in (m.value, limit, m.ratio)]
-            lines.append(f"| {m.label} | {' | '.join(cells)} |")
+            lines.append(f"| {plain(m.label)} | {' | '.join(cells)} |")
     numerics = [d for d in verdict.differences if d.weight != "other"][:8]
     if numerics:
         lines += ["", "| setting | rollout | train |", "|---|---|---|"]

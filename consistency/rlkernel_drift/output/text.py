@@ -45,8 +45,12 @@ def write_text(verdict: Verdict, console: Any, *, details: bool = True) -> None:
             mark = Text(_MARK[gate.status], style=_STYLE[gate.status])
             table.add_row(mark, Text(gate.title), Text(printable(gate.summary)))
         console.print(table)
+    said: set[str] = set()
     for finding in _worth_showing(verdict):
         console.print(Text(f"\n{printable(finding.message)}"))
+        if finding.fix in said:
+            continue
+        said.add(finding.fix)
         if finding.fix:
             console.print(Text(f"  fix: {finding.fix}", style="cyan"))
         for thread in finding.threads[:2]:

@@ -84,8 +84,11 @@ class ReferenceModel:
             dtype: of the weights; fp32 lets hypotheses round them to others.
 
         Raises:
-            DriftError: transformers is missing, or the directory cannot be loaded. Code in it is never run.
+            DriftError: transformers is missing, or the directory cannot be loaded. Code in it is never run, and a name
+                that is no directory is not looked up elsewhere.
         """
+        if not (Path(path) / "config.json").is_file():
+            raise DriftError(f"{path} is no model directory: it has no config.json")
         try:
             from transformers import AutoModelForCausalLM
             from transformers.utils import logging
@@ -95,7 +98,7 @@ class ReferenceModel:
         logging.disable_progress_bar()
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                str(path), dtype=dtype, attn_implementation=attention, trust_remote_code=False
+                str(path), dtype=dtype, attn_implementation=attention, trust_remote_code=False, local_files_only=True
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -141,6 +144,12 @@ class ReferenceModel:
         """Hidden states after the final norm of all counted rows."""
         model = self.in_dtype(dtype)
         layout = layout or Layout()
+        highest = max((int(ids.max()) for ids in sequences.ids if len(ids)), default=0)
+        if highest >= self.vocab_size:
+            raise DriftError(
+                f"token id {highest} is outside the vocabulary of {self.vocab_size} of {self.path or 'the model'}: "
+                "is it the model that these tokens were sampled from?"
+            )
         parts: list[Tensor] = []
         for batch in _batches(sequences, 1 if layout.pad == "none" else _BATCH_TOKENS):
             parts += self._batch(model, sequences, batch, layout)
