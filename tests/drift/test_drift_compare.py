@@ -37,7 +37,7 @@ from rlkernel_drift.errors import DriftError
 from rlkernel_drift.output.junit import write_junit
 from rlkernel_drift.output.markdown import write_markdown
 from rlkernel_drift.output.text import write_text
-from rlkernel_drift.profiles import PROFILES, load_profile
+from rlkernel_drift.profiles import FLOOR_FACTOR, PROFILES, carried_floor, load_profile
 from rlkernel_drift.verdict import Status, Verdict, json_schema
 
 pytest_plugins = ["rlkernel_drift.pytest_plugin"]
@@ -374,6 +374,8 @@ def test_a_capsule_cannot_widen_its_own_bar() -> None:
     verdict = compare(capsule(), far)
     assert verdict.exit_code == 1 and "the noise floor that the train capsule brings" in verdict.scope
     assert compare(capsule(floor=wide), capsule("train", noise=0.05)).exit_code == 1
+    known = carried_floor(capsule().manifest, far.manifest)  # what `diagnose` calls normal
+    assert known is not None and known.mean * FLOOR_FACTOR["mean"] <= 0.03 and known.p99 <= 0.3
     # A floor that a person names is theirs to judge.
     assert compare(capsule(), far, floor=wide.model_copy(update={"tokens": 9})).exit_code == 0
     for value in (np.inf, np.nan):

@@ -24,6 +24,7 @@ from rlkernel_drift.capsule import Manifest, build_capsule, write_capsule
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import compare
 from rlkernel_drift.report import write_html
+from rlkernel_drift.report.charts.heat import heat_map
 from rlkernel_drift.report.figure import write_png
 from rlkernel_drift.report.markup import Markup, tag, visible
 from rlkernel_drift.report.numbers import number, share
@@ -480,6 +481,14 @@ def test_signs_are_apart_without_red_or_green(kind: str) -> None:
         for theme in (0, 1):
             a, b = (seen(rgb(PAIRS[name].split(", ")[theme]), kind) for name in pair)
             assert math.dist(a, b) > 0.08, (pair, theme)
+
+
+@pytest.mark.parametrize("heat", [[], [[]], [[], []], [[None]], [[], [None]], [[]] * 700, [[float("nan")]]])
+def test_no_cells_no_heat_map(heat: list[list[float | None]]) -> None:
+    """The script reads the first row of the cells."""
+    assert heat_map(LayerView(operators=["a"], heat=heat)) is None
+    drawn = heat_map(LayerView(operators=["a"], heat=[*heat, [-1.0]]))
+    assert drawn is not None and {len(row) for row in drawn[1]["cells"]} == {1}  # type: ignore[attr-defined]
 
 
 def test_heat_gets_lighter_step_by_step() -> None:
