@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlkernel_drift.capsule import read_capsule
+from rlkernel_drift.capture.overheard import cause, overheard
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.faults.tiny import tiny_model, updated
 from rlkernel_drift.verdict import Verdict
@@ -208,3 +214,48 @@ def test_diagnose_takes_settings_and_refuses_another_model(
     capsys.readouterr()
     assert main([*command, "--model", str(tmp_path / "small")]) == 2
     assert "outside the vocabulary of 64" in " ".join(capsys.readouterr().err.split())
+
+
+LOG = """\
+(Worker pid=2) ERROR 11-22 00:24:56 [multiproc_executor.py:948]     raise ValueError(
+(Worker pid=2) ERROR 11-22 00:24:56 [multiproc_executor.py:948] ValueError: too little memory: decrease it
+(EngineCore pid=1) ERROR 11-22 00:25:01 [core.py:1433] EngineCore failed to start.
+(EngineCore pid=1) ERROR 11-22 00:25:01 [core.py:1433] Exception: WorkerProc initialization failed. See stack trace.
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"""
+
+
+def test_why_an_engine_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
+    with overheard() as heard:
+        os.write(1, b"mine\n")  # pytest's sys.stdout does not go there
+        subprocess.run([sys.executable, "-c", f"import sys; print({LOG!r}, file=sys.stderr)"], check=True)
+    assert cause(list(heard)) == "ValueError: too little memory: decrease it" and "mine" in heard
+    assert cause(["all is well", LOG.splitlines()[-1]]) is None
+    os.write(1, b"after\n")
+    out, err = capfd.readouterr()
+    assert out.split() == ["mine", "after"] and err.strip() == LOG
+
+
+def test_a_started_process_goes_on_printing(capfd: pytest.CaptureFixture[str]) -> None:
+    with overheard():
+        child = subprocess.Popen([sys.executable, "-c", "input(); print('late')"], stdin=subprocess.PIPE)
+    child.communicate(b"\n")
+    for _ in range(50):
+        out = capfd.readouterr().out
+        if out:
+            break
+        time.sleep(0.1)
+    assert out == "late\n" and child.returncode == 0
+
+
+def test_vllm_that_does_not_start_names_the_cause(
+    models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(**_: Any) -> None:
+        os.write(2, LOG.encode() + b"\n")
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=start))
+    command = ["capture", "--engine", "vllm", "--model", str(models / "new"), "--out", str(tmp_path / "c")]
+    assert main([*command, "--prompts", str(models / "prompts.jsonl")]) == 2
+    error = capsys.readouterr().err
+    assert "does not start: ValueError: too little memory: decrease it" in error and "--engine-args" in error

@@ -27,6 +27,7 @@ from rlkernel_drift.capsule import (
 )
 from rlkernel_drift.capsule.limits import DEFAULT_LIMITS
 from rlkernel_drift.capsule.tensor_file import parse_tensors, read_bytes
+from rlkernel_drift.capture.overheard import cause, overheard
 from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, weights_of
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.sequences import sequences_of
@@ -111,10 +112,15 @@ def _started(request: Request, rlkernel: bool) -> Any:
         from vllm import LLM
     except ImportError:
         raise DriftError("this engine needs vLLM: pip install 'rlkernel[vllm]'") from None
-    try:
-        engine = LLM(**_settings(request, rlkernel))
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
-        raise DriftError(f"vLLM does not start: {error}") from None
+    with overheard() as heard:
+        try:
+            engine = LLM(**_settings(request, rlkernel))
+        except Exception as failed:  # of whatever type vLLM raises: without an engine there is nothing to capture
+            engine, error = None, failed
+    if engine is None:
+        why = cause(list(heard)) or f"{type(error).__name__}: {error}"
+        hint = """--engine-args passes settings to it, as in --engine-args '{"gpu_memory_utilization": 0.5}'"""
+        raise DriftError(f"vLLM does not start: {why} ({hint})")
     if rlkernel and _contract(engine) is None:
         _stop(engine)
         raise DriftError("vLLM does not compute with rlkernel: is it installed, and does VLLM_PLUGINS allow it?")
