@@ -300,18 +300,15 @@ def compare_metrics(source: Source, metrics: Metrics, options: Options) -> Verdi
 
 
 def _metrics_profile(values: dict[str, float | None]) -> Profile:
-    """Bits where the file counts equal bits; else those of the general bars whose statistic it has.
+    """Bits where the file counts equal bits; else those of the general bars and NeMo RL's whose statistic it has.
 
-    NeMo RL's own bar stands in where its statistic is the only one. A band of the mean ratio is no general bar: healthy
-    runs leave it.
+    NeMo RL alone writes its statistic. A band of the mean ratio is no general bar: healthy runs leave it.
     """
     if values.get("tokens.equal") == 1.0:
         return BITWISE
-    for profile in (GENERAL, load_profile("nemo")):
-        found = [t for t in profile.threshold if values.get(t.metric) is not None]
-        if found:
-            return profile.model_copy(update={"threshold": found})
-    return GENERAL
+    bars = [*GENERAL.threshold, *load_profile("nemo").threshold]
+    found = [t for t in bars if values.get(t.metric) is not None]
+    return GENERAL.model_copy(update={"threshold": found}) if found else GENERAL
 
 
 def _judged(profile: Profile, metrics: Metrics) -> list[Metric]:
@@ -358,10 +355,11 @@ def _metrics_gate(metrics: Metrics, verdict: Verdict) -> Gate:
 def _with_metrics(verdict: Verdict, metrics: Metrics) -> Verdict:
     """A run folder's own tally covers all tokens of the run, its samples only some: the tally may fail the gate too."""
     values = metrics.summary()
-    if values.get("tokens.equal") is None or verdict.profile != BITWISE.name:
+    broken = "tokens.equal" in metrics.broken
+    if (values.get("tokens.equal") is None and not broken) or verdict.profile != BITWISE.name:
         return verdict
     judged = judge(BITWISE, {"tokens.equal": values["tokens.equal"]})
-    own = statistics_gate(None, judged, [])
+    own = _metrics_gate(metrics, verdict) if broken else statistics_gate(None, judged, [])
     if own.status != "failed":
         return verdict
     gates = [own if g.name == "statistics" else g for g in verdict.gates]

@@ -101,8 +101,8 @@ def test_the_default_bars_of_metrics_files(tmp_path: Path) -> None:
     trl = {"sampling/sampling_logp_difference/mean": 0.005, "sampling/importance_sampling_ratio/mean": 0.98}
     verdict = compare(jsonl(tmp_path / "trl.jsonl", [trl] * 4))
     assert verdict.exit_code == 0
-    nemo = compare(jsonl(tmp_path / "nemo.jsonl", [{"token_mult_prob_error": 1.2}]))
-    assert nemo.exit_code == 1 and nemo.profile == "nemo"
+    nemo = compare(jsonl(tmp_path / "nemo.jsonl", [{"token_mult_prob_error": 1.2, "gen_kl_error": 1e-3}]))
+    assert nemo.exit_code == 1 and "exp|d|" in nemo.headline
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,7 @@ def test_a_run_folder_holds_both_sides(tmp_path: Path) -> None:
     assert compare(run_folder(tmp_path / "bad", off=1e-6)).exit_code == 1
     # The samples agree, the run's own tally over all tokens does not.
     assert compare(run_folder(tmp_path / "tally", exact=0.999)).exit_code == 1
+    assert compare(run_folder(tmp_path / "nan", exact=float("nan"))).exit_code == 1
 
 
 def test_a_real_run_folder(tmp_path: Path) -> None:
