@@ -2,8 +2,8 @@
 // with the bits of kernels/triton/linear.py. Nothing shortens the chain, so what counts is that no step of it waits.
 //
 // Compiled by NVRTC or nvcc for sm_90a with -fmad=false and without headers. The sums of a block's few columns stay in the
-// tensor core's pipeline from one wgmma to the next, and no operand goes to registers: a step of 16 k takes 20 cycles. The
-// copy engine keeps as many pieces of 256 k under way as shared memory holds.
+// tensor core's pipeline from one wgmma to the next, and no operand goes to registers. The copy engine keeps as many pieces
+// of 256 k under way as shared memory holds.
 
 #ifndef HALF
 #define HALF 0  // operands are fp16, else bf16
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) rlk_linear_dgrad_rows(
     if (lane == 0) {
       prefetch(&w);
       prefetch(&dy);
-#pragma unroll  // by one thread: the lanes of a warp would take turns, ten times as slow
+#pragma unroll  // by one thread: the lanes of a warp would take turns
       for (int i = 0; i < STAGES; ++i) {
         barrier_init(full + 8 * i, 1);
         barrier_init(empty + 8 * i, kMultiplying / 32);

@@ -400,6 +400,19 @@ def paged_attention(
     return out.copy_(o), lse
 
 
+def check_new_rows(op: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Raises what `store_kv_` raises for keys, values and slots that do not fit a cache of four dimensions."""
+    check(
+        k.shape == v.shape and k.dim() == 3 and k.shape[1:] == k_cache.shape[2:] and slots.shape == k.shape[:1],
+        lambda: (
+            f"{op}: k is {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}; with this cache "
+            f"they must be [T, {k_cache.shape[2]}, {k_cache.shape[3]}] and [T]"
+        ),
+    )
+    _check_dtypes(op, k_cache, v_cache=v_cache, k=k, v=v)
+    check(slots.dtype == torch.int64, lambda: f"{op}: slots is {slots.dtype}; it must be int64", TypeError)
+
+
 def store_kv_(
     k_cache: Tensor,  # [pages, page, HK, D]
     v_cache: Tensor,  # [pages, page, HK, D]
@@ -424,13 +437,5 @@ def store_kv_(
             "contiguous [pages, page, HK, D]"
         ),
     )
-    check(
-        k.shape == v.shape and k.dim() == 3 and k.shape[1:] == k_cache.shape[2:] and slots.shape == k.shape[:1],
-        lambda: (
-            f"store_kv_: k is {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}; with this cache "
-            f"they must be [T, {k_cache.shape[2]}, {k_cache.shape[3]}] and [T]"
-        ),
-    )
-    _check_dtypes("store_kv_", k_cache, v_cache=v_cache, k=k, v=v)
-    check(slots.dtype == torch.int64, lambda: f"store_kv_: slots is {slots.dtype}; it must be int64", TypeError)
+    check_new_rows("store_kv_", k_cache, v_cache, k, v, slots)
     _store_kv(k_cache, v_cache, k.detach(), v.detach(), slots)

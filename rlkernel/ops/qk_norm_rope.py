@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from rlkernel.kernels import select
 from rlkernel.ops._library import check, define, is_stock, wrote
-from rlkernel.ops.attention import store_kv_
+from rlkernel.ops.attention import check_new_rows, store_kv_
 from rlkernel.ops.rms_norm import rms_norm
 from rlkernel.ops.rope import rope
 
@@ -84,28 +83,15 @@ def _check_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: 
         four
         and k_cache.shape == v_cache.shape
         and k_cache.stride() == v_cache.stride()
-        and (block == page * slot or pages == 1),
+        and (block == page * slot or pages == 1)
+        and element == 1,
         lambda: (
             f"qk_norm_rope_store: k_cache is {tuple(k_cache.shape)} with strides {k_cache.stride()}, v_cache "
-            f"{tuple(v_cache.shape)} with {v_cache.stride()}; expected one shape [pages, page, HK, D], pages in a row"
+            f"{tuple(v_cache.shape)} with {v_cache.stride()}; expected one shape [pages, page, HK, D], pages in a row, "
+            "D dense"
         ),
     )
-    check(
-        k.shape == v.shape and k.shape[1:] == k_cache.shape[2:] and slots.shape == k.shape[:1] and element == 1,
-        lambda: (
-            f"qk_norm_rope_store: k is {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}; with this "
-            f"cache they must be [T, {k_cache.shape[2]}, {k_cache.shape[3]}] and [T]"
-        ),
-    )
-    check(
-        k.dtype == v.dtype == k_cache.dtype == v_cache.dtype,
-        lambda: f"qk_norm_rope_store: k is {k.dtype}, v {v.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}",
-    )
-    check(
-        slots.dtype == torch.int64,
-        lambda: f"qk_norm_rope_store: slots is {slots.dtype}; it must be int64",
-        TypeError,
-    )
+    check_new_rows("qk_norm_rope_store", k_cache, v_cache, k, v, slots)
 
 
 def qk_norm_rope_store(

@@ -187,7 +187,7 @@ def next_power_of_2(n: int, least: int = 1) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; Triton's own function of that name takes ten times as long on the host."""
+    """a / b, rounded up, without the wrapper that Triton's function of that name goes through at every launch."""
     return -(-a // b)
 
 

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels in a third of Triton's own time on the host, which a small batch would wait for.
+"""Launches of Triton kernels that cost the host less than Triton's own, for which a small batch would wait.
 
 Triton binds, specialises and looks up its arguments anew at every launch. A kernel under `direct` keeps what was
 compiled by what Triton specialises on, types, alignment and constants, and hands its arguments on.
