@@ -26,7 +26,7 @@ from rlkernel.kernels.policy_loss import (
     sequence_mean,
 )
 from rlkernel.kernels.triton.aot import Variant, early_too
-from rlkernel.kernels.triton.common import early, on_device, options
+from rlkernel.kernels.triton.common import aligned, early, on_device, options
 from rlkernel.kernels.triton.policy_loss_batch import AOT as BATCH_AOT
 from rlkernel.kernels.triton.policy_loss_batch import (
     EXTREMES,
@@ -38,7 +38,7 @@ from rlkernel.kernels.triton.policy_loss_batch import (
     TENSOR,
     add_over_batch,
 )
-from rlkernel.kernels.triton.policy_loss_tokens import LANES, count_kernel, spread_kernel, token_kernel
+from rlkernel.kernels.triton.policy_loss_tokens import LANES, ahead, count_kernel, spread_kernel, token_kernel
 
 PROGRAMS = 2048
 """Programs that the sequences of a small batch are spread over."""
@@ -98,7 +98,7 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, batch = logp.shape[0], cu_seqlens.shape[0] - 1
     logp, old_logp, advantages, cu_seqlens = (x.contiguous() for x in (logp, old_logp, advantages, cu_seqlens))
-    mask = None if mask is None else mask.view(torch.uint8)
+    mask = None if mask is None else aligned(mask.view(torch.uint8))  # it is counted in words
     mask, ref_logp, entropy, rollout_logp = (
         None if x is None else x.contiguous() for x in (mask, ref_logp, entropy, rollout_logp)
     )
@@ -142,7 +142,7 @@ def policy_loss(
                 HAS_MASK=mask is not None,
                 HAS_COUNTS=has_counts, HAS_DUAL=clip_dual is not None, HAS_REF=vectors[0], HAS_KL=has_kl,
                 HAS_ENTROPY=vectors[1], HAS_BONUS=has_bonus, HAS_ROLLOUT=vectors[2], HAS_TIS=tis_cap is not None,
-                num_warps=1, **cut,
+                **ahead(any(vectors)), num_warps=1, **cut,
             )  # fmt: skip
         add_over_batch(
             cu_seqlens, sums, partial_counts, extremes, normalizer, loss, scale, stats, counts, tokens, divisor,
@@ -182,7 +182,8 @@ def _token_variant(name: str, form: int, sequence_ratio: bool, kl_type: int, ext
     types |= dict.fromkeys(("low", "high", "dual", "kl_coef", "entropy_coef", "tis_cap", "divisor"), "fp32")
     constants: dict[str, Any] = {
         "FORM": form, "KL_TYPE": kl_type, "SEQUENCE_RATIO": sequence_ratio, "SEQUENCE_MEAN": True, "DIVIDE_BY": TENSOR,
-        "PER_TOKEN": False, "HAS_MASK": True, "HAS_COUNTS": sequence_ratio, "HAS_DUAL": extras, **_CUT,
+        "PER_TOKEN": False, "HAS_MASK": True, "HAS_COUNTS": sequence_ratio, "HAS_DUAL": extras,
+        "AHEAD": 1 if extras else 2, **_CUT,
         **dict.fromkeys(("HAS_REF", "HAS_KL", "HAS_ENTROPY", "HAS_BONUS", "HAS_ROLLOUT", "HAS_TIS"), extras),
     }  # fmt: skip
     (types if sequence_ratio else constants)["row_counts"] = "*i32:16" if sequence_ratio else None

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from rlkernel.kernels.policy_loss import CISPO, CLIPPED, REINFORCE
-from rlkernel.kernels.triton.common import LOG2E, exp2
+from rlkernel.kernels.triton.common import IS_HIP, LOG2E, exp2
 from rlkernel.kernels.triton.policy_loss_batch import (
     DRIFT,
     ENTROPY,
@@ -35,6 +35,7 @@ _COUNTS = tl.constexpr(PARTIAL_COUNTS)
 # One token in the word of counts: counted, and cut or capped.
 _ONE_LOW, _ONE_HIGH, _ONE_DUAL, _ONE_CAPPED = (tl.constexpr((1 << 6 * i) + (i < 4)) for i in range(1, 5))
 LANES = 128
+SOME = tl.constexpr(2)  # for FULL: all tokens of a step exist, or none
 
 
 @triton.jit
@@ -67,16 +68,22 @@ def counted_at(mask, start, t, inside, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def counted_between(mask, begin, end, SEGMENT: tl.constexpr, LANES: tl.constexpr):
-    """Number of counted tokens in [begin, end)."""
+    """Number of counted tokens in [begin, end): whole words of four of them, and the bytes around."""
+    first, last = tl.cdiv(begin, 4), tl.maximum(end // 4, tl.cdiv(begin, 4))
+    words = mask.to(tl.pointer_type(tl.int32))
     n = tl.zeros((LANES,), tl.int32)
-    whole = begin + (end - begin) // SEGMENT * SEGMENT
-    for start in range(begin, whole, SEGMENT):
-        for i in tl.static_range(SEGMENT // LANES):
-            n += (tl.load(mask + start + i * LANES + tl.arange(0, LANES)) != 0).to(tl.int32)
-    for start in range(whole, end, LANES):
-        t = tl.arange(0, LANES)
-        n += counted_at(mask, start, t, t < end - start, True).to(tl.int32)
-    return tl.sum(n, axis=0)
+    for word in range(first, last, SEGMENT // 4):
+        for i in tl.static_range(SEGMENT // 4 // LANES):
+            w = word + i * LANES + tl.arange(0, LANES)
+            four = tl.load(words + w, mask=w < last, other=0)
+            # A byte's top bit is set where the byte is not 0; a product then adds the four.
+            some = ((((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) >> 7) & 0x01010101
+            n += (some * 0x01010101) >> 24
+    edge = tl.arange(0, 8)
+    t = tl.where(edge < 4, begin + edge, last * 4 + edge - 4)
+    on = (t < end) & ((edge >= 4) | (t < first * 4))
+    ends = tl.load(mask + t, mask=on, other=0) != 0
+    return tl.sum(n, axis=0) + tl.sum(ends.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -133,8 +140,10 @@ def count_kernel(
 
 @triton.jit
 def given(at, inside, FULL: tl.constexpr):
-    """Values at `at`, 0 where not inside; FULL: all are."""
-    if FULL:
+    """Values at `at`, 0 where not inside; FULL: all are, or with SOME where not inside anything."""
+    if FULL == SOME:
+        x = tl.load(at, mask=inside)
+    elif FULL:
         x = tl.load(at)
     else:
         x = tl.load(at, mask=inside, other=0)
@@ -158,7 +167,7 @@ def tokens_at(
 ):  # fmt: skip
     """What LANES tokens from `first` on hold [LANES each], 0 from `stop` on; FULL: all exist. Absent inputs are 0."""
     lane = tl.arange(0, LANES)
-    inside = lane < stop - first
+    inside = (tl.zeros((LANES,), tl.int32) if FULL == SOME else lane) < stop - first
     zero = tl.zeros((LANES,), tl.float32)
     flag = inside.to(tl.uint8)
     a, ref, h, rollout = zero, zero, zero, zero
@@ -332,6 +341,7 @@ def token_kernel(
     HAS_TIS: tl.constexpr,
     SEGMENT: tl.constexpr,
     LANES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Sums of the segments PER_ROW apart of one sequence, and the gradients of their tokens.
 
@@ -345,11 +355,14 @@ def token_kernel(
     for segment in range(tl.program_id(0) % PER_ROW, segments, PER_ROW):
         start = begin + segment * SEGMENT
         stop = tl.minimum(start + SEGMENT, end)
-        whole = start + (stop - start) // LANES * LANES
-        flag, new, old, a, ref, h, rollout = tokens_at(
-            logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, start, whole, False,
-            PER_TOKEN, HAS_MASK, HAS_REF, HAS_ENTROPY, HAS_ROLLOUT, LANES,
-        )  # fmt: skip
+        batches = start + (stop - start) // (AHEAD * LANES) * (AHEAD * LANES)
+        batch = ()
+        for i in tl.static_range(AHEAD):
+            batch = batch + tokens_at(  # type: ignore[assignment]
+                logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, start + i * LANES, batches,
+                SOME if AHEAD > 1 else False,
+                PER_TOKEN, HAS_MASK, HAS_REF, HAS_ENTROPY, HAS_ROLLOUT, LANES,
+            )  # fmt: skip
         shared_ratio = 1.0
         weight = 1.0
         if SEQUENCE_RATIO or SEQUENCE_MEAN:
@@ -386,25 +399,32 @@ def token_kernel(
         # Five counts a word, six bits each: a lane has at most SEGMENT / LANES tokens.
         hits = tl.zeros((LANES,), tl.int32)
         ratio_min, ratio_max, drift_max = zero + float("inf"), zero, zero + float("-inf")
-        for first in range(start, whole, LANES):
-            # The next tokens are on their way while these are summed; the last ones are loaded twice.
-            next_flag, next_new, next_old, next_a, next_ref, next_h, next_rollout = tokens_at(
-                logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp,
-                tl.minimum(first + LANES, whole - LANES), whole, True, PER_TOKEN, HAS_MASK, HAS_REF,
-                HAS_ENTROPY, HAS_ROLLOUT, LANES,
-            )  # fmt: skip
-            (
-                s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max,
-                drift_max,
-            ) = add_tokens(
-                flag, new, old, a, ref, h, rollout, dlogp, dentropy, first, stop,
-                row_advantage, shared_ratio, weight, low, high, dual, row_low, row_high, row_dual, kl_coef,
-                entropy_coef, tis_cap, s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits,
-                ratio_min, ratio_max, drift_max, True, FORM, KL_TYPE, SEQUENCE_RATIO, PER_TOKEN, HAS_MASK, HAS_DUAL,
-                HAS_REF, HAS_KL, HAS_ENTROPY, HAS_BONUS, HAS_ROLLOUT, HAS_TIS, LANES,
-            )  # fmt: skip
-            flag, new, old, a, ref, h, rollout = next_flag, next_new, next_old, next_a, next_ref, next_h, next_rollout
-        for first in range(whole, stop, LANES):
+        for first in range(start, batches, AHEAD * LANES):
+            # The next tokens are on their way while these are summed. A single step loads the last ones twice, which
+            # needs fewer registers than loading none.
+            following = first + AHEAD * LANES
+            if AHEAD == 1:
+                following = tl.minimum(following, batches - LANES)
+            ahead = ()
+            for i in tl.static_range(AHEAD):
+                ahead = ahead + tokens_at(  # type: ignore[assignment]
+                    logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, following + i * LANES,
+                    batches, SOME if AHEAD > 1 else True, PER_TOKEN, HAS_MASK, HAS_REF, HAS_ENTROPY, HAS_ROLLOUT, LANES,
+                )  # fmt: skip
+            for i in tl.static_range(AHEAD):
+                (
+                    s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max,
+                    drift_max,
+                ) = add_tokens(
+                    batch[7 * i], batch[7 * i + 1], batch[7 * i + 2], batch[7 * i + 3], batch[7 * i + 4],
+                    batch[7 * i + 5], batch[7 * i + 6], dlogp, dentropy, first + i * LANES, stop,
+                    row_advantage, shared_ratio, weight, low, high, dual, row_low, row_high, row_dual, kl_coef,
+                    entropy_coef, tis_cap, s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits,
+                    ratio_min, ratio_max, drift_max, True, FORM, KL_TYPE, SEQUENCE_RATIO, PER_TOKEN, HAS_MASK,
+                    HAS_DUAL, HAS_REF, HAS_KL, HAS_ENTROPY, HAS_BONUS, HAS_ROLLOUT, HAS_TIS, LANES,
+                )  # fmt: skip
+            batch = ahead
+        for first in range(batches, stop, LANES):
             flag, new, old, a, ref, h, rollout = tokens_at(
                 logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, first, stop, False,
                 PER_TOKEN, HAS_MASK, HAS_REF, HAS_ENTROPY, HAS_ROLLOUT, LANES,
@@ -484,3 +504,17 @@ def spread_kernel(
             if HAS_KL:
                 g = tl.fma(tl.zeros((LANES,), tl.float32) + kl_coef, tl.load(dlogp + t, mask=on, other=0.0), mean)
             tl.store(dlogp + t, tl.where(on, g * weight, 0.0), mask=t < end)
+
+
+# ---- launchers -------------------------------------------------------------------------------------------------------
+
+
+def ahead(more: bool) -> dict[str, int]:
+    """Launch options of token_kernel: the steps of LANES tokens that load while as many are summed, and registers.
+
+    Two steps of logp and old_logp fit beside the sums in 96 registers, which leaves 21 programs a multiprocessor; with
+    `more` vectors one step does.
+    """
+    if more or IS_HIP:
+        return {"AHEAD": 1}
+    return {"AHEAD": 2, "maxnreg": 96}
