@@ -140,7 +140,9 @@ else:
     @pytest.mark.parametrize("page", (8, 48))
     @by_case
     @pytest.mark.usefixtures("as_on")
-    def test_pages_hold_the_same_keys(dtype: torch.dtype, family: str, page: int, case: tuple[Any, ...]) -> None:
+    def test_pages_hold_the_same_keys(
+        dtype: torch.dtype, family: str, page: int, case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         q, k, v, cu_q, cu_k, max_q, max_k, scale, window, split = given = arguments(*case, dtype)
         lens = cu_k.diff()
         needed = [-(-n // page) for n in lens.tolist()]
@@ -160,6 +162,12 @@ else:
         found = paged_attention(q, *caches, table, cu_q, lens, max_q, max_k, scale, window, split)
         for name, a, b in zip(("out", "lse"), found, attention(*given), strict=True):
             assert_bitwise(a, b, f"{name} from pages")
+        monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
+        monkeypatch.setattr(forward, "GATHER_KEYS", 1)
+        monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+        in_a_row = paged_attention(q, *caches, table, cu_q, lens, max_q, max_k, scale, window, split)
+        for name, a, b in zip(("out", "lse"), in_a_row, found, strict=True):
+            assert_bitwise(a, b, f"{name} from pages laid in a row")
 
     def test_split_programs_merge_as_one_program_does() -> None:
         """64 rows in one tile: a program per split; 65 rows in two: each program walks its splits."""

@@ -209,9 +209,9 @@ def attention_kernel(
     v_box,
     k,  # [S, HK, D], or pages [pages, PAGE, HK, D] whose heads lie KV_HEAD elements apart
     v,
-    table,  # [B, COLUMNS] pages of each sequence
+    table,  # [B, COLUMNS] pages of each sequence; with ROOM sequences have COLUMNS keys of room each
     cu_q,  # [B + 1]
-    lens,  # cumulative keys [B + 1], or keys [B] where there are pages
+    lens,  # cumulative keys [B + 1], or keys [B] where there are pages or ROOM
     out,  # [T, H, D], or [splits, T, H, D] fp32
     lse,  # [T, H] natural log, or [splits, T, H] base 2
     whole_out,  # [T, H, D] and [T, H] natural log, for sequences inside one split, where `out` and `lse` hold parts
@@ -237,6 +237,7 @@ def attention_kernel(
     TMA: tl.constexpr,
     BRANCH: tl.constexpr,  # Hopper: blocks on the diagonal in the main loop. Elsewhere a branch behind the scores would
     # hide from the compiler that a second product follows, and spread a row over warps.
+    ROOM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -252,8 +253,12 @@ def attention_kernel(
         v_step: tl.constexpr = HK * KV_HEAD
         table += tl.cast(sequence, tl.int64) * COLUMNS
     else:
-        k_first = tl.load(lens + sequence)
-        keys = tl.load(lens + sequence + 1) - k_first
+        if ROOM:
+            k_first = sequence * COLUMNS
+            keys = tl.load(lens + sequence)
+        else:
+            k_first = tl.load(lens + sequence)
+            keys = tl.load(lens + sequence + 1) - k_first
         k_step = k_stride
         v_step = v_stride
     alone = MODE != PARTIAL
@@ -404,6 +409,40 @@ def store_kv_kernel(k_cache, v_cache, k, v, slots, k_stride, v_stride, SIZE, ROW
         tl.store(v_cache + slot * ROW + j, tl.load(v + token * v_stride + j, mask=j < ROW), mask=j < ROW)
 
 
+@direct
+@triton.jit(do_not_specialize=["COLUMNS", "ROOM"])
+def gather_kernel(
+    k,  # pages [pages, PAGE, HK, D] whose heads lie KV_HEAD elements apart
+    v,
+    table,  # [B, COLUMNS]
+    lens,  # [B]
+    k_out,  # [B, ROOM, HK, D]
+    v_out,
+    COLUMNS,
+    ROOM,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    KV_HEAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The keys and values of a sequence in a row, a program a page; what lies past its end is left as it is."""
+    sequence = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * PAGE
+    keys = tl.load(lens + sequence)
+    if first >= keys:
+        return
+    slot = tl.load(table + sequence * COLUMNS + tl.program_id(0)).to(tl.int64) * PAGE
+    j = tl.arange(0, BLOCK)
+    inside = j < HK * D
+    source = j // D * KV_HEAD + j % D
+    for i in tl.range(0, min(PAGE, keys - first)):
+        at = (slot + i) * (HK * KV_HEAD) + source
+        to = (sequence * ROOM + first + i) * (HK * D) + j
+        tl.store(k_out + to, tl.load(k + at, mask=inside), mask=inside)
+        tl.store(v_out + to, tl.load(v + at, mask=inside), mask=inside)
+
+
 # ---- tiles ---------------------------------------------------------------------------------------
 
 
@@ -417,6 +456,8 @@ class Tile(NamedTuple):
 
 
 DECODE_ROWS = 16
+# From so many queries and keys on, pages are laid in a row first, where the copy engine can fetch them.
+GATHER_QUERIES, GATHER_KEYS, GATHER_BYTES = 512, 4096, 1 << 29
 MERGE_GRID = 1024  # programs of a merge at most, one a query at least: in most decode steps nothing is to merge
 PARTIAL_GRID = 4096  # programs of a decode step at most, two a sequence and key head at least: idle ones cost time too
 
@@ -461,8 +502,12 @@ def _forward(
     tile: Tile | None,
     kv_head: int | None = None,
     out: Tensor | None = None,
+    room: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Dense where `table` is None. `tile` is for tests and tuning; every one gives the same bits."""
+    """Dense where `table` is None, with `room` keys for each sequence if given.
+
+    `tile` is for tests and tuning; every one gives the same bits.
+    """
     q = rows_of_heads(q)
     (t, h, d), hk = q.shape, k.shape[-2]
     group, batch = h // hk, cu_q.shape[0] - 1
@@ -488,11 +533,12 @@ def _forward(
     with on_device(q):
         attention_kernel[(side_by_side if mode == PARTIAL.value else tiles, hk, batch)](
             q, *boxes, k, v, table, cu_q, lens, o_parts, lse_parts, out, lse, t, q.stride(0), k.stride(-3),
-            v.stride(-3), 0 if table is None else table.stride(0), window or 0, split, scale * LOG2E.value,
+            v.stride(-3), room if table is None else table.stride(0), window or 0, split, scale * LOG2E.value,
             HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode,
             TURNS=mode == PARTIAL.value and splits > side_by_side,
             HAS_WINDOW=window is not None, PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
-            BRANCH=kind == "hopper", **(early(q) if mode == PARTIAL.value else {"EARLY": False}),
+            BRANCH=kind == "hopper", ROOM=room > 0,
+            **(early(q) if mode == PARTIAL.value else {"EARLY": False}),
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
         if mode == PARTIAL.value and splits > 1:
@@ -542,9 +588,37 @@ def paged_attention(
     k, v, kv_head = slots_in_a_row(k_cache, v_cache)
     cu_q, lens = cu_seqlens_q.contiguous(), seq_lens_k.contiguous()
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    room = cdiv(max_seqlen_k, KEYS.value) * KEYS.value
+    room_for_all = 2 * lens.shape[0] * room * k.shape[2] * k.shape[3] * k.element_size()
+    long = window is None and max_seqlen_q >= GATHER_QUERIES and max_seqlen_k >= GATHER_KEYS
+    if long and room_for_all <= GATHER_BYTES and in_boxes(q):
+        k, v = in_a_row(k, v, table, lens, room, kv_head)
+        return _forward(
+            q, k, v, None, cu_q, lens, max_seqlen_q, max_seqlen_k, scale, window, split, tile, None, out, room
+        )  # fmt: skip
     return _forward(
         q, k, v, table, cu_q, lens, max_seqlen_q, max_seqlen_k, scale, window, split, tile, kv_head, out
     )  # fmt: skip
+
+
+def in_boxes(q: Tensor) -> bool:
+    """Whether the copy engine fetches keys that lie in a row."""
+    d = q.shape[2]
+    return family(q) == "hopper" and q.element_size() == 2 and d == next_power_of_2(d, 16)
+
+
+def in_a_row(
+    k: Tensor, v: Tensor, table: Tensor, lens: Tensor, room: int, kv_head: int
+) -> tuple[Tensor, Tensor]:  # [B * room, HK, D]
+    """Keys and values of paged sequences, sequence b from row b * room on."""
+    batch, (_, page, hk, d) = lens.shape[0], k.shape
+    k_out, v_out = (torch.empty(batch * room, hk, d, dtype=k.dtype, device=k.device) for _ in range(2))
+    with on_device(k):
+        gather_kernel[(min(cdiv(room, page), table.shape[1]), batch)](
+            k, v, table, lens, k_out, v_out, table.stride(0), room, HK=hk, D=d, KV_HEAD=kv_head, PAGE=page,
+            BLOCK=next_power_of_2(hk * d), num_warps=4, **options(),
+        )  # fmt: skip
+    return k_out, v_out
 
 
 def slots_in_a_row(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -580,7 +654,7 @@ AMD = ("gfx942", "gfx90a")
 
 def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...], *, paged: bool = False,
              window: bool = False, mode: int = 0, halves: bool = False, turns: bool = False,
-             waits: bool = False, main: bool = True) -> Variant:  # fmt: skip
+             room: bool = False, waits: bool = False, main: bool = True) -> Variant:  # fmt: skip
     part = "fp32" if mode == PARTIAL.value else kind
     types = {
         "q": f"*{kind}:16", "k": f"*{kind}:16", "v": f"*{kind}:16", "cu_q": "*i32:16", "lens": "*i32:16",
@@ -592,7 +666,7 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
     constants = {
         "HK": 8, "GROUP": 2, "D": d, "KV_HEAD": 2 * d if halves else d, "BLOCK_D": next_power_of_2(d, 16),
         "BLOCK_M": tile.rows, "MODE": mode, "TURNS": turns, "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
-        "EARLY": waits,
+        "ROOM": room, "EARLY": waits,
     }  # fmt: skip
     tma = not paged and kind != "fp32" and d == next_power_of_2(d) and targets == ("sm_90",)
     constants |= {"TMA": tma, "BRANCH": targets == ("sm_90",), "k_box": None, "v_box": None}
@@ -629,6 +703,7 @@ def _family_variants(family: str, targets: tuple[str, ...]) -> Iterator[Variant]
         yield _variant(
             f"{name} decode turns", "bf16", decode[128], 128, targets, mode=PARTIAL.value, turns=True, **side
         )
+        yield _variant(f"{name} prefill room", "bf16", prefill[128], 128, targets, mode=MERGE.value, room=True)
         yield _variant(f"{name} d80", "bf16", forward_tile(64, 80, 2, family), 80, targets, main=False)
         yield _variant(f"{name} prefill d256", "bf16", prefill[256], 256, targets, main=False)
         yield _variant(f"{name} decode d256", "bf16", decode[256], 256, targets, paged=True, main=False)
@@ -645,6 +720,12 @@ AOT: tuple[Variant, ...] = (
          "lse": "*fp32:16", "T": "i32", "window": "i32", "SPLIT": "i32:16"},
         {"H": 16, "D": 128, "HEADS": 1, "BLOCK_D": 128, "HAS_WINDOW": False, "PAGED": True}, 1,
     )),
+    Variant(
+        "attention gather", gather_kernel,
+        {"k": "*bf16:16", "v": "*bf16:16", "table": "*i32:16", "lens": "*i32:16", "k_out": "*bf16:16",
+         "v_out": "*bf16:16", "COLUMNS": "i32", "ROOM": "i32"},
+        {"HK": 8, "D": 128, "KV_HEAD": 256, "PAGE": 16, "BLOCK": 1024},
+    ),
     Variant(
         "store_kv", store_kv_kernel,
         {"k_cache": "*bf16:16", "v_cache": "*bf16:16", "k": "*bf16:16", "v": "*bf16:16", "slots": "*i64:16",
