@@ -3,12 +3,15 @@ fused norm and rope."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from ops.op_checks import rand
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
+from rlkernel.kernels.triton import attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -72,3 +75,25 @@ def test_qk_norm_rope_store(h: int, hk: int) -> None:
     ours = ops.qk_norm_rope_store(q, k, v, *given, keys, values, slots)
     for o, r in zip((ours, keys, values), (q_wanted, *wanted), strict=True):
         assert_bitwise(o, r, "stored and separate")
+
+
+@pytest.mark.parametrize("hk,d,queries,keys", [(8, 128, [600, 3], [4500, 90]), (2, 64, [5000], [5000])])
+def test_long_pages_laid_in_a_row(
+    hk: int, d: int, queries: list[int], keys: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = [-(-n // 16) for n in keys]
+    cache = rand(0, sum(needed), 16, hk, 2 * d, dtype=torch.bfloat16).cuda()
+    q = rand(1, sum(queries), 2 * hk, d, dtype=torch.bfloat16).cuda()
+    order = torch.randperm(sum(needed)).int()
+    table = torch.zeros(len(keys), max(needed), dtype=torch.int32)
+    for b, first in enumerate([0, *itertools.accumulate(needed)][:-1]):
+        table[b, : needed[b]] = order[first : first + needed[b]]
+    cu = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32).cuda()
+    run = lambda: ops.paged_attention(
+        q, cache[..., :d], cache[..., d:], table.cuda(), cu, torch.tensor(keys, dtype=torch.int32).cuda(),
+        max_seqlen_q=max(queries), max_seqlen_k=max(keys),
+    )  # fmt: skip
+    ours = run()
+    monkeypatch.setattr(attention, "GATHER_QUERIES", 1 << 30)
+    for name, o, p in zip(("out", "lse"), ours, run(), strict=True):
+        assert_bitwise(o, p, f"{name}: in a row, and in pages")
