@@ -61,6 +61,10 @@ CASES = (
         "rlkernel", "vLLM with rlkernel (compiled, CUDA graphs), transformers with rlkernel", "vllm+rlkernel",
         "hf+rlkernel", ("--operators", "fingerprint"), engine=(("compilation_config", SIZES),),
     ),
+    Case(
+        "rlkernel-eager", "vLLM with rlkernel (eager), transformers with rlkernel", "vllm+rlkernel", "hf+rlkernel",
+        ("--profile", "bitwise"), alone=True,
+    ),
 )  # fmt: skip
 
 
