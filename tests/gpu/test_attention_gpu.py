@@ -136,6 +136,32 @@ def test_tiles_are_free(d: int, split: int, record: Record) -> None:
     record(cases=len(tiles), tokens=len(tiles) * sum(LENS), mismatches=0)
 
 
+@pytest.mark.parametrize("group", (1, 2, 3))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+def test_long_prefill_has_the_same_bits(group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's kernel of its own against the common one, with partial splits and blocks; behind the keys lie NaNs."""
+    from rlkernel.kernels.triton import attention as module
+
+    d = 128
+    for queries, keys in (
+        ([5, 700, 1, 2049, 333, 3000], [5, 2900, 4100, 2049, 333, 6001]),
+        ([1000, 64, 1, 777], [1000, 128, 90, 2048]),
+        ([4096], [4096]),
+    ):
+        past_end = sum(keys) + 64
+        q = rand(0, sum(queries), 2 * group, d, dtype=dtype, device=DEVICE)
+        k, v = (rand(i, past_end, 2, d, dtype=dtype, device=DEVICE) for i in (1, 2))
+        k[sum(keys) :] = v[sum(keys) :] = torch.nan
+        given = (q, k, v, cu(queries, DEVICE), cu(keys, DEVICE), max(queries), max(keys), d**-0.5, None)
+        for split in (128, 2048):
+            monkeypatch.setattr(module, "GROUPS_ROWS", 1)
+            ours = module.attention(*given, split)
+            monkeypatch.setattr(module, "GROUPS_ROWS", 1 << 40)
+            for name, o, w in zip(("out", "lse"), ours, module.attention(*given, split), strict=True):
+                assert_bitwise(o, w, f"{name} of {queries} queries, split {split}")
+                assert torch.isfinite(o).all()
+
+
 @by_shape
 def test_gradients_do_not_depend_on_packing(
     group: int, hk: int, d: int, dtype: torch.dtype, window: int | None, record: Record

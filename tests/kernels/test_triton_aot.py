@@ -31,6 +31,7 @@ INSTRUCTION = {
 
 FLUSHED = re.compile(r"\b(?:fma|add|sub|mul|div|sqrt)\.(?:\w+\.)*ftz\b")
 ATOMIC = re.compile(r"\b(?:atom|red)\.\S*(?:global|shared)|_atomic_")
+JIT = re.compile(r"\b(?:triton|gluon)\.jit\b")
 PACKAGE = Path(aot.__file__).resolve().parents[2]
 
 MEMORY = re.compile(r"\b(?:ld|st|red|atom)\.(?:\w+\.)*global|\bcp\.async|\bprefetch\.")
@@ -100,12 +101,12 @@ def test_main_products_have_hopper_tiles() -> None:
 
 
 def jit_functions(path: Path) -> tuple[set[str], set[str]]:
-    """Names of a file's `@triton.jit` functions, and of what it launches: `name[grid](...)`, `name.warmup(...)`."""
+    """Names of a file's jitted functions, and of what it launches: `name[grid](...)`, `name.warmup(...)`."""
     tree = ast.parse(path.read_text())
     jitted = {
         node.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+        if isinstance(node, ast.FunctionDef) and any(JIT.search(ast.unparse(d)) for d in node.decorator_list)
     }
     called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     launched = [f.value for f in called if isinstance(f, ast.Subscript)]
@@ -181,6 +182,19 @@ def test_logprob_reads_16_bytes_and_clamps_for_free() -> None:
     assert kernel.cubin is not None
     sass = aot._tool("cuobjdump", "-sass", kernel.cubin)
     assert len(re.findall(r"MUFU\.EX2", sass)) >= len(re.findall(r"FMUL\.SAT", sass)) >= 64
+
+
+def test_long_prefill_keeps_the_tensor_cores_busy() -> None:
+    """The softmax runs beside the product with the values: compilers have serialised these products, or moved the
+    softmax behind the wait for them, without changing a bit."""
+    variant = next(v for v in aot.variants("attention_hopper") if v.name == "attention hopper long prefill")
+    kernel = aot.compile_variant(variant, "sm_90")
+    assert kernel.cubin is not None
+    sass = aot._tool("cuobjdump", "-sass", kernel.cubin)
+    step = re.findall(r"HGMMA\.64x(64|128)|(DEPBAR)\.LE gsb0, (0x[01])|(MUFU\.EX2)", sass)
+    words = " ".join(map("".join, step))
+    words = re.sub(r"(\S+)(?: \1)+", r"\1", words)
+    assert words.count("64 128 DEPBAR0x1 MUFU.EX2 DEPBAR0x0") == 2, words
 
 
 @triton.jit

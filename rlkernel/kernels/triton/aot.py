@@ -19,6 +19,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 TARGETS: dict[str, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -41,6 +42,9 @@ MODULES = (
     "rope",
     "swiglu",
     "attention",
+    "attention_hopper",
+    "attention_pages",
+    "attention_splits",
     "attention_backward",
     "logprob",
     "linear_logprob",
@@ -175,7 +179,8 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
         options["num_stages"] = min(2, variant.num_stages)
         if variant.matmul:
             options |= {"matrix_instr_nonkdim": 16, "kpack": 1}
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=attributes)
+    language = GluonASTSource if variant.kernel.is_gluon() else ASTSource
+    source = language(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=attributes)
     done = triton.compile(source, target=gpu, options=options)
     text = done.asm["ptx" if gpu.backend == "cuda" else "amdgcn"]
     return Compiled(variant, target, text, done.asm.get("cubin"), done.metadata.shared, done.asm["ttgir"])

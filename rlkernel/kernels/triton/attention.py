@@ -1,7 +1,8 @@
 """attention forward on GPUs: one inner loop for packed and paged keys, prefill and decode, so all give the same bits.
 
 Contract: orders.py, `attention`. Rows of a tile are (position, head of the group) pairs; blocks of 64 keys and splits
-lie at absolute positions. Tiles are chosen such that a row's sum keeps its order (`forward_tile`).
+lie at absolute positions. Tiles are chosen such that a row's sum keeps its order (`forward_tile`). Long prefill on
+Hopper has a kernel of its own, with these bits: `attention_hopper.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.contract.orders import ATTENTION_BLOCK
-from rlkernel.kernels.triton.aot import Variant, early_too
+from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.attention_backward import attention_backward as attention_backward
 from rlkernel.kernels.triton.attention_backward import descriptors
+from rlkernel.kernels.triton.attention_pages import in_a_row, slots_in_a_row
+from rlkernel.kernels.triton.attention_pages import store_kv_ as store_kv_
+from rlkernel.kernels.triton.attention_splits import KEYS, NEGATIVE_INFINITY, closed, merge_kernel, merged, seen_from
 from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
@@ -25,16 +28,15 @@ from rlkernel.kernels.triton.common import (
     early,
     exp2,
     family,
-    log2,
     next_power_of_2,
     on_device,
     options,
     rows_of_heads,
 )
-from rlkernel.kernels.triton.launch import direct
+from rlkernel.kernels.triton.launch import KNOWN, direct
 
-NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
-KEYS = tl.constexpr(ATTENTION_BLOCK)
+if KNOWN:  # Gluon is no stable interface
+    from rlkernel.kernels.triton import attention_hopper
 
 ONE_SPLIT = tl.constexpr(0)  # no sequence is longer than a split
 MERGE = tl.constexpr(1)  # the program walks all splits and merges them in registers
@@ -42,21 +44,6 @@ PARTIAL = tl.constexpr(2)  # splits side by side, several in turn where there ar
 
 
 # ---- kernels -------------------------------------------------------------------------------------
-
-
-@triton.jit
-def divided(x, y):
-    """x / y, correctly rounded for |x| >= 2^-100 and y [ROWS] between 2^-1 and 2^60; one reciprocal a row.
-
-    Twice the remainder of a quotient is divided in turn: with a correctly rounded reciprocal that is exact division,
-    at a quarter of its price. Infinities would leave a NaN as their remainder.
-    """
-    r = tl.div_rn(1.0, y)[:, None]
-    y = y[:, None]
-    about = x * r
-    near = tl.fma(tl.fma(-about, y, x), r, about)
-    near = tl.fma(tl.fma(-near, y, x), r, near)
-    return tl.where(near == near, near, about)
 
 
 @triton.jit
@@ -173,32 +160,7 @@ def closed_split(q, source, first, last, whole, keys, position, window, column, 
             slots = slots_of(source[7], at, keys, PAGE)
             acc, m, l = add_block(acc, m, l, q, source, slots, at, True, keys, position, window, column, scale_log2e,
                                   D, HAS_WINDOW, PAGE, True, TMA)  # fmt: skip
-    unseen = l == 0.0
-    o = tl.where(unseen[:, None], 0.0, divided(acc, tl.where(unseen, 1.0, l)))
-    return o, tl.where(unseen, NEGATIVE_INFINITY, m + log2(l))
-
-
-@triton.jit
-def merged(o, top, o_split, top_split):
-    """One more closed split; an empty side leaves the other as it is."""
-    high = tl.maximum(top, top_split)
-    w = exp2(top - high)
-    w_split = exp2(top_split - high)
-    total = w + w_split
-    both = divided(tl.fma(o, w[:, None], o_split * w_split[:, None]), total)
-    first = top == NEGATIVE_INFINITY
-    none = top_split == NEGATIVE_INFINITY
-    o = tl.where(none[:, None], o, tl.where(first[:, None], o_split, both))
-    return o, tl.where(none, top, tl.where(first, top_split, high + log2(total)))
-
-
-@triton.jit
-def seen_from(keys, queries, window, HAS_WINDOW: tl.constexpr):
-    """First key of the first block that a query of the sequence's last `queries` sees."""
-    if HAS_WINDOW:
-        return max(0, keys - queries - window + 1) // KEYS * KEYS
-    else:
-        return 0
+    return closed(acc, m, l)
 
 
 @direct
@@ -332,117 +294,6 @@ def attention_kernel(
         tl.store(out + at, o.to(out.dtype.element_ty), mask=held)
 
 
-@direct
-@triton.jit(do_not_specialize=["T", "window"])
-def merge_kernel(
-    o_parts,  # [splits, T, H, D] fp32
-    lse_parts,  # [splits, T, H] base 2
-    cu_q,
-    lens,
-    out,  # [T, H, D]
-    lse,  # [T, H] natural log
-    T,
-    window,
-    SPLIT,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    PAGED: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Merges the splits of a few heads of one query, ascending: the formula of `merged`."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0)
-    sequence = tl.program_id(2)
-    q_first = tl.load(cu_q + sequence)
-    queries = tl.load(cu_q + sequence + 1) - q_first
-    if token >= queries:
-        return
-    if PAGED:
-        keys = tl.load(lens + sequence)
-    else:
-        keys = tl.load(lens + sequence + 1) - tl.load(lens + sequence)
-    if seen_from(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT:
-        return  # nothing to merge: the one split is in place
-    position = keys - queries + token
-    if HAS_WINDOW:
-        first = max(0, position - window + 1) // SPLIT
-    else:
-        first = 0
-    column = tl.arange(0, BLOCK_D)
-    stop = position // SPLIT + 1
-    for few_heads in tl.range(tl.program_id(1), tl.cdiv(H, HEADS), tl.num_programs(1)):
-        head = few_heads * HEADS + tl.arange(0, HEADS)
-        inside = (head < H)[:, None] & (column < D)[None, :]
-        row = (tl.cast(q_first, tl.int64) + token) * H + head
-        at = (row * D)[:, None] + column[None, :]
-        o = tl.zeros((HEADS, BLOCK_D), tl.float32)
-        top = tl.full((HEADS,), float("-inf"), tl.float32)
-        for few in tl.range(first, stop, 8):
-            parts = ()  # eight loads are under way before the first merge
-            for i in tl.static_range(8):
-                begin = tl.cast(few + i, tl.int64) * T * H
-                o_split = tl.load(o_parts + begin * D + at, mask=inside & (few + i < stop), other=0.0)
-                top_split = tl.load(lse_parts + begin + row, mask=(head < H) & (few + i < stop), other=0.0)
-                parts = parts + ((o_split, top_split),)
-            for i in tl.static_range(8):
-                if few + i < stop:
-                    o, top = merged(o, top, parts[i][0], parts[i][1])
-        tl.store(lse + row, top * LN2, mask=head < H)
-        tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)
-
-
-@direct
-@triton.jit(do_not_specialize=["SIZE"])
-def store_kv_kernel(k_cache, v_cache, k, v, slots, k_stride, v_stride, SIZE, ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """Row ROW of k and of v into the slot of its token; SIZE slots exist, others are left out."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if (slot < 0) | (slot >= SIZE):
-        return
-    for begin in tl.static_range(0, ROW, BLOCK):
-        j = begin + tl.arange(0, BLOCK)
-        tl.store(k_cache + slot * ROW + j, tl.load(k + token * k_stride + j, mask=j < ROW), mask=j < ROW)
-        tl.store(v_cache + slot * ROW + j, tl.load(v + token * v_stride + j, mask=j < ROW), mask=j < ROW)
-
-
-@direct
-@triton.jit(do_not_specialize=["COLUMNS", "ROOM"])
-def gather_kernel(
-    k,  # pages [pages, PAGE, HK, D] whose heads lie KV_HEAD elements apart
-    v,
-    table,  # [B, COLUMNS]
-    lens,  # [B]
-    k_out,  # [B, ROOM, HK, D]
-    v_out,
-    COLUMNS,
-    ROOM,
-    HK: tl.constexpr,
-    D: tl.constexpr,
-    KV_HEAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The keys and values of a sequence in a row, a program a page; what lies past its end is left as it is."""
-    sequence = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * PAGE
-    keys = tl.load(lens + sequence)
-    if first >= keys:
-        return
-    slot = tl.load(table + sequence * COLUMNS + tl.program_id(0)).to(tl.int64) * PAGE
-    j = tl.arange(0, BLOCK)
-    inside = j < HK * D
-    source = j // D * KV_HEAD + j % D
-    for i in tl.range(0, min(PAGE, keys - first)):
-        at = (slot + i) * (HK * KV_HEAD) + source
-        to = (sequence * ROOM + first + i) * (HK * D) + j
-        tl.store(k_out + to, tl.load(k + at, mask=inside), mask=inside)
-        tl.store(v_out + to, tl.load(v + at, mask=inside), mask=inside)
-
-
 # ---- tiles ---------------------------------------------------------------------------------------
 
 
@@ -458,6 +309,7 @@ class Tile(NamedTuple):
 DECODE_ROWS = 16
 # From so many queries and keys on, pages are laid in a row first, where the copy engine can fetch them.
 GATHER_QUERIES, GATHER_KEYS, GATHER_BYTES = 512, 4096, 1 << 29
+GROUPS_ROWS = 1024  # of the longest sequence: from so many on, Hopper's own kernel serves prefill across splits
 MERGE_GRID = 1024  # programs of a merge at most, one a query at least: in most decode steps nothing is to merge
 PARTIAL_GRID = 4096  # programs of a decode step at most, two a sequence and key head at least: idle ones cost time too
 
@@ -517,19 +369,24 @@ def _forward(
     if t == 0:
         return out, lse
     kind = family(q)
+    chosen = tile is None
     tile = tile or forward_tile(max_q * group, d, q.element_size(), kind)
     tiles, splits = cdiv(max_q * group, tile.rows), cdiv(max_k, split)
     # One tile of rows, as in decode, takes the kernel of the parts for one split too: it needs fewer registers.
     in_parts = tiles == 1 and (splits > 1 or table is not None)
     mode = PARTIAL.value if in_parts else ONE_SPLIT.value if splits <= 1 else MERGE.value
     side_by_side = min(splits, max(2, PARTIAL_GRID // (batch * hk)))
+    boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma else (None, None)
+    long = mode == MERGE.value and window is None and max_q * group >= GROUPS_ROWS
+    if long and chosen and KNOWN and q.is_cuda and d == 128 and boxes[0] is not None:
+        attention_hopper.prefill(q, boxes, hk, cu_q, lens, max_q, scale, split, room, out, lse)
+        return out, lse
     o_parts, lse_parts = out, lse
     if mode == PARTIAL.value:
         parts = splits if splits > 1 else 0
         o_parts = torch.empty(parts, t, h, d, dtype=torch.float32, device=q.device)
         lse_parts = torch.empty(parts, t, h, dtype=torch.float32, device=q.device)
     block_d = next_power_of_2(d, 16)
-    boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma else (None, None)
     with on_device(q):
         attention_kernel[(side_by_side if mode == PARTIAL.value else tiles, hk, batch)](
             q, *boxes, k, v, table, cu_q, lens, o_parts, lse_parts, out, lse, t, q.stride(0), k.stride(-3),
@@ -607,45 +464,6 @@ def in_boxes(q: Tensor) -> bool:
     return family(q) == "hopper" and q.element_size() == 2 and d == next_power_of_2(d, 16)
 
 
-def in_a_row(
-    k: Tensor, v: Tensor, table: Tensor, lens: Tensor, room: int, kv_head: int
-) -> tuple[Tensor, Tensor]:  # [B * room, HK, D]
-    """Keys and values of paged sequences, sequence b from row b * room on."""
-    batch, (_, page, hk, d) = lens.shape[0], k.shape
-    k_out, v_out = (torch.empty(batch * room, hk, d, dtype=k.dtype, device=k.device) for _ in range(2))
-    with on_device(k):
-        gather_kernel[(min(cdiv(room, page), table.shape[1]), batch)](
-            k, v, table, lens, k_out, v_out, table.stride(0), room, HK=hk, D=d, KV_HEAD=kv_head, PAGE=page,
-            BLOCK=next_power_of_2(hk * d), num_warps=4, **options(),
-        )  # fmt: skip
-    return k_out, v_out
-
-
-def slots_in_a_row(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The caches [pages, page, HK, D] and the distance of their heads; copied unless slot after slot lies in memory.
-
-    Heads may lie apart by one distance, as where a cache holds a head's key and value side by side.
-    """
-    (_, page, hk, d), slot = k_cache.shape, k_cache.stride(1)
-    head = slot // hk
-    strides = (page * slot, slot, head if hk > 1 else k_cache.stride(2), 1)
-    if slot % hk == 0 and k_cache.stride() == strides and v_cache.stride() == strides:
-        return k_cache, v_cache, head
-    return k_cache.contiguous(), v_cache.contiguous(), d
-
-
-def store_kv_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    if slots.numel() == 0:
-        return
-    k, v, slots = rows_of_heads(k), rows_of_heads(v), slots.contiguous()
-    row = k.shape[1] * k.shape[2]
-    with on_device(k):
-        store_kv_kernel[(slots.shape[0],)](
-            k_cache, v_cache, k, v, slots, k.stride(0), v.stride(0), k_cache.shape[0] * k_cache.shape[1],
-            ROW=row, BLOCK=min(next_power_of_2(row), 1024), num_warps=4, **options(),
-        )  # fmt: skip
-
-
 # ---- ahead of time -------------------------------------------------------------------------------
 
 
@@ -714,22 +532,4 @@ AOT: tuple[Variant, ...] = (
     *_family_variants("hopper", ("sm_90",)),
     *_family_variants("blackwell", ("sm_100",)),
     *_family_variants("amd", AMD),
-    *early_too(Variant(
-        "attention merge", merge_kernel,
-        {"o_parts": "*fp32:16", "lse_parts": "*fp32:16", "cu_q": "*i32:16", "lens": "*i32:16", "out": "*bf16:16",
-         "lse": "*fp32:16", "T": "i32", "window": "i32", "SPLIT": "i32:16"},
-        {"H": 16, "D": 128, "HEADS": 1, "BLOCK_D": 128, "HAS_WINDOW": False, "PAGED": True}, 1,
-    )),
-    Variant(
-        "attention gather", gather_kernel,
-        {"k": "*bf16:16", "v": "*bf16:16", "table": "*i32:16", "lens": "*i32:16", "k_out": "*bf16:16",
-         "v_out": "*bf16:16", "COLUMNS": "i32", "ROOM": "i32"},
-        {"HK": 8, "D": 128, "KV_HEAD": 256, "PAGE": 16, "BLOCK": 1024},
-    ),
-    Variant(
-        "store_kv", store_kv_kernel,
-        {"k_cache": "*bf16:16", "v_cache": "*bf16:16", "k": "*bf16:16", "v": "*bf16:16", "slots": "*i64:16",
-         "k_stride": "i32:16", "v_stride": "i32:16", "SIZE": "i64"},
-        {"ROW": 1024, "BLOCK": 1024},
-    ),
 )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Pages of an attention cache on GPUs: new tokens into their slots, and the keys of long sequences laid in a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.common import cdiv, next_power_of_2, on_device, options, rows_of_heads
+from rlkernel.kernels.triton.launch import direct
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+@direct
+@triton.jit(do_not_specialize=["SIZE"])
+def store_kv_kernel(k_cache, v_cache, k, v, slots, k_stride, v_stride, SIZE, ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """Row ROW of k and of v into the slot of its token; SIZE slots exist, others are left out."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if (slot < 0) | (slot >= SIZE):
+        return
+    for begin in tl.static_range(0, ROW, BLOCK):
+        j = begin + tl.arange(0, BLOCK)
+        tl.store(k_cache + slot * ROW + j, tl.load(k + token * k_stride + j, mask=j < ROW), mask=j < ROW)
+        tl.store(v_cache + slot * ROW + j, tl.load(v + token * v_stride + j, mask=j < ROW), mask=j < ROW)
+
+
+@direct
+@triton.jit(do_not_specialize=["COLUMNS", "ROOM"])
+def gather_kernel(
+    k,  # pages [pages, PAGE, HK, D] whose heads lie KV_HEAD elements apart
+    v,
+    table,  # [B, COLUMNS]
+    lens,  # [B]
+    k_out,  # [B, ROOM, HK, D]
+    v_out,
+    COLUMNS,
+    ROOM,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    KV_HEAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The keys and values of a sequence in a row, a program a page; what lies past its end is left as it is."""
+    sequence = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * PAGE
+    keys = tl.load(lens + sequence)
+    if first >= keys:
+        return
+    slot = tl.load(table + sequence * COLUMNS + tl.program_id(0)).to(tl.int64) * PAGE
+    j = tl.arange(0, BLOCK)
+    inside = j < HK * D
+    source = j // D * KV_HEAD + j % D
+    for i in tl.range(0, min(PAGE, keys - first)):
+        at = (slot + i) * (HK * KV_HEAD) + source
+        to = (sequence * ROOM + first + i) * (HK * D) + j
+        tl.store(k_out + to, tl.load(k + at, mask=inside), mask=inside)
+        tl.store(v_out + to, tl.load(v + at, mask=inside), mask=inside)
+
+
+# ---- launchers -----------------------------------------------------------------------------------
+
+
+def in_a_row(
+    k: Tensor, v: Tensor, table: Tensor, lens: Tensor, room: int, kv_head: int
+) -> tuple[Tensor, Tensor]:  # [B * room, HK, D]
+    """Keys and values of paged sequences, sequence b from row b * room on."""
+    batch, (_, page, hk, d) = lens.shape[0], k.shape
+    k_out, v_out = (torch.empty(batch * room, hk, d, dtype=k.dtype, device=k.device) for _ in range(2))
+    with on_device(k):
+        gather_kernel[(min(cdiv(room, page), table.shape[1]), batch)](
+            k, v, table, lens, k_out, v_out, table.stride(0), room, HK=hk, D=d, KV_HEAD=kv_head, PAGE=page,
+            BLOCK=next_power_of_2(hk * d), num_warps=4, **options(),
+        )  # fmt: skip
+    return k_out, v_out
+
+
+def slots_in_a_row(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The caches [pages, page, HK, D] and the distance of their heads; copied unless slot after slot lies in memory.
+
+    Heads may lie apart by one distance, as where a cache holds a head's key and value side by side.
+    """
+    (_, page, hk, d), slot = k_cache.shape, k_cache.stride(1)
+    head = slot // hk
+    strides = (page * slot, slot, head if hk > 1 else k_cache.stride(2), 1)
+    if slot % hk == 0 and k_cache.stride() == strides and v_cache.stride() == strides:
+        return k_cache, v_cache, head
+    return k_cache.contiguous(), v_cache.contiguous(), d
+
+
+def store_kv_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    if slots.numel() == 0:
+        return
+    k, v, slots = rows_of_heads(k), rows_of_heads(v), slots.contiguous()
+    row = k.shape[1] * k.shape[2]
+    with on_device(k):
+        store_kv_kernel[(slots.shape[0],)](
+            k_cache, v_cache, k, v, slots, k.stride(0), v.stride(0), k_cache.shape[0] * k_cache.shape[1],
+            ROW=row, BLOCK=min(next_power_of_2(row), 1024), num_warps=4, **options(),
+        )  # fmt: skip
+
+
+# ---- ahead of time -------------------------------------------------------------------------------
+
+AOT: tuple[Variant, ...] = (
+    Variant(
+        "attention gather", gather_kernel,
+        {"k": "*bf16:16", "v": "*bf16:16", "table": "*i32:16", "lens": "*i32:16", "k_out": "*bf16:16",
+         "v_out": "*bf16:16", "COLUMNS": "i32", "ROOM": "i32"},
+        {"HK": 8, "D": 128, "KV_HEAD": 256, "PAGE": 16, "BLOCK": 1024},
+    ),
+    Variant(
+        "store_kv", store_kv_kernel,
+        {"k_cache": "*bf16:16", "v_cache": "*bf16:16", "k": "*bf16:16", "v": "*bf16:16", "slots": "*i64:16",
+         "k_stride": "i32:16", "v_stride": "i32:16", "SIZE": "i64"},
+        {"ROW": 1024, "BLOCK": 1024},
+    ),
+)  # fmt: skip

@@ -1,0 +1,133 @@
+"""Splits of attention on GPUs: exact division, the merge of two closed splits, the kernel that merges stored ones."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rlkernel.contract.orders import ATTENTION_BLOCK
+from rlkernel.kernels.triton.aot import Variant, early_too
+from rlkernel.kernels.triton.common import LN2, exp2, log2
+from rlkernel.kernels.triton.launch import direct
+
+NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+KEYS = tl.constexpr(ATTENTION_BLOCK)
+
+
+@triton.jit
+def divided(x, y):
+    """x / y, correctly rounded for |x| >= 2^-100 and y [ROWS] between 2^-1 and 2^60; one reciprocal a row.
+
+    Twice the remainder of a quotient is divided in turn: with a correctly rounded reciprocal that is exact division,
+    at a quarter of its price. Infinities would leave a NaN as their remainder.
+    """
+    r = tl.div_rn(1.0, y)[:, None]
+    y = y[:, None]
+    about = x * r
+    near = tl.fma(tl.fma(-about, y, x), r, about)
+    near = tl.fma(tl.fma(-near, y, x), r, near)
+    return tl.where(near == near, near, about)
+
+
+@triton.jit
+def closed(acc, m, l):
+    """(o, log2-sum-exp) of a split; a row that saw none of its keys gets 0 and -inf."""
+    unseen = l == 0.0
+    o = tl.where(unseen[:, None], 0.0, divided(acc, tl.where(unseen, 1.0, l)))
+    return o, tl.where(unseen, NEGATIVE_INFINITY, m + log2(l))
+
+
+@triton.jit
+def merged(o, top, o_split, top_split):
+    """One more closed split; an empty side leaves the other as it is."""
+    high = tl.maximum(top, top_split)
+    w = exp2(top - high)
+    w_split = exp2(top_split - high)
+    total = w + w_split
+    both = divided(tl.fma(o, w[:, None], o_split * w_split[:, None]), total)
+    first = top == NEGATIVE_INFINITY
+    none = top_split == NEGATIVE_INFINITY
+    o = tl.where(none[:, None], o, tl.where(first[:, None], o_split, both))
+    return o, tl.where(none, top, tl.where(first, top_split, high + log2(total)))
+
+
+@triton.jit
+def seen_from(keys, queries, window, HAS_WINDOW: tl.constexpr):
+    """First key of the first block that a query of the sequence's last `queries` sees."""
+    if HAS_WINDOW:
+        return max(0, keys - queries - window + 1) // KEYS * KEYS
+    else:
+        return 0
+
+
+@direct
+@triton.jit(do_not_specialize=["T", "window"])
+def merge_kernel(
+    o_parts,  # [splits, T, H, D] fp32
+    lse_parts,  # [splits, T, H] base 2
+    cu_q,
+    lens,
+    out,  # [T, H, D]
+    lse,  # [T, H] natural log
+    T,
+    window,
+    SPLIT,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PAGED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Merges the splits of a few heads of one query, ascending: the formula of `merged`."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0)
+    sequence = tl.program_id(2)
+    q_first = tl.load(cu_q + sequence)
+    queries = tl.load(cu_q + sequence + 1) - q_first
+    if token >= queries:
+        return
+    if PAGED:
+        keys = tl.load(lens + sequence)
+    else:
+        keys = tl.load(lens + sequence + 1) - tl.load(lens + sequence)
+    if seen_from(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT:
+        return  # nothing to merge: the one split is in place
+    position = keys - queries + token
+    if HAS_WINDOW:
+        first = max(0, position - window + 1) // SPLIT
+    else:
+        first = 0
+    column = tl.arange(0, BLOCK_D)
+    stop = position // SPLIT + 1
+    for few_heads in tl.range(tl.program_id(1), tl.cdiv(H, HEADS), tl.num_programs(1)):
+        head = few_heads * HEADS + tl.arange(0, HEADS)
+        inside = (head < H)[:, None] & (column < D)[None, :]
+        row = (tl.cast(q_first, tl.int64) + token) * H + head
+        at = (row * D)[:, None] + column[None, :]
+        o = tl.zeros((HEADS, BLOCK_D), tl.float32)
+        top = tl.full((HEADS,), float("-inf"), tl.float32)
+        for few in tl.range(first, stop, 8):
+            parts = ()  # eight loads are under way before the first merge
+            for i in tl.static_range(8):
+                begin = tl.cast(few + i, tl.int64) * T * H
+                o_split = tl.load(o_parts + begin * D + at, mask=inside & (few + i < stop), other=0.0)
+                top_split = tl.load(lse_parts + begin + row, mask=(head < H) & (few + i < stop), other=0.0)
+                parts = parts + ((o_split, top_split),)
+            for i in tl.static_range(8):
+                if few + i < stop:
+                    o, top = merged(o, top, parts[i][0], parts[i][1])
+        tl.store(lse + row, top * LN2, mask=head < H)
+        tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)
+
+
+AOT: tuple[Variant, ...] = early_too(
+    Variant(
+        "attention merge", merge_kernel,
+        {"o_parts": "*fp32:16", "lse_parts": "*fp32:16", "cu_q": "*i32:16", "lens": "*i32:16", "out": "*bf16:16",
+         "lse": "*fp32:16", "T": "i32", "window": "i32", "SPLIT": "i32:16"},
+        {"H": 16, "D": 128, "HEADS": 1, "BLOCK_D": 128, "HAS_WINDOW": False, "PAGED": True}, 1,
+    ),
+)  # fmt: skip
