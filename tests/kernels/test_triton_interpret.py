@@ -291,15 +291,20 @@ else:
         rms_norm.rms_norm_grad_(grad.zero_(), dy, r, x, w, 1e-6)
         assert_bitwise(dw, grad.to(dtype), "weight gradient, rounded once")
 
-    def test_rms_norm_weight_gradient_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-        rows, chunk = 300, 256
+    @pytest.mark.parametrize("chunks", (2, 3))
+    def test_rms_norm_weight_gradient_by_chunks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Of a whole a program adds two leaves, of a piece one; of the last chunk's eight leaves five have rows.
+        chunk = 256
+        rows = (chunks - 1) * chunk + 140
         monkeypatch.setattr(rms_norm, "WGRAD_TOKENS", chunk)
         tile = rms_norm._tile
-        monkeypatch.setattr(rms_norm, "_tile", lambda c, size: (8, 4, tile(c, size)[2]))
+        monkeypatch.setattr(rms_norm, "_tile", lambda c, size: (16, 2, tile(c, size)[2]))
+        assert [rms_norm._leaves(t, 8) for t in (rows, chunk)] == [(4, 4), (8, 0)]
         x, dy, w = rand(0, rows, 8), rand(1, rows, 8), rand(3, 8)
         grad, parts = rand(2, 8), rand(2, 8)
         rms_norm.rms_norm_grad_(grad, dy, None, x, w, 1e-6)
-        for piece in (slice(0, chunk), slice(chunk, None)):
+        for first in range(0, rows, chunk):
+            piece = slice(first, first + chunk)
             rms_norm.rms_norm_grad_(parts, dy[piece], None, x[piece], w, 1e-6)
         assert_bitwise(parts, grad, "micro-batches cut at a chunk's border")
         fresh = rms_norm.rms_norm_grad(dy, None, x, w, 1e-6)[1]

@@ -102,18 +102,34 @@ def rms_norm_grad_kernel(
     C: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
+    PAIR: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """dx; partials: sums of dy * round(x * rstd), the rows of a step folded in halves, steps ascending."""
+    """dx; partials: sums of dy * round(x * rstd), the rows of a step folded in halves, STEPS of them ascending a leaf.
+
+    A program takes one leaf of the tree over a chunk of rows or, where PAIR is not 0, a leaf and the one PAIR further:
+    the tree adds halves, so these are added first.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
     column = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     w = tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        row = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+    leaf = tl.program_id(0)
+    steps = STEPS
+    if PAIR:
+        leaf += leaf // PAIR * PAIR
+        first = tl.zeros((BLOCK,), tl.float32)
+        steps = tl.where((leaf + PAIR) * STEPS * ROWS < T, 2 * STEPS, STEPS)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        index = leaf * STEPS + step
+        if PAIR:
+            second = step == STEPS
+            first, total = tl.where(second, total, first), tl.where(second, 0.0, total)
+            index += tl.where(step < STEPS, 0, (PAIR - 1) * STEPS)
+        row = index * ROWS + tl.arange(0, ROWS)
         inside = (row < T)[:, None] & (column < C)[None, :]
         at = row[:, None].to(tl.int64) * C + column[None, :]
         h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -130,26 +146,42 @@ def rms_norm_grad_kernel(
         if HAS_PARTIALS:
             total += fold_rows(up * h.to(x.dtype.element_ty).to(tl.float32))
     if HAS_PARTIALS:
+        if PAIR:
+            total = first + total
         tl.store(partials + tl.program_id(0).to(tl.int64) * C + column, total, mask=column < C)
 
 
 @triton.jit(do_not_specialize=["ROWS"])
-def fold_kernel(partials, sums, ROWS, C, CHUNK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """sums [ROWS / CHUNK, C] = each CHUNK rows of partials [ROWS, C] folded in halves, rounded to the dtype of sums."""
+def fold_kernel(
+    partials, sums, ROWS, C, CHUNKS: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """sums [ROWS / (CHUNKS * CHUNK), C]: each CHUNK rows of partials [ROWS, C] folded in halves, CHUNKS of them added.
+
+    From zero or, where ADD, from what sums holds; rounded to the dtype of sums.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    chunk = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = (row < ROWS)[:, None] & (column < C)[None, :]
-    total = fold_rows(tl.load(partials + row.to(tl.int64)[:, None] * C + column[None, :], mask=inside, other=0.0))
-    tl.store(sums + tl.cast(chunk, tl.int64) * C + column, total.to(sums.dtype.element_ty), mask=column < C)
+    out = sums + tl.cast(tl.program_id(1), tl.int64) * C + column
+    total = tl.zeros((BLOCK,), tl.float32)
+    if ADD:
+        total = tl.load(out, mask=column < C, other=0.0)
+    chunks = ()
+    for i in tl.static_range(CHUNKS):  # all loads are under way before the first addition waits
+        row = (tl.program_id(1) * CHUNKS + i) * CHUNK + tl.arange(0, CHUNK)
+        inside = (row < ROWS)[:, None] & (column < C)[None, :]
+        at = row.to(tl.int64)[:, None] * C + column[None, :]
+        chunks = chunks + (tl.load(partials + at, mask=inside, other=0.0),)  # type: ignore[assignment]
+    for i in tl.static_range(CHUNKS):
+        total += fold_rows(chunks[i])
+    tl.store(out, total.to(sums.dtype.element_ty), mask=column < C)
 
 
 # ---- launchers ----------------------------------------------------------------------------------
 
 LEAF = 16
-"""Fewest rows whose products with dy one program sums: part of the order of the weight gradient."""
+"""Fewest rows whose products with dy are one sum: part of the order of the weight gradient."""
 
 
 def _shape(rows: int, c: int) -> tuple[tuple[int], dict[str, Any]]:
@@ -193,6 +225,16 @@ def _tile(c: int, size: int) -> tuple[int, int, dict[str, Any]]:
     return rows, steps, {"C": c, "BLOCK": block, "num_warps": min(16, max(4, block // 1024)), "STAGES": stages}
 
 
+def _leaves(tokens: int, c: int) -> tuple[int, int]:
+    """Rows of partial sums that a chunk has, and the distance of a program's two leaves, 0 where it has one."""
+    rows, steps, meta = _tile(c, 2)
+    leaves = WGRAD_TOKENS // (rows * steps)
+    # Half as many partial sums, where they are many and there are programs enough without.
+    if rows * steps <= 2 * LEAF and (tokens > WGRAD_TOKENS or meta["BLOCK"] >= 4096):
+        return leaves // 2, leaves // 2
+    return leaves, 0
+
+
 def _backward(
     dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float, with_partials: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -203,28 +245,32 @@ def _backward(
     tokens, c = x.shape
     rows, steps, meta = _tile(c, x.element_size())
     steps = steps if with_partials else 1
-    grid = (cdiv(tokens, rows * steps),)
-    partials = torch.empty(grid[0], c, dtype=torch.float32, device=x.device) if with_partials else None
+    programs, pair = cdiv(tokens, rows * steps), _leaves(tokens, c)[1] if with_partials else 0
+    if pair:
+        programs = programs // (2 * pair) * pair + min(programs % (2 * pair), pair)
+    partials = torch.empty(programs, c, dtype=torch.float32, device=x.device) if with_partials else None
     if x.numel():
         with on_device(x):
-            rms_norm_grad_kernel[grid](
+            rms_norm_grad_kernel[(programs,)](
                 dy, dr, x, weight, dx, partials, tokens, eps, HAS_DR=dr is not None, HAS_PARTIALS=with_partials,
-                ROWS=rows, STEPS=steps, **meta, **early(x), **options(),
+                ROWS=rows, STEPS=steps, PAIR=pair, **meta, **early(x), **options(),
             )  # fmt: skip
     return dx, partials
 
 
-def _chunk_sums(partials: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """[chunks, C] from [programs, C]: the tree over each WGRAD_TOKENS rows."""
+def _add_chunks_(grad: Tensor, partials: Tensor, tokens: int, fresh: bool) -> None:
+    """grad [C] = or, unless `fresh`, += the tree over each WGRAD_TOKENS rows, from [programs, C], ascending."""
     programs, c = partials.shape
-    rows, steps, _ = _tile(c, 2)
-    chunks, per_chunk = cdiv(tokens, WGRAD_TOKENS), WGRAD_TOKENS // (rows * steps)
-    sums = torch.empty(chunks, c, dtype=dtype, device=partials.device)
+    chunks, per_chunk = cdiv(tokens, WGRAD_TOKENS), _leaves(tokens, c)[0]
+    at_once = chunks if chunks <= 2 else 1
+    sums = grad if chunks == at_once else torch.empty(chunks, c, dtype=torch.float32, device=partials.device)
     block = 16
-    fold_kernel[(cdiv(c, block), chunks)](
-        partials, sums, programs, c, CHUNK=per_chunk, BLOCK=block, num_warps=4, **early(partials), **options()
-    )
-    return sums
+    fold_kernel[(cdiv(c, block), chunks // at_once)](
+        partials, sums, programs, c, CHUNKS=at_once, ADD=sums is grad and not fresh, CHUNK=per_chunk, BLOCK=block,
+        num_warps=4, **early(partials), **options(),
+    )  # fmt: skip
+    if sums is not grad:
+        add_partials_(grad, sums, fresh)
 
 
 def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -236,11 +282,9 @@ def rms_norm_grad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps:
     assert partials is not None
     if x.numel() == 0:
         return dx, torch.zeros_like(weight)
+    dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
     with on_device(x):
-        if x.shape[0] <= WGRAD_TOKENS:
-            return dx, _chunk_sums(partials, x.shape[0], weight.dtype)[0]
-        dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        add_partials_(dw, _chunk_sums(partials, x.shape[0], torch.float32), fresh=True)
+        _add_chunks_(dw, partials, x.shape[0], True)
     return dx, dw
 
 
@@ -249,7 +293,7 @@ def rms_norm_grad_(grad: Tensor, dy: Tensor, dr: Tensor | None, x: Tensor, weigh
     assert partials is not None
     if x.numel():
         with on_device(x):
-            add_partials_(grad, _chunk_sums(partials, x.shape[0], torch.float32))
+            _add_chunks_(grad, partials, x.shape[0], False)
     return dx
 
 
@@ -270,7 +314,7 @@ def _grad_variant(name: str, c: int, with_partials: bool, has_dr: bool) -> Varia
     (types if with_partials else absent)["partials"] = "*fp32:16" if with_partials else None
     constants = {
         **absent, "HAS_DR": has_dr, "HAS_PARTIALS": with_partials, "ROWS": rows,
-        "STEPS": steps if with_partials else 1, **meta,
+        "STEPS": steps if with_partials else 1, "PAIR": _leaves(2 * WGRAD_TOKENS, c)[1] if with_partials else 0, **meta,
     }  # fmt: skip
     return Variant(name, rms_norm_grad_kernel, types, constants, num_warps=warps, main=True)
 
@@ -297,7 +341,8 @@ AOT: tuple[Variant, ...] = (
         Variant(
             "rms_norm_grad fold", fold_kernel,
             {"partials": "*fp32:16", "sums": "*fp32:16", "ROWS": "i32", "C": "i32:16"},
-            {"CHUNK": WGRAD_TOKENS // LEAF, "BLOCK": 16}, num_warps=4, main=True,
+            {"CHUNKS": 2, "ADD": True, "CHUNK": _leaves(2 * WGRAD_TOKENS, 4096)[0], "BLOCK": 16}, num_warps=4,
+            main=True,
         )
     ),
 )  # fmt: skip
