@@ -6,6 +6,7 @@ recorded dtype against a wider one) and with its neighbours: the same operator i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,7 +39,7 @@ class LocalErrors:
 
     @property
     def ratios(self) -> list[float]:
-        """Local error over rounding; about 1 for a healthy operator."""
+        """Local error over rounding; about 1 for a healthy operator, infinite where it alone makes NaN."""
         return [a / b for a, b in zip(self.local, self.floor, strict=True)]
 
     def outliers(self) -> list[tuple[str, float]]:
@@ -94,12 +95,14 @@ def local_errors(context: Context, capsule: Capsule) -> LocalErrors | None:
 
 
 def _add(sums: list[float], recorded: torch.Tensor, narrow: torch.Tensor, exact: torch.Tensor) -> None:
-    wide = recorded.double()
+    # Where its inputs make the replay NaN too, the fault is an operator's before it.
+    there = narrow.isfinite() & exact.isfinite()
+    wide, narrow, exact = recorded.double()[there], narrow.double()[there], exact.double()[there]
     # The nearer of both replays: an engine may keep more digits inside an operator than transformers does.
-    error = min(float((wide - x.double()).square().sum()) for x in (narrow, exact))
-    sums[0] += error
-    sums[1] += float((narrow.double() - exact.double()).square().sum())
-    sums[2] += float(exact.double().square().sum())
+    error = min(float((wide - x).square().sum()) for x in (narrow, exact))
+    sums[0] += error if math.isfinite(error) else math.inf
+    sums[1] += float((narrow - exact).square().sum())
+    sums[2] += float(exact.square().sum())
 
 
 def splice(context: Context, capsule: Capsule) -> list[float]:

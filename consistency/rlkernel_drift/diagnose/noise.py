@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.capsule import Floor
-from rlkernel_drift.diagnose.context import FLOOR_MIN, Context
+from rlkernel_drift.diagnose.context import Context, at_least
 from rlkernel_drift.scoring.model import Layout
 
 LAYOUTS: tuple[tuple[str, Layout], ...] = (
@@ -38,14 +38,14 @@ def noise_floor(context: Context, as_is: Tensor) -> Floor:
         exact = context.predict(context.hidden(dtype=torch.float32))
         differences.append(("rounding against float32", _ROUNDING_SHARE * (exact - as_is)))
     name = str(context.dtype).removeprefix("torch.")
-    least = FLOOR_MIN.get(name, 1e-5)
     sizes = [(label, d.abs().double()) for label, d in differences]
     k3 = max(float((torch.expm1(d.double()) - d.double()).mean()) for _, d in differences)
-    return Floor(
-        mean=max([least, *(float(d.mean()) for _, d in sizes)]),
-        p99=max([4 * least, *(float(d.quantile(0.99)) for _, d in sizes)]),
-        maximum=max([8 * least, *(float(d.max()) for _, d in sizes)]),
+    floor = Floor(
+        mean=max(float(d.mean()) for _, d in sizes),
+        p99=max(float(d.quantile(0.99)) for _, d in sizes),
+        maximum=max(float(d.max()) for _, d in sizes),
         k3=max(k3, 0.0),
         tokens=len(as_is),
         permutations=[label for label, _ in sizes],
     )
+    return at_least(floor, name)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Floor, Sampling
 from rlkernel_drift.diagnose.battery import trial_of
-from rlkernel_drift.diagnose.context import FLOOR_MIN, Context, References, body_config
+from rlkernel_drift.diagnose.context import FLOOR_MIN, Context, References, at_least, body_config
 from rlkernel_drift.diagnose.decide import decide, healthy
 from rlkernel_drift.diagnose.residual import residual
 from rlkernel_drift.diagnose.run import Examined, accepted_diagnosis, unexplained_diagnosis
@@ -27,6 +27,9 @@ from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.verdict import Diagnosis
 
 _LEAST_ROWS = 16
+_BY_DTYPE = "none measured; by dtype"
+GUESSED = f"0 tokens under {_BY_DTYPE}"
+"""`Diagnosis.floor_source` where no floor was measured."""
 
 
 class RecordedLogits:
@@ -63,7 +66,8 @@ def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = No
     context = Context(References(model), sequences, target, sampling, torch.float32, Head())
     as_is = context.predict(logits)
     left = residual(as_is, target, sequences.owner, count)
-    known = floor or carried_floor(rollout.manifest, train.manifest) or _least(rollout, train)
+    measured = floor or carried_floor(rollout.manifest, train.manifest)
+    known = _least(rollout, train) if measured is None else at_least(measured, body_config(train))
     side = Examined("rollout", rollout, context, as_is, logits, left, known)
     if healthy(left, known):
         statement = (
@@ -85,4 +89,4 @@ def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = No
 def _least(rollout: Capsule, train: Capsule) -> Floor:
     """Without a measured floor: what engines of the declared dtypes differ by, at least ten times the smallest."""
     least = 10 * max(FLOOR_MIN.get(body_config(side), 1e-5) for side in (rollout, train))
-    return Floor(mean=least, p99=4 * least, maximum=8 * least, permutations=["none measured; by dtype"])
+    return Floor(mean=least, p99=4 * least, maximum=8 * least, permutations=[_BY_DTYPE])

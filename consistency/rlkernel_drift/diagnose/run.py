@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from rlkernel_drift.capsule import Capsule, Floor
 from rlkernel_drift.diagnose.battery import run_battery
 from rlkernel_drift.diagnose.bodies import old_tensors, predict_with_old
-from rlkernel_drift.diagnose.context import Context, References, context_of
+from rlkernel_drift.diagnose.context import Context, References, at_least, context_of
 from rlkernel_drift.diagnose.decide import Trial, decide, healthy
 from rlkernel_drift.diagnose.layers import LocalErrors, local_errors, recorded_sequences, splice
 from rlkernel_drift.diagnose.noise import noise_floor
@@ -69,6 +71,8 @@ def diagnose(
     if not wrong:
         return _without_drift(sides), _view(sides)
     side = max(wrong, key=lambda s: s.left.mean / s.floor.mean)
+    if len(wrong) == 2 and _agree(rollout, train, streams, side):
+        return _alike(side), _view([side])
     trials = run_battery(side.context, side.as_is, side.hidden, side.floor)
     accepted, runner_up, why = decide(trials, side.left, side.floor)
     if accepted is not None:
@@ -99,7 +103,8 @@ def examine(
     else:
         hidden = context.hidden()
         as_is = context.predict(hidden)
-        known = floor or noise_floor(context, as_is)
+        name_of = str(context.dtype).removeprefix("torch.")
+        known = noise_floor(context, as_is) if floor is None else at_least(floor, name_of)
     context.floor = known
     left = residual(as_is, context.target, context.sequences.owner, len(context.sequences))
     local = local_errors(context, capsule) if capsule.operators.values else None
@@ -125,6 +130,32 @@ def _without_drift(sides: list[Examined]) -> Diagnosis:
         as_is=worst.left.mean,
         floor=worst.floor.mean,
         floor_source=_source(worst.floor),
+    )
+
+
+def _agree(rollout: Capsule, train: Capsule, streams: tuple[str, str], side: Examined) -> bool:
+    """Whether the sides are no further apart than the noise floor, whatever the model says."""
+    compared = match(rollout, train).compared(streams)
+    assert compared is not None
+    owner = np.searchsorted(rollout.cu_seqlens, compared.index, side="right") - 1
+    left, right = (torch.from_numpy(x[compared.index].copy()) for x in (compared.rollout, compared.train))
+    return len(compared.index) > 0 and healthy(
+        residual(left, right, torch.from_numpy(owner), rollout.sequences), side.floor
+    )
+
+
+def _alike(side: Examined) -> Diagnosis:
+    statement = (
+        f"Both sides agree within the noise floor of {side.floor.mean:.3g} and differ from the model alike, by mean "
+        f"|d| {side.left.mean:.3g}: they are aligned, and --model is not what computed them"
+    )
+    return Diagnosis(
+        cause="none",
+        statement=statement,
+        residual=side.left.mean,
+        as_is=side.left.mean,
+        floor=side.floor.mean,
+        floor_source=_source(side.floor),
     )
 
 
@@ -182,13 +213,18 @@ def _operator(side: Examined, trials: list[Trial]) -> Diagnosis:
     where = f"{kind} in every layer" if layers and len(layers) == total > 1 else name
     stale = _stale_operator(side, outliers)
     cause = "partial-sync" if stale else "operator"
-    statement = (
-        f"On the {side.name} side {where} computes something else: its error on its own recorded input is {ratio:.1f} "
-        f"times its rounding"
-    )
+    size = f"its error on its own recorded input is {ratio:.1f} times its rounding"
+    if not math.isfinite(ratio):
+        size = "values are NaN or infinite where its recorded input makes finite ones"
+    statement = f"On the {side.name} side {where} computes something else: {size}"
     if stale:
         statement += f", and the weights before explain it ({', '.join(stale[:3])})"
-    parameters: dict[str, Scalar] = {"operator": name, "layer": layer_of(name), "ratio": ratio, "layers": len(layers)}
+    parameters: dict[str, Scalar] = {
+        "operator": name,
+        "layer": layer_of(name),
+        "ratio": ratio if math.isfinite(ratio) else None,
+        "layers": len(layers),
+    }
     left = side.left.mean
     return _diagnosis(side, trials, cause, statement, parameters, left, {"as_is": left, **parameters})
 
@@ -283,7 +319,7 @@ def _view(sides: list[Examined]) -> LayerView | None:
     numbered = {f"layers.{k}.output": value for k, value in enumerate(left[1:])}
     return LayerView(
         operators=side.local.names,
-        local=list(side.local.local),
+        local=[value if math.isfinite(value) else None for value in side.local.local],
         floor=list(side.local.floor),
         splice=[numbered.get(name) for name in side.local.names],
     )

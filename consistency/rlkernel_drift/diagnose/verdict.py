@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from rlkernel_drift.capsule import Capsule, Floor
+from rlkernel_drift.capsule import Capsule, Floor, WeightFingerprint
+from rlkernel_drift.capsule.fingerprint import weight_fingerprint
 from rlkernel_drift.compare import conclude
 from rlkernel_drift.diagnose.context import References, context_of
 from rlkernel_drift.diagnose.gradient import gradient_consequence
-from rlkernel_drift.diagnose.recorded import diagnose_recorded
+from rlkernel_drift.diagnose.recorded import GUESSED, diagnose_recorded
 from rlkernel_drift.diagnose.run import diagnose
-from rlkernel_drift.gates.common import INPUT_GATES
+from rlkernel_drift.errors import DriftError
+from rlkernel_drift.gates.common import INPUT_GATES, skipped, some
+from rlkernel_drift.gates.weights import same_weight
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import match
+from rlkernel_drift.scoring.operators import stored
+from rlkernel_drift.scoring.weights import state_of
 from rlkernel_drift.verdict import Consequence, Diagnosis, LayerView, Status, Verdict
+
+_THETA = 1e-3
 
 
 def diagnose_verdict(
@@ -48,19 +56,70 @@ def _diagnosed(
     if verdict.statistics is None or not verdict.statistics.tokens:
         return verdict
     if references is None:
-        recorded = diagnose_recorded(rollout, train, floor)
-        return verdict if recorded is None else verdict.model_copy(update={"diagnosis": recorded})
-    models = references()
-    found, layers = diagnose(rollout, train, models, floor)
-    update: dict[str, object] = {"diagnosis": found, "layers": _merged(verdict.layers, layers)}
-    if verdict.status == Status.DRIFT:
-        cost = _gradient(rollout, train, models)
-        update["consequences"] = verdict.consequences + ([cost] if cost else [])
-    result = verdict.model_copy(update=update)
-    if found.cause != "none" and verdict.status == Status.ALIGNED:
-        # The profile lets it pass; a cause was found all the same, and that is drift.
-        return _failed(result, found)
-    return result
+        found = diagnose_recorded(rollout, train, floor)
+        if found is None:
+            return verdict
+        result = verdict.model_copy(update={"diagnosis": found})
+    else:
+        models = references()
+        check_model(models, train)
+        found, layers = diagnose(rollout, train, models, floor)
+        update: dict[str, object] = {"diagnosis": found, "layers": _merged(verdict.layers, layers)}
+        if verdict.status == Status.DRIFT:
+            cost = _gradient(rollout, train, models)
+            update["consequences"] = verdict.consequences + ([cost] if cost else [])
+        result = verdict.model_copy(update=update)
+    if found.cause == "none" or verdict.status != Status.ALIGNED:
+        return result
+    if found.cause == "unexplained" and found.floor_source == GUESSED:
+        return _undecided(result, found)
+    # The profile lets it pass; a cause was found all the same, and that is drift.
+    return _failed(result, found)
+
+
+def check_model(models: References, train: Capsule) -> None:
+    """Refuses a model that did not compute the train side: its own deviation would be taken for drift.
+
+    Raises:
+        DriftError: it has another shape, rotary base or other weights than the capsule says.
+    """
+    model, manifest = models.model, train.manifest
+    theta = manifest.config.get("rope_theta")
+    text = getattr(model.config, "text_config", None) or model.config
+    pairs: list[tuple[str, object, object]] = [
+        ("num_hidden_layers", getattr(text, "num_hidden_layers", None), manifest.model.layers),
+        ("hidden_size", getattr(text, "hidden_size", None), manifest.model.hidden_size),
+    ]
+    if isinstance(theta, (int, float)) and model.theta and abs(model.theta - theta) > _THETA * theta:
+        pairs.append(("rope_theta", float(f"{model.theta:.6g}"), theta))
+    words = [f"{name} {own} where the capsule has {its}" for name, own, its in pairs if its and own and own != its]
+    known = manifest.weights.tensors if manifest.weights else {}
+    state = state_of(model)
+    merged = set(models.adapter.updates) if models.adapter else set()
+    common = [name for name in known if name in state and name not in merged]
+    differ = [] if words else [name for name in common if not _holds(known[name], state[name])]
+    if differ:
+        words = [f"{len(differ)} of {len(common)} tensors are others ({some(differ)})"]
+    if words:
+        raise DriftError(
+            f"--model is not the model that computed the train capsule: {'; '.join(words)}. Name the directory that "
+            "the train side was captured from"
+        )
+
+
+def _holds(known: WeightFingerprint, value: Tensor) -> bool:
+    """Whether a weight is the one of a fingerprint, in its dtype; true for dtypes that are not judged."""
+    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    if known.dtype not in dtypes:
+        return True
+    return same_weight(known, weight_fingerprint(stored(value.to(dtypes[known.dtype]))))
+
+
+def _undecided(verdict: Verdict, found: Diagnosis) -> Verdict:
+    """Nothing fits, but no noise floor was measured: neither aligned nor drift."""
+    words = f"{found.statement}; the floor is a guess, measure one (`rlkernel-drift floor`) or name --model"
+    gates = [skipped("statistics", words) if gate.name == "statistics" else gate for gate in verdict.gates]
+    return conclude(verdict.model_copy(update={"gates": gates}))
 
 
 def _answered(verdict: Verdict) -> Verdict:
