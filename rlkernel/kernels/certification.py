@@ -117,7 +117,8 @@ def values(
     x = torch.randn(rows, k, dtype=dtype, device=generator.device, generator=generator)
     if kind == "wide":
         reach = 4 if narrow else 30
-        x *= torch.exp2(torch.randint(-reach, reach + 1, (rows, k), device=x.device, generator=generator).to(dtype))
+        powers = torch.randint(-reach, reach + 1, (rows, k), dtype=torch.int8, device=x.device, generator=generator)
+        x *= torch.exp2(powers.to(dtype))
     elif kind == "cancel":
         half = k // 2
         if second:
@@ -127,7 +128,7 @@ def values(
                 x[:, first:half:3] *= 64 if narrow else 1024
                 x[:, half + first : 2 * half : 3] = -x[:, first:half:3]
     elif kind == "zeros":
-        x *= (torch.rand(rows, k, device=x.device, generator=generator) > 0.6).to(dtype)
+        x *= torch.rand(rows, k, dtype=dtype, device=x.device, generator=generator) > 0.6
         if second:
             x[::3].abs_()
         else:

@@ -302,3 +302,46 @@ def test_doctor_prints_verdicts_and_the_first_differing_element() -> None:
                  "p M=1, N=48: anchor; not for this GPU or shape: hopper", "M=1, N=48", "certified, chosen",
                  "2.00x", "refused", "wide, 1 rows: at [0, 7] 1.5, anchor 1.25, 3 of 48 differ"):  # fmt: skip
         assert part in text, part
+
+
+def dtypes(arguments: tuple) -> list[torch.dtype | None]:
+    """Of every tensor among a sample's arguments, those of an `Active` included."""
+    flat = [x for a in arguments for x in (a if isinstance(a, Active) else (a,))]
+    return [x.dtype if isinstance(x, Tensor) else None for x in flat]
+
+
+def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels get addresses: a sample of another dtype would be read and written past its end."""
+    monkeypatch.setattr(scoring, "SAMPLE_ENTRIES", 80)
+    monkeypatch.setattr(scoring, "VOCAB_TILE", 8)
+    monkeypatch.setattr(
+        scoring.anchor, "forward", lambda hidden, *_: (None, hidden[:, 0].float(), None, hidden.float())
+    )
+    ones = lambda *_: (torch.ones(1, 1, dtype=torch.int32),) * 2 + (torch.ones(1, dtype=torch.int32),)
+    monkeypatch.setattr(scoring.loop, "active_blocks", ones)
+    w, x = rand(48, 64), rand(9, 64)
+    gradient = cuda._wgrad_key(torch.zeros(48, 64), rand(9, 48), x, False)
+    grads = [
+        scoring.GradShape(-1, 64, torch.bfloat16, torch.float32, True, fresh, True, row)
+        for fresh, row in ((True, 0), (False, 88))
+    ]
+    scored = scoring.Shape(-1, False, 64, torch.bfloat16, True, True, True, False, False, True, True)
+    monkeypatch.setattr(scoring, "SAMPLE_BLOCK", 64)
+    samples = (
+        lambda g: cuda._linear_sample(cuda._linear_key(x, w, rand(48), 1, 1, None), 9, "wide", g),
+        lambda g: cuda._dgrad_sample(cuda._dgrad_key(rand(9, 48), w, 1), 9, "zeros", g),
+        lambda g: cuda._wgrad_sample(gradient, 9, "wide", g),
+        lambda g: scoring._forward_sample(tuple(scored), 9, "normal", g),
+        lambda g: scoring._dz_sample(tuple(scored), 9, "normal", g),
+        *(lambda g, s=s: scoring._dhidden_sample(tuple(s), 9, "zeros", g) for s in grads),
+        *(lambda g, s=s: scoring._dweight_sample(tuple(s), 9, "zeros", g) for s in grads),
+    )  # fmt: skip
+    for make in samples:
+        found = []
+        for default in (torch.float32, torch.bfloat16, torch.float64):
+            torch.set_default_dtype(default)
+            try:
+                found.append(dtypes(make(torch.Generator().manual_seed(0))))
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert found[0] == found[1] == found[2], found

@@ -273,7 +273,7 @@ def _forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> 
     targets = torch.randint(0, SAMPLE_ENTRIES, (m,), device=device, generator=generator)
     inverse, kept = None, None
     if s.temperature:
-        inverse = 0.5 + torch.rand(m, device=device, generator=generator)
+        inverse = 0.5 + torch.rand(m, dtype=torch.float32, device=device, generator=generator)
     if s.kept:
         shape = (m, -(-SAMPLE_ENTRIES // 32))
         kept = torch.randint(-(2**31), 2**31, shape, device=device, generator=generator).to(torch.int32)
@@ -282,7 +282,7 @@ def _forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> 
 
 def _upstream(m: int, generator: torch.Generator, most: bool = False) -> Tensor:
     """Gradients of which every seventh is zero, and a run of blocks of tokens as well unless `most` have one."""
-    g = torch.randn(m, device=generator.device, generator=generator)
+    g = torch.randn(m, dtype=torch.float32, device=generator.device, generator=generator)
     g[::7] = 0.0
     if not most:
         g[m // 3 : m // 3 + 500] = 0.0
@@ -417,14 +417,15 @@ def _blocks_of_dz(s: GradShape, tokens: int, kind: str, generator: torch.Generat
     dz = torch.zeros(tokens, row, dtype=s.dtype, device=g.device)[:, :entries]
     dz.copy_(torch.where((g != 0)[:, None], values(kind, tokens, entries, s.dtype, generator), 0.0))
     targets = torch.zeros(tokens, dtype=torch.int64, device=g.device)
-    return dz, _active(targets, None, torch.zeros(tokens, 2, device=g.device), g, None, s.row)
+    stats = torch.zeros(tokens, 2, dtype=torch.float32, device=g.device)
+    return dz, _active(targets, None, stats, g, None, s.row)
 
 
 def _dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = GradShape(*key)  # type: ignore[arg-type]
     dz, active = _blocks_of_dz(s, m, kind, generator)
     weight = values(kind, dz.shape[1], s.c, s.dtype, generator, second=True)
-    running = torch.randn(m, s.c, device=dz.device, generator=generator)
+    running = torch.randn(m, s.c, dtype=torch.float32, device=dz.device, generator=generator)
     return running, torch.empty_like(running, dtype=s.dtype) if s.rounded else None, dz, weight, s.fresh, active
 
 
@@ -432,7 +433,7 @@ def _dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> 
     s = GradShape(*key)  # type: ignore[arg-type]
     dz, active = _blocks_of_dz(s, m, kind, generator)
     hidden = values(kind, m, s.c, s.dtype, generator, second=True)
-    grad = torch.randn(dz.shape[1], s.c, device=dz.device, generator=generator).to(s.out)
+    grad = torch.randn(dz.shape[1], s.c, dtype=torch.float32, device=dz.device, generator=generator).to(s.out)
     return grad, dz, hidden, s.fresh, active
 
 
