@@ -37,13 +37,13 @@ def cost(fn: Callable[..., object], arguments: tuple[Any, ...], rounds: int) -> 
     return best / CALLS
 
 
-def measure(op: ScheduledOp, arguments: tuple[Any, ...], rounds: int) -> dict[str, Any]:
-    """One line of the table: microseconds from the call to that of the schedule."""
+def measure(op: ScheduledOp, arguments: tuple[Any, ...], rounds: int, what: str = "") -> dict[str, Any]:
+    """One line of the table: microseconds from the call to that of the schedule; `what` is added to the name."""
     nothing = lambda *_: None
     call = op.family.dispatcher(runs := {}, lambda decided, *_: runs.setdefault(decided, nothing))
     call(*arguments)
     taken = cost(call, arguments, rounds) - cost(nothing, arguments, rounds)
-    return {"op": f"dispatch {op.family.op}", "ours": "warm call", "ours_ms": taken * 1e3}
+    return {"op": f"dispatch {op.family.op}{what}", "ours": "warm call", "ours_ms": taken * 1e3}
 
 
 def main() -> None:
@@ -61,8 +61,9 @@ def main() -> None:
     flag = new(1, dtype=torch.int32)
     active = Active(flag, flag, flag, row=8192)
     rows = []
-    for op, arguments in (
+    for op, arguments, *what in (
         (linear.linear, (x, w, None, 1, 1, None)),
+        (linear.linear, (x, w, new(512), 1, 1, None), ", bias"),
         (linear.linear_dgrad, (dy, w, 1)),
         (linear.wgrad_chunk, (grad, dy, x, False)),
         (linear_logprob._forward, (*scored, False, 0)),
@@ -70,7 +71,7 @@ def main() -> None:
         (linear_logprob._dhidden, (running, None, dz, head, False, active)),
         (linear_logprob._dweight, (new(8192, 1024, dtype=torch.float32), dz, x, False, active)),
     ):
-        found = measure(op, arguments, args.rounds)
+        found = measure(op, arguments, args.rounds, *what)
         rows.append(found)
         print(f"{found['op']:32} {found['ours_ms'] * 1e3:6.3f} us")
     print(f"wrote {write_result('bench_dispatch', rows)}")

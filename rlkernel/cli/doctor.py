@@ -98,13 +98,12 @@ def _schedules() -> dict[str, Any]:
 
     bf16 = torch.bfloat16
     reason = linear.unavailable()
-    if reason is None:
-        for rows, n, k in _SHAPES:
-            x, dy, w = (torch.randn(a, b, dtype=bf16, device="cuda") for a, b in ((rows, k), (rows, n), (n, k)))
-            linear.linear.verdict(x, w, None, 1, 1, None)
-            linear.linear_dgrad.verdict(dy, w, 1)
-            linear.wgrad_chunk.verdict(torch.empty_like(w), dy, x, True)
-            linear.wgrad_chunk.verdict(torch.zeros_like(w, dtype=torch.float32), dy, x, False)
+    for rows, n, k in _SHAPES:
+        x, dy, w = (torch.randn(a, b, dtype=bf16, device="cuda") for a, b in ((rows, k), (rows, n), (n, k)))
+        linear.linear.verdict(x, w, None, 1, 1, None)
+        linear.linear_dgrad.verdict(dy, w, 1)
+        linear.wgrad_chunk.verdict(torch.empty_like(w), dy, x, True)
+        linear.wgrad_chunk.verdict(torch.zeros_like(w, dtype=torch.float32), dy, x, False)
     _train_a_head()
     uncertified = [
         {"op": op.family.op, "shape": shape, "reason": why}
@@ -161,7 +160,8 @@ def _shape(shape: dict[str, Any]) -> str:
 
 def _print_schedules(console: Any, found: dict[str, Any]) -> None:
     if found["unavailable"]:
-        console.print(f"linear: schedules off, it runs its anchor: {found['unavailable']}")
+        line = f"cuBLASLt's schedules are off: {found['unavailable']}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for row in found["uncertified"]:
         console.print(f"not certified: {row['op']} {row['shape']}: {row['reason']}")
     for row in found["unsupported"]:

@@ -12,8 +12,8 @@ import json
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,14 @@ Key = tuple[Hashable, ...]
 Run = Callable[..., Any]
 Runs = dict[Key, Run]  # what computes a call, by what decides it
 First = Callable[..., Run]  # (what decides the call, the op's arguments) -> what computes it
+Instead = Callable[..., Any]  # (error of what computed it, that, the op's arguments) -> the call's result
+Warm = Callable[[Runs, First, Instead], Run]
+
+
+def raises(error: Exception, *_: Any) -> Any:
+    """Nothing instead: the error itself."""
+    raise error
+
 
 # ---- what an op brings ---------------------------------------------------------------------------
 
@@ -70,8 +78,8 @@ class Family:
         mutates: positions of the arguments that the op writes (None among them is allowed). Every run of a comparison
             gets copies of its own, and they count among its results, after what it returns.
         warm: makes the function that callers call, the whole cost of dispatch: it takes what decides the shape class
-            of a call (M as it is) as cheaply as it can be had, looks it up, asks `first` where it is new, and calls
-            what it found. Default: by `key`.
+            of a call (M as it is) as cheaply as it can be had, looks it up, asks `first` where it is new, calls what
+            it found, and asks `instead` where that raises. Default: by `key`.
     """
 
     op: str
@@ -86,17 +94,21 @@ class Family:
     unavailable: Callable[[], str | None] = lambda: None
     versions: Callable[[], dict[str, str]] = dict
     mutates: Sequence[int] = ()
-    warm: Callable[[Runs, First], Run] | None = None
+    warm: Warm | None = None
 
-    def dispatcher(self, runs: Runs, first: First) -> Run:
+    def dispatcher(self, runs: Runs, first: First, instead: Instead = raises) -> Run:
         """`warm`, or its default."""
         if self.warm is not None:
-            return self.warm(runs, first)
+            return self.warm(runs, first, instead)
         key = self.key
 
         def call(*args: Any) -> Any:
             decided = key(*args)
-            return (runs.get(decided) or first(decided, *args))(*args)
+            run = runs.get(decided) or first(decided, *args)
+            try:
+                return run(*args)
+            except Exception as error:
+                return instead(error, run, *args)
 
         return call
 
@@ -233,11 +245,14 @@ def _time(candidates: dict[str, Callable[[], object]], device: torch.device, rou
     return {name: statistics.median(ms) for name, ms in taken.items()}
 
 
-def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict, dict[str, Run]]:
+def certify(
+    family: Family, key: Key, seed: int | None = None, only: Collection[str] | None = None
+) -> tuple[Verdict, dict[str, Run]]:
     """Compares every schedule that supports the shape class with the anchor, and times the equal ones.
 
     Args:
         seed: of the data; fresh by default, and part of the evidence.
+        only: names of the schedules to compare; default: all.
 
     Returns:
         The verdict and the bound callables of the certified schedules.
@@ -252,18 +267,19 @@ def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict,
     trials: dict[str, Trial] = {}
     bound: dict[str, Run] = {}
 
-    def refuse(name: str, reason: str, first: dict[str, Any] | None = None, passing: bool = False) -> None:
+    def refuse(name: str, reason: str, first: dict[str, Any] | None = None, passing: str = "") -> None:
         trials[name].certified, trials[name].reason, trials[name].first = False, reason, first
         trials[name].passing = passing
         bound.pop(name, None)
 
     for schedule in family.schedules:
-        if schedule.supports(key):
+        if schedule.supports(key) and (only is None or schedule.name in only):
             trials[schedule.name] = Trial(schedule.name, True, "")
             try:
                 bound[schedule.name] = schedule.bind(key)
             except Exception as error:
-                refuse(schedule.name, f"not offered here: {one_line(error)}", passing=isinstance(error, BuildError))
+                passing = "build" if isinstance(error, BuildError) else ""
+                refuse(schedule.name, f"not offered here: {one_line(error)}", passing=passing)
     with torch.no_grad():
         for kind in KINDS:
             for m in rows:
@@ -276,7 +292,7 @@ def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict,
                     except torch.OutOfMemoryError:
                         raise
                     except Exception as error:
-                        refuse(name, f"raised at {m} rows, {kind}: {one_line(error)}", passing=True)
+                        refuse(name, f"raised at {m} rows, {kind}: {one_line(error)}", passing="run")
                         continue
                     if first is not None:
                         refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": m, **first})
@@ -291,6 +307,32 @@ def certify(family: Family, key: Key, seed: int | None = None) -> tuple[Verdict,
         trials[name].reason = f"equal in {trials[name].elements} elements{trials[name].note}"
     found = Verdict(identity(family, key), rows, list(KINDS), seed, times[ANCHOR], list(trials.values()))
     return found, bound
+
+
+def retry(family: Family, key: Key, verdict: Verdict) -> tuple[Verdict, dict[str, Run]]:
+    """Certifies what a verdict refuses for the time being, but for what still cannot be built.
+
+    Returns:
+        The verdict itself where there is nothing to try, else a new one, which keeps the other trials; the bound
+        callables of what is certified now.
+    """
+    passing = {trial.name: trial.passing for trial in verdict.trials if trial.passing}
+    again = []
+    for schedule in family.schedules:
+        if passing.get(schedule.name) == "build":
+            with contextlib.suppress(Exception):
+                schedule.bind(key)
+                again.append(schedule.name)
+        elif schedule.name in passing:
+            again.append(schedule.name)
+    if not again:
+        return verdict, {}
+    found, bound = certify(family, key, verdict.seed, again)
+    trials = {trial.name: trial for trial in found.trials}
+    for trial in found.trials:
+        if trial.ms is not None:  # the clock of another process: what counts is the share of the anchor's time
+            trial.ms *= verdict.anchor_ms / found.anchor_ms
+    return replace(verdict, trials=[trials.get(trial.name, trial) for trial in verdict.trials]), bound
 
 
 def one_line(error: BaseException) -> str:

@@ -11,5 +11,9 @@ class NoCompilerError(BuildError):
     """There is no C++ compiler on this machine: the one case in which the readable reference runs instead."""
 
 
+class LaunchError(RuntimeError):
+    """A kernel or library call was refused at its launch, before it wrote anything; the message has the status."""
+
+
 class VariantError(ValueError):
     """A named variant of an order cannot run: its library is missing, the input is outside it, or it was refused."""

@@ -17,6 +17,7 @@ import torch
 
 from rlkernel.kernels import certification, verdicts
 from rlkernel.kernels.certification import Family, Key, Run, Runs, current, identity, one_line
+from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.verdicts import ANCHOR, Verdict, machine, read, verdict_path, write
 
 
@@ -40,28 +41,53 @@ class ScheduledOp:
 
     Warm, a call costs what decides it and one dictionary lookup; `call` is the function that does both, without the
     cost of an object's call. The first call of a class certifies or reads the verdict. Under graph capture nothing is
-    certified: a class that is not settled yet runs its anchor there.
+    certified: a class that is not settled yet runs its anchor there. A schedule that fails in a call gives way to the
+    anchor, in that call and for good.
     """
 
     def __init__(self, family: Family) -> None:
         self.family = family
         self._runs: Runs = {}
-        self.call = family.dispatcher(self._runs, self._first)
+        self.call = family.dispatcher(self._runs, self._first, self._instead)
         self._verdicts: dict[Key, Verdict] = {}
         self._bound: dict[Key, dict[str, Run]] = {}
         self._failed: dict[Key, str] = {}
+        self._told: set[str] = set()  # reasons that were warned of
         _ops[family.op] = self
 
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)
 
     def _first(self, call: Key, *args: Any) -> Run:
-        run, settled = self._settle(self.family.key(*args))
-        if settled:
-            if len(self._runs) >= MOST_CALLS:
-                self._runs.clear()
-            self._runs[call] = run
+        with _lock:  # what is stored was decided after the last switch, or is cleared by it
+            run, settled = self._settle(self.family.key(*args))
+            if settled:
+                if len(self._runs) >= MOST_CALLS:
+                    self._runs.clear()
+                self._runs[call] = run
         return run
+
+    def _instead(self, error: Exception, run: Run, *args: Any) -> Any:
+        """The anchor's result of a call in which a schedule failed; the anchor computes its class from here on."""
+        family = self.family
+        again = isinstance(error, LaunchError) or not family.mutates  # else an argument may be written in part
+        if run is family.anchor or not again or isinstance(error, torch.OutOfMemoryError):
+            raise error
+        key = family.key(*args)
+        with _lock:
+            name = next((name for name, fn in self._bound.get(key, {}).items() if fn is run), "a schedule")
+            reason = f"{name} was certified and failed in a call: {one_line(error)}"
+            new = self._failed.setdefault(key, reason) is reason
+            self._runs.clear()
+        if _strict:
+            raise UncertifiedError(f"{family.op} {family.describe(key)}: {reason}") from error
+        if new:
+            self._warn(key, f"runs its anchor: {reason}")
+        return family.anchor(*args)
+
+    def _warn(self, key: Key, what: str) -> None:
+        shape = self.family.describe(key)
+        warnings.warn(f"rlkernel: {self.family.op} {shape} {what}", RuntimeWarning, stacklevel=5)
 
     def forget(self, verdicts: bool = False) -> None:
         """Decides anew at the next call; with `verdicts` also what this process knows of the files."""
@@ -102,24 +128,22 @@ class ScheduledOp:
         """What computes a shape class, and whether that stays so."""
         with _lock:
             family = self.family
-            if key not in self._bound:
-                reason = self._failed.get(key) or family.unavailable()
-                capturing = False
-                if reason is None and any(schedule.supports(key) for schedule in family.schedules):
+            reason, capturing = self._failed.get(key), False
+            if reason is None and key not in self._bound:
+                if not any(schedule.supports(key) for schedule in family.schedules):
+                    self._bound[key] = {}
+                elif (reason := family.unavailable()) is None:
                     capturing = certification.capturing(family.device(key))
                     if capturing:
                         reason = "its first use fell into a CUDA graph capture; run the shape once before"
                     else:
                         reason = self._judge(key)
-                elif reason is None:
-                    self._bound[key] = {}
-                if reason is not None:
-                    if _strict:
-                        raise UncertifiedError(f"{family.op} {family.describe(key)} is not certified: {reason}")
-                    return family.anchor, not capturing
-            if key not in self._verdicts:
-                return family.anchor, True
-            return self._bound[key].get(self._verdicts[key].fastest(_is_off), family.anchor), True
+            verdict = self._verdicts.get(key)
+            if _strict and (why := reason or (verdict and verdict.lacking())):
+                raise UncertifiedError(f"{family.op} {family.describe(key)} is not certified: {why}")
+            if reason is not None or verdict is None:
+                return family.anchor, not capturing
+            return self._bound[key].get(verdict.fastest(_is_off), family.anchor), True
 
     def _judge(self, key: Key) -> str | None:
         """Reads or makes the verdict of a class; returns why there is none."""
@@ -128,20 +152,23 @@ class ScheduledOp:
         found = read(verdict_path(wanted))
         try:
             with current(family.device(key)):
-                if found is not None and found.identity == wanted:
-                    bound = self._rebind(key, found)
-                    if bound is not None:
-                        self._verdicts[key], self._bound[key] = found, bound
-                        return None
-                self._verdicts[key], self._bound[key] = certification.certify(family, key)
+                bound = self._rebind(key, found) if found is not None and found.identity == wanted else None
+                if found is None or bound is None:
+                    verdict, bound = certification.certify(family, key)
+                else:
+                    verdict, more = certification.retry(family, key, found)
+                    bound |= more
         except Exception as error:
             reason = self._failed[key] = f"certification failed: {one_line(error)}"
-            warnings.warn(
-                f"rlkernel: {family.op} {family.describe(key)} runs its anchor, {reason}", RuntimeWarning, stacklevel=5
-            )
+            self._warn(key, f"runs its anchor, {reason}")
             return reason
-        if not any(trial.passing for trial in self._verdicts[key].trials):
-            write(self._verdicts[key])
+        self._verdicts[key], self._bound[key] = verdict, bound
+        if verdict is not found:
+            write(verdict)
+        for trial in verdict.trials:
+            if trial.passing and trial.reason not in self._told:
+                self._told.add(trial.reason)
+                self._warn(key, f"runs without {trial.name}: {trial.reason}")
         return None
 
     def _rebind(self, key: Key, verdict: Verdict) -> dict[str, Run] | None:
@@ -163,15 +190,15 @@ def scheduled_ops() -> tuple[ScheduledOp, ...]:
 
 def _decide_anew() -> None:
     for op in _ops.values():
-        with _lock:
-            op._runs.clear()
+        op._runs.clear()
 
 
 def set_strict(on: bool) -> None:
     """Whether an op with schedules but no verdict raises `UncertifiedError` in place of running its anchor."""
     global _strict
-    _strict = on
-    _decide_anew()
+    with _lock:
+        _strict = on
+        _decide_anew()
 
 
 @contextlib.contextmanager
@@ -189,14 +216,17 @@ def strict(on: bool = True) -> Iterator[None]:
 def without(*names: str) -> Iterator[None]:
     """Switches schedules (or groups of them, "cublaslt") off in a block; without names, all. No bit changes by it."""
     global _off
-    before = _off
-    _off = (*before, frozenset(names))
-    _decide_anew()
+    switched = frozenset(names)
+    with _lock:
+        _off = (*_off, switched)
+        _decide_anew()
     try:
         yield
     finally:
-        _off = before
-        _decide_anew()
+        with _lock:  # another thread's block may have begun or ended meanwhile
+            at = _off.index(switched)
+            _off = _off[:at] + _off[at + 1 :]
+            _decide_anew()
 
 
 def report(device: torch.device) -> list[dict[str, Any]]:

@@ -40,7 +40,8 @@ class Trial:
             the tensor's number, where the op has several.
         ms: milliseconds at the largest row count, None where refused.
         note: what the schedule says of itself (an algorithm's number); another one later voids the verdict.
-        passing: refused for want of a compiler or by an error that may not come again: not kept on disk.
+        passing: why a refusal may not last: "build", no compiler or library for it, or "run", it raised; else "".
+            Such a schedule is tried again by the next process.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Trial:
     first: dict[str, Any] | None = None
     ms: float | None = None
     note: str = ""
-    passing: bool = False
+    passing: str = ""
 
 
 @dataclass
@@ -71,6 +72,13 @@ class Verdict:
             if trial.certified and trial.ms is not None and trial.ms < best_ms and not off(trial.name):
                 best, best_ms = trial.name, trial.ms
         return best
+
+    def lacking(self) -> str | None:
+        """Why strict mode refuses the class: a schedule that could not be built, or nothing certified beside one that
+        raised; None where nothing is missing."""
+        some = any(trial.certified for trial in self.trials)
+        missing = (t for t in self.trials if t.passing == "build" or (t.passing and not some))
+        return next((f"{t.name} {t.reason}" for t in missing), None)
 
 
 def verdict_dir() -> Path:

@@ -78,11 +78,12 @@ def test_doctor_names_what_the_chip_lacks(
     library = attention_fa3.Library(dense=lambda: None, paged=lambda: None, versions={})  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(attention_fa3, "find", lambda: library)
     monkeypatch.setattr(doctor, "_HEADS", ())
+    monkeypatch.setattr(doctor, "_SHAPES", ())
     if not hopper:
         assert scoring.chosen(*arguments) == schedule.ANCHOR
     assert main(["doctor", "--device", "cuda"]) == 0
     text = capsys.readouterr().out
     assert f"compute capability {chip[0]}.{chip[1]}" in " ".join(text.split())
-    assert "linear: schedules off, it runs its anchor: no cuBLASLt" in text
+    assert "cuBLASLt's schedules are off: no cuBLASLt" in text
     assert ("attention variant fa3: not here: FlashAttention-3 is for GPUs of compute capability 9" in text) != hopper
     assert ("linear_logprob" in text and "anchor; not for this GPU or shape: hopper" in text) != hopper

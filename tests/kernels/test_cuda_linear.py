@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
 import itertools
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -298,7 +301,7 @@ def test_doctor_prints_verdicts_and_the_first_differing_element() -> None:
              "unsupported": [{"op": "p", "shape": shape, "schedules": ["hopper"]}], "rows": rows}  # fmt: skip
     doctor._print_schedules(Console(file=out, width=200), found)
     text = out.getvalue()
-    for part in ("linear: schedules off, it runs its anchor: no compiler", "not certified: o",
+    for part in ("cuBLASLt's schedules are off: no compiler", "not certified: o",
                  "p M=1, N=48: anchor; not for this GPU or shape: hopper", "M=1, N=48", "certified, chosen",
                  "2.00x", "refused", "wide, 1 rows: at [0, 7] 1.5, anchor 1.25, 3 of 48 differ"):  # fmt: skip
         assert part in text, part
@@ -345,3 +348,25 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
             finally:
                 torch.set_default_dtype(torch.float32)
         assert found[0] == found[1] == found[2], found
+
+
+def test_a_bias_is_asked_for_its_place_in_the_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatch stays below a microsecond with a bias too: no loop over operands, and what decides is its class."""
+    monkeypatch.setattr(cuda, "_dense", lambda *_: pytest.fail("a generator in a warm call"))
+    x, w, decided = rand(2, 64), rand(48, 64), []
+    nothing = lambda call, *_: (decided.append(call), lambda *_: None)[1]
+    call = cuda.linear.family.dispatcher({}, nothing)
+    for bias in (None, rand(48), rand(96)[::2], rand(49)[1:]):
+        call(x, w, bias, 1, 1, None)
+    assert len(set(decided)) == 3 and decided[2] == decided[3], "strided and misaligned ones are one class"
+
+
+def test_the_bench_of_dispatch_has_a_line_with_a_bias(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    benchmarks = Path(__file__).resolve().parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(benchmarks))
+    bench = importlib.import_module("bench_dispatch")
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(bench, "write_result", lambda name, found: rows.extend(found))
+    monkeypatch.setattr(sys, "argv", ["bench_dispatch.py", "--device", "cpu", "--rounds", "1"])
+    bench.main()
+    assert {"dispatch linear", "dispatch linear, bias"} <= {row["op"] for row in rows} and len(rows) == 8

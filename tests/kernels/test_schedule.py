@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import build, certification, schedule
-from rlkernel.kernels.certification import Family, First, Run, Runs, Schedule, values
+from rlkernel.kernels.certification import Family, First, Instead, Run, Runs, Schedule, Warm, values
+from rlkernel.kernels.errors import BuildError, LaunchError
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.verdicts import ANCHOR
 
@@ -270,13 +271,17 @@ def test_schedules_are_switched_off_and_on_again() -> None:
     assert op.chosen(x, w) == "fake.equal"
 
 
-def shapes(asked: list[int]) -> Callable[[Runs, First], Run]:
+def shapes(asked: list[int]) -> Warm:
     """A `warm` that decides by both shapes and counts its calls."""
 
-    def warm(runs: Runs, first: First) -> Run:
+    def warm(runs: Runs, first: First, instead: Instead) -> Run:
         def call(x: Tensor, w: Tensor) -> Any:
             asked.append(1)
-            return (runs.get((x.shape, w.shape)) or first((x.shape, w.shape), x, w))(x, w)
+            run = runs.get((x.shape, w.shape)) or first((x.shape, w.shape), x, w)
+            try:
+                return run(x, w)
+            except Exception as error:
+                return instead(error, run, x, w)
 
         return call
 
@@ -447,21 +452,137 @@ def test_the_clock_runs_every_candidate_in_turn() -> None:
     assert order == ["a", "b"] * 5 and all(ms >= 0 for ms in taken.values())
 
 
-def test_a_refusal_that_may_pass_is_not_kept(cache: Path) -> None:
-    from rlkernel.kernels.errors import BuildError
-
-    missing = [True]
+def built(missing: list[bool], runs: Callable[..., Tensor] = equal) -> Schedule:
+    """A schedule that wants a compiler while `missing` says so."""
 
     def bind(key: Any) -> Callable[..., Tensor]:
         if missing[0]:
             raise BuildError("no compiler")
-        return equal
+        return runs
 
-    offer = lambda: ScheduledOp(replace(family(), schedules=(Schedule("fake.built", bind),)))
+    return Schedule("fake.built", bind)
+
+
+def test_a_refusal_that_may_pass_is_tried_again_alone(cache: Path) -> None:
+    missing, calls = [True], []
+    compared: list[int] = []
+    other = Schedule("fake.slow", lambda key: lambda x, w: (compared.append(1), slow(x, w))[1])
+    offer = lambda: ScheduledOp(replace(family(anchor=counted(calls)), schedules=(built(missing), other)))
     x, w = arguments()
-    assert offer().chosen(x, w) == ANCHOR and not list(cache.glob("*.json"))
+    with pytest.warns(RuntimeWarning, match=r"fake.*runs without fake\.built: .*no compiler"):
+        assert offer().chosen(x, w) == ANCHOR
+    assert len(list(cache.glob("*.json"))) == 1, "the other trials are kept"
+    made = len(calls), len(compared)
+    with pytest.warns(RuntimeWarning, match="no compiler"):
+        assert offer().chosen(x, w) == ANCHOR
+    assert (len(calls), len(compared)) == made, "nothing is compared where there is still no compiler"
     missing[0] = False
-    assert offer().chosen(x, w) == "fake.built"
+    op = offer()
+    assert op.chosen(x, w) == "fake.built" and len(compared) == made[1], "the other keeps its verdict"
+    assert [trial.name for trial in op.verdicts()[0].trials if trial.certified] == ["fake.built", "fake.slow"]
+    made = len(calls), len(compared)
+    assert offer().chosen(x, w) == "fake.built" and (len(calls), len(compared)) == made
+
+
+@pytest.mark.filterwarnings("ignore:rlkernel:RuntimeWarning")
+def test_strict_refuses_what_could_not_be_built() -> None:
+    x, w = arguments()
+    for runs in ((), (equal,), (split_k,)):
+        made = family(*runs)
+        op = ScheduledOp(replace(made, schedules=(built([True]), *made.schedules)))
+        assert torch.equal(op(x, w), anchor(x, w))
+        with schedule.strict(), pytest.raises(UncertifiedError, match=r"fake\.built.*no compiler"):
+            op(x, w)
+    with schedule.strict():
+        with pytest.raises(UncertifiedError, match="no kernel image"):
+            ScheduledOp(family(raises))(x, w)
+        assert torch.equal(ScheduledOp(family(raises, equal))(x, w), anchor(x, w)), "one is certified"
+        assert torch.equal(ScheduledOp(family(split_k))(x, w), anchor(x, w)), "a verdict"
+
+
+def test_a_class_that_no_schedule_computes_needs_no_compiler() -> None:
+    x, w = arguments()
+    made = family(unavailable=lambda: "no compiler")
+    op = ScheduledOp(replace(made, schedules=(Schedule("fake.none", lambda key: equal, lambda key: False),)))
+    with schedule.strict():
+        assert torch.equal(op(x, w), anchor(x, w))
+    assert op.unsupported() and not op.failures()
+
+
+def fails_at_nine(error: type[Exception]) -> Callable[..., Tensor]:
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        if len(x) == 9:
+            raise error("status 13 at 9 rows")
+        return equal(x, w)
+
+    return run
+
+
+@pytest.mark.parametrize("warm", (None, shapes([])), ids=("by key", "by shape"))
+def test_a_certified_schedule_that_fails_gives_way_to_the_anchor(warm: Any) -> None:
+    import warnings
+
+    op = ScheduledOp(replace(family(fails_at_nine(LaunchError)), warm=warm))
+    (x, w), (nine, _) = arguments(), arguments(m=9)
+    assert torch.equal(op.call(x, w), anchor(x, w)) and op.chosen(x, w) != ANCHOR
+    with pytest.warns(RuntimeWarning, match=r"fake.*'weight': \(5, 64\).*fake\.run.*status 13 at 9 rows"):
+        assert torch.equal(op.call(nine, w), anchor(nine, w))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (nine, x):
+            assert torch.equal(op.call(rows, w), anchor(rows, w)), "told once"
+    assert op.chosen(x, w) == ANCHOR and "status 13" in op.failures()[0][1]
+    with schedule.strict(), pytest.raises(UncertifiedError, match="status 13"):
+        op.call(x, w)
+    op.forget(verdicts=True)
+    with schedule.strict(), pytest.raises(UncertifiedError, match="status 13"):
+        op.call(nine, w)
+
+
+def test_what_the_anchor_raises_or_a_schedule_that_has_begun_to_write_is_the_callers() -> None:
+    x, w = arguments(m=9)
+    with schedule.without(), pytest.raises(ValueError, match="no kernel image"):
+        op = ScheduledOp(family(equal))
+        op.family.__dict__["anchor"] = raises
+        op._instead(ValueError("no kernel image"), raises, x, w)
+    with pytest.raises(torch.OutOfMemoryError):
+        ScheduledOp(family(fails_at_nine(torch.OutOfMemoryError)))(x, w)
+    writes = replace(family(fails_at_nine(ValueError)), mutates=(0,))
+    with pytest.raises(ValueError, match="status 13"):
+        ScheduledOp(writes)(x, w)
+    assert not ScheduledOp(writes).failures()
+
+
+def test_a_switch_in_another_thread_leaves_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    op = ScheduledOp(family(equal))
+    x, w = arguments()
+    settle = op._settle
+    switched, ends = threading.Event(), threading.Event()
+
+    def switch() -> None:
+        with schedule.without():
+            switched.set()
+            ends.wait(10)
+
+    other = threading.Thread(target=switch)
+
+    def between(key: Any) -> Any:
+        found = settle(key)
+        if not other.is_alive() and not switched.is_set():
+            other.start()  # waits for the lock until the answer is stored, then clears it
+            switched.wait(0.2)
+        return found
+
+    monkeypatch.setattr(op, "_settle", between)
+    op(x, w)
+    assert switched.wait(10)
+    try:
+        assert op._runs == {}, "decided before the switch"
+    finally:
+        ends.set()
+        other.join()
 
 
 def test_a_verdict_is_void_where_the_schedule_is_another_one() -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import build
-from rlkernel.kernels.errors import BuildError
+from rlkernel.kernels.errors import BuildError, LaunchError
 
 FLAGS = ("-fmad=false", "-std=c++17")  # an fma is written where the contract has one, and nowhere else
 
@@ -138,7 +138,7 @@ def _call(name: str, *args: Any) -> None:
     if code:
         text = ctypes.c_char_p()
         _cuda().cuGetErrorString(code, ctypes.byref(text))
-        raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()} ({code})")
+        raise LaunchError(f"{name} failed: {(text.value or b'unknown error').decode()} ({code})")
 
 
 _thread = threading.local()

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE, WGRAD_TOKENS
 from rlkernel.kernels import build
-from rlkernel.kernels.certification import Family, First, Key, Run, Runs, Schedule, values
+from rlkernel.kernels.certification import Family, First, Instead, Key, Run, Runs, Schedule, Warm, values
 from rlkernel.kernels.cuda import driver, linear_rows
+from rlkernel.kernels.errors import BuildError, LaunchError
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common, linear_grad, matrix
 from rlkernel.kernels.triton import linear as anchor
@@ -146,38 +147,53 @@ def _wgrad_key(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Key:
 # one gives its shape, the others their number of elements or nothing.
 
 
-def _linear_warm(runs: Runs, first: First) -> Run:
+def _linear_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear(
         x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
     ) -> Tensor:
+        if bias is None:
+            dense = not (x.data_ptr() | weight.data_ptr()) & 15
+        else:
+            dense = not (x.data_ptr() | weight.data_ptr() | bias.data_ptr()) & 15 and bias.is_contiguous()
         call = (
-            x.shape, weight.numel(), x.dtype, out_dtype, chunks, x.get_device(), 2 if bias is None else _dense(bias),
-            not (x.data_ptr() | weight.data_ptr()) & 15 and x.is_contiguous() and weight.is_contiguous(),
+            x.shape, weight.numel(), x.dtype, out_dtype, chunks, x.get_device(), bias is None,
+            dense and x.is_contiguous() and weight.is_contiguous(),
         )  # fmt: skip
         run = runs.get(call) or first(call, x, weight, bias, chunks, dgrad_chunks, out_dtype)
-        return run(x, weight, bias, chunks, dgrad_chunks, out_dtype)
+        try:
+            return run(x, weight, bias, chunks, dgrad_chunks, out_dtype)
+        except Exception as error:
+            return instead(error, run, x, weight, bias, chunks, dgrad_chunks, out_dtype)
 
     return linear
 
 
-def _dgrad_warm(runs: Runs, first: First) -> Run:
+def _dgrad_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_dgrad(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
         call = (
             dy.shape, weight.numel(), dy.dtype, chunks, dy.get_device(),
             not (dy.data_ptr() | weight.data_ptr()) & 15 and dy.is_contiguous() and weight.is_contiguous(),
         )  # fmt: skip
-        return (runs.get(call) or first(call, dy, weight, chunks))(dy, weight, chunks)
+        run = runs.get(call) or first(call, dy, weight, chunks)
+        try:
+            return run(dy, weight, chunks)
+        except Exception as error:
+            return instead(error, run, dy, weight, chunks)
 
     return linear_dgrad
 
 
-def _wgrad_warm(runs: Runs, first: First) -> Run:
+def _wgrad_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_wgrad(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
         call = (
             grad.shape, dy.numel(), dy.dtype, grad.dtype, fresh, dy.get_device(),
             grad.is_contiguous() and dy.is_contiguous() and x.is_contiguous(),
         )  # fmt: skip
-        (runs.get(call) or first(call, grad, dy, x, fresh))(grad, dy, x, fresh)
+        run = runs.get(call) or first(call, grad, dy, x, fresh)
+        try:
+            run(grad, dy, x, fresh)
+        except Exception as error:
+            instead(error, run, grad, dy, x, fresh)
 
     return linear_wgrad
 
@@ -261,7 +277,8 @@ def unavailable() -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of the cuBLASLt that torch has loaded and of the CUDA compiler."""
-    return {"cublaslt": str(_function("rlk_lt_version", _L)()), "cuda compiler": driver.compiler()}
+    library = {} if unavailable() else {"cublaslt": str(_function("rlk_lt_version", _L)())}
+    return {**library, "cuda compiler": driver.compiler()}
 
 
 class Plan(NamedTuple):
@@ -287,7 +304,10 @@ def plan(
 
     Raises:
         RuntimeError: cuBLASLt has no such algorithm; the message ends with its status.
+        BuildError: cuBLASLt cannot be called from this process.
     """
+    if (reason := unavailable()) is not None:
+        raise BuildError(reason)
     make = _function("rlk_lt_plan", _P, _I, _L, _L, _L, _L, _L, _L, _I, _I, _I, _I, _I, _I, _L)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the device's context exists from here on
@@ -315,7 +335,7 @@ def launcher(device: int, chosen: Plan) -> Callable[..., None]:
             stream_of(device),
         )  # fmt: skip
         if status:
-            raise RuntimeError(f"cuBLASLt ({chosen.algorithm}) failed at m = {m}, k = {k}: {_error()}")
+            raise LaunchError(f"cuBLASLt ({chosen.algorithm}) failed at m = {m}, k = {k}: {_error()}")
 
     return run
 
@@ -384,6 +404,7 @@ def _cublaslt_supports(key: Key) -> bool:
     s = _shape(key)
     return (
         s.device >= 0
+        and not common.IS_HIP
         and s.dense
         and s.rows > 0
         and s.dtype in (torch.bfloat16, torch.float16)
@@ -425,8 +446,8 @@ def _tile(offer: Offer, dgrad: bool, head: bool = False) -> Schedule:
     def supports(key: Key) -> bool:
         s = _shape(key)
         return (
-            s.device >= 0 and s.dense and s.chunks == 1 and s.dtype.itemsize == 2 and s.is_head == head
-            and offer.least <= s.rows <= offer.most and offer.narrow <= s.n <= offer.wide
+            s.device >= 0 and not common.IS_HIP and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
+            and s.is_head == head and offer.least <= s.rows <= offer.most and offer.narrow <= s.n <= offer.wide
         )  # fmt: skip
 
     def bind(key: Key) -> Run:
@@ -480,7 +501,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 def _op(
-    name: str, form: str, run: Run, key: Callable[..., Key], warm: Callable[[Runs, First], Run],
+    name: str, form: str, run: Run, key: Callable[..., Key], warm: Warm,
     sample: Callable[..., Any], mutates: tuple[int, ...] = (),
 ) -> ScheduledOp:  # fmt: skip
     sources = (
@@ -491,8 +512,8 @@ def _op(
     )
     return ScheduledOp(
         Family(
-            name, run, key, _describe, _device, _rows, sample, _schedules(form), sources, unavailable, versions,
-            mutates, warm,
+            name, run, key, _describe, _device, _rows, sample, _schedules(form), sources, versions=versions,
+            mutates=mutates, warm=warm,
         )
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlkernel.contract import orders
 from rlkernel.contract.orders import VOCAB_TILE
 from rlkernel.kernels import build
-from rlkernel.kernels.certification import Family, First, Key, Run, Runs, Schedule, values
+from rlkernel.kernels.certification import Family, First, Instead, Key, Run, Runs, Schedule, Warm, values
 from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda import linear as cublaslt
 from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
@@ -211,7 +211,7 @@ def _strides(*matrices: Tensor) -> Hashable:
     return tuple(t.stride() for t in matrices)
 
 
-def _forward_warm(runs: Runs, first: First) -> Run:
+def _forward_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_logprob(
         hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
         keep_probs: bool, width: int,
@@ -222,12 +222,15 @@ def _forward_warm(runs: Runs, first: First) -> Run:
             (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
         )  # fmt: skip
         run = runs.get(call) or first(call, hidden, weight, targets, inv_temperature, kept, keep_probs, width)
-        return run(hidden, weight, targets, inv_temperature, kept, keep_probs, width)
+        try:
+            return run(hidden, weight, targets, inv_temperature, kept, keep_probs, width)
+        except Exception as error:
+            return instead(error, run, hidden, weight, targets, inv_temperature, kept, keep_probs, width)
 
     return linear_logprob
 
 
-def _dz_warm(runs: Runs, first: First) -> Run:
+def _dz_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_logprob_dz(
         dz: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None,
         kept: Tensor | None, stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None,
@@ -242,10 +245,16 @@ def _dz_warm(runs: Runs, first: First) -> Run:
             call, dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
             vocab_size,
         )  # fmt: skip
-        run(
-            dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
-            vocab_size,
-        )  # fmt: skip
+        try:
+            run(
+                dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
+                vocab_size,
+            )  # fmt: skip
+        except Exception as error:
+            instead(
+                error, run, dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy,
+                active, start, vocab_size,
+            )  # fmt: skip
 
     return linear_logprob_dz
 
@@ -364,7 +373,7 @@ def _dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: 
 # in `_dz_key` neither.
 
 
-def _dhidden_warm(runs: Runs, first: First) -> Run:
+def _dhidden_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_logprob_dhidden(
         running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
     ) -> None:
@@ -373,19 +382,26 @@ def _dhidden_warm(runs: Runs, first: First) -> Run:
             weight.data_ptr() & 15, weight.is_contiguous() or weight.stride(),
         )  # fmt: skip
         run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
-        run(running, rounded, dz, weight, fresh, active)
+        try:
+            run(running, rounded, dz, weight, fresh, active)
+        except Exception as error:
+            instead(error, run, running, rounded, dz, weight, fresh, active)
 
     return linear_logprob_dhidden
 
 
-def _dweight_warm(runs: Runs, first: First) -> Run:
+def _dweight_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_logprob_dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
         call = (
             grad.shape[1], hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
             (grad.data_ptr() | hidden.data_ptr()) & 15,
             (grad.is_contiguous() and hidden.is_contiguous()) or _strides(grad, hidden),
         )  # fmt: skip
-        (runs.get(call) or first(call, grad, dz, hidden, fresh, active))(grad, dz, hidden, fresh, active)
+        run = runs.get(call) or first(call, grad, dz, hidden, fresh, active)
+        try:
+            run(grad, dz, hidden, fresh, active)
+        except Exception as error:
+            instead(error, run, grad, dz, hidden, fresh, active)
 
     return linear_logprob_dweight
 
@@ -454,7 +470,7 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
 
     def supports(key: Key) -> bool:
         s = GradShape(*key)  # type: ignore[arg-type]
-        return s.row > 0 and _supports_grad(key) and cublaslt.unavailable() is None
+        return s.row > 0 and _supports_grad(key)
 
     def bind(key: Key) -> Run:
         s = GradShape(*key)  # type: ignore[arg-type]
@@ -534,16 +550,11 @@ _SOURCES = (
 )
 
 
-def _versions() -> dict[str, str]:
-    found = {} if cublaslt.unavailable() else cublaslt.versions()
-    return {**found, "cuda compiler": driver.compiler()}
-
-
 def _op(
     op: str,
     run: Run,
     key: Callable[..., Key],
-    warm: Callable[[Runs, First], Run],
+    warm: Warm,
     sample: Callable[..., tuple[Any, ...]],
     *schedules: Schedule,
     grad: bool = False,
@@ -553,7 +564,7 @@ def _op(
         Family(
             op=op, anchor=run, key=key, warm=warm, describe=_describe_grad if grad else _describe, device=_device,
             rows=_rows_of_grad if grad else _rows, sample=sample, schedules=schedules, sources=_SOURCES,
-            versions=_versions, mutates=mutates,
+            versions=cublaslt.versions, mutates=mutates,
         )
     )  # fmt: skip
 
