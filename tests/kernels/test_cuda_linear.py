@@ -350,15 +350,20 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
         assert found[0] == found[1] == found[2], found
 
 
-def test_a_bias_is_asked_for_its_place_in_the_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dispatch stays below a microsecond with a bias too: no loop over operands, and what decides is its class."""
+def test_a_bias_costs_dispatch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatch costs as much with a bias as without: what a schedule gets is placed where it was compared."""
     monkeypatch.setattr(cuda, "_dense", lambda *_: pytest.fail("a generator in a warm call"))
     x, w, decided = rand(2, 64), rand(48, 64), []
     nothing = lambda call, *_: (decided.append(call), lambda *_: None)[1]
     call = cuda.linear.family.dispatcher({}, nothing)
-    for bias in (None, rand(48), rand(96)[::2], rand(49)[1:]):
+    biases = (rand(48), rand(96)[::2], rand(49)[1:])
+    for bias in (None, *biases):
         call(x, w, bias, 1, 1, None)
-    assert len(set(decided)) == 3 and decided[2] == decided[3], "strided and misaligned ones are one class"
+    assert len(set(decided)) == 2
+    for bias in biases:
+        placed = cuda._placed(bias)
+        assert placed.is_contiguous() and not placed.data_ptr() & 15 and torch.equal(placed, bias)
+        assert (placed is bias) == (bias is biases[0])
 
 
 def test_the_bench_of_dispatch_has_a_line_with_a_bias(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -370,3 +375,63 @@ def test_the_bench_of_dispatch_has_a_line_with_a_bias(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["bench_dispatch.py", "--device", "cpu", "--rounds", "1"])
     bench.main()
     assert {"dispatch linear", "dispatch linear, bias"} <= {row["op"] for row in rows} and len(rows) == 8
+
+
+def test_calls_are_cut_evenly_into_what_was_compared() -> None:
+    for most, m in itertools.product((8, 16, 7064, 16384), (17, 100, 7065, 8193, 16385, 100_003, 1_000_000)):
+        pieces = cuda.cut(m, most)
+        lengths = [piece.stop - piece.start for piece in pieces]
+        assert sum(lengths) == m and len(lengths) == -(-m // most) and max(lengths) <= most
+        assert all(a.stop == b.start and b.start % 8 == 0 for a, b in itertools.pairwise(pieces))
+        if m > most > 16:
+            assert min(lengths) >= most // 2 - 7, "never below the lowest count compared"
+
+
+@pytest.mark.parametrize("out", (None, torch.float32), ids=("bf16", "fp32"))
+@pytest.mark.parametrize("c", (1024, 4096))
+@pytest.mark.parametrize("form", ("forward", "dgrad", "wgrad"))
+def test_heads_are_compared_at_both_ends_of_what_they_get(form: str, c: int, out: torch.dtype | None) -> None:
+    n = 151936
+    for low, high in itertools.pairwise(cuda.BUCKETS):
+        if form == "wgrad" and high > cuda.WGRAD_TOKENS:
+            continue
+        s = cuda.Shape(0, high, torch.Size((n, c)), torch.bfloat16, out, False, 1, True, form)
+        rows, width = cuda._rows(tuple(s)), n * (2 if out is None or form != "forward" else 4)
+        assert rows == sorted(set(rows)) and rows[-1] == cuda.most_rows(s) <= 16384
+        if high * width <= cuda.SAMPLE_BYTES or form == "wgrad":
+            assert rows[0] == low + 1 and rows[-1] == high
+        else:
+            assert len(rows) == 2 and 0.95 * cuda.SAMPLE_BYTES < rows[-1] * width <= cuda.SAMPLE_BYTES
+            assert rows[0] == min(low + 1, rows[-1] // 2 - 7), "the fewest of a piece"
+    s = cuda.Shape(0, 16384, torch.Size((4096, 4096)), torch.bfloat16, None, False, 1, True, "forward")
+    assert cuda._rows(tuple(s)) == [8185, 12285, 16384]
+
+
+@pytest.mark.parametrize("kind", ("product", "head"))
+def test_no_schedule_gets_more_rows_than_were_compared(
+    kind: str, asked: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "DGRAD_CHUNK", 32)
+    monkeypatch.setattr(cuda, "DGRAD_WHOLE", 64)
+    monkeypatch.setattr(cuda, "BUCKETS", (0, 16, 64))
+    seen: list[int] = []
+    plain = cuda.launcher
+
+    def launcher(device: int, which: cuda.Plan) -> Callable[..., None]:
+        run = plain(device, which)
+        return lambda m, *rest: (seen.append(m), run(m, *rest))[1]
+
+    monkeypatch.setattr(cuda, "launcher", launcher)
+    whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
+    k = 80 if kind == "head" else 48
+    for limit, m in ((1 << 40, 200), (40 * k * 2, 57)):  # the last bucket is open, and a limit on bytes
+        monkeypatch.setattr(cuda, "SAMPLE_BYTES", limit)
+        a, w = whole(m, k), whole(k, 24)
+        s = cuda._shape((0, *cuda._dgrad_key(a, w, 1)[1:]))
+        assert s.is_head == (kind == "head")
+        found, _ = cuda._head(s, 0) if s.is_head else cuda._product(s, 0)
+        got, expected = found(a, w), a.float() @ w.float()
+        assert_bitwise(got, expected.bfloat16(), kind)
+        pieces = seen[:: 3 if s.is_head else 1]  # a launch a chunk
+        assert sum(pieces) == m and max(seen) <= cuda.most_rows(s) == cuda._rows(tuple(s))[-1] == asked[-1][1]
+        seen.clear()

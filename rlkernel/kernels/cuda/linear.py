@@ -10,6 +10,7 @@ import ctypes
 import functools
 from bisect import bisect_left
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ RANKS = 4  # answers of cuBLASLt's heuristic that compete
 MOST_WORKSPACE = 32 << 20
 # Close together where a decode step has its rows and the library fits its tiles to them.
 BUCKETS = (0, 1, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512, 1024, 2048, 4096, 8192, 16384)
-SAMPLE_BYTES = 3 << 29  # limit on the largest matrix of a comparison, 1.5 GiB
+SAMPLE_BYTES = 2 << 30  # limit on the largest matrix of a comparison; a call with more rows is cut
 SPLIT_ROWS = 512  # most rows at which a head's input gradient keeps one fp32 partial sum a chunk
 ANY = 1 << 40
 
@@ -84,7 +85,7 @@ class Shape(NamedTuple):
     out_dtype: torch.dtype | None  # None: dtype
     bias: bool
     chunks: int
-    dense: bool  # contiguous operands; but for "wgrad" also at 16-byte addresses
+    dense: bool  # contiguous matrices; but for "wgrad" also at 16-byte addresses
     form: str
     fresh: bool = True  # what the result held before does not count
 
@@ -123,10 +124,9 @@ def _contiguous(*operands: Tensor) -> bool:
 def _linear_key(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
 ) -> Key:
-    dense = _dense(x, weight) if bias is None else _dense(x, weight, bias)
     return (
-        x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks, dense,
-        "forward",
+        x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks,
+        _dense(x, weight), "forward",
     )  # fmt: skip
 
 
@@ -151,13 +151,9 @@ def _linear_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear(
         x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
     ) -> Tensor:
-        if bias is None:
-            dense = not (x.data_ptr() | weight.data_ptr()) & 15
-        else:
-            dense = not (x.data_ptr() | weight.data_ptr() | bias.data_ptr()) & 15 and bias.is_contiguous()
         call = (
             x.shape, weight.numel(), x.dtype, out_dtype, chunks, x.get_device(), bias is None,
-            dense and x.is_contiguous() and weight.is_contiguous(),
+            not (x.data_ptr() | weight.data_ptr()) & 15 and x.is_contiguous() and weight.is_contiguous(),
         )  # fmt: skip
         run = runs.get(call) or first(call, x, weight, bias, chunks, dgrad_chunks, out_dtype)
         try:
@@ -217,12 +213,64 @@ def _device(key: Key) -> torch.device:
     return torch.device("cpu") if index < 0 else torch.device("cuda", index)
 
 
+def _row_bytes(s: Shape) -> int:
+    """Bytes of a row of the largest matrix of a call."""
+    if s.form == "wgrad":
+        return sum(s.weight) * s.dtype.itemsize
+    partials = 4 * s.chunks * s.n if s.chunks > 1 else 0
+    return max(s.k * s.dtype.itemsize, s.n * s.out.itemsize, partials)
+
+
+def most_rows(s: Shape) -> int:
+    """The most rows that a schedule is compared at, and therefore the most that it gets at once."""
+    if s.form == "wgrad":  # one chain over the tokens of a chunk: nothing to cut
+        return s.rows
+    return min(s.rows, max(8, SAMPLE_BYTES // max(_row_bytes(s), 1) // 8 * 8))
+
+
 def _rows(key: Key) -> list[int]:
+    """The lowest and the highest count that a schedule gets, and one between where that is no matter of gigabytes."""
     s = _shape(key)
-    width = sum(s.weight) if s.form == "wgrad" else max(s.n, s.k)
-    most = max(1, SAMPLE_BYTES // (width * 4))
+    high = most_rows(s)
     low = BUCKETS[max(BUCKETS.index(s.rows) - 1, 0)] + 1
-    return sorted({min(m, most) for m in (low, (low + s.rows) // 2 | 1, s.rows)})
+    if high < s.rows or s.rows == BUCKETS[-1]:
+        low = min(low, max(high // 2 - 7, 1))  # the fewest rows of a piece of a call that is cut
+    between = {(low + high) // 2 | 1} if high * _row_bytes(s) <= SAMPLE_BYTES // 2 else set()
+    return sorted({min(low, high), high} | {m for m in between if m < high})
+
+
+def cut(m: int, most: int) -> list[slice]:
+    """m rows in as few even pieces of at most `most` rows as there can be; but for the end in units of eight, so that
+    every piece begins at a 16-byte address. `most` is a multiple of eight."""
+    units = -(-m // 8)
+    pieces = -(-units // (most // 8))
+    at = [min(m, units * i // pieces * 8) for i in range(pieces + 1)]
+    return [slice(first, last) for first, last in pairwise(at)]
+
+
+def _in_pieces(s: Shape, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`run` (a, weight, bias, out) for calls of any number of rows: above `most_rows` in pieces. Rows are independent,
+    so no bit changes by it."""
+    most = most_rows(s)
+    if s.rows <= most and s.rows < BUCKETS[-1]:
+        return run
+
+    def pieces(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        m = a.shape[0]
+        if m <= most:
+            return run(a, weight, bias)
+        out = torch.empty((m, s.n), dtype=s.out, device=a.device)
+        for rows in cut(m, most):
+            run(a[rows], weight, bias, out[rows])
+        return out
+
+    return pieces
+
+
+def _placed(bias: Tensor) -> Tensor:
+    """Contiguous at a 16-byte address, as it was compared. Dispatch does not ask: here the address is at hand."""
+    good = not bias.data_ptr() & 15 and bias.is_contiguous()
+    return bias if good else bias.clone(memory_format=torch.contiguous_format)
 
 
 def _linear_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
@@ -340,22 +388,26 @@ def launcher(device: int, chosen: Plan) -> Callable[..., None]:
     return run
 
 
-def _product(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor | None], Tensor], str]:
+def _product(s: Shape, rank: int) -> tuple[Callable[..., Tensor], str]:
     """(a, weight, bias) -> out of a forward or an input gradient through one algorithm, and which it is."""
     split = s.chunks > 1
     in_epilogue = s.bias and not split
     partial = torch.float32 if split else s.out
     span, b_by_n = s.k // s.chunks, s.form == "forward"
     chosen = plan(
-        s.device, s.rows, s.n, span, s.chunks, s.k, s.weight[1], False, b_by_n, s.dtype, partial, in_epilogue, rank
+        s.device, most_rows(s), s.n, span, s.chunks, s.k, s.weight[1], False, b_by_n, s.dtype, partial, in_epilogue,
+        rank,
     )  # fmt: skip
     launch, n, out_dtype = launcher(s.device, chosen), s.n, s.out
 
-    def run(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def run(a: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         m = a.shape[0]
         with common.on_device(a):
-            out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+            if out is None:
+                out = torch.empty((m, n), dtype=out_dtype, device=a.device)
             target = torch.empty((s.chunks, m, n), dtype=partial, device=a.device) if split else out
+            if bias is not None:
+                bias = _placed(bias)
             added = bias.to(out_dtype) if in_epilogue and bias is not None else None
             launch(
                 m, span, a.data_ptr(), weight.data_ptr(), None if added is None else added.data_ptr(), False, target
@@ -364,24 +416,26 @@ def _product(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor | No
                 target = anchor.fold_partials(target, bias, out)
         return out
 
-    return run, chosen.algorithm
+    return _in_pieces(s, run), chosen.algorithm
 
 
-def _head(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor], Tensor], str]:
+def _head(s: Shape, rank: int) -> tuple[Callable[..., Tensor], str]:
     """(dy, weight) -> dx of a head, chunk after chunk onto one fp32 sum."""
-    chosen = plan(s.device, s.rows, s.n, DGRAD_CHUNK, 1, s.k, s.n, False, False, s.dtype, torch.float32, False, rank)
+    chosen = plan(
+        s.device, most_rows(s), s.n, DGRAD_CHUNK, 1, s.k, s.n, False, False, s.dtype, torch.float32, False, rank
+    )  # fmt: skip
     launch, n, size = launcher(s.device, chosen), s.n, s.dtype.itemsize
 
-    def run(dy: Tensor, weight: Tensor) -> Tensor:
+    def run(dy: Tensor, weight: Tensor, bias: None = None, out: Tensor | None = None) -> Tensor:
         m, a, b = dy.shape[0], dy.data_ptr(), weight.data_ptr()
         with common.on_device(dy):
             total = torch.empty((m, n), dtype=torch.float32, device=dy.device)
             for first in range(0, s.k, DGRAD_CHUNK):
                 k = min(DGRAD_CHUNK, s.k - first)
                 launch(m, k, a + first * size, b + first * n * size, None, first > 0, total)
-            return total.to(s.out)
+            return total.to(s.out) if out is None else out.copy_(total)
 
-    return run, chosen.algorithm
+    return _in_pieces(s, run), chosen.algorithm
 
 
 def _wgrad(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor, bool], None], str]:
@@ -454,13 +508,19 @@ def _tile(offer: Offer, dgrad: bool, head: bool = False) -> Schedule:
         s = _shape(key)
         split = -(-s.k // DGRAD_CHUNK) if s.rows <= SPLIT_ROWS else 1
 
-        def run(a: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:
-            out = torch.empty((a.shape[0], s.n), dtype=s.out, device=a.device)
+        def run(a: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+            if out is None:
+                out = torch.empty((a.shape[0], s.n), dtype=s.out, device=a.device)
             if head:
                 return linear_grad.ascending(a, weight, out, DGRAD_CHUNK, tile=tile._replace(split=split))
+            if bias is not None:
+                bias = _placed(bias)
             return anchor.gemm(a, weight if dgrad else weight.t(), out, bias=bias, tile=tile)
 
-        return (lambda dy, weight, chunks: run(dy, weight)) if dgrad else run
+        whole = _in_pieces(s, run)
+        if dgrad:
+            return lambda dy, weight, chunks: whole(dy, weight)
+        return lambda x, weight, bias, chunks, dgrad_chunks, out_dtype: whole(x, weight, bias)
 
     return Schedule(f"triton.{'head.' * head}{tile.m}x{tile.n}x{tile.k}", bind, supports)
 
