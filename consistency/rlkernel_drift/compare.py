@@ -49,7 +49,7 @@ from rlkernel_drift.statistics import (
     ulp_histogram,
 )
 from rlkernel_drift.trend import trends
-from rlkernel_drift.verdict import EXIT_CODES, Coverage, Gate, Metric, Side, Status, Verdict
+from rlkernel_drift.verdict import EXIT_CODES, Coverage, Finding, Gate, Metric, Side, Status, Verdict
 from rlkernel_drift.view import token_view
 
 _MAX_ULP_TOKENS = 4_000_000
@@ -222,20 +222,30 @@ def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdi
     verdict.factors = _factors(pair)
     metrics = [] if not verdict.statistics.tokens else verdict.metrics
     found = [*chain(verdict.factors), *hints(pair, compared, verdict.lattice)]
-    sequences, of = pair.coverage
-    verdict.coverage = Coverage(sequences=sequences, of=of)
-    result = statistics_gate(verdict.statistics, metrics, found)
+    verdict.coverage = _coverage(pair)
+    result = statistics_gate(verdict.statistics, metrics, found, _links(profile, verdict.factors))
     least = 0.0 if options.partial else profile.coverage
-    if result.status == "passed" and sequences < least * of:
-        words = (
-            f"only {_words(verdict.coverage)} were compared; --partial accepts a part, or name the whole of both sides"
-        )
+    if result.status in ("passed", "warned") and verdict.coverage.share < least:
+        words = f"only {verdict.coverage} were compared; --partial accepts a part, or name the whole of both sides"
         return skipped("statistics", words)
     return result
 
 
-def _words(coverage: Coverage) -> str:
-    return f"{coverage.sequences} of {coverage.of} sequences"
+def _coverage(pair: Pair) -> Coverage:
+    sequences, of = pair.coverage
+    tokens, of_tokens = pair.token_coverage
+    return Coverage(sequences=sequences, of=of, tokens=tokens, of_tokens=of_tokens)
+
+
+def _links(profile: Profile, factors: dict[str, TokenStatistics]) -> list[Finding]:
+    """Links of the chain that the profile would not let pass, whatever the streams do that are judged."""
+    found = []
+    for name, link in factors.items():
+        over = [m for m in judge(profile, metric_values(link, None)) if m.status == "over"] if link.tokens else []
+        if over:
+            message = f"{name}: {over[0].label} is {over[0].value:.4g}, more than the profile allows of what is judged"
+            found.append(finding("drift", message, "warning", link=name))
+    return found
 
 
 def _factors(pair: Pair) -> dict[str, TokenStatistics]:
@@ -269,8 +279,7 @@ def _scope(pair: Pair, compared: Comparable | None, profile: Profile) -> str:
     streams = pair.streams()
     which = f"{streams[0]} against {streams[1]}" if streams else "no log-probabilities"
     bar = f"; bar: {profile.title}" if profile.name == "floor" else ""
-    sequences, of = pair.coverage
-    return f"{tokens} tokens, compared {sequences} of {of} sequences; {which}{bar}"
+    return f"{tokens} tokens, compared {_coverage(pair)}; {which}{bar}"
 
 
 # ---- metrics files -------------------------------------------------------------------------------------------------
@@ -390,7 +399,7 @@ def conclude(verdict: Verdict) -> Verdict:
 
 def _headline(verdict: Verdict, status: Status, failed: list[Gate]) -> str:
     coverage = verdict.coverage
-    part = f"; compared {_words(coverage)}" if coverage is not None and coverage.sequences < coverage.of else ""
+    part = f"; compared {coverage}" if coverage is not None and coverage.share < 1 else ""
     if status == Status.ALIGNED:
         statistics = verdict.statistics
         if statistics is None:

@@ -56,6 +56,11 @@ class Pair:
         sides = [_counted(side.mask, side) for side in (self.rollout, self.train)]
         return _counted(self.mask, self.rollout), max(sides)
 
+    @property
+    def token_coverage(self) -> tuple[int, int]:
+        """Tokens that count: on both sides, and on the side that has more of them."""
+        return int(self.mask.sum()), max(int(side.mask.sum()) for side in (self.rollout, self.train))
+
     def streams(self) -> tuple[str, str] | None:
         """The streams to compare: of one meaning (both processed, or both raw) where both sides have it."""
         for values in ("processed", "raw"):

@@ -45,8 +45,12 @@ LABELS = {
     "sequences.sum_max": "largest |sum of d| of a sequence",
     "sequences.ess": "effective sample size, sequences",
     "sequences.mean_of_means": "mean over sequences of their mean |d|",
+    "sequences.worst_mean": "worst sequence's mean |d|, less three standard errors",
+    "sequences.bias": "|bias| less three standard errors",
     "sequences.retention.strict": "sequences with mean ratio in [0.999, 1.002]",
 }
+
+_TWO_SIDED = ("tokens.bias", "tokens.k1", "tokens.ratio_mean")
 
 
 class Threshold(BaseModel):
@@ -63,6 +67,12 @@ class Threshold(BaseModel):
     def _bounded(self) -> Threshold:
         if self.at_most is None and self.at_least is None:
             raise ValueError("needs at_most or at_least")
+        if self.at_most is not None and self.at_least is not None and self.at_least > self.at_most:
+            raise ValueError(f"at_least {self.at_least:g} is above at_most {self.at_most:g}: no value lies between")
+        if self.metric in _TWO_SIDED and None in (self.at_most, self.at_least):
+            raise ValueError(
+                f"{self.metric} errs to both sides: give at_most and at_least (sequences.bias is its size alone)"
+            )
         return self
 
 
@@ -147,32 +157,40 @@ PROFILES: dict[str, Profile] = {
 
 GENERAL = Profile(
     name="general",
-    title="no floor known: the bars of miles and prime-rl together",
+    title="no floor known: the bars of miles and prime-rl together, also for the bias and for the worst sequence",
     source="profiles miles and prime-rl",
-    threshold=[*PROFILES["miles"].threshold, *PROFILES["prime-rl"].threshold],
+    threshold=[
+        *PROFILES["miles"].threshold,
+        *PROFILES["prime-rl"].threshold,
+        # E[d] is the KL that k3 estimates, but for its sign.
+        Threshold(metric="sequences.bias", at_most=0.015, source="the bar on k3"),
+        Threshold(metric="sequences.worst_mean", at_most=2.5 * 0.03, source="2.5 times the bar on the mean"),
+    ],
 )
 
-FLOOR_FACTOR = {"mean": 1.6, "p99": 2.5}
+FLOOR_FACTOR = {"mean": 1.6, "p99": 2.5, "bias": 0.3, "worst_mean": 2.5}
 """How far above a measured noise floor a healthy pair may lie; see docs/drift/power.md for how often it does."""
 _SMALLEST_FLOOR = 1e-6
-_LARGEST_CARRIED = {"mean": 0.03 / FLOOR_FACTOR["mean"], "p99": 0.3 / FLOOR_FACTOR["p99"]}
+_SMALLEST_BIAS = 1e-5  # nats; two log-softmaxes in fp32 may round all tokens to one side
+_LARGEST_CARRIED = {"mean": 0.03 / FLOOR_FACTOR["mean"], "p99": 0.3 / FLOOR_FACTOR["p99"], "k3": 0.015 / 2}
 
 
 def floor_profile(floor: Floor) -> Profile:
     """Thresholds from a stack's own noise (`rlkernel-drift floor`)."""
     source = f"noise floor of {floor.tokens} tokens"
+    mean, p99 = max(floor.mean, _SMALLEST_FLOOR), max(floor.p99, _SMALLEST_FLOOR)
+    bias = max(FLOOR_FACTOR["bias"] * mean, 2 * floor.k3, _SMALLEST_BIAS)
+    limits = {
+        "tokens.mean": FLOOR_FACTOR["mean"] * mean,
+        "tokens.p99": FLOOR_FACTOR["p99"] * p99,
+        "sequences.bias": bias,
+        "sequences.worst_mean": max(FLOOR_FACTOR["worst_mean"] * mean, _SMALLEST_BIAS),
+    }
     return Profile(
         name="floor",
         title="this stack's own noise",
         source=source,
-        threshold=[
-            Threshold(
-                metric="tokens.mean", at_most=FLOOR_FACTOR["mean"] * max(floor.mean, _SMALLEST_FLOOR), source=source
-            ),
-            Threshold(
-                metric="tokens.p99", at_most=FLOOR_FACTOR["p99"] * max(floor.p99, _SMALLEST_FLOOR), source=source
-            ),
-        ],
+        threshold=[Threshold(metric=name, at_most=limit, source=source) for name, limit in limits.items()],
     )
 
 
@@ -223,9 +241,9 @@ def load_profile(name: str) -> Profile:
     return profile
 
 
-def metric_values(tokens: TokenStatistics, sequences: SequenceStatistics) -> dict[str, float | None]:
+def metric_values(tokens: TokenStatistics, sequences: SequenceStatistics | None) -> dict[str, float | None]:
     """Every statistic under its name in `LABELS`."""
-    parts = {"tokens": tokens.model_dump(), "sequences": sequences.model_dump()}
+    parts = {"tokens": tokens.model_dump(), "sequences": {} if sequences is None else sequences.model_dump()}
     values: dict[str, float | None] = {}
     for name in LABELS:
         node: object = parts

@@ -155,10 +155,21 @@ class Histogram(Part):
 
 
 class Coverage(Part):
-    """Sequences with counted tokens that were compared, of those of the larger side."""
+    """Sequences with counted tokens that were compared, and counted tokens, of those of the larger side."""
 
     sequences: int
     of: int
+    tokens: int = 0
+    of_tokens: int = 0
+
+    @property
+    def share(self) -> float:
+        """The smaller of the two shares: the long sequences may be those that are missing."""
+        return min(self.sequences / max(1, self.of), self.tokens / max(1, self.of_tokens))
+
+    def __str__(self) -> str:
+        words = f"{self.sequences} of {self.of} sequences"
+        return words + (f" with {self.tokens} of {self.of_tokens} tokens" if self.tokens < self.of_tokens else "")
 
 
 class TokenView(Part):

@@ -120,9 +120,9 @@ def part_of(count: int, **parts: Any) -> Any:
 
 
 def test_few_of_the_sequences_say_little(tmp_path: Path) -> None:
-    some, few = compare(capsule(), part_of(4)), compare(capsule(), part_of(3))
-    assert some.exit_code == 0 and some.headline.endswith("; compared 4 of 8 sequences.")
-    assert few.exit_code == 3 and "only 3 of 8 sequences were compared" in few.headline
+    some, few = compare(capsule(), part_of(5)), compare(capsule(), part_of(3))
+    assert some.exit_code == 0 and some.headline.endswith("; compared 5 of 8 sequences with 210 of 348 tokens.")
+    assert few.exit_code == 3 and "only 3 of 8 sequences with 123 of 348 tokens were compared" in few.headline
     assert few.coverage is not None and (few.coverage.sequences, few.coverage.of) == (3, 8)
     assert compare(capsule(), part_of(3), partial=True).exit_code == 0
     file = tmp_path / "sample.toml"
@@ -139,11 +139,32 @@ def test_few_of_the_sequences_say_little(tmp_path: Path) -> None:
     assert verdict.exit_code == 0 and "compared" not in verdict.headline
 
 
-def test_a_capsule_with_itself_is_warned_of(tmp_path: Path) -> None:
+def test_coverage_counts_tokens_as_well() -> None:
+    long = [np.full(5000, -1, np.float32) - np.arange(5000, dtype=np.float32) % 7 for _ in range(4)]
+    rows = [*(v[:10] for v in long), *long]
+    side = lambda name, stream, n: build_capsule(
+        Manifest(side=name), [[1]] * n, [[2] * len(v) for v in rows[:n]], {stream: rows[:n]}
+    )
+    verdict = compare(side("rollout", "recorded.processed", 8), side("train", "train.processed", 4))
+    assert verdict.exit_code == 3 and "4 of 8 sequences with 40 of 20040 tokens" in verdict.headline
+
+
+def test_a_stream_of_placeholders_is_no_evidence() -> None:
+    zeros = [np.zeros_like(v) for v in sequences()[2]]
+    zeros[0][0] = -0.5  # a token that was counted by mistake
+    verdict = compare(capsule(logprobs=zeros), capsule("train", logprobs=zeros))
+    assert verdict.exit_code == 3 and "are one value: placeholders" in verdict.headline
+    assert compare(capsule(), capsule("train", logprobs=zeros)).exit_code in (1, 4)
+
+
+def test_a_capsule_with_itself_is_no_pass(tmp_path: Path) -> None:
     a = str(write_capsule(capsule(), tmp_path / "a"))
     same = [compare(a, a), compare(capsule(), capsule("train"))]
     assert [[f.cause for f in gate(v, "schema").findings] for v in same] == [["same-capsule"], []]
-    assert gate(same[0], "schema").status == "warned" and same[0].exit_code == 0
+    assert gate(same[0], "schema").status == "failed" and same[0].exit_code == 3
+    # A trainer that hands on the rollout's own log-probabilities has computed nothing.
+    carried = compare(capsule(), relabel(capsule("train"), "recorded.processed"))
+    assert carried.exit_code == 3 and "rollout's own recorded" in carried.headline
     both = dataclasses.replace(capsule(), logprobs={**capsule().logprobs, **capsule("train").logprobs})
     both = str(write_capsule(both, tmp_path / "both"))
     assert gate(compare(both), "schema").status == "passed"
@@ -176,6 +197,9 @@ NEW, OLD = {"a": 1, "b": 2, "c": 3, "d": 4}, {"a": 11, "b": 12, "c": 13, "d": 14
         (weights({"a": 21, "b": 22, "c": 23, "d": 24}), weights(NEW), "weights-differ"),
         (weights(NEW), weights(NEW, adapter="lora r=8"), "lora-missing"),
         (Weights(version=6), Weights(version=7), "stale-weights"),
+        (Weights(version=6), weights(NEW, {**OLD, "a": 1}, version=7), "stale-weights"),
+        (weights({"x": 1}, version=6), weights(NEW, version=7), "stale-weights"),
+        (Weights(version=7), Weights(version=7, adapter="lora"), "lora-missing"),
     ],
 )
 def test_weights_that_differ(rollout: Weights, train: Weights, cause: str) -> None:
@@ -199,6 +223,20 @@ def test_weights_that_hardly_moved_are_named(still: str, words: str) -> None:
     train = weights(NEW, {name: NEW[name] if name in still else OLD[name] for name in NEW})
     found = gate(compare(capsule(weights=weights(NEW)), capsule("train", weights=train)), "weights")
     assert found.status == "warned" and words in found.summary
+
+
+def test_few_common_names_are_no_evidence() -> None:
+    other = weights({"a": 1, **{f"x{i}": i for i in range(9)}})
+    found = gate(compare(capsule(weights=other), capsule("train", weights=weights(NEW))), "weights")
+    assert found.status == "skipped" and "only 1 of 13 tensors" in found.summary
+    found = gate(compare(capsule(weights=weights({"x": 1})), capsule("train", weights=weights(NEW))), "weights")
+    assert found.status == "skipped" and "only 0 of 5" in found.summary
+
+
+def test_an_adapter_beside_a_side_that_says_nothing_is_a_warning() -> None:
+    verdict = compare(capsule(), capsule("train", weights=Weights(adapter="lora")))
+    found = gate(verdict, "weights")
+    assert (verdict.exit_code, found.status) == (0, "warned") and "of the rollout: unknown" in found.summary
 
 
 def test_equal_weights_pass_across_dtypes() -> None:
@@ -300,6 +338,25 @@ def test_media_in_another_order() -> None:
     swapped = [m.model_copy(update={"digest": d.digest}) for m, d in zip(pictures, pictures[::-1], strict=True)]
     assert causes(compare(capsule(media=pictures), capsule("train", media=swapped)), "tokens") == ["swapped-media"]
     assert compare(capsule(media=pictures), capsule("train", media=pictures)).exit_code == 0
+
+
+def picture(sequence: int) -> Media:
+    return Media(sequence=sequence, begin=0, end=1, kind="image", digest=f"{sequence:02}" * 16)
+
+
+@pytest.mark.parametrize(
+    "left, right, words",
+    [([0], [], "names no media"), ([], [0], "names no media"), ([0], [0, 2], "sequence 2")],
+)
+def test_media_on_one_side_only(left: list[int], right: list[int], words: str) -> None:
+    sides = capsule(media=[picture(i) for i in left]), capsule("train", media=[picture(i) for i in right])
+    verdict = compare(*sides)
+    assert verdict.exit_code == 4 and causes(verdict, "tokens") == ["swapped-media"] and words in verdict.headline
+
+
+def test_media_of_sequences_without_partner_are_left_out() -> None:
+    verdict = compare(capsule(media=[picture(i) for i in range(8)]), part_of(6, media=[picture(i) for i in range(6)]))
+    assert verdict.exit_code == 0, verdict.headline
 
 
 def test_sequences_are_matched_by_their_ids() -> None:
@@ -431,7 +488,54 @@ def test_factors_are_reported_apart() -> None:
     }
     rollout = replace(rollout, logprobs={"recorded.processed": values - np.float32(0.1), "prefill.processed": values})
     found = gate(compare(rollout, capsule("train")), "statistics").findings
-    assert found[1].evidence == {"link": "prefill/recorded"} and "train/prefill equal bits" in found[1].message
+    link = next(f for f in found if f.evidence == {"link": "prefill/recorded"})
+    assert "train/prefill equal bits" in link.message
+
+
+def test_a_bad_link_is_said_where_the_ends_agree() -> None:
+    rollout = capsule()
+    values = rollout.logprobs["recorded.processed"]
+    rollout = dataclasses.replace(
+        rollout, logprobs={"recorded.processed": values, "prefill.processed": values - np.float32(0.5)}
+    )
+    verdict = compare(rollout, capsule("train"))
+    found = gate(verdict, "statistics")
+    assert (verdict.exit_code, found.status) == (0, "warned") and "train/prefill" in found.summary
+    assert "prefill/recorded" in printed(verdict)
+
+
+def test_what_systematic_and_concentrated_drift_does_to_the_general_bar() -> None:
+    _, _, logprobs = sequences()
+    shifted = compare(capsule(), capsule("train", logprobs=[v - np.float32(0.029) for v in logprobs]))
+    assert (shifted.profile, shifted.exit_code) == ("general", 1) and "bias" in shifted.headline
+    # One of 200 sequences, far off on each token: neither the mean nor the 99th percentile sees it.
+    rng = np.random.default_rng(0)
+    rows = [-rng.exponential(1.0, 50).astype(np.float32) - 1 for _ in range(200)]
+    one = [v + np.float32(0.9) if i == 7 else v for i, v in enumerate(rows)]
+    side = lambda name, stream, values: build_capsule(
+        Manifest(side=name), [[1]] * 200, [[2] * 50] * 200, {stream: values}
+    )
+    sides = side("rollout", "recorded.processed", rows), side("train", "train.processed", one)
+    assert compare(*sides).exit_code == 1 and "worst sequence" in compare(*sides).headline
+    floor = Floor(mean=0.01, p99=0.1, maximum=1, tokens=99)
+    assert compare(*sides, floor=floor).exit_code == 1
+    # A published bar lets it pass, with a word.
+    published = compare(*sides, profile="miles")
+    assert published.exit_code == 0 and "1 of 200 sequences carry the difference" in printed(published)
+
+
+def test_noise_of_short_sequences_passes_the_general_bar() -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(20):
+        rows = [-rng.exponential(1.0, n).astype(np.float32) for n in rng.integers(1, 60, 64)]
+        # As bf16 has it: heavy tails, a mean of 0.025.
+        far = [v + (rng.standard_t(3, len(v)) * 0.023).astype(np.float32) for v in rows]
+        side = lambda name, stream, values: build_capsule(
+            Manifest(side=name), [[1]] * 64, [[2] * len(v) for v in values], {stream: values}
+        )
+        metrics = compare(side("rollout", "recorded.processed", rows), side("train", "train.processed", far)).metrics
+        own = [m for m in metrics if m.name.startswith("sequences") and m.status != "no threshold"]
+        assert [m.status for m in own] == ["ok", "ok"], (seed, own)
 
 
 # ---- layers --------------------------------------------------------------------------------------------------------
@@ -446,7 +550,21 @@ def test_first_divergence_names_operator_token_element_and_ulps() -> None:
     first = verdict.layers.first
     assert (first.operator, first.layer, first.element, first.ulps, first.rows) == ("layers.1.q_proj", 1, 2, 1, 1)
     assert (first.sequence, first.index) == left.place(60)
-    assert compare(left, left, profile="bitwise").exit_code == 0
+    assert compare(left, capsule("train", operators=operators(tokens)), profile="bitwise").exit_code == 0
+
+
+@pytest.mark.parametrize("side", ["rollout", "train"])
+@pytest.mark.parametrize("profile", [None, "bitwise", "miles"])
+def test_an_operator_that_is_finite_on_one_side_only_fails(side: str, profile: str | None) -> None:
+    tokens = capsule().tokens
+    broken = operators(tokens)
+    values = broken.values["layers.1.q_proj"].values.copy()
+    values[40:60] = np.nan
+    broken.values["layers.1.q_proj"] = Tensor.of(values)
+    sides = {"rollout": operators(tokens), "train": operators(tokens), side: broken}
+    verdict = compare(capsule(operators=sides["rollout"]), capsule("train", operators=sides["train"]), profile=profile)
+    assert verdict.exit_code == 1 and causes(verdict, "layers") == ["not-finite"]
+    assert f"layers.1.q_proj is NaN or infinite on the {side} side" in gate(verdict, "layers").summary
 
 
 def test_one_buffer_recorded_for_all_layers_is_no_evidence() -> None:
@@ -480,12 +598,14 @@ def test_command_line(folders: tuple[str, str], tmp_path: Path, capsys: pytest.C
     assert len(text.splitlines()) < 60 and "<img" not in text
     suite = ElementTree.parse(files["junit"]).getroot()
     assert suite.get("failures") == "1" and len(suite.findall("testcase")) == 8
-    assert main(["compare", folders[0], folders[0]]) == 0
-    assert main(["assert", folders[0], folders[0], "--profile", "bitwise"]) == 0
+    assert main(["compare", folders[0], folders[0]]) == 3
+    assert main(["assert", folders[0], folders[0], "--profile", "bitwise"]) == 3
 
 
 def test_assert_is_silent_where_aligned(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["assert", folders[0], folders[0]]) == 0 and capsys.readouterr().out == ""
+    write_capsule(capsule("train"), Path(folders[1]).parent / "quiet")
+    quiet = str(Path(folders[1]).parent / "quiet")
+    assert main(["assert", folders[0], quiet]) == 0 and capsys.readouterr().out == ""
     assert main(["assert", *folders]) == 1 and "Drift" in capsys.readouterr().out
 
 
@@ -526,6 +646,8 @@ def test_profiles_from_files(tmp_path: Path) -> None:
         ('[[threshold]]\nmetric = "tokens.mean"\nat_most = nan\n', "threshold.0.at_most.*finite"),
         ('[[threshold]]\nmetric = "tokens.mean"\nat_least = -inf\n', "threshold.0.at_least.*finite"),
         ('[[threshold]]\nmetric = "tokens.mean"\n', "threshold.0: .*at_most or at_least"),
+        ('[[threshold]]\nmetric = "tokens.bias"\nat_most = 0.01\n', "threshold.0: .*both sides.*sequences.bias"),
+        ('[[threshold]]\nmetric = "tokens.mean"\nat_least = 0.5\nat_most = 0.01\n', "0.5 is above at_most 0.01"),
         ("surprise = 1", "threshold|surprise"),
     ):
         file.write_text(text)
@@ -547,6 +669,9 @@ def test_fixture(assert_aligned: Any) -> None:
     assert assert_aligned(capsule(), capsule("train")).exit_code == 0
     with pytest.raises(pytest.fail.Exception, match="Drift"):
         assert_aligned(capsule(), capsule("train", noise=0.3))
+    one = capsule()
+    with pytest.raises(pytest.fail.Exception, match="Inconclusive"):
+        assert_aligned(one, one)
 
 
 def test_an_unexpected_error_is_no_drift(

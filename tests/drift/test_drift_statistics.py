@@ -80,6 +80,23 @@ def test_sequences() -> None:
     assert SequenceSums(masked, np.array([0, 4, 10])).sequence.tolist() == [1]
 
 
+def test_bias_and_worst_sequence_beyond_chance() -> None:
+    rng = np.random.default_rng(0)
+    rollout = -rng.exponential(1.0, 800).astype(np.float32) - 1
+    places = np.arange(0, 801, 100)
+    of = lambda d: sequence_statistics(
+        SequenceSums(Comparable(rollout, (rollout + d).astype(np.float32), np.ones(800, np.bool_)), places)
+    )
+    quiet, shifted = of(rng.normal(0, 0.1, 800)), of(rng.normal(0.05, 0.1, 800))
+    assert quiet.bias < 1e-3 and 0.03 < shifted.bias < 0.05
+    one = rng.normal(0, 0.01, 800)
+    one[300:400] += 0.9
+    assert of(one).worst_mean == pytest.approx(0.9, abs=0.02) and quiet.worst_mean < 0.09
+    lone = np.zeros(800)
+    lone[5] = 9.0  # one token is no sequence that is off
+    assert of(lone).worst_mean == 0 == of(lone).bias
+
+
 def test_a_hundred_thousand_tokens_take_well_under_ten_seconds() -> None:
     p = pair(100_000)
     start = time.perf_counter()
@@ -136,6 +153,12 @@ def test_smooth_noise_has_no_lattice(seed: int, scale: float) -> None:
     assert find_lattice(rng.normal(0, scale, 500)) is None
     assert find_lattice(rng.laplace(0, scale, 500)) is None
     assert find_lattice(np.abs(rng.normal(0, scale, 500))) is None
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-5, 1e-3])
+def test_one_multiple_is_no_lattice(noise: float) -> None:
+    d = 0.029 + np.random.default_rng(0).normal(0, noise, 600)
+    assert find_lattice(d) is None and find_lattice(np.full(600, 1 / 32)) is None
 
 
 def test_bf16_logits_show_their_lattice() -> None:

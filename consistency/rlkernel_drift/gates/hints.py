@@ -1,9 +1,12 @@
 """What two streams alone say about the cause, without a model: shifts, one-signed differences, growth, lattices.
 
-Hints accompany a failed statistics gate. They are evidence, not a diagnosis: `diagnose` re-scores with the model.
+Hints accompany the statistics, also where every threshold holds. They are evidence, not a diagnosis: `diagnose`
+re-scores with the model.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +19,7 @@ from rlkernel_drift.verdict import Finding
 _MIN_TOKENS = 32
 _LINK = 5.0  # times the next link of the chain
 _ROUNDING = 1e-5  # nats; one-signed differences below it come from how a log-softmax rounds, not from kept sets
+_LARGE = 0.01  # nats a token; below it a sequence that stands out may have been computed on another path
 
 
 def hints(pair: Pair, compared: Comparable, lattice: Lattice | None) -> list[Finding]:
@@ -99,7 +103,8 @@ def _concentrated(pair: Pair, compared: Comparable) -> list[Finding]:
     if not 0 < len(outliers) <= there.sum() // 3:
         return []
     message = f"{len(outliers)} of {int(there.sum())} sequences carry the difference, first sequence {int(outliers[0])}"
-    return [finding("drift", message, "note", sequences=[int(i) for i in outliers[:20]])]
+    severity: Literal["warning", "note"] = "warning" if float(means.max()) > _LARGE else "note"
+    return [finding("drift", message, severity, sequences=[int(i) for i in outliers[:20]])]
 
 
 def _growth(pair: Pair, compared: Comparable) -> list[Finding]:

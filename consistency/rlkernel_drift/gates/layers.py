@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rlkernel_drift.gates.common import gate, skipped, some
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.locate.accumulated import accumulated_view, repeated_operators
@@ -15,7 +17,9 @@ _ROUNDING = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
 
 
 def layers_gate(pair: Pair, bitwise: bool) -> tuple[Gate, LayerView | None]:
-    """Compares recorded operators; fails on a differing bit under a bitwise profile."""
+    """Compares recorded operators; fails on a differing bit under a bitwise profile, on NaN or infinity that one side
+    alone has under any.
+    """
     rows = common_rows(pair)
     if rows is None:
         return skipped("layers", "no operator was recorded on both sides for the same tokens"), None
@@ -25,6 +29,9 @@ def layers_gate(pair: Pair, bitwise: bool) -> tuple[Gate, LayerView | None]:
         return gate("layers", [finding("nothing-compared", message, "warning")], ""), None
     view = accumulated_view(pair, rows)
     view.first = first_divergence(pair, rows)
+    broken = _one_side_broken(pair, rows)
+    if broken is not None:
+        return gate("layers", [broken], ""), view
     if view.first is None:
         return gate("layers", [], f"{len(rows.operators)} operators of {len(rows.token)} tokens have equal bits"), view
     message = describe(view.first)
@@ -32,6 +39,28 @@ def layers_gate(pair: Pair, bitwise: bool) -> tuple[Gate, LayerView | None]:
         return gate("layers", [_first(message, pair, rows, view)], ""), view
     words = f"{message}; with rounding on both sides this says little, `diagnose --model` replays the layers"
     return gate("layers", [finding("operator", words, "note", operator=view.first.operator)], words), view
+
+
+def _one_side_broken(pair: Pair, rows: Rows) -> Finding | None:
+    """The first operator with values that are finite on one side only: no rounding makes a NaN of a number."""
+    for name in rows.operators:
+        tensors = rows.values(pair, name)
+        if any(tensor.dtype == "I64" for tensor in tensors):
+            continue
+        finite = [np.isfinite(tensor.float32()).reshape(len(rows.token), -1) for tensor in tensors]
+        wrong = (finite[0] != finite[1]).any(axis=1)
+        if not wrong.any():
+            continue
+        token = int(rows.token[np.argmax(wrong)])
+        sequence, index = pair.rollout.place(token)
+        side = "rollout" if (finite[1] & ~finite[0]).any() else "train"
+        message = (
+            f"{name} is NaN or infinite on the {side} side and finite on the other, first at sequence {sequence}, "
+            f"token {index} ({int(wrong.sum())} of {len(wrong)} rows)"
+        )
+        rows_wrong = int(wrong.sum())
+        return finding("not-finite", message, operator=name, sequence=sequence, token=index, rows=rows_wrong)
+    return None
 
 
 def _first(message: str, pair: Pair, rows: Rows, view: LayerView) -> Finding:

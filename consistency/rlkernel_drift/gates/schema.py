@@ -9,7 +9,7 @@ from rlkernel_drift.verdict import Gate
 
 
 def schema_gate(pair: Pair) -> Gate:
-    """Fails where a side has no log-probabilities; says which sequences have no partner."""
+    """Fails where a side has no log-probabilities of its own; says which sequences have no partner."""
     findings = []
     # vLLM's hidden states have none: they can still tell where two sides part.
     located = bool(set(pair.rollout.operators.values) & set(pair.train.operators.values))
@@ -23,12 +23,27 @@ def schema_gate(pair: Pair) -> Gate:
             findings.append(finding("nothing-compared", f"the {name} side left out: {left}", "note"))
     if _same(pair):
         message = "both sides are the same capsule, byte for byte: that they agree says nothing"
-        findings.append(finding("same-capsule", message, "warning"))
+        findings.append(finding("same-capsule", message))
+    elif _handed_over(pair):
+        message = (
+            "the train side holds the rollout's own recorded log-probabilities and none of training: that they agree "
+            "says nothing"
+        )
+        findings.append(finding("same-capsule", message))
     alone = [len(part) for part in pair.alone]
     if any(alone):
         message = f"{alone[0]} sequences of the rollout and {alone[1]} of the train side have no partner"
         findings.append(finding("nothing-compared", message, "warning", rollout=alone[0], train=alone[1]))
     return gate("schema", findings, f"rlkernel.trace/1 on both sides, {len(pair.matches)} sequences matched")
+
+
+def _handed_over(pair: Pair) -> bool:
+    """Whether all that the train side has is the rollout's recording, as a trainer carries it along with the tokens."""
+    streams = pair.streams()
+    if streams is None or pair.train.manifest.side != "train" or not streams[1].startswith("recorded."):
+        return False
+    compared = pair.compared(streams)
+    return streams[0] == streams[1] and compared is not None and bool(len(compared.d)) and not compared.d.any()
 
 
 def _same(pair: Pair) -> bool:

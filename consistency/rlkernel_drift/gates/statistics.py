@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlkernel_drift.gates.common import gate, skipped
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.statistics import TokenStatistics
 from rlkernel_drift.verdict import Finding, Gate, Metric
 
 
-def statistics_gate(statistics: TokenStatistics | None, metrics: list[Metric], hints: list[Finding]) -> Gate:
-    """Fails where a threshold is exceeded, or where a side has values that no log-probability can have."""
+def statistics_gate(
+    statistics: TokenStatistics | None, metrics: list[Metric], hints: list[Finding], links: Sequence[Finding] = ()
+) -> Gate:
+    """Fails where a threshold is exceeded, or where a side has values that no log-probability can have.
+
+    Args:
+        hints: what the streams say about a cause; they warn where every threshold holds too.
+        links: of the chain that are worse than what is judged; said where nothing fails.
+    """
     if statistics is not None and statistics.tokens == 0 and not _broken(statistics):
         return skipped("statistics", "no token counts on both sides with a log-probability")
     judged = [metric for metric in metrics if metric.status != "no threshold"]
@@ -18,10 +27,12 @@ def statistics_gate(statistics: TokenStatistics | None, metrics: list[Metric], h
     over = [metric for metric in judged if metric.status == "over"]
     if not findings and not over and (missing or not judged):
         return skipped("statistics", f"statistics that the profile asks for are not there: {', '.join(missing)}")
+    if not findings and not over and statistics is not None and statistics.constant:
+        words = f"{statistics.commonest:.0%} of a side's {statistics.tokens} log-probabilities are one value"
+        return skipped("statistics", f"{words}: placeholders, no evidence")
     for metric in over:
         findings.append(finding("drift", _words(metric), value=metric.value, ratio=metric.ratio))
-    if over:
-        findings += hints
+    findings += hints if over else [*links, *hints]
     count = "" if statistics is None else f"{statistics.tokens} tokens: "
     return gate("statistics", findings, count + "; ".join(_words(metric) for metric in judged))
 

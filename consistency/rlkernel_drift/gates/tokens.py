@@ -181,16 +181,23 @@ def _observations(pair: Pair) -> list[Finding]:
 
 
 def _media(pair: Pair) -> list[Finding]:
-    a, b = pair.rollout.manifest.media, pair.train.manifest.media
-    if not a or not b:
-        return []
-    partner = dict(pair.matches)
-    for i in sorted({media.sequence for media in a}):
-        left = [m.digest for m in a if m.sequence == i]
-        right = [m.digest for m in b if m.sequence == partner.get(i)]
+    a, b = _digests(pair.rollout), _digests(pair.train)
+    for i, j in pair.matches:
+        left, right = a.get(i, []), b.get(j, [])
         if left != right:
             swapped = sorted(left) == sorted(right)
             what = "in another order" if swapped else "not the same"
             message = f"sequence {i}: the media are {what} ({len(left)} in the rollout, {len(right)} in training)"
+            bare = next((name for name, side in (("rollout", a), ("train", b)) if not side), None)
+            if bare is not None:
+                message += f"; the {bare} side names no media at all"
             return [finding("swapped-media", message, sequence=i, same_set=swapped)]
     return []
+
+
+def _digests(capsule: Capsule) -> dict[int, list[str]]:
+    """Digests of the media of each sequence that has some, in their order."""
+    found: dict[int, list[str]] = {}
+    for media in capsule.manifest.media:
+        found.setdefault(media.sequence, []).append(media.digest)
+    return found

@@ -9,28 +9,33 @@ from rlkernel_drift.pair import Pair
 from rlkernel_drift.verdict import Finding, Gate
 
 _STALE_SHARE = 0.95
+_COMMON_SHARE = 0.5  # equal tensors are evidence where at least this share of all names is on both sides
 
 
 def weights_gate(pair: Pair) -> Gate:
-    """Compares the fingerprints of all tensors that both sides have, in the coarser of their dtypes."""
+    """Compares the fingerprints of all tensors that both sides have, in the coarser of their dtypes.
+
+    Versions decide only where no tensor can be compared: equal bits under two version numbers are equal weights.
+    """
     rollout, train = pair.rollout.manifest.weights, pair.train.manifest.weights
     findings: list[Finding] = []
     if train is not None:
         findings += _unchanged(train)
-    if rollout is None or train is None or not rollout.tensors or not train.tensors:
-        if findings:
-            return gate("weights", findings, "")
-        versions = [None if side is None else side.version for side in (rollout, train)]
-        if None not in versions and versions[0] != versions[1]:
-            message = f"version {versions[0]} computed the rollout, version {versions[1]} the train side"
-            return gate("weights", [finding("stale-weights", message, rollout=versions[0], train=versions[1])], "")
-        return skipped("weights", "no weight fingerprints on both sides")
     findings += _adapters(rollout, train)
+    if rollout is None or train is None or not rollout.tensors or not train.tensors:
+        findings += _versions(rollout, train)
+        return gate("weights", findings, "") if findings else skipped("weights", "no weight fingerprints on both sides")
     common = sorted(set(rollout.tensors) & set(train.tensors))
+    every = set(rollout.tensors) | set(train.tensors)
+    if not common:
+        findings += _versions(rollout, train)
     differ = [name for name in common if not same_weight(rollout.tensors[name], train.tensors[name])]
     if differ:
         findings.append(_describe(rollout, train, common, differ))
-    missing = sorted((set(rollout.tensors) ^ set(train.tensors)) - {"lm_head.weight"})
+    missing = sorted(every - set(common) - {"lm_head.weight"})
+    if len(common) < _COMMON_SHARE * len(every) and not findings:
+        words = f"only {len(common)} of {len(every)} tensors have one name on both sides: {some(missing)} are alone"
+        return skipped("weights", words)
     if missing and not differ:
         message = f"{len(missing)} tensors are on one side only: {some(missing)}"
         findings.append(finding("weights-differ", message, "warning", tensors=list(missing[:50])))
@@ -86,11 +91,23 @@ def _swapped(rollout: Weights, train: Weights, differ: list[str]) -> tuple[str, 
     return None
 
 
-def _adapters(rollout: Weights, train: Weights) -> list[Finding]:
-    if rollout.adapter == train.adapter:
+def _versions(rollout: Weights | None, train: Weights | None) -> list[Finding]:
+    left, right = (None if side is None else side.version for side in (rollout, train))
+    if left is None or right is None or left == right:
         return []
-    message = f"adapter of the rollout: {rollout.adapter or 'none'}; of the train side: {train.adapter or 'none'}"
-    return [finding("lora-missing", message, rollout=rollout.adapter, train=train.adapter)]
+    message = f"version {left} computed the rollout, version {right} the train side"
+    return [finding("stale-weights", message, rollout=left, train=right)]
+
+
+def _adapters(rollout: Weights | None, train: Weights | None) -> list[Finding]:
+    left, right = (None if side is None else side.adapter for side in (rollout, train))
+    if left == right:
+        return []
+    words = [(side and side.adapter) or ("none" if side else "unknown") for side in (rollout, train)]
+    message = f"adapter of the rollout: {words[0]}; of the train side: {words[1]}"
+    # A side that says nothing of its weights may have the adapter all the same.
+    unknown = rollout is None or train is None
+    return [finding("lora-missing", message, "warning" if unknown else "error", rollout=left, train=right)]
 
 
 def _unchanged(weights: Weights) -> list[Finding]:

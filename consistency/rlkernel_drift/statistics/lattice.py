@@ -17,6 +17,7 @@ _STEPS = tuple(2.0**-k for k in range(1, 13))
 _MIN_TOKENS = 24
 _CONCENTRATION = 0.75
 _EXACT = 1e-3
+_ONE_MULTIPLE = 0.95
 
 
 class Lattice(BaseModel):
@@ -50,6 +51,10 @@ def find_lattice(d: Floats) -> Lattice | None:
             continue
         phase = np.exp(2j * math.pi * (away / step))
         concentration = float(phase.mean().real)
+        # A shift of all tokens by one amount lies at one multiple of some step, whatever it is.
+        multiples = np.unique(np.round(away / step), return_counts=True)[1]
+        if multiples.max() > _ONE_MULTIPLE * len(away):
+            continue
         # A smooth cloud concentrates on no step.
         if concentration >= _CONCENTRATION:
             residue = np.abs(away / step - np.round(away / step))

@@ -19,6 +19,8 @@ BANDS = {"strict": (0.999, 1.002), "1%": (0.99, 1.01), "5%": (0.95, 1.05)}
 _SUPPORT = -1e4  # engines write -inf, -9999 or fp32's lowest for a token outside the kept set
 _ABOVE = 0.05  # a head in TF32 beside a sum in fp32 lifts a certain token by less
 
+_FEW, _ONE_VALUE = 8, 0.98
+
 
 class TokenStatistics(BaseModel):
     """One comparison of two streams.
@@ -31,6 +33,7 @@ class TokenStatistics(BaseModel):
         positive: log-probabilities above zero, of both sides.
         above_rollout, above_train: those above zero by more than rounding can do.
         equal: share of tokens with the same 32 bits.
+        commonest: share of the commonest value, on the side where it is larger.
         mean, p50, p90, p95, p99, p999, maximum: of |d|, in nats.
         std: of d.
         bias: mean of d; above zero, training finds the tokens more likely than the rollout did.
@@ -57,6 +60,7 @@ class TokenStatistics(BaseModel):
     above_rollout: int = 0
     above_train: int = 0
     equal: float = 0.0
+    commonest: float = 0.0
     mean: float = 0.0
     p50: float = 0.0
     p90: float = 0.0
@@ -78,6 +82,11 @@ class TokenStatistics(BaseModel):
     ratio_mean: float = 1.0
     beyond_ln2: float = 0.0
     retention: dict[str, float] = {}
+
+    @property
+    def constant(self) -> bool:
+        """Whether nearly all values of a side are one value: a placeholder, no log-probability."""
+        return self.tokens >= _FEW and self.commonest > _ONE_VALUE
 
     @property
     def mismatched(self) -> int:
@@ -135,6 +144,7 @@ def token_statistics(pair: Comparable) -> TokenStatistics:
     return TokenStatistics(
         **pair.counts,
         equal=float(same.mean()),
+        commonest=max(_commonest(pair.r), _commonest(pair.t)),
         mean=float(size.mean()),
         p50=float(p50),
         p90=float(p90),
@@ -157,6 +167,10 @@ def token_statistics(pair: Comparable) -> TokenStatistics:
         beyond_ln2=float((size > math.log(2)).mean()),
         retention={name: float(((ratio >= low) & (ratio <= high)).mean()) for name, (low, high) in BANDS.items()},
     )
+
+
+def _commonest(values: Floats) -> float:
+    return float(np.unique(values, return_counts=True)[1].max() / len(values))
 
 
 def k3(d: Floats) -> float:
