@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import report_cases
 from drift_cases import capsule
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rlkernel_drift.capsule import Manifest, build_capsule, write_capsule
@@ -394,6 +394,8 @@ def test_a_window_surrounds_the_largest_difference() -> None:
     st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=12),
     st.floats(min_value=0, max_value=1e300),
 )
+@example([5e-324], 0.0)
+@example([0.0, 1e-310], 0.0)
 def test_any_numbers_draw(values: list[float], step: float) -> None:
     optional: list[float | None] = [*values, None]
     edges = sorted(v for v in values if math.isfinite(v))

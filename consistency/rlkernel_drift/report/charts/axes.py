@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlkernel_drift.report.markup import Child, Markup, tag
 from rlkernel_drift.report.numbers import number
 
-_HUGE = 1e100
+_HUGE, _TINY = 1e100, 1e-300
 
 
 def drawable(value: float | None) -> bool:
@@ -56,8 +56,10 @@ class Scale:
 
 def linear(low: float, high: float, start: float, end: float) -> Scale:
     """A linear scale; a single value gets some room on both sides."""
-    if not high - low > 1e-12 * max(abs(low), abs(high)):
-        room = max(abs(low), abs(high)) * 0.1 or 1.0
+    size = max(abs(low), abs(high))
+    # Steps of a range of subnormal numbers would be 0.
+    if not high - low > max(1e-12 * size, _TINY):
+        room = 0.1 * size if 0.1 * size > _TINY else 1.0
         low, high = min(low, high) - room, max(low, high) + room
     return Scale(low, high, start, end)
 
