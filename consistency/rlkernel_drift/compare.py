@@ -5,6 +5,7 @@ Nothing compared is never a pass: a verdict of `aligned` needs tokens, on both s
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from rlkernel_drift.gates.statistics import statistics_gate
 from rlkernel_drift.gates.tokens import tokens_gate
 from rlkernel_drift.gates.weights import weights_gate
 from rlkernel_drift.inputs import Source, open_input, open_sides, train_side
-from rlkernel_drift.inputs.metrics import Metrics
+from rlkernel_drift.inputs.metrics import Metrics, how_to_log
 from rlkernel_drift.knowledge import CAUSES, finding
 from rlkernel_drift.pair import Pair, match
 from rlkernel_drift.profiles import (
@@ -53,6 +54,7 @@ from rlkernel_drift.verdict import EXIT_CODES, Coverage, Finding, Gate, Metric, 
 from rlkernel_drift.view import token_view
 
 _MAX_ULP_TOKENS = 4_000_000
+_LARGEST = 700.0  # exp of more is no double
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict
             update["trends"] = [trend for own in series.values() for trend in trends(own)]
         verdict = verdict.model_copy(update=update)
         for own in series.values():
-            verdict = _with_metrics(verdict, own)
+            verdict = _with_metrics(verdict, own, _profile(rollout.capsule, train.capsule, options))
         return verdict
     if rollout.metrics is not None or train.metrics is not None:
         _alone(rollout, train)
@@ -161,7 +163,7 @@ def _alone(rollout: Source, train: Source) -> None:
 def compare_capsules(rollout: Capsule, train: Capsule, options: Options) -> Verdict:
     """All gates over two capsules."""
     pair = match(rollout, train)
-    profile = options.profile or _choose(pair, options.floor)
+    profile = _profile(rollout, train, options)
     compared = pair.compared()
     verdict = Verdict(
         tool=f"rlkernel-drift {__version__}",
@@ -198,13 +200,16 @@ def compare_capsules(rollout: Capsule, train: Capsule, options: Options) -> Verd
     return conclude(verdict)
 
 
-def _choose(pair: Pair, floor: Floor | None) -> Profile:
-    if floor is not None:
-        return floor_profile(floor)
-    contracts = {pair.rollout.manifest.contract, pair.train.manifest.contract}
+def _profile(rollout: Capsule, train: Capsule, options: Options) -> Profile:
+    if options.profile is not None:
+        return options.profile
+    if options.floor is not None:
+        return floor_profile(options.floor)
+    sides = rollout.manifest, train.manifest
+    contracts = {side.contract for side in sides}
     if len(contracts) == 1 and None not in contracts:
         return BITWISE
-    return carried_profile(pair.rollout.manifest, pair.train.manifest) or GENERAL
+    return carried_profile(*sides) or GENERAL
 
 
 def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdict: Verdict, options: Options) -> Gate:
@@ -301,10 +306,8 @@ def compare_metrics(source: Source, metrics: Metrics, options: Options) -> Verdi
         scope=f"{metrics.compared} steps of {source.label}, as logged by {', '.join(metrics.frameworks)}; no tokens",
         command=options.command or list(sys.argv),
     )
-    verdict.gates = [
-        skipped(name, "a metrics file has no tokens") if name != "statistics" else _metrics_gate(metrics, verdict)
-        for name in TITLES
-    ]
+    own = _metrics_gate(metrics, verdict.metrics)
+    verdict.gates = [own if name == "statistics" else skipped(name, "a metrics file has no tokens") for name in TITLES]
     return conclude(verdict)
 
 
@@ -322,12 +325,16 @@ def _metrics_profile(values: dict[str, float | None]) -> Profile:
 
 def _judged(profile: Profile, metrics: Metrics) -> list[Metric]:
     """Each threshold beside the worst of the steps: a mean over steps would hide that a run broke at its end."""
-    known = {
-        name: [(value, step) for value, step in zip(column, metrics.steps, strict=True) if value is not None]
-        for name, column in metrics.values.items()
-    }
-    ends = [{name: pick(pairs) if pairs else None for name, pairs in known.items()} for pick in (min, max)]
-    sides = [judge(profile, {name: pair and pair[0] for name, pair in end.items()}) for end in ends]
+    known: dict[str, list[tuple[float, int, str]]] = {name: [] for name in metrics.values}
+    for key, column in metrics.columns.items():
+        pairs = zip(column, metrics.steps, strict=True)
+        known[metrics.statistics[key]] += [(value, step, key) for value, step in pairs if value is not None]
+    # Ties go to the first step.
+    ends = [
+        {name: pick(found, key=lambda item: item[0]) if found else None for name, found in known.items()}
+        for pick in (min, max)
+    ]
+    sides = [judge(profile, {name: found and found[0] for name, found in end.items()}) for end in ends]
     means = metrics.summary()
     result = []
     for pair in zip(*sides, strict=True):
@@ -337,42 +344,94 @@ def _judged(profile: Profile, metrics: Metrics) -> list[Metric]:
         which = max((0, 1), key=lambda i: (pair[i].status == "over", pair[i].ratio or 0.0))
         worst, at = pair[which], ends[which].get(pair[which].name)
         if at is not None and len(known[worst.name]) > 1:
-            label = f"{worst.label} (worst of {len(known[worst.name])} steps: step {at[1]})"
-            worst = worst.model_copy(update={"label": label})
+            names = metrics.names_of(worst.name)
+            under = f" of {at[2]}, one of {len(names)} names" if len(names) > 1 else ""
+            steps = len({step for _, step, _ in known[worst.name]})
+            worst = worst.model_copy(update={"label": f"{worst.label} (worst of {steps} steps: step {at[1]}{under})"})
         result.append(worst)
     return result
 
 
-def _metrics_gate(metrics: Metrics, verdict: Verdict) -> Gate:
+def _metrics_gate(metrics: Metrics, judged: list[Metric]) -> Gate:
     broken = [
         finding(
             "not-finite",
-            f"{metrics.names[name]} is NaN or infinite at {len(steps)} of {len(metrics.steps)} steps, "
-            f"first at step {steps[0]}",
+            f"{name} is NaN or infinite at {len(steps)} of {len(metrics.steps)} steps, first at step {steps[0]}",
             steps=len(steps),
             first=steps[0],
         )
         for name, steps in metrics.broken.items()
     ]
     if broken:
-        return gate("statistics", [*broken, *statistics_gate(None, verdict.metrics, []).findings], "")
+        return gate("statistics", [*broken, *statistics_gate(None, judged, []).findings], "")
     if not metrics.compared:
         return skipped("statistics", "the framework says that nothing was compared at any step")
-    return statistics_gate(None, verdict.metrics, [])
+    result = statistics_gate(None, judged, [])
+    if result.status == "skipped":
+        advice = how_to_log(metrics.frameworks)
+        return result.model_copy(update={"summary": f"{result.summary}{f'. {advice}' if advice else ''}"})
+    if result.status != "passed":
+        return result
+    words = []
+    for name, steps in metrics.missing.items():
+        words.append(f"{name} has no value at {len(steps)} of {len(metrics.steps)} steps, last at step {steps[-1]}")
+        if steps[-1] == metrics.steps[-1]:
+            # A run that breaks logs NaN, which pandas and others write as null.
+            return skipped("statistics", f"{words[-1]}, the end of the run")
+    if metrics.cut:
+        words.append(f"{metrics.cut} of {metrics.path.name} is cut and was left out")
+    return result.model_copy(
+        update={
+            "status": "warned" if words else result.status,
+            "summary": "; ".join([*words, result.summary]),
+            "findings": [*result.findings, *(finding("nothing-compared", word, "warning") for word in words)],
+        }
+    )
 
 
-def _with_metrics(verdict: Verdict, metrics: Metrics) -> Verdict:
-    """A run folder's own tally covers all tokens of the run, its samples only some: the tally may fail the gate too."""
+def _with_metrics(verdict: Verdict, metrics: Metrics, profile: Profile) -> Verdict:
+    """A run's own tally covers all its steps and tokens, what it kept only some: the tally may fail the gate too."""
+    judged = [m for m in _judged(profile, metrics) if m.status not in ("no threshold", "missing")]
+    own = _metrics_gate(metrics, judged) if judged or metrics.broken else _bounded(profile, metrics)
+    if own.status in ("failed", "skipped") and not (own.status == "skipped" and verdict.status != Status.ALIGNED):
+        gates = [own if g.name == "statistics" else g for g in verdict.gates]
+        return conclude(verdict.model_copy(update={"gates": gates, "metrics": judged + verdict.metrics}))
+    if verdict.status != Status.ALIGNED:
+        return verdict
+    if own.findings:
+        update = {"status": "warned", "summary": own.summary}
+        gates = [
+            g.model_copy(update=update | {"findings": [*g.findings, *own.findings]}) if g.name == "statistics" else g
+            for g in verdict.gates
+        ]
+        verdict = verdict.model_copy(update={"gates": gates})
+    step = verdict.rollout.step if verdict.rollout is not None else None
+    kept = "the tokens that the run kept" if step is None else f"the tokens of step {step}"
+    words = f"{verdict.headline.rstrip('.')}; these are {kept}, its own figures of {metrics.compared} steps agree."
+    return verdict.model_copy(update={"headline": words})
+
+
+def _bounded(profile: Profile, metrics: Metrics) -> Gate:
+    """For a tally of equal bits and the largest difference alone: what the profile's statistics are at most."""
     values = metrics.summary()
-    broken = "tokens.equal" in metrics.broken
-    if (values.get("tokens.equal") is None and not broken) or verdict.profile != BITWISE.name:
-        return verdict
-    judged = judge(BITWISE, {"tokens.equal": values["tokens.equal"]})
-    own = _metrics_gate(metrics, verdict) if broken else statistics_gate(None, judged, [])
-    if own.status != "failed":
-        return verdict
-    gates = [own if g.name == "statistics" else g for g in verdict.gates]
-    return conclude(verdict.model_copy(update={"gates": gates, "metrics": judged + verdict.metrics}))
+    share = 1.0 - (values.get("tokens.equal") or 0.0)
+    largest = values.get("tokens.maximum")
+    size = 0.0 if share == 0 else math.inf if largest is None else min(largest, _LARGEST)
+    most = {
+        "tokens.mean": share * size,
+        "tokens.p99": size,
+        "tokens.k3": share * (math.expm1(min(size, _LARGEST)) - min(size, _LARGEST)),
+        "tokens.multiplicative": 1 + share * math.expm1(min(size, _LARGEST)),
+    }
+    bounds = [(most.get(t.metric, math.inf), t) for t in profile.threshold]
+    if share == 0 or all(t.at_least is None and t.at_most is not None and m <= t.at_most for m, t in bounds):
+        return gate("statistics", [], "")
+    found = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)
+    return skipped(
+        "statistics",
+        f"the run's own figures (worst step: {found or 'none'}) do not say whether profile {profile.name} held at "
+        "every step; the tokens that it kept are only some",
+    )
 
 
 # ---- conclusion ----------------------------------------------------------------------------------------------------
@@ -398,12 +457,15 @@ def conclude(verdict: Verdict) -> Verdict:
 
 
 def _headline(verdict: Verdict, status: Status, failed: list[Gate]) -> str:
+    by_name = {g.name: g for g in verdict.gates}
     coverage = verdict.coverage
     part = f"; compared {coverage}" if coverage is not None and coverage.share < 1 else ""
     if status == Status.ALIGNED:
         statistics = verdict.statistics
         if statistics is None:
-            return f"Aligned: every logged statistic is within profile {verdict.profile} at every step."
+            said = by_name["statistics"]
+            less = f" that has one; {said.findings[0].message}" if said.status == "warned" and said.findings else ""
+            return f"Aligned: every logged statistic is within profile {verdict.profile} at every step{less}."
         if statistics.equal == 1:
             return f"Aligned: all {statistics.tokens} log-probabilities have equal bits{part}."
         size = f"mean |d| {statistics.mean:.3g}, k3 {statistics.k3:.3g}"

@@ -41,12 +41,12 @@ class CapsuleError(DriftError):
     """A capsule that is refused.
 
     Attributes:
-        refusal: the reason's stable name.
+        refusal: the reason's stable name; reason: the rest of the message.
     """
 
     def __init__(self, refusal: Refusal, message: str) -> None:
         super().__init__(f"{refusal.value}: {message}")
-        self.refusal = refusal
+        self.refusal, self.reason = refusal, message
 
 
 class UnknownInputError(DriftError):

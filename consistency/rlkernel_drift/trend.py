@@ -21,10 +21,16 @@ _EXTREMES = ("tokens.maximum", "tokens.probability_max")
 def trends(metrics: Metrics) -> list[Trend]:
     """A trend for each statistic of the file, extremes apart: they change level by chance."""
     return [
-        trend(name, metrics.steps, column, metrics.versions)
-        for name, column in metrics.values.items()
-        if name not in _EXTREMES and sum(value is not None for value in column) >= 2
+        trend(_title(metrics, name), metrics.steps, column, metrics.versions)
+        for name, column in metrics.columns.items()
+        if metrics.statistics[name] not in _EXTREMES and sum(value is not None for value in column) >= 2
     ]
+
+
+def _title(metrics: Metrics, name: str) -> str:
+    """The statistic; where the file has it under several names, with the name."""
+    statistic = metrics.statistics[name]
+    return statistic if len(metrics.names_of(statistic)) == 1 else f"{statistic} ({name})"
 
 
 def trend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 from drift_cases import capsule
 
-from rlkernel_drift.capsule import Tensor
+from rlkernel_drift.capsule import Tensor, write_capsule
 from rlkernel_drift.capsule.tensor_file import write_tensors
 from rlkernel_drift.compare import compare
-from rlkernel_drift.errors import CapsuleError, DriftError
+from rlkernel_drift.errors import CapsuleError, DriftError, Refusal
 from rlkernel_drift.inputs import open_input
 from rlkernel_drift.inputs.hidden_states import read_hidden_states
 from rlkernel_drift.inputs.metrics import read_metrics
@@ -186,6 +187,70 @@ def test_noise_has_no_change_point(seed: int) -> None:
     assert change_point(np.full(50, 0.01)) is None and change_point(np.zeros(0)) is None
 
 
+def test_two_names_of_one_statistic_are_two_columns(tmp_path: Path) -> None:
+    train, val = "mismatch_kl/all/mean", "val/mismatch_kl/all/mean"
+    for bad in (0.5, float("nan")):
+        for row in ({train: bad, val: 0.001}, {val: 0.001, train: bad}):
+            verdict = compare(jsonl(tmp_path / "m.jsonl", [row] * 3))
+            assert verdict.exit_code == 1 and train in verdict.headline
+    assert compare(jsonl(tmp_path / "m.jsonl", [{train: 0.002, val: 0.001}] * 3)).exit_code == 0
+    metrics = read_metrics(tmp_path / "m.jsonl")
+    assert metrics.columns == {train: [0.002] * 3, val: [0.001] * 3}
+    with pytest.raises(DriftError, match=r"line 1 is no JSON: .* is there twice"):
+        (tmp_path / "m.jsonl").write_text(f'{{"{K3}": 0.5, "{K3}": 0.001}}\n')
+        read_metrics(tmp_path / "m.jsonl")
+    with pytest.raises(DriftError, match="twice"):
+        (tmp_path / "m.csv").write_text(f"{K3},{K3}\n0.5,0.001\n")
+        read_metrics(tmp_path / "m.csv")
+
+
+def test_steps_without_a_value_are_said(tmp_path: Path) -> None:
+    def rows(empty: set[int]) -> list[dict[str, Any]]:
+        return [{"step": i, K3: None if i in empty else 1e-4} for i in range(10)]
+
+    end = compare(jsonl(tmp_path / "end.jsonl", rows(set(range(4, 10)))))
+    assert end.exit_code == 3 and "no value at 6 of 10 steps" in end.headline
+    middle = compare(jsonl(tmp_path / "middle.jsonl", rows({3})))
+    assert middle.exit_code == 0 and "no value at 1 of 10 steps, last at step 3" in middle.headline
+    (tmp_path / "end.csv").write_text(f"step,{K3}\n1,1e-4\n2,\n")
+    assert compare(tmp_path / "end.csv").exit_code == 3
+    # Another row of the step has it.
+    both = [{"step": 1, K3: 1e-4}, {"step": 1, K3: None}]
+    assert compare(jsonl(tmp_path / "both.jsonl", both)).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({K3: "oops"}, "line 2: rollout_corr/k3_kl is 'oops'; expected a number"),
+        ({K3: True}, "expected a number"),
+        ({K3: -3}, "cannot be below 0"),
+        ({"train_rollout_logprob_abs_diff": -5}, "line 2: train_rollout_logprob_abs_diff is -5; it cannot be below 0"),
+        ({"token_mult_prob_error": 0.5}, "cannot be below 1"),
+        ({"exact_frac": 1.2}, "cannot be above 1"),
+        ({"exact_frac": 1.0, "max_abs_diff": 3.0}, "all bits are equal and the largest difference is 3"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+    with pytest.raises(DriftError, match=words):
+        read_metrics(jsonl(tmp_path / "m.jsonl", [{K3: 1e-4}, row]))
+
+
+def test_lines_that_are_cut(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "m.jsonl", [{"step": i, K3: 1e-4} for i in range(3)])
+    path.write_text(path.read_text() + '{"step": 3, "rollo')
+    verdict = compare(path)
+    assert verdict.exit_code == 0 and "line 4 of m.jsonl is cut" in verdict.headline
+    path.write_text(path.read_text() + "\n{}\n")
+    with pytest.raises(DriftError, match="line 4 is no JSON: Invalid control character"):
+        read_metrics(path)
+
+
+def test_missing_statistics_name_the_setting(tmp_path: Path) -> None:
+    verl = compare(jsonl(tmp_path / "m.jsonl", [{"training/rollout_probs_diff_mean": 1e-3}] * 3))
+    assert verl.exit_code == 3 and "calculate_log_probs" in verl.headline
+
+
 # ---- run folders ---------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +278,52 @@ def test_a_run_folder_holds_both_sides(tmp_path: Path) -> None:
     # The samples agree, the run's own tally over all tokens does not.
     assert compare(run_folder(tmp_path / "tally", exact=0.999)).exit_code == 1
     assert compare(run_folder(tmp_path / "nan", exact=float("nan"))).exit_code == 1
+
+
+def test_the_tally_is_judged_by_any_profile(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    off = [{"step": i, "exact_frac": 0.1, "max_abs_diff": 9.0} for i in (1, 2)]
+    jsonl(folder / "metrics.jsonl", off)
+    for profile in ("miles", None):
+        verdict = compare(folder, profile=profile)
+        assert verdict.exit_code == 3 and "tokens.maximum 9" in verdict.headline
+    # What it counts bounds the rest: few tokens off, and by little.
+    jsonl(folder / "metrics.jsonl", [{"step": 1, "exact_frac": 0.5, "max_abs_diff": 0.02}])
+    verdict = compare(folder, profile="miles")
+    assert verdict.exit_code == 0 and "its own figures of 1 steps agree" in verdict.headline
+
+
+def captured_steps(path: Path, differences: dict[int, float]) -> Path:
+    for step in differences:
+        for side in ("rollout", "train"):
+            write_capsule(capsule(side, step=step), path / f"step-{step:06d}" / side)
+    name = "sampling/sampling_logp_difference/mean"
+    jsonl(path / "metrics.jsonl", [{"step": step, name: value} for step, value in differences.items()])
+    return path
+
+
+def test_captured_steps_before_the_last_count(tmp_path: Path) -> None:
+    verdict = compare(captured_steps(tmp_path / "run", {10: 0.5, 20: 0.5, 30: 0.0}))
+    assert verdict.exit_code == 1 and "worst of 3 steps: step 10" in verdict.headline
+    good = compare(captured_steps(tmp_path / "good", {10: 0.001, 20: 0.001, 30: 0.0}))
+    assert good.exit_code == 0 and "the tokens of step 30, its own figures of 3 steps agree" in good.headline
+
+
+def test_the_last_step_is_the_one_with_the_largest_number(tmp_path: Path) -> None:
+    folder = captured_steps(tmp_path / "run", {999999: 0.0, 1000000: 0.0})
+    verdict = compare(folder)
+    assert verdict.rollout is not None and verdict.rollout.step == 1000000
+    shutil.rmtree(folder / "step-1000000" / "train")
+    with pytest.raises(DriftError, match="step-1000000 has no capsule train"):
+        compare(folder)
+
+
+def test_a_refusal_names_the_capsule(tmp_path: Path) -> None:
+    good, bad = (write_capsule(capsule(side), tmp_path / side) for side in ("rollout", "train"))
+    (bad / "tokens.safetensors").write_bytes(b"x")
+    with pytest.raises(CapsuleError, match=f"{bad}: tokens.safetensors") as error:
+        compare(good, bad)
+    assert error.value.refusal == Refusal.TRUNCATED
 
 
 def test_a_real_run_folder(tmp_path: Path) -> None:

@@ -163,6 +163,14 @@ def read_capsule(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> Capsule:
     folder = Path(path)
     if not folder.is_dir():
         raise CapsuleError(Refusal.MISSING, f"{folder} is no folder; a capsule is one, with {MANIFEST}")
+    try:
+        return _read(folder, limits)
+    except CapsuleError as error:
+        # Two capsules are read for a comparison: which of them?
+        raise CapsuleError(error.refusal, f"{folder}: {error.reason}") from None
+
+
+def _read(folder: Path, limits: Limits) -> Capsule:
     manifest = parse_manifest(read_bytes(folder / MANIFEST, limits.json_bytes, "the manifest"), limits)
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, file in manifest.files.items():

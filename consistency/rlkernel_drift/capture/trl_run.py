@@ -20,6 +20,7 @@ from torch import Tensor
 from rlkernel_drift.capsule import Capsule, Manifest, Model, Sampling, Weights, build_capsule, write_capsule
 from rlkernel_drift.capture.request import hardware, versions
 from rlkernel_drift.errors import DriftError
+from rlkernel_drift.inputs.run_folder import step_folders
 from rlkernel_drift.statistics import Comparable, token_statistics
 
 METRICS = "metrics.jsonl"
@@ -140,7 +141,7 @@ class _Run:
         }
         with open(self.folder / METRICS, "a", encoding="utf-8") as file:
             file.write(json.dumps(figures) + "\n")
-        for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
+        for old in step_folders(self.folder)[: -self.keep]:
             shutil.rmtree(old)
 
     def _capsule(self, rows: list[dict[str, list[Any]]], side: Literal["rollout", "train"]) -> Capsule:

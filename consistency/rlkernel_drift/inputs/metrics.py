@@ -80,40 +80,54 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass
 class Metrics:
-    """Comparisons of a run, a row a step.
+    """Comparisons of a run, a row a step. Two names of one statistic are two columns: none hides another.
 
     Attributes:
         path: the file; frameworks: whose names were found.
         steps: numbers of the steps.
-        values: statistic -> a value a step, None where there is none.
-        names: statistic -> the name it had in the file.
+        columns: name in the file -> a value a step, None where there is none.
+        statistics: name in the file -> statistic.
         versions: version of the weights a step, where there is one.
-        broken: statistic -> steps at which it was NaN or infinite.
+        broken: name -> steps at which it was NaN or infinite; missing: steps at which it was null.
         compared: rows with at least one value, those apart that say that nothing was compared.
+        cut: the last line, where the writer was stopped inside it.
     """
 
     path: Path
     frameworks: list[str] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    values: dict[str, list[float | None]] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, list[float | None]] = field(default_factory=dict)
+    statistics: dict[str, str] = field(default_factory=dict)
     versions: list[int | str | None] = field(default_factory=list)
     broken: dict[str, list[int]] = field(default_factory=dict)
+    missing: dict[str, list[int]] = field(default_factory=dict)
     compared: int = 0
+    cut: str = ""
+
+    def names_of(self, statistic: str) -> list[str]:
+        """Names that a statistic has in the file."""
+        return [name for name in self.columns if self.statistics[name] == statistic]
+
+    @property
+    def values(self) -> dict[str, list[float | None]]:
+        """Statistic -> the column of its first name."""
+        return {name: self.columns[self.names_of(name)[0]] for name in dict.fromkeys(self.statistics.values())}
 
     def summary(self) -> dict[str, float | None]:
-        """Mean over the steps of each statistic; the extreme of those that are extremes themselves."""
+        """Mean over the steps of each statistic's first name; the extreme over all of those that are extremes."""
         result: dict[str, float | None] = {}
-        for name, column in self.values.items():
-            known = [value for value in column if value is not None]
-            if not known:
-                result[name] = None
-            elif name in ("tokens.maximum", "tokens.probability_max"):
-                result[name] = max(known)
-            elif name == "tokens.equal":
-                result[name] = min(known)
+        for statistic, first in self.values.items():
+            known = [value for value in first if value is not None]
+            everywhere = [v for name in self.names_of(statistic) for v in self.columns[name] if v is not None]
+            if not everywhere:
+                result[statistic] = None
+            elif statistic in ("tokens.maximum", "tokens.probability_max"):
+                result[statistic] = max(everywhere)
+            elif statistic == "tokens.equal":
+                result[statistic] = min(everywhere)
             else:
-                result[name] = math.fsum(value / len(known) for value in known)
+                shown = known or everywhere
+                result[statistic] = math.fsum(value / len(shown) for value in shown)
         return result
 
 
@@ -126,11 +140,13 @@ def read_metrics(path: Path) -> Metrics:
     if path.stat().st_size > MAX_BYTES:
         raise DriftError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
     try:
-        rows = [flatten(row) for row in _rows(path)]
+        rows, cut = _rows(path)
+        flat = [(place, flatten(row)) for place, row in rows]
     except (OSError, UnicodeDecodeError, ValueError, RecursionError, csv.Error) as error:
         raise DriftError(f"{path} cannot be read as metrics: {error}") from None
-    metrics = collect(path, rows)
-    if not metrics.values:
+    metrics = collect(path, flat)
+    metrics.cut = cut
+    if not metrics.columns:
         raise DriftError(f"{path} holds no metric of drift that is known ({known_names()})")
     return metrics
 
@@ -143,35 +159,108 @@ def known_names() -> str:
     return "; ".join(f"{framework}: {', '.join(names)}" for framework, names in found.items())
 
 
-def collect(path: Path, rows: list[dict[str, Any]]) -> Metrics:
-    """Sorts flat rows into columns by statistic."""
+_SETTINGS = {
+    "verl": "rollout_corr/k3_kl comes with actor_rollout_ref.rollout.calculate_log_probs=True and "
+    "algorithm.rollout_correction",
+    "TRL": "sampling/sampling_logp_difference comes with use_vllm=True and vllm_importance_sampling_correction=True",
+    "slime": "train_rollout_logprob_abs_diff comes with the rollout's log-probabilities; see --get-mismatch-metrics",
+    "rlkernel": "name the run folder, or --profile bitwise: metrics.jsonl counts equal bits",
+}
+
+
+def how_to_log(frameworks: list[str]) -> str:
+    """Which setting of a framework writes what profiles ask for; "" where none is known."""
+    known = [f"{name}: {_SETTINGS[name]}" for name in frameworks if name in _SETTINGS]
+    return "; ".join(known)
+
+
+def collect(path: Path, rows: list[tuple[str, dict[str, Any]]]) -> Metrics:
+    """Sorts flat rows, each with its place in the file, into columns.
+
+    Raises:
+        DriftError: a value under a known name that is no number, or that its statistic cannot have.
+    """
     metrics = Metrics(path)
-    matched = {key: name for key in {key for row in rows for key in row} if (name := _match(key)) is not None}
-    for row in rows:
-        found = {
-            matched[key].statistic: (key, number)
-            for key, value in row.items()
-            if key in matched and (number := _number(value)) is not None
-        }
-        if not found:
+    matched = {key: name for key in {key for _, row in rows for key in row} if (name := _match(key)) is not None}
+    null: list[tuple[str, int]] = []
+    for place, row in rows:
+        values = {key: _value(value, key, f"{path}, {place}") for key, value in row.items() if key in matched}
+        if not values:
             continue
         nothing = any(key.endswith(_NOTHING_COMPARED) and _number(value) == 0 for key, value in row.items())
-        step = _first(row, _STEP, _whole)
-        metrics.steps.append(len(metrics.steps) if step is None else step)
+        found = _first(row, _STEP, _whole)
+        step = len(metrics.steps) if found is None else found
+        metrics.steps.append(step)
         metrics.versions.append(_first(row, _VERSION, _version))
-        for statistic, (key, value) in found.items():
-            column = metrics.values.setdefault(statistic, [])
+        for key, value in values.items():
+            column = metrics.columns.setdefault(key, [])
             column += [None] * (len(metrics.steps) - 1 - len(column))
-            column.append(value if math.isfinite(value) and not nothing else None)
-            metrics.names[statistic] = key
-            if not math.isfinite(value) and not nothing:
-                metrics.broken.setdefault(statistic, []).append(metrics.steps[-1])
+            column.append(value if value is not None and math.isfinite(value) and not nothing else None)
+            metrics.statistics[key] = matched[key].statistic
+            if value is None:
+                null.append((key, step))
+            elif not nothing:
+                _possible(value, matched[key].statistic, f"{path}, {place}: {key}")
+                if not math.isfinite(value):
+                    metrics.broken.setdefault(key, []).append(step)
             if matched[key].framework not in metrics.frameworks:
                 metrics.frameworks.append(matched[key].framework)
-        metrics.compared += not nothing and any(math.isfinite(value) for _, value in found.values())
-    for column in metrics.values.values():
+        if not nothing:
+            _consistent({matched[k].statistic: v for k, v in values.items()}, f"{path}, {place}")
+        metrics.compared += not nothing and any(v is not None and math.isfinite(v) for v in values.values())
+    for column in metrics.columns.values():
         column += [None] * (len(metrics.steps) - len(column))
+    there = {
+        key: {step for step, value in zip(metrics.steps, column, strict=True) if value is not None}
+        for key, column in metrics.columns.items()
+    }
+    for key, step in null:
+        # Another row of the same step may have it.
+        if step not in there[key] and step not in metrics.broken.get(key, []):
+            metrics.missing.setdefault(key, []).append(step)
     return metrics
+
+
+# Values that a statistic cannot have by its definition; beyond these by more than rounding, it is something else.
+_ROUNDING = 1e-5
+_RANGES = {
+    "tokens.mean": (0.0, math.inf),
+    "tokens.maximum": (0.0, math.inf),
+    "tokens.k3": (0.0, math.inf),
+    "tokens.probability_mean": (0.0, 1.0),
+    "tokens.probability_max": (0.0, 1.0),
+    "tokens.pearson_probability": (-1.0, 1.0),
+    "tokens.multiplicative": (1.0, math.inf),
+    "tokens.ratio_mean": (0.0, math.inf),
+    "tokens.equal": (0.0, 1.0),
+}
+
+
+def _possible(value: float, statistic: str, where: str) -> None:
+    low, high = _RANGES.get(statistic, (-math.inf, math.inf))
+    if math.isfinite(value) and not low - _ROUNDING <= value <= high + _ROUNDING:
+        bound = f"below {low:g}" if value < low else f"above {high:g}"
+        raise DriftError(f"{where} is {value:g}; it cannot be {bound}, so it is no {statistic.split('.')[1]}")
+
+
+def _consistent(values: dict[str, float | None], where: str) -> None:
+    equal, largest = values.get("tokens.equal"), values.get("tokens.maximum")
+    if equal == 1 and largest is not None and largest > 0:
+        raise DriftError(f"{where}: all bits are equal and the largest difference is {largest:g}; one of them is wrong")
+
+
+def _value(value: Any, key: str, where: str) -> float | None:
+    """The number under a known name; None for null and an empty field.
+
+    Raises:
+        DriftError: anything else.
+    """
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("", "null", "none")):
+        return None
+    number = _number(value)
+    if number is None:
+        raise DriftError(f"{where}: {key} is {str(value)[:80]!r}; expected a number")
+    return number
 
 
 def _match(key: str) -> Name | None:
@@ -221,35 +310,73 @@ def flatten(row: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _rows(path: Path) -> list[Any]:
+def _rows(path: Path) -> tuple[list[tuple[str, Any]], str]:
+    """Rows with their places in the file, and the place of a last line that was cut."""
     if path.suffix == ".csv":
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
-            rows = []
+            names = reader.fieldnames or []
+            twice = [name for name in names if name and list(names).count(name) > 1]
+            if twice:
+                raise ValueError(f"the header names {twice[0]!r} twice")
+            rows: list[tuple[str, Any]] = []
             for row in reader:
                 if None in row:
                     raise ValueError(f"line {reader.line_num} has more fields than the header")
-                rows.append(row)
-            return rows
+                rows.append((f"line {reader.line_num}", row))
+            return rows, ""
+    if path.suffix == ".jsonl":
+        return json_lines(path)
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once)
         if isinstance(value, dict) and isinstance(value.get("log_history"), list):
-            return list(value["log_history"])
-        return value if isinstance(value, list) else [value]
-    lines = [line for line in text.splitlines() if line.strip()]
-    return [json.loads(line) for line in lines] if path.suffix == ".jsonl" else _console(lines)
+            value = value["log_history"]
+        entries = value if isinstance(value, list) else [value]
+        return [(f"entry {i}", entry) for i, entry in enumerate(entries, 1)], ""
+    return _console(text), ""
 
 
-def _console(lines: list[str]) -> list[Any]:
+def json_lines(path: Path) -> tuple[list[tuple[str, Any]], str]:
+    """Values of a file of JSON lines with their places, and the place of a last line that was cut.
+
+    Raises:
+        ValueError: another line that is no JSON; the message says which.
+    """
+    with open(path, encoding="utf-8", newline="\n") as file:
+        lines = file.readlines()
+    rows: list[tuple[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append((f"line {number}", json.loads(line, object_pairs_hook=_once)))
+        except ValueError as error:
+            # A run that is killed while it writes leaves its last line without an end.
+            if number == len(lines) and rows and not line.endswith("\n"):
+                return rows, f"line {number}"
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise ValueError(f"line {number} is no JSON: {reason}") from None
+    return rows, ""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)[:80]!r} is there twice")
+    return result
+
+
+def _console(text: str) -> list[tuple[str, Any]]:
     """Rows of a console log: JSON objects, printed dicts, `name:value` pairs and the labels of prime-rl and NeMo RL."""
-    rows: list[Any] = []
+    rows: list[tuple[str, Any]] = []
     step = None
-    for line in lines:
-        line = _COLOUR.sub("", line)
+    for number, line in enumerate(text.splitlines(), 1):
+        place, line = f"line {number}", _COLOUR.sub("", line)
         if line.startswith("{"):
             try:
-                rows.append(json.loads(line))
+                rows.append((place, json.loads(line)))
                 continue
             except ValueError:
                 pass  # Python's notation, or a line that was cut
@@ -262,5 +389,5 @@ def _console(lines: list[str]) -> list[Any]:
         # A dict names its step in front of it; a pair of that name in the line itself comes first.
         if step is not None and row:
             row.setdefault("step", step)
-        rows.append(row)
+        rows.append((place, row))
     return rows

@@ -6,7 +6,7 @@ A folder of captured steps holds `step-000012/rollout` and `step-000012/train`, 
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from rlkernel_drift.capsule import Capsule, Manifest, Sampling, build_capsule, is_capsule, read_capsule
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.inputs.metrics import Metrics, collect, flatten
+from rlkernel_drift.inputs.metrics import Metrics, collect, flatten, json_lines
 
 
 def is_run_folder(path: Path) -> bool:
@@ -28,12 +28,21 @@ def is_pair(path: Path) -> bool:
 
 
 def _steps(path: Path) -> list[Path]:
-    return [step for step in sorted(path.glob("step-*")) if is_pair(step)]
+    return [step for step in step_folders(path) if is_pair(step)]
+
+
+def step_folders(path: Path) -> list[Path]:
+    """Folders of captured steps, complete or not, in the order of their numbers."""
+    named = [(found, step) for step in path.glob("step-*") if (found := re.fullmatch(r"step-(\d{1,18})", step.name))]
+    return [step for found, step in sorted(named, key=lambda item: (int(item[0][1]), item[1].name))]
 
 
 def read_run_metrics(path: Path) -> Metrics:
     """The run's own comparisons, a row a step."""
-    return collect(path / "metrics.jsonl", [flatten(row) for row in _lines(path / "metrics.jsonl")])
+    rows, cut = _lines(path / "metrics.jsonl")
+    metrics = collect(path / "metrics.jsonl", [(place, flatten(row)) for place, row in rows])
+    metrics.cut = cut
+    return metrics
 
 
 def read_run_folder(path: Path, side: Literal["rollout", "train"]) -> Capsule | None:
@@ -44,9 +53,16 @@ def read_run_folder(path: Path, side: Literal["rollout", "train"]) -> Capsule | 
     """
     steps = _steps(path)
     if steps:
+        last = step_folders(path)[-1]
+        if last != steps[-1]:
+            lost = [name for name in ("rollout", "train") if not is_capsule(last / name)]
+            raise DriftError(
+                f"{last} has no capsule {' and '.join(lost)}: the run was stopped while it wrote. Remove the folder, "
+                f"or name {steps[-1]}"
+            )
         return read_capsule(steps[-1] / side)
     file = path / "samples.jsonl"
-    rows = _lines(file) if file.is_file() else []
+    rows = [row for _, row in _lines(file)[0]] if file.is_file() else []
     if not rows:
         return None
     import yaml
@@ -80,17 +96,20 @@ def read_run_folder(path: Path, side: Literal["rollout", "train"]) -> Capsule | 
 
 
 def _contract(path: Path) -> str | None:
-    rows = _lines(path / "metrics.jsonl")
-    return str(rows[-1]["contract"]) if rows and rows[-1].get("contract") else None
+    rows, _ = _lines(path / "metrics.jsonl")
+    return str(rows[-1][1]["contract"]) if rows and rows[-1][1].get("contract") else None
 
 
 def _value(bits: str) -> float:
     return float(np.frombuffer(bytes.fromhex(bits), ">f4")[0])
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> tuple[list[tuple[str, dict[str, Any]]], str]:
     try:
-        with open(path, encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
+        rows, cut = json_lines(path)
+    except (OSError, ValueError, RecursionError) as error:
         raise DriftError(f"{path} cannot be read: {error}") from None
+    for place, row in rows:
+        if not isinstance(row, dict):
+            raise DriftError(f"{path}, {place} is no JSON object")
+    return rows, cut
