@@ -21,7 +21,7 @@ from rlkernel_transformers.adapters import check_mergeable
 from rlkernel_transformers.attention import NAME
 from rlkernel_transformers.forwards import Score, Settings, TokenLogprobs, shift
 from rlkernel_transformers.joined import lay_side_by_side, part
-from rlkernel_transformers.packing import IGNORED
+from rlkernel_transformers.packing import IGNORED, check_targets
 
 _OWN = frozenset(
     {
@@ -205,7 +205,7 @@ def token_logprobs(
         temperature, kept, keep_probs: as in `ops.linear_logprob`; kept holds a row for each scored target in
             order, or one for each of [B, L].
         statistics: also `mean_logit` and `top1`.
-        rows: packed tokens to score, where the caller knows them: no read back.
+        rows: packed tokens to score, where the caller knows them: no read back, so on a GPU they are not checked.
         inputs: other arguments of the model's forward.
 
     Raises:
@@ -216,6 +216,7 @@ def token_logprobs(
         raise support.UnsupportedModelError("token_logprobs: call rlkernel_transformers.apply(model) first")
     if labels is not None and targets is not None:
         raise forwards.CallError("token_logprobs: labels and targets are both given; pass one")
+    shape = forwards.shape_of(input_ids, inputs.get("inputs_embeds"))
     if targets is None:
         if labels is None and input_ids is None:
             raise forwards.CallError("token_logprobs: inputs_embeds has no next tokens; pass labels or targets")
@@ -223,6 +224,7 @@ def token_logprobs(
             labels = input_ids
             if attention_mask is not None:
                 labels = input_ids.masked_fill(attention_mask == 0, IGNORED)  # type: ignore[union-attr]
+        check_targets("labels", labels, shape)
         targets = shift(labels)  # type: ignore[arg-type]
     score = Score(targets, temperature, kept, keep_probs, rows, statistics)
     out = model(

@@ -20,7 +20,7 @@ from rlkernel import ops
 from rlkernel.ops.logprob import inverse_temperature
 from rlkernel_transformers.adapters import merged_weight
 from rlkernel_transformers.joined import joined_linear
-from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, pack, place
+from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, check_rows, check_targets, pack, place
 
 
 @dataclass
@@ -252,9 +252,12 @@ def causal_lm_forward(
     asked = score
     if score is None and (labels is not None or shifted is not None):
         ignored = kwargs.get("ignore_index", IGNORED)
+        shape = shape_of(input_ids, inputs_embeds)
         if shifted is None:
+            check_targets("labels", labels, shape)
             assert labels is not None
             shifted = shift(labels, ignored)
+        check_targets("shift_labels", shifted, shape)
         asked = Score(shifted)
         if ignored != IGNORED:
             asked = replace(asked, targets=asked.targets.masked_fill(asked.targets == ignored, IGNORED))
@@ -300,8 +303,7 @@ def prepare(
     A cache is used where one is passed, or with an explicit `use_cache=True`; the default of the configuration, which
     would build one in every training forward, is not followed.
     """
-    if (input_ids is None) == (inputs_embeds is None):
-        raise CallError("pass exactly one of input_ids and inputs_embeds")
+    shape = shape_of(input_ids, inputs_embeds)
     given = input_ids if input_ids is not None else inputs_embeds
     assert given is not None
     settings = decoder._rlkernel
@@ -328,7 +330,7 @@ def prepare(
             raise CallError("past_key_values under gradient checkpointing: recomputing would fill the cache twice")
         cache = None
     packed = pack(
-        (given.shape[0], given.shape[1]),
+        shape,
         given.device,
         attention_mask=attention_mask,
         position_ids=position_ids,
@@ -338,6 +340,8 @@ def prepare(
         targets=None if score is None else score.targets,
         rows=None if score is None else score.rows,
     )
+    if score is not None and score.rows is not None:
+        check_rows(score.rows, packed.positions.numel())
     limit = settings.config.max_position_embeddings
     if packed.past + packed.max_seqlen > limit and packed.cu_seqlens.numel() - 1 == packed.shape[0]:
         raise CallError(
@@ -346,6 +350,23 @@ def prepare(
         )
     settings.to(given.device)
     return packed
+
+
+def shape_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
+    """(B, L) of a call.
+
+    Raises:
+        CallError: not exactly one of them is given, or it has other dimensions.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise CallError("pass exactly one of input_ids and inputs_embeds")
+    if input_ids is not None and input_ids.dim() != 2:
+        raise CallError(f"input_ids is {tuple(input_ids.shape)}; expected [B, L], as ids[None] for one sequence")
+    if inputs_embeds is not None and inputs_embeds.dim() != 3:
+        raise CallError(f"inputs_embeds is {tuple(inputs_embeds.shape)}; expected [B, L, C]")
+    given = input_ids if input_ids is not None else inputs_embeds
+    assert given is not None
+    return given.shape[0], given.shape[1]
 
 
 def _refuse_context(device: torch.device) -> None:

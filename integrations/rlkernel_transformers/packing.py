@@ -117,6 +117,8 @@ def pack(
     """
     b, length = shape
     _check(shape, attention_mask, position_ids, cu_seqlens, max_seqlen, cache)
+    if targets is not None:
+        check_targets("targets", targets, shape)
     past = 0 if cache is None else int(cache.get_seq_length())
     if cu_seqlens is not None:
         assert max_seqlen is not None
@@ -232,6 +234,28 @@ def _within(cu_seqlens: Tensor, tokens: int) -> Tensor:  # [T] int64
     places = torch.arange(tokens, device=cu_seqlens.device)
     borders = cu_seqlens.long()
     return places - borders[torch.searchsorted(borders, places, right=True) - 1]
+
+
+def check_targets(name: str, values: Any, shape: tuple[int, int]) -> None:
+    """Raises CallError unless `values`, labels or targets, are one integer for each token."""
+    if not isinstance(values, Tensor):
+        raise CallError(f"{name} is a {type(values).__name__}; expected a tensor [B={shape[0]}, L={shape[1]}] int64")
+    if values.shape != shape or values.dtype != torch.int64:
+        raise CallError(
+            f"{name} is {tuple(values.shape)} {values.dtype}; expected [B={shape[0]}, L={shape[1]}] int64, a token or "
+            f"{IGNORED} for each token of the input"
+        )
+
+
+def check_rows(rows: Tensor, tokens: int) -> None:
+    """Raises CallError unless `rows` are places in the packed tokens. On a GPU their values are not read back."""
+    if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
+        raise CallError(f"rows is {tuple(rows.shape)} {rows.dtype}; expected [N] int64, places in the packed tokens")
+    if torch.compiler.is_compiling() or rows.device.type != "cpu" or rows.numel() == 0:
+        return
+    low, high = int(rows.min()), int(rows.max())
+    if low < 0 or high >= tokens:
+        raise CallError(f"rows holds {low if low < 0 else high}; expected 0 <= rows < {tokens}, the packed tokens")
 
 
 def _check(

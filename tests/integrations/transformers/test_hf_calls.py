@@ -213,6 +213,23 @@ def test_refused_calls(compat: Any) -> None:
 
 
 @torch.no_grad()
+def test_targets_that_do_not_fit_the_input_are_named() -> None:
+    """Another shape must not score flattened targets against the wrong rows."""
+    model, _ = pair("llama")
+    ids = torch.arange(20).view(2, 10) + 5
+    for wrong in (ids[:, :5], ids[:1], ids[0], torch.cat((ids, ids)), ids.float(), ids.tolist()):
+        for name in ("targets", "labels"):
+            with pytest.raises(rt.CallError, match=rf"{name} is .*expected .*\[B=2, L=10\] int64"):
+                rt.token_logprobs(model, ids, **{name: wrong})
+        for name in ("labels", "shift_labels"):
+            with pytest.raises(rt.CallError, match=rf"{name} is .*expected .*\[B=2, L=10\] int64"):
+                model(ids, **{name: wrong})
+    for rows, text in (([3, 20], "holds 20"), ([3, -1], "holds -1"), ([[3]], r"\(1, 1\)"), ([1.0], "float32")):
+        with pytest.raises(rt.CallError, match=f"rows .*{text}"):
+            rt.token_logprobs(model, ids, targets=ids, rows=torch.tensor(rows))
+
+
+@torch.no_grad()
 def test_attention_interface_alone() -> None:
     """`attn_implementation="rlkernel"` on stock layers: close to theirs, and refused with a cache."""
     plain = stock("qwen2-window")
