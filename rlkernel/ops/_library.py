@@ -18,6 +18,8 @@ from torch.autograd.graph import increment_version
 from rlkernel.kernels import select
 
 _LIBRARY = torch.library.Library("rlkernel", "DEF")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that the ops take."""
 _stock_depth = 0
 
 
@@ -166,7 +168,19 @@ def is_stock() -> bool:
     return _stock_depth > 0
 
 
-def main_grad(parameter: Tensor) -> Tensor | None:
+def not_tensor(op: str, **arguments: Any) -> TypeError:
+    """The error for the first of the arguments that is no tensor."""
+    name, value = next((n, a) for n, a in arguments.items() if not isinstance(a, Tensor))
+    return TypeError(f"{op}: {name} is of type {type(value).__name__}; it must be a torch.Tensor")
+
+
+def check_float(op: str, name: str, x: Tensor) -> None:
+    """Raises TypeError unless the argument `name` has one of the dtypes that the ops compute in."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} is {x.dtype}; expected float32, bfloat16 or float16, cast it")
+
+
+def main_grad(op: str, parameter: Tensor) -> Tensor | None:
     """The parameter's fp32 `main_grad`, into which its gradient is accumulated; None where it has none.
 
     Raises:
@@ -178,14 +192,14 @@ def main_grad(parameter: Tensor) -> Tensor | None:
     check(
         found.shape == parameter.shape and found.dtype == torch.float32 and found.is_contiguous(),
         lambda: (
-            f"main_grad is {tuple(found.shape)} {found.dtype}; expected a contiguous float32 tensor of the "
-            f"parameter's shape {tuple(parameter.shape)}"
+            f"{op}: main_grad is {tuple(found.shape)} {found.dtype}; expected a contiguous float32 tensor of the "
+            f"parameter's shape {tuple(parameter.shape)}, as zeros_like(parameter, dtype=torch.float32) makes it"
         ),
     )
     return found
 
 
-def weight_grad(parameter: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor | None:
+def weight_grad(op: str, parameter: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor | None:
     """Gradient of a parameter through `accumulate`, which adds in the contract's order onto an fp32 buffer.
 
     Where the parameter has a `main_grad` (fp32, its shape; Megatron's name), that buffer is continued and autograd
@@ -194,7 +208,7 @@ def weight_grad(parameter: Tensor, accumulate: Callable[[Tensor], None]) -> Tens
     `ctx.weight`: what `ctx.saved_tensors` returns is a copy without attributes where saved-tensor hooks are active, as
     under activation checkpointing.
     """
-    to = main_grad(parameter)
+    to = main_grad(op, parameter)
     if to is not None:
         accumulate(to)
         return None

@@ -6,6 +6,7 @@ the decision to skip a step whose gradient is not finite stay there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ def adamw_(
 
     Raises:
         ValueError: lists, shapes, devices or numbers do not fit; the message names list and index.
-        TypeError: a dtype does not fit.
+        TypeError: a dtype does not fit, or what must be a tensor is none (a gradient that is None).
 
     Source:
         Loshchilov and Hutter, arXiv:1711.05101.
@@ -106,11 +107,28 @@ def adamw_(
     check(len(params) > 0, lambda: "adamw_: params is empty; pass at least one parameter")
     if masters is None:
         masters = params
-    check(lr >= 0, lambda: f"adamw_: lr={lr} must be at least 0")
-    check(all(0 <= b < 1 for b in betas), lambda: f"adamw_: betas={betas} must lie in [0, 1)")
-    check(eps > 0, lambda: f"adamw_: eps={eps} must be above 0, a parameter without a gradient divides by it")
-    check(weight_decay >= 0, lambda: f"adamw_: weight_decay={weight_decay} must be at least 0")
-    check(step >= 1, lambda: f"adamw_: step={step} must be at least 1, the first update")
+    check(0 <= lr < math.inf, lambda: f"adamw_: lr={lr} must be finite and at least 0")
+    check(
+        len(betas) == 2 and all(0 <= b < 1 for b in betas),
+        lambda: f"adamw_: betas={betas} must be two numbers in [0, 1)",
+    )
+    check(
+        0 < eps < math.inf,
+        lambda: f"adamw_: eps={eps} must be finite and above 0, a parameter without a gradient divides by it",
+    )
+    check(0 <= weight_decay < math.inf, lambda: f"adamw_: weight_decay={weight_decay} must be finite and at least 0")
+    check(
+        isinstance(step, int) and step >= 1,
+        lambda: f"adamw_: step={step!r} must be a whole number of at least 1, the first update",
+    )
+    for name, tensors in (
+        ("params", params),
+        ("grads", grads),
+        ("exp_avgs", exp_avgs),
+        ("exp_avg_sqs", exp_avg_sqs),
+        ("masters", masters),
+    ):
+        _check_tensors("adamw_", name, tensors)
     shapes, device = [p.shape for p in params], params[0].device
     for name, tensors, dtypes in (
         ("params", params, DTYPES),
@@ -159,15 +177,27 @@ def grad_norm(
 
     Raises:
         ValueError: no gradient, different devices, a gradient that is not contiguous, or max_norm not above 0.
-        TypeError: a dtype does not fit.
+        TypeError: a dtype does not fit, or a gradient or loss_scale is no tensor.
     """
     check(len(grads) > 0, lambda: "grad_norm: grads is empty; pass at least one gradient")
     check(max_norm is None or max_norm > 0, lambda: f"grad_norm: max_norm={max_norm} must be above 0; None is no limit")
+    _check_tensors("grad_norm", "grads", grads)
     device = grads[0].device
     _check_list("grad_norm", "grads", grads, [g.shape for g in grads], device, DTYPES)
     _check_scalar("grad_norm", "loss_scale", loss_scale, device)
     op = stock.grad_norm if is_stock() else _grad_norm
     return GradNorm(*op(list(grads), loss_scale, max_norm))
+
+
+def _check_tensors(op: str, name: str, tensors: Sequence[Tensor]) -> None:
+    if all([isinstance(t, Tensor) for t in tensors]):
+        return
+    i = next(i for i, t in enumerate(tensors) if not isinstance(t, Tensor))
+    advice = ""
+    if name == "grads" and tensors[i] is None:
+        others = "" if op == "grad_norm" else ", with its moments and master weight,"
+        advice = f"; leave a parameter without a gradient{others} out, or pass zeros"
+    raise TypeError(f"{op}: {name}[{i}] is {type(tensors[i]).__name__}, expected a tensor{advice}")
 
 
 def _check_list(
@@ -202,6 +232,11 @@ def _check_list(
 
 def _check_scalar(op: str, name: str, x: Tensor | None, device: torch.device) -> None:
     if x is not None:
+        check(
+            isinstance(x, Tensor),
+            lambda: f"{op}: {name}={x!r} is no tensor; expected one float32 on {device}, as torch.tensor() makes it",
+            TypeError,
+        )
         check(
             x.dtype == torch.float32 and x.numel() == 1 and x.device == device,
             lambda: f"{op}: {name} is {tuple(x.shape)} {x.dtype} on {x.device}, expected one float32 on {device}",

@@ -7,6 +7,7 @@ each of the two variants of the order: "split", the default, and "fa3", FlashAtt
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_
 from rlkernel.kernels import select, stock
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
-from rlkernel.ops._library import check, define, is_stock, wrote
+from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor, wrote
 
 MAX_HEAD_DIM = 256
 VARIANTS = ("split", "fa3")
@@ -216,6 +217,7 @@ _store_kv = define(
 
 def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | None, scale: float, split: int) -> None:
     _, h, d = q.shape
+    check_float(op, "q", q)
     check(d == dim_k, lambda: f"{op}: q has head dim {d}, the keys {dim_k}; they must be equal")
     check(0 < d <= MAX_HEAD_DIM, lambda: f"{op}: head dim {d} is outside 1 to {MAX_HEAD_DIM}, the supported ones")
     check(
@@ -223,7 +225,7 @@ def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | Non
         lambda: f"{op}: q has H={h} heads, not a multiple of the HK={heads_k} key-value heads",
     )
     check(window is None or window >= 1, lambda: f"{op}: window={window} must be at least 1 key, or None for no window")
-    check(scale > 0, lambda: f"{op}: scale={scale} must be positive")
+    check(0.0 < scale < math.inf, lambda: f"{op}: scale={scale} must be positive and finite")
     check(
         split >= ATTENTION_BLOCK and split % ATTENTION_BLOCK == 0,
         lambda: f"{op}: split={split} must be a positive multiple of {ATTENTION_BLOCK} keys",
@@ -238,10 +240,10 @@ def _check_int32(op: str, **tensors: Tensor) -> None:
             raise ValueError(f"{op}: {name} is {tuple(t.shape)}; it must be [B + 1], starting at 0")
 
 
-def _check_dtypes(op: str, q: Tensor, **tensors: Tensor) -> None:
+def _check_dtypes(op: str, q: Tensor, of: str = "q", **tensors: Tensor) -> None:
     for name, t in tensors.items():
         if t.dtype != q.dtype:
-            raise ValueError(f"{op}: the tensors are {q.dtype}, {name} is {t.dtype}; cast one of them")
+            raise ValueError(f"{op}: {of} is {q.dtype}, {name} is {t.dtype}; cast one of them")
 
 
 def attention(
@@ -280,9 +282,13 @@ def attention(
 
     Raises:
         ValueError: shapes, dtypes, window, scale or split do not fit; on a CPU also lengths that contradict the
-            tensors. TypeError: lengths that are not int32. VariantError: the variant does not run with these tensors
-            on this machine, or the process is set to another one.
+            tensors. TypeError: lengths that are not int32, another dtype, or what is no tensor. VariantError: the
+            variant does not run with these tensors on this machine, or the process is set to another one.
     """
+    if not (
+        isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(cu_seqlens_q, Tensor)
+    ):
+        raise not_tensor("attention", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
     check(q.dim() == 3, lambda: f"attention: q is {tuple(q.shape)}; it must be [T, H, D]")
     check(
         k.dim() == 3 and k.shape == v.shape,
@@ -300,7 +306,9 @@ def attention(
         max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
     check(max_seqlen_k is not None, lambda: "attention: cu_seqlens_k is given without max_seqlen_k; pass both")
     assert max_seqlen_k is not None
-    _check_int32("attention", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _check_int32("attention", cu_seqlens_q=cu_seqlens_q)
+    if cu_seqlens_k is not cu_seqlens_q:
+        _check_int32("attention", cu_seqlens_k=cu_seqlens_k)
     check(
         cu_seqlens_q.shape == cu_seqlens_k.shape and cu_seqlens_q.dim() == 1,
         lambda: (
@@ -409,7 +417,7 @@ def check_new_rows(op: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tens
             f"they must be [T, {k_cache.shape[2]}, {k_cache.shape[3]}] and [T]"
         ),
     )
-    _check_dtypes(op, k_cache, v_cache=v_cache, k=k, v=v)
+    _check_dtypes(op, k_cache, "k_cache", v_cache=v_cache, k=k, v=v)
     check(slots.dtype == torch.int64, lambda: f"{op}: slots is {slots.dtype}; it must be int64", TypeError)
 
 

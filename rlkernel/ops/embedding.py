@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, define, is_stock, weight_grad
+from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor, weight_grad
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -23,7 +23,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
     (ids,) = ctx.saved_tensors
     if getattr(ctx.weight, "main_grad", None) is None:
         return None, _wgrad(dy, ids, ctx.weight.shape[0])
-    return None, weight_grad(ctx.weight, lambda g: _add_wgrad(g, dy, ids))
+    return None, weight_grad("embedding", ctx.weight, lambda g: _add_wgrad(g, dy, ids))
 
 
 _wgrad = define(
@@ -50,16 +50,19 @@ def embedding(
     """`weight[ids]`. The gradient of a row is the fp32 sum of dy over the id's occurrences, in packed order.
 
     Args:
-        ids: [...] int64 in [0, V). Checked on the CPU; on CUDA an id outside gives undefined values (checking would
-            wait for the device).
+        ids: [...] int64 in [0, V). Checked on the CPU before anything is read. On CUDA checking would wait for the
+            device: there an id outside is a device-side assertion, after which the process can use CUDA no more.
         weight: [V, C], fp32, bf16 or fp16. Its fp32 `main_grad`, where set, receives the gradient.
 
     Raises:
-        ValueError: ids is not int64 or weight not a matrix.
+        ValueError: ids is not int64 or weight not a matrix. TypeError: one is no tensor, or weight of another dtype.
         IndexError: an id outside the vocabulary (CPU); the message names it and V.
     """
+    if not (isinstance(ids, Tensor) and isinstance(weight, Tensor)):
+        raise not_tensor("embedding", ids=ids, weight=weight)
     check(ids.dtype == torch.int64, lambda: f"embedding: ids is {ids.dtype}; expected int64, cast with ids.long()")
     check(weight.dim() == 2, lambda: f"embedding: weight is {tuple(weight.shape)}; expected [V, C]")
     if is_stock():
         return stock.embedding(ids, weight)
+    check_float("embedding", "weight", weight)
     return _embedding(ids.reshape(-1), weight).view(*ids.shape, weight.shape[1])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, define, is_stock, weight_grad
+from rlkernel.ops._library import FLOATS, check, check_float, define, is_stock, not_tensor, weight_grad
 
 
 def _fake(
@@ -34,8 +34,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dw = None
     if ctx.needs_input_grad[1]:
         fresh = getattr(ctx.weight, "main_grad", None) is None
-        dw = _wgrad(dy, x) if fresh else weight_grad(ctx.weight, lambda g: _add_wgrad(g, dy, x))
-    db = weight_grad(ctx.bias, lambda g: _bgrad(g, dy)) if ctx.needs_input_grad[2] else None
+        dw = _wgrad(dy, x) if fresh else weight_grad("linear", ctx.weight, lambda g: _add_wgrad(g, dy, x))
+    db = weight_grad("linear", ctx.bias, lambda g: _bgrad(g, dy)) if ctx.needs_input_grad[2] else None
     return dx, dw, db, None, None, None
 
 
@@ -64,8 +64,8 @@ _linear = define(
 
 def _check_chunks(name: str, p: int, size: int) -> None:
     check(
-        p >= 1 and p & (p - 1) == 0 and size % p == 0,
-        lambda: f"linear: {name}={p} must be a power of two that divides {size}",
+        isinstance(p, int) and p >= 1 and p & (p - 1) == 0 and size % p == 0,
+        lambda: f"linear: {name}={p!r} must be a power of two that divides {size}",
     )
 
 
@@ -90,8 +90,11 @@ def linear(
         out_dtype: dtype of the result, default that of x; float32 keeps the accumulator unrounded (logits).
 
     Raises:
-        ValueError: shapes, dtypes or chunk counts do not fit; the message names the argument.
+        ValueError: shapes, dtypes, out_dtype or chunk counts do not fit; the message names the argument.
+        TypeError: x or weight is no tensor, or of another dtype than these.
     """
+    if not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
+        raise not_tensor("linear", x=x, weight=weight)
     check(weight.dim() == 2, lambda: f"linear: weight is {tuple(weight.shape)}; it must be [N, K]")
     check(x.dim() >= 1, lambda: "linear: x has no dimension; it must be [..., K]")
     n, k = weight.shape
@@ -102,8 +105,11 @@ def linear(
             bias.shape == (n,) and bias.dtype == x.dtype,
             lambda: f"linear: bias is {tuple(bias.shape)} {bias.dtype}; expected [N={n}] {x.dtype}",
         )
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise ValueError(f"linear: out_dtype={out_dtype}; expected float32, bfloat16, float16, or None for that of x")
     if is_stock():
         return stock.linear(x, weight, bias, out_dtype)
+    check_float("linear", "x", x)
     _check_chunks("chunks", chunks, k)
     _check_chunks("dgrad_chunks", dgrad_chunks, n)
     if x.dim() == 2:

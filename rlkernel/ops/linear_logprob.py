@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkernel.contract.orders import VOCAB_TILE
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, define, is_stock, main_grad
+from rlkernel.ops._library import check, check_float, define, is_stock, main_grad, not_tensor
 from rlkernel.ops.kept import check_kept
 from rlkernel.ops.logprob import LogProb, check_targets, check_vocabulary, fake_rows, inverse_temperature
 
@@ -48,7 +48,7 @@ def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None)
         return None, None, *nothing
     *saved, stats, entropy, probs, tile_max, logits = ctx.saved_tensors
     needs_input, needs_weight = ctx.needs_input_grad[:2]
-    grad = main_grad(ctx.weight) if needs_weight else None
+    grad = main_grad("linear_logprob", ctx.weight) if needs_weight else None
     dhidden, dweight = _grad(
         grad, *saved, stats, entropy, dlogp, dentropy, probs, tile_max, logits, needs_input, needs_weight
     )  # fmt: skip
@@ -135,8 +135,11 @@ def linear_logprob(
     Raises:
         ValueError: shapes, dtypes or temperatures do not fit, V is not in [1, 2^23), or keep_bytes is negative; the
             message names it.
+        TypeError: an argument is no tensor, or hidden of another dtype than these.
         IndexError: a target outside the vocabulary (CPU).
     """
+    if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor) and isinstance(targets, Tensor)):
+        raise not_tensor("linear_logprob", hidden=hidden, weight=weight, targets=targets)
     check(
         hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1],
         lambda: f"linear_logprob: hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}; need [T, C], [V, C]",
@@ -145,6 +148,7 @@ def linear_logprob(
         hidden.dtype == weight.dtype,
         lambda: f"linear_logprob: hidden is {hidden.dtype}, weight {weight.dtype}; cast one of them",
     )
+    check_float("linear_logprob", "hidden", hidden)
     t, v = hidden.shape[0], weight.shape[0]
     check_vocabulary("linear_logprob", "weight", v)
     check_targets("linear_logprob", targets, t)

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from rlkernel.contract.orders import MAX_VOCAB
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor
 from rlkernel.ops.kept import check_kept
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-126, 2.0**126
+"""Between them a number and its inverse are normal in fp32."""
 
 
 class LogProb(NamedTuple):
@@ -29,11 +32,18 @@ def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) ->
     """1/T as the kernels take it: fp32 [T], divided in fp32; None for a temperature of 1.
 
     `logits` (or hidden states) gives the number of tokens and the device. Raises ValueError where the temperature is
-    not positive (a tensor's values are checked by the CPU kernels; on CUDA looking would wait for the device).
+    not positive, or infinite (a tensor's values are checked by the CPU kernels; on CUDA looking would wait for the
+    device).
     """
     tokens = logits.shape[0]
     if not isinstance(temperature, Tensor):
-        check(temperature > 0, lambda: f"{op}: temperature is {temperature}; it must be positive (greedy is sample's)")
+        check(
+            LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE,
+            lambda: (
+                f"{op}: temperature is {temperature}; it must be positive, {LEAST_TEMPERATURE:.3g} to "
+                f"{MOST_TEMPERATURE:.3g} (greedy is sample's)"
+            ),
+        )
         if temperature == 1.0:
             return None
         temperature = torch.full((tokens,), temperature, dtype=torch.float32, device=logits.device)
@@ -122,8 +132,11 @@ def logprob(
 
     Raises:
         ValueError: shapes, dtypes or temperatures do not fit, or V is not in [1, 2^23); the message names it.
+        TypeError: logits or targets is no tensor, or logits of another dtype than these.
         IndexError: a target outside the vocabulary (CPU).
     """
+    if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)):
+        raise not_tensor("logprob", logits=logits, targets=targets)
     check(logits.dim() == 2, lambda: f"logprob: logits is {tuple(logits.shape)}; expected [T, V]")
     t, v = logits.shape
     check_vocabulary("logprob", "logits", v)
@@ -132,4 +145,5 @@ def logprob(
     inverse = inverse_temperature("logprob", temperature, logits)
     if is_stock():
         return LogProb(*stock.logprob(logits, targets, inverse, kept))
+    check_float("logprob", "logits", logits)
     return LogProb(*_logprob(logits, targets, inverse, kept)[:3])

@@ -6,6 +6,7 @@ on a GPU touches nothing where the upstream gradient is 1.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rlkernel.kernels import stock
 from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS
-from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops._library import check, define, is_stock, not_tensor
 
 
 class PolicyLoss(NamedTuple):
@@ -150,7 +151,8 @@ def policy_loss(
         tis_cap: upper bound of the truncated importance weight between old_logp and rollout_logp; no gradient.
         max_completion_length: denominator of "dr_grpo", in tokens.
         normalizer: replaces the denominator of the batch (B, number of counted tokens, B max_completion_length), so
-            that the losses of micro-batches add up to that of the batch. A positive number or 0-dim fp32 tensor.
+            that the losses of micro-batches add up to that of the batch. A positive number, or a 0-dim tensor on the
+            device of logp (its value is looked at on a CPU; on CUDA looking would wait for the device).
 
     Returns:
         PolicyLoss(loss, stats). stats, over counted tokens, fp32 unless said otherwise: tokens, sequences (int64
@@ -161,12 +163,14 @@ def policy_loss(
 
     Raises:
         ValueError: shapes, names, ranges or combinations do not fit; the message names the argument.
-        TypeError: a vector is not fp32, cu_seqlens not int32, or mask not bool.
+        TypeError: a vector is not fp32, cu_seqlens not int32, mask not bool, or one of them no tensor.
 
     Source:
         PPO arXiv:1707.06347, dual clip 1912.09729, GRPO 2402.03300, RLOO 2402.14740, Dr. GRPO 2503.20783, DAPO
         2503.14476, CISPO 2506.13585, GSPO 2507.18071, KL forms http://joschu.net/blog/kl-approx.html.
     """
+    if not (isinstance(logp, Tensor) and isinstance(advantages, Tensor) and isinstance(cu_seqlens, Tensor)):
+        raise not_tensor("policy_loss", logp=logp, advantages=advantages, cu_seqlens=cu_seqlens)
     tokens, batch = logp.shape[0] if logp.dim() == 1 else -1, cu_seqlens.numel() - 1
     _check_choice("loss_type", loss_type, LOSS_TYPES)
     _check_choice("ratio_level", ratio_level, ("token", "sequence"))
@@ -205,7 +209,7 @@ def policy_loss(
             ),
         )
         normalizer = float(max(1, batch) * (max_completion_length or 1))
-    tensor, divisor = _denominator(normalizer, logp)
+    tensor, divisor = _denominator(normalizer, logp, mask)
     if entropy is not None and entropy_coef == 0.0:
         entropy = entropy.detach()  # statistics only: the log-probability kernel then skips its entropy gradient
 
@@ -263,7 +267,7 @@ def _check_vector(name: str, x: Tensor, shape: Any, dtype: torch.dtype, device: 
         x.dtype == dtype,
         lambda: (
             f"policy_loss: {name} is {x.dtype}, expected {dtype}; pass it as {dtype}"
-            + (", a ratio of log-probabilities rounded to fewer bits is noise" if dtype == torch.float32 else "")
+            + (", a ratio of log-probabilities rounded to fewer bits is noise" if name.endswith("logp") else "")
         ),
         TypeError,
     )
@@ -273,6 +277,10 @@ def _check_vector(name: str, x: Tensor, shape: Any, dtype: torch.dtype, device: 
 
 def _check_not_negative(name: str, value: float) -> None:
     check(value >= 0, lambda: f"policy_loss: {name}={value} must be at least 0")
+
+
+def _check_finite(name: str, value: float) -> None:
+    check(math.isfinite(value), lambda: f"policy_loss: {name}={value} must be finite; 0 switches the term off")
 
 
 def _check_options(
@@ -287,6 +295,8 @@ def _check_options(
 ) -> None:
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high), ("kl_coef", kl_coef)):
         _check_not_negative(name, value)
+    _check_finite("kl_coef", kl_coef)
+    _check_finite("entropy_coef", entropy_coef)
     if clip_dual is not None:
         check(
             loss_type not in ("cispo", "reinforce"),
@@ -310,7 +320,13 @@ def _check_options(
     )
 
 
-def _denominator(normalizer: float | Tensor | None, logp: Tensor) -> tuple[Tensor | None, float | None]:
+def _not_positive(normalizer: float) -> str:
+    return f"policy_loss: normalizer={normalizer} must be positive and finite"
+
+
+def _denominator(
+    normalizer: float | Tensor | None, logp: Tensor, mask: Tensor | None
+) -> tuple[Tensor | None, float | None]:
     """The normalizer as a tensor, or as a number: a number costs no launch."""
     if normalizer is None:
         return None, None
@@ -319,6 +335,17 @@ def _denominator(normalizer: float | Tensor | None, logp: Tensor) -> tuple[Tenso
             normalizer.numel() == 1,
             lambda: f"policy_loss: normalizer is {tuple(normalizer.shape)}, expected a number or a 0-dim tensor",
         )
-        return normalizer.detach().reshape(()).to(device=logp.device, dtype=torch.float32), None
-    check(normalizer > 0, lambda: f"policy_loss: normalizer={normalizer} must be positive")
+        check(
+            normalizer.device == logp.device,
+            lambda: (
+                f"policy_loss: normalizer is on {normalizer.device}, logp on {logp.device}; move it once, outside the "
+                "step, or pass a number"
+            ),
+        )
+        if normalizer.device.type == "cpu" and not torch.compiler.is_compiling():
+            value = normalizer.item()
+            counted = logp.numel() if mask is None else mask  # where no token counts, it divides nothing
+            check(0.0 < value < math.inf or not torch.as_tensor(counted).any(), lambda: _not_positive(value))
+        return normalizer.detach().reshape(()).to(torch.float32), None
+    check(0.0 < normalizer < math.inf, lambda: _not_positive(normalizer))
     return None, float(normalizer)

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from rlkernel.kernels import select
-from rlkernel.ops._library import check, define, is_stock, wrote
+from rlkernel.ops._library import check, check_float, define, is_stock, wrote
 from rlkernel.ops.attention import check_new_rows, store_kv_
 from rlkernel.ops.rms_norm import rms_norm
 from rlkernel.ops.rope import rope
@@ -48,6 +48,7 @@ def _check(
             f"and [P, D={d}] with D even"
         ),
     )
+    check_float("qk_norm_rope", "q", q)
 
 
 def qk_norm_rope(
@@ -67,7 +68,7 @@ def qk_norm_rope(
         eps, positions, cos_sin: as in the two ops.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; the message names the argument.
+        ValueError: shapes or dtypes do not fit; the message names the argument. TypeError: another dtype.
         IndexError: a position outside the table (CPU).
     """
     _check(q, k, q_weight, k_weight, positions, cos_sin)

@@ -12,7 +12,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, define, is_stock, weight_grad
+from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor, weight_grad
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -37,7 +37,7 @@ def _gradients(
     if getattr(ctx.weight, "main_grad", None) is None:
         return _grad(dy, dr, x, weight, ctx.eps)
     found: list[Tensor] = []
-    weight_grad(ctx.weight, lambda g: found.append(_add_grad(g, dy, dr, x, weight, ctx.eps)))
+    weight_grad("rms_norm", ctx.weight, lambda g: found.append(_add_grad(g, dy, dr, x, weight, ctx.eps)))
     return found[0], None
 
 
@@ -109,13 +109,17 @@ def rms_norm(
         residual: [..., C], shape and dtype of x; with it the result is (y, r).
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or eps is negative or not finite; the message names the argument.
+        ValueError: shapes or dtypes do not fit, C is 0, or eps is negative or not finite; the message names it.
+        TypeError: x or weight is no tensor, or of another dtype than these.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
+    if not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
+        raise not_tensor("rms_norm", x=x, weight=weight)
     check(weight.dim() == 1, lambda: f"rms_norm: weight is {tuple(weight.shape)}; expected one dimension [C]")
     check(x.dim() >= 1, lambda: "rms_norm: x has no dimension; it must be [..., C]")
     c = weight.shape[0]
+    check(c > 0, lambda: "rms_norm: weight is (0,); it must have at least one channel")
     check(x.shape[-1] == c, lambda: f"rms_norm: x is {tuple(x.shape)}, weight [{c}]; x must end in C={c}")
     check(
         0.0 <= eps < math.inf,
@@ -123,6 +127,7 @@ def rms_norm(
             f"rms_norm: eps={eps}; expected a finite number of at least 0, as the model's config has it (often 1e-6)"
         ),
     )
+    check_float("rms_norm", "x", x)
     check(x.dtype == weight.dtype, lambda: f"rms_norm: x is {x.dtype}, weight {weight.dtype}; cast one of them")
     if residual is None:
         if is_stock():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -50,10 +50,18 @@ def rope(
 
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the argument.
+        TypeError: an argument is no tensor, or q of another dtype than these.
         IndexError: a position outside the table (CPU).
 
     Source: Su et al., RoFormer, 2021; pairing by halves as in GPT-NeoX.
     """
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(positions, Tensor)
+        and isinstance(cos_sin, Tensor)
+    ):
+        raise not_tensor("rope", q=q, k=k, positions=positions, cos_sin=cos_sin)
     check(q.dim() == 3, lambda: f"rope: q is {tuple(q.shape)}; expected [T, H, D]")
     t, _, d = q.shape
     check(
@@ -70,4 +78,5 @@ def rope(
     )
     if is_stock():
         return stock.rope(q, k, positions, cos_sin)
+    check_float("rope", "q", q)
     return _rope(q, k, positions, cos_sin, False)

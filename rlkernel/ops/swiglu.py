@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -47,14 +47,18 @@ def swiglu(
         gate_up: [..., 2F], fp32, bf16 or fp16.
 
     Raises:
-        ValueError: the last dimension is odd.
+        ValueError: the last dimension is odd, or there is none. TypeError: gate_up is no tensor, or of another dtype.
 
     Source: Shazeer, GLU Variants Improve Transformer, 2020.
     """
+    if not isinstance(gate_up, Tensor):
+        raise not_tensor("swiglu", gate_up=gate_up)
+    check(gate_up.dim() >= 1, lambda: "swiglu: gate_up has no dimension; it must be [..., 2F]")
     width = gate_up.shape[-1]
     check(width % 2 == 0, lambda: f"swiglu: gate_up is {tuple(gate_up.shape)}; its last dimension must be even (2F)")
     if is_stock():
         return stock.swiglu(gate_up)
+    check_float("swiglu", "gate_up", gate_up)
     if gate_up.dim() == 2:
         return _swiglu(gate_up)
     return _swiglu(gate_up.reshape(-1, width)).view(*gate_up.shape[:-1], width // 2)

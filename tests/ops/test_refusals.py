@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -57,3 +59,136 @@ def test_autograd_sees_that_an_op_wrote_in_place() -> None:
         pages = torch.zeros(2, 4, 1, 8)
         ops.store_kv_(pages, pages.clone(), new, new, torch.tensor([0, 5]))
     assert pages[0, 0, 0, 0] == 1
+
+
+# ---- arguments named -----------------------------------------------------------------------------
+
+
+TARGETS = torch.tensor([0, 1, 2])
+Q = torch.randn(3, 2, 8)
+EIGHT = torch.ones(8)
+COS = torch.randn(4, 8)
+
+
+def policy_loss(**changed: object) -> object:
+    given = {"logp": torch.zeros(3), "old_logp": None, "advantages": torch.ones(1), "cu_seqlens": CU}
+    return ops.policy_loss(**{**given, **changed})  # type: ignore[arg-type]
+
+
+def adamw(**changed: object) -> None:
+    p = torch.zeros(2)
+    given = {"params": [p], "grads": [p.clone()], "exp_avgs": [p.clone()], "exp_avg_sqs": [p.clone()]}
+    ops.adamw_(**{**given, "lr": 0.1, "step": 1, **changed})  # type: ignore[arg-type]
+
+
+REFUSED = {
+    # what only some devices would refuse, and each in its own words
+    "linear fp64": (lambda: ops.linear(X.double(), W.double()), TypeError, "linear: x is torch.float64; .*cast it"),
+    "linear int": (lambda: ops.linear(X.int(), W.int()), TypeError, "linear: x is torch.int32"),
+    "linear_logprob fp64": (
+        lambda: ops.linear_logprob(X.double(), W.double(), TARGETS), TypeError, "linear_logprob: hidden is torch.float64"
+    ),
+    "logprob fp64": (lambda: ops.logprob(X.double(), TARGETS), TypeError, "logprob: logits is torch.float64"),
+    "rms_norm fp64": (lambda: ops.rms_norm(X.double(), EIGHT.double(), 0.1), TypeError, "rms_norm: x is torch.float64"),
+    "swiglu fp64": (lambda: ops.swiglu(X.double()), TypeError, "swiglu: gate_up is torch.float64"),
+    "rope fp64": (lambda: ops.rope(Q.double(), Q.double(), TARGETS, COS), TypeError, "rope: q is torch.float64"),
+    "qk_norm_rope fp64": (
+        lambda: ops.qk_norm_rope(Q.double(), Q.double(), EIGHT.double(), EIGHT.double(), 0.1, TARGETS, COS),
+        TypeError, "qk_norm_rope: q is torch.float64",
+    ),
+    "embedding fp64": (lambda: ops.embedding(TARGETS, W.double()), TypeError, "embedding: weight is torch.float64"),
+    "attention fp64": (
+        lambda: ops.attention(Q.double(), Q.double(), Q.double(), CU, max_seqlen_q=3), TypeError, "attention: q is torch"
+    ),
+    "attention q bf16": (
+        lambda: ops.attention(Q.bfloat16(), Q, Q, CU, max_seqlen_q=3), ValueError, "q is torch.bfloat16, k is torch.float32"
+    ),
+    "attention cu_seqlens_q": (
+        lambda: ops.attention(Q, Q, Q, CU.long(), max_seqlen_q=3), TypeError, "attention: cu_seqlens_q is torch.int64"
+    ),
+    # no tensors
+    "linear list": (lambda: ops.linear([1.0], W), TypeError, "linear: x is of type list; it must be a torch.Tensor"),
+    "linear None": (lambda: ops.linear(X, None), TypeError, "linear: weight is of type NoneType"),
+    "linear_logprob None": (lambda: ops.linear_logprob(X, W, None), TypeError, "linear_logprob: targets is of type"),
+    "logprob list": (lambda: ops.logprob([[1.0]], TARGETS), TypeError, "logprob: logits is of type list"),
+    "rms_norm None": (lambda: ops.rms_norm(X, None, 0.1), TypeError, "rms_norm: weight is of type NoneType"),
+    "swiglu None": (lambda: ops.swiglu(None), TypeError, "swiglu: gate_up is of type NoneType"),
+    "rope list": (lambda: ops.rope(Q, Q, [0, 1, 2], COS), TypeError, "rope: positions is of type list"),
+    "embedding list": (lambda: ops.embedding([0, 1], W), TypeError, "embedding: ids is of type list"),
+    "attention None": (lambda: ops.attention(Q, None, Q, CU, max_seqlen_q=3), TypeError, "attention: k is of type None"),
+    "policy_loss list": (lambda: policy_loss(cu_seqlens=[0, 3]), TypeError, "policy_loss: cu_seqlens is of type list"),
+    # shapes
+    "swiglu 0-dim": (lambda: ops.swiglu(torch.tensor(1.0)), ValueError, "swiglu: gate_up has no dimension"),
+    "rms_norm C=0": (lambda: ops.rms_norm(X[:, :0], EIGHT[:0], 0.1), ValueError, "rms_norm: weight .* at least one"),
+    "linear chunks": (lambda: ops.linear(X, W, chunks="2"), ValueError, "linear: chunks='2' must be a power of two"),
+    "linear out_dtype int": (lambda: ops.linear(X, W, out_dtype=torch.int32), ValueError, "linear: out_dtype=torch.int32"),
+    "linear out_dtype fp64": (lambda: ops.linear(X, W, out_dtype=torch.float64), ValueError, "linear: out_dtype="),
+    # numbers
+    "scale inf": (
+        lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale=math.inf), ValueError, "scale=inf must be .* finite"
+    ),
+    "scale nan": (lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale=math.nan), ValueError, "scale=nan"),
+    "temperature inf": (lambda: ops.logprob(X, TARGETS, temperature=math.inf), ValueError, "temperature is inf"),
+    "temperature 1e40": (lambda: ops.logprob(X, TARGETS, temperature=1e40), ValueError, r"temperature is 1e\+40; .* to"),
+    "temperature 1e-45": (lambda: ops.linear_logprob(X, W, TARGETS, temperature=1e-45), ValueError, "is 1e-45; .* to"),
+    "entropy_coef nan": (
+        lambda: policy_loss(entropy=torch.zeros(3), entropy_coef=math.nan), ValueError, "entropy_coef=nan must be finite"
+    ),
+    "kl_coef inf": (
+        lambda: policy_loss(ref_logp=torch.zeros(3), kl_coef=math.inf), ValueError, "kl_coef=inf must be finite"
+    ),
+    "normalizer inf": (lambda: policy_loss(normalizer=math.inf), ValueError, "normalizer=inf must be positive"),
+    "normalizer tensor 0": (lambda: policy_loss(normalizer=torch.tensor(0.0)), ValueError, "normalizer=0.0 must be"),
+    "normalizer tensor -1": (
+        lambda: policy_loss(normalizer=torch.tensor(-1), mask=torch.tensor([True, False, False])),
+        ValueError, "normalizer=-1 must be",
+    ),
+    "normalizer elsewhere": (
+        lambda: policy_loss(normalizer=torch.ones((), device="meta")), ValueError, "normalizer is on meta, logp on cpu; move"
+    ),
+    # optimizer
+    "lr inf": (lambda: adamw(lr=math.inf), ValueError, "lr=inf must be finite"),
+    "eps inf": (lambda: adamw(eps=math.inf), ValueError, "eps=inf must be finite"),
+    "weight_decay inf": (lambda: adamw(weight_decay=math.inf), ValueError, "weight_decay=inf must be finite"),
+    "betas": (lambda: adamw(betas=(0.9,)), ValueError, r"betas=\(0.9,\) must be two numbers"),
+    "step": (lambda: adamw(step=1.5), ValueError, "step=1.5 must be a whole number"),
+    "scale number": (lambda: adamw(scale=1.0), TypeError, "adamw_: scale=1.0 is no tensor; expected one float32 on cpu"),
+    "no gradient": (
+        lambda: adamw(grads=[None]), TypeError, r"grads\[0\] is NoneType, .*; leave a parameter without a gradient, with"
+    ),
+    "no gradient to norm": (
+        lambda: ops.grad_norm([X, None]), TypeError, r"grad_norm: grads\[1\] is NoneType, .*without a gradient out"
+    ),
+    "no parameter": (lambda: adamw(params=[None]), TypeError, r"adamw_: params\[0\] is NoneType, expected a tensor$"),
+    "loss_scale number": (lambda: ops.grad_norm([X], loss_scale=8.0), TypeError, "grad_norm: loss_scale=8.0 is no tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_says_which_argument_and_what_to_do(name: str) -> None:
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_advantages_are_no_log_probabilities() -> None:
+    with pytest.raises(TypeError, match=r"advantages is torch.bfloat16, expected torch.float32; .*float32$"):
+        policy_loss(advantages=torch.ones(1, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="rounded to fewer bits"):
+        policy_loss(ref_logp=torch.zeros(3, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("op", ("linear", "linear_logprob", "rms_norm", "embedding"))
+def test_main_grad_that_does_not_fit(op: str) -> None:
+    weight = torch.randn(8, 8).requires_grad_()
+    weight.main_grad = torch.zeros(8, 7)  # type: ignore[attr-defined]
+    run = {
+        "linear": lambda: ops.linear(X, weight),
+        "linear_logprob": lambda: ops.linear_logprob(X, weight, TARGETS).logp,
+        "embedding": lambda: ops.embedding(TARGETS, weight),
+        "rms_norm": lambda: ops.rms_norm(X, norm, 0.1),
+    }
+    norm = torch.ones(8).requires_grad_()
+    norm.main_grad = torch.zeros(7)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=rf"^{op}: main_grad is .*; expected a contiguous float32 tensor"):
+        run[op]().sum().backward()
