@@ -53,12 +53,15 @@ def swiglu(
     """
     if not isinstance(gate_up, Tensor):
         raise not_tensor("swiglu", gate_up=gate_up)
-    check(gate_up.dim() >= 1, lambda: "swiglu: gate_up has no dimension; it must be [..., 2F]")
-    width = gate_up.shape[-1]
-    check(width % 2 == 0, lambda: f"swiglu: gate_up is {tuple(gate_up.shape)}; its last dimension must be even (2F)")
+    shape = gate_up.shape
+    check(
+        len(shape) > 0 and shape[-1] % 2 == 0,
+        lambda: f"swiglu: gate_up is {tuple(shape)}; its last dimension must be even (2F)",
+    )
+    width = shape[-1]
     if is_stock():
         return stock.swiglu(gate_up)
     check_float("swiglu", "gate_up", gate_up)
-    if gate_up.dim() == 2:
+    if len(shape) == 2:
         return _swiglu(gate_up)
-    return _swiglu(gate_up.reshape(-1, width)).view(*gate_up.shape[:-1], width // 2)
+    return _swiglu(gate_up.reshape(-1, width)).view(*shape[:-1], width // 2)

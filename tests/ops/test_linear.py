@@ -286,5 +286,5 @@ def test_main_grad_must_be_float32_of_the_same_shape() -> None:
 
 
 def test_unsupported_dtype_is_named() -> None:
-    with pytest.raises(TypeError, match="linear: x is torch.float64; expected float32, .* cast it"):
+    with pytest.raises(TypeError, match=r"linear: x is torch.float64; expected float32, .* cast it"):
         ops.linear(rand(0, 2, 8).double(), rand(1, 5, 8).double())

@@ -382,5 +382,5 @@ def test_bad_kept(call: Any, message: str) -> None:
 
 
 def test_unsupported_dtype_is_named() -> None:
-    with pytest.raises(TypeError, match="logprob: logits is torch.float64; expected float32, .* cast it"):
+    with pytest.raises(TypeError, match=r"logprob: logits is torch.float64; expected float32, .* cast it"):
         ops.logprob(rand(0, 2, 8).double(), ids(2, 8))
