@@ -178,3 +178,39 @@ else:
         many = attention(q[:64], k[:299], v[:299], cu([64]), cu([299]), 64, 299, *fixed)
         for name, a, b in zip(("out", "lse"), many, one, strict=True):
             assert_bitwise(a, b[:64], name)
+
+    @pytest.mark.parametrize(
+        "keys,most,grid", ((200, 64, 4096), (200, 128, 4096), (400, 192, 1)), ids=("no parts", "parts", "turns")
+    )
+    def test_a_length_that_is_too_small_stays_inside_its_buffers(
+        keys: int, most: int, grid: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`max_seqlen_k` is the caller's word: wrong numbers, but nothing is written or read beside the buffers."""
+        guards, empty = [], torch.empty
+
+        def guarded(*shape: int, **options: Any) -> Tensor:
+            n = torch.Size(shape).numel()
+            whole = torch.full((n + 4096,), torch.nan, **options)
+            guards.append(whole[n:])
+            return whole[:n].view(shape)
+
+        monkeypatch.setattr(forward, "PARTIAL_GRID", grid)
+        k, v = (rand(i, -(-keys // 48), 48, 1, 16) for i in (1, 2))
+        table = torch.arange(k.shape[0], dtype=torch.int32)[None]
+        lens = torch.tensor([keys], dtype=torch.int32)
+        monkeypatch.setattr(torch, "empty", guarded)
+        for rows_in_a_row in (False, True):
+            if rows_in_a_row:
+                monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
+                monkeypatch.setattr(forward, "GATHER_KEYS", 1)
+                monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+            out, lse = paged_attention(rand(0, 1, 1, 16), k, v, table, cu([1]), lens, 1, most, 0.25, None, 64)
+            assert torch.isfinite(out).all() and torch.isfinite(lse).all()
+        monkeypatch.setattr(torch, "empty", empty)
+        assert guards and all(guard.isnan().all() for guard in guards)
+
+    def test_more_sequences_than_a_grid_has() -> None:
+        borders = torch.arange(65_537, dtype=torch.int32)
+        q = torch.zeros(1, 1, 16).expand(65_536, 1, 16)
+        with pytest.raises(ValueError, match=r"cu_seqlens_q has borders of 65536 sequences; .* split the batch"):
+            attention(q, q, q, borders, borders, 1, 1, 0.25, None, 64)

@@ -164,7 +164,7 @@ def closed_split(q, source, first, last, whole, keys, position, window, column, 
 
 
 @direct
-@triton.jit(do_not_specialize=["T", "COLUMNS", "window"])
+@triton.jit(do_not_specialize=["T", "COLUMNS", "window", "SPLITS"])
 def attention_kernel(
     q,  # [T, H, D]
     k_box,  # descriptors of k and v as [S, HK * D], where TMA
@@ -185,6 +185,7 @@ def attention_kernel(
     COLUMNS,
     window,
     SPLIT,
+    SPLITS,  # that the launch has room for: where `max_seqlen_k` is too small, fewer than the keys have
     scale_log2e,
     HK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -217,7 +218,7 @@ def attention_kernel(
     else:
         if ROOM:
             k_first = sequence * COLUMNS
-            keys = tl.load(lens + sequence)
+            keys = min(tl.load(lens + sequence), COLUMNS)
         else:
             k_first = tl.load(lens + sequence)
             keys = tl.load(lens + sequence + 1) - k_first
@@ -226,7 +227,7 @@ def attention_kernel(
     alone = MODE != PARTIAL
     if MODE == PARTIAL:
         tile = 0
-        alone = seen_from(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT
+        alone = (SPLITS == 1) | (seen_from(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT)
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     if tile * BLOCK_M >= queries * GROUP:
@@ -274,7 +275,7 @@ def attention_kernel(
     at = (to * D)[:, None] + column[None, :]
     held = inside[:, None] & (column < D)[None, :]
     if TURNS:
-        for split in tl.range(tl.program_id(0), tl.cdiv(stop, SPLIT), tl.num_programs(0)):
+        for split in tl.range(tl.program_id(0), min(tl.cdiv(stop, SPLIT), SPLITS), tl.num_programs(0)):
             first, last = max(start, split * SPLIT), min(stop, split * SPLIT + SPLIT)
             if first < last:
                 o, top = closed_split(x, source, first, last, whole, keys, position, window, column, scale_log2e, D,
@@ -310,6 +311,7 @@ DECODE_ROWS = 16
 # From so many queries and keys on, pages are laid in a row first, where the copy engine can fetch them.
 GATHER_QUERIES, GATHER_KEYS, GATHER_BYTES = 512, 4096, 1 << 29
 GROUPS_ROWS = 1024  # of the longest sequence: from so many on, Hopper's own kernel serves prefill across splits
+MOST_SEQUENCES = 65535  # in the last dimension of a grid
 MERGE_GRID = 1024  # programs of a merge at most, one a query at least: in most decode steps nothing is to merge
 PARTIAL_GRID = 4096  # programs of a decode step at most, two a sequence and key head at least: idle ones cost time too
 
@@ -368,6 +370,11 @@ def _forward(
     lse = torch.empty(t, h, dtype=torch.float32, device=q.device)
     if t == 0:
         return out, lse
+    if batch > MOST_SEQUENCES:
+        raise ValueError(
+            f"attention: cu_seqlens_q has borders of {batch} sequences; a GPU takes {MOST_SEQUENCES} a call, split the "
+            "batch"
+        )
     kind = family(q)
     chosen = tile is None
     tile = tile or forward_tile(max_q * group, d, q.element_size(), kind)
@@ -390,7 +397,7 @@ def _forward(
     with on_device(q):
         attention_kernel[(side_by_side if mode == PARTIAL.value else tiles, hk, batch)](
             q, *boxes, k, v, table, cu_q, lens, o_parts, lse_parts, out, lse, t, q.stride(0), k.stride(-3),
-            v.stride(-3), room if table is None else table.stride(0), window or 0, split, scale * LOG2E.value,
+            v.stride(-3), room if table is None else table.stride(0), window or 0, split, splits, scale * LOG2E.value,
             HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode,
             TURNS=mode == PARTIAL.value and splits > side_by_side,
             HAS_WINDOW=window is not None, PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
@@ -402,7 +409,7 @@ def _forward(
             heads = min(next_power_of_2(h), max(1, 128 // block_d))
             programs = min(cdiv(h, heads), max(1, MERGE_GRID // (max_q * batch)))
             merge_kernel[(max_q, programs, batch)](
-                o_parts, lse_parts, cu_q, lens, out, lse, t, window or 0, split,
+                o_parts, lse_parts, cu_q, lens, out, lse, t, window or 0, split, splits,
                 H=h, D=d, HEADS=heads, BLOCK_D=block_d, HAS_WINDOW=window is not None, PAGED=table is not None,
                 num_warps=1, **early(q), **options(),
             )  # fmt: skip
@@ -478,7 +485,7 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
         "q": f"*{kind}:16", "k": f"*{kind}:16", "v": f"*{kind}:16", "cu_q": "*i32:16", "lens": "*i32:16",
         "out": f"*{part}:16", "lse": "*fp32:16", "whole_out": f"*{kind}:16", "whole_lse": "*fp32:16",
         "T": "i32", "q_stride": "i32:16", "k_stride": "i32:16",
-        "v_stride": "i32:16", "COLUMNS": "i32", "window": "i32", "SPLIT": "i32:16",
+        "v_stride": "i32:16", "COLUMNS": "i32", "window": "i32", "SPLIT": "i32:16", "SPLITS": "i32",
         "scale_log2e": "fp32",
     }  # fmt: skip
     constants = {

@@ -61,7 +61,7 @@ def seen_from(keys, queries, window, HAS_WINDOW: tl.constexpr):
 
 
 @direct
-@triton.jit(do_not_specialize=["T", "window"])
+@triton.jit(do_not_specialize=["T", "window", "SPLITS"])
 def merge_kernel(
     o_parts,  # [splits, T, H, D] fp32
     lse_parts,  # [splits, T, H] base 2
@@ -72,6 +72,7 @@ def merge_kernel(
     T,
     window,
     SPLIT,
+    SPLITS,
     H: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
@@ -101,7 +102,7 @@ def merge_kernel(
     else:
         first = 0
     column = tl.arange(0, BLOCK_D)
-    stop = position // SPLIT + 1
+    stop = min(position // SPLIT + 1, SPLITS)
     for few_heads in tl.range(tl.program_id(1), tl.cdiv(H, HEADS), tl.num_programs(1)):
         head = few_heads * HEADS + tl.arange(0, HEADS)
         inside = (head < H)[:, None] & (column < D)[None, :]
@@ -127,7 +128,7 @@ AOT: tuple[Variant, ...] = early_too(
     Variant(
         "attention merge", merge_kernel,
         {"o_parts": "*fp32:16", "lse_parts": "*fp32:16", "cu_q": "*i32:16", "lens": "*i32:16", "out": "*bf16:16",
-         "lse": "*fp32:16", "T": "i32", "window": "i32", "SPLIT": "i32:16"},
+         "lse": "*fp32:16", "T": "i32", "window": "i32", "SPLIT": "i32:16", "SPLITS": "i32"},
         {"H": 16, "D": 128, "HEADS": 1, "BLOCK_D": 128, "HAS_WINDOW": False, "PAGED": True}, 1,
     ),
 )  # fmt: skip
