@@ -227,7 +227,9 @@ def attention_kernel(
     alone = MODE != PARTIAL
     if MODE == PARTIAL:
         tile = 0
-        alone = (SPLITS == 1) | (seen_from(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT)
+        alone = seen_from(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT
+        if not TURNS:
+            alone = alone | (SPLITS == 1)  # then there are no parts
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     if tile * BLOCK_M >= queries * GROUP:
@@ -239,6 +241,8 @@ def attention_kernel(
     position = past + token
     first_position = past + tile * BLOCK_M // GROUP
     stop = min(keys, past + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)  # keys that any row sees: [start, stop)
+    if TURNS:
+        stop = min(stop, SPLITS * SPLIT)
     if HAS_WINDOW:
         start = max(0, first_position - window + 1) // KEYS * KEYS
     else:
@@ -275,7 +279,7 @@ def attention_kernel(
     at = (to * D)[:, None] + column[None, :]
     held = inside[:, None] & (column < D)[None, :]
     if TURNS:
-        for split in tl.range(tl.program_id(0), min(tl.cdiv(stop, SPLIT), SPLITS), tl.num_programs(0)):
+        for split in tl.range(tl.program_id(0), tl.cdiv(stop, SPLIT), tl.num_programs(0)):
             first, last = max(start, split * SPLIT), min(stop, split * SPLIT + SPLIT)
             if first < last:
                 o, top = closed_split(x, source, first, last, whole, keys, position, window, column, scale_log2e, D,
