@@ -15,8 +15,11 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-# The arguments of a compiled kernel's launcher are Triton's own affair: known for these versions, for CUDA.
-KNOWN = triton.__version__.startswith("3.6.") and not (torch.version.hip or getattr(torch.version, "xpu", None))
+MEASURED = "3.6"
+"""Triton of the tests and the recorded figures."""
+
+# The arguments of a compiled kernel's launcher are Triton's own affair: known for this version, for CUDA.
+KNOWN = triton.__version__.startswith(f"{MEASURED}.") and not (torch.version.hip or getattr(torch.version, "xpu", None))
 
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 _listeners = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
