@@ -2,7 +2,7 @@
 
 `python benchmarks/sanitize.py` starts each tool on every op, forward and backward with all of its schedules, and on a
 planted error of the tool's kind. A pass needs no error in the first and one in the second: a tool that does not work on
-this host passes nothing.
+this host passes nothing. Every Triton kernel and every schedule that is offered must have run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
     import torch
 
     from rlkernel import ops
-    from rlkernel.contract.orders import DGRAD_WHOLE, EMBEDDING_WINDOW, WGRAD_TOKENS
+    from rlkernel.contract.orders import DGRAD_WHOLE, EMBEDDING_WINDOW, LOGPROB_DGRAD_CHUNK, WGRAD_TOKENS
 
     t, c, v, heads, d = (512, 256, 4136, 4, 128) if large else (37, 64, 520, 2, 64)
 
@@ -98,6 +98,31 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         for m, n in () if large else ((33, DGRAD_WHOLE + 8), (WGRAD_TOKENS + 12, 16)):
             x, w = leaf(m, 16), leaf(n, 16, scale=0.1)
             backward(ops.linear(x, w), x, w)
+
+    # What the calls above leave out of the tiles: of products with more than 2048 columns, of few, of a head.
+    def linear_tiles() -> None:
+        if large:
+            ops.linear(leaf(33, 136).detach(), leaf(264, 136).detach())
+            dgrad(16, 136, 2056)
+
+    def linear_tiles_of_more_rows() -> None:
+        for m in (33, 130) if large else ():
+            dgrad(m, 136, 2056)
+
+    def linear_head() -> None:
+        for m in (16, 65) if large else ():
+            dgrad(m, DGRAD_WHOLE + 8, 16)
+
+    def dgrad(m: int, n: int, k: int) -> None:
+        torch.ops.rlkernel.linear_dgrad(leaf(m, n).detach(), leaf(n, k, scale=0.1).detach(), 1)
+
+    def linear_logprob_dhidden() -> None:
+        # Rows of dz as long as a chunk of the input gradient, which cuBLASLt asks for; the second backward knows from
+        # the first that all tokens have a gradient.
+        for _ in range(2 if large else 0):
+            hidden, weight = leaf(37, 256), leaf(LOGPROB_DGRAD_CHUNK, 256, scale=0.1).detach()
+            backward(ops.linear_logprob(hidden, weight, ids(99, 37)).logp, hidden)
+            torch.cuda.synchronize()
 
     def linear_logprob() -> None:
         # Hopper's kernel is slow under the tools: two clusters of tokens, five of entries, the last ones in part.
@@ -168,6 +193,15 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
                     max_seqlen_q=each, max_seqlen_k=longest, split=256,
                 )  # fmt: skip
 
+    def attention_pages() -> None:  # so long that pages are laid in a row first
+        queries, keys, page = (512, 4096, 16) if large else (5, 80, 16)
+        cache = [torch.randn(keys // page, page, 1, 128, device=device).to(dtype) for _ in range(2)]
+        table = torch.randperm(keys // page, device=device).to(torch.int32).view(1, -1)
+        cu, lens = (torch.tensor(n, device=device, dtype=torch.int32) for n in ([0, queries], [keys]))
+        ops.paged_attention(
+            leaf(queries, 2, 128).detach(), *cache, table, cu, lens, max_seqlen_q=queries, max_seqlen_k=keys
+        )  # fmt: skip
+
     def losses() -> None:
         batch = 8
         cu = torch.linspace(0, t, batch + 1, device=device).to(torch.int32)
@@ -204,7 +238,8 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         for options in ({}, filters):
             ops.sample(logits, ids(99, n), ids(99, n), temperature=full(0.8, torch.float32), **options)
 
-    found = (linear, linear_options, linear_chunks, linear_logprob, logprob, rms_norm, pointwise, attention, losses,
+    found = (linear, linear_options, linear_chunks, linear_tiles, linear_tiles_of_more_rows, linear_head,
+             linear_logprob, linear_logprob_dhidden, logprob, rms_norm, pointwise, attention, attention_pages, losses,
              optimizer, sample)  # fmt: skip
     return {call.__name__: call for call in found}
 
@@ -242,19 +277,37 @@ def every_schedule() -> set[str]:
             for name, schedule in bound(self, key).items():
                 names.add(name)
                 own = list(args)
+                group = name.split(":", 1)[1].split(".", 1)[0]
                 for i in self.family.mutates:  # the anchor has written them; where that does not count, nobody has
                     if isinstance(own[i], torch.Tensor):
                         own[i] = torch.empty_like(own[i]) if fresh else own[i].clone()
+                        if fresh and group == "cublaslt":  # whose sum torch rounds afterwards
+                            own[i].fill_(float("nan"))
                 # Of its own memory a schedule may read what the copy engine has stored.
-                group = name.split(":", 1)[1].split(".", 1)[0]
                 with mock.patch.object(torch, "empty", filled if group in COPY_ENGINE else empty):
                     schedule(*own)
             return found
 
         return run, True
 
+    def instead(error: Exception, *_: Any) -> Any:  # in place of the anchor, which would hide it
+        raise error
+
     ScheduledOp._settle = settle  # type: ignore[method-assign]
+    ScheduledOp._instead = staticmethod(instead)  # type: ignore[assignment, method-assign]
     return names
+
+
+def offered(capability: tuple[int, int]) -> set[str]:
+    """Names, as in `every_schedule`, of all schedules that a GPU of this compute capability is offered."""
+    from rlkernel.kernels import schedule
+    from rlkernel.kernels.cuda import linear, linear_logprob
+
+    groups = () if capability == (9, 0) else ("hopper", "rows")
+    modules = (linear.__name__, linear_logprob.__name__)
+    ops = [op for op in schedule.scheduled_ops() if op.family.key.__module__ in modules]
+    names = {f"{op.family.op}:{s.name}" for op in ops for s in op.family.schedules}
+    return {name for name in names if name.split(":")[1].split(".")[0] not in groups}
 
 
 def launched() -> set[str]:
@@ -371,7 +424,7 @@ def passed(row: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Exit status 0 where every tool worked, found nothing, and every registered Triton kernel was launched."""
+    """Exit status 0 where every tool worked and found nothing, and every kernel and every offered schedule ran."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--only", nargs="*", default=[], help="names of calls, as printed")
@@ -412,8 +465,11 @@ def main() -> int:
                 ran[key] |= set(found)
         work = [(tool, what) for what in (PLANT, *names) for tool in args.tools]
         work += [(tool, COPY) for tool in args.tools if tool == "initcheck"]
-        rows = list(pool.map(lambda item: check(program, *item, args.limit), work))
-    left = sorted({variant.kernel.fn.__name__ for variant in aot.variants()} - ran["kernels"])
+        slow_first = sorted(work, key=lambda item: item[0] != "racecheck")
+        rows = list(pool.map(lambda item: check(program, *item, args.limit), slow_first))
+    rows.sort(key=lambda row: work.index((row["tool"], row["what"])))
+    wanted = {variant.kernel.fn.__name__ for variant in aot.variants()} | offered(torch.cuda.get_device_capability())
+    left = sorted(wanted - ran["kernels"] - ran["schedules"])
     if left and not args.only:
         print(f"sanitize: no call launches {', '.join(left)}")
     good = all(map(passed, rows)) and (not left or bool(args.only))

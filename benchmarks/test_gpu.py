@@ -32,6 +32,20 @@ def _by_function(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(merged.values())
 
 
+def names(report: Path) -> dict[str, list[str]]:
+    """Names of the failed and the skipped tests of pytest's report, the latter with their reasons."""
+    import xml.etree.ElementTree as ElementTree
+
+    found: dict[str, list[str]] = {"failed": [], "skipped": []}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            found["failed"].append(name)
+        elif (skipped := case.find("skipped")) is not None:
+            found["skipped"].append(f"{name}: {skipped.get('message', '')}")
+    return {key: sorted(set(tests)) for key, tests in found.items()}
+
+
 def main() -> int:
     """Exit status of pytest; 1 where torch sees no GPU (a run that compares nothing is never a pass)."""
     import torch
@@ -65,7 +79,8 @@ def main() -> int:
             if suite is not None
             else {}
         )
-    path = write_result("test_gpu", rows, pytest=counts, exit_status=status)
+        more = names(report) if report.exists() else {}
+    path = write_result("test_gpu", rows, pytest=counts, **more, exit_status=status)
     print(f"wrote {path}")
     if found:
         print(f"wrote {write_result('integrations', found, versions=versions())}")

@@ -153,6 +153,7 @@ def test_races_inside_cublas_are_counted_apart() -> None:
 def test_sanitizer_runs_the_anchor_then_every_schedule_on_memory_of_its_own() -> None:
     code = """
 import torch, sanitize
+from dataclasses import replace
 from rlkernel.kernels.certification import Family, Schedule
 from rlkernel.kernels.schedule import ScheduledOp
 names = sanitize.every_schedule()
@@ -169,6 +170,14 @@ op.call(grad, x, True)
 assert names == {"fake:cublaslt.0", "fake:other"} and torch.equal(grad, x)
 assert torch.equal(seen[0][0], x) and torch.equal(seen[1][0], x), "what the anchor left, where it counts"
 assert seen[0][1].isnan().all() and seen[2][1].isnan().all(), "the copy engine's memory is filled first"
+def fails(grad, x, fresh):
+    raise ValueError("status 13")
+try:
+    ScheduledOp(replace(family, schedules=[Schedule("other", lambda key: fails)], mutates=())).call(grad, x, False)
+except ValueError as error:
+    assert "status 13" in str(error)
+else:
+    raise AssertionError("a schedule's error was hidden")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
@@ -203,14 +212,23 @@ def test_a_line_says_what_was_faster() -> None:
 
 
 def sanitizer_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: dict[str, str], kernels: list[str], arguments: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    seen: dict[str, str],
+    kernels: list[str],
+    arguments: list[str],
+    unlaunched: tuple[str, ...] = (),
+    capability: tuple[int, int] = (9, 0),
 ) -> tuple[int, dict[str, Any]]:
     """Exit status and result file of the runner, with processes that print what `seen` says of a tool or a call."""
     from rlkernel.kernels.triton import aot
 
     def start(given: list[str], limit: float, tool: tuple[str, ...] = ()) -> tuple[str, int | None, float]:
         if not tool:
-            ran = {"kernels": kernels or [v.kernel.fn.__name__ for v in aot.variants()], "schedules": ["a:b"]}
+            ran = {
+                "kernels": kernels or [v.kernel.fn.__name__ for v in aot.variants()],
+                "schedules": sorted(sanitize.offered((9, 0)) - set(unlaunched)),
+            }
             return sanitize.RAN + json.dumps(ran), 0, 1.0
         found = seen.get(given[-1], "3" if given[0] == "--plant" else "0")
         return f"========= ERROR SUMMARY: {found} errors", 0, 1.0
@@ -218,6 +236,7 @@ def sanitizer_run(
     monkeypatch.setattr(sanitize, "start", start)
     monkeypatch.setattr(sanitize, "sanitizer", lambda: "compute-sanitizer")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(sys, "argv", ["sanitize.py", *arguments])
     monkeypatch.setenv("RLKERNEL_RESULTS", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
@@ -227,11 +246,17 @@ def sanitizer_run(
 
 def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    run = lambda seen, kernels=(), arguments=(): sanitizer_run(
-        monkeypatch, tmp_path, seen, list(kernels), list(arguments)
+    run = lambda seen, kernels=(), arguments=(), *more: sanitizer_run(
+        monkeypatch, tmp_path, seen, list(kernels), list(arguments), *more
     )
     status, data = run({})
-    assert status == 0 and data["passed"] and data["schedules"] == ["a:b"]
+    assert status == 0 and data["passed"] and set(data["schedules"]) == sanitize.offered((9, 0))
+    unlaunched = ("linear_dgrad:triton.head.128x128x64", "linear_logprob_dhidden:cublaslt.3")
+    status, data = run({}, (), (), unlaunched)
+    assert status == 1 and not data["passed"] and data["not_launched"] == list(unlaunched), "offered, never launched"
+    of_hopper = [name for name in sanitize.offered((9, 0)) if name.split(":")[1].split(".")[0] in ("rows", "hopper")]
+    assert len(of_hopper) == 6 and run({}, (), (), tuple(of_hopper))[0] == 1
+    assert run({}, (), (), tuple(of_hopper), (8, 0))[0] == 0, "not offered there"
     calls = sanitize.calls("cpu", torch.float32, large=False)
     assert {(row["tool"], row["what"]) for row in data["rows"]} == {
         (tool, what) for tool in sanitize.TOOLS for what in (sanitize.PLANT, *calls)
@@ -255,3 +280,56 @@ def test_the_record_of_compatibility_is_of_the_versions_that_ci_installs() -> No
         version = re.search(rf"^{distribution}==(\S+)", pinned, re.MULTILINE)
         assert version is not None and data["versions"][name].split("+")[0] == version[1], name
     assert {row["stack"] for row in data["rows"]} == {"vLLM", "TRL", "transformers"}
+
+
+def test_the_record_of_gpu_tests_names_what_failed_and_what_was_skipped(tmp_path: Path) -> None:
+    import importlib
+
+    report = tmp_path / "report.xml"
+    tests = tmp_path / "test_some.py"
+    tests.write_text(
+        "import pytest\ndef test_good(): pass\ndef test_bad(): assert 0\n"
+        "@pytest.fixture\ndef broken(): raise OSError\ndef test_setup(broken): pass\n"
+        "@pytest.mark.skip(reason='needs two GPUs')\ndef test_two(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(tests)]
+    subprocess.run(command, cwd=tmp_path, capture_output=True)
+    found = importlib.import_module("test_gpu").names(report)
+    assert found == {
+        "failed": ["test_some::test_bad", "test_some::test_setup"],
+        "skipped": ["test_some::test_two: needs two GPUs"],
+    }
+
+
+def test_the_sanitizers_calls_reach_every_schedule_of_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shapes: the ops run on the CPU, and their arguments are taken for those of a Hopper GPU."""
+    pytest.importorskip("triton")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from rlkernel.kernels.cuda import linear
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    found: set[str] = set()
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            if "rlkernel" in str(func) and name in ("linear", "linear_dgrad", "linear_wgrad", "linear_wgrad_"):
+                op = linear.wgrad_chunk if "wgrad" in name else getattr(linear, name)
+                if name == "linear_wgrad":
+                    dy, x = args
+                    args_of_op = (torch.empty(dy.shape[1], x.shape[1], dtype=dy.dtype), dy, x, True)
+                else:
+                    args_of_op = (*args, False) if name == "linear_wgrad_" else args
+                _, *key = op.family.key(*args_of_op)
+                found.update(f"{op.family.op}:{s.name}" for s in op.family.schedules if s.supports((0, *key)))
+            return func(*args, **(kwargs or {}))
+
+    for large in (False, True):
+        made = sanitize.calls("cpu", torch.bfloat16, large=large)
+        with Shapes():
+            for name in made:
+                if name.startswith("linear") and not name.startswith("linear_logprob"):
+                    made[name]()
+    linears = ("linear:", "linear_dgrad:", "linear_wgrad:")
+    assert {name for name in sanitize.offered((9, 0)) if name.startswith(linears)} == found
