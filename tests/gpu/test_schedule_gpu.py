@@ -16,7 +16,8 @@ from rlkernel.contract import assert_bitwise
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE
 from rlkernel.kernels import build, certification, schedule
 from rlkernel.kernels.certification import Schedule
-from rlkernel.kernels.verdicts import Trial, verdict_dir
+from rlkernel.kernels.errors import LaunchError
+from rlkernel.kernels.verdicts import ANCHOR, Trial, verdict_dir
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -123,6 +124,52 @@ def test_epilogues_and_chunks_keep_the_bits(
         with schedule.without():
             assert_bitwise(y, ops.linear(x, w, b, chunks=chunks, out_dtype=out), f"{m} rows")
     record(cases=6, tokens=1420, mismatches=0)
+
+
+@hopper
+@pytest.mark.parametrize("m,n,k", ((16400, 512, 256), (14400, 151936, 64)), ids=("open bucket", "past 2^31 elements"))
+def test_calls_with_more_rows_than_were_compared_are_cut(m: int, n: int, k: int, record: Callable[..., None]) -> None:
+    from rlkernel.kernels.cuda import linear
+
+    x, w, bias = rand(m, k), rand(n, k), rand(2 * n)[::2]
+    dy = torch.randn(m, n, dtype=torch.bfloat16, device="cuda")
+    for op, arguments in ((linear.linear, (x, w, bias, 1, 1, None)), (linear.linear_dgrad, (dy, w, 1))):
+        key = op.family.key(*arguments)
+        assert linear.most_rows(linear._shape(key)) < m
+        verdict = op.verdict(*arguments)
+        assert verdict is not None and verdict.rows[-1] == linear.most_rows(linear._shape(key))
+        assert op._bound[key], verdict.trials
+        expected = op.family.anchor(*arguments)
+        for name, run in op._bound[key].items():
+            assert torch.equal(run(*arguments).view(torch.int16), expected.view(torch.int16)), f"{op.family.op}, {name}"
+        del expected
+    torch.cuda.empty_cache()  # others share the GPU
+    record(cases=2, tokens=m, mismatches=0)
+
+
+@hopper
+def test_a_launch_that_fails_gives_way_to_the_anchor(
+    monkeypatch: pytest.MonkeyPatch, record: Callable[..., None]
+) -> None:
+    from rlkernel.kernels.cuda import linear
+
+    x, w = rand(300, 1024), rand(512, 1024)
+    y, key = ops.linear(x, w), linear.linear.family.key(x, w, None, 1, 1, None)
+    bound = linear.linear._bound[key]
+
+    def fails(*_: Any) -> Tensor:
+        raise LaunchError("status 13")
+
+    for name in list(bound):
+        monkeypatch.setitem(bound, name, fails)
+    linear.linear._runs.clear()
+    if linear.linear.chosen(x, w, None, 1, 1, None) == ANCHOR:
+        pytest.skip("the anchor is the fastest here")
+    with pytest.warns(RuntimeWarning, match="status 13"):
+        assert_bitwise(ops.linear(x, w), y, "by the anchor")
+    with schedule.strict(), pytest.raises(schedule.UncertifiedError, match="status 13"):
+        ops.linear(x, w)
+    record(cases=1, tokens=300, mismatches=0)
 
 
 def planted(**switch: Any) -> Callable[..., Tensor]:
