@@ -467,6 +467,20 @@ def test_hints_from_two_streams_alone() -> None:
         assert cause in [f.cause for f in gate(verdict, "statistics").findings]
 
 
+def test_a_temperature_is_hinted_at_within_the_bar() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (400, 64))
+    drawn = (logits / 0.985 + rng.gumbel(size=logits.shape)).argmax(1)
+    score = lambda t: logits[np.arange(400), drawn] / t - np.log(np.exp(logits / t).sum(1))
+    side = lambda name, stream, t: build_capsule(
+        Manifest(side=name), [[1]] * 4, [[2] * 100] * 4, {stream: score(t).astype(np.float32).reshape(4, 100)}
+    )
+    verdict = compare(side("rollout", "recorded.processed", 0.985), side("train", "train.processed", 1.0))
+    found = gate(verdict, "statistics")
+    assert (verdict.exit_code, found.status) == (0, "warned") and found.findings[0].cause == "temperature"
+    assert compare(capsule(), capsule("train", noise=0.02)).gates[5].status == "passed"
+
+
 def test_factors_are_reported_apart() -> None:
     from dataclasses import replace
 

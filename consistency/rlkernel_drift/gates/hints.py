@@ -1,4 +1,4 @@
-"""What two streams alone say about the cause, without a model: shifts, one-signed differences, growth, lattices.
+"""What two streams alone say about the cause, without a model: shifts, scales, signs, growth, lattices.
 
 Hints accompany the statistics, also where every threshold holds. They are evidence, not a diagnosis: `diagnose`
 re-scores with the model.
@@ -19,6 +19,7 @@ from rlkernel_drift.verdict import Finding
 _MIN_TOKENS = 32
 _LINK = 5.0  # times the next link of the chain
 _ROUNDING = 1e-5  # nats; one-signed differences below it come from how a log-softmax rounds, not from kept sets
+_PROPORTIONAL = 0.8  # a temperature of 0.985 or 1.02 gives 0.9; every other fault of the power matrix less than 0.75
 _LARGE = 0.01  # nats a token; below it a sequence that stands out may have been computed on another path
 
 
@@ -26,7 +27,8 @@ def hints(pair: Pair, compared: Comparable, lattice: Lattice | None) -> list[Fin
     """Findings of severity note or warning, the most telling first."""
     if len(compared.d) < _MIN_TOKENS:
         return []
-    found = [*_shift(pair, compared), *_one_signed(compared), *_template(compared), *_concentrated(pair, compared)]
+    found = _shift(pair, compared) or _proportional(compared)
+    found += [*_one_signed(compared), *_template(compared), *_concentrated(pair, compared)]
     if lattice is not None:
         found.append(
             finding("bf16-logits", f"{lattice}: something was rounded to few bits", "warning", step=lattice.step)
@@ -64,6 +66,18 @@ def _shift(pair: Pair, compared: Comparable) -> list[Finding]:
     way = "later" if best > 0 else "earlier"
     message = f"the train stream is the rollout's one token {way}: correlation {there:.3f}, in place {here:.3f}"
     return [finding("off-by-one", message, "warning", shifted=there, in_place=here)]
+
+
+def _proportional(compared: Comparable) -> list[Finding]:
+    """A temperature scales logits: the differences go with the log-probabilities, which noise does not."""
+    if float(np.abs(compared.d).mean()) < _ROUNDING:
+        return []
+    together = lag_correlation(compared.r, compared.d, 0)
+    if abs(together) < _PROPORTIONAL:
+        return []
+    slope = together * float(compared.d.std() / compared.r.std())
+    message = f"the differences go with the log-probabilities, {slope:+.2g} a nat (correlation {together:.2f})"
+    return [finding("temperature", f"{message}, as under another temperature", "warning", slope=slope)]
 
 
 def _one_signed(compared: Comparable) -> list[Finding]:
