@@ -142,6 +142,13 @@ class Backend:
             self.lose("a quantized model has other weights in training than in vLLM")
         if s.optim not in STANDARD:
             self.lose(f"optim={s.optim!s} steps the weights without fp32 masters; use one of {', '.join(STANDARD)}")
+        given = (arguments.get("optimizers") or (None, None))[0] or arguments.get("optimizer_cls_and_kwargs")
+        if given is not None:
+            kind = given[0] if isinstance(given, tuple) else type(given)
+            self.lose(
+                f"the optimizer {kind.__name__} that the trainer was given steps the weights without fp32 masters; "
+                f"leave it out and set optim to one of {', '.join(STANDARD)}"
+            )
         if self.samples:
             self._check_sampling()
         self.dtype = weight_dtype(s)

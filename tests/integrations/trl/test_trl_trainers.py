@@ -306,6 +306,20 @@ def test_refusals(model: Path, changes: dict[str, Any], message: str, compat: An
     compat.refused("TRL", ", ".join(f"{k}={v}" for k, v in changes.items()), raised.value, message)
 
 
+def test_an_optimizer_of_the_users_own_is_refused(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would step bf16 weights without masters, as `optim` would."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    sgd = torch.optim.SGD(policy.parameters(), lr=0.1)
+    own: list[dict[str, Any]] = [{"optimizers": (sgd, None)}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}]
+    for given in own:
+        with pytest.raises(ExactnessLostError, match="optimizer SGD .* without fp32 masters"):
+            make_trainer("SFT", policy, trainer=given)
+    make_trainer("SFT", policy, trainer=own[0], rl_kernel_strict=False)
+    assert "optimizer SGD" in caplog.text
+
+
 def test_generate_without_logprobs_is_refused(model: Path, compat: Any, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ExactnessLostError) as raised:
         make_trainer("GRPO", model)
