@@ -163,6 +163,8 @@ class Backend:
                 "transformers' generate returns no log-probabilities to compare; set use_vllm=True, or pass "
                 "rollout_func=rlkernel_trl.rollout_func() to sample with rlkernel's engine"
             )
+        if hasattr(self.rollout_func, "check"):
+            self.rollout_func.check(s)
         if s.repetition_penalty != 1.0:
             self.lose("repetition_penalty changes the sampled distribution, and the trainer scores without it")
         if getattr(s, "vllm_structured_outputs_regex", None):
@@ -203,9 +205,17 @@ class Backend:
 
         Raises:
             UnsupportedModelError: rlkernel has no forward for it, strict or not.
+            ExactnessLostError: its weights are neither fp32 nor bf16, strict or not.
         """
         from rlkernel_transformers import apply
 
+        for name, p in model.named_parameters():
+            other = p.is_floating_point() and p.dtype not in (torch.float32, self.dtype)
+            if (other and ".lora_" not in name) or p.dtype == torch.float16:
+                raise ExactnessLostError(
+                    f"use_rl_kernel_backend: {name} is {p.dtype}; expected {self.dtype}, or float32, which is rounded "
+                    "to it: load the model in one of these (model_init_kwargs={'dtype': 'bfloat16'})"
+                )
         apply(model, adapters="merged")  # LoRA as vLLM gets it
         rounded = round_weights(model, self.dtype)
         if rounded:

@@ -65,6 +65,16 @@ def fill(decoder: Decoder, model: Any) -> None:
             places[name].copy_(weight)
 
 
+# Names in `generation_kwargs`: what the engine takes, and what changes no token.
+_TAKEN = frozenset({"max_tokens", "stop", "stop_token_ids", "ignore_eos"})
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("logprobs", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind"),
+        *("include_stop_str_in_output",),
+    }
+)
+
+
 class Rollout:
     """What `rollout_func` returns; TRL calls it with prompts and the trainer.
 
@@ -79,19 +89,40 @@ class Rollout:
         self.llm: LLM | None = None
         self.kept: list[Ragged] | None = None
 
+    def check(self, settings: Any) -> None:
+        """Whether the engine has what a configuration asks of the sampling.
+
+        Raises:
+            ExactnessLostError: it has not, strict or not: the run would sample from another distribution than asked.
+        """
+        given = settings.generation_kwargs or {}
+        wrong = [f"generation_kwargs {name}" for name in sorted(set(given) - _TAKEN - _WITHOUT_EFFECT)]
+        if settings.repetition_penalty != 1.0:
+            wrong.append("repetition_penalty")
+        if wrong:
+            raise ExactnessLostError(
+                f"use_rl_kernel_backend: {', '.join(wrong)}: rlkernel's engine takes temperature, top_p, top_k, min_p "
+                f"and seed from the configuration and {', '.join(sorted(_TAKEN))} from generation_kwargs, nothing "
+                "else; leave it out, or sample with vLLM (use_vllm=True without rollout_func)"
+            )
+
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Completions of the prompts: `prompt_ids`, `completion_ids`, `logprobs`, a list each."""
         from rlkernel import ops
 
         if getattr(trainer, "_rl_kernel", None) is None:
             raise ExactnessLostError("rollout_func: set use_rl_kernel_backend=True in the configuration of the trainer")
+        args = trainer.args
+        given = args.generation_kwargs or {}
         model = trainer.accelerator.unwrap_model(trainer.model)
         if self.llm is None:
-            self.llm = LLM(decoder_of(model), None, **self._engine)
+            tokenizer = trainer._tokenizer if given.get("stop") else None  # with one the engine writes texts
+            self.llm = LLM(decoder_of(model), tokenizer, **self._engine)
         fill(self.llm.model, model)
         self.llm.weights_updated()
         prompt_ids = trainer._tokenize_prompts(prompts)[0]
-        args = trainer.args
+        ignore_eos = bool(given.get("ignore_eos", False))
+        ends = () if ignore_eos else trainer.eos_token_ids
         root = self._rounds.next(trainer)
         first = trainer.accelerator.process_index << 32
         filters = trainer._rl_kernel.filters
@@ -101,9 +132,11 @@ class Rollout:
                 top_k=filters.top_k,
                 top_p=filters.top_p,
                 min_p=filters.min_p,
-                max_tokens=args.max_completion_length,
+                max_tokens=given.get("max_tokens") or args.max_completion_length,
                 seed=mix_seed(root, first + i) % (1 << 64),
-                stop_token_ids=tuple(trainer.eos_token_ids),
+                stop=given.get("stop") or (),
+                stop_token_ids=(*ends, *(given.get("stop_token_ids") or ())),
+                ignore_eos=ignore_eos,
                 return_kept=filters.active,
             )
             for i in range(len(prompt_ids))

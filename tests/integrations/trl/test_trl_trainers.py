@@ -320,6 +320,47 @@ def test_an_optimizer_of_the_users_own_is_refused(model: Path, caplog: pytest.Lo
     assert "optimizer SGD" in caplog.text
 
 
+def test_models_in_fp16_are_refused(model: Path) -> None:
+    """However they come: loaded by name, given as a module, and with fp32 throughout asked for."""
+    from transformers import AutoModelForCausalLM
+
+    half = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16)
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (model, {"model_init_kwargs": {"dtype": "float16"}}),
+        (half, {}),
+        (half, {"bf16": False}),
+    ]
+    for policy, changes in cases:
+        with pytest.raises(ExactnessLostError, match=r"embed_tokens.weight is torch.float16; expected torch.\w*"):
+            make_trainer("SFT", policy, rl_kernel_strict=False, **changes)
+
+
+def test_generation_kwargs_reach_the_engine(model: Path) -> None:
+    """Lengths and stops are the engine's; what it does not have is refused, strict or not."""
+    trainer = make_trainer("GRPO", model, engine=True, max_steps=1, generation_kwargs={"max_tokens": 3, "stop": "zzz"})
+    trainer.train()
+    assert_exact(history(trainer), 1)
+    assert history(trainer)[0]["completions/max_length"] == 3
+    every = list(range(320))
+    for changes, longest in (
+        ({"stop_token_ids": every}, 1),
+        ({"ignore_eos": True, "max_tokens": 5}, 5),
+        ({"stop": ["a", "e", "i", "o", "u", "n", "r", "l", " "]}, 12),
+    ):
+        trainer.args.generation_kwargs = changes
+        lengths = [len(ids) for ids in trainer.rollout_func(["name a colour"] * 4, trainer)["completion_ids"]]
+        assert max(lengths) <= longest and ("stop" not in changes or min(lengths) < 12), (changes, lengths)
+        assert "ignore_eos" not in changes or lengths == [5] * 4
+    wrong: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.1},
+        *({"generation_kwargs": {name: 1}} for name in ("presence_penalty", "truncate_prompt_tokens", "seed", "n")),
+    ]
+    for changes in wrong:
+        name = next(iter(changes.get("generation_kwargs", changes)))
+        with pytest.raises(ExactnessLostError, match=f"{name}.* rlkernel's engine"):
+            make_trainer("GRPO", model, engine=True, rl_kernel_strict=False, **changes)
+
+
 def test_generate_without_logprobs_is_refused(model: Path, compat: Any, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ExactnessLostError) as raised:
         make_trainer("GRPO", model)
