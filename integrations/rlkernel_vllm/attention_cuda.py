@@ -42,7 +42,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract in vLLM, and complete there
         super().__init__(*args, **kwargs)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:

@@ -14,6 +14,7 @@ from rlkernel.models.families import MISSING
 from rlkernel_vllm import settings
 from rlkernel_vllm.settings import ATTENTION, CONTRACT, MODE, Settings
 
+VERSIONS = ((0, 26), (0, 32))  # of vLLM, first and last
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 
 
@@ -41,9 +42,10 @@ def prepare(vllm_config: Any, asked: Settings) -> None:
             f"{CONTRACT} is {asked.contract!r}, and this rlkernel computes {contract!r}; "
             "use one rlkernel and one attention variant in the engine and in the trainer"
         )
-    refuse(list(findings(vllm_config, asked)), asked)
+    found = list(findings(vllm_config, asked))
+    refuse(found, asked)
     vllm_config.model_config.disable_cascade_attn = True
-    if _on_cuda():
+    if _on_cuda() and not {"kv_cache_dtype", "attention_config.backend"} & {name for name, _ in found}:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
@@ -62,6 +64,7 @@ def refuse(found: list[Finding], asked: Settings) -> None:
 def findings(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
     """Everything in the configuration that cannot be made exact."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    yield from _of_vllm()
     yield from _of_model(model)
     if getattr(model, "quantization", None) is not None:
         yield Finding("quantization", f"{model.quantization!r}; weights must be in the trainer's dtype")
@@ -72,20 +75,37 @@ def findings(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype != "auto" and cache_dtype != str(model.dtype).removeprefix("torch."):
         yield Finding("kv_cache_dtype", f"{cache_dtype!r}; keys and values must keep the model's dtype, 'auto'")
-    for name in (
-        *("tensor_parallel_size", "pipeline_parallel_size"),
-        *("decode_context_parallel_size", "prefill_context_parallel_size"),
-    ):
+    if getattr(vllm_config, "watermark_config", None) is not None:
+        yield Finding("watermark_config", "a watermark changes which distribution a token is drawn from")
+    for name, why in _PARALLEL.items():
         size = getattr(parallel, name, 1)
         if size > 1:
-            yield Finding(
-                name,
-                f"{size}; a sum over ranks has the bits of a trainer with as many tp_leaves, and the plugin computes "
-                "with tp_leaves=1; use 1",
-            )
+            yield Finding(name, f"{size}; {why}; use 1")
     if getattr(parallel, "enable_expert_parallel", False):
         yield Finding("enable_expert_parallel", "there are no experts in a supported model")
     yield from _of_attention(vllm_config, asked)
+
+
+_PARALLEL = {
+    "tensor_parallel_size": "a sum over ranks has the bits of a trainer with as many tp_leaves, and the plugin computes "
+    "with tp_leaves=1",
+    "pipeline_parallel_size": "the plugin looks for all of the model's weights in one worker",
+    "decode_context_parallel_size": "vLLM adds attention over parts of a sequence in an order of its own",
+    "prefill_context_parallel_size": "vLLM adds attention over parts of a sequence in an order of its own",
+}
+
+
+def _of_vllm() -> Iterator[Finding]:
+    import vllm
+    from vllm.platforms import current_platform
+
+    parts = str(vllm.__version__).split(".")
+    number = tuple(int(part) if part.isdecimal() else -1 for part in parts[:2])
+    if not VERSIONS[0] <= number <= VERSIONS[1]:
+        first, last = (".".join(map(str, version)) for version in VERSIONS)
+        yield Finding("vllm", f"version {vllm.__version__}; the plugin was compared on {first} to {last}, install one")
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        yield Finding("device", f"{current_platform.device_type} is neither CUDA nor a CPU")
 
 
 def _of_model(model: Any) -> Iterator[Finding]:
@@ -144,4 +164,4 @@ def model_config(model: Any) -> ModelConfig:
 def _on_cuda() -> bool:
     from vllm.platforms import current_platform
 
-    return not current_platform.is_cpu()
+    return bool(current_platform.is_cuda())

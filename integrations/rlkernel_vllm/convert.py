@@ -234,7 +234,8 @@ def _convert_weight(module: Any) -> tuple[str | None, str | None]:
         return "ops.linear", None
     if method is vocab_parallel_embedding.UnquantizedEmbeddingMethod:
         module.quant_method.__class__ = ExactEmbeddingMethod
-        return "ops.embedding", None
+        head = isinstance(module, vocab_parallel_embedding.ParallelLMHead)
+        return "ops.linear, fp32 logits" if head else "ops.embedding", None
     return None, f"{method.__name__} is not supported"
 
 
@@ -245,6 +246,8 @@ def _convert_attention(module: Any, asked: Settings) -> tuple[str | None, str | 
             return None, f"{name} is not supported"
     if str(impl.attn_type) not in ("decoder", "AttentionType.DECODER"):
         return None, f"attention of type {impl.attn_type} is not supported"
+    if module.kv_cache_torch_dtype != module.dtype:
+        return None, f"keys and values are kept in {module.kv_cache_dtype}, the model computes in {module.dtype}"
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

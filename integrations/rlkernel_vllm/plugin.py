@@ -74,7 +74,7 @@ def _attach(worker: Any, vllm_config: Any) -> None:
     def load_model(*args: Any, **kwargs: Any) -> Any:
         done = stock(*args, **kwargs)
         runner = worker.model_runner
-        sampling.take_over(runner)
+        sampling.take_over(runner, settings.read(vllm_config))
         warmup.settle(runner.get_model(), vllm_config)
         return done
 
@@ -114,7 +114,7 @@ def _offer_attention() -> None:
     """Names our backend under CUSTOM, vLLM's place for one; only a configuration that asks selects it."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    if not current_platform.is_cuda():
         return
     from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum, register_backend
 

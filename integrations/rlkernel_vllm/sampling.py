@@ -12,18 +12,24 @@ import torch
 from torch import Tensor
 
 from rlkernel import ops
+from rlkernel_vllm.config import Finding, refuse
+from rlkernel_vllm.settings import Settings
 
 
-def take_over(runner: Any) -> None:
-    """Changes the sampler of a runner whose model is loaded, and its worker for prompt log-probabilities."""
+def take_over(runner: Any, asked: Settings) -> None:
+    """Changes the sampler of a runner whose model is loaded, and its worker for prompt log-probabilities.
+
+    Raises:
+        UnsupportedError: strict mode, and the sampler is not vLLM's own.
+    """
     if hasattr(runner, "prompt_logprobs_worker"):
-        from rlkernel_vllm import sampling_v2
-
-        sampling_v2.take_over(runner)
+        from rlkernel_vllm.sampling_v2 import take_over as change
     else:
-        from rlkernel_vllm import sampling_v1
-
-        sampling_v1.take_over(runner)
+        from rlkernel_vllm.sampling_v1 import take_over as change
+    if not change(runner):
+        found: list[Finding] = runner.get_model().rlkernel.found
+        found.append(Finding("sampler", f"{type(runner.sampler).__name__}; expected vLLM's own"))
+        refuse(found, asked)
 
 
 def log_probabilities(logits: Tensor) -> Tensor:  # [T, V] fp32 -> [T, V] fp32

@@ -14,8 +14,25 @@ from rlkernel_vllm.sampling import keep, log_probabilities
 GREEDY = 1e-5  # vLLM takes a temperature below it as 0
 
 
+class Generator(torch.Generator):
+    """A CPU's generator that can take back its last draw.
+
+    vLLM takes a draw back where a prompt has more chunks to come, by an offset that generators of CPUs do not have.
+    """
+
+    before: Tensor  # state ahead of the last draw
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        return self.set_state(self.before)
+
+
 class ExactSampler(Sampler):
     """vLLM's sampler with rlkernel's log-probabilities, temperature and kept sets."""
+
+    rlkernel_runner: Any
 
     @staticmethod
     def compute_logprobs(logits: Tensor) -> Tensor:
@@ -38,6 +55,8 @@ class ExactSampler(Sampler):
                 elif processor.min_p_count:
                     min_p = processor.min_p.flatten()
             logits = keep(logits, temperature, _off_is_zero(m.top_k, logits.shape[1]), m.top_p, min_p)
+            if logits.device.type == "cpu":
+                self._remember(m.generators)
             drawn = self.topk_topp_sampler(logits, m.generators, None, None)[0]
         processed = None
         if wanted and mode == "processed_logits":
@@ -48,17 +67,31 @@ class ExactSampler(Sampler):
             return drawn if greedy is None else greedy, processed
         return torch.where(m.temperature < GREEDY, greedy, drawn), processed
 
+    def _remember(self, generators: dict[int, torch.Generator]) -> None:
+        """Keeps the states ahead of a draw, in generators of ours, which take the places of vLLM's."""
+        batch, requests = self.rlkernel_runner.input_batch, self.rlkernel_runner.requests
+        for row, given in generators.items():
+            ours = given
+            if not isinstance(ours, Generator):
+                ours = Generator()
+                ours.set_state(given.get_state())
+                # The batch's own dictionary, and the request, which comes back with it after a preemption.
+                generators[row] = batch.generators[row] = requests[batch.req_ids[row]].generator = ours
+            ours.before = ours.get_state()
+
 
 def _off_is_zero(top_k: Tensor | None, vocabulary: int) -> Tensor | None:
     """vLLM's top-k is off where it is the vocabulary's size."""
     return None if top_k is None else torch.where(top_k < vocabulary, top_k, 0).to(torch.int32)
 
 
-def take_over(runner: Any) -> None:
-    """Changes a runner's sampler."""
+def take_over(runner: Any) -> bool:
+    """Changes a runner's sampler; False: it is not vLLM's own, and stays as it is."""
     sampler = runner.sampler
     if type(sampler) is not Sampler:
-        raise TypeError(f"the runner's sampler is {type(sampler).__name__}; rlkernel knows vLLM's own")
+        return False
     sampler.__class__ = ExactSampler
+    sampler.rlkernel_runner = runner
     # It draws only; what it would return as log-probabilities comes from above.
     sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
+    return True

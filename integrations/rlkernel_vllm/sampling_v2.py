@@ -80,12 +80,19 @@ class ExactSampler(Sampler):
 
 
 class ExactPromptLogprobs(PromptLogprobsWorker):
-    """Prompt log-probabilities through the same function."""
+    """Prompt log-probabilities through the same function: of the prompt's tokens, and of ids that a request names."""
 
     def compute_prompt_logprobs(self, *args: Any, **kwargs: Any) -> Any:
         _current.append(self)
         try:
             return super().compute_prompt_logprobs(*args, **kwargs)
+        finally:
+            _current.pop()
+
+    def compute_prompt_token_id_logprobs(self, *args: Any, **kwargs: Any) -> Any:  # vLLM from 0.31 on
+        _current.append(self)
+        try:
+            return super().compute_prompt_token_id_logprobs(*args, **kwargs)
         finally:
             _current.pop()
 
@@ -121,12 +128,13 @@ def _install() -> None:
     sampler_module.gumbel_sample = gumbel_sample
 
 
-def take_over(runner: Any) -> None:
-    """Changes a runner's sampler, its states and its worker for prompt log-probabilities."""
+def take_over(runner: Any) -> bool:
+    """Changes a runner's sampler, its states and its prompt worker; False: the sampler is not vLLM's own, and stays."""
     _install()
     sampler = runner.sampler
+    runner.prompt_logprobs_worker.__class__ = ExactPromptLogprobs
     if type(sampler) is not Sampler or type(sampler.sampling_states) is not SamplingStates:
-        raise TypeError(f"the runner's sampler is {type(sampler).__name__}; rlkernel knows vLLM's own")
+        return False
     sampler.__class__ = ExactSampler
     sampler.sampling_states.__class__ = ExactStates
-    runner.prompt_logprobs_worker.__class__ = ExactPromptLogprobs
+    return True

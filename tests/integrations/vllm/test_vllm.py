@@ -155,9 +155,15 @@ def test_what_is_refused_and_what_audit_reports(tmp_path: Path, sides: Any, comp
     config = transformers.Olmo2Config(**{k: v for k, v in hf_models.SMALL.items()})
     other = tmp_path / "other"
     transformers.Olmo2ForCausalLM(config).save_pretrained(other)
-    refusals, missing, audit = sides(
-        ("refusals", folder, {}), ("refused", biased, {}), ("audit", other, {"vocabulary": VOCABULARY})
+    refusals, missing, audit, cache, ids = sides(
+        ("refusals", folder, {}),
+        ("refused", biased, {}),
+        ("audit", other, {"vocabulary": VOCABULARY}),
+        ("audit_cache", hf_models.save("qwen3", tmp_path / "qwen3", torch.bfloat16), {"vocabulary": VOCABULARY}),
+        ("prompt_ids", folder, {}),
     )
+    if ids:  # vLLM from 0.31 on
+        assert_exact(ids)
     assert refusals.pop("nothing") == "no error"
     for name, error in refusals.items():
         compat.refused("vLLM", name, error, REFUSALS.get(name))
@@ -166,4 +172,9 @@ def test_what_is_refused_and_what_audit_reports(tmp_path: Path, sides: Any, comp
     assert audit["tokens"] == 8
     assert audit["status"]["active"] and not audit["status"]["exact"] and audit["status"]["findings"]
     assert "NOT EXACT" in audit["text"]
+    assert cache["tokens"] == 8 and not cache["status"]["exact"]
+    settings = {name for name, _ in cache["status"]["findings"]}
+    assert "kv_cache_dtype" in settings
+    stayed = {name for name, by in cache["status"]["modules"].items() if by == "stock"}
+    assert stayed and all(name.endswith("self_attn.attn") for name in stayed) and stayed < settings
     compat.audited("vLLM", "another architecture (Olmo 2), rl_kernel_mode audit", audit["status"]["findings"])

@@ -435,6 +435,41 @@ def audit(folder: str, vocabulary: int) -> dict[str, Any]:
     }
 
 
+def audit_cache(folder: str, vocabulary: int) -> dict[str, Any]:
+    """Keys and values in fp8, let through and reported: attention is vLLM's, all else ours."""
+    import rlkernel_vllm
+
+    llm = engine(folder, dtype="bfloat16", rl_kernel_mode="audit", kv_cache_dtype="fp8")
+    found = rlkernel_vllm.status(llm)
+    return {"tokens": len(tokens(generate(llm, prompts(vocabulary)[:1], 8)[0])), "status": vars(found)}
+
+
+def prompt_ids(folder: str) -> dict[str, Any]:
+    """Prompt log-probabilities of ids that a request names (V2 runner, vLLM from 0.31 on), without a GPU."""
+    from types import SimpleNamespace
+
+    import numpy as np
+    from vllm.v1.worker.gpu.sample import prompt_logprob
+
+    from rlkernel import ops
+    from rlkernel_vllm import sampling_v2
+
+    if not hasattr(prompt_logprob.PromptLogprobsWorker, "compute_prompt_token_id_logprobs"):
+        return {}
+    sampling_v2._install()
+    worker = prompt_logprob.PromptLogprobsWorker(4, torch.device("cpu"))
+    worker.__class__ = sampling_v2.ExactPromptLogprobs
+    ids, logits = torch.tensor([3, 1, 4]), torch.randn(6, 50)
+    worker.token_id_scores["a"] = prompt_logprob._TokenIdScores(ids, 0)
+    batch = SimpleNamespace(
+        req_ids=["a"], idx_mapping_np=np.array([0]), num_computed_prefill_tokens_np=np.array([0]),
+        num_scheduled_tokens=np.array([6]), prefill_len_np=np.array([6]), query_start_loc_np=np.array([0, 6]),
+    )  # fmt: skip
+    scores = worker.compute_prompt_token_id_logprobs(lambda rows: rows, logits, batch, np.array([6]))["a"]
+    wanted = [ops.logprob(logits[:5], torch.full((5,), int(token))).logp for token in ids]
+    return {"ids": differing(scores.flatten().tolist(), torch.stack(wanted, 1).flatten().tolist())}
+
+
 def drift(folder: str) -> dict[str, Any]:
     """`rlkernel-drift compare` of two engines, through the command line: stock against stock, ours against ours."""
     from rlkernel_drift.cli.main import main as command
@@ -470,7 +505,21 @@ def page(folder: str) -> dict[str, Any]:
     return {"page": differing(sampled(output), expected), "exact": rlkernel_vllm.status(names["llm"]).exact}
 
 
-SCENARIOS = (page, matrix, sampling, weights, compiled, switched, stock, refusals, refused, audit, drift)
+SCENARIOS = (
+    page,
+    matrix,
+    sampling,
+    weights,
+    compiled,
+    switched,
+    stock,
+    refusals,
+    refused,
+    audit,
+    drift,
+    audit_cache,
+    prompt_ids,
+)
 
 
 def main() -> None:
