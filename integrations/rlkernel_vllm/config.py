@@ -87,8 +87,8 @@ def findings(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
 
 
 _PARALLEL = {
-    "tensor_parallel_size": "a sum over ranks has the bits of a trainer with as many tp_leaves, and the plugin computes "
-    "with tp_leaves=1",
+    "tensor_parallel_size": "a sum over ranks has the bits of a trainer with as many tp_leaves, and "
+    "the plugin computes with tp_leaves=1",
     "pipeline_parallel_size": "the plugin looks for all of the model's weights in one worker",
     "decode_context_parallel_size": "vLLM adds attention over parts of a sequence in an order of its own",
     "prefill_context_parallel_size": "vLLM adds attention over parts of a sequence in an order of its own",

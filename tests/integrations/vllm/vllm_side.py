@@ -136,7 +136,7 @@ def hashed_rows(llm: Any, file: Path) -> list[int]:
     return [int(rows["final_norm"][i]) for i in order]
 
 
-def differing(one: list[float], other: list[float]) -> list[int]:
+def differing(one: list[Any], other: list[Any]) -> list[int]:
     assert len(one) == len(other) > 0
     return [sum(a != b for a, b in zip(one, other, strict=True)), len(one)]
 
@@ -202,6 +202,11 @@ def sampling(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
     trainer, ids = Trainer(folder, getattr(torch, dtype)), prompts(vocabulary)
     out: dict[str, Any] = {}
     out["temperature"] = against(trainer, ids, generate(llm, ids, temperature=0.7), 0.7)
+    # Seeds: a draw that vLLM takes back, of a prompt with more chunks to come, costs the request no noise.
+    llm.reset_prefix_cache()
+    seeded = [generate(llm, ids, temperature=0.7, seed=7) for _ in ("in chunks", "from the prefix cache")]
+    out["seeded"] = against(trainer, ids, seeded[0], 0.7)
+    out["seeded, drawn again"] = differing(*(list(chain(*map(tokens, outputs))) for outputs in seeded))
     filters = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01}]
     mixed = [
         SamplingParams(max_tokens=12, logprobs=-1, ignore_eos=True, detokenize=False, **kind)
