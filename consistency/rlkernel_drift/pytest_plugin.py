@@ -18,9 +18,17 @@ def assert_aligned() -> Callable[..., Verdict]:
     def check(*args: Any, **kwargs: Any) -> Verdict:
         __tracebackhide__ = True
         from rlkernel_drift.compare import compare
+        from rlkernel_drift.errors import DriftError
         from rlkernel_drift.output.markdown import write_markdown
 
-        verdict = compare(*args, **kwargs)
+        try:
+            verdict = compare(*args, **kwargs)
+        except DriftError as error:
+            unusable = f"unusable input: {error}"
+        else:
+            unusable = ""
+        if unusable:
+            pytest.fail(unusable, pytrace=False)
         if verdict.exit_code != 0:
             pytest.fail(write_markdown(verdict), pytrace=False)
         return verdict

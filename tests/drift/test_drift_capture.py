@@ -18,7 +18,10 @@ from safetensors.torch import save_file
 
 from rlkernel_drift.capsule import read_capsule
 from rlkernel_drift.capture.overheard import cause, overheard
+from rlkernel_drift.capture.request import Request
+from rlkernel_drift.capture.vllm_engine import capture_vllm
 from rlkernel_drift.cli.main import main
+from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults.tiny import tiny_model, updated
 from rlkernel_drift.verdict import Verdict
 
@@ -195,6 +198,32 @@ def test_bad_requests_are_refused(models: Path, tmp_path: Path, capsys: pytest.C
     assert main(["floor", "--model", "nosuch", "--prompts", prompts]) == 2 and "config.json" in capsys.readouterr().err
 
 
+def test_mistakes_are_found_before_anything_is_sampled(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlkernel_drift.cli.capture.capture", lambda *_: pytest.fail("it was sampled"))
+    command = ["capture", "--engine", "hf", "--model", str(models / "new"), "--prompts", str(models / "prompts.jsonl")]
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    for out, options, words in (
+        (taken, [], "exists and is no capsule"),
+        (taken / "c", [], "no folder that can be written"),
+        (tmp_path / "c", ["--device", "cuda:99"], "CUDA devices here"),
+        (tmp_path / "c", ["--device", "gpu"], "is no device"),
+    ):
+        assert main([*command, "--out", str(out), *options]) == 2 and words in capsys.readouterr().err
+    assert main(["diagnose", "a", "b", "--model", str(models / "new"), "--device", "cuda:99"]) == 2
+    assert "CUDA devices here" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("engine", ["hf", "rlkernel"])
+def test_tokens_outside_the_vocabulary(models: Path, tmp_path: Path, engine: str, capsys: Any) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": [5, 99999]}\n')
+    command = ["capture", "--engine", engine, "--model", str(models / "new"), "--out", str(tmp_path / "c")]
+    assert main([*command, "--prompts", str(tmp_path / "p.jsonl"), "--max-tokens", "2"]) == 2
+    assert "token id 99999 of a prompt is outside the model's vocabulary of 256" in capsys.readouterr().err
+
+
 def test_diagnose_takes_settings_and_refuses_another_model(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,6 +274,23 @@ def test_a_started_process_goes_on_printing(capfd: pytest.CaptureFixture[str]) -
             break
         time.sleep(0.1)
     assert out == "late\n" and child.returncode == 0
+
+
+def test_vllm_that_dies_later_names_the_cause(models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Dead(Exception):
+        pass
+
+    def start(**_: Any) -> Any:
+        def generate(*_: Any, **__: Any) -> Any:
+            raise Dead("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+
+        os.write(2, LOG.encode() + b"\n")  # while it starts, as a process that it started would later
+        return SimpleNamespace(generate=generate, llm_engine=SimpleNamespace(engine_core=None))
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=start, SamplingParams=lambda **_: None))
+    monkeypatch.setattr("rlkernel_drift.capture.vllm_engine._died", lambda: (Dead,))
+    with pytest.raises(DriftError, match="stopped while it computed: ValueError: too little memory"):
+        capture_vllm(Request(models / "new", models / "prompts.jsonl"))
 
 
 def test_vllm_that_does_not_start_names_the_cause(

@@ -686,6 +686,8 @@ def test_fixture(assert_aligned: Any) -> None:
     one = capsule()
     with pytest.raises(pytest.fail.Exception, match="Inconclusive"):
         assert_aligned(one, one)
+    with pytest.raises(pytest.fail.Exception, match="unusable input: nowhere does not exist"):
+        assert_aligned("nowhere", capsule("train"))
 
 
 def test_an_unexpected_error_is_no_drift(
@@ -769,3 +771,41 @@ def test_a_hundred_thousand_tokens_in_two_files(tmp_path: Path) -> None:
     start = time.perf_counter()
     assert main(["compare", str(tmp_path / "rollout"), str(tmp_path / "train")]) == 0
     assert time.perf_counter() - start < 10
+
+
+def test_outputs_are_all_written_or_none(folders: tuple[str, str], tmp_path: Path, capsys: Any) -> None:
+    good = tmp_path / "good.json"
+    for bad in ("/nonexistent/x.html", str(tmp_path)):
+        assert main(["compare", *folders, "--json", str(good), "--html", bad]) == 2
+        seen = capsys.readouterr()
+        assert not good.exists() and seen.out == "" and "cannot write" in seen.err
+    good.write_text("kept")
+    assert main(["compare", *folders, "--json", str(good)]) == 1
+    assert json.loads(good.read_text())["exit_code"] == 1 and not list(tmp_path.glob(".rlkernel-drift-*"))
+
+
+def test_closed_streams_change_no_exit_code(tmp_path: Path) -> None:
+    for options in (["inspect", str(tmp_path / "nope")], ["compare", str(tmp_path / "nope")]):
+        child = subprocess.Popen(
+            [sys.executable, "-m", "rlkernel_drift", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        child.stderr.close()
+        assert child.wait() == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["power", "--seeds", "0", "--healthy", "0"],
+        ["power", "--jobs", "0"],
+        ["power", "--seeds", "-1"],
+        ["capture", "--engine", "hf", "--model", "m", "--out", "c", "--max-mib", "0"],
+    ],
+)
+def test_counts_that_leave_nothing_are_refused(options: list[str]) -> None:
+    try:
+        assert main(options) == 2
+    except SystemExit as stopped:  # argparse's own
+        assert stopped.code == 2

@@ -352,6 +352,10 @@ def test_hidden_states_of_vllm(tmp_path: Path, order: str) -> None:
     with pytest.raises(DriftError, match="2 layers; 3 numbers"):
         open_input(f"{path}@0,1,2", "rollout")
     assert compare(path, side).exit_code == 3  # no log-probabilities: it locates, it does not judge
+    far = Tensor.of(side.ids[first].astype(np.int64) + (1 << 40))
+    write_tensors(tmp_path / "far.safetensors", {"token_ids": far, "hidden_states": Tensor.bfloat16(shown)})
+    with pytest.raises(DriftError, match="no token ids"):
+        open_input(str(tmp_path / "far.safetensors"), "rollout")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CapsuleError):
         open_input(str(path), "rollout")

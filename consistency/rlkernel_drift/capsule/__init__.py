@@ -2,7 +2,7 @@
 
 from rlkernel_drift.capsule.build import build_capsule, describe_operators
 from rlkernel_drift.capsule.capsule import PHASES, STREAMS, Capsule, Distribution, Kept, Operators, SpanKind
-from rlkernel_drift.capsule.folder import is_capsule, read_capsule, redact, write_capsule
+from rlkernel_drift.capsule.folder import check_target, is_capsule, read_capsule, redact, write_capsule
 from rlkernel_drift.capsule.limits import Limits
 from rlkernel_drift.capsule.manifest import (
     FORMAT,
@@ -37,6 +37,7 @@ __all__ = [
     "WeightFingerprint",
     "Weights",
     "build_capsule",
+    "check_target",
     "describe_operators",
     "is_capsule",
     "read_capsule",

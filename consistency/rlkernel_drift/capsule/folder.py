@@ -67,8 +67,7 @@ def write_capsule(capsule: Capsule, path: str | Path, *, max_bytes: int = 256 <<
         CapsuleError: the capsule is not valid. DriftError: the folder cannot be written, or tokens alone are too large.
     """
     target = Path(path)
-    if target.exists() and not is_capsule(target) and (not target.is_dir() or any(target.iterdir())):
-        raise DriftError(f"{target} exists and is no capsule; choose another path")
+    check_target(target)
     capsule = _bounded(capsule if text else redact(capsule), max_bytes)
     capsule.validate()
     try:
@@ -93,6 +92,19 @@ def write_capsule(capsule: Capsule, path: str | Path, *, max_bytes: int = 256 <<
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def check_target(target: Path) -> None:
+    """Refuses a path where no capsule can be written, before one is made.
+
+    Raises:
+        DriftError: something else is there, or the folder around it cannot be written.
+    """
+    if target.exists() and not is_capsule(target) and (not target.is_dir() or any(target.iterdir())):
+        raise DriftError(f"{target} exists and is no capsule; choose another path")
+    around = next(folder for folder in target.absolute().parents if folder.exists())
+    if not around.is_dir() or not os.access(around, os.W_OK):
+        raise DriftError(f"cannot write beside {target}: {around} is no folder that can be written")
 
 
 def redact(capsule: Capsule) -> Capsule:

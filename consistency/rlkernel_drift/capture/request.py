@@ -128,6 +128,7 @@ class Texts:
 
     def __init__(self, model: Path) -> None:
         self.tokenizer: Any = None
+        self.vocab_size = describe_model(model).vocab_size
         if (model / "tokenizer.json").is_file():
             from tokenizers import Tokenizer
 
@@ -145,6 +146,7 @@ class Texts:
             ids = list(self.tokenizer.encode(prompt).ids)
         else:
             ids = [int(i) for i in prompt]
+            check_ids(ids, self.vocab_size, "a prompt")
         if not ids:
             raise DriftError(f"prompt {prompt!r} has no tokens")
         return ids
@@ -155,6 +157,17 @@ class Texts:
             return {}
         texts = {int(i): self.tokenizer.decode([int(i)], skip_special_tokens=False) for i in np.unique(ids)}
         return {str(i): text[:256] for i, text in texts.items()}
+
+
+def check_ids(ids: list[int], vocab_size: int | None, where: str) -> None:
+    """Refuses token ids that the model does not have.
+
+    Raises:
+        DriftError: it names the first of them.
+    """
+    wrong = next((i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)), None)
+    if wrong is not None:
+        raise DriftError(f"token id {wrong} of {where} is outside the model's vocabulary of {vocab_size}")
 
 
 def describe_model(path: Path) -> Model:

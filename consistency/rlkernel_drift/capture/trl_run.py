@@ -168,6 +168,7 @@ class _Run:
             top_p=float(1.0 if s.top_p is None else s.top_p) if known else 1.0,
             min_p=float(s.min_p or 0.0) if known else 0.0,
         )
+        elsewhere = getattr(s, "use_vllm", False) or getattr(trainer, "rollout_func", None) is not None
         settings: dict[str, str | int | float | bool | None] = {
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")
         }
@@ -187,7 +188,8 @@ class _Run:
                 hidden_size=getattr(config, "hidden_size", None),
                 vocab_size=getattr(config, "vocab_size", None),
             ),
-            weights=Weights(version=self.step),
+            # What an engine holds it does not say; a version that is assumed would hide a transfer that failed.
+            weights=None if side == "rollout" and elsewhere else Weights(version=self.step),
             sampling=sampling,
             config={key: value for key, value in settings.items() if value is not None},
             versions=versions(),

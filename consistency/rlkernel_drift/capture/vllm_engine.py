@@ -6,9 +6,11 @@ Operators are recorded while it samples: hashes in the engine as it is, values i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,11 +50,8 @@ def capture_vllm(request: Request, rlkernel: bool = False) -> Capsule:
     Raises:
         DriftError: vLLM is missing, or does not start.
     """
-    engine = _started(request, rlkernel)
-    try:
+    with _started(request, rlkernel) as engine:
         return _captured(request, engine)
-    finally:
-        _stop(engine)
 
 
 def _captured(request: Request, engine: Any) -> Capsule:
@@ -107,7 +106,13 @@ def _settings(request: Request, rlkernel: bool) -> dict[str, Any]:
     return settings | ({"additional_config": additional} if additional else {})
 
 
-def _started(request: Request, rlkernel: bool) -> Any:
+@contextlib.contextmanager
+def _started(request: Request, rlkernel: bool) -> Iterator[Any]:
+    """An engine while the block runs.
+
+    Raises:
+        DriftError: it does not start, or stops inside the block; its log says why.
+    """
     try:
         from vllm import LLM
     except ImportError:
@@ -121,10 +126,27 @@ def _started(request: Request, rlkernel: bool) -> Any:
         why = cause(list(heard)) or f"{type(error).__name__}: {error}"
         hint = """--engine-args passes settings to it, as in --engine-args '{"gpu_memory_utilization": 0.5}'"""
         raise DriftError(f"vLLM does not start: {why} ({hint})")
-    if rlkernel and _contract(engine) is None:
+    died = _died()
+    try:
+        if rlkernel and _contract(engine) is None:
+            raise DriftError("vLLM does not compute with rlkernel: is it installed, and does VLLM_PLUGINS allow it?")
+        yield engine
+    except died as error:
+        # The engine's own process goes on writing to what was listened to while it started.
+        time.sleep(0.5)
+        why = cause(list(heard)) or f"{type(error).__name__}: {error}"
+        raise DriftError(f"vLLM stopped while it computed: {why}") from None
+    finally:
         _stop(engine)
-        raise DriftError("vLLM does not compute with rlkernel: is it installed, and does VLLM_PLUGINS allow it?")
-    return engine
+
+
+def _died() -> tuple[type[Exception], ...]:
+    """What vLLM raises where its engine has stopped; none in versions that have no such class."""
+    try:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+    except ImportError:
+        return ()
+    return EngineDeadError, EngineGenerateError
 
 
 def _stop(engine: Any) -> None:
@@ -251,8 +273,7 @@ def permuted(request: Request, rlkernel: bool = False) -> dict[str, np.ndarray]:
     Sampled tokens are decoded too, where nothing was scaled or filtered.
     """
     found: dict[str, np.ndarray] = {}
-    engine = _started(request, rlkernel)
-    try:
+    with _started(request, rlkernel) as engine:
         bare = request.tokens or _sampled(request, engine, Texts(request.model))
         token = sequences_of(bare).token.numpy()
         found["as it is"] = _scored(engine, bare)[token]
@@ -260,17 +281,12 @@ def permuted(request: Request, rlkernel: bool = False) -> dict[str, np.ndarray]:
         found["each sequence alone"] = _scored(engine, bare, alone=True)[token]
         if request.tokens is None and request.sampling.temperature == 1 and not request.sampling.filters:
             found["decoded"] = bare.logprobs["recorded.processed"][token]
-    finally:
-        _stop(engine)
     chunked = {
         "max_num_batched_tokens": _CHUNK,
         "max_num_seqs": min(_CHUNK, request.engine.get("max_num_seqs", _CHUNK)),
     }
-    engine = _started(replace(request, engine={**request.engine, **chunked}), rlkernel)
-    try:
+    with _started(replace(request, engine={**request.engine, **chunked}), rlkernel) as engine:
         found["chunked prefill"] = _scored(engine, bare)[token]
-    finally:
-        _stop(engine)
     return found
 
 

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlkernel_drift.cli.streams import at_least
+
 if TYPE_CHECKING:
     from rlkernel_drift.capsule import Capsule
     from rlkernel_drift.capture.request import Request
@@ -23,13 +25,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--side", choices=("rollout", "train"), help="default: rollout, or train with --tokens")
     parser.add_argument("--out", required=True, metavar="CAPSULE", help="folder to write")
     parser.add_argument("--operators", default="none", choices=("none", "full", "rows", "fingerprint"))
-    parser.add_argument("--operator-sequences", type=int, default=2, metavar="N", help="sequences recorded; default 2")
-    parser.add_argument("--operator-rows", type=int, default=64, metavar="N", help="tokens with --operators rows")
-    parser.add_argument("--logits-rows", type=int, default=0, metavar="N", help="tokens with whole logits; default 0")
+    parser.add_argument("--operator-sequences", type=at_least(1), default=2, metavar="N", help="sequences; default 2")
+    parser.add_argument(
+        "--operator-rows", type=at_least(1), default=64, metavar="N", help="tokens of `rows`; default 64"
+    )
+    parser.add_argument("--logits-rows", type=at_least(0), default=0, metavar="N", help="tokens with logits; default 0")
     parser.add_argument("--engine-args", default="{}", metavar="JSON", help="further arguments of vllm.LLM")
     parser.add_argument("--no-weights", action="store_true", help="no fingerprints of the weights")
     parser.add_argument("--no-text", action="store_true", help="leave out token texts and the command")
-    parser.add_argument("--max-mib", type=int, default=256, metavar="N", help="size of the capsule; default 256")
+    parser.add_argument("--max-mib", type=at_least(1), default=256, metavar="N", help="capsule's size; default 256")
     parser.set_defaults(run=run)
 
 
@@ -39,8 +43,8 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", metavar="FILE", help="a prompt a line, or JSON lines with the column `prompt`")
     parser.add_argument("--tokens", metavar="CAPSULE", help="score the tokens of this capsule instead of sampling")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="default 64")
-    parser.add_argument("-n", type=int, default=1, metavar="N", help="completions a prompt; default 1")
+    parser.add_argument("--max-tokens", type=at_least(1), default=64, metavar="N", help="default 64")
+    parser.add_argument("-n", type=at_least(1), default=1, metavar="N", help="completions a prompt; default 1")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
@@ -55,7 +59,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 def request_of(args: argparse.Namespace) -> Request:
     """The request of the options."""
     from rlkernel_drift.capsule import Sampling, read_capsule
-    from rlkernel_drift.capture.request import Request, sampling_of
+    from rlkernel_drift.capture.request import Request, check_ids, describe_model, sampling_of
     from rlkernel_drift.errors import DriftError
 
     tokens = read_capsule(args.tokens) if args.tokens else None
@@ -66,6 +70,8 @@ def request_of(args: argparse.Namespace) -> Request:
         sampling = tokens.manifest.sampling
     if tokens is None and args.prompts is None:
         raise DriftError(f"{args.typed[1]} needs --prompts FILE, or --tokens CAPSULE")
+    if tokens is not None and tokens.tokens:
+        check_ids(tokens.ids.tolist(), describe_model(Path(args.model)).vocab_size, args.tokens)
     return Request(
         model=Path(args.model),
         prompts=Path(args.prompts) if args.prompts else None,
@@ -76,7 +82,7 @@ def request_of(args: argparse.Namespace) -> Request:
         samples=args.n,
         sampling=sampling,
         dtype=args.dtype,
-        device=args.device,
+        device=device_of(args.device),
         attention=args.attention,
         head=args.head_dtype,
         operators=getattr(args, "operators", "none"),
@@ -87,6 +93,26 @@ def request_of(args: argparse.Namespace) -> Request:
         engine=engine_args(getattr(args, "engine_args", "{}")),
         command=args.typed,
     )
+
+
+def device_of(text: str) -> str:
+    """The device of `--device`.
+
+    Raises:
+        DriftError: torch does not know it, or does not see it.
+    """
+    import torch
+
+    from rlkernel_drift.errors import DriftError
+
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise DriftError(f"--device {text} is no device; expected cpu, cuda or cuda:N") from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise DriftError(f"--device {text}: torch sees {count} CUDA devices here; --device cpu computes without one")
+    return text
 
 
 def engine_args(text: str) -> dict[str, Any]:
@@ -125,8 +151,9 @@ def run(args: argparse.Namespace) -> int:
     """Captures and writes; returns 0."""
     import time
 
-    from rlkernel_drift.capsule import write_capsule
+    from rlkernel_drift.capsule import check_target, write_capsule
 
+    check_target(Path(args.out))
     start = time.perf_counter()
     capsule = capture(args.engine, request_of(args))
     folder = write_capsule(capsule, args.out, max_bytes=args.max_mib << 20, text=not args.no_text)

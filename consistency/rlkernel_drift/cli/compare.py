@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from rlkernel_drift.cli.streams import discard_stdout, emit
+from rlkernel_drift.cli.streams import at_least, discard_stdout, emit, whole
 
 if TYPE_CHECKING:
     from rlkernel_drift.compare import Options
@@ -77,7 +77,7 @@ def add_engines(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engines", "for inputs of the form ENGINE:MODEL_DIR")
     group.add_argument("--prompts", metavar="FILE", help="where both sides are engines; default random token ids")
     group.add_argument("--seed", type=int, default=0, metavar="N")
-    group.add_argument("--max-tokens", type=int, default=64, metavar="N", help="sampled a prompt; default 64")
+    group.add_argument("--max-tokens", type=at_least(1), default=64, metavar="N", help="sampled a prompt; default 64")
     group.add_argument("--temperature", type=float, default=1.0, metavar="T")
     dtypes = ("float32", "bfloat16", "float16")
     group.add_argument("--dtype", default="", choices=dtypes, help="default: the model's")
@@ -91,7 +91,7 @@ def engines_of(args: argparse.Namespace) -> Engines:
     """The options of `add_engines`."""
     from pathlib import Path
 
-    from rlkernel_drift.cli.capture import engine_args
+    from rlkernel_drift.cli.capture import device_of, engine_args
     from rlkernel_drift.inputs.model import Engines
 
     return Engines(
@@ -100,7 +100,7 @@ def engines_of(args: argparse.Namespace) -> Engines:
         args.max_tokens,
         args.temperature,
         args.dtype,
-        args.device or _device(),
+        device_of(args.device) if args.device else _device(),
         args.operators,
         not args.no_weights,
         engine_args(args.engine_args),
@@ -159,18 +159,22 @@ def write(verdict: Verdict, args: argparse.Namespace) -> int:
             self.quiet = True
             discard_stdout()
 
-    if args.json != "-" and not (getattr(args, "quiet", False) and verdict.exit_code == 0):
-        write_text(verdict, Terminal(highlight=False, stderr=verdict.exit_code == 2), details=True)
+    # Files first: a verdict on the terminal beside an exit status of 2 would be two answers.
     for path, text in (
         (args.json, verdict.to_json),
         (args.markdown, lambda: write_markdown(verdict)),
         (args.junit, lambda: write_junit(verdict)),
     ):
-        if path == "-":
-            emit(text() + "\n")
-        elif path:
+        if path and path != "-":
             write_file(path, text())
     write_pictures(verdict, args)
+    if args.json != "-" and not (getattr(args, "quiet", False) and verdict.exit_code == 0):
+        write_text(verdict, Terminal(highlight=False, stderr=verdict.exit_code == 2), details=True)
+    for path, text in ((args.json, verdict.to_json), (args.markdown, lambda: write_markdown(verdict))):
+        if path == "-":
+            emit(text() + "\n")
+    if args.junit == "-":
+        emit(write_junit(verdict) + "\n")
     return verdict.exit_code
 
 
@@ -183,17 +187,14 @@ def write_pictures(verdict: Verdict, args: argparse.Namespace) -> None:
     if args.png:
         from rlkernel_drift.report.figure import write_png
 
-        write_png(verdict, args.png)
+        with whole(args.png) as path:
+            write_png(verdict, path)
 
 
 def write_file(path: str, text: str) -> None:
-    from rlkernel_drift.errors import DriftError
-
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise DriftError(f"cannot write {path}: {error.strerror}") from None
+    """Writes a file that is there as a whole or not at all."""
+    with whole(path) as beside, open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def read_floor(path: str | None) -> Any:

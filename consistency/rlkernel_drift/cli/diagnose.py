@@ -32,6 +32,7 @@ def _model(args: argparse.Namespace) -> str | None:
 
 def references(args: argparse.Namespace) -> References:
     """Loads the models of the options."""
+    from rlkernel_drift.cli.capture import device_of
     from rlkernel_drift.diagnose.context import References
     from rlkernel_drift.errors import DriftError
     from rlkernel_drift.scoring.model import ReferenceModel
@@ -40,14 +41,16 @@ def references(args: argparse.Namespace) -> References:
     path = _model(args)
     if path is None:
         raise DriftError("diagnose needs --model DIR, the trainer's model, or logits rows in the train capsule")
-    model = ReferenceModel.load(path, args.device)
-    previous = ReferenceModel.load(args.previous, args.device) if args.previous else None
+    device = device_of(args.device)
+    model = ReferenceModel.load(path, device)
+    previous = ReferenceModel.load(args.previous, device) if args.previous else None
     adapter = read_adapter(Path(args.adapter), model) if args.adapter else None
     return References(model, previous, adapter)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compares and diagnoses; returns the comparison's exit status."""
+    from rlkernel_drift.cli.capture import device_of
     from rlkernel_drift.compare import compare_sources, unusable
     from rlkernel_drift.diagnose.verdict import diagnose_verdict
     from rlkernel_drift.errors import DriftError
@@ -56,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         options = options_of(args)
+        device_of(args.device)
         rollout = open_input(args.rollout, "rollout")
         train = scored(open_input(args.train, "train"), rollout, Engines(device=args.device))
         verdict = compare_sources(rollout, train, options)

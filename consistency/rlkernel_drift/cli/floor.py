@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, writes; returns 0."""
     from rlkernel_drift.cli.capture import request_of
-    from rlkernel_drift.errors import DriftError
+    from rlkernel_drift.cli.compare import write_file
     from rlkernel_drift.floor import measure_floor
 
     measured = measure_floor(args.engine, request_of(args))
@@ -31,9 +31,5 @@ def run(args: argparse.Namespace) -> int:
     floor = measured.floor
     print(f"floor: mean |d| {floor.mean:.3g}, p99 {floor.p99:.3g}, max {floor.maximum:.3g} ({floor.tokens} tokens)")
     if args.out:
-        try:
-            with open(args.out, "w", encoding="utf-8") as file:
-                file.write(floor.model_dump_json(indent=1) + "\n")
-        except OSError as error:
-            raise DriftError(f"cannot write {args.out}: {error.strerror}") from None
+        write_file(args.out, floor.model_dump_json(indent=1) + "\n")
     return 0

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from rlkernel_drift import __version__
 from rlkernel_drift.cli import capture, compare, demo, diagnose, floor, inspect, power, report
-from rlkernel_drift.cli.streams import discard_stdout
+from rlkernel_drift.cli.streams import check_targets, complain, discard_stdout
 from rlkernel_drift.errors import DriftError
 
 COMMANDS = {
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.typed = ["rlkernel-drift", *(a.encode("utf-8", "backslashreplace").decode() for a in arguments)]
     status = 0
     try:
+        check_targets(args)
         status = int(args.run(args))
         sys.stdout.flush()
         return status
@@ -61,17 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_stdout()
         return status
     except DriftError as error:
-        print(f"rlkernel-drift: {error}", file=sys.stderr)
+        complain(f"rlkernel-drift: {error}")
         return 2
     except KeyboardInterrupt:
-        print("rlkernel-drift: interrupted", file=sys.stderr)
+        complain("rlkernel-drift: interrupted")
         return 130
     except Exception as error:
         if args.traceback or os.environ.get("RLKERNEL_DRIFT_TRACEBACK"):
-            traceback.print_exc()
+            complain(traceback.format_exc())
         words = (str(error).strip().splitlines() or [""])[0]
         hint = "RLKERNEL_DRIFT_TRACEBACK=1 or --traceback shows where"
-        print(f"rlkernel-drift: unexpected {type(error).__name__}: {words} ({hint})", file=sys.stderr)
+        complain(f"rlkernel-drift: unexpected {type(error).__name__}: {words} ({hint})")
         return 2
 
 

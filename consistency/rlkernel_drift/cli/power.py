@@ -6,15 +6,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from rlkernel_drift.cli.streams import at_least
+from rlkernel_drift.errors import DriftError
+
 
 def add_parser(subparsers: Any) -> None:
     """Adds the `power` command."""
     words = "measure what the diagnosis finds: planted faults and healthy pairs"
     parser = subparsers.add_parser("power", help=words, description=words.capitalize() + ".")
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds a fault and family; default 5")
-    parser.add_argument("--healthy", type=int, default=200, metavar="N", help="healthy pairs; default 200")
+    parser.add_argument("--seeds", type=at_least(0), default=5, metavar="N", help="seeds a fault and family; default 5")
+    parser.add_argument("--healthy", type=at_least(0), default=200, metavar="N", help="healthy pairs; default 200")
     parser.add_argument("--kind", action="append", metavar="NAME", help="only this fault; repeatable")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes; default 1")
+    parser.add_argument("--jobs", type=at_least(1), default=1, metavar="N", help="processes; default 1")
     parser.add_argument("--log", metavar="FILE", help="cases as JSON lines; a run with the same file goes on")
     parser.add_argument("--json", metavar="FILE", help="write summary and cases")
     parser.add_argument("--table", metavar="FILE", help="write the table as Markdown (- for standard output)")
@@ -31,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)
     cases = plan(args.seeds, args.healthy, args.kind)
+    if not cases:
+        raise DriftError("--seeds 0 and --healthy 0 leave no case to run: nothing measured is no pass")
     count = 0
 
     def tell(case: Case) -> None:

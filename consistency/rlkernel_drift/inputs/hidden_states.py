@@ -79,7 +79,10 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray, str]:
     tensors = parse_tensors(read_bytes(path, DEFAULT_LIMITS.file_bytes, "hidden states"), path.name)
     if not {"token_ids", "hidden_states"} <= set(tensors):
         raise DriftError(f"{path} is no hidden-state file of vLLM: it has {', '.join(sorted(tensors)) or 'no tensors'}")
-    ids = tensors["token_ids"].values.astype(np.int32).reshape(-1)
+    wide = tensors["token_ids"].values
+    if not np.issubdtype(wide.dtype, np.integer) or (wide.size and (wide.min() < 0 or wide.max() >= 1 << 31)):
+        raise DriftError(f"{path}: token_ids are no token ids: expected integers from 0 to 2147483647")
+    ids = wide.astype(np.int32).reshape(-1)
     states = tensors["hidden_states"]
     if states.values.ndim != 3 or len(ids) not in states.shape[:2]:
         raise DriftError(

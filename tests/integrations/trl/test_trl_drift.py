@@ -55,6 +55,8 @@ def test_a_stock_run_with_other_numbers_drifts(tmp_path: Path) -> None:
     trainer.train()
     code, verdict = judged(tmp_path / "run")
     assert code == 4 and "top-p" in verdict.headline
+    assert verdict.rollout is not None and verdict.rollout.weights_version is None
+    assert verdict.train is not None and verdict.train.weights_version == 0
     code, verdict = judged(tmp_path / "run", options=("--keep-going",))
     assert verdict.statistics is not None and verdict.statistics.mean > 0.1 and verdict.statistics.tokens == 12
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())

@@ -68,7 +68,8 @@ def test_twenty_steps_and_the_control(model: Path, tmp_path: Path, compat: Any) 
     assert verdicts["on"].exit_code == 0 and verdicts["off"].exit_code == 1
     found = verdicts["off"].statistics
     assert found is not None and found.tokens > 0 and found.maximum == pytest.approx(drift[10], rel=1e-4)
-    assert verdicts["off"].rollout is not None and verdicts["off"].rollout.weights_version == 10
+    assert verdicts["off"].train is not None and verdicts["off"].train.weights_version == 10
+    assert verdicts["off"].rollout is not None and verdicts["off"].rollout.weights_version is None
     compat.exact("TRL", f"vLLM colocate: GRPO, {STEPS} steps", "TRL's forward for old log-probabilities skipped")
     compat.compared("TRL", "control: flag off, steps with a difference", len(drift), len(drift))
 
