@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -97,7 +98,9 @@ def check_model(models: References, train: Capsule) -> None:
     state = state_of(model)
     merged = set(models.adapter.updates) if models.adapter else set()
     common = [name for name in known if name in state and name not in merged]
-    differ = [] if words else [name for name in common if not _holds(known[name], state[name])]
+    with ThreadPoolExecutor() as pool:  # hashing and numpy leave the interpreter's lock
+        held = [] if words else list(pool.map(lambda name: _holds(known[name], state[name]), common))
+    differ = [name for name, same in zip(common, held, strict=False) if not same]
     if differ:
         words = [f"{len(differ)} of {len(common)} tensors are others ({some(differ)})"]
     if words:
