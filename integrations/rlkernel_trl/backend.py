@@ -96,7 +96,7 @@ class Backend:
     def __init__(self, settings: Any, arguments: dict[str, Any]):
         self.settings, self.strict = settings, settings.rl_kernel_strict
         self.model_given = arguments.get("model")
-        self.rollout_func = arguments.get("rollout_func")
+        self.rollout_func: Any = arguments.get("rollout_func")
         self.samples = hasattr(settings, "num_generations")
         correction = getattr(settings, "vllm_importance_sampling_correction", False)
         self.logged_by_trl = self.samples and settings.use_vllm and correction

@@ -314,7 +314,7 @@ def test_an_optimizer_of_the_users_own_is_refused(model: Path, caplog: pytest.Lo
     sgd = torch.optim.SGD(policy.parameters(), lr=0.1)
     own: list[dict[str, Any]] = [{"optimizers": (sgd, None)}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}]
     for given in own:
-        with pytest.raises(ExactnessLostError, match="optimizer SGD .* without fp32 masters"):
+        with pytest.raises(ExactnessLostError, match=r"optimizer SGD .* without fp32 masters"):
             make_trainer("SFT", policy, trainer=given)
     make_trainer("SFT", policy, trainer=own[0], rl_kernel_strict=False)
     assert "optimizer SGD" in caplog.text
