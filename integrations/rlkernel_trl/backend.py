@@ -152,7 +152,7 @@ class Backend:
         if self.samples:
             self._check_sampling()
         self.dtype = weight_dtype(s)
-        if not s._rl_kernel_mixed and isinstance(self.model_given, torch.nn.Module):
+        if s.rl_kernel_dtype == "float32" and isinstance(self.model_given, torch.nn.Module):
             self.dtype = next(self.model_given.parameters()).dtype
 
     def _check_sampling(self) -> None:

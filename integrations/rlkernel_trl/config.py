@@ -29,6 +29,8 @@ class RLKernelArguments:
             its own, compared token by token; when all are equal that forward is skipped.
         rl_kernel_recheck_every: run that forward again every so many generations; 0 never. Every generation is compared
             with the training forward all the same, which costs nothing.
+        rl_kernel_dtype: "bfloat16", over fp32 masters, or "float32" throughout; None: by `bf16`. It keeps the answer,
+            since `bf16` itself is False under the flag (no autocast), when a configuration is copied field by field.
     """
 
     use_rl_kernel_backend: bool = field(
@@ -48,10 +50,20 @@ class RLKernelArguments:
         metadata={"help": "Run that forward again every so many generations; 0 never."},
     )
 
+    rl_kernel_dtype: str | None = field(
+        default=None,
+        metadata={"help": "Weights under the flag: bfloat16 (over fp32 masters) or float32; not given: by bf16."},
+    )
+
     def __post_init__(self) -> None:
-        self._rl_kernel_mixed = False
+        settings: Any = self
+        if self.rl_kernel_dtype not in (None, *_DTYPES):
+            raise ValueError(f"rl_kernel_dtype is {self.rl_kernel_dtype!r}; expected 'bfloat16' or 'float32'")
         if self.use_rl_kernel_backend:
             self._prepare()
+        elif self.rl_kernel_dtype is not None:  # a copy with the flag off: TRL's own reading of bf16 again
+            settings.bf16 = None if self.rl_kernel_dtype == "bfloat16" else settings.bf16
+            self.rl_kernel_dtype = None
         super().__post_init__()  # type: ignore[misc]
 
     def _prepare(self) -> None:
@@ -66,7 +78,10 @@ class RLKernelArguments:
                 f"{self.rl_kernel_recheck_every}; expected at least 1 and at least 0"
             )
         # What bf16 means under the flag: bf16 weights with fp32 masters, not autocast over fp32 weights.
-        self._rl_kernel_mixed = settings.bf16 is None or bool(settings.bf16)
+        if settings.bf16:
+            self.rl_kernel_dtype = "bfloat16"
+        elif self.rl_kernel_dtype is None:
+            self.rl_kernel_dtype = "bfloat16" if settings.bf16 is None else "float32"
         settings.bf16 = False
 
 
@@ -96,7 +111,7 @@ def weight_dtype(settings: Any) -> torch.dtype:
     Raises:
         ExactnessLostError: `model_init_kwargs` asks for another dtype.
     """
-    if settings._rl_kernel_mixed:
+    if settings.rl_kernel_dtype == "bfloat16":
         return torch.bfloat16
     asked = (settings.model_init_kwargs or {}).get("dtype") or "float32"
     name = str(asked).removeprefix("torch.")

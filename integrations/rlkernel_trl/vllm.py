@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 from accelerate.utils import is_peft_model
 
+from rlkernel import ops
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel_transformers import merged_weights
 
 logger = logging.getLogger("rlkernel_trl")
 
-FLAG = "use_rl_kernel_backend"
+FLAG, CONTRACT = "use_rl_kernel_backend", "rl_kernel_contract"
+
+
+def contract() -> str:
+    """Contract id of the trainer's numbers, by the variant of attention that the process is set to."""
+    return ops.attention_contract(ops.current_attention_variant())
 
 
 @contextlib.contextmanager
@@ -38,8 +45,11 @@ def engine_arguments(backend: Any) -> Iterator[None]:
 
         rlkernel_vllm.register()  # vLLM does it where rlkernel is installed; the engine is in this process
         kwargs["dtype"] = str(backend.dtype).removeprefix("torch.")
-        mode = "strict" if backend.strict else "audit"
-        return rlkernel_vllm.LLM(*args, use_rl_kernel_backend=True, rl_kernel_mode=mode, **kwargs)
+        mode, attention = "strict" if backend.strict else "audit", ops.current_attention_variant()
+        kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), CONTRACT: contract()}
+        return rlkernel_vllm.LLM(
+            *args, use_rl_kernel_backend=True, rl_kernel_mode=mode, rl_kernel_attention=attention, **kwargs
+        )
 
     vllm_generation.LLM = build
     try:
@@ -73,22 +83,22 @@ def attach(backend: Any, trainer: Any) -> None:
 
 
 def check_server(backend: Any, client: Any) -> None:
-    """Whether a `vllm serve` process has the plugin, the trainer's dtype and the log-probabilities that are compared.
+    """Whether the workers of a `vllm serve` process run the plugin, exactly and under the trainer's contract, in its
+    dtype, with the log-probabilities that are compared.
 
     Raises:
-        ExactnessLostError: one of them is missing, in strict mode; the message has the line to start it with.
+        ExactnessLostError: not so, in strict mode; the message has the line to start it with.
     """
     info = client.get_server_info()
     model = info.get("model_config") or {}
-    dtype = str(backend.dtype).removeprefix("torch.")
-    asked = (info.get("additional_config") or {}).get(FLAG)
+    dtype, variant = str(backend.dtype).removeprefix("torch."), ops.current_attention_variant()
+    flags = {FLAG: True, **({} if variant == "split" else {"rl_kernel_attention": variant})}
     line = (
         f"VLLM_SERVER_DEV_MODE=1 vllm serve {model.get('model', 'MODEL')} --dtype {dtype} "
-        f"--additional-config '{{\"{FLAG}\": true}}' --logprobs-mode processed_logprobs "
+        f"--additional-config '{json.dumps(flags)}' --logprobs-mode processed_logprobs "
         '--weight-transfer-config \'{"backend": "nccl"}\''
     )
-    if not asked:
-        backend.lose(f"the vLLM server at {client.base_url} runs without rlkernel's plugin; start it with: {line}")
+    _check_workers(backend, client, info.get("additional_config") or {}, line)
     if dtype not in str(model.get("dtype", dtype)):
         backend.lose(f"the vLLM server computes in {model.get('dtype')}, the trainer in {dtype}; start it with: {line}")
     if model.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
@@ -96,6 +106,35 @@ def check_server(backend: Any, client: Any) -> None:
             f"the vLLM server returns {model['logprobs_mode']}: log-probabilities without temperature; start it with: "
             f"{line}"
         )
+
+
+def _check_workers(backend: Any, client: Any, asked: dict[str, Any], line: str) -> None:
+    """What the workers say: the command line alone does not show a plugin that `VLLM_PLUGINS` dropped."""
+    url = f"{client.base_url}/collective_rpc"
+    answer = client.session.post(url, json={"method": "rlkernel_status"}, timeout=120)
+    if answer.status_code == 404:
+        backend.lose(f"the vLLM server at {client.base_url} has no /collective_rpc to ask; start it with: {line}")
+        return
+    workers = answer.json().get("results") if answer.status_code == 200 else None
+    if not workers or not all(isinstance(worker, dict) and worker.get("active") for worker in workers):
+        on = str(asked.get(FLAG, False)).lower() in ("1", "true", "yes", "on")
+        why = ""
+        if on:
+            why = (
+                f", though {FLAG} is set: does its VLLM_PLUGINS, where it is set, name rlkernel, and is rlkernel "
+                "installed in its Python environment?"
+            )
+        backend.lose(f"the vLLM server at {client.base_url} runs without rlkernel's plugin{why}; start it with: {line}")
+        return
+    for worker in workers:
+        if worker["contract"] != contract():
+            backend.lose(
+                f"the vLLM server computes under contract {worker['contract']} (attention {worker['attention']}), the "
+                f"trainer under {contract()}; use one rlkernel on both sides, and start it with: {line}"
+            )
+        if not worker["exact"]:
+            found = "; ".join(f"{name}: {reason}" for name, reason in worker["findings"])
+            backend.lose(f"the vLLM server is not exact with {found}; change these, and start it with: {line}")
 
 
 def _seed_requests(generation: Any, trainer: Any) -> None:

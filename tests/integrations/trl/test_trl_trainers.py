@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,6 +362,27 @@ def test_generation_kwargs_reach_the_engine(model: Path) -> None:
             make_trainer("GRPO", model, engine=True, rl_kernel_strict=False, **changes)
 
 
+@pytest.mark.parametrize("bf16", [None, True, False])
+def test_a_copied_configuration_keeps_its_dtype(bf16: bool | None) -> None:
+    """`bf16` is False under the flag, so a copy made field by field must know otherwise."""
+    import dataclasses
+
+    from rlkernel_trl import SFTConfig
+    from rlkernel_trl.config import weight_dtype
+
+    args = SFTConfig(**settings("SFT", True, bf16=bf16))
+    wanted = torch.float32 if bf16 is False else torch.bfloat16
+    again = SFTConfig(**args.to_dict())
+    for copied in (args, dataclasses.replace(args, learning_rate=1e-5), again, dataclasses.replace(again, seed=3)):
+        assert weight_dtype(copied) == wanted and copied.bf16 is False
+    off = dataclasses.replace(args, use_rl_kernel_backend=False)
+    assert off.bf16 is SFTConfig(**settings("SFT", False, bf16=bf16)).bf16 and off.rl_kernel_dtype is None
+    assert weight_dtype(dataclasses.replace(args, bf16=True)) == torch.bfloat16
+    assert weight_dtype(dataclasses.replace(args, rl_kernel_dtype="float32")) == torch.float32
+    with pytest.raises(ValueError, match="rl_kernel_dtype is 'float16'"):
+        dataclasses.replace(args, rl_kernel_dtype="float16")
+
+
 def test_generate_without_logprobs_is_refused(model: Path, compat: Any, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ExactnessLostError) as raised:
         make_trainer("GRPO", model)
@@ -434,16 +456,28 @@ def test_a_batch_that_only_stock_operators_score(model: Path, strict: bool) -> N
     assert history(trainer)[0]["rlkernel/fallbacks"] == 1
 
 
+WORKER = {"active": True, "exact": True, "contract": "rlk-2", "attention": "split", "findings": []}
+
+
 class _Server:
     """Answers like TRL's client of a `vllm serve` process."""
 
     base_url = "http://localhost:8000"
 
-    def __init__(self, **changes: Any):
+    def __init__(self, workers: list[Any] | int | None = None, **changes: Any):
         model = {"model": "m", "dtype": "torch.bfloat16", "logprobs_mode": "processed_logprobs"}
         self.info = {"additional_config": {"use_rl_kernel_backend": True}, "model_config": model}
         for name, value in changes.items():
             (self.info if name in self.info else model)[name] = value
+        on = (self.info["additional_config"] or {}).get("use_rl_kernel_backend")
+        self.workers = workers if workers is not None else [WORKER] if on else 500
+        self.session = self
+
+    def post(self, url: str, json: dict[str, str], timeout: float) -> Any:
+        assert url == f"{self.base_url}/collective_rpc" and json == {"method": "rlkernel_status"}
+        if isinstance(self.workers, int):
+            return SimpleNamespace(status_code=self.workers)
+        return SimpleNamespace(status_code=200, json=lambda: {"results": self.workers})
 
     def get_server_info(self) -> dict[str, Any]:
         return self.info
@@ -470,6 +504,27 @@ def test_what_a_server_is_asked(model: Path, changes: dict[str, Any], message: s
     with pytest.raises(ExactnessLostError) as raised:
         check_server(backend, _Server(**changes))
     compat.refused("TRL", f"server with {', '.join(f'{k} {v}' for k, v in changes.items())}", raised.value, message)
+
+
+def test_what_the_workers_of_a_server_answer(model: Path) -> None:
+    """The flag on the command line is not the plugin at work."""
+    from rlkernel_trl.vllm import check_server
+
+    backend = make_trainer("GRPO", model, engine=True)._rl_kernel
+    inexact = {**WORKER, "exact": False, "findings": [["kv_cache_dtype", "'fp8'"]]}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"workers": 500}, r"plugin, though use_rl_kernel_backend is set: .*VLLM_PLUGINS.*start it with: VLLM_SERVER"),
+        ({"workers": [WORKER, None]}, "though use_rl"),
+        ({"workers": 404}, "/collective_rpc"),
+        ({"workers": [{**WORKER, "contract": "rlk-1"}]}, r"under contract rlk-1 .*, the trainer under rlk-2"),
+        ({"workers": [{**WORKER, "contract": "rlk-2+fa3", "attention": "fa3"}]}, r"attention fa3"),
+        ({"workers": [inexact]}, "not exact with kv_cache_dtype: 'fp8'"),
+        ({"additional_config": {"use_rl_kernel_backend": "false"}, "workers": 500}, "plugin; start it"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(ExactnessLostError, match=message):
+            check_server(backend, _Server(**changes))
+    check_server(backend, _Server(additional_config={}, workers=[WORKER]))  # by RLKERNEL_VLLM=1
 
 
 @pytest.mark.slow
