@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # A CPU build of torch where no NVIDIA driver is found; TORCH=... overrides it.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
-# Without a GPU torch brings no Triton; the ahead-of-time tests then use the version that the GPU figures were made with.
-TRITON ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "triton==3.6.0")
+# The version that is tested and that the GPU figures were made with; a CUDA build of torch that brings another is not taken.
+TRITON ?= triton==3.6.0
 PYTEST_ARGS ?=
 # vLLM for CPUs, TRL and transformers at fixed versions, for tests/integrations. Not beside a CUDA build of torch.
 INTEGRATIONS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo yes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 _HEADS = ((64, 16, 8), (96, 16, 8), (128, 16, 8), (128, 32, 8), (128, 28, 4), (192, 16, 8), (256, 16, 8))  # D, H, HK
@@ -60,13 +61,37 @@ def examine(device: str | None = None) -> dict[str, Any]:
         "build_error": build_error,
         "cache": str(build.cache_dir()),
         "threads": torch.get_num_threads(),
+        "triton": _triton(),
         "ops": rows,
         "attention_fa3": _attention_fa3(device),
         "capability": ".".join(map(str, torch.cuda.get_device_capability())) if device == "cuda" else None,
         "schedules": _schedules()
         if device == "cuda"
-        else {"unavailable": None, "uncertified": [], "unsupported": [], "rows": []},
-    }
+        else {
+            "unavailable": "no CUDA GPU" if not torch.cuda.is_available() else "the device asked for is the CPU",
+            "uncertified": [], "unsupported": [], "rows": [], "verdicts": None,
+        },
+    }  # fmt: skip
+
+
+def _triton() -> dict[str, Any] | None:
+    """Triton's version, the measured one, whether kernels are launched directly, and what to know; None without one."""
+    try:
+        import triton
+
+        from rlkernel.kernels.triton import launch
+    except ImportError:
+        return None
+    note = None
+    if not triton.__version__.startswith(f"{launch.MEASURED}."):
+        note = (
+            f"Triton {triton.__version__} is not the measured {launch.MEASURED}: direct launches and attention's "
+            "kernel for long prefill are off, so calls cost the host more, and no test or figure of ours is of it; "
+            f"pip install 'triton=={launch.MEASURED}.*'"
+        )
+    elif not launch.KNOWN:
+        note = "direct launches are off, calls cost the host more: Triton's launcher is known for CUDA alone"
+    return {"version": triton.__version__, "measured": launch.MEASURED, "direct": launch.KNOWN, "note": note}
 
 
 def _attention_fa3(device: str) -> dict[str, Any]:
@@ -95,7 +120,10 @@ def _schedules() -> dict[str, Any]:
 
     from rlkernel.kernels import schedule
     from rlkernel.kernels.cuda import linear
+    from rlkernel.kernels.verdicts import verdict_dir
 
+    folder = verdict_dir()
+    before = _written(folder)
     bf16 = torch.bfloat16
     reason = linear.unavailable()
     for rows, n, k in _SHAPES:
@@ -117,7 +145,17 @@ def _schedules() -> dict[str, Any]:
     ]
     device = torch.device("cuda", torch.cuda.current_device())
     verdicts = schedule.report(device)
-    return {"unavailable": reason, "uncertified": uncertified, "unsupported": unsupported, "rows": verdicts}
+    used = sum(len(op.verdicts()) for op in schedule.scheduled_ops())
+    made = len(_written(folder).items() - before.items())
+    return {
+        "unavailable": reason, "uncertified": uncertified, "unsupported": unsupported, "rows": verdicts,
+        "verdicts": {"folder": str(folder), "made": made, "read": max(0, used - made)},
+    }  # fmt: skip
+
+
+def _written(folder: Path) -> dict[str, int]:
+    """Files of verdicts, each with the time at which it was written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
 
 
 def _train_a_head() -> None:
@@ -144,6 +182,11 @@ def _difference(first: dict[str, Any] | None, against: str = "anchor") -> str:
     return f"{where}, {first['mismatches']} of {first['elements']} differ"
 
 
+def _say(console: Any, line: str) -> None:
+    """One line as it is: paths may hold what rich takes for markup."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def _print_attention_fa3(console: Any, found: dict[str, Any]) -> None:
     lines = [f"attention variant fa3: not here: {found['unavailable']}"] if found["unavailable"] else []
     for row in found["rows"]:
@@ -151,7 +194,7 @@ def _print_attention_fa3(console: Any, found: dict[str, Any]) -> None:
         verdict = "certified" if row["certified"] else "refused"
         lines.append(f"attention variant fa3 {shape}: {verdict}; {row['reason']}{_difference(row['first'], 'dense')}")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _say(console, line)
 
 
 def _shape(shape: dict[str, Any]) -> str:
@@ -160,13 +203,16 @@ def _shape(shape: dict[str, Any]) -> str:
 
 def _print_schedules(console: Any, found: dict[str, Any]) -> None:
     if found["unavailable"]:
-        line = f"cuBLASLt's schedules are off: {found['unavailable']}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        what = "cuBLASLt's schedules are off" if found["verdicts"] else "no certified schedules"
+        _say(console, f"{what}: {found['unavailable']}")
+    if found["verdicts"]:
+        made, read = found["verdicts"]["made"], found["verdicts"]["read"]
+        _say(console, f"schedules: {made} verdicts made now, {read} read from {found['verdicts']['folder']}")
     for row in found["uncertified"]:
-        console.print(f"not certified: {row['op']} {row['shape']}: {row['reason']}")
+        _say(console, f"not certified: {row['op']} {row['shape']}: {row['reason']}")
     for row in found["unsupported"]:
         line = f"{row['op']} {_shape(row['shape'])}: anchor; not for this GPU or shape: {', '.join(row['schedules'])}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _say(console, line)
     if not found["rows"]:
         return
     last = None
@@ -178,7 +224,7 @@ def _print_schedules(console: Any, found: dict[str, Any]) -> None:
         verdict = ("certified" if row["certified"] else "refused") + (", chosen" if row["chosen"] else "")
         speed = "" if row["speed"] is None else f"{row['speed']:.2f}x anchor, {row['ms']:.4f} ms; "
         line = f"  {row['schedule']}: {verdict}; {speed}{row['reason']}{_difference(row['first'])}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _say(console, line)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -195,18 +241,21 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
     else:
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
         console = Console()
         hardware = found["environment"]["hardware"]
         chip = f", compute capability {found['capability']}" if found["capability"] else ""
-        console.print(
-            f"rlkernel {found['rlkernel']}, contract {found['contract']}, {found['device']}: {hardware}{chip}"
+        _say(
+            console, f"rlkernel {found['rlkernel']}, contract {found['contract']}, {found['device']}: {hardware}{chip}"
         )
-        console.print(f"compiler {found['compiler']}, cache {found['cache']}, {found['threads']} threads")
+        _say(console, f"compiler {found['compiler']}, cache {found['cache']}, {found['threads']} threads")
+        if found["triton"] and found["triton"]["note"]:
+            _say(console, found["triton"]["note"])
         table = Table("op", "implementation", "why")
         for row in found["ops"]:
-            table.add_row(row["op"], row["implementation"] or "none", row["reason"])
+            table.add_row(row["op"], row["implementation"] or "none", escape(row["reason"]))
         console.print(table)
         if found["build_error"]:
             print(found["build_error"])

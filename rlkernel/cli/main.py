@@ -39,10 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     args = build_parser().parse_args(argv)
     try:
-        return COMMANDS[args.command].run(args)
+        status = COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+        return status
     except (UserError, BuildError) as error:
         print(f"rlkernel: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has what it wanted, as `head` does; the interpreter must not flush again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("rlkernel: interrupted", file=sys.stderr)
         return 130

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +17,9 @@ pytest.importorskip("triton")
 
 from rlkernel.cli import doctor
 from rlkernel.cli.main import main
-from rlkernel.kernels import schedule
+from rlkernel.kernels import schedule, verdicts
 from rlkernel.kernels.cuda import attention_fa3, linear, linear_logprob
-from rlkernel.kernels.triton import common, matrix
+from rlkernel.kernels.triton import common, launch, matrix
 
 CHIPS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell"}
 
@@ -49,8 +53,77 @@ def test_cpu_says_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["capability"] is None and found["attention_fa3"]["unavailable"]
     assert {row["implementation"] for row in found["ops"]} <= {"cpp", "reference"}
+    if not torch.cuda.is_available():
+        assert found["schedules"]["unavailable"] == "no CUDA GPU"
     assert main(["doctor", "--device", "cpu"]) == 0
-    assert "attention variant fa3: not here" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "attention variant fa3: not here" in text
+    assert f"no certified schedules: {found['schedules']['unavailable']}" in text
+
+
+@pytest.mark.parametrize("version,known", (("3.6.0", True), ("3.9.0", False), ("3.6.1", False)))
+def test_says_which_triton_was_measured(
+    version: str, known: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr(launch, "KNOWN", known)
+    assert main(["doctor", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert ("Triton 3.9.0 is not the measured 3.6: direct launches" in text) == (version == "3.9.0")
+    assert ("pip install 'triton==3.6.*'" in text) == (version == "3.9.0")
+    assert ("direct launches are off, calls cost the host more" in text) == (version == "3.6.1")
+
+
+def test_the_triton_installed_is_the_measured_one() -> None:
+    needed = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
+    major, minor = map(int, launch.MEASURED.split("."))
+    assert [d.split(";")[0] for d in needed if d.startswith("triton")] == [
+        f"triton>={launch.MEASURED},<{major}.{minor + 1}"
+    ]
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "rlkernel.cli.main", "doctor", "--device", "cpu", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == b""
+    assert running.returncode == 141
+
+
+@pytest.mark.parametrize("chip", ((9, 0),), indirect=True)
+def test_says_whether_verdicts_were_made_or_read(
+    chip: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "[cache]"  # what rich would take for markup
+    folder.mkdir()
+    monkeypatch.setattr(verdicts, "verdict_dir", lambda: folder)
+    monkeypatch.setattr(linear, "unavailable", lambda: "no cuBLASLt in this test")
+    monkeypatch.setattr(schedule, "report", lambda device: [])
+    monkeypatch.setattr(schedule, "scheduled_ops", lambda: (Three(),))
+    monkeypatch.setattr(doctor, "_SHAPES", ())
+    monkeypatch.setattr(attention_fa3, "unavailable", lambda device: "not in this test")
+    (folder / "old.json").write_text("{}")
+    monkeypatch.setattr(doctor, "_train_a_head", lambda: (folder / "new.json").write_text("{}"))
+    assert main(["doctor", "--device", "cuda"]) == 0
+    assert f"schedules: 1 verdicts made now, 2 read from {folder}" in capsys.readouterr().out
+
+
+class Three:
+    """An op that has used three verdicts."""
+
+    class family:
+        op = "linear"
+
+    def verdicts(self) -> list[None]:
+        return [None] * 3
+
+    def failures(self) -> list[None]:
+        return []
+
+    unsupported = failures
 
 
 @pytest.mark.parametrize("chip", CHIPS, indirect=True)
