@@ -95,6 +95,18 @@ def test_a_figure_says_where_a_copy_falls_short_too(tmp_path: Path) -> None:
     assert line(tmp_path, "logprob, 4096 x 151936")["measured"] == "0.34 ms; a copy of the same bytes takes 0.3 ms"
 
 
+def test_policy_loss_is_judged_by_all_its_cases_beside_the_longest(tmp_path: Path) -> None:
+    assert line(tmp_path, "policy_loss")["measured"] == "not measured"
+    cases = [(2048, 0.002), (1 << 24, 0.9), (131_072, 0.18)]
+    rows = [{"op": "policy_loss fwd+bwd", "shape": [n], "share_of_roofline": s} for n, s in cases]
+    result(tmp_path, "bench_memory_bound", rows)
+    assert line(tmp_path, "policy_loss")["measured"] == "0.002, 0.9, 0.18"
+    assert line(tmp_path, "policy_loss")["reached"] == "no"
+    assert line(tmp_path, "policy_loss, 16,777,216 tokens (the longest)")["reached"] == "yes"
+    result(tmp_path, "bench_memory_bound", rows[1:2])
+    assert line(tmp_path, "policy_loss")["reached"] == "yes"
+
+
 def test_figures_take_times_of_the_right_rows(tmp_path: Path) -> None:
     row = {"op": "linear_logprob fwd+bwd", "anchor": "TRL 1.16.0 chunked", "ours_ms": 8.0, "anchor_ms": 10.0}
     rows = [
