@@ -7,6 +7,7 @@ the rollout to the last bit.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rlkernel_trl.errors import ExactnessLostError, MismatchError
@@ -45,36 +46,39 @@ __all__ = [
     "unpatch",
 ]
 
-_stock: dict[str, Any] = {}
+_stock: dict[tuple[str, str], Any] = {}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 
 def patch() -> None:
-    """Makes `trl.GRPOTrainer`, `trl.GRPOConfig` and the others those of this package; the flag stays off by default.
+    """Makes `trl.GRPOTrainer`, `trl.GRPOConfig` and the others those of this package, in `trl`, in `trl.trainer` and in
+    the modules that define them; the flag stays off by default.
 
     Call it before a script imports the names from trl. Safe to call again.
     """
-    import trl
-
-    for algorithm in ALGORITHMS:
-        for kind in ("Config", "Trainer"):
-            name = algorithm + kind
-            if name not in _stock:
-                _stock[name] = getattr(trl, name)
-                setattr(trl, name, __getattr__(name))
+    ours = {
+        algorithm + kind: __getattr__(algorithm + kind) for algorithm in ALGORITHMS for kind in ("Config", "Trainer")
+    }
+    for name, value in ours.items():
+        for place in _places(name):
+            if (place, name) not in _stock:
+                _stock[place, name] = getattr(import_module(place), name)
+                setattr(import_module(place), name, value)
 
 
 def unpatch() -> None:
     """Gives trl its own classes back."""
-    import trl
-
     while _stock:
-        name, value = _stock.popitem()
-        setattr(trl, name, value)
+        (place, name), value = _stock.popitem()
+        setattr(import_module(place), name, value)
+
+
+def _places(name: str) -> tuple[str, ...]:
+    """Modules of trl that a script may import a class from."""
+    kind = "Config" if name.endswith("Config") else "Trainer"
+    return "trl", "trl.trainer", f"trl.trainer.{name.removesuffix(kind).lower()}_{kind.lower()}"

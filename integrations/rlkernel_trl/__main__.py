@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from pathlib import Path
 
 from rlkernel_trl import ALGORITHMS, patch
 
@@ -22,11 +23,25 @@ def main(argv: list[str] | None = None) -> int:
         print(wanted + (f"\nunknown command {asked!r}" if asked not in ("", "-h", "--help") else ""), file=sys.stderr)
         return 0 if asked in ("-h", "--help") else 2
     command, *rest = arguments
+    if "--config" in rest:
+        given = rest[rest.index("--config") + 1 :][:1]
+        if not given or not Path(given[0]).is_file():
+            print(f"--config {' '.join(given)}: no such file; expected a YAML file of settings", file=sys.stderr)
+            return 2
     patch()
     script = import_module(f"trl.scripts.{command}")
     parser = script.make_parser(prog=f"python -m rlkernel_trl {command}")
     parser.set_defaults(use_rl_kernel_backend=True)  # a configuration file or an option may still say false
-    script.main(*parser.parse_args_and_config(args=rest, fail_with_unknown_args=False)[:4])
+    *parsed, unknown = parser.parse_args_and_config(args=rest, return_remaining_strings=True)
+    if unknown:
+        names = ", ".join(word.removeprefix("--") for word in unknown if word.startswith("--")) or " ".join(unknown)
+        print(
+            f"unknown settings: {names}. TRL's {command} has none of these names; options of accelerate's launcher go "
+            f"before the module: accelerate launch --num_processes 4 -m rlkernel_trl {command} ...",
+            file=sys.stderr,
+        )
+        return 2
+    script.main(*parsed)
     return 0
 
 

@@ -23,7 +23,7 @@ class _Flagged:
     _rl_kernel: Backend | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        base = next(c for c in type(self).__mro__ if c.__module__.startswith("trl."))
+        base = next(c for c in type(self).__mro__ if c.__module__.startswith("trl.trainer."))
         given = inspect.signature(base.__init__).bind(self, *args, **kwargs).arguments  # type: ignore[misc]
         settings = given.get("args")
         if not getattr(settings, "use_rl_kernel_backend", False):

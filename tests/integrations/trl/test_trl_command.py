@@ -84,6 +84,20 @@ def test_sft_off_by_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "'loss'" in found and "rlkernel/fallbacks" not in found
 
 
+def test_unknown_settings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt flag must not train stock in silence, nor `num_processes` one process."""
+    config = write(tmp_path, [], use_rl_kernel_backnd=True, num_processes=4)
+    try:
+        assert main(["sft", "--config", str(config), "--typo", "3"]) == 2
+    finally:
+        unpatch()
+    found = capsys.readouterr().err
+    assert "unknown settings: num_processes, use_rl_kernel_backnd, typo" in found and "accelerate launch" in found
+    for arguments in (["--config", str(tmp_path / "none.yaml")], ["--config"]):
+        assert main(["sft", *arguments]) == 2
+        assert "no such file" in capsys.readouterr().err
+
+
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ppo"]) == 2
     found = capsys.readouterr().err

@@ -395,18 +395,26 @@ def test_generate_without_logprobs_is_refused(model: Path, compat: Any, caplog: 
 
 def test_patch(model: Path) -> None:
     import trl
+    import trl.trainer.sft_trainer
 
-    stock = trl.GRPOTrainer
+    stock = trl.GRPOTrainer, trl.trainer.sft_trainer.SFTTrainer
     rlkernel_trl.patch()
     rlkernel_trl.patch()
     try:
         from trl import GRPOConfig, GRPOTrainer
+        from trl.trainer import RLOOTrainer
+        from trl.trainer.dpo_config import DPOConfig
+        from trl.trainer.sft_trainer import SFTTrainer
+
+        assert (RLOOTrainer, DPOConfig) == (rlkernel_trl.RLOOTrainer, rlkernel_trl.DPOConfig)
+        assert SFTTrainer is rlkernel_trl.SFTTrainer
+        make_trainer("SFT", model, package=trl, max_steps=1).train()
 
         assert GRPOTrainer is rlkernel_trl.GRPOTrainer and GRPOConfig is rlkernel_trl.GRPOConfig
         assert GRPOConfig(**settings("GRPO", False)).use_rl_kernel_backend is False
     finally:
         rlkernel_trl.unpatch()
-    assert trl.GRPOTrainer is stock
+    assert (trl.GRPOTrainer, trl.trainer.sft_trainer.SFTTrainer) == stock
 
 
 def test_lora(model: Path, compat: Any) -> None:
