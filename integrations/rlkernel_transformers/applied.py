@@ -6,6 +6,7 @@ deep copy of the model carries it, and removing it brings the class's own back.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
@@ -21,7 +22,7 @@ from rlkernel_transformers.adapters import check_mergeable
 from rlkernel_transformers.attention import NAME
 from rlkernel_transformers.forwards import Score, Settings, TokenLogprobs, shift
 from rlkernel_transformers.joined import lay_side_by_side, part
-from rlkernel_transformers.packing import IGNORED, check_targets
+from rlkernel_transformers.packing import IGNORED, check, check_targets
 
 _OWN = frozenset(
     {
@@ -79,6 +80,7 @@ def apply(
         )
     if adapters not in ("low-rank", "merged"):
         raise ValueError(f"adapters is {adapters!r}; expected 'low-rank' or 'merged'")
+    support.check_chunks(config, tp_leaves)
     settings = Settings(
         config=config,
         heads=(config.num_heads, config.num_kv_heads, config.num_kv_heads),
@@ -216,6 +218,12 @@ def token_logprobs(
         raise support.UnsupportedModelError("token_logprobs: call rlkernel_transformers.apply(model) first")
     if labels is not None and targets is not None:
         raise forwards.CallError("token_logprobs: labels and targets are both given; pass one")
+    unknown = sorted(set(inputs) - _call_names(found))
+    if unknown:
+        raise forwards.CallError(
+            f"token_logprobs: unknown argument {', '.join(unknown)}; its own are labels, targets, temperature, kept, "
+            "keep_probs, statistics and rows"
+        )
     shape = forwards.shape_of(input_ids, inputs.get("inputs_embeds"))
     if targets is None:
         if labels is None and input_ids is None:
@@ -223,7 +231,8 @@ def token_logprobs(
         if labels is None:
             labels = input_ids
             if attention_mask is not None:
-                labels = input_ids.masked_fill(attention_mask == 0, IGNORED)  # type: ignore[union-attr]
+                check(shape, attention_mask, None, None, None, inputs.get("past_key_values"))
+                labels = input_ids.masked_fill(attention_mask[:, -shape[1] :] == 0, IGNORED)  # type: ignore[union-attr]
         check_targets("labels", labels, shape)
         targets = shift(labels)  # type: ignore[arg-type]
     score = Score(targets, temperature, kept, keep_probs, rows, statistics)
@@ -241,6 +250,20 @@ def token_logprobs(
             "MixedPrecisionPolicy and mixed_precision='no' in accelerate"
         )
     return out
+
+
+# What the forwards take by name beside the parameters of the model's own: transformers' packed rows and its options.
+_OPTIONS = frozenset(
+    {
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        *("output_hidden_states", "output_attentions", "return_dict", "num_items_in_batch", "cache_position"),
+    }
+)
+
+
+def _call_names(model: Any) -> frozenset[str]:
+    """Names of keyword arguments that a call of the model may have."""
+    return _OPTIONS | inspect.signature(type(model).forward).parameters.keys() - {"self", "kwargs"}
 
 
 # ---- what goes where -----------------------------------------------------------------------------

@@ -74,7 +74,8 @@ def head_forward(self: Any, x: Tensor) -> Tensor:  # [..., C] -> [..., V] fp32
 def head_weight(head: Any) -> Tensor:  # [V, C]
     """Weight of the head; where it is tied and has a `main_grad`, under a name with its own chain of additions."""
     if not isinstance(head, nn.Linear):
-        raise CallError(f"the head is a {type(head).__name__}; rlkernel takes no adapter on lm_head")
+        kind = f"{type(head).__module__}.{type(head).__name__}"
+        raise CallError(f"the head is a {kind}; rlkernel takes no adapter on lm_head")
     weight = whole(head.weight)
     grad = getattr(weight, "head_main_grad", None)
     if grad is None or not torch.is_grad_enabled():
@@ -166,10 +167,8 @@ def _call(layer: Any, x: Tensor) -> Tensor:
     still run stock kernels."""
     for part in () if "forward" in layer.__dict__ else layer.modules():
         if isinstance(part, nn.Linear) and "_rlkernel_chunks" not in part.__dict__:
-            raise CallError(
-                f"{type(layer).__name__} was put into the model after rlkernel_transformers.apply; call apply(model) "
-                "again"
-            )
+            kind = f"{type(layer).__module__}.{type(layer).__name__}"
+            raise CallError(f"{kind} was put into the model after rlkernel_transformers.apply; call apply(model) again")
     return layer(x)
 
 
@@ -343,9 +342,10 @@ def prepare(
     if score is not None and score.rows is not None:
         check_rows(score.rows, packed.positions.numel())
     limit = settings.config.max_position_embeddings
-    if packed.past + packed.max_seqlen > limit and packed.cu_seqlens.numel() - 1 == packed.shape[0]:
+    longest = packed.past + packed.max_seqlen if packed.longest is None else packed.longest
+    if longest > limit and packed.cu_seqlens.numel() - 1 == packed.shape[0]:
         raise CallError(
-            f"sequences of up to {packed.past + packed.max_seqlen} tokens exceed max_position_embeddings={limit} of "
+            f"sequences of up to {longest} tokens exceed max_position_embeddings={limit} of "
             "the model; shorten them, or raise it in the configuration before apply(model)"
         )
     settings.to(given.device)
@@ -399,6 +399,7 @@ def score_tokens(hidden: Tensor, weight: Tensor, packed: Packed, score: Score) -
         targets = targets.clamp_min(0)
     temperature = score.temperature
     if isinstance(temperature, Tensor):
+        given = tuple(temperature.shape)
         if temperature.dtype != torch.float32:
             raise CallError(
                 f"temperature is {temperature.dtype}; expected float32. FSDP2 casts it in a call unless its "
@@ -406,9 +407,20 @@ def score_tokens(hidden: Tensor, weight: Tensor, packed: Packed, score: Score) -
             )
         if temperature.dim() == 1 and temperature.shape[0] == packed.shape[0]:
             temperature = temperature[:, None]
+        sizes = zip(reversed(temperature.shape), reversed(packed.shape), strict=False)
+        if temperature.dim() > 2 or any(size not in (1, full) for size, full in sizes):
+            raise CallError(
+                f"temperature is {given}; expected a number, [B={packed.shape[0]}] or "
+                f"[B={packed.shape[0]}, L={packed.shape[1]}]"
+            )
         temperature = _of_scored(temperature.expand(packed.shape), scored)
     kept = score.kept
     if kept is not None and kept.dim() == 3:
+        if kept.shape[:2] != packed.shape:
+            raise CallError(
+                f"kept is {tuple(kept.shape)}; expected [B={packed.shape[0]}, L={packed.shape[1]}, ceil(V/32)] int32, "
+                "or [N, ceil(V/32)] for the scored targets"
+            )
         kept = _of_scored(kept, scored)
     keep_probs = score.keep_probs
     if not score.statistics:

@@ -47,6 +47,7 @@ class Packed:
         cache: the caller's past_key_values; None: none is used.
         past: keys in the cache before this call.
         keys: row and column of every key in the cache, new ones included; None where the call's own keys are all.
+        longest: tokens of the longest sequence, cached ones included, where padding has been counted; else None.
         cu_seqlens_k, max_seqlen_k: of the keys.
         scored: which tokens are scored, where the caller asked for that.
 
@@ -62,6 +63,7 @@ class Packed:
     cache: Any = None
     past: int = 0
     keys: tuple[Tensor, Tensor] | None = None
+    longest: int | None = None
     cu_seqlens_k: Tensor | None = None
     max_seqlen_k: int = 0
     scored: Scored = field(default_factory=Scored)
@@ -116,7 +118,7 @@ def pack(
         CallError: an argument has a form that is not supported.
     """
     b, length = shape
-    _check(shape, attention_mask, position_ids, cu_seqlens, max_seqlen, cache)
+    check(shape, attention_mask, position_ids, cu_seqlens, max_seqlen, cache)
     if targets is not None:
         check_targets("targets", targets, shape)
     past = 0 if cache is None else int(cache.get_seq_length())
@@ -164,7 +166,10 @@ def _pack_mask(
         scored = Scored() if targets is None else Scored(None, order, wanted.flatten()[order])
         return Packed(shape, flat, cu, length, index=order, keep=keep, scored=scored)
     wanted = keep if targets is None or rows is not None else keep & (targets != IGNORED)
-    kept, found, seen = torch.stack((keep.sum(), wanted.sum(), mask.sum())).tolist()
+    counts = (keep.sum(), wanted.sum(), mask.sum(), mask.sum(1).max())
+    kept, found, seen, longest = torch.stack(counts).tolist()
+    if kept == 0:
+        raise CallError("attention_mask is zero everywhere: there is no token to compute; leave the batch out")
     index = None if kept == b * length else torch.nonzero_static(keep.flatten(), size=kept)[:, 0]
     flat = positions.flatten() if index is None else positions.flatten().index_select(0, index)
     scored = Scored()
@@ -173,7 +178,7 @@ def _pack_mask(
     elif targets is not None:
         places = torch.nonzero_static(wanted.flatten(), size=found)[:, 0]
         scored = Scored((keep.flatten().cumsum(0) - 1).index_select(0, places), places)
-    packed = Packed(shape, flat, _borders(lengths), length, index=index, cache=cache, scored=scored)
+    packed = Packed(shape, flat, _borders(lengths), length, index=index, cache=cache, longest=longest, scored=scored)
     if cache is None or past == 0:
         return packed
     keys = torch.nonzero_static(mask, size=seen)
@@ -258,7 +263,7 @@ def check_rows(rows: Tensor, tokens: int) -> None:
         raise CallError(f"rows holds {low if low < 0 else high}; expected 0 <= rows < {tokens}, the packed tokens")
 
 
-def _check(
+def check(
     shape: tuple[int, int],
     attention_mask: Any,
     position_ids: Tensor | None,
@@ -266,6 +271,7 @@ def _check(
     max_seqlen: int | None,
     cache: Any,
 ) -> None:
+    """Raises CallError for arguments whose form is not supported."""
     b, length = shape
     if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
         found = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
@@ -279,6 +285,13 @@ def _check(
             f"attention_mask is {tuple(attention_mask.shape)}; expected [B={b}, {past + length}] for {length} tokens "
             f"a row after {past} cached ones"
         )
+    if attention_mask is not None and attention_mask.is_floating_point():
+        raise CallError(
+            f"attention_mask is {attention_mask.dtype}, which may be a bias of zeros and -inf; expected integers or "
+            "bool, 1 where there is a token: pass attention_mask.bool() if that is what it holds"
+        )
+    if b * length == 0:
+        raise CallError(f"the input is [{b}, {length}]; expected at least one token")
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape not in ((b, length), (1, length))):
         raise CallError(f"position_ids is {tuple(position_ids.shape)}; expected [B={b}, L={length}]")
     if cu_seqlens is None:

@@ -4,6 +4,7 @@ with the setting and what to do.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ def find_model(model: nn.Module) -> Any:
     Raises:
         UnsupportedModelError: there is none of a supported family.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"the model is a {type(model).__name__}; pass a loaded one, AutoModelForCausalLM.from_pretrained(...)"
+        )
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             kind = getattr(module.config, "model_type", None)
@@ -87,7 +92,7 @@ def check(model: Any) -> None:
     ):
         if not isinstance(module, kind):
             raise UnsupportedModelError(
-                f"{name} is a {type(module).__name__}; take it out of target_modules and modules_to_save: rlkernel "
+                f"{name} is a {_kind(module)}; take it out of target_modules and modules_to_save: rlkernel "
                 "computes adapters on the linear layers of attention and MLP only"
             )
     for index, layer in enumerate(model.model.layers):
@@ -98,6 +103,27 @@ def check(model: Any) -> None:
                         f"layer {index} has no {block}.{name}; transformers {_version()} builds {type(layer).__name__} "
                         "in a way that rlkernel does not know"
                     )
+                projection = getattr(getattr(layer, block), name)
+                if not isinstance(projection, nn.Linear) and not hasattr(projection, "base_layer"):
+                    raise UnsupportedModelError(
+                        f"layer {index} has a {_kind(projection)} as {block}.{name}; rlkernel computes an nn.Linear, "
+                        "or an adapter around one: put the Linear back"
+                    )
+
+
+def check_chunks(config: ModelConfig, chunks: Any) -> None:
+    """Raises UnsupportedModelError unless `tp_leaves` divides K of o_proj and down_proj as `ops.linear` needs it."""
+    if isinstance(chunks, bool) or not isinstance(chunks, int):
+        raise UnsupportedModelError(f"tp_leaves is {chunks!r}; expected a number of chunks, 1 for none")
+    try:
+        replace(config, tp_leaves=chunks)
+    except ConfigError as error:
+        raise UnsupportedModelError(str(error)) from None
+
+
+def _kind(module: nn.Module) -> str:
+    """Its class with the package: PEFT's Linear is no torch.nn.Linear."""
+    return f"{type(module).__module__}.{type(module).__name__}"
 
 
 _MLP = ("gate_proj", "up_proj", "down_proj")

@@ -230,6 +230,47 @@ def test_targets_that_do_not_fit_the_input_are_named() -> None:
 
 
 @torch.no_grad()
+def test_bad_input_is_named() -> None:
+    """Each argument that does not fit is an error of ours before a kernel sees it."""
+    model, _ = pair("llama")
+    ids = torch.arange(20).view(2, 10) + 5
+    ones, zeros = torch.ones_like(ids), torch.zeros_like(ids)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("unknown argument temprature", {"temprature": 0.5}),
+        (r"attention_mask is \(2, 9\)", {"attention_mask": ones[:, 1:]}),
+        (r"attention_mask is \(2, 1, 10, 10\)", {"attention_mask": torch.ones(2, 1, 10, 10)}),
+        (r"attention_mask is torch.float32, which may be a bias", {"attention_mask": zeros.float()}),
+        ("attention_mask is zero everywhere", {"attention_mask": zeros}),
+        (r"input_ids is \(20,\); expected \[B, L\]", {"input_ids": ids.flatten()}),
+        (r"the input is \[0, 10\]", {"input_ids": ids[:0]}),
+        (r"temperature is \(3,\)", {"temperature": torch.ones(3)}),
+        (r"temperature is \(3, 10\)", {"temperature": torch.ones(3, 10)}),
+        (r"kept is \(2, 5, 3\)", {"kept": torch.zeros(2, 5, 3, dtype=torch.int32)}),
+        ("sequences of up to 300 tokens", {"input_ids": ids[:, :1].expand(2, 300)}),
+    ]
+    for text, inputs in cases:
+        with pytest.raises(rt.CallError, match=text):
+            rt.token_logprobs(model, **{"input_ids": ids, **inputs})
+    wide, mask = (torch.nn.functional.pad(t, (300, 0)) for t in (ids, ones))  # wider than the model's positions
+    found = rt.token_logprobs(model, wide, mask).logp[:, 300:]
+    assert_bitwise(found, rt.token_logprobs(model, ids).logp, "rows shorter than their padding")
+
+
+def test_apply_names_what_it_does_not_take() -> None:
+    for leaves in (0, -1, 3, "2", True):
+        with pytest.raises(rt.UnsupportedModelError, match="tp_leaves is"):
+            rt.apply(stock("llama"), tp_leaves=leaves)  # type: ignore[arg-type]
+    with pytest.raises(rt.UnsupportedModelError, match=r"the model is a str; pass a loaded one"):
+        rt.apply("Qwen/Qwen3-0.6B")  # type: ignore[arg-type]
+    plain = stock("llama")
+    mlp = plain.model.layers[1].mlp
+    mlp.up_proj = torch.nn.Sequential(mlp.up_proj, torch.nn.GELU())
+    with pytest.raises(rt.UnsupportedModelError, match=r"layer 1 has a torch\.nn\..*Sequential as mlp.up_proj"):
+        rt.apply(plain)
+    assert not any("_rlkernel_chunks" in module.__dict__ for module in plain.modules())
+
+
+@torch.no_grad()
 def test_attention_interface_alone() -> None:
     """`attn_implementation="rlkernel"` on stock layers: close to theirs, and refused with a cache."""
     plain = stock("qwen2-window")

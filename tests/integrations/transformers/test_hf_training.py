@@ -161,7 +161,7 @@ def test_in_a_trainer(tmp_path: Path, compat: Any) -> None:
 def lora(model: Any, **options: Any) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    targets = options.pop("targets", ["q_proj", "v_proj", "gate_proj", "down_proj"])
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, **options)
     return peft.get_peft_model(model, config)
 
@@ -209,7 +209,7 @@ def test_merged_lora_is_the_merged_model(dtype: torch.dtype, tmp_path: Path, com
 def test_adapters_that_are_refused(compat: Any) -> None:
     model = pair("qwen3")[0]
     wrapped = lora(model)
-    with pytest.raises(rt.CallError, match="call apply"):
+    with pytest.raises(rt.CallError, match=r"peft\..*Linear was put into .*call apply"):
         rt.token_logprobs(wrapped, IDS, MASK)
     assert not rt.status(wrapped).exact and "came after apply" in str(rt.status(wrapped))
     for feature, named, options, adapters in (
@@ -220,6 +220,8 @@ def test_adapters_that_are_refused(compat: Any) -> None:
         with pytest.raises(rt.UnsupportedModelError) as raised:
             rt.apply(lora(stock("qwen3"), **options), adapters=adapters)
         compat.refused("transformers", f"PEFT with {feature}", raised.value, named)
+    with pytest.raises(rt.UnsupportedModelError, match=r"lm_head is a peft\.[\w.]*Linear; take it out"):
+        rt.apply(lora(stock("qwen3"), targets=["q_proj", "lm_head"]))
     with pytest.raises(ValueError, match="expected 'low-rank'"):
         rt.apply(stock("qwen3"), adapters="other")
 
