@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ def test_commands_parse() -> None:
     assert len(lines) >= 6
     for line in lines:
         build_parser().parse_args(shlex.split(line, comments=True)[1:])
+
+
+def test_how_to_install_beside_other_stacks() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("pip install")]
+    named = set(re.findall(r"\w+", "".join(re.findall(r"\[[\w,]+\]", "".join(lines)))))
+    assert {"vllm", "trl", "transformers"} <= named <= extras.keys()
 
 
 def test_every_op_has_a_page() -> None:

@@ -84,7 +84,7 @@ class Backend:
 
     Args:
         settings: its configuration, with `use_rl_kernel_backend`.
-        arguments: what its constructor was given, by name.
+        arguments: what its constructor was given, by name; `rollout_func` is among them where it takes one.
 
     Attributes:
         calls: one a model that scores, the policy's first.
@@ -150,18 +150,20 @@ class Backend:
                 f"leave it out and set optim to one of {', '.join(STANDARD)}"
             )
         if self.samples:
-            self._check_sampling()
+            self._check_sampling(arguments)
         self.dtype = weight_dtype(s)
         if s.rl_kernel_dtype == "float32" and isinstance(self.model_given, torch.nn.Module):
             self.dtype = next(self.model_given.parameters()).dtype
 
-    def _check_sampling(self) -> None:
+    def _check_sampling(self, arguments: dict[str, Any]) -> None:
         s = self.settings
         self.filters = Filters(s.temperature, s.top_k or 0, 1.0 if s.top_p is None else s.top_p, s.min_p or 0.0)
+        self.certificate.rebuilds = self.filters.active and not hasattr(self.rollout_func, "kept")
         if not s.use_vllm and self.rollout_func is None:
+            engine = ", or pass rollout_func=rlkernel_trl.rollout_func() to sample with rlkernel's engine"
             self.lose(
-                "transformers' generate returns no log-probabilities to compare; set use_vllm=True, or pass "
-                "rollout_func=rlkernel_trl.rollout_func() to sample with rlkernel's engine"
+                "transformers' generate returns no log-probabilities to compare; set use_vllm=True"
+                f"{engine if 'rollout_func' in arguments else ''}"
             )
         if hasattr(self.rollout_func, "check"):
             self.rollout_func.check(s)

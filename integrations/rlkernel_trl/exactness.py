@@ -101,10 +101,14 @@ class Certificate:
         needed: generations to compare first.
         every: generations between forwards that are run all the same; 0: none.
         strict: whether a mismatch raises.
+
+    Attributes:
+        rebuilds: the forward also rebuilds the sets of tokens that were sampled from, so it is not skipped.
     """
 
     def __init__(self, needed: int, every: int, strict: bool):
         self.needed, self.every, self.strict = needed, every, strict
+        self.rebuilds = False
         self.equal = 0
         self.tokens = 0
         self.since_check = 0
@@ -149,12 +153,14 @@ class Certificate:
         self.equal += 1
         self.tokens += verdict.tokens
         if self.held and not before:
+            again = f", but for every {self.every} generations" if self.every else ""
             logger.warning(
                 "rlkernel: certified at step %d: %d sampled tokens of %d generations have equal log-probabilities in "
-                "rollout and training forward; TRL need not compute old log-probabilities from here on%s. Every "
-                "generation stays compared with the training forward",
+                "rollout and training forward; %s. Every generation stays compared with the training forward",
                 step,
                 self.tokens,
                 self.equal,
-                f" and does so every {self.every} generations" if self.every else "",
+                "TRL's forward for old log-probabilities goes on: it rebuilds the sets of top_p, top_k and min_p"
+                if self.rebuilds
+                else f"TRL's forward for old log-probabilities is left out from here on{again}",
             )

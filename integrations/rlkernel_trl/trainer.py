@@ -24,7 +24,10 @@ class _Flagged:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         base = next(c for c in type(self).__mro__ if c.__module__.startswith("trl.trainer."))
-        given = inspect.signature(base.__init__).bind(self, *args, **kwargs).arguments  # type: ignore[misc]
+        signature = inspect.signature(base.__init__)  # type: ignore[misc]
+        given = signature.bind(self, *args, **kwargs).arguments
+        if "rollout_func" in signature.parameters:
+            given.setdefault("rollout_func", None)
         settings = given.get("args")
         if not getattr(settings, "use_rl_kernel_backend", False):
             super().__init__(*args, **kwargs)

@@ -12,7 +12,9 @@ import torch
 from e2e.tiny_model import make_model
 from trl_side import history, make_trainer, settings, torchrun, weights_hash
 
+import rlkernel_transformers
 import rlkernel_trl
+import rlkernel_vllm
 from rlkernel_trl import ExactnessLostError, MismatchError
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -362,6 +364,23 @@ def test_generation_kwargs_reach_the_engine(model: Path) -> None:
             make_trainer("GRPO", model, engine=True, rl_kernel_strict=False, **changes)
 
 
+def test_rloo_is_not_told_to_pass_what_it_does_not_take(model: Path) -> None:
+    with pytest.raises(ExactnessLostError, match=r"set use_vllm=True \(rl_kernel_strict"):
+        make_trainer("RLOO", model)
+
+
+def test_the_certificate_says_what_follows(caplog: pytest.LogCaptureFixture) -> None:
+    """Under top-p without the engine's sets TRL's forward goes on, and the log does not say otherwise."""
+    from rlkernel_trl.exactness import Certificate, Verdict
+
+    for rebuilds, said in ((False, "left out from here on, but for every 50"), (True, "goes on: it rebuilds the sets")):
+        caplog.clear()
+        certificate = Certificate(1, 50, True)
+        certificate.rebuilds = rebuilds
+        certificate.update(Verdict(8, 0, 0.0, 0.0), 3)
+        assert "certified at step 3: 8 sampled tokens" in caplog.text and said in caplog.text
+
+
 @pytest.mark.parametrize("bf16", [None, True, False])
 def test_a_copied_configuration_keeps_its_dtype(bf16: bool | None) -> None:
     """`bf16` is False under the flag, so a copy made field by field must know otherwise."""
@@ -417,6 +436,15 @@ def test_patch(model: Path) -> None:
     assert (trl.GRPOTrainer, trl.trainer.sft_trainer.SFTTrainer) == stock
 
 
+def _loaded(model: Path, trained: Any) -> Any:
+    """A plain model that was sent the weights of one with adapters, as an engine is."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    plain.load_state_dict(dict(rlkernel_transformers.merged_weights(trained)), strict=False)
+    return plain
+
+
 def test_lora(model: Path, compat: Any) -> None:
     """The training forward computes with the merged weights that were sampled from; the base stays as it was."""
     from peft import LoraConfig
@@ -429,6 +457,10 @@ def test_lora(model: Path, compat: Any) -> None:
     after = dict(trainer.model.named_parameters())
     assert all(torch.equal(p, after[n]) for n, p in base.items())
     assert any(bool(p.any()) for n, p in after.items() if "lora_B" in n)
+    # The page's line for fingerprints: the engine's weights are the merged ones, under the names of the model.
+    merged = rlkernel_vllm.fingerprints(rlkernel_transformers.merged_weights(trainer.model))
+    assert rlkernel_vllm.compare(rlkernel_vllm.fingerprints(_loaded(model, trainer.model)), merged) == {}
+    assert rlkernel_vllm.compare(rlkernel_vllm.fingerprints(trainer.model), merged)
     compat.exact("TRL", "engine as rollout_func: LoRA, KL")
 
 
