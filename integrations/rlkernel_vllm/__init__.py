@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rlkernel_vllm.settings import ATTENTION, FLAG, MODE
-
 if TYPE_CHECKING:
+    from rlkernel_vllm.config import UnsupportedError as UnsupportedError
     from rlkernel_vllm.fingerprint import compare as compare
     from rlkernel_vllm.fingerprint import fingerprints as fingerprints
+    from rlkernel_vllm.llm import LLM as LLM
     from rlkernel_vllm.report import InactiveError as InactiveError
     from rlkernel_vllm.report import Status as Status
     from rlkernel_vllm.report import assert_active as assert_active
     from rlkernel_vllm.report import status as status
 
-__all__ = ["LLM", "InactiveError", "Status", "assert_active", "compare", "fingerprints", "register", "status"]
+__all__ = [
+    "LLM", "InactiveError", "Status", "UnsupportedError", "assert_active", "compare", "fingerprints", "register",
+    "status",
+]  # fmt: skip
 
-_PLACES = {
+_PLACES = {  # imported where they are asked for: the plugin is loaded by every process of vLLM
+    "LLM": "llm",
+    "UnsupportedError": "config",
     "compare": "fingerprint",
     "fingerprints": "fingerprint",
     "InactiveError": "report",
@@ -39,45 +44,12 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes. Safe to call again."""
+    """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes. Safe to call again.
+
+    Raises:
+        Exception: the environment asks for rlkernel, and this vLLM has not the places where the plugin hooks in. Where
+            nothing asks, that is no error.
+    """
     from rlkernel_vllm.plugin import install
 
     install()
-
-
-class LLM:
-    """`vllm.LLM` that takes `use_rl_kernel_backend`; what it makes is a plain `vllm.LLM`.
-
-    Args:
-        use_rl_kernel_backend: whether the engine computes with rlkernel's ops.
-        rl_kernel_mode: "strict": a setting that cannot be exact is an error; "audit": it is reported.
-        rl_kernel_attention: variant of the attention order, "split" or "fa3", the same as in the trainer.
-        Everything else: as in `vllm.LLM`.
-
-    Raises:
-        UnsupportedError: strict mode, and a setting or a part of the model cannot be made exact; all are named.
-        InactiveError: vLLM did not load the plugin (see `VLLM_PLUGINS`).
-    """
-
-    def __new__(
-        cls,
-        *args: Any,
-        use_rl_kernel_backend: bool = False,
-        rl_kernel_mode: str = "strict",
-        rl_kernel_attention: str = "split",
-        additional_config: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        import vllm
-
-        if use_rl_kernel_backend:
-            asked = {FLAG: True, MODE: rl_kernel_mode, ATTENTION: rl_kernel_attention}
-            additional_config = {**(additional_config or {}), **asked}
-        if additional_config is not None:
-            kwargs["additional_config"] = additional_config
-        llm = vllm.LLM(*args, **kwargs)
-        if use_rl_kernel_backend:
-            from rlkernel_vllm.report import assert_active
-
-            assert_active(llm)
-        return llm

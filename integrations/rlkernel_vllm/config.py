@@ -33,8 +33,16 @@ def prepare(vllm_config: Any, asked: Settings) -> None:
     """Refuses what cannot be exact (strict mode), and makes the settings that follow from the flag.
 
     Raises:
-        UnsupportedError: strict mode, and there are findings; or the contract is not the one asked for.
+        UnsupportedError: strict mode, and there are findings; in any mode, the contract is not the one asked for, or
+            the plugin does not fit this vLLM.
     """
+    from rlkernel_vllm import plugin
+
+    if plugin.failed:
+        first, last = (".".join(map(str, version)) for version in VERSIONS)
+        raise UnsupportedError(
+            f"vllm: the plugin does not fit this version, use one of {first} to {last}: {plugin.failed}"
+        )
     settings.write(vllm_config, asked)
     contract = ops.attention_contract(asked.attention)
     if asked.contract not in (None, contract):

@@ -16,6 +16,7 @@ _CHUNK = 1 << 22
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
+# What PEFT, FSDP and torch.compile put into the name of a parameter.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "base_model.model.", "base_layer.")
 
 
@@ -59,11 +60,20 @@ def fingerprints(side: Any, dtype: torch.dtype | None = None) -> dict[str, str]:
             name and tensor. Weights that an engine stacks (qkv, gate and up) are told apart; tied ones are named once.
         dtype: dtype that floating-point weights are rounded to first, such as the engine's where the trainer's are
             fp32 masters; None: as they are.
+
+    Raises:
+        InactiveError: the engine does not run the plugin.
+        RuntimeError: its workers do not hold the same weights.
+        TypeError: an engine that answers asynchronously; the message says what to await.
     """
     if hasattr(side, "collective_rpc"):
         from rlkernel_vllm.report import call
 
-        return call(side, "rlkernel_fingerprints")[0]
+        first, *others = call(side, "rlkernel_fingerprints")
+        for other in others:
+            if differ := compare(first, other):
+                raise RuntimeError(f"the engine's workers hold different weights: {', '.join(differ)}")
+        return first
     return _all(_named(side), dtype)
 
 
@@ -91,14 +101,8 @@ def _named(side: Any) -> Iterable[tuple[str, Tensor]]:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what wrappers (PEFT, FSDP, torch.compile) put into it."""
-    for part in (
-        "_fsdp_wrapped_module.",
-        "_checkpoint_wrapped_module.",
-        "_orig_mod.",
-        "base_model.model.",
-        "base_layer.",
-    ):
+    """A parameter's name without what wrappers put into it."""
+    for part in _WRAPPERS:
         name = name.replace(part, "")
     return name.removeprefix("module.")
 

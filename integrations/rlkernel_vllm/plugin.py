@@ -6,6 +6,7 @@ the worker of an engine that asked, and in its objects alone.
 
 from __future__ import annotations
 
+import logging
 import sys
 from functools import wraps
 from types import MethodType
@@ -14,18 +15,28 @@ from typing import Any
 from rlkernel_vllm import settings
 
 BACKEND = "rlkernel_vllm.attention_cuda.Backend"
+failed = ""  # why the hooks do not fit this vLLM
 _installed = False
 
 
 def install() -> None:
-    """Sets the hooks, once a process. Starts no device and no thread."""
-    global _installed
+    """Sets the hooks, once a process. Starts no device and no thread.
+
+    vLLM starts no engine where a plugin raises; so only what asks for rlkernel learns of hooks that do not fit.
+    """
+    global _installed, failed
     if _installed:
         return
     _installed = True
-    _hook_config()
-    _hook_workers()
-    _offer_attention()
+    try:
+        _hook_config()
+        _hook_workers()
+        _offer_attention()
+    except Exception as error:
+        failed = f"{type(error).__name__}: {error}"
+        if settings.of({}).enabled:
+            raise
+        logging.getLogger("rlkernel_vllm").warning("the plugin does not fit this vLLM and is off: %s", failed)
 
 
 def _hook_config() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,12 +53,20 @@ class Status:
 
 
 def status(llm: Any) -> Status:
-    """Status of a vLLM engine (`LLM`, or anything with `collective_rpc`)."""
+    """Status of a vLLM engine: `LLM`, anything with a `collective_rpc` that waits, or what an asynchronous one answered
+    (`status(await engine.collective_rpc("rlkernel_status"))`). Of several workers, with what any of them found.
+
+    Raises:
+        TypeError: an engine that answers asynchronously; the message says what to await.
+    """
     try:
-        answers = call(llm, "rlkernel_status")
+        answers = llm if isinstance(llm, list) else call(llm, "rlkernel_status")
     except InactiveError:
         return Status(active=False)
-    return Status(**answers[0])
+    found = dict.fromkeys(tuple(finding) for answer in answers for finding in answer["findings"])
+    return Status(
+        **{**answers[0], "exact": all(answer["exact"] for answer in answers), "findings": list(map(list, found))}
+    )
 
 
 def assert_active(llm: Any) -> Status:
@@ -65,9 +74,14 @@ def assert_active(llm: Any) -> Status:
 
     Raises:
         InactiveError: its workers do not run it, as where `VLLM_PLUGINS` names other plugins only.
+        TypeError: as in `status`.
     """
+    from rlkernel_vllm import plugin
+
     found = status(llm)
     if not found.active:
+        if plugin.failed:
+            raise InactiveError(f"the plugin does not fit this vLLM: {plugin.failed}")
         raise InactiveError(
             f"the engine's workers do not compute with rlkernel. Was {FLAG} set for this engine? Does VLLM_PLUGINS, "
             "where it is set, name rlkernel? Is rlkernel installed in the Python environment of the workers?"
@@ -80,15 +94,24 @@ def call(llm: Any, method: str) -> list[Any]:
 
     Raises:
         InactiveError: they do not have it.
+        TypeError: the engine answers asynchronously.
     """
     try:
-        answers: list[Any] = llm.collective_rpc(method)
+        answers: Any = llm.collective_rpc(method)
     except Exception as error:  # vLLM wraps what a worker raises in types that differ between executors
         if method in str(error):
             raise InactiveError(
                 f"the engine's workers have no method {method}: the plugin is not at work there"
             ) from None
         raise
+    if inspect.isawaitable(answers):
+        if inspect.iscoroutine(answers):
+            answers.close()
+        use = "status(answers)" if method == "rlkernel_status" else "answers[0] has a worker's"
+        raise TypeError(
+            f"{type(llm).__name__} answers asynchronously: answers = await engine.collective_rpc({method!r}), "
+            f"then {use}"
+        )
     return answers
 
 
@@ -103,13 +126,16 @@ def of_worker(worker: Any) -> dict[str, Any]:
 
     asked = settings.read(worker.vllm_config)
     runner = worker.model_runner
-    done = runner.get_model().rlkernel
+    model = runner.get_model()
+    done = model.rlkernel
+    variants = {getattr(getattr(module, "impl", None), "rlkernel_variant", None) for module in model.modules()} - {None}
+    variant = variants.pop() if len(variants) == 1 else "split"  # what runs, where audit let another wish through
     return {
         "active": True,
         "exact": not done.found,
-        "contract": ops.attention_contract(asked.attention),
+        "contract": ops.attention_contract(variant),
         "mode": asked.mode,
-        "attention": asked.attention,
+        "attention": variant,
         "runner": "V2" if hasattr(runner, "prompt_logprobs_worker") else "V1",
         "modules": {**done.modules, "sampler": type(runner.sampler).__name__},
         "findings": [list(finding) for finding in done.found],

@@ -14,8 +14,10 @@ FLAG = "use_rl_kernel_backend"
 MODE = "rl_kernel_mode"
 ATTENTION = "rl_kernel_attention"
 CONTRACT = "rl_kernel_contract"
+KEYS = (FLAG, MODE, ATTENTION, CONTRACT)
 ENVIRONMENT = {FLAG: "RLKERNEL_VLLM", MODE: "RLKERNEL_VLLM_MODE", ATTENTION: "RLKERNEL_VLLM_ATTENTION"}
 
+_OURS = ("rl_kernel", "use_rl_kernel", "use_rlkernel")  # how a key of ours starts, or one that is mistyped
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -37,24 +39,48 @@ class Settings:
 
 
 def read(vllm_config: Any) -> Settings:
-    """Settings of a `VllmConfig`; keys of `additional_config` win over the environment.
+    """Settings of a `VllmConfig`; as `of`."""
+    given = getattr(vllm_config, "additional_config", None)
+    return of(given if isinstance(given, Mapping) else {})
+
+
+def of(values: Mapping[str, Any]) -> Settings:
+    """Settings of an `additional_config`; its keys win over the environment.
 
     Raises:
-        ValueError: a value is not one of those expected; the message names the key.
+        ValueError: a value is not one of those expected, or a key looks like one of ours and is none; the message
+            names the key, or the environment variable.
     """
-    given = getattr(vllm_config, "additional_config", None)
-    values: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    unknown = [key for key in values if str(key).startswith(_OURS) and key not in KEYS]
+    if unknown:
+        raise ValueError(f"additional_config has {', '.join(unknown)}; rlkernel's keys are {', '.join(KEYS)}")
 
-    def value(key: str) -> Any:
-        return values[key] if key in values else os.environ.get(ENVIRONMENT.get(key, ""))
+    def value(key: str) -> tuple[str, Any]:
+        """Where it was set, and what it is."""
+        variable = ENVIRONMENT[key]
+        return (key, values[key]) if key in values else (f"environment variable {variable}", os.environ.get(variable))
 
-    enabled = _boolean(FLAG, value(FLAG))
-    mode, attention = value(MODE) or "strict", value(ATTENTION) or "split"
-    if mode not in ("strict", "audit"):
-        raise ValueError(f"{MODE} is {mode!r}; expected 'strict' or 'audit'")
-    if attention not in ("split", "fa3"):
-        raise ValueError(f"{ATTENTION} is {attention!r}; expected 'split' or 'fa3'")
+    enabled = _boolean(*value(FLAG))
+    mode = _one_of(*value(MODE), ("strict", "audit"))
+    attention = _one_of(*value(ATTENTION), ("split", "fa3"))
     return Settings(enabled, mode, attention, values.get(CONTRACT))
+
+
+def merged(additional_config: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """`additional_config` with the arguments that are not None.
+
+    Raises:
+        ValueError: both have a key, with different values.
+    """
+    out = dict(additional_config or {})
+    for key, value in arguments.items():
+        if value is None:
+            continue
+        given = _boolean(key, value) if key == FLAG else value
+        if key in out and (_boolean(key, out[key]) if key == FLAG else out[key]) != given:
+            raise ValueError(f"{key} is {value!r} as an argument and {out[key]!r} in additional_config; give it once")
+        out[key] = given
+    return out
 
 
 def write(vllm_config: Any, settings: Settings) -> None:
@@ -64,10 +90,19 @@ def write(vllm_config: Any, settings: Settings) -> None:
         given.update({FLAG: settings.enabled, MODE: settings.mode, ATTENTION: settings.attention})
 
 
-def _boolean(key: str, value: Any) -> bool:
+def _boolean(where: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
     text = "" if value is None else str(value).lower()
     if text not in (*_TRUE, *_FALSE):
-        raise ValueError(f"{key} is {value!r}; expected true or false")
+        raise ValueError(f"{where} is {value!r}; expected true or false")
     return text in _TRUE
+
+
+def _one_of(where: str, value: Any, expected: tuple[str, ...]) -> str:
+    """The first of those expected where nothing is set."""
+    if not value:
+        return expected[0]
+    if value not in expected:
+        raise ValueError(f"{where} is {value!r}; expected {' or '.join(map(repr, expected))}")
+    return str(value)

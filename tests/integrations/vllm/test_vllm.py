@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_every_way_equals_training(tmp_path: Path, sides: Any, compat: Any) -> N
         status = found["status"]
         assert status["active"] and status["exact"] and status["contract"] == "rlk-2" and not status["findings"]
         assert "stock" not in status["modules"].values()
+        assert status["modules"]["lm_head"] == "ops.linear, fp32 logits"
         layers = range(hf_models.SMALL["num_hidden_layers"])
         assert all(status["modules"][f"model.layers.{i}.self_attn.attn"] == "ops.paged_attention" for i in layers)
         compat.pairs("vLLM", found, FEATURES)
@@ -116,7 +118,13 @@ def test_on_and_off(tmp_path: Path, sides: Any, compat: Any, monkeypatch: pytest
     folder = hf_models.save("qwen3", tmp_path / "model", torch.bfloat16)
     given = {"vocabulary": VOCABULARY, "dtype": "bfloat16"}
     (found,) = sides(("switched", folder, given))
-    (plain,) = sides(("stock", folder, given), env={"VLLM_PLUGINS": "another"})
+    plain, broken = sides(("stock", folder, given), ("broken", folder, {}), env={"VLLM_PLUGINS": "another"})
+    assert "the plugin does not fit this version" in broken["error"] and "init_device" in broken["error"]
+    # What an engine that is off pays for: two functions that read a setting, once a configuration and once a worker.
+    cost = found["cost"]
+    assert [place.split(".")[-1] for place in cost["places"]] == ["check_and_update_config", "init_device"]
+    assert cost["modules"] == []
+    assert cost["readings"] == 2
     assert not plain["loaded"]
     for name in ("off first", "off"):
         assert found[name]["logprobs"] == plain["logprobs"], f"{name} is not stock vLLM"
@@ -144,6 +152,17 @@ REFUSALS = {
 """What an error says where it is not the setting's name."""
 
 
+CHECKS = {
+    "unwrapped": r"^UnsupportedError: (.|\n)*\n- kv_cache_dtype: 'fp8'",
+    "argument": "^ValueError: use_rl_kernel_backend is 'maybe'; expected true or false",
+    "both": "^ValueError: use_rl_kernel_backend is True as an argument and 'off' in additional_config",
+    "typed": "^ValueError: additional_config has use_rl_kernel_backnd; rlkernel's keys are",
+    "environment": r"^UnsupportedError: (.|\n)*\n- rl_kernel_attention: 'fa3'",
+    "sampler": "sampler: SimpleNamespace; expected vLLM's own",
+}
+"""What the class and the plugin say before an engine is made."""
+
+
 def test_what_is_refused_and_what_audit_reports(tmp_path: Path, sides: Any, compat: Any) -> None:
     """Refusals name the setting. vLLM's Qwen3 has no bias in the output projection: with one in the checkpoint it
     computes another model. Olmo 2 is no model of ours; audit mode runs and reports it.
@@ -155,12 +174,13 @@ def test_what_is_refused_and_what_audit_reports(tmp_path: Path, sides: Any, comp
     config = transformers.Olmo2Config(**{k: v for k, v in hf_models.SMALL.items()})
     other = tmp_path / "other"
     transformers.Olmo2ForCausalLM(config).save_pretrained(other)
-    refusals, missing, audit, cache, ids = sides(
+    refusals, missing, audit, cache, ids, checks = sides(
         ("refusals", folder, {}),
         ("refused", biased, {}),
         ("audit", other, {"vocabulary": VOCABULARY}),
         ("audit_cache", hf_models.save("qwen3", tmp_path / "qwen3", torch.bfloat16), {"vocabulary": VOCABULARY}),
         ("prompt_ids", folder, {}),
+        ("checks", folder, {}),
     )
     if ids:  # vLLM from 0.31 on
         assert_exact(ids)
@@ -169,7 +189,12 @@ def test_what_is_refused_and_what_audit_reports(tmp_path: Path, sides: Any, comp
         compat.refused("vLLM", name, error, REFUSALS.get(name))
     left_out = r"model\.layers\.0\.self_attn\.o_proj\.bias: vLLM's model leaves this weight out"
     compat.refused("vLLM", "a checkpoint's weights that vLLM's model leaves out", missing["error"], left_out)
+    for name, error in CHECKS.items():
+        assert re.search(error, checks[name]), f"{name}: {checks[name]}"
+    assert checks["class"]
+    assert {"vllm", "watermark_config"} <= {name for name, _ in checks["findings"]}
     assert audit["tokens"] == 8
+    assert audit["status"]["attention"] == "split" and audit["status"]["contract"] == "rlk-2"  # a CPU has no fa3
     assert audit["status"]["active"] and not audit["status"]["exact"] and audit["status"]["findings"]
     assert "NOT EXACT" in audit["text"]
     assert cache["tokens"] == 8 and not cache["status"]["exact"]

@@ -39,7 +39,7 @@ def prompts(vocabulary: int, lengths: tuple[int, ...] = PROMPTS, seed: int = 0) 
 # ---- the engine ----------------------------------------------------------------------------------
 
 
-def engine(folder: str, on: bool = True, **changes: Any) -> Any:
+def engine(folder: str, on: bool | None = True, **changes: Any) -> Any:
     import rlkernel_vllm
 
     settings = {"model": folder, "skip_tokenizer_init": True, **ENGINE, **changes}
@@ -308,14 +308,19 @@ def switched(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
     import gc
 
     import rlkernel_vllm
+    from rlkernel_vllm import settings
 
-    ids, out = prompts(vocabulary)[:4], {}
-    trainer = Trainer(folder, getattr(torch, dtype))
+    ids, out, readings = prompts(vocabulary)[:4], {}, []
+    read = settings.read
+    settings.read = lambda config: readings.append(config) or read(config)
     for name, on in (("off first", False), ("on", True), ("off", False), ("on again", None)):
         if on is None:
             os.environ["RLKERNEL_VLLM"] = "1"
-        llm = engine(folder, bool(on), dtype=dtype)
+        llm = engine(folder, on, dtype=dtype)
         outputs = generate(llm, ids)
+        if "cost" not in out:
+            out["cost"] = {"places": ours_in_vllm(), "modules": ours_loaded(), "readings": len(readings)}
+            trainer = Trainer(folder, getattr(torch, dtype))
         scored = generate(llm, [p + tokens(o) for p, o in zip(ids, outputs, strict=True)], 1, prompt_logprobs=0)
         kinds = llm.apply_model(class_names)[0]
         out[name] = {
@@ -327,6 +332,27 @@ def switched(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
         del llm
         gc.collect()
     return out
+
+
+def ours_in_vllm() -> list[str]:
+    """Places of vLLM's modules and classes where a function or class of rlkernel's stands."""
+    out = set()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("vllm"):
+            continue
+        classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == name]
+        for owner in (module, *classes):
+            for key, value in list(vars(owner).items()):
+                value = getattr(value, "__func__", value)
+                code = getattr(value, "__code__", None)
+                if "rlkernel" in (code.co_filename if code else getattr(value, "__module__", None) or ""):
+                    out.add(f"{getattr(owner, '__qualname__', name)}.{key}")
+    return sorted(out)
+
+
+def ours_loaded() -> list[str]:
+    """Modules of rlkernel that this process has imported."""
+    return sorted(name for name in sys.modules if name.split(".")[0].startswith("rlkernel"))
 
 
 def class_names(model: Any) -> list[str]:
@@ -418,6 +444,71 @@ def architectures(folder: str) -> dict[str, str]:
     return out
 
 
+def checks(folder: str) -> dict[str, Any]:
+    """More that is refused, before an engine is made; and where the plugin is at work, what `LLM` is."""
+    from types import SimpleNamespace
+
+    import vllm
+
+    import rlkernel_vllm
+    from rlkernel_vllm.config import findings
+    from rlkernel_vllm.convert import Conversion
+    from rlkernel_vllm.sampling import take_over
+    from rlkernel_vllm.settings import Settings
+
+    class Mine(rlkernel_vllm.LLM):
+        pass
+
+    out: dict[str, Any] = {"class": issubclass(Mine, vllm.LLM)}
+    both = {"use_rl_kernel_backend": True, "additional_config": {"use_rl_kernel_backend": "off"}}
+    for name, changes in {
+        "unwrapped": {"use_rl_kernel_backend": True, "kv_cache_dtype": "fp8"},
+        "argument": {"use_rl_kernel_backend": "maybe"},
+        "both": both,
+        "typed": {"additional_config": {"use_rl_kernel_backnd": True}},
+    }.items():
+        try:
+            Mine(model=folder, skip_tokenizer_init=True, max_model_len=64, **changes)
+        except Exception as error:
+            out[name] = f"{type(error).__name__}: {error}"
+    os.environ["RLKERNEL_VLLM_ATTENTION"] = "fa3"
+    try:
+        Mine(model=folder, skip_tokenizer_init=True, max_model_len=64, use_rl_kernel_backend=True)
+    except Exception as error:
+        out["environment"] = f"{type(error).__name__}: {error}"
+    del os.environ["RLKERNEL_VLLM_ATTENTION"]
+    given = vllm.EngineArgs(model=folder, skip_tokenizer_init=True, max_model_len=64).create_engine_config()
+    given.watermark_config = object()
+    version, vllm.__version__ = vllm.__version__, "0.33.1"
+    out["findings"] = list(findings(given, Settings(enabled=True)))
+    vllm.__version__ = version
+    runner = SimpleNamespace(sampler=SimpleNamespace(), get_model=lambda: SimpleNamespace(rlkernel=Conversion()))
+    try:
+        take_over(runner, Settings(enabled=True))
+    except rlkernel_vllm.UnsupportedError as error:
+        out["sampler"] = str(error)
+    take_over(runner, Settings(enabled=True, mode="audit"))
+    return out
+
+
+def broken(folder: str) -> dict[str, Any]:
+    """A vLLM that lacks a place where the plugin hooks in (the caller keeps vLLM from loading it)."""
+    from vllm import EngineArgs
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    import rlkernel_vllm
+
+    del WorkerWrapperBase.init_device
+    rlkernel_vllm.register()
+    arguments = {"model": folder, "skip_tokenizer_init": True, "max_model_len": 64}
+    EngineArgs(**arguments).create_engine_config()
+    try:
+        EngineArgs(**arguments, additional_config={"use_rl_kernel_backend": True}).create_engine_config()
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
 def refused(folder: str) -> dict[str, Any]:
     """What an engine of a model says in strict mode."""
     try:
@@ -431,7 +522,7 @@ def audit(folder: str, vocabulary: int) -> dict[str, Any]:
     """A model that rlkernel does not compute, let through and reported."""
     import rlkernel_vllm
 
-    llm = engine(folder, dtype="float32", rl_kernel_mode="audit")
+    llm = engine(folder, dtype="float32", rl_kernel_mode="audit", rl_kernel_attention="fa3")
     found = rlkernel_vllm.status(llm)
     return {
         "tokens": len(tokens(generate(llm, prompts(vocabulary)[:1], 8)[0])),
@@ -444,7 +535,8 @@ def audit_cache(folder: str, vocabulary: int) -> dict[str, Any]:
     """Keys and values in fp8, let through and reported: attention is vLLM's, all else ours."""
     import rlkernel_vllm
 
-    llm = engine(folder, dtype="bfloat16", rl_kernel_mode="audit", kv_cache_dtype="fp8")
+    asked = {"rl_kernel_mode": "audit"}  # as the error of strict mode says
+    llm = engine(folder, dtype="bfloat16", additional_config=asked, kv_cache_dtype="fp8")
     found = rlkernel_vllm.status(llm)
     return {"tokens": len(tokens(generate(llm, prompts(vocabulary)[:1], 8)[0])), "status": vars(found)}
 
@@ -524,6 +616,8 @@ SCENARIOS = (
     drift,
     audit_cache,
     prompt_ids,
+    checks,
+    broken,
 )
 
 

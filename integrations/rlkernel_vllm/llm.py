@@ -1,0 +1,61 @@
+"""`rlkernel_vllm.LLM`: vLLM's class, with the flag as an argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+
+from rlkernel_vllm import settings
+from rlkernel_vllm.config import UnsupportedError
+from rlkernel_vllm.report import assert_active
+from rlkernel_vllm.settings import ATTENTION, FLAG, MODE
+
+
+class LLM(vllm.LLM):
+    """`vllm.LLM` that takes `use_rl_kernel_backend`.
+
+    Args:
+        use_rl_kernel_backend: whether the engine computes with rlkernel's ops; None: as `additional_config` or the
+            environment say. The same holds for the two below.
+        rl_kernel_mode: "strict": a setting that cannot be exact is an error; "audit": it is reported.
+        rl_kernel_attention: variant of the attention order, "split" or "fa3", the same as in the trainer.
+        Everything else: as in `vllm.LLM`.
+
+    Raises:
+        UnsupportedError: strict mode, and a setting cannot be made exact; all are named. What a worker in a process of
+            its own finds in a model comes as vLLM's RuntimeError, with the text in the log.
+        InactiveError: vLLM did not load the plugin (see `VLLM_PLUGINS`).
+        ValueError: an argument is not one of the values above, or `additional_config` says otherwise.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        use_rl_kernel_backend: bool | None = None,
+        rl_kernel_mode: str | None = None,
+        rl_kernel_attention: str | None = None,
+        additional_config: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {FLAG: use_rl_kernel_backend, MODE: rl_kernel_mode, ATTENTION: rl_kernel_attention}
+        asked = settings.merged(additional_config, given)
+        enabled = settings.of(asked).enabled
+        try:
+            super().__init__(*args, additional_config=asked, **kwargs)
+        except ValueError as error:
+            found = _unsupported(error)
+            if found is None:
+                raise
+            raise found from None
+        if enabled:
+            assert_active(self)
+
+
+def _unsupported(error: ValueError) -> UnsupportedError | None:
+    """Our error in pydantic's, which wraps what is raised while a configuration is checked."""
+    for entry in error.errors() if hasattr(error, "errors") else ():
+        found = entry.get("ctx", {}).get("error")
+        if isinstance(found, UnsupportedError):
+            return found
+    return None
