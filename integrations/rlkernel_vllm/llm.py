@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
 
 from rlkernel_vllm import settings
-from rlkernel_vllm.config import UnsupportedError
-from rlkernel_vllm.report import assert_active
 from rlkernel_vllm.settings import ATTENTION, FLAG, MODE
+
+if TYPE_CHECKING:
+    from rlkernel_vllm.config import UnsupportedError
 
 
 class LLM(vllm.LLM):
@@ -49,11 +50,15 @@ class LLM(vllm.LLM):
                 raise
             raise found from None
         if enabled:
+            from rlkernel_vllm.report import assert_active
+
             assert_active(self)
 
 
 def _unsupported(error: ValueError) -> UnsupportedError | None:
     """Our error in pydantic's, which wraps what is raised while a configuration is checked."""
+    from rlkernel_vllm.config import UnsupportedError
+
     for entry in error.errors() if hasattr(error, "errors") else ():
         found = entry.get("ctx", {}).get("error")
         if isinstance(found, UnsupportedError):

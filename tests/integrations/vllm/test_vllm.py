@@ -123,7 +123,10 @@ def test_on_and_off(tmp_path: Path, sides: Any, compat: Any, monkeypatch: pytest
     # What an engine that is off pays for: two functions that read a setting, once a configuration and once a worker.
     cost = found["cost"]
     assert [place.split(".")[-1] for place in cost["places"]] == ["check_and_update_config", "init_device"]
-    assert cost["modules"] == []
+    assert set(cost["modules"]) == {
+        "rlkernel_vllm",
+        *(f"rlkernel_vllm.{name}" for name in ("llm", "plugin", "settings")),
+    }
     assert cost["readings"] == 2
     assert not plain["loaded"]
     for name in ("off first", "off"):

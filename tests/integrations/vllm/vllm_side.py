@@ -14,6 +14,7 @@ import random
 import sys
 from itertools import chain
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -343,11 +344,15 @@ def ours_in_vllm() -> list[str]:
         classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == name]
         for owner in (module, *classes):
             for key, value in list(vars(owner).items()):
-                value = getattr(value, "__func__", value)
-                code = getattr(value, "__code__", None)
-                if "rlkernel" in (code.co_filename if code else getattr(value, "__module__", None) or ""):
+                value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+                if isinstance(value, (FunctionType, type)) and _source(value).startswith("rlkernel"):
                     out.add(f"{getattr(owner, '__qualname__', name)}.{key}")
     return sorted(out)
+
+
+def _source(value: Any) -> str:
+    """Module that a function or a class was written in; `functools.wraps` copies `__module__`."""
+    return str(value.__globals__["__name__"] if isinstance(value, FunctionType) else value.__module__)
 
 
 def ours_loaded() -> list[str]:
