@@ -55,8 +55,8 @@ class ExactSampler(Sampler):
                 elif processor.min_p_count:
                     min_p = processor.min_p.flatten()
             logits = keep(logits, temperature, _off_is_zero(m.top_k, logits.shape[1]), m.top_p, min_p)
-            if logits.device.type == "cpu":
-                self._remember(m.generators)
+            if logits.device.type == "cpu" and m.generators is self.rlkernel_runner.input_batch.generators:
+                self._remember(m.generators)  # not of the runs that measure memory, which have no requests
             drawn = self.topk_topp_sampler(logits, m.generators, None, None)[0]
         processed = None
         if wanted and mode == "processed_logits":
@@ -69,14 +69,13 @@ class ExactSampler(Sampler):
 
     def _remember(self, generators: dict[int, torch.Generator]) -> None:
         """Keeps the states ahead of a draw, in generators of ours, which take the places of vLLM's."""
-        batch, requests = self.rlkernel_runner.input_batch, self.rlkernel_runner.requests
+        ids, requests = self.rlkernel_runner.input_batch.req_ids, self.rlkernel_runner.requests
         for row, given in generators.items():
             ours = given
             if not isinstance(ours, Generator):
                 ours = Generator()
                 ours.set_state(given.get_state())
-                # The batch's own dictionary, and the request, which comes back with it after a preemption.
-                generators[row] = batch.generators[row] = requests[batch.req_ids[row]].generator = ours
+                generators[row] = requests[ids[row]].generator = ours  # a request comes back after a preemption
             ours.before = ours.get_state()
 
 
