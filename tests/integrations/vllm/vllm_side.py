@@ -561,8 +561,10 @@ def prompt_ids(folder: str) -> dict[str, Any]:
     sampling_v2._install()
     worker = prompt_logprob.PromptLogprobsWorker(4, torch.device("cpu"))
     worker.__class__ = sampling_v2.ExactPromptLogprobs
-    ids, logits = torch.tensor([3, 1, 4]), torch.randn(6, 50)
-    worker.token_id_scores["a"] = prompt_logprob._TokenIdScores(ids, 0)
+    ids, logits = np.array([3, 1, 4]), torch.randn(6, 50)
+    given = np.tile(ids, (5, 1)) if "pad" in prompt_logprob._TokenIdScores.__annotations__ else ids  # 0.32
+    asked = {"prompt_logprobs": None, "prompt_logprob_token_ids": given, "prompt_logprob_start": 0}
+    worker.add_request("a", 0, SimpleNamespace(**asked))
     batch = SimpleNamespace(
         req_ids=["a"], idx_mapping_np=np.array([0]), num_computed_prefill_tokens_np=np.array([0]),
         num_scheduled_tokens=np.array([6]), prefill_len_np=np.array([6]), query_start_loc_np=np.array([0, 6]),
