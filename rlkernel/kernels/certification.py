@@ -25,6 +25,8 @@ from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_hash
 
 KINDS = ("normal", "wide", "cancel", "zeros", "denormal")
+CYCLES = 2_000_000_000  # of a GPU's clock, a second: no faster than this
+MOST_WAIT = 5e-3  # seconds that a timing waits for its launches at most
 _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Key = tuple[Hashable, ...]
@@ -225,15 +227,20 @@ def _time(candidates: dict[str, Callable[[], object]], device: torch.device, rou
     cuda = device.type == "cuda"
     flush = torch.empty(32 << 20, dtype=torch.int32, device=device) if cuda else None
     taken: dict[str, list[float]] = {name: [] for name in candidates}
+    host = dict.fromkeys(candidates, 1e-4)  # seconds that the launches of a candidate have taken the host at most
     for turn in range(rounds + 2):
         for name, fn in candidates.items():
             if flush is not None:
                 flush.zero_()
-                torch.cuda._sleep(400_000)  # launches queue up meanwhile, so that only the device's time counts
+                # Launches queue up meanwhile, so that only the device's time counts, on a busy host too.
+                torch.cuda._sleep(int(min(2 * host[name], MOST_WAIT) * CYCLES))
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
+                start = time.perf_counter()
                 fn()
                 end.record()
+                if turn > 0:  # the first launch may compile
+                    host[name] = max(host[name], time.perf_counter() - start)
                 end.synchronize()
                 ms = begin.elapsed_time(end)
             else:

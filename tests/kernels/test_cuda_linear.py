@@ -298,12 +298,14 @@ def test_doctor_prints_verdicts_and_the_first_differing_element() -> None:
     ]  # fmt: skip
     out = io.StringIO()
     found = {"unavailable": "no compiler", "uncertified": [{"op": "o", "shape": shape, "reason": "full"}],
-             "unsupported": [{"op": "p", "shape": shape, "schedules": ["hopper"]}], "rows": rows}  # fmt: skip
+             "unsupported": [{"op": "p", "shape": shape, "schedules": ["hopper"]}], "rows": rows,
+             "verdicts": {"made": 1, "read": 2, "folder": "here"}}  # fmt: skip
     doctor._print_schedules(Console(file=out, width=200), found)
     text = out.getvalue()
     for part in ("cuBLASLt's schedules are off: no compiler", "not certified: o",
                  "p M=1, N=48: anchor; not for this GPU or shape: hopper", "M=1, N=48", "certified, chosen",
-                 "2.00x", "refused", "wide, 1 rows: at [0, 7] 1.5, anchor 1.25, 3 of 48 differ"):  # fmt: skip
+                 "2.00x", "refused", "1 verdicts made now, 2 read from here",
+                 "wide, 1 rows: at [0, 7] 1.5, anchor 1.25, 3 of 48 differ"):  # fmt: skip
         assert part in text, part
 
 

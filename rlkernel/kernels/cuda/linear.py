@@ -32,7 +32,7 @@ RANKS = 4  # answers of cuBLASLt's heuristic that compete
 MOST_WORKSPACE = 32 << 20
 # Close together where a decode step has its rows and the library fits its tiles to them.
 BUCKETS = (0, 1, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512, 1024, 2048, 4096, 8192, 16384)
-SAMPLE_BYTES = 2 << 30  # limit on the largest matrix of a comparison; a call with more rows is cut
+SAMPLE_BYTES = 3 << 30  # limit on the largest matrix of a comparison, 8192 rows of a head; a call with more is cut
 SPLIT_ROWS = 512  # most rows at which a head's input gradient keeps one fp32 partial sum a chunk
 ANY = 1 << 40
 
