@@ -162,6 +162,26 @@ def test_races_inside_cublas_are_counted_apart() -> None:
     assert sanitize.races_in_cublas("========= Error: Race reported between something else") == 0
 
 
+def test_races_where_groups_of_warps_get_their_arguments_are_counted_apart() -> None:
+    report = (
+        "========= Error: Race reported between Read access at prefill_kernel+0x100 in attention_hopper.py:{}\n"
+        "=========     and Write access at prefill_kernel+0xd850 in attention_hopper.py:{} [15 hazards]\n"
+        "=========     and Write access at prefill_kernel+0x19f50 in attention_hopper.py:{} [29 hazards]\n"
+    )
+    source = (sanitize.TRITON / "attention_hopper.py").read_text().splitlines()
+    start, groups, store = (
+        next(i for i, line in enumerate(source, 1) if line.strip().startswith(begin))
+        for begin in ("def prefill_kernel", "gl.warp_specialize(", "q_tile.store(")
+    )
+    assert sanitize.races_in_hand_over(report.format(start, start, groups) * 2) == 2
+    for lines in ((start, start, store), (store, store, store), (start, groups, 10**6)):
+        assert sanitize.races_in_hand_over(report.format(*lines)) == 0
+    assert (
+        sanitize.races_in_hand_over(report.format(start, start, groups).replace(" in attention_hopper.py", "", 1)) == 0
+    )
+    assert sanitize.races_in_hand_over("========= RACECHECK SUMMARY: 0 hazards displayed") == 0
+
+
 def test_sanitizer_runs_the_anchor_then_every_schedule_on_memory_of_its_own() -> None:
     code = """
 import torch, sanitize
