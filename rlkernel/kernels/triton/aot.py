@@ -71,6 +71,7 @@ class Variant:
         main: a configuration that speed depends on: it may not spill.
         targets: names of `TARGETS` it is compiled for.
         stack: bytes that a main configuration may spill all the same, as they lie outside its loops.
+        maxnreg: registers a thread that the launch allows on NVIDIA's GPUs; by default the compiler's choice.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Variant:
     main: bool = False
     targets: tuple[str, ...] = tuple(TARGETS)
     stack: int = 0
+    maxnreg: int | None = None
 
 
 def early_too(variant: Variant) -> tuple[Variant, Variant]:
@@ -175,6 +177,8 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
         "num_stages": variant.num_stages,
         "enable_fp_fusion": False,
     }
+    if variant.maxnreg is not None and gpu.backend == "cuda":
+        options["maxnreg"] = variant.maxnreg
     if gpu.backend == "hip":
         options["num_stages"] = min(2, variant.num_stages)
         if variant.matmul:

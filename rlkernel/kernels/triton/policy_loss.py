@@ -38,7 +38,14 @@ from rlkernel.kernels.triton.policy_loss_batch import (
     TENSOR,
     add_over_batch,
 )
-from rlkernel.kernels.triton.policy_loss_tokens import LANES, ahead, count_kernel, spread_kernel, token_kernel
+from rlkernel.kernels.triton.policy_loss_tokens import (
+    LANES,
+    REGISTERS,
+    ahead,
+    count_kernel,
+    spread_kernel,
+    token_kernel,
+)
 
 PROGRAMS = 2048
 """Programs that the sequences of a small batch are spread over."""
@@ -188,7 +195,8 @@ def _token_variant(name: str, form: int, sequence_ratio: bool, kl_type: int, ext
     }  # fmt: skip
     (types if sequence_ratio else constants)["row_counts"] = "*i32:16" if sequence_ratio else None
     constants |= dict.fromkeys(absent)
-    return Variant(name, token_kernel, types, constants, num_warps=1, main=main)
+    registers = None if extras else REGISTERS
+    return Variant(name, token_kernel, types, constants, num_warps=1, main=main, maxnreg=registers)
 
 
 AOT: tuple[Variant, ...] = (

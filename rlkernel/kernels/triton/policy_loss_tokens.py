@@ -35,6 +35,7 @@ _COUNTS = tl.constexpr(PARTIAL_COUNTS)
 # One token in the word of counts: counted, and cut or capped.
 _ONE_LOW, _ONE_HIGH, _ONE_DUAL, _ONE_CAPPED = (tl.constexpr((1 << 6 * i) + (i < 4)) for i in range(1, 5))
 LANES = 128
+REGISTERS = 96  # a thread of token_kernel, where two steps load ahead
 SOME = tl.constexpr(2)  # for FULL: all tokens of a step exist, or none
 
 
@@ -512,9 +513,9 @@ def spread_kernel(
 def ahead(more: bool) -> dict[str, int]:
     """Launch options of token_kernel: the steps of LANES tokens that load while as many are summed, and registers.
 
-    Two steps of logp and old_logp fit beside the sums in 96 registers, which leaves 21 programs a multiprocessor; with
+    Two steps of logp and old_logp fit beside the sums in `REGISTERS`, which leaves 21 programs a multiprocessor; with
     `more` vectors one step does.
     """
     if more or IS_HIP:
         return {"AHEAD": 1}
-    return {"AHEAD": 2, "maxnreg": 96}
+    return {"AHEAD": 2, "maxnreg": REGISTERS}
