@@ -425,6 +425,12 @@ def test_a_floor_decides_what_is_normal() -> None:
     assert compare(capsule(floor=floor), loud).exit_code == 1
 
 
+def test_the_floor_of_an_exact_engine_is_what_fp32_rounds_to() -> None:
+    zero = Floor(mean=0.0, p99=0.0, maximum=0.0, tokens=500)
+    assert compare(capsule(), capsule("train", noise=2e-6), floor=zero).exit_code == 0
+    assert compare(capsule(), capsule("train", noise=1e-4), floor=zero).exit_code == 1
+
+
 def test_a_capsule_cannot_widen_its_own_bar() -> None:
     wide = Floor(mean=1000, p99=1000, maximum=1000)
     far = capsule("train", logprobs=[v - 200 for v in sequences()[2]], floor=wide)

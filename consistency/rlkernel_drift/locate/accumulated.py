@@ -35,7 +35,8 @@ def accumulated_view(pair: Pair, rows: Rows) -> LayerView:
         view.accumulated.append(relative_error(a, b))
         error = np.linalg.norm(a - b, axis=1)
         scale = np.maximum(np.linalg.norm(b, axis=1), 1e-30)
-        cells = [float((error[group] / scale[group]).max()) for group in groups]
+        with np.errstate(invalid="ignore"):  # infinite on both sides: a cell without colour
+            cells = [float((error[group] / scale[group]).max()) for group in groups]
         view.heat.append([float(np.log10(cell)) if cell > 0 else None for cell in cells])
     return view
 
