@@ -170,15 +170,24 @@ GENERAL = Profile(
 
 FLOOR_FACTOR = {"mean": 1.6, "p99": 2.5, "bias": 0.3, "worst_mean": 2.5}
 """How far above a measured noise floor a healthy pair may lie; see docs/drift/power.md for how often it does."""
-_SMALLEST_FLOOR = 1e-5  # mean, nats: below it no two engines in fp32 are told apart; four times that for the p99
+FLOOR_MIN = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 2e-4}
+"""Mean |difference| below which no two engines of a dtype are told apart, in nats."""
 _SMALLEST_BIAS = 1e-5  # nats; two log-softmaxes in fp32 may round all tokens to one side
 _LARGEST_CARRIED = {"mean": 0.03 / FLOOR_FACTOR["mean"], "p99": 0.3 / FLOOR_FACTOR["p99"], "k3": 0.015 / 2}
+
+
+def at_least(floor: Floor, dtype: str) -> Floor:
+    """A given floor, no lower than what two engines of a dtype differ by: an exact engine measures zero."""
+    least = FLOOR_MIN.get(dtype, 1e-5)
+    lowest = {"mean": least, "p99": 4 * least, "maximum": 8 * least}
+    return floor.model_copy(update={key: max(getattr(floor, key), value) for key, value in lowest.items()})
 
 
 def floor_profile(floor: Floor) -> Profile:
     """Thresholds from a stack's own noise (`rlkernel-drift floor`)."""
     source = f"noise floor of {floor.tokens} tokens"
-    mean, p99 = max(floor.mean, _SMALLEST_FLOOR), max(floor.p99, 4 * _SMALLEST_FLOOR)
+    least = at_least(floor, "float32")  # a floor does not say its dtype
+    mean, p99 = least.mean, least.p99
     bias = max(FLOOR_FACTOR["bias"] * mean, 2 * floor.k3, _SMALLEST_BIAS)
     limits = {
         "tokens.mean": FLOOR_FACTOR["mean"] * mean,

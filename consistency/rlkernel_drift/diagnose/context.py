@@ -14,16 +14,6 @@ from rlkernel_drift.scoring.semantics import IMPOSSIBLE, processed
 from rlkernel_drift.scoring.sequences import Sequences, sequences_of
 from rlkernel_drift.scoring.weights import Adapter
 
-FLOOR_MIN = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 2e-4}
-"""Mean |difference| below which no two engines of a dtype are told apart, in nats."""
-
-
-def at_least(floor: Floor, dtype: str) -> Floor:
-    """A given floor, no lower than what two engines of a dtype differ by: an exact engine measures zero."""
-    least = FLOOR_MIN.get(dtype, 1e-5)
-    lowest = {"mean": least, "p99": 4 * least, "maximum": 8 * least}
-    return floor.model_copy(update={key: max(getattr(floor, key), value) for key, value in lowest.items()})
-
 
 @dataclass(frozen=True)
 class References:

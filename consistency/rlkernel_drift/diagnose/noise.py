@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.capsule import Floor
-from rlkernel_drift.diagnose.context import Context, at_least
+from rlkernel_drift.diagnose.context import Context
+from rlkernel_drift.profiles import at_least
 from rlkernel_drift.scoring.model import Layout
 
 LAYOUTS: tuple[tuple[str, Layout], ...] = (

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Floor, Sampling
 from rlkernel_drift.diagnose.battery import trial_of
-from rlkernel_drift.diagnose.context import FLOOR_MIN, Context, References, at_least, body_config
+from rlkernel_drift.diagnose.context import Context, References, body_config
 from rlkernel_drift.diagnose.decide import decide, healthy
 from rlkernel_drift.diagnose.residual import residual
 from rlkernel_drift.diagnose.run import Examined, accepted_diagnosis, unexplained_diagnosis
 from rlkernel_drift.diagnose.semantic import semantic_battery
 from rlkernel_drift.pair import match
-from rlkernel_drift.profiles import carried_floor
+from rlkernel_drift.profiles import FLOOR_MIN, at_least, carried_floor
 from rlkernel_drift.scoring.model import Head
 from rlkernel_drift.scoring.semantics import IMPOSSIBLE
 from rlkernel_drift.scoring.sequences import Sequences

@@ -11,7 +11,7 @@ import torch
 from rlkernel_drift.capsule import Capsule, Floor
 from rlkernel_drift.diagnose.battery import run_battery
 from rlkernel_drift.diagnose.bodies import old_tensors, predict_with_old
-from rlkernel_drift.diagnose.context import Context, References, at_least, context_of
+from rlkernel_drift.diagnose.context import Context, References, context_of
 from rlkernel_drift.diagnose.decide import Trial, decide, healthy
 from rlkernel_drift.diagnose.layers import LocalErrors, local_errors, recorded_sequences, splice
 from rlkernel_drift.diagnose.noise import noise_floor
@@ -20,6 +20,7 @@ from rlkernel_drift.errors import DriftError
 from rlkernel_drift.knowledge import CAUSES, finding
 from rlkernel_drift.locate.rows import layer_of
 from rlkernel_drift.pair import match
+from rlkernel_drift.profiles import at_least
 from rlkernel_drift.verdict import Diagnosis, HypothesisResult, LayerView, Scalar
 
 _SHOWN = 12
@@ -114,6 +115,17 @@ def examine(
 # ---- verdicts ------------------------------------------------------------------------------------------------------
 
 
+def _no_cause(side: Examined, statement: str) -> Diagnosis:
+    return Diagnosis(
+        cause="none",
+        statement=statement,
+        residual=side.left.mean,
+        as_is=side.left.mean,
+        floor=side.floor.mean,
+        floor_source=_source(side.floor),
+    )
+
+
 def _without_drift(sides: list[Examined]) -> Diagnosis:
     worst = max(sides, key=lambda s: s.left.mean / s.floor.mean)
     suspects = [side for side in sides if side.outliers]
@@ -123,14 +135,7 @@ def _without_drift(sides: list[Examined]) -> Diagnosis:
         f"Both sides are the model as they declare it: mean |d| {worst.left.mean:.3g} against a noise floor of "
         f"{worst.floor.mean:.3g}"
     )
-    return Diagnosis(
-        cause="none",
-        statement=statement,
-        residual=worst.left.mean,
-        as_is=worst.left.mean,
-        floor=worst.floor.mean,
-        floor_source=_source(worst.floor),
-    )
+    return _no_cause(worst, statement)
 
 
 def _agree(rollout: Capsule, train: Capsule, streams: tuple[str, str], side: Examined) -> bool:
@@ -149,14 +154,7 @@ def _alike(side: Examined) -> Diagnosis:
         f"Both sides agree within the noise floor of {side.floor.mean:.3g} and differ from the model alike, by mean "
         f"|d| {side.left.mean:.3g}: they are aligned, and --model is not what computed them"
     )
-    return Diagnosis(
-        cause="none",
-        statement=statement,
-        residual=side.left.mean,
-        as_is=side.left.mean,
-        floor=side.floor.mean,
-        floor_source=_source(side.floor),
-    )
+    return _no_cause(side, statement)
 
 
 def accepted_diagnosis(side: Examined, trial: Trial, runner_up: Trial | None, trials: list[Trial]) -> Diagnosis:
