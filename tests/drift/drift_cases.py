@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from rlkernel_drift.capsule import Capsule, Manifest, Operators, Sampling, Tensor, build_capsule
+from rlkernel_drift.output.text import write_text
+from rlkernel_drift.verdict import Verdict
 
 Side = Any
 
@@ -53,3 +57,17 @@ def operators(tokens: int, change: tuple[str, int, int] | None = None) -> Operat
 
 
 SAMPLED = Sampling(temperature=0.7)
+
+
+def gate(verdict: Verdict, name: str) -> Any:
+    return next(g for g in verdict.gates if g.name == name)
+
+
+def causes(verdict: Verdict, name: str) -> list[str]:
+    return [f.cause for f in gate(verdict, name).findings if f.severity == "error"]
+
+
+def printed(verdict: Verdict) -> str:
+    file = io.StringIO()
+    write_text(verdict, Console(file=file, width=200))
+    return file.getvalue()
