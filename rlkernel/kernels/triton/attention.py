@@ -414,8 +414,8 @@ def _forward(
             programs = min(cdiv(h, heads), max(1, MERGE_GRID // (max_q * batch)))
             merge_kernel[(max_q, programs, batch)](
                 o_parts, lse_parts, cu_q, lens, out, lse, t, window or 0, split, splits,
-                H=h, D=d, HEADS=heads, BLOCK_D=block_d, HAS_WINDOW=window is not None, PAGED=table is not None,
-                num_warps=1, **early(q), **options(),
+                H=h, D=d, HEADS=heads, BLOCK_D=block_d, HAS_WINDOW=window is not None,
+                LENGTHS=table is not None or room > 0, num_warps=1, **early(q), **options(),
             )  # fmt: skip
     return out, lse
 

@@ -78,7 +78,7 @@ def merge_kernel(
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    PAGED: tl.constexpr,
+    LENGTHS: tl.constexpr,  # `lens` holds keys [B], not their borders [B + 1]
     EARLY: tl.constexpr,
 ):
     """Merges the splits of a few heads of one query, ascending: the formula of `merged`."""
@@ -90,7 +90,7 @@ def merge_kernel(
     queries = tl.load(cu_q + sequence + 1) - q_first
     if token >= queries:
         return
-    if PAGED:
+    if LENGTHS:
         keys = tl.load(lens + sequence)
     else:
         keys = tl.load(lens + sequence + 1) - tl.load(lens + sequence)
@@ -129,6 +129,6 @@ AOT: tuple[Variant, ...] = early_too(
         "attention merge", merge_kernel,
         {"o_parts": "*fp32:16", "lse_parts": "*fp32:16", "cu_q": "*i32:16", "lens": "*i32:16", "out": "*bf16:16",
          "lse": "*fp32:16", "T": "i32", "window": "i32", "SPLIT": "i32:16", "SPLITS": "i32"},
-        {"H": 16, "D": 128, "HEADS": 1, "BLOCK_D": 128, "HAS_WINDOW": False, "PAGED": True}, 1,
+        {"H": 16, "D": 128, "HEADS": 1, "BLOCK_D": 128, "HAS_WINDOW": False, "LENGTHS": True}, 1,
     ),
 )  # fmt: skip
