@@ -127,6 +127,31 @@ def test_epilogues_and_chunks_keep_the_bits(
 
 
 @hopper
+@pytest.mark.parametrize("m", (8, 64, 300))
+def test_operands_at_any_address_keep_the_bits(m: int, record: Callable[..., None]) -> None:
+    """Their class is that of aligned ones, and its schedules give way to the anchor."""
+    n, k = 1024, 2048
+    shifted = lambda shift, *shape: rand(shift + shape[0] * shape[1]).reshape(-1)[shift:].view(shape)
+    targets = torch.randint(0, n, (m,), device="cuda")
+
+    def results(x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        y = ops.linear(x, w)
+        grads = torch.autograd.grad(y, (x, w), dy)
+        logp = ops.linear_logprob(x, w, targets).logp
+        return [y, *grads, logp, *torch.autograd.grad(logp.sum(), (x, w))]
+
+    results(rand(m, k), rand(n, k), rand(m, n))  # certifies the class on aligned operands
+    for which in range(3):
+        x, w, dy = (shifted(i == which, *shape) for i, shape in enumerate(((m, k), (n, k), (m, n))))
+        found = results(x, w, dy)
+        with schedule.without():
+            for got, expected in zip(found, results(x, w, dy), strict=True):
+                assert_bitwise(got, expected, f"{m} rows, operand {which} misaligned")
+    record(cases=18, tokens=3 * m, mismatches=0)
+
+
+@hopper
 @pytest.mark.parametrize("m,n,k", ((16400, 512, 256), (14400, 151936, 64)), ids=("open bucket", "past 2^31 elements"))
 def test_calls_with_more_rows_than_were_compared_are_cut(m: int, n: int, k: int, record: Callable[..., None]) -> None:
     from rlkernel.kernels.cuda import linear

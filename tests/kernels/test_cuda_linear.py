@@ -58,7 +58,6 @@ def test_what_cublaslt_is_asked_for() -> None:
     assert cuda._cublaslt_supports(key(rand(2, 64), w, rand(48), 8, torch.float32))
     for x, weight, chunks in (
         (rand(2, 128)[:, :64], w, 1),  # rows are not dense
-        (rand(130)[2:].view(2, 64), w, 1),  # not at a 16-byte address
         (rand(0, 64), w, 1),
         (rand(2, 64), rand(44, 64), 1),  # N is no multiple of 8
         (rand(2, 64), w, 16),  # a chunk is no multiple of 8
@@ -248,17 +247,76 @@ def test_the_products_of_a_head_and_of_a_chunk_of_tokens(asked: list[tuple], mon
         assert_bitwise(grad, (dy.float().t() @ x.float() + (0 if fresh else start)).to(out), f"tokens, {fresh}, {out}")
 
 
-def test_a_misaligned_weight_gradient_runs_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses are no part of its class: the schedule asks for them itself."""
+def at(shift: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Small whole numbers at `shift` elements behind a 16-byte address."""
+    return torch.randint(-4, 5, (shift + math.prod(shape),)).to(dtype)[shift:].view(shape)
+
+
+def test_a_misaligned_operand_of_linear_runs_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses are no part of a class: every schedule asks for them itself."""
     ran: list[str] = []
+    tiles: list[Any] = []
     monkeypatch.setattr(cuda, "plan", lambda *args: cuda.Plan(0, 0, "none"))
     monkeypatch.setattr(cuda, "launcher", lambda device, which: lambda *_: ran.append("schedule"))
-    monkeypatch.setattr(cuda.linear_grad, "wgrad_", lambda *_: ran.append("anchor"))
-    at = lambda shift, *shape: torch.zeros(shift + math.prod(shape), dtype=torch.bfloat16)[shift:].view(shape)
-    onto, _ = cuda._wgrad(cuda._shape((0, *cuda._wgrad_key(at(0, 48, 64), at(0, 9, 48), at(0, 9, 64), True)[1:])), 0)
-    for places in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
-        onto(at(places[0], 48, 64), at(places[1], 9, 48), at(places[2], 9, 64), True)
-        assert ran.pop() == ("anchor" if any(places) else "schedule"), places
+    monkeypatch.setattr(cuda.linear_rows, "launcher", lambda *_: lambda *_: ran.append("schedule"))
+    monkeypatch.setattr(cuda, "DGRAD_WHOLE", 64)
+    for module, name in (
+        (cuda.anchor, "gemm"), (cuda.anchor, "linear_dgrad"), (cuda.linear_grad, "ascending"),
+        (cuda.linear_grad, "wgrad_"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *_, tile=None, **rest: (ran.append("anchor"), tiles.append(tile)))
+    tile = lambda offer, dgrad, head=False: cuda._tile(offer, dgrad, head).bind
+    forward = lambda x, w: (cuda._linear_key(x, w, None, 1, 1, None), (x, w, None, 1, 1, None))
+    dgrad = lambda dy, w: (cuda._dgrad_key(dy, w, 1), (dy, w, 1))
+    wgrad = lambda grad, dy, x: (cuda._wgrad_key(grad, dy, x, True), (grad, dy, x, True))
+    (few, *_), (head, *_) = cuda.OFFERS, cuda.HEAD_OFFERS
+    for bind, call, shapes, tiled in (
+        (cuda._cublaslt(0, "forward").bind, forward, ((9, 64), (48, 64)), False),
+        (cuda._cublaslt(0, "dgrad").bind, dgrad, ((9, 48), (48, 64)), False),
+        (cuda._cublaslt(0, "dgrad").bind, dgrad, ((9, 72), (72, 64)), False),
+        (cuda._cublaslt(0, "wgrad").bind, wgrad, ((48, 64), (9, 48), (9, 64)), False),
+        (cuda._few_rows(16).bind, dgrad, ((9, 48), (48, 64)), False),
+        (tile(few, False), forward, ((9, 64), (48, 64)), True),
+        (tile(few, True), dgrad, ((9, 48), (48, 64)), True),
+        (tile(head, True, True), dgrad, ((9, 72), (72, 64)), True),
+    ):
+        for shifted in range(-1, len(shapes)):
+            key, arguments = call(*(at(i == shifted, *shape) for i, shape in enumerate(shapes)))
+            bind((0, *key[1:]))(*arguments)
+            if tiled:
+                assert ran.pop() == "anchor" and (tiles.pop() is None) == (shifted >= 0), "in a tile of its own"
+            else:
+                assert set(ran) == {"anchor" if shifted >= 0 else "schedule"}, (call, shifted)
+            ran.clear()
+
+
+def test_a_misaligned_operand_of_linear_logprob_runs_the_anchor(
+    asked: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    for name in ("tile_statistics", "dz_block", "dhidden_block", "dweight_block"):
+        monkeypatch.setattr(scoring.anchor, name, lambda *_: ran.append("anchor"))
+    monkeypatch.setattr(scoring, "tensor_map", lambda *_: None)
+    monkeypatch.setattr(scoring, "_kernel", lambda *_: None)
+    monkeypatch.setattr(scoring, "_launch", lambda *_, **__: ran.append("schedule"))
+    monkeypatch.setattr(scoring.cublaslt, "launcher", lambda *_: lambda *_: ran.append("schedule"))
+    x, w, dz, y = (9, 64), (48, 64), rand(9, 48), torch.zeros(9, dtype=torch.int64)
+    buffers = scoring.TileBuffers(9, 48, torch.device("cpu"))
+    sums, ones, rows = torch.zeros(9, 64), torch.ones(9), scoring._cublaslt(0, False).bind
+    dhidden = (0, *scoring._dhidden_key(sums, None, dz, rand(*w), True, MOST)[1:])
+    dweight = (0, *scoring._dweight_key(rand(*w), dz, rand(*x), True, MOST)[1:])
+    tokens = scoring._cublaslt(0, True).bind
+    for run, shapes in (
+        (lambda x, w: scoring._statistics(buffers, x, w, y, None, None, None, None), (x, w)),
+        (lambda x, w: scoring._dz_block(dz, x, w, y, None, None, ones, ones, ones, None, MOST, 0, 48), (x, w)),
+        (lambda w: scoring._dhidden_block(sums, None, dz, w, True, MOST), (w,)),
+        (lambda w: rows(dhidden)(sums, None, dz, w, True, MOST), (w,)),
+        (lambda grad, x: scoring._dweight_block(grad, dz, x, True, MOST), (w, x)),
+        (lambda grad, x: tokens(dweight)(grad, dz, x, True, MOST), (w, x)),
+    ):
+        for shifted in range(-1, len(shapes)):
+            run(*(at(i == shifted, *shape) for i, shape in enumerate(shapes)))
+            assert ran.pop() == ("anchor" if shifted >= 0 else "schedule") and not ran
 
 
 def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +412,7 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
 
 def test_a_bias_costs_dispatch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dispatch costs as much with a bias as without: what a schedule gets is placed where it was compared."""
-    monkeypatch.setattr(cuda, "_dense", lambda *_: pytest.fail("a generator in a warm call"))
+    monkeypatch.setattr(cuda, "_contiguous", lambda *_: pytest.fail("a generator in a warm call"))
     x, w, decided = rand(2, 64), rand(48, 64), []
     nothing = lambda call, *_: (decided.append(call), lambda *_: None)[1]
     call = cuda.linear.family.dispatcher({}, nothing)

@@ -85,7 +85,7 @@ class Shape(NamedTuple):
     out_dtype: torch.dtype | None  # None: dtype
     bias: bool
     chunks: int
-    dense: bool  # contiguous matrices; but for "wgrad" also at 16-byte addresses
+    dense: bool  # contiguous matrices; schedules ask for their addresses themselves
     form: str
     fresh: bool = True  # what the result held before does not count
 
@@ -113,10 +113,6 @@ def bucket(m: int) -> int:
     return BUCKETS[min(bisect_left(BUCKETS, m), len(BUCKETS) - 1)]
 
 
-def _dense(*operands: Tensor) -> bool:
-    return all(not t.data_ptr() & 15 and t.is_contiguous() for t in operands)
-
-
 def _contiguous(*operands: Tensor) -> bool:
     return all(t.is_contiguous() for t in operands)
 
@@ -126,13 +122,14 @@ def _linear_key(
 ) -> Key:
     return (
         x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks,
-        _dense(x, weight), "forward",
+        _contiguous(x, weight), "forward",
     )  # fmt: skip
 
 
 def _dgrad_key(dy: Tensor, weight: Tensor, chunks: int) -> Key:
     return (
-        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, _dense(dy, weight), "dgrad",
+        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, _contiguous(dy, weight),
+        "dgrad",
     )  # fmt: skip
 
 
@@ -143,8 +140,9 @@ def _wgrad_key(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Key:
     )  # fmt: skip
 
 
-# Dispatch of a warm call. Each attribute of a tensor costs tens of nanoseconds: of the operands that share a dimension
-# one gives its shape, the others their number of elements or nothing.
+# Dispatch of a warm call. Each attribute of a tensor costs a tenth of a microsecond: of the operands that share a
+# dimension one gives its shape, the others their number of elements or nothing. Nobody is asked for an address here:
+# a schedule has the addresses at hand, and at others than multiples of 16 bytes runs the anchor.
 
 
 def _linear_warm(runs: Runs, first: First, instead: Instead) -> Run:
@@ -153,7 +151,7 @@ def _linear_warm(runs: Runs, first: First, instead: Instead) -> Run:
     ) -> Tensor:
         call = (
             x.shape, weight.numel(), x.dtype, out_dtype, chunks, x.get_device(), bias is None,
-            not (x.data_ptr() | weight.data_ptr()) & 15 and x.is_contiguous() and weight.is_contiguous(),
+            x.is_contiguous() and weight.is_contiguous(),
         )  # fmt: skip
         run = runs.get(call) or first(call, x, weight, bias, chunks, dgrad_chunks, out_dtype)
         try:
@@ -168,7 +166,7 @@ def _dgrad_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_dgrad(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
         call = (
             dy.shape, weight.numel(), dy.dtype, chunks, dy.get_device(),
-            not (dy.data_ptr() | weight.data_ptr()) & 15 and dy.is_contiguous() and weight.is_contiguous(),
+            dy.is_contiguous() and weight.is_contiguous(),
         )  # fmt: skip
         run = runs.get(call) or first(call, dy, weight, chunks)
         try:
@@ -401,17 +399,17 @@ def _product(s: Shape, rank: int) -> tuple[Callable[..., Tensor], str]:
     launch, n, out_dtype = launcher(s.device, chosen), s.n, s.out
 
     def run(a: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        m = a.shape[0]
+        m, a_at, weight_at = a.shape[0], a.data_ptr(), weight.data_ptr()
         with common.on_device(a):
             if out is None:
                 out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+            if (a_at | weight_at) & 15:
+                return anchor.gemm(a, weight.t() if b_by_n else weight, out, bias=bias, chunks=s.chunks)
             target = torch.empty((s.chunks, m, n), dtype=partial, device=a.device) if split else out
             if bias is not None:
                 bias = _placed(bias)
             added = bias.to(out_dtype) if in_epilogue and bias is not None else None
-            launch(
-                m, span, a.data_ptr(), weight.data_ptr(), None if added is None else added.data_ptr(), False, target
-            )  # fmt: skip
+            launch(m, span, a_at, weight_at, None if added is None else added.data_ptr(), False, target)
             while target is not out:
                 target = anchor.fold_partials(target, bias, out)
         return out
@@ -428,6 +426,9 @@ def _head(s: Shape, rank: int) -> tuple[Callable[..., Tensor], str]:
 
     def run(dy: Tensor, weight: Tensor, bias: None = None, out: Tensor | None = None) -> Tensor:
         m, a, b = dy.shape[0], dy.data_ptr(), weight.data_ptr()
+        if (a | b) & 15:
+            out = torch.empty((m, n), dtype=s.out, device=dy.device) if out is None else out
+            return linear_grad.ascending(dy, weight, out, DGRAD_CHUNK)
         with common.on_device(dy):
             total = torch.empty((m, n), dtype=torch.float32, device=dy.device)
             for first in range(0, s.k, DGRAD_CHUNK):
@@ -446,7 +447,7 @@ def _wgrad(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor, bool]
 
     def run(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
         dy_at, x_at = dy.data_ptr(), x.data_ptr()
-        if (dy_at | x_at | grad.data_ptr()) & 15:  # asked here, where addresses are at hand, and not in dispatch
+        if (dy_at | x_at | grad.data_ptr()) & 15:
             return linear_grad.wgrad_(grad, dy, x, fresh)
         with common.on_device(dy):
             launch(n, dy.shape[0], dy_at, x_at, None, not fresh, grad)
@@ -511,11 +512,13 @@ def _tile(offer: Offer, dgrad: bool, head: bool = False) -> Schedule:
         def run(a: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
             if out is None:
                 out = torch.empty((a.shape[0], s.n), dtype=s.out, device=a.device)
+            own = None if (a.data_ptr() | weight.data_ptr()) & 15 else tile  # None: the anchor's
             if head:
-                return linear_grad.ascending(a, weight, out, DGRAD_CHUNK, tile=tile._replace(split=split))
+                own = own and own._replace(split=split)
+                return linear_grad.ascending(a, weight, out, DGRAD_CHUNK, tile=own)
             if bias is not None:
                 bias = _placed(bias)
-            return anchor.gemm(a, weight if dgrad else weight.t(), out, bias=bias, tile=tile)
+            return anchor.gemm(a, weight if dgrad else weight.t(), out, bias=bias, tile=own)
 
         whole = _in_pieces(s, run)
         if dgrad:
@@ -538,8 +541,14 @@ def _few_rows(columns: int) -> Schedule:
 
     def bind(key: Key) -> Run:
         s = _shape(key)
-        run = linear_rows.launcher(s.device, s.dtype, s.out, s.rows, columns)
-        return lambda dy, weight, chunks: run(dy, weight)
+        launch = linear_rows.launcher(s.device, s.dtype, s.out, s.rows, columns)
+
+        def run(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
+            if (dy.data_ptr() | weight.data_ptr()) & 15:
+                return anchor.linear_dgrad(dy, weight, chunks)
+            return launch(dy, weight)
+
+        return run
 
     return Schedule(f"rows.{columns}", bind, supports)
 

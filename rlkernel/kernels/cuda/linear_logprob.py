@@ -91,6 +91,8 @@ def _statistics(
     probs: Tensor | None,
     logits: Tensor | None,
 ) -> None:
+    if (hidden.data_ptr() | weight.data_ptr()) & 15:
+        return anchor.tile_statistics(buffers, hidden, weight, targets, inv_temperature, kept, probs, logits)
     maps = [tensor_map(hidden, 128, 64), tensor_map(weight, 128, 64)]
     if probs is not None:
         maps.append(tensor_map(probs, 64, 64))
@@ -119,6 +121,11 @@ def _dz_block(
     first: int,
     vocab_size: int,
 ) -> None:
+    if (hidden.data_ptr() | weight.data_ptr()) & 15:
+        return anchor.dz_block(
+            dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, first,
+            vocab_size,
+        )  # fmt: skip
     with common.on_device(hidden):
         _launch(
             _kernel(
@@ -134,6 +141,8 @@ def _dz_block(
 def _dhidden_block(
     running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
 ) -> None:
+    if weight.data_ptr() & 15:
+        return anchor.dhidden_block(running, rounded, dz, weight, fresh, active)
     with common.on_device(dz):
         _launch(
             _kernel(dz.get_device(), DHIDDEN, False, False, False), (*running.shape, len(weight)), dz.device,
@@ -143,6 +152,8 @@ def _dhidden_block(
 
 
 def _dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
+    if (grad.data_ptr() | hidden.data_ptr()) & 15:
+        return anchor.dweight_block(grad, dz, hidden, fresh, active)
     rounded = grad.dtype != torch.float32
     with common.on_device(dz):
         _launch(
@@ -163,7 +174,7 @@ class Shape(NamedTuple):
     many: bool  # at least LEAST_TOKENS
     c: int
     dtype: torch.dtype
-    dense: bool  # the copy engine can fetch both operands and store the output
+    dense: bool  # at 16-byte addresses the copy engine can fetch both operands and store the output
     temperature: bool
     kept: bool
     probs: bool
@@ -173,11 +184,9 @@ class Shape(NamedTuple):
 
 
 def _fetchable(*matrices: Tensor) -> bool:
-    """Whether the copy engine reads these matrices: dense rows that do not overlap, at 16-byte addresses."""
-    return all(
-        t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1] and t.data_ptr() % 16 == 0
-        for t in matrices
-    )  # fmt: skip
+    """Whether the copy engine reads these matrices, where they begin at 16-byte addresses: dense rows that do not
+    overlap."""
+    return all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1] for t in matrices)
 
 
 def _forward_key(
@@ -203,8 +212,8 @@ def _dz_key(
     )  # fmt: skip
 
 
-# Dispatch of a warm call, as in `cuda/linear.py`. What decides `_fetchable` and `_aligned` is, of contiguous operands,
-# their addresses and shapes; else their strides count too.
+# Dispatch of a warm call, as in `cuda/linear.py`. What decides `_fetchable` is, of contiguous operands, their shapes;
+# else their strides count too.
 
 
 def _strides(*matrices: Tensor) -> Hashable:
@@ -217,8 +226,8 @@ def _forward_warm(runs: Runs, first: First, instead: Instead) -> Run:
         keep_probs: bool, width: int,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         call = (
-            hidden.shape, weight.numel(), hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
-            keep_probs, width > 0, (hidden.data_ptr() | weight.data_ptr()) & 15,
+            hidden.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
+            keep_probs and weight.shape, width > 0,
             (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
         )  # fmt: skip
         run = runs.get(call) or first(call, hidden, weight, targets, inv_temperature, kept, keep_probs, width)
@@ -238,7 +247,7 @@ def _dz_warm(runs: Runs, first: First, instead: Instead) -> Run:
     ) -> None:  # fmt: skip
         call = (
             hidden.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
-            dlogp is None, dentropy is None, (hidden.data_ptr() | weight.data_ptr()) & 15,
+            dlogp is None, dentropy is None,
             (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
         )  # fmt: skip
         run = runs.get(call) or first(
@@ -351,10 +360,6 @@ class GradShape(NamedTuple):
     row: int  # `Active.row` where the other operand is contiguous: cuBLASLt's choice may depend on it
 
 
-def _aligned(*matrices: Tensor) -> bool:
-    return all(t.is_contiguous() and t.data_ptr() % 16 == 0 and t.shape[1] % 8 == 0 for t in matrices)
-
-
 def _dhidden_key(
     running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
 ) -> Key:
@@ -364,7 +369,7 @@ def _dhidden_key(
 
 
 def _dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> Key:
-    dense = _aligned(grad) and _fetchable(hidden)
+    dense = grad.shape[1] % 8 == 0 and grad.is_contiguous() and _fetchable(hidden)
     row = active.row if hidden.is_contiguous() else 0
     return dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32, row
 
@@ -379,7 +384,7 @@ def _dhidden_warm(runs: Runs, first: First, instead: Instead) -> Run:
     ) -> None:
         call = (
             weight.shape[1], weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
-            weight.data_ptr() & 15, weight.is_contiguous() or weight.stride(),
+            weight.is_contiguous() or weight.stride(),
         )  # fmt: skip
         run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
         try:
@@ -394,7 +399,6 @@ def _dweight_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_logprob_dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
         call = (
             grad.shape[1], hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
-            (grad.data_ptr() | hidden.data_ptr()) & 15,
             (grad.is_contiguous() and hidden.is_contiguous()) or _strides(grad, hidden),
         )  # fmt: skip
         run = runs.get(call) or first(call, grad, dz, hidden, fresh, active)
@@ -483,14 +487,20 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
         def dhidden(
             running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
         ) -> None:
+            weight_at = weight.data_ptr()
+            if weight_at & 15:
+                return anchor.dhidden_block(running, rounded, dz, weight, fresh, active)
             with common.on_device(dz):
-                launch(len(dz), dz.shape[1], dz.data_ptr(), weight.data_ptr(), None, not fresh, running)
+                launch(len(dz), dz.shape[1], dz.data_ptr(), weight_at, None, not fresh, running)
                 if rounded is not None:
                     rounded.copy_(running)
 
         def dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
+            hidden_at = hidden.data_ptr()
+            if (grad.data_ptr() | hidden_at) & 15:
+                return anchor.dweight_block(grad, dz, hidden, fresh, active)
             with common.on_device(dz):
-                launch(dz.shape[1], len(dz), dz.data_ptr(), hidden.data_ptr(), None, not fresh, grad)
+                launch(dz.shape[1], len(dz), dz.data_ptr(), hidden_at, None, not fresh, grad)
 
         run: Any = dweight if by_tokens else dhidden
         run.note = f"; {chosen.algorithm}"
