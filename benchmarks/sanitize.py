@@ -110,8 +110,10 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             dgrad(16, 136, 2056)
 
     def linear_tiles_of_more_rows() -> None:
-        for m in (33, 130) if large else ():
+        for m in (33, 96, 130) if large else ():
             dgrad(m, 136, 2056)
+        for m in (96, 130) if large else ():
+            ops.linear(leaf(m, 136).detach(), leaf(2056, 136).detach())
 
     def linear_head() -> None:
         for m in (16, 65) if large else ():

@@ -6,6 +6,7 @@ The schedules that may take the anchor's place: test_schedule_gpu.py.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,29 @@ def test_stock_linear_depends_on_the_batch() -> None:
     x, w = data(0, 1100, 12288, dtype=torch.bfloat16), data(1, 4096, 12288, dtype=torch.bfloat16)
     with ops.stock():
         assert differs(lambda: assert_rows_alone(lambda x: ops.linear(x, w), (x,), "stock linear"))
+
+
+def offered() -> list[Any]:
+    """Tiles of more than 64 rows, with a width that they are offered for."""
+    pytest.importorskip("triton")
+    from rlkernel.kernels.cuda.linear import OFFERS
+
+    return [pytest.param(o, id=f"{o.tile.m}x{o.tile.n}x{o.tile.k}, {o.narrow}") for o in OFFERS if o.most > 64]
+
+
+@pytest.mark.parametrize("offer", offered())
+def test_offered_tiles_have_the_anchors_bits(offer: Any, record: Record) -> None:
+    """Certification would refuse another one without a word."""
+    from rlkernel.kernels.triton.linear import gemm
+
+    n, k, bf16 = max(offer.narrow - 1, 512) + 24, 3072, torch.bfloat16
+    rows = {max(offer.least, 65), offer.most - 7, offer.most}
+    for m in rows:
+        x, w, dy = data(0, m, k, dtype=bf16), data(1, n, k, dtype=bf16), data(2, m, k, dtype=bf16)
+        for a, b in ((x, w.t()), (dy, w.t().contiguous())):  # forward and input gradient
+            new = lambda m=m: torch.empty(m, n, dtype=bf16, device=DEVICE)
+            assert_bitwise(gemm(a, b, new(), tile=offer.tile), gemm(a, b, new()), f"{offer.tile}, {m} rows")
+    record(cases=2 * len(rows), tokens=2 * sum(rows), mismatches=0)
 
 
 @by_dtype

@@ -174,11 +174,25 @@ def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
     for offer in (*cuda.OFFERS, *cuda.HEAD_OFFERS):
         fitted = cuda.matrix.fit(offer.tile, 1 << 20, 2, 232448)
         assert fitted == offer.tile, "smaller than it says"
-    for n, m in itertools.product((1024, 4096, 24576), (1, 16, 32, 64)):
-        s = cuda.Shape(0, m, torch.Size((n, 512)), torch.bfloat16, None, False, 1, True, "forward")
-        offered = [schedule.name for schedule in cuda.linear.family.schedules if schedule.supports(tuple(s))]
-        assert any(name.startswith("triton.") for name in offered), (n, m)
-        assert not any("head" in name for name in offered)
+        assert {offer.least - 1, offer.most} <= {*cuda.BUCKETS, cuda.ANY}, "a bucket in part"
+
+
+def tiles_of(m: int, n: int) -> list[str]:
+    """Names of the tiles offered for a product of a bucket of rows and a width."""
+    s = cuda.Shape(0, m, torch.Size((n, 512)), torch.bfloat16, None, False, 1, True, "forward")
+    offered = [schedule.name for schedule in cuda.linear.family.schedules if schedule.supports(tuple(s))]
+    return [name.removeprefix("triton.") for name in offered if name.startswith("triton.")]
+
+
+def test_every_class_of_few_rows_has_tiles_but_not_many() -> None:
+    for n, m in itertools.product((1024, 4096, 6144, 24576), cuda.BUCKETS[1:12]):
+        offered = tiles_of(m, n)
+        assert 1 <= len(offered) <= 4 and not any("head" in name for name in offered), (n, m)
+    assert tiles_of(96, 4096) == tiles_of(128, 4096) == ["64x64x128", "128x32x128", "128x32x64", "64x128x64"]
+    assert tiles_of(160, 4096) == tiles_of(192, 4096) == ["128x64x64", "64x128x64"]
+    assert tiles_of(96, 6144) == ["128x64x64", "64x128x64"] and tiles_of(224, 4096) == ["64x128x64"]
+    assert tiles_of(96, 1024) == ["64x16x256", "64x32x128"] and tiles_of(256, 1024) == ["64x32x128"]
+    assert tiles_of(512, 4096) == []
 
 
 def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -265,7 +279,7 @@ def test_a_misaligned_operand_of_linear_runs_the_anchor(monkeypatch: pytest.Monk
         (cuda.linear_grad, "wgrad_"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, lambda *_, tile=None, **rest: (ran.append("anchor"), tiles.append(tile)))
-    tile = lambda offer, dgrad, head=False: cuda._tile(offer, dgrad, head).bind
+    tile = lambda offer, dgrad, head=False: cuda._tile(offer.tile, dgrad, head).bind
     forward = lambda x, w: (cuda._linear_key(x, w, None, 1, 1, None), (x, w, None, 1, 1, None))
     dgrad = lambda dy, w: (cuda._dgrad_key(dy, w, 1), (dy, w, 1))
     wgrad = lambda grad, dy, x: (cuda._wgrad_key(grad, dy, x, True), (grad, dy, x, True))

@@ -38,7 +38,7 @@ ANY = 1 << 40
 
 
 class Offer(NamedTuple):
-    """A Triton tile for products of least..most rows and a width n of narrow..wide."""
+    """A Triton tile for products of least..most rows and a width n of narrow..wide; a tile may have several."""
 
     least: int
     most: int
@@ -48,7 +48,8 @@ class Offer(NamedTuple):
 
 
 # One chain over K leaves few programs where n is small: narrow tiles with long blocks of K, and as many bytes under way
-# as shared memory holds.
+# as shared memory holds. Above 64 rows a program reads as much of x as of the weight, and what an SM can take in is the
+# limit: about 128 programs (4224 and 8448 are 132 times 32 and 64), of such tiles the squarest.
 OFFERS = (
     Offer(1, 16, 1, 2048, Tile(16, 16, 512, 1, 4)),
     Offer(1, 16, 1, 2048, Tile(16, 8, 512, 1, 5)),
@@ -57,9 +58,15 @@ OFFERS = (
     Offer(1, 16, 2049, ANY, Tile(16, 32, 256, 4, 5)),
     Offer(1, 16, 2049, ANY, Tile(16, 64, 256, 4, 5)),
     Offer(1, 16, 2049, ANY, Tile(16, 64, 128, 4, 5)),
-    Offer(17, 64, 1, 2048, Tile(64, 16, 256, 4, 5)),
+    Offer(17, 128, 1, 2048, Tile(64, 16, 256, 4, 5)),
     Offer(17, 64, 2049, ANY, Tile(64, 32, 128, 4, 9)),
+    Offer(65, 256, 1, 2048, Tile(64, 32, 128, 4, 9)),
     Offer(17, 64, 2049, ANY, Tile(64, 64, 128, 4, 7)),
+    Offer(65, 128, 2049, 4224, Tile(64, 64, 128, 4, 7)),
+    Offer(65, 128, 2049, 4224, Tile(128, 32, 128, 8, 5)),
+    Offer(65, 128, 2049, 4224, Tile(128, 32, 64, 8, 11)),
+    Offer(65, 128, 4225, 8448, Tile(128, 64, 64, 8, 9)),
+    Offer(129, 192, 2049, 4224, Tile(128, 64, 64, 8, 9)),
     Offer(65, 256, 2049, ANY, Tile(64, 128, 64, 4, 9)),
 )
 # The input gradient of a head: every program one chunk of a tile, above SPLIT_ROWS all of them.
@@ -495,14 +502,14 @@ def _cublaslt(rank: int, form: str) -> Schedule:
 # ---- Triton tiles --------------------------------------------------------------------------------
 
 
-def _tile(offer: Offer, dgrad: bool, head: bool = False) -> Schedule:
-    tile = offer.tile
+def _tile(tile: Tile, dgrad: bool, head: bool = False) -> Schedule:
+    offers = [offer for offer in (HEAD_OFFERS if head else OFFERS) if offer.tile == tile]
 
     def supports(key: Key) -> bool:
         s = _shape(key)
         return (
             s.device >= 0 and not common.IS_HIP and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
-            and s.is_head == head and offer.least <= s.rows <= offer.most and offer.narrow <= s.n <= offer.wide
+            and s.is_head == head and any(o.least <= s.rows <= o.most and o.narrow <= s.n <= o.wide for o in offers)
         )  # fmt: skip
 
     def bind(key: Key) -> Run:
@@ -559,9 +566,9 @@ def _few_rows(columns: int) -> Schedule:
 def _schedules(form: str) -> tuple[Schedule, ...]:
     found = [_cublaslt(rank, form) for rank in range(RANKS)]
     if form != "wgrad":
-        found += [_tile(offer, form == "dgrad") for offer in OFFERS]
+        found += [_tile(tile, form == "dgrad") for tile in dict.fromkeys(offer.tile for offer in OFFERS)]
     if form == "dgrad":
-        found += [_tile(offer, True, head=True) for offer in HEAD_OFFERS]
+        found += [_tile(offer.tile, True, head=True) for offer in HEAD_OFFERS]
         found += [_few_rows(columns) for columns in linear_rows.COLUMNS]
     return tuple(found)
 
