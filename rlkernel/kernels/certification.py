@@ -10,8 +10,6 @@ import contextlib
 import functools
 import json
 import secrets
-import statistics
-import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +19,11 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.bitwise import compare_bitwise
+from rlkernel.kernels import clock
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_hash
 
 KINDS = ("normal", "wide", "cancel", "zeros", "denormal")
-CYCLES = 2_000_000_000  # of a GPU's clock, a second: no faster than this
-MOST_WAIT = 5e-3  # seconds that a timing waits for its launches at most
 _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Key = tuple[Hashable, ...]
@@ -162,7 +159,7 @@ def circumstances(family: Family, device: torch.device) -> dict[str, Any]:
         **family.versions(),
         "op": family.op,
         "schedules": [schedule.name for schedule in family.schedules],
-        "source": source_hash((Path(__file__), *family.sources)),
+        "source": source_hash((Path(__file__), Path(clock.__file__), *family.sources)),
     }
 
 
@@ -222,36 +219,6 @@ def poison(like: Sequence[Tensor]) -> None:
     _ = [torch.full_like(t, float("nan") if t.is_floating_point() else -1) for t in like]
 
 
-def _time(candidates: dict[str, Callable[[], object]], device: torch.device, rounds: int = 7) -> dict[str, float]:
-    """Median milliseconds of each candidate; they take turns, after a cache flush and behind a wait on CUDA."""
-    cuda = device.type == "cuda"
-    flush = torch.empty(32 << 20, dtype=torch.int32, device=device) if cuda else None
-    taken: dict[str, list[float]] = {name: [] for name in candidates}
-    host = dict.fromkeys(candidates, 1e-4)  # seconds that the launches of a candidate have taken the host at most
-    for turn in range(rounds + 2):
-        for name, fn in candidates.items():
-            if flush is not None:
-                flush.zero_()
-                # Launches queue up meanwhile, so that only the device's time counts, on a busy host too.
-                torch.cuda._sleep(int(min(2 * host[name], MOST_WAIT) * CYCLES))
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                start = time.perf_counter()
-                fn()
-                end.record()
-                if turn > 0:  # the first launch may compile
-                    host[name] = max(host[name], time.perf_counter() - start)
-                end.synchronize()
-                ms = begin.elapsed_time(end)
-            else:
-                start = time.perf_counter()
-                fn()
-                ms = (time.perf_counter() - start) * 1e3
-            if turn >= 2:
-                taken[name].append(ms)
-    return {name: statistics.median(ms) for name, ms in taken.items()}
-
-
 def certify(
     family: Family, key: Key, seed: int | None = None, only: Collection[str] | None = None
 ) -> tuple[Verdict, dict[str, Run]]:
@@ -307,7 +274,7 @@ def certify(
                         trials[name].elements += sum(t.numel() for t in expected)
         arguments = family.sample(key, rows[-1], KINDS[0], generator)
         candidates = {name: functools.partial(run, *arguments) for name, run in bound.items()}
-        times = _time({ANCHOR: functools.partial(family.anchor, *arguments), **candidates}, device)
+        times = clock.milliseconds({ANCHOR: functools.partial(family.anchor, *arguments), **candidates}, device)
     for name in bound:
         trials[name].ms = times[name]
         trials[name].note = getattr(bound[name], "note", "")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlkernel.kernels import build, certification, schedule
+from rlkernel.kernels import build, certification, clock, schedule
 from rlkernel.kernels.certification import Family, First, Instead, Run, Runs, Schedule, Warm, values
 from rlkernel.kernels.errors import BuildError, LaunchError
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
@@ -116,13 +116,10 @@ def milliseconds(candidates: dict[str, Callable[[], object]], device: torch.devi
     return {name: 2.0 if name == ANCHOR else 4.0 if "slow" in name else 1.0 for name in candidates}
 
 
-clock = certification._time
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
-    monkeypatch.setattr(certification, "_time", milliseconds)
+    monkeypatch.setattr(clock, "milliseconds", milliseconds)
     before = dict(schedule._ops)
     yield tmp_path / "schedules"
     schedule._ops.clear()
@@ -444,12 +441,6 @@ def test_missing_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(build, "_CUDA_HEADERS", ("no_such_header.h",))
     with pytest.raises(build.BuildError, match=r"no_such_header\.h.*set CUDA_HOME"):
         build.cuda_includes(tmp_path / "lib" / "libcublasLt.so.13")
-
-
-def test_the_clock_runs_every_candidate_in_turn() -> None:
-    order: list[str] = []
-    taken = clock({name: lambda name=name: order.append(name) for name in ("a", "b")}, torch.device("cpu"), rounds=3)
-    assert order == ["a", "b"] * 5 and all(ms >= 0 for ms in taken.values())
 
 
 def built(missing: list[bool], runs: Callable[..., Tensor] = equal) -> Schedule:

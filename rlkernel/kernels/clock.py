@@ -1,0 +1,89 @@
+"""The times by which certification chooses, made so that a busy host or a shared GPU does not bend them.
+
+On a GPU only samples count whose launches were all queued before the GPU came to them. What else disturbs a sample
+makes it longer: the least one is taken, and where the two least lie apart, more are asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+CYCLES = 2_000_000_000  # of a GPU's clock, a second: no faster than this
+LEAST_WAIT, MOST_WAIT = 2e-4, 2e-2  # seconds that the GPU waits for the launches of a sample
+TRIES = 4  # at a sample whose launches outlast the wait, which doubles each time
+SPREAD = 1.05  # between the two least samples, above which they are no evidence yet
+PATIENCE = 3  # times the rounds asked for, at most
+
+Once = Callable[[Callable[[], object], float], tuple[float, bool]]  # (what to time, seconds of wait)
+
+
+def on_host(fn: Callable[[], object], wait: float) -> tuple[float, bool]:
+    """Milliseconds that a call takes, and True."""
+    start = time.perf_counter()
+    fn()
+    return (time.perf_counter() - start) * 1e3, True
+
+
+def on_gpu(fn: Callable[[], object], wait: float, flush: Tensor) -> tuple[float, bool]:
+    """Milliseconds of a call's work on the current GPU behind a write of `flush`, and whether a wait of so many seconds
+    hid the launches: else the host's time is in them."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flush.zero_()
+    torch.cuda._sleep(int(wait * CYCLES))
+    begin.record()
+    fn()
+    end.record()
+    hidden = not begin.query()
+    end.synchronize()
+    return begin.elapsed_time(end), hidden
+
+
+def least(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: int) -> dict[str, float]:
+    """The least of at least `rounds` samples of each candidate; they take turns, each round in an order of its own.
+
+    A candidate gets further rounds, PATIENCE times as many at most, while its two least samples lie SPREAD apart.
+    """
+    wait = dict.fromkeys(candidates, LEAST_WAIT)
+    taken: dict[str, list[float]] = {name: [] for name in candidates}
+
+    def sample(name: str) -> float:
+        for _ in range(TRIES):
+            ms, hidden = once(candidates[name], wait[name])
+            if hidden:
+                break
+            wait[name] = min(2 * wait[name], MOST_WAIT)
+        return ms
+
+    for fn in candidates.values():
+        once(fn, LEAST_WAIT)  # may compile
+    order, shuffle = list(candidates), random.Random(0).shuffle
+    for turn in range(PATIENCE * rounds + 1):
+        shuffle(order)
+        for name in order:
+            ms = sample(name)
+            if turn > 0:  # the first round warms clocks and finds the waits
+                taken[name].append(ms)
+        if turn >= rounds:
+            order = [name for name in order if _apart(taken[name])]
+    return {name: min(samples) for name, samples in taken.items()}
+
+
+def _apart(samples: list[float]) -> bool:
+    first, second = sorted(samples)[:2]
+    return second > SPREAD * first
+
+
+def milliseconds(
+    candidates: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 7
+) -> dict[str, float]:
+    """`least` on a device, which is current; on CUDA behind a flushed L2 cache."""
+    if device.type != "cuda":
+        return least(candidates, on_host, rounds)
+    flush = torch.empty(32 << 20, dtype=torch.int32, device=device)
+    return least(candidates, functools.partial(on_gpu, flush=flush), rounds)
