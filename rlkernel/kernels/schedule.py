@@ -231,18 +231,23 @@ def without(*names: str) -> Iterator[None]:
 
 def report(device: torch.device) -> list[dict[str, Any]]:
     """Every verdict that holds on this machine now, a row a schedule: op, shape, schedule, certified, reason, first,
-    ms, anchor_ms, speed (the anchor's time over the schedule's) and whether it is the chosen one."""
+    ms, anchor_ms, speed (the anchor's time over the schedule's) and whether it is the chosen one, which is the anchor
+    where a schedule has failed in a call of this process."""
     found: dict[str, Verdict] = {}
+    failed: set[str] = set()
     for path in sorted(verdicts.verdict_dir().glob("*.json")) if verdicts.verdict_dir().is_dir() else ():
         verdict = read(path)
         if verdict is not None and _holds(verdict, device):
             found[json.dumps(verdict.identity, sort_keys=True)] = verdict
     for op in _ops.values():
-        for verdict in op.verdicts():
-            found[json.dumps(verdict.identity, sort_keys=True)] = verdict
+        for key, verdict in op._verdicts.items():
+            name = json.dumps(verdict.identity, sort_keys=True)
+            found[name] = verdict
+            if key in op._failed:
+                failed.add(name)
     rows = []
-    for verdict in found.values():
-        chosen = verdict.fastest(_is_off)
+    for name, verdict in found.items():
+        chosen = ANCHOR if name in failed else verdict.fastest(_is_off)
         common = {"op": verdict.identity["op"], "shape": verdict.identity["shape"], "anchor_ms": verdict.anchor_ms}
         rows.append({**common, "schedule": ANCHOR, "certified": True, "reason": "defines the bits", "first": None,
                      "ms": verdict.anchor_ms, "speed": 1.0, "chosen": chosen == ANCHOR})  # fmt: skip

@@ -523,9 +523,12 @@ def test_a_certified_schedule_that_fails_gives_way_to_the_anchor(warm: Any) -> N
         for rows in (nine, x):
             assert torch.equal(op.call(rows, w), anchor(rows, w)), "told once"
     assert op.chosen(x, w) == ANCHOR and "status 13" in op.failures()[0][1]
+    shown = {row["schedule"]: row["chosen"] for row in schedule.report(torch.device("cpu")) if row["op"] == "fake"}
+    assert shown == {ANCHOR: True, "fake.run": False}
     with schedule.strict(), pytest.raises(UncertifiedError, match="status 13"):
         op.call(x, w)
     op.forget(verdicts=True)
+    assert [row["chosen"] for row in schedule.report(torch.device("cpu")) if row["op"] == "fake"] == [False, True]
     with schedule.strict(), pytest.raises(UncertifiedError, match="status 13"):
         op.call(nine, w)
 

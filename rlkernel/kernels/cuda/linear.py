@@ -254,19 +254,19 @@ def cut(m: int, most: int) -> list[slice]:
 
 
 def _in_pieces(s: Shape, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`run` (a, weight, bias, out) for calls of any number of rows: above `most_rows` in pieces. Rows are independent,
-    so no bit changes by it."""
+    """`run` (a, weight, bias where there is one, out) for calls of any number of rows: above `most_rows` in pieces.
+    Rows are independent, so no bit changes by it."""
     most = most_rows(s)
     if s.rows <= most and s.rows < BUCKETS[-1]:
         return run
 
-    def pieces(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def pieces(a: Tensor, weight: Tensor, *bias: Tensor | None) -> Tensor:
         m = a.shape[0]
         if m <= most:
-            return run(a, weight, bias)
+            return run(a, weight, *bias)
         out = torch.empty((m, s.n), dtype=s.out, device=a.device)
         for rows in cut(m, most):
-            run(a[rows], weight, bias, out[rows])
+            run(a[rows], weight, *bias, out=out[rows])
         return out
 
     return pieces
@@ -431,7 +431,7 @@ def _head(s: Shape, rank: int) -> tuple[Callable[..., Tensor], str]:
     )  # fmt: skip
     launch, n, size = launcher(s.device, chosen), s.n, s.dtype.itemsize
 
-    def run(dy: Tensor, weight: Tensor, bias: None = None, out: Tensor | None = None) -> Tensor:
+    def run(dy: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         m, a, b = dy.shape[0], dy.data_ptr(), weight.data_ptr()
         if (a | b) & 15:
             out = torch.empty((m, n), dtype=s.out, device=dy.device) if out is None else out
@@ -492,7 +492,7 @@ def _cublaslt(rank: int, form: str) -> Schedule:
             call = lambda dy, weight, chunks: head(dy, weight)
         else:
             run, algorithm = _product(s, rank)
-            call = lambda dy, weight, chunks: run(dy, weight, None)
+            call = lambda dy, weight, chunks: run(dy, weight)
         call.note = f"; {algorithm}"
         return call
 
