@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,9 +48,13 @@ def groups(arms: Sequence[str], weights: int, cache: int, total: int) -> list[li
 
 
 def measure(
-    model: Path, arms: list[str], workload: str, cache: int, rounds: int, scale: float
+    model: Path, arms: list[str], workload: str, cache: int, rounds: int, scale: float, end: float
 ) -> dict[str, list[float]]:
-    """Tokens per second of each arm, a number a round; the arms take turns."""
+    """Tokens per second of each arm, a number a round; the arms take turns.
+
+    No round but the first begins that would end past `end`, in seconds of `time.monotonic`, were it as long as the
+    longest before it.
+    """
     asked, settings = WORKLOADS[workload]
     asked = {**asked, "seed": 0, "vocabulary": VOCABULARY, "requests": max(1, int(asked["requests"] * scale))}
     common = {
@@ -65,11 +70,17 @@ def measure(
         sampling = {"temperature": 0.6}
         for arm in running:  # kernels compile
             arm.ask(workload={**asked, "output": (8, 8)}, sampling=sampling)
+        longest = 0.0
         for i in range(rounds):
+            begin = time.monotonic()
+            if i > 0 and begin + longest > end:
+                print(f"round {i} and later ones are left out: no time for them", flush=True)
+                break
             for arm in running[i % len(running) :] + running[: i % len(running)]:
                 found = arm.ask(workload=asked, sampling=sampling)
                 rates[arm.name].append(found["tokens"] / found["seconds"])
                 print(f"round {i}: {arm.name}: {rates[arm.name][-1]:,.0f} tokens/s", flush=True)
+            longest = max(longest, time.monotonic() - begin)
     return rates
 
 
@@ -103,7 +114,11 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[DEFAULT, "vllm batch invariant", "rlkernel"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no further round that would end later"
+    )
     args = parser.parse_args()
+    end = time.monotonic() + args.seconds
     import torch
 
     if not torch.cuda.is_available():
@@ -124,7 +139,7 @@ def main() -> int:
         cache = keys // 16 * KVCache.page_bytes(named(preset), 16, torch.bfloat16)
         weights = sum(f.stat().st_size for f in model.glob("*.safetensors"))
         for arms in groups(args.arms, weights, cache, total):
-            found += rows(preset, workload, measure(model, arms, workload, cache, args.rounds, args.scale))
+            found += rows(preset, workload, measure(model, arms, workload, cache, args.rounds, args.scale, end))
     for row in found:
         print(f"{row['op']}: {row['ours']} {row['tokens_per_s']:,.0f} tokens/s, {row['ratio']:.3f}x of {DEFAULT}")
     from importlib.metadata import version

@@ -18,6 +18,7 @@ from compatibility import RECORD
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
+import bench_vllm
 import figures
 import sanitize
 import tables
@@ -365,3 +366,32 @@ def test_the_sanitizers_calls_reach_every_schedule_of_linear(monkeypatch: pytest
                     made[name]()
     linears = ("linear:", "linear_dgrad:", "linear_wgrad:")
     assert {name for name in sanitize.offered((9, 0)) if name.startswith(linears)} == found
+
+
+@pytest.mark.parametrize("seconds,rounds", ((0.0, 1), (25.0, 2), (1e9, 4)))
+def test_throughput_is_of_whole_rounds_that_the_time_allows(
+    seconds: float, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with little time ends with as many rounds of every arm, not in the middle of one."""
+    clock = [0.0]
+
+    class Arm:
+        def __init__(self, name: str, *_: Any) -> None:
+            self.name = name
+
+        def __enter__(self) -> Arm:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def answer(self) -> None: ...
+
+        def ask(self, workload: dict[str, Any], **_: Any) -> dict[str, float]:
+            clock[0] += 5.0 if workload["output"] != (8, 8) else 0.0
+            return {"tokens": 10, "seconds": 5.0}
+
+    monkeypatch.setattr(bench_vllm, "Arm", Arm)
+    monkeypatch.setattr(bench_vllm.time, "monotonic", lambda: clock[0])
+    arms = [bench_vllm.DEFAULT, "rlkernel"]
+    found = bench_vllm.measure(tmp_path, arms, "nano", 1 << 30, 4, 1.0, seconds)
+    assert found == {name: [2.0] * rounds for name in arms}
