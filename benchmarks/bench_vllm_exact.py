@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,13 @@ from vllm_arms import Arm, make_model, memory, requests, temporary_folder
 
 PRESETS = ("qwen3-0.6b", "qwen3-8b", "llama3-8b")
 WORKLOAD = {"requests": 128, "prompt": (16, 1024), "output": (400, 400), "seed": 0, "vocabulary": 120000}
-PAIRS = (("rlkernel", True, "transformers with rlkernel"), ("vllm default", False, "transformers, sdpa"))
-"""Engine, whether it is ours, and the training forward beside it."""
+PAIRS: dict[str, tuple[str | None, str]] = {
+    "rlkernel": ("split", "transformers with rlkernel"),
+    "rlkernel fa3": ("fa3", "transformers with rlkernel, fa3"),
+    "vllm default": (None, "transformers, sdpa"),
+}
+"""By engine: our variant of attention, None where nothing is ours, and the training forward beside it."""
+USUAL = ("rlkernel", "vllm default")
 BATCH = 8
 """Sequences of a training forward."""
 
@@ -32,19 +37,19 @@ def packed(sequences: list[list[int]]) -> Iterator[list[list[int]]]:
     return (order[i : i + BATCH] for i in range(0, len(order), BATCH))
 
 
-def training_scores(model: Path, sequences: list[list[int]], ours: bool) -> dict[tuple[int, ...], Any]:
+def training_scores(model: Path, sequences: list[list[int]], ours: str | None) -> dict[tuple[int, ...], Any]:
     """Log-probability of every token after the first of each sequence, by transformers in bf16, padded right."""
     import torch
     from transformers import AutoModelForCausalLM
 
     settings: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": "cuda"}
-    if not ours:
+    if ours is None:
         settings["attn_implementation"] = "sdpa"
     found = AutoModelForCausalLM.from_pretrained(model, **settings)
-    if ours:
+    if ours is not None:
         import rlkernel_transformers
 
-        rlkernel_transformers.apply(found)
+        rlkernel_transformers.apply(found, attention_variant=ours)
     out = {}
     for batch in packed(sequences):
         width = max(map(len, batch))
@@ -52,7 +57,7 @@ def training_scores(model: Path, sequences: list[list[int]], ours: bool) -> dict
         mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in batch], device="cuda")
         targets = ids.roll(-1, 1)
         with torch.no_grad():
-            if ours:
+            if ours is not None:
                 logp = rlkernel_transformers.token_logprobs(
                     found, ids, mask, targets=targets.masked_fill(mask.roll(-1, 1) == 0, -100)
                 ).logp
@@ -69,21 +74,21 @@ def training_scores(model: Path, sequences: list[list[int]], ours: bool) -> dict
     return out
 
 
-def samples(model: Path) -> dict[str, dict[str, Any]]:
+def samples(model: Path, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What each engine samples, with its log-probabilities; the engines start together, as that takes longest."""
     settings = {
         "model": str(model), "skip_tokenizer_init": True, "seed": 0, "max_model_len": 2048, "max_num_seqs": 128,
         "logprobs_mode": "processed_logprobs", **memory(24 << 30),
     }  # fmt: skip
     with ExitStack() as stack:
-        engines = [stack.enter_context(Arm(arm, model.parent, settings)) for arm, *_ in PAIRS]
+        engines = [stack.enter_context(Arm(arm, model.parent, settings)) for arm in arms]
         for engine in engines:
             engine.answer()
         asked = {"workload": WORKLOAD, "sampling": {"temperature": 1.0, "logprobs": 0}, "details": True}
         return {engine.name: engine.ask(**asked) for engine in engines}
 
 
-def compare(model: Path, answer: dict[str, Any], ours: bool) -> dict[str, Any]:
+def compare(model: Path, answer: dict[str, Any], ours: str | None) -> dict[str, Any]:
     """One engine's samples against one training forward."""
     import torch
 
@@ -105,6 +110,7 @@ def main() -> int:
     """Prints mismatches and writes `bench_vllm_exact.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", nargs="+", choices=PRESETS, default=list(PRESETS))
+    parser.add_argument("--arms", nargs="+", choices=PAIRS, default=USUAL)
     args = parser.parse_args()
     import torch
 
@@ -114,8 +120,9 @@ def main() -> int:
     folder, found = Path(temporary_folder()), []
     for preset in args.preset:
         model = make_model(preset, folder)
-        answers = samples(model)
-        for arm, ours, trainer in PAIRS:
+        answers = samples(model, args.arms)
+        for arm in args.arms:
+            ours, trainer = PAIRS[arm]
             row = {"op": f"sampled log-probabilities, {preset}", "dtype": "bfloat16", "ours": arm, "anchor": trainer}
             found.append({**row, **compare(model, answers[arm], ours)})
             print(found[-1], flush=True)
@@ -124,9 +131,11 @@ def main() -> int:
 
     from results_io import write_result
 
-    name = "bench_vllm_exact" + ("" if len(found) == 2 * len(PRESETS) else "_" + "_".join(args.preset))
+    parts = [] if set(args.preset) == set(PRESETS) else list(args.preset)
+    parts += [] if set(args.arms) == set(USUAL) else [arm.replace(" ", "-") for arm in args.arms]
+    name = "_".join(("bench_vllm_exact", *parts))
     print(f"wrote {write_result(name, found, vllm=version('vllm'), transformers=version('transformers'))}")
-    return int(any(row["mismatches"] for row in found if row["ours"] == "rlkernel"))
+    return int(any(row["mismatches"] for row in found if PAIRS[row["ours"]][0] is not None))
 
 
 if __name__ == "__main__":
