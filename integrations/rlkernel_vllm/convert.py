@@ -90,7 +90,9 @@ class ExactLogitsProcessor(LogitsProcessor):
     def _get_logits(
         self, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        weight = lm_head.weight[: self.org_vocab_size]
+        weight = lm_head.weight
+        if weight.shape[0] != self.org_vocab_size:
+            weight = weight[: self.org_vocab_size]
         bias = None if embedding_bias is None else embedding_bias[: self.org_vocab_size]
         return ops.linear(hidden_states, weight, bias, out_dtype=torch.float32)
 

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
+from rlkernel.ops.sample import _sample as draw_tokens
 from rlkernel_vllm.sampling import keep, token_log_probabilities
 
 _current: list[Any] = []  # samplers and prompt workers of ours whose call is under way
@@ -26,7 +27,17 @@ _current: list[Any] = []  # samplers and prompt workers of ours whose call is un
 class ExactStates(SamplingStates):
     """Temperature and kept sets of rlkernel. All filters are applied in one step, where vLLM applies min-p."""
 
+    rlkernel_processed = False  # what vLLM returns is of the logits after temperature and filters
     rlkernel_deferred = False  # the temperature is left to the kernel that draws
+    rlkernel_drawn: tuple[Tensor, Tensor] | None = None  # temperatures and seeds of the last step's rows
+
+    def add_request(self, slot: int, *args: Any, **kwargs: Any) -> Any:
+        changes = super().add_request(slot, *args, **kwargs)
+        # vLLM from 0.31 on copies logits that a request changes, for which a temperature left to the draw is no reason.
+        return changes if self.rlkernel_processed else self.rlkernel_filters(slot)
+
+    def rlkernel_filters(self, slot: int) -> bool:
+        return bool(self.top_k.np[slot] != self.vocab_size or self.top_p.np[slot] != 1.0 or self.min_p.np[slot] != 0.0)
 
     def apply_temperature(self, logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: Any) -> None:
         return
@@ -59,19 +70,47 @@ class ExactSampler(Sampler):
     """vLLM's sampler with rlkernel's log-probabilities, temperature, kept sets and noise.
 
     The noise of `ops.sample` is keyed by the request's seed, the position and the token, as vLLM's is by seed and
-    position, and costs less.
+    position, and costs less. What follows from the requests of a step is kept while they stay the same: a step of a
+    small model takes no longer than vLLM's host.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    rlkernel_added = True  # a request was added since its settings were last written to where the GPU reads them
+    rlkernel_requests: bytes | None = None  # slots of the last step's requests
+    rlkernel_unchanged = False  # nothing but temperatures changes their logits
+    rlkernel_changed: Any  # [slots] bool: something else does
+
+    def add_request(self, slot: int, *args: Any, **kwargs: Any) -> None:
+        super().add_request(slot, *args, **kwargs)
+        self.rlkernel_changed[slot] = _changes_logits(self, slot)
+        self.rlkernel_added, self.rlkernel_requests = True, None
+
+    def apply_staged_writes(self) -> None:
+        if self.rlkernel_added:
+            super().apply_staged_writes()
+            processors = getattr(self, "logits_processors", ())  # those of users may have work at every step
+            self.rlkernel_added = not all(type(p).__module__.startswith("vllm.") for p in processors)
+
+    def __call__(self, logits: Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        slots = input_batch.idx_mapping_np
+        requests = slots.tobytes()
+        if requests != self.rlkernel_requests:
+            self.rlkernel_requests = requests
+            self.rlkernel_unchanged = not self.rlkernel_changed[slots].any()
+            self.sampling_states.rlkernel_drawn = None
         _current.append(self.sampling_states)
         try:
-            return super().__call__(*args, **kwargs)
+            return super().__call__(logits, input_batch, *args, **kwargs)
         finally:
             _current.pop()
 
+    def apply_sampling_params(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.sampling_states.rlkernel_deferred and self.rlkernel_unchanged:
+            return logits  # vLLM would copy them, to divide by temperatures
+        return super().apply_sampling_params(logits, *args, **kwargs)
+
     def sample(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         # Where nobody reads the scaled logits, the kernel that draws applies the temperature: one pass less.
-        processed = self.logprobs_mode in ("processed_logprobs", "processed_logits")
+        processed = self.sampling_states.rlkernel_processed
         self.sampling_states.rlkernel_deferred = not (processed and kwargs.get("return_logprobs"))
         try:
             return super().sample(logits, *args, **kwargs)
@@ -79,10 +118,27 @@ class ExactSampler(Sampler):
             self.sampling_states.rlkernel_deferred = False
 
 
+def _changes_logits(sampler: Any, slot: int) -> bool:
+    """Whether anything but its temperature changes a request's logits before a token is drawn."""
+    states = sampler.sampling_states
+    if hasattr(sampler, "logits_processors"):  # vLLM from 0.31 on
+        return bool(sampler.needs_logits_processing[slot])
+    thinking = getattr(sampler, "thinking_budget_state", None)
+    return bool(
+        states.rlkernel_filters(slot)
+        or sampler.logit_bias_state.use_logit_bias[slot]
+        or sampler.penalties_state.use_penalty[slot]
+        or sampler.bad_words_state.num_bad_words.np[slot]
+        or (thinking is not None and thinking.enabled and thinking.use_thinking_budget[slot])
+    )
+
+
 class ExactPromptLogprobs(PromptLogprobsWorker):
     """Prompt log-probabilities through the same function: of the prompt's tokens, and of ids that a request names."""
 
     def compute_prompt_logprobs(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.in_progress_prompt_logprobs:
+            return {}
         _current.append(self)
         try:
             return super().compute_prompt_logprobs(*args, **kwargs)
@@ -119,11 +175,13 @@ def _install() -> None:
     ) -> Tensor:
         if not _current:
             return draw(logits, rows, temperature, seed, pos, *args, **kwargs)
-        scale = temperature.index_select(0, rows)
-        if not getattr(_current[-1], "rlkernel_deferred", False):  # applied already
+        states = _current[-1]
+        if states.rlkernel_drawn is None:
+            states.rlkernel_drawn = (temperature.index_select(0, rows), seed.index_select(0, rows))
+        scale, seeds = states.rlkernel_drawn
+        if not states.rlkernel_deferred:  # applied already
             scale = (scale > 0).float()
-        seeds = seed.index_select(0, rows)
-        return torch.ops.rlkernel.sample.default(logits.float(), seeds, pos.long(), scale, None, None, None)[0]
+        return draw_tokens(logits.float(), seeds, pos.long(), scale, None, None, None)[0]
 
     sampler_module.gumbel_sample = gumbel_sample
 
@@ -136,5 +194,8 @@ def take_over(runner: Any) -> bool:
     if type(sampler) is not Sampler or type(sampler.sampling_states) is not SamplingStates:
         return False
     sampler.__class__ = ExactSampler
-    sampler.sampling_states.__class__ = ExactStates
+    states = sampler.sampling_states
+    states.__class__ = ExactStates
+    states.rlkernel_processed = sampler.logprobs_mode in ("processed_logprobs", "processed_logits")
+    sampler.rlkernel_changed = np.zeros(states.max_num_reqs, dtype=bool)
     return True

