@@ -1,11 +1,12 @@
 """For every test: `tests/` is on the import path (by this file's place), and torch runs one thread.
 
 Test processes stand side by side, and OpenMP threads that outnumber the cores spin at barriers. A property over the
-number of threads sets its own.
+number of threads sets its own. Where Triton's kernels run in its interpreter, their accesses to memory are checked.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,13 @@ import torch
 from compatibility import compat, pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary
 
 __all__ = ["compat", "pytest_runtest_logreport", "pytest_sessionfinish", "pytest_terminal_summary"]
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import memory_check
+    import triton_interpreter
+
+    memory_check.install()
+    triton_interpreter.quicken()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton_interpreter import run
 
 pytest.importorskip("triton")
 
@@ -26,13 +24,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     from rlkernel.kernels.triton import aot, attention
 
     def test_in_the_interpreter() -> None:
-        paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
-            env.pop(name, None)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        run(__file__)
 
     def tiles(family: str, d: int) -> set[attention.Tile]:
         return {attention.forward_tile(rows, d, 2, family) for rows in (1, 16, 17, 64, 65, 128, 10**6)}

@@ -1,28 +1,26 @@
 """adamw_ and grad_norm in Triton without a GPU: the bits of the definition under the interpreter.
 
-The interpreter has to be chosen before Triton's kernels are defined, so its checks run in a process of their own: this
-file as a script. It rounds the product of an fma; the correctly rounded one takes its place here. What is compiled
-ahead of time: tests/kernels/test_triton_aot.py.
+The interpreter rounds the product of an fma; the correctly rounded one takes its place here. What is compiled ahead of
+time: tests/kernels/test_triton_aot.py.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
+import pytest
+import torch
 
-def test_interpreter() -> None:
-    paths = [str(Path(__file__).resolve().parents[2]), *sys.path]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+pytest.importorskip("triton")
 
+if os.environ.get("TRITON_INTERPRET") != "1":
+    from triton_interpreter import run
 
-def main() -> None:
+    def test_in_the_interpreter() -> None:
+        run(__file__)
+
+else:
     import numpy as np
-    import torch
     from test_adamw import State, assert_same_state
     from triton.runtime import interpreter
 
@@ -33,39 +31,41 @@ def main() -> None:
     from rlkernel.kernels.reference import arith
     from rlkernel.kernels.triton import adamw
 
+    SIZES = [1, 70, 0, 256, 1000]
+    NUMBERS = ((torch.float32, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.float16))
+
     def fma(self: object, x: object, y: object, z: object) -> interpreter.TensorHandle:
         if z.data.dtype == np.float64:  # the product of two fp32 numbers is exact
             return interpreter.TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
         out = arith.fma(*(torch.from_numpy(np.atleast_1d(t.data)) for t in (x, y, z)))
         return interpreter.TensorHandle(out.numpy().reshape(z.data.shape), z.dtype.scalar)
 
-    interpreter.InterpreterBuilder.create_fma = fma
-    adamw.BLOCK = 64
+    @pytest.fixture(autouse=True)
+    def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+        monkeypatch.setattr(adamw, "BLOCK", 64)
 
-    sizes = [1, 70, 0, 256, 1000]
-    for grad, param in ((torch.float32, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.float16)):
+    @pytest.mark.parametrize("grad,param", NUMBERS)
+    def test_update(grad: torch.dtype, param: torch.dtype) -> None:
         for betas in ((0.9, 0.999), (0.4, 0.95), (0.0, 0.0)):
             for scale in (None, torch.tensor(0.3), torch.tensor(torch.nan)):
                 states = []
                 for implementation in ("triton", "reference"):
-                    states.append(State(sizes, grad, param))
+                    states.append(State(SIZES, grad, param))
                     with select.use(implementation):
                         for step in (1, 2):
                             states[-1].update(step, betas=betas, scale=scale, zero_grad=step == 2)
                 assert_same_state(*states, f"{grad}, {param}, {betas}, {scale}")
 
-    mixed = lambda: [t for d in (torch.float32, torch.float16) for t in State(sizes, d).grads]
-    offset = State([1001], torch.float32).grads[0][1:]  # not at a multiple of 16 bytes
-    long = State([2 * NORM_SEGMENT + 5 * SEGMENT + 3, 9], torch.float32).grads
-    for grads in (mixed(), [offset], long):
-        for options in ({}, {"max_norm": 0.5}, {"max_norm": 1e9, "loss_scale": torch.tensor(64.0)}):
-            with select.use("reference"):
-                expected = ops.grad_norm(grads, **options)
-            with select.use("triton"):
-                found = ops.grad_norm(grads, **options)
-            for name, ours, theirs in zip(expected._fields, found, expected, strict=True):
-                assert_bitwise(ours, theirs, f"{name} under {options}")
-
-
-if __name__ == "__main__":
-    main()
+    def test_norm() -> None:
+        mixed = lambda: [t for d in (torch.float32, torch.float16) for t in State(SIZES, d).grads]
+        offset = State([1001], torch.float32).grads[0][1:]  # not at a multiple of 16 bytes
+        long = State([2 * NORM_SEGMENT + 5 * SEGMENT + 3, 9], torch.float32).grads
+        for grads in (mixed(), [offset], long):
+            for options in ({}, {"max_norm": 0.5}, {"max_norm": 1e9, "loss_scale": torch.tensor(64.0)}):
+                with select.use("reference"):
+                    expected = ops.grad_norm(grads, **options)
+                with select.use("triton"):
+                    found = ops.grad_norm(grads, **options)
+                for name, ours, theirs in zip(expected._fields, found, expected, strict=True):
+                    assert_bitwise(ours, theirs, f"{name} under {options}")
