@@ -21,6 +21,7 @@ from rlkernel.kernels.errors import VariantError
 from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor, wrote
 
 MAX_HEAD_DIM = 256
+LONGEST = (1 << 31) - 1  # keys of a sequence: lengths are int32
 VARIANTS = ("split", "fa3")
 
 _variant: str | None = None  # the process's; None: nobody chose one
@@ -316,6 +317,7 @@ def attention(
             f"{tuple(cu_seqlens_k.shape)}; both must be [B+1]"
         ),
     )
+    window = None if window is None else min(window, LONGEST)
     if is_stock():
         return stock.attention(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window)
     if current_attention_variant(variant) == "fa3":
@@ -386,6 +388,7 @@ def paged_attention(
             f"{tuple(cu_seqlens_q.shape)} and {tuple(block_table.shape)}"
         ),
     )
+    window = None if window is None else min(window, LONGEST)
     if is_stock():
         found = stock.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, scale, window)
         return found if out is None else (out.copy_(found[0]), found[1])

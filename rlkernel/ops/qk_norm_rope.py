@@ -13,7 +13,7 @@ from rlkernel.kernels import select
 from rlkernel.ops._library import check, check_float, define, is_stock, wrote
 from rlkernel.ops.attention import check_new_rows, store_kv_
 from rlkernel.ops.rms_norm import rms_norm
-from rlkernel.ops.rope import rope
+from rlkernel.ops.rope import check_table, rope
 
 _qk_norm_rope = define(
     "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor positions, Tensor cos_sin) "
@@ -41,13 +41,7 @@ def _check(
             weight.shape == (d,) and weight.dtype == q.dtype,
             partial(_misfit, name, weight, q),
         )
-    check(
-        positions.shape == (t,) and cos_sin.dim() == 2 and cos_sin.shape[1] == d and d % 2 == 0,
-        lambda: (
-            f"qk_norm_rope: positions is {tuple(positions.shape)}, cos_sin {tuple(cos_sin.shape)}; expected [T={t}] "
-            f"and [P, D={d}] with D even"
-        ),
-    )
+    check_table("qk_norm_rope", positions, cos_sin, t, d)
     check_float("qk_norm_rope", "q", q)
 
 

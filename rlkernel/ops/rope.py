@@ -34,6 +34,22 @@ _rope = define(
 )
 
 
+def check_table(op: str, positions: Tensor, cos_sin: Tensor, t: int, d: int) -> None:
+    """Raises ValueError unless positions and table fit t tokens with heads of d elements."""
+    check(
+        positions.shape == (t,) and positions.dtype == torch.int64,
+        lambda: f"{op}: positions is {tuple(positions.shape)} {positions.dtype}; expected [T={t}] int64",
+    )
+    check(
+        cos_sin.dim() == 2 and cos_sin.shape[1] == d and d % 2 == 0 and cos_sin.dtype == torch.float32,
+        lambda: f"{op}: cos_sin is {tuple(cos_sin.shape)} {cos_sin.dtype}; expected [P, D={d}] float32 with D even",
+    )
+    check(
+        cos_sin.shape[0] > 0 or t == 0,
+        lambda: f"{op}: cos_sin is {tuple(cos_sin.shape)}, a table without positions; expected [P, D={d}]",
+    )
+
+
 def rope(
     q: Tensor,  # [T, H, D]
     k: Tensor,  # [T, HK, D]
@@ -45,7 +61,7 @@ def rope(
     Args:
         q, k: [T, H, D] and [T, HK, D], fp32, bf16 or fp16, one dtype.
         positions: [T] int64 in [0, P): index of each token in its own sequence, not in the packed buffer. Checked on
-            the CPU; on CUDA a position outside gives undefined values (checking would wait for the device).
+            the CPU; on CUDA a position outside takes the first or the last row (checking would wait for the device).
         cos_sin: [P, D] fp32; row p holds cos of its D/2 angles, then sin. Not differentiable.
 
     Raises:
@@ -68,14 +84,7 @@ def rope(
         k.dim() == 3 and k.shape[0] == t and k.shape[2] == d and k.dtype == q.dtype,
         lambda: f"rope: k is {tuple(k.shape)} {k.dtype}; expected [T={t}, HK, D={d}] {q.dtype} to fit q",
     )
-    check(
-        positions.shape == (t,) and positions.dtype == torch.int64,
-        lambda: f"rope: positions is {tuple(positions.shape)} {positions.dtype}; expected [T={t}] int64",
-    )
-    check(
-        cos_sin.dim() == 2 and cos_sin.shape[1] == d and d % 2 == 0 and cos_sin.dtype == torch.float32,
-        lambda: f"rope: cos_sin is {tuple(cos_sin.shape)} {cos_sin.dtype}; expected [P, D={d}] float32 with D even",
-    )
+    check_table("rope", positions, cos_sin, t, d)
     if is_stock():
         return stock.rope(q, k, positions, cos_sin)
     check_float("rope", "q", q)

@@ -68,7 +68,8 @@ def sample(
             All three keep every token that ties with the last one kept.
         return_kept: also return the kept set as a bit mask. None where no filter is given: all tokens are kept.
 
-    Values are checked on the CPU; on CUDA a bad one gives an undefined token (checking would wait for the device).
+    Values are checked on the CPU; on CUDA a bad one gives an undefined token of the vocabulary (checking would wait for
+    the device).
 
     Raises:
         ValueError: shapes, dtypes, temperatures or filters do not fit, V is 0, or a row of logits has a NaN or +inf or

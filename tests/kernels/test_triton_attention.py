@@ -202,8 +202,99 @@ else:
         monkeypatch.setattr(torch, "empty", empty)
         assert guards and all(guard.isnan().all() for guard in guards)
 
+    def framed(x: Tensor, fill: float) -> Tensor:
+        """The same values between others, which are `fill`."""
+        whole = torch.full((x.numel() + 8192,), fill, dtype=x.dtype)
+        inner = whole[4096 : 4096 + x.numel()].view(x.shape)
+        return inner.copy_(x)
+
+    @pytest.fixture
+    def frames(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+        """What lies on both sides of every new tensor of floats: NaN, unless something is written there."""
+        kept: list[Tensor] = []
+        empty = torch.empty
+
+        def guarded(*shape: Any, **options: Any) -> Tensor:
+            if options["dtype"].is_floating_point:
+                inner = framed(empty(*shape, **options).zero_(), torch.nan)
+                whole = inner.new_tensor(()).set_(inner.untyped_storage())
+                kept.extend((whole[:4096], whole[4096 + inner.numel() :]))
+                return inner
+            return empty(*shape, **options)
+
+        monkeypatch.setattr(torch, "empty", guarded)
+        return kept
+
+    @pytest.mark.parametrize("bad", ("table", "lens"))
+    @pytest.mark.parametrize("page", (16, 24))
+    @pytest.mark.parametrize("rows_in_a_row", (False, True), ids=("from pages", "in a row"))
+    def test_pages_that_do_not_exist_are_not_read(
+        bad: str, page: int, rows_in_a_row: bool, frames: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A GPU cannot raise, so numbers of pages and lengths that do not fit give other values, but of the cache."""
+        if rows_in_a_row:
+            monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
+            monkeypatch.setattr(forward, "GATHER_KEYS", 1)
+            monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+        k, v = (framed(rand(i, 6, page, 1, 16), torch.nan) for i in (1, 2))
+        table, lens = torch.arange(6, dtype=torch.int32).view(2, 3), torch.tensor([3 * page, 3 * page - 5]).int()
+        if bad == "table":
+            table[0, 0], table[0, 2], table[1, 0], table[1, 1] = -1, 6, -(2**31), 2**31 - 1
+        else:
+            lens += 1000
+        for queries in (1, 20):  # a program a split; several tiles of rows
+            q = rand(0, 2 * queries, 1, 16)
+            most = int(lens.max())
+            tile = None if queries == 1 else Tile(16, 1, 1)
+            given = (cu([queries, queries]), lens, queries, most, 0.25, None, 64)
+            for x in paged_attention(q, k, v, framed(table, 2**30), *given, tile=tile):
+                assert torch.isfinite(x).all()
+        assert all(frame.isnan().all() for frame in frames)
+
+    @pytest.mark.parametrize("family", ("ampere", "hopper"))
+    @pytest.mark.parametrize(
+        "queries,keys",
+        (
+            ([0, 9], [0, 90]),
+            ([-3, 6], [-40, 70]),
+            ([6, 3], [70, 30]),
+            ([7, 2**31 - 1], [80, 2**31 - 1]),
+            ([-(2**31), 6], [0, 70]),
+        ),
+        ids=str,
+    )
+    @pytest.mark.usefixtures("as_on")
+    def test_borders_that_do_not_fit_stay_inside_the_tensors(
+        queries: list[int], keys: list[int], frames: list[Tensor]
+    ) -> None:
+        """Undefined values, but nothing beside the buffers is read or written, forward and backward."""
+        cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in (queries, keys))
+        q, dout = (framed(rand(i, 6, 2, 16), torch.nan) for i in (0, 3))
+        k, v = (framed(rand(i, 70, 1, 16), torch.nan) for i in (1, 2))
+        rest = (cu_q, cu_k, 6, 70, 0.25, None)
+        for tile in (None, Tile(16, 1, 1, tma=False)):
+            out, lse = attention(q, k, v, *rest, 64, tile=tile)
+            tiles = None if tile is None else 2 * ({"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1},)
+            grads = attention_backward(dout, q, k, v, out, lse, *rest, tiles=tiles)
+            assert all(not x.isnan().any() for x in (out, *grads))
+        assert all(frame.isnan().all() for frame in frames)
+
+    def test_a_window_of_more_keys_than_there_are() -> None:
+        """The backward computes the last row that sees a key from it, in 32 bits."""
+        q, k, v, *rest = arguments(2, 1, 16, None, 64, [70], [130], torch.float32)
+        dout = rand(3, *q.shape)
+        wanted = attention_backward(dout, q, k, v, *attention(q, k, v, *rest), *rest[:5], None)
+        for window in (130, 2**30, 2**31 - 1):
+            out, lse = attention(q, k, v, *rest[:5], window, 64)
+            for a, b in zip(attention_backward(dout, q, k, v, out, lse, *rest[:5], window), wanted, strict=True):
+                assert_bitwise(a, b, f"window {window}")
+
     def test_more_sequences_than_a_grid_has() -> None:
         borders = torch.arange(65_537, dtype=torch.int32)
         q = torch.zeros(1, 1, 16).expand(65_536, 1, 16)
-        with pytest.raises(ValueError, match=r"cu_seqlens_q has borders of 65536 sequences; .* split the batch"):
+        refused = pytest.raises(ValueError, match=r"cu_seqlens_q has borders of 65536 sequences; .* split the batch")
+        with refused:
             attention(q, q, q, borders, borders, 1, 1, 0.25, None, 64)
+        lse = torch.zeros(1, 1).expand(65_536, 1)
+        with refused:
+            attention_backward(q, q, q, q, q, lse, borders, borders, 1, 1, 0.25, None)

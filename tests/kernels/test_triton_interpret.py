@@ -313,6 +313,27 @@ else:
         for o, r in zip(ours, rope_reference.rope(q, k, positions, table, inverse), strict=True):
             close(o, r, "rope")
 
+    @pytest.mark.parametrize("d", (24, 32))
+    def test_positions_outside_the_table_do_not_leave_it(d: int) -> None:
+        """A GPU cannot raise: such a token takes the first or the last row."""
+        whole_table = torch.full((8192 + 8 * d,), torch.nan)
+        table = whole_table[4096 : 4096 + 8 * d].view(8, d).copy_(rand(1, 8, d))
+        q, k, w = rand(0, 6, 4, d), rand(2, 6, 2, d), rand(3, d)
+        outside = torch.tensor([-1, 8, 3, 9, -(2**40), 2**40])
+        inside = torch.tensor([0, 7, 3, 7, 0, 7])
+        plain = lambda positions: rope.rope(q, k, positions, table, False)
+        normed = lambda positions: qk_norm_rope.qk_norm_rope(q, k, w, w, 0.1, positions, table)
+        for op in (plain, normed):
+            for a, b in zip(op(outside), op(inside), strict=True):
+                assert_bitwise(a, b, "outside and inside")
+
+    def test_far_heads_and_rows_are_copied() -> None:
+        """Offsets inside a token, and inside a tile of rows, are 32-bit."""
+        near, far = (torch.empty_strided((2, 4, 8), s, device="meta") for s in ((8, 1 << 28, 1), (8, 1 << 29, 1)))
+        assert rope.near_heads(near) is near and rope.near_heads(far).is_contiguous()
+        near, far = (torch.empty_strided((2, 4, 8), (s, 8, 1), device="meta") for s in (1 << 23, 1 << 24))
+        assert common.rows_of_heads(near) is near and common.rows_of_heads(far).is_contiguous()
+
     @by_dtype
     @pytest.mark.parametrize("d", (24, 32))
     def test_qk_norm_rope(d: int, dtype: torch.dtype) -> None:
@@ -488,6 +509,17 @@ else:
         ours = sample.sample(logits, seeds, positions, *rest)
         for o, r in zip(ours, sample_reference.sample(logits, seeds, positions, *rest), strict=True):
             assert_bitwise(o, r, "tokens, kept")
+
+    @pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf))
+    @pytest.mark.parametrize("filtered", (False, True))
+    def test_a_bad_row_gives_a_token_of_the_vocabulary(bad: float, filtered: bool) -> None:
+        """Undefined, but an id that the next step can look up."""
+        logits = rand(0, 3, 2100)
+        logits[0], logits[1, ::2] = bad, bad
+        rest = (torch.arange(3), torch.arange(3), torch.ones(3))
+        filters = (torch.full((3,), 5, dtype=torch.int32), torch.full((3,), 0.9), torch.full((3,), 0.1))
+        tokens, _ = sample.sample(logits, *rest, *(filters if filtered else (None, None, None)))
+        assert tokens.min() >= 0 and tokens.max() < 2100
 
     @triton.jit
     def scalar_kernel(x, two, log, SIZE: tl.constexpr):

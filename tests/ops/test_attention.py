@@ -207,6 +207,17 @@ def test_gradients_of_a_suffix(
         assert_bitwise(a + 0, b + 0, name)  # + 0: a skipped row leaves -0 as it is, an added zero makes it +0
 
 
+@pytest.mark.parametrize("window", (70, 2**31 - 1, 2**31, 2**63 - 1))
+def test_a_window_as_wide_as_the_sequence_is_none(window: int) -> None:
+    """Forward and backward: `sys.maxsize` says that there is no window as well as None does."""
+    batch = sequences([70, 5], 2, 1, 16, torch.float32)
+    douts = [rand(i, *s.q.shape) for i, s in enumerate(batch)]
+    same(packed(batch, window=window), packed(batch), "forward")
+    for found, wanted in zip(gradients(batch, douts, window=window), gradients(batch, douts), strict=True):
+        for name, a, b in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+            assert_bitwise(a, b, name)
+
+
 @by_dtype
 def test_threads_are_free(dtype: torch.dtype) -> None:
     batch = sequences([130, 64, 3, 100], 3, 2, 48, dtype)

@@ -92,6 +92,18 @@ REFUSED = {
     "rms_norm fp64": (lambda: ops.rms_norm(X.double(), EIGHT.double(), 0.1), TypeError, "rms_norm: x is torch.float64"),
     "swiglu fp64": (lambda: ops.swiglu(X.double()), TypeError, "swiglu: gate_up is torch.float64"),
     "rope fp64": (lambda: ops.rope(Q.double(), Q.double(), TARGETS, COS), TypeError, "rope: q is torch.float64"),
+    "qk_norm_rope positions": (
+        lambda: ops.qk_norm_rope(Q, Q, EIGHT, EIGHT, 0.1, TARGETS.int(), COS),
+        ValueError, r"qk_norm_rope: positions is \(3,\) torch.int32; expected \[T=3\] int64",
+    ),
+    "qk_norm_rope table": (
+        lambda: ops.qk_norm_rope(Q, Q, EIGHT, EIGHT, 0.1, TARGETS, COS.bfloat16()),
+        ValueError, r"qk_norm_rope: cos_sin is .* torch.bfloat16; expected \[P, D=8\] float32",
+    ),
+    "rope without a table": (
+        lambda: ops.rope(Q, Q, TARGETS, COS[:0]),
+        ValueError, r"rope: cos_sin is \(0, 8\), a table without positions; expected \[P, D=8\]",
+    ),
     "qk_norm_rope fp64": (
         lambda: ops.qk_norm_rope(Q.double(), Q.double(), EIGHT.double(), EIGHT.double(), 0.1, TARGETS, COS),
         TypeError, "qk_norm_rope: q is torch.float64",

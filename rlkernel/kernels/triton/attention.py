@@ -17,10 +17,19 @@ from torch import Tensor
 
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.attention_backward import attention_backward as attention_backward
-from rlkernel.kernels.triton.attention_backward import descriptors
+from rlkernel.kernels.triton.attention_backward import check_sequences, descriptors
 from rlkernel.kernels.triton.attention_pages import in_a_row, slots_in_a_row
 from rlkernel.kernels.triton.attention_pages import store_kv_ as store_kv_
-from rlkernel.kernels.triton.attention_splits import KEYS, NEGATIVE_INFINITY, closed, merge_kernel, merged, seen_from
+from rlkernel.kernels.triton.attention_splits import (
+    KEYS,
+    NEGATIVE_INFINITY,
+    closed,
+    merge_kernel,
+    merged,
+    page_in,
+    seen_from,
+    span_of,
+)
 from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
@@ -48,8 +57,9 @@ PARTIAL = tl.constexpr(2)  # splits side by side, several in turn where there ar
 
 @triton.jit
 def slot_of(table, at, keys, PAGE: tl.constexpr):
-    """Slot of key `at`; past the sequence's end some slot of page 0."""
-    return tl.load(table + at // PAGE, mask=at < keys, other=0).to(tl.int64) * PAGE + at % PAGE
+    """Slot of key `at`; past the sequence's end some slot of page 0. `table` knows how many pages there are."""
+    page = page_in(tl.load(table[0] + at // PAGE, mask=at < keys, other=0), table[1])
+    return page.to(tl.int64) * PAGE + at % PAGE
 
 
 @triton.jit
@@ -164,7 +174,7 @@ def closed_split(q, source, first, last, whole, keys, position, window, column, 
 
 
 @direct
-@triton.jit(do_not_specialize=["T", "COLUMNS", "window", "SPLITS"])
+@triton.jit(do_not_specialize=["T", "COLUMNS", "MOST", "PAGES", "window", "SPLITS"])
 def attention_kernel(
     q,  # [T, H, D]
     k_box,  # descriptors of k and v as [S, HK * D], where TMA
@@ -183,6 +193,8 @@ def attention_kernel(
     k_stride,
     v_stride,
     COLUMNS,
+    MOST,  # keys that the table has room for, or packed keys
+    PAGES,  # of the cache
     window,
     SPLIT,
     SPLITS,  # that the launch has room for: where `max_seqlen_k` is too small, fewer than the keys have
@@ -207,10 +219,9 @@ def attention_kernel(
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
     sequence = tl.program_id(2)
-    q_first = tl.load(cu_q + sequence)
-    queries = tl.load(cu_q + sequence + 1) - q_first
+    q_first, queries = span_of(cu_q, sequence, T)
     if PAGE > 0:
-        keys = tl.load(lens + sequence)
+        keys = min(tl.load(lens + sequence), MOST)
         k_first = 0
         k_step: tl.constexpr = HK * KV_HEAD  # slots follow one another
         v_step: tl.constexpr = HK * KV_HEAD
@@ -220,8 +231,7 @@ def attention_kernel(
             k_first = sequence * COLUMNS
             keys = min(tl.load(lens + sequence), COLUMNS)
         else:
-            k_first = tl.load(lens + sequence)
-            keys = tl.load(lens + sequence + 1) - k_first
+            k_first, keys = span_of(lens, sequence, MOST)
         k_step = k_stride
         v_step = v_stride
     alone = MODE != PARTIAL
@@ -254,7 +264,7 @@ def attention_kernel(
     x = tl.load(q + at, mask=inside[:, None] & (column < D)[None, :], other=0.0)
     k += tl.cast(k_first, tl.int64) * k_step + head * KV_HEAD
     v += tl.cast(k_first, tl.int64) * v_step + head * KV_HEAD
-    source = (k_box, v_box, k, v, k_step, v_step, (k_first, head * D), table)
+    source = (k_box, v_box, k, v, k_step, v_step, (k_first, head * D), (table, PAGES))
     if MODE == MERGE:
         o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -315,7 +325,7 @@ DECODE_ROWS = 16
 # From so many queries and keys on, pages are laid in a row first, where the copy engine can fetch them.
 GATHER_QUERIES, GATHER_KEYS, GATHER_BYTES = 512, 4096, 1 << 29
 GROUPS_ROWS = 1024  # of the longest sequence: from so many on, Hopper's own kernel serves prefill across splits
-MOST_SEQUENCES = 65535  # in the last dimension of a grid
+INT32 = (1 << 31) - 1
 MERGE_GRID = 1024  # programs of a merge at most, one a query at least: in most decode steps nothing is to merge
 PARTIAL_GRID = 4096  # programs of a decode step at most, two a sequence and key head at least: idle ones cost time too
 
@@ -374,11 +384,7 @@ def _forward(
     lse = torch.empty(t, h, dtype=torch.float32, device=q.device)
     if t == 0:
         return out, lse
-    if batch > MOST_SEQUENCES:
-        raise ValueError(
-            f"attention: cu_seqlens_q has borders of {batch} sequences; a GPU takes {MOST_SEQUENCES} a call, split the "
-            "batch"
-        )
+    check_sequences(batch)
     kind = family(q)
     chosen = tile is None
     tile = tile or forward_tile(max_q * group, d, q.element_size(), kind)
@@ -398,10 +404,13 @@ def _forward(
         o_parts = torch.empty(parts, t, h, d, dtype=torch.float32, device=q.device)
         lse_parts = torch.empty(parts, t, h, dtype=torch.float32, device=q.device)
     block_d = next_power_of_2(d, 16)
+    pages = 0 if table is None else k.shape[0]
+    most = k.shape[0] if table is None else min(table.shape[1] * k.shape[1], INT32) if pages else 0
     with on_device(q):
         attention_kernel[(side_by_side if mode == PARTIAL.value else tiles, hk, batch)](
             q, *boxes, k, v, table, cu_q, lens, o_parts, lse_parts, out, lse, t, q.stride(0), k.stride(-3),
-            v.stride(-3), room if table is None else table.stride(0), window or 0, split, splits, scale * LOG2E.value,
+            v.stride(-3), room if table is None else table.stride(0), most, pages, window or 0, split, splits,
+            scale * LOG2E.value,
             HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode,
             TURNS=mode == PARTIAL.value and splits > side_by_side,
             HAS_WINDOW=window is not None, PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
@@ -411,7 +420,7 @@ def _forward(
         )  # fmt: skip
         if mode == PARTIAL.value and splits > 1:
             heads = min(next_power_of_2(h), max(1, 128 // block_d))
-            programs = min(cdiv(h, heads), max(1, MERGE_GRID // (max_q * batch)))
+            programs = min(cdiv(h, heads), max(1, MERGE_GRID // max(1, max_q * batch)))
             merge_kernel[(max_q, programs, batch)](
                 o_parts, lse_parts, cu_q, lens, out, lse, t, window or 0, split, splits,
                 H=h, D=d, HEADS=heads, BLOCK_D=block_d, HAS_WINDOW=window is not None,
@@ -489,8 +498,8 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
         "q": f"*{kind}:16", "k": f"*{kind}:16", "v": f"*{kind}:16", "cu_q": "*i32:16", "lens": "*i32:16",
         "out": f"*{part}:16", "lse": "*fp32:16", "whole_out": f"*{kind}:16", "whole_lse": "*fp32:16",
         "T": "i32", "q_stride": "i32:16", "k_stride": "i32:16",
-        "v_stride": "i32:16", "COLUMNS": "i32", "window": "i32", "SPLIT": "i32:16", "SPLITS": "i32",
-        "scale_log2e": "fp32",
+        "v_stride": "i32:16", "COLUMNS": "i32", "MOST": "i32", "PAGES": "i32", "window": "i32",
+        "SPLIT": "i32:16", "SPLITS": "i32", "scale_log2e": "fp32",
     }  # fmt: skip
     constants = {
         "HK": 8, "GROUP": 2, "D": d, "KV_HEAD": 2 * d if halves else d, "BLOCK_D": next_power_of_2(d, 16),

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.attention_splits import span_of
 from rlkernel.kernels.triton.common import (
     LOG2E,
     aligned,
@@ -102,7 +103,7 @@ def dq_block(dq, q, dout, top, delta, source, first, partly, keys, position, win
     return tl.dot(ds.to(x.dtype), x, dq, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["T", "window"])
+@triton.jit(do_not_specialize=["T", "S", "window"])
 def dq_kernel(
     dout,  # [T, H, D]
     q,  # [T, H, D]
@@ -116,6 +117,7 @@ def dq_kernel(
     cu_k,  # [B + 1]
     dq,  # [T, H, D]
     T,
+    S,
     q_stride,
     k_stride,
     v_stride,
@@ -134,10 +136,8 @@ def dq_kernel(
 ):
     head = tl.program_id(1)
     sequence = tl.program_id(2)
-    q_first = tl.load(cu_q + sequence)
-    queries = tl.load(cu_q + sequence + 1) - q_first
-    k_first = tl.load(cu_k + sequence)
-    keys = tl.load(cu_k + sequence + 1) - k_first
+    q_first, queries = span_of(cu_q, sequence, T)
+    k_first, keys = span_of(cu_k, sequence, S)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     if tile * BLOCK_M >= queries * GROUP:
         return
@@ -227,7 +227,7 @@ def dkv_block(dk, dv, k, v, source, first, partly, rows, past, at, window, colum
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["T", "window"])
+@triton.jit(do_not_specialize=["T", "S", "window"])
 def dkv_kernel(
     q_box,  # descriptors of q and dout as [T, HK, GROUP, D], where TMA
     dout_box,
@@ -242,6 +242,7 @@ def dkv_kernel(
     dk,  # [S, HK, D]
     dv,
     T,
+    S,
     q_stride,
     k_stride,
     v_stride,
@@ -261,11 +262,12 @@ def dkv_kernel(
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     q_first = tl.load(cu_q + sequence)
-    queries = tl.load(cu_q + sequence + 1) - q_first
-    k_first = tl.load(cu_k + sequence)
-    keys = tl.load(cu_k + sequence + 1) - k_first
+    q_last = tl.load(cu_q + sequence + 1)
+    queries = q_last - q_first
+    k_first, keys = span_of(cu_k, sequence, S)
     begin = tl.program_id(0) * BLOCK_M
-    if begin >= keys:
+    # Borders that do not fit: not clamped, as that would keep two more numbers in registers through the loops.
+    if (begin >= keys) | (q_first < 0) | (q_last < 0) | (q_last > T):
         return
     past = keys - queries
     rows = queries * GROUP
@@ -315,6 +317,17 @@ def dkv_kernel(
 
 
 # ---- tiles and launcher --------------------------------------------------------------------------
+
+MOST_SEQUENCES = 65535  # in the last dimension of a grid
+
+
+def check_sequences(batch: int) -> None:
+    """Raises ValueError where a grid cannot hold so many sequences."""
+    if batch > MOST_SEQUENCES:
+        raise ValueError(
+            f"attention: cu_seqlens_q has borders of {batch} sequences; a GPU takes {MOST_SEQUENCES} a call, split the "
+            "batch"
+        )
 
 
 def descriptors(x: Tensor, y: Tensor, rows: int, group: int | None = None) -> tuple[Any, Any]:
@@ -379,7 +392,11 @@ def attention_backward(
     top, delta = torch.empty(2, hk, t * group, dtype=torch.float32, device=q.device)
     block_d = next_power_of_2(d, 16)
     shape: dict[str, Any] = {"HK": hk, "GROUP": group, "D": d, "BLOCK_D": block_d}
-    numbers = (t, q.stride(0), k.stride(0), v.stride(0), window or 0, scale * LOG2E.value, scale)
+    check_sequences(batch)
+    # As many keys as there are, or more, are all of them: the kernels compute a row's last key from it in 32 bits.
+    numbers = (
+        t, k.shape[0], q.stride(0), k.stride(0), v.stride(0), min(window or 0, k.shape[0]), scale * LOG2E.value, scale,
+    )  # fmt: skip
     kind = family(q)
     for_dq, for_dkv = tiles or backward_tiles(d, q.element_size(), kind)
     with on_device(q):
@@ -412,8 +429,9 @@ def _variant(name: str, kernel: Any, kind: str, d: int, launch: dict[str, int], 
     tensors = ("dout", "q", "k", "v", "dq", "dk", "dv")
     types = {n: f"*{kind}:16" for n in tensors if n in kernel.arg_names}
     types |= {
-        "top": "*fp32:16", "delta": "*fp32:16", "cu_q": "*i32:16", "cu_k": "*i32:16", "T": "i32", "q_stride": "i32:16",
-        "k_stride": "i32:16", "v_stride": "i32:16", "window": "i32", "scale_log2e": "fp32", "scale": "fp32",
+        "top": "*fp32:16", "delta": "*fp32:16", "cu_q": "*i32:16", "cu_k": "*i32:16", "T": "i32", "S": "i32",
+        "q_stride": "i32:16", "k_stride": "i32:16", "v_stride": "i32:16", "window": "i32", "scale_log2e": "fp32",
+        "scale": "fp32",
     }  # fmt: skip
     constants = {"HK": 8, "GROUP": 2, "D": d, "BLOCK_D": next_power_of_2(d, 16), "HAS_WINDOW": window}
     constants |= {n: launch[n] for n in ("BLOCK_M", "BLOCK_N")}

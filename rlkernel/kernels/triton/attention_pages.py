@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.kernels.triton.aot import Variant
+from rlkernel.kernels.triton.attention_splits import page_in
 from rlkernel.kernels.triton.common import cdiv, next_power_of_2, on_device, options, rows_of_heads
 from rlkernel.kernels.triton.launch import direct
 
@@ -29,7 +30,7 @@ def store_kv_kernel(k_cache, v_cache, k, v, slots, k_stride, v_stride, SIZE, ROW
 
 
 @direct
-@triton.jit(do_not_specialize=["COLUMNS", "ROOM"])
+@triton.jit(do_not_specialize=["COLUMNS", "PAGES", "ROOM"])
 def gather_kernel(
     k,  # pages [pages, PAGE, HK, D] whose heads lie KV_HEAD elements apart
     v,
@@ -38,6 +39,7 @@ def gather_kernel(
     k_out,  # [B, ROOM, HK, D]
     v_out,
     COLUMNS,
+    PAGES,
     ROOM,
     HK: tl.constexpr,
     D: tl.constexpr,
@@ -51,7 +53,8 @@ def gather_kernel(
     keys = min(tl.load(lens + sequence), ROOM)  # more only where `max_seqlen_k` is too small
     if first >= keys:
         return
-    slot = tl.load(table + sequence * COLUMNS + tl.program_id(0)).to(tl.int64) * PAGE
+    page = page_in(tl.load(table + sequence * COLUMNS + tl.program_id(0)), PAGES)
+    slot = page.to(tl.int64) * PAGE
     j = tl.arange(0, BLOCK)
     inside = j < HK * D
     source = j // D * KV_HEAD + j % D
@@ -73,8 +76,8 @@ def in_a_row(
     k_out, v_out = (torch.empty(batch * room, hk, d, dtype=k.dtype, device=k.device) for _ in range(2))
     with on_device(k):
         gather_kernel[(min(cdiv(room, page), table.shape[1]), batch)](
-            k, v, table, lens, k_out, v_out, table.stride(0), room, HK=hk, D=d, KV_HEAD=kv_head, PAGE=page,
-            BLOCK=next_power_of_2(hk * d), num_warps=4, **options(),
+            k, v, table, lens, k_out, v_out, table.stride(0), k.shape[0], room, HK=hk, D=d, KV_HEAD=kv_head,
+            PAGE=page, BLOCK=next_power_of_2(hk * d), num_warps=4, **options(),
         )  # fmt: skip
     return k_out, v_out
 
@@ -110,7 +113,7 @@ AOT: tuple[Variant, ...] = (
     Variant(
         "attention gather", gather_kernel,
         {"k": "*bf16:16", "v": "*bf16:16", "table": "*i32:16", "lens": "*i32:16", "k_out": "*bf16:16",
-         "v_out": "*bf16:16", "COLUMNS": "i32", "ROOM": "i32"},
+         "v_out": "*bf16:16", "COLUMNS": "i32", "PAGES": "i32", "ROOM": "i32"},
         {"HK": 8, "D": 128, "KV_HEAD": 256, "PAGE": 16, "BLOCK": 1024},
     ),
     Variant(

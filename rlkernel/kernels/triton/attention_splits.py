@@ -1,4 +1,7 @@
-"""Splits of attention on GPUs: exact division, the merge of two closed splits, the kernel that merges stored ones."""
+"""Splits of attention on GPUs: exact division, the merge of two closed splits, the kernel that merges stored ones.
+
+And what bounds a sequence's rows and pages: borders and tables come from the caller, and a GPU cannot raise.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +63,19 @@ def seen_from(keys, queries, window, HAS_WINDOW: tl.constexpr):
         return 0
 
 
+@triton.jit
+def span_of(borders, sequence, TOTAL):
+    """First row of a sequence and how many it has, below 0 where borders fall: inside the buffer whatever they hold."""
+    first = max(min(tl.load(borders + sequence), TOTAL), 0)
+    return first, max(min(tl.load(borders + sequence + 1), TOTAL), 0) - first
+
+
+@triton.jit
+def page_in(page, PAGES):
+    """The page's number, or that of another page where the cache has no such one."""
+    return tl.maximum(tl.minimum(page, PAGES - 1), 0)
+
+
 @direct
 @triton.jit(do_not_specialize=["T", "window", "SPLITS"])
 def merge_kernel(
@@ -86,8 +102,7 @@ def merge_kernel(
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0)
     sequence = tl.program_id(2)
-    q_first = tl.load(cu_q + sequence)
-    queries = tl.load(cu_q + sequence + 1) - q_first
+    q_first, queries = span_of(cu_q, sequence, T)
     if token >= queries:
         return
     if LENGTHS:

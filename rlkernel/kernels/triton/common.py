@@ -169,8 +169,12 @@ def _capability(device: int) -> int:
 
 
 def rows_of_heads(x: Tensor) -> Tensor:
-    """x [n, heads, D] with dense heads inside a row; a slice of a fused projection passes as it is."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    """x [n, heads, D] with dense heads inside a row; a slice of a fused projection passes as it is.
+
+    Rows of a tile lie within 2^31 elements: offsets inside one are 32-bit.
+    """
+    near = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) < 1 << 24
+    return x if near else x.contiguous()
 
 
 def add_partials_(grad: Tensor, partials: Tensor, fresh: bool = False) -> None:

@@ -17,7 +17,7 @@ from rlkernel.kernels.triton.aot import Variant, early_too
 from rlkernel.kernels.triton.common import early, next_power_of_2, on_device, options
 from rlkernel.kernels.triton.launch import direct
 from rlkernel.kernels.triton.rms_norm import inverse_root, rms_norm, row_sum
-from rlkernel.kernels.triton.rope import halves, rope, rotate
+from rlkernel.kernels.triton.rope import halves, near_heads, rope, rotate, row_of
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -37,7 +37,7 @@ def normed(x1, x2, weight, eps, y, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @direct
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["P", "SIZE"])
 def qk_norm_rope_kernel(
     q,  # [T, H, D]
     k,  # [T, HK, D]
@@ -51,6 +51,7 @@ def qk_norm_rope_kernel(
     v_out,  # slots of values
     slots,  # [T] int64
     eps,
+    P,
     H,
     HK,
     q_row,
@@ -72,7 +73,7 @@ def qk_norm_rope_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
+    position = row_of(tl.load(positions + token), P)
     q1, q2 = halves(q, token * q_row, q_head, H, D, Q_HEADS, BLOCK)
     k1, k2 = halves(k, token * k_row, k_head, HK, D, K_HEADS, BLOCK)
     if STORE:
@@ -113,7 +114,7 @@ def _launch(
     k_out: Tensor, v: Tensor | None, v_out: Tensor | None, slots: Tensor | None, places: tuple[int, int, int],
 ) -> Tensor:  # fmt: skip
     (tokens, h, d), hk = q.shape, k.shape[1]
-    q, k = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k))
+    q, k = near_heads(q), near_heads(k)
     q_out = torch.empty((tokens, h, d), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return q_out
@@ -121,8 +122,8 @@ def _launch(
     with on_device(q):
         qk_norm_rope_kernel[(tokens,)](
             q, k, q_weight.contiguous(), k_weight.contiguous(), positions.contiguous(), cos_sin.contiguous(), q_out,
-            k_out, v, v_out, slots, eps, h, hk, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v_row, v_head,
-            *places, **_tile(h, hk, d), STORE=slots is not None, **early(q), **options(),
+            k_out, v, v_out, slots, eps, cos_sin.shape[0], h, hk, q.stride(0), q.stride(1), k.stride(0),
+            k.stride(1), v_row, v_head, *places, **_tile(h, hk, d), STORE=slots is not None, **early(q), **options(),
         )  # fmt: skip
     return q_out
 
@@ -145,7 +146,7 @@ def qk_norm_rope_store(
     k_cache: Tensor, v_cache: Tensor, slots: Tensor,
 ) -> Tensor:  # fmt: skip
     """q'; k' and v in their slots of caches [pages, page, HK, D] of one shape, slot after slot in memory."""
-    v = v if v.stride(2) == 1 else v.contiguous()
+    v = near_heads(v)
     pages, page, _, _ = k_cache.shape
     places = (k_cache.stride(1), k_cache.stride(2), pages * page)
     return _launch(
@@ -158,7 +159,7 @@ def qk_norm_rope_store(
 
 def _variant(h: int, hk: int, store: bool = False) -> Variant:
     types = dict.fromkeys(("q", "k", "q_weight", "k_weight", "q_out", "k_out"), "*bf16:16")
-    types |= {"positions": "*i64:16", "cos_sin": "*fp32:16", "eps": "fp32", "H": "i32:16", "HK": "i32"}
+    types |= {"positions": "*i64:16", "cos_sin": "*fp32:16", "eps": "fp32", "P": "i32", "H": "i32:16", "HK": "i32"}
     types |= dict.fromkeys(("q_row", "q_head", "k_row", "k_head", "v_row", "v_head"), "i32:16")
     types |= {"slot_row": "i32:16", "slot_head": "i32:16", "SIZE": "i32"}
     meta = _tile(h, hk, 128) | {"STORE": store}

@@ -39,8 +39,14 @@ def rotate(out, x1, x2, cos, sin, row, head_stride, heads, D: tl.constexpr, HEAD
     tl.store(to + D // 2, tl.fma(x2, cos, x1 * sin).to(out.dtype.element_ty), mask=inside)
 
 
-@direct
 @triton.jit
+def row_of(position, P):
+    """Row of the table for a position; the first or the last where it has no such one, as a GPU cannot raise."""
+    return tl.maximum(tl.minimum(position, P - 1), 0)
+
+
+@direct
+@triton.jit(do_not_specialize=["P"])
 def rope_kernel(
     q,  # [T, H, D]
     k,  # [T, HK, D]
@@ -48,6 +54,7 @@ def rope_kernel(
     cos_sin,  # [P, D] fp32
     q_out,  # [T, H, D]
     k_out,  # [T, HK, D]
+    P,
     H,
     HK,
     q_row,
@@ -64,7 +71,7 @@ def rope_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
+    position = row_of(tl.load(positions + token), P)
     # The heads are on their way while the table waits for the position.
     q1, q2 = halves(q, token * q_row, q_head, H, D, Q_HEADS, BLOCK)
     k1, k2 = halves(k, token * k_row, k_head, HK, D, K_HEADS, BLOCK)
@@ -81,6 +88,11 @@ def rope_kernel(
 # ---- launchers ----------------------------------------------------------------------------------
 
 
+def near_heads(x: Tensor) -> Tensor:
+    """x [T, heads, D], whose heads lie dense and so near that 32 bits hold the way from the first to any of them."""
+    return x if x.stride(2) == 1 and abs(x.stride(1)) * x.shape[1] < 1 << 31 else x.contiguous()
+
+
 def _tile(h: int, hk: int, d: int) -> dict[str, Any]:
     block, heads = next_power_of_2(d // 2, 16), next_power_of_2(h)
     meta = {"D": d, "Q_HEADS": heads, "K_HEADS": next_power_of_2(hk), "BLOCK": block}
@@ -88,7 +100,7 @@ def _tile(h: int, hk: int, d: int) -> dict[str, Any]:
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    q, k = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k))
+    q, k = near_heads(q), near_heads(k)
     positions, cos_sin = positions.contiguous(), cos_sin.contiguous()
     (tokens, h, d), hk = q.shape, k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -97,8 +109,8 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool
         return q_out, k_out
     with on_device(q):
         rope_kernel[(tokens,)](
-            q, k, positions, cos_sin, q_out, k_out, h, hk, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-            INVERSE=inverse, **_tile(h, hk, d), **early(q), **options(),
+            q, k, positions, cos_sin, q_out, k_out, cos_sin.shape[0], h, hk, q.stride(0), q.stride(1),
+            k.stride(0), k.stride(1), INVERSE=inverse, **_tile(h, hk, d), **early(q), **options(),
         )  # fmt: skip
     return q_out, k_out
 
@@ -108,7 +120,7 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool
 
 def _variant(h: int, hk: int) -> Variant:
     types = dict.fromkeys(("q", "k", "q_out", "k_out"), "*bf16:16")
-    types |= {"positions": "*i64:16", "cos_sin": "*fp32:16", "H": "i32:16", "HK": "i32"}
+    types |= {"positions": "*i64:16", "cos_sin": "*fp32:16", "P": "i32", "H": "i32:16", "HK": "i32"}
     types |= dict.fromkeys(("q_row", "q_head", "k_row", "k_head"), "i32:16")
     meta = _tile(h, hk, 128)
     warps = meta.pop("num_warps")

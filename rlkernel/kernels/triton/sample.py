@@ -195,7 +195,8 @@ def sample_tiles_kernel(
     noise = gumbel(tl.load(seeds + row), tl.load(positions + row), v)
     score = tl.where(keep, tl.where(t == 0.0, z, z + noise), float("-inf"))
     best = tl.max(tl.max(score, axis=1), axis=0)
-    token = tl.where(score == best, v, 0x7FFFFFFF)
+    best = tl.where(best == best, best, float("-inf"))  # of a tile of NaN; some token of the vocabulary is taken then
+    token = tl.where(score == best, v, V - 1)
     to = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_score + to, best)
     tl.store(best_token + to, tl.min(tl.min(token, axis=1), axis=0))
