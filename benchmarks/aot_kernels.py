@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from results_io import write_result
 
 from rlkernel.kernels import build
-from rlkernel.kernels.cuda import linear_logprob, linear_rows
+from rlkernel.kernels.cuda import linear_logprob_hopper, linear_rows
 from rlkernel.kernels.cuda.driver import compile_cuda
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.triton import aot
@@ -51,9 +51,9 @@ def measure_cuda() -> list[dict[str, Any]]:
     modes = ("STATISTICS", "GRADIENT", "PROBS", "DHIDDEN", "DWEIGHT")
     found = []
     for name in modes:
-        macros = {"MODE": getattr(linear_logprob, name), "HAS_TEMPERATURE": 0, "HAS_KEPT": 0, "HAS_DENTROPY": 0}
-        cubin = compile_cuda(build.source_dir() / "cuda" / linear_logprob.SOURCE, "90a", macros)
-        staging = linear_logprob.STAGING_BYTES if name in ("GRADIENT", "PROBS") else 0
+        macros = {"MODE": getattr(linear_logprob_hopper, name), "HAS_TEMPERATURE": 0, "HAS_KEPT": 0, "HAS_DENTROPY": 0}
+        cubin = compile_cuda(build.source_dir() / "cuda" / linear_logprob_hopper.SOURCE, "90a", macros)
+        staging = linear_logprob_hopper.STAGING_BYTES if name in ("GRADIENT", "PROBS") else 0
         found.append({
             "kernel": f"linear_logprob CUDA {name.lower()}",
             "function": "rlk_linear_logprob",
@@ -61,7 +61,7 @@ def measure_cuda() -> list[dict[str, Any]]:
             "main": True,
             "num_warps": 12,
             **aot.cuda_resources(cubin),
-            "shared": linear_logprob.SHARED_BYTES + staging,
+            "shared": linear_logprob_hopper.SHARED_BYTES + staging,
             "matrix": ["wgmma m64n256k16"],
         })  # fmt: skip
     for rows, columns in itertools.product((8, linear_rows.MOST_ROWS), linear_rows.COLUMNS):

@@ -306,12 +306,12 @@ def every_schedule() -> set[str]:
 
 def offered(capability: tuple[int, int]) -> set[str]:
     """Names, as in `every_schedule`, of all schedules that a GPU of this compute capability is offered."""
-    from rlkernel.kernels import schedule
     from rlkernel.kernels.cuda import linear, linear_logprob
+    from rlkernel.kernels.schedule import ScheduledOp
 
     groups = () if capability == (9, 0) else ("hopper", "rows")
-    modules = (linear.__name__, linear_logprob.__name__)
-    ops = [op for op in schedule.scheduled_ops() if op.family.key.__module__ in modules]
+    defined = (*vars(linear).values(), *vars(linear_logprob).values())
+    ops = [op for op in defined if isinstance(op, ScheduledOp)]
     names = {f"{op.family.op}:{s.name}" for op in ops for s in op.family.schedules}
     return {name for name in names if name.split(":")[1].split(".")[0] not in groups}
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rlkernel import ops
-from rlkernel.kernels.cuda.linear import BUCKETS, bucket
+from rlkernel.kernels.cuda.linear_shapes import BUCKETS, bucket
 from rlkernel_vllm import settings
 from rlkernel_vllm.config import model_config
 

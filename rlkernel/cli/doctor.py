@@ -119,13 +119,13 @@ def _schedules() -> dict[str, Any]:
     import torch
 
     from rlkernel.kernels import schedule
-    from rlkernel.kernels.cuda import linear
+    from rlkernel.kernels.cuda import cublaslt, linear
     from rlkernel.kernels.verdicts import verdict_dir
 
     folder = verdict_dir()
     before = _written(folder)
     bf16 = torch.bfloat16
-    reason = linear.unavailable()
+    reason = cublaslt.unavailable()
     for rows, n, k in _SHAPES:
         x, dy, w = (torch.randn(a, b, dtype=bf16, device="cuda") for a, b in ((rows, k), (rows, n), (n, k)))
         linear.linear.verdict(x, w, None, 1, 1, None)

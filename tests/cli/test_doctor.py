@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from rlkernel.cli import doctor
 from rlkernel.cli.main import main
 from rlkernel.kernels import schedule, verdicts
-from rlkernel.kernels.cuda import attention_fa3, linear, linear_logprob
+from rlkernel.kernels.cuda import attention_fa3, cublaslt, linear_logprob
 from rlkernel.kernels.triton import common, launch, matrix
 
 CHIPS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell"}
@@ -100,7 +100,7 @@ def test_says_whether_verdicts_were_made_or_read(
     folder = tmp_path / "[cache]"  # what rich would take for markup
     folder.mkdir()
     monkeypatch.setattr(verdicts, "verdict_dir", lambda: folder)
-    monkeypatch.setattr(linear, "unavailable", lambda: "no cuBLASLt in this test")
+    monkeypatch.setattr(cublaslt, "unavailable", lambda: "no cuBLASLt in this test")
     monkeypatch.setattr(schedule, "report", lambda device: [])
     monkeypatch.setattr(schedule, "scheduled_ops", lambda: (Three(),))
     monkeypatch.setattr(doctor, "_SHAPES", ())
@@ -145,7 +145,7 @@ def test_doctor_names_what_the_chip_lacks(
     scoring = on_gpu(linear_logprob._forward)
     supported = [s.supports(scoring.family.key(*arguments)) for s in scoring.family.schedules]
     assert supported == [hopper]
-    monkeypatch.setattr(linear, "unavailable", lambda: "no cuBLASLt in this test")
+    monkeypatch.setattr(cublaslt, "unavailable", lambda: "no cuBLASLt in this test")
     monkeypatch.setattr(doctor, "_train_a_head", lambda: None if hopper else scoring.verdict(*arguments))
     monkeypatch.setattr(schedule, "report", lambda device: [])
     library = attention_fa3.Library(dense=lambda: None, paged=lambda: None, versions={})  # type: ignore[arg-type, return-value]

@@ -165,14 +165,15 @@ def test_operands_at_any_address_keep_the_bits(m: int, record: Callable[..., Non
 @pytest.mark.parametrize("m,n,k", ((16400, 512, 256), (14400, 151936, 64)), ids=("open bucket", "past 2^31 elements"))
 def test_calls_with_more_rows_than_were_compared_are_cut(m: int, n: int, k: int, record: Callable[..., None]) -> None:
     from rlkernel.kernels.cuda import linear
+    from rlkernel.kernels.cuda import linear_shapes as shapes
 
     x, w, bias = rand(m, k), rand(n, k), rand(2 * n)[::2]
     dy = torch.randn(m, n, dtype=torch.bfloat16, device="cuda")
     for op, arguments in ((linear.linear, (x, w, bias, 1, 1, None)), (linear.linear_dgrad, (dy, w, 1))):
         key = op.family.key(*arguments)
-        assert linear.most_rows(linear._shape(key)) < m
+        assert shapes.most_rows(shapes.shape_of(key)) < m
         verdict = op.verdict(*arguments)
-        assert verdict is not None and verdict.rows[-1] == linear.most_rows(linear._shape(key))
+        assert verdict is not None and verdict.rows[-1] == shapes.most_rows(shapes.shape_of(key))
         assert op._bound[key], verdict.trials
         expected = op.family.anchor(*arguments)
         for name, run in op._bound[key].items():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
+import ast
 import importlib
 import io
 import itertools
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,37 +17,32 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kernels.linear_checks import MOST, NONE, key, rand
+
 from rlkernel.cli import doctor
-from rlkernel.contract import assert_bitwise
 from rlkernel.kernels.cuda import linear as cuda
 from rlkernel.kernels.cuda import linear_logprob as scoring
+from rlkernel.kernels.cuda import linear_logprob_shapes as scored
+from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton.linear_logprob_backward import Active
 
 
-def key(x: Tensor, w: Tensor, bias: Tensor | None = None, chunks: int = 1, out: torch.dtype | None = None) -> tuple:
-    return (0, *cuda._linear_key(x, w, bias, chunks, 1, out)[1:])
-
-
-def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape).to(dtype)
-
-
 def test_buckets_hold_their_rows() -> None:
     ms = [*range(0, 300), 511, 512, 513, 8192, 8193, 16384]
-    buckets = [cuda.bucket(m) for m in ms]
+    buckets = [shapes.bucket(m) for m in ms]
     assert all(b >= m for m, b in zip(ms, buckets, strict=True)) and buckets == sorted(buckets)
-    assert cuda.bucket(10**6) == cuda.BUCKETS[-1] and set(buckets) <= set(cuda.BUCKETS)
+    assert shapes.bucket(10**6) == shapes.BUCKETS[-1] and set(buckets) <= set(shapes.BUCKETS)
     for m in (1, 9, 40, 65, 150, 250, 5000):
-        rows = cuda._rows(key(rand(1, 64).expand(m, 64).contiguous(), rand(48, 64)))
-        assert {cuda.bucket(r) for r in rows} == {cuda.bucket(m)} and rows[-1] == cuda.bucket(m)
+        rows = shapes.rows_of(key(rand(1, 64).expand(m, 64).contiguous(), rand(48, 64)))
+        assert {shapes.bucket(r) for r in rows} == {shapes.bucket(m)} and rows[-1] == shapes.bucket(m)
 
 
 def test_one_class_per_kernel_choice() -> None:
     w = rand(48, 64)
     assert key(rand(2, 64), w) == key(rand(16, 64), w) != key(rand(17, 64), w)
-    assert cuda._describe(key(rand(2, 64), w)) == cuda._describe(key(rand(2, 64), w, None, 1, torch.bfloat16))
-    dgrad = cuda._shape(cuda._dgrad_key(rand(2, 48), w, 1))
+    assert shapes.describe(key(rand(2, 64), w)) == shapes.describe(key(rand(2, 64), w, None, 1, torch.bfloat16))
+    dgrad = shapes.shape_of(shapes.dgrad_key(rand(2, 48), w, 1))
     assert (dgrad.n, dgrad.k) == (64, 48)
 
 
@@ -64,13 +58,13 @@ def test_what_cublaslt_is_asked_for() -> None:
         (rand(2, 64, dtype=torch.float32), w.float(), 1),
     ):
         assert not cuda._cublaslt_supports(key(x, weight, None, chunks))
-    assert not cuda._cublaslt_supports(cuda._linear_key(rand(2, 64), w, None, 1, 1, None)), "a CPU tensor"
+    assert not cuda._cublaslt_supports(shapes.linear_key(rand(2, 64), w, None, 1, 1, None)), "a CPU tensor"
 
 
 def test_what_the_kernel_for_few_rows_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     offered = {s.name: s.supports for s in cuda.linear_dgrad.family.schedules if s.name.startswith("rows.")}
-    on = lambda name, dy, w, chunks=1: offered[name]((0, *cuda._dgrad_key(dy, w, chunks)[1:]))
+    on = lambda name, dy, w, chunks=1: offered[name]((0, *shapes.dgrad_key(dy, w, chunks)[1:]))
     w = rand(48, 1024)
     assert all(on(name, rand(m, 48), w) for name in offered for m in (1, 16))
     for dy, weight, chunks in (
@@ -79,7 +73,7 @@ def test_what_the_kernel_for_few_rows_is_asked_for(monkeypatch: pytest.MonkeyPat
         (rand(2, 48), w, 2),
         (rand(2, 44), rand(44, 1024), 1),  # rows at no 16-byte address
         (rand(2, 48, dtype=torch.float32), w.float(), 1),
-        (rand(1, cuda.DGRAD_WHOLE + 8), rand(cuda.DGRAD_WHOLE + 8, 16), 1),  # a head has chunks
+        (rand(1, shapes.DGRAD_WHOLE + 8), rand(shapes.DGRAD_WHOLE + 8, 16), 1),  # a head has chunks
     ):
         assert not any(on(name, dy, weight, chunks) for name in offered)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -88,19 +82,19 @@ def test_what_the_kernel_for_few_rows_is_asked_for(monkeypatch: pytest.MonkeyPat
 
 def test_the_gradients_of_one_class() -> None:
     grad, dy, x = torch.zeros(48, 64), rand(100, 48), rand(100, 64)
-    s = cuda._shape(cuda._wgrad_key(grad, dy, x, False))
+    s = shapes.shape_of(shapes.wgrad_key(grad, dy, x, False))
     assert (s.rows, s.n, s.k, s.out, s.fresh) == (128, 64, 128, torch.float32, False)
-    assert cuda._describe(cuda._wgrad_key(grad, dy, x, False))["T"] == 128
+    assert shapes.describe(shapes.wgrad_key(grad, dy, x, False))["T"] == 128
     on = lambda key: cuda._cublaslt_supports((0, *key[1:]))
-    assert on(cuda._wgrad_key(grad, dy, x, False)) and on(cuda._wgrad_key(grad.bfloat16(), dy, x, True))
-    assert not on(cuda._wgrad_key(grad.bfloat16(), dy, x, False)), "a sum that goes on is fp32"
-    assert not on(cuda._wgrad_key(grad.t().contiguous().t(), dy, x, False))
-    head = cuda._shape((0, 16, torch.Size((cuda.DGRAD_WHOLE + 8, 64)), torch.bfloat16, None, False, 1, True, "dgrad"))
+    assert on(shapes.wgrad_key(grad, dy, x, False)) and on(shapes.wgrad_key(grad.bfloat16(), dy, x, True))
+    assert not on(shapes.wgrad_key(grad.bfloat16(), dy, x, False)), "a sum that goes on is fp32"
+    assert not on(shapes.wgrad_key(grad.t().contiguous().t(), dy, x, False))
+    weight = torch.Size((shapes.DGRAD_WHOLE + 8, 64))
+    head = shapes.Shape(0, 16, weight, torch.bfloat16, None, False, 1, True, "dgrad")
     assert head.is_head and not head._replace(chunks=2).is_head and not head._replace(form="forward").is_head
 
 
-NONE = Active(*[torch.zeros(1, dtype=torch.int32)] * 3)
-MOST = NONE._replace(row=48)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def calls() -> list[tuple[ScheduledOp, tuple]]:
@@ -174,18 +168,18 @@ def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
     for offer in (*cuda.OFFERS, *cuda.HEAD_OFFERS):
         fitted = cuda.matrix.fit(offer.tile, 1 << 20, 2, 232448)
         assert fitted == offer.tile, "smaller than it says"
-        assert {offer.least - 1, offer.most} <= {*cuda.BUCKETS, cuda.ANY}, "a bucket in part"
+        assert {offer.least - 1, offer.most} <= {*shapes.BUCKETS, cuda.ANY}, "a bucket in part"
 
 
 def tiles_of(m: int, n: int) -> list[str]:
     """Names of the tiles offered for a product of a bucket of rows and a width."""
-    s = cuda.Shape(0, m, torch.Size((n, 512)), torch.bfloat16, None, False, 1, True, "forward")
+    s = shapes.Shape(0, m, torch.Size((n, 512)), torch.bfloat16, None, False, 1, True, "forward")
     offered = [schedule.name for schedule in cuda.linear.family.schedules if schedule.supports(tuple(s))]
     return [name.removeprefix("triton.") for name in offered if name.startswith("triton.")]
 
 
 def test_every_class_of_few_rows_has_tiles_but_not_many() -> None:
-    for n, m in itertools.product((1024, 4096, 6144, 24576), cuda.BUCKETS[1:12]):
+    for n, m in itertools.product((1024, 4096, 6144, 24576), shapes.BUCKETS[1:12]):
         offered = tiles_of(m, n)
         assert 1 <= len(offered) <= 4 and not any("head" in name for name in offered), (n, m)
     assert tiles_of(96, 4096) == tiles_of(128, 4096) == ["64x64x128", "128x32x128", "128x32x64", "64x128x64"]
@@ -193,167 +187,6 @@ def test_every_class_of_few_rows_has_tiles_but_not_many() -> None:
     assert tiles_of(96, 6144) == ["128x64x64", "64x128x64"] and tiles_of(224, 4096) == ["64x128x64"]
     assert tiles_of(96, 1024) == ["64x16x256", "64x32x128"] and tiles_of(256, 1024) == ["64x32x128"]
     assert tiles_of(512, 4096) == []
-
-
-def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
-    """A tensor over memory that is not its own."""
-    bytes_ = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(bytes_, dtype=dtype)
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """cuBLASLt's place taken by torch on whole numbers; what its heuristic was asked for."""
-    found: list[tuple] = []
-    monkeypatch.setattr(cuda, "plan", lambda *args: (found.append(args), cuda.Plan(0, 0, "torch"))[1])
-
-    def launcher(device: int, which: cuda.Plan) -> Callable[..., None]:
-        _, _, n, _, _, a_row, b_row, a_by_k, _, dtype, out_dtype, _, _ = found[-1]
-
-        def run(m: int, k: int, a: int, b: int, bias: None, add: bool, out: Tensor) -> None:
-            rows, width = (k, m) if a_by_k else (m, k)
-            left = memory(a, (rows - 1) * a_row + width, dtype)
-            left = left.as_strided((m, k), (1, a_row) if a_by_k else (a_row, 1))
-            right = memory(b, k * b_row, dtype).as_strided((k, n), (b_row, 1))
-            total = left.float() @ right.float() + (out.float() if add else 0)
-            out.copy_(total.to(out_dtype))
-
-        return run
-
-    monkeypatch.setattr(cuda, "launcher", launcher)
-    return found
-
-
-def test_the_products_of_linear_logprob_through_cublaslt(asked: list[tuple]) -> None:
-    """A block of dz whose rows are longer than it is: dhidden onto a sum and rounded, dweight onto one and fresh."""
-    whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
-    dz, weight, hidden = whole(6, 48)[:, :40], whole(40, 24), whole(6, 24)
-    running, rounded = torch.randint(-9, 9, (6, 24)).float(), torch.empty(6, 24, dtype=torch.bfloat16)
-    expected = running + dz.float() @ weight.float()
-    run = scoring._cublaslt(0, False).bind((0, *scoring._dhidden_key(running, rounded, dz, weight, False, MOST)[1:]))
-    run(running, rounded, dz, weight, False, MOST)
-    assert_bitwise(running, expected, "dhidden, added")
-    assert_bitwise(rounded, expected.bfloat16(), "dhidden, rounded")
-    for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
-        grad = torch.ones(40, 24, dtype=out)
-        key = (0, *scoring._dweight_key(grad, dz, hidden, fresh, MOST)[1:])
-        scoring._cublaslt(1, True).bind(key)(grad, dz, hidden, fresh, MOST)
-        assert_bitwise(grad, (dz.float().t() @ hidden.float() + (not fresh)).to(out), f"dweight, {fresh}, {out}")
-        assert asked[-1][2:3] + asked[-1][5:9] == (24, 48, 24, True, False) and asked[-1][-1] == 1
-    assert not scoring._cublaslt(0, True).supports((0, *scoring._dweight_key(grad, dz, hidden, False, NONE)[1:]))
-
-
-def test_the_products_of_a_head_and_of_a_chunk_of_tokens(asked: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses, lengths and the sums."""
-    monkeypatch.setattr(cuda, "DGRAD_CHUNK", 32)
-    monkeypatch.setattr(cuda, "DGRAD_WHOLE", 64)
-    whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
-    dy, w, x = whole(5, 80), whole(80, 24), whole(5, 24)
-    s = cuda._shape((0, *cuda._dgrad_key(dy, w, 1)[1:]))
-    head, _ = cuda._head(s, 0)
-    assert_bitwise(head(dy, w), (dy.float() @ w.float()).bfloat16(), "three chunks, the last shorter")
-    assert asked[-1][1:8] == (16, 24, 32, 1, 80, 24, False)
-    start = torch.randint(-9, 9, (80, 24)).float()
-    for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
-        grad = start.to(out, copy=True)
-        onto, _ = cuda._wgrad(cuda._shape((0, *cuda._wgrad_key(grad, dy, x, fresh)[1:])), 0)
-        onto(grad, dy, x, fresh)
-        assert_bitwise(grad, (dy.float().t() @ x.float() + (0 if fresh else start)).to(out), f"tokens, {fresh}, {out}")
-
-
-def at(shift: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Small whole numbers at `shift` elements behind a 16-byte address."""
-    return torch.randint(-4, 5, (shift + math.prod(shape),)).to(dtype)[shift:].view(shape)
-
-
-def test_a_misaligned_operand_of_linear_runs_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses are no part of a class: every schedule asks for them itself."""
-    ran: list[str] = []
-    tiles: list[Any] = []
-    monkeypatch.setattr(cuda, "plan", lambda *args: cuda.Plan(0, 0, "none"))
-    monkeypatch.setattr(cuda, "launcher", lambda device, which: lambda *_: ran.append("schedule"))
-    monkeypatch.setattr(cuda.linear_rows, "launcher", lambda *_: lambda *_: ran.append("schedule"))
-    monkeypatch.setattr(cuda, "DGRAD_WHOLE", 64)
-    for module, name in (
-        (cuda.anchor, "gemm"), (cuda.anchor, "linear_dgrad"), (cuda.linear_grad, "ascending"),
-        (cuda.linear_grad, "wgrad_"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, lambda *_, tile=None, **rest: (ran.append("anchor"), tiles.append(tile)))
-    tile = lambda offer, dgrad, head=False: cuda._tile(offer.tile, dgrad, head).bind
-    forward = lambda x, w: (cuda._linear_key(x, w, None, 1, 1, None), (x, w, None, 1, 1, None))
-    dgrad = lambda dy, w: (cuda._dgrad_key(dy, w, 1), (dy, w, 1))
-    wgrad = lambda grad, dy, x: (cuda._wgrad_key(grad, dy, x, True), (grad, dy, x, True))
-    (few, *_), (head, *_) = cuda.OFFERS, cuda.HEAD_OFFERS
-    for bind, call, shapes, tiled in (
-        (cuda._cublaslt(0, "forward").bind, forward, ((9, 64), (48, 64)), False),
-        (cuda._cublaslt(0, "dgrad").bind, dgrad, ((9, 48), (48, 64)), False),
-        (cuda._cublaslt(0, "dgrad").bind, dgrad, ((9, 72), (72, 64)), False),
-        (cuda._cublaslt(0, "wgrad").bind, wgrad, ((48, 64), (9, 48), (9, 64)), False),
-        (cuda._few_rows(16).bind, dgrad, ((9, 48), (48, 64)), False),
-        (tile(few, False), forward, ((9, 64), (48, 64)), True),
-        (tile(few, True), dgrad, ((9, 48), (48, 64)), True),
-        (tile(head, True, True), dgrad, ((9, 72), (72, 64)), True),
-    ):
-        for shifted in range(-1, len(shapes)):
-            key, arguments = call(*(at(i == shifted, *shape) for i, shape in enumerate(shapes)))
-            bind((0, *key[1:]))(*arguments)
-            if tiled:
-                assert ran.pop() == "anchor" and (tiles.pop() is None) == (shifted >= 0), "in a tile of its own"
-            else:
-                assert set(ran) == {"anchor" if shifted >= 0 else "schedule"}, (call, shifted)
-            ran.clear()
-
-
-def test_a_misaligned_operand_of_linear_logprob_runs_the_anchor(
-    asked: list[tuple], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[str] = []
-    for name in ("tile_statistics", "dz_block", "dhidden_block", "dweight_block"):
-        monkeypatch.setattr(scoring.anchor, name, lambda *_: ran.append("anchor"))
-    monkeypatch.setattr(scoring, "tensor_map", lambda *_: None)
-    monkeypatch.setattr(scoring, "_kernel", lambda *_: None)
-    monkeypatch.setattr(scoring, "_launch", lambda *_, **__: ran.append("schedule"))
-    monkeypatch.setattr(scoring.cublaslt, "launcher", lambda *_: lambda *_: ran.append("schedule"))
-    x, w, dz, y = (9, 64), (48, 64), rand(9, 48), torch.zeros(9, dtype=torch.int64)
-    buffers = scoring.TileBuffers(9, 48, torch.device("cpu"))
-    sums, ones, rows = torch.zeros(9, 64), torch.ones(9), scoring._cublaslt(0, False).bind
-    dhidden = (0, *scoring._dhidden_key(sums, None, dz, rand(*w), True, MOST)[1:])
-    dweight = (0, *scoring._dweight_key(rand(*w), dz, rand(*x), True, MOST)[1:])
-    tokens = scoring._cublaslt(0, True).bind
-    for run, shapes in (
-        (lambda x, w: scoring._statistics(buffers, x, w, y, None, None, None, None), (x, w)),
-        (lambda x, w: scoring._dz_block(dz, x, w, y, None, None, ones, ones, ones, None, MOST, 0, 48), (x, w)),
-        (lambda w: scoring._dhidden_block(sums, None, dz, w, True, MOST), (w,)),
-        (lambda w: rows(dhidden)(sums, None, dz, w, True, MOST), (w,)),
-        (lambda grad, x: scoring._dweight_block(grad, dz, x, True, MOST), (w, x)),
-        (lambda grad, x: tokens(dweight)(grad, dz, x, True, MOST), (w, x)),
-    ):
-        for shifted in range(-1, len(shapes)):
-            run(*(at(i == shifted, *shape) for i, shape in enumerate(shapes)))
-            assert ran.pop() == ("anchor" if shifted >= 0 else "schedule") and not ran
-
-
-def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "WGRAD_TOKENS", 32)
-    seen: list[tuple[int, bool]] = []
-
-    def chunk(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
-        seen.append((dy.shape[0], fresh))
-        assert grad.dtype == torch.float32 or dy.shape[0] <= 32
-        total = dy.float().t() @ x.float()
-        grad.copy_(total if fresh else grad + total)
-
-    monkeypatch.setattr(cuda.wgrad_chunk, "call", chunk)
-    dy, x = torch.randint(-4, 5, (80, 16)).bfloat16(), torch.randint(-4, 5, (80, 24)).bfloat16()
-    expected = dy.float().t() @ x.float()
-    assert_bitwise(cuda.linear_wgrad(dy, x), expected.bfloat16(), "rounded once")
-    assert seen == [(32, True), (32, False), (16, False)]
-    grad = torch.ones(16, 24)
-    cuda.linear_wgrad_(grad, dy, x)
-    assert_bitwise(grad, expected + 1, "main_grad continued")
-    assert seen[3:] == [(32, False), (32, False), (16, False)]
-    cuda.linear_wgrad(dy[:32], x[:32])
-    assert seen[6:] == [(32, True)]
 
 
 def test_doctor_prints_verdicts_and_the_first_differing_element() -> None:
@@ -389,29 +222,29 @@ def dtypes(arguments: tuple) -> list[torch.dtype | None]:
 
 def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels get addresses: a sample of another dtype would be read and written past its end."""
-    monkeypatch.setattr(scoring, "SAMPLE_ENTRIES", 80)
-    monkeypatch.setattr(scoring, "VOCAB_TILE", 8)
+    monkeypatch.setattr(scored, "SAMPLE_ENTRIES", 80)
+    monkeypatch.setattr(scored, "VOCAB_TILE", 8)
     monkeypatch.setattr(
         scoring.anchor, "forward", lambda hidden, *_: (None, hidden[:, 0].float(), None, hidden.float())
     )
     ones = lambda *_: (torch.ones(1, 1, dtype=torch.int32),) * 2 + (torch.ones(1, dtype=torch.int32),)
-    monkeypatch.setattr(scoring.loop, "active_blocks", ones)
+    monkeypatch.setattr(scored.loop, "active_blocks", ones)
     w, x = rand(48, 64), rand(9, 64)
-    gradient = cuda._wgrad_key(torch.zeros(48, 64), rand(9, 48), x, False)
+    gradient = shapes.wgrad_key(torch.zeros(48, 64), rand(9, 48), x, False)
     grads = [
-        scoring.GradShape(-1, 64, torch.bfloat16, torch.float32, True, fresh, True, row)
+        scored.GradShape(-1, 64, torch.bfloat16, torch.float32, True, fresh, True, row)
         for fresh, row in ((True, 0), (False, 88))
     ]
-    scored = scoring.Shape(-1, False, 64, torch.bfloat16, True, True, True, False, False, True, True)
-    monkeypatch.setattr(scoring, "SAMPLE_BLOCK", 64)
+    whole = scored.Shape(-1, False, 64, torch.bfloat16, True, True, True, False, False, True, True)
+    monkeypatch.setattr(scored, "SAMPLE_BLOCK", 64)
     samples = (
-        lambda g: cuda._linear_sample(cuda._linear_key(x, w, rand(48), 1, 1, None), 9, "wide", g),
-        lambda g: cuda._dgrad_sample(cuda._dgrad_key(rand(9, 48), w, 1), 9, "zeros", g),
-        lambda g: cuda._wgrad_sample(gradient, 9, "wide", g),
-        lambda g: scoring._forward_sample(tuple(scored), 9, "normal", g),
-        lambda g: scoring._dz_sample(tuple(scored), 9, "normal", g),
-        *(lambda g, s=s: scoring._dhidden_sample(tuple(s), 9, "zeros", g) for s in grads),
-        *(lambda g, s=s: scoring._dweight_sample(tuple(s), 9, "zeros", g) for s in grads),
+        lambda g: shapes.linear_sample(shapes.linear_key(x, w, rand(48), 1, 1, None), 9, "wide", g),
+        lambda g: shapes.dgrad_sample(shapes.dgrad_key(rand(9, 48), w, 1), 9, "zeros", g),
+        lambda g: shapes.wgrad_sample(gradient, 9, "wide", g),
+        lambda g: scored.forward_sample(tuple(whole), 9, "normal", g),
+        lambda g: scored.dz_sample(tuple(whole), 9, "normal", g),
+        *(lambda g, s=s: scored.dhidden_sample(tuple(s), 9, "zeros", g) for s in grads),
+        *(lambda g, s=s: scored.dweight_sample(tuple(s), 9, "zeros", g) for s in grads),
     )  # fmt: skip
     for make in samples:
         found = []
@@ -424,9 +257,31 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
         assert found[0] == found[1] == found[2], found
 
 
+def imported(path: Path) -> set[Path]:
+    """Modules of rlkernel that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlkernel"):
+            base = ROOT.joinpath(*str(node.module).split("."))
+            places = (base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names))
+            found |= {place for place in places if place.is_file()}
+    return found
+
+
+def test_a_verdict_hangs_on_every_file_of_its_kernels() -> None:
+    """Of the folders of kernels all that the sources import, but for what only compiles and launches."""
+    for op in {op for op, _ in calls()}:
+        named = {path.resolve() for path in op.family.sources}
+        found = {path for source in named if source.suffix == ".py" for path in imported(source)}
+        missing = {path.name for path in found - named if path.parent.name in ("cuda", "triton")}
+        assert missing <= {"aot.py", "launch.py"}, f"{op.family.op}: {missing}"
+        assert Path(importlib.import_module(op.family.key.__module__).__file__ or "") in named
+        assert all(path.is_file() for path in named)
+
+
 def test_a_bias_costs_dispatch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dispatch costs as much with a bias as without: what a schedule gets is placed where it was compared."""
-    monkeypatch.setattr(cuda, "_contiguous", lambda *_: pytest.fail("a generator in a warm call"))
+    monkeypatch.setattr(shapes, "_contiguous", lambda *_: pytest.fail("a generator in a warm call"))
     x, w, decided = rand(2, 64), rand(48, 64), []
     nothing = lambda call, *_: (decided.append(call), lambda *_: None)[1]
     call = cuda.linear.family.dispatcher({}, nothing)
@@ -451,61 +306,21 @@ def test_the_bench_of_dispatch_has_a_line_with_a_bias(monkeypatch: pytest.Monkey
     assert {"dispatch linear", "dispatch linear, bias"} <= {row["op"] for row in rows} and len(rows) == 8
 
 
-def test_calls_are_cut_evenly_into_what_was_compared() -> None:
-    for most, m in itertools.product((8, 16, 7064, 16384), (17, 100, 7065, 8193, 16385, 100_003, 1_000_000)):
-        pieces = cuda.cut(m, most)
-        lengths = [piece.stop - piece.start for piece in pieces]
-        assert sum(lengths) == m and len(lengths) == -(-m // most) and max(lengths) <= most
-        assert all(a.stop == b.start and b.start % 8 == 0 for a, b in itertools.pairwise(pieces))
-        if m > most > 16:
-            assert min(lengths) >= most // 2 - 7, "never below the lowest count compared"
-
-
 @pytest.mark.parametrize("out", (None, torch.float32), ids=("bf16", "fp32"))
 @pytest.mark.parametrize("c", (1024, 4096))
 @pytest.mark.parametrize("form", ("forward", "dgrad", "wgrad"))
 def test_heads_are_compared_at_both_ends_of_what_they_get(form: str, c: int, out: torch.dtype | None) -> None:
     n = 151936
-    for low, high in itertools.pairwise(cuda.BUCKETS):
+    for low, high in itertools.pairwise(shapes.BUCKETS):
         if form == "wgrad" and high > cuda.WGRAD_TOKENS:
             continue
-        s = cuda.Shape(0, high, torch.Size((n, c)), torch.bfloat16, out, False, 1, True, form)
-        rows, width = cuda._rows(tuple(s)), n * (2 if out is None or form != "forward" else 4)
-        assert rows == sorted(set(rows)) and rows[-1] == cuda.most_rows(s) <= 16384
-        if high * width <= cuda.SAMPLE_BYTES or form == "wgrad":
+        s = shapes.Shape(0, high, torch.Size((n, c)), torch.bfloat16, out, False, 1, True, form)
+        rows, width = shapes.rows_of(tuple(s)), n * (2 if out is None or form != "forward" else 4)
+        assert rows == sorted(set(rows)) and rows[-1] == shapes.most_rows(s) <= 16384
+        if high * width <= shapes.SAMPLE_BYTES or form == "wgrad":
             assert rows[0] == low + 1 and rows[-1] == high
         else:
-            assert len(rows) == 2 and 0.95 * cuda.SAMPLE_BYTES < rows[-1] * width <= cuda.SAMPLE_BYTES
+            assert len(rows) == 2 and 0.95 * shapes.SAMPLE_BYTES < rows[-1] * width <= shapes.SAMPLE_BYTES
             assert rows[0] == min(low + 1, rows[-1] // 2 - 7), "the fewest of a piece"
-    s = cuda.Shape(0, 16384, torch.Size((4096, 4096)), torch.bfloat16, None, False, 1, True, "forward")
-    assert cuda._rows(tuple(s)) == [8185, 12285, 16384]
-
-
-@pytest.mark.parametrize("kind", ("product", "head"))
-def test_no_schedule_gets_more_rows_than_were_compared(
-    kind: str, asked: list[tuple], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "DGRAD_CHUNK", 32)
-    monkeypatch.setattr(cuda, "DGRAD_WHOLE", 64)
-    monkeypatch.setattr(cuda, "BUCKETS", (0, 16, 64))
-    seen: list[int] = []
-    plain = cuda.launcher
-
-    def launcher(device: int, which: cuda.Plan) -> Callable[..., None]:
-        run = plain(device, which)
-        return lambda m, *rest: (seen.append(m), run(m, *rest))[1]
-
-    monkeypatch.setattr(cuda, "launcher", launcher)
-    whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
-    k = 80 if kind == "head" else 48
-    for limit, m in ((1 << 40, 200), (40 * k * 2, 57)):  # the last bucket is open, and a limit on bytes
-        monkeypatch.setattr(cuda, "SAMPLE_BYTES", limit)
-        a, w = whole(m, k), whole(k, 24)
-        s = cuda._shape((0, *cuda._dgrad_key(a, w, 1)[1:]))
-        assert s.is_head == (kind == "head")
-        found, _ = cuda._head(s, 0) if s.is_head else cuda._product(s, 0)
-        got, expected = found(a, w), a.float() @ w.float()
-        assert_bitwise(got, expected.bfloat16(), kind)
-        pieces = seen[:: 3 if s.is_head else 1]  # a launch a chunk
-        assert sum(pieces) == m and max(seen) <= cuda.most_rows(s) == cuda._rows(tuple(s))[-1] == asked[-1][1]
-        seen.clear()
+    s = shapes.Shape(0, 16384, torch.Size((4096, 4096)), torch.bfloat16, None, False, 1, True, "forward")
+    assert shapes.rows_of(tuple(s)) == [8185, 12285, 16384]

@@ -1,0 +1,111 @@
+"""cuBLASLt without split-K for the matrix products: which algorithms there are, and how one is launched.
+
+The bridge is csrc/cuda/linear_cublaslt.cpp, built on first use; it calls the library that torch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels import build
+from rlkernel.kernels.cuda import driver
+from rlkernel.kernels.errors import BuildError, LaunchError
+
+SOURCE = "linear_cublaslt.cpp"
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+RANKS = 4  # answers of cuBLASLt's heuristic that compete
+MOST_WORKSPACE = 32 << 20
+
+_P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+
+@functools.cache
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    fn = getattr(build.cublaslt_library(), name)
+    fn.argtypes, fn.restype = arguments, result
+    return fn
+
+
+def _error() -> str:
+    return str(_function("rlk_lt_error", ctypes.c_char_p)().decode())
+
+
+@functools.cache  # a failed build is not run again for every shape class
+def unavailable() -> str | None:
+    """Why cuBLASLt cannot be called from this process, or None."""
+    try:
+        build.cublaslt_library()
+    except (BuildError, OSError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of the cuBLASLt that torch has loaded and of the CUDA compiler."""
+    library = {} if unavailable() else {"cublaslt": str(_function("rlk_lt_version", _L)())}
+    return {**library, "cuda compiler": driver.compiler()}
+
+
+class Plan(NamedTuple):
+    """One algorithm of cuBLASLt for a shape class: the C handle, its workspace in bytes, and which it is."""
+
+    handle: int
+    workspace: int
+    algorithm: str
+
+
+@functools.cache
+def plan(
+    device: int, m: int, n: int, k: int, batch: int, a_row: int, b_row: int, a_by_k: bool, b_by_n: bool,
+    dtype: torch.dtype, out: torch.dtype, bias: bool, rank: int,
+) -> Plan:  # fmt: skip
+    """The algorithm that cuBLASLt's heuristic ranks `rank`-th, split-K excluded, for out [batch, m, n] on a device.
+
+    Args:
+        k: length of each of the `batch` consecutive pieces of the contraction.
+        a_row, b_row: elements from one stored row of an operand to the next.
+        a_by_k: a is stored [K, m], else [m, K].
+        b_by_n: b is stored [n, K], else [K, n].
+
+    Raises:
+        RuntimeError: cuBLASLt has no such algorithm; the message ends with its status.
+        BuildError: cuBLASLt cannot be called from this process.
+    """
+    if (reason := unavailable()) is not None:
+        raise BuildError(reason)
+    make = _function("rlk_lt_plan", _P, _I, _L, _L, _L, _L, _L, _L, _I, _I, _I, _I, _I, _I, _L)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the device's context exists from here on
+        handle = make(
+            device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, DTYPE_CODES[dtype], DTYPE_CODES[out], bias, rank,
+            MOST_WORKSPACE,
+        )  # fmt: skip
+    if not handle:
+        raise RuntimeError(f"cuBLASLt, [{m}, {k}] x [{k}, {n}], batch {batch}, {dtype} to {out}: {_error()}")
+    text = _function("rlk_lt_describe", ctypes.c_char_p, _P)(handle).decode()
+    return Plan(handle, _function("rlk_lt_workspace", _L, _P)(handle), text)
+
+
+def launcher(device: int, chosen: Plan) -> Callable[..., None]:
+    """(m, k, a, b, bias, add, out) -> None on the current stream; a and b are addresses."""
+    launch = _function("rlk_lt_run", _I, _P, _L, _L, _P, _P, _P, _I, _P, _P, _L, _P)
+    stream_of = torch._C._cuda_getCurrentRawStream
+    handle, bytes_ = chosen.handle, chosen.workspace
+
+    def run(m: int, k: int, a: int, b: int, bias: int | None, add: bool, out: Tensor) -> None:
+        # From the allocator, call by call: calls on two streams, or in two graphs, never share it.
+        space = torch.empty(bytes_, dtype=torch.uint8, device=out.device) if bytes_ else None
+        status = launch(
+            handle, m, k, a, b, bias, add, out.data_ptr(), None if space is None else space.data_ptr(), bytes_,
+            stream_of(device),
+        )  # fmt: skip
+        if status:
+            raise LaunchError(f"cuBLASLt ({chosen.algorithm}) failed at m = {m}, k = {k}: {_error()}")
+
+    return run

@@ -1,0 +1,290 @@
+"""Shape classes of linear_logprob and its products on CUDA: their keys, warm dispatch, rows to compare, samples.
+
+Which schedules compute them is cuda/linear_logprob.py's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.contract.orders import VOCAB_TILE
+from rlkernel.kernels.certification import First, Instead, Key, Run, Runs, values
+from rlkernel.kernels.triton import linear_logprob as anchor
+from rlkernel.kernels.triton import linear_logprob_backward as loop
+from rlkernel.kernels.triton.linear_logprob_backward import Active
+
+LEAST_TOKENS = 129  # fewer leave half of a cluster's tokens empty; the anchor has tiles for them
+SAMPLE_ENTRIES = 12328  # vocabulary that certification compares: whole tiles, and a last one in part
+SAMPLE_BLOCK = 8192  # the same for a block of the backward: its real size, as the fastest is chosen by it
+SAMPLE_WIDTH = 4096  # entries whose logits are kept
+
+# ---- the forward and dz --------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """Shape class of both ops. The kernel's arithmetic knows neither T nor V, so they are no part of it."""
+
+    device: int  # index, -1 for the CPU
+    many: bool  # at least LEAST_TOKENS
+    c: int
+    dtype: torch.dtype
+    dense: bool  # at 16-byte addresses the copy engine can fetch both operands and store the output
+    temperature: bool
+    kept: bool
+    probs: bool
+    logits: bool
+    dlogp: bool
+    dentropy: bool
+
+
+def _fetchable(*matrices: Tensor) -> bool:
+    """Whether the copy engine reads these matrices, where they begin at 16-byte addresses: dense rows that do not
+    overlap."""
+    return all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1] for t in matrices)
+
+
+def forward_key(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
+    keep_probs: bool, width: int,
+) -> Key:  # fmt: skip
+    dense = _fetchable(hidden, weight) and not (keep_probs and weight.shape[0] % 8)
+    return (
+        hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype, dense,
+        inv_temperature is not None, kept is not None, keep_probs, width > 0, False, False,
+    )  # fmt: skip
+
+
+def dz_key(
+    dz: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
+    stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, active: Active, first: int,
+    vocab_size: int,
+) -> Key:  # fmt: skip
+    return (
+        hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype,
+        _fetchable(hidden, weight), inv_temperature is not None, kept is not None, False, False,
+        dlogp is not None, dentropy is not None,
+    )  # fmt: skip
+
+
+# Dispatch of a warm call, as in `cuda/linear.py`. What decides `_fetchable` is, of contiguous operands, their shapes;
+# else their strides count too.
+
+
+def _strides(*matrices: Tensor) -> Hashable:
+    return tuple(t.stride() for t in matrices)
+
+
+def forward_warm(runs: Runs, first: First, instead: Instead) -> Run:
+    def linear_logprob(
+        hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
+        keep_probs: bool, width: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        call = (
+            hidden.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
+            keep_probs and weight.shape, width > 0,
+            (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
+        )  # fmt: skip
+        run = runs.get(call) or first(call, hidden, weight, targets, inv_temperature, kept, keep_probs, width)
+        try:
+            return run(hidden, weight, targets, inv_temperature, kept, keep_probs, width)
+        except Exception as error:
+            return instead(error, run, hidden, weight, targets, inv_temperature, kept, keep_probs, width)
+
+    return linear_logprob
+
+
+def dz_warm(runs: Runs, first: First, instead: Instead) -> Run:
+    def linear_logprob_dz(
+        dz: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None,
+        kept: Tensor | None, stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None,
+        active: Active, start: int, vocab_size: int,
+    ) -> None:  # fmt: skip
+        call = (
+            hidden.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
+            dlogp is None, dentropy is None,
+            (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
+        )  # fmt: skip
+        run = runs.get(call) or first(
+            call, dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
+            vocab_size,
+        )  # fmt: skip
+        try:
+            run(
+                dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
+                vocab_size,
+            )  # fmt: skip
+        except Exception as error:
+            instead(
+                error, run, dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy,
+                active, start, vocab_size,
+            )  # fmt: skip
+
+    return linear_logprob_dz
+
+
+def describe(key: Key) -> dict[str, Any]:
+    s = Shape(*key)  # type: ignore[arg-type]
+    plain = {**s._asdict(), "dtype": str(s.dtype).removeprefix("torch.")}
+    del plain["device"]
+    return plain
+
+
+def device_of(key: Key) -> torch.device:
+    index = int(key[0])  # type: ignore[call-overload]
+    return torch.device("cuda", index) if index >= 0 else torch.device("cpu")
+
+
+def rows_of(key: Key) -> list[int]:
+    return [LEAST_TOKENS, 1000, 4096] if key[1] else [1, 77, LEAST_TOKENS - 1]
+
+
+def forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s, device = Shape(*key), generator.device  # type: ignore[arg-type]
+    hidden = values(kind, m, s.c, s.dtype, generator)
+    weight = values(kind, SAMPLE_ENTRIES, s.c, s.dtype, generator, second=True) * (4 * s.c**-0.5)
+    targets = torch.randint(0, SAMPLE_ENTRIES, (m,), device=device, generator=generator)
+    inverse, kept = None, None
+    if s.temperature:
+        inverse = 0.5 + torch.rand(m, dtype=torch.float32, device=device, generator=generator)
+    if s.kept:
+        shape = (m, -(-SAMPLE_ENTRIES // 32))
+        kept = torch.randint(-(2**31), 2**31, shape, device=device, generator=generator).to(torch.int32)
+    return hidden, weight, targets, inverse, kept, s.probs, SAMPLE_WIDTH * s.logits
+
+
+def _upstream(m: int, generator: torch.Generator, most: bool = False) -> Tensor:
+    """Gradients of which every seventh is zero, and a run of blocks of tokens as well unless `most` have one."""
+    g = torch.randn(m, dtype=torch.float32, device=generator.device, generator=generator)
+    g[::7] = 0.0
+    if not most:
+        g[m // 3 : m // 3 + 500] = 0.0
+    return g
+
+
+def _active(
+    targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, row: int
+) -> Active:
+    flags, blocks, number = loop.active_blocks(targets, kept, stats, dlogp, dentropy, len(targets))
+    return Active(flags[0], blocks[0], number, row)
+
+
+def dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s = Shape(*key)  # type: ignore[arg-type]
+    hidden, weight, targets, inverse, kept, *_ = forward_sample(key, m, kind, generator)
+    _, entropy, _, stats = anchor.forward(hidden, weight, targets, inverse, kept)
+    g = _upstream(m, generator)
+    up = (g if s.dlogp else None, 2.0 * g if s.dentropy else None)
+    first = SAMPLE_ENTRIES // VOCAB_TILE * VOCAB_TILE - SAMPLE_BLOCK  # a block inside the vocabulary that ends with it
+    dz = torch.full((m, SAMPLE_ENTRIES - first), float("nan"), dtype=s.dtype, device=hidden.device)
+    active = _active(targets, kept, stats, *up, 0)
+    return dz, hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, active, first, SAMPLE_ENTRIES
+
+
+# ---- the two gradients ----------------------------------------------------------------------------
+
+
+class GradShape(NamedTuple):
+    """Shape class of dhidden and dweight: C, and the dtype of what receives the result."""
+
+    device: int
+    c: int
+    dtype: torch.dtype
+    out: torch.dtype
+    dense: bool
+    fresh: bool
+    rounded: bool
+    row: int  # `Active.row` where the other operand is contiguous: cuBLASLt's choice may depend on it
+
+
+def dhidden_key(
+    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
+) -> Key:
+    dense = weight.shape[1] % 8 == 0 and _fetchable(weight)
+    row = active.row if weight.is_contiguous() else 0
+    return dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, rounded is not None, row
+
+
+def dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> Key:
+    dense = grad.shape[1] % 8 == 0 and grad.is_contiguous() and _fetchable(hidden)
+    row = active.row if hidden.is_contiguous() else 0
+    return dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32, row
+
+
+# The sums, what they are rounded into, and dz are made by the backward's loop, one way alone: nothing is asked of them,
+# in `dz_key` neither.
+
+
+def dhidden_warm(runs: Runs, first: First, instead: Instead) -> Run:
+    def linear_logprob_dhidden(
+        running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
+    ) -> None:
+        call = (
+            weight.shape[1], weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
+            weight.is_contiguous() or weight.stride(),
+        )  # fmt: skip
+        run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
+        try:
+            run(running, rounded, dz, weight, fresh, active)
+        except Exception as error:
+            instead(error, run, running, rounded, dz, weight, fresh, active)
+
+    return linear_logprob_dhidden
+
+
+def dweight_warm(runs: Runs, first: First, instead: Instead) -> Run:
+    def linear_logprob_dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
+        call = (
+            grad.shape[1], hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
+            (grad.is_contiguous() and hidden.is_contiguous()) or _strides(grad, hidden),
+        )  # fmt: skip
+        run = runs.get(call) or first(call, grad, dz, hidden, fresh, active)
+        try:
+            run(grad, dz, hidden, fresh, active)
+        except Exception as error:
+            instead(error, run, grad, dz, hidden, fresh, active)
+
+    return linear_logprob_dweight
+
+
+def describe_grad(key: Key) -> dict[str, Any]:
+    s = GradShape(*key)  # type: ignore[arg-type]
+    name = lambda dtype: str(dtype).removeprefix("torch.")
+    plain = {**s._asdict(), "dtype": name(s.dtype), "out": name(s.out)}
+    del plain["device"]
+    return plain
+
+
+def rows_of_grad(key: Key) -> list[int]:
+    return [LEAST_TOKENS, 1000, 4096]
+
+
+def _blocks_of_dz(s: GradShape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Tensor, Active]:
+    """A gradient of logits with rows of zeros, some of them whole blocks, and the blocks that are not."""
+    g = _upstream(tokens, generator, s.row > 0)
+    row = s.row or SAMPLE_BLOCK + 56
+    entries = min(row, SAMPLE_BLOCK if tokens == rows_of_grad(())[-1] else SAMPLE_BLOCK - 56)
+    dz = torch.zeros(tokens, row, dtype=s.dtype, device=g.device)[:, :entries]
+    dz.copy_(torch.where((g != 0)[:, None], values(kind, tokens, entries, s.dtype, generator), 0.0))
+    targets = torch.zeros(tokens, dtype=torch.int64, device=g.device)
+    stats = torch.zeros(tokens, 2, dtype=torch.float32, device=g.device)
+    return dz, _active(targets, None, stats, g, None, s.row)
+
+
+def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s = GradShape(*key)  # type: ignore[arg-type]
+    dz, active = _blocks_of_dz(s, m, kind, generator)
+    weight = values(kind, dz.shape[1], s.c, s.dtype, generator, second=True)
+    running = torch.randn(m, s.c, dtype=torch.float32, device=dz.device, generator=generator)
+    return running, torch.empty_like(running, dtype=s.dtype) if s.rounded else None, dz, weight, s.fresh, active
+
+
+def dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s = GradShape(*key)  # type: ignore[arg-type]
+    dz, active = _blocks_of_dz(s, m, kind, generator)
+    hidden = values(kind, m, s.c, s.dtype, generator, second=True)
+    grad = torch.randn(dz.shape[1], s.c, dtype=torch.float32, device=dz.device, generator=generator).to(s.out)
+    return grad, dz, hidden, s.fresh, active

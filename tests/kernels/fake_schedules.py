@@ -1,0 +1,129 @@
+"""A product on the CPU, with schedules that keep its anchor's bits and others that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.kernels.certification import Family, Schedule, values
+from rlkernel.kernels.errors import BuildError
+from rlkernel.kernels.verdicts import ANCHOR
+
+K = 64
+
+
+def chain(x: Tensor, w: Tensor, ks: range, start: Tensor | None = None) -> Tensor:
+    total = torch.zeros(x.shape[0], w.shape[0]) if start is None else start
+    for k in ks:
+        total = total + x[:, k : k + 1].float() * w[:, k].float()
+    return total
+
+
+def anchor(x: Tensor, w: Tensor) -> Tensor:
+    return chain(x, w, range(K)).to(x.dtype)
+
+
+def equal(x: Tensor, w: Tensor) -> Tensor:
+    return chain(x, w, range(K)).to(x.dtype)
+
+
+def slow(x: Tensor, w: Tensor) -> Tensor:
+    return chain(x, w, range(K)).to(x.dtype)
+
+
+def other_k_order(x: Tensor, w: Tensor) -> Tensor:
+    return chain(x, w, range(K - 1, -1, -1)).to(x.dtype)
+
+
+def split_k(x: Tensor, w: Tensor) -> Tensor:
+    return (chain(x, w, range(K // 2)) + chain(x, w, range(K // 2, K))).to(x.dtype)
+
+
+def tf32(x: Tensor, w: Tensor) -> Tensor:
+    cut = lambda t: (t.float().contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+    return chain(cut(x), cut(w), range(K)).to(x.dtype)
+
+
+def low_precision_sum(x: Tensor, w: Tensor) -> Tensor:
+    total = torch.zeros(x.shape[0], w.shape[0], dtype=torch.bfloat16)
+    for k in range(K):
+        total = (total.float() + x[:, k : k + 1].float() * w[:, k].float()).bfloat16()
+    return total.to(x.dtype)
+
+
+def other_layout(x: Tensor, w: Tensor) -> Tensor:
+    """A row's sum over four lanes, added across at the end: what another distribution over warps does."""
+    lanes = [chain(x, w, range(lane, K, 4)) for lane in range(4)]
+    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])).to(x.dtype)
+
+
+def two_roundings(x: Tensor, w: Tensor) -> Tensor:
+    return chain(x, w, range(K)).to(torch.bfloat16).to(x.dtype)
+
+
+def no_negative_zero(x: Tensor, w: Tensor) -> Tensor:
+    return chain(x, w, range(K), torch.full((x.shape[0], w.shape[0]), -0.0)).to(x.dtype)
+
+
+def flushes_denormals(x: Tensor, w: Tensor) -> Tensor:
+    tiny = torch.finfo(torch.float32).tiny
+    return chain(torch.where(x.abs() < tiny, 0 * x, x), w, range(K)).to(x.dtype)
+
+
+def raises(x: Tensor, w: Tensor) -> Tensor:
+    raise ValueError("no kernel image")
+
+
+def writes_nothing(x: Tensor, w: Tensor) -> Tensor:
+    return torch.full((x.shape[0], w.shape[0]), float("nan"), dtype=x.dtype)
+
+
+def row_dependent(x: Tensor, w: Tensor) -> Tensor:
+    return (split_k if x.shape[0] > 4 else equal)(x, w)
+
+
+WRONG = (
+    other_k_order, split_k, tf32, low_precision_sum, other_layout, two_roundings, no_negative_zero, flushes_denormals,
+    writes_nothing, row_dependent,
+)  # fmt: skip
+
+
+def family(*runs: Callable[..., Tensor], anchor: Callable[..., Tensor] = anchor, **fields: Any) -> Family:
+    return Family(
+        "fake", anchor, lambda x, w: (x.shape[0] > 1, tuple(w.shape), x.dtype),
+        lambda key: {"M": int(key[0]), "weight": key[1], "dtype": str(key[2])}, lambda key: torch.device("cpu"),
+        lambda key: [2, 6] if key[0] else [1],
+        lambda key, m, kind, g: (values(kind, m, K, key[2], g), values(kind, key[1][0], K, key[2], g, second=True)),
+        [Schedule(f"fake.{run.__name__}", lambda key, run=run: run) for run in runs], **fields,
+    )  # fmt: skip
+
+
+def arguments(m: int = 3, n: int = 5, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return torch.randn(m, K).to(dtype), torch.randn(n, K).to(dtype)
+
+
+def milliseconds(candidates: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """In place of a clock, which a busy machine bends: an equal schedule wins, one called slow loses to the anchor."""
+    return {name: 2.0 if name == ANCHOR else 4.0 if "slow" in name else 1.0 for name in candidates}
+
+
+def counted(calls: list[int]) -> Callable[..., Tensor]:
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        calls.append(1)
+        return anchor(x, w)
+
+    return run
+
+
+def built(missing: list[bool], runs: Callable[..., Tensor] = equal) -> Schedule:
+    """A schedule that wants a compiler while `missing` says so."""
+
+    def bind(key: Any) -> Callable[..., Tensor]:
+        if missing[0]:
+            raise BuildError("no compiler")
+        return runs
+
+    return Schedule("fake.built", bind)

@@ -1,0 +1,226 @@
+"""What linear's CUDA schedules hand to their kernels: addresses, lengths, pieces; torch takes cuBLASLt's place."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernels.linear_checks import MOST, NONE, rand
+
+from rlkernel.contract import assert_bitwise
+from rlkernel.kernels.cuda import cublaslt
+from rlkernel.kernels.cuda import linear as cuda
+from rlkernel.kernels.cuda import linear_logprob as scoring
+from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
+from rlkernel.kernels.cuda import linear_logprob_shapes as scored
+from rlkernel.kernels.cuda import linear_shapes as shapes
+
+
+def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
+    """A tensor over memory that is not its own."""
+    bytes_ = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(bytes_, dtype=dtype)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """cuBLASLt's place taken by torch on whole numbers; what its heuristic was asked for."""
+    found: list[tuple] = []
+    monkeypatch.setattr(cublaslt, "plan", lambda *args: (found.append(args), cublaslt.Plan(0, 0, "torch"))[1])
+
+    def launcher(device: int, which: cublaslt.Plan) -> Callable[..., None]:
+        _, _, n, _, _, a_row, b_row, a_by_k, _, dtype, out_dtype, _, _ = found[-1]
+
+        def run(m: int, k: int, a: int, b: int, bias: None, add: bool, out: Tensor) -> None:
+            rows, width = (k, m) if a_by_k else (m, k)
+            left = memory(a, (rows - 1) * a_row + width, dtype)
+            left = left.as_strided((m, k), (1, a_row) if a_by_k else (a_row, 1))
+            right = memory(b, k * b_row, dtype).as_strided((k, n), (b_row, 1))
+            total = left.float() @ right.float() + (out.float() if add else 0)
+            out.copy_(total.to(out_dtype))
+
+        return run
+
+    monkeypatch.setattr(cublaslt, "launcher", launcher)
+    return found
+
+
+def test_the_products_of_linear_logprob_through_cublaslt(asked: list[tuple]) -> None:
+    """A block of dz whose rows are longer than it is: dhidden onto a sum and rounded, dweight onto one and fresh."""
+    whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
+    dz, weight, hidden = whole(6, 48)[:, :40], whole(40, 24), whole(6, 24)
+    running, rounded = torch.randint(-9, 9, (6, 24)).float(), torch.empty(6, 24, dtype=torch.bfloat16)
+    expected = running + dz.float() @ weight.float()
+    run = scoring._cublaslt(0, False).bind((0, *scored.dhidden_key(running, rounded, dz, weight, False, MOST)[1:]))
+    run(running, rounded, dz, weight, False, MOST)
+    assert_bitwise(running, expected, "dhidden, added")
+    assert_bitwise(rounded, expected.bfloat16(), "dhidden, rounded")
+    for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
+        grad = torch.ones(40, 24, dtype=out)
+        key = (0, *scored.dweight_key(grad, dz, hidden, fresh, MOST)[1:])
+        scoring._cublaslt(1, True).bind(key)(grad, dz, hidden, fresh, MOST)
+        assert_bitwise(grad, (dz.float().t() @ hidden.float() + (not fresh)).to(out), f"dweight, {fresh}, {out}")
+        assert asked[-1][2:3] + asked[-1][5:9] == (24, 48, 24, True, False) and asked[-1][-1] == 1
+    assert not scoring._cublaslt(0, True).supports((0, *scored.dweight_key(grad, dz, hidden, False, NONE)[1:]))
+
+
+def test_the_products_of_a_head_and_of_a_chunk_of_tokens(asked: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses, lengths and the sums."""
+    monkeypatch.setattr(cuda, "DGRAD_CHUNK", 32)
+    monkeypatch.setattr(shapes, "DGRAD_WHOLE", 64)
+    whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
+    dy, w, x = whole(5, 80), whole(80, 24), whole(5, 24)
+    s = shapes.shape_of((0, *shapes.dgrad_key(dy, w, 1)[1:]))
+    head, _ = cuda._head(s, 0)
+    assert_bitwise(head(dy, w), (dy.float() @ w.float()).bfloat16(), "three chunks, the last shorter")
+    assert asked[-1][1:8] == (16, 24, 32, 1, 80, 24, False)
+    start = torch.randint(-9, 9, (80, 24)).float()
+    for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
+        grad = start.to(out, copy=True)
+        onto, _ = cuda._wgrad(shapes.shape_of((0, *shapes.wgrad_key(grad, dy, x, fresh)[1:])), 0)
+        onto(grad, dy, x, fresh)
+        assert_bitwise(grad, (dy.float().t() @ x.float() + (0 if fresh else start)).to(out), f"tokens, {fresh}, {out}")
+
+
+def at(shift: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Small whole numbers at `shift` elements behind a 16-byte address."""
+    return torch.randint(-4, 5, (shift + math.prod(shape),)).to(dtype)[shift:].view(shape)
+
+
+def test_a_misaligned_operand_of_linear_runs_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses are no part of a class: every schedule asks for them itself."""
+    ran: list[str] = []
+    tiles: list[Any] = []
+    monkeypatch.setattr(cublaslt, "plan", lambda *args: cublaslt.Plan(0, 0, "none"))
+    monkeypatch.setattr(cublaslt, "launcher", lambda device, which: lambda *_: ran.append("schedule"))
+    monkeypatch.setattr(cuda.linear_rows, "launcher", lambda *_: lambda *_: ran.append("schedule"))
+    monkeypatch.setattr(shapes, "DGRAD_WHOLE", 64)
+    for module, name in (
+        (cuda.anchor, "gemm"), (cuda.anchor, "linear_dgrad"), (cuda.linear_grad, "ascending"),
+        (cuda.linear_grad, "wgrad_"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *_, tile=None, **rest: (ran.append("anchor"), tiles.append(tile)))
+    tile = lambda offer, dgrad, head=False: cuda._tile(offer.tile, dgrad, head).bind
+    forward = lambda x, w: (shapes.linear_key(x, w, None, 1, 1, None), (x, w, None, 1, 1, None))
+    dgrad = lambda dy, w: (shapes.dgrad_key(dy, w, 1), (dy, w, 1))
+    wgrad = lambda grad, dy, x: (shapes.wgrad_key(grad, dy, x, True), (grad, dy, x, True))
+    (few, *_), (head, *_) = cuda.OFFERS, cuda.HEAD_OFFERS
+    for bind, call, sizes, tiled in (
+        (cuda._cublaslt(0, "forward").bind, forward, ((9, 64), (48, 64)), False),
+        (cuda._cublaslt(0, "dgrad").bind, dgrad, ((9, 48), (48, 64)), False),
+        (cuda._cublaslt(0, "dgrad").bind, dgrad, ((9, 72), (72, 64)), False),
+        (cuda._cublaslt(0, "wgrad").bind, wgrad, ((48, 64), (9, 48), (9, 64)), False),
+        (cuda._few_rows(16).bind, dgrad, ((9, 48), (48, 64)), False),
+        (tile(few, False), forward, ((9, 64), (48, 64)), True),
+        (tile(few, True), dgrad, ((9, 48), (48, 64)), True),
+        (tile(head, True, True), dgrad, ((9, 72), (72, 64)), True),
+    ):
+        for shifted in range(-1, len(sizes)):
+            key, arguments = call(*(at(i == shifted, *size) for i, size in enumerate(sizes)))
+            bind((0, *key[1:]))(*arguments)
+            if tiled:
+                assert ran.pop() == "anchor" and (tiles.pop() is None) == (shifted >= 0), "in a tile of its own"
+            else:
+                assert set(ran) == {"anchor" if shifted >= 0 else "schedule"}, (call, shifted)
+            ran.clear()
+
+
+def test_a_misaligned_operand_of_linear_logprob_runs_the_anchor(
+    asked: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    for name in ("tile_statistics", "dz_block", "dhidden_block", "dweight_block"):
+        monkeypatch.setattr(scoring.anchor, name, lambda *_: ran.append("anchor"))
+    monkeypatch.setattr(hopper, "tensor_map", lambda *_: None)
+    monkeypatch.setattr(hopper, "kernel", lambda *_: None)
+    monkeypatch.setattr(hopper, "_launch", lambda *_, **__: ran.append("schedule"))
+    monkeypatch.setattr(cublaslt, "launcher", lambda *_: lambda *_: ran.append("schedule"))
+    x, w, dz, y = (9, 64), (48, 64), rand(9, 48), torch.zeros(9, dtype=torch.int64)
+    buffers = hopper.TileBuffers(9, 48, torch.device("cpu"))
+    sums, ones, rows = torch.zeros(9, 64), torch.ones(9), scoring._cublaslt(0, False).bind
+    dhidden = (0, *scored.dhidden_key(sums, None, dz, rand(*w), True, MOST)[1:])
+    dweight = (0, *scored.dweight_key(rand(*w), dz, rand(*x), True, MOST)[1:])
+    tokens = scoring._cublaslt(0, True).bind
+    for run, sizes in (
+        (lambda x, w: hopper.statistics(buffers, x, w, y, None, None, None, None), (x, w)),
+        (lambda x, w: hopper.dz_block(dz, x, w, y, None, None, ones, ones, ones, None, MOST, 0, 48), (x, w)),
+        (lambda w: hopper.dhidden_block(sums, None, dz, w, True, MOST), (w,)),
+        (lambda w: rows(dhidden)(sums, None, dz, w, True, MOST), (w,)),
+        (lambda grad, x: hopper.dweight_block(grad, dz, x, True, MOST), (w, x)),
+        (lambda grad, x: tokens(dweight)(grad, dz, x, True, MOST), (w, x)),
+    ):
+        for shifted in range(-1, len(sizes)):
+            run(*(at(i == shifted, *size) for i, size in enumerate(sizes)))
+            assert ran.pop() == ("anchor" if shifted >= 0 else "schedule") and not ran
+
+
+def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "WGRAD_TOKENS", 32)
+    seen: list[tuple[int, bool]] = []
+
+    def chunk(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
+        seen.append((dy.shape[0], fresh))
+        assert grad.dtype == torch.float32 or dy.shape[0] <= 32
+        total = dy.float().t() @ x.float()
+        grad.copy_(total if fresh else grad + total)
+
+    monkeypatch.setattr(cuda.wgrad_chunk, "call", chunk)
+    dy, x = torch.randint(-4, 5, (80, 16)).bfloat16(), torch.randint(-4, 5, (80, 24)).bfloat16()
+    expected = dy.float().t() @ x.float()
+    assert_bitwise(cuda.linear_wgrad(dy, x), expected.bfloat16(), "rounded once")
+    assert seen == [(32, True), (32, False), (16, False)]
+    grad = torch.ones(16, 24)
+    cuda.linear_wgrad_(grad, dy, x)
+    assert_bitwise(grad, expected + 1, "main_grad continued")
+    assert seen[3:] == [(32, False), (32, False), (16, False)]
+    cuda.linear_wgrad(dy[:32], x[:32])
+    assert seen[6:] == [(32, True)]
+
+
+def test_calls_are_cut_evenly_into_what_was_compared() -> None:
+    for most, m in itertools.product((8, 16, 7064, 16384), (17, 100, 7065, 8193, 16385, 100_003, 1_000_000)):
+        pieces = shapes.cut(m, most)
+        lengths = [piece.stop - piece.start for piece in pieces]
+        assert sum(lengths) == m and len(lengths) == -(-m // most) and max(lengths) <= most
+        assert all(a.stop == b.start and b.start % 8 == 0 for a, b in itertools.pairwise(pieces))
+        if m > most > 16:
+            assert min(lengths) >= most // 2 - 7, "never below the lowest count compared"
+
+
+@pytest.mark.parametrize("kind", ("product", "head"))
+def test_no_schedule_gets_more_rows_than_were_compared(
+    kind: str, asked: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "DGRAD_CHUNK", 32)
+    monkeypatch.setattr(shapes, "DGRAD_WHOLE", 64)
+    monkeypatch.setattr(shapes, "BUCKETS", (0, 16, 64))
+    seen: list[int] = []
+    plain = cublaslt.launcher
+
+    def launcher(device: int, which: cublaslt.Plan) -> Callable[..., None]:
+        run = plain(device, which)
+        return lambda m, *rest: (seen.append(m), run(m, *rest))[1]
+
+    monkeypatch.setattr(cublaslt, "launcher", launcher)
+    whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
+    k = 80 if kind == "head" else 48
+    for limit, m in ((1 << 40, 200), (40 * k * 2, 57)):  # the last bucket is open, and a limit on bytes
+        monkeypatch.setattr(shapes, "SAMPLE_BYTES", limit)
+        a, w = whole(m, k), whole(k, 24)
+        s = shapes.shape_of((0, *shapes.dgrad_key(a, w, 1)[1:]))
+        assert s.is_head == (kind == "head")
+        found, _ = cuda._head(s, 0) if s.is_head else cuda._product(s, 0)
+        got, expected = found(a, w), a.float() @ w.float()
+        assert_bitwise(got, expected.bfloat16(), kind)
+        pieces = seen[:: 3 if s.is_head else 1]  # a launch a chunk
+        assert sum(pieces) == m and max(seen) <= shapes.most_rows(s) == shapes.rows_of(tuple(s))[-1] == asked[-1][1]
+        seen.clear()
