@@ -131,7 +131,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     elif _rows and session.exitstatus == 0 and not torch.cuda.is_available():
         options = config.option
         whole = config.args == config.getini("testpaths") and options.markexpr in ("", "not gpu")
-        whole &= not any((options.keyword, options.deselect, options.ignore, options.ignore_glob, options.lf))
+        chosen = ("keyword", "deselect", "ignore", "ignore_glob", "lf")  # "lf" is there with pytest's cache alone
+        whole &= not any(getattr(options, name, None) for name in chosen)
         whole &= bool(os.environ.get("RLKERNEL_TEST_INTEGRATIONS"))
         recorded = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
         _stale.extend(stale(_rows, recorded, whole))

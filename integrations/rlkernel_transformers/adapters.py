@@ -34,7 +34,7 @@ def check_mergeable(name: str, layer: Any) -> None:
     ):
         raise support.UnsupportedModelError(
             f"{name} is a {type(layer).__name__} that adapters='merged' does not know; it takes plain LoRA on linear "
-            "layers: use adapters='low-rank'"
+            "layers: use such, or adapters='low-rank' in apply (TRL under rlkernel is always merged, as vLLM is)"
         )
 
 

@@ -63,6 +63,7 @@ def apply(
     """
     found = support.find_model(model)
     config = support.read_config(found)
+    support.check_wrappers(model)
     support.check(found)
     variant = ops.current_attention_variant(attention_variant)
     weight = found.model.embed_tokens.weight
@@ -229,12 +230,12 @@ def token_logprobs(
         if labels is None and input_ids is None:
             raise forwards.CallError("token_logprobs: inputs_embeds has no next tokens; pass labels or targets")
         if labels is None:
-            labels = input_ids
+            labels = input_ids.long()  # type: ignore[union-attr]
             if attention_mask is not None:
                 check(shape, attention_mask, None, None, None, inputs.get("past_key_values"))
-                labels = input_ids.masked_fill(attention_mask[:, -shape[1] :] == 0, IGNORED)  # type: ignore[union-attr]
+                labels = labels.masked_fill(attention_mask[:, -shape[1] :] == 0, IGNORED)
         check_targets("labels", labels, shape)
-        targets = shift(labels)  # type: ignore[arg-type]
+        targets = shift(labels)
     score = Score(targets, temperature, kept, keep_probs, rows, statistics)
     out = model(
         input_ids=input_ids,

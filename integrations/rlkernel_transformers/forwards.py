@@ -324,7 +324,8 @@ def prepare(
             "continuous batching of transformers (paged attention) is not supported: turn "
             "use_transformers_continuous_batching off, or generate with rlkernel_transformers.remove(model)"
         )
-    if cache is not None and decoder.layers[0].gradient_checkpointing and decoder.training:
+    checkpointed = decoder.layers[0].gradient_checkpointing and decoder.training and torch.is_grad_enabled()
+    if cache is not None and checkpointed:
         if cache.get_seq_length():
             raise CallError("past_key_values under gradient checkpointing: recomputing would fill the cache twice")
         cache = None
@@ -360,6 +361,9 @@ def shape_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[in
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise CallError("pass exactly one of input_ids and inputs_embeds")
+    for name, value in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
+        if value is not None and not isinstance(value, Tensor):
+            raise CallError(f"{name} is a {type(value).__name__}; expected a tensor, torch.tensor({name})")
     if input_ids is not None and input_ids.dim() != 2:
         raise CallError(f"input_ids is {tuple(input_ids.shape)}; expected [B, L], as ids[None] for one sequence")
     if inputs_embeds is not None and inputs_embeds.dim() != 3:
@@ -398,6 +402,8 @@ def score_tokens(hidden: Tensor, weight: Tensor, packed: Packed, score: Score) -
     if scored.valid is not None:
         targets = targets.clamp_min(0)
     temperature = score.temperature
+    if not isinstance(temperature, Tensor | int | float):
+        raise CallError(f"temperature is {temperature!r}; expected a number or a tensor")
     if isinstance(temperature, Tensor):
         given = tuple(temperature.shape)
         if temperature.dtype != torch.float32:

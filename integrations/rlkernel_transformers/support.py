@@ -52,6 +52,17 @@ def read_config(model: Any) -> ModelConfig:
         raise UnsupportedModelError(str(error)) from None
 
 
+def check_wrappers(model: nn.Module) -> None:
+    """Raises UnsupportedModelError for PEFT's prompt learning, which puts its own inputs into every call."""
+    for module in model.modules():
+        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            kind = type(module.active_peft_config).__name__
+            raise UnsupportedModelError(
+                f"{kind}: prefixes and prompts that are learned change the inputs of every call, which no engine has; "
+                "use LoRA"
+            )
+
+
 def check(model: Any) -> None:
     """Raises UnsupportedModelError for other libraries' kernels, quantised or foreign layers, and dropout."""
     if getattr(model, "use_kernels", False):

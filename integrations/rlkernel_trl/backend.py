@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import trl
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -106,20 +107,25 @@ class Backend:
         self.certificate = Certificate(settings.rl_kernel_check_steps, settings.rl_kernel_recheck_every, self.strict)
         self.filters = Filters(1.0)
         self._rounds = {"train": Round(), "eval": Round()}  # an evaluation may come between the updates of a generation
+        self._prepared: list[tuple[Any, Any]] = []  # models, and the forward that each had of its own, or None
+        self._told: set[str] = set()
+        self.own_optimizer = True
         self.inputs: dict[str, Any] | None = None
         self._check(arguments)
 
     # Settings
 
     def lose(self, why: str) -> None:
-        """Exactness is lost: raises in strict mode, else logs.
+        """Exactness is lost: raises in strict mode, else logs, once for each reason.
 
         Raises:
             ExactnessLostError: in strict mode.
         """
         if self.strict:
             raise ExactnessLostError(f"use_rl_kernel_backend: {why} (rl_kernel_strict=False logs this and goes on)")
-        logger.warning("rlkernel: not exact: %s", why)
+        if why not in self._told:
+            logger.warning("rlkernel: not exact: %s", why)
+        self._told.add(why)
 
     def _check(self, arguments: dict[str, Any]) -> None:
         s = self.settings
@@ -138,12 +144,24 @@ class Backend:
             raise ExactnessLostError("use_rl_kernel_backend: DeepSpeed and FSDP are not supported; train with DDP")
         if s.torch_compile:
             raise ExactnessLostError("use_rl_kernel_backend: torch_compile is not supported; leave it out")
+        if s.fp16_full_eval or s.bf16_full_eval:
+            raise ExactnessLostError(
+                "use_rl_kernel_backend: fp16_full_eval and bf16_full_eval cast the model when it is evaluated, and it "
+                "stays so; leave them out: it is evaluated in the dtype that it is trained in"
+            )
+        if s.neftune_noise_alpha is not None:
+            raise ExactnessLostError(
+                "use_rl_kernel_backend: neftune_noise_alpha adds noise to padded embeddings [B, L, C], and rlkernel "
+                "runs packed ones; leave it out"
+            )
         if arguments.get("quantization_config") is not None or "quantization_config" in kwargs:
             self.lose("a quantized model has other weights in training than in vLLM")
         if s.optim not in STANDARD:
+            self.own_optimizer = False
             self.lose(f"optim={s.optim!s} steps the weights without fp32 masters; use one of {', '.join(STANDARD)}")
         given = (arguments.get("optimizers") or (None, None))[0] or arguments.get("optimizer_cls_and_kwargs")
         if given is not None:
+            self.own_optimizer = False
             kind = given[0] if isinstance(given, tuple) else type(given)
             self.lose(
                 f"the optimizer {kind.__name__} that the trainer was given steps the weights without fp32 masters; "
@@ -185,9 +203,15 @@ class Backend:
         from rlkernel_trl import vllm
 
         module = sys.modules[trainer_class.__module__]
-        original = module.add_fused_lm_head
+        original = getattr(module, "add_fused_lm_head", None)
+        if original is None:
+            raise ExactnessLostError(
+                f"use_rl_kernel_backend: TRL {trl.__version__} computes log-probabilities in another way than TRL "
+                "1.16, which rlkernel_trl takes; install trl>=1.16,<1.17"
+            )
 
         def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
+            self._prepared.append((model, model.__dict__.get("forward")))
             self.prepare(model)
             original(model, *args, **kwargs)
             temperature = args[0] if args else kwargs.get("temperature", 1.0)
@@ -224,6 +248,24 @@ class Backend:
             self.masters.update(rounded)
             apply(model, adapters="merged")  # the rounded weights lie elsewhere
 
+    def undo(self) -> None:
+        """A constructor that failed leaves no trace on models that it was given: forwards and weights are as before.
+
+        Weights that are not trained (the base of an adapter) stay rounded: their fp32 values are not kept.
+        """
+        from rlkernel_transformers import UnsupportedModelError, remove
+
+        for model, forward in reversed(self._prepared):
+            model.__dict__.pop("forward", None)
+            with contextlib.suppress(UnsupportedModelError):  # what was refused has nothing to remove
+                remove(model)
+            if forward is not None:
+                model.forward = forward
+        for parameter, master in self.masters.items():
+            parameter.data = master
+        self._prepared.clear()
+        self.masters.clear()
+
     def attach(self, trainer: Any) -> None:
         """After TRL's constructor: what needs the finished trainer."""
         from rlkernel_trl import vllm
@@ -234,6 +276,7 @@ class Backend:
                 "mixed_precision=no: the weights are bf16 already"
             )
         trainer.add_callback(_BeforeUpdate(self, trainer))
+        self._prepared.clear()
         if self.samples and self.settings.use_vllm:
             vllm.attach(self, trainer)
 
@@ -259,6 +302,7 @@ class Backend:
 
     def begin(self, trainer: Any, computes_old: bool) -> Round:
         """A generation starts; `computes_old`: TRL's first forward in it is for old log-probabilities."""
+        self.certificate.skips = computes_old
         found = Round(
             step=trainer.state.global_step,
             expects_old=computes_old,
@@ -278,8 +322,21 @@ class Backend:
 
         Raises:
             MismatchError: a token differs, in strict mode.
+            ExactnessLostError: nothing of a new generation was compared, in strict mode.
         """
-        metrics, skipped = trainer._metrics[_mode(trainer)], self.round(trainer).skipped
+        metrics, at = trainer._metrics[_mode(trainer)], self.round(trainer)
+        skipped = at.skipped
+        rolled_out = self.samples and (self.settings.use_vllm or self.rollout_func is not None)
+        if rolled_out and self.comparison.empty and at.step == trainer.state.global_step:
+            self.lose(
+                "no sampled token was compared with the training forward: "
+                + (
+                    "the rollout returned no log-probabilities"
+                    if at.sampled is None
+                    else f"{type(trainer).__name__} does not score the batch with the trainer's "
+                    "_get_per_token_logps_and_entropies; call it, or super()'s method, where yours overrides it"
+                )
+            )
         verdict = self.comparison.close(trainer.accelerator)
         if verdict.tokens:
             metrics["rlkernel/exact_frac"].append(verdict.exact_frac)
@@ -316,6 +373,12 @@ class _BeforeUpdate(TrainerCallback):
         self.backend, self.trainer = backend, trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.backend.own_optimizer and self.trainer._master_adamw() is None:
+            found = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+            self.backend.lose(
+                f"the trainer's optimizer is a {type(found).__name__}, set after construction or by an override of "
+                "create_optimizer: it steps the weights without fp32 masters; leave it to the trainer"
+            )
         if hasattr(self.trainer.model_wrapped, "require_backward_grad_sync") and self.trainer._master_adamw():
             self.trainer.model_wrapped.require_backward_grad_sync = False  # `MasterAdamW` averages them in fp32
 

@@ -6,6 +6,7 @@ their masters fp32.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,9 @@ class RLKernelArguments:
 
     def __post_init__(self) -> None:
         settings: Any = self
+        for name in ("use_rl_kernel_backend", "rl_kernel_strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if self.rl_kernel_dtype not in (None, *_DTYPES):
             raise ValueError(f"rl_kernel_dtype is {self.rl_kernel_dtype!r}; expected 'bfloat16' or 'float32'")
         if self.use_rl_kernel_backend:
@@ -72,17 +76,43 @@ class RLKernelArguments:
             raise ExactnessLostError(
                 "use_rl_kernel_backend: fp16=True scales the loss, which is not supported; use bf16=True"
             )
-        if self.rl_kernel_check_steps < 1 or self.rl_kernel_recheck_every < 0:
-            raise ValueError(
-                f"rl_kernel_check_steps={self.rl_kernel_check_steps}, rl_kernel_recheck_every="
-                f"{self.rl_kernel_recheck_every}; expected at least 1 and at least 0"
-            )
+        for name, least in (("rl_kernel_check_steps", 1), ("rl_kernel_recheck_every", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; expected an integer, at least {least}")
         # What bf16 means under the flag: bf16 weights with fp32 masters, not autocast over fp32 weights.
         if settings.bf16:
             self.rl_kernel_dtype = "bfloat16"
         elif self.rl_kernel_dtype is None:
             self.rl_kernel_dtype = "bfloat16" if settings.bf16 is None else "float32"
         settings.bf16 = False
+        _guard_stock_trainers()
+
+
+def _guard_stock_trainers() -> None:
+    """Makes a trainer that does not read the flag an error, where it would train as if nothing had been asked.
+
+    Set when the first configuration asks for rlkernel; a process that never asks keeps transformers' constructor.
+    """
+    from transformers import Trainer
+
+    stock = Trainer.__init__
+    if getattr(stock, "rlkernel", False):
+        return
+
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        settings = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if getattr(settings, "use_rl_kernel_backend", False) and not hasattr(type(self), "_rl_kernel"):
+            kind = type(self)
+            raise ExactnessLostError(
+                f"use_rl_kernel_backend: {kind.__module__}.{kind.__name__} does not read the flag; use the trainer of "
+                "rlkernel_trl, derive yours from it, or call rlkernel_trl.patch() before the script imports the name"
+            )
+        stock(self, *args, **kwargs)
+
+    __init__.rlkernel = True  # type: ignore[attr-defined]
+    Trainer.__init__ = __init__
 
 
 @dataclass

@@ -60,6 +60,11 @@ class Comparison:
         self._parts.append(torch.stack([mask.sum().double(), other.sum().double(), difference.max(), difference.sum()]))
         self._kept.append((rollout, trained.detach(), other, ids))
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added since the last `close`."""
+        return not self._parts
+
     def close(self, accelerator: Any = None) -> Verdict:
         """The verdict over everything added, on all processes; forgets it."""
         parts, kept, self._parts, self._kept = self._parts, self._kept, [], []
@@ -104,11 +109,13 @@ class Certificate:
 
     Attributes:
         rebuilds: the forward also rebuilds the sets of tokens that were sampled from, so it is not skipped.
+        skips: TRL runs that forward at all, so there is something to skip.
     """
 
     def __init__(self, needed: int, every: int, strict: bool):
         self.needed, self.every, self.strict = needed, every, strict
         self.rebuilds = False
+        self.skips = True
         self.equal = 0
         self.tokens = 0
         self.since_check = 0
@@ -154,13 +161,16 @@ class Certificate:
         self.tokens += verdict.tokens
         if self.held and not before:
             again = f", but for every {self.every} generations" if self.every else ""
+            what = f"TRL's forward for old log-probabilities is left out from here on{again}"
+            if self.rebuilds:
+                what = "TRL's forward for old log-probabilities goes on: it rebuilds the sets of top_p, top_k and min_p"
+            if not self.skips:
+                what = "TRL computes no old log-probabilities with these settings"
             logger.warning(
                 "rlkernel: certified at step %d: %d sampled tokens of %d generations have equal log-probabilities in "
                 "rollout and training forward; %s. Every generation stays compared with the training forward",
                 step,
                 self.tokens,
                 self.equal,
-                "TRL's forward for old log-probabilities goes on: it rebuilds the sets of top_p, top_k and min_p"
-                if self.rebuilds
-                else f"TRL's forward for old log-probabilities is left out from here on{again}",
+                what,
             )

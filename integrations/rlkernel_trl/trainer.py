@@ -33,9 +33,13 @@ class _Flagged:
             super().__init__(*args, **kwargs)
             return
         self._rl_kernel = Backend(settings, given)
-        with self._rl_kernel.construction(base):
-            super().__init__(*args, **kwargs)
-        self._rl_kernel.attach(self)
+        try:
+            with self._rl_kernel.construction(base):
+                super().__init__(*args, **kwargs)
+            self._rl_kernel.attach(self)
+        except BaseException:
+            self._rl_kernel.undo()
+            raise
 
     def create_optimizer(self, model: Any = None) -> Any:
         trainer: Any = self

@@ -135,9 +135,41 @@ def _of_model(model: Any) -> Iterator[Finding]:
     if getattr(model, "model_impl", "auto") == "transformers":
         yield Finding("model_impl", "'transformers'; expected vLLM's own model, 'auto' or 'vllm'")
     try:
-        model_config(model)
+        config = model_config(model)
     except ConfigError as error:
         yield Finding("model", str(error))
+        return
+    yield from _of_keys(model, config)
+
+
+# Keys of config.json that vLLM's models of these architectures compute with and transformers' do not -> the values
+# that change nothing. Looked at here, so that a worker does not have to.
+_KEYS_OF_VLLM: dict[str, tuple[Any, ...]] = {
+    "bias": (None, False),
+    "qkv_bias": (None, False),
+    "logit_scale": (None, 1, 1.0),
+    "is_causal": (None, True),
+    "dual_chunk_attention_config": (None,),
+    "llama_4_scaling": (None,),
+    "ada_rms_norm_t_cond": (None, False),
+}
+
+
+def _of_keys(model: Any, config: ModelConfig) -> Iterator[Finding]:
+    """Where vLLM's model reads the configuration in another way than the architecture."""
+    for key, idle in _KEYS_OF_VLLM.items():
+        value = getattr(model.hf_config, key, None)
+        if value not in idle:
+            yield Finding("model", f"{key}={value!r} in config.json: vLLM computes with it, transformers does not")
+    if config.model_type == "qwen3" and config.attention_bias:
+        yield Finding("model", "attention_bias=True: vLLM's Qwen3 leaves out the bias of the output projection")
+    window = model.get_sliding_window()
+    if window is not None and config.family.window == "none":
+        yield Finding(
+            "model",
+            f"sliding_window={window} in config.json: vLLM attends to so many keys, transformers' "
+            f"{config.family.architecture} to all; remove the key",
+        )
 
 
 def _of_attention(vllm_config: Any, asked: Settings) -> Iterator[Finding]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
 
 from rlkernel_vllm import settings
-from rlkernel_vllm.settings import ATTENTION, FLAG, MODE
+from rlkernel_vllm.settings import ATTENTION, FLAG, MODE, REFUSAL
 
 if TYPE_CHECKING:
     from rlkernel_vllm.config import UnsupportedError
@@ -24,8 +29,7 @@ class LLM(vllm.LLM):
         Everything else: as in `vllm.LLM`.
 
     Raises:
-        UnsupportedError: strict mode, and a setting cannot be made exact; all are named. What a worker in a process of
-            its own finds in a model comes as vLLM's RuntimeError, with the text in the log.
+        UnsupportedError: strict mode, and a setting or a module of the model cannot be made exact; all are named.
         InactiveError: vLLM did not load the plugin (see `VLLM_PLUGINS`).
         ValueError: an argument is not one of the values above, or `additional_config` says otherwise.
     """
@@ -42,17 +46,38 @@ class LLM(vllm.LLM):
         given = {FLAG: use_rl_kernel_backend, MODE: rl_kernel_mode, ATTENTION: rl_kernel_attention}
         asked = settings.merged(additional_config, given)
         enabled = settings.of(asked).enabled
-        try:
+        with _unwrapped():
             super().__init__(*args, additional_config=asked, **kwargs)
+        if enabled:
+            from rlkernel_vllm.report import assert_active
+
+            assert_active(self)
+
+
+@contextlib.contextmanager
+def _unwrapped() -> Iterator[None]:
+    """While an engine is made: our error in place of what vLLM makes of it.
+
+    A worker in a process of its own ends as a RuntimeError that names no cause; it leaves its text in a file first.
+    """
+    from rlkernel_vllm.config import UnsupportedError
+
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "refusal"
+        os.environ[REFUSAL] = str(told)
+        try:
+            yield
         except ValueError as error:
             found = _unsupported(error)
             if found is None:
                 raise
             raise found from None
-        if enabled:
-            from rlkernel_vllm.report import assert_active
-
-            assert_active(self)
+        except RuntimeError as error:
+            if not told.exists():
+                raise
+            raise UnsupportedError(told.read_text()) from error
+        finally:
+            del os.environ[REFUSAL]
 
 
 def _unsupported(error: ValueError) -> UnsupportedError | None:

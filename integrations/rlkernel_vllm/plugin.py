@@ -7,8 +7,10 @@ the worker of an engine that asked, and in its objects alone.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from functools import wraps
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -77,15 +79,21 @@ def _hook_workers() -> None:
 def _attach(worker: Any, vllm_config: Any) -> None:
     """Gives this worker our loading of the model, and the methods that `collective_rpc` calls by name."""
     from rlkernel_vllm import fingerprint, report, sampling, warmup
+    from rlkernel_vllm.config import UnsupportedError
 
     _hook_models()
     stock = worker.load_model
 
     @wraps(stock)
     def load_model(*args: Any, **kwargs: Any) -> Any:
-        done = stock(*args, **kwargs)
-        runner = worker.model_runner
-        sampling.take_over(runner, settings.read(vllm_config))
+        try:
+            done = stock(*args, **kwargs)
+            runner = worker.model_runner
+            sampling.take_over(runner, settings.read(vllm_config))
+        except UnsupportedError as error:
+            if settings.REFUSAL in os.environ:  # `rlkernel_vllm.LLM` waits for it, maybe in another process
+                Path(os.environ[settings.REFUSAL]).write_text(str(error))
+            raise
         warmup.settle(runner.get_model(), vllm_config)
         return done
 

@@ -15,9 +15,15 @@ MODE = "rl_kernel_mode"
 ATTENTION = "rl_kernel_attention"
 CONTRACT = "rl_kernel_contract"
 KEYS = (FLAG, MODE, ATTENTION, CONTRACT)
+REFUSAL = "RLKERNEL_VLLM_REFUSAL"  # names a file in which a worker leaves the text of what it refuses
 ENVIRONMENT = {FLAG: "RLKERNEL_VLLM", MODE: "RLKERNEL_VLLM_MODE", ATTENTION: "RLKERNEL_VLLM_ATTENTION"}
 
-_OURS = ("rl_kernel", "use_rl_kernel", "use_rlkernel")  # how a key of ours starts, or one that is mistyped
+_OURS = (
+    "rl_kernel",
+    "use_rl_kernel",
+    "use_rlkernel",
+    "rlkernel_vllm",
+)  # how a key of ours starts, or one that is mistyped
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -51,7 +57,9 @@ def of(values: Mapping[str, Any]) -> Settings:
         ValueError: a value is not one of those expected, or a key looks like one of ours and is none; the message
             names the key, or the environment variable.
     """
-    unknown = [key for key in values if str(key).startswith(_OURS) and key not in KEYS]
+    unknown = [
+        key for key in values if key not in KEYS and (_plain(key).startswith(_OURS) or _plain(key) == "rlkernel")
+    ]
     if unknown:
         raise ValueError(f"additional_config has {', '.join(unknown)}; rlkernel's keys are {', '.join(KEYS)}")
 
@@ -66,12 +74,20 @@ def of(values: Mapping[str, Any]) -> Settings:
     return Settings(enabled, mode, attention, values.get(CONTRACT))
 
 
+def _plain(key: Any) -> str:
+    """A key as it may have been meant: command lines have hyphens, variables capitals."""
+    return str(key).lower().replace("-", "_")
+
+
 def merged(additional_config: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """`additional_config` with the arguments that are not None.
 
     Raises:
         ValueError: both have a key, with different values.
+        TypeError: `additional_config` is no mapping.
     """
+    if additional_config is not None and not isinstance(additional_config, Mapping):
+        raise TypeError(f"additional_config is a {type(additional_config).__name__}; expected a dict")
     out = dict(additional_config or {})
     for key, value in arguments.items():
         if value is None:

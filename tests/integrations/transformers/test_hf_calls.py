@@ -243,6 +243,8 @@ def test_bad_input_is_named() -> None:
         ("attention_mask is zero everywhere", {"attention_mask": zeros}),
         (r"input_ids is \(20,\); expected \[B, L\]", {"input_ids": ids.flatten()}),
         (r"the input is \[0, 10\]", {"input_ids": ids[:0]}),
+        ("temperature is '1'; expected a number", {"temperature": "1"}),
+        ("input_ids is a list; expected a tensor", {"input_ids": ids.tolist()}),
         (r"temperature is \(3,\)", {"temperature": torch.ones(3)}),
         (r"temperature is \(3, 10\)", {"temperature": torch.ones(3, 10)}),
         (r"kept is \(2, 5, 3\)", {"kept": torch.zeros(2, 5, 3, dtype=torch.int32)}),
@@ -251,6 +253,8 @@ def test_bad_input_is_named() -> None:
     for text, inputs in cases:
         with pytest.raises(rt.CallError, match=text):
             rt.token_logprobs(model, **{"input_ids": ids, **inputs})
+    with pytest.raises(ValueError, match=r"ids is torch.int32; .* ids.long\(\)"):
+        rt.token_logprobs(model, ids.int())
     wide, mask = (torch.nn.functional.pad(t, (300, 0)) for t in (ids, ones))  # wider than the model's positions
     found = rt.token_logprobs(model, wide, mask).logp[:, 300:]
     assert_bitwise(found, rt.token_logprobs(model, ids).logp, "rows shorter than their padding")
@@ -262,6 +266,10 @@ def test_apply_names_what_it_does_not_take() -> None:
             rt.apply(stock("llama"), tp_leaves=leaves)  # type: ignore[arg-type]
     with pytest.raises(rt.UnsupportedModelError, match=r"the model is a str; pass a loaded one"):
         rt.apply("Qwen/Qwen3-0.6B")  # type: ignore[arg-type]
+    peft = pytest.importorskip("peft")
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(rt.UnsupportedModelError, match=r"PrefixTuningConfig: .* use LoRA"):
+        rt.apply(peft.get_peft_model(stock("llama"), prefix))
     plain = stock("llama")
     mlp = plain.model.layers[1].mlp
     mlp.up_proj = torch.nn.Sequential(mlp.up_proj, torch.nn.GELU())

@@ -111,6 +111,16 @@ def test_compiled_in_processes_of_its_own(tmp_path: Path, sides: Any, compat: An
     compat.pairs("vLLM", found, dict.fromkeys(("batched", "prompt"), "torch.compile, worker in a process of its own"))
 
 
+def test_what_a_worker_refuses_is_our_error(tmp_path: Path, sides: Any) -> None:
+    """A worker in a process of its own ends, and vLLM's error names no cause; the class says what it was."""
+    folder = hf_models.save("llama", tmp_path / "model")
+    (found,) = sides(("refused_by_a_worker", folder, {}), env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    assert re.search(
+        r"^UnsupportedError: use_rl_kernel_backend: (.|\n)*\n- model.norm: GemmaRMSNorm: a kind of", found["error"]
+    )
+    assert not found["left"]
+
+
 def test_on_and_off(tmp_path: Path, sides: Any, compat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off is stock vLLM to the bit, before and after an engine that was on; and it differs from training."""
     wide = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
@@ -177,9 +187,10 @@ def test_what_is_refused_and_what_audit_reports(tmp_path: Path, sides: Any, comp
     config = transformers.Olmo2Config(**{k: v for k, v in hf_models.SMALL.items()})
     other = tmp_path / "other"
     transformers.Olmo2ForCausalLM(config).save_pretrained(other)
-    refusals, missing, audit, cache, ids, checks = sides(
+    refusals, missing, without, audit, cache, ids, checks = sides(
         ("refusals", folder, {}),
         ("refused", biased, {}),
+        ("audit", biased, {"vocabulary": VOCABULARY}),
         ("audit", other, {"vocabulary": VOCABULARY}),
         ("audit_cache", hf_models.save("qwen3", tmp_path / "qwen3", torch.bfloat16), {"vocabulary": VOCABULARY}),
         ("prompt_ids", folder, {}),
@@ -188,10 +199,14 @@ def test_what_is_refused_and_what_audit_reports(tmp_path: Path, sides: Any, comp
     if ids:  # vLLM from 0.31 on
         assert_exact(ids)
     assert refusals.pop("nothing") == "no error"
+    for name in [name for name in refusals if name.endswith(" in config.json")]:
+        assert re.search(rf"- model: {name.split()[0]}=.* in config.json: vLLM ", refusals.pop(name)), name
     for name, error in refusals.items():
         compat.refused("vLLM", name, error, REFUSALS.get(name))
-    left_out = r"model\.layers\.0\.self_attn\.o_proj\.bias: vLLM's model leaves this weight out"
+    left_out = "attention_bias=True: vLLM's Qwen3 leaves out the bias of the output projection"
     compat.refused("vLLM", "a checkpoint's weights that vLLM's model leaves out", missing["error"], left_out)
+    weights = dict(without["status"]["findings"])
+    assert "leaves this weight out" in weights["model.layers.0.self_attn.o_proj.bias"]
     for name, error in CHECKS.items():
         assert re.search(error, checks[name]), f"{name}: {checks[name]}"
     assert checks["class"]

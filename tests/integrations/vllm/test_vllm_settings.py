@@ -42,10 +42,14 @@ def test_a_variable_is_named(variable: str, value: str, monkeypatch: pytest.Monk
         settings.of({})
 
 
-@pytest.mark.parametrize("key", ["use_rl_kernel_backnd", "rl_kernel_modes", "use_rlkernel_backend"])
+@pytest.mark.parametrize(
+    "key", ["use_rl_kernel_backnd", "rl_kernel_modes", "use_rlkernel_backend", "use-rl-kernel-backend", "rlkernel"]
+)
 def test_a_mistyped_key_is_an_error(key: str) -> None:
     with pytest.raises(ValueError, match=f"additional_config has {key}; rlkernel's keys are"):
         settings.of({key: True})
+    with pytest.raises(TypeError, match="additional_config is a str; expected a dict"):
+        settings.merged('{"use_rl_kernel_backend": true}', {})  # type: ignore[arg-type]
     assert settings.of({"rlkernel_drift": "full", "another": 1}) == Settings()
 
 

@@ -387,6 +387,12 @@ def stock(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
     return found
 
 
+KEYS_OF_VLLM: dict[str, Any] = {
+    "bias": True, "qkv_bias": True, "logit_scale": 2.0, "is_causal": False, "llama_4_scaling": {"beta": 0.1},
+    "dual_chunk_attention_config": {"chunk_size": 8}, "sliding_window": 16,
+}  # fmt: skip
+
+
 def refusals(folder: str) -> dict[str, Any]:
     """What the configuration refuses, by setting; no engine is made."""
     from vllm import EngineArgs
@@ -409,6 +415,7 @@ def refusals(folder: str) -> dict[str, Any]:
         "rl_kernel_contract": {"additional_config": {**flag, "rl_kernel_contract": "rlk-0"}},
         "rl_kernel_mode": {"additional_config": {**flag, "rl_kernel_mode": "loose"}},
         "yarn rope": {"hf_overrides": {"rope_parameters": yarn}},
+        **{f"{key} in config.json": {"hf_overrides": {key: value}} for key, value in KEYS_OF_VLLM.items()},
         "nothing": {},
     }.items():
         arguments = {"model": folder, "skip_tokenizer_init": True, "max_model_len": 64, "additional_config": flag}
@@ -515,13 +522,34 @@ def broken(folder: str) -> dict[str, Any]:
     return {"error": ""}
 
 
-def refused(folder: str) -> dict[str, Any]:
+def refused(folder: str, **changes: Any) -> dict[str, Any]:
     """What an engine of a model says in strict mode."""
     try:
-        engine(folder, dtype="float32")
+        engine(folder, dtype="float32", **changes)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": ""}
+
+
+ODD = """
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.models import llama
+
+llama.RMSNorm = GemmaRMSNorm
+
+
+class Extension:
+    pass
+"""
+
+
+def refused_by_a_worker(folder: str) -> dict[str, Any]:
+    """What the front end hears of a worker in a process of its own that builds a model of other modules."""
+    place = Path(folder).parent
+    (place / "odd_extension.py").write_text(ODD)
+    sys.path.insert(0, str(place))  # processes that are started from here have it too
+    found = refused(folder, worker_extension_cls="odd_extension.Extension")
+    return {**found, "left": "RLKERNEL_VLLM_REFUSAL" in os.environ}
 
 
 def audit(folder: str, vocabulary: int) -> dict[str, Any]:
@@ -620,6 +648,7 @@ SCENARIOS = (
     stock,
     refusals,
     refused,
+    refused_by_a_worker,
     audit,
     drift,
     audit_cache,

@@ -1,0 +1,206 @@
+"""What a user of TRL's trainers does beside the page's lines: other trainers, optimizers, overrides, callbacks.
+
+Each either works as without the flag, or is an error that names it; nothing trains on without a word.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from e2e.tiny_model import make_model
+from trl_side import history, make_trainer, rows, settings
+
+import rlkernel_transformers
+import rlkernel_trl
+from rlkernel_trl import ExactnessLostError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), vocab_size=320)
+
+
+def _stock(model: Path, algorithm: str, args: Any, kind: Any) -> Any:
+    from datasets import Dataset
+
+    extra = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)} if algorithm == "GRPO" else {}
+    return kind(model=str(model), args=args, train_dataset=Dataset.from_list(rows(algorithm)), **extra)
+
+
+def test_a_stock_trainer_with_our_configuration_is_an_error(model: Path) -> None:
+    """Also a class derived from one before `patch()`; without the flag our configuration is as good as TRL's."""
+    import trl
+
+    class Own(trl.GRPOTrainer):
+        pass
+
+    for algorithm, kind in (("SFT", trl.SFTTrainer), ("GRPO", Own)):
+        args = getattr(rlkernel_trl, f"{algorithm}Config")(**settings(algorithm, True))
+        with pytest.raises(ExactnessLostError, match=rf"{kind.__name__} does not read the flag; .*patch\(\)"):
+            _stock(model, algorithm, args, kind)
+    _stock(model, "SFT", rlkernel_trl.SFTConfig(**settings("SFT", False, max_steps=1)), trl.SFTTrainer).train()
+
+
+def test_an_optimizer_that_comes_later(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Put on the trainer, or made by an override: caught when training begins, before a step."""
+
+    class Own(rlkernel_trl.SFTTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+            return self.optimizer
+
+    def trainer(own: bool, **changes: Any) -> Any:
+        from datasets import Dataset
+
+        args = rlkernel_trl.SFTConfig(**settings("SFT", True, max_steps=1, **changes))
+        kind = Own if own else rlkernel_trl.SFTTrainer
+        made = kind(model=str(model), args=args, train_dataset=Dataset.from_list(rows("SFT")))
+        if not own:
+            made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+        return made
+
+    for own, name in ((False, "SGD"), (True, "AdamW")):
+        with pytest.raises(ExactnessLostError, match=f"optimizer is a {name}, set after construction"):
+            trainer(own).train()
+    trainer(True, rl_kernel_strict=False).train()
+    assert "optimizer is a AdamW" in caplog.text
+
+
+def _score(self: Any, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *a: Any, **k: Any) -> Any:
+    logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+    logp = logits.float().log_softmax(-1)
+    return logp.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], -(logp.exp() * logp).sum(-1), None
+
+
+def test_a_step_that_compares_nothing_is_no_exact_step(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A class that scores by itself, and a rollout without log-probabilities: strict mode does not train on."""
+    from datasets import Dataset
+
+    class Own(rlkernel_trl.GRPOTrainer):
+        _get_per_token_logps_and_entropies = _score
+
+    def trainer(kind: Any, rollout: Any, **changes: Any) -> Any:
+        args = rlkernel_trl.GRPOConfig(**settings("GRPO", True, max_steps=2, **changes))
+        return kind(
+            model=str(model),
+            args=args,
+            train_dataset=Dataset.from_list(rows("GRPO")),
+            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+            rollout_func=rollout,
+        )
+
+    def silent(prompts: Any, made: Any) -> dict[str, Any]:
+        ids = made._tokenize_prompts(prompts)[0]
+        return {"prompt_ids": ids, "completion_ids": [[5, 6, 7]] * len(ids), "logprobs": None}
+
+    with pytest.raises(ExactnessLostError, match=r"no sampled token was compared .*: Own does not score"):
+        trainer(Own, rlkernel_trl.rollout_func()).train()
+    with pytest.raises(ExactnessLostError, match=r"compared .*: the rollout returned no log-probabilities"):
+        trainer(rlkernel_trl.GRPOTrainer, silent).train()
+    caplog.clear()
+    trainer(rlkernel_trl.GRPOTrainer, silent, rl_kernel_strict=False).train()
+    assert caplog.text.count("returned no log-probabilities") == 1  # once, not at every step
+
+    class Calls(rlkernel_trl.GRPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    doubled = trainer(Calls, rlkernel_trl.rollout_func())
+    doubled.train()
+    assert all(row["rlkernel/exact_frac"] == 1 for row in history(doubled))
+
+
+def test_masked_completions_compare_nothing_and_that_is_right(model: Path) -> None:
+    trainer = make_trainer("GRPO", model, engine=True, mask_truncated_completions=True, max_completion_length=1)
+    trainer.train()
+    assert len(history(trainer)) == 3
+
+
+def test_a_refused_trainer_leaves_the_model_as_it_was(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 weights that were rounded, forwards that were replaced: a second try starts from what the user has."""
+    from transformers import AutoModelForCausalLM
+
+    from rlkernel_trl.backend import Backend
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    before = [p.clone() for p in policy.parameters()]
+
+    def refuse(self: Any, trainer: Any) -> None:
+        assert next(policy.parameters()).dtype == torch.bfloat16
+        self.lose("what is known when the trainer is there")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Backend, "attach", refuse)
+        with pytest.raises(ExactnessLostError, match="what is known"):
+            make_trainer("GRPO", policy, engine=True, beta=0.1)
+    assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), before, strict=True))
+    assert "forward" not in policy.__dict__ and rlkernel_transformers.status(policy).contract is None
+    trainer = make_trainer("GRPO", policy, engine=True, max_steps=2)
+    trainer.train()
+    assert all(row["rlkernel/exact_frac"] == 1 for row in history(trainer))
+    first = next(p for p in trainer.model.parameters() if p.requires_grad)
+    assert trainer.optimizer.state[first]["master"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fp16_full_eval": True}, "fp16_full_eval and bf16_full_eval cast the model"),
+        ({"bf16_full_eval": True}, "fp16_full_eval and bf16_full_eval cast the model"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    ],
+    ids=str,
+)
+def test_more_refusals(model: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExactnessLostError, match=message):
+        make_trainer("SFT", model, rl_kernel_strict=False, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_rl_kernel_backend", "no"),
+        ("rl_kernel_strict", "false"),
+        ("rl_kernel_check_steps", 0),
+        ("rl_kernel_check_steps", "2"),
+        ("rl_kernel_recheck_every", -1),
+    ],
+)
+def test_values_of_another_kind_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; expected"):
+        rlkernel_trl.GRPOConfig(**{**settings("GRPO", True), name: value})
+
+
+def test_another_trl_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl.trainer.sft_trainer
+
+    monkeypatch.delattr(trl.trainer.sft_trainer, "add_fused_lm_head")
+    with pytest.raises(ExactnessLostError, match=r"TRL 1\.\d.* install trl>=1.16,<1.17"):
+        make_trainer("SFT", model)
+
+
+def test_generate_in_a_callback_under_gradient_checkpointing(model: Path) -> None:
+    """TRL checkpoints by default, and callbacks sample between steps, from a model in training mode."""
+    from transformers import TrainerCallback
+
+    ids, found = torch.tensor([[5, 6, 7]]), []
+
+    class Sample(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            assert model.training
+            for cached in (True, False):
+                out = model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=cached, eos_token_id=None)
+                found.append(out.tolist())
+
+    make_trainer("SFT", model, gradient_checkpointing=True, max_steps=1, trainer={"callbacks": [Sample()]}).train()
+    assert found[0] == found[1] and len(found[0][0]) == 9
+
+
+def test_the_log_says_nothing_is_skipped_where_nothing_is(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With one update a generation and no vLLM, TRL computes no old log-probabilities."""
+    make_trainer("GRPO", model, engine=True).train()
+    assert "TRL computes no old log-probabilities with these settings" in caplog.text
+    assert "left out from here on" not in caplog.text
