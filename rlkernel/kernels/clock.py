@@ -55,7 +55,7 @@ def least(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: in
     def sample(name: str) -> float:
         for _ in range(TRIES):
             ms, hidden = once(candidates[name], wait[name])
-            if hidden:
+            if hidden or wait[name] == MOST_WAIT:
                 break
             wait[name] = min(2 * wait[name], MOST_WAIT)
         return ms

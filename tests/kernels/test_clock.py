@@ -124,7 +124,7 @@ def test_launches_without_end_do_not_wait_without_end(gpu: Gpu) -> None:
     slow = Kernel(gpu, launch=1.0, work=1e-5)
     found = clock.least({"slow": slow}, once, 3)
     assert found["slow"] > 900 and max(slow.waits) == clock.MOST_WAIT
-    assert len(slow.waits) == 1 + clock.TRIES * 4
+    assert len(slow.waits) <= 1 + 2 * clock.TRIES + 2, "tried anew only while the wait can grow"
 
 
 def test_every_candidate_has_its_turn_on_a_cpu() -> None:
