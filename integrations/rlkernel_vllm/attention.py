@@ -6,6 +6,7 @@ the new rows of the cache, attention. vLLM cuts its graph there, and each op out
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class ExactAttention(AttentionImpl[Any]):
     """Mixin of an implementation of vLLM's attention: `pages_of` and `do_kv_cache_update` are the device's."""
 
     rlkernel_variant = "split"
+    rlkernel_most: Mapping[str, int] | None = None  # tokens, sequences and keys of a step; `convert` says
 
     def pages_of(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as pages [pages, page, HK, D]."""
@@ -34,6 +36,12 @@ class ExactAttention(AttentionImpl[Any]):
     def window_of(self) -> int | None:
         """Keys that a query sees, itself included; None for all."""
         raise NotImplementedError
+
+    def scratch_bytes(self, query: Tensor, key: Tensor) -> int:
+        """What a call takes beside its results at most."""
+        if self.rlkernel_most is None or self.rlkernel_variant != "split":
+            return 0
+        return ops.attention_scratch_bytes(query, key, **self.rlkernel_most)
 
     def forward(
         self,
@@ -48,7 +56,8 @@ class ExactAttention(AttentionImpl[Any]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         m = attn_metadata
-        if m is None:  # a run that measures memory
+        if m is None:  # a run that measures memory: what real steps take for a while must be there too
+            torch.empty(self.scratch_bytes(query, key), dtype=torch.uint8, device=query.device)
             return output.fill_(0)
         keys, values = self.pages_of(kv_cache)
         tokens = m.num_actual_tokens

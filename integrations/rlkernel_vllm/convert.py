@@ -145,8 +145,11 @@ def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
     else:
         table = rope_table(config)
         done.found += _other_weights(model, config)
+    most = _most(vllm_config)
     for name, module in model.named_modules():
         made, reason = _convert(module, table, asked)
+        if isinstance(getattr(module, "impl", None), ExactAttention):
+            module.impl.rlkernel_most = most
         if made is not None:
             done.modules[name] = made
         elif reason is not None:
@@ -162,6 +165,13 @@ def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
     refuse(done.found, asked)
     object.__setattr__(model, "rlkernel", done)
     return done
+
+
+def _most(vllm_config: Any) -> dict[str, int]:
+    """Tokens, sequences and keys of a sequence in a step at most."""
+    steps = vllm_config.scheduler_config
+    longest = vllm_config.model_config.max_model_len
+    return {"tokens": steps.max_num_batched_tokens, "sequences": steps.max_num_seqs, "longest": longest}
 
 
 def _other_weights(model: nn.Module, config: ModelConfig) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlkernel import ops
 from rlkernel.data.tokenizer import Tokenizer
 from rlkernel.engine.block_manager import BlockManager
 from rlkernel.engine.graphs import DecodeGraphs, Recorder, wanted
@@ -60,7 +61,7 @@ class LLM:
         max_num_batched_tokens: tokens of one step at most; a longer prompt is prefilled in chunks.
         page_size: tokens of a KV page.
         num_pages: pages of the KV cache; default what max_num_seqs sequences of max_model_len need, at most
-            `CPU_CACHE_BYTES` or `GPU_CACHE_SHARE` of the free GPU memory.
+            `CPU_CACHE_BYTES` or `GPU_CACHE_SHARE` of the GPU memory that is free beside attention's scratch memory.
         max_model_len: longest sequence, prompt and completion; default and most the model's max_position_embeddings.
         prefix_caching: keep full pages findable by their token ids for later prompts.
         seed: root of the seeds of requests that have none.
@@ -116,7 +117,9 @@ class LLM:
         self.attention = model.attention_variant if attention is None else attention
         model.set_attention_variant(self.attention, page_size)
         longest = ceil_div(self.max_model_len, page_size)
-        self.num_pages = num_pages or _default_pages(model, page_size, longest, max_num_seqs, device)
+        if num_pages is None:
+            num_pages = _default_pages(model, page_size, longest, max_num_seqs, max_num_batched_tokens)
+        self.num_pages = num_pages
         self.blocks = BlockManager(self.num_pages, prefix_caching)
         table = SequenceTable(max_num_seqs, page_size, tuple(config.eos_token_id), self.max_model_len)
         self.scheduler = Scheduler(self.blocks, table, max_num_batched_tokens)
@@ -381,10 +384,14 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(getattr(encoded, "ids", encoded))  # the tokenizers library wraps the ids
 
 
-def _default_pages(model: Decoder, page_size: int, longest: int, max_num_seqs: int, device: torch.device) -> int:
+def _default_pages(model: Decoder, page_size: int, longest: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """Pages for `max_num_seqs` sequences of `longest` pages within the memory budget, and for one in any case."""
-    budget = CPU_CACHE_BYTES
-    if device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
-    affordable = budget // KVCache.page_bytes(model.config, page_size, model.head_weight.dtype)
+    config, weight, budget = model.config, model.head_weight, CPU_CACHE_BYTES
+    if weight.device.type == "cuda":
+        q, k = (weight.new_empty(0, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))
+        scratch = ops.attention_scratch_bytes(
+            q, k, tokens=max_num_batched_tokens, sequences=max_num_seqs, longest=longest * page_size
+        )
+        budget = int(max(0, torch.cuda.mem_get_info(weight.device)[0] - scratch) * GPU_CACHE_SHARE)
+    affordable = budget // KVCache.page_bytes(config, page_size, weight.dtype)
     return max(longest, min(longest * max_num_seqs, affordable))

@@ -5,6 +5,7 @@ from rlkernel.ops.adamw import GradNorm, adamw_, grad_norm
 from rlkernel.ops.attention import (
     attention,
     attention_contract,
+    attention_scratch_bytes,
     attention_variant,
     check_attention_variant,
     current_attention_variant,
@@ -35,6 +36,7 @@ __all__ = [
     "adamw_",
     "attention",
     "attention_contract",
+    "attention_scratch_bytes",
     "attention_variant",
     "check_attention_variant",
     "current_attention_variant",

@@ -411,6 +411,28 @@ def paged_attention(
     return out.copy_(o), lse
 
 
+def attention_scratch_bytes(
+    q: Tensor,  # [..., H, D]
+    k: Tensor,  # [..., HK, D]
+    *,
+    tokens: int,
+    sequences: int,
+    longest: int,
+) -> int:
+    """Bytes that a call of `paged_attention` takes beside its results at most: what to leave free of a cache.
+
+    Args:
+        q, k: tensors with the heads, dtype and device of the calls; how many rows they have does not count.
+        tokens, sequences: in a call at most.
+        longest: keys of a sequence at most, `max_seqlen_k`.
+    """
+    if q.device.type != "cuda" or select.choose("paged_attention", q.device.type).implementation != "triton":
+        return 0
+    from rlkernel.kernels.triton.attention import scratch_bytes
+
+    return scratch_bytes(q, k, tokens, sequences, longest)
+
+
 def check_new_rows(op: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Raises what `store_kv_` raises for keys, values and slots that do not fit a cache of four dimensions."""
     check(

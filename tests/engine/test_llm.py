@@ -1,6 +1,7 @@
 """The front: outputs, seeds, stops, statistics of sampling, and every bad request as an error that says what to do."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from rlkernel.engine import (
     TokenizerMissingError,
     TokenOutOfRangeError,
 )
+from rlkernel.engine import llm as llm_module
 from rlkernel.engine.request import StopWatch
-from rlkernel.models import PackedBatch, save_model
+from rlkernel.models import KVCache, PackedBatch, save_model
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789+"  # 38 characters and two special tokens: VOCAB
 
@@ -246,6 +248,26 @@ def test_text_needs_a_tokenizer():
 def test_bad_size(name):
     with pytest.raises(ValueError, match=f"LLM: {name}=0"):
         LLM(shared_model("fp32"), **{name: 0})
+
+
+def test_the_cache_leaves_attention_its_scratch_memory(monkeypatch):
+    """On a GPU; what a step of this size takes there beside its results is not the cache's."""
+    config = make_model().config
+    weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, new_empty=torch.empty)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 24, 1 << 30))
+    page = KVCache.page_bytes(config, 16, torch.float32)
+    for scratch in (0, 3 << 20, 1 << 30):
+
+        def scratch_bytes(q, k, scratch=scratch, **most):
+            asked.append((q.shape, k.shape, most))
+            return scratch
+
+        monkeypatch.setattr(llm_module.ops, "attention_scratch_bytes", scratch_bytes)
+        pages = llm_module._default_pages(SimpleNamespace(config=config, head_weight=weight), 16, 4, 10**6, 512)
+        assert pages == max(4, max(0, (1 << 24) - scratch) // 2 // page)
+    heads = [(0, n, config.head_dim) for n in (config.num_heads, config.num_kv_heads)]
+    assert asked[0] == (*heads, {"tokens": 512, "sequences": 10**6, "longest": 64})
 
 
 def test_longer_context_than_the_model():

@@ -279,6 +279,44 @@ else:
             assert all(not x.isnan().any() for x in (out, *grads))
         assert all(frame.isnan().all() for frame in frames)
 
+    @pytest.mark.parametrize(
+        "n,keys,bytes_",
+        ((2, 2100, 4 * 2 * (3 * 2) * 2 * (16 + 1)), (70, 300, 3 * 2 * 320 * 16 * 2)),
+        ids=("parts", "in a row"),
+    )
+    def test_scratch_memory_is_what_is_said(n: int, keys: int, bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An engine leaves so much free. Where a call would take more it computes without, the same bits."""
+        batch, page = 3, 16
+        pages = -(-keys // page)
+        q = rand(0, batch * n, 2, 16, dtype=torch.float16)
+        k, v = (rand(i, pages, page, 1, 16, dtype=torch.float16) for i in (1, 2))
+        table, lens = torch.arange(pages, dtype=torch.int32).expand(batch, -1), torch.tensor([keys, 99, 200]).int()
+        if n > 2:
+            monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
+            monkeypatch.setattr(forward, "GATHER_KEYS", 1)
+        empty = torch.empty
+
+        def run() -> tuple[int, tuple[Tensor, Tensor]]:
+            taken: list[Tensor] = []
+
+            def counted(*shape: int, **options: Any) -> Tensor:
+                taken.append(empty(*shape, **options))
+                return taken[-1]
+
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "empty", counted)
+                found = paged_attention(q, k, v, table, cu([n] * batch), lens, n, keys, 0.25, None, 2048)
+            return sum(t.nbytes for t in taken if all(t is not x for x in found)), found
+
+        said = lambda: forward.scratch_bytes(q, k, len(q), batch, keys)
+        taken, wanted = run()
+        assert taken == bytes_ == said()
+        monkeypatch.setattr(forward, "SCRATCH_BYTES", bytes_ - 1)
+        taken, found = run()
+        assert taken == 0 and said() < bytes_
+        for name, a, b in zip(("out", "lse"), found, wanted, strict=True):
+            assert_bitwise(a, b, name)
+
     def test_a_window_of_more_keys_than_there_are() -> None:
         """The backward computes the last row that sees a key from it, in 32 bits."""
         q, k, v, *rest = arguments(2, 1, 16, None, 64, [70], [130], torch.float32)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlkernel.contract.orders import ATTENTION_SPLIT
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.attention_backward import attention_backward as attention_backward
 from rlkernel.kernels.triton.attention_backward import check_sequences, descriptors
@@ -323,7 +324,8 @@ class Tile(NamedTuple):
 
 DECODE_ROWS = 16
 # From so many queries and keys on, pages are laid in a row first, where the copy engine can fetch them.
-GATHER_QUERIES, GATHER_KEYS, GATHER_BYTES = 512, 4096, 1 << 29
+GATHER_QUERIES, GATHER_KEYS = 512, 4096
+SCRATCH_BYTES = 1 << 29  # what a call takes beside its results at most: `scratch_bytes`
 GROUPS_ROWS = 1024  # of the longest sequence: from so many on, Hopper's own kernel serves prefill across splits
 INT32 = (1 << 31) - 1
 MERGE_GRID = 1024  # programs of a merge at most, one a query at least: in most decode steps nothing is to merge
@@ -391,6 +393,8 @@ def _forward(
     tiles, splits = cdiv(max_q * group, tile.rows), cdiv(max_k, split)
     # One tile of rows, as in decode, takes the kernel of the parts for one split too: it needs fewer registers.
     in_parts = tiles == 1 and (splits > 1 or table is not None)
+    if in_parts and splits > 1 and parts_bytes(t, h, d, splits) > SCRATCH_BYTES:  # so many rows fill a GPU without
+        in_parts = False
     mode = PARTIAL.value if in_parts else ONE_SPLIT.value if splits <= 1 else MERGE.value
     side_by_side = min(splits, max(2, PARTIAL_GRID // (batch * hk)))
     boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma else (None, None)
@@ -465,10 +469,9 @@ def paged_attention(
     k, v, kv_head = slots_in_a_row(k_cache, v_cache)
     cu_q, lens = cu_seqlens_q.contiguous(), seq_lens_k.contiguous()
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    room = cdiv(max_seqlen_k, KEYS.value) * KEYS.value
-    room_for_all = 2 * lens.shape[0] * room * k.shape[2] * k.shape[3] * k.element_size()
+    room = room_for(max_seqlen_k)
     long = window is None and max_seqlen_q >= GATHER_QUERIES and max_seqlen_k >= GATHER_KEYS
-    if long and room_for_all <= GATHER_BYTES and in_boxes(q):
+    if long and lens.shape[0] * row_bytes(room, k) <= SCRATCH_BYTES and in_boxes(q):
         k, v = in_a_row(k, v, table, lens, room, kv_head)
         return _forward(
             q, k, v, None, cu_q, lens, max_seqlen_q, max_seqlen_k, scale, window, split, tile, None, out, room
@@ -478,9 +481,37 @@ def paged_attention(
     )  # fmt: skip
 
 
+def room_for(keys: int) -> int:
+    """Keys that a sequence of so many has room for where pages are laid in a row: whole blocks."""
+    return cdiv(keys, KEYS.value) * KEYS.value
+
+
+def row_bytes(room: int, k: Tensor) -> int:
+    """Bytes of `room` keys and values of k's heads [.., HK, D]."""
+    return 2 * room * k.shape[-2] * k.shape[-1] * k.element_size()
+
+
+def parts_bytes(t: int, h: int, d: int, splits: int) -> int:
+    """Bytes of the results of all splits of t queries."""
+    return 4 * splits * t * h * (d + 1)
+
+
+def scratch_bytes(q: Tensor, k: Tensor, tokens: int, sequences: int, longest: int) -> int:
+    """What any call with q [.., H, D] and k [.., HK, D] takes beside its results at most; see `ops.attention`."""
+    (h, d), hk = q.shape[-2:], k.shape[-2]
+    each, in_a_row = row_bytes(room_for(longest), k), 0
+    if tokens >= GATHER_QUERIES and longest >= GATHER_KEYS and in_boxes(q):
+        in_a_row = each * min(sequences, SCRATCH_BYTES // each)
+    splits, parts = cdiv(longest, ATTENTION_SPLIT), 0
+    if splits > 1:
+        rows = max(forward_tile(n, d, q.element_size(), family(q)).rows for n in (1, 1 << 20))
+        parts = parts_bytes(min(tokens, sequences * max(1, rows * hk // h)), h, d, splits)
+    return max(in_a_row, min(parts, SCRATCH_BYTES))
+
+
 def in_boxes(q: Tensor) -> bool:
     """Whether the copy engine fetches keys that lie in a row."""
-    d = q.shape[2]
+    d = q.shape[-1]
     return family(q) == "hopper" and q.element_size() == 2 and d == next_power_of_2(d, 16)
 
 

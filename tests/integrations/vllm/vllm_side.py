@@ -624,6 +624,24 @@ def drift(folder: str) -> dict[str, Any]:
     return {**out, "floor": json.loads(asked.read_text())}
 
 
+def scratch(model: Any) -> list[dict[str, int]]:
+    """What a layer says of a step's size where vLLM measures memory, which is a call without metadata."""
+    from rlkernel import ops
+
+    impl = model.model.layers[0].self_attn.attn.impl
+    q, k = (torch.zeros(2, heads, impl.head_size) for heads in (impl.num_heads, impl.num_kv_heads))
+    asked: list[dict[str, int]] = []
+
+    def record(q: torch.Tensor, k: torch.Tensor, **most: int) -> int:
+        asked.append({"heads": q.shape[-2], "kv heads": k.shape[-2], **most})
+        return 1 << 20
+
+    kept, ops.attention_scratch_bytes = ops.attention_scratch_bytes, record
+    impl.forward(None, q, k, k, None, None, output=q.clone())
+    ops.attention_scratch_bytes = kept
+    return asked
+
+
 def page(folder: str) -> dict[str, Any]:
     """The lines to paste of the page, as they stand."""
     from pages import first_lines
@@ -635,7 +653,15 @@ def page(folder: str) -> dict[str, Any]:
     (output,) = [names["output"]]
     ids = list(output.prompt_token_ids) + tokens(output)
     expected = Trainer(folder, torch.bfloat16).scores(ids)[len(output.prompt_token_ids) - 1 :]
-    return {"page": differing(sampled(output), expected), "exact": rlkernel_vllm.status(names["llm"]).exact}
+    llm = names["llm"]
+    vllm_config = llm.llm_engine.vllm_config
+    steps, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    return {
+        "page": differing(sampled(output), expected),
+        "exact": rlkernel_vllm.status(llm).exact,
+        "scratch": llm.apply_model(scratch)[0],
+        "limits": {"tokens": steps.max_num_batched_tokens, "sequences": steps.max_num_seqs, "longest": longest},
+    }
 
 
 SCENARIOS = (
