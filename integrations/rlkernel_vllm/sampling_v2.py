@@ -77,6 +77,7 @@ class ExactSampler(Sampler):
     rlkernel_added = True  # a request was added since its settings were last written to where the GPU reads them
     rlkernel_requests: bytes | None = None  # slots of the last step's requests
     rlkernel_unchanged = False  # nothing but temperatures changes their logits
+    rlkernel_scaled = True  # and some temperature does
     rlkernel_changed: Any  # [slots] bool: something else does
 
     def add_request(self, slot: int, *args: Any, **kwargs: Any) -> None:
@@ -96,6 +97,8 @@ class ExactSampler(Sampler):
         if requests != self.rlkernel_requests:
             self.rlkernel_requests = requests
             self.rlkernel_unchanged = not self.rlkernel_changed[slots].any()
+            temperature = self.sampling_states.temperature.np[slots]
+            self.rlkernel_scaled = bool(((temperature != 0.0) & (temperature != 1.0)).any())
             self.sampling_states.rlkernel_drawn = None
         _current.append(self.sampling_states)
         try:
@@ -110,8 +113,8 @@ class ExactSampler(Sampler):
 
     def sample(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         # Where nobody reads the scaled logits, the kernel that draws applies the temperature: one pass less.
-        processed = self.sampling_states.rlkernel_processed
-        self.sampling_states.rlkernel_deferred = not (processed and kwargs.get("return_logprobs"))
+        read = self.sampling_states.rlkernel_processed and kwargs.get("return_logprobs")
+        self.sampling_states.rlkernel_deferred = not (read and self.rlkernel_scaled)
         try:
             return super().sample(logits, *args, **kwargs)
         finally:

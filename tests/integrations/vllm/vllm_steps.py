@@ -154,13 +154,19 @@ def steps(folder: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     draw = lambda n: torch.randn(n, VOCABULARY, generator=generator) * 3
     out: dict[str, Any] = {"right": {}, "changes": {}}
-    for logprobs in (None, 0):
+    for asked, mode, settings in (
+        ("no logprobs", "raw_logprobs", {}),
+        ("logprobs", "raw_logprobs", {"logprobs": 0}),
+        ("processed", "processed_logprobs", {"logprobs": 0, "temperature": 1.0}),  # as TRL asks
+    ):
         for who in ("stock", "ours"):
-            engine = Engine(who == "ours", "raw_logprobs")
+            engine = Engine(who == "ours", mode)
             for slot in range(4):
-                engine.add(slot, logprobs=logprobs)
-            taken = [engine.step(draw(4), [2, 0, 1, 3])[1] for _ in range(3)]
-            out[f"{who}, {'no ' * (logprobs is None)}logprobs"] = taken
+                engine.add(slot, **settings)
+            out[f"{who}, {asked}"] = [engine.step(draw(4), [2, 0, 1, 3])[1] for _ in range(3)]
+    engine = Engine(True, "raw_logprobs")
+    for slot in range(4):
+        engine.add(slot)
     for name, changes in CHANGES.items():
         engine.add(0, **changes)
         out["changes"][name] = [engine.step(draw(4), [2, 0, 1, 3])[1] for _ in range(2)]
