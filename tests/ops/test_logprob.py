@@ -196,6 +196,20 @@ def test_keeping_everything_and_temperature_one_change_nothing() -> None:
         assert_bitwise(out.entropy, plain[1], f"{options}")
 
 
+@pytest.mark.parametrize(
+    "value,said",
+    (
+        (1e-45, r"0, or so near to it that 1/T is not finite in fp32"),
+        (0.0, r"0, or so near to it that 1/T is not finite in fp32"),
+        (-2.0, r"-2\.0"),
+        (math.inf, r"inf"),
+    ),
+)
+def test_a_bad_temperature_among_others(value: float, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"logprob: temperature\[1\] is {said}; it must be positive and finite"):
+        ops.logprob(torch.randn(2, 8), torch.tensor([0, 1]), temperature=torch.tensor([1.0, value]))
+
+
 def test_a_number_and_a_tensor_of_it_are_one_temperature() -> None:
     logits, y = 3 * rand(0, 8, 200), ids(8, 200)
     for a, b in zip(
@@ -348,7 +362,7 @@ def test_kept_bit_order() -> None:
         (
             {"temperature": torch.tensor([1.0, 0.0, 1.0])},
             ValueError,
-            r"temperature\[1\] is 0.0; .* positive and finite",
+            r"temperature\[1\] is 0, or .* positive and finite",
         ),
         ({"temperature": torch.tensor([1.0, 1.0, math.inf])}, ValueError, r"temperature\[2\] is inf; .* finite"),
         ({"temperature": torch.ones(2)}, ValueError, r"temperature is \(2,\).*\[T=3\] float32"),

@@ -20,8 +20,10 @@ def check_values(op: str, targets: Tensor, vocab_size: int, inv_temperature: Ten
     good = (inv_temperature > 0) & (inv_temperature < math.inf)
     if not bool(good.all()):
         bad = int((~good).nonzero()[0])
-        value = float(1 / inv_temperature[bad])
-        raise ValueError(f"{op}: temperature[{bad}] is {value}; it must be positive and finite")
+        value: object = float(1 / inv_temperature[bad])
+        if value == 0.0:  # of 1/T alone 0 and what lies next to it look the same
+            value = "0, or so near to it that 1/T is not finite in fp32"
+        raise ValueError(f"{op}: temperature[{bad}] is {value}; it must be positive and finite, at least 1.18e-38")
 
 
 def scaled(logits: Tensor, inv_temperature: Tensor | None, kept: Tensor | None) -> Tensor:
