@@ -1,0 +1,380 @@
+"""logprob and linear_logprob on a GPU: right against fp64, the same bits in any batch, tile, block and schedule.
+
+Truths are computed in fp64 on the GPU; the control is the stock head, whose log-probabilities depend on the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from gpu.gpu_checks import DEVICE, Record, assert_rows_alone, data
+from ops.op_checks import assert_right, by_dtype, differs, forward_backward
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.contract import assert_accurate, assert_bitwise
+from rlkernel.contract.orders import VOCAB_TILE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def scored(tokens: int, v: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Targets, temperatures in [0.5, 2] and kept masks that hold the target of every row but the second."""
+    generator = torch.Generator().manual_seed(11)
+    targets = torch.randint(0, v, (tokens,), generator=generator)
+    mask = torch.rand(tokens, v, generator=generator) < 0.5
+    mask[torch.arange(tokens), targets] = True
+    if tokens > 1:
+        mask[1, targets[1]] = False
+    temperature = 0.5 + 1.5 * torch.rand(tokens, generator=generator)
+    return targets.to(DEVICE), temperature.to(DEVICE), ops.pack_kept(mask).to(DEVICE)
+
+
+def logprob_truth(z: Tensor, targets: Tensor, temperature: Tensor | None, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logp of kept targets (0 elsewhere) and entropy."""
+    if temperature is not None:
+        z = z / temperature[:, None]
+    if kept is not None:
+        z = z.masked_fill(~ops.unpack_kept(kept, z.shape[1]), -torch.inf)
+    l = torch.log_softmax(z, -1)
+    logp = l.gather(1, targets[:, None])[:, 0]
+    return logp.masked_fill(logp == -torch.inf, 0.0), -(l.exp() * l.masked_fill(l == -torch.inf, 0.0)).sum(-1)
+
+
+def finite(out: ops.LogProb) -> tuple[Tensor, Tensor]:
+    """logp and entropy, a dropped target's logp as 0 so that it can be compared."""
+    return out.logp.masked_fill(out.logp == -torch.inf, 0.0), out.entropy
+
+
+def settings(filtered: bool, temperature: Tensor, kept: Tensor) -> dict[str, Any]:
+    return {"temperature": temperature, "kept": kept} if filtered else {}
+
+
+by_filter = pytest.mark.parametrize("filtered", (False, True))
+
+
+@by_dtype
+@by_filter
+def test_logprob(filtered: bool, dtype: torch.dtype, record: Record) -> None:
+    v = 10 * VOCAB_TILE + 44
+    logits, g, h = data(0, 60, v, dtype=dtype) * 3, data(1, 60), data(2, 60)
+    targets, temperature, kept = scored(60, v)
+    if filtered:
+        g[1] = h[1] = 0.0  # a dropped target has no gradient
+    options = settings(filtered, temperature, kept)
+    assert_right(
+        lambda z: finite(ops.logprob(z, targets, **options)),
+        lambda z: logprob_truth(z, targets, options.get("temperature"), options.get("kept")),
+        (logits,),
+        (g, h),
+        "logprob",
+    )
+    logits = data(3, 1100, v, dtype=dtype) * 3
+    targets, temperature, kept = scored(1100, v)
+    batch = (logits, targets, temperature if filtered else None, kept if filtered else None)
+    run = lambda z, y, t, k: ops.logprob(z, y, temperature=1.0 if t is None else t, kept=k)
+    cases = assert_rows_alone(run, batch, "logprob")
+    record(cases=cases, tokens=cases * 1100, mismatches=0)
+
+
+@pytest.mark.parametrize(
+    "dtype,filtered,v",
+    (
+        (torch.bfloat16, False, 520 * VOCAB_TILE + 64),
+        (torch.bfloat16, True, 150 * VOCAB_TILE),
+        (torch.bfloat16, False, 150 * VOCAB_TILE + 13),
+        (torch.float16, True, 150 * VOCAB_TILE + 13),
+        (torch.float32, False, 150 * VOCAB_TILE),
+    ),
+)
+def test_logprob_of_a_large_vocabulary(dtype: torch.dtype, filtered: bool, v: int, record: Record) -> None:
+    """From 256 rows on a program has a row of its own: those and fewer rows, and every width of loads, agree."""
+    logits = data(3, 300, v, dtype=dtype) * 3
+    logits[7, 300:700], logits[8, 999], logits[9, 1000] = -torch.inf, torch.inf, torch.nan
+    targets, temperature, kept = scored(300, v)
+    batch = (logits, targets, temperature if filtered else None, kept if filtered else None)
+    run = lambda z, y, t, k: ops.logprob(z, y, temperature=1.0 if t is None else t, kept=k)
+    cases = assert_rows_alone(run, batch, "logprob")
+    unaligned = torch.empty(300, v + 1, dtype=dtype, device=DEVICE)[:, 1:].copy_(logits)
+    for a, b in zip(run(unaligned, *batch[1:]), run(*batch), strict=True):
+        assert_bitwise(a, b, "logits that no vector load can reach")
+    if not filtered:  # 1/T = 1: the product changes no bit
+        for a, b in zip(run(logits, targets, torch.ones_like(temperature), None), run(*batch), strict=True):
+            assert_bitwise(a, b, "a temperature of 1")
+    rows = slice(10, 300)
+    truth = logprob_truth(logits[rows].double(), targets[rows], *(None if t is None else t[rows] for t in batch[2:]))
+    for ours, true in zip(finite(run(*(None if t is None else t[rows] for t in batch))), truth, strict=True):
+        assert_accurate(ours, true, None, "large vocabulary", dtype=torch.float32)
+    record(cases=cases, tokens=cases * 300, mismatches=0)
+
+
+def test_stock_logprob_of_the_stock_head_depends_on_the_batch() -> None:
+    """The control: the head's product varies with M, and every log-probability with it."""
+    x, w = data(0, 1100, 12288, dtype=torch.bfloat16), data(1, 4096, 12288, dtype=torch.bfloat16) / 100
+    y = torch.randint(0, 4096, (1100,), device=DEVICE)
+    with ops.stock():
+        assert differs(lambda: assert_rows_alone(lambda x, y: ops.linear_logprob(x, w, y), (x, y), "stock"))
+
+
+def test_logprob_special_rows() -> None:
+    logits = data(0, 5, 300)
+    logits[0, 5], logits[1, 130], logits[2], logits[3, :200] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    targets = torch.tensor([5, 5, 5, 5, 5])
+    gpu = ops.logprob(logits, targets.to(DEVICE))
+    cpu = ops.logprob(logits.cpu(), targets)
+    for name, ours, reference in zip(gpu._fields, gpu, cpu, strict=True):
+        assert torch.equal(torch.isnan(ours.cpu()), torch.isnan(reference)), name
+        assert torch.equal(torch.isinf(ours.cpu()), torch.isinf(reference)), name
+
+
+# ---- linear_logprob -----------------------------------------------------------------------------
+
+
+@by_dtype
+@by_filter
+def test_linear_logprob_is_logprob_of_linear(filtered: bool, dtype: torch.dtype, record: Record) -> None:
+    v, c = 9 * VOCAB_TILE + 44, 256
+    cases = 0
+    for tokens in (1, 2, 16, 33, 64, 600):
+        x, w = data(0, tokens, c, dtype=dtype), data(1, v, c, dtype=dtype) / 4
+        targets, temperature, kept = scored(tokens, v)
+        options = settings(filtered, temperature, kept)
+        fused = lambda x, w, y=targets, o=options: ops.linear_logprob(x, w, y, **o)[:2]
+        plain = lambda x, w, y=targets, o=options: ops.logprob(ops.linear(x, w, out_dtype=torch.float32), y, **o)[:2]
+        upstream = (data(2, tokens), data(3, tokens))
+        ours, expected = (forward_backward(op, (x, w), upstream) for op in (fused, plain))
+        for name, o, e in zip(("logp", "entropy", "dhidden", "dweight"), ours, expected, strict=True):
+            assert_bitwise(o, e, f"{tokens} tokens, {name}")
+        cases += 4
+    record(cases=cases, tokens=716, mismatches=0)
+
+
+@by_dtype
+@by_filter
+def test_linear_logprob_accuracy(filtered: bool, dtype: torch.dtype) -> None:
+    v, c = 5 * VOCAB_TILE + 44, 64
+    x, w, g, h = data(0, 90, c, dtype=dtype), data(1, v, c, dtype=dtype) / 8, data(2, 90), data(3, 90)
+    targets, temperature, kept = scored(90, v)
+    if filtered:
+        g[1] = h[1] = 0.0
+    options = settings(filtered, temperature, kept)
+    assert_right(
+        lambda x, w: finite(ops.linear_logprob(x, w, targets, **options)),
+        lambda x, w: logprob_truth(x @ w.t(), targets, options.get("temperature"), options.get("kept")),
+        (x, w),
+        (g, h),
+        "linear_logprob",
+    )
+
+
+@by_dtype
+def test_linear_logprob_in_every_tile_and_block(
+    dtype: torch.dtype, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlkernel.kernels.triton import linear_logprob, linear_logprob_backward
+    from rlkernel.kernels.triton.matrix import Tile
+
+    v, c, tokens = 9 * VOCAB_TILE + 44, 256, 600
+    x, w = data(0, tokens, c, dtype=dtype), data(1, v, c, dtype=dtype) / 4
+    targets, temperature, kept = scored(tokens, v)
+    rest = (x, w, targets, 1.0 / temperature, kept)
+    expected = linear_logprob.forward(*rest)
+    tiles = [(16, 128, 32, 4, 2), (32, 128, 16, 8, 2), (64, 128, 16, 8, 2)]
+    if dtype != torch.float32:
+        tiles += [(64, 128, 64, 4, 3), (128, 128, 64, 8, 3), (64, 256, 32, 8, 2), (128, 256, 32, 8, 2)]
+    for tile, tma in itertools.product(tiles, (False, True)):
+        ours = linear_logprob.forward(*rest, tile=Tile(*tile, tma=tma))
+        for i, (o, e) in enumerate(zip(ours, expected, strict=True)):
+            assert_bitwise(o, e, f"{tile}, tma {tma}, tensor {i}")
+    _, entropy, _, stats = expected
+    gradients = []
+    monkeypatch.setattr(linear_logprob_backward, "LOGPROB_DGRAD_CHUNK", 256)
+    for entries in (1 << 24, 2 * 256 * tokens, 1):
+        monkeypatch.setattr(linear_logprob_backward, "DZ_ENTRIES", entries)
+        upstream = (data(2, tokens), data(3, tokens), None, None, None)
+        grad = torch.ones(v, c, device=DEVICE)
+        dx, _ = linear_logprob.linear_logprob_grad_(grad, *rest, stats, entropy, *upstream, True, True)
+        gradients.append((dx, grad))
+    for dx, grad in gradients[1:]:
+        assert_bitwise(dx, gradients[0][0], "input gradient in other blocks")
+        assert_bitwise(grad, gradients[0][1], "weight gradient in other blocks")
+    record(cases=len(tiles) + 2, tokens=tokens * (len(tiles) + 2), mismatches=0)
+
+
+@pytest.mark.parametrize("temperature,filtered,entropy_gradient", ((False, False, False), (True, True, True)))
+def test_linear_logprob_schedules_equal_the_anchor(
+    temperature: bool, filtered: bool, entropy_gradient: bool, record: Record
+) -> None:
+    """Hopper's kernel or any other schedule against Triton's, with prompts left out, to the bit."""
+    from rlkernel.kernels import select
+
+    tokens, v, c = 1500, 9001 * 8, 520
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets, warm, kept = scored(tokens, v)
+    inverse, mask = 1.0 / warm if temperature else None, kept if filtered else None
+    g = data(2, tokens)
+    g[100:900] = 0.0
+    h = 0.1 * g if entropy_gradient else None
+    raw = torch.ops.rlkernel
+
+    def run(keep: bool) -> list[Tensor]:
+        op = raw.linear_logprob_probs if keep else raw.linear_logprob
+        rows = op(x, w, targets, inverse, mask)
+        kept_outputs = (*rows[4:], None, None)[:2]
+        rest = (x, w, targets, inverse, mask, rows[3], rows[1], g, None if keep else h, *kept_outputs, None)
+        main = torch.ones(v, c, device=DEVICE)
+        dx, _ = raw.linear_logprob_grad_(main, *rest, True, True)
+        return [*rows, dx, main, *raw.linear_logprob_grad_(None, *rest, True, True)]
+
+    for keep in (False, True):
+        ours = run(keep)
+        with select.use("triton"):
+            anchor = run(keep)
+        for i, (o, a) in enumerate(zip(ours, anchor, strict=True)):
+            assert_bitwise(o, a, f"keep {keep}, tensor {i}")
+    record(cases=2, tokens=2 * tokens, mismatches=0)
+
+
+@pytest.mark.parametrize("filtered", (False, True))
+def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: Record) -> None:
+    """Kept logits, and cuBLASLt's products where tokens are thought to have a gradient, change no bit."""
+    from rlkernel.kernels import select
+    from rlkernel.kernels.cuda import linear_logprob
+    from rlkernel.kernels.triton.linear_logprob_backward import Products, gradients
+
+    tokens, v, c = 2100, 3 * 8192 + 1000, 520
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets, warm, kept = scored(tokens, v)
+    inverse, mask = (1.0 / warm, kept) if filtered else (None, None)
+    g = data(2, tokens)
+    g[100:900] = 0.0
+    h = 0.1 * g if filtered else None
+    raw = torch.ops.rlkernel
+
+    def run(width: int, grad_: Callable[..., tuple[Tensor, Tensor]] = raw.linear_logprob_grad_) -> list[Tensor]:
+        if width:
+            *rows, logits = raw.linear_logprob_logits(x, w, targets, inverse, mask, width)
+        else:
+            rows, logits = raw.linear_logprob(x, w, targets, inverse, mask), None
+        rest = (x, w, targets, inverse, mask, rows[3], rows[1], g, h, None, None, logits)
+        main = torch.ones(v, c, device=DEVICE)
+        dx, _ = grad_(main, *rest, True, True)
+        return [*rows, dx, main, *grad_(None, *rest, True, True)]
+
+    widths = (0, 256, 8192 + 512, 26112)
+    with select.use("triton"):
+        expected = run(0)
+        for i, (o, e) in enumerate(zip(run(8192 + 512), expected, strict=True)):
+            assert_bitwise(o, e, f"Triton, kept logits, tensor {i}")
+    scheduled = (linear_logprob._dz, linear_logprob._dhidden, linear_logprob._dweight)
+    for most, width in itertools.product((False, True), widths):
+        products = Products(*scheduled, lambda number, blocks, most=most: most)
+        for i, (o, e) in enumerate(zip(run(width, partial(gradients, products)), expected, strict=True)):
+            assert_bitwise(o, e, f"guess {most}, width {width}, tensor {i}")
+    record(cases=2 * len(widths) + 1, tokens=tokens * (2 * len(widths) + 1), mismatches=0)
+
+
+@pytest.mark.parametrize("tokens", (1, 8193))
+def test_linear_logprob_of_a_block_of_one_row(tokens: int, record: Record) -> None:
+    """The last block of the backward has one row, and the last chunk of the vocabulary an odd width."""
+    from rlkernel.kernels import select
+
+    v, c = 50257, 256
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets = torch.arange(tokens, device=DEVICE) * 7 % v
+
+    def run() -> list[Tensor]:
+        hidden, weight = x.clone().requires_grad_(True), w.clone().requires_grad_(True)
+        logp = ops.linear_logprob(hidden, weight, targets).logp
+        logp.sum().backward()
+        return [logp.detach(), hidden.grad, weight.grad]
+
+    ours = run()
+    with select.use("triton"):
+        anchor = run()
+    for i, (o, a) in enumerate(zip(ours, anchor, strict=True)):
+        assert_bitwise(o, a, f"tensor {i}")
+    record(cases=1, tokens=tokens, mismatches=0)
+
+
+def test_linear_logprob_guesses_by_an_earlier_count() -> None:
+    """Nearly all blocks with a gradient: the next backward but one may take cuBLASLt; half of them: it may not."""
+    from rlkernel.kernels.cuda.linear_logprob import guess
+
+    count = lambda *n: torch.tensor(n, dtype=torch.int32, device=DEVICE)
+
+    def after(*n: int, blocks: int) -> bool:
+        for _ in range(2):  # the first call may find an older count under way
+            guess(count(*n), blocks)
+            torch.cuda.synchronize()
+        return guess(count(*n), blocks)
+
+    assert after(128, 100, blocks=228) and after(99, blocks=100)
+    assert not after(128, 0, blocks=228) and not after(96, blocks=100)
+
+
+def test_linear_logprob_in_a_new_thread_and_of_repeated_rows() -> None:
+    """A thread's first work finds the device's context; rows that overlap in memory go to the anchor."""
+    import threading
+
+    x, w = data(0, 300, 256, dtype=torch.bfloat16), data(1, 1000, 256, dtype=torch.bfloat16)
+    targets = torch.randint(0, 1000, (300,), device=DEVICE)
+    expected = ops.linear_logprob(x, w, targets).logp
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(ops.linear_logprob(x, w, targets).logp))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert_bitwise(found[0], expected, "another thread")
+    rows = x[:1].expand(300, -1)
+    whole = ops.linear_logprob(rows.contiguous(), w, targets).logp
+    assert_bitwise(ops.linear_logprob(rows, w, targets).logp, whole, "one row, repeated by its stride")
+
+
+def test_linear_logprob_memory_is_bounded() -> None:
+    tokens, v, c = 8192, 65536, 1024  # logits are kept from 768 channels on
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16)
+    leaf, weight = x.requires_grad_(), w.requires_grad_()
+    weight.main_grad = torch.zeros(v, c, device=DEVICE)
+    targets = torch.randint(0, v, (tokens,), device=DEVICE)
+
+    def run(kept: int) -> None:
+        out = ops.linear_logprob(leaf, weight, targets, keep_bytes=kept)
+        (out.logp.sum() + out.entropy.sum()).backward()
+
+    for kept in (0, 512 << 20):
+        for _ in range(3):  # certifies, the second time what the first one's count of gradients allows
+            run(kept)
+            torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(kept)
+        torch.cuda.synchronize()
+        used = torch.cuda.max_memory_allocated() - before
+        limit = kept + (400 << 20)
+        assert used < limit, f"{used >> 20} MiB for logits of {(tokens * v * 4) >> 20} MiB, {kept >> 20} MiB kept"
+
+
+def test_offsets_past_2_to_the_31() -> None:
+    v = 151936
+    tokens = 2**31 // v + 300
+    if torch.cuda.mem_get_info()[0] < 6 * tokens * v:
+        pytest.skip("needs 14 GB of free GPU memory")
+    logits = torch.empty(tokens, v, dtype=torch.bfloat16, device=DEVICE).normal_(generator=torch.Generator(DEVICE))
+    targets = torch.randint(0, v, (tokens,), device=DEVICE)
+    last = slice(tokens - 3, tokens)
+    whole = ops.logprob(logits, targets)
+    alone = ops.logprob(logits[last].clone(), targets[last])
+    for w, a in zip(whole, alone, strict=True):
+        assert_bitwise(w[last], a, "rows past 2^31 elements")
+
+    def gradient(z: Tensor, y: Tensor) -> Tensor:
+        _, entropy, _, stats = torch.ops.rlkernel.logprob(z, y, None, None)
+        return torch.ops.rlkernel.logprob_dgrad(z, y, None, None, stats, entropy, torch.ones_like(entropy), None)
+
+    assert_bitwise(gradient(logits, targets)[last], gradient(logits[last].clone(), targets[last]), "their gradient")
