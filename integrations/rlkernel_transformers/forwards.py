@@ -243,6 +243,19 @@ def causal_lm_forward(
     With labels in training mode the loss comes from the fused log-probability and logits are None, unless
     `skip_logits=False` is passed.
     """
+    if "_rlkernel" not in self.model.__dict__:  # after `remove`, called by a wrapper that keeps this forward (TRL's)
+        return type(self).forward(
+            self,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
     score = kwargs.pop("rlkernel_score", None)
     skip_logits = kwargs.pop("skip_logits", None)
     if skip_logits is None:

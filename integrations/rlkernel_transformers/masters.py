@@ -73,7 +73,7 @@ def drop(model: nn.Module) -> None:
     for p in model.parameters():
         if hasattr(p, "main_grad"):
             p.grad = None
-            p.grad_dtype = p.dtype
+            p.grad_dtype = None  # its dtype of now would stay when the model is cast
             del p.main_grad
         if hasattr(p, "head_main_grad"):
             del p.head_main_grad

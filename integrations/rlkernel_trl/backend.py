@@ -207,7 +207,7 @@ class Backend:
         if original is None:
             raise ExactnessLostError(
                 f"use_rl_kernel_backend: TRL {trl.__version__} computes log-probabilities in another way than TRL "
-                "1.16, which rlkernel_trl takes; install trl>=1.16,<1.17"
+                "1.16, which rlkernel_trl takes: pip install 'trl>=1.16,<1.17'"
             )
 
         def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:

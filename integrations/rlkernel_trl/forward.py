@@ -87,7 +87,7 @@ def install(model: Any, call: Call, *, temperature: float, outputs: tuple[str, .
         num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> Any:
-        why = _unsupported(args, shift_labels, kwargs) if fused_lm_head else None
+        why = _unsupported(self, args, shift_labels, kwargs) if fused_lm_head else None
         if not fused_lm_head or why:
             if why:
                 if call.strict:
@@ -122,7 +122,9 @@ _UNDERSTOOD = {
 }
 
 
-def _unsupported(args: tuple[Any, ...], shift_labels: Tensor | None, kwargs: dict[str, Any]) -> str | None:
+def _unsupported(model: Any, args: tuple[Any, ...], shift_labels: Tensor | None, kwargs: dict[str, Any]) -> str | None:
+    if "_rlkernel" not in model.model.__dict__:
+        return "a model that rlkernel_transformers.remove was called on; call rlkernel_transformers.apply(model) again"
     if len(args) > 1:
         return "positional arguments besides input_ids"
     if shift_labels is not None:

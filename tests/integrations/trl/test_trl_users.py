@@ -178,7 +178,7 @@ def test_another_trl_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     import trl.trainer.sft_trainer
 
     monkeypatch.delattr(trl.trainer.sft_trainer, "add_fused_lm_head")
-    with pytest.raises(ExactnessLostError, match=r"TRL 1\.\d.* install trl>=1.16,<1.17"):
+    with pytest.raises(ExactnessLostError, match=r"TRL 1\.\d.* pip install 'trl>=1.16,<1.17'"):
         make_trainer("SFT", model)
 
 
@@ -204,3 +204,42 @@ def test_the_log_says_nothing_is_skipped_where_nothing_is(model: Path, caplog: p
     make_trainer("GRPO", model, engine=True).train()
     assert "TRL computes no old log-probabilities with these settings" in caplog.text
     assert "left out from here on" not in caplog.text
+
+
+def test_an_older_trl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    import trl
+
+    import rlkernel_trl.config
+
+    spec = importlib.util.find_spec("rlkernel_trl.config")
+    assert spec is not None and spec.loader is not None
+    monkeypatch.setattr(trl, "__version__", "1.9.0.dev0")
+    with pytest.raises(ImportError, match=r"takes TRL 1.16, and TRL 1.9.0.dev0 is installed"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_remove_after_training(model: Path) -> None:
+    """The trained model computes as transformers does, under what TRL put on it too, and a stock trainer takes it."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    trainer = make_trainer("GRPO", model, engine=True, max_steps=1, beta=0.1)
+    trainer.train()
+    trained, ids = trainer.model, torch.tensor([[5, 6, 7]])
+    rlkernel_transformers.remove(trained)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    plain.load_state_dict(trained.state_dict())
+    with torch.no_grad():
+        assert torch.equal(trained.eval()(ids).logits, plain.eval()(ids).logits)
+    assert trained.generate(ids, max_new_tokens=3, eos_token_id=None).shape == (1, 6)
+    with pytest.raises(ExactnessLostError, match=r"rlkernel_transformers.remove was called on; call .*apply\(model\)"):
+        trainer.train()
+
+    args = settings("SFT", False, max_steps=1, bf16=False)
+    args.pop("use_rl_kernel_backend")
+    stock = SFTTrainer(model=trained.float(), args=SFTConfig(**args), train_dataset=Dataset.from_list(rows("SFT")))
+    stock.train()
+    assert "loss" in history(stock)[0]
