@@ -64,7 +64,7 @@ def fingerprints(side: Any, dtype: torch.dtype | None = None) -> dict[str, str]:
     Raises:
         InactiveError: the engine does not run the plugin.
         RuntimeError: its workers do not hold the same weights.
-        TypeError: an engine that answers asynchronously; the message says what to await.
+        TypeError: an engine that answers asynchronously (the message says what to await), or none of these.
     """
     if hasattr(side, "collective_rpc"):
         from rlkernel_vllm.report import call
@@ -97,6 +97,8 @@ def _tied(side: Mapping[str, str], name: str) -> str | None:
 def _named(side: Any) -> Iterable[tuple[str, Tensor]]:
     if isinstance(side, nn.Module):
         return ((_plain(name), p) for name, p in side.named_parameters())
+    if isinstance(side, str) or not isinstance(side, Iterable):
+        raise TypeError(f"fingerprints takes an engine, a module, a state dict or pairs; found a {type(side).__name__}")
     return side.items() if isinstance(side, Mapping) else side
 
 

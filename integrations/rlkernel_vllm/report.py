@@ -57,7 +57,7 @@ def status(llm: Any) -> Status:
     (`status(await engine.collective_rpc("rlkernel_status"))`). Of several workers, with what any of them found.
 
     Raises:
-        TypeError: an engine that answers asynchronously; the message says what to await.
+        TypeError: an engine that answers asynchronously (the message says what to await), or no engine.
     """
     try:
         answers = llm if isinstance(llm, list) else call(llm, "rlkernel_status")
@@ -94,8 +94,10 @@ def call(llm: Any, method: str) -> list[Any]:
 
     Raises:
         InactiveError: they do not have it.
-        TypeError: the engine answers asynchronously.
+        TypeError: the engine answers asynchronously, or is none.
     """
+    if not hasattr(llm, "collective_rpc"):
+        raise TypeError(f"a {type(llm).__name__} is no engine of vLLM; expected an LLM, or the list of its answers")
     try:
         answers: Any = llm.collective_rpc(method)
     except Exception as error:  # vLLM wraps what a worker raises in types that differ between executors

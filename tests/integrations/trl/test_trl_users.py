@@ -211,8 +211,6 @@ def test_an_older_trl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     import trl
 
-    import rlkernel_trl.config
-
     spec = importlib.util.find_spec("rlkernel_trl.config")
     assert spec is not None and spec.loader is not None
     monkeypatch.setattr(trl, "__version__", "1.9.0.dev0")

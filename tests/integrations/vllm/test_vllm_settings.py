@@ -71,6 +71,14 @@ def test_answers_of_several_workers() -> None:
         fingerprints(engine)
 
 
+def test_what_is_no_engine_is_named() -> None:
+    with pytest.raises(TypeError, match="a str is no engine of vLLM"):
+        status("Qwen/Qwen3-0.6B")
+    for wrong in ("Qwen/Qwen3-0.6B", 7):
+        with pytest.raises(TypeError, match=f"fingerprints takes an engine, .* found a {type(wrong).__name__}"):
+            fingerprints(wrong)
+
+
 def test_an_asynchronous_engine() -> None:
     class AsyncLLM:
         async def collective_rpc(self, method: str) -> list[Any]:
