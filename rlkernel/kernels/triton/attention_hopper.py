@@ -203,7 +203,7 @@ def prefill_kernel(
     queries = gl.load(cu_q + sequence + 1) - q_first
     if ROOM:
         k_first = sequence * COLUMNS
-        keys = gl.load(lens + sequence)
+        keys = gl.minimum(gl.load(lens + sequence), COLUMNS)  # more only where `max_seqlen_k` is too small
     else:
         k_first = gl.load(lens + sequence)
         keys = gl.load(lens + sequence + 1) - k_first
