@@ -162,6 +162,62 @@ else:
         for name, a, b in zip(("out", "lse"), in_a_row, found, strict=True):
             assert_bitwise(a, b, f"{name} from pages laid in a row")
 
+    @pytest.mark.parametrize("d", (16, 24))
+    @pytest.mark.parametrize(
+        "dtype,family", ((torch.float32, "hopper"), (torch.float16, "ampere")), ids=("hopper", "ampere")
+    )
+    @pytest.mark.usefixtures("as_on")
+    def test_whole_blocks_without_the_copy_engine(dtype: torch.dtype, family: str, d: int) -> None:
+        """The other walk of each dtype, with blocks and heads that need no mask and with heads that do."""
+        given = arguments(2, 1, d, None, 2048, [35], [140], dtype)
+        (out, lse), (o, top) = reference.attention(*given), attention(*given)
+        assert_accurate(o, out, None, "out")
+        assert_accurate(top, lse, None, "lse")
+        rest = (rand(3, *given[0].shape, dtype=dtype), *given[:3], out, lse, *given[3:9])
+        wanted = reference.attention_backward(*rest)
+        for name, a, b in zip(("dq", "dk", "dv"), attention_backward(*rest), wanted, strict=True):
+            assert_accurate(a, b, None, name)
+
+    @pytest.mark.parametrize("window", (None, 70))
+    def test_decode_merges_splits(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Sequences across splits, inside one and without keys; heads in steps of 8; splits at once or in turns."""
+        given = arguments(6, 2, 16, window, 64, [2, 1, 0, 1], [330, 7, 0, 130], torch.float32)
+        expected = reference.attention(*given)
+        found = []
+        for partial, merges in ((4096, 1024), (4096, 1), (1, 1024)):
+            monkeypatch.setattr(forward, "PARTIAL_GRID", partial)
+            monkeypatch.setattr(forward, "MERGE_GRID", merges)
+            found.append(attention(*given))
+            for name, a, b, wanted in zip(("out", "lse"), found[-1], found[0], expected, strict=True):
+                assert_bitwise(a, b, f"{name} with {partial}, {merges}")
+                assert_accurate(a, wanted, None, name)
+
+    @pytest.mark.parametrize("halves", (False, True), ids=("apart", "halves"))
+    def test_caches_of_other_strides(halves: bool) -> None:
+        """Heads outside of slots, which are copied, and a head's key and value side by side, which are not."""
+        q, (k, v) = rand(0, 2, 4, 16), (rand(i, 5, 8, 2, 16) for i in (1, 2))
+        table, lens = torch.tensor([[3, 0], [4, 1]], dtype=torch.int32), torch.tensor([13, 2], dtype=torch.int32)
+        rest = (table, cu([1, 1]), lens, 1, 13, 0.25, None, 64)
+        other = (
+            torch.cat((k, v), 3).split(16, 3)
+            if halves
+            else [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+        )
+        for name, a, b in zip(
+            ("out", "lse"), paged_attention(q, *other, *rest), paged_attention(q, k, v, *rest), strict=True
+        ):
+            assert_bitwise(a, b, name)
+
+    @pytest.mark.parametrize("splits", (64, 2048))
+    @pytest.mark.parametrize("queries", (1, 20))
+    def test_lengths_that_contradict_each_other_stay_inside_the_tensors(queries: int, splits: int) -> None:
+        """More queries than `max_seqlen_q` or than keys: undefined values, but nothing beside the tensors."""
+        for keys in ([100, 90], [3, 0]):
+            q, k, v = rand(0, 60, 2, 16), rand(1, sum(keys), 1, 16), rand(2, sum(keys), 1, 16)
+            given = (q, k, v, cu([30, 30]), cu(keys), queries, max(keys), 0.25, None, splits)
+            out, lse = attention(*given)
+            attention_backward(rand(3, 60, 2, 16), q, k, v, out, lse, *given[3:9])
+
     def test_split_programs_merge_as_one_program_does() -> None:
         """64 rows in one tile: a program per split; 65 rows in two: each program walks its splits."""
         q, k, v = rand(0, 65, 1, 16), rand(1, 300, 1, 16), rand(2, 300, 1, 16)

@@ -104,6 +104,15 @@ else:
                 gemm(x, w.t(), out, bias=b, chunks=chunks, tile=tile._replace(split=split))
                 assert_bitwise(out, exact, f"{tile}, {split} splits")
 
+    @by_dtype
+    @pytest.mark.parametrize("m,chunks", ((70, 2), (130, 1), (130, 8)))
+    def test_linear_of_many_rows(m: int, chunks: int, dtype: torch.dtype) -> None:
+        x, w, dy = (whole(i, *shape, dtype=dtype) for i, shape in enumerate(((m, 64), (20, 64), (m, 20))))
+        exact = x.double() @ w.double().t()
+        assert_bitwise(linear.linear(x, w, None, chunks, 1, torch.float32), exact.float(), "linear")
+        assert_bitwise(linear.linear_dgrad(dy, w, 1), (dy.double() @ w.double()).to(dtype), "input gradient")
+        assert_bitwise(linear_grad.linear_wgrad(x, dy), (x.double().t() @ dy.double()).to(dtype), "weight gradient")
+
     @pytest.mark.parametrize("chunks", (2, 4, 8, 16))
     def test_chunks_are_added_in_a_balanced_tree(chunks: int) -> None:
         span = 48
@@ -252,6 +261,13 @@ else:
         for piece in (slice(0, cut), slice(cut, None)):
             embedding.embedding_wgrad_(parts, dy[piece], ids[piece])
         assert_bitwise(parts, reference, "micro-batches cut at a window's border")
+
+    def test_embedding_sorts_ids_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+        ids = torch.randint(0, 40, (600,), generator=torch.Generator().manual_seed(0))
+        found = embedding.sort_ids(ids)
+        monkeypatch.setattr(embedding, "RANK_TOKENS", 1)
+        for a, b, c in zip(found, embedding.sort_ids(ids), torch.sort(ids, stable=True), strict=True):
+            assert torch.equal(a.long(), c) and torch.equal(b.long(), c)
 
     @by_dtype
     @pytest.mark.parametrize("c", (40, 128, 1100))
@@ -416,6 +432,61 @@ else:
                 assert_bitwise(b, a, f"{name}: a row a program against tiles")
                 close(a, r, name)
 
+    def test_more_tokens_than_the_tile_statistics_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+        logits, w, targets = whole(0, 130, 40), torch.eye(40), torch.arange(130) % 40
+        at_once = logprob.logprob(logits, targets, None, None)
+        monkeypatch.setattr(logprob, "SCRATCH", 1)
+        assert logprob.TileBuffers(130, 40, logits.device).tokens == 128
+        for ours in (
+            logprob.logprob(logits, targets, None, None),
+            linear_logprob.forward(logits, w, targets, None, None),
+        ):
+            for o, a in zip(ours, at_once, strict=True):
+                assert_bitwise(o, a, "in turns")
+
+    @triton.jit
+    def larger_pair(a, b):
+        lows = logprob.larger(logprob.low(a), logprob.low(b)).to(tl.int32, bitcast=True)
+        highs = logprob.larger(logprob.high(a), logprob.high(b)).to(tl.int32, bitcast=True)
+        return ((lows >> 16) & 0xFFFF) | (highs & -65536)
+
+    @triton.jit
+    def stats_kernel(logits, inverse, out, V, G: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
+                     WIDTH: tl.constexpr):  # fmt: skip
+        i = tl.arange(0, G)
+        m, s, e = logprob.group_stats(logits, logits, tl.load(inverse + i), i, V, True, False, PACKED, MASKED, WIDTH)
+        tl.store(out + i, m)
+        tl.store(out + G + i, s)
+        tl.store(out + 2 * G + i, e)
+
+    @pytest.mark.parametrize("v", (4 * VOCAB_TILE, 3 * VOCAB_TILE + 32))
+    def test_pairs_of_bf16_have_the_statistics_of_numbers(v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With the instruction that takes the larger of two pairs written out."""
+        monkeypatch.setattr(logprob, "larger_pair", larger_pair)
+        logits, inverse = (rand(0, v) * 4).bfloat16(), rand(1, 4).abs()
+        logits[5], logits[VOCAB_TILE : 2 * VOCAB_TILE] = torch.nan, -torch.inf
+        found = [torch.empty(3, 4) for _ in range(2)]
+        for packed, out in enumerate(found):
+            masked = v % VOCAB_TILE > 0
+            stats_kernel[(1,)](logits, inverse, out, v, G=4, PACKED=bool(packed), MASKED=masked, WIDTH=32)
+        assert_bitwise(found[1], found[0], "packed")
+
+    @options
+    def test_a_target_outside_the_vocabulary_reads_nothing_there(temperature: bool, masked: bool) -> None:
+        v = VOCAB_TILE + 44
+        x, w, g = whole(0, 6, 16), whole(1, v, 16) / 8, rand(2, 6)
+        logits = x @ w.t()
+        _, inverse, kept = scored(v, temperature, masked)
+        targets = torch.tensor([-1, -100, v, 2**40, -(2**40), 3])
+        for ours in (
+            logprob.logprob(logits, targets, inverse, kept), linear_logprob.forward(x, w, targets, inverse, kept)
+        ):  # fmt: skip
+            assert (ours[0][:5] == -torch.inf).all()
+            _, entropy, _, stats = ours
+            logprob.logprob_dgrad(logits, targets, inverse, kept, stats, entropy, g, g)
+            rest = (targets, inverse, kept, stats, entropy, g, g, None, None, None, True, True)
+            linear_logprob.linear_logprob_grad_(None, x, w, *rest)
+
     @by_dtype
     @options
     def test_logprob(temperature: bool, masked: bool, dtype: torch.dtype) -> None:
@@ -491,6 +562,15 @@ else:
         none = linear_logprob.linear_logprob_grad_(None, *rest, False, False)
         assert none[0].shape == none[1].shape == (0, c)
 
+    @pytest.mark.parametrize("tokens", (20, 70, 520))
+    def test_linear_logprob_of_many_tokens(tokens: int) -> None:
+        v = VOCAB_TILE + 44
+        x, w = whole(0, tokens, 16).half() / 8, whole(1, v, 16).half() / 8
+        targets = torch.arange(tokens) % v
+        expected = logprob.logprob(x.float() @ w.float().t(), targets, None, None)
+        for o, e in zip(linear_logprob.linear_logprob(x, w, targets, None, None), expected, strict=True):
+            assert_bitwise(o, e, "linear_logprob")
+
     @pytest.mark.parametrize("k", (None, (30, 2, 0, 400, 50, 10)))
     @pytest.mark.parametrize("p", (None, (0.5, 0.9, 1.0, 0.01, 0.999, 0.9)))
     @pytest.mark.parametrize("m", (None, 0.05))
@@ -520,6 +600,20 @@ else:
         filters = (torch.full((3,), 5, dtype=torch.int32), torch.full((3,), 0.9), torch.full((3,), 0.1))
         tokens, _ = sample.sample(logits, *rest, *(filters if filtered else (None, None, None)))
         assert tokens.min() >= 0 and tokens.max() < 2100
+
+    def test_sample_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+        """More than one block of thresholds and of words, rows that lie apart, and settings that make no sense."""
+        logits = rand(0, 4, 8300)[:, :8230]
+        seeds, positions = torch.tensor([1, -5, 2**40 + 3, 7]), torch.tensor([0, 1, 2**33, 4])
+        rest = (torch.tensor([1.0, 0.0, 0.5, 2.0]), torch.tensor([30, 2, 8229, 0], dtype=torch.int32))
+        rest = (*rest, torch.tensor([0.5, 0.9, 0.99, 0.7]), torch.full((4,), 1e-3))
+        wanted = sample_reference.sample(logits, seeds, positions, *rest)
+        for o, r in zip(sample.sample(logits, seeds, positions, *rest), wanted, strict=True):
+            assert_bitwise(o, r, "tokens, kept")
+        bad = torch.tensor([torch.nan, -1.0, torch.inf, -torch.inf])
+        for k in (-1, 2**31 - 1):
+            tokens, _ = sample.sample(logits, seeds, positions, bad, torch.full_like(rest[1], k), bad, bad)
+            assert tokens.shape == (4,)
 
     @triton.jit
     def scalar_kernel(x, two, log, SIZE: tl.constexpr):

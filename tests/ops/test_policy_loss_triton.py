@@ -31,7 +31,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 else:
     from test_policy_loss import Batch, assert_matches, check_loss_alone, check_position
 
-    from rlkernel.contract import assert_bitwise
+    from rlkernel.contract import assert_accurate, assert_bitwise
     from rlkernel.kernels import select
     from rlkernel.kernels.policy_loss import LOSS_TYPES
 
@@ -52,6 +52,18 @@ else:
 
     def test_nothing_is_clipped() -> None:
         assert_matches(Batch([4, 9], seed=2, masked=False, spread=1.0), clip_low=math.inf)
+
+    @pytest.mark.parametrize("level", ("token", "sequence"))
+    def test_two_vectors_alone(level: str) -> None:
+        """Without the optional ones two steps load at a time; a normaliser that is a tensor divides on the device."""
+        batch = Batch([70, 0, 33, 1], seed=7)
+        bare = dict.fromkeys(("ref_logp", "entropy", "rollout_logp"))
+        for normalizer in (None, torch.tensor(9.0)):
+            found = batch.run(**bare, ratio_level=level, normalizer=normalizer)
+            with select.use("reference"):
+                wanted = batch.run(**bare, ratio_level=level, normalizer=normalizer)
+            for name, value in found.items():
+                assert_accurate(value.float(), wanted[name].float(), None, name)
 
     @pytest.mark.parametrize("level", ("token", "sequence"))
     def test_across_segments(level: str) -> None:
