@@ -1,8 +1,8 @@
 """A memory checker for Triton kernels in Triton's interpreter; `install()` puts every launch of the process under it.
 
 Every active lane of a load or a store must lie on an element of the tensor that its address was computed from, no
-program may touch what another program of the launch has written, nor write what another has read, and memory that
-nobody has written holds NaN or the largest integer.
+program may touch what another program of the launch has written, nor write what another has read, no store may hold two
+values for one place, and memory that nobody has written holds NaN or the largest integer.
 """
 
 from __future__ import annotations
@@ -185,7 +185,12 @@ class Memory:
         return self._plain.load(launch.real(ptrs, mask, dtype.itemsize, LOADS), mask, other, dtype)
 
     def store(self, ptrs: Any, value: Any, mask: Any) -> None:
-        self._plain.store(launch.real(ptrs, mask, value.itemsize, STORES), value, mask)
+        ptrs = launch.real(ptrs, mask, value.itemsize, STORES)
+        self._plain.store(ptrs, value, mask)
+        value = np.ascontiguousarray(np.broadcast_to(value, ptrs.shape))
+        kept = self._plain.load(ptrs, mask, value, value.dtype)
+        if kept.tobytes() != value.tobytes():
+            raise MemoryFault(f"{launch.where()[1]}: stores several values at one place")
 
     def atomic_rmw(self, op: Any, ptrs: Any, value: Any, mask: Any, order: Any) -> Any:
         return self._plain.atomic_rmw(op, launch.real(ptrs, mask, value.itemsize, UPDATES), value, mask, order)

@@ -44,6 +44,11 @@ else:
         tl.store(out, tl.load(x + at))
 
     @triton.jit
+    def fold_kernel(x):
+        i = tl.arange(0, 8)
+        tl.store(x + i % 4, i)
+
+    @triton.jit
     def count_kernel(x, at):
         tl.atomic_add(x + at, 1)
 
@@ -112,6 +117,10 @@ else:
         with pytest.raises(MemoryFault) as failed:
             copy(x, x, x_at, y_at, 8, programs=2, step=step)
         assert f"copy_kernel, program (1, 0, 0): {what}" in str(failed.value)
+
+    def test_two_values_for_one_place() -> None:
+        with pytest.raises(MemoryFault, match=r"fold_kernel, program \(0, 0, 0\): stores several values at one place"):
+            fold_kernel[(1,)](torch.empty(4, dtype=torch.int32))
 
     def test_programs_meet_in_atomics() -> None:
         x = torch.zeros(2, dtype=torch.int32)
