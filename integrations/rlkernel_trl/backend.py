@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ class Round:
         """Turns what was captured into tensors, padded to `width`."""
         if self.captured is None or self.sampled is not None:
             return
+        if self.kept is not None and [len(row) for row in self.captured] != [ends.numel() - 1 for _, ends in self.kept]:
+            self.kept = None  # a caller of ours added tokens of an environment: the sets are rebuilt for all
         rows = _padded(self.captured, width, 0.0)
         self.sampled = rows.to(device)
         self.tool_mask = None if self.tools is None else _padded(self.tools, width, 1.0).to(device).int()
@@ -167,11 +170,19 @@ class Backend:
                 f"the optimizer {kind.__name__} that the trainer was given steps the weights without fp32 masters; "
                 f"leave it out and set optim to one of {', '.join(STANDARD)}"
             )
+        self._check_precision(os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")  # what a launcher asks for
         if self.samples:
             self._check_sampling(arguments)
         self.dtype = weight_dtype(s)
         if s.rl_kernel_dtype == "float32" and isinstance(self.model_given, torch.nn.Module):
             self.dtype = next(self.model_given.parameters()).dtype
+
+    def _check_precision(self, mixed: str) -> None:
+        if mixed != "no":
+            self.lose(
+                f"accelerate runs mixed_precision={mixed!r} autocast; launch with mixed_precision=no: the weights are "
+                "bf16 already"
+            )
 
     def _check_sampling(self, arguments: dict[str, Any]) -> None:
         s = self.settings
@@ -270,11 +281,7 @@ class Backend:
         """After TRL's constructor: what needs the finished trainer."""
         from rlkernel_trl import vllm
 
-        if trainer.accelerator.mixed_precision != "no":
-            self.lose(
-                f"accelerate runs mixed_precision={trainer.accelerator.mixed_precision!r} autocast; launch with "
-                "mixed_precision=no: the weights are bf16 already"
-            )
+        self._check_precision(trainer.accelerator.mixed_precision)
         trainer.add_callback(_BeforeUpdate(self, trainer))
         self._prepared.clear()
         if self.samples and self.settings.use_vllm:

@@ -241,3 +241,27 @@ def test_remove_after_training(model: Path) -> None:
     stock = SFTTrainer(model=trained.float(), args=SFTConfig(**args), train_dataset=Dataset.from_list(rows("SFT")))
     stock.train()
     assert "loss" in history(stock)[0]
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 40, "min_p": 0.01, "num_iterations": 2}], ids=str)
+def test_a_rollout_that_adds_tokens_of_an_environment(model: Path, filters: dict[str, Any]) -> None:
+    """Around our engine: what it sampled is compared, over sets that are rebuilt; what was added is not."""
+    ours = rlkernel_trl.rollout_func()
+
+    def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+        out = ours(prompts, trainer)
+        out["env_mask"] = [[1] * len(ids) + [0, 0] for ids in out["completion_ids"]]
+        out["completion_ids"] = [[*ids, 7, 8] for ids in out["completion_ids"]]
+        out["logprobs"] = [[*row, 0.0, 0.0] for row in out["logprobs"]]
+        return out
+
+    trainer = make_trainer("GRPO", model, max_steps=3, trainer={"rollout_func": rollout}, **filters)
+    trainer.train()
+    compared = [row for row in history(trainer) if "rlkernel/exact_frac" in row]
+    assert len(compared) >= 2 and all(row["rlkernel/exact_frac"] == 1 for row in compared)
+
+
+def test_a_launcher_with_autocast_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ExactnessLostError, match="mixed_precision='bf16' autocast; launch with mixed_precision=no"):
+        make_trainer("SFT", "/no/such/model")
