@@ -163,6 +163,12 @@ def _of_keys(model: Any, config: ModelConfig) -> Iterator[Finding]:
             yield Finding("model", f"{key}={value!r} in config.json: vLLM computes with it, transformers does not")
     if config.model_type == "qwen3" and config.attention_bias:
         yield Finding("model", "attention_bias=True: vLLM's Qwen3 leaves out the bias of the output projection")
+    if model.max_model_len > config.max_position_embeddings:
+        yield Finding(
+            "max_model_len",
+            f"{model.max_model_len} is more than max_position_embeddings={config.max_position_embeddings}, up to which "
+            "a trainer computes; lower it, or raise that in config.json on both sides",
+        )
     window = model.get_sliding_window()
     if window is not None and config.family.window == "none":
         yield Finding(

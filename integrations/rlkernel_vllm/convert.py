@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -143,7 +143,10 @@ def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
     except ConfigError:  # already a finding
         table = None
     else:
-        table = rope_table(config)
+        longest = max(
+            config.max_position_embeddings, vllm_config.model_config.max_model_len
+        )  # audit may let it through
+        table = rope_table(replace(config, max_position_embeddings=longest))
         done.found += _other_weights(model, config)
     most = _most(vllm_config)
     for name, module in model.named_modules():

@@ -566,13 +566,21 @@ def audit(folder: str, vocabulary: int) -> dict[str, Any]:
 
 
 def audit_cache(folder: str, vocabulary: int) -> dict[str, Any]:
-    """Keys and values in fp8, let through and reported: attention is vLLM's, all else ours."""
+    """Keys and values in fp8, and more positions than the model has, let through and reported: attention is vLLM's, all
+    else ours."""
     import rlkernel_vllm
 
     asked = {"rl_kernel_mode": "audit"}  # as the error of strict mode says
-    llm = engine(folder, dtype="bfloat16", additional_config=asked, kv_cache_dtype="fp8")
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    llm = engine(folder, dtype="bfloat16", additional_config=asked, kv_cache_dtype="fp8", max_model_len=768)
+    del os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"]
     found = rlkernel_vllm.status(llm)
-    return {"tokens": len(tokens(generate(llm, prompts(vocabulary)[:1], 8)[0])), "status": vars(found)}
+    long = [[5] * 600]  # past the positions of the model, as stock vLLM computes them
+    return {
+        "tokens": len(tokens(generate(llm, prompts(vocabulary)[:1], 8)[0])),
+        "long": len(tokens(generate(llm, long, 8)[0])),
+        "status": vars(found),
+    }
 
 
 def prompt_ids(folder: str) -> dict[str, Any]:
