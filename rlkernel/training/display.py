@@ -38,7 +38,8 @@ class Display:
         self._plain_every = plain_every
         self._progress: Progress | None = None
         self._total = 0
-        self._started = self._printed = 0.0
+        self._first: tuple[int, float] | None = None  # the phase's first step, and when it ended
+        self._printed = 0.0
 
     def say(self, text: str) -> None:
         """One line of prose; markup in it is printed as it stands."""
@@ -48,7 +49,7 @@ class Display:
         """Opens a phase of `total` steps."""
         self.stop()
         self._title, self._total = title, total
-        self._started, self._printed = time.perf_counter(), 0.0
+        self._first, self._printed = None, 0.0
         if self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"),
@@ -62,13 +63,16 @@ class Display:
 
     def step(self, step: int, values: dict[str, str]) -> None:
         """Shows step `step` (from 1) of the phase with its figures, and the time left."""
-        elapsed = time.perf_counter() - self._started
-        left = elapsed / step * (self._total - step)
-        line = "  ".join(f"{name} {value}" for name, value in values.items()) + f"  left {clock(left)}"
+        now = time.perf_counter()
+        line = "  ".join(f"{name} {value}" for name, value in values.items())
+        if self._first is None:  # the step that builds kernels says nothing of the others
+            self._first = (step, now)
+        else:
+            before, then = self._first
+            line += f"  left {clock((now - then) / (step - before) * (self._total - step))}"
         if self._progress is not None:
             self._progress.update(self._task, completed=step, line=line)
             return
-        now = time.perf_counter()
         if step in (1, self._total) or now - self._printed >= self._plain_every:
             self._printed = now
             self.say(f"{self._title} {step}/{self._total}  {line}")
