@@ -60,8 +60,6 @@ def _unwrapped() -> Iterator[None]:
 
     A worker in a process of its own ends as a RuntimeError that names no cause; it leaves its text in a file first.
     """
-    from rlkernel_vllm.config import UnsupportedError
-
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "refusal"
         os.environ[REFUSAL] = str(told)
@@ -75,6 +73,8 @@ def _unwrapped() -> Iterator[None]:
         except RuntimeError as error:
             if not told.exists():
                 raise
+            from rlkernel_vllm.config import UnsupportedError  # not where the engine is off and all is well
+
             raise UnsupportedError(told.read_text()) from error
         finally:
             del os.environ[REFUSAL]
