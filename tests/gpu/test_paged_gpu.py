@@ -97,3 +97,44 @@ def test_long_pages_laid_in_a_row(
     monkeypatch.setattr(attention, "GATHER_QUERIES", 1 << 30)
     for name, o, p in zip(("out", "lse"), ours, run(), strict=True):
         assert_bitwise(o, p, f"{name}: in a row, and in pages")
+
+
+def framed(x: torch.Tensor) -> torch.Tensor:
+    """The same values between NaNs, as many as x has on either side."""
+    return torch.cat((torch.full_like(x, torch.nan), x, torch.full_like(x, torch.nan)))[len(x) : 2 * len(x)]
+
+
+@pytest.mark.parametrize("queries,keys", ((1, 100), (1, 5000), (40, 100), (600, 5000)))
+def test_pages_that_do_not_exist_are_not_read(queries: int, keys: int) -> None:
+    """Decode, over splits, prefill, pages laid in a row: a GPU cannot raise, so other pages of the cache are taken."""
+    page, pages = 16, -(-keys // 16)
+    k, v = (framed(rand(i, pages, page, 2, 128, dtype=torch.bfloat16).cuda()) for i in (1, 2))
+    table = torch.arange(pages).int().expand(2, -1).cuda().clone()
+    table[0, ::3], table[1, 1::2] = -1, pages + 1
+    q = rand(0, 2 * queries, 4, 128, dtype=torch.bfloat16).cuda()
+    cu, sizes = torch.tensor([0, queries, 2 * queries]).int().cuda(), {"max_seqlen_q": queries, "max_seqlen_k": keys}
+    # Lengths beyond the table too, but for pages laid in a row: what lies past the table's end there is undefined.
+    for more in (0, 10**6) if queries < attention.GATHER_QUERIES else (0,):
+        lens = torch.tensor([keys + more, keys]).int().cuda()
+        for x in ops.paged_attention(q, k, v, table, cu, lens, **sizes):
+            assert torch.isfinite(x).all()
+
+
+def test_borders_that_do_not_fit_leave_the_neighbours_alone() -> None:
+    """Undefined values, but no write beside the results, forward and backward."""
+    t, d = 64, 64
+    q, k, v = (rand(i, t, 2, d, dtype=torch.bfloat16).cuda().requires_grad_() for i in range(3))
+    for borders in ([0, 40, 90], [-30, 40, 64], [64, 10, 64], [70, 2**31 - 1, 64]):
+        cu = torch.tensor(borders).int().cuda()
+        room = [torch.full((4 * t * 2 * d,), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(8)]
+        out, _ = ops.attention(q, k, v, cu, max_seqlen_q=t)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        assert all((x == 7.0).all() for x in room), borders
+
+
+def test_positions_outside_the_table_do_not_leave_it() -> None:
+    table = framed(rand(1, 8, 64).cuda())
+    q, k = rand(0, 6, 4, 64).cuda(), rand(2, 6, 2, 64).cuda()
+    outside, inside = torch.tensor([-1, 8, 3, 9, -7, 15]).cuda(), torch.tensor([0, 7, 3, 7, 0, 7]).cuda()
+    for a, b in zip(ops.rope(q, k, outside, table), ops.rope(q, k, inside, table), strict=True):
+        assert_bitwise(a, b, "outside and inside")
