@@ -56,8 +56,9 @@ class ExactAttention(AttentionImpl[Any]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         m = attn_metadata
-        if m is None:  # a run that measures memory: what real steps take for a while must be there too
-            torch.empty(self.scratch_bytes(query, key), dtype=torch.uint8, device=query.device)
+        if m is None:
+            if kv_cache is None or not kv_cache.numel():  # memory is measured: what real steps take for a while counts
+                torch.empty(self.scratch_bytes(query, key), dtype=torch.uint8, device=query.device)
             return output.fill_(0)
         keys, values = self.pages_of(kv_cache)
         tokens = m.num_actual_tokens
