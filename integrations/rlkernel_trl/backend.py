@@ -283,9 +283,9 @@ class Backend:
 
         self._check_precision(trainer.accelerator.mixed_precision)
         trainer.add_callback(_BeforeUpdate(self, trainer))
-        self._prepared.clear()
         if self.samples and self.settings.use_vllm:
             vllm.attach(self, trainer)
+        self._prepared.clear()
 
     def optimizer(self, trainer: Any, model: Any) -> torch.optim.Optimizer:
         """AdamW on fp32 masters with the Trainer's own settings and groups."""

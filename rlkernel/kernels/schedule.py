@@ -240,7 +240,7 @@ def report(device: torch.device) -> list[dict[str, Any]]:
         if verdict is not None and _holds(verdict, device):
             found[json.dumps(verdict.identity, sort_keys=True)] = verdict
     for op in _ops.values():
-        for key, verdict in op._verdicts.items():
+        for key, verdict in list(op._verdicts.items()):  # another thread may certify meanwhile
             name = json.dumps(verdict.identity, sort_keys=True)
             found[name] = verdict
             if key in op._failed:

@@ -61,6 +61,21 @@ def test_what_cublaslt_is_asked_for() -> None:
     assert not cuda._cublaslt_supports(shapes.linear_key(rand(2, 64), w, None, 1, 1, None)), "a CPU tensor"
 
 
+def test_empty_operands_run_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm call cannot tell [48, 0] from [40, 0]: what it remembers must be right for both."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for op, arguments, full in (
+        (cuda.linear, (rand(2, 0), rand(48, 0), None, 1, 1, None), (rand(2, 64), rand(48, 64), None, 1, 1, None)),
+        (cuda.linear_dgrad, (rand(2, 0), rand(0, 64), 1), (rand(2, 48), rand(48, 64), 1)),
+        (cuda.wgrad_chunk, (torch.zeros(0, 64), rand(2, 0), rand(2, 64), False),
+         (torch.zeros(48, 64), rand(2, 48), rand(2, 64), False)),
+    ):  # fmt: skip
+        offered = lambda given, op=op: [
+            s.name for s in op.family.schedules if s.supports((0, *op.family.key(*given)[1:]))
+        ]
+        assert offered(full) and not offered(arguments), op.family.op
+
+
 def test_what_the_kernel_for_few_rows_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     offered = {s.name: s.supports for s in cuda.linear_dgrad.family.schedules if s.name.startswith("rows.")}
@@ -281,7 +296,7 @@ def test_a_verdict_hangs_on_every_file_of_its_kernels() -> None:
 
 def test_a_bias_costs_dispatch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dispatch costs as much with a bias as without: what a schedule gets is placed where it was compared."""
-    monkeypatch.setattr(shapes, "_contiguous", lambda *_: pytest.fail("a generator in a warm call"))
+    monkeypatch.setattr(shapes, "_dense", lambda *_: pytest.fail("a generator in a warm call"))
     x, w, decided = rand(2, 64), rand(48, 64), []
     nothing = lambda call, *_: (decided.append(call), lambda *_: None)[1]
     call = cuda.linear.family.dispatcher({}, nothing)

@@ -62,8 +62,9 @@ def bucket(m: int) -> int:
     return BUCKETS[min(bisect_left(BUCKETS, m), len(BUCKETS) - 1)]
 
 
-def _contiguous(*operands: Tensor) -> bool:
-    return all(t.is_contiguous() for t in operands)
+def _dense(*operands: Tensor) -> bool:
+    """Whether schedules may have them. An empty one: no, as a warm call tells weights apart by their elements."""
+    return all(t.is_contiguous() and t.numel() for t in operands)
 
 
 def linear_key(
@@ -71,20 +72,20 @@ def linear_key(
 ) -> Key:
     return (
         x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks,
-        _contiguous(x, weight), "forward",
+        _dense(x, weight), "forward",
     )  # fmt: skip
 
 
 def dgrad_key(dy: Tensor, weight: Tensor, chunks: int) -> Key:
     return (
-        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, _contiguous(dy, weight),
+        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, _dense(dy, weight),
         "dgrad",
     )  # fmt: skip
 
 
 def wgrad_key(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Key:
     return (
-        dy.get_device(), bucket(dy.shape[0]), grad.shape, dy.dtype, grad.dtype, False, 1, _contiguous(grad, dy, x),
+        dy.get_device(), bucket(dy.shape[0]), grad.shape, dy.dtype, grad.dtype, False, 1, _dense(grad, dy, x),
         "wgrad", fresh,
     )  # fmt: skip
 

@@ -123,17 +123,25 @@ def test_a_refused_trainer_leaves_the_model_as_it_was(model: Path, monkeypatch: 
     """fp32 weights that were rounded, forwards that were replaced: a second try starts from what the user has."""
     from transformers import AutoModelForCausalLM
 
+    from rlkernel_trl import vllm
     from rlkernel_trl.backend import Backend
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     before = [p.clone() for p in policy.parameters()]
 
-    def refuse(self: Any, trainer: Any) -> None:
+    def refuse(backend: Any, trainer: Any) -> None:
         assert next(policy.parameters()).dtype == torch.bfloat16
-        self.lose("what is known when the trainer is there")
+        backend.lose("what is known when the trainer is there")
+
+    attach = Backend.attach
+
+    def as_with_vllm(self: Any, trainer: Any) -> None:
+        self.settings.use_vllm = True
+        attach(self, trainer)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Backend, "attach", refuse)
+        patched.setattr(Backend, "attach", as_with_vllm)
+        patched.setattr(vllm, "attach", refuse)  # the last step of all: there a server's workers are asked
         with pytest.raises(ExactnessLostError, match="what is known"):
             make_trainer("GRPO", policy, engine=True, beta=0.1)
     assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), before, strict=True))
