@@ -366,10 +366,10 @@ def _mode(trainer: Any) -> str:
     return "train" if trainer.model.training else "eval"
 
 
-def _padded(rows: list[list[float | None]], width: int, value: float) -> Tensor:  # [B, width]
-    out = torch.full((len(rows), width), value)
+def _padded(rows: list[list[float | None]], width: int, value: float) -> Tensor:  # [B, width] fp32
+    out = torch.full((len(rows), width), value, dtype=torch.float32)
     for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.tensor([math.nan if x is None else x for x in row])
+        out[i, : len(row)] = torch.tensor([math.nan if x is None else x for x in row], dtype=torch.float32)
     return out
 
 

@@ -77,7 +77,7 @@ def _unwrapped() -> Iterator[None]:
 
             raise UnsupportedError(told.read_text()) from error
         finally:
-            del os.environ[REFUSAL]
+            os.environ.pop(REFUSAL, None)
 
 
 def _unsupported(error: ValueError) -> UnsupportedError | None:

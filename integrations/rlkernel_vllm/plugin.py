@@ -6,6 +6,7 @@ the worker of an engine that asked, and in its objects alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -91,8 +92,10 @@ def _attach(worker: Any, vllm_config: Any) -> None:
             runner = worker.model_runner
             sampling.take_over(runner, settings.read(vllm_config))
         except UnsupportedError as error:
-            if settings.REFUSAL in os.environ:  # `rlkernel_vllm.LLM` waits for it, maybe in another process
-                Path(os.environ[settings.REFUSAL]).write_text(str(error))
+            told = os.environ.get(settings.REFUSAL)  # `rlkernel_vllm.LLM` waits for it, maybe in another process
+            if told:
+                with contextlib.suppress(OSError):  # another host, or an engine that was made long ago
+                    Path(told).write_text(str(error))
             raise
         warmup.settle(runner.get_model(), vllm_config)
         return done

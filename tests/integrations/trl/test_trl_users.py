@@ -273,3 +273,14 @@ def test_a_launcher_with_autocast_is_refused_before_anything_is_loaded(monkeypat
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(ExactnessLostError, match="mixed_precision='bf16' autocast; launch with mixed_precision=no"):
         make_trainer("SFT", "/no/such/model")
+
+
+def test_another_default_dtype(model: Path) -> None:
+    """Scripts that set bf16 as torch's default: what was sampled stays fp32."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        trainer = make_trainer("GRPO", model, engine=True, max_steps=2)
+        trainer.train()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [row["rlkernel/exact_frac"] for row in history(trainer)] == [1, 1]
