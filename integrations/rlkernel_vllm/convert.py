@@ -143,9 +143,8 @@ def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
     except ConfigError:  # already a finding
         table = None
     else:
-        longest = max(
-            config.max_position_embeddings, vllm_config.model_config.max_model_len
-        )  # audit may let it through
+        # Audit lets an engine through that goes past the model's positions.
+        longest = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)
         table = rope_table(replace(config, max_position_embeddings=longest))
         done.found += _other_weights(model, config)
     most = _most(vllm_config)

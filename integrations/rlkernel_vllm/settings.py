@@ -18,12 +18,8 @@ KEYS = (FLAG, MODE, ATTENTION, CONTRACT)
 REFUSAL = "RLKERNEL_VLLM_REFUSAL"  # names a file in which a worker leaves the text of what it refuses
 ENVIRONMENT = {FLAG: "RLKERNEL_VLLM", MODE: "RLKERNEL_VLLM_MODE", ATTENTION: "RLKERNEL_VLLM_ATTENTION"}
 
-_OURS = (
-    "rl_kernel",
-    "use_rl_kernel",
-    "use_rlkernel",
-    "rlkernel_vllm",
-)  # how a key of ours starts, or one that is mistyped
+# How a key of ours starts, or one that is mistyped.
+_OURS = ("rl_kernel", "use_rl_kernel", "use_rlkernel", "rlkernel_vllm")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 

@@ -32,5 +32,8 @@ def test_a_decode_step_costs_no_more_than_stock(tmp_path: Path, sides: Any) -> N
     assert {name: steps[1]["launches"] for name, steps in found["changes"].items()} == dict.fromkeys(
         ("logit_bias", "penalty", "bad_words"), plain + 1
     ), "a request that changes its logits runs vLLM's kernel for it"
+    if (user := found["user"]) is not None:
+        assert (user["written"], user["applied"]) == (4, 2), "a user's processor may have work at every step"
+        assert user["tokens"][:2] == [[3, 3], [3, 3]] and user["tokens"][2:] != [[3, 3], [3, 3]]
     for mode, right in found["right"].items():
         assert len(right) == 10 and all(right), f"{mode}: checks {[i for i, good in enumerate(right) if not good]}"

@@ -141,6 +141,36 @@ def _prompt_worker() -> Any:
     return PromptLogprobsWorker.__new__(PromptLogprobsWorker)
 
 
+class Users:
+    """A logits processor of a user, which has work at every step."""
+
+    written = applied = 0
+
+    def add_request(self, slot: int, asked: Any) -> bool:
+        return slot == 0
+
+    def apply_staged_writes(self) -> None:
+        self.written += 1
+
+    def apply(self, logits: Tensor, context: Any) -> Tensor:
+        self.applied += 1
+        return logits.index_fill_(1, torch.tensor([3]), 1e4)
+
+
+def of_a_user(logits: list[Tensor]) -> dict[str, Any] | None:
+    """What such a processor is asked for in steps with the request that it changes, and without; None: a vLLM that has
+    none."""
+    engine, processor = Engine(True, "raw_logprobs"), Users()
+    if not hasattr(engine.sampler, "logits_processors"):
+        return None
+    engine.sampler.logits_processors.append(processor)
+    for slot in range(3):
+        engine.add(slot)
+    given = zip(logits, ([0, 1], [0, 1], [1, 2], [1, 2]), strict=True)
+    tokens = [engine.step(z, slots)[0].sampled_token_ids[:, 0].tolist() for z, slots in given]
+    return {"written": processor.written, "applied": processor.applied, "tokens": tokens}
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {7: 30.0}},
     "penalty": {"presence_penalty": 0.5},
@@ -170,6 +200,7 @@ def steps(folder: str) -> dict[str, Any]:
     for name, changes in CHANGES.items():
         engine.add(0, **changes)
         out["changes"][name] = [engine.step(draw(4), [2, 0, 1, 3])[1] for _ in range(2)]
+    out["user"] = of_a_user([draw(2) for _ in range(4)])
     for mode in ("raw_logprobs", "processed_logprobs"):
         engine, right = Engine(True, mode), []
 
