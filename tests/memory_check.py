@@ -239,6 +239,6 @@ def install() -> None:
     interpreter._implicit_cvt = converted
     interpreter._interpreter = Memory(interpreter._interpreter)
     interpreter.TensorHandle.set_attr = set_attr
-    Tensor.data_ptr = data_ptr  # type: ignore[method-assign]
+    Tensor.data_ptr = data_ptr
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -169,7 +169,7 @@ else:
     @pytest.mark.usefixtures("as_on")
     def test_whole_blocks_without_the_copy_engine(dtype: torch.dtype, family: str, d: int) -> None:
         """The other walk of each dtype, with blocks and heads that need no mask and with heads that do."""
-        given = arguments(2, 1, d, None, 2048, [35], [140], dtype)
+        given = arguments(2, 1, d, None, 2048, [3, 35], [76, 128], dtype)
         (out, lse), (o, top) = reference.attention(*given), attention(*given)
         assert_accurate(o, out, None, "out")
         assert_accurate(top, lse, None, "lse")

@@ -243,6 +243,9 @@ else:
         assert_bitwise(ours, reference, "gradient")
         embedding.embedding_wgrad_(strided, dy.t().contiguous().t(), ids)
         assert_bitwise(strided, reference, "strided gradient")
+        ids[:6] = torch.tensor([0, 1, 2, 3, 5, 5])
+        few = embedding.embedding_wgrad(dy[:6], ids[:6], 10)  # the last program has a run, and places behind the last
+        assert_bitwise(few, windowed(torch.zeros(10, 600), dy[:6], ids[:6]).to(dtype), "few tokens")
         expected = windowed(torch.zeros(10, 600), dy, ids).to(dtype)
         assert_bitwise(embedding.embedding_wgrad(dy, ids, 10), expected, "rounded once")
 
