@@ -70,7 +70,7 @@ def dz_key(
     )  # fmt: skip
 
 
-# Dispatch of a warm call, as in `cuda/linear.py`. What decides `_fetchable` is, of contiguous operands, their shapes;
+# Dispatch of a warm call, as in `linear_shapes.py`. What decides `_fetchable` is, of contiguous operands, their shapes;
 # else their strides count too.
 
 
