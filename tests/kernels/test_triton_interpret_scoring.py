@@ -1,0 +1,256 @@
+"""logprob, linear_logprob and sample in Triton's interpreter, on CPU tensors: right, and the same in every way.
+
+As in test_triton_interpret.py: a process of its own, numbers whose sums are exact, no bf16 products.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+from triton_interpreter import run
+
+pytest.importorskip("triton")
+
+from kernels.interpreter_checks import by_dtype, close, whole
+from ops.op_checks import rand
+
+from rlkernel.contract import assert_bitwise
+from rlkernel.contract.orders import VOCAB_TILE
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_in_the_interpreter() -> None:
+        run(__file__)
+
+else:
+    import triton
+    import triton.language as tl
+
+    from rlkernel.kernels.reference import linear_logprob as linear_logprob_reference
+    from rlkernel.kernels.reference import logprob as logprob_reference
+    from rlkernel.kernels.reference import sample as sample_reference
+    from rlkernel.kernels.triton import linear, linear_logprob, linear_logprob_backward, logprob, sample
+    from rlkernel.kernels.triton.matrix import Tile
+
+    pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+    def scored(v: int, temperature: bool, masked: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Targets, 1/T and a kept mask of six rows; row 1's target is dropped, row 2 keeps nothing."""
+        generator = torch.Generator().manual_seed(7)
+        targets = torch.randint(0, v, (6,), generator=generator)
+        mask = torch.rand(6, v, generator=generator) < 0.5
+        mask[torch.arange(6), targets] = True
+        mask[1, targets[1]] = False
+        mask[2] = False
+        inverse = 1.0 / (0.5 + torch.rand(6, generator=generator))
+        return targets, inverse if temperature else None, sample_reference.pack_bits(mask) if masked else None
+
+    options = pytest.mark.parametrize("temperature,masked", ((False, False), (True, True)))
+
+    @pytest.mark.parametrize("dtype,filtered,more", ((torch.float32, False, 0), (torch.float16, True, 13)))
+    def test_logprob_in_both_ways(
+        dtype: torch.dtype, filtered: bool, more: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A row a program against a few tiles a program; with 13 entries more no load is a vector."""
+        v = 32 * VOCAB_TILE + 32 + more
+        logits = rand(0, 3, v, dtype=dtype) * 4
+        logits[0, VOCAB_TILE : 2 * VOCAB_TILE + 5] = -torch.inf
+        logits[1, 7] = torch.nan
+        targets, inverse, kept = (None if t is None else t[:3] for t in scored(v, filtered, filtered))
+        tiles = logprob.logprob(logits, targets, inverse, kept)
+        monkeypatch.setattr(logprob, "ROWS_FROM", 1)
+        monkeypatch.setattr(logprob, "TILES_FROM", 1)
+        monkeypatch.setattr(logprob, "SHARE_GROUPS", 1)
+        reference = logprob_reference.logprob(logits, targets, inverse, kept)
+        for part in (4, 2, 1):  # of three rows none, the last one, and all are cut into shares
+            monkeypatch.setattr(logprob, "SHARED_PART", part)
+            rows = logprob.logprob(logits, targets, inverse, kept)
+            for name, a, b, r in zip(("logp", "entropy", "lse", "stats"), tiles, rows, reference, strict=True):
+                assert_bitwise(b, a, f"{name}: a row a program against tiles")
+                close(a, r, name)
+
+    def test_more_tokens_than_the_tile_statistics_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+        logits, w, targets = whole(0, 130, 40), torch.eye(40), torch.arange(130) % 40
+        at_once = logprob.logprob(logits, targets, None, None)
+        monkeypatch.setattr(logprob, "SCRATCH", 1)
+        assert logprob.TileBuffers(130, 40, logits.device).tokens == 128
+        for ours in (
+            logprob.logprob(logits, targets, None, None),
+            linear_logprob.forward(logits, w, targets, None, None),
+        ):
+            for o, a in zip(ours, at_once, strict=True):
+                assert_bitwise(o, a, "in turns")
+
+    @triton.jit
+    def larger_pair(a, b):
+        lows = logprob.larger(logprob.low(a), logprob.low(b)).to(tl.int32, bitcast=True)
+        highs = logprob.larger(logprob.high(a), logprob.high(b)).to(tl.int32, bitcast=True)
+        return ((lows >> 16) & 0xFFFF) | (highs & -65536)
+
+    @triton.jit
+    def stats_kernel(logits, inverse, out, V, G: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
+                     WIDTH: tl.constexpr):  # fmt: skip
+        i = tl.arange(0, G)
+        m, s, e = logprob.group_stats(logits, logits, tl.load(inverse + i), i, V, True, False, PACKED, MASKED, WIDTH)
+        tl.store(out + i, m)
+        tl.store(out + G + i, s)
+        tl.store(out + 2 * G + i, e)
+
+    @pytest.mark.parametrize("v", (4 * VOCAB_TILE, 3 * VOCAB_TILE + 32))
+    def test_pairs_of_bf16_have_the_statistics_of_numbers(v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With the instruction that takes the larger of two pairs written out."""
+        monkeypatch.setattr(logprob, "larger_pair", larger_pair)
+        logits, inverse = (rand(0, v) * 4).bfloat16(), rand(1, 4).abs()
+        logits[5], logits[VOCAB_TILE : 2 * VOCAB_TILE] = torch.nan, -torch.inf
+        found = [torch.empty(3, 4) for _ in range(2)]
+        for packed, out in enumerate(found):
+            masked = v % VOCAB_TILE > 0
+            stats_kernel[(1,)](logits, inverse, out, v, G=4, PACKED=bool(packed), MASKED=masked, WIDTH=32)
+        assert_bitwise(found[1], found[0], "packed")
+
+    @options
+    def test_a_target_outside_the_vocabulary_reads_nothing_there(temperature: bool, masked: bool) -> None:
+        v = VOCAB_TILE + 44
+        x, w, g = whole(0, 6, 16), whole(1, v, 16) / 8, rand(2, 6)
+        logits = x @ w.t()
+        _, inverse, kept = scored(v, temperature, masked)
+        targets = torch.tensor([-1, -100, v, 2**40, -(2**40), 3])
+        for ours in (
+            logprob.logprob(logits, targets, inverse, kept), linear_logprob.forward(x, w, targets, inverse, kept)
+        ):  # fmt: skip
+            assert (ours[0][:5] == -torch.inf).all()
+            _, entropy, _, stats = ours
+            logprob.logprob_dgrad(logits, targets, inverse, kept, stats, entropy, g, g)
+            rest = (targets, inverse, kept, stats, entropy, g, g, None, None, None, True, True)
+            linear_logprob.linear_logprob_grad_(None, x, w, *rest)
+
+    @by_dtype
+    @options
+    def test_logprob(temperature: bool, masked: bool, dtype: torch.dtype) -> None:
+        v = 2 * VOCAB_TILE + 44
+        logits = rand(0, 6, v, dtype=dtype) * 4
+        logits[0, VOCAB_TILE : 2 * VOCAB_TILE] = -torch.inf
+        logits[3, 7], logits[4, 9] = torch.nan, torch.inf
+        targets, inverse, kept = scored(v, temperature, masked)
+        ours = logprob.logprob(logits, targets, inverse, kept)
+        reference = logprob_reference.logprob(logits, targets, inverse, kept)
+        for name, o, r in zip(("logp", "entropy", "lse", "stats"), ours, reference, strict=True):
+            close(o, r, name)
+        one = lambda t, i: None if t is None else t[i : i + 1]
+        for i in range(6):
+            alone = logprob.logprob(logits[i : i + 1], targets[i : i + 1], one(inverse, i), one(kept, i))
+            for o, a in zip(ours, alone, strict=True):
+                assert_bitwise(a, o[i : i + 1], f"row {i} alone")
+        logits[3, 7] = logits[4, 9] = 0.0
+        _, entropy, _, stats = logprob_reference.logprob(logits, targets, inverse, kept)
+        g, h = rand(1, 6), rand(2, 6)
+        g[5] = h[5] = 0.0
+        for upstream in ((g, h), (g, None), (None, h)):
+            rest = (logits, targets, inverse, kept, stats, entropy, *upstream)
+            close(logprob.logprob_dgrad(*rest), logprob_reference.logprob_dgrad(*rest), "gradient")
+
+    @by_dtype
+    @options
+    def test_linear_logprob(
+        temperature: bool, masked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        v, c = 2 * VOCAB_TILE + 44, 40
+        x, w = whole(0, 6, c, dtype=dtype) / 8, whole(1, v, c, dtype=dtype) / 8
+        targets, inverse, kept = scored(v, temperature, masked)
+        logits = linear.linear(x, w, None, 1, 1, torch.float32)
+        expected = logprob.logprob(logits, targets, inverse, kept)
+        for tile in (None, Tile(16, 128, 32, 4, 2, tma=False), Tile(32, 256, 16, 4, 2)):
+            ours = linear_logprob.forward(x, w, targets, inverse, kept, tile=tile)
+            for o, e in zip(ours, expected, strict=True):
+                assert_bitwise(o, e, f"linear_logprob against logprob of linear, {tile}")
+        _, entropy, _, stats = expected
+        g, h = rand(2, 6), rand(3, 6)
+        g[5] = h[5] = 0.0
+        for name in ("recomputed", "blocks", "kept"):
+            if name == "blocks":
+                monkeypatch.setattr(linear_logprob_backward, "LOGPROB_DGRAD_CHUNK", VOCAB_TILE)
+                monkeypatch.setattr(linear_logprob_backward, "DZ_ENTRIES", 1)
+                monkeypatch.setattr(linear_logprob_backward, "PROBS_ENTRIES", 1)
+                monkeypatch.setattr(linear_logprob_backward, "WGRAD_TOKENS", 4)
+            probs: tuple[Tensor | None, ...] = (None, None, None)
+            entropy_gradient: Tensor | None = h
+            if name == "kept":
+                *expected_rows, p, tile_max = linear_logprob.linear_logprob_probs(x, w, targets, inverse, kept)
+                for o, e in zip(expected_rows, expected, strict=True):
+                    assert_bitwise(o, e, "with kept probabilities")
+                close(p, linear_logprob_reference.linear_logprob_probs(x, w, targets, inverse, kept)[4], "probs", dtype)
+                probs, entropy_gradient = (p, tile_max, None), None
+            rest = (x, w, targets, inverse, kept, stats, entropy, g, entropy_gradient, *probs)
+            ours, reference = rand(4, v, c), rand(4, v, c)
+            dx, _ = linear_logprob.linear_logprob_grad_(ours, *rest, True, True)
+            close(dx, linear_logprob_reference.linear_logprob_grad_(reference, *rest, True, True)[0], "input gradient")
+            close(ours, reference, "weight gradient", dtype)
+            for width in () if name == "kept" else (VOCAB_TILE, 2 * VOCAB_TILE, 4 * VOCAB_TILE):
+                *rows, z = linear_logprob.linear_logprob_logits(x, w, targets, inverse, kept, width)
+                for o, e in zip(rows, expected, strict=True):
+                    assert_bitwise(o, e, f"with {width} kept logits")
+                again = rand(4, v, c)
+                dx_kept, _ = linear_logprob.linear_logprob_grad_(again, *rest[:-1], z, True, True)
+                assert_bitwise(dx_kept, dx, f"input gradient with {width} kept logits")
+                assert_bitwise(again, ours, f"weight gradient with {width} kept logits")
+            _, dw = linear_logprob.linear_logprob_grad_(None, *rest, False, True)
+            fresh = linear_logprob_reference.linear_logprob_grad_(None, *rest, False, True)[1]
+            close(dw, fresh, "weight gradient in its dtype", dtype)
+        none = linear_logprob.linear_logprob_grad_(None, *rest, False, False)
+        assert none[0].shape == none[1].shape == (0, c)
+
+    @pytest.mark.parametrize("tokens", (20, 70, 520))
+    def test_linear_logprob_of_many_tokens(tokens: int) -> None:
+        v = VOCAB_TILE + 44
+        x, w = whole(0, tokens, 16).half() / 8, whole(1, v, 16).half() / 8
+        targets = torch.arange(tokens) % v
+        expected = logprob.logprob(x.float() @ w.float().t(), targets, None, None)
+        for o, e in zip(linear_logprob.linear_logprob(x, w, targets, None, None), expected, strict=True):
+            assert_bitwise(o, e, "linear_logprob")
+
+    @pytest.mark.parametrize("k", (None, (30, 2, 0, 400, 50, 10)))
+    @pytest.mark.parametrize("p", (None, (0.5, 0.9, 1.0, 0.01, 0.999, 0.9)))
+    @pytest.mark.parametrize("m", (None, 0.05))
+    def test_sample(k: tuple[int, ...] | None, p: tuple[float, ...] | None, m: float | None) -> None:
+        logits = rand(0, 6, 300) * 4
+        logits[0] = logits[0].round()
+        logits[4, ::3] = -torch.inf
+        logits[5, :2] = torch.tensor([0.0, -0.0])
+        seeds = torch.tensor([1, -5, 2**40 + 3, 7, 8, 9])
+        positions = torch.tensor([0, 1, 2**33, 4, 5, 6])
+        temperature = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.7])
+        top_k = None if k is None else torch.tensor(k, dtype=torch.int32)
+        top_p = None if p is None else torch.tensor(p)
+        min_p = None if m is None else torch.full((6,), m)
+        rest = (temperature, top_k, top_p, min_p)
+        ours = sample.sample(logits, seeds, positions, *rest)
+        for o, r in zip(ours, sample_reference.sample(logits, seeds, positions, *rest), strict=True):
+            assert_bitwise(o, r, "tokens, kept")
+
+    @pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf))
+    @pytest.mark.parametrize("filtered", (False, True))
+    def test_a_bad_row_gives_a_token_of_the_vocabulary(bad: float, filtered: bool) -> None:
+        """Undefined, but an id that the next step can look up."""
+        logits = rand(0, 3, 2100)
+        logits[0], logits[1, ::2] = bad, bad
+        rest = (torch.arange(3), torch.arange(3), torch.ones(3))
+        filters = (torch.full((3,), 5, dtype=torch.int32), torch.full((3,), 0.9), torch.full((3,), 0.1))
+        tokens, _ = sample.sample(logits, *rest, *(filters if filtered else (None, None, None)))
+        assert tokens.min() >= 0 and tokens.max() < 2100
+
+    def test_sample_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+        """More than one block of thresholds and of words, rows that lie apart, and settings that make no sense."""
+        logits = rand(0, 4, 8300)[:, :8230]
+        seeds, positions = torch.tensor([1, -5, 2**40 + 3, 7]), torch.tensor([0, 1, 2**33, 4])
+        rest = (torch.tensor([1.0, 0.0, 0.5, 2.0]), torch.tensor([30, 2, 8229, 0], dtype=torch.int32))
+        rest = (*rest, torch.tensor([0.5, 0.9, 0.99, 0.7]), torch.full((4,), 1e-3))
+        wanted = sample_reference.sample(logits, seeds, positions, *rest)
+        for o, r in zip(sample.sample(logits, seeds, positions, *rest), wanted, strict=True):
+            assert_bitwise(o, r, "tokens, kept")
+        bad = torch.tensor([torch.nan, -1.0, torch.inf, -torch.inf])
+        for k in (-1, 2**31 - 1):
+            tokens, _ = sample.sample(logits, seeds, positions, bad, torch.full_like(rest[1], k), bad, bad)
+            assert tokens.shape == (4,)
