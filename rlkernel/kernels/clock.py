@@ -1,7 +1,8 @@
 """The times by which certification chooses, made so that a busy host or a shared GPU does not bend them.
 
-On a GPU only samples count whose launches were all queued before the GPU came to them. What else disturbs a sample
-makes it longer: the least one is taken, and where the two least lie apart, more are asked for.
+On a GPU a sample whose launches were not all queued before the GPU came to them is tried anew behind a longer wait.
+What else disturbs a sample makes it longer: the least one is taken, and where the two least lie apart, more are asked
+for.
 """
 
 from __future__ import annotations
