@@ -27,6 +27,7 @@ from rlkernel.kernels.triton import common, linear_grad, matrix
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton import logprob as statistics
+from rlkernel.kernels.triton import logprob_backward as gradient
 from rlkernel.kernels.triton.linear_logprob_backward import Active
 
 CUBLASLT_TOKENS = 4096  # that cuBLASLt's heuristic is asked for; any number runs
@@ -154,7 +155,20 @@ _SOURCES = (
     Path(__file__),
     *(
         Path(m.__file__)
-        for m in (anchor, loop, statistics, linear_grad, matrix, common, hopper, shapes, cublaslt, driver, orders)
+        for m in (
+            anchor,
+            loop,
+            statistics,
+            gradient,
+            linear_grad,
+            matrix,
+            common,
+            hopper,
+            shapes,
+            cublaslt,
+            driver,
+            orders,
+        )
         if m.__file__
     ),
     *(build.source_dir() / "cuda" / name for name in (hopper.SOURCE, cublaslt.SOURCE)),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.contract.orders import VOCAB_TILE
+from rlkernel.contract.orders import VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.certification import First, Instead, Key, Run, Runs, values
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
@@ -259,7 +259,8 @@ def describe_grad(key: Key) -> dict[str, Any]:
 
 
 def rows_of_grad(key: Key) -> list[int]:
-    return [LEAST_TOKENS, 1000, 4096]
+    """The most tokens that a call of the backward has are among them: over them runs the chain of `dweight`."""
+    return [LEAST_TOKENS, 1000, WGRAD_TOKENS, 4096]
 
 
 def _blocks_of_dz(s: GradShape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Tensor, Active]:

@@ -47,6 +47,7 @@ MODULES = (
     "attention_splits",
     "attention_backward",
     "logprob",
+    "logprob_backward",
     "linear_logprob",
     "linear_logprob_backward",
     "sample",

@@ -176,7 +176,7 @@ def rows_of_tile(q, q_tile, first, k_tiles, v_tiles, k_full, v_full, k_free, v_f
     gl.store(out + (to * D)[:, None] + column[None, :], o.to(out.dtype.element_ty), mask=inside[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T"])
 def prefill_kernel(
     q,  # [T, H, D]
     k_box,  # descriptors of k and v as [S, HK * D]
@@ -185,6 +185,7 @@ def prefill_kernel(
     lens,  # cumulative keys [B + 1], or keys [B] with ROOM
     out,  # [T, H, D]
     lse,  # [T, H] natural log
+    T,
     q_stride,
     COLUMNS,  # keys of room of each sequence, with ROOM
     SPLIT,
@@ -200,7 +201,10 @@ def prefill_kernel(
     head = gl.program_id(1)
     sequence = gl.program_id(2)
     q_first = gl.load(cu_q + sequence)
-    queries = gl.load(cu_q + sequence + 1) - q_first
+    q_last = gl.load(cu_q + sequence + 1)
+    # Borders come from the caller, and a GPU cannot raise: a sequence that leaves q has no queries. Keys are fetched by
+    # the copy engine, which stays inside their tensor.
+    queries = gl.where((q_first < 0) | (q_last < 0) | (q_last > T), 0, q_last - q_first)
     if ROOM:
         k_first = sequence * COLUMNS
         keys = gl.minimum(gl.load(lens + sequence), COLUMNS)  # more only where `max_seqlen_k` is too small
@@ -253,7 +257,7 @@ def prefill(
     k_box, v_box = (TensorDescriptor(x.base, x.shape, x.strides, x.block_shape, BOX) for x in boxes)
     with on_device(q):
         prefill_kernel[(cdiv(max_q * (h // hk), BLOCK_M), hk, cu_q.shape[0] - 1)](
-            q, k_box, v_box, cu_q, lens, out, lse, q.stride(0), room, split, scale * LOG2E.value,
+            q, k_box, v_box, cu_q, lens, out, lse, q.shape[0], q.stride(0), room, split, scale * LOG2E.value,
             HK=hk, GROUP=h // hk, D=d, BLOCK_M=BLOCK_M, ROOM=room > 0, STAGES=STAGES,
             num_warps=4, **options(matmul=True),
         )  # fmt: skip
@@ -266,7 +270,7 @@ def _variant(name: str, kind: str, d: int, *, room: bool = False) -> Variant:
     box = f"tensordesc<{kind}[{KEYS.value},{d}],{BOX!r}>"
     types = {
         "q": f"*{kind}:16", "k_box": box, "v_box": box, "cu_q": "*i32:16", "lens": "*i32:16", "out": f"*{kind}:16",
-        "lse": "*fp32:16", "q_stride": "i32:16", "COLUMNS": "i32", "SPLIT": "i32:16", "scale_log2e": "fp32",
+        "lse": "*fp32:16", "T": "i32", "q_stride": "i32:16", "COLUMNS": "i32", "SPLIT": "i32:16", "scale_log2e": "fp32",
     }  # fmt: skip
     constants = {"HK": 8, "GROUP": 2, "D": d, "BLOCK_M": BLOCK_M, "ROOM": room, "STAGES": STAGES}
     return Variant(name, prefill_kernel, types, constants, matmul=True, main=True, targets=("sm_90",))

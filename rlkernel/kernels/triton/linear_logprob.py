@@ -22,16 +22,8 @@ from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import exp, on_device, options
 from rlkernel.kernels.triton.linear_grad import add_dgrad_, wgrad_
 from rlkernel.kernels.triton.linear_logprob_backward import Active, Products, gradients
-from rlkernel.kernels.triton.logprob import (
-    TILE,
-    TileBuffers,
-    dz_at,
-    is_kept,
-    outputs,
-    part,
-    row_active,
-    tile_stats,
-)
+from rlkernel.kernels.triton.logprob import TILE, TileBuffers, outputs, part, tile_stats
+from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept, row_active
 from rlkernel.kernels.triton.matrix import (
     Tile,
     can_fetch,

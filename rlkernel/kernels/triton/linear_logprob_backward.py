@@ -17,7 +17,8 @@ from torch import Tensor
 from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import exp, on_device, options
-from rlkernel.kernels.triton.logprob import TILE, dz_at, is_kept, part, row_active
+from rlkernel.kernels.triton.logprob import TILE, part
+from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept, row_active
 from rlkernel.kernels.triton.matrix import strided
 
 BLOCK_TOKENS = 64  # tokens that are left out of the products together

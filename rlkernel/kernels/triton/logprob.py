@@ -1,4 +1,4 @@
-"""logprob on GPUs: statistics of vocabulary tiles, combined per row; the gradient elementwise.
+"""logprob on GPUs: statistics of vocabulary tiles, combined per row. The gradient: logprob_backward.py.
 
 Contract: docs/ops/logprob.md. Every reduction is a maximum or an integer sum, so no layout can change a bit;
 `linear_logprob` forms the same statistics behind its matrix product and shares the combination.
@@ -19,7 +19,6 @@ from rlkernel.kernels.triton.common import (
     LOG2E,
     cdiv,
     early,
-    exp,
     exp2,
     log2,
     next_power_of_2,
@@ -27,6 +26,8 @@ from rlkernel.kernels.triton.common import (
     options,
 )
 from rlkernel.kernels.triton.launch import direct
+from rlkernel.kernels.triton.logprob_backward import INPUTS, SIZES, is_kept, rows_of
+from rlkernel.kernels.triton.logprob_backward import logprob_dgrad as logprob_dgrad
 
 TILE = tl.constexpr(VOCAB_TILE)
 UNIT = tl.constexpr(2.0**-FIXED_POINT_BITS)
@@ -37,7 +38,6 @@ TWO_MINUS_INF = tl.constexpr(-0x007F0080)  # bf16, in both halves of an int32
 ROWS_FROM, TILES_FROM = 256, 128  # tokens and vocabulary tiles from which on a program has a row of its own
 SHARED_PART, SHARED_ROWS = 8, 256  # of so many rows one is cut into shares, at most so many
 SHARE_GROUPS = 3  # steps of a share
-DGRAD_BLOCK = 2048  # entries of a row a program of the gradient
 SCRATCH = 1 << 27  # bytes of tile statistics at one time; more tokens run in turns
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -93,13 +93,6 @@ def tile_stats(z):
     m = tl.reduce(z, 2, larger)
     p, q = units(z, tl.expand_dims(m, 2))
     return m, above_ones(tl.sum(p, axis=2), m), above_ones(tl.sum(q, axis=2), m)
-
-
-@triton.jit
-def is_kept(kept, row, v, inside, WORDS):
-    """Whether bit v of a row of the mask is set; row int64 and v broadcast together."""
-    word = tl.load(kept + row * WORDS + (v >> 5), mask=inside, other=0)
-    return ((word >> (v & 31)) & 1) != 0
 
 
 @triton.jit
@@ -363,88 +356,6 @@ def logprob_combine_kernel(
     finish_rows(tile_max, tile_sum, tile_entropy, z, logp, entropy, lse, stats, row, inside, TILES, CHUNK)
 
 
-@triton.jit
-def dz_at(z, hit, top, log_total, g, h, entropy, HAS_DENTROPY: tl.constexpr = True):
-    """Gradient of z from those of logp (g) and entropy (h), before the temperature; all broadcast together.
-
-    z is -inf where dropped; `hit` says where the target is.
-    """
-    log_p = (z - top) - log_total
-    p = exp(log_p)
-    u = g * (tl.where(hit, 1.0, 0.0) - p)
-    if HAS_DENTROPY:
-        u = tl.fma(-(h * p), tl.where(p == 0.0, 0.0, log_p + entropy), u)
-    return u
-
-
-@triton.jit
-def row_active(kept, targets, row, inside, g, h, top, V, WORDS, HAS_KEPT: tl.constexpr):
-    """Rows that have a gradient: a kept target, something kept at all, and an upstream gradient."""
-    active = inside & ((g != 0.0) | (h != 0.0)) & (top != float("-inf"))
-    if HAS_KEPT:
-        target = tl.load(targets + row, mask=inside, other=0)
-        active = active & is_kept(kept, row, target, inside & (target >= 0) & (target < V), WORDS)
-    return active
-
-
-@triton.jit
-def logprob_dgrad_kernel(
-    logits,  # [T, V]
-    targets,  # [T] int64
-    inv_temperature,  # [T] fp32
-    kept,  # [T, WORDS] int32
-    stats,  # [T, 2] fp32
-    entropy,  # [T] fp32
-    dlogp,  # [T] fp32
-    dentropy,  # [T] fp32
-    dlogits,  # [T, V]
-    V,
-    WORDS,
-    logits_row,
-    HAS_TEMPERATURE: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    HAS_DLOGP: tl.constexpr,
-    HAS_DENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    blocks = tl.cdiv(V, BLOCK)
-    # The last rows first: the forward read them last, and the L2 cache still has them.
-    row = (tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks).to(tl.int64)
-    start = tl.program_id(0) % blocks * BLOCK
-    v = start + tl.arange(0, BLOCK)
-    if HAS_KEPT:  # words of the mask, and the entries in each
-        first = start + (tl.arange(0, BLOCK // 32) * 32)[:, None]
-        bit = tl.arange(0, 32)[None, :]
-        v = first + bit
-    inside = v < V
-    g = 0.0
-    h = 0.0
-    if HAS_DLOGP:
-        g = tl.load(dlogp + row)
-    if HAS_DENTROPY:
-        h = tl.load(dentropy + row)
-    top = tl.load(stats + 2 * row)
-    log_total = tl.load(stats + 2 * row + 1)
-    active = row_active(kept, targets, row, True, g, h, top, V, WORDS, HAS_KEPT)
-    # A row without a gradient is not read; a branch around all this was slower.
-    z = tl.load(logits + row * logits_row + v, mask=inside & active, other=0.0).to(tl.float32)
-    if HAS_TEMPERATURE:
-        inverse = tl.load(inv_temperature + row)
-        z = z * inverse
-    if HAS_KEPT:
-        word = tl.load(kept + row * WORDS + (first >> 5), mask=(first < V) & active, other=0)
-        keep = ((word >> bit) & 1) != 0
-        z = tl.where(keep, z, float("-inf"))
-    hit = v == tl.load(targets + row).to(tl.int32)
-    out = dz_at(z, hit, top, log_total, g, h, tl.load(entropy + row), HAS_DENTROPY)
-    if HAS_TEMPERATURE:
-        out = out * inverse
-    if HAS_KEPT:
-        out = tl.where(keep, out, 0.0)
-    out = tl.where(active, out, 0.0)
-    tl.store(dlogits + row * V + v, out.to(dlogits.dtype.element_ty), mask=inside)
-
-
 # ---- launchers ----------------------------------------------------------------------------------
 
 
@@ -483,11 +394,6 @@ def outputs(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, 
 def part(t: Tensor | None, start: int, stop: int) -> Tensor | None:
     """Rows [start, stop) of an optional tensor."""
     return None if t is None else t[start:stop]
-
-
-def rows_of(t: Tensor) -> Tensor:
-    """The matrix with dense rows; a copy only where they are not."""
-    return t if t.stride(1) == 1 else t.contiguous()
 
 
 def logprob(
@@ -537,36 +443,8 @@ def logprob(
     return out
 
 
-def logprob_dgrad(
-    logits: Tensor,
-    targets: Tensor,
-    inv_temperature: Tensor | None,
-    kept: Tensor | None,
-    stats: Tensor,
-    entropy: Tensor,
-    dlogp: Tensor | None,
-    dentropy: Tensor | None,
-) -> Tensor:
-    logits = rows_of(logits)
-    tokens, vocab = logits.shape
-    dlogits = torch.empty(tokens, vocab, dtype=logits.dtype, device=logits.device)
-    if dlogits.numel() == 0:
-        return dlogits
-    vectors = (targets, inv_temperature, kept, stats, entropy, dlogp, dentropy)
-    with on_device(logits):
-        logprob_dgrad_kernel[(tokens * cdiv(vocab, DGRAD_BLOCK),)](
-            logits, *(None if t is None else t.contiguous() for t in vectors), dlogits,
-            vocab, cdiv(vocab, 32), logits.stride(0),
-            HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
-            HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, BLOCK=DGRAD_BLOCK, num_warps=2, **options(),
-        )  # fmt: skip
-    return dlogits
-
-
 # ---- ahead of time ------------------------------------------------------------------------------
 
-_INPUTS = {"logits": "*bf16:16", "targets": "*i64:16", "inv_temperature": "*fp32:16", "kept": "*i32:16"}
-_SIZES = {"V": "i32:16", "WORDS": "i32", "logits_row": "i32:16"}
 _TILES = {"memory": "*i32:16", "TILES": "i32", "PLANE": "i32:16"}
 _RESULTS = dict.fromkeys(("logp", "entropy", "lse", "stats"), "*fp32:16")
 _NVIDIA, _AMD = ("sm_80", "sm_90", "sm_100"), ("gfx942", "gfx90a")
@@ -575,7 +453,7 @@ _PLAIN = {"HAS_TEMPERATURE": False, "HAS_KEPT": False, "PACKED": True}
 
 
 def _forward_variants(name: str, flags: dict[str, bool], targets: tuple[str, ...]) -> tuple[Variant, ...]:
-    types = {**_INPUTS, **_SIZES, **_TILES}
+    types = {**INPUTS, **SIZES, **_TILES}
     return (
         Variant(
             f"logprob rows, {name}", logprob_rows_kernel,
@@ -601,12 +479,5 @@ AOT: tuple[Variant, ...] = (
              **_RESULTS, "first": "i32", "T": "i32", "TILES": "i32"},
             {"ROWS": 1, "CHUNK": 2048}, num_warps=8, main=True,
         )
-    ),
-    Variant(
-        "logprob_dgrad", logprob_dgrad_kernel,
-        {**_INPUTS, **dict.fromkeys(("stats", "entropy", "dlogp", "dentropy"), "*fp32:16"), "dlogits": "*bf16:16",
-         **_SIZES},
-        {"HAS_TEMPERATURE": True, "HAS_KEPT": True, "HAS_DLOGP": True, "HAS_DENTROPY": True, "BLOCK": DGRAD_BLOCK},
-        num_warps=2, main=True,
     ),
 )  # fmt: skip
