@@ -208,6 +208,17 @@ else:
         ):
             assert_bitwise(a, b, name)
 
+    def test_three_heads_laid_in_a_row_up_to_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:
+        q, k, v = rand(0, 2, 3, 16), rand(1, 16, 8, 3, 16), rand(2, 16, 8, 3, 16)
+        table = torch.arange(16, dtype=torch.int32).view(2, 8)
+        given = (q, k, v, table, cu([1, 1]), torch.tensor([64, 64], dtype=torch.int32), 1, 64, 0.25, None, 64)
+        found = paged_attention(*given)
+        monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
+        monkeypatch.setattr(forward, "GATHER_KEYS", 1)
+        monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+        for name, a, b in zip(("out", "lse"), paged_attention(*given), found, strict=True):
+            assert_accurate(a, b, None, name)
+
     @pytest.mark.parametrize("splits", (64, 2048))
     @pytest.mark.parametrize("queries", (1, 20))
     def test_lengths_that_contradict_each_other_stay_inside_the_tensors(queries: int, splits: int) -> None:
