@@ -17,7 +17,9 @@ from rlkernel_trl.errors import ExactnessLostError
 
 _OLDEST = (1, 16)
 if tuple(int(part) for part in trl.__version__.split(".")[:2]) < _OLDEST:
-    raise ImportError(f"rlkernel_trl takes TRL 1.16, and TRL {trl.__version__} is installed: pip install 'trl>=1.16'")
+    raise ImportError(
+        f"rlkernel_trl takes TRL 1.16, and TRL {trl.__version__} is installed: pip install 'trl>=1.16,<1.17'"
+    )
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
