@@ -35,8 +35,9 @@ chromium:              ## for the tests of the drift report; installed by apt-ge
 demo: setup            ## train a small model with GRPO; every sampled log-probability is compared, bit for bit
 	$(BIN)/rlkernel train grpo
 
+# MALLOC_PERTURB_: glibc fills memory that it hands out, so what reads some that nobody wrote fails every time.
 test: setup setup-integrations  ## everything that runs without a GPU
-	$(if $(INTEGRATIONS),RLKERNEL_TEST_INTEGRATIONS=1) $(BIN)/python -m pytest -n auto -m "not gpu" $(PYTEST_ARGS)
+	MALLOC_PERTURB_=1 $(if $(INTEGRATIONS),RLKERNEL_TEST_INTEGRATIONS=1) $(BIN)/python -m pytest -n auto -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: setup        ## the same properties on CUDA; writes benchmarks/results/<gpu>/*.json
 	$(BIN)/python benchmarks/test_gpu.py
