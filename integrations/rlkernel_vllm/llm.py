@@ -45,18 +45,19 @@ class LLM(vllm.LLM):
     ) -> None:
         given = {FLAG: use_rl_kernel_backend, MODE: rl_kernel_mode, ATTENTION: rl_kernel_attention}
         asked = settings.merged(additional_config, given)
-        enabled = settings.of(asked).enabled
+        if not settings.of(asked).enabled:
+            super().__init__(*args, additional_config=asked, **kwargs)
+            return
         with _unwrapped():
             super().__init__(*args, additional_config=asked, **kwargs)
-        if enabled:
-            from rlkernel_vllm.report import assert_active
+        from rlkernel_vllm.report import assert_active
 
-            assert_active(self)
+        assert_active(self)
 
 
 @contextlib.contextmanager
 def _unwrapped() -> Iterator[None]:
-    """While an engine is made: our error in place of what vLLM makes of it.
+    """While an engine with rlkernel is made: our error in place of what vLLM makes of it.
 
     A worker in a process of its own ends as a RuntimeError that names no cause; it leaves its text in a file first.
     """
@@ -73,7 +74,7 @@ def _unwrapped() -> Iterator[None]:
         except RuntimeError as error:
             if not told.exists():
                 raise
-            from rlkernel_vllm.config import UnsupportedError  # not where the engine is off and all is well
+            from rlkernel_vllm.config import UnsupportedError
 
             raise UnsupportedError(told.read_text()) from error
         finally:

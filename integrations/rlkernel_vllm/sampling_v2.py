@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from rlkernel.ops.sample import _sample as draw_tokens
+from rlkernel.ops.sample import _sample as draw_tokens  # vLLM has checked its settings
 from rlkernel_vllm.sampling import keep, token_log_probabilities
 
 _current: list[Any] = []  # samplers and prompt workers of ours whose call is under way
@@ -70,8 +70,7 @@ class ExactSampler(Sampler):
     """vLLM's sampler with rlkernel's log-probabilities, temperature, kept sets and noise.
 
     The noise of `ops.sample` is keyed by the request's seed, the position and the token, as vLLM's is by seed and
-    position, and costs less. What follows from the requests of a step is kept while they stay the same: a step of a
-    small model takes no longer than vLLM's host.
+    position. What follows from the requests of a step is kept while they stay the same.
     """
 
     rlkernel_added = True  # a request was added since its settings were last written to where the GPU reads them

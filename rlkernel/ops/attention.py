@@ -421,6 +421,8 @@ def attention_scratch_bytes(
 ) -> int:
     """Bytes that a call of `paged_attention` takes beside its results at most: what to leave free of a cache.
 
+    Of caches whose strides it reads in place; it copies others, which is not counted.
+
     Args:
         q, k: tensors with the heads, dtype and device of the calls; how many rows they have does not count.
         tokens, sequences: in a call at most.
