@@ -124,10 +124,10 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
 
     def linear_logprob_dhidden() -> None:
         # Rows of dz as long as a chunk of the input gradient, which cuBLASLt asks for; the second backward knows from
-        # the first that all tokens have a gradient.
-        for _ in range(2 if large else 0):
-            hidden, weight = leaf(37, 256), leaf(LOGPROB_DGRAD_CHUNK, 256, scale=0.1).detach()
-            backward(ops.linear_logprob(hidden, weight, ids(99, 37)).logp, hidden)
+        # the first that all tokens have a gradient. How many algorithms cuBLASLt has depends on the shape.
+        for t, c in ((37, 256), (37, 256), (96, 1024)) if large else ():
+            hidden, weight = leaf(t, c), leaf(LOGPROB_DGRAD_CHUNK, c, scale=0.1).detach()
+            backward(ops.linear_logprob(hidden, weight, ids(99, t)).logp, hidden)
             torch.cuda.synchronize()
 
     def linear_logprob() -> None:
