@@ -25,16 +25,17 @@ def is_lora(layer: Any) -> bool:
 
 def check_mergeable(name: str, layer: Any) -> None:
     """Raises UnsupportedModelError unless the adapters of a layer are plain LoRA."""
-    variants = [*getattr(layer, "lora_variant", {}), *(k for k, used in layer.use_dora.items() if used)]
+    options = ("lora_variant", "use_dora", "lora_bias")  # {adapter: whether}
     if (
         not is_lora(layer)
         or type(layer.base_layer) is not nn.Linear
-        or variants
+        or any(used for option in options for used in getattr(layer, option, {}).values())
         or getattr(layer, "fan_in_fan_out", False)
     ):
         raise support.UnsupportedModelError(
             f"{name} is a {type(layer).__name__} that adapters='merged' does not know; it takes plain LoRA on linear "
-            "layers: use such, or adapters='low-rank' in apply (TRL under rlkernel is always merged, as vLLM is)"
+            "layers, without a bias of its own: use such, or adapters='low-rank' in apply (TRL under rlkernel is "
+            "always merged, as vLLM is)"
         )
 
 

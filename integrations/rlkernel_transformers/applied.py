@@ -64,7 +64,7 @@ def apply(
     found = support.find_model(model)
     config = support.read_config(found)
     support.check_wrappers(model)
-    support.check(found)
+    support.check(found, config)
     variant = ops.current_attention_variant(attention_variant)
     weight = found.model.embed_tokens.weight
     support.check_dtype(weight.dtype)

@@ -4,6 +4,7 @@ with the setting and what to do.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlkernel.models import ModelConfig
+from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import ConfigError, from_hf
 from rlkernel.models.families import FAMILIES, MISSING
 
@@ -63,8 +65,9 @@ def check_wrappers(model: nn.Module) -> None:
             )
 
 
-def check(model: Any) -> None:
-    """Raises UnsupportedModelError for other libraries' kernels, quantised or foreign layers, and dropout."""
+def check(model: Any, config: ModelConfig) -> None:
+    """Raises UnsupportedModelError for other libraries' kernels, quantised or foreign layers, weights that the
+    architecture does not have, and dropout."""
     if getattr(model, "use_kernels", False):
         raise UnsupportedModelError(
             "use_kernels=True replaced layers by kernels from the Hub; load the model without it to use rlkernel"
@@ -91,12 +94,6 @@ def check(model: Any) -> None:
             raise UnsupportedModelError(
                 f"device_map spreads the model over {', '.join(sorted(devices))}; load it on one device"
             )
-    dtypes = {p.dtype for n, p in model.named_parameters() if p.is_floating_point() and "lora_" not in n}
-    if len(dtypes) > 1:
-        raise UnsupportedModelError(
-            f"the parameters have dtypes {', '.join(sorted(str(d) for d in dtypes))}; cast the model to one, "
-            "model.to(torch.bfloat16)"
-        )
     for name, module, kind in (
         ("lm_head", model.lm_head, nn.Linear),
         ("embed_tokens", model.model.embed_tokens, nn.Embedding),
@@ -120,6 +117,28 @@ def check(model: Any) -> None:
                         f"layer {index} has a {_kind(projection)} as {block}.{name}; rlkernel computes an nn.Linear, "
                         "or an adapter around one: put the Linear back"
                     )
+    _check_weights(model, config)
+    dtypes = {p.dtype for n, p in model.named_parameters() if p.is_floating_point() and "lora_" not in n}
+    if len(dtypes) > 1:
+        raise UnsupportedModelError(
+            f"the parameters have dtypes {', '.join(sorted(str(d) for d in dtypes))}; cast the model to one, "
+            "model.to(torch.bfloat16)"
+        )
+
+
+def _check_weights(model: Any, config: ModelConfig) -> None:
+    """Raises UnsupportedModelError where a model has other weights than its architecture, LoRA's set aside: our
+    forwards would leave them out."""
+    wanted = {part.name for part in hf_layout(config)} | {"lm_head.weight"}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if ".lora_" not in name]
+    present = {re.sub(r"\b(base_layer|_orig_mod|_checkpoint_wrapped_module)\.", "", name) for name in names}
+    for odd, which in ((present - wanted, "has weights that its architecture does not"), (wanted - present, "lacks")):
+        if odd:
+            raise UnsupportedModelError(
+                f"the model {which}: {', '.join(sorted(odd)[:3])}{' ...' if len(odd) > 3 else ''}; rlkernel computes "
+                f"{config.family.architecture} as its configuration says, and LoRA on the linear layers of attention "
+                "and MLP: no other adapters, modules_to_save or biases"
+            )
 
 
 def check_chunks(config: ModelConfig, chunks: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import trl
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -30,19 +31,18 @@ logger = logging.getLogger("rlkernel_trl")
 # Sampling parameters that leave the distribution of a token as it is.
 _HARMLESS = {
     "seed",
-    "n",
     "stop",
     "stop_token_ids",
     "ignore_eos",
     "max_tokens",
-    "logprobs",
     "skip_special_tokens",
     "include_stop_str_in_output",
     "detokenize",
     "spaces_between_special_tokens",
-    "truncate_prompt_tokens",
     "output_kind",
 }
+
+_COLDEST = 0.01  # vLLM raises lower temperatures to it
 
 
 @dataclass
@@ -95,6 +95,7 @@ class Backend:
         comparison, certificate: see `exactness`.
         filters: of sampling.
         inputs: the micro-batch whose loss is being computed, or None.
+        adapter: name of the policy's adapter, under PEFT.
     """
 
     def __init__(self, settings: Any, arguments: dict[str, Any]):
@@ -114,6 +115,7 @@ class Backend:
         self._told: set[str] = set()
         self.own_optimizer = True
         self.inputs: dict[str, Any] | None = None
+        self.adapter: Any = None
         self._check(arguments)
 
     # Settings
@@ -200,7 +202,10 @@ class Backend:
             self.lose("repetition_penalty changes the sampled distribution, and the trainer scores without it")
         if getattr(s, "vllm_structured_outputs_regex", None):
             self.lose("vllm_structured_outputs_regex masks tokens that the trainer's log-probabilities count")
-        changed = sorted(set(s.generation_kwargs or {}) - _HARMLESS)
+        if s.use_vllm and 0 < s.temperature < _COLDEST:
+            self.lose(f"temperature={s.temperature}: vLLM samples at {_COLDEST}, the lowest that it takes; set that")
+        taken = _HARMLESS if s.use_vllm else {*_HARMLESS, "logprobs"}
+        changed = sorted(set(s.generation_kwargs or {}) - taken)
         if changed:
             self.lose(f"generation_kwargs {', '.join(changed)}: the trainer's log-probabilities do not know them")
         if s.use_vllm and s.vllm_model_impl == "transformers":
@@ -318,7 +323,27 @@ class Backend:
             open=True,
         )
         self._rounds[_mode(trainer)] = found
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        self.adapter = model.active_adapter if is_peft_model(model) else None
         return found
+
+    @contextlib.contextmanager
+    def policy(self, trainer: Any) -> Iterator[None]:
+        """The policy's adapters, where TRL has switched them off, or to those of the reference, for a forward."""
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if not is_peft_model(model):
+            yield
+            return
+        off = any(getattr(module, "disable_adapters", None) is True for module in model.modules())
+        asked = model.active_adapter
+        model.base_model.enable_adapter_layers()
+        model.set_adapter(self.adapter)
+        try:
+            yield
+        finally:
+            model.set_adapter(asked)
+            if off:
+                model.base_model.disable_adapter_layers()
 
     def round(self, trainer: Any) -> Round:
         """The last generation, of training or of evaluation."""
@@ -386,7 +411,10 @@ class _BeforeUpdate(TrainerCallback):
                 f"the trainer's optimizer is a {type(found).__name__}, set after construction or by an override of "
                 "create_optimizer: it steps the weights without fp32 masters; leave it to the trainer"
             )
-        if hasattr(self.trainer.model_wrapped, "require_backward_grad_sync") and self.trainer._master_adamw():
+        optimizer = self.trainer._master_adamw()
+        if optimizer is not None:
+            optimizer.follow_weights()
+        if hasattr(self.trainer.model_wrapped, "require_backward_grad_sync") and optimizer is not None:
             self.trainer.model_wrapped.require_backward_grad_sync = False  # `MasterAdamW` averages them in fp32
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

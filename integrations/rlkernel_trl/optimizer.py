@@ -52,6 +52,14 @@ class MasterAdamW(AdamW):
         self._scale = None
         return loss
 
+    @torch.no_grad()
+    def follow_weights(self) -> None:
+        """Masters of weights that were written since the last step (another checkpoint was loaded) start from them."""
+        for p, state in self.state.items():
+            master = state.get("master")
+            if master is not None and not torch.equal(master.to(p.dtype), p):
+                master.copy_(p)
+
     def _gather(self) -> None:
         """Adds what stock operators left in `grad`, where a wrapper's `zero_grad` has parted it from `main_grad`."""
         for group in self.param_groups:

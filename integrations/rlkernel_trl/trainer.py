@@ -119,12 +119,14 @@ class _Sampling(_Flagged):
         if old and at.may_skip and at.sampled is not None and known:
             at.skipped = True
             return at.sampled, None, None
-        if known or model is not getattr(self, "ref_model", None):
-            result = self._score(model, batch, *args, **kwargs)
-        else:  # the reference is asked first: the policy's forward makes the sets
-            with torch.no_grad():
+        if not known and at.open and not old:  # the reference is asked first: the policy's forward makes the sets
+            with torch.no_grad(), backend.policy(self):
                 self._score(self.model, batch, *args, **kwargs)  # type: ignore[attr-defined]
-            result = self._score(model, batch, *args, **kwargs)
+        result = self._score(model, batch, *args, **kwargs)
+        tools = at.tool_mask if backend.inputs is None else backend.inputs.get("tool_mask")
+        if tools is not None and backend.filters.active:
+            # What a tool wrote may lie outside of the sets, and TRL masks losses by a product: -inf would be NaN.
+            result = (result[0].masked_fill((tools == 0) & result[0].isinf(), 0.0), *result[1:])
         ids, mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
         if old and at.sampled is not None:
             backend.comparison.add(at.sampled, result[0], mask if at.tool_mask is None else mask * at.tool_mask, ids)

@@ -69,6 +69,17 @@ def refuse(found: list[Finding], asked: Settings) -> None:
         )
 
 
+def refused_in(params: Any) -> str | None:
+    """Why a request's log-probabilities are none that a trainer computes; None: they are."""
+    if getattr(params, "structured_outputs", None) is None or params.logprobs is None:
+        return None
+    return (
+        f"{settings.FLAG}: structured_outputs with logprobs: vLLM takes the tokens that a grammar forbids out of the "
+        "logits before it computes log-probabilities, so these are not the trainer's; ask for one of both "
+        f'("{MODE}": "audit" in additional_config returns them)'
+    )
+
+
 def findings(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
     """Everything in the configuration that cannot be made exact."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -169,6 +180,8 @@ def _of_keys(model: Any, config: ModelConfig) -> Iterator[Finding]:
             f"{model.max_model_len} is more than max_position_embeddings={config.max_position_embeddings}, up to which "
             "a trainer computes; lower it, or raise that in config.json on both sides",
         )
+    if len(set(config.windows)) > 1:
+        yield Finding("model", "layer_types has sliding and full attention: vLLM's model has one window for all layers")
     window = model.get_sliding_window()
     if window is not None and config.family.window == "none":
         yield Finding(

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.models.utils import extract_layer_index
 
 from rlkernel import ops
 from rlkernel.models.checkpoint import hf_layout
@@ -138,6 +139,7 @@ def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
         UnsupportedError: strict mode, and the configuration or a module cannot be exact.
     """
     done = Conversion(found=list(findings(vllm_config, asked)))
+    config: ModelConfig | None = None
     try:
         config = model_config(vllm_config.model_config)
     except ConfigError:  # already a finding
@@ -157,6 +159,8 @@ def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
         elif reason is not None:
             done.modules[name] = "stock"
             done.found.append(Finding(name, f"{type(module).__name__}: {reason}"))
+    if config is not None:
+        done.found += _other_windows(model, config, most["longest"])
     for name, module in model.named_modules():
         if _has_qk_norm(module):
             kind: Any = type(module)
@@ -184,6 +188,17 @@ def _other_weights(model: nn.Module, config: ModelConfig) -> Iterator[Finding]:
         yield Finding(name, "vLLM's model leaves this weight out, so it computes another model")
     for name in sorted(present - wanted):
         yield Finding(name, "vLLM's model has this weight, and the architecture does not")
+
+
+def _other_windows(model: nn.Module, config: ModelConfig, longest: int) -> Iterator[Finding]:
+    """Layers in which vLLM attends to other keys than the architecture, of sequences that may come."""
+    for name, module in model.named_modules():
+        impl = getattr(module, "impl", None)
+        if isinstance(impl, ExactAttention):
+            wanted = config.windows[extract_layer_index(name)]
+            found = impl.window_of()
+            if min(found or longest, longest) != min(wanted or longest, longest):
+                yield Finding(name, f"vLLM attends to a window of {found} keys, the architecture to one of {wanted}")
 
 
 def _convert(module: Any, table: Tensor | None, asked: Settings) -> tuple[str | None, str | None]:

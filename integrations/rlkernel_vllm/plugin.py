@@ -56,9 +56,37 @@ def _hook_config() -> None:
             from rlkernel_vllm.config import prepare
 
             prepare(vllm_config, asked)
+            _hook_requests()
         stock(cls, vllm_config)
 
     platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _hook_requests() -> None:
+    """`process_inputs` takes a request in: an error of its own kind is the caller's alone, of a server too.
+
+    Set once an engine has asked.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    stock = InputProcessor.process_inputs
+    if getattr(stock, "rlkernel", False):
+        return
+
+    @wraps(stock)
+    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = settings.read(self.vllm_config)
+        if asked.enabled and asked.mode == "strict":
+            from rlkernel_vllm.config import refused_in
+
+            why = refused_in(params)
+            if why:
+                raise VLLMValidationError(why, parameter="structured_outputs")
+        return stock(self, request_id, prompt, params, *args, **kwargs)
+
+    process_inputs.rlkernel = True  # type: ignore[attr-defined]
+    InputProcessor.process_inputs = process_inputs
 
 
 def _hook_workers() -> None:

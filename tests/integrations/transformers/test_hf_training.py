@@ -207,6 +207,7 @@ def test_merged_lora_is_the_merged_model(dtype: torch.dtype, tmp_path: Path, com
 
 
 def test_adapters_that_are_refused(compat: Any) -> None:
+    peft = pytest.importorskip("peft")
     model = pair("qwen3")[0]
     wrapped = lora(model)
     with pytest.raises(rt.CallError, match=r"peft\..*Linear was put into .*call apply"):
@@ -216,10 +217,16 @@ def test_adapters_that_are_refused(compat: Any) -> None:
         ("lora_dropout", "lora_dropout", {"lora_dropout": 0.1}, "low-rank"),
         ("modules_to_save", "lm_head", {"modules_to_save": ["lm_head"]}, "low-rank"),
         ("DoRA, merged", "low-rank", {"use_dora": True}, "merged"),
+        ("modules_to_save of norms", "norm.modules_to_save", {"modules_to_save": ["norm"]}, "low-rank"),
     ):
         with pytest.raises(rt.UnsupportedModelError) as raised:
             rt.apply(lora(stock("qwen3"), **options), adapters=adapters)
         compat.refused("transformers", f"PEFT with {feature}", raised.value, named)
+    with pytest.raises(rt.UnsupportedModelError, match="without a bias of its own"):  # it would be left out
+        rt.apply(lora(stock("qwen2"), targets=["q_proj"], lora_bias=True), adapters="merged")
+    other = peft.get_peft_model(stock("qwen3", torch.bfloat16), peft.LoHaConfig(target_modules=["q_proj"]))
+    with pytest.raises(rt.UnsupportedModelError, match=r"has weights .*hada_w1_a.*; .* no other adapters"):
+        rt.apply(other)
     with pytest.raises(rt.UnsupportedModelError, match=r"lm_head is a peft\.[\w.]*Linear; take it out"):
         rt.apply(lora(stock("qwen3"), targets=["q_proj", "lm_head"]))
     with pytest.raises(ValueError, match="expected 'low-rank'"):
@@ -331,6 +338,8 @@ def test_tp_leaves_are_those_of_the_decoder(tmp_path: Path, compat: Any) -> None
     compat.bitwise("transformers", "tp_leaves=4 on one device", found, decoder_logprobs(decoder, ROWS).logp)
 
 
+BIASED = "has weights that its architecture does not: lm_head.bias;"
+HALVED = "lacks: model.layers.1.self_attn.q_proj.bias;"
 REFUSED = {
     "Gemma2ForCausalLM.*gelu MLP.*soft-capping.*no op": "Gemma 2",
     "Gemma3ForCausalLM.*gelu MLP.*norm of weight 1.*no op": "Gemma 3",
@@ -338,6 +347,8 @@ REFUSED = {
     "dtypes torch.bfloat16, torch.float32": "parameters of several dtypes",
     "float64": "float64 parameters",
     "use_liger_kernel=False": "Liger kernels",
+    BIASED: "a head with a bias",
+    HALVED: "a layer without its bias",
 }
 
 
@@ -367,6 +378,12 @@ def test_models_that_are_refused(compat: Any) -> None:
     kernels = build("llama")
     kernels._use_kernels = True
     cases.append(("use_kernels=True", kernels))
+    biased = build("llama")  # a head's bias, which ours would leave out
+    biased.lm_head = torch.nn.Linear(biased.config.hidden_size, biased.config.vocab_size)
+    cases.append((BIASED, biased))
+    halved = build("qwen2")
+    halved.model.layers[1].self_attn.q_proj.bias = None
+    cases.append((HALVED, halved))
     liger = build("llama")
     forward = lambda self, x: x
     forward.__module__ = "liger_kernel.transformers.rms_norm"

@@ -5,6 +5,7 @@ Each either works as without the flag, or is an error that names it; nothing tra
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,18 @@ def test_remove_after_training(model: Path) -> None:
     assert "loss" in history(stock)[0]
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 40, "min_p": 0.01, "num_iterations": 2}], ids=str)
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"top_p": 0.9},
+        {"top_k": 40, "min_p": 0.01, "num_iterations": 2},
+        {"top_p": 0.5, "beta": 0.1, "importance_sampling_level": "sequence"},
+        {"top_p": 0.7, "beta": 0.1, "lora": True},  # the reference is scored first, of other adapters
+        {"top_p": 0.7, "beta": 0.1, "lora": "ref"},
+    ],
+    ids=str,
+)
 def test_a_rollout_that_adds_tokens_of_an_environment(model: Path, filters: dict[str, Any]) -> None:
     """Around our engine: what it sampled is compared, over sets that are rebuilt; what was added is not."""
     ours = rlkernel_trl.rollout_func()
@@ -263,10 +275,26 @@ def test_a_rollout_that_adds_tokens_of_an_environment(model: Path, filters: dict
         out["logprobs"] = [[*row, 0.0, 0.0] for row in out["logprobs"]]
         return out
 
-    trainer = make_trainer("GRPO", model, max_steps=3, trainer={"rollout_func": rollout}, **filters)
+    lora, policy, given = filters.pop("lora", False), model, {"rollout_func": rollout}
+    if lora:
+        import peft
+        from transformers import AutoModelForCausalLM
+
+        adapter = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        filters |= {"learning_rate": 3e-2}
+        if lora == "ref":  # an adapter that is trained on: TRL keeps a copy of it as the reference
+            policy = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapter)
+        else:
+            given["peft_config"] = adapter
+    trainer = make_trainer("GRPO", policy, max_steps=3, trainer=given, logging_nan_inf_filter=False, **filters)
     trainer.train()
+    assert all(math.isfinite(row[name]) for row in history(trainer) for name in ("loss", "grad_norm"))
+    assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
     compared = [row for row in history(trainer) if "rlkernel/exact_frac" in row]
     assert len(compared) >= 2 and all(row["rlkernel/exact_frac"] == 1 for row in compared)
+    if lora:
+        assert trainer.model.active_adapter == "default" and history(trainer)[-1]["kl"] > 0
+        assert all(p.requires_grad == (".default." in n) for n, p in trainer.model.named_parameters() if "lora_" in n)
 
 
 def test_a_launcher_with_autocast_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,3 +312,42 @@ def test_another_default_dtype(model: Path) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert [row["rlkernel/exact_frac"] for row in history(trainer)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 1e-3}, r"temperature=0.001: vLLM samples at 0.01, the lowest"),
+        (
+            {"generation_kwargs": {"logprobs": 3}},
+            r"generation_kwargs logprobs: ",
+        ),  # of the likeliest, to TRL
+        ({"generation_kwargs": {"n": 2}}, r"generation_kwargs n: "),
+        ({"generation_kwargs": {"truncate_prompt_tokens": 2}}, r"generation_kwargs truncate_prompt_tokens: "),
+    ],
+    ids=str,
+)
+def test_what_vllm_makes_of_a_setting_is_named(model: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExactnessLostError, match=message):
+        make_trainer("GRPO", model, use_vllm=True, **changes)
+
+
+def test_weights_that_were_loaded_between_two_runs_are_trained_on(model: Path, tmp_path: Path) -> None:
+    """As `load_best_model_at_end` does it: masters of the last step are not those of the best one."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path)}
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = make_trainer("SFT", model, learning_rate=0.5, **saving, **best, trainer={"eval_dataset": _eval_rows()})
+    trainer.train()
+    assert trainer.state.best_global_step < trainer.state.global_step
+    loaded = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.args.learning_rate = 0.0
+    for group in trainer.optimizer.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = 0.0
+    trainer.train()
+    assert all(torch.equal(p, loaded[name]) for name, p in trainer.model.named_parameters())
+
+
+def _eval_rows() -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list(rows("SFT")[:4])

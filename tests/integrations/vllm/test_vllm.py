@@ -7,6 +7,7 @@ process, families; the control differs, refusals name the setting, a dropped plu
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path
@@ -88,6 +89,7 @@ def test_sampling_and_updated_weights(tmp_path: Path, sides: Any, compat: Any) -
     plain = hf_models.save("qwen3", tmp_path / "plain", torch.bfloat16)
     tied = hf_models.save("qwen3-tied", tmp_path / "tied", torch.bfloat16)
     sampling, weights = sides(("sampling", plain, common), ("weights", tied, common))
+    compat.refused("vLLM", "a request: structured outputs with logprobs", sampling.pop("grammar"), "structured_outputs")
     assert_exact(sampling)
     for feature in ("temperature", "chunked prefill"):
         compat.pairs("vLLM", sampling, {"temperature": feature})
@@ -189,7 +191,13 @@ def test_what_is_refused_and_what_audit_reports(tmp_path: Path, sides: Any, comp
     config = transformers.Olmo2Config(**{k: v for k, v in hf_models.SMALL.items()})
     other = tmp_path / "other"
     transformers.Olmo2ForCausalLM(config).save_pretrained(other)
-    refusals, missing, without, audit, cache, ids, checks = sides(
+    mixed = hf_models.save("qwen2", tmp_path / "mixed")
+    values = json.loads((mixed / "config.json").read_text())
+    layers = values["num_hidden_layers"]
+    kinds = {"layer_types": (["full_attention", "sliding_attention"] * layers)[:layers], "max_window_layers": layers}
+    (mixed / "config.json").write_text(json.dumps({**values, **kinds, "use_sliding_window": True, "sliding_window": 8}))
+    windows, refusals, missing, without, audit, cache, ids, checks = sides(
+        ("refused", mixed, {}),
         ("refusals", folder, {}),
         ("refused", biased, {}),
         ("audit", biased, {"vocabulary": VOCABULARY}),
@@ -207,11 +215,13 @@ def test_what_is_refused_and_what_audit_reports(tmp_path: Path, sides: Any, comp
         compat.refused("vLLM", name, error, REFUSALS.get(name))
     left_out = "attention_bias=True: vLLM's Qwen3 leaves out the bias of the output projection"
     compat.refused("vLLM", "a checkpoint's weights that vLLM's model leaves out", missing["error"], left_out)
+    compat.refused("vLLM", "windows in some of the layers", windows["error"], "one window for all layers")
     weights = dict(without["status"]["findings"])
     assert "leaves this weight out" in weights["model.layers.0.self_attn.o_proj.bias"]
     for name, error in CHECKS.items():
         assert re.search(error, checks[name]), f"{name}: {checks[name]}"
     assert checks["class"]
+    assert checks["windows"] == [["layers.1.attn", 16, None]]
     assert {"vllm", "watermark_config"} <= {name for name, _ in checks["findings"]}
     assert audit["tokens"] == 8
     assert audit["status"]["attention"] == "split" and audit["status"]["contract"] == "rlk-2"  # a CPU has no fa3

@@ -122,7 +122,26 @@ def checks(folder: str) -> dict[str, Any]:
     except rlkernel_vllm.UnsupportedError as error:
         out["sampler"] = str(error)
     take_over(runner, Settings(enabled=True, mode="audit"))
+    out["windows"] = windows(given)
     return out
+
+
+def windows(vllm_config: Any) -> list[list[Any]]:
+    """Layers whose window is not the architecture's: of two with 16 and 64 keys, in sequences of up to 64."""
+    from torch import nn
+
+    from rlkernel_vllm.attention_cpu import CPUImpl
+    from rlkernel_vllm.config import model_config
+    from rlkernel_vllm.convert import _other_windows
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module(), nn.Module()])
+    for layer, window in zip(model.layers, (64, 16), strict=True):
+        layer.attn = nn.Module()
+        layer.attn.impl = CPUImpl.__new__(CPUImpl)
+        layer.attn.impl.sliding_window = window
+    found = _other_windows(model, model_config(vllm_config.model_config), 64)
+    return [[name, 16 if " 16 keys" in why else why, None if "one of None" in why else why] for name, why in found]
 
 
 def broken(folder: str) -> dict[str, Any]:

@@ -197,14 +197,24 @@ def full(logits: torch.Tensor) -> torch.Tensor:  # [T, V] -> [T, V]
 def sampling(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
     """Processed log-probabilities: temperature, kept sets, and rows of several kinds in one batch."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import StructuredOutputsParams
 
     from rlkernel import ops
+    from rlkernel_vllm.config import refused_in
 
     changes = {"logprobs_mode": "processed_logprobs", "max_logprobs": vocabulary, "max_num_batched_tokens": 64}
     llm = engine(folder, dtype=dtype, **changes)  # 64 tokens a step: prompts are chunked
     trainer, ids = Trainer(folder, getattr(torch, dtype)), prompts(vocabulary)
     out: dict[str, Any] = {}
     out["temperature"] = against(trainer, ids, generate(llm, ids, temperature=0.7), 0.7)
+    # What a grammar forbids is gone from the logits before vLLM computes log-probabilities.
+    grammar = {"structured_outputs": StructuredOutputsParams(regex="a+")}
+    try:
+        generate(llm, ids[:1], **grammar)
+    except VLLMValidationError as error:  # a server answers 400
+        out["grammar"] = str(error)
+    assert refused_in(SamplingParams(logprobs=None, **grammar)) is None
     # Seeds: a draw that vLLM takes back, of a prompt with more chunks to come, costs the request no noise.
     llm.reset_prefix_cache()
     seeded = [generate(llm, ids, temperature=0.7, seed=7) for _ in ("in chunks", "from the prefix cache")]
