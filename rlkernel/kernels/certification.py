@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlkernel.contract.bitwise import compare_bitwise
 from rlkernel.kernels import clock
-from rlkernel.kernels.errors import BuildError
+from rlkernel.kernels.errors import BuildError, LaunchError
 from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_hash
 
 KINDS = ("normal", "wide", "cancel", "zeros", "denormal")
@@ -219,10 +219,24 @@ def poison(like: Sequence[Tensor]) -> None:
     _ = [torch.full_like(t, float("nan") if t.is_floating_point() else -1) for t in like]
 
 
+def _sums(arguments: tuple[Any, ...], mutates: Sequence[int]) -> list[int]:
+    """A number for each tensor that a run must leave as it is: the sum of its elements' bits as integers."""
+    given = (a for i, a in enumerate(arguments) if isinstance(a, Tensor) and i not in mutates)
+    return [int(a.view(_INT_VIEW[a.element_size()]).sum(dtype=torch.int64)) for a in given]
+
+
+def _share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    places = [{t.untyped_storage().data_ptr() for t in tensors if t.numel()} for tensors in (some, others)]
+    return not places[0].isdisjoint(places[1])
+
+
 def certify(
     family: Family, key: Key, seed: int | None = None, only: Collection[str] | None = None
 ) -> tuple[Verdict, dict[str, Run]]:
     """Compares every schedule that supports the shape class with the anchor, and times the equal ones.
+
+    One that writes an argument which is not its to write, or returns the memory of an earlier result, is refused too:
+    its bits are right only until the next call.
 
     Args:
         seed: of the data; fresh by default, and part of the evidence.
@@ -252,26 +266,43 @@ def certify(
             try:
                 bound[schedule.name] = schedule.bind(key)
             except Exception as error:
-                passing = "build" if isinstance(error, BuildError) else ""
+                full = isinstance(error, (LaunchError, torch.OutOfMemoryError))  # of the GPU, which may be at another time
+                passing = "build" if isinstance(error, BuildError) else "run" if full else ""
                 refuse(schedule.name, f"not offered here: {one_line(error)}", passing=passing)
+    fresh = set(bound)  # what has not been called twice with one sample yet
     with torch.no_grad():
         for kind in KINDS:
             for m in rows:
+                state = generator.get_state()
                 arguments = family.sample(key, m, kind, generator)
                 expected = results(family.anchor, arguments, family.mutates)
+                sums = _sums(arguments, family.mutates)
+                returns = len(expected) > sum(arguments[i] is not None for i in family.mutates)
                 for name in list(bound):
                     poison(expected)
                     try:
-                        first = first_difference(results(bound[name], arguments, family.mutates), expected)
+                        found = results(bound[name], arguments, family.mutates)
+                        first = first_difference(found, expected)
+                        twice = returns and name in fresh
+                        again = results(bound[name], arguments, family.mutates) if twice else []
                     except torch.OutOfMemoryError:
                         raise
                     except Exception as error:
                         refuse(name, f"raised at {m} rows, {kind}: {one_line(error)}", passing="run")
-                        continue
-                    if first is not None:
-                        refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": m, **first})
                     else:
-                        trials[name].elements += sum(t.numel() for t in expected)
+                        fresh.discard(name)
+                        if first is not None:
+                            refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": m, **first})
+                        elif _share_memory(found, again):
+                            refuse(name, "returns the memory of an earlier result")
+                        else:
+                            trials[name].elements += sum(t.numel() for t in expected)
+                        del found, again
+                    if _sums(arguments, family.mutates) != sums:
+                        if name in bound:
+                            refuse(name, f"writes an argument that is not its to write, at {m} rows, {kind}")
+                        generator.set_state(state)  # the others get the sample as it was
+                        arguments = family.sample(key, m, kind, generator)
         arguments = family.sample(key, rows[-1], KINDS[0], generator)
         candidates = {name: functools.partial(run, *arguments) for name, run in bound.items()}
         times = clock.milliseconds({ANCHOR: functools.partial(family.anchor, *arguments), **candidates}, device)
@@ -287,8 +318,8 @@ def retry(family: Family, key: Key, verdict: Verdict) -> tuple[Verdict, dict[str
     """Certifies what a verdict refuses for the time being, but for what still cannot be built.
 
     Returns:
-        The verdict itself where there is nothing to try, else a new one, which keeps the other trials; the bound
-        callables of what is certified now.
+        The verdict itself where there is nothing to try, or no memory for it; else a new one, which keeps the other
+        trials; the bound callables of what is certified now.
     """
     passing = {trial.name: trial.passing for trial in verdict.trials if trial.passing}
     again = []
@@ -301,7 +332,10 @@ def retry(family: Family, key: Key, verdict: Verdict) -> tuple[Verdict, dict[str
             again.append(schedule.name)
     if not again:
         return verdict, {}
-    found, bound = certify(family, key, verdict.seed, again)
+    try:
+        found, bound = certify(family, key, verdict.seed, again)
+    except torch.OutOfMemoryError:  # what is certified stays, and the next process tries again
+        return verdict, {}
     trials = {trial.name: trial for trial in found.trials}
     for trial in found.trials:
         if trial.ms is not None:  # the clock of another process: what counts is the share of the anchor's time

@@ -115,6 +115,9 @@ def read(path: Path) -> Verdict | None:
         return None
     try:
         trials = [Trial(**trial) for trial in data["trials"]]
+        for trial in trials:
+            if not (isinstance(trial.certified, bool) and isinstance(trial.ms, (float, int, type(None)))):
+                raise TypeError(f"{trial.name} has certified={trial.certified!r}, ms={trial.ms!r}")
         return Verdict(
             dict(data["identity"]), list(data["rows"]), list(data["kinds"]), int(data["seed"]),
             float(data["anchor_ms"]), trials,

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from rlkernel.kernels import build, certification
 from rlkernel.kernels.certification import Family, Schedule, values
+from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.verdicts import ANCHOR
 
@@ -93,13 +94,15 @@ def test_verdicts_are_kept_by_key() -> None:
     assert len(calls) > other_version
 
 
-@pytest.mark.parametrize("text", ("", "{", "[]", '{"format": 2}', '{"format": 2, "identity": 3, "trials": [{}]}'))
+@pytest.mark.parametrize("text", ("", "{", "[]", '{"format": 2}', '{"format": 2, "identity": 3, "trials": [{}]}', "ms"))
 def test_a_corrupt_file_is_ignored_with_a_warning(cache: Path, text: str) -> None:
     x, w = arguments()
     ScheduledOp(family(equal))(x, w)
     (path,) = cache.glob("*.json")
     whole = path.read_text()
-    path.write_text(text)
+    damaged = json.loads(whole)
+    damaged["trials"][0]["ms"] = "fast"
+    path.write_text(json.dumps(damaged) if text == "ms" else text)
     with pytest.warns(RuntimeWarning, match="unreadable verdict"):
         assert ScheduledOp(family(equal)).chosen(x, w) == "fake.equal"
     assert json.loads(path.read_text()).keys() == json.loads(whole).keys()
@@ -136,6 +139,70 @@ def test_a_refusal_that_may_pass_is_tried_again_alone(cache: Path) -> None:
     assert [trial.name for trial in op.verdicts()[0].trials if trial.certified] == ["fake.built", "fake.slow"]
     made = len(calls), len(compared)
     assert offer().chosen(x, w) == "fake.built" and (len(calls), len(compared)) == made
+
+
+@pytest.mark.parametrize("error", (LaunchError, torch.OutOfMemoryError))
+def test_a_schedule_for_which_the_gpu_had_no_room_is_tried_again(error: type[Exception]) -> None:
+    full = [True]
+
+    def bind(key: Any) -> Callable[..., Tensor]:
+        if full[0]:
+            raise error("cuModuleLoadData failed: out of memory (2)")
+        return equal
+
+    offer = lambda: ScheduledOp(replace(family(slow), schedules=(Schedule("fake.loaded", bind),)))
+    x, w = arguments()
+    with pytest.warns(RuntimeWarning, match=r"runs without fake\.loaded: not offered here: .*out of memory"):
+        assert offer().chosen(x, w) == ANCHOR
+    full[0] = False
+    assert offer().chosen(x, w) == "fake.loaded"
+
+
+def test_no_memory_to_try_again_leaves_what_is_certified() -> None:
+    error: list[Exception | None] = [LaunchError("launch failed")]
+
+    def flaky(x: Tensor, w: Tensor) -> Tensor:
+        if error[0] is not None:
+            raise error[0]
+        return anchor(x, w)
+
+    x, w = arguments()
+    chosen = []
+    for error[0] in (error[0], torch.OutOfMemoryError("CUDA out of memory")):
+        op = ScheduledOp(family(equal, flaky))
+        with pytest.warns(RuntimeWarning, match=r"runs without fake\.flaky"):
+            chosen.append(op.chosen(x, w))
+        assert not op.failures()
+    assert chosen == ["fake.equal"] * 2
+    error[0] = None
+    verdict = ScheduledOp(family(equal, flaky)).verdict(x, w)
+    assert verdict is not None and all(trial.certified for trial in verdict.trials)
+
+
+def test_a_schedule_that_writes_its_input_is_refused_and_harms_no_other() -> None:
+    def scribbles(x: Tensor, w: Tensor) -> Tensor:
+        y = anchor(x, w)
+        w.zero_()
+        return y
+
+    verdict = ScheduledOp(family(scribbles, equal)).verdict(*arguments())
+    assert verdict is not None
+    wrong, right = verdict.trials
+    assert not wrong.certified and "writes an argument that is not its to write, at 2 rows" in wrong.reason
+    assert right.certified, right.reason
+
+
+def test_a_schedule_that_returns_one_buffer_again_and_again_is_refused() -> None:
+    buffers: dict[int, Tensor] = {}
+
+    def reuses(x: Tensor, w: Tensor) -> Tensor:
+        return buffers.setdefault(len(x), torch.empty(len(x), len(w), dtype=x.dtype)).copy_(anchor(x, w))
+
+    verdict = ScheduledOp(family(reuses, equal)).verdict(*arguments())
+    assert verdict is not None
+    assert [(t.certified, t.reason[:37]) for t in verdict.trials] == [
+        (False, "returns the memory of an earlier resu"), (True, f"equal in {len(certification.KINDS) * 8 * 5} elements"),
+    ]  # fmt: skip
 
 
 def test_a_verdict_is_void_where_the_schedule_is_another_one() -> None:
