@@ -95,6 +95,7 @@ RLK_API void rlk_adamw(const int64_t* sizes, float* const* masters, void* const*
 // max_norm (infinite: none) and takes the loss's scale out, NaN where the norm is not finite.
 RLK_API void rlk_grad_norm(const int64_t* sizes, void* const* grads, const int32_t* dtypes, const float* loss_scale,
                            double* squares, double* norm, float* scale, int64_t count, float max_norm, int32_t threads) {
+    PlainFloats plain;
     const std::vector<Piece> pieces = cut(sizes, count, kSegment);
     std::vector<double> partials(pieces.size());
     parallel_for(pieces.size(), 1, threads, [&](int64_t p) {

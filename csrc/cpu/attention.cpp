@@ -367,11 +367,16 @@ void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& do
 // Runs f(i) for i in [0, n); items differ in length, so threads take them one after the other.
 template <class F> void for_items(int64_t n, int threads, F f) {
     if (threads <= 1 || n <= 1) {
+        PlainFloats plain;
         for (int64_t i = 0; i < n; ++i) f(i);
         return;
     }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t i = 0; i < n; ++i) f(i);
+#pragma omp parallel num_threads(threads)
+    {
+        PlainFloats plain;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < n; ++i) f(i);
+    }
 }
 
 }  // namespace

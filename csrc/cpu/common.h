@@ -8,6 +8,9 @@
 #include <cstring>
 #include <limits>
 #include <omp.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #define RLK_API extern "C" __attribute__((visibility("default")))
 #define RLK_INLINE static inline __attribute__((always_inline))
@@ -116,14 +119,43 @@ template <class F, class G> RLK_INLINE float row_dot(int64_t n, F f, G g) {
     return lane_fold(lanes);
 }
 
+// While it lives, its thread rounds to nearest and keeps denormal numbers. torch.set_flush_denormal and libraries built
+// with -ffast-math set some threads of a process to zero them: a number would then depend on the thread.
+class PlainFloats {
+#if defined(__SSE2__)
+    unsigned before = _mm_getcsr();
+    void set(unsigned mode) { _mm_setcsr(mode); }
+    static constexpr unsigned kPlain = 0x1f80;  // the mode of a new process
+#elif defined(__aarch64__)
+    uint64_t before = get();
+    static uint64_t get() { uint64_t mode; __asm__ volatile("mrs %0, fpcr" : "=r"(mode)); return mode; }
+    void set(uint64_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+    static constexpr uint64_t kPlain = 0;
+#else
+    int before = 0;
+    void set(int) {}
+    static constexpr int kPlain = 0;
+#endif
+
+public:
+    PlainFloats() { set(kPlain); }
+    ~PlainFloats() { set(before); }
+    PlainFloats(const PlainFloats&) = delete;
+};
+
 // Runs f(i) for i in [0, n) on `threads` threads; below `grain` iterations a thread, on the calling thread alone.
 template <class F> static inline void parallel_for(int64_t n, int64_t grain, int threads, F f) {
     if (threads <= 1 || n <= grain) {
+        PlainFloats plain;
         for (int64_t i = 0; i < n; ++i) f(i);
         return;
     }
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t i = 0; i < n; ++i) f(i);
+#pragma omp parallel num_threads(threads)
+    {
+        PlainFloats plain;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < n; ++i) f(i);
+    }
 }
 
 // Calls f(T{}) with the C++ type of a dtype code.

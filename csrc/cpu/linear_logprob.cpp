@@ -88,6 +88,7 @@ RLK_API void rlk_linear_logprob_grad(float* grad, const void* hidden, const void
                                      const float* inv, const uint32_t* kept, const float* stats, const float* entropy,
                                      const float* dlogp, const float* dentropy, void* dhidden, int64_t T, int64_t V, int64_t C,
                                      int32_t dtype, int32_t threads) {
+    PlainFloats plain;
     const Upstream up{targets, inv, stats, entropy, dlogp, dentropy, kept, (V + 31) / 32};
     std::vector<int64_t> active;
     for (int64_t t = 0; t < T; ++t)

@@ -170,6 +170,7 @@ RLK_API void rlk_policy_loss(const float* logp, const float* old_logp, const flo
                              const uint8_t* mask, const float* ref_logp, const float* entropy, const float* rollout_logp,
                              const float* normalizer, const int32_t* flags, const float* scalars, float* loss, float* dlogp,
                              float* dentropy, float* stats, int64_t* counts, int64_t batch, int32_t threads) {
+    PlainFloats plain;
     const Inputs in{logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, flags[0] != 0};
     const Options opt{flags[1], flags[2], flags[3] != 0, flags[4] != 0, flags[5] != 0,
                       scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5]};

@@ -55,7 +55,9 @@ def source_dir() -> Path:
 def cache_dir() -> Path:
     """Where builds and certification verdicts live: `$RLKERNEL_CACHE`, else `~/.cache/rlkernel`."""
     root = os.environ.get("RLKERNEL_CACHE")
-    return Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlkernel"
+    if root:
+        return Path(root).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlkernel"
 
 
 def compiler() -> str | None:
@@ -113,9 +115,9 @@ def _build(name: str, sources: list[Path], includes: tuple[Path, ...] = ()) -> P
     if cxx is None:
         raise NoCompilerError("no C++ compiler found (looked for $CXX, g++, clang++); install g++ or set CXX")
     target = cache_dir() / f"{name}-{fingerprint(sources, cxx, *map(str, includes))}.so"
-    if target.exists():
-        return target
     try:
+        if target.exists():  # raises where the folder cannot be entered
+            return target
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -266,8 +266,8 @@ def certify(
             try:
                 bound[schedule.name] = schedule.bind(key)
             except Exception as error:
-                full = isinstance(error, (LaunchError, torch.OutOfMemoryError))  # of the GPU, which may be at another time
-                passing = "build" if isinstance(error, BuildError) else "run" if full else ""
+                no_room = isinstance(error, (LaunchError, torch.OutOfMemoryError))  # there may be some another time
+                passing = "build" if isinstance(error, BuildError) else "run" if no_room else ""
                 refuse(schedule.name, f"not offered here: {one_line(error)}", passing=passing)
     fresh = set(bound)  # what has not been called twice with one sample yet
     with torch.no_grad():
@@ -281,8 +281,8 @@ def certify(
                 for name in list(bound):
                     poison(expected)
                     try:
-                        found = results(bound[name], arguments, family.mutates)
-                        first = first_difference(found, expected)
+                        given = results(bound[name], arguments, family.mutates)
+                        first = first_difference(given, expected)
                         twice = returns and name in fresh
                         again = results(bound[name], arguments, family.mutates) if twice else []
                     except torch.OutOfMemoryError:
@@ -293,11 +293,11 @@ def certify(
                         fresh.discard(name)
                         if first is not None:
                             refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": m, **first})
-                        elif _share_memory(found, again):
+                        elif _share_memory(given, again):
                             refuse(name, "returns the memory of an earlier result")
                         else:
                             trials[name].elements += sum(t.numel() for t in expected)
-                        del found, again
+                        del given, again
                     if _sums(arguments, family.mutates) != sums:
                         if name in bound:
                             refuse(name, f"writes an argument that is not its to write, at {m} rows, {kind}")

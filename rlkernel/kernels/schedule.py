@@ -235,7 +235,7 @@ def report(device: torch.device) -> list[dict[str, Any]]:
     where a schedule has failed in a call of this process."""
     found: dict[str, Verdict] = {}
     failed: set[str] = set()
-    for path in sorted(verdicts.verdict_dir().glob("*.json")) if verdicts.verdict_dir().is_dir() else ():
+    for path in verdicts.files():
         verdict = read(path)
         if verdict is not None and _holds(verdict, device):
             found[json.dumps(verdict.identity, sort_keys=True)] = verdict

@@ -86,6 +86,14 @@ def verdict_dir() -> Path:
     return build.cache_dir() / "schedules"
 
 
+def files() -> list[Path]:
+    """The verdict files that there are; none where the folder cannot be entered."""
+    try:
+        return sorted(path for path in verdict_dir().iterdir() if path.suffix == ".json")
+    except OSError:
+        return []
+
+
 def verdict_path(identity: dict[str, Any]) -> Path:
     """File of the verdict on an identity."""
     text = json.dumps(identity, sort_keys=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
@@ -86,19 +87,22 @@ def define(
             elif isinstance(arg, (list, tuple)):
                 plain = False
         if first is None or not plain or first.type not in direct or _observed():
-            return overload(*args)
-        if differentiable and torch.is_grad_enabled():
-            return overload(*args) if eager is None else eager(*args)
-        with torch._C._AutoDispatchBelowAutograd():
-            output = direct[first.type](*args)
-        wrote(*(args[i] for i in written if i < len(args) and args[i] is not None))
+            _refuse_unseen(name, args, backward is not None)
+            output = overload(*args)
+        elif differentiable and torch.is_grad_enabled():
+            output = overload(*args) if eager is None else eager(*args)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = direct[first.type](*args)
+        if written and not torch.compiler.is_compiling():  # neither does the dispatcher, for ops in Python
+            wrote(*(args[i] for i in written if i < len(args) and isinstance(args[i], Tensor)))
         return output
 
     return call_on_one_device
 
 
 def wrote(*tensors: Tensor) -> None:
-    """Bumps the versions of tensors that were written in place, so that autograd sees it as behind the dispatcher."""
+    """Bumps the versions of tensors that were written in place, so that autograd sees it."""
     for tensor in tensors:
         if not tensor.is_inference():
             increment_version(tensor)
@@ -118,7 +122,25 @@ def _observed() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
     )
+
+
+def _refuse_unseen(op: str, args: tuple[Any, ...], differentiable: bool) -> None:
+    """Raises where a transform would lose a gradient in silence: torch gives a tangent of zero to ops without a forward
+    derivative, and a compiled backward sees no attribute of a parameter."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if torch.compiler.is_compiling():
+        for a in tensors if differentiable and torch.is_grad_enabled() else ():
+            if a.requires_grad and getattr(a, "main_grad", None) is not None:
+                raise RuntimeError(
+                    f"{op}: torch.compile does not see main_grad, and its gradient would go to .grad instead; compile "
+                    "without fullgraph, which leaves this op out, or leave the parameter without main_grad"
+                )
+    elif forward_ad._current_level >= 0:
+        for a in tensors:
+            if forward_ad.unpack_dual(a).tangent is not None:
+                raise NotImplementedError(f"{op}: there is no forward-mode derivative; use reverse mode (backward)")
 
 
 def _function(
@@ -166,6 +188,25 @@ def stock(active: bool = True) -> Iterator[None]:
 def is_stock() -> bool:
     """Whether the control arm is on."""
     return _stock_depth > 0
+
+
+def check_tensors(op: str, **arguments: Any) -> None:
+    """Raises TypeError unless each argument is a tensor."""
+    for value in arguments.values():
+        if not isinstance(value, Tensor):
+            raise not_tensor(op, **arguments)
+
+
+def check_optional(op: str, **arguments: Any) -> None:
+    """Raises TypeError unless each argument is a tensor or None."""
+    for value in arguments.values():
+        if not (value is None or isinstance(value, Tensor)):
+            raise not_tensor(op, **{name: v for name, v in arguments.items() if v is not None})
+
+
+def rows(x: Tensor) -> Tensor:  # [..., n] -> [rows, n]
+    """All dimensions but the last as one, also where a dimension is 0."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def not_tensor(op: str, **arguments: Any) -> TypeError:

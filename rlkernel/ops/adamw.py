@@ -113,8 +113,8 @@ def adamw_(
         lambda: f"adamw_: betas={betas} must be two numbers in [0, 1)",
     )
     check(
-        0 < eps < math.inf,
-        lambda: f"adamw_: eps={eps} must be finite and above 0, a parameter without a gradient divides by it",
+        2.0**-149 <= eps < math.inf,  # less than that is 0 in fp32
+        lambda: f"adamw_: eps={eps} must be finite and at least 1.4e-45, a parameter without a gradient divides by it",
     )
     check(0 <= weight_decay < math.inf, lambda: f"adamw_: weight_decay={weight_decay} must be finite and at least 0")
     check(

@@ -18,7 +18,7 @@ from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_
 from rlkernel.kernels import select, stock
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
-from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor, wrote
+from rlkernel.ops._library import check, check_float, check_tensors, define, is_stock, not_tensor, wrote
 
 MAX_HEAD_DIM = 256
 LONGEST = (1 << 31) - 1  # keys of a sequence: lengths are int32
@@ -225,6 +225,8 @@ def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | Non
         heads_k > 0 and h % heads_k == 0,
         lambda: f"{op}: q has H={h} heads, not a multiple of the HK={heads_k} key-value heads",
     )
+    if not (isinstance(split, int) and (window is None or isinstance(window, int))):
+        raise TypeError(f"{op}: window={window!r}, split={split!r}; expected whole numbers, or None for no window")
     check(window is None or window >= 1, lambda: f"{op}: window={window} must be at least 1 key, or None for no window")
     check(0.0 < scale < math.inf, lambda: f"{op}: scale={scale} must be positive and finite")
     check(
@@ -290,6 +292,8 @@ def attention(
         isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(cu_seqlens_q, Tensor)
     ):
         raise not_tensor("attention", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    if not (cu_seqlens_k is None or isinstance(cu_seqlens_k, Tensor)):
+        raise not_tensor("attention", cu_seqlens_k=cu_seqlens_k)
     check(q.dim() == 3, lambda: f"attention: q is {tuple(q.shape)}; it must be [T, H, D]")
     check(
         k.dim() == 3 and k.shape == v.shape,
@@ -362,12 +366,20 @@ def paged_attention(
         ValueError, TypeError: as `attention`; on a CPU also a page outside the cache.
     """
     op = "paged_attention"
+    if not (
+        isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
+        and isinstance(block_table, Tensor) and isinstance(cu_seqlens_q, Tensor) and isinstance(seq_lens_k, Tensor)
+        and (out is None or isinstance(out, Tensor))
+    ):  # fmt: skip
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
+        given |= {"cu_seqlens_q": cu_seqlens_q, "seq_lens_k": seq_lens_k}
+        raise not_tensor(op, **given, **({} if out is None else {"out": out}))
     check(q.dim() == 3, lambda: f"{op}: q is {tuple(q.shape)}; it must be [T, H, D]")
     check(
-        k_cache.dim() == 4 and k_cache.shape == v_cache.shape,
+        k_cache.dim() == 4 and k_cache.shape == v_cache.shape and k_cache.shape[1] > 0,
         lambda: (
             f"{op}: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; "
-            "both must be [pages, page, HK, D]"
+            "both must be [pages, page, HK, D], a page of at least one token"
         ),
     )
     scale = max(1, q.shape[2]) ** -0.5 if scale is None else float(scale)
@@ -380,6 +392,7 @@ def paged_attention(
             out.shape == q.shape and out.is_contiguous(),
             lambda: f"{op}: out is {tuple(out.shape)}; it must be contiguous {tuple(q.shape)}, as q",
         )
+    check(seq_lens_k.dim() == 1, lambda: f"{op}: seq_lens_k is {tuple(seq_lens_k.shape)}; it must be [B]")
     b = seq_lens_k.shape[0]
     check(
         cu_seqlens_q.shape == (b + 1,) and block_table.dim() == 2 and block_table.shape[0] == b,
@@ -463,8 +476,10 @@ def store_kv_(
         slots: [T] int64, page * page_size + offset of each token; negative slots are skipped. Distinct.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; on a CPU also a slot outside the cache. TypeError: slots not int64.
+        ValueError: shapes or dtypes do not fit; on a CPU also a slot outside the cache. TypeError: slots not int64, or
+            what is no tensor.
     """
+    check_tensors("store_kv_", k_cache=k_cache, v_cache=v_cache, k=k, v=v, slots=slots)
     check(
         k_cache.dim() == 4 and k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous(),
         lambda: (

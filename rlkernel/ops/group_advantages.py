@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops._library import check, check_tensors, define, is_stock
 
 MODES = ("group", "leave_one_out", "batch", "none")
 
@@ -50,11 +50,17 @@ def group_advantages(
     Raises:
         ValueError: a reward is NaN or infinite (CPU; the message names its index), B is not a multiple of group_size,
             or an unknown mode.
-        TypeError: rewards are not fp32.
+        TypeError: rewards are not fp32 or no tensor, or group_size no whole number.
 
     Source:
         GRPO arXiv:2402.03300, Dr. GRPO 2503.20783, RLOO 2402.14740, batch deviation 2508.08221.
     """
+    check_tensors("group_advantages", rewards=rewards)
+    check(
+        isinstance(group_size, int),
+        lambda: f"group_advantages: group_size={group_size!r} must be a whole number",
+        TypeError,
+    )
     check(rewards.dim() == 1, lambda: f"group_advantages: rewards is {tuple(rewards.shape)}, expected [B]")
     check(
         rewards.dtype == torch.float32,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.ops._library import check
+from rlkernel.ops._library import check, check_optional
 
 
 def kept_words(vocab_size: int) -> int:
@@ -18,6 +18,7 @@ def kept_words(vocab_size: int) -> int:
 
 def check_kept(op: str, kept: Tensor | None, tokens: int, vocab_size: int) -> None:
     """Raises ValueError unless `kept` is None or an int32 mask [tokens, ceil(vocab_size/32)]."""
+    check_optional(op, kept=kept)
     expected = (tokens, kept_words(vocab_size))
     check(
         kept is None or (kept.dtype == torch.int32 and kept.shape == expected),
@@ -92,8 +93,15 @@ def ids_to_kept(
         ValueError: offsets do not cover ids, or an id lies outside the vocabulary.
     """
     check(
-        offsets.dim() == 1 and offsets.numel() >= 1 and int(offsets[-1]) == ids.numel(),
-        lambda: f"ids_to_kept: offsets must be [T+1] and end in the number of ids, {ids.numel()}",
+        offsets.dim() == 1
+        and offsets.numel() >= 1
+        and int(offsets[0]) == 0
+        and int(offsets[-1]) == ids.numel()
+        and bool((offsets.diff() >= 0).all()),
+        lambda: (
+            f"ids_to_kept: offsets must be [T+1], rise from 0 and end in the number of ids, {ids.numel()}; they are "
+            f"{offsets.tolist()[:8]}"
+        ),
     )
     check(
         ids.numel() == 0 or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size),

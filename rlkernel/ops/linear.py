@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import FLOATS, check, check_float, define, is_stock, not_tensor, weight_grad
+from rlkernel.ops._library import (
+    FLOATS,
+    check,
+    check_float,
+    define,
+    is_stock,
+    not_tensor,
+    rows,
+    weight_grad,
+)
 
 
 def _fake(
@@ -91,10 +100,12 @@ def linear(
 
     Raises:
         ValueError: shapes, dtypes, out_dtype or chunk counts do not fit; the message names the argument.
-        TypeError: x or weight is no tensor, or of another dtype than these.
+        TypeError: x, weight or bias is no tensor, or x of another dtype than these.
     """
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
         raise not_tensor("linear", x=x, weight=weight)
+    if not (bias is None or isinstance(bias, Tensor)):
+        raise not_tensor("linear", bias=bias)
     check(weight.dim() == 2, lambda: f"linear: weight is {tuple(weight.shape)}; it must be [N, K]")
     check(x.dim() >= 1, lambda: "linear: x has no dimension; it must be [..., K]")
     n, k = weight.shape
@@ -114,5 +125,5 @@ def linear(
     _check_chunks("dgrad_chunks", dgrad_chunks, n)
     if x.dim() == 2:
         return _linear(x, weight, bias, chunks, dgrad_chunks, out_dtype)
-    y = _linear(x.reshape(-1, k), weight, bias, chunks, dgrad_chunks, out_dtype)
+    y = _linear(rows(x), weight, bias, chunks, dgrad_chunks, out_dtype)
     return y.view(*x.shape[:-1], n)

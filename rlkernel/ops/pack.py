@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,10 +37,11 @@ def pack(sequences: Sequence[Tensor] | Sequence[Sequence[int]]) -> Packed:  # B 
         Packed(flat [T, ...], cu_seqlens [B + 1] int32, positions [T] int64), on the sequences' device.
 
     Raises:
-        ValueError: no sequence, unlike dtypes, devices or shapes, or 2^31 tokens and more.
+        ValueError: no sequence, unlike dtypes, devices or shapes, or 2^31 tokens and more. TypeError: a list of
+            other things than whole numbers.
     """
     check(len(sequences) > 0, lambda: "pack: sequences is empty; pass at least one (it may have length 0)")
-    rows = [x if isinstance(x, Tensor) else torch.tensor(list(x), dtype=torch.int64) for x in sequences]
+    rows = [x if isinstance(x, Tensor) else _ids(i, x) for i, x in enumerate(sequences)]
     first = rows[0]
     for i, row in enumerate(rows):
         _check_row(i, row, first)
@@ -73,6 +74,16 @@ def unpack(flat: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
         ),
     )
     return list(flat.split(lengths)) if lengths else []
+
+
+def _ids(i: int, sequence: Iterable[int]) -> Tensor:
+    ids = torch.tensor(list(sequence), device="cpu")
+    check(
+        ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex()),
+        lambda: f"pack: sequences[{i}] is a list with numbers that are not whole; pass token ids, or a tensor",
+        TypeError,
+    )
+    return ids.to(torch.int64)
 
 
 def _check_row(i: int, row: Tensor, first: Tensor) -> None:

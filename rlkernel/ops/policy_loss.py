@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkernel.kernels import stock
 from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS
-from rlkernel.ops._library import check, define, is_stock, not_tensor
+from rlkernel.ops._library import check, check_optional, define, is_stock, not_tensor
 
 
 class PolicyLoss(NamedTuple):
@@ -171,6 +171,9 @@ def policy_loss(
     """
     if not (isinstance(logp, Tensor) and isinstance(advantages, Tensor) and isinstance(cu_seqlens, Tensor)):
         raise not_tensor("policy_loss", logp=logp, advantages=advantages, cu_seqlens=cu_seqlens)
+    check_optional(
+        "policy_loss", old_logp=old_logp, mask=mask, ref_logp=ref_logp, entropy=entropy, rollout_logp=rollout_logp
+    )
     tokens, batch = logp.shape[0] if logp.dim() == 1 else -1, cu_seqlens.numel() - 1
     _check_choice("loss_type", loss_type, LOSS_TYPES)
     _check_choice("ratio_level", ratio_level, ("token", "sequence"))
@@ -280,7 +283,7 @@ def _check_not_negative(name: str, value: float) -> None:
 
 
 def _check_finite(name: str, value: float) -> None:
-    check(math.isfinite(value), lambda: f"policy_loss: {name}={value} must be finite; 0 switches the term off")
+    check(-math.inf < value < math.inf, lambda: f"policy_loss: {name}={value} must be finite; 0 switches the term off")
 
 
 def _check_options(

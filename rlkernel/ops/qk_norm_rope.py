@@ -10,9 +10,9 @@ from functools import partial
 from torch import Tensor
 
 from rlkernel.kernels import select
-from rlkernel.ops._library import check, check_float, define, is_stock, wrote
+from rlkernel.ops._library import check, check_float, check_tensors, define, is_stock, wrote
 from rlkernel.ops.attention import check_new_rows, store_kv_
-from rlkernel.ops.rms_norm import rms_norm
+from rlkernel.ops.rms_norm import check_eps, rms_norm
 from rlkernel.ops.rope import check_table, rope
 
 _qk_norm_rope = define(
@@ -28,8 +28,10 @@ def _misfit(name: str, weight: Tensor, q: Tensor) -> str:
 
 
 def _check(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor, cos_sin: Tensor
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor
 ) -> None:  # fmt: skip
+    check_tensors("qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, positions=positions, cos_sin=cos_sin)
+    check_eps("qk_norm_rope", eps)
     check(q.dim() == 3, lambda: f"qk_norm_rope: q is {tuple(q.shape)}; expected [T, H, D]")
     t, _, d = q.shape
     check(
@@ -62,10 +64,10 @@ def qk_norm_rope(
         eps, positions, cos_sin: as in the two ops.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; the message names the argument. TypeError: another dtype.
+        ValueError: shapes or dtypes do not fit; the message names the argument. TypeError: another dtype, or no tensor.
         IndexError: a position outside the table (CPU).
     """
-    _check(q, k, q_weight, k_weight, positions, cos_sin)
+    _check(q, k, q_weight, k_weight, eps, positions, cos_sin)
     if is_stock():
         return rope(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), positions, cos_sin)
     return _qk_norm_rope(q, k, q_weight, k_weight, eps, positions, cos_sin)
@@ -117,7 +119,7 @@ def qk_norm_rope_store(
         from rlkernel.kernels.triton import qk_norm_rope as triton
 
         if triton.computes(q.shape[2]):
-            _check(q, k, q_weight, k_weight, positions, cos_sin)
+            _check(q, k, q_weight, k_weight, eps, positions, cos_sin)
             _check_cache(k, v, k_cache, v_cache, slots)
             q = triton.qk_norm_rope_store(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slots)
             wrote(k_cache, v_cache)

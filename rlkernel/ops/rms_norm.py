@@ -86,6 +86,14 @@ _add_rms_norm = define(
 )
 
 
+def check_eps(op: str, eps: float) -> None:
+    """Raises ValueError unless eps can stand under the root."""
+    check(
+        0.0 <= eps < math.inf,
+        lambda: f"{op}: eps={eps}; expected a finite number of at least 0, as the model's config has it (often 1e-6)",
+    )
+
+
 @overload
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: None = None) -> Tensor: ...
 @overload
@@ -110,23 +118,20 @@ def rms_norm(
 
     Raises:
         ValueError: shapes or dtypes do not fit, C is 0, or eps is negative or not finite; the message names it.
-        TypeError: x or weight is no tensor, or of another dtype than these.
+        TypeError: x, weight or residual is no tensor, or x of another dtype than these.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
         raise not_tensor("rms_norm", x=x, weight=weight)
+    if not (residual is None or isinstance(residual, Tensor)):
+        raise not_tensor("rms_norm", residual=residual)
     check(weight.dim() == 1, lambda: f"rms_norm: weight is {tuple(weight.shape)}; expected one dimension [C]")
     check(x.dim() >= 1, lambda: "rms_norm: x has no dimension; it must be [..., C]")
     c = weight.shape[0]
     check(c > 0, lambda: "rms_norm: weight is (0,); it must have at least one channel")
     check(x.shape[-1] == c, lambda: f"rms_norm: x is {tuple(x.shape)}, weight [{c}]; x must end in C={c}")
-    check(
-        0.0 <= eps < math.inf,
-        lambda: (
-            f"rms_norm: eps={eps}; expected a finite number of at least 0, as the model's config has it (often 1e-6)"
-        ),
-    )
+    check_eps("rms_norm", eps)
     check_float("rms_norm", "x", x)
     check(x.dtype == weight.dtype, lambda: f"rms_norm: x is {x.dtype}, weight {weight.dtype}; cast one of them")
     if residual is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops._library import check, check_optional, check_tensors, define, is_stock
 from rlkernel.ops.kept import kept_words
 from rlkernel.ops.logprob import _logprob, check_vocabulary
 
@@ -74,9 +74,12 @@ def sample(
     Raises:
         ValueError: shapes, dtypes, temperatures or filters do not fit, V is 0, or a row of logits has a NaN or +inf or
             nothing but -inf; the message names the argument and the row.
+        TypeError: an argument is no tensor.
 
     Source: Gumbel-max trick: Maddison, Tarlow and Minka, A* Sampling, 2014.
     """
+    check_tensors("sample", logits=logits, seeds=seeds, positions=positions, temperature=temperature)
+    check_optional("sample", top_k=top_k, top_p=top_p, min_p=min_p)
     check(
         logits.dim() == 2 and logits.dtype == torch.float32,
         lambda: f"sample: logits is {tuple(logits.shape)} {logits.dtype}; expected [B, V] float32",

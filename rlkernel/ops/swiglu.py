@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor
+from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor, rows
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -64,4 +64,4 @@ def swiglu(
     check_float("swiglu", "gate_up", gate_up)
     if len(shape) == 2:
         return _swiglu(gate_up)
-    return _swiglu(gate_up.reshape(-1, width)).view(*shape[:-1], width // 2)
+    return _swiglu(rows(gate_up)).view(*shape[:-1], width // 2)

@@ -159,7 +159,7 @@ def test_a_schedule_for_which_the_gpu_had_no_room_is_tried_again(error: type[Exc
 
 
 def test_no_memory_to_try_again_leaves_what_is_certified() -> None:
-    error: list[Exception | None] = [LaunchError("launch failed")]
+    error: list[Exception | None] = [None]
 
     def flaky(x: Tensor, w: Tensor) -> Tensor:
         if error[0] is not None:
@@ -168,7 +168,8 @@ def test_no_memory_to_try_again_leaves_what_is_certified() -> None:
 
     x, w = arguments()
     chosen = []
-    for error[0] in (error[0], torch.OutOfMemoryError("CUDA out of memory")):
+    for raised in (LaunchError("launch failed"), torch.OutOfMemoryError("CUDA out of memory")):
+        error[0] = raised
         op = ScheduledOp(family(equal, flaky))
         with pytest.warns(RuntimeWarning, match=r"runs without fake\.flaky"):
             chosen.append(op.chosen(x, w))
@@ -200,9 +201,9 @@ def test_a_schedule_that_returns_one_buffer_again_and_again_is_refused() -> None
 
     verdict = ScheduledOp(family(reuses, equal)).verdict(*arguments())
     assert verdict is not None
-    assert [(t.certified, t.reason[:37]) for t in verdict.trials] == [
-        (False, "returns the memory of an earlier resu"), (True, f"equal in {len(certification.KINDS) * 8 * 5} elements"),
-    ]  # fmt: skip
+    wrong, right = verdict.trials
+    assert not wrong.certified and wrong.reason == "returns the memory of an earlier result"
+    assert right.certified and right.elements == len(certification.KINDS) * 8 * 5
 
 
 def test_a_verdict_is_void_where_the_schedule_is_another_one() -> None:

@@ -1,4 +1,4 @@
-"""torch's default dtype and device are the user's to change; no op's result, memory or bits may depend on them."""
+"""torch's default dtype and device and the flushing of denormals are the user's to change; no op may depend on them."""
 
 from __future__ import annotations
 
@@ -95,3 +95,48 @@ def test_default_device_changes_nothing() -> None:
         found = everything(given)
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert_bitwise(a, b, f"result {i}")
+
+
+def tiny_inputs() -> dict[str, Tensor]:
+    """Numbers whose results and gradients are denormal in part; large enough for two threads."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape, by=1.0: torch.randn(*shape, generator=generator) * by
+    return {
+        "x": draw(256, 64, by=1e-20), "w": draw(128, 64, by=1e-19), "q": draw(96, 4, 32), "k": draw(96, 2, 32),
+        "v": draw(96, 2, 32, by=1e-38), "gate_up": draw(512, 128, by=1e-38), "dy": draw(256, 128, by=1e-19),
+        "norm": torch.full((128,), 1e-2), "cu": torch.tensor([0, 40, 96], dtype=torch.int32),
+        "moments": draw(40000, by=1e-38).abs(), "hidden": draw(300, 16), "head": draw(70, 16, by=1e-38),
+        "ids": torch.randint(0, 70, (300,), generator=generator), "dlogp": draw(300, by=1e-38),
+    }  # fmt: skip
+
+
+def tiny(t: dict[str, Tensor]) -> list[Tensor]:
+    x, w, gate_up, v, hidden, head = (
+        t[n].clone().requires_grad_() for n in ("x", "w", "gate_up", "v", "hidden", "head")
+    )
+    y = ops.linear(x, w)
+    scored = ops.linear_logprob(hidden, head, t["ids"])
+    out = [y, ops.swiglu(gate_up), ops.rms_norm(t["gate_up"], t["norm"], 1.0)]
+    out += [ops.attention(t["q"], t["k"], v, t["cu"], max_seqlen_q=56)[0], scored.logp]
+    out += torch.autograd.grad([y, scored.logp], (x, w, hidden, head), [t["dy"], t["dlogp"]])
+    m, u, p = (t["moments"].clone() for _ in range(3))
+    ops.adamw_([p], [t["moments"]], [m], [u], lr=1e-3, step=1)
+    return [o.detach() for o in (*out, p, m, u)]
+
+
+def test_flushed_denormals_change_nothing() -> None:
+    """Some threads of a process may have them flushed, others not: the thread would then show in the bits."""
+    threads, given = torch.get_num_threads(), tiny_inputs()
+    expected = tiny(given)
+    assert sum(bool(((o != 0) & (o.abs() < torch.finfo(torch.float32).tiny)).any()) for o in expected) >= 8
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU flushes nothing")
+    try:
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            found = tiny(given)
+            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                assert torch.equal(a.view(torch.int32), b.view(torch.int32)), f"result {i}, {n} threads"
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)

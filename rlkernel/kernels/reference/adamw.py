@@ -6,6 +6,8 @@ added so inside segments of NORM_SEGMENT elements from each tensor's first, then
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -66,7 +68,8 @@ def grad_norm(grads: list[Tensor], loss_scale: Tensor | None, max_norm: float | 
     squares = torch.stack([sum_of_squares(grad) for grad in grads])
     one = torch.ones((), dtype=torch.float64)
     by = one if loss_scale is None else loss_scale.double()
-    norm = torch.sqrt(lane_sum(squares)) / by
+    # torch.sqrt may go to a vector library that is off by one ulp.
+    norm = torch.tensor(math.sqrt(lane_sum(squares)), dtype=torch.float64) / by
     factor = one
     if max_norm is not None:
         limit = torch.tensor(max_norm).double()
