@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkernel.kernels import build
+from rlkernel.kernels import build, verdicts
 from rlkernel.kernels.errors import BuildError, NoCompilerError
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +89,31 @@ def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run(ADD, RLKERNEL_CACHE=str(tmp_path / "file" / "cache"))
     assert done.returncode != 0 and "BuildError" in done.stderr and "RLKERNEL_CACHE" in done.stderr
+
+
+def test_cache_that_cannot_be_entered_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def closed(*args: object, **more: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    source = tmp_path / "a.cpp"
+    source.write_text("int x;")
+    cxx = build.compiler()
+    monkeypatch.setattr(build, "fingerprint", lambda *more: f"0-{cxx}"[:3])
+    for name in ("exists", "mkdir", "iterdir"):
+        monkeypatch.setattr(Path, name, closed)
+    with pytest.raises(BuildError, match=r"Permission denied; set RLKERNEL_CACHE"):
+        build._build("a", [source])
+    assert verdicts.files() == []
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Path.home()
+    monkeypatch.delenv("RLKERNEL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")  # empty is unset, as its specification says
+    assert build.cache_dir() == home / ".cache" / "rlkernel"
+    monkeypatch.setenv("RLKERNEL_CACHE", "~/kernels")  # where no shell has replaced it
+    assert build.cache_dir() == home / "kernels"
 
 
 def test_cxx_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -453,6 +453,9 @@ def test_opcheck_and_compile() -> None:
     assert_bitwise(x.grad, y.grad, "compiled gradient")
     for name, value in eager.stats.items():
         assert_bitwise(traced.stats[name], value, f"compiled {name}")
+    for coef in (0.1, 0.2):  # the second makes the number a symbol
+        options = {"ref_logp": batch.ref_logp, "entropy": batch.entropy, "kl_coef": coef, "entropy_coef": coef}
+        assert_bitwise(fn(x, *rest, **options).loss, ops.policy_loss(y, *rest, **options).loss, f"compiled, {coef}")
 
 
 # ---- bad input

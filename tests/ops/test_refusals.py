@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkernel import ops
 
@@ -45,6 +48,44 @@ def test_rms_norm_eps(eps: float) -> None:
         ops.rms_norm(X, torch.ones(8), eps)
 
 
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_forward_mode() -> None:
+    """torch would make the tangent zero in silence."""
+    one = torch.ones_like(X)
+    with pytest.raises(NotImplementedError, match="swiglu: there is no forward-mode derivative"):
+        torch.func.jvp(ops.swiglu, (X,), (one,))
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="linear: there is no forward-mode derivative"):
+            ops.linear(forward_ad.make_dual(X, one), W)
+        assert torch.equal(ops.linear(X, W), ops.linear(X, W))
+
+
+def test_main_grad_under_compile() -> None:
+    """A compiled backward does not see it: refused as a whole graph, and run beside the graph otherwise."""
+    weight = torch.nn.Parameter(W.clone())
+    weight.main_grad = torch.zeros(5, 8)  # type: ignore[attr-defined]
+    run = lambda x: ops.linear(x * 2, weight) * 2
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"linear: torch\.compile does not see main_grad"):
+        torch.compile(run, fullgraph=True, backend="aot_eager")(X)
+    with torch.no_grad():
+        torch.compiler.reset()
+        torch.compile(run, fullgraph=True, backend="aot_eager")(X)
+    torch.compiler.reset()
+    torch.compile(run, backend="aot_eager")(X).sum().backward()
+    assert weight.grad is None and weight.main_grad.abs().sum() > 0  # type: ignore[attr-defined]
+
+
+def test_dimensions_of_zero() -> None:
+    assert ops.linear(torch.ones(2, 3, 0), torch.ones(5, 0), torch.ones(5)).equal(torch.ones(2, 3, 5))
+    assert ops.linear(torch.ones(0), torch.ones(5, 0)).shape == (5,)
+    assert ops.swiglu(torch.ones(2, 3, 0)).shape == (2, 3, 0)
+
+
 def test_autograd_sees_that_an_op_wrote_in_place() -> None:
     keys = torch.zeros(2, 4, 1, 8, requires_grad=True)
     kept, values = keys * 1.0, torch.zeros(2, 4, 1, 8)
@@ -55,6 +96,11 @@ def test_autograd_sees_that_an_op_wrote_in_place() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squared.backward()
     assert values._version == 1
+    for watched in (torch.profiler.profile(), Watching()):  # then the call goes through torch's dispatcher
+        before = values._version
+        with watched:
+            ops.store_kv_(values.clone(), values, new, new, torch.tensor([0, 5]))
+        assert values._version == before + 1
     with torch.inference_mode():  # such tensors have no version
         pages = torch.zeros(2, 4, 1, 8)
         ops.store_kv_(pages, pages.clone(), new, new, torch.tensor([0, 5]))
@@ -68,6 +114,7 @@ TARGETS = torch.tensor([0, 1, 2])
 Q = torch.randn(3, 2, 8)
 EIGHT = torch.ones(8)
 COS = torch.randn(4, 8)
+PAGES, EMPTY = torch.zeros(1, 4, 2, 8), torch.zeros(1, 0, 2, 8)
 
 
 def policy_loss(**changed: object) -> object:
@@ -129,13 +176,67 @@ REFUSED = {
     "embedding list": (lambda: ops.embedding([0, 1], W), TypeError, "embedding: ids is of type list"),
     "attention None": (lambda: ops.attention(Q, None, Q, CU, max_seqlen_q=3), TypeError, "attention: k is of type"),
     "policy_loss list": (lambda: policy_loss(cu_seqlens=[0, 3]), TypeError, "policy_loss: cu_seqlens is of type list"),
+    "linear bias": (lambda: ops.linear(X, W, [0.0] * 5), TypeError, "linear: bias is of type list"),
+    "rms_norm residual": (lambda: ops.rms_norm(X, EIGHT, 0.1, 1.0), TypeError, "rms_norm: residual is of type float"),
+    "attention cu_seqlens_k": (
+        lambda: ops.attention(Q, Q, Q, CU, [0, 3], max_seqlen_q=3, max_seqlen_k=3),
+        TypeError, "attention: cu_seqlens_k is of type list",
+    ),
+    "attention window": (
+        lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, window=2.5), TypeError, "attention: window=2.5, split=2048;"
+    ),
+    "attention split": (
+        lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, split=64.0), TypeError, "attention: window=None, split=64.0;"
+    ),
+    "paged_attention list": (
+        lambda: ops.paged_attention(Q, PAGES, PAGES, [[0]], CU, CU[1:], max_seqlen_q=3, max_seqlen_k=3),
+        TypeError, "paged_attention: block_table is of type list",
+    ),
+    "paged_attention out": (
+        lambda: ops.paged_attention(Q, PAGES, PAGES, CU[:1, None], CU, CU[1:], max_seqlen_q=3, max_seqlen_k=3, out=[]),
+        TypeError, "paged_attention: out is of type list",
+    ),
+    "store_kv_ list": (
+        lambda: ops.store_kv_(PAGES, PAGES, Q, Q, [0, 1, 2]), TypeError, "store_kv_: slots is of type list"
+    ),
+    "qk_norm_rope None": (
+        lambda: ops.qk_norm_rope(Q, Q, None, EIGHT, 0.1, TARGETS, COS), TypeError, "qk_norm_rope: q_weight is of type N"
+    ),
+    "kept list": (lambda: ops.logprob(X, TARGETS, kept=[1]), TypeError, "logprob: kept is of type list"),
+    "policy_loss mask": (lambda: policy_loss(mask=[True]), TypeError, "policy_loss: mask is of type list"),
+    "group_advantages list": (lambda: ops.group_advantages([1.0], 1), TypeError, "rewards is of type list"),
+    "group_size float": (lambda: ops.group_advantages(EIGHT, 2.0), TypeError, "group_size=2.0 must be a whole number"),
+    "sample temperature": (
+        lambda: ops.sample(X, TARGETS, TARGETS, temperature=1.0), TypeError, "sample: temperature is of type float"
+    ),
+    "sample top_k": (
+        lambda: ops.sample(X, TARGETS, TARGETS, temperature=EIGHT[:3], top_k=5), TypeError, "sample: top_k is of type"
+    ),
+    "pack fractions": (lambda: ops.pack([[1, 2], [1.5]]), TypeError, r"pack: sequences\[1\] is a list with numbers"),
     # shapes
+    "paged_attention lengths": (
+        lambda: ops.paged_attention(Q, PAGES, PAGES, CU[:1, None], CU, CU[1], max_seqlen_q=3, max_seqlen_k=3),
+        ValueError, r"paged_attention: seq_lens_k is \(\); it must be \[B\]",
+    ),
+    "paged_attention pages without tokens": (
+        lambda: ops.paged_attention(Q, EMPTY, EMPTY, CU[:1, None], CU, CU[1:], max_seqlen_q=3, max_seqlen_k=3),
+        ValueError, "a page of at least one token",
+    ),
+    "ids_to_kept offsets": (
+        lambda: ops.ids_to_kept(TARGETS[:2].int(), torch.tensor([1, 2]), 4), ValueError, r"rise from 0 .*are \[1, 2\]"
+    ),
+    "ids_to_kept offsets that fall": (
+        lambda: ops.ids_to_kept(TARGETS[:2].int(), torch.tensor([0, 2, 1, 2]), 4), ValueError, "ids_to_kept: offsets"
+    ),
     "swiglu 0-dim": (lambda: ops.swiglu(torch.tensor(1.0)), ValueError, r"swiglu: gate_up is \(\); its last dim"),
     "rms_norm C=0": (lambda: ops.rms_norm(X[:, :0], EIGHT[:0], 0.1), ValueError, "rms_norm: weight .* at least one"),
     "linear chunks": (lambda: ops.linear(X, W, chunks="2"), ValueError, "linear: chunks='2' must be a power of two"),
     "linear out_dtype int": (lambda: ops.linear(X, W, out_dtype=torch.int32), ValueError, "linear: out_dtype=torch"),
     "linear out_dtype fp64": (lambda: ops.linear(X, W, out_dtype=torch.float64), ValueError, "linear: out_dtype="),
     # numbers
+    "qk_norm_rope eps": (
+        lambda: ops.qk_norm_rope(Q, Q, EIGHT, EIGHT, -1.0, TARGETS, COS), ValueError, "qk_norm_rope: eps=-1.0; expected"
+    ),
     "scale inf": (
         lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale=math.inf), ValueError, "scale=inf must be .* finite"
     ),
@@ -161,6 +262,7 @@ REFUSED = {
     # optimizer
     "lr inf": (lambda: adamw(lr=math.inf), ValueError, "lr=inf must be finite"),
     "eps inf": (lambda: adamw(eps=math.inf), ValueError, "eps=inf must be finite"),
+    "eps that fp32 has not": (lambda: adamw(eps=1e-50), ValueError, "eps=1e-50 must be finite and at least 1.4e-45"),
     "weight_decay inf": (lambda: adamw(weight_decay=math.inf), ValueError, "weight_decay=inf must be finite"),
     "betas": (lambda: adamw(betas=(0.9,)), ValueError, r"betas=\(0.9,\) must be two numbers"),
     "step": (lambda: adamw(step=1.5), ValueError, "step=1.5 must be a whole number"),
