@@ -58,6 +58,8 @@ def _source(data: dict[str, Any], path: Path) -> list[str]:
     """What was left out, and where the figures come from."""
     version = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name in ("torch", "triton"))
     notes = [f"Left out: {'; '.join(data['notes'])}.", ""] if data.get("notes") else []
+    if data.get("not_launched"):
+        notes += [f"Not passed; never launched: {', '.join(data['not_launched'])}.", ""]
     return [
         "",
         *notes,

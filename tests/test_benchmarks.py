@@ -66,6 +66,14 @@ def test_wide_table_has_a_column_an_implementation(tmp_path: Path, monkeypatch: 
     assert "| T | 8 | 1.5, 0.25 GiB | 3 | out of memory |" in text and "Left out: d is not installed." in text
 
 
+def test_a_record_says_what_never_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    rows = [{"tool": "memcheck", "what": "linear", "errors": 0}]
+    text = tables.table(result(tmp_path, "sanitize", rows, passed=False, not_launched=["linear:cublaslt.3"]))
+    assert "Not passed; never launched: linear:cublaslt.3." in text
+    assert "launched" not in tables.table(result(tmp_path, "sanitize", rows, passed=True, not_launched=[]))
+
+
 def test_sums_keep_controls_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     row = {"test": "test_a", "cases": 2, "tokens": 10, "mismatches": 0, "max_abs_diff": 0.0}
