@@ -140,8 +140,13 @@ def keep(path: Path, data: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(data, file, indent=1)
-        os.replace(file.name, path)
+            try:
+                json.dump(data, file, indent=1)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                Path(file.name).unlink()
+                raise
     except OSError as error:
         warnings.warn(f"rlkernel: could not keep a verdict in {path}: {error}", RuntimeWarning, stacklevel=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,16 @@ def test_a_file_of_another_format_or_identity_is_not_believed(cache: Path) -> No
     for change in ({"format": 0}, {"identity": {**data["identity"], "driver": "another"}}):
         path.write_text(json.dumps({**data, **change}))
         assert ScheduledOp(family(split_k)).chosen(x, w) == ANCHOR
+
+
+def test_a_full_disk_costs_a_warning_and_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="could not keep a verdict in .*No space left"):
+        assert ScheduledOp(family(equal)).chosen(*arguments()) == "fake.equal"
+    assert list(cache.iterdir()) == []
 
 
 def test_a_refusal_that_may_pass_is_tried_again_alone(cache: Path) -> None:
