@@ -86,7 +86,11 @@ def head_weight(head: Any) -> Tensor:  # [V, C]
 
 
 def embedding_forward(self: Any, ids: Tensor) -> Tensor:
-    return ops.embedding(ids, whole(self.weight))
+    out = ops.embedding(ids, whole(self.weight))
+    if self.padding_idx is None or not torch.is_grad_enabled():
+        return out
+    # transformers does not train this row, which starts at zero, where a norm's gradient is as large as 1 / sqrt(eps).
+    return torch.where((ids == self.padding_idx).unsqueeze(-1), out.detach(), out)
 
 
 def norm_forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:

@@ -109,6 +109,28 @@ def test_main_grads_of_micro_batches(case: str, joined: bool, compat: Any) -> No
     compat.exact("transformers", "main_grads: fp32 gradients over any micro-batches")
 
 
+def test_the_row_of_the_padding_token_is_not_trained() -> None:
+    """As in transformers; its embedding is zero, and the gradient there would drown all others in the norm."""
+    model = build("llama")
+    model.config.pad_token_id = 7
+    embedding = model.model.embed_tokens
+    embedding.padding_idx = 7
+    with torch.no_grad():
+        embedding.weight[7] = 0
+    ids = torch.tensor([[5, 9, 7, 12, 40, 8]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    wanted = embedding.weight.grad.clone()
+    model.zero_grad()
+    rt.apply(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert not embedding.weight.grad[7].any() and embedding.weight.grad[5].any()
+    assert torch.allclose(embedding.weight.grad, wanted, atol=1e-4)
+    rt.main_grads(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    rt.fold_main_grads(model)
+    assert not embedding.weight.main_grad[7].any() and embedding.weight.main_grad[5].any()
+
+
 def test_masters_in_a_training_loop() -> None:
     """Clipping by torch, AdamW on fp32 masters, `zero_grad`: small updates are not lost to bf16."""
     model, _ = pair("qwen3-tied", torch.bfloat16)
