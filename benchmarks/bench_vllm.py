@@ -107,7 +107,10 @@ def rows(preset: str, workload: str, rates: dict[str, list[float]]) -> list[dict
 
 
 def main() -> int:
-    """Prints tokens per second and writes `bench_vllm.json`, or `bench_vllm_<preset>_<workload>.json` for one case."""
+    """Prints tokens per second and writes `bench_vllm.json`, or `bench_vllm_<preset>_<workload>.json` for one case.
+
+    Where the arms leave "rlkernel" out, the name ends with the others: it does not replace rlkernel's record.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", choices=sorted({p for p, _ in CASES}))
     parser.add_argument("--workload", choices=WORKLOADS)
@@ -146,7 +149,8 @@ def main() -> int:
 
     from results_io import write_result
 
-    part = "_".join(filter(None, (args.preset, args.workload)))
+    without = [] if "rlkernel" in args.arms else [arm.replace(" ", "-") for arm in args.arms if arm != DEFAULT]
+    part = "_".join(filter(None, (args.preset, args.workload, *without)))
     name = "bench_vllm" + (f"_{part}" if part else "")
     print(f"wrote {write_result(name, found, vllm=version('vllm'))}")
     return 0
