@@ -25,7 +25,7 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start vLLM take longest: each comes first in what pytest-xdist hands a worker at the start."""
-    long = [item for item in items if item.path.name == "test_vllm_gpu.py"]
+    long = [item for item in items if item.path.name in ("test_vllm_gpu.py", "test_transfer_gpu.py")]
     if "RLKERNEL_RECORD" not in os.environ or not long:
         return
     step = max(len(items) // (4 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))), 2)
