@@ -45,6 +45,7 @@ def server(model: Path, backend: str, folder: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--max-model-len", "128", "--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs"]
+    command += ["--enforce-eager"]  # graphs and compilation are tests/gpu/test_vllm_gpu.py's matter, and cost a minute
     command += ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)]
     command += ["--additional-config", '{"use_rl_kernel_backend": true}']
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
@@ -67,13 +68,16 @@ def server(model: Path, backend: str, folder: Path) -> Iterator[str]:
             process.kill()
         if process.poll() is not None:
             raise RuntimeError(f"the server did not start: {log.read_text()[-5000:]}")
+        print(f"{backend}: the server is up", flush=True)
         yield url
     except Exception:
         print(log.read_text()[-3000:], flush=True)
         raise
     finally:
         process.terminate()
-        process.wait(30)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        process.kill()
 
 
 def fingerprints_at(url: str) -> dict[str, str]:
