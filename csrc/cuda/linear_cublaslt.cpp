@@ -4,6 +4,8 @@
 #include <cublasLt.h>
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -23,8 +25,11 @@ namespace {
   F(cublasLtGetVersion)                                                                                              \
   F(cublasLtGetStatusString)                                                                                         \
   F(cublasLtMatmul)                                                                                                  \
-  F(cublasLtMatmulAlgoGetHeuristic)                                                                                  \
+  F(cublasLtMatmulAlgoCheck)                                                                                         \
   F(cublasLtMatmulAlgoConfigGetAttribute)                                                                            \
+  F(cublasLtMatmulAlgoConfigSetAttribute)                                                                            \
+  F(cublasLtMatmulAlgoGetHeuristic)                                                                                  \
+  F(cublasLtMatmulAlgoInit)                                                                                          \
   F(cublasLtMatmulDescCreate)                                                                                        \
   F(cublasLtMatmulDescDestroy)                                                                                       \
   F(cublasLtMatmulDescSetAttribute)                                                                                  \
@@ -65,7 +70,11 @@ bool ok(cublasStatus_t status, const char* call) {
 // dtype codes of the CPU library: 0 float32, 1 bfloat16, 2 float16.
 cudaDataType_t data_type(int32_t code) { return code == 0 ? CUDA_R_32F : code == 1 ? CUDA_R_16BF : CUDA_R_16F; }
 
-// What an algorithm is chosen for: everything of a product but its addresses. m and k may be others when it runs.
+// An algorithm spelt out: its number, then what it is configured with, as cuBLASLt counts them.
+enum { kId, kTile, kStages, kCluster, kCustom, kSwizzle, kInner, kSettings };
+using Settings = std::array<int32_t, kSettings>;
+
+// What an algorithm is chosen for, everything of a product but its addresses, and how. m and k may be others when it runs.
 struct Shape {
   int32_t device;
   int64_t m, n, k;
@@ -74,9 +83,10 @@ struct Shape {
   int32_t a_by_k;        // a is stored [K, M]; else [M, K]
   int32_t b_by_n;        // b is stored [N, K]; else [K, N]
   int32_t dtype, out_dtype, bias;
-  int32_t rank;  // which of the heuristic's answers
+  int32_t rank;  // which of the heuristic's answers; below 0: none, `settings` count
+  Settings settings;
   auto key() const {
-    return std::tie(device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, dtype, out_dtype, bias, rank);
+    return std::tie(device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, dtype, out_dtype, bias, rank, settings);
   }
   bool operator<(const Shape& other) const { return key() < other.key(); }
 };
@@ -161,11 +171,42 @@ bool one_chain(const cublasLtMatmulAlgo_t& algorithm) {
          setting<uint32_t>(algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) == CUBLASLT_REDUCTION_SCHEME_NONE;
 }
 
-bool choose(Plan& plan, int64_t most_workspace) {
-  const Shape& s = plan.shape;
-  Call call;
-  alignas(16) static const char somewhere[16] = {};  // the bias's address counts only when the product runs
-  if (!call.make(s, s.m, s.k, somewhere)) return false;
+// 0 is every setting's default, and all that an algorithm without the setting takes.
+template <class T>
+bool set(cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t name, T value) {
+  return value == 0 || RLK_CALL(cublasLtMatmulAlgoConfigSetAttribute, &algorithm, name, &value, sizeof value);
+}
+
+// The algorithm that the settings spell out, where cuBLASLt has it for this product.
+bool configure(Plan& plan, const Call& call, int64_t most_workspace) {
+  const Settings& to = plan.shape.settings;
+  const cudaDataType_t type = data_type(plan.shape.dtype), out = data_type(plan.shape.out_dtype);
+  cublasLtMatmulAlgo_t& algorithm = plan.algorithm;
+  if (!RLK_CALL(cublasLtMatmulAlgoInit, plan.handle, CUBLAS_COMPUTE_32F, CUDA_R_32F, type, type, out, out, to[kId],
+                &algorithm) ||
+      !set<uint32_t>(algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, to[kTile]) ||
+      !set<uint32_t>(algorithm, CUBLASLT_ALGO_CONFIG_STAGES_ID, to[kStages]) ||
+      !set<uint32_t>(algorithm, CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING, to[kSwizzle]) ||
+      !set<uint32_t>(algorithm, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, to[kCustom]) ||
+      !set<uint16_t>(algorithm, CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID, to[kInner]) ||
+      !set<uint16_t>(algorithm, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, to[kCluster]))
+    return false;
+  if (!one_chain(algorithm)) {
+    fail("algorithm %d splits K", to[kId]);
+    return false;
+  }
+  cublasLtMatmulHeuristicResult_t found{};
+  if (!RLK_CALL(cublasLtMatmulAlgoCheck, plan.handle, call.product, call.b, call.a, call.out, call.out, &algorithm,
+                &found))
+    return false;
+  plan.workspace = static_cast<int64_t>(found.workspaceSize);
+  if (plan.workspace <= most_workspace) return true;
+  fail("the algorithm needs a workspace of %lld bytes", static_cast<long long>(plan.workspace));
+  return false;
+}
+
+// The heuristic's answer of the asked rank, those that split K left out.
+bool ask(Plan& plan, const Call& call, int64_t most_workspace) {
   cublasLtMatmulPreference_t preference = nullptr;
   if (!RLK_CALL(cublasLtMatmulPreferenceCreate, &preference)) return false;
   std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, cublasStatus_t (*)(cublasLtMatmulPreference_t)> guard(
@@ -186,21 +227,30 @@ bool choose(Plan& plan, int64_t most_workspace) {
     return false;
   int32_t rank = 0;
   for (int i = 0; i < count; ++i) {
-    if (found[i].state != CUBLAS_STATUS_SUCCESS || !one_chain(found[i].algo) || rank++ < s.rank) continue;
+    if (found[i].state != CUBLAS_STATUS_SUCCESS || !one_chain(found[i].algo) || rank++ < plan.shape.rank) continue;
     plan.algorithm = found[i].algo;
     plan.workspace = static_cast<int64_t>(found[i].workspaceSize);
-    std::snprintf(plan.text, sizeof plan.text, "algorithm %d, tile %u, stages %u, swizzle %u, custom %u, inner %u, cluster %u",
-                  setting<int32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_ID),
-                  setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID),
-                  setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_STAGES_ID),
-                  setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING),
-                  setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION),
-                  setting<uint16_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID),
-                  setting<uint16_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID));
     return true;
   }
-  fail("cuBLASLt offers %d algorithms without split-K here, number %d was asked for", rank, s.rank);
+  fail("cuBLASLt offers %d algorithms without split-K here, number %d was asked for", rank, plan.shape.rank);
   return false;
+}
+
+bool choose(Plan& plan, int64_t most_workspace) {
+  const Shape& s = plan.shape;
+  Call call;
+  alignas(16) static const char somewhere[16] = {};  // the bias's address counts only when the product runs
+  if (!call.make(s, s.m, s.k, somewhere)) return false;
+  if (!(s.rank < 0 ? configure : ask)(plan, call, most_workspace)) return false;
+  std::snprintf(plan.text, sizeof plan.text, "algorithm %d, tile %u, stages %u, swizzle %u, custom %u, inner %u, cluster %u",
+                setting<int32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_ID),
+                setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID),
+                setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_STAGES_ID),
+                setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING),
+                setting<uint32_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION),
+                setting<uint16_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID),
+                setting<uint16_t>(plan.algorithm, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID));
+  return true;
 }
 
 }  // namespace
@@ -231,18 +281,21 @@ RLK_EXPORT int32_t rlk_lt_open(const char* path) {
 
 RLK_EXPORT int64_t rlk_lt_version() { return lt.loaded ? static_cast<int64_t>(lt.cublasLtGetVersion()) : -1; }
 
-// The plan of a shape on the current device, which must be `device`; asked from cuBLASLt once and kept. Null: see
-// rlk_lt_error. The heuristic launches nothing, so this may run under graph capture.
+// The plan of a shape on the current device, which must be `device`; asked from cuBLASLt once and kept. Either `settings`
+// (`Settings`) spell the algorithm out, or they are null and it is the heuristic's answer of this rank. Null: see
+// rlk_lt_error. Nothing is launched, so this may run under graph capture.
 RLK_EXPORT const void* rlk_lt_plan(int32_t device, int64_t m, int64_t n, int64_t k, int64_t batch, int64_t a_row,
                                    int64_t b_row, int32_t a_by_k, int32_t b_by_n, int32_t dtype, int32_t out_dtype,
-                                   int32_t bias, int32_t rank, int64_t most_workspace) {
+                                   int32_t bias, int32_t rank, const int32_t* settings,
+                                   int64_t most_workspace) {
   static std::map<Shape, std::unique_ptr<Plan>> plans;
   std::lock_guard<std::mutex> lock(mutex);
   if (!lt.loaded) {
     fail("cuBLASLt is not open");
     return nullptr;
   }
-  const Shape shape{device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, dtype, out_dtype, bias, rank};
+  Shape shape{device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, dtype, out_dtype, bias, settings ? -1 : rank, {}};
+  if (settings) std::copy_n(settings, kSettings, shape.settings.begin());
   auto found = plans.find(shape);
   if (found != plans.end()) return found->second.get();
   auto plan = std::make_unique<Plan>();

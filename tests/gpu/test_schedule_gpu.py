@@ -76,6 +76,27 @@ def test_cublaslt_is_certified(m: int, n: int, k: int, record: Callable[..., Non
 
 
 @hopper
+def test_an_algorithm_spelt_out_is_the_one_that_the_heuristic_named() -> None:
+    from rlkernel.kernels.cuda import cublaslt as lt
+
+    x, w, out = rand(256, 512), rand(1024, 512), rand(256, 1024)
+    plan = lambda which: lt.plan(
+        0, 256, 1024, 512, 1, 512, 512, False, True, torch.bfloat16, torch.bfloat16, False, which
+    )  # fmt: skip
+    named = plan(0)
+    said = {name: int(value) for name, value in (part.split() for part in named.algorithm.split(", "))}
+    spelt = plan(lt.Algorithm(said.pop("algorithm"), **said))
+    assert spelt.handle != named.handle and spelt.algorithm == named.algorithm
+    results = []
+    for chosen in (named, spelt):
+        lt.launcher(0, chosen)(256, 512, x.data_ptr(), w.data_ptr(), None, False, out)
+        results.append(out.clone())
+    assert_bitwise(results[1], results[0], named.algorithm)
+    with pytest.raises(RuntimeError, match="status"):
+        plan(lt.Algorithm(1 << 20, 0, 0, 0))
+
+
+@hopper
 @pytest.mark.parametrize("tokens", (33, 64, 5000, 8192))
 @pytest.mark.parametrize("n,k", ((1024, 3072), (6144, 4096), (19456, 1024)))
 def test_weight_gradients_are_certified(tokens: int, n: int, k: int, record: Callable[..., None]) -> None:

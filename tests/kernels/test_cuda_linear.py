@@ -184,6 +184,8 @@ def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
         fitted = cuda.matrix.fit(offer.tile, 1 << 20, 2, 232448)
         assert fitted == offer.tile, "smaller than it says"
         assert {offer.least - 1, offer.most} <= {*shapes.BUCKETS, cuda.ANY}, "a bucket in part"
+    for choice in cuda.CHOICES:
+        assert {choice.least - 1, choice.most} <= {*shapes.BUCKETS, cuda.ANY}, "a bucket in part"
 
 
 def tiles_of(m: int, n: int) -> list[str]:

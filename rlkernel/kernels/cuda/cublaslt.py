@@ -52,6 +52,18 @@ def versions() -> dict[str, str]:
     return {**library, "cuda compiler": driver.compiler()}
 
 
+class Algorithm(NamedTuple):
+    """An algorithm spelt out: its number, then its configuration, as cublasLt.h counts; 0: the default."""
+
+    number: int
+    tile: int
+    stages: int
+    cluster: int
+    custom: int = 0
+    swizzle: int = 0
+    inner: int = 0
+
+
 class Plan(NamedTuple):
     """One algorithm of cuBLASLt for a shape class: the C handle, its workspace in bytes, and which it is."""
 
@@ -63,15 +75,16 @@ class Plan(NamedTuple):
 @functools.cache
 def plan(
     device: int, m: int, n: int, k: int, batch: int, a_row: int, b_row: int, a_by_k: bool, b_by_n: bool,
-    dtype: torch.dtype, out: torch.dtype, bias: bool, rank: int,
+    dtype: torch.dtype, out: torch.dtype, bias: bool, which: int | Algorithm,
 ) -> Plan:  # fmt: skip
-    """The algorithm that cuBLASLt's heuristic ranks `rank`-th, split-K excluded, for out [batch, m, n] on a device.
+    """An algorithm of cuBLASLt without split-K for out [batch, m, n] on a device.
 
     Args:
         k: length of each of the `batch` consecutive pieces of the contraction.
         a_row, b_row: elements from one stored row of an operand to the next.
         a_by_k: a is stored [K, m], else [m, K].
         b_by_n: b is stored [n, K], else [K, n].
+        which: its rank among the heuristic's answers, or the algorithm itself.
 
     Raises:
         RuntimeError: cuBLASLt has no such algorithm; the message ends with its status.
@@ -79,12 +92,13 @@ def plan(
     """
     if (reason := unavailable()) is not None:
         raise BuildError(reason)
-    make = _function("rlk_lt_plan", _P, _I, _L, _L, _L, _L, _L, _L, _I, _I, _I, _I, _I, _I, _L)
+    make = _function("rlk_lt_plan", _P, _I, _L, _L, _L, _L, _L, _L, _I, _I, _I, _I, _I, _I, _P, _L)
+    rank, settings = (-1, (_I * len(which))(*which)) if isinstance(which, Algorithm) else (which, None)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the device's context exists from here on
         handle = make(
             device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, DTYPE_CODES[dtype], DTYPE_CODES[out], bias, rank,
-            MOST_WORKSPACE,
+            settings, MOST_WORKSPACE,
         )  # fmt: skip
     if not handle:
         raise RuntimeError(f"cuBLASLt, [{m}, {k}] x [{k}, {n}], batch {batch}, {dtype} to {out}: {_error()}")

@@ -19,6 +19,7 @@ from rlkernel.kernels import build
 from rlkernel.kernels.certification import Family, Key, Run, Schedule, Warm
 from rlkernel.kernels.cuda import cublaslt, driver, linear_rows
 from rlkernel.kernels.cuda import linear_shapes as shapes
+from rlkernel.kernels.cuda.cublaslt import Algorithm
 from rlkernel.kernels.cuda.linear_shapes import Shape, cut, most_rows, shape_of
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common, linear_grad, matrix
@@ -70,6 +71,24 @@ HEAD_OFFERS = (
 )
 
 
+class Choice(NamedTuple):
+    """An algorithm of cuBLASLt for products of least..most rows and a width n of narrow..wide."""
+
+    name: str
+    which: int | Algorithm  # rank among the heuristic's answers, or spelt out
+    rows: int = 0  # that the heuristic is asked for; 0: those of the class
+    forms: tuple[str, ...] = ("forward", "dgrad", "wgrad")
+    least: int = 1
+    most: int = ANY
+    narrow: int = 1
+    wide: int = ANY
+
+
+# The heuristic's first answers, and where it is short of answers without split-K, what it says of other row counts or
+# never says: tiles that fill the GPU once, in clusters that share what they read.
+CHOICES = (*(Choice(str(rank), rank) for rank in range(cublaslt.RANKS)),)
+
+
 # ---- cuBLASLt ------------------------------------------------------------------------------------
 
 
@@ -98,15 +117,15 @@ def _placed(bias: Tensor) -> Tensor:
     return bias if good else bias.clone(memory_format=torch.contiguous_format)
 
 
-def _product(s: Shape, rank: int) -> tuple[Callable[..., Tensor], str]:
+def _product(s: Shape, choice: Choice) -> tuple[Callable[..., Tensor], str]:
     """(a, weight, bias) -> out of a forward or an input gradient through one algorithm, and which it is."""
     split = s.chunks > 1
     in_epilogue = s.bias and not split
     partial = torch.float32 if split else s.out
     span, b_by_n = s.k // s.chunks, s.form == "forward"
     chosen = cublaslt.plan(
-        s.device, most_rows(s), s.n, span, s.chunks, s.k, s.weight[1], False, b_by_n, s.dtype, partial, in_epilogue,
-        rank,
+        s.device, choice.rows or most_rows(s), s.n, span, s.chunks, s.k, s.weight[1], False, b_by_n, s.dtype, partial,
+        in_epilogue, choice.which,
     )  # fmt: skip
     launch, n, out_dtype = cublaslt.launcher(s.device, chosen), s.n, s.out
 
@@ -129,10 +148,11 @@ def _product(s: Shape, rank: int) -> tuple[Callable[..., Tensor], str]:
     return _in_pieces(s, run), chosen.algorithm
 
 
-def _head(s: Shape, rank: int) -> tuple[Callable[..., Tensor], str]:
+def _head(s: Shape, choice: Choice) -> tuple[Callable[..., Tensor], str]:
     """(dy, weight) -> dx of a head, chunk after chunk onto one fp32 sum."""
     chosen = cublaslt.plan(
-        s.device, most_rows(s), s.n, DGRAD_CHUNK, 1, s.k, s.n, False, False, s.dtype, torch.float32, False, rank
+        s.device, choice.rows or most_rows(s), s.n, DGRAD_CHUNK, 1, s.k, s.n, False, False, s.dtype, torch.float32,
+        False, choice.which,
     )  # fmt: skip
     launch, n, size = cublaslt.launcher(s.device, chosen), s.n, s.dtype.itemsize
 
@@ -151,10 +171,10 @@ def _head(s: Shape, rank: int) -> tuple[Callable[..., Tensor], str]:
     return _in_pieces(s, run), chosen.algorithm
 
 
-def _wgrad(s: Shape, rank: int) -> tuple[Callable[[Tensor, Tensor, Tensor, bool], None], str]:
+def _wgrad(s: Shape, choice: Choice) -> tuple[Callable[[Tensor, Tensor, Tensor, bool], None], str]:
     """(grad, dy, x, fresh) -> None through one algorithm, and which it is."""
     n, k = s.weight
-    chosen = cublaslt.plan(s.device, n, k, s.rows, 1, n, k, True, False, s.dtype, s.out, False, rank)
+    chosen = cublaslt.plan(s.device, n, k, s.rows, 1, n, k, True, False, s.dtype, s.out, False, choice.which)
     launch = cublaslt.launcher(s.device, chosen)
 
     def run(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
@@ -182,26 +202,30 @@ def _cublaslt_supports(key: Key) -> bool:
     )
 
 
-def _cublaslt(rank: int, form: str) -> Schedule:
+def _cublaslt(choice: Choice, form: str) -> Schedule:
+    def supports(key: Key) -> bool:
+        s = shape_of(key)
+        return choice.least <= s.rows <= choice.most and choice.narrow <= s.n <= choice.wide and _cublaslt_supports(key)
+
     def bind(key: Key) -> Run:
         s = shape_of(key)
         call: Any
         if form == "forward":
-            run, algorithm = _product(s, rank)
+            run, algorithm = _product(s, choice)
             call = lambda x, weight, bias, chunks, dgrad_chunks, out_dtype: run(x, weight, bias)
         elif form == "wgrad":
-            onto, algorithm = _wgrad(s, rank)
+            onto, algorithm = _wgrad(s, choice)
             call = lambda grad, dy, x, fresh: onto(grad, dy, x, fresh)
         elif s.is_head:
-            head, algorithm = _head(s, rank)
+            head, algorithm = _head(s, choice)
             call = lambda dy, weight, chunks: head(dy, weight)
         else:
-            run, algorithm = _product(s, rank)
+            run, algorithm = _product(s, choice)
             call = lambda dy, weight, chunks: run(dy, weight)
         call.note = f"; {algorithm}"
         return call
 
-    return Schedule(f"cublaslt.{rank}", bind, _cublaslt_supports)
+    return Schedule(f"cublaslt.{choice.name}", bind, supports)
 
 
 # ---- Triton tiles --------------------------------------------------------------------------------
@@ -269,7 +293,7 @@ def _few_rows(columns: int) -> Schedule:
 
 
 def _schedules(form: str) -> tuple[Schedule, ...]:
-    found = [_cublaslt(rank, form) for rank in range(cublaslt.RANKS)]
+    found = [_cublaslt(choice, form) for choice in CHOICES if form in choice.forms]
     if form != "wgrad":
         found += [_tile(tile, form == "dgrad") for tile in dict.fromkeys(offer.tile for offer in OFFERS)]
     if form == "dgrad":
