@@ -298,6 +298,11 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     of_hopper = [name for name in sanitize.offered((9, 0)) if name.split(":")[1].split(".")[0] in ("rows", "hopper")]
     assert len(of_hopper) == 6 and run({}, (), (), tuple(of_hopper))[0] == 1
     assert run({}, (), (), tuple(of_hopper), (8, 0))[0] == 0, "not offered there"
+    spelt = "linear:cublaslt.spelt out"
+    assert spelt in sanitize.offered((9, 0)) and spelt not in sanitize.offered((8, 0))
+    assert run({}, (), (), (spelt,))[0] == 1
+    assert sanitize.SPELT.sub(sanitize.ONE, "linear:cublaslt.64x80.1x2") == spelt
+    assert sanitize.SPELT.sub(sanitize.ONE, "linear:cublaslt.3") == "linear:cublaslt.3"
     calls = sanitize.calls("cpu", torch.float32, large=False)
     assert {(row["tool"], row["what"]) for row in data["rows"]} == {
         (tool, what) for tool in sanitize.TOOLS for what in (sanitize.PLANT, *calls)
@@ -373,7 +378,9 @@ def test_the_sanitizers_calls_reach_every_schedule_of_linear(monkeypatch: pytest
                 if name.startswith("linear") and not name.startswith("linear_logprob"):
                     made[name]()
     linears = ("linear:", "linear_dgrad:", "linear_wgrad:")
-    assert {name for name in sanitize.offered((9, 0)) if name.startswith(linears)} == found
+    assert {name for name in sanitize.offered((9, 0)) if name.startswith(linears)} == {
+        sanitize.SPELT.sub(sanitize.ONE, name) for name in found
+    }
 
 
 @pytest.mark.parametrize("seconds,rounds", ((0.0, 1), (25.0, 2), (1e9, 4)))

@@ -74,6 +74,49 @@ def test_offered_tiles_have_the_anchors_bits(offer: Any, record: Record) -> None
     record(cases=2 * len(rows), tokens=2 * sum(rows), mismatches=0)
 
 
+def spelt() -> list[Any]:
+    """The algorithms of cuBLASLt that are spelt out, with the rows and a width that they are offered for."""
+    pytest.importorskip("triton")
+    from rlkernel.kernels.cuda.linear import CHOICES
+
+    found = [choice for choice in CHOICES if not isinstance(choice.which, int)]
+    return [pytest.param(c, id=f"{c.name}, {c.least} to {c.most} by {c.narrow}") for c in found]
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0),
+    reason="offered to sm_90 alone",
+)
+@pytest.mark.parametrize("choice", spelt())
+def test_algorithms_that_are_spelt_out_have_the_anchors_bits(choice: Any, record: Record) -> None:
+    """Certification would refuse another one without a word; here one that cuBLASLt does not know is skipped."""
+    from rlkernel.kernels import build
+    from rlkernel.kernels.cuda import linear as cuda
+    from rlkernel.kernels.cuda import linear_shapes as shapes
+
+    build.cublaslt_library()
+    rows, bf16, ran = {choice.least, choice.most - 7, choice.most}, torch.bfloat16, 0
+    for form, k in (("forward", 1544), ("dgrad", 1544), ("head", DGRAD_WHOLE + 16)):
+        forward, n = form == "forward", 136 if form == "head" else max(choice.narrow - 1, 512) + 24
+        size = torch.Size((n, k) if forward else (k, n))
+        s = shapes.Shape(0, choice.most, size, bf16, None, False, 1, True, form.replace("head", "dgrad"))
+        assert s.is_head == (form == "head")
+        if s.is_head and choice.most <= 64:
+            continue
+        w = data(1, *size, dtype=bf16)
+        try:
+            run, algorithm = (cuda._head if s.is_head else cuda._product)(s, choice.which)
+        except RuntimeError as error:
+            pytest.skip(f"cuBLASLt does not know it for {form}: {error}")
+        op = cuda.linear if forward else cuda.linear_dgrad
+        for m in rows:
+            a = data(0, m, k, dtype=bf16)
+            rest = (None, 1, 1, None) if forward else (1,)
+            assert_bitwise(run(a, w), op.family.anchor(a, w, *rest), f"{form}, {m} rows, {algorithm}")
+            ran += 1
+    record(cases=ran, tokens=sum(rows), mismatches=0)
+
+
 @by_dtype
 @pytest.mark.parametrize("chunks", (1, 2, 8, 16))
 def test_linear_in_every_tile(chunks: int, dtype: torch.dtype, record: Record) -> None:

@@ -6,6 +6,7 @@ import ast
 import importlib
 import io
 import itertools
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -186,16 +187,55 @@ def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
         assert {offer.least - 1, offer.most} <= {*shapes.BUCKETS, cuda.ANY}, "a bucket in part"
     for choice in cuda.CHOICES:
         assert {choice.least - 1, choice.most} <= {*shapes.BUCKETS, cuda.ANY}, "a bucket in part"
+    assert len({(choice.name, choice.which) for choice in cuda.CHOICES}) == len({c.name for c in cuda.CHOICES})
+
+
+SHAPE = shapes.Shape(0, 32, torch.Size((1024, 512)), torch.bfloat16, None, False, 1, True, "forward")
+
+
+def offered_for(s: shapes.Shape) -> list[str]:
+    op = {"forward": cuda.linear, "dgrad": cuda.linear_dgrad, "wgrad": cuda.wgrad_chunk}[s.form]
+    return [schedule.name for schedule in op.family.schedules if schedule.supports(tuple(s))]
+
+
+def spelt_for(s: shapes.Shape) -> list[str]:
+    """Names of the algorithms of cuBLASLt that are spelt out for a class."""
+    return [name.removeprefix("cublaslt.") for name in offered_for(s) if re.match(r"cublaslt\.\d+x", name)]
 
 
 def tiles_of(m: int, n: int) -> list[str]:
     """Names of the tiles offered for a product of a bucket of rows and a width."""
-    s = shapes.Shape(0, m, torch.Size((n, 512)), torch.bfloat16, None, False, 1, True, "forward")
-    offered = [schedule.name for schedule in cuda.linear.family.schedules if schedule.supports(tuple(s))]
+    offered = offered_for(SHAPE._replace(rows=m, weight=torch.Size((n, 512))))
     return [name.removeprefix("triton.") for name in offered if name.startswith("triton.")]
 
 
-def test_every_class_of_few_rows_has_tiles_but_not_many() -> None:
+def test_classes_short_of_algorithms_have_some_spelt_out_but_not_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    few = [rows for rows in shapes.BUCKETS if 16 < rows <= 256]
+    for n, m in itertools.product((8, 1024, 2048, 2056, 4096, 6144, 8192), few):
+        found = spelt_for(SHAPE._replace(rows=m, weight=torch.Size((n, 512))))
+        assert 1 <= len(found) <= 4, (n, m)
+        assert found == spelt_for(SHAPE._replace(rows=m, weight=torch.Size((512, n)), form="dgrad"))
+        for name in found:
+            features, tokens = map(int, name.split(".")[0].split("x"))
+            assert -(-n // features) * -(-m // tokens) <= 132, "more than an H200 has at once"
+    wide = SHAPE._replace(weight=torch.Size((4096, 512)))
+    assert spelt_for(wide._replace(rows=160)) == ["64x80.1x2", "128x40.2x1", "128x40.1x2"]
+    assert spelt_for(wide._replace(rows=256)) == ["64x128.1x2", "128x64.2x1", "128x64.1x2", "128x64.1x1"]
+    head = SHAPE._replace(weight=torch.Size((151936, 1024)), form="dgrad")
+    assert spelt_for(head._replace(rows=2048)) == ["128x128.1x2"] and not spelt_for(head._replace(rows=64))
+    for s in (
+        SHAPE._replace(rows=16), SHAPE._replace(rows=512), wide._replace(rows=2048), SHAPE._replace(chunks=2),
+        SHAPE._replace(weight=torch.Size((24576, 512))), SHAPE._replace(form="wgrad"),
+    ):  # fmt: skip
+        assert not spelt_for(s) and "cublaslt.0" in offered_for(s), s
+    for capability in ((8, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert not spelt_for(wide) and "cublaslt.0" in offered_for(wide)
+
+
+def test_every_class_of_few_rows_has_tiles_but_not_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for n, m in itertools.product((1024, 4096, 6144, 24576), shapes.BUCKETS[1:12]):
         offered = tiles_of(m, n)
         assert 1 <= len(offered) <= 4 and not any("head" in name for name in offered), (n, m)

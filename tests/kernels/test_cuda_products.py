@@ -80,13 +80,15 @@ def test_the_products_of_a_head_and_of_a_chunk_of_tokens(asked: list[tuple], mon
     whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
     dy, w, x = whole(5, 80), whole(80, 24), whole(5, 24)
     s = shapes.shape_of((0, *shapes.dgrad_key(dy, w, 1)[1:]))
-    head, _ = cuda._head(s, cuda.CHOICES[0])
+    head, _ = cuda._head(s, 0)
     assert_bitwise(head(dy, w), (dy.float() @ w.float()).bfloat16(), "three chunks, the last shorter")
     assert asked[-1][1:8] == (16, 24, 32, 1, 80, 24, False)
+    spelt = next(choice.which for choice in cuda.CHOICES if choice.name == "128x128.1x2")
+    assert asked[-1][-1] == 0 and cuda._head(s, spelt) and asked[-1][-1] == spelt == (66, 20, 35, 5, 3, 0, 0)
     start = torch.randint(-9, 9, (80, 24)).float()
     for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
         grad = start.to(out, copy=True)
-        onto, _ = cuda._wgrad(shapes.shape_of((0, *shapes.wgrad_key(grad, dy, x, fresh)[1:])), cuda.CHOICES[0])
+        onto, _ = cuda._wgrad(shapes.shape_of((0, *shapes.wgrad_key(grad, dy, x, fresh)[1:])), 0)
         onto(grad, dy, x, fresh)
         assert_bitwise(grad, (dy.float().t() @ x.float() + (0 if fresh else start)).to(out), f"tokens, {fresh}, {out}")
 
@@ -115,10 +117,10 @@ def test_a_misaligned_operand_of_linear_runs_the_anchor(monkeypatch: pytest.Monk
     wgrad = lambda grad, dy, x: (shapes.wgrad_key(grad, dy, x, True), (grad, dy, x, True))
     (few, *_), (head, *_) = cuda.OFFERS, cuda.HEAD_OFFERS
     for bind, call, sizes, tiled in (
-        (cuda._cublaslt(cuda.CHOICES[0], "forward").bind, forward, ((9, 64), (48, 64)), False),
-        (cuda._cublaslt(cuda.CHOICES[0], "dgrad").bind, dgrad, ((9, 48), (48, 64)), False),
-        (cuda._cublaslt(cuda.CHOICES[0], "dgrad").bind, dgrad, ((9, 72), (72, 64)), False),
-        (cuda._cublaslt(cuda.CHOICES[0], "wgrad").bind, wgrad, ((48, 64), (9, 48), (9, 64)), False),
+        (cuda._cublaslt("0", "forward").bind, forward, ((9, 64), (48, 64)), False),
+        (cuda._cublaslt("0", "dgrad").bind, dgrad, ((9, 48), (48, 64)), False),
+        (cuda._cublaslt("0", "dgrad").bind, dgrad, ((9, 72), (72, 64)), False),
+        (cuda._cublaslt("0", "wgrad").bind, wgrad, ((48, 64), (9, 48), (9, 64)), False),
         (cuda._few_rows(16).bind, dgrad, ((9, 48), (48, 64)), False),
         (tile(few, False), forward, ((9, 64), (48, 64)), True),
         (tile(few, True), dgrad, ((9, 48), (48, 64)), True),
@@ -218,7 +220,7 @@ def test_no_schedule_gets_more_rows_than_were_compared(
         a, w = whole(m, k), whole(k, 24)
         s = shapes.shape_of((0, *shapes.dgrad_key(a, w, 1)[1:]))
         assert s.is_head == (kind == "head")
-        found, _ = cuda._head(s, cuda.CHOICES[0]) if s.is_head else cuda._product(s, cuda.CHOICES[0])
+        found, _ = cuda._head(s, 0) if s.is_head else cuda._product(s, 0)
         got, expected = found(a, w), a.float() @ w.float()
         assert_bitwise(got, expected.bfloat16(), kind)
         pieces = seen[:: 3 if s.is_head else 1]  # a launch a chunk

@@ -21,6 +21,16 @@ SOURCE = "linear_cublaslt.cpp"
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 RANKS = 4  # answers of cuBLASLt's heuristic that compete
 MOST_WORKSPACE = 32 << 20
+# Of cublasLt.h: the algorithm for Hopper, its stages, tiles (columns of the output by rows), clusters (as many tiles).
+HOPPER, STAGES = 66, 35
+TILES = {
+    (16, 64): 47, (32, 64): 12,
+    (64, 16): 312, (64, 24): 313, (64, 32): 13, (64, 40): 314, (64, 48): 315, (64, 56): 316, (64, 64): 15,
+    (64, 80): 318, (64, 96): 26, (64, 112): 321, (64, 128): 17,
+    (128, 16): 394, (128, 24): 395, (128, 32): 16, (128, 40): 396, (128, 48): 397, (128, 56): 398, (128, 64): 18,
+    (128, 80): 400, (128, 96): 33, (128, 112): 403, (128, 128): 20,
+}  # fmt: skip
+CLUSTERS = {"1x1": 2, "2x1": 3, "4x1": 4, "1x2": 5, "4x2": 7}
 
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 

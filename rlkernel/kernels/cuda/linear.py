@@ -6,6 +6,7 @@ is what runs. Sums over chunks are the anchor's own folds, or the product's beta
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,11 +73,10 @@ HEAD_OFFERS = (
 
 
 class Choice(NamedTuple):
-    """An algorithm of cuBLASLt for products of least..most rows and a width n of narrow..wide."""
+    """An algorithm of cuBLASLt for products of least..most rows and a width n of narrow..wide; one may have several."""
 
     name: str
     which: int | Algorithm  # rank among the heuristic's answers, or spelt out
-    rows: int = 0  # that the heuristic is asked for; 0: those of the class
     forms: tuple[str, ...] = ("forward", "dgrad", "wgrad")
     least: int = 1
     most: int = ANY
@@ -84,9 +84,44 @@ class Choice(NamedTuple):
     wide: int = ANY
 
 
-# The heuristic's first answers, and where it is short of answers without split-K, what it says of other row counts or
-# never says: tiles that fill the GPU once, in clusters that share what they read.
-CHOICES = (*(Choice(str(rank), rank) for rank in range(cublaslt.RANKS)),)
+def _spelt(
+    features: int, tokens: int, cluster: str, custom: int, least: int, most: int, narrow: int, wide: int,
+    swizzle: int = 0,
+) -> Choice:  # fmt: skip
+    which = Algorithm(
+        cublaslt.HOPPER, cublaslt.TILES[features, tokens], cublaslt.STAGES, cublaslt.CLUSTERS[cluster], custom, swizzle
+    )
+    return Choice(f"{features}x{tokens}.{cluster}", which, ("forward", "dgrad"), least, most, narrow, wide)
+
+
+def _cut_in(parts: int, features: int, cluster: str, custom: int, *span: int) -> list[Choice]:
+    """A tile for every bucket of rows within a span (least, most, narrow, wide): its rows in `parts`, whole eights."""
+    least, most, *widths = span
+    return [
+        _spelt(features, -(-high // (8 * parts)) * 8, cluster, custom, low + 1, high, *widths)
+        for low, high in itertools.pairwise(shapes.BUCKETS)
+        if least <= low + 1 and high <= most
+    ]
+
+
+# Where split-K is the heuristic's best answer it is short of others: below are tiles that it does not name there. They
+# fill an H200's 132 SMs about once, two token tiles in a cluster share the weight they read, and a bucket's highest row
+# count, at which schedules are timed, leaves no tile in part. Custom options as the heuristic pairs them with clusters.
+CHOICES = (
+    *(Choice(str(rank), rank) for rank in range(cublaslt.RANKS)),
+    _spelt(16, 64, "4x1", 0, 17, 64, 1, 2048),
+    _spelt(32, 64, "4x1", 0, 17, 64, 1, 2048),
+    _spelt(64, 16, "4x2", 3, 17, 32, 1, 2048, swizzle=2),
+    *_cut_in(4, 64, "1x2", 3, 65, 256, 1, 2048),
+    *_cut_in(8, 64, "1x2", 3, 65, 256, 1, 1024),
+    *_cut_in(1, 64, "2x1", 1, 17, 64, 2049, 8448),
+    *_cut_in(2, 64, "1x2", 3, 17, 256, 2049, 4224),
+    *_cut_in(4, 128, "2x1", 1, 65, 256, 2049, 4224),
+    *_cut_in(4, 128, "1x2", 3, 129, 256, 2049, 4224),
+    _spelt(128, 64, "1x1", 0, 225, 256, 2049, 4224),
+    *_cut_in(2, 128, "1x2", 3, 17, 256, 4225, 8448),
+    _spelt(128, 128, "1x2", 3, 513, 2048, 1, 2048),
+)
 
 
 # ---- cuBLASLt ------------------------------------------------------------------------------------
@@ -117,15 +152,15 @@ def _placed(bias: Tensor) -> Tensor:
     return bias if good else bias.clone(memory_format=torch.contiguous_format)
 
 
-def _product(s: Shape, choice: Choice) -> tuple[Callable[..., Tensor], str]:
+def _product(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], str]:
     """(a, weight, bias) -> out of a forward or an input gradient through one algorithm, and which it is."""
     split = s.chunks > 1
     in_epilogue = s.bias and not split
     partial = torch.float32 if split else s.out
     span, b_by_n = s.k // s.chunks, s.form == "forward"
     chosen = cublaslt.plan(
-        s.device, choice.rows or most_rows(s), s.n, span, s.chunks, s.k, s.weight[1], False, b_by_n, s.dtype, partial,
-        in_epilogue, choice.which,
+        s.device, most_rows(s), s.n, span, s.chunks, s.k, s.weight[1], False, b_by_n, s.dtype, partial, in_epilogue,
+        which,
     )  # fmt: skip
     launch, n, out_dtype = cublaslt.launcher(s.device, chosen), s.n, s.out
 
@@ -148,11 +183,10 @@ def _product(s: Shape, choice: Choice) -> tuple[Callable[..., Tensor], str]:
     return _in_pieces(s, run), chosen.algorithm
 
 
-def _head(s: Shape, choice: Choice) -> tuple[Callable[..., Tensor], str]:
+def _head(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], str]:
     """(dy, weight) -> dx of a head, chunk after chunk onto one fp32 sum."""
     chosen = cublaslt.plan(
-        s.device, choice.rows or most_rows(s), s.n, DGRAD_CHUNK, 1, s.k, s.n, False, False, s.dtype, torch.float32,
-        False, choice.which,
+        s.device, most_rows(s), s.n, DGRAD_CHUNK, 1, s.k, s.n, False, False, s.dtype, torch.float32, False, which
     )  # fmt: skip
     launch, n, size = cublaslt.launcher(s.device, chosen), s.n, s.dtype.itemsize
 
@@ -171,10 +205,10 @@ def _head(s: Shape, choice: Choice) -> tuple[Callable[..., Tensor], str]:
     return _in_pieces(s, run), chosen.algorithm
 
 
-def _wgrad(s: Shape, choice: Choice) -> tuple[Callable[[Tensor, Tensor, Tensor, bool], None], str]:
+def _wgrad(s: Shape, which: int | Algorithm) -> tuple[Callable[[Tensor, Tensor, Tensor, bool], None], str]:
     """(grad, dy, x, fresh) -> None through one algorithm, and which it is."""
     n, k = s.weight
-    chosen = cublaslt.plan(s.device, n, k, s.rows, 1, n, k, True, False, s.dtype, s.out, False, choice.which)
+    chosen = cublaslt.plan(s.device, n, k, s.rows, 1, n, k, True, False, s.dtype, s.out, False, which)
     launch = cublaslt.launcher(s.device, chosen)
 
     def run(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
@@ -202,30 +236,36 @@ def _cublaslt_supports(key: Key) -> bool:
     )
 
 
-def _cublaslt(choice: Choice, form: str) -> Schedule:
+def _cublaslt(name: str, form: str) -> Schedule:
+    choices = [choice for choice in CHOICES if choice.name == name]
+    which = choices[0].which
+
     def supports(key: Key) -> bool:
         s = shape_of(key)
-        return choice.least <= s.rows <= choice.most and choice.narrow <= s.n <= choice.wide and _cublaslt_supports(key)
+        return (
+            any(c.least <= s.rows <= c.most and c.narrow <= s.n <= c.wide for c in choices) and _cublaslt_supports(key)
+            and (isinstance(which, int) or (s.chunks == 1 and linear_rows.supported(s.device)))
+        )  # fmt: skip
 
     def bind(key: Key) -> Run:
         s = shape_of(key)
         call: Any
         if form == "forward":
-            run, algorithm = _product(s, choice)
+            run, algorithm = _product(s, which)
             call = lambda x, weight, bias, chunks, dgrad_chunks, out_dtype: run(x, weight, bias)
         elif form == "wgrad":
-            onto, algorithm = _wgrad(s, choice)
+            onto, algorithm = _wgrad(s, which)
             call = lambda grad, dy, x, fresh: onto(grad, dy, x, fresh)
         elif s.is_head:
-            head, algorithm = _head(s, choice)
+            head, algorithm = _head(s, which)
             call = lambda dy, weight, chunks: head(dy, weight)
         else:
-            run, algorithm = _product(s, choice)
+            run, algorithm = _product(s, which)
             call = lambda dy, weight, chunks: run(dy, weight)
         call.note = f"; {algorithm}"
         return call
 
-    return Schedule(f"cublaslt.{choice.name}", bind, supports)
+    return Schedule(f"cublaslt.{name}", bind, supports)
 
 
 # ---- Triton tiles --------------------------------------------------------------------------------
@@ -293,7 +333,7 @@ def _few_rows(columns: int) -> Schedule:
 
 
 def _schedules(form: str) -> tuple[Schedule, ...]:
-    found = [_cublaslt(choice, form) for choice in CHOICES if form in choice.forms]
+    found = [_cublaslt(name, form) for name in dict.fromkeys(c.name for c in CHOICES if form in c.forms)]
     if form != "wgrad":
         found += [_tile(tile, form == "dgrad") for tile in dict.fromkeys(offer.tile for offer in OFFERS)]
     if form == "dgrad":
