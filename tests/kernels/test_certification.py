@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from kernels.fake_schedules import (
 )
 from torch import Tensor
 
-from rlkernel.kernels import build, certification
+from rlkernel.kernels import build, certification, schedule
 from rlkernel.kernels.certification import Family, Schedule, values
 from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.schedule import ScheduledOp
@@ -72,6 +73,27 @@ def test_a_schedule_that_raises_is_refused_with_its_words() -> None:
     verdict = op.verdict(*arguments())
     assert verdict is not None and "no kernel image" in verdict.trials[0].reason and not verdict.trials[0].certified
     assert op.chosen(*arguments()) == "fake.equal"
+
+
+def test_what_a_library_does_not_offer_is_refused_without_a_warning() -> None:
+    tried: list[Any] = []
+
+    def bind(key: Any) -> Callable[..., Tensor]:
+        tried.append(key)
+        raise RuntimeError("cuBLASLt: cublasLtMatmulAlgoCheck failed with status 15")
+
+    made = family(equal)
+    made = replace(made, schedules=(Schedule("fake.unknown", bind), *made.schedules))
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            op = ScheduledOp(made)
+            assert op.chosen(*arguments()) == "fake.equal"
+            with schedule.strict():
+                op(*arguments())
+        trial = op.verdicts()[0].trials[0]
+        assert not trial.certified and trial.reason.startswith("not offered here: ") and "status 15" in trial.reason
+    assert len(tried) == 1, "the verdict on file says it"
 
 
 def test_verdicts_are_kept_by_key() -> None:
