@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from results_io import write_result
 
 from rlkernel.kernels import build
-from rlkernel.kernels.cuda import linear_logprob_hopper, linear_rows
+from rlkernel.kernels.cuda import attention_prefill, linear_logprob_hopper, linear_rows
 from rlkernel.kernels.cuda.driver import compile_cuda
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.triton import aot
@@ -47,7 +47,8 @@ def measure(index: int, target: str) -> dict[str, Any]:
 
 
 def measure_cuda() -> list[dict[str, Any]]:
-    """The CUDA sources for Hopper, linear_logprob in each of its modes; needs NVRTC or nvcc."""
+    """The CUDA sources for Hopper, linear_logprob in each of its modes; needs NVRTC or nvcc. Of a kernel that hands
+    registers from the warps that fetch to the others, the number is what a thread starts with."""
     modes = ("STATISTICS", "GRADIENT", "PROBS", "DHIDDEN", "DWEIGHT")
     found = []
     for name in modes:
@@ -77,6 +78,19 @@ def measure_cuda() -> list[dict[str, Any]]:
             **aot.cuda_resources(cubin),
             "shared": held * linear_rows.stage_bytes(rows, columns),
             "matrix": [f"wgmma m64n{columns}k16"],
+        })  # fmt: skip
+    for d, skip in itertools.product(attention_prefill.HEAD_DIMS, (False, True)):
+        macros = attention_prefill.macros(d, False, False, skip)
+        cubin = compile_cuda(build.source_dir() / "cuda" / attention_prefill.SOURCE, "90a", macros)
+        found.append({
+            "kernel": f"attention CUDA long prefill d{d}{' skip' * skip}",
+            "function": "rlk_attention_prefill",
+            "target": "sm_90",
+            "main": True,
+            "num_warps": attention_prefill.THREADS // 32,
+            **aot.cuda_resources(cubin),
+            "shared": attention_prefill.shared_bytes(d),
+            "matrix": [f"wgmma m64n{n}k16" for n in sorted({64, d})],
         })  # fmt: skip
     return found
 

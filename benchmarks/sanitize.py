@@ -201,6 +201,14 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
                     max_seqlen_q=each, max_seqlen_k=longest, split=256,
                 )  # fmt: skip
 
+    def attention_prefill() -> None:  # a tile of few positions; of a sequence one split, or several
+        for dim, split in ((64, 2048), (128, 2048), (64, 128), (128, 128)) if large else ():
+            cu_q, cu_k = (torch.tensor(n, device=device, dtype=torch.int32) for n in ([0, 130, 133], [0, 300, 370]))
+            q, k, val = leaf(133, 8, dim), leaf(370, 1, dim), leaf(370, 1, dim)
+            ops.attention(
+                q.detach(), k.detach(), val.detach(), cu_q, cu_k, max_seqlen_q=130, max_seqlen_k=300, split=split
+            )  # fmt: skip
+
     def attention_pages() -> None:  # so long that pages are laid in a row first
         queries, keys, page = (512, 4096, 16) if large else (5, 80, 16)
         cache = [torch.randn(keys // page, page, 1, 128, device=device).to(dtype) for _ in range(2)]
@@ -247,8 +255,8 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             ops.sample(logits, ids(99, n), ids(99, n), temperature=full(0.8, torch.float32), **options)
 
     found = (linear, linear_options, linear_chunks, linear_tiles, linear_tiles_of_more_rows, linear_head,
-             linear_logprob, linear_logprob_dhidden, logprob, rms_norm, pointwise, attention, attention_pages, losses,
-             optimizer, sample)  # fmt: skip
+             linear_logprob, linear_logprob_dhidden, logprob, rms_norm, pointwise, attention, attention_prefill, attention_pages,
+             losses, optimizer, sample)  # fmt: skip
     return {call.__name__: call for call in found}
 
 
@@ -308,11 +316,11 @@ def every_schedule() -> set[str]:
 
 def offered(capability: tuple[int, int]) -> set[str]:
     """Names, as in `every_schedule` but for `SPELT`, of all schedules that this compute capability is offered."""
-    from rlkernel.kernels.cuda import linear, linear_logprob
+    from rlkernel.kernels.cuda import attention, linear, linear_logprob
     from rlkernel.kernels.schedule import ScheduledOp
 
-    groups = () if capability == (9, 0) else ("hopper", "rows")
-    defined = (*vars(linear).values(), *vars(linear_logprob).values())
+    groups = () if capability == (9, 0) else ("hopper", "rows", "gluon")
+    defined = (*vars(attention).values(), *vars(linear).values(), *vars(linear_logprob).values())
     ops = [op for op in defined if isinstance(op, ScheduledOp)]
     names = {f"{op.family.op}:{s.name}" for op in ops for s in op.family.schedules}
     names = {SPELT.sub(ONE, name) for name in names if capability == (9, 0) or not SPELT.search(name)}

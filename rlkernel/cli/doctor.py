@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _HEADS = ((64, 16, 8), (96, 16, 8), (128, 16, 8), (128, 32, 8), (128, 28, 4), (192, 16, 8), (256, 16, 8))  # D, H, HK
+_PREFILLS = ((2048, False), (8192, True))  # keys of the longest sequence, several splits: long prefill of 0.6B's heads
 _SHAPES = tuple((m, n, k) for m in (1, 64, 2048) for n, k in ((4096, 1024), (1024, 3072)))  # [M, K] x [N, K]
 
 
@@ -86,7 +87,7 @@ def _triton() -> dict[str, Any] | None:
     if not triton.__version__.startswith(f"{launch.MEASURED}."):
         note = (
             f"Triton {triton.__version__} is not the measured {launch.MEASURED}: direct launches and attention's "
-            "kernel for long prefill are off, so calls cost the host more, and no test or figure of ours is of it; "
+            "Gluon kernel for long prefill are off, so calls cost the host more, and no test or figure of ours is of it; "
             f"pip install 'triton=={launch.MEASURED}.*'"
         )
     elif not launch.KNOWN:
@@ -118,8 +119,9 @@ def _schedules() -> dict[str, Any]:
     """Verdicts on this GPU, after the certification of a few common shapes; why there are none, where that is so."""
     import torch
 
+    from rlkernel.contract.orders import ATTENTION_SPLIT
     from rlkernel.kernels import schedule
-    from rlkernel.kernels.cuda import cublaslt, linear
+    from rlkernel.kernels.cuda import attention, cublaslt, linear
     from rlkernel.kernels.verdicts import verdict_dir
 
     folder = verdict_dir()
@@ -132,6 +134,11 @@ def _schedules() -> dict[str, Any]:
         linear.linear_dgrad.verdict(dy, w, 1)
         linear.wgrad_chunk.verdict(torch.empty_like(w), dy, x, True)
         linear.wgrad_chunk.verdict(torch.zeros_like(w, dtype=torch.float32), dy, x, False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    for span, several in _PREFILLS:
+        heads = attention.Shape(device.index, bf16, 16, 8, 128, ATTENTION_SPLIT, several, False, span)
+        generator = torch.Generator(device).manual_seed(0)
+        attention.prefill.verdict(*attention.sample(heads, attention.rows_of(heads)[0], "normal", generator))
     _train_a_head()
     uncertified = [
         {"op": op.family.op, "shape": shape, "reason": why}
@@ -143,7 +150,6 @@ def _schedules() -> dict[str, Any]:
         for op in schedule.scheduled_ops()
         for shape in op.unsupported()
     ]
-    device = torch.device("cuda", torch.cuda.current_device())
     verdicts = schedule.report(device)
     used = sum(len(op.verdicts()) for op in schedule.scheduled_ops())
     made = len(_written(folder).items() - before.items())

@@ -67,6 +67,32 @@ def test_linear_rows_compiles(
 
 
 @needs_compiler
+@pytest.mark.parametrize("skip", (False, True), ids=("all", "skip"))
+@pytest.mark.parametrize("half,room", ((False, False), (True, False), (False, True)), ids=("bf16", "fp16", "room"))
+@pytest.mark.parametrize("d", (64, 128))
+def test_attention_prefill_compiles(
+    d: int, half: bool, room: bool, skip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlkernel.kernels.cuda import attention_prefill
+
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    macros = attention_prefill.macros(d, half, room, skip)
+    driver.compile_cuda(build.source_dir() / "cuda" / attention_prefill.SOURCE, "90a", macros)
+    (kept,) = (tmp_path / "cuda").iterdir()
+    assert attention_prefill.shared_bytes(d) <= 227 << 10
+    sass = tool("cuobjdump", "-sass", str(kept))
+    assert not re.search(r"\b(STL|LDL)\b", sass), "spills"
+    assert "UTMALDG.2D" in sass and bool(re.search(r"HGMMA\.64x\d+x16\.F32\.BF16", sass)) != half
+    # Both groups of a block have their registers, and the warps that fetch give theirs away.
+    assert re.search(r"USETMAXREG\.TRY_ALLOC\.CTAPOOL UP0, 0xe8", sass) and "USETMAXREG.DEALLOC.CTAPOOL 0x28" in sass
+    step = re.findall(r"HGMMA\.64x(64|128)|(DEPBAR)\.LE gsb0, (0x[01])|(MUFU\.EX2)", sass)
+    words = re.sub(r"(\S+)(?: \1)+", r"\1", " ".join(map("".join, step)))
+    products = "64 128" if d == 128 else "64"
+    # The softmax runs beside the product of the block before, and both products of a block are queued at once.
+    assert words.count(f"MUFU.EX2 DEPBAR0x0 {products} DEPBAR0x1") == 1, words
+
+
+@needs_compiler
 def test_an_error_shows_the_compilers_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     bad = tmp_path / "bad.cu"

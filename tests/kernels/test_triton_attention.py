@@ -110,6 +110,42 @@ else:
             for name, a, b in zip(("dq", "dk", "dv"), attention_backward(*rest, tiles=tiles), wanted, strict=True):
                 assert_accurate(a, b, None, f"{name} {tiles}")
 
+    @pytest.mark.parametrize("family", ("hopper", "ampere"))
+    @pytest.mark.usefixtures("as_on")
+    def test_what_takes_long_prefill(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Packed keys and pages laid in a row that the copy engine can fetch, of enough rows, without a window."""
+        monkeypatch.setattr(forward, "GROUPS_ROWS", 20)
+        seen: list[tuple[Any, ...]] = []
+
+        def long(*given: Any) -> None:
+            seen.append(given)
+            forward.prefill(*given)
+
+        def run(op: Any, *given: Any) -> None:
+            seen.clear()
+            for a, b in zip(op(*given, long=long), op(*given), strict=True):
+                assert_bitwise(a, b, "written by the one that was called")
+
+        on_hopper = family == "hopper"
+        for split in (64, 2048):
+            q, k, v, cu_q, cu_k, *rest = given = arguments(2, 1, 16, None, split, [70, 5], [130, 5], torch.float16)
+            run(attention, *given)
+            assert len(seen) == on_hopper and all(x[5:7] == (70, 130) and x[8:10] == (split, 0) for x in seen)
+            run(attention, q[:5], k, v, torch.tensor([0, 5], dtype=torch.int32), cu_k[[0, 1]], 5, *rest[1:])
+            run(attention, *given[:8], 20, split)
+            run(attention, *(x.float() for x in (q, k, v)), cu_q, cu_k, *rest)
+            assert not seen, "few rows, a window, another dtype"
+        pages = (torch.cat((x, x[:6])).view(17, 8, 1, 16) for x in (k, v))
+        table, lens = torch.arange(17, dtype=torch.int32)[None], torch.tensor([130]).int()
+        paged = (q[:70], *pages, table, cu([70]), lens, 70, 130, 0.25, None, 64)
+        run(paged_attention, *paged)
+        assert not seen
+        monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
+        monkeypatch.setattr(forward, "GATHER_KEYS", 1)
+        monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+        run(paged_attention, *paged)
+        assert len(seen) == on_hopper and all(x[9] == 192 for x in seen), "keys of room"
+
     @pytest.mark.parametrize("window", (None, 90))
     def test_a_sequence_does_not_see_the_next_one(window: int | None) -> None:
         """The copy engine reads past a sequence's end: what lies there must not show, NaN or not."""

@@ -2,12 +2,12 @@
 
 Contract: orders.py, `attention`. Rows of a tile are (position, head of the group) pairs; blocks of 64 keys and splits
 lie at absolute positions. Tiles are chosen such that a row's sum keeps its order (`forward_tile`). Long prefill on
-Hopper has a kernel of its own, with these bits: `attention_hopper.py`.
+Hopper has kernels of its own, with these bits: `cuda/attention.py`, whose anchor is `prefill`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -43,10 +43,9 @@ from rlkernel.kernels.triton.common import (
     options,
     rows_of_heads,
 )
-from rlkernel.kernels.triton.launch import KNOWN, direct
+from rlkernel.kernels.triton.launch import direct
 
-if KNOWN:  # Gluon is no stable interface
-    from rlkernel.kernels.triton import attention_hopper
+Prefill = Callable[..., None]  # `prefill`, or what computes the same
 
 ONE_SPLIT = tl.constexpr(0)  # no sequence is longer than a split
 MERGE = tl.constexpr(1)  # the program walks all splits and merges them in registers
@@ -326,7 +325,7 @@ DECODE_ROWS = 16
 # From so many queries and keys on, pages are laid in a row first, where the copy engine can fetch them.
 GATHER_QUERIES, GATHER_KEYS = 512, 4096
 SCRATCH_BYTES = 1 << 29  # what a call takes beside its results at most: `scratch_bytes`
-GROUPS_ROWS = 1024  # of the longest sequence: from so many on, Hopper's own kernel serves prefill across splits
+GROUPS_ROWS = 1024  # of the longest sequence: from so many on, Hopper's own kernels may serve prefill
 INT32 = (1 << 31) - 1
 MERGE_GRID = 1024  # programs of a merge at most, one a query at least: in most decode steps nothing is to merge
 PARTIAL_GRID = 4096  # programs of a decode step at most, two a sequence and key head at least: idle ones cost time too
@@ -373,17 +372,21 @@ def _forward(
     kv_head: int | None = None,
     out: Tensor | None = None,
     room: int = 0,
+    lse: Tensor | None = None,
+    long: Prefill | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense where `table` is None, with `room` keys for each sequence if given.
 
-    `tile` is for tests and tuning; every one gives the same bits.
+    `tile` is for tests and tuning; every one gives the same bits. `long` computes long prefill over keys that the copy
+    engine can fetch, in place of the kernel here.
     """
     q = rows_of_heads(q)
     (t, h, d), hk = q.shape, k.shape[-2]
     group, batch = h // hk, cu_q.shape[0] - 1
     if out is None:
         out = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
-    lse = torch.empty(t, h, dtype=torch.float32, device=q.device)
+    if lse is None:
+        lse = torch.empty(t, h, dtype=torch.float32, device=q.device)
     if t == 0:
         return out, lse
     check_sequences(batch)
@@ -398,9 +401,9 @@ def _forward(
     mode = PARTIAL.value if in_parts else ONE_SPLIT.value if splits <= 1 else MERGE.value
     side_by_side = min(splits, max(2, PARTIAL_GRID // (batch * hk)))
     boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma else (None, None)
-    long = mode == MERGE.value and window is None and max_q * group >= GROUPS_ROWS
-    if long and chosen and KNOWN and q.is_cuda and d == 128 and boxes[0] is not None:
-        attention_hopper.prefill(q, boxes, hk, cu_q, lens, max_q, scale, split, room, out, lse)
+    many = chosen and window is None and mode != PARTIAL.value and max_q * group >= GROUPS_ROWS
+    if long is not None and many and boxes[0] is not None:
+        long(q, k, v, cu_q, lens, max_q, max_k, scale, split, room, out, lse)
         return out, lse
     o_parts, lse_parts = out, lse
     if mode == PARTIAL.value:
@@ -433,6 +436,14 @@ def _forward(
     return out, lse
 
 
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
+    room: int, out: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
+    """Writes `out` and `lse` of queries over dense keys; the anchor of what may take its place."""
+    _forward(q, k, v, None, cu_q, lens, max_q, max_k, scale, None, split, None, None, out, room, lse)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -445,10 +456,11 @@ def attention(
     window: int | None,
     split: int,
     tile: Tile | None = None,
+    long: Prefill | None = None,
 ) -> tuple[Tensor, Tensor]:
     k, v = rows_of_heads(k), rows_of_heads(v)
     cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    return _forward(q, k, v, None, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, window, split, tile)
+    return _forward(q, k, v, None, cu_q, cu_k, max_seqlen_q, max_seqlen_k, scale, window, split, tile, long=long)
 
 
 def paged_attention(
@@ -465,16 +477,18 @@ def paged_attention(
     split: int,
     tile: Tile | None = None,
     out: Tensor | None = None,
+    long: Prefill | None = None,
 ) -> tuple[Tensor, Tensor]:
     k, v, kv_head = slots_in_a_row(k_cache, v_cache)
     cu_q, lens = cu_seqlens_q.contiguous(), seq_lens_k.contiguous()
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     room = room_for(max_seqlen_k)
-    long = window is None and max_seqlen_q >= GATHER_QUERIES and max_seqlen_k >= GATHER_KEYS
-    if long and lens.shape[0] * row_bytes(room, k) <= SCRATCH_BYTES and in_boxes(q):
+    gather = window is None and max_seqlen_q >= GATHER_QUERIES and max_seqlen_k >= GATHER_KEYS
+    if gather and lens.shape[0] * row_bytes(room, k) <= SCRATCH_BYTES and in_boxes(q):
         k, v = in_a_row(k, v, table, lens, room, kv_head)
         return _forward(
-            q, k, v, None, cu_q, lens, max_seqlen_q, max_seqlen_k, scale, window, split, tile, None, out, room
+            q, k, v, None, cu_q, lens, max_seqlen_q, max_seqlen_k, scale, window, split, tile, None, out, room,
+            long=long,
         )  # fmt: skip
     return _forward(
         q, k, v, table, cu_q, lens, max_seqlen_q, max_seqlen_k, scale, window, split, tile, kv_head, out

@@ -1,0 +1,167 @@
+"""attention on CUDA: long prefill by Hopper's own kernels, where they equal the Triton kernel to the bit.
+
+The anchor, and all that is not long prefill, are those of kernels/triton/attention.py; here are the schedules that may
+take the anchor's place (cuda/attention_prefill.py, triton/attention_hopper.py) and their certification.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.contract import orders
+from rlkernel.kernels import build
+from rlkernel.kernels.certification import Family, Key, Run, Schedule, values
+from rlkernel.kernels.cuda import attention_prefill, driver
+from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.triton import attention as anchor
+from rlkernel.kernels.triton import attention_splits, common
+from rlkernel.kernels.triton.attention_backward import descriptors
+from rlkernel.kernels.triton.launch import KNOWN
+
+if KNOWN:  # Gluon is no stable interface
+    from rlkernel.kernels.triton import attention_hopper
+
+SPANS = (2048, 8192, 16384)  # keys of the longest sequence, by which classes differ in speed; the last one is open
+RAGGED = (1, 5, 129, 640)  # queries of the sequences compared first
+TIMED = 8192  # queries of what is compared and timed then
+
+# ---- shape classes -------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """Shape class of long prefill. A row's bits know neither the batch nor its own position's past."""
+
+    device: int  # index, -1 for the CPU
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    d: int
+    split: int
+    several: bool  # splits
+    room: bool  # pages that were laid in a row
+    span: int  # of SPANS
+
+
+def key(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
+    room: int, out: Tensor, lse: Tensor,
+) -> Key:  # fmt: skip
+    span = next((n for n in SPANS if max_k <= n), SPANS[-1])
+    return Shape(q.get_device(), q.dtype, q.shape[1], k.shape[1], q.shape[2], split, max_k > split, room > 0, span)
+
+
+def describe(key: Key) -> dict[str, Any]:
+    s = Shape(*key)  # type: ignore[arg-type]
+    plain = {**s._asdict(), "dtype": str(s.dtype).removeprefix("torch.")}
+    del plain["device"]
+    return plain
+
+
+def device_of(key: Key) -> torch.device:
+    index = int(key[0])  # type: ignore[call-overload]
+    return torch.device("cuda", index) if index >= 0 else torch.device("cpu")
+
+
+def rows_of(key: Key) -> list[int]:
+    return [sum(RAGGED), TIMED]
+
+
+def lengths(s: Shape, rows: int) -> tuple[list[int], list[int]]:
+    """Queries and keys of the sequences of a sample: ragged ones, or as long as the class has them."""
+    most = s.span if s.several else min(s.span, s.split)
+    if rows == TIMED:
+        n = min(most, TIMED)
+        return [n] * (TIMED // n), [most] * (TIMED // n)
+    queries = [min(n, most) for n in RAGGED]
+    return queries, [min(most, n + past) for n, past in zip(queries, (70, 0, most, 641), strict=True)]
+
+
+def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s, device = Shape(*key), generator.device  # type: ignore[arg-type]
+    queries, keys = lengths(s, rows)
+    room = anchor.room_for(max(keys)) if s.room else 0
+    total = room * len(keys) if s.room else sum(keys)
+    # Scores far beyond 2^24 are NaN: scale and maximum are fused. float16's ranges stay below that.
+    dtype = s.dtype if kind == "denormal" else torch.float16
+
+    def draw(n: int, heads: int, second: bool = False) -> Tensor:
+        return values(kind, n * heads, s.d, dtype, generator, second=second).to(s.dtype).view(n, heads, s.d)
+
+    def int32(x: list[int]) -> Tensor:
+        return torch.tensor(x, dtype=torch.int32, device=device)
+
+    q, k, v = draw(sum(queries), s.heads), draw(total + 64, s.kv_heads, True), draw(total + 64, s.kv_heads)
+    for x in (k, v):  # what lies behind a sequence may be anything
+        x[total:] = torch.nan
+        for i, n in enumerate(keys if s.room else ()):
+            x[i * room + n : (i + 1) * room] = torch.nan
+    lens = int32(keys if s.room else [0, *accumulate(keys)])
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, dtype=torch.float32, device=device)
+    cu_q = int32([0, *accumulate(queries)])
+    return q, k, v, cu_q, lens, max(queries), max(keys), s.d**-0.5, s.split, room, out, lse
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+def _on_hopper(s: Shape) -> bool:
+    if s.device < 0 or common.IS_HIP or torch.cuda.get_device_capability(s.device) != (9, 0):
+        return False
+    return s.dtype.itemsize == 2 and not (s.several and s.split >= s.span)  # of which a sample has several splits
+
+
+def _hopper(name: str, skip: bool) -> Schedule:
+    def supports(key: Key) -> bool:
+        s = Shape(*key)  # type: ignore[arg-type]
+        return s.d in attention_prefill.HEAD_DIMS and _on_hopper(s)
+
+    def bind(key: Key) -> Run:
+        s = Shape(*key)  # type: ignore[arg-type]
+        return attention_prefill.launcher(s.device, s.dtype, s.d, s.room, skip)
+
+    return Schedule(name, bind, supports)
+
+
+def _gluon_supports(key: Key) -> bool:
+    s = Shape(*key)  # type: ignore[arg-type]
+    return KNOWN and s.d == 128 and s.several and _on_hopper(s)
+
+
+def _gluon_bind(key: Key) -> Run:
+    def prefill(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
+        room: int, out: Tensor, lse: Tensor,
+    ) -> None:  # fmt: skip
+        boxes = descriptors(k, v, attention_hopper.KEYS.value)
+        attention_hopper.prefill(q, boxes, k.shape[1], cu_q, lens, max_q, scale, split, room, out, lse)
+
+    return prefill
+
+
+_SOURCES = (
+    Path(__file__),
+    *(Path(m.__file__) for m in (anchor, attention_splits, attention_prefill, common, driver, orders) if m.__file__),
+    Path(anchor.__file__).with_name("attention_hopper.py"),
+    build.source_dir() / "cuda" / attention_prefill.SOURCE,
+)
+
+prefill = ScheduledOp(
+    Family(
+        op="attention_prefill", anchor=anchor.prefill, key=key, describe=describe, device=device_of, rows=rows_of,
+        sample=sample, sources=_SOURCES, versions=lambda: {"cuda compiler": driver.compiler()}, mutates=(10, 11),
+        schedules=(
+            _hopper("hopper", False), _hopper("hopper.skip", True), Schedule("gluon", _gluon_bind, _gluon_supports),
+        ),
+    )
+)  # fmt: skip
+
+# ---- the ops -------------------------------------------------------------------------------------
+
+attention = functools.partial(anchor.attention, long=prefill.call)
+paged_attention = functools.partial(anchor.paged_attention, long=prefill.call)

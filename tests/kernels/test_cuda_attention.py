@@ -1,0 +1,196 @@
+"""Long prefill's schedules without a GPU: shape classes, samples, the choice, what happens where one cannot be built."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kernels.fake_schedules import milliseconds
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from rlkernel.contract import assert_bitwise
+from rlkernel.kernels import clock, schedule
+from rlkernel.kernels.certification import KINDS, Schedule
+from rlkernel.kernels.cuda import attention as cuda
+from rlkernel.kernels.cuda import attention_prefill, driver
+from rlkernel.kernels.errors import BuildError
+from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
+from rlkernel.kernels.triton import attention as anchor
+from rlkernel.kernels.verdicts import ANCHOR
+
+SHAPE = cuda.Shape(-1, torch.bfloat16, 2, 1, 64, 128, True, False, 2048)
+CLASSES = [
+    SHAPE._replace(split=split, several=several, room=room, span=span)
+    for split, several, span in ((128, True, 2048), (128, False, 2048), (2048, True, 8192), (2048, True, 16384),
+                                 (2048, False, 2048), (4096, False, 8192))
+    for room in (False, True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", CLASSES, ids=str)
+def test_a_sample_is_of_its_class(shape: cuda.Shape) -> None:
+    small = shape._replace(heads=1, d=16)
+    for rows in cuda.rows_of(small):
+        given = cuda.sample(small, rows, "normal", torch.Generator().manual_seed(0))
+        q, k, v, cu_q, lens, max_q, max_k, *_, room, out, lse = given
+        assert cuda.key(*given) == small
+        queries, keys = cuda.lengths(small, rows)
+        assert cu_q.diff().tolist() == queries and all(n <= m for n, m in zip(queries, keys, strict=True))
+        assert (max_q, max_k) == (max(queries), max(keys)) and out.isnan().all() and lse.isnan().all()
+        assert (lens if room else lens.diff()).tolist() == keys
+        first = [i * room for i in range(len(keys))] if room else lens[:-1].tolist()
+        inside = torch.zeros(len(k), dtype=torch.bool)
+        for begin, n in zip(first, keys, strict=True):
+            inside[begin : begin + n] = True
+        for x in (k, v):
+            assert x[inside].isfinite().all() and x[~inside].isnan().all()
+        assert not room or len(k) - 64 == room * len(keys)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_compared_is_finite(kind: str) -> None:
+    """NaN for NaN would say little."""
+    q, k, v, *_ = cuda.sample(SHAPE, 775, kind, torch.Generator().manual_seed(1))
+    assert (q.double() @ k[: len(k) - 64, 0].double().T).abs().max() * 64**-0.5 * 1.45 < 2**24
+    assert v[: len(v) - 64].isfinite().all()
+
+
+def test_classes_meet_what_they_are_chosen_by() -> None:
+    spans = {2048: 2048, 2049: 8192, 8192: 8192, 8193: 16384, 10**6: 16384}
+    q, k = torch.zeros(1, 4, 64), torch.zeros(1, 2, 64)
+    for keys, span in spans.items():
+        found = cuda.Shape(*cuda.key(q, k, k, q, q, 700, keys, 0.1, 2048, 0, q, q))  # type: ignore[arg-type]
+        assert (found.span, found.several, found.heads, found.kv_heads) == (span, keys > 2048, 4, 2)
+
+
+@pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
+def test_who_is_offered_what(chip: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
+    monkeypatch.setattr(cuda, "KNOWN", True)
+
+    def names(**more: Any) -> list[str]:
+        key = SHAPE._replace(**{"device": 0, "d": 128, "split": 2048, "span": 8192, **more})
+        return [s.name for s in cuda.prefill.family.schedules if s.supports(key)]
+
+    hopper = ["hopper", "hopper.skip"] if chip == (9, 0) else []
+    everything = [*hopper, "gluon"] if hopper else []
+    assert names() == names(room=True) == names(dtype=torch.float16) == everything
+    assert names(d=64) == names(several=False) == hopper
+    assert names(d=80) == names(d=256) == names(dtype=torch.float32) == names(device=-1) == names(split=8192) == []
+    monkeypatch.setattr(cuda, "KNOWN", False)
+    assert names() == hopper, "another Triton"
+
+
+@pytest.fixture
+def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the op on a CPU with an anchor that only marks what it was given."""
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(clock, "milliseconds", milliseconds)
+    monkeypatch.setattr(cuda, "TIMED", 600)
+    monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
+
+    def make(*schedules: Schedule) -> ScheduledOp:
+        return ScheduledOp(dataclasses.replace(cuda.prefill.family, anchor=mark, schedules=schedules))
+
+    return make
+
+
+def mark(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, *rest: Any) -> None:
+    *_, out, lse = rest
+    out.copy_(q + 1)
+    lse.copy_(q.float().sum(-1))
+
+
+def wrong(*given: Any) -> None:
+    mark(*given)
+    given[-1][-1] += 1
+
+
+def writes_half(*given: Any) -> None:
+    mark(*(x[:300] if i in (0, 10, 11) else x for i, x in enumerate(given)))
+
+
+def test_without_a_compiler_the_other_kernel_runs_and_a_warning_says_so(op: Any) -> None:
+    def unbuilt(key: Any) -> Any:
+        raise BuildError("attention_prefill_sm90.cu needs NVRTC")
+
+    made = op(Schedule("hopper", unbuilt), Schedule("gluon", lambda key: lambda *given: mark(*given)))
+    given = cuda.sample(SHAPE, 600, "normal", torch.Generator().manual_seed(2))
+    with pytest.warns(RuntimeWarning, match=r"attention_prefill .* runs without hopper: .*needs NVRTC"):
+        made.call(*given)
+    assert_bitwise(given[10], given[0] + 1, "out")
+    assert made.chosen(*given) == "gluon"
+    rows = {row["schedule"]: row for row in schedule.report(torch.device("cpu")) if row["op"] == "attention_prefill"}
+    assert rows["gluon"]["chosen"] and not rows["hopper"]["certified"] and "needs NVRTC" in rows["hopper"]["reason"]
+    with schedule.strict(), pytest.raises(UncertifiedError, match="attention_prefill .*needs NVRTC"):
+        made.call(*given)
+
+
+def test_kernels_that_differ_are_refused(op: Any) -> None:
+    made = op(Schedule("hopper", lambda key: wrong), Schedule("hopper.skip", lambda key: writes_half))
+    given = cuda.sample(SHAPE, 600, "normal", torch.Generator().manual_seed(3))
+    verdict = made.verdict(*given)
+    assert [t.certified for t in verdict.trials] == [False, False] and made.chosen(*given) == ANCHOR
+    assert verdict.trials[0].first["result"] == 1, "the log-sum-exp"
+    assert "nan" in verdict.trials[1].first["actual"], "what was not written"
+
+
+@pytest.mark.parametrize("what", ("fits", "q", "out", "stride", "tiles"))
+def test_what_the_kernel_cannot_read_runs_the_anchor(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    same = contextlib.nullcontext()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: same)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(attention_prefill.common, "on_device", lambda t: same)
+    monkeypatch.setattr(attention_prefill, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention_prefill, "_kernel", lambda *_: lambda *given: ran.append(given))
+    monkeypatch.setattr(attention_prefill, "tensor_map", lambda x, rows, columns: tuple(x.shape))
+    monkeypatch.setattr(anchor, "prefill", lambda *given: ran.append("anchor"))
+    run = attention_prefill.launcher(0, torch.bfloat16, 64, False, True)
+    given = list(cuda.sample(SHAPE, 775, "normal", torch.Generator().manual_seed(4)))
+    shifted = lambda x: torch.empty(x.numel() + 8, dtype=x.dtype)[1 : 1 + x.numel()].view(x.shape)
+    if what in ("q", "out"):
+        at = 0 if what == "q" else 10
+        given[at] = shifted(given[at])
+    elif what == "stride":
+        given[0] = torch.empty(775, 2 * 64 + 4, dtype=torch.bfloat16)[:, :128].unflatten(1, (2, 64))
+    elif what == "tiles":
+        given[5] = 1 << 36
+    run(*given)
+    if what != "fits":
+        assert ran == ["anchor"]
+        return
+    ((blocks, threads, *maps, arguments),) = ran
+    assert (blocks, threads, maps) == (40, 384, [(len(given[1]), 64)] * 2)
+    found = {name: getattr(arguments, name) for name, _ in arguments._fields_}
+    q, k, _, cu_q, lens, *_, out, lse = given
+    where = {"q": q, "cu_q": cu_q, "lens": lens, "out": out, "lse": lse}
+    assert all(found[name] == x.data_ptr() for name, x in where.items())
+    numbers = {"q_stride": 128, "tiles": 10, "hk": 1, "group": 2, "batch": 4, "room": 0, "split": 128, "across": 1,
+               "tokens": 775, "keys": len(k)}  # fmt: skip
+    assert {name: found[name] for name in numbers} == numbers
+
+
+def test_the_source_has_these_arguments() -> None:
+    """A field more or less, or in another place, would be read as another one."""
+    text = (driver.build.source_dir() / "cuda" / attention_prefill.SOURCE).read_text()
+    body = text.split("struct Arguments {", 1)[1].split("};", 1)[0]
+    named = []
+    for line in body.splitlines():
+        statement = line.split(";", 1)[0].replace("const", "").replace("*", "").split()
+        named += [x.strip(",") for x in statement[1:]]
+    assert named == [name for name, *_ in attention_prefill.Arguments._fields_]
+
+
+def test_the_ops_are_the_anchors_with_the_choice() -> None:
+    for name in ("attention", "paged_attention"):
+        found = getattr(cuda, name)
+        assert found.func is getattr(anchor, name) and found.keywords == {"long": cuda.prefill.call}
+    assert SimpleNamespace(**cuda.describe(SHAPE)).dtype == "bfloat16" and "device" not in cuda.describe(SHAPE)
