@@ -255,8 +255,8 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             ops.sample(logits, ids(99, n), ids(99, n), temperature=full(0.8, torch.float32), **options)
 
     found = (linear, linear_options, linear_chunks, linear_tiles, linear_tiles_of_more_rows, linear_head,
-             linear_logprob, linear_logprob_dhidden, logprob, rms_norm, pointwise, attention, attention_prefill, attention_pages,
-             losses, optimizer, sample)  # fmt: skip
+             linear_logprob, linear_logprob_dhidden, logprob, rms_norm, pointwise, attention, attention_prefill,
+             attention_pages, losses, optimizer, sample)  # fmt: skip
     return {call.__name__: call for call in found}
 
 

@@ -295,8 +295,9 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     unlaunched = ("linear_dgrad:triton.head.128x128x64", "linear_logprob_dhidden:cublaslt.3")
     status, data = run({}, (), (), unlaunched)
     assert status == 1 and not data["passed"] and data["not_launched"] == list(unlaunched), "offered, never launched"
-    of_hopper = [name for name in sanitize.offered((9, 0)) if name.split(":")[1].split(".")[0] in ("rows", "hopper", "gluon")]
-    assert len(of_hopper) == 6 and run({}, (), (), tuple(of_hopper))[0] == 1
+    groups = ("rows", "hopper", "gluon")
+    of_hopper = [name for name in sanitize.offered((9, 0)) if name.split(":")[1].split(".")[0] in groups]
+    assert len(of_hopper) == 9 and run({}, (), (), tuple(of_hopper))[0] == 1
     assert run({}, (), (), tuple(of_hopper), (8, 0))[0] == 0, "not offered there"
     spelt = "linear:cublaslt.spelt out"
     assert spelt in sanitize.offered((9, 0)) and spelt not in sanitize.offered((8, 0))

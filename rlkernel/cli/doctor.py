@@ -86,8 +86,8 @@ def _triton() -> dict[str, Any] | None:
     note = None
     if not triton.__version__.startswith(f"{launch.MEASURED}."):
         note = (
-            f"Triton {triton.__version__} is not the measured {launch.MEASURED}: direct launches and attention's "
-            "Gluon kernel for long prefill are off, so calls cost the host more, and no test or figure of ours is of it; "
+            f"Triton {triton.__version__} is not the measured {launch.MEASURED}: direct launches and attention's Gluon "
+            "kernel for long prefill are off, so calls cost the host more, and no test or figure of ours is of it; "
             f"pip install 'triton=={launch.MEASURED}.*'"
         )
     elif not launch.KNOWN:

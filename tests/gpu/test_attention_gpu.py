@@ -136,30 +136,144 @@ def test_tiles_are_free(d: int, split: int, record: Record) -> None:
     record(cases=len(tiles), tokens=len(tiles) * sum(LENS), mismatches=0)
 
 
-@pytest.mark.parametrize("group", (1, 2, 3))
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
-def test_long_prefill_has_the_same_bits(group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper's kernel of its own against the common one, with partial splits and blocks; behind the keys lie NaNs."""
-    from rlkernel.kernels.triton import attention as module
-
-    d = 128
+@pytest.mark.parametrize(
+    "group,d,dtype,rooms",
+    (
+        (1, 128, torch.bfloat16, False),
+        (2, 128, torch.bfloat16, True),
+        (3, 128, torch.float16, False),
+        (7, 64, torch.bfloat16, True),
+    ),
+)
+def test_long_prefill_has_the_same_bits(group: int, d: int, dtype: torch.dtype, rooms: bool, record: Record) -> None:
+    """Hopper's own kernels against the common one, with partial splits and blocks; behind the keys lie NaNs."""
+    tokens = cases = 0
     for queries, keys in (
         ([5, 700, 1, 2049, 333, 3000], [5, 2900, 4100, 2049, 333, 6001]),
         ([1000, 64, 1, 777], [1000, 128, 90, 2048]),
+        ([1, 1, 2500, 1, 0], [3000, 1, 2500, 64, 0]),
         ([4096], [4096]),
     ):
-        past_end = sum(keys) + 64
-        q = rand(0, sum(queries), 2 * group, d, dtype=dtype, device=DEVICE)
-        k, v = (rand(i, past_end, 2, d, dtype=dtype, device=DEVICE) for i in (1, 2))
-        k[sum(keys) :] = v[sum(keys) :] = torch.nan
-        given = (q, k, v, cu(queries, DEVICE), cu(keys, DEVICE), max(queries), max(keys), d**-0.5, None)
-        for split in (128, 2048):
-            monkeypatch.setattr(module, "GROUPS_ROWS", 1)
-            ours = module.attention(*given, split)
-            monkeypatch.setattr(module, "GROUPS_ROWS", 1 << 40)
-            for name, o, w in zip(("out", "lse"), ours, module.attention(*given, split), strict=True):
-                assert_bitwise(o, w, f"{name} of {queries} queries, split {split}")
-                assert torch.isfinite(o).all()
+        for split in (64, 128, 2048):
+            for room in (0, -(-max(keys) // 64) * 64) if rooms else (0,):
+                given = prefill_of(queries, keys, group, d, dtype, split, room)
+                check_long_prefill(given, f"{queries} queries, {room} of room")
+                cases, tokens = cases + 1, tokens + sum(queries)
+    record(cases=cases, tokens=tokens, mismatches=0)
+
+
+def prefill_of(
+    queries: list[int], keys: list[int], group: int, d: int, dtype: torch.dtype, split: int, room: int
+) -> list[Any]:
+    """Arguments of long prefill, with NaNs behind each sequence's keys that are not another one's."""
+    rows = room * len(keys) or sum(keys)
+    q = rand(0, sum(queries), 2 * group, d, dtype=dtype, device=DEVICE)
+    k, v = (rand(i, rows + 64, 2, d, dtype=dtype, device=DEVICE) for i in (1, 2))
+    for x in (k, v):
+        x[rows:] = torch.nan
+        for i, n in enumerate(keys if room else ()):
+            x[i * room + n : (i + 1) * room] = torch.nan
+    lens = torch.tensor(keys, dtype=torch.int32, device=DEVICE) if room else cu(keys, DEVICE)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=DEVICE)
+    return [q, k, v, cu(queries, DEVICE), lens, max(queries), max(keys), d**-0.5, split, room, out, lse]
+
+
+def check_long_prefill(given: list[Any], what: str) -> None:
+    from rlkernel.kernels.cuda import attention as module
+
+    family = module.prefill.family
+    key = family.key(*given)
+    fresh = lambda: [*given[:10], *(torch.full_like(x, torch.nan) for x in given[10:])]
+    family.anchor(*(wanted := fresh()))
+    assert all(torch.isfinite(x).all() for x in wanted[10:])
+    for schedule in family.schedules:
+        if schedule.supports(key):
+            run = schedule.bind(key)
+            for _ in range(3):
+                run(*(found := fresh()))
+                for name, a, b in zip(("out", "lse"), found[10:], wanted[10:], strict=True):
+                    assert_bitwise(a, b, f"{name} by {schedule.name}: {what}, split {given[8]}")
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="long prefill has kernels of its own on Hopper alone")
+
+
+@on_hopper
+def test_long_prefill_is_certified_and_chosen(record: Record) -> None:
+    """Through the ops, packed and from pages: schedules are offered, certified, and switched off without a trace."""
+    from rlkernel.kernels import schedule
+    from rlkernel.kernels.cuda import attention as module
+
+    batch = batch_of([4500, 3000, 70], 2, 8, 128, torch.bfloat16)
+    runs = {"packed": lambda: packed(batch), "pages": lambda: paged(batch, [[4500], [3000], [70]], 16)}
+    for name, run in runs.items():
+        with schedule.strict():
+            found = run()
+        with schedule.without():
+            same(found, run(), f"{name}, without schedules")
+        for group in ("hopper", "gluon"):
+            with schedule.without(group):
+                same(found, run(), f"{name} without {group}")
+    verdicts = [v for v in module.prefill.verdicts() if v.identity["shape"]["heads"] == 16]
+    assert {v.identity["shape"]["room"] for v in verdicts} == {False, True}
+    for verdict in verdicts:
+        trials = {trial.name: trial for trial in verdict.trials}
+        assert {"hopper", "hopper.skip"} <= set(trials) and all(t.certified for t in trials.values()), trials
+    record(cases=8, tokens=8 * 7570, mismatches=0)
+
+
+@on_hopper
+@pytest.mark.parametrize("room", (False, True), ids=("packed", "room"))
+@pytest.mark.parametrize("d", (64, 128))
+def test_borders_that_do_not_fit_stay_inside_long_prefill(d: int, room: bool) -> None:
+    """Undefined values, but no write beside out and lse, which lie between sevens, and an end."""
+    from rlkernel.kernels.cuda import attention as module
+
+    t, low, high = 600, -(2**31), 2**31 - 1
+    given = prefill_of([200, 400], [900, 2500], 2, d, torch.bfloat16, 128, 2560 if room else 0)
+    framed = []
+    for x in given[10:]:
+        whole = torch.full((3 * x.numel(),), 7, dtype=x.dtype, device=DEVICE)
+        framed.append(whole)
+        given[10 + len(framed) - 1] = whole[x.numel() : 2 * x.numel()].view(x.shape)
+    lens = ([2560, 5000], [high, -3], [low, high]) if room else ([0, 900, 9000], [900, 100, 3400], [low, high, 5])
+    key = module.prefill.family.key(*given)
+    for borders in ([0, 200, t], [0, 200, 900], [-30, 200, t], [t, 100, t], [700, high, t], [low, high, t]):
+        for some in lens:
+            given[3], given[4] = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (borders, some))
+            for schedule in module.prefill.family.schedules:
+                if schedule.supports(key) and (schedule.name != "gluon" or max(map(abs, some)) < 10_000):
+                    schedule.bind(key)(*given)  # gluon: it fetches as many keys as borders say, which would take long
+                    for whole, x in zip(framed, given[10:], strict=True):
+                        n = x.numel()
+                        assert (whole[:n] == 7).all() and (whole[2 * n :] == 7).all(), (schedule.name, borders, some)
+
+
+@on_hopper
+def test_long_prefill_at_any_address_and_in_a_graph() -> None:
+    from rlkernel.kernels.cuda import attention as module
+
+    given = prefill_of([1500, 3], [3000, 2500], 2, 128, torch.bfloat16, 2048, 0)
+    family = module.prefill.family
+    family.anchor(*given)
+    wanted = [x.clone() for x in given[10:]]
+    apart = torch.empty(given[0].numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(given[0].shape)
+    for schedule in family.schedules:
+        run = schedule.bind(family.key(*given))
+        shifted = [apart.copy_(given[0]), *given[1:]]
+        run(*shifted)
+        same([tuple(given[10:])], [tuple(wanted)], f"{schedule.name}, q at another address")
+        run(*given)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(*given)
+        for _ in range(3):
+            for x in given[10:]:
+                x.fill_(torch.nan)
+            graph.replay()
+            same([tuple(given[10:])], [tuple(wanted)], f"{schedule.name}, replayed")
 
 
 @by_shape

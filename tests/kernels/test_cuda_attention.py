@@ -1,4 +1,4 @@
-"""Long prefill's schedules without a GPU: shape classes, samples, the choice, what happens where one cannot be built."""
+"""Long prefill's schedules without a GPU: shape classes, samples, the choice, and where one cannot be built."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_sample_is_of_its_class(shape: cuda.Shape) -> None:
     small = shape._replace(heads=1, d=16)
     for rows in cuda.rows_of(small):
         given = cuda.sample(small, rows, "normal", torch.Generator().manual_seed(0))
-        q, k, v, cu_q, lens, max_q, max_k, *_, room, out, lse = given
+        _, k, v, cu_q, lens, max_q, max_k, *_, room, out, lse = given
         assert cuda.key(*given) == small
         queries, keys = cuda.lengths(small, rows)
         assert cu_q.diff().tolist() == queries and all(n <= m for n, m in zip(queries, keys, strict=True))
@@ -129,7 +129,7 @@ def test_without_a_compiler_the_other_kernel_runs_and_a_warning_says_so(op: Any)
     assert made.chosen(*given) == "gluon"
     rows = {row["schedule"]: row for row in schedule.report(torch.device("cpu")) if row["op"] == "attention_prefill"}
     assert rows["gluon"]["chosen"] and not rows["hopper"]["certified"] and "needs NVRTC" in rows["hopper"]["reason"]
-    with schedule.strict(), pytest.raises(UncertifiedError, match="attention_prefill .*needs NVRTC"):
+    with schedule.strict(), pytest.raises(UncertifiedError, match=r"attention_prefill .*needs NVRTC"):
         made.call(*given)
 
 

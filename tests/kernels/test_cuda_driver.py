@@ -86,10 +86,10 @@ def test_attention_prefill_compiles(
     # Both groups of a block have their registers, and the warps that fetch give theirs away.
     assert re.search(r"USETMAXREG\.TRY_ALLOC\.CTAPOOL UP0, 0xe8", sass) and "USETMAXREG.DEALLOC.CTAPOOL 0x28" in sass
     step = re.findall(r"HGMMA\.64x(64|128)|(DEPBAR)\.LE gsb0, (0x[01])|(MUFU\.EX2)", sass)
-    words = re.sub(r"(\S+)(?: \1)+", r"\1", " ".join(map("".join, step)))
+    words = re.sub(r"\b(64|128)(?: \1)+\b", r"\1", " ".join(map("".join, step)))
+    # Most of the softmax runs beside the product of the block before, and both products of a block are queued at once.
     products = "64 128" if d == 128 else "64"
-    # The softmax runs beside the product of the block before, and both products of a block are queued at once.
-    assert words.count(f"MUFU.EX2 DEPBAR0x0 {products} DEPBAR0x1") == 1, words
+    assert re.search(rf"(MUFU\.EX2 ){{20,}}DEPBAR0x0 (MUFU\.EX2 )*{products} DEPBAR0x1", words), words
 
 
 @needs_compiler
