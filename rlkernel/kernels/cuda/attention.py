@@ -29,7 +29,7 @@ if KNOWN:  # Gluon is no stable interface
 
 SPANS = (2048, 8192, 16384)  # keys of the longest sequence, by which classes differ in speed; the last one is open
 RAGGED = (1, 5, 129, 640)  # queries of the sequences compared first
-TIMED = 8192  # queries of what is compared and timed then
+TIMED, TIMED_ROWS = 8192, 1 << 17  # queries of what is compared and timed then, and (query, head) pairs, at most
 
 # ---- shape classes -------------------------------------------------------------------------------
 
@@ -69,15 +69,15 @@ def device_of(key: Key) -> torch.device:
 
 
 def rows_of(key: Key) -> list[int]:
-    return [sum(RAGGED), TIMED]
+    return [sum(RAGGED), min(TIMED, max(1024, TIMED_ROWS // Shape(*key).heads))]  # type: ignore[arg-type]
 
 
 def lengths(s: Shape, rows: int) -> tuple[list[int], list[int]]:
     """Queries and keys of the sequences of a sample: ragged ones, or as long as the class has them."""
     most = s.span if s.several else min(s.span, s.split)
-    if rows == TIMED:
-        n = min(most, TIMED)
-        return [n] * (TIMED // n), [most] * (TIMED // n)
+    if rows != sum(RAGGED):
+        n = min(most, rows)
+        return [n] * (rows // n), [most] * (rows // n)
     queries = [min(n, most) for n in RAGGED]
     return queries, [min(most, n + past) for n, past in zip(queries, (70, 0, most, 641), strict=True)]
 
