@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from results_io import write_result
 
-from rlkernel.kernels.cuda import linear, linear_logprob
+from rlkernel.kernels.cuda import attention, linear, linear_logprob
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton.linear_logprob_backward import Active
 
@@ -60,6 +60,7 @@ def main() -> None:
     scored = (x, head, targets, None, None)
     flag = new(1, dtype=torch.int32)
     active = Active(flag, flag, flag, row=8192)
+    q, k = new(64, 16, 128), new(64, 8, 128)
     rows = []
     for op, arguments, *what in (
         (linear.linear, (x, w, None, 1, 1, None)),
@@ -70,6 +71,7 @@ def main() -> None:
         (linear_logprob._dz, (dz, *scored, new(64, 2, dtype=torch.float32), row, row, None, active, 0, 8192)),
         (linear_logprob._dhidden, (running, None, dz, head, False, active)),
         (linear_logprob._dweight, (new(8192, 1024, dtype=torch.float32), dz, x, False, active)),
+        (attention.prefill, (q, k, k, row, row, 4096, 4096, 0.1, 2048, 0, q, row)),
     ):
         found = measure(op, arguments, args.rounds, *what)
         rows.append(found)

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import clock, schedule
-from rlkernel.kernels.certification import KINDS, Schedule
+from rlkernel.kernels.certification import KINDS, Schedule, raises
 from rlkernel.kernels.cuda import attention as cuda
 from rlkernel.kernels.cuda import attention_prefill, driver
 from rlkernel.kernels.errors import BuildError
@@ -68,6 +68,36 @@ def test_classes_meet_what_they_are_chosen_by() -> None:
     for keys, span in spans.items():
         found = cuda.Shape(*cuda.key(q, k, k, q, q, 700, keys, 0.1, 2048, 0, q, q))  # type: ignore[arg-type]
         assert (found.span, found.several, found.heads, found.kv_heads) == (span, keys > 2048, 4, 2)
+
+
+def test_a_warm_call_is_known_by_its_class() -> None:
+    """Dispatch asks for less than `key` does; where keys differ, so must what it looks up, and no more often."""
+    asked: list[tuple[Any, ...]] = []
+
+    def first(call: Any, *given: Any) -> Any:
+        asked.append(given)
+        return lambda *_: None
+
+    def call(heads: int = 4, keys: int = 700, split: int = 2048, room: int = 0, dtype: torch.dtype = torch.bfloat16):
+        q, k = torch.zeros(3, heads, 64, dtype=dtype), torch.zeros(1, 2, 64, dtype=dtype)
+        given = (q, k, k, q, q, 600, keys, 0.1, split, room, q, q)
+        run(*given)
+        return cuda.key(*given)
+
+    seen: dict[Any, Any] = {}
+
+    class Known(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            seen["last"] = key
+            return super().get(key, default)
+
+    run = cuda.warm(Known(), first, raises)
+    pairs = set()
+    for more in ({}, {"heads": 8}, {"split": 64}, {"room": 704}, {"dtype": torch.float16}):
+        for keys in (1, 64, 65, 2048, 2049, 8192, 8193, 16384, 99999):
+            pairs.add((call(keys=keys, **more), seen["last"]))
+    assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
+    assert len(asked) == 45, "every call of an empty store"
 
 
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))

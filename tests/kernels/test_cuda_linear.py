@@ -360,7 +360,7 @@ def test_the_bench_of_dispatch_has_a_line_with_a_bias(monkeypatch: pytest.Monkey
     monkeypatch.setattr(bench, "write_result", lambda name, found: rows.extend(found))
     monkeypatch.setattr(sys, "argv", ["bench_dispatch.py", "--device", "cpu", "--rounds", "1"])
     bench.main()
-    assert {"dispatch linear", "dispatch linear, bias"} <= {row["op"] for row in rows} and len(rows) == 8
+    assert {"dispatch linear", "dispatch linear, bias"} <= {row["op"] for row in rows} and len(rows) == 9
 
 
 @pytest.mark.parametrize("out", (None, torch.float32), ids=("bf16", "fp32"))

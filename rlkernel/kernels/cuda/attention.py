@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkernel.contract import orders
 from rlkernel.kernels import build
-from rlkernel.kernels.certification import Family, Key, Run, Schedule, values
+from rlkernel.kernels.certification import Family, First, Instead, Key, Run, Runs, Schedule, values
 from rlkernel.kernels.cuda import attention_prefill, driver
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import attention as anchor
@@ -54,6 +54,28 @@ def key(
 ) -> Key:  # fmt: skip
     span = next((n for n in SPANS if max_k <= n), SPANS[-1])
     return Shape(q.get_device(), q.dtype, q.shape[1], k.shape[1], q.shape[2], split, max_k > split, room > 0, span)
+
+
+def warm(runs: Runs, first: First, instead: Instead) -> Run:
+    low, high, _ = SPANS
+
+    def attention_prefill(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
+        room: int, out: Tensor, lse: Tensor,
+    ) -> None:  # fmt: skip
+        _, heads, d = q.shape
+        call = (
+            q.get_device(), q.dtype, heads, k.shape[1], d, split, max_k > split, room > 0, max_k > low, max_k > high,
+        )  # fmt: skip
+        run = runs.get(call) or first(
+            call, q, k, v, cu_q, lens, max_q, max_k, scale, split, room, out, lse
+        )  # fmt: skip
+        try:
+            run(q, k, v, cu_q, lens, max_q, max_k, scale, split, room, out, lse)
+        except Exception as error:
+            instead(error, run, q, k, v, cu_q, lens, max_q, max_k, scale, split, room, out, lse)
+
+    return attention_prefill
 
 
 def describe(key: Key) -> dict[str, Any]:
@@ -155,6 +177,7 @@ prefill = ScheduledOp(
     Family(
         op="attention_prefill", anchor=anchor.prefill, key=key, describe=describe, device=device_of, rows=rows_of,
         sample=sample, sources=_SOURCES, versions=lambda: {"cuda compiler": driver.compiler()}, mutates=(10, 11),
+        warm=warm,
         schedules=(
             _hopper("hopper", False), _hopper("hopper.skip", True), Schedule("gluon", _gluon_bind, _gluon_supports),
         ),
