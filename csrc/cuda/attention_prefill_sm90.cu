@@ -343,7 +343,10 @@ struct Group {
   __device__ __forceinline__ void release(u32 barriers, int b) const {
     if (lane == 0) barrier_arrive(barriers + 8 * slot(b));
   }
-  // Values past the sequence's end become 0: 0 times what follows in memory may be NaN. Each group does it for itself.
+  // Group 0; known to be one for a warp.
+  __device__ __forceinline__ bool is_first() const { return __shfl_sync(0xffffffffu, thread_now(), 0) < 128; }
+  // Values past the sequence's end become 0: 0 times what follows in memory may be NaN. Group 0 does it for both: it has
+  // rows in every tile, and group 1 queues its product with these values behind group 0's turn.
   __device__ __forceinline__ void clear(int b, int keys) const {
     const int from = keys - b * kKeys;
     const u32 tile = v_tiles + slot(b) * kTile;
@@ -352,7 +355,7 @@ struct Group {
       if (row >= from) store16(tile + 16 * unit, 0.0f, 0.0f, 0.0f, 0.0f);
     }
     stores_fence();
-    sync(3 + thread_now() / 128, 128);
+    sync(3, 128);
   }
   // Between these two a group alone queues products. The turn of group i is barrier 1 + i.
   __device__ __forceinline__ void turn_begin() const { sync(1 + thread_now() / 128, 256); }
@@ -371,7 +374,7 @@ struct Group {
     pin(rows[0].part);
     pin(rows[1].part);
     barrier_wait(v_full + 8 * slot(b), parity(b));  // its loop keeps the wait for the sums behind the softmax
-    if (b >= whole && (b + 1) * kKeys > tile.keys) clear(b, tile.keys);
+    if (b >= whole && (b + 1) * kKeys > tile.keys && is_first()) clear(b, tile.keys);
     products_wait<0>(acc);
     if (!first) release(v_free, b - 1);
     pack_all(x, s);

@@ -197,6 +197,14 @@ def test_long_prefill_keeps_the_tensor_cores_busy() -> None:
     assert words.count("64 128 DEPBAR0x1 MUFU.EX2 DEPBAR0x0") == 2, words
 
 
+def test_one_group_clears_values_of_long_prefill() -> None:
+    """Two that store the same zeros have the right bits as well, but race: only racecheck on a GPU would tell."""
+    variant = next(v for v in aot.variants("attention_hopper") if v.name == "attention hopper long prefill")
+    text = aot.compile_variant(variant, "sm_90").text
+    stores = [part.count("st.shared.v4") for part in text.split("fence.proxy.async")[:-1]]
+    assert sorted(stores) == [0, 8, 8, 8, 8], stores  # barriers; queries of each group; in and ahead of one's loop
+
+
 @triton.jit
 def flushing_kernel(x, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)

@@ -71,11 +71,15 @@ def softmax(raw, m, l, scale_log2e):
 
 
 @gluon.jit
-def clear(values, first, keys):
+def clear(values, first, keys, cleared, CLEARS: gl.constexpr):
     """Values past the sequence's end become 0: 0 times what follows in memory may be NaN.
 
-    Each group does it to the one tile for itself: the other one stores the same.
+    A program has at most one such tile, and both groups come to it. One clears it, the other one waits. Nothing waits
+    for that one meanwhile: it holds only this tile and the one before, fewer than there are stages.
     """
+    if not CLEARS:
+        mbarrier.wait(cleared, 0)
+        return
     B: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     for j in gl.static_range(KEYS // 16):  # 16 rows at a time: more would not fit beside what a group holds
         part = values.slice(16 * j, 16)
@@ -83,11 +87,12 @@ def clear(values, first, keys):
         at = first + 16 * j + gl.arange(0, 16, gl.SliceLayout(1, B))
         part.store(gl.where((at < keys)[:, None], x, gl.zeros_like(x)))
     fence_async_shared()
+    mbarrier.arrive(cleared, count=1)
 
 
 @gluon.jit
-def closed_split(q, k_tiles, v_tiles, k_full, v_full, k_free, v_free, begin, stop, whole, keys, position, scale_log2e,
-                 STAGES: gl.constexpr):  # fmt: skip
+def closed_split(q, k_tiles, v_tiles, k_full, v_full, k_free, v_free, cleared, begin, stop, whole, keys, position,
+                 scale_log2e, CLEARS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """(o, log2-sum-exp) of the keys [begin, stop), normalised; every row sees all keys below `whole`."""
     D: gl.constexpr = q.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -109,7 +114,7 @@ def closed_split(q, k_tiles, v_tiles, k_full, v_full, k_free, v_free, begin, sto
     x = gl.convert_layout(p.to(q.dtype), P)
     mbarrier.wait(v_full.index(slot), i // STAGES % 2)
     if begin + KEYS > keys:
-        clear(v_tiles.index(slot), begin, keys)
+        clear(v_tiles.index(slot), begin, keys, cleared, CLEARS)
     for at in range(begin + KEYS, stop, KEYS):
         i = at // KEYS
         slot = i % STAGES
@@ -125,7 +130,7 @@ def closed_split(q, k_tiles, v_tiles, k_full, v_full, k_free, v_free, begin, sto
         # Without this loop in front of it, the compiler would move the wait for the sums ahead of the softmax.
         mbarrier.wait(v_full.index(slot), i // STAGES % 2)
         if at + KEYS > keys:
-            clear(v_tiles.index(slot), at, keys)
+            clear(v_tiles.index(slot), at, keys, cleared, CLEARS)
         acc = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(v_free.index(back), count=1)
         x = gl.convert_layout(p.to(q.dtype), P)
@@ -138,9 +143,9 @@ def closed_split(q, k_tiles, v_tiles, k_full, v_full, k_free, v_free, begin, sto
 
 
 @gluon.jit
-def rows_of_tile(q, q_tile, first, k_tiles, v_tiles, k_full, v_full, k_free, v_free, out, lse, q_first, queries, keys,
-                 q_stride, stop, SPLIT, scale_log2e, head, HK: gl.constexpr, GROUP: gl.constexpr,
-                 STAGES: gl.constexpr):  # fmt: skip
+def rows_of_tile(q, q_tile, first, k_tiles, v_tiles, k_full, v_full, k_free, v_free, cleared, out, lse, q_first,
+                 queries, keys, q_stride, stop, SPLIT, scale_log2e, head, CLEARS: gl.constexpr, HK: gl.constexpr,
+                 GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The rows [first, first + ROWS) of a sequence, from the loads of the queries to the stores."""
     D: gl.constexpr = q_tile.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -159,8 +164,8 @@ def rows_of_tile(q, q_tile, first, k_tiles, v_tiles, k_full, v_full, k_free, v_f
     top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, A))
     for begin in range(0, stop, SPLIT):
         o_split, top_split = closed_split(
-            q_tile, k_tiles, v_tiles, k_full, v_full, k_free, v_free, begin, gl.minimum(begin + SPLIT, stop), whole,
-            keys, position, scale_log2e, STAGES,
+            q_tile, k_tiles, v_tiles, k_full, v_full, k_free, v_free, cleared, begin, gl.minimum(begin + SPLIT, stop),
+            whole, keys, position, scale_log2e, CLEARS, STAGES,
         )  # fmt: skip
         if begin == 0:  # the first split is taken as it is
             o = o_split
@@ -223,18 +228,22 @@ def prefill_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_free.index(i), count=2)
+    mbarrier.init(cleared, count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (rows_of_tile, (q, q_tiles.index(0), first, k_tiles, v_tiles, k_full, v_full, k_free, v_free, out, lse,
-                            q_first, queries, keys, q_stride, stop, SPLIT, scale_log2e, head, HK, GROUP, STAGES)),
-            (rows_of_tile, (q, q_tiles.index(1), first + ROWS, k_tiles, v_tiles, k_full, v_full, k_free, v_free, out,
-                            lse, q_first, queries, keys, q_stride, stop, SPLIT, scale_log2e, head, HK, GROUP, STAGES)),
+            (rows_of_tile, (q, q_tiles.index(0), first, k_tiles, v_tiles, k_full, v_full, k_free, v_free, cleared, out,
+                            lse, q_first, queries, keys, q_stride, stop, SPLIT, scale_log2e, head, True, HK, GROUP,
+                            STAGES)),
+            (rows_of_tile, (q, q_tiles.index(1), first + ROWS, k_tiles, v_tiles, k_full, v_full, k_free, v_free,
+                            cleared, out, lse, q_first, queries, keys, q_stride, stop, SPLIT, scale_log2e, head, False,
+                            HK, GROUP, STAGES)),
             (fetch, (k_box, v_box, k_tiles, v_tiles, k_full, v_full, k_free, v_free, k_first, head * D, stop, STAGES,
                      KEYS * D * 2)),
         ],
