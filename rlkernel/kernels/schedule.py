@@ -101,7 +101,10 @@ class ScheduledOp:
     def verdict(self, *args: Any) -> Verdict | None:
         """The verdict for the shape class of these arguments, certified now where there is none yet; None where no
         schedule computes the class or nothing can be certified."""
-        key = self.family.key(*args)
+        return self.verdict_of(self.family.key(*args))
+
+    def verdict_of(self, key: Key) -> Verdict | None:
+        """`verdict` for a shape class itself: before there are arguments, as an engine does that starts."""
         self._settle(key)
         return self._verdicts.get(key)
 

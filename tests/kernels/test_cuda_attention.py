@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from rlkernel.contract import assert_bitwise
+from rlkernel.contract import assert_bitwise, orders
 from rlkernel.kernels import clock, schedule
 from rlkernel.kernels.certification import KINDS, Schedule, raises
 from rlkernel.kernels.cuda import attention as cuda
@@ -68,6 +68,19 @@ def test_classes_meet_what_they_are_chosen_by() -> None:
     for keys, span in spans.items():
         found = cuda.Shape(*cuda.key(q, k, k, q, q, 700, keys, 0.1, 2048, 0, q, q))  # type: ignore[arg-type]
         assert (found.span, found.several, found.heads, found.kv_heads) == (span, keys > 2048, 4, 2)
+
+
+def test_classes_of_an_engine_are_those_of_its_calls() -> None:
+    """What is settled at the start is what calls over pages ask for later."""
+
+    def spans(tokens: int, longest: int) -> list[int]:
+        return [s.span for s in cuda.paged_classes(0, torch.bfloat16, 4, 2, 128, tokens, longest)]
+
+    assert spans(8192, 4095) == spans(511, 40960) == []
+    assert spans(512, 4096) == spans(8192, 8192) == [8192] and spans(8192, 8193) == spans(8192, 131072) == [8192, 16384]
+    q, k = torch.zeros(700, 4, 128, dtype=torch.bfloat16), torch.zeros(8, 2, 128, dtype=torch.bfloat16)
+    (settled,) = cuda.paged_classes(-1, torch.bfloat16, 4, 2, 128, 8192, 5000)
+    assert settled == cuda.key(q, k, k, q, q, 700, 5000, 0.1, orders.ATTENTION_SPLIT, 5056, q, q)
 
 
 def test_a_warm_call_is_known_by_its_class() -> None:

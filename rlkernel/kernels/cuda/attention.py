@@ -7,7 +7,7 @@ take the anchor's place (cuda/attention_prefill.py, triton/attention_hopper.py) 
 from __future__ import annotations
 
 import functools
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +54,19 @@ def key(
 ) -> Key:  # fmt: skip
     span = next((n for n in SPANS if max_k <= n), SPANS[-1])
     return Shape(q.get_device(), q.dtype, q.shape[1], k.shape[1], q.shape[2], split, max_k > split, room > 0, span)
+
+
+def paged_classes(
+    device: int, dtype: torch.dtype, heads: int, kv_heads: int, d: int, tokens: int, longest: int
+) -> list[Shape]:
+    """Classes of the calls over pages that come here, with `tokens` queries and `longest` keys a sequence at most."""
+    if tokens < anchor.GATHER_QUERIES or longest < anchor.GATHER_KEYS:
+        return []
+    return [
+        Shape(device, dtype, heads, kv_heads, d, orders.ATTENTION_SPLIT, span > orders.ATTENTION_SPLIT, True, span)
+        for below, span in pairwise((0, *SPANS))
+        if below < longest and span >= anchor.GATHER_KEYS
+    ]
 
 
 def warm(runs: Runs, first: First, instead: Instead) -> Run:
