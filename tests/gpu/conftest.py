@@ -9,8 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 _ROWS: list[dict[str, Any]] = []
+
+
+def turned(devices: list[str], worker: str) -> list[str]:
+    """Devices in another order for each of pytest-xdist's workers, so that all do not fill the first one's memory."""
+    first = int(worker.removeprefix("gw")) % len(devices)
+    return devices[first:] + devices[:first]
+
+
+if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.device_count() > 1:  # which does not initialise CUDA
+    _SEEN = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(torch.cuda.device_count()))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(turned(_SEEN.split(","), os.environ["PYTEST_XDIST_WORKER"]))
 
 
 @pytest.fixture
