@@ -9,7 +9,7 @@ import torch
 from rlkernel_drift.capsule.fingerprint import row_fingerprints
 from rlkernel_drift.capture.recorder import Recorder
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
