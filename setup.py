@@ -43,7 +43,7 @@ setup(
         "rlkernel.training": ["*.html", "*.css", "*.js"],
         "rlkernel_drift.report": ["*.css", "*.js"],
         "rlkernel._csrc.cpu": ["*.cpp", "*.h"],
-        "rlkernel._csrc.cuda": ["*.cpp", "*.cu"],
+        "rlkernel._csrc.cuda": ["*.cpp", "*.cu", "*.cuh"],
     },
     include_package_data=False,
     cmdclass={"editable_wheel": EditableWheel},

@@ -1,10 +1,10 @@
 // attention forward of prefill on Hopper: persistent blocks, groups of four warps with 64 rows each, four warps that
 // fetch. Bits: those of kernels/triton/attention.py (docs/ops/attention.md); what waits for what is this file's own.
 //
-// Compiled by NVRTC or nvcc for sm_90a with -fmad=false and without headers. Rows are (position, head of the group)
-// pairs. A group's softmax of a block of 64 keys runs beside the other group's products: the two take turns to queue
-// theirs, the scores of the next block and the product of this one with its values. A tile's queries stay in registers:
-// with both operands of the scores in shared memory, its bandwidth would be the limit.
+// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. Rows are (position, head of the group) pairs. A group's softmax
+// of a block of 64 keys runs beside the other group's products: the two take turns to queue theirs, the scores of the
+// next block and the product of this one with its values. A tile's queries stay in registers: with both operands of the
+// scores in shared memory, its bandwidth would be the limit.
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -19,14 +19,7 @@
 #define SKIP 0  // sums are not multiplied where all factors of a warp are 1, which changes no bit
 #endif
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-struct alignas(64) TensorMap {
-  char opaque[128];
-};
+#include "sm90.cuh"
 
 struct Arguments {
   const u16* q;     // [T, H, D]
@@ -60,40 +53,11 @@ constexpr int kSums = kGroups * kRows * HEAD_DIM * 4;  // bytes of the merged sp
 
 // ---- instructions --------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-__device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier)
-      : "memory");
-}
-
 // 16 bytes of the queries, or zeros.
 __device__ __forceinline__ void fetch16(u32 to, const u16* from, bool inside) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void fetch16_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// Stores by threads come before what tensor cores read.
-__device__ __forceinline__ void stores_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void store16(u32 to, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
@@ -122,31 +86,10 @@ __device__ __forceinline__ int thread_now() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
-template <int N>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-__device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 r;
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
-}
-
-// Descriptor of an operand in lines of 128 swizzled bytes, eight of them a unit of 1024; TRANSPOSED: a line holds 64
-// elements of the result's columns, and the next 64 lie a box further.
-template <bool TRANSPOSED>
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return static_cast<u64>((address & 0x3ffff) >> 4) | (TRANSPOSED ? 512ull : 1ull) << 16 | 64ull << 32 | 1ull << 62;
 }
 
 #define F4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
@@ -182,8 +125,6 @@ __device__ __forceinline__ void sums(float (&d)[64], const u32 (&x)[16], int j, 
                : F64(d)
                : "r"(x[4 * j]), "r"(x[4 * j + 1]), "r"(x[4 * j + 2]), "r"(x[4 * j + 3]), "l"(b));
 }
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most N groups are under way; the registers named are theirs.
 template <int N>
 __device__ __forceinline__ void products_wait(float (&d)[32]) {
@@ -205,27 +146,8 @@ __device__ __forceinline__ void pin(u32 (&x)[16]) {
 
 // ---- arithmetic ----------------------------------------------------------------------------------
 
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ float lanes(float x, int apart) { return __shfl_xor_sync(0xffffffffu, x, apart); }
 
-// log2 of positive normal numbers: `common.log2`
-__device__ __forceinline__ float log2_of(float x) {
-  const int bits = __float_as_int(x), exponent = (bits - 0x3F3504F3) >> 23;
-  const float r = __int_as_float(bits - (exponent << 23)) - 1.0f;
-  float p = __fmaf_rn(-0.11020159721374512f, r, 0.18631209433078766f);
-  p = __fmaf_rn(p, r, -0.19102497398853302f);
-  p = __fmaf_rn(p, r, 0.2045752853155136f);
-  p = __fmaf_rn(p, r, -0.23961904644966125f);
-  p = __fmaf_rn(p, r, 0.2885688841342926f);
-  p = __fmaf_rn(p, r, -0.3606966435909271f);
-  p = __fmaf_rn(p, r, 0.4808982014656067f);
-  p = __fmaf_rn(p, r, -0.7213473320007324f);
-  p = __fmaf_rn(p, r, 1.4426950216293335f);
-  float y = __fmaf_rn(r, p, static_cast<float>(exponent));
-  y = x == 0.0f ? minus_infinity() : y;
-  return x == infinity() || x != x ? x : y;
-}
 // x / y by r = 1 / y: `attention_splits.divided`
 __device__ __forceinline__ float divided(float x, float y, float r) {
   const float about = x * r;
@@ -389,10 +311,10 @@ struct Group {
     products_begin();
     if (MORE) {
       queue_scores(s, q, b + 1);
-      commit();
+      products_queued();
     }
     queue_sums(acc, x, b);
-    commit();
+    products_queued();
     turn_end();
     add_sum(rows);
   }
@@ -623,7 +545,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         barrier_wait(k_full + 8 * group.slot(0), group.parity(0));
         products_begin();
         group.queue_scores(s, q, 0);
-        commit();
+        products_queued();
         products_wait<0>(s);
         while (b + 1 < blocks) {
           group.step<true>(s, acc, x, rows, q, b, b == first, tile, whole, args.group, scale);

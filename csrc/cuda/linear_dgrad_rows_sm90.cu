@@ -1,9 +1,9 @@
 // linear's input gradient of at most 16 rows on Hopper: dx [M, N] = dy [M, K] w [K, N], one fp32 chain over K a column,
 // with the bits of kernels/triton/linear.py. Nothing shortens the chain, so what counts is that no step of it waits.
 //
-// Compiled by NVRTC or nvcc for sm_90a with -fmad=false and without headers. The sums of a block's few columns stay in the
-// tensor core's pipeline from one wgmma to the next, and no operand goes to registers. The copy engine keeps as many pieces
-// of 256 k under way as shared memory holds.
+// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. The sums of a block's few columns stay in the tensor core's
+// pipeline from one wgmma to the next, and no operand goes to registers. The copy engine keeps as many pieces of 256 k
+// under way as shared memory holds.
 
 #ifndef HALF
 #define HALF 0  // operands are fp16, else bf16
@@ -21,14 +21,7 @@
 #define STAGES 16  // pieces that shared memory holds
 #endif
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-struct alignas(64) TensorMap {
-  char opaque[128];
-};
+#include "sm90.cuh"
 
 #if HALF
 #define TYPE "f16"
@@ -42,34 +35,8 @@ constexpr int kPiece = 256, kSteps = kPiece / 16;  // k, and products of 16
 constexpr int kMultiplying = 128, kThreads = kMultiplying + 32;
 constexpr int kWeightBytes = kPiece * COLUMNS * 2, kRowBytes = kPiece * ROWS * 2;
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 __device__ __forceinline__ void prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-__device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier)
-      : "memory");
 }
 
 // Descriptors, in two words, so that a step adds to one register. dy: lines of 64 k in 128 swizzled bytes, eight of them a
@@ -125,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) rlk_linear_dgrad_rows(
         barrier_init(full + 8 * i, 1);
         barrier_init(empty + 8 * i, kMultiplying / 32);
       }
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      stores_fence();
     }
     __syncwarp();
     asm volatile("bar.arrive 0, %0;" ::"n"(kThreads) : "memory");
@@ -153,16 +120,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) rlk_linear_dgrad_rows(
   for (int piece = 0; piece < pieces; ++piece) {
     const u32 a = (dy_at + stage * kRowBytes) >> 4 | kLowA, b = (w_at + stage * kWeightBytes) >> 4 | kLowB;
     barrier_wait(full + 8 * stage, parity);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    products_begin();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       multiply(sum, a + step / 4 * ROWS * 8 + step % 4 * 2, b + step * 2 * COLUMNS);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the piece before this one is done
+    products_queued();
+    products_wait<1>();  // the piece before this one is done
     if (piece > 0 && lane == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  products_wait<0>();
 #pragma unroll
   for (int i = 0; i < COLUMNS / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");  // no use of a sum moves up
 #pragma unroll

@@ -2,11 +2,11 @@
 // tiles, 1 the gradient of the logits, 2 statistics and bf16 probabilities; 3 adds to the gradient of the hidden states,
 // 4 to that of the weight. Bits: those of kernels/triton/linear_logprob.py (docs/ops/linear_logprob.md).
 //
-// Compiled by NVRTC or nvcc for sm_90a with -fmad=false and without headers. A cluster of two blocks holds 256 tokens
-// and shares each [256, 64] piece of the weight. In a block one warpgroup fetches, up to four pieces ahead and into the
-// next tile, and two multiply, 64 tokens each. Barriers keep their default scope: one of cluster or GPU scope flushes
-// L1 at every piece. Blocks of 64 tokens without a gradient are left out where they would add zeros: a chain that skips
-// whole groups of zero products keeps its bits.
+// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. A cluster of two blocks holds 256 tokens and shares each [256,
+// 64] piece of the weight. In a block one warpgroup fetches, up to four pieces ahead and into the next tile, and two
+// multiply, 64 tokens each. Barriers keep their default scope: one of cluster or GPU scope flushes L1 at every piece.
+// Blocks of 64 tokens without a gradient are left out where they would add zeros: a chain that skips whole groups of
+// zero products keeps its bits.
 
 #ifndef MODE
 #define MODE 0
@@ -21,14 +21,7 @@
 #define HAS_DENTROPY 0
 #endif
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-struct alignas(64) TensorMap {
-  char opaque[128];
-};
+#include "sm90.cuh"
 
 struct Arguments {
   const i64* targets;            // [T]
@@ -68,35 +61,12 @@ constexpr bool kTransposedA = MODE == 4, kTransposedB = MODE >= 3;  // rows of m
 constexpr u32 kOneBits = 0x3f800000u;
 constexpr float kLog2e = 1.4426950408889634f;
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
   asm volatile(
       "{\n.reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
       "r"(rank)
-      : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-__device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
 __device__ __forceinline__ void fetch_for_both(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
@@ -117,12 +87,6 @@ __device__ __forceinline__ void warpgroup_sync(int which) {
   asm volatile("bar.sync %0, 128;" ::"r"(1 + which) : "memory");
 }
 
-// Descriptor of an operand in lines of 128 swizzled bytes, eight of them a unit of 1024. A line holds 64 elements of k,
-// or, transposed, 64 of the result; then 64 lines of k make a box of 8192 bytes and the next 64 elements follow it.
-template <bool TRANSPOSED>
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return static_cast<u64>((address & 0x3ffff) >> 4) | (TRANSPOSED ? 512ull : 1ull) << 16 | 64ull << 32 | 1ull << 62;
-}
 constexpr int kStepA = kTransposedA ? 128 : 2, kStepB = kTransposedB ? 128 : 2;  // 16 of k, in units of 16 bytes
 
 // d [64, 256] = a [64, 16] b [256, 16]^T (+ d)
@@ -161,11 +125,6 @@ __device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int add)
       : "l"(a), "l"(b), "r"(add), "n"(static_cast<int>(kTransposedA)), "n"(static_cast<int>(kTransposedB)));
 }
 
-__device__ __forceinline__ float larger(float a, float b) {
-  float c;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-  return c;
-}
 __device__ __forceinline__ float exponential(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2e));
@@ -176,7 +135,6 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
 // Four 8x8 matrices of 16-bit elements, two blocks of eight columns, into a swizzled [64, 64] piece.
 __device__ __forceinline__ void stage(u32 piece, int row, int block, int lane, const u32 (&r)[4]) {
@@ -280,7 +238,7 @@ struct Staging {
     return base + (turn++ & 1) * 8192;
   }
   __device__ __forceinline__ void send(const TensorMap* map, int column, int row, u32 piece) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    stores_fence();
     warpgroup_sync(which);
     if (leader) put(map, column, row, piece);
   }
@@ -487,12 +445,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       barrier_init(full + 8 * s, 1);
       barrier_init(empty + 8 * s, 16);  // eight warps in each of the two blocks
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_made();
   }
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 
   if (warpgroup == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    fewer_registers<40>();
     if (threadIdx.x == 256) {
       int stage = 0;
       u32 phase = 1;
@@ -527,7 +485,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    more_registers<232>();
     const int lane = threadIdx.x & 31, warp_row = (threadIdx.x & 127) / 32 * 16;
     Staging staging{staging_at + warpgroup * 2 * kStaging, 0, warpgroup, (threadIdx.x & 127) == 0};
     int stage = 0;
@@ -546,14 +504,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       int before = 0;
       for (int k = 0; k < pieces; ++k) {
         barrier_wait(full + 8 * stage, phase);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        products_begin();
         const u64 left = descriptor<kTransposedA>(a_at + stage * kBytesA + warpgroup * 8192);
         const u64 right = descriptor<kTransposedB>(b_at + stage * kBytesB);
 #pragma unroll
         for (int j = 0; j < 4; ++j) multiply(d, left + kStepA * j, right + kStepB * j, k > 0 || j > 0);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        products_queued();
         if (k > 0) {
-          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+          products_wait<1>();
           if (lane < 2) barrier_arrive_at(empty + 8 * before, lane);
         }
         before = stage;
@@ -562,7 +520,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
           phase ^= 1;
         }
       }
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      products_wait<0>();
       if (pieces > 0 && lane < 2) barrier_arrive_at(empty + 8 * before, lane);
       if (MODE >= 3) {
         leave_sum(d, args, first_row + warp_row + (lane >> 2), n0 + 2 * (lane & 3), pieces > 0);

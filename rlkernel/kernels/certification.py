@@ -112,6 +112,18 @@ class Family:
         return call
 
 
+def describe(form: Callable[..., Any], key: Key) -> dict[str, Any]:
+    """A shape class, whose named tuple is `form`, as plain data without the device's index."""
+    name = lambda part: str(part).removeprefix("torch.") if isinstance(part, torch.dtype) else part
+    return {field: name(part) for field, part in form(*key)._asdict().items() if field != "device"}
+
+
+def device_of(key: Key) -> torch.device:
+    """Device of a shape class that begins with its index, -1 for the CPU."""
+    index = int(key[0])  # type: ignore[call-overload]
+    return torch.device("cuda", index) if index >= 0 else torch.device("cpu")
+
+
 def values(
     kind: str, rows: int, k: int, dtype: torch.dtype, generator: torch.Generator, second: bool = False
 ) -> Tensor:  # [rows, k]

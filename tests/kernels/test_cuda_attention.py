@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,4 +235,5 @@ def test_the_ops_are_the_anchors_with_the_choice() -> None:
     for name in ("attention", "paged_attention"):
         found = getattr(cuda, name)
         assert found.func is getattr(anchor, name) and found.keywords == {"long": cuda.prefill.call}
-    assert SimpleNamespace(**cuda.describe(SHAPE)).dtype == "bfloat16" and "device" not in cuda.describe(SHAPE)
+    plain = cuda.prefill.family.describe(SHAPE)
+    assert plain["dtype"] == "bfloat16" and "device" not in plain

@@ -1,4 +1,4 @@
-"""The CUDA sources compile for Hopper without headers, use its instructions and spill nothing; bad ones say why."""
+"""The CUDA sources compile for Hopper, use its instructions and spill nothing; bad ones say why."""
 
 from __future__ import annotations
 
@@ -90,6 +90,18 @@ def test_attention_prefill_compiles(
     # Most of the softmax runs beside the product of the block before, and both products of a block are queued at once.
     products = "64 128" if d == 128 else "64"
     assert re.search(rf"(MUFU\.EX2 ){{20,}}DEPBAR0x0 (MUFU\.EX2 )*{products} DEPBAR0x1", words), words
+
+
+@needs_compiler
+def test_a_header_is_part_of_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    source, header = tmp_path / "fill.cu", tmp_path / "value.cuh"
+    source.write_text('#include "value.cuh"\nextern "C" __global__ void fill(int* x) { *x = VALUE; }\n')
+    header.write_text("#define VALUE 7\n")
+    first = driver.compile_cuda(source, "90a", {})
+    header.write_text("#define VALUE 8\n")
+    assert driver.compile_cuda(source, "90a", {}) != first
+    assert build.source_dir() / "cuda" / "sm90.cuh" in driver.sources("linear_logprob_sm90.cu")
 
 
 @needs_compiler

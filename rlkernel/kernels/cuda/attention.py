@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels import build
-from rlkernel.kernels.certification import Family, First, Instead, Key, Run, Runs, Schedule, values
+from rlkernel.kernels.certification import Family, First, Instead, Key, Run, Runs, Schedule, describe, device_of, values
 from rlkernel.kernels.cuda import attention_prefill, driver
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import attention as anchor
@@ -89,18 +88,6 @@ def warm(runs: Runs, first: First, instead: Instead) -> Run:
             instead(error, run, q, k, v, cu_q, lens, max_q, max_k, scale, split, room, out, lse)
 
     return attention_prefill
-
-
-def describe(key: Key) -> dict[str, Any]:
-    s = Shape(*key)  # type: ignore[arg-type]
-    plain = {**s._asdict(), "dtype": str(s.dtype).removeprefix("torch.")}
-    del plain["device"]
-    return plain
-
-
-def device_of(key: Key) -> torch.device:
-    index = int(key[0])  # type: ignore[call-overload]
-    return torch.device("cuda", index) if index >= 0 else torch.device("cpu")
 
 
 def rows_of(key: Key) -> list[int]:
@@ -183,14 +170,14 @@ _SOURCES = (
     Path(__file__),
     *(Path(m.__file__) for m in (anchor, attention_splits, attention_prefill, common, driver, orders) if m.__file__),
     Path(anchor.__file__).with_name("attention_hopper.py"),
-    build.source_dir() / "cuda" / attention_prefill.SOURCE,
+    *driver.sources(attention_prefill.SOURCE),
 )
 
 prefill = ScheduledOp(
     Family(
-        op="attention_prefill", anchor=anchor.prefill, key=key, describe=describe, device=device_of, rows=rows_of,
-        sample=sample, sources=_SOURCES, versions=lambda: {"cuda compiler": driver.compiler()}, mutates=(10, 11),
-        warm=warm,
+        op="attention_prefill", anchor=anchor.prefill, key=key, describe=functools.partial(describe, Shape),
+        device=device_of, rows=rows_of, sample=sample, sources=_SOURCES,
+        versions=lambda: {"cuda compiler": driver.compiler()}, mutates=(10, 11), warm=warm,
         schedules=(
             _hopper("hopper", False), _hopper("hopper.skip", True), Schedule("gluon", _gluon_bind, _gluon_supports),
         ),

@@ -1,6 +1,7 @@
 """CUDA C++ sources without nvcc: compiled by NVRTC, which torch brings, kept on disk, launched through the driver.
 
-A source has one kernel and macros that choose its variant. Nothing here links against torch: tensors pass as addresses.
+A source has one kernel and macros that choose its variant; headers (`.cuh`) lie beside it. Nothing here links against
+torch: tensors pass as addresses.
 """
 
 from __future__ import annotations
@@ -62,10 +63,24 @@ def compiler() -> str:
     return "none"
 
 
+def _headers(source: Path) -> list[Path]:
+    return sorted(source.parent.glob("*.cuh"))
+
+
+def sources(*names: str) -> tuple[Path, ...]:
+    """The files of csrc/cuda that these sources are compiled from: they and the headers beside them."""
+    folder = build.source_dir() / "cuda"
+    return (*(folder / name for name in names), *_headers(folder / names[0]))
+
+
 def _with_nvrtc(library: ctypes.CDLL, source: Path, options: list[str]) -> bytes:
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    text = source.read_bytes()
-    library.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None)
+    headers = _headers(source)
+    texts = (ctypes.c_char_p * len(headers))(*(h.read_bytes() for h in headers))
+    names = (ctypes.c_char_p * len(headers))(*(h.name.encode() for h in headers))
+    library.nvrtcCreateProgram(
+        ctypes.byref(program), source.read_bytes(), source.name.encode(), len(headers), texts, names
+    )
     flags = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     failed = library.nvrtcCompileProgram(program, len(options), flags)
     try:
@@ -102,7 +117,8 @@ def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
         BuildError: there is neither NVRTC nor nvcc, or the source does not compile; the message has the log.
     """
     options = [*FLAGS, *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
-    digest = hashlib.sha256(source.read_bytes() + "\0".join((compiler(), arch, *options)).encode()).hexdigest()[:16]
+    text = b"\0".join(path.read_bytes() for path in (source, *_headers(source)))
+    digest = hashlib.sha256(text + "\0".join((compiler(), arch, *options)).encode()).hexdigest()[:16]
     kept = build.cache_dir() / "cuda" / f"{source.stem}-{arch}-{digest}.cubin"
     try:
         return kept.read_bytes()

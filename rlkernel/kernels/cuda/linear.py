@@ -16,8 +16,7 @@ from torch import Tensor
 
 from rlkernel.contract import orders
 from rlkernel.contract.orders import DGRAD_CHUNK, WGRAD_TOKENS
-from rlkernel.kernels import build
-from rlkernel.kernels.certification import Family, Key, Run, Schedule, Warm
+from rlkernel.kernels.certification import Family, Key, Run, Schedule, Warm, device_of
 from rlkernel.kernels.cuda import cublaslt, driver, linear_rows
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.cuda.cublaslt import Algorithm
@@ -349,7 +348,7 @@ _SOURCES = (
         for m in (anchor, linear_grad, matrix, common, shapes, cublaslt, linear_rows, driver, orders)
         if m.__file__
     ),
-    *(build.source_dir() / "cuda" / name for name in (cublaslt.SOURCE, linear_rows.SOURCE)),
+    *driver.sources(cublaslt.SOURCE, linear_rows.SOURCE),
 )
 
 
@@ -359,7 +358,7 @@ def _op(
 ) -> ScheduledOp:  # fmt: skip
     return ScheduledOp(
         Family(
-            name, run, key, shapes.describe, shapes.device_of, shapes.rows_of, sample, _schedules(form), _SOURCES,
+            name, run, key, shapes.describe, device_of, shapes.rows_of, sample, _schedules(form), _SOURCES,
             versions=cublaslt.versions, mutates=mutates, warm=warm,
         )
     )  # fmt: skip

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels import build
-from rlkernel.kernels.certification import Family, Key, Run, Schedule, Warm
+from rlkernel.kernels.certification import Family, Key, Run, Schedule, Warm, describe, device_of
 from rlkernel.kernels.cuda import cublaslt, driver
 from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
@@ -62,8 +61,8 @@ def _supports_grad(key: Key) -> bool:
 
 def _bind_grad(run: Run, mode: int) -> Callable[[Key], Run]:
     def bind(key: Key) -> Run:
-        with torch.cuda.device(shapes.device_of(key)):
-            hopper.kernel(shapes.device_of(key).index, mode, False, False, False)
+        with torch.cuda.device(device_of(key)):
+            hopper.kernel(device_of(key).index, mode, False, False, False)
         return run
 
     return bind
@@ -171,7 +170,7 @@ _SOURCES = (
         )
         if m.__file__
     ),
-    *(build.source_dir() / "cuda" / name for name in (hopper.SOURCE, cublaslt.SOURCE)),
+    *driver.sources(hopper.SOURCE, cublaslt.SOURCE),
 )
 
 
@@ -187,8 +186,8 @@ def _op(
 ) -> ScheduledOp:
     return ScheduledOp(
         Family(
-            op=op, anchor=run, key=key, warm=warm, describe=shapes.describe_grad if grad else shapes.describe,
-            device=shapes.device_of, rows=shapes.rows_of_grad if grad else shapes.rows_of, sample=sample,
+            op=op, anchor=run, key=key, warm=warm, describe=functools.partial(describe, GradShape if grad else Shape),
+            device=device_of, rows=shapes.rows_of_grad if grad else shapes.rows_of, sample=sample,
             schedules=schedules, sources=_SOURCES, versions=cublaslt.versions, mutates=mutates,
         )
     )  # fmt: skip

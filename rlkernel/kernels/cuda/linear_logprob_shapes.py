@@ -126,18 +126,6 @@ def dz_warm(runs: Runs, first: First, instead: Instead) -> Run:
     return linear_logprob_dz
 
 
-def describe(key: Key) -> dict[str, Any]:
-    s = Shape(*key)  # type: ignore[arg-type]
-    plain = {**s._asdict(), "dtype": str(s.dtype).removeprefix("torch.")}
-    del plain["device"]
-    return plain
-
-
-def device_of(key: Key) -> torch.device:
-    index = int(key[0])  # type: ignore[call-overload]
-    return torch.device("cuda", index) if index >= 0 else torch.device("cpu")
-
-
 def rows_of(key: Key) -> list[int]:
     return [LEAST_TOKENS, 1000, 4096] if key[1] else [1, 77, LEAST_TOKENS - 1]
 
@@ -248,14 +236,6 @@ def dweight_warm(runs: Runs, first: First, instead: Instead) -> Run:
             instead(error, run, grad, dz, hidden, fresh, active)
 
     return linear_logprob_dweight
-
-
-def describe_grad(key: Key) -> dict[str, Any]:
-    s = GradShape(*key)  # type: ignore[arg-type]
-    name = lambda dtype: str(dtype).removeprefix("torch.")
-    plain = {**s._asdict(), "dtype": name(s.dtype), "out": name(s.out)}
-    del plain["device"]
-    return plain
 
 
 def rows_of_grad(key: Key) -> list[int]:

@@ -156,11 +156,6 @@ def describe(key: Key) -> dict[str, Any]:
     return {**found, "fresh": s.fresh} if s.form == "wgrad" else found
 
 
-def device_of(key: Key) -> torch.device:
-    index = shape_of(key).device
-    return torch.device("cpu") if index < 0 else torch.device("cuda", index)
-
-
 def _row_bytes(s: Shape) -> int:
     """Bytes of a row of the largest matrix of a call."""
     if s.form == "wgrad":
