@@ -283,7 +283,11 @@ def _check_not_negative(name: str, value: float) -> None:
 
 
 def _check_finite(name: str, value: float) -> None:
-    check(-math.inf < value < math.inf, lambda: f"policy_loss: {name}={value} must be finite; 0 switches the term off")
+    most = torch.finfo(torch.float32).max
+    check(
+        -most <= value <= most,
+        lambda: f"policy_loss: {name}={value} must be finite in float32; 0 switches the term off",
+    )
 
 
 def _check_options(

@@ -473,6 +473,8 @@ def test_opcheck_and_compile() -> None:
         ({"advantages": torch.zeros(3)}, r"advantages is \(3,\), expected \[B\]=\[2\] or \[T\]=\[5\]"),
         ({"clip_low": -0.1}, "clip_low=-0.1"),
         ({"kl_coef": 0.1}, "kl_coef=0.1 needs ref_logp"),
+        ({"kl_coef": 1e39}, r"kl_coef=1e\+39 must be finite in float32"),
+        ({"entropy_coef": float("nan")}, "entropy_coef=nan must be finite"),
         ({"entropy_coef": 0.1}, "entropy_coef=0.1 needs entropy"),
         ({"tis_cap": 2.0}, "needs rollout_logp"),
         ({"tis_cap": 0.0, "rollout_logp": torch.zeros(5)}, "tis_cap=0.0 must be positive"),
