@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from results_io import write_result
 
 from rlkernel.kernels import build
-from rlkernel.kernels.cuda import attention_prefill, linear_logprob_hopper, linear_rows
+from rlkernel.kernels.cuda import attention_prefill, linear_logprob_hopper, linear_rows, logprob_rows
 from rlkernel.kernels.cuda.driver import compile_cuda
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.triton import aot
@@ -91,6 +91,20 @@ def measure_cuda() -> list[dict[str, Any]]:
             **aot.cuda_resources(cubin),
             "shared": attention_prefill.shared_bytes(d),
             "matrix": [f"wgmma m64n{n}k16" for n in sorted({64, d})],
+        })  # fmt: skip
+    for setting in logprob_rows.SETTINGS:
+        cubin = compile_cuda(
+            build.source_dir() / "cuda" / logprob_rows.SOURCE, "90a", logprob_rows.macros(setting, 151936, False, False)
+        )
+        found.append({
+            "kernel": f"logprob CUDA rows {setting.warps}x{setting.pieces}",
+            "function": "rlk_logprob_rows",
+            "target": "sm_90",
+            "main": True,
+            "num_warps": setting.warps + 1,
+            **aot.cuda_resources(cubin),
+            "shared": logprob_rows.shared_bytes(setting, 151936),
+            "matrix": [],
         })  # fmt: skip
     return found
 

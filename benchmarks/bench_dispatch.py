@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from results_io import write_result
 
-from rlkernel.kernels.cuda import attention, linear, linear_logprob
+from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton.linear_logprob_backward import Active
 
@@ -69,6 +69,7 @@ def main() -> None:
         (linear_logprob._dz, (dz, *scored, new(64, 2, dtype=torch.float32), row, row, None, active, 0, 8192)),
         (linear_logprob._dhidden, (running, None, dz, head, False, active)),
         (linear_logprob._dweight, (new(8192, 1024, dtype=torch.float32), dz, x, False, active)),
+        (logprob.logprob, (dz, targets, None, None)),
         (attention.prefill, (q, k, k, row, row, 4096, 4096, 0.1, 2048, 0, q, row)),
     )
     calls = [(op.family.op + "".join(what), warm(op, arguments), arguments) for op, arguments, *what in cases]

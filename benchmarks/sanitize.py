@@ -156,9 +156,10 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             backward((scored.logp, scored.entropy), logits)
             kept = ops.pack_kept(torch.rand(t, width, device=device) < 0.7)
             backward(ops.logprob(logits, ids(width), kept=kept).logp, logits)
-        for width in (16392, 65544) if large else ():  # a program a row
-            logits = leaf(257, width)
-            backward(ops.logprob(logits, ids(width, 257)).logp, logits)
+        for width, n in ((16392, 529), (65544, 257)) if large else ():  # a program a row; four rows of a block and one
+            logits = leaf(n, width)
+            for options in ({}, {"temperature": 0.7}):
+                backward(ops.logprob(logits, ids(width, n), **options).logp, logits)
 
     def rms_norm() -> None:
         for width in (c, 1000, 4096):
@@ -316,12 +317,12 @@ def every_schedule() -> set[str]:
 
 def offered(capability: tuple[int, int]) -> set[str]:
     """Names, as in `every_schedule` but for `SPELT`, of all schedules that this compute capability is offered."""
-    from rlkernel.kernels.cuda import attention, linear, linear_logprob
+    from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob
     from rlkernel.kernels.schedule import ScheduledOp
 
     groups = () if capability == (9, 0) else ("hopper", "rows", "gluon")
-    defined = (*vars(attention).values(), *vars(linear).values(), *vars(linear_logprob).values())
-    ops = [op for op in defined if isinstance(op, ScheduledOp)]
+    modules = (attention, linear, linear_logprob, logprob)
+    ops = [op for module in modules for op in vars(module).values() if isinstance(op, ScheduledOp)]
     names = {f"{op.family.op}:{s.name}" for op in ops for s in op.family.schedules}
     names = {SPELT.sub(ONE, name) for name in names if capability == (9, 0) or not SPELT.search(name)}
     return {name for name in names if name.split(":")[1].split(".")[0] not in groups}

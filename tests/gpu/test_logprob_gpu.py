@@ -113,6 +113,43 @@ def test_logprob_of_a_large_vocabulary(dtype: torch.dtype, filtered: bool, v: in
     record(cases=cases, tokens=cases * 300, mismatches=0)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("warm", (False, True), ids=("plain", "temperature"))
+def test_logprob_schedules_equal_the_anchor(dtype: torch.dtype, warm: bool, record: Record) -> None:
+    """Hopper's kernel, in every setting, against Triton's, to the bit: special rows, targets outside, in a graph."""
+    from rlkernel.kernels.cuda import logprob as cuda
+    from rlkernel.kernels.cuda import logprob_rows
+    from rlkernel.kernels.triton import logprob as anchor
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a kernel of Hopper's")
+    cases = 0
+    for rows, v in ((1060, 128 * 128), (301, 131 * VOCAB_TILE + 40), (528, 520 * VOCAB_TILE), (663, 151936)):
+        logits = data(rows, rows, v, dtype=dtype) * 3
+        logits[1, 5], logits[2, v - 1], logits[3], logits[4, 300:900] = torch.nan, torch.inf, -torch.inf, -torch.inf
+        logits[-2, v - 1], logits[-1, : v // 2], logits[140] = torch.nan, -torch.inf, 0.0
+        targets, temperature, _ = scored(rows, v)
+        targets[:6] = torch.tensor([-1, v, v - 1, 1 << 40, 0, 300], device=DEVICE)
+        inverse = 1.0 / temperature if warm else None
+        expected = anchor.logprob(logits, targets, inverse, None)
+        wide = torch.full((rows, v + 8), torch.nan, dtype=dtype, device=DEVICE)[:, :v].copy_(logits)
+        for setting in logprob_rows.SETTINGS:
+            run = logprob_rows.launcher(torch.cuda.current_device(), dtype, v, warm, setting)
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                captured = run(logits, targets, inverse, None)
+            for _ in range(2):
+                graph.replay()
+                found = {"graph": captured, "call": run(logits, targets, inverse, None),
+                         "rows apart": run(wide, targets, inverse, None)}  # fmt: skip
+                for how, outputs in found.items():
+                    for name, o, e in zip(("logp", "entropy", "lse", "stats"), outputs, expected, strict=True):
+                        assert_bitwise(o, e, f"{setting}, {rows} x {v}, {how}: {name}")
+                cases += len(found)
+        verdict = cuda.logprob.verdict(logits, targets, inverse, None)
+        assert verdict is not None and all(t.certified for t in verdict.trials), verdict
+    record(cases=cases, mismatches=0)
+
+
 def test_stock_logprob_of_the_stock_head_depends_on_the_batch() -> None:
     """The control: the head's product varies with M, and every log-probability with it."""
     x, w = data(0, 1100, 12288, dtype=torch.bfloat16), data(1, 4096, 12288, dtype=torch.bfloat16) / 100

@@ -105,6 +105,34 @@ def test_a_header_is_part_of_what_was_compiled(tmp_path: Path, monkeypatch: pyte
 
 
 @needs_compiler
+@pytest.mark.parametrize("temperature", (False, True), ids=("plain", "temperature"))
+@pytest.mark.parametrize("half", (False, True), ids=("bf16", "fp16"))
+@pytest.mark.parametrize("which", range(2))
+def test_logprob_rows_compiles(
+    which: int, half: bool, temperature: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlkernel.kernels.cuda import logprob_rows
+
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    setting = logprob_rows.SETTINGS[which]
+    macros = logprob_rows.macros(setting, 151936, half, temperature)
+    driver.compile_cuda(build.source_dir() / "cuda" / logprob_rows.SOURCE, "90a", macros)
+    (kept,) = (tmp_path / "cuda").iterdir()
+    sass = tool("cuobjdump", "-sass", str(kept))
+    assert "UBLKCP" in sass and not re.search(r"\b(STL|LDL)\b", sass), "spills"
+    # A piece is in registers, its maximum known, before the copy engine may overwrite it; then one exponential a logit.
+    held, units = (
+        sass[sass.index("LDS.128") : sass.rindex("UBLKCP")],
+        sass[sass.rindex("UBLKCP") :].split("ARRIVE", 1)[0],
+    )
+    logits = 128 // setting.lanes
+    assert held.count("LDS.128") == 2 * logits // 8 and "MUFU.EX2" not in held
+    assert "HMNMX" in held and "HMNMX" not in units
+    assert units.count("MUFU.EX2") == units.count("FMUL.SAT") == logits
+    assert "FFMA" not in units and len(re.findall(r"/\*[0-9a-f]{4}\*/", units)) < (8.1 + temperature) * logits + 120
+
+
+@needs_compiler
 def test_an_error_shows_the_compilers_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     bad = tmp_path / "bad.cu"

@@ -1,7 +1,8 @@
 """logprob on GPUs: statistics of vocabulary tiles, combined per row. The gradient: logprob_backward.py.
 
 Contract: docs/ops/logprob.md. Every reduction is a maximum or an integer sum, so no layout can change a bit;
-`linear_logprob` forms the same statistics behind its matrix product and shares the combination.
+`linear_logprob` forms the same statistics behind its matrix product and shares the combination. Hopper has a kernel of
+its own for many rows, with these bits: `cuda/logprob.py`, whose anchor is `logprob`.
 """
 
 from __future__ import annotations

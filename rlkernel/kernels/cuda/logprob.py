@@ -1,0 +1,128 @@
+"""logprob on CUDA: many rows of a large vocabulary by a kernel of Hopper's, where it has the Triton kernel's bits.
+
+The anchor is that of kernels/triton/logprob.py, which also computes few rows, small vocabularies and kept sets; here
+are the schedules that may take its place (cuda/logprob_rows.py) and their certification.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.contract import orders
+from rlkernel.kernels.certification import Family, First, Instead, Key, Run, Runs, Schedule, describe, device_of, values
+from rlkernel.kernels.cuda import driver, logprob_rows
+from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.triton import common
+from rlkernel.kernels.triton import logprob as anchor
+from rlkernel.kernels.triton import logprob_backward as gradient
+
+MANY = 1024  # rows, from which on a class is another: below it a kernel's start and end count
+TIMED, TIMED_OF_MANY = 512, 4096  # rows, at most
+SAMPLE_BYTES = 1 << 29  # of the logits that are timed, at most
+RAGGED = 397  # rows that leave some for all blocks to share
+
+# ---- shape classes -------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """Shape class of logprob. A row's bits know neither the others nor its place."""
+
+    device: int  # index, -1 for the CPU
+    dtype: torch.dtype
+    vocab: int
+    rows: int  # at least so many: 0, the anchor's ROWS_FROM, or MANY
+    dense: bool  # rows are what the copy engine can fetch, where they begin at a 16-byte address
+    temperature: bool
+    kept: bool
+
+
+def key(logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None) -> Key:
+    tokens, vocab = logits.shape
+    row = logits.stride(0)
+    dense = logits.stride(1) == 1 and row >= vocab and vocab % 8 == 0 and row % 8 == 0
+    rows = next((least for least in (MANY, anchor.ROWS_FROM) if tokens >= least), 0)
+    return Shape(
+        logits.get_device(), logits.dtype, vocab, rows, dense, inv_temperature is not None, kept is not None
+    )  # fmt: skip
+
+
+def warm(runs: Runs, first: First, instead: Instead) -> Run:
+    least = anchor.ROWS_FROM
+
+    def logprob(
+        logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        tokens, vocab = logits.shape
+        call = (
+            vocab, (tokens >= least) + (tokens >= MANY), logits.dtype, logits.get_device(), inv_temperature is None,
+            kept is None, logits.is_contiguous() or logits.stride(),
+        )  # fmt: skip
+        run = runs.get(call) or first(call, logits, targets, inv_temperature, kept)
+        try:
+            return run(logits, targets, inv_temperature, kept)
+        except Exception as error:
+            return instead(error, run, logits, targets, inv_temperature, kept)
+
+    return logprob
+
+
+def rows_of(key: Key) -> list[int]:
+    s = Shape(*key)  # type: ignore[arg-type]
+    most = min(TIMED_OF_MANY if s.rows >= MANY else TIMED, SAMPLE_BYTES // (s.dtype.itemsize * s.vocab))
+    return [anchor.ROWS_FROM, RAGGED, max(anchor.ROWS_FROM, most)]
+
+
+def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s, device = Shape(*key), generator.device  # type: ignore[arg-type]
+    logits = values(kind, rows, s.vocab, s.dtype, generator)
+    odd = torch.arange(0, rows, 29, device=device)
+    for i, value in enumerate((float("nan"), float("inf"))):
+        logits[odd[i::4], (odd[i::4] * 7919) % s.vocab] = value
+    logits[odd[2::4]] = float("-inf")
+    logits[odd[3::4], : s.vocab // 2] = float("-inf")
+    targets = torch.randint(0, s.vocab, (rows,), device=device, generator=generator)
+    targets[:3] = torch.tensor([-1, s.vocab, s.vocab - 1], device=device)
+    inverse = None
+    if s.temperature:
+        inverse = 0.5 + torch.rand(rows, dtype=torch.float32, device=device, generator=generator)
+    return logits, targets, inverse, None
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+def _rows(setting: logprob_rows.Setting) -> Schedule:
+    def supports(key: Key) -> bool:
+        s = Shape(*key)  # type: ignore[arg-type]
+        if s.device < 0 or common.IS_HIP or torch.cuda.get_device_capability(s.device) != (9, 0):
+            return False
+        large = s.vocab >= anchor.TILES_FROM * orders.VOCAB_TILE
+        return s.dtype.itemsize == 2 and s.rows > 0 and s.dense and large and not s.kept and logprob_rows.fits(
+            setting, s.vocab
+        )  # fmt: skip
+
+    def bind(key: Key) -> Run:
+        s = Shape(*key)  # type: ignore[arg-type]
+        return logprob_rows.launcher(s.device, s.dtype, s.vocab, s.temperature, setting)
+
+    return Schedule(f"rows.{setting.warps}x{setting.pieces}", bind, supports)
+
+
+_SOURCES = (
+    Path(__file__),
+    *(Path(m.__file__) for m in (anchor, gradient, common, logprob_rows, driver, orders) if m.__file__),
+    *driver.sources(logprob_rows.SOURCE),
+)
+
+logprob = ScheduledOp(
+    Family(
+        op="logprob", anchor=anchor.logprob, key=key, describe=functools.partial(describe, Shape), device=device_of,
+        rows=rows_of, sample=sample, sources=_SOURCES, versions=lambda: {"cuda compiler": driver.compiler()}, warm=warm,
+        schedules=tuple(map(_rows, logprob_rows.SETTINGS)),
+    )
+)  # fmt: skip

@@ -1,0 +1,133 @@
+"""logprob of many rows of a large vocabulary on Hopper in CUDA C++: launches of csrc/cuda/logprob_rows_sm90.cu.
+
+cuda/logprob.py offers it to certification, as any schedule; what the copy engine cannot read runs the anchor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.contract.orders import VOCAB_TILE
+from rlkernel.kernels import build
+from rlkernel.kernels.cuda.driver import Kernel, compile_cuda
+from rlkernel.kernels.triton import common
+from rlkernel.kernels.triton import logprob as anchor
+
+SOURCE = "logprob_rows_sm90.cu"
+SHARED_BYTES = 227 << 10  # that the blocks of a multiprocessor may have
+
+
+class Setting(NamedTuple):
+    """How a block reads: `lanes` that hold a tile of the vocabulary decide the size of a piece."""
+
+    warps: int
+    pieces: int  # of a warp, under way at a time
+    lanes: int
+    blocks: int = 1  # of a multiprocessor
+
+
+SETTINGS = (Setting(15, 1, 1), Setting(23, 2, 2))
+
+
+class Arguments(ctypes.Structure):
+    """`struct Arguments` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "logits", "targets", "inv_temperature", "logp", "entropy", "lse", "stats", "tile_max", "tile_sum",
+            "tile_entropy", "target_z",
+        )),
+        ("logits_row", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("vocab", "tiles", "shared", "whole")),
+    )  # fmt: skip
+
+
+def shared_bytes(setting: Setting, vocab: int, turns: int | None = None) -> int:
+    """Pieces, statistics of as many rows as take turns, and barriers."""
+    held, turns = setting.warps * setting.pieces, turns or turns_of(setting, vocab)
+    piece = 32 // setting.lanes * VOCAB_TILE * 2
+    return held * (piece + 8) + turns * (12 * common.cdiv(vocab, VOCAB_TILE) + 16)
+
+
+def _fits(setting: Setting, vocab: int, turns: int) -> bool:
+    """Whether shared memory holds it all; 1 KiB of each block is the driver's."""
+    return setting.blocks * (shared_bytes(setting, vocab, turns) + 1024) <= SHARED_BYTES + 1024
+
+
+def fits(setting: Setting, vocab: int) -> bool:
+    """Whether shared memory holds the statistics of a vocabulary."""
+    return _fits(setting, vocab, 2)
+
+
+def turns_of(setting: Setting, vocab: int) -> int:
+    """Rows whose statistics shared memory holds: of a small vocabulary warps are in several rows at once."""
+    return 4 if _fits(setting, vocab, 4) else 2
+
+
+def macros(setting: Setting, vocab: int, half: bool, temperature: bool) -> dict[str, int]:
+    """The macros of a variant."""
+    return {"WARPS": setting.warps, "PIECES": setting.pieces, "LANES": setting.lanes, "BLOCKS": setting.blocks,
+            "TURNS": turns_of(setting, vocab), "HALF": int(half), "HAS_TEMPERATURE": int(temperature)}  # fmt: skip
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _kernel(device: int, setting: Setting, vocab: int, half: bool, temperature: bool) -> Kernel:
+    cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", macros(setting, vocab, half, temperature))
+    return Kernel(cubin, "rlk_logprob_rows", shared_bytes(setting, vocab))
+
+
+def launcher(
+    device: int, dtype: torch.dtype, vocab: int, temperature: bool, setting: Setting
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """A function with the arguments of the anchor, `triton.logprob.logprob`, for logits [T, vocab] with dense rows a
+    multiple of 16 bytes apart, and no kept sets.
+
+    Raises:
+        BuildError: there is no compiler for the kernel.
+    """
+    tiles = common.cdiv(vocab, VOCAB_TILE)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the device's context exists from here on
+        kernel = _kernel(device, setting, vocab, dtype == torch.float16, temperature)
+    most = _multiprocessors(device) * setting.blocks
+
+    def logprob(
+        logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if logits.data_ptr() & 15:
+            return anchor.logprob(logits, targets, inv_temperature, kept)
+        tokens = logits.shape[0]
+        targets = targets.contiguous()
+        inv_temperature = None if inv_temperature is None else inv_temperature.contiguous()
+        out = anchor.outputs(tokens, logits.device)
+        blocks = min(tokens, most)
+        if blocks == 0:
+            return out
+        shared = tokens % blocks
+        with common.on_device(logits):
+            # Rows that do not come out even: every block takes as much of them, and the anchor's kernel combines.
+            buffers = anchor.TileBuffers(shared, vocab, logits.device) if shared else None
+            parts = (buffers.maximum, buffers.sum, buffers.entropy, buffers.target) if buffers else ()
+            arguments = Arguments(
+                logits.data_ptr(), targets.data_ptr(), inv_temperature.data_ptr() if inv_temperature is not None else 0,
+                *(t.data_ptr() for t in out), *([t.data_ptr() for t in parts] or [0] * 4), logits.stride(0), vocab,
+                tiles, shared, tokens // blocks,
+            )  # fmt: skip
+            kernel(blocks, 32 * (setting.warps + 1), arguments)
+            if buffers:
+                logp, entropy, lse, stats = (t[:shared] for t in out)
+                buffers.combine(logp, entropy, lse, stats)
+        return out
+
+    return logprob
