@@ -285,6 +285,8 @@ else:
         assert_bitwise(again, dx, "input gradient")
         rms_norm.rms_norm_grad_(grad.zero_(), dy, r, x, w, 1e-6)
         assert_bitwise(dw, grad.to(dtype), "weight gradient, rounded once")
+        of_zero_eps = (m.rms_norm_grad(dy, None, x, w, 0.0)[1] for m in (rms_norm, rms_norm_reference))
+        close(*of_zero_eps, "weight gradient with eps = 0", dtype)
 
     @pytest.mark.parametrize("chunks", (2, 3))
     def test_rms_norm_weight_gradient_by_chunks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,8 @@ def rms_norm_grad_kernel(
         up = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         g = up * w
         square, dot = row_sums(h * h, g * h)
-        rstd = inverse_root(square, eps, C)
+        # With eps = 0 a row that is none would be 0 / 0, and its weight gradient NaN.
+        rstd = inverse_root(tl.where(row < T, square, 1.0), eps, C)
         mean = tl.div_rn(dot * rstd, tl.full((ROWS,), C, tl.float32))[:, None]
         h = h * rstd[:, None]
         d = rstd[:, None] * tl.fma(-h, tl.broadcast_to(mean, h.shape), g)
