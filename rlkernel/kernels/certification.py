@@ -79,6 +79,8 @@ class Family:
         warm: makes the function that callers call, the whole cost of dispatch: it takes what decides the shape class
             of a call (M as it is) as cheaply as it can be had, looks it up, asks `first` where it is new, calls what
             it found, and asks `instead` where that raises. Default: by `key`.
+        beside: classes, from the op's arguments, that calls like this one may have as well, by what the op cannot
+            know at the first: they are settled together with the call's own.
     """
 
     op: str
@@ -94,6 +96,7 @@ class Family:
     versions: Callable[[], dict[str, str]] = dict
     mutates: Sequence[int] = ()
     warm: Warm | None = None
+    beside: Callable[..., Sequence[Key]] = lambda *args: ()
 
     def dispatcher(self, runs: Runs, first: First, instead: Instead = raises) -> Run:
         """`warm`, or its default."""

@@ -41,7 +41,7 @@ class ScheduledOp:
 
     Warm, a call costs what decides it and one dictionary lookup; `call` is the function that does both, without the
     cost of an object's call. The first call of a class certifies or reads the verdict. Under graph capture nothing is
-    certified: a class that is not settled yet runs its anchor there. A schedule that fails in a call gives way to the
+    certified: a class that is not settled yet runs its anchor there, with a warning. A schedule that fails in a call gives way to the
     anchor, in that call and for good.
     """
 
@@ -53,6 +53,7 @@ class ScheduledOp:
         self._bound: dict[Key, dict[str, Run]] = {}
         self._failed: dict[Key, str] = {}
         self._told: set[str] = set()  # reasons that were warned of
+        self._captured: set[Key] = set()  # classes that were warned of because a capture met them first
         _ops[family.op] = self
 
     def __call__(self, *args: Any) -> Any:
@@ -62,6 +63,8 @@ class ScheduledOp:
         with _lock:  # what is stored was decided after the last switch, or is cleared by it
             run, settled = self._settle(self.family.key(*args))
             if settled:
+                for key in self.family.beside(*args):
+                    self._settle(key)
                 if len(self._runs) >= MOST_CALLS:
                     self._runs.clear()
                 self._runs[call] = run
@@ -144,6 +147,9 @@ class ScheduledOp:
             verdict = self._verdicts.get(key)
             if _strict and (why := reason or (verdict and verdict.lacking())):
                 raise UncertifiedError(f"{family.op} {family.describe(key)} is not certified: {why}")
+            if capturing and key not in self._captured:
+                self._captured.add(key)
+                self._warn(key, f"runs its anchor: {reason}")
             if reason is not None or verdict is None:
                 return family.anchor, not capturing
             return self._bound[key].get(verdict.fastest(_is_off), family.anchor), True

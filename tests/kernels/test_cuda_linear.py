@@ -166,6 +166,23 @@ def test_what_decides_a_call_decides_its_class() -> None:
     assert len(set(classes.values())) > 150 and len({op for op, *_ in classes}) == 7
 
 
+def test_both_guesses_of_a_backward_are_settled_together() -> None:
+    """A captured backward guesses that not all tokens have a gradient, the first one of a process too."""
+    dz, weight, hidden, grad = rand(16, 88)[:, :80], rand(80, 64), rand(16, 64), torch.zeros(80, 64)
+    most = NONE._replace(row=88)
+    for op, given, rest in (
+        (scoring._dhidden, (torch.zeros(16, 64), None, dz), (True,)),
+        (scoring._dweight, (grad, dz), (False,)),
+    ):
+        for operand in (weight, rand(80, 128)[:, 64:]) if len(given) == 3 else (hidden, rand(16, 128)[:, 64:]):
+            family, call = op.family, lambda some, g=given, x=operand, r=rest: (*g, x, *r, some)
+            some, all_ = family.key(*call(NONE)), family.key(*call(most))
+            if operand.is_contiguous():
+                assert family.beside(*call(NONE)) == [all_] and family.beside(*call(most)) == [some] != [all_]
+            else:
+                assert some == all_ and not family.beside(*call(NONE)) and not family.beside(*call(most))
+
+
 def test_a_warm_call_asks_once() -> None:
     for op, arguments in calls():
         runs: dict = {}
@@ -360,7 +377,8 @@ def test_the_bench_of_dispatch_has_a_line_with_a_bias(monkeypatch: pytest.Monkey
     monkeypatch.setattr(bench, "write_result", lambda name, found: rows.extend(found))
     monkeypatch.setattr(sys, "argv", ["bench_dispatch.py", "--device", "cpu", "--rounds", "1"])
     bench.main()
-    assert {"dispatch linear", "dispatch linear, bias"} <= {row["op"] for row in rows} and len(rows) == 9
+    named = {row["op"] for row in rows}
+    assert "dispatch linear, bias" in named and {f"dispatch {op.family.op}" for op, _ in calls()} <= named
 
 
 @pytest.mark.parametrize("out", (None, torch.float32), ids=("bf16", "fp32"))

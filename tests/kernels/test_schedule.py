@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +62,8 @@ def test_nothing_is_certified_under_graph_capture(monkeypatch: pytest.MonkeyPatc
     op = ScheduledOp(family(equal))
     capturing = True
     monkeypatch.setattr(certification, "capturing", lambda device: capturing)
-    assert torch.equal(op(x, w), anchor(x, w))
+    with pytest.warns(RuntimeWarning, match="graph capture"):
+        assert torch.equal(op(x, w), anchor(x, w))
     assert not cache.exists()
     with schedule.strict(), pytest.raises(UncertifiedError, match="graph capture"):
         op(x, w)
@@ -69,6 +71,42 @@ def test_nothing_is_certified_under_graph_capture(monkeypatch: pytest.MonkeyPatc
     assert op.chosen(x, w) == "fake.equal"
     capturing = True
     assert op.chosen(x, w) == "fake.equal", "settled before, used inside"
+
+
+def test_a_capture_that_meets_a_class_first_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    (x, w), (_, other) = arguments(), arguments(n=6)
+    op = ScheduledOp(family(equal))
+    monkeypatch.setattr(certification, "capturing", lambda device: True)
+    for weight in (w, other):
+        with pytest.warns(RuntimeWarning, match=rf"fake.*{len(weight)}, 64.*runs its anchor.*graph capture"):
+            op(x, weight)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            op(x, weight)
+    assert not op.failures(), "it may be certified yet"
+    monkeypatch.setattr(certification, "capturing", lambda device: False)
+    assert op.chosen(x, w) == "fake.equal"
+
+
+def test_a_class_of_calls_to_come_is_settled_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an op cannot know at the first call, or under capture, must not decide what a capture records."""
+    made = family(equal)
+    most = True
+
+    def key(x: Tensor, w: Tensor) -> tuple[Any, ...]:
+        return (*made.key(x, w), most)
+
+    op = ScheduledOp(replace(made, key=key, beside=lambda x, w: [(*made.key(x, w), not most)]))
+    x, w = arguments()
+    op(x, w)
+    assert len(op.verdicts()) == 2
+    monkeypatch.setattr(certification, "capturing", lambda device: True)
+    most = False
+    assert op.chosen(x, w) == "fake.equal"
+    cold = ScheduledOp(op.family)
+    with pytest.warns(RuntimeWarning, match="graph capture") as told:
+        cold(x, w)
+    assert len(told) == 1 and not cold.verdicts(), "nothing beside it either"
 
 
 def test_schedules_are_switched_off_and_on_again() -> None:
@@ -127,7 +165,8 @@ def test_a_call_under_capture_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(certification, "capturing", lambda device: True)
     op = ScheduledOp(replace(family(equal), warm=shapes([])))
     x, w = arguments()
-    assert torch.equal(op.call(x, w), anchor(x, w)) and not op._runs
+    with pytest.warns(RuntimeWarning, match="graph capture"):
+        assert torch.equal(op.call(x, w), anchor(x, w)) and not op._runs
     monkeypatch.setattr(certification, "capturing", lambda device: False)
     op.call(x, w)
     assert list(op._runs.values()) == [equal]
@@ -205,8 +244,6 @@ def fails_at_nine(error: type[Exception]) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("warm", (None, shapes([])), ids=("by key", "by shape"))
 def test_a_certified_schedule_that_fails_gives_way_to_the_anchor(warm: Any) -> None:
-    import warnings
-
     op = ScheduledOp(replace(family(fails_at_nine(LaunchError)), warm=warm))
     (x, w), (nine, _) = arguments(), arguments(m=9)
     assert torch.equal(op.call(x, w), anchor(x, w)) and op.chosen(x, w) != ANCHOR

@@ -183,12 +183,14 @@ def _op(
     *schedules: Schedule,
     grad: bool = False,
     mutates: tuple[int, ...] = (),
+    beside: Callable[..., list[Key]] = lambda *args: [],
 ) -> ScheduledOp:
     return ScheduledOp(
         Family(
             op=op, anchor=run, key=key, warm=warm, describe=functools.partial(describe, GradShape if grad else Shape),
             device=device_of, rows=shapes.rows_of_grad if grad else shapes.rows_of, sample=sample,
             schedules=schedules, sources=_SOURCES, versions=cublaslt.versions, mutates=mutates,
+            beside=beside,
         )
     )  # fmt: skip
 
@@ -206,11 +208,13 @@ _dhidden = _op(
     "linear_logprob_dhidden", anchor.dhidden_block, shapes.dhidden_key, shapes.dhidden_warm, shapes.dhidden_sample,
     Schedule("hopper", _bind_grad(hopper.dhidden_block, hopper.DHIDDEN), _supports_grad),
     *(_cublaslt(rank, False) for rank in range(cublaslt.RANKS)), grad=True, mutates=(0, 1),
+    beside=shapes.dhidden_beside,
 )  # fmt: skip
 _dweight = _op(
     "linear_logprob_dweight", anchor.dweight_block, shapes.dweight_key, shapes.dweight_warm, shapes.dweight_sample,
     Schedule("hopper", _bind_grad(hopper.dweight_block, hopper.DWEIGHT), _supports_grad),
     *(_cublaslt(rank, True) for rank in range(cublaslt.RANKS)), grad=True, mutates=(0,),
+    beside=shapes.dweight_beside,
 )  # fmt: skip
 
 # ---- the op --------------------------------------------------------------------------------------

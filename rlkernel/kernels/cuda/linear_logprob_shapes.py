@@ -202,6 +202,20 @@ def dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: A
     return dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32, row
 
 
+def dhidden_beside(
+    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
+) -> list[Key]:
+    """The class of the other guess, with which a later call or a captured one comes."""
+    other = active._replace(row=0 if active.row else dz.stride(0))
+    return [dhidden_key(running, rounded, dz, weight, fresh, other)] if weight.is_contiguous() else []
+
+
+def dweight_beside(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> list[Key]:
+    """As `dhidden_beside`."""
+    other = active._replace(row=0 if active.row else dz.stride(0))
+    return [dweight_key(grad, dz, hidden, fresh, other)] if hidden.is_contiguous() else []
+
+
 # The sums, what they are rounded into, and dz are made by the backward's loop, one way alone: nothing is asked of them,
 # in `dz_key` neither.
 
