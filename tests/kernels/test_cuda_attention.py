@@ -53,6 +53,18 @@ def test_a_sample_is_of_its_class(shape: cuda.Shape) -> None:
         assert not room or len(k) - 64 == room * len(keys)
 
 
+@pytest.mark.parametrize("heads", ((64, 8), (28, 4), (32, 32), (16, 8), (40, 8), (32, 4), (128, 128), (14, 2)), ids=str)
+def test_both_orders_of_tiles_are_compared(heads: tuple[int, int]) -> None:
+    """The kernel numbers its tiles in one of two ways, by the longest sequence's queries."""
+    group = heads[0] // heads[1]
+    for shape in CLASSES:
+        s = shape._replace(heads=heads[0], kv_heads=heads[1])
+        tiles = [-(-max(cuda.lengths(s, rows)[0]) * group // 128) for rows in cuda.rows_of(s)]
+        most = s.span if s.several else min(s.span, s.split)
+        assert tiles[0] <= attention_prefill.ACROSS_TILES
+        assert (tiles[1] > attention_prefill.ACROSS_TILES) == (most * group > 4096), "wherever calls have them"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_compared_is_finite(kind: str) -> None:
     """NaN for NaN would say little."""
@@ -218,6 +230,11 @@ def test_what_the_kernel_cannot_read_runs_the_anchor(what: str, monkeypatch: pyt
     numbers = {"q_stride": 128, "tiles": 10, "hk": 1, "group": 2, "batch": 4, "room": 0, "split": 128, "across": 1,
                "tokens": 775, "keys": len(k)}  # fmt: skip
     assert {name: found[name] for name in numbers} == numbers
+    given[1:3] = (x.repeat(1, 2, 1) for x in given[1:3])
+    for queries, across in ((4096, 2), (4097, 1)):
+        given[5] = queries
+        run(*given)
+        assert ran[-1][-1].across == across and ran[-1][-1].tiles == -(-queries // 128)
 
 
 def test_the_source_has_these_arguments() -> None:

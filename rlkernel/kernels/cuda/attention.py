@@ -91,16 +91,27 @@ def warm(runs: Runs, first: First, instead: Instead) -> Run:
 
 
 def rows_of(key: Key) -> list[int]:
-    return [sum(RAGGED), min(TIMED, max(1024, TIMED_ROWS // Shape(*key).heads))]  # type: ignore[arg-type]
+    s = Shape(*key)  # type: ignore[arg-type]
+    least = _beside(s) + 1 if _beside(s) < _longest(s) else 0
+    return [sum(RAGGED), max(least, min(TIMED, max(1024, TIMED_ROWS // s.heads)))]
+
+
+def _longest(s: Shape) -> int:
+    return s.span if s.several else min(s.span, s.split)
+
+
+def _beside(s: Shape) -> int:
+    """Queries from which on the kernel numbers its tiles in another way: samples lie on both sides."""
+    return attention_prefill.beside_at_most(s.heads // s.kv_heads)
 
 
 def lengths(s: Shape, rows: int) -> tuple[list[int], list[int]]:
     """Queries and keys of the sequences of a sample: ragged ones, or as long as the class has them."""
-    most = s.span if s.several else min(s.span, s.split)
+    most = _longest(s)
     if rows != sum(RAGGED):
         n = min(most, rows)
         return [n] * (rows // n), [most] * (rows // n)
-    queries = [min(n, most) for n in RAGGED]
+    queries = [min(n, most, _beside(s)) for n in RAGGED]
     return queries, [min(most, n + past) for n, past in zip(queries, (70, 0, most, 641), strict=True)]
 
 

@@ -26,6 +26,11 @@ THREADS = 384
 ACROSS_TILES = 32
 
 
+def beside_at_most(group: int) -> int:
+    """Queries of the longest sequence up to which tiles go through all heads side by side; `group` heads share keys."""
+    return ACROSS_TILES * ROWS // group
+
+
 class Arguments(ctypes.Structure):
     """`struct Arguments` of the source."""
 
@@ -86,7 +91,7 @@ def launcher(device: int, dtype: torch.dtype, d: int, room: bool, skip: bool) ->
             taken = torch.zeros(1, dtype=torch.int32, device=q.device)
             arguments = Arguments(
                 *(x.data_ptr() for x in (q, cu_q, lens, out, lse, taken)), q.stride(0), tiles, hk, h // hk, batch,
-                room, split, hk if tiles <= ACROSS_TILES else 1, t, k.shape[0], scale * common.LOG2E.value,
+                room, split, hk if max_q <= beside_at_most(h // hk) else 1, t, k.shape[0], scale * common.LOG2E.value,
             )  # fmt: skip
             maps = (tensor_map(x.flatten(1), KEYS, 64) for x in (k, v))
             kernel(min(count, most), THREADS, *maps, arguments)
