@@ -41,8 +41,8 @@ class ScheduledOp:
 
     Warm, a call costs what decides it and one dictionary lookup; `call` is the function that does both, without the
     cost of an object's call. The first call of a class certifies or reads the verdict. Under graph capture nothing is
-    certified: a class that is not settled yet runs its anchor there, with a warning. A schedule that fails in a call gives way to the
-    anchor, in that call and for good.
+    certified: a class that is not settled yet runs its anchor there, with a warning. A schedule that fails in a call
+    gives way to the anchor, in that call and for good.
     """
 
     def __init__(self, family: Family) -> None:

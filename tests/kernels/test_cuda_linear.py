@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import io
 import itertools
@@ -329,28 +328,6 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
             finally:
                 torch.set_default_dtype(torch.float32)
         assert found[0] == found[1] == found[2], found
-
-
-def imported(path: Path) -> set[Path]:
-    """Modules of rlkernel that a file imports."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlkernel"):
-            base = ROOT.joinpath(*str(node.module).split("."))
-            places = (base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names))
-            found |= {place for place in places if place.is_file()}
-    return found
-
-
-def test_a_verdict_hangs_on_every_file_of_its_kernels() -> None:
-    """Of the folders of kernels all that the sources import, but for what only compiles and launches."""
-    for op in {op for op, _ in calls()}:
-        named = {path.resolve() for path in op.family.sources}
-        found = {path for source in named if source.suffix == ".py" for path in imported(source)}
-        missing = {path.name for path in found - named if path.parent.name in ("cuda", "triton")}
-        assert missing <= {"aot.py", "launch.py"}, f"{op.family.op}: {missing}"
-        assert Path(importlib.import_module(op.family.key.__module__).__file__ or "") in named
-        assert all(path.is_file() for path in named)
 
 
 def test_a_bias_costs_dispatch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

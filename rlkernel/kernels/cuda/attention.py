@@ -19,8 +19,7 @@ from rlkernel.kernels.certification import Family, First, Instead, Key, Run, Run
 from rlkernel.kernels.cuda import attention_prefill, driver
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import attention as anchor
-from rlkernel.kernels.triton import attention_splits, common
-from rlkernel.kernels.triton.attention_backward import descriptors
+from rlkernel.kernels.triton import attention_backward, attention_pages, attention_splits, common, matrix
 from rlkernel.kernels.triton.launch import KNOWN
 
 if KNOWN:  # Gluon is no stable interface
@@ -171,15 +170,18 @@ def _gluon_bind(key: Key) -> Run:
         q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
         room: int, out: Tensor, lse: Tensor,
     ) -> None:  # fmt: skip
-        boxes = descriptors(k, v, attention_hopper.KEYS.value)
+        boxes = attention_backward.descriptors(k, v, attention_hopper.KEYS.value)
         attention_hopper.prefill(q, boxes, k.shape[1], cu_q, lens, max_q, scale, split, room, out, lse)
 
     return prefill
 
 
+_MODULES = (
+    anchor, attention_backward, attention_pages, attention_prefill, attention_splits, common, driver, matrix, orders,
+)  # fmt: skip
 _SOURCES = (
     Path(__file__),
-    *(Path(m.__file__) for m in (anchor, attention_splits, attention_prefill, common, driver, orders) if m.__file__),
+    *(Path(m.__file__) for m in _MODULES if m.__file__),
     Path(anchor.__file__).with_name("attention_hopper.py"),
     *driver.sources(attention_prefill.SOURCE),
 )
