@@ -226,6 +226,7 @@ void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const
     const int64_t stop = position(rows - 1) + 1;
     const int64_t start = s.window > 0 ? std::max<int64_t>(0, position(0) - s.window + 1) / kBlock * kBlock : 0;
     std::fill(top, top + rows, none);
+    std::fill(o, o + rows * wide, 0.0f);          // what a row keeps whose scores leave no probability
     for (int64_t split = start / s.split * s.split; split < stop; split += s.split) {
         std::fill(m, m + rows, none);
         std::fill(l, l + rows, 0.0f);
@@ -254,7 +255,7 @@ void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const
             }
         }
         for (int64_t r = 0; r < rows; ++r) {      // close the split
-            if (l[r] == 0.0f) continue;           // no key of the split is seen
+            if (l[r] == 0.0f) continue;           // no key of the split is seen, or none has a probability
             float* mine = acc + r * wide;
             for (int64_t e = 0; e < d; ++e) mine[e] = mine[e] / l[r];
             const float closed = m[r] + log2(l[r]);

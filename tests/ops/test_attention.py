@@ -29,6 +29,7 @@ from op_checks import (
     differs,
     forward_backward,
     rand,
+    threads,
     with_threads,
 )
 from torch import Tensor
@@ -267,6 +268,39 @@ def test_wide_scores() -> None:
     assert_accurate(out, exact, None, "out")
     assert_accurate(lse, top, None, "lse")
     check_paths(batch, [[10, 99, 300]], 16, split=64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=("fp32", "bf16"))
+def test_scores_that_leave_no_probability(dtype: torch.dtype) -> None:
+    """From 2^31 on a score's rounding exceeds the range of exp2: never the values of another call, and the reference's
+    bits in either direction."""
+    q, k, v = (rand(i, 40, 1, 64, dtype=dtype) * size for i, size in enumerate((1e5, 1e5, 1.0)))
+    v, borders, others = v.abs() + 1.0, cu([1] * 40), cu([40])  # one key each
+
+    def run(other: float = 0.0) -> list[Tensor]:
+        leave = torch.full((40, 1, 64), other, dtype=dtype)
+        ops.attention(leave, leave, leave, others, max_seqlen_q=40)
+        op = lambda *tensors: ops.attention(*tensors, borders, max_seqlen_q=1)[0]
+        return [t.nan_to_num(0.5) for t in forward_backward(op, (q, k, v), (v,))]  # a NaN's sign is free
+
+    def decode(other: float = 0.0) -> tuple[Tensor, Tensor]:
+        lengths = torch.ones(40, dtype=torch.int32)
+        table = torch.arange(40, dtype=torch.int32)[:, None]
+        caches = (t[:, None] for t in (k, v))
+        leave = torch.full((40, 1, 64), other, dtype=dtype)
+        ops.attention(leave, leave, leave, others, max_seqlen_q=40)
+        out, lse = ops.paged_attention(q, *caches, table, borders, lengths, max_seqlen_q=1, max_seqlen_k=1)
+        return out.nan_to_num(0.5), lse
+
+    with threads(1):
+        out, lse = decode()
+        gone = lse == -torch.inf
+        assert 5 < int(gone.sum()) < 35
+        assert not out[gone[:, 0]].any()
+        for call in (run, decode):
+            for a, b in zip(call(123.0), call(777.0), strict=True):
+                assert_bitwise(a, b, "after other calls")
+            assert_reference_equal(call, "scores without probabilities")
 
 
 # ---- store_kv_
