@@ -22,10 +22,16 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, weight, ctx.eps = inputs
+    x, residual, weight, ctx.eps = inputs
+    ctx.leaves = _of_leaf(x), _of_leaf(residual)
     ctx.set_materialize_grads(False)  # the last norm's r is unused; a zero gradient for it would be a pass over memory
     ctx.save_for_backward(output[1], weight)
     ctx.weight = weight
+
+
+def _of_leaf(x: Tensor) -> bool:
+    """Whether autograd may make the memory of this tensor's gradient the `.grad` of a leaf."""
+    return x.requires_grad and (x if x._base is None else x._base).is_leaf
 
 
 def _gradients(
@@ -49,10 +55,13 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
     r, weight = ctx.saved_tensors
     if dy is None:
-        return dr, dr, None, None
+        if dr is None or not any(ctx.leaves):
+            return dr, dr, None, None
+        return *(dr.clone() if leaf else dr for leaf in ctx.leaves), None, None  # dr is the caller's
     of_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
     dx, dw = _gradients(ctx, dy, dr, r, weight, of_x, ctx.needs_input_grad[2])
-    return dx, dx, dw, None
+    shared = dx is not None and all(ctx.needs_input_grad[:2]) and any(ctx.leaves)
+    return dx, dx.clone() if shared else dx, dw, None
 
 
 _dgrad = define(

@@ -188,6 +188,23 @@ def test_gradient_through_one_output_alone() -> None:
             assert_bitwise(leaves[0].grad, expected, "y alone")
 
 
+@pytest.mark.parametrize("shape", ((8,), (4, 8), (2, 2, 8)))
+@pytest.mark.parametrize("use", (0, 1))
+def test_gradients_of_two_leaves_are_two_tensors(shape: tuple[int, ...], use: int) -> None:
+    """Else the second backward adds each to the other, and clipping scales both twice."""
+    leaves = [rand(i, *shape).requires_grad_() for i in range(2)]
+    twins = [t.detach().clone().requires_grad_() for t in leaves]
+    upstream = rand(2, *shape)
+    for _ in range(2):
+        given = upstream.clone()
+        ops.rms_norm(leaves[0], torch.ones(8), EPS, leaves[1])[use].backward(given)
+        add_truth(*twins, torch.ones(8))[use].backward(upstream)
+    for leaf, twin in zip(leaves, twins, strict=True):
+        torch.testing.assert_close(leaf.grad, twin.grad)
+    memory = {t.data_ptr() for t in (leaves[0].grad, leaves[1].grad, given) if t is not None}
+    assert len(memory) == 3
+
+
 def test_opcheck() -> None:
     r = torch.ops.rlkernel
     x, residual, w, dy, dr = data(6, 20, torch.float32)
