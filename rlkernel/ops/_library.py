@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functions
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from rlkernel.kernels import select
@@ -66,8 +66,7 @@ def define(
     torch.library.register_fake(f"rlkernel::{name}", fake, lib=_LIBRARY)
     eager: Callable[..., Any] | None = None
     if backward is not None:
-        # The gradient ops mostly have no gradient of their own, and torch would drop that term in silence.
-        once = backward if differentiable_twice else once_differentiable(backward)
+        once = backward if differentiable_twice else once_differentiable(name, backward)
         torch.library.register_autograd(f"rlkernel::{name}", once, setup_context=setup_context, lib=_LIBRARY)
         if setup_context is not None:
             eager = _function(name, direct, setup_context, once)
@@ -99,6 +98,25 @@ def define(
         return output
 
     return call_on_one_device
+
+
+def once_differentiable(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward`, whose gradients raise where they are differentiated in turn: torch would drop that term in silence.
+
+    torch's own decorator does so only where the upstream gradient has a graph, which that of a sum has not.
+    """
+    message = f"{op}: there is no second derivative; leave create_graph=True out, or this op out of the gradient penalty"
+
+    def once(ctx: Any, *upstream: Any) -> Any:
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        if not torch.is_grad_enabled():  # no create_graph
+            return gradients
+        found = gradients if isinstance(gradients, tuple) else (gradients,)
+        fresh = [g if g is None else g.detach().requires_grad_() for g in found]
+        return _functions.DelayedError(message.encode(), len(fresh))(*fresh)
+
+    return once
 
 
 def wrote(*tensors: Tensor) -> None:
