@@ -71,28 +71,38 @@ def define(
         if setup_context is not None:
             eager = _function(name, direct, setup_context, once)
     overload = getattr(torch.ops.rlkernel, name).default
+    names = tuple(a.name for a in overload._schema.arguments)
     written = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    on_cpu, on_cuda = direct["cpu"], direct["cuda"]
 
     def call_on_one_device(*args: Any) -> Any:
-        first, plain, differentiable = None, True, False
+        plain = not _observed()
+        recording = plain and is_grad_enabled()
+        first, device, differentiable = None, None, False
         for arg in args:
             if isinstance(arg, Tensor):
                 if first is None:
-                    first = arg.device
-                elif arg.device != first:
-                    raise ValueError(f"{name}: tensors lie on {first} and on {arg.device}; move them to one device")
-                plain = plain and type(arg) in _PLAIN
-                differentiable = differentiable or arg.requires_grad
+                    first, device = arg, arg.device
+                elif arg.device != device:
+                    raise ValueError(f"{name}: tensors lie on {device} and on {arg.device}; move them to one device")
+                if plain:  # the dispatcher resolves the others: kernels read what lies in memory
+                    plain = type(arg) in _PLAIN and not arg.is_neg() and not arg._is_zerotensor()
+                    differentiable = differentiable or (recording and arg.requires_grad)
             elif isinstance(arg, (list, tuple)):
                 plain = False
-        if first is None or not plain or first.type not in direct or _observed():
-            _refuse_unseen(name, args, backward is not None)
+        run = None
+        if plain and first is not None:
+            run = on_cpu if first.is_cpu else on_cuda if first.is_cuda else None  # device.type makes a string
+        if run is None:
+            _refuse_unseen(name, names, args, backward is not None)
             output = overload(*args)
-        elif differentiable and torch.is_grad_enabled():
+        elif differentiable:
+            if backward is None:
+                _refuse_gradient(name, names, args)
             output = overload(*args) if eager is None else eager(*args)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
-                output = direct[first.type](*args)
+            with _AutoDispatchBelowAutograd():
+                output = run(*args)
         if written and not torch.compiler.is_compiling():  # neither does the dispatcher, for ops in Python
             wrote(*(args[i] for i in written if i < len(args) and isinstance(args[i], Tensor)))
         return output
@@ -131,22 +141,36 @@ def wrote(*tensors: Tensor) -> None:
 # the kernel of a small batch. Where nothing is there to see the op, it is called directly, with the same functions.
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Looked up once: a small batch's kernel takes no longer than a few of these.
+_AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
+_profiled, _transformed = torch._C._autograd._profiler_enabled, torch._C._are_functorch_transforms_active
+_modes = torch._C._len_torch_dispatch_stack
+is_grad_enabled = torch.is_grad_enabled
 
 
 def _observed() -> bool:
     """Whether tracing, a dispatch mode, a functorch transform or the profiler must see the op."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._autograd._profiler_enabled()
+        or _modes() > 0
+        or _transformed()
+        or _profiled()
         or forward_ad._current_level >= 0
     )
 
 
-def _refuse_unseen(op: str, args: tuple[Any, ...], differentiable: bool) -> None:
+def _refuse_gradient(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> None:
+    """Raises where a tensor asks an op without a gradient for one: torch would leave that share out."""
+    for name, a in zip(names, args, strict=False):
+        if isinstance(a, Tensor) and a.requires_grad:
+            raise no_gradient(op, name)
+
+
+def _refuse_unseen(op: str, names: tuple[str, ...], args: tuple[Any, ...], differentiable: bool) -> None:
     """Raises where a transform would lose a gradient in silence: torch gives a tangent of zero to ops without a forward
     derivative, and a compiled backward sees no attribute of a parameter."""
+    if not differentiable and torch.is_grad_enabled():
+        _refuse_gradient(op, names, args)
     tensors = [a for a in args if isinstance(a, Tensor)]
     if torch.compiler.is_compiling():
         for a in tensors if differentiable and torch.is_grad_enabled() else ():
@@ -167,9 +191,9 @@ def _function(
     """The op as an `autograd.Function`, what `torch.library.register_autograd` makes of the same arguments."""
 
     def forward(ctx: Any, *args: Any) -> Any:
-        device = next(a.device.type for a in args if isinstance(a, Tensor))
-        with torch._C._AutoDispatchBelowAutograd():
-            output = direct[device](*args)
+        cpu = next(a.is_cpu for a in args if isinstance(a, Tensor))
+        with _AutoDispatchBelowAutograd():
+            output = direct["cpu" if cpu else "cuda"](*args)
         setup_context(ctx, args, output)
         return output
 
@@ -231,6 +255,14 @@ def not_tensor(op: str, **arguments: Any) -> TypeError:
     """The error for the first of the arguments that is no tensor."""
     name, value = next((n, a) for n, a in arguments.items() if not isinstance(a, Tensor))
     return TypeError(f"{op}: {name} is of type {type(value).__name__}; it must be a torch.Tensor")
+
+
+def no_gradient(op: str, name: str) -> RuntimeError:
+    """The error for an argument that asks for a gradient which the op does not give."""
+    return RuntimeError(
+        f"{op}: {name} requires a gradient, and the op gives it none; call it under torch.no_grad(), or pass "
+        f"{name}.detach()"
+    )
 
 
 def check_float(op: str, name: str, x: Tensor) -> None:

@@ -18,7 +18,7 @@ from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_
 from rlkernel.kernels import select, stock
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
-from rlkernel.ops._library import check, check_float, check_tensors, define, is_stock, not_tensor, wrote
+from rlkernel.ops._library import check, check_float, check_tensors, define, is_stock, no_gradient, not_tensor, wrote
 
 MAX_HEAD_DIM = 256
 LONGEST = (1 << 31) - 1  # keys of a sequence: lengths are int32
@@ -363,7 +363,8 @@ def paged_attention(
         out [T, H, D] and the natural-log log-sum-exp [T, H], fp32.
 
     Raises:
-        ValueError, TypeError: as `attention`; on a CPU also a page outside the cache.
+        ValueError, TypeError: as `attention`; on a CPU also a page outside the cache. RuntimeError: a tensor asks for
+            a gradient; call it under `torch.no_grad()`.
     """
     op = "paged_attention"
     if not (
@@ -415,6 +416,8 @@ def paged_attention(
         return _paged_attention_fa3(q, k_cache, v_cache, *lengths, scale)
     if out is None:
         return _paged_attention(q, k_cache, v_cache, *lengths, scale, window, split)
+    if q.requires_grad and torch.is_grad_enabled():
+        raise no_gradient(op, "q")
     choice = select.choose("paged_attention", q.device.type)
     if choice.implementation == "triton":
         o, lse = choice.fn(q, k_cache, v_cache, *lengths, scale, window, split, out=out)

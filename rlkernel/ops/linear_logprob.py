@@ -137,6 +137,7 @@ def linear_logprob(
             message names it.
         TypeError: an argument is no tensor, or hidden of another dtype than these.
         IndexError: a target outside the vocabulary (CPU).
+        RuntimeError: temperature asks for a gradient.
     """
     if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor) and isinstance(targets, Tensor)):
         raise not_tensor("linear_logprob", hidden=hidden, weight=weight, targets=targets)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel.contract.orders import MAX_VOCAB
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor
+from rlkernel.ops._library import check, check_float, define, is_stock, no_gradient, not_tensor
 from rlkernel.ops.kept import check_kept
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-126, 2.0**126
@@ -33,7 +33,7 @@ def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) ->
 
     `logits` (or hidden states) gives the number of tokens and the device. Raises ValueError where the temperature is
     not positive, or infinite (a tensor's values are checked by the CPU kernels; on CUDA looking would wait for the
-    device).
+    device), RuntimeError where it asks for a gradient.
     """
     tokens = logits.shape[0]
     if not isinstance(temperature, Tensor):
@@ -54,6 +54,8 @@ def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) ->
             f"expected a number or [T={tokens}] float32"
         ),
     )
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise no_gradient(op, "temperature")
     return torch.ones_like(temperature) / temperature
 
 
@@ -134,6 +136,7 @@ def logprob(
         ValueError: shapes, dtypes or temperatures do not fit, or V is not in [1, 2^23); the message names it.
         TypeError: logits or targets is no tensor, or logits of another dtype than these.
         IndexError: a target outside the vocabulary (CPU).
+        RuntimeError: temperature asks for a gradient.
     """
     if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)):
         raise not_tensor("logprob", logits=logits, targets=targets)

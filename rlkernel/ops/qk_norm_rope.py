@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from rlkernel.kernels import select
-from rlkernel.ops._library import check, check_float, check_tensors, define, is_stock, wrote
+from rlkernel.ops._library import check, check_float, check_tensors, define, is_stock, no_gradient, wrote
 from rlkernel.ops.attention import check_new_rows, store_kv_
 from rlkernel.ops.rms_norm import check_eps, rms_norm
 from rlkernel.ops.rope import check_table, rope
@@ -65,7 +66,8 @@ def qk_norm_rope(
 
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the argument. TypeError: another dtype, or no tensor.
-        IndexError: a position outside the table (CPU).
+        IndexError: a position outside the table (CPU). RuntimeError: a tensor asks for a gradient; call it under
+            `torch.no_grad()`, or the two ops.
     """
     _check(q, k, q_weight, k_weight, eps, positions, cos_sin)
     if is_stock():
@@ -121,6 +123,8 @@ def qk_norm_rope_store(
         if triton.computes(q.shape[2]):
             _check(q, k, q_weight, k_weight, eps, positions, cos_sin)
             _check_cache(k, v, k_cache, v_cache, slots)
+            if q.requires_grad and torch.is_grad_enabled():
+                raise no_gradient("qk_norm_rope_store", "q")
             q = triton.qk_norm_rope_store(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slots)
             wrote(k_cache, v_cache)
             return q

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -47,6 +48,37 @@ def test_second_derivative(op: str, loss: Any) -> None:
         (y.sum() + grad.pow(2).sum()).backward()
 
 
+NOT_AS_STORED = {
+    "linear": lambda x: ops.linear(x, W),
+    "linear weight": lambda w: ops.linear(X, w),
+    "rms_norm": lambda x: ops.rms_norm(x, torch.ones(8), 0.1),
+    "add_rms_norm": lambda x: ops.rms_norm(X, torch.ones(8), 0.1, x)[0],
+    "swiglu": lambda x: ops.swiglu(x),
+    "logprob": lambda x: ops.logprob(x, TARGETS).logp,
+    "linear_logprob": lambda x: ops.linear_logprob(x, W, TARGETS).logp,
+    "rope": lambda x: ops.rope(x[:, None], x[:, None], TARGETS, COS)[0],
+    "attention": lambda x: ops.attention(*[x[:, None]] * 3, CU, max_seqlen_q=3)[0],
+}
+
+
+@pytest.mark.parametrize("op", NOT_AS_STORED)
+def test_a_tensor_that_is_not_what_its_memory_holds(op: str) -> None:
+    """The negative of a complex number's part is a bit beside it, zeros may have no memory: kernels read addresses."""
+    call = NOT_AS_STORED[op]
+    for x in (torch._neg_view(X), torch._efficientzerotensor(X.shape)):
+        plain = x.clone().resolve_neg() if x.is_neg() else torch.zeros_like(X)
+        mine, other = (t.detach().requires_grad_() for t in (x, plain))
+        assert mine.is_neg() or mine._is_zerotensor()
+        y, expected = call(mine), call(other)
+        assert torch.equal(y, expected)
+        upstream = torch._neg_view(torch.randn(y.shape))
+        (found,) = torch.autograd.grad(y, mine, upstream)
+        (wanted,) = torch.autograd.grad(expected, other, upstream.resolve_neg())
+        assert torch.equal(found, wanted)
+        with torch.no_grad():
+            assert torch.equal(call(mine), expected)
+
+
 def test_shapes() -> None:
     q = torch.randn(3, 2, 8)
     with pytest.raises(ValueError, match="linear: weight"):
@@ -63,6 +95,30 @@ def test_shapes() -> None:
 def test_rms_norm_eps(eps: float) -> None:
     with pytest.raises(ValueError, match=rf"rms_norm: eps={eps}; expected a finite number of at least 0"):
         ops.rms_norm(X, torch.ones(8), eps)
+
+
+def test_an_op_without_a_gradient_is_asked_for_one() -> None:
+    """torch would return a gradient without the op's share; where none is recorded, the call is as good as any."""
+    lengths = {"max_seqlen_q": 3, "max_seqlen_k": 3}
+    asks, table = Q.clone().requires_grad_(), CU[:1, None]
+    pages = PAGES.clone().requires_grad_()
+    weight = EIGHT.clone().requires_grad_()
+    refused = {
+        "paged_attention: q": lambda: ops.paged_attention(asks, PAGES, PAGES, table, CU, CU[1:], **lengths),
+        "paged_attention: v_cache": lambda: ops.paged_attention(Q, PAGES, pages, table, CU, CU[1:], **lengths),
+        "paged_attention: q ": lambda: ops.paged_attention(asks, PAGES, PAGES, table, CU, CU[1:], **lengths, out=Q * 0),
+        "qk_norm_rope: k": lambda: ops.qk_norm_rope(Q, asks, EIGHT, EIGHT, 0.1, TARGETS, COS),
+        "qk_norm_rope: q_weight": lambda: ops.qk_norm_rope(Q, Q, weight, EIGHT, 0.1, TARGETS, COS),
+        "logprob: temperature": lambda: ops.logprob(X, TARGETS, temperature=weight[:3]),
+        "linear_logprob: temperature": lambda: ops.linear_logprob(X, W, TARGETS, temperature=weight[:3]),
+    }  # fmt: skip
+    for message, call in refused.items():
+        for watched in (contextlib.nullcontext(), Watching()):  # around torch's dispatcher and through it
+            with watched, pytest.raises(RuntimeError, match=rf"^{message.strip()} requires a gradient.*\.detach\(\)"):
+                call()
+        for off in (torch.no_grad, torch.inference_mode):
+            with off():
+                call()
 
 
 class Watching(TorchDispatchMode):
