@@ -115,7 +115,7 @@ def once_differentiable(op: str, backward: Callable[..., Any]) -> Callable[..., 
 
     torch's own decorator does so only where the upstream gradient has a graph, which that of a sum has not.
     """
-    message = f"{op}: there is no second derivative; leave create_graph=True out, or this op out of the gradient penalty"
+    message = f"{op}: there is no second derivative; leave create_graph=True out, or this op out of the penalty"
 
     def once(ctx: Any, *upstream: Any) -> Any:
         with torch.no_grad():
@@ -123,7 +123,7 @@ def once_differentiable(op: str, backward: Callable[..., Any]) -> Callable[..., 
         if not torch.is_grad_enabled():  # no create_graph
             return gradients
         found = gradients if isinstance(gradients, tuple) else (gradients,)
-        fresh = [g if g is None else g.detach().requires_grad_() for g in found]
+        fresh: list[Any] = [g if g is None else g.detach().requires_grad_() for g in found]
         return _functions.DelayedError(message.encode(), len(fresh))(*fresh)
 
     return once
@@ -151,11 +151,7 @@ is_grad_enabled = torch.is_grad_enabled
 def _observed() -> bool:
     """Whether tracing, a dispatch mode, a functorch transform or the profiler must see the op."""
     return (
-        torch.compiler.is_compiling()
-        or _modes() > 0
-        or _transformed()
-        or _profiled()
-        or forward_ad._current_level >= 0
+        torch.compiler.is_compiling() or _modes() > 0 or _transformed() or _profiled() or forward_ad._current_level >= 0
     )
 
 

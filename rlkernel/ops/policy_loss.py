@@ -199,7 +199,8 @@ def policy_loss(
     )
     _check_vector("cu_seqlens", cu_seqlens, (batch + 1,), torch.int32, logp.device)
     check(
-        advantages.dim() == 1 and advantages.shape[0] in (batch, tokens),
+        # no `in`: torch.compile takes it for False where one of them is dynamic
+        advantages.dim() == 1 and (advantages.shape[0] == batch or advantages.shape[0] == tokens),
         lambda: f"policy_loss: advantages is {tuple(advantages.shape)}, expected [B]=[{batch}] or [T]=[{tokens}]",
     )
     _check_vector("advantages", advantages, advantages.shape, torch.float32, logp.device)

@@ -55,13 +55,15 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
     r, weight = ctx.saved_tensors
     if dy is None:
-        if dr is None or not any(ctx.leaves):
-            return dr, dr, None, None
-        return *(dr.clone() if leaf else dr for leaf in ctx.leaves), None, None  # dr is the caller's
+        if dr is None:
+            return None, None, None, None
+        own_x, own_residual = ctx.leaves  # dr is the caller's
+        return dr.clone() if own_x else dr, dr.clone() if own_residual else dr, None, None
     of_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
     dx, dw = _gradients(ctx, dy, dr, r, weight, of_x, ctx.needs_input_grad[2])
-    shared = dx is not None and all(ctx.needs_input_grad[:2]) and any(ctx.leaves)
-    return dx, dx.clone() if shared else dx, dw, None
+    if dx is not None and all(ctx.needs_input_grad[:2]) and any(ctx.leaves):
+        return dx, dx.clone(), dw, None
+    return dx, dx, dw, None
 
 
 _dgrad = define(

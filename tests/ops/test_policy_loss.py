@@ -429,6 +429,29 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(upstream: float) ->
             assert_bitwise(a, b, "a later backward pass of the same graph")
 
 
+@pytest.mark.parametrize("what", ("borders", "borders and advantages", "all"))
+def test_compiles_with_dynamic_shapes(what: str) -> None:
+    """Dynamo answers `in` with False where a length is a symbol."""
+    torch.compiler.reset()
+    run = lambda logp, old, advantages, cu: ops.policy_loss(logp, old, advantages, cu).loss
+    fn = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True if what == "all" else None)
+    for borders in ([0, 2, 5], [0, 1, 3, 7]):
+        cu, tokens = torch.tensor(borders, dtype=torch.int32), borders[-1]
+        for count in (len(borders) - 1, tokens)[: 1 if "and" in what else 2]:
+            logp, advantages = (rand(i, n) for i, n in enumerate((tokens, count)))
+            if what == "borders":
+                torch._dynamo.maybe_mark_dynamic(cu, 0)
+            elif what != "all":
+                torch._dynamo.mark_dynamic(cu, 0)
+                torch._dynamo.mark_dynamic(advantages, 0)
+            x, y = (logp.clone().requires_grad_() for _ in range(2))
+            found, expected = fn(x, logp - 0.1, advantages, cu), run(y, logp - 0.1, advantages, cu)
+            assert_bitwise(found, expected, f"compiled, {what}")
+            found.backward()
+            expected.backward()
+            assert_bitwise(x.grad, y.grad, f"compiled gradient, {what}")
+
+
 def test_opcheck_and_compile() -> None:
     batch = Batch([6, 0, 3], seed=12)
     logp, entropy = batch.logp.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
