@@ -107,7 +107,7 @@ def load(path: Path, format: int | str) -> dict[str, Any] | None:
         return data if data["format"] == format else None
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _ignore(path, error)
         return None
 
@@ -124,15 +124,30 @@ def read(path: Path) -> Verdict | None:
     try:
         trials = [Trial(**trial) for trial in data["trials"]]
         for trial in trials:
-            if not (isinstance(trial.certified, bool) and isinstance(trial.ms, (float, int, type(None)))):
-                raise TypeError(f"{trial.name} has certified={trial.certified!r}, ms={trial.ms!r}")
+            _of_type(asdict(trial), _TRIAL)
+            _of_type(trial.first or _FIRST, {name: object for name in _FIRST})
+        identity = dict(data["identity"])
+        _of_type(identity, {"op": str, "shape": dict})
         return Verdict(
-            dict(data["identity"]), list(data["rows"]), list(data["kinds"]), int(data["seed"]),
-            float(data["anchor_ms"]), trials,
-        )  # fmt: skip
+            identity, list(data["rows"]), list(data["kinds"]), int(data["seed"]), float(data["anchor_ms"]), trials
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         _ignore(path, error)
         return None
+
+
+_TRIAL: dict[str, Any] = {
+    "name": str, "certified": bool, "reason": str, "elements": int, "first": dict | None, "ms": float | int | None,
+    "note": str, "passing": str,
+}  # fmt: skip
+_FIRST = dict.fromkeys(("kind", "rows", "index", "actual", "expected", "mismatches", "elements"))
+
+
+def _of_type(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raises where a field lacks or is of another type: what reads a verdict later does not ask."""
+    for name, kind in wanted.items():
+        if not isinstance(found[name], kind):
+            raise TypeError(f"{name} is {found[name]!r}")
 
 
 def keep(path: Path, data: dict[str, Any]) -> None:

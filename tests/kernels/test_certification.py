@@ -117,19 +117,48 @@ def test_verdicts_are_kept_by_key() -> None:
     assert len(calls) > other_version
 
 
-@pytest.mark.parametrize("text", ("", "{", "[]", '{"format": 2}', '{"format": 2, "identity": 3, "trials": [{}]}', "ms"))
-def test_a_corrupt_file_is_ignored_with_a_warning(cache: Path, text: str) -> None:
+def trial(**fields: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda data: data["trials"][0].update(fields)
+
+
+DAMAGE: dict[str, str | Callable[[dict[str, Any]], object]] = {
+    "empty": "", "cut": "{", "list": "[]", "short": '{"format": 2}',
+    "types": '{"format": 2, "identity": 3, "trials": [{}]}',
+    "nested": "[" * 100_000, "no op": lambda data: data["identity"].pop("op"),
+    "shape": lambda data: data["identity"].update(shape=[1]), "ms": trial(ms="fast"), "name": trial(name=["a"]),
+    "reason": trial(reason=["a"], passing="run"), "passing": trial(passing=None),
+    "first": trial(first={"kind": "wide"}),
+    "certified": trial(certified=1), "more": trial(other=1), "anchor": lambda data: data.update(anchor_ms=None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_corrupt_file_is_ignored_with_a_warning(cache: Path, damage: Any) -> None:
     x, w = arguments()
     ScheduledOp(family(equal))(x, w)
     (path,) = cache.glob("*.json")
     whole = path.read_text()
-    damaged = json.loads(whole)
-    damaged["trials"][0]["ms"] = "fast"
-    path.write_text(json.dumps(damaged) if text == "ms" else text)
+    text = damage
+    if callable(damage):
+        damage(data := json.loads(whole))
+        text = json.dumps(data)
+    path.write_text(text)
+    del schedule._ops["fake"]
+    with pytest.warns(RuntimeWarning, match="unreadable verdict"):
+        assert not [row for row in schedule.report(torch.device("cpu")) if row["op"] == "fake"]
     with pytest.warns(RuntimeWarning, match="unreadable verdict"):
         assert ScheduledOp(family(equal)).chosen(x, w) == "fake.equal"
     assert json.loads(path.read_text()).keys() == json.loads(whole).keys()
     assert not list(cache.glob("*.tmp"))
+
+
+def test_a_file_that_is_no_verdict_stops_no_report(cache: Path) -> None:
+    x, w = arguments()
+    ScheduledOp(family(equal))(x, w)
+    odd = {"format": 2, "identity": {}, "rows": [], "kinds": [], "seed": 1, "anchor_ms": 1, "trials": []}
+    (cache / "x.json").write_text(json.dumps(odd))
+    with pytest.warns(RuntimeWarning, match=r"unreadable verdict .*x\.json"):
+        assert len(schedule.report(torch.device("cpu"))) == 2
 
 
 def test_a_file_of_another_format_or_identity_is_not_believed(cache: Path) -> None:
