@@ -124,11 +124,11 @@ class ScheduledOp:
 
     def failures(self) -> list[tuple[dict[str, Any], str]]:
         """Shape classes that could not be certified, with the reason."""
-        return [(self.family.describe(key), reason) for key, reason in self._failed.items()]
+        return [(self.family.describe(key), reason) for key, reason in list(self._failed.items())]
 
     def unsupported(self) -> list[dict[str, Any]]:
         """Shape classes met so far that no schedule computes on their device: they run the anchor."""
-        return [self.family.describe(key) for key in self._bound if key not in self._verdicts]
+        return [self.family.describe(key) for key in list(self._bound) if key not in self._verdicts]
 
     def _settle(self, key: Key) -> tuple[Run, bool]:
         """What computes a shape class, and whether that stays so."""
@@ -198,7 +198,7 @@ def scheduled_ops() -> tuple[ScheduledOp, ...]:
 
 
 def _decide_anew() -> None:
-    for op in _ops.values():
+    for op in scheduled_ops():
         op._runs.clear()
 
 
@@ -248,7 +248,7 @@ def report(device: torch.device) -> list[dict[str, Any]]:
         verdict = read(path)
         if verdict is not None and _holds(verdict, device):
             found[json.dumps(verdict.identity, sort_keys=True)] = verdict
-    for op in _ops.values():
+    for op in scheduled_ops():
         for key, verdict in list(op._verdicts.items()):  # another thread may certify meanwhile
             name = json.dumps(verdict.identity, sort_keys=True)
             found[name] = verdict

@@ -208,6 +208,30 @@ def test_the_report_shows_every_schedule() -> None:
     json.dumps(rows)
 
 
+def test_what_another_thread_adds_stops_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class or an op that comes while they are listed: described, it adds itself."""
+    made = family(unavailable=lambda: "no compiler")
+    op: Any = None
+
+    def describe(key: Any) -> dict[str, Any]:
+        op._bound.setdefault((*key, "more"), {})
+        op._failed.setdefault((*key, "more"), "why")
+        return made.describe(key)
+
+    op = ScheduledOp(replace(made, describe=describe))
+    for classes in (op._bound, op._failed):
+        classes[True, (5, 64), torch.float32] = (classes is op._failed and "why") or {}
+    assert op.unsupported() and op.failures()
+
+    class Adds:
+        def clear(self) -> None:
+            schedule._ops.setdefault("more", op)
+
+    op._runs = Adds()
+    with schedule.without():
+        assert "more" in schedule._ops
+
+
 @pytest.mark.filterwarnings("ignore:rlkernel:RuntimeWarning")
 def test_strict_refuses_what_could_not_be_built() -> None:
     x, w = arguments()
