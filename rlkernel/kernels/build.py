@@ -13,6 +13,7 @@ import functools
 import hashlib
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -58,6 +59,48 @@ def cache_dir() -> Path:
     if root:
         return Path(root).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlkernel"
+
+
+def digest(content: bytes) -> str:
+    """First 16 hex digits of the SHA-256 of a file's content, part of its name in the cache."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def kept(folder: Path, stem: str, suffix: str) -> tuple[Path, bytes] | None:
+    """The file `<stem>-<digest><suffix>` and its content, where it is what its name says: no damaged one is handed on.
+
+    Raises:
+        OSError: the folder cannot be entered.
+    """
+    try:
+        found = sorted(path for path in folder.iterdir() if path.name.startswith(f"{stem}-") and path.suffix == suffix)
+    except FileNotFoundError:
+        return None
+    for path in found:
+        try:
+            content = path.read_bytes()
+        except OSError:  # another user's, or gone
+            continue
+        if path.name == f"{stem}-{digest(content)}{suffix}":
+            return path, content
+    return None
+
+
+def put(path: Path, content: bytes) -> None:
+    """Puts a file in its place at once, for whom the umask allows; makes the folder where there is none.
+
+    Raises:
+        OSError: it cannot be written; nothing is left then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(new, "xb") as file:
+            file.write(content)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def compiler() -> str | None:
@@ -110,26 +153,27 @@ def fingerprint(sources: list[Path], cxx: str, *more: str) -> str:
 
 
 def _build(name: str, sources: list[Path], includes: tuple[Path, ...] = ()) -> Path:
-    """Compiles sources into `<name>-<fingerprint>.so` unless an up-to-date library exists; returns its path."""
+    """Compiles sources into `<name>-<fingerprint>-<digest>.so` unless there is an undamaged one; returns its path."""
     cxx = compiler()
     if cxx is None:
         raise NoCompilerError("no C++ compiler found (looked for $CXX, g++, clang++); install g++ or set CXX")
-    target = cache_dir() / f"{name}-{fingerprint(sources, cxx, *map(str, includes))}.so"
+    folder, stem = cache_dir(), f"{name}-{fingerprint(sources, cxx, *map(str, includes))}"
     try:
-        if target.exists():  # raises where the folder cannot be entered
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                with tempfile.TemporaryDirectory(dir=target.parent) as work:
-                    _run_ninja(Path(work), sources, target, cxx, includes)
+        found = kept(folder, stem, ".so")
+        if found is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / f"{stem}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                found = kept(folder, stem, ".so")
+                if found is None:
+                    with tempfile.TemporaryDirectory(dir=folder) as work:
+                        return _run_ninja(Path(work), sources, folder / stem, cxx, includes)
     except OSError as error:
         raise BuildError(
-            f"cannot build {name} in {target.parent}: {error.strerror or error}; "
+            f"cannot build {name} in {folder}: {error.strerror or error}; "
             "set RLKERNEL_CACHE to a folder that can be written"
         ) from error
-    return target
+    return found[0]
 
 
 def build_cpu() -> Path:
@@ -195,7 +239,7 @@ def build_cublaslt(includes: tuple[Path, ...]) -> Path:
     return _build("rlkernel_cublaslt", [source_dir() / "cuda" / "linear_cublaslt.cpp"], includes)
 
 
-def _run_ninja(work: Path, sources: list[Path], target: Path, cxx: str, includes: tuple[Path, ...]) -> None:
+def _run_ninja(work: Path, sources: list[Path], stem: Path, cxx: str, includes: tuple[Path, ...]) -> Path:
     paths = [f"-isystem '{folder}'" for folder in includes]
     flags = " ".join((*_BASE_FLAGS, _arch_flag(), *paths)).replace("$", "$$")
     lines = [
@@ -213,11 +257,14 @@ def _run_ninja(work: Path, sources: list[Path], target: Path, cxx: str, includes
     lines += [f"build out.so: link {' '.join(objects)}", "default out.so", ""]
     (work / "build.ninja").write_text("\n".join(lines))
     done = subprocess.run([_ninja(), "-C", str(work)], capture_output=True, text=True)
-    log = target.with_suffix(".log")
+    log = stem.with_suffix(".log")
     log.write_text(done.stdout + done.stderr)
     if done.returncode != 0:
-        raise BuildError(f"building {target.stem} failed (log: {log})\n{(done.stdout + done.stderr)[-4000:]}")
-    os.replace(work / "out.so", target)
+        raise BuildError(f"building {stem.name} failed (log: {log})\n{(done.stdout + done.stderr)[-4000:]}")
+    library = work / "out.so"
+    target = stem.with_name(f"{stem.name}-{digest(library.read_bytes())}.so")
+    os.replace(library, target)
+    return target
 
 
 @functools.cache

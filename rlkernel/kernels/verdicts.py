@@ -8,11 +8,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import platform
 import re
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -153,15 +151,7 @@ def _of_type(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def keep(path: Path, data: dict[str, Any]) -> None:
     """Puts the file in its place at once, or warns."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            try:
-                json.dump(data, file, indent=1)
-                file.flush()
-                os.replace(file.name, path)
-            except OSError:
-                Path(file.name).unlink()
-                raise
+        build.put(path, json.dumps(data, indent=1).encode())
     except OSError as error:
         warnings.warn(f"rlkernel: could not keep a verdict in {path}: {error}", RuntimeWarning, stacklevel=2)
 

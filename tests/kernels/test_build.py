@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -56,6 +57,31 @@ def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     assert (tmp_path / "links").read_text().count("x") == 1
     left = {p.suffix for p in (tmp_path / "c").iterdir()}
     assert left == {".so", ".lock", ".log"}
+
+
+def test_a_damaged_library_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "a.cpp"
+    source.write_text('extern "C" __attribute__((visibility("default"))) int seven() { return 7; }')
+    built = build._build("a", [source])
+    whole = built.read_bytes()
+    before = built.stat().st_mtime_ns
+    assert build._build("a", [source]) == built and built.stat().st_mtime_ns == before, "once"
+    for damaged in (b"", whole[: len(whole) // 2], whole[:-9] + bytes(9)):
+        built.write_bytes(damaged)
+        built = build._build("a", [source])
+        assert build.kept(built.parent, built.stem.rsplit("-", 1)[0], ".so") == (built, built.read_bytes())
+    assert ctypes.CDLL(str(built)).seven() == 7
+
+
+def test_files_are_for_whom_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        build.put(tmp_path / "new" / "file.json", b"{}")
+    finally:
+        os.umask(before)
+    (made,) = (tmp_path / "new").iterdir()
+    assert made.stat().st_mode & 0o777 == 0o640 and made.read_bytes() == b"{}"
 
 
 def test_no_compiler_runs_the_reference_with_one_warning(tmp_path: Path) -> None:

@@ -161,6 +161,16 @@ def test_a_file_that_is_no_verdict_stops_no_report(cache: Path) -> None:
         assert len(schedule.report(torch.device("cpu"))) == 2
 
 
+def test_users_that_share_a_cache_read_each_others_verdicts(cache: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        ScheduledOp(family(equal))(*arguments())
+    finally:
+        os.umask(before)
+    (path,) = cache.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
 def test_a_file_of_another_format_or_identity_is_not_believed(cache: Path) -> None:
     x, w = arguments()
     ScheduledOp(family(split_k))(x, w)

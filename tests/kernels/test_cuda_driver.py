@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -102,6 +103,27 @@ def test_a_header_is_part_of_what_was_compiled(tmp_path: Path, monkeypatch: pyte
     header.write_text("#define VALUE 8\n")
     assert driver.compile_cuda(source, "90a", {}) != first
     assert build.source_dir() / "cuda" / "sm90.cuh" in driver.sources("linear_logprob_sm90.cu")
+
+
+def test_damaged_machine_code_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    compiled: list[int] = []
+    monkeypatch.setattr(driver, "_nvrtc", lambda: None)
+    monkeypatch.setattr(driver, "_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(driver, "compiler", lambda: "nvcc 13")
+    monkeypatch.setattr(driver, "_with_nvcc", lambda *_: (compiled.append(1), b"machine code")[1])
+    before = os.umask(0o022)
+    try:
+        for damage in (None, b"", b"machine", b"machine cod_"):
+            (kept,) = (tmp_path / "cuda").iterdir() if damage is not None else (None,)
+            if kept is not None:
+                assert kept.stat().st_mode & 0o777 == 0o644, "other users read it"
+                kept.write_bytes(damage)
+            for _ in range(2):
+                assert driver.compile_cuda(SOURCE, "90a", {"MODE": 0}) == b"machine code"
+    finally:
+        os.umask(before)
+    assert len(compiled) == 4
 
 
 @needs_compiler

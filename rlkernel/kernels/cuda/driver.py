@@ -6,9 +6,9 @@ torch: tensors pass as addresses.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-import hashlib
 import os
 import shutil
 import subprocess
@@ -111,19 +111,20 @@ def _with_nvcc(nvcc: str, source: Path, arch: str, options: list[str]) -> bytes:
 
 
 def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
-    """Machine code of `source` for an architecture ("90a") with `macros` defined; kept on disk by their hash.
+    """Machine code of `source` for an architecture ("90a") with `macros` defined; kept on disk by their hash, and
+    its own, so that a damaged file is compiled anew.
 
     Raises:
         BuildError: there is neither NVRTC nor nvcc, or the source does not compile; the message has the log.
     """
     options = [*FLAGS, *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
     text = b"\0".join(path.read_bytes() for path in (source, *_headers(source)))
-    digest = hashlib.sha256(text + "\0".join((compiler(), arch, *options)).encode()).hexdigest()[:16]
-    kept = build.cache_dir() / "cuda" / f"{source.stem}-{arch}-{digest}.cubin"
-    try:
-        return kept.read_bytes()
-    except OSError:
-        pass
+    made_of = build.digest(text + "\0".join((compiler(), arch, *options)).encode())
+    folder, stem = build.cache_dir() / "cuda", f"{source.stem}-{arch}-{made_of}"
+    with contextlib.suppress(OSError):
+        found = build.kept(folder, stem, ".cubin")
+        if found is not None:
+            return found[1]
     library, nvcc = _nvrtc(), _nvcc()
     if library is not None:
         cubin = _with_nvrtc(library, source, [f"--gpu-architecture=sm_{arch}", *options])
@@ -131,13 +132,8 @@ def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
         cubin = _with_nvcc(nvcc, source, arch, options)
     else:
         raise BuildError(f"{source.name} needs NVRTC (pip install nvidia-cuda-nvrtc) or nvcc; neither is here")
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, suffix=".tmp", delete=False) as file:
-            file.write(cubin)
-        os.replace(file.name, kept)
-    except OSError:
-        pass  # a cache that cannot be written costs a compilation a process
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs a compilation a process
+        build.put(folder / f"{stem}-{build.digest(cubin)}.cubin", cubin)
     return cubin
 
 
