@@ -188,18 +188,29 @@ def build_cpu() -> Path:
     return _build("rlkernel_cpu", sorted((source_dir() / "cpu").glob("*.cpp")))
 
 
+def loaded(library: str) -> Path | None:
+    """The library of that name, "libnvrtc.so", that this process has loaded."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    for line in maps.splitlines():
+        path = line.partition("/")[2]
+        if Path(path).name.startswith(library):
+            return Path("/" + path)
+    return None
+
+
 def cublaslt_path() -> Path:
     """The cuBLASLt library that torch has loaded into this process.
 
     Raises:
         BuildError: none is loaded (a CPU build of torch, or ROCm).
     """
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            path = line.rstrip().partition("/")[2]
-            if Path(path).name.startswith("libcublasLt.so"):
-                return Path("/" + path)
-    raise BuildError("torch has loaded no cuBLASLt: this is no CUDA build of torch")
+    found = loaded("libcublasLt.so")
+    if found is None:
+        raise BuildError("torch has loaded no cuBLASLt: this is no CUDA build of torch")
+    return found
 
 
 def cuda_includes(cublaslt: Path | None = None) -> tuple[Path, ...]:

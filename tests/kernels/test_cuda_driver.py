@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,63 @@ def test_an_error_shows_the_compilers_log(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(BuildError, match=r"bad\.cu[\s\S]*undeclared"):
         driver.compile_cuda(bad, "90a", {})
     assert not (tmp_path / "cuda").exists()
+
+
+class Nvrtc:
+    """An NVRTC whose call `fails` does so."""
+
+    def __init__(self, fails: str) -> None:
+        self.fails = fails
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: int(name == self.fails)
+
+
+@pytest.mark.parametrize("name", ("nvrtcCreateProgram", "nvrtcGetProgramLogSize", "nvrtcGetCUBINSize"))
+def test_an_error_of_nvrtc_names_its_call(name: str) -> None:
+    library: Any = Nvrtc(name)
+    if name == "nvrtcGetProgramLogSize":
+        library.nvrtcCompileProgram = lambda *_: 6
+
+    def string(code: int) -> bytes:
+        return b"out of memory"
+
+    library.nvrtcGetErrorString = string
+    with pytest.raises(BuildError, match=rf"{name} failed: out of memory \(1\)"):
+        driver._with_nvrtc(library, SOURCE, [])
+
+
+def test_nvrtc_without_machine_code_is_an_error() -> None:
+    library: Any = Nvrtc("none")
+    with pytest.raises(BuildError, match="gave no machine code"):
+        driver._with_nvrtc(library, SOURCE, [])
+
+
+def test_the_nvrtc_of_torch_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / "nvidia" / name / "lib" for name in ("cu13", "cuda_nvrtc")]
+    for folder, version in zip(folders, (13, 12), strict=True):
+        folder.mkdir(parents=True)
+        (folder / f"libnvrtc.so.{version}").touch()
+    monkeypatch.setattr(driver.sys, "path", [str(tmp_path)])
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    here: list[Path | None] = [None]
+    monkeypatch.setattr(build, "loaded", lambda name: here[0])
+    wheels = [str(folder / f"libnvrtc.so.{version}") for folder, version in zip(folders, (13, 12), strict=True)]
+    for version, first, last in (("12.8", wheels[1], wheels[0]), ("13.0", *wheels), (None, *wheels)):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        files = driver._nvrtc_files()
+        assert files.index(first) < files.index(last) and files[0] == first, version
+    here[0] = Path("/torch/libnvrtc.so.12")
+    assert driver._nvrtc_files()[0] == "/torch/libnvrtc.so.12"
+    loads: list[str] = []
+
+    def load(name: str) -> Any:
+        loads.append(name)
+        return Nvrtc("nvrtcVersion" if len(loads) == 1 else "none")
+
+    monkeypatch.setattr(driver.ctypes, "CDLL", load)
+    found = driver._nvrtc.__wrapped__()
+    assert found is not None and len(loads) == 2, "one that does not answer is passed over"
 
 
 def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

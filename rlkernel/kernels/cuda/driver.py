@@ -30,18 +30,44 @@ FLAGS = ("-fmad=false", "-std=c++17")  # an fma is written where the contract ha
 # ---- compiler ------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _nvrtc() -> ctypes.CDLL | None:
-    """NVRTC: from NVIDIA's wheels, CUDA's folder, or wherever the loader finds it."""
+def _nvrtc_files() -> list[str]:
+    """Where NVRTC may be: what torch has loaded, NVIDIA's wheels, CUDA's folder, the loader's names; of CUDA's version
+    that torch was built for before others."""
     folders = [p for entry in map(Path, sys.path) for p in sorted(entry.glob("nvidia/*/lib"))]
     folders += [Path(root) / "lib64" for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
     files = [str(p) for f in folders for p in sorted(f.glob("libnvrtc.so.*")) if "builtins" not in p.name]
-    for name in (*files, "libnvrtc.so.13", "libnvrtc.so.12"):
+    files += ["libnvrtc.so.13", "libnvrtc.so.12"]
+    own = f".so.{(torch.version.cuda or '').partition('.')[0]}"
+    files.sort(key=lambda name: not f"{name}.".partition("libnvrtc")[2].startswith(f"{own}."))
+    found = build.loaded("libnvrtc.so")
+    return [*([str(found)] if found else []), *files]
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL | None:
+    """NVRTC, the first that loads and answers."""
+    for name in _nvrtc_files():
         try:
-            return ctypes.CDLL(name)
-        except OSError:
+            library = ctypes.CDLL(name)
+            _nvrtc_version(library)
+        except (OSError, AttributeError, BuildError):
             continue
+        return library
     return None
+
+
+def _nvrtc_call(library: ctypes.CDLL, name: str, *args: Any) -> None:
+    code = getattr(library, name)(*args)
+    if code:
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        text = library.nvrtcGetErrorString(code) or b"unknown error"
+        raise BuildError(f"{name} failed: {text.decode(errors='replace')} ({code})")
+
+
+def _nvrtc_version(library: ctypes.CDLL) -> str:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc_call(library, "nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+    return f"NVRTC {major.value}.{minor.value}"
 
 
 def _nvcc() -> str | None:
@@ -54,9 +80,7 @@ def compiler() -> str:
     """The compiler and its version, "NVRTC 13.0" or nvcc's own line; "none" where there is none."""
     library, nvcc = _nvrtc(), _nvcc()
     if library is not None:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        return f"NVRTC {major.value}.{minor.value}"
+        return _nvrtc_version(library)
     if nvcc is not None:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
         return f"nvcc {said[-1] if said else ''}"
@@ -78,20 +102,21 @@ def _with_nvrtc(library: ctypes.CDLL, source: Path, options: list[str]) -> bytes
     headers = _headers(source)
     texts = (ctypes.c_char_p * len(headers))(*(h.read_bytes() for h in headers))
     names = (ctypes.c_char_p * len(headers))(*(h.name.encode() for h in headers))
-    library.nvrtcCreateProgram(
-        ctypes.byref(program), source.read_bytes(), source.name.encode(), len(headers), texts, names
-    )
+    call = functools.partial(_nvrtc_call, library)
+    call(
+        "nvrtcCreateProgram", ctypes.byref(program), source.read_bytes(), source.name.encode(), len(headers), texts,
+        names,
+    )  # fmt: skip
     flags = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
-    failed = library.nvrtcCompileProgram(program, len(options), flags)
     try:
-        if failed:
-            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        if library.nvrtcCompileProgram(program, len(options), flags):
+            call("nvrtcGetProgramLogSize", program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
-            library.nvrtcGetProgramLog(program, log)
+            call("nvrtcGetProgramLog", program, log)
             raise BuildError(f"NVRTC could not compile {source}:\n{log.value.decode(errors='replace')[-4000:]}")
-        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        call("nvrtcGetCUBINSize", program, ctypes.byref(size))
         cubin = ctypes.create_string_buffer(size.value)
-        if library.nvrtcGetCUBIN(program, cubin):
+        if size.value == 0 or library.nvrtcGetCUBIN(program, cubin):
             raise BuildError(f"NVRTC gave no machine code for {source}; is its version older than the GPU?")
         return cubin.raw
     finally:
