@@ -7,10 +7,11 @@ timed. What an op brings to this is its `Family`; which schedule then runs is de
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import secrets
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rlkernel.kernels.errors import BuildError, LaunchError
 from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_hash
 
 KINDS = ("normal", "wide", "cancel", "zeros", "denormal")
+THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Key = tuple[Hashable, ...]
@@ -367,6 +369,21 @@ def one_line(error: BaseException) -> str:
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Makes a GPU the current device for a block; nothing for the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def beside_captures(device: torch.device) -> Iterator[None]:
+    """Lets this thread allocate, load and wait for a block while another one captures a CUDA graph: in CUDA's mode
+    "global", torch's default, these would end that capture. In mode "thread local" they are no matter of its."""
+    mode, code = ctypes.c_int(THREAD_LOCAL), -1
+    if device.type == "cuda" and torch.version.cuda is not None:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        code = exchange(ctypes.byref(mode))  # from here on the mode that there was
+    try:
+        yield
+    finally:
+        if code == 0:
+            exchange(ctypes.byref(mode))
 
 
 def capturing(device: torch.device) -> bool:

@@ -160,7 +160,7 @@ class ScheduledOp:
         wanted = identity(family, key)
         found = read(verdict_path(wanted))
         try:
-            with current(family.device(key)):
+            with current(family.device(key)), certification.beside_captures(family.device(key)):
                 bound = self._rebind(key, found) if found is not None and found.identity == wanted else None
                 if found is None or bound is None:
                     verdict, bound = certification.certify(family, key)

@@ -165,6 +165,23 @@ def test_a_misaligned_operand_of_linear_logprob_runs_the_anchor(
             assert ran.pop() == ("anchor" if shifted >= 0 else "schedule") and not ran
 
 
+def test_a_guess_asks_its_memory_and_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking an event would end a capture of another thread."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda *_, **__: pytest.fail("an event"))
+    count = lambda *n: torch.tensor(n, dtype=torch.int32)
+    counts = torch.empty(4, dtype=torch.int32)
+    ask = scoring._Guess(counts)
+    assert not ask(count(128, 100), 228) and counts[:2].tolist() == [128, 100]
+    assert ask(count(96), 100), "the count of the call before"
+    counts[0] = -1
+    assert ask(count(1), 100) and counts[0] == -1, "still under way, and none is sent after it"
+    counts[0] = 96
+    assert not ask(count(97), 100) and ask(count(99), 100)
+    for number in (count(), count(1, 1, 1, 1, 1)):
+        ask(number, 5)
+    assert not ask._blocks, "none that does not fit"
+
+
 def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "WGRAD_TOKENS", 32)
     seen: list[tuple[int, bool]] = []

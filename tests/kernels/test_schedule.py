@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable
@@ -107,6 +108,52 @@ def test_a_class_of_calls_to_come_is_settled_with_the_first(monkeypatch: pytest.
     with pytest.warns(RuntimeWarning, match="graph capture") as told:
         cold(x, w)
     assert len(told) == 1 and not cold.verdicts(), "nothing beside it either"
+
+
+@pytest.mark.parametrize("known", (True, False))
+def test_certification_ends_no_capture_of_another_thread(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does is a matter of its own thread: CUDA's capture mode says so, until it is done or has failed."""
+    modes: list[int] = [0]
+
+    class Driver:
+        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+            if not known:
+                return 3
+            before, modes[0] = modes[0], mode._obj.value
+            mode._obj.value = before
+            return 0
+
+    seen: list[int] = []
+
+    def sees(x: Tensor, w: Tensor) -> Tensor:
+        seen.append(modes[0])
+        return anchor(x, w)
+
+    monkeypatch.setattr(certification.ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(schedule, "current", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(certification, "capturing", lambda device: False)
+    monkeypatch.setattr(certification, "identity", lambda *_: {"op": "fake", "shape": {}})
+    monkeypatch.setattr(schedule, "identity", lambda *_: {"op": "fake", "shape": {}})
+    cpu = torch.device("cpu")
+    judged = [torch.device("cuda", 0)]
+    op = ScheduledOp(replace(family(sees), device=lambda key: judged[0]))
+
+    def certify(*given: Any) -> Any:
+        judged[0] = cpu
+        return real(*given)
+
+    real = certification.certify
+    monkeypatch.setattr(certification, "certify", certify)
+    x, w = arguments()
+    op(x, w)
+    assert set(seen[:-1]) == {certification.THREAD_LOCAL if known else 0} and len(seen) > 4 and modes == [0]
+    assert seen[-1] == 0, "the call itself"
+    judged[0] = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="broken"), certification.beside_captures(judged[0]):
+        assert modes == [certification.THREAD_LOCAL if known else 0]
+        raise ValueError("broken")
+    assert modes == [0]
 
 
 def test_schedules_are_switched_off_and_on_again() -> None:

@@ -372,7 +372,8 @@ def certify(library: Library, shape: Shape, seed: int | None = None) -> Verdict:
     verdict = Verdict(_identity(library, shape), seed, True, "")
     name = "the dense call"
     try:
-        with torch.no_grad(), certification.current(shape.place):
+        where = shape.place
+        with torch.no_grad(), certification.current(where), certification.beside_captures(where):
             for kind in certification.KINDS:
                 sample = Sample(library, shape, kind, generator)
                 name = "the dense call"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import Family, Key, Run, Schedule, Warm, describe, device_of
+from rlkernel.kernels.certification import Family, Key, Run, Schedule, Warm, beside_captures, describe, device_of
 from rlkernel.kernels.cuda import cublaslt, driver
 from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
@@ -112,27 +112,31 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
 
 
 class _Guess:
-    """Whether nearly all blocks of tokens had a gradient in the last backward whose count has arrived."""
+    """Whether nearly all blocks of tokens had a gradient in the last backward whose count has arrived.
 
-    def __init__(self, device: int) -> None:
-        self._counts = torch.zeros(64, dtype=torch.int32, pin_memory=True)
-        self._arrived = torch.cuda.Event()
-        self._blocks = 0  # of the count that is under way
+    `counts` is memory of the host that the GPU writes. A count that is not there yet shows as a negative one: asking an
+    event for it would end a graph capture of another thread.
+    """
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts = counts
+        self._groups = self._blocks = 0  # of the count that is under way
         self._most = False
 
     def __call__(self, number: Tensor, blocks: int) -> bool:
-        if self._blocks and self._arrived.query():
-            self._most = 32 * (self._blocks - int(self._counts.sum())) <= self._blocks
+        if self._blocks and int((found := self._counts[: self._groups]).min()) >= 0:
+            self._most = 32 * (self._blocks - int(found.sum())) <= self._blocks
             self._blocks = 0
-        if not self._blocks and len(number) <= len(self._counts):
-            self._counts.zero_()
-            self._counts[: len(number)].copy_(number, non_blocking=True)
-            self._arrived.record()
-            self._blocks = blocks
+        if not self._blocks and 0 < len(number) <= len(self._counts):
+            self._groups, self._blocks = len(number), blocks
+            self._counts[: self._groups].fill_(-1).copy_(number, non_blocking=True)
         return self._most
 
 
-_guess_of = functools.cache(_Guess)
+@functools.cache
+def _guess_of(device: int) -> _Guess:
+    with beside_captures(torch.device("cuda", device)):
+        return _Guess(torch.empty(64, dtype=torch.int32, pin_memory=True))
 
 
 def guess(number: Tensor, blocks: int) -> bool:
