@@ -20,7 +20,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from results_io import write_result
 
 from rlkernel.kernels import build
-from rlkernel.kernels.cuda import attention_prefill, linear_logprob_hopper, linear_rows, logprob_rows
+from rlkernel.kernels.cuda import (
+    attention_prefill,
+    linear_logprob_hopper,
+    linear_rows,
+    logprob_rows,
+    policy_loss_hopper,
+)
 from rlkernel.kernels.cuda.driver import compile_cuda
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.triton import aot
@@ -104,6 +110,20 @@ def measure_cuda() -> list[dict[str, Any]]:
             "num_warps": setting.warps + 1,
             **aot.cuda_resources(cubin),
             "shared": logprob_rows.shared_bytes(setting, 151936),
+            "matrix": [],
+        })  # fmt: skip
+    for tiling in policy_loss_hopper.SETTINGS:
+        cubin = compile_cuda(
+            build.source_dir() / "cuda" / policy_loss_hopper.SOURCE, "90a", policy_loss_hopper.macros(tiling, True)
+        )
+        found.append({
+            "kernel": f"policy_loss CUDA {tiling.warps}x{tiling.stages}",
+            "function": "rlk_policy_loss_tokens",
+            "target": "sm_90",
+            "main": True,
+            "num_warps": tiling.warps,
+            **aot.cuda_resources(cubin),
+            "shared": policy_loss_hopper.shared_bytes(tiling, True, policy_loss_hopper.MOST_SEQUENCES),
             "matrix": [],
         })  # fmt: skip
     return found

@@ -230,6 +230,11 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
                 rollout_logp=vector(), loss_type=loss_type, kl_coef=0.1, entropy_coef=0.1, tis_cap=2.0,
             )  # fmt: skip
             backward(found.loss, logp, entropy)
+        for n in (66000, 65537) if large else ():  # many plain tokens, the last of which the copy engine may not fetch
+            cu = torch.linspace(0, n, 99, device=device).to(torch.int32)
+            logp, old, each = vector(n).requires_grad_(), vector(n), vector(98)
+            for mask, loss_type in ((torch.rand(n, device=device) < 0.8, "grpo"), (None, "dapo")):
+                backward(ops.policy_loss(logp, old, each, cu, mask=mask, loss_type=loss_type).loss, logp)
         ops.group_advantages(vector(batch), 4)
         ops.group_advantages(vector(batch), 4, mode="batch")
 
@@ -317,11 +322,11 @@ def every_schedule() -> set[str]:
 
 def offered(capability: tuple[int, int]) -> set[str]:
     """Names, as in `every_schedule` but for `SPELT`, of all schedules that this compute capability is offered."""
-    from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob
+    from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob, policy_loss
     from rlkernel.kernels.schedule import ScheduledOp
 
     groups = () if capability == (9, 0) else ("hopper", "rows", "gluon")
-    modules = (attention, linear, linear_logprob, logprob)
+    modules = (attention, linear, linear_logprob, logprob, policy_loss)
     ops = [op for module in modules for op in vars(module).values() if isinstance(op, ScheduledOp)]
     names = {f"{op.family.op}:{s.name}" for op in ops for s in op.family.schedules}
     names = {SPELT.sub(ONE, name) for name in names if capability == (9, 0) or not SPELT.search(name)}

@@ -61,20 +61,12 @@ constexpr u32 kMinusInfinities = HALF ? 0xfc00fc00u : 0xff80ff80u;
 
 // ---- instructions --------------------------------------------------------------------------------
 
-// Without a hint for the L2 cache: that these lines may leave it first made the reading slower.
-__device__ __forceinline__ void fetch(u32 to, const u16* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
 __device__ __forceinline__ void load16(u32* to, u32 from) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(from)
                : "memory");
 }
-// A kernel that was launched to wait for this one may take its place on the GPU.
-__device__ __forceinline__ void next_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 __device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
   u32 c;

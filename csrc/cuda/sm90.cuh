@@ -48,8 +48,22 @@ __device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int column, 
       "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
+// Contiguous bytes, a multiple of 16 at a multiple of 16. Without a hint for the L2 cache: that these lines may leave it
+// first made the reading slower.
+__device__ __forceinline__ void fetch(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // Stores by threads come before what tensor cores and the copy engine read.
 __device__ __forceinline__ void stores_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- launches ------------------------------------------------------------------------------------
+
+// A kernel that was launched to wait for this one may take its place on the GPU.
+__device__ __forceinline__ void next_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// What the kernels in front have written is there.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- tensor cores --------------------------------------------------------------------------------
 

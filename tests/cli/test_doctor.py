@@ -105,6 +105,7 @@ def test_says_whether_verdicts_were_made_or_read(
     monkeypatch.setattr(schedule, "scheduled_ops", lambda: (Three(),))
     monkeypatch.setattr(doctor, "_SHAPES", ())
     monkeypatch.setattr(doctor, "_PREFILLS", ())
+    monkeypatch.setattr(doctor, "_LOSSES", ())
     monkeypatch.setattr(doctor, "_SCORED", ())
     monkeypatch.setattr(attention_fa3, "unavailable", lambda device: "not in this test")
     (folder / "old.json").write_text("{}")
@@ -155,6 +156,7 @@ def test_doctor_names_what_the_chip_lacks(
     monkeypatch.setattr(doctor, "_HEADS", ())
     monkeypatch.setattr(doctor, "_SHAPES", ())
     monkeypatch.setattr(doctor, "_PREFILLS", ())
+    monkeypatch.setattr(doctor, "_LOSSES", ())
     monkeypatch.setattr(doctor, "_SCORED", ())
     if not hopper:
         assert scoring.chosen(*arguments) == schedule.ANCHOR

@@ -80,6 +80,52 @@ def test_position_is_free(loss_type: str, ratio_level: str, record: Callable[...
     assert mismatches == 0
 
 
+@pytest.mark.parametrize("masked", (False, True), ids=("whole", "masked"))
+@pytest.mark.parametrize("loss_type", ("grpo", "dapo"))
+def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callable[..., None]) -> None:
+    """Hopper's kernels, in every setting, against Triton's, to the bit: odd borders and values, in a graph."""
+    from rlkernel.kernels.cuda import policy_loss as cuda
+    from rlkernel.kernels.cuda import policy_loss_hopper
+    from rlkernel.kernels.triton import policy_loss as anchor
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("kernels of Hopper's")
+    generator = torch.Generator("cuda").manual_seed(3)
+    shape = cuda.Shape(torch.cuda.current_device(), True, masked, loss_type == "grpo", 1 << 18, 1 << 8)
+    names = ("loss", "dlogp", "dentropy", "scale", "stats", "counts")
+    cases = 0
+    for tokens in (sum(cuda.RAGGED), 70003, 262144):
+        for case in ("plain", "broken", "nothing counts", "normalizer", "a normalizer of 0", "one long", "views"):
+            given = list(cuda.sample(shape, tokens, "normal", generator))
+            if case == "broken":
+                given[3][len(given[3]) // 2] = -5
+            elif case == "nothing counts" and masked:
+                given[4][:] = False
+            elif case.endswith("normalizer") or case.endswith("0"):
+                given[8] = torch.tensor(-7.0 if case == "normalizer" else 0.0, device="cuda")
+            elif case == "one long":
+                given[2], given[3] = given[2][:2], torch.tensor([0, 5, tokens], dtype=torch.int32, device="cuda")
+            elif case == "views":
+                for i in (0, 1, 4) if masked else (0, 1):
+                    given[i] = torch.cat((given[i][:1], given[i]))[1:]
+            expected = anchor.policy_loss(*given)
+            for setting in policy_loss_hopper.SETTINGS:
+                run = policy_loss_hopper.launcher(shape.device, masked, setting)
+                with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                    captured = run(*given)
+                for _ in range(2):
+                    graph.replay()
+                    for how, outputs in {"graph": captured, "call": run(*given)}.items():
+                        for name, o, e in zip(names, outputs, expected, strict=True):
+                            if case == "broken" and name not in ("loss", "scale"):
+                                continue  # sequences overlap: who writes last is nobody's order
+                            assert_bitwise(o, e, f"{setting}, {tokens}, {case}, {how}: {name}")
+                        cases += 1
+    verdict = cuda.policy_loss.verdict_of(shape)
+    assert verdict is not None and all(t.certified for t in verdict.trials), verdict
+    record(cases=cases, mismatches=0)
+
+
 def test_broken_borders_are_nan() -> None:
     logp = torch.zeros(9, device="cuda")
     for borders in ([0, 5, 8], [1, 5, 9], [0, 12, 9]):

@@ -3,6 +3,7 @@
 GPU order of a sum: a sequence is cut into segments of SEGMENT tokens from its first one; lane j of LANES takes tokens
 j, j + LANES, ... of a segment, ascending; lanes are folded in halves; segments are added ascending. Sequences are added
 the same way, over SEGMENT lanes. A fold adds pairs, so no layout and no number of warps can change a bit.
+Hopper has a kernel of its own for many plain tokens, with these bits: `cuda/policy_loss.py`, whose anchor is this.
 """
 
 from __future__ import annotations

@@ -1,0 +1,157 @@
+"""policy_loss on CUDA: clipped losses of many tokens by Hopper's own kernel, where it has the Triton kernels' bits.
+
+The anchor is that of kernels/triton/policy_loss.py, which also computes every other form; here are the schedules that
+may take its place (cuda/policy_loss_hopper.py) and their certification.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.contract import orders
+from rlkernel.kernels import policy_loss as shared
+from rlkernel.kernels.certification import Family, First, Instead, Key, Run, Runs, Schedule, describe, device_of, values
+from rlkernel.kernels.cuda import driver, policy_loss_hopper
+from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.triton import common, policy_loss_batch, policy_loss_tokens
+from rlkernel.kernels.triton import policy_loss as anchor
+
+LEAST, MOST = 18, 24  # powers of two of the tokens by which classes differ, every second one; fewer have no schedule
+SHORTEST, LONGEST = 8, 14  # the same of a sequence's average
+RAGGED = (700, 1, 0, 1024, 1500, 37, 5000, 1025, 3, 4, 0, 1023, 130, 2048)
+
+# ---- shape classes -------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """Shape class of policy_loss. The bits of a token's gradient know neither T nor B beyond the denominator."""
+
+    device: int  # index, -1 for the CPU
+    plain: bool  # a clipped loss of tokens, an advantage a sequence, no further vectors or bounds
+    masked: bool
+    mean: bool  # over a sequence's tokens
+    tokens: int  # at most, of the powers of two; 0: fewer than have a schedule
+    length: int  # of a sequence on average, at most
+
+
+def _power(x: int, least: int, most: int) -> int:
+    """The power of two, every second one from 2^least to 2^most, that is at least x where one is."""
+    bits = (x - 1).bit_length()
+    return int(1 << min(max(bits + (bits - least) % 2, least), most))
+
+
+def key(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
+    ref_logp: Tensor | None, entropy: Tensor | None, rollout_logp: Tensor | None, normalizer: Tensor | None,
+    loss_type: str, sequence_ratio: bool, clip_low: float, clip_high: float, clip_dual: float | None,
+    kl_coef: float, kl_type: str, entropy_coef: float, tis_cap: float | None, divisor: float | None,
+) -> Key:  # fmt: skip
+    tokens, batch = logp.shape[0], cu_seqlens.shape[0] - 1
+    plain = (
+        ref_logp is None and entropy is None and rollout_logp is None and clip_dual is None and tis_cap is None
+        and not sequence_ratio and shared.form_code(loss_type) == shared.CLIPPED and advantages.shape[0] == batch
+        and tokens > 1 << (LEAST - 2) and tokens <= policy_loss_hopper.MOST_TOKENS
+        and 0 < batch <= policy_loss_hopper.MOST_SEQUENCES
+    )  # fmt: skip
+    if not plain:
+        return Shape(logp.get_device(), False, False, False, 0, 0)
+    length = _power(common.cdiv(tokens, batch), SHORTEST, LONGEST)
+    mean = shared.sequence_mean(loss_type)
+    return Shape(logp.get_device(), True, mask is not None, mean, _power(tokens, LEAST, MOST), length)
+
+
+def warm(runs: Runs, first: First, instead: Instead) -> Run:
+    def policy_loss(
+        logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
+        ref_logp: Tensor | None, entropy: Tensor | None, rollout_logp: Tensor | None, normalizer: Tensor | None,
+        loss_type: str, sequence_ratio: bool, clip_low: float, clip_high: float, clip_dual: float | None,
+        kl_coef: float, kl_type: str, entropy_coef: float, tis_cap: float | None, divisor: float | None,
+    ) -> Any:  # fmt: skip
+        call = (
+            logp.numel(), cu_seqlens.numel(), advantages.numel(), logp.get_device(), mask is None, loss_type,
+            sequence_ratio, ref_logp is entropy is rollout_logp is clip_dual is tis_cap is None,
+        )  # fmt: skip
+        given = (
+            logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, normalizer, loss_type,
+            sequence_ratio, clip_low, clip_high, clip_dual, kl_coef, kl_type, entropy_coef, tis_cap, divisor,
+        )  # fmt: skip
+        run = runs.get(call) or first(call, *given)
+        try:
+            return run(*given)
+        except Exception as error:
+            return instead(error, run, *given)
+
+    return policy_loss
+
+
+def rows_of(key: Key) -> list[int]:
+    return [sum(RAGGED), Shape(*key).tokens - 13]  # type: ignore[arg-type]
+
+
+def sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s, device = Shape(*key), generator.device  # type: ignore[arg-type]
+    if tokens == sum(RAGGED):
+        sizes = torch.tensor(RAGGED, device=device)
+    else:  # between nothing and twice the average
+        sizes = torch.rand(common.cdiv(tokens, s.length), device=device, generator=generator)
+    ends = sizes.double().cumsum(0)
+    cu_seqlens = torch.cat((ends[:1] * 0, ends * (tokens / ends[-1]))).round().to(torch.int32)
+    batch = len(sizes)
+    apart, logp = (values(kind, 1, tokens, torch.float32, generator)[0] for _ in range(2))
+    old_logp = logp - (apart if kind == "wide" else apart.clamp(-60.0, 60.0)) * 0.3  # ratios beyond fp32 are for "wide"
+    odd = torch.arange(7, tokens, 4099, device=device)
+    if s.masked or kind == "wide":
+        for i, value in enumerate((float("nan"), float("inf"), float("-inf"))):
+            logp[odd[i::4]] = value
+        old_logp[odd[2::6]] = float("-inf")
+    advantages = torch.randn(batch, dtype=torch.float32, device=device, generator=generator)
+    advantages[::5] = 0.0
+    mask = None
+    if s.masked:
+        mask = torch.rand(tokens, device=device, generator=generator) < 0.8
+        mask[int(cu_seqlens[batch // 2]) : int(cu_seqlens[batch // 2 + 1])] = False
+        if kind != "wide":
+            mask[odd] = False  # else the batch's sums are NaN
+    loss_type = "grpo" if s.mean else "dapo"
+    return (
+        logp, old_logp, advantages, cu_seqlens, mask, None, None, None, None, loss_type, False, 0.2, 0.28, None, 0.0,
+        "k3", 0.0, None, None,
+    )  # fmt: skip
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+def _hopper(setting: policy_loss_hopper.Setting) -> Schedule:
+    def supports(key: Key) -> bool:
+        s = Shape(*key)  # type: ignore[arg-type]
+        chip = s.plain and s.device >= 0 and not common.IS_HIP
+        return chip and torch.cuda.get_device_capability(s.device) == (9, 0)
+
+    def bind(key: Key) -> Run:
+        s = Shape(*key)  # type: ignore[arg-type]
+        return policy_loss_hopper.launcher(s.device, s.masked, setting)
+
+    return Schedule(f"hopper.{setting.warps}x{setting.stages}", bind, supports)
+
+
+_MODULES = (anchor, policy_loss_tokens, policy_loss_batch, policy_loss_hopper, shared, common, driver, orders)
+_SOURCES = (
+    Path(__file__),
+    *(Path(m.__file__) for m in _MODULES if m.__file__),
+    *driver.sources(policy_loss_hopper.SOURCE),
+)
+
+policy_loss = ScheduledOp(
+    Family(
+        op="policy_loss", anchor=anchor.policy_loss, key=key, describe=functools.partial(describe, Shape),
+        device=device_of, rows=rows_of, sample=sample, sources=_SOURCES,
+        versions=lambda: {"cuda compiler": driver.compiler()}, warm=warm,
+        schedules=tuple(map(_hopper, policy_loss_hopper.SETTINGS)),
+    )
+)  # fmt: skip

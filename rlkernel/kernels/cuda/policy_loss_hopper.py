@@ -1,0 +1,131 @@
+"""policy_loss on Hopper in CUDA C++: launches of csrc/cuda/policy_loss_sm90.cu.
+
+cuda/policy_loss.py offers it to certification, as any schedule; what the copy engine cannot read runs the anchor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.contract.orders import SEGMENT
+from rlkernel.kernels import build
+from rlkernel.kernels.cuda.driver import Kernel, compile_cuda
+from rlkernel.kernels.policy_loss import COUNTS, STATS, divides_by_tokens, sequence_mean
+from rlkernel.kernels.triton import common
+from rlkernel.kernels.triton import policy_loss as anchor
+from rlkernel.kernels.triton.policy_loss_batch import NOT_YET, NUMBER, TENSOR
+
+SOURCE = "policy_loss_sm90.cu"
+BLOCKS, SUMS, COUNTED = 128, 4, 7
+MOST_SEQUENCES, MOST_TOKENS = 1 << 16, 1 << 30  # whose sums fit in shared memory; that an int counts
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class Setting(NamedTuple):
+    """How a block is divided; changes no bit."""
+
+    warps: int
+    stages: int  # pieces that a warp has in shared memory
+    piece: int  # tokens, which make up segments
+
+
+SETTINGS = (Setting(8, 2, 1024), Setting(24, 1, 1024), Setting(20, 2, 512))
+
+
+class Arguments(ctypes.Structure):
+    """`struct Arguments` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "logp", "old_logp", "advantages", "borders", "mask", "normalizer", "dlogp", "parts", "loss", "scale",
+            "stats", "totals",
+        )),
+        *((name, ctypes.c_int) for name in ("tokens", "batch", "mean", "by_tokens", "divide_by")),
+        *((name, ctypes.c_float) for name in ("low", "high", "divisor")),
+    )  # fmt: skip
+
+
+def macros(setting: Setting, masked: bool) -> dict[str, int]:
+    """The macros of a variant."""
+    return {"WARPS": setting.warps, "STAGES": setting.stages, "PIECE": setting.piece, "MASKED": int(masked)}
+
+
+def shared_bytes(setting: Setting, masked: bool, batch: int) -> int:
+    """Stages, their barriers and what is told of them, counts of the block, sums of its sequences."""
+    stage = 2 * (setting.piece + 4) * 4 + (SEGMENT + 16 if masked else 0)
+    held = setting.warps * setting.stages * (stage + 8 + 20)
+    return held + 4 * (COUNTED + 1) + common.cdiv(batch, BLOCKS) * 4 * SUMS
+
+
+@functools.cache
+def _kernels(device: int, setting: Setting, masked: bool) -> tuple[Kernel, Kernel]:
+    cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", macros(setting, masked))
+    most = shared_bytes(setting, masked, MOST_SEQUENCES)
+    return Kernel(cubin, "rlk_policy_loss_tokens", most), Kernel(cubin, "rlk_policy_loss_batch", 0)
+
+
+def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outputs]:
+    """A function with the arguments of the anchor, `triton.policy_loss.policy_loss`, for a clipped loss of tokens with
+    an advantage a sequence, MOST_SEQUENCES and MOST_TOKENS at most, and none of the further vectors and bounds.
+
+    Raises:
+        BuildError: there is no compiler for the kernels.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the device's context exists from here on
+        first, second = _kernels(device, setting, masked)
+
+    def policy_loss(
+        logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
+        ref_logp: Tensor | None, entropy: Tensor | None, rollout_logp: Tensor | None, normalizer: Tensor | None,
+        loss_type: str, sequence_ratio: bool, clip_low: float, clip_high: float, clip_dual: float | None,
+        kl_coef: float, kl_type: str, entropy_coef: float, tis_cap: float | None, divisor: float | None,
+    ) -> Outputs:  # fmt: skip
+        logp, old_logp, advantages, cu_seqlens = (x.contiguous() for x in (logp, old_logp, advantages, cu_seqlens))
+        mask = None if mask is None else mask.contiguous()
+        if (logp.data_ptr() | old_logp.data_ptr() | (0 if mask is None else mask.data_ptr())) & 15:
+            return anchor.policy_loss(
+                logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, normalizer, loss_type,
+                sequence_ratio, clip_low, clip_high, clip_dual, kl_coef, kl_type, entropy_coef, tis_cap, divisor,
+            )  # fmt: skip
+        given, out, kept = arguments(
+            logp, old_logp, advantages, cu_seqlens, mask, normalizer, loss_type, clip_low, clip_high, divisor
+        )  # fmt: skip
+        with common.on_device(logp):
+            first(BLOCKS, 32 * setting.warps, given)
+            second(1, 32 * SUMS, given, early=True)
+        del kept
+        return out
+
+    return policy_loss
+
+
+def arguments(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
+    normalizer: Tensor | None, loss_type: str, clip_low: float, clip_high: float, divisor: float | None,
+) -> tuple[Arguments, Outputs, Tensor]:  # fmt: skip
+    """What the kernels are given, what they write, and what must live until they are queued."""
+    tokens, batch = logp.shape[0], cu_seqlens.shape[0] - 1
+    by_tokens = divides_by_tokens(loss_type)
+    divide_by = TENSOR if normalizer is not None else NUMBER
+    if normalizer is None and divisor is None:
+        if by_tokens and mask is not None:
+            divide_by = NOT_YET
+        divisor = float(max(1, tokens if by_tokens else batch))
+    dlogp, parts = torch.empty_like(logp), logp.new_empty(SUMS + COUNTED, BLOCKS)
+    loss, scale, stats = logp.new_empty(()), logp.new_empty(()), logp.new_empty(len(STATS))
+    counts = logp.new_empty(len(COUNTS), dtype=torch.int64)
+    given = Arguments(
+        *(None if x is None else x.data_ptr() for x in (
+            logp, old_logp, advantages, cu_seqlens, mask, normalizer, dlogp, parts, loss, scale, stats, counts,
+        )),
+        tokens, batch, sequence_mean(loss_type), by_tokens, divide_by, 1.0 - clip_low, 1.0 + clip_high, divisor or 0.0,
+    )  # fmt: skip
+    return given, (loss, dlogp, logp.new_empty(0), scale, stats, counts), parts

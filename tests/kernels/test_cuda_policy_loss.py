@@ -1,0 +1,243 @@
+"""policy_loss's schedules without a GPU: shape classes, samples, the choice, and what the kernels are given."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.fake_schedules import milliseconds
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from rlkernel.contract import assert_bitwise
+from rlkernel.kernels import clock, schedule, select
+from rlkernel.kernels.certification import KINDS, Schedule, raises
+from rlkernel.kernels.cuda import driver, policy_loss_hopper
+from rlkernel.kernels.cuda import policy_loss as cuda
+from rlkernel.kernels.errors import BuildError
+from rlkernel.kernels.reference import policy_loss as reference
+from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
+from rlkernel.kernels.triton import policy_loss as anchor
+from rlkernel.kernels.verdicts import ANCHOR
+
+SHAPE = cuda.Shape(-1, True, True, True, 1 << 18, 1 << 10)
+NAMES = (
+    "logp", "old_logp", "advantages", "cu_seqlens", "mask", "ref_logp", "entropy", "rollout_logp", "normalizer",
+    "loss_type", "sequence_ratio", "clip_low", "clip_high", "clip_dual", "kl_coef", "kl_type", "entropy_coef",
+    "tis_cap", "divisor",
+)  # fmt: skip
+
+
+def call(tokens: int = 1 << 17, batch: int = 128, **more: Any) -> tuple[Any, ...]:
+    """Arguments whose tensors have sizes and no values."""
+    empty = lambda n: torch.empty(1).expand(n)
+    given = {
+        **dict.fromkeys(NAMES), "logp": empty(tokens), "old_logp": empty(tokens), "advantages": empty(batch),
+        "cu_seqlens": empty(batch + 1), "mask": empty(tokens), "loss_type": "grpo", "sequence_ratio": False,
+        "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "kl_type": "k3", "entropy_coef": 0.0, **more,
+    }  # fmt: skip
+    return tuple(given[name] for name in NAMES)
+
+
+@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize("mean", (False, True))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_is_of_its_class(kind: str, mean: bool, masked: bool) -> None:
+    shape = SHAPE._replace(masked=masked, mean=mean)
+    few, many = cuda.rows_of(shape)
+    for tokens in (few, many):
+        given = cuda.sample(shape, tokens, kind, torch.Generator().manual_seed(0))
+        logp, _, advantages, borders, mask, *_ = given
+        assert (len(logp), int(borders[0]), int(borders[-1])) == (tokens, 0, tokens)
+        sizes = borders.diff()
+        assert bool((sizes >= 0).all()) and int(sizes.max()) > 1024 and bool((sizes % 4 != 0).any())
+        assert bool((advantages == 0).any()) and bool((advantages < 0).any()) and bool((advantages > 0).any())
+        assert bool(logp.isnan().any()) == (masked or kind == "wide")
+        loss, *_, stats, _ = reference.policy_loss(*given)
+        finite = bool(loss.isfinite()) and bool(stats[:3].isfinite().all())
+        assert finite == (kind != "wide"), "sums that show a wrong order"
+        if mask is not None:
+            counted = torch.cat((torch.zeros(1), mask.cumsum(0)))[borders.long()].diff()
+            assert bool((counted == 0).any()) and bool((counted > 0).any())
+    assert cuda.key(*given) == shape and tokens % 16, "the copy engine may not fetch the last tokens"
+    assert 0 in cuda.RAGGED and max(cuda.RAGGED) > 2048, "empty sequences, and ones of several segments"
+
+
+@pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
+def test_who_is_offered_what(chip: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
+
+    def names(**more: Any) -> list[str]:
+        key = SHAPE._replace(**{"device": 0, **more})
+        return [s.name for s in cuda.policy_loss.family.schedules if s.supports(key)]
+
+    everything = [s.name for s in cuda.policy_loss.family.schedules] if chip == (9, 0) else []
+    assert names() == names(masked=False) == names(mean=False) == everything
+    assert names(device=-1) == names(plain=False) == []
+
+
+def test_what_is_plain() -> None:
+    shape = lambda *given: cuda.Shape(*cuda.key(*given))  # type: ignore[arg-type]
+    assert shape(*call()) == SHAPE and shape(*call(mask=None)) == SHAPE._replace(masked=False)
+    for loss_type in ("bnpo", "dr_grpo", "dapo"):
+        assert shape(*call(loss_type=loss_type)) == SHAPE._replace(mean=False)
+    assert shape(*call(normalizer=torch.ones(()), divisor=2.0)) == SHAPE
+    vector = torch.zeros(1)
+    others: tuple[dict[str, Any], ...] = (
+        *({name: vector} for name in ("ref_logp", "entropy", "rollout_logp")),
+        {"sequence_ratio": True}, {"clip_dual": 3.0}, {"tis_cap": 2.0}, {"loss_type": "cispo"},
+        {"loss_type": "reinforce"}, {"tokens": 1 << 16}, {"batch": 0}, {"batch": 65537}, {"tokens": (1 << 30) + 1},
+        {"advantages": torch.empty(1).expand(1 << 17)},
+    )  # fmt: skip
+    for more in others:
+        assert shape(*call(**more)) == cuda.Shape(-1, False, False, False, 0, 0), more
+    sizes = {(1 << 16) + 1: 18, 1 << 18: 18, (1 << 18) + 1: 20, 1 << 20: 20, 3 << 20: 22, 1 << 24: 24, 1 << 30: 24}
+    for tokens, power in sizes.items():
+        assert shape(*call(tokens=tokens)).tokens == 1 << power
+    lengths = {65536: 256, 257: 1024, 128: 1024, 127: 4096, 32: 4096, 31: 16384, 1: 16384}
+    for batch, length in lengths.items():
+        assert shape(*call(batch=batch)).length == length
+
+
+def test_a_warm_call_is_known_by_its_class() -> None:
+    """Dispatch asks for less than `key` does; where keys differ, so must what it looks up."""
+    seen: dict[Any, Any] = {}
+
+    class Known(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            seen["last"] = key
+            return super().get(key, default)
+
+    run = cuda.warm(Known(), lambda call, *given: lambda *_: None, raises)
+    vector, pairs = torch.zeros(1), set()
+    given = [call(tokens, batch, mask=mask, loss_type=loss_type)
+             for tokens in (9, 1 << 17, 1 << 20) for batch in (1, 128, 70000) for mask in (None, vector)
+             for loss_type in ("grpo", "dapo", "cispo")]  # fmt: skip
+    given += [call(**{name: vector}) for name in ("ref_logp", "entropy", "rollout_logp", "advantages")]
+    given += [call(clip_dual=3.0), call(tis_cap=2.0), call(sequence_ratio=True), call(1 << 17, 1 << 17)]
+    for arguments in given:
+        run(*arguments)
+        pairs.add((cuda.key(*arguments), seen["last"]))
+    by_call = {looked_up: key for key, looked_up in pairs}
+    assert len(by_call) == len(pairs), "one class a call"
+
+
+@pytest.fixture
+def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the op on a CPU, the reference its anchor."""
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(clock, "milliseconds", milliseconds)
+    monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
+    monkeypatch.setattr(cuda, "rows_of", lambda key: [sum(cuda.RAGGED)])
+
+    def make(*schedules: Schedule) -> ScheduledOp:
+        family = dataclasses.replace(
+            cuda.policy_loss.family, anchor=reference.policy_loss, rows=cuda.rows_of, schedules=schedules
+        )
+        return ScheduledOp(family)
+
+    return make
+
+
+def wrong(*given: Any) -> tuple[Tensor, ...]:
+    """One token's gradient is another one's."""
+    out = reference.policy_loss(*given)
+    out[1][-1] += 1
+    return out
+
+
+def test_the_kernel_is_chosen_where_it_is_equal(op: Any) -> None:
+    def unbuilt(key: Any) -> Any:
+        raise BuildError("policy_loss_sm90.cu needs NVRTC")
+
+    given = cuda.sample(SHAPE, (1 << 16) + 1, "normal", torch.Generator().manual_seed(2))
+    good, bad = (
+        Schedule("hopper.a", lambda key: lambda *x: reference.policy_loss(*x)),
+        Schedule("hopper.b", lambda key: wrong),
+    )
+    made = op(bad, good)
+    with schedule.strict():
+        assert_bitwise(made.call(*given)[1], reference.policy_loss(*given)[1], "dlogp")
+    assert made.chosen(*given) == "hopper.a"
+    first = made.verdict(*given).trials[0].first
+    assert first["result"] == 1 and first["index"] == [sum(cuda.RAGGED) - 1], "the gradient of the last token"
+    rows = {row["schedule"]: row for row in schedule.report(torch.device("cpu")) if row["op"] == "policy_loss"}
+    assert rows["hopper.a"]["chosen"] and not rows["hopper.b"]["certified"]
+    assert rows["hopper.a"]["shape"] == {
+        "plain": True, "masked": True, "mean": True, "tokens": 1 << 18, "length": 1 << 10,
+    }  # fmt: skip
+    with schedule.without("hopper"):
+        assert made.chosen(*given) == ANCHOR
+    made = op(Schedule("hopper.c", unbuilt))
+    with pytest.warns(RuntimeWarning, match=r"policy_loss .* runs without hopper\.c: .*needs NVRTC"):
+        made.call(*given)
+    with schedule.strict(), pytest.raises(UncertifiedError, match=r"policy_loss .*needs NVRTC"):
+        made.call(*given)
+
+
+@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize("which", ("fits", "unaligned"))
+def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    same = contextlib.nullcontext()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: same)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(policy_loss_hopper.common, "on_device", lambda t: same)
+    kernel = lambda name: lambda *given, **more: ran.append((name, *given, more))
+    monkeypatch.setattr(policy_loss_hopper, "_kernels", lambda *_: (kernel("tokens"), kernel("batch")))
+    monkeypatch.setattr(anchor, "policy_loss", lambda *given: ran.append("anchor"))
+    run = policy_loss_hopper.launcher(0, masked, policy_loss_hopper.Setting(12, 2, 1024))
+    first = 16 if which == "fits" else 1
+    storage = [torch.zeros(320) for _ in range(2)]
+    logp, old_logp = (x[first : first + 300] for x in storage)
+    mask = torch.ones(320, dtype=torch.bool)[first : first + 300] if masked else None
+    advantages, borders = torch.ones(6)[::2], torch.tensor([0, 100, 200, 300], dtype=torch.int32)
+    given = [None] * 14
+    found = run(logp, old_logp, advantages, borders, mask, None, None, None, None, "dapo", False, 0.2, 0.3, *given[:6])
+    if which != "fits":
+        assert ran == ["anchor"]
+        return
+    assert [tuple(t.shape) for t in found] == [(), (300,), (0,), (), (14,), (6,)]
+    (_, blocks, threads, arguments, how), (_, *second) = ran
+    assert (blocks, threads, how) == (128, 384, {}) and second == [1, 128, arguments, {"early": True}]
+    passed = {name: getattr(arguments, name) for name, _ in arguments._fields_}
+    for name, t in {"logp": logp, "old_logp": old_logp, "borders": borders, "mask": mask, "loss": found[0],
+                    "dlogp": found[1], "scale": found[3], "stats": found[4], "totals": found[5]}.items():  # fmt: skip
+        assert passed[name] == (None if t is None else t.data_ptr()), name
+    assert passed["advantages"] != advantages.data_ptr(), "a dense copy"
+    assert (passed["tokens"], passed["batch"], passed["mean"], passed["by_tokens"]) == (300, 3, 0, 1)
+    assert (passed["divide_by"], passed["divisor"]) == ((0, 300.0) if masked else (1, 300.0))
+    assert passed["low"] == pytest.approx(0.8) and passed["high"] == pytest.approx(1.3)
+
+
+def test_shared_memory_holds_what_the_source_lays_out() -> None:
+    for setting in policy_loss_hopper.SETTINGS:
+        most = policy_loss_hopper.shared_bytes(setting, True, policy_loss_hopper.MOST_SEQUENCES)
+        assert most <= 227 << 10 and setting.warps <= 32 and 1024 % setting.piece == setting.piece % 128 == 0
+        for masked in (False, True):
+            held = setting.warps * setting.stages
+            expected = held * (8 * setting.piece + 32 + 1040 * masked + 8 + 20) + 32 + 3 * 16
+            assert policy_loss_hopper.shared_bytes(setting, masked, 300) == expected
+
+
+def test_the_source_has_these_arguments() -> None:
+    """A field more or less, or in another place, would be read as another one."""
+    text = (driver.build.source_dir() / "cuda" / policy_loss_hopper.SOURCE).read_text()
+    body = text.split("struct Arguments {", 1)[1].split("};", 1)[0]
+    named = []
+    for line in body.splitlines():
+        statement = line.split(";", 1)[0].split("//")[0].replace("const", "").replace("*", "").split()
+        named += [x.strip(",") for x in statement[1:]]
+    assert named == [name for name, *_ in policy_loss_hopper.Arguments._fields_]
+
+
+def test_the_scaling_is_the_anchors() -> None:
+    import rlkernel.ops  # noqa: F401, declares them
+
+    assert select._find("policy_loss", "certified") is cuda.policy_loss.call
+    assert select._find("policy_loss_scale_", "certified") is None
