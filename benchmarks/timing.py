@@ -37,7 +37,12 @@ def _once(fn: Callable[[], object], cuda: bool) -> float:
 
 
 def interleaved(
-    candidates: Sequence[Callable[[], object]], cuda: bool, rounds: int = 15, warm_up: int = 3, rest: float = 0.0
+    candidates: Sequence[Callable[[], object]],
+    cuda: bool,
+    rounds: int = 15,
+    warm_up: int = 3,
+    rest: float = 0.0,
+    by_copy: bool = False,
 ) -> list[float]:
     """Median milliseconds of each candidate; they take turns, so that clocks and caches treat them alike.
 
@@ -45,8 +50,12 @@ def interleaved(
     candidate behind a hot one is up to a tenth slower. On CUDA a 128 MiB write before every timing evicts the L2
     cache, and the GPU is kept waiting while the host queues the work: what is measured is the time on the GPU, as
     under a CUDA graph.
+
+    That write leaves a cache full of what is not in memory yet, and the candidate's reads wait until it is. `by_copy`:
+    a copy of 128 MiB evicts the cache instead, and leaves it as an op does that reads as much as it writes.
     """
-    flush = torch.empty(32 << 20, dtype=torch.int32, device="cuda") if cuda else None
+    flush = torch.zeros(32 << 20, dtype=torch.int32, device="cuda") if cuda else None
+    source = flush.clone() if flush is not None and by_copy else None
     for _ in range(warm_up):
         for fn in candidates:
             fn()
@@ -60,7 +69,7 @@ def interleaved(
                     torch.cuda.synchronize()
                 time.sleep(rest)
             if flush is not None:
-                flush.zero_()
+                flush.zero_() if source is None else flush.copy_(source)
             taken.append(_once(fn, cuda))
     return [statistics.median(t) for t in times]
 
