@@ -53,6 +53,29 @@ def test_a_wrong_schedule_is_refused_with_the_first_differing_element(wrong: Cal
     assert torch.equal(op(x, w), anchor(x, w))
 
 
+def to_largest(x: Tensor, w: Tensor) -> Tensor:
+    return torch.nan_to_num(anchor(x, w), nan=float("nan"))
+
+
+def nan_to_zero(x: Tensor, w: Tensor) -> Tensor:
+    return torch.where(anchor(x, w).isnan(), 0.0, anchor(x, w))
+
+
+def other_nan(x: Tensor, w: Tensor) -> Tensor:
+    y = anchor(x, w)
+    return torch.where(y.isnan(), torch.tensor(-0x200001, dtype=torch.int32).view(torch.float32), y)
+
+
+def test_infinities_and_nans_are_compared_but_not_what_a_nan_carries() -> None:
+    kinds = (*certification.KINDS, certification.NONFINITE)
+    verdict = ScheduledOp(family(to_largest, nan_to_zero, other_nan, equal, kinds=kinds)).verdict(*arguments())
+    assert verdict is not None and verdict.kinds == list(kinds)
+    assert [trial.certified for trial in verdict.trials] == [False, False, True, True]
+    assert all(trial.first["kind"] == certification.NONFINITE for trial in verdict.trials[:2] if trial.first)
+    finite = ScheduledOp(family(to_largest)).verdict(*arguments(n=7))
+    assert finite is not None and finite.trials[0].certified, "an op says whether its results are defined there"
+
+
 def test_the_evidence_is_reproducible() -> None:
     op = ScheduledOp(family(split_k))
     x, w = arguments()
@@ -350,11 +373,21 @@ def test_an_op_in_place_leaves_its_sample_to_the_next_candidate() -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("kind", certification.KINDS)
+@pytest.mark.parametrize("kind", (*certification.KINDS, certification.NONFINITE))
 def test_values_are_what_their_kind_says(kind: str, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     x, w = values(kind, 7, 512, dtype, g), values(kind, 5, 512, dtype, g, second=True)
-    assert x.dtype == w.dtype == dtype and x.isfinite().all() and w.isfinite().all()
+    assert x.dtype == w.dtype == dtype
+    if kind == certification.NONFINITE:
+        w = values(kind, 64, 512, dtype, g, second=True)
+        y = (x.float() @ w.float().T).to(dtype)
+        plain = y[:, 2:]
+        assert x[0].isfinite().all() and plain[0].isinf().any() and plain[0].isfinite().any(), "overflow"
+        assert plain[1:3].isinf().all() and plain[3].isnan().all() and plain[4].isnan().any() and plain[4].isinf().any()
+        assert plain[5:].isfinite().all() and y[5, 1].isnan() and y[6, 1].isinf(), "zero times infinity"
+        assert torch.equal(values(certification.finite(kind), 2, 9, dtype, g).isfinite(), torch.ones(2, 9).bool())
+        return
+    assert x.isfinite().all() and w.isfinite().all()
     if kind == "wide":
         assert x.abs().max() / x[x != 0].abs().min() > 2**6
     if kind == "cancel":

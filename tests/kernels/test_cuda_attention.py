@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise, orders
 from rlkernel.kernels import clock, schedule
-from rlkernel.kernels.certification import KINDS, Schedule, raises
+from rlkernel.kernels.certification import KINDS, NONFINITE, Schedule, raises
 from rlkernel.kernels.cuda import attention as cuda
 from rlkernel.kernels.cuda import attention_prefill, driver
 from rlkernel.kernels.errors import BuildError
@@ -71,6 +71,16 @@ def test_what_is_compared_is_finite(kind: str) -> None:
     q, k, v, *_ = cuda.sample(SHAPE, 775, kind, torch.Generator().manual_seed(1))
     assert (q.double() @ k[: len(k) - 64, 0].double().T).abs().max() * 64**-0.5 * 1.45 < 2**24
     assert v[: len(v) - 64].isfinite().all()
+
+
+def test_infinities_and_nans_lie_where_the_op_defines_what_they_do() -> None:
+    """Of a key behind a row a tile may multiply the value by zero: values are finite, queries and some keys are not."""
+    shape = SHAPE._replace(heads=4, kv_heads=2)
+    q, k, v, *_ = cuda.sample(shape, 775, NONFINITE, torch.Generator().manual_seed(1))
+    total = len(k) - 64
+    assert q.isnan().any() and q.isinf().any() and q.isfinite().all(-1).float().mean() > 0.9
+    assert v[:total].isfinite().all() and (~k[:total].isfinite()).sum(dim=(0, 2)).tolist() == [1, 0]
+    assert NONFINITE in cuda.prefill.family.kinds
 
 
 def test_classes_meet_what_they_are_chosen_by() -> None:

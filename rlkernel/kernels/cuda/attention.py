@@ -15,7 +15,21 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import Family, First, Instead, Key, Run, Runs, Schedule, describe, device_of, values
+from rlkernel.kernels.certification import (
+    KINDS,
+    NONFINITE,
+    Family,
+    First,
+    Instead,
+    Key,
+    Run,
+    Runs,
+    Schedule,
+    describe,
+    device_of,
+    finite,
+    values,
+)
 from rlkernel.kernels.cuda import attention_prefill, driver
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import attention as anchor
@@ -122,13 +136,17 @@ def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[
     # Scores far beyond 2^24 are NaN: scale and maximum are fused. float16's ranges stay below that.
     dtype = s.dtype if kind == "denormal" else torch.float16
 
-    def draw(n: int, heads: int, second: bool = False) -> Tensor:
+    def draw(n: int, heads: int, kind: str = kind, second: bool = False) -> Tensor:
         return values(kind, n * heads, s.d, dtype, generator, second=second).to(s.dtype).view(n, heads, s.d)
 
     def int32(x: list[int]) -> Tensor:
         return torch.tensor(x, dtype=torch.int32, device=device)
 
-    q, k, v = draw(sum(queries), s.heads), draw(total + 64, s.kv_heads, True), draw(total + 64, s.kv_heads)
+    # Of keys that a row does not see a tile multiplies some values by zero: those are finite.
+    q, k = draw(sum(queries), s.heads), draw(total + 64, s.kv_heads, finite(kind), True)
+    v = draw(total + 64, s.kv_heads, finite(kind))
+    if kind == NONFINITE:
+        k[total // 2, ::2, 0] = torch.inf
     for x in (k, v):  # what lies behind a sequence may be anything
         x[total:] = torch.nan
         for i, n in enumerate(keys if s.room else ()):
@@ -191,6 +209,7 @@ prefill = ScheduledOp(
         op="attention_prefill", anchor=anchor.prefill, key=key, describe=functools.partial(describe, Shape),
         device=device_of, rows=rows_of, sample=sample, sources=_SOURCES,
         versions=lambda: {"cuda compiler": driver.compiler()}, mutates=(10, 11), warm=warm,
+        kinds=(*KINDS, NONFINITE),
         schedules=(
             _hopper("hopper", False), _hopper("hopper.skip", True), Schedule("gluon", _gluon_bind, _gluon_supports),
         ),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkernel.contract import orders
 from rlkernel.contract.orders import DGRAD_CHUNK, WGRAD_TOKENS
-from rlkernel.kernels.certification import Family, Key, Run, Schedule, Warm, device_of
+from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Key, Run, Schedule, Warm, device_of
 from rlkernel.kernels.cuda import cublaslt, driver, linear_rows
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.cuda.cublaslt import Algorithm
@@ -359,7 +359,7 @@ def _op(
     return ScheduledOp(
         Family(
             name, run, key, shapes.describe, device_of, shapes.rows_of, sample, _schedules(form), _SOURCES,
-            versions=cublaslt.versions, mutates=mutates, warm=warm,
+            versions=cublaslt.versions, mutates=mutates, warm=warm, kinds=(*KINDS, NONFINITE),
         )
     )  # fmt: skip
 

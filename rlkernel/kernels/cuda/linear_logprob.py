@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import Family, Key, Run, Schedule, Warm, beside_captures, describe, device_of
+from rlkernel.kernels.certification import (
+    KINDS,
+    NONFINITE,
+    Family,
+    Key,
+    Run,
+    Schedule,
+    Warm,
+    beside_captures,
+    describe,
+    device_of,
+)
 from rlkernel.kernels.cuda import cublaslt, driver
 from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
@@ -194,7 +205,7 @@ def _op(
             op=op, anchor=run, key=key, warm=warm, describe=functools.partial(describe, GradShape if grad else Shape),
             device=device_of, rows=shapes.rows_of_grad if grad else shapes.rows_of, sample=sample,
             schedules=schedules, sources=_SOURCES, versions=cublaslt.versions, mutates=mutates,
-            beside=beside,
+            kinds=(*KINDS, NONFINITE), beside=beside,
         )
     )  # fmt: skip
 

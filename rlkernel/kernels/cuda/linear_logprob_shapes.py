@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import VOCAB_TILE, WGRAD_TOKENS
-from rlkernel.kernels.certification import First, Instead, Key, Run, Runs, values
+from rlkernel.kernels.certification import First, Instead, Key, Run, Runs, finite, values
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton.linear_logprob_backward import Active
@@ -133,7 +133,7 @@ def rows_of(key: Key) -> list[int]:
 def forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s, device = Shape(*key), generator.device  # type: ignore[arg-type]
     hidden = values(kind, m, s.c, s.dtype, generator)
-    weight = values(kind, SAMPLE_ENTRIES, s.c, s.dtype, generator, second=True) * (4 * s.c**-0.5)
+    weight = values(finite(kind), SAMPLE_ENTRIES, s.c, s.dtype, generator, second=True) * (4 * s.c**-0.5)
     targets = torch.randint(0, SAMPLE_ENTRIES, (m,), device=device, generator=generator)
     inverse, kept = None, None
     if s.temperature:
@@ -272,7 +272,7 @@ def _blocks_of_dz(s: GradShape, tokens: int, kind: str, generator: torch.Generat
 def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = GradShape(*key)  # type: ignore[arg-type]
     dz, active = _blocks_of_dz(s, m, kind, generator)
-    weight = values(kind, dz.shape[1], s.c, s.dtype, generator, second=True)
+    weight = values(finite(kind), dz.shape[1], s.c, s.dtype, generator, second=True)
     running = torch.randn(m, s.c, dtype=torch.float32, device=dz.device, generator=generator)
     return running, torch.empty_like(running, dtype=s.dtype) if s.rounded else None, dz, weight, s.fresh, active
 
@@ -280,6 +280,6 @@ def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> t
 def dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = GradShape(*key)  # type: ignore[arg-type]
     dz, active = _blocks_of_dz(s, m, kind, generator)
-    hidden = values(kind, m, s.c, s.dtype, generator, second=True)
+    hidden = values(finite(kind), m, s.c, s.dtype, generator, second=True)
     grad = torch.randn(dz.shape[1], s.c, dtype=torch.float32, device=dz.device, generator=generator).to(s.out)
     return grad, dz, hidden, s.fresh, active

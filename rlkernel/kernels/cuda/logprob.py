@@ -14,7 +14,20 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import Family, First, Instead, Key, Run, Runs, Schedule, describe, device_of, values
+from rlkernel.kernels.certification import (
+    KINDS,
+    NONFINITE,
+    Family,
+    First,
+    Instead,
+    Key,
+    Run,
+    Runs,
+    Schedule,
+    describe,
+    device_of,
+    values,
+)
 from rlkernel.kernels.cuda import driver, logprob_rows
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common
@@ -123,6 +136,6 @@ logprob = ScheduledOp(
     Family(
         op="logprob", anchor=anchor.logprob, key=key, describe=functools.partial(describe, Shape), device=device_of,
         rows=rows_of, sample=sample, sources=_SOURCES, versions=lambda: {"cuda compiler": driver.compiler()}, warm=warm,
-        schedules=tuple(map(_rows, logprob_rows.SETTINGS)),
+        schedules=tuple(map(_rows, logprob_rows.SETTINGS)), kinds=(*KINDS, NONFINITE),
     )
 )  # fmt: skip
