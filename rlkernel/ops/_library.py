@@ -21,6 +21,8 @@ from rlkernel.kernels import select
 _LIBRARY = torch.library.Library("rlkernel", "DEF")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the ops take."""
+LEAST, MOST = 2.0**-149, torch.finfo(torch.float32).max
+"""Smallest and largest positive number of fp32."""
 _stock_depth = 0
 
 
@@ -265,6 +267,19 @@ def check_float(op: str, name: str, x: Tensor) -> None:
     """Raises TypeError unless the argument `name` has one of the dtypes that the ops compute in."""
     if x.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} is {x.dtype}; expected float32, bfloat16 or float16, cast it")
+
+
+def check_number(op: str, name: str, value: Any, expected: str, least: float = LEAST, most: float = MOST) -> None:
+    """Raises ValueError unless the argument `name` lies in [least, most], TypeError where it is no number.
+
+    The kernels compute in fp32: a number beyond its largest would be infinite there, one below its least zero.
+    """
+    try:
+        fits = least <= value <= most
+    except TypeError:
+        raise TypeError(f"{op}: {name}={value!r} is no number; it must be {expected}") from None
+    if not fits:
+        raise ValueError(f"{op}: {name}={value} must be {expected}")
 
 
 def main_grad(op: str, parameter: Tensor) -> Tensor | None:

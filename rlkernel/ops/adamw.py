@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, define, is_stock
+from rlkernel.ops._library import check, check_number, define, is_stock
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
@@ -107,16 +107,14 @@ def adamw_(
     check(len(params) > 0, lambda: "adamw_: params is empty; pass at least one parameter")
     if masters is None:
         masters = params
-    check(0 <= lr < math.inf, lambda: f"adamw_: lr={lr} must be finite and at least 0")
+    check_number("adamw_", "lr", lr, "finite in float32 and at least 0", 0.0)
     check(
         len(betas) == 2 and all(0 <= b < 1 for b in betas),
         lambda: f"adamw_: betas={betas} must be two numbers in [0, 1)",
     )
-    check(
-        2.0**-149 <= eps < math.inf,  # less than that is 0 in fp32
-        lambda: f"adamw_: eps={eps} must be finite and at least 1.4e-45, a parameter without a gradient divides by it",
-    )
-    check(0 <= weight_decay < math.inf, lambda: f"adamw_: weight_decay={weight_decay} must be finite and at least 0")
+    expected = "finite in float32 and at least 1.4e-45, a parameter without a gradient divides by it"
+    check_number("adamw_", "eps", eps, expected)
+    check_number("adamw_", "weight_decay", weight_decay, "finite in float32 and at least 0", 0.0)
     check(
         isinstance(step, int) and step >= 1,
         lambda: f"adamw_: step={step!r} must be a whole number of at least 1, the first update",
@@ -170,21 +168,26 @@ def grad_norm(
     Args:
         grads: the gradients of a whole model, contiguous, in the order of its parameters.
         max_norm: limit of the norm; None clips nothing.
-        loss_scale: what the loss was multiplied by (fp16 training), a tensor on the gradients' device.
+        loss_scale: what the loss was multiplied by (fp16 training), a tensor on the gradients' device. Positive; its
+            value is looked at on a CPU.
 
     Returns:
         GradNorm(norm, scale, squares). Where a gradient is infinite or NaN, so is the norm, and scale is NaN.
 
     Raises:
-        ValueError: no gradient, different devices, a gradient that is not contiguous, or max_norm not above 0.
+        ValueError: no gradient, different devices, a gradient that is not contiguous, max_norm not above 0, or a
+            loss_scale that is not positive (CPU).
         TypeError: a dtype does not fit, or a gradient or loss_scale is no tensor.
     """
     check(len(grads) > 0, lambda: "grad_norm: grads is empty; pass at least one gradient")
-    check(max_norm is None or max_norm > 0, lambda: f"grad_norm: max_norm={max_norm} must be above 0; None is no limit")
+    if max_norm is not None:
+        check_number("grad_norm", "max_norm", max_norm, "above 0 in float32; None is no limit", most=math.inf)
     _check_tensors("grad_norm", "grads", grads)
     device = grads[0].device
     _check_list("grad_norm", "grads", grads, [g.shape for g in grads], device, DTYPES)
     _check_scalar("grad_norm", "loss_scale", loss_scale, device)
+    if loss_scale is not None and loss_scale.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_number("grad_norm", "loss_scale", loss_scale.item(), "positive and finite")
     op = stock.grad_norm if is_stock() else _grad_norm
     return GradNorm(*op(list(grads), loss_scale, max_norm))
 

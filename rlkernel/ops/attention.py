@@ -7,7 +7,6 @@ each of the two variants of the order: "split", the default, and "fa3", FlashAtt
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,17 @@ from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_
 from rlkernel.kernels import select, stock
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
-from rlkernel.ops._library import check, check_float, check_tensors, define, is_stock, no_gradient, not_tensor, wrote
+from rlkernel.ops._library import (
+    check,
+    check_float,
+    check_number,
+    check_tensors,
+    define,
+    is_stock,
+    no_gradient,
+    not_tensor,
+    wrote,
+)
 
 MAX_HEAD_DIM = 256
 LONGEST = (1 << 31) - 1  # keys of a sequence: lengths are int32
@@ -228,7 +237,7 @@ def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | Non
     if not (isinstance(split, int) and (window is None or isinstance(window, int))):
         raise TypeError(f"{op}: window={window!r}, split={split!r}; expected whole numbers, or None for no window")
     check(window is None or window >= 1, lambda: f"{op}: window={window} must be at least 1 key, or None for no window")
-    check(0.0 < scale < math.inf, lambda: f"{op}: scale={scale} must be positive and finite")
+    check_number(op, "scale", scale, "positive and finite in float32, 1e-38 to 1e38", 1e-38, 1e38)
     check(
         split >= ATTENTION_BLOCK and split % ATTENTION_BLOCK == 0,
         lambda: f"{op}: split={split} must be a positive multiple of {ATTENTION_BLOCK} keys",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_tensors, define, is_stock
+from rlkernel.ops._library import check, check_number, check_tensors, define, is_stock
 
 MODES = ("group", "leave_one_out", "batch", "none")
 
@@ -72,6 +72,7 @@ def group_advantages(
         lambda: f"group_advantages: group_size={group_size} must be positive and divide B={rewards.shape[0]}",
     )
     check(mode in MODES, lambda: f"group_advantages: mode={mode!r} is unknown; expected one of {', '.join(MODES)}")
-    check(eps > 0, lambda: f"group_advantages: eps={eps} must be above 0, a group of equal rewards divides by it")
+    expected = "above 0 and finite in float32, a group of equal rewards divides by it"
+    check_number("group_advantages", "eps", eps, expected)
     op = stock.group_advantages if is_stock() else _group_advantages
     return op(rewards.detach(), group_size, mode, normalize_std, eps)

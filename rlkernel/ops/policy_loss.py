@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkernel.kernels import stock
 from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS
-from rlkernel.ops._library import check, check_optional, define, is_stock, not_tensor
+from rlkernel.ops._library import LEAST, MOST, check, check_number, check_optional, define, is_stock, not_tensor
 
 
 class PolicyLoss(NamedTuple):
@@ -29,6 +29,7 @@ class PolicyLoss(NamedTuple):
     stats: dict[str, Tensor]
 
 
+POSITIVE = "positive and finite in float32"
 _ENTROPY, _ENTROPY_COEF = 6, 16  # places among the op's arguments
 
 
@@ -279,18 +280,6 @@ def _check_vector(name: str, x: Tensor, shape: Any, dtype: torch.dtype, device: 
     check(x.device == device, lambda: f"policy_loss: {name} is on {x.device}, logp on {device}; move one of them")
 
 
-def _check_not_negative(name: str, value: float) -> None:
-    check(value >= 0, lambda: f"policy_loss: {name}={value} must be at least 0")
-
-
-def _check_finite(name: str, value: float) -> None:
-    most = torch.finfo(torch.float32).max
-    check(
-        -most <= value <= most,
-        lambda: f"policy_loss: {name}={value} must be finite in float32; 0 switches the term off",
-    )
-
-
 def _check_options(
     loss_type: str,
     clip_low: float,
@@ -301,10 +290,11 @@ def _check_options(
     tis_cap: float | None,
     vectors: dict[str, Tensor | None],
 ) -> None:
-    for name, value in (("clip_low", clip_low), ("clip_high", clip_high), ("kl_coef", kl_coef)):
-        _check_not_negative(name, value)
-    _check_finite("kl_coef", kl_coef)
-    _check_finite("entropy_coef", entropy_coef)
+    for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
+        check_number("policy_loss", name, value, "at least 0; inf switches it off", 0.0, math.inf)
+    off = "0 switches the term off"
+    check_number("policy_loss", "kl_coef", kl_coef, f"finite in float32 and at least 0; {off}", 0.0)
+    check_number("policy_loss", "entropy_coef", entropy_coef, f"finite in float32; {off}", -MOST)
     if clip_dual is not None:
         check(
             loss_type not in ("cispo", "reinforce"),
@@ -323,13 +313,9 @@ def _check_options(
         lambda: f"policy_loss: entropy_coef={entropy_coef} needs entropy; pass it or set entropy_coef=0",
     )
     check(
-        tis_cap is None or (tis_cap > 0.0 and vectors["rollout_logp"] is not None),
+        tis_cap is None or (tis_cap >= LEAST and vectors["rollout_logp"] is not None),
         lambda: f"policy_loss: tis_cap={tis_cap} must be positive and needs rollout_logp; pass it or leave tis_cap out",
     )
-
-
-def _not_positive(normalizer: float) -> str:
-    return f"policy_loss: normalizer={normalizer} must be positive and finite"
 
 
 def _denominator(
@@ -352,8 +338,8 @@ def _denominator(
         )
         if normalizer.device.type == "cpu" and not torch.compiler.is_compiling():
             value = normalizer.item()
-            counted = logp.numel() if mask is None else mask  # where no token counts, it divides nothing
-            check(0.0 < value < math.inf or not torch.as_tensor(counted).any(), lambda: _not_positive(value))
+            if logp.numel() > 0 if mask is None else bool(mask.any()):  # else it divides nothing
+                check_number("policy_loss", "normalizer", value, POSITIVE)
         return normalizer.detach().reshape(()).to(torch.float32), None
-    check(0.0 < normalizer < math.inf, lambda: _not_positive(normalizer))
+    check_number("policy_loss", "normalizer", normalizer, POSITIVE)
     return None, float(normalizer)

@@ -6,13 +6,12 @@ kept for it.
 
 from __future__ import annotations
 
-import math
 from typing import Any, overload
 
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor, weight_grad
+from rlkernel.ops._library import check, check_float, check_number, define, is_stock, not_tensor, weight_grad
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -99,10 +98,7 @@ _add_rms_norm = define(
 
 def check_eps(op: str, eps: float) -> None:
     """Raises ValueError unless eps can stand under the root."""
-    check(
-        0.0 <= eps < math.inf,
-        lambda: f"{op}: eps={eps}; expected a finite number of at least 0, as the model's config has it (often 1e-6)",
-    )
+    check_number(op, "eps", eps, "finite in float32 and at least 0, as the model's config has it (often 1e-6)", 0.0)
 
 
 @overload

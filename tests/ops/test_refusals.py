@@ -93,7 +93,7 @@ def test_shapes() -> None:
 
 @pytest.mark.parametrize("eps", (-1.0, float("nan"), float("inf")))
 def test_rms_norm_eps(eps: float) -> None:
-    with pytest.raises(ValueError, match=rf"rms_norm: eps={eps}; expected a finite number of at least 0"):
+    with pytest.raises(ValueError, match=rf"rms_norm: eps={eps} must be finite in float32 and at least 0"):
         ops.rms_norm(X, torch.ones(8), eps)
 
 
@@ -308,7 +308,7 @@ REFUSED = {
     "linear out_dtype fp64": (lambda: ops.linear(X, W, out_dtype=torch.float64), ValueError, "linear: out_dtype="),
     # numbers
     "qk_norm_rope eps": (
-        lambda: ops.qk_norm_rope(Q, Q, EIGHT, EIGHT, -1.0, TARGETS, COS), ValueError, "qk_norm_rope: eps=-1.0; expected"
+        lambda: ops.qk_norm_rope(Q, Q, EIGHT, EIGHT, -1.0, TARGETS, COS), ValueError, "qk_norm_rope: eps=-1.0 must be"
     ),
     "scale inf": (
         lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale=math.inf), ValueError, "scale=inf must be .* finite"
@@ -324,6 +324,34 @@ REFUSED = {
         lambda: policy_loss(ref_logp=torch.zeros(3), kl_coef=math.inf), ValueError, "kl_coef=inf must be finite"
     ),
     "normalizer inf": (lambda: policy_loss(normalizer=math.inf), ValueError, "normalizer=inf must be positive"),
+    "normalizer 1e-50": (lambda: policy_loss(normalizer=1e-50), ValueError, "normalizer=1e-50 must be positive and"),
+    "normalizer 1e50": (lambda: policy_loss(normalizer=1e50), ValueError, r"normalizer=1e\+50 must be positive and"),
+    "normalizer tensor 1e50": (
+        lambda: policy_loss(normalizer=torch.tensor(1e50, dtype=torch.float64)), ValueError, "normalizer=1e.50 must be"
+    ),
+    "clip_low": (lambda: policy_loss(clip_low=-0.1), ValueError, "policy_loss: clip_low=-0.1 must be at least 0"),
+    "tis_cap 1e-50": (
+        lambda: policy_loss(tis_cap=1e-50, rollout_logp=torch.zeros(3)), ValueError, "tis_cap=1e-50 must be positive"
+    ),
+    "rms_norm eps 1e39": (lambda: ops.rms_norm(X, EIGHT, 1e39), ValueError, r"rms_norm: eps=1e\+39 must be finite in"),
+    "rms_norm eps None": (lambda: ops.rms_norm(X, EIGHT, None), TypeError, "rms_norm: eps=None is no number"),
+    "scale 1e60": (
+        lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale=1e60), ValueError, r"scale=1e\+60 must be positive and"
+    ),
+    "scale 1e-60": (
+        lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale=1e-60), ValueError, "scale=1e-60 must be positive and"
+    ),
+    "group_advantages eps": (
+        lambda: ops.group_advantages(EIGHT, 2, eps=1e-50), ValueError, "group_advantages: eps=1e-50 must be above 0"
+    ),
+    "lr 1e39": (lambda: adamw(lr=1e39), ValueError, r"adamw_: lr=1e\+39 must be finite in float32"),
+    "lr None": (lambda: adamw(lr=None), TypeError, "adamw_: lr=None is no number; it must be finite"),
+    "eps 1e39": (lambda: adamw(eps=1e39), ValueError, r"adamw_: eps=1e\+39 must be finite in float32"),
+    "weight_decay 1e39": (lambda: adamw(weight_decay=1e39), ValueError, r"weight_decay=1e\+39 must be finite in"),
+    "max_norm 1e-60": (lambda: ops.grad_norm([X], max_norm=1e-60), ValueError, "max_norm=1e-60 must be above 0"),
+    "loss_scale": (
+        lambda: ops.grad_norm([X], loss_scale=torch.tensor(-2.0)), ValueError, "loss_scale=-2.0 must be positive"
+    ),
     "normalizer tensor 0": (lambda: policy_loss(normalizer=torch.tensor(0.0)), ValueError, "normalizer=0.0 must be"),
     "normalizer tensor -1": (
         lambda: policy_loss(normalizer=torch.tensor(-1), mask=torch.tensor([True, False, False])),
@@ -335,7 +363,7 @@ REFUSED = {
     # optimizer
     "lr inf": (lambda: adamw(lr=math.inf), ValueError, "lr=inf must be finite"),
     "eps inf": (lambda: adamw(eps=math.inf), ValueError, "eps=inf must be finite"),
-    "eps that fp32 has not": (lambda: adamw(eps=1e-50), ValueError, "eps=1e-50 must be finite and at least 1.4e-45"),
+    "eps that fp32 has not": (lambda: adamw(eps=1e-50), ValueError, "eps=1e-50 must be finite in .* at least 1.4e-45"),
     "weight_decay inf": (lambda: adamw(weight_decay=math.inf), ValueError, "weight_decay=inf must be finite"),
     "betas": (lambda: adamw(betas=(0.9,)), ValueError, r"betas=\(0.9,\) must be two numbers"),
     "step": (lambda: adamw(step=1.5), ValueError, "step=1.5 must be a whole number"),
