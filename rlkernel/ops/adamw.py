@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -137,13 +137,16 @@ def adamw_(
     ):
         _check_list("adamw_", name, tensors, shapes, device, dtypes)
     _check_scalar("adamw_", "scale", scale, device)
-    places = [] if torch.compiler.is_compiling() else [p.data_ptr() for p in params if p.numel() > 0]
-    check(
-        len(set(places)) == len(places),
-        lambda: "adamw_: params holds the same memory twice; pass a parameter that layers share once",
-    )
-    op = stock.adamw_ if is_stock() else _adamw
     own = [p is w for p, w in zip(params, masters, strict=True)]
+    if not torch.compiler.is_compiling():
+        # an fp32 parameter and its master may also be two views of one memory
+        foreign = [
+            None if p is w or (p.dtype == w.dtype and p.data_ptr() == w.data_ptr()) else w
+            for p, w in zip(params, masters, strict=True)
+        ]
+        written = {"params": params, "masters": foreign, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+        _check_apart({**written, "grads": grads} if zero_grad else written)
+    op = stock.adamw_ if is_stock() else _adamw
     for kind in sorted(set(own)):
         chosen = [o == kind for o in own]
         w, g, m, v, p = (list(compress(ts, chosen)) for ts in (masters, grads, exp_avgs, exp_avg_sqs, params))
@@ -231,6 +234,26 @@ def _check_list(
             raise ValueError(f"{op}: {name}[{i}] is on {t.device}, others on {device}; move it there")
         if not t.is_contiguous():
             raise ValueError(f"{op}: {name}[{i}] {tuple(t.shape)} is not contiguous; keep it contiguous")
+
+
+def _check_apart(written: dict[str, Sequence[Tensor | None]]) -> None:
+    """Raises ValueError where two of the tensors share memory: each would be updated from the other's results."""
+    spans = []  # (first byte, byte behind the last)
+    for tensors in written.values():
+        spans += [(at := t.data_ptr(), at + t.nbytes) for t in tensors if t is not None]
+    spans.sort()
+    if all([end <= start for (_, end), (start, _) in pairwise(spans)]):
+        return
+    named = [
+        (t.data_ptr(), t.nbytes, f"{n}[{i}]") for n, ts in written.items() for i, t in enumerate(ts) if t is not None
+    ]
+    named.sort()
+    for (at, size, one), (start, _, other) in pairwise(named):
+        if at + size > start:
+            raise ValueError(
+                f"adamw_: {one} and {other} share memory; each tensor needs its own, and a parameter that layers share "
+                "is passed once"
+            )
 
 
 def _check_scalar(op: str, name: str, x: Tensor | None, device: torch.device) -> None:

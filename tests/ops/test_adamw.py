@@ -385,7 +385,21 @@ def test_bad_input_of_the_norm() -> None:
         ops.grad_norm([torch.zeros(3)], loss_scale=torch.zeros(3))
 
 
-def test_one_parameter_twice_is_refused() -> None:
-    p = torch.ones(4)
-    with pytest.raises(ValueError, match="the same memory twice"):
-        ops.adamw_([p, p], [p, p], [p, p], [p, p], lr=0.1, step=1)
+def test_tensors_that_share_memory_are_refused() -> None:
+    new = lambda n=2: [torch.ones(4) for _ in range(n)]
+    p, (shared,) = torch.ones(5), new(1)
+    update = lambda *lists, **options: ops.adamw_(*lists, lr=0.1, step=1, **options)
+    halves = [t.bfloat16() for t in new()]
+    for what, call in {
+        r"params\[0\] and params\[1\]": lambda: update([shared] * 2, new(), new(), new()),
+        r"params\[0\] and params\[1\] ": lambda: update([p[:4], p[1:]], new(), new(), new()),
+        r"exp_avgs\[0\] and exp_avgs\[1\]": lambda: update(new(), new(), [shared] * 2, new()),
+        r"exp_avg_sqs\[1\] and exp_avgs\[1\]": lambda: update(new(), new(), [*new(1), shared], [*new(1), shared]),
+        r"masters\[0\] and masters\[1\]": lambda: update(halves, new(), new(), new(), masters=[shared] * 2),
+        r"grads\[0\] and grads\[1\]": lambda: update(new(), [shared] * 2, new(), new(), zero_grad=True),
+    }.items():
+        with pytest.raises(ValueError, match=f"adamw_: {what.strip()} share memory; .* is passed once"):
+            call()
+    update(p.split([2, 1, 2]), *[list(torch.ones(5).split([2, 1, 2])) for _ in range(3)])  # neighbours
+    empty = torch.ones(0)
+    update([*new(1), empty, empty], *[[*new(1), empty, empty] for _ in range(3)])
