@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import compress, pairwise
+from operator import add, attrgetter, le
 from typing import Any, NamedTuple
 
 import torch
@@ -238,14 +239,17 @@ def _check_list(
 
 def _check_apart(written: dict[str, Sequence[Tensor | None]]) -> None:
     """Raises ValueError where two of the tensors share memory: each would be updated from the other's results."""
-    spans = []  # (first byte, byte behind the last)
-    for tensors in written.values():
-        spans += [(at := t.data_ptr(), at + t.nbytes) for t in tensors if t is not None]
-    spans.sort()
-    if all([end <= start for (_, end), (start, _) in pairwise(spans)]):
+    tensors = [t for ts in written.values() for t in ts if t is not None]
+    starts = list(map(Tensor.data_ptr, tensors))  # maps, since there are thousands: the loop below names the first pair
+    ends = sorted(map(add, starts, map(attrgetter("nbytes"), tensors)))
+    starts.sort()
+    if all(map(le, ends, starts[1:])):
         return
     named = [
-        (t.data_ptr(), t.nbytes, f"{n}[{i}]") for n, ts in written.items() for i, t in enumerate(ts) if t is not None
+        (t.data_ptr(), t.nbytes, f"{n}[{i}]")
+        for n, ts in written.items()
+        for i, t in enumerate(ts)
+        if t is not None and t.numel() > 0
     ]
     named.sort()
     for (at, size, one), (start, _, other) in pairwise(named):
