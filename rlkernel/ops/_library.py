@@ -181,6 +181,9 @@ def _refuse_unseen(op: str, names: tuple[str, ...], args: tuple[Any, ...], diffe
         for a in tensors:
             if forward_ad.unpack_dual(a).tangent is not None:
                 raise NotImplementedError(f"{op}: there is no forward-mode derivative; use reverse mode (backward)")
+    elif differentiable and torch.is_grad_enabled() and _transformed():
+        if any(torch._C._functorch.is_gradtrackingtensor(a) for a in tensors):
+            raise NotImplementedError(f"{op}: torch.func has no gradient of it; use torch.autograd.grad or backward")
 
 
 def _function(
@@ -286,11 +289,16 @@ def main_grad(op: str, parameter: Tensor) -> Tensor | None:
     """The parameter's fp32 `main_grad`, into which its gradient is accumulated; None where it has none.
 
     Raises:
-        ValueError: it is no contiguous fp32 tensor of the parameter's shape.
+        ValueError: it is no contiguous fp32 tensor of the parameter's shape. TypeError: it is no tensor.
     """
     found: Tensor | None = getattr(parameter, "main_grad", None)
     if found is None:
         return None
+    check(
+        isinstance(found, Tensor),
+        lambda: f"{op}: main_grad is of type {type(found).__name__}; expected a tensor, zeros_like(parameter)",
+        TypeError,
+    )
     check(
         found.shape == parameter.shape and found.dtype == torch.float32 and found.is_contiguous(),
         lambda: (

@@ -105,9 +105,12 @@ def adamw_(
     Source:
         Loshchilov and Hutter, arXiv:1711.05101.
     """
+    _check_lists("adamw_", params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
     check(len(params) > 0, lambda: "adamw_: params is empty; pass at least one parameter")
     if masters is None:
         masters = params
+    else:
+        _check_lists("adamw_", masters=masters)
     check_number("adamw_", "lr", lr, "finite in float32 and at least 0", 0.0)
     check(
         len(betas) == 2 and all(0 <= b < 1 for b in betas),
@@ -117,7 +120,7 @@ def adamw_(
     check_number("adamw_", "eps", eps, expected)
     check_number("adamw_", "weight_decay", weight_decay, "finite in float32 and at least 0", 0.0)
     check(
-        isinstance(step, int) and step >= 1,
+        isinstance(step, int) and 1 <= step < 1 << 63,
         lambda: f"adamw_: step={step!r} must be a whole number of at least 1, the first update",
     )
     for name, tensors in (
@@ -183,6 +186,7 @@ def grad_norm(
             loss_scale that is not positive (CPU).
         TypeError: a dtype does not fit, or a gradient or loss_scale is no tensor.
     """
+    _check_lists("grad_norm", grads=grads)
     check(len(grads) > 0, lambda: "grad_norm: grads is empty; pass at least one gradient")
     if max_norm is not None:
         check_number("grad_norm", "max_norm", max_norm, "above 0 in float32; None is no limit", most=math.inf)
@@ -194,6 +198,12 @@ def grad_norm(
         check_number("grad_norm", "loss_scale", loss_scale.item(), "positive and finite")
     op = stock.grad_norm if is_stock() else _grad_norm
     return GradNorm(*op(list(grads), loss_scale, max_norm))
+
+
+def _check_lists(op: str, **lists: Any) -> None:
+    for name, found in lists.items():
+        if not hasattr(found, "__len__") or isinstance(found, Tensor):
+            raise TypeError(f"{op}: {name} is of type {type(found).__name__}; expected a list of tensors")
 
 
 def _check_tensors(op: str, name: str, tensors: Sequence[Tensor]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.ops._library import check, check_optional
+from rlkernel.ops._library import check, check_optional, check_tensors
 
 
 def kept_words(vocab_size: int) -> int:
@@ -35,8 +35,9 @@ def pack_kept(
     """Bit mask of a boolean mask.
 
     Raises:
-        ValueError: mask is not a boolean matrix.
+        ValueError: mask is not a boolean matrix. TypeError: it is no tensor.
     """
+    check_tensors("pack_kept", mask=mask)
     check(
         mask.dtype == torch.bool and mask.dim() == 2,
         lambda: f"pack_kept: mask is {tuple(mask.shape)} {mask.dtype}; expected [T, V] bool",
@@ -54,8 +55,9 @@ def unpack_kept(
     """Boolean mask of a bit mask.
 
     Raises:
-        ValueError: kept is not an int32 mask of this vocabulary.
+        ValueError: kept is not an int32 mask of this vocabulary. TypeError: it is no tensor.
     """
+    check_tensors("unpack_kept", kept=kept)
     check(
         kept.dim() == 2 and kept.dtype == torch.int32 and kept.shape[1] == kept_words(vocab_size),
         lambda: (
@@ -90,8 +92,9 @@ def ids_to_kept(
     """Bit mask of the ragged form; the inverse of `kept_to_ids`.
 
     Raises:
-        ValueError: offsets do not cover ids, or an id lies outside the vocabulary.
+        ValueError: offsets do not cover ids, or an id lies outside the vocabulary. TypeError: one is no tensor.
     """
+    check_tensors("ids_to_kept", ids=ids, offsets=offsets)
     check(
         offsets.dim() == 1
         and offsets.numel() >= 1

@@ -7,6 +7,7 @@ first part that the forward kept, or takes the probabilities that it kept.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rlkernel.contract.orders import VOCAB_TILE
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, define, is_stock, main_grad, not_tensor
+from rlkernel.ops._library import check, check_float, check_number, define, is_stock, main_grad, not_tensor
 from rlkernel.ops.kept import check_kept
 from rlkernel.ops.logprob import LogProb, check_targets, check_vocabulary, fake_rows, inverse_temperature
 
@@ -154,7 +155,7 @@ def linear_logprob(
     check_vocabulary("linear_logprob", "weight", v)
     check_targets("linear_logprob", targets, t)
     check_kept("linear_logprob", kept, t, v)
-    check(keep_bytes >= 0, lambda: f"linear_logprob: keep_bytes is {keep_bytes}; expected 0 or more")
+    check_number("linear_logprob", "keep_bytes", keep_bytes, "at least 0", 0, math.inf)
     inverse = inverse_temperature("linear_logprob", temperature, hidden)
     if is_stock():
         return LogProb(*stock.linear_logprob(hidden, weight, targets, inverse, kept))

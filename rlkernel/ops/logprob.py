@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel.contract.orders import MAX_VOCAB
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, define, is_stock, no_gradient, not_tensor
+from rlkernel.ops._library import check, check_float, check_number, define, is_stock, no_gradient, not_tensor
 from rlkernel.ops.kept import check_kept
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-126, 2.0**126
@@ -37,13 +37,8 @@ def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) ->
     """
     tokens = logits.shape[0]
     if not isinstance(temperature, Tensor):
-        check(
-            LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE,
-            lambda: (
-                f"{op}: temperature is {temperature}; it must be positive, {LEAST_TEMPERATURE:.3g} to "
-                f"{MOST_TEMPERATURE:.3g} (greedy is sample's)"
-            ),
-        )
+        expected = "positive, 1.18e-38 to 8.51e+37 (greedy is sample's)"
+        check_number(op, "temperature", temperature, expected, LEAST_TEMPERATURE, MOST_TEMPERATURE)
         if temperature == 1.0:
             return None
         temperature = torch.full((tokens,), temperature, dtype=torch.float32, device=logits.device)

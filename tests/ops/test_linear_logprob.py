@@ -402,10 +402,10 @@ def test_memory_is_bounded() -> None:
         ({"weight": torch.empty(0, 8)}, ValueError, "vocabulary of 0"),
         ({"targets": ids(4, 40)}, ValueError, r"targets is \(4,\)"),
         ({"targets": torch.tensor([0, 40, 1])}, IndexError, r"linear_logprob: targets\[1\] is 40"),
-        ({"temperature": 0.0}, ValueError, "temperature is 0.0; it must be positive"),
+        ({"temperature": 0.0}, ValueError, "temperature=0.0 must be positive"),
         ({"temperature": torch.tensor([1.0, -2.0, 1.0])}, ValueError, r"linear_logprob: temperature\[1\] is -2"),
         ({"kept": torch.zeros(3, 1, dtype=torch.int32)}, ValueError, r"kept is \(3, 1\)"),
-        ({"keep_bytes": -1}, ValueError, "keep_bytes is -1; expected 0 or more"),
+        ({"keep_bytes": -1}, ValueError, "keep_bytes=-1 must be at least 0"),
     ),
 )
 def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:

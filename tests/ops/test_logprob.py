@@ -356,9 +356,9 @@ def test_kept_bit_order() -> None:
         ({"targets": ids(3, 40).int()}, ValueError, "targets is .* torch.int32; expected"),
         ({"targets": torch.tensor([0, 40, 1])}, IndexError, r"targets\[1\] is 40; expected 0 <= targets < 40"),
         ({"targets": torch.tensor([0, 1, -100])}, IndexError, r"targets\[2\] is -100"),
-        ({"temperature": 0.0}, ValueError, "temperature is 0.0; it must be positive"),
-        ({"temperature": -1.0}, ValueError, "temperature is -1.0; it must be positive"),
-        ({"temperature": math.nan}, ValueError, "temperature is nan; it must be positive"),
+        ({"temperature": 0.0}, ValueError, "temperature=0.0 must be positive"),
+        ({"temperature": -1.0}, ValueError, "temperature=-1.0 must be positive"),
+        ({"temperature": math.nan}, ValueError, "temperature=nan must be positive"),
         (
             {"temperature": torch.tensor([1.0, 0.0, 1.0])},
             ValueError,
