@@ -181,9 +181,8 @@ def _refuse_unseen(op: str, names: tuple[str, ...], args: tuple[Any, ...], diffe
         for a in tensors:
             if forward_ad.unpack_dual(a).tangent is not None:
                 raise NotImplementedError(f"{op}: there is no forward-mode derivative; use reverse mode (backward)")
-    elif differentiable and torch.is_grad_enabled() and _transformed():
-        if any(torch._C._functorch.is_gradtrackingtensor(a) for a in tensors):
-            raise NotImplementedError(f"{op}: torch.func has no gradient of it; use torch.autograd.grad or backward")
+    elif differentiable and torch.is_grad_enabled() and any(map(torch._C._functorch.is_gradtrackingtensor, tensors)):
+        raise NotImplementedError(f"{op}: torch.func has no gradient of it; use torch.autograd.grad or backward")
 
 
 def _function(

@@ -139,7 +139,7 @@ def test_forward_mode() -> None:
 
 def test_gradients_of_torch_func() -> None:
     """torch's own words would name an internal class."""
-    with pytest.raises(NotImplementedError, match="swiglu: torch.func has no gradient of it; use torch.autograd"):
+    with pytest.raises(NotImplementedError, match=r"swiglu: torch\.func has no gradient of it"):
         torch.func.grad(lambda x: ops.swiglu(x).sum())(X)
 
 
