@@ -349,9 +349,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) rlk_logprob_rows(
       load_piece<false>(x, pieces + piece * kPiece, lane, entries);
     u32 top = largest(x);
     if (LANES == 2) top = larger_pair(top, __shfl_xor_sync(0xffffffffu, top, 1));
-    __syncwarp();  // all of the piece is in registers
+    // All of the piece is in registers: a vote on what became of it, as the copy engine could overtake a load that nothing
+    // waits for. No maximum is this NaN.
+    const bool loaded = __all_sync(0xffffffffu, top != 0xffffffffu);
     if (inside(args, next)) {
-      if (lane == 0) fetch_piece(args, next, pieces + piece * kPiece, own + 8 * piece);
+      if (lane == 0 && loaded) fetch_piece(args, next, pieces + piece * kPiece, own + 8 * piece);
       next.piece += WARPS;
       settle<false>(args, share, next, 0, 0);
     } else {
