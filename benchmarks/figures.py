@@ -117,6 +117,12 @@ def figures(folder: Path) -> list[Row]:
             reached = sum(share >= SHARE for share in copies)
             those = "the other" if len(copies) < len(found) else "these"
             lines[-1]["measured"] += f"; of {those} {len(copies)} a copy of the same bytes reaches it in {reached}"
+        behind = [row["share_after_copy"] for row in found if row.get("share_after_copy")]
+        if len(behind) == 1:
+            lines[-1]["measured"] += f"; where a copy evicted the cache {behind[0]:.3g}"
+        elif behind:
+            enough = sum(share >= SHARE for share in behind)
+            lines[-1]["measured"] += f"; where a copy evicted the cache {enough} of {len(behind)} reach it"
     return lines
 
 

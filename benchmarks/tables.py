@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "consistency")]
 
 from figures import figures
+from results_io import kernel_sha
 
 from rlkernel_drift.power import tables as power
 
@@ -57,14 +58,15 @@ def _markdown(columns: list[str], lines: list[list[Any]]) -> list[str]:
 def _source(data: dict[str, Any], path: Path) -> list[str]:
     """What was left out, and where the figures come from."""
     version = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name in ("torch", "triton"))
+    older = "" if data["kernel_sha"] == kernel_sha() else " (the sources have changed since)"
     notes = [f"Left out: {'; '.join(data['notes'])}.", ""] if data.get("notes") else []
     if data.get("not_launched"):
         notes += [f"Not passed; never launched: {', '.join(data['not_launched'])}.", ""]
     return [
         "",
         *notes,
-        f"{data['hardware']}, {version}, contract {data['contract']}, kernel_sha `{data['kernel_sha']}`, "
-        f"{data['date'][:10]}: `{data['command']}` "
+        f"{data['hardware']}, {version}, contract {data['contract']}, kernel_sha `{data['kernel_sha']}`"
+        f"{older}, {data['date'][:10]}: `{data['command']}` "
         f"from `{path.relative_to(ROOT).as_posix()}`",
     ]
 

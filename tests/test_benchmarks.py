@@ -102,6 +102,12 @@ def test_a_figure_says_where_a_copy_falls_short_too(tmp_path: Path) -> None:
     result(tmp_path, "bench_memory_bound", [*rows, {"op": "logprob", "ours_ms": 0.34, "copy_ms": 0.3}])
     assert line(tmp_path, "rope")["measured"].endswith("; of the other 3 a copy of the same bytes reaches it in 1")
     assert line(tmp_path, "logprob, 4096 x 151936")["measured"] == "0.34 ms; a copy of the same bytes takes 0.3 ms"
+    behind = [{**row, "share_after_copy": row["share_of_roofline"] + 0.1} for row in rows]
+    result(tmp_path, "bench_memory_bound", behind)
+    assert line(tmp_path, "rope")["measured"].endswith(
+        "reaches it in 1; where a copy evicted the cache 2 of 4 reach it"
+    )
+    assert line(tmp_path, "rope")["reached"] == "no", "the other way decides"
 
 
 def test_policy_loss_is_judged_by_all_its_cases_beside_the_longest(tmp_path: Path) -> None:
