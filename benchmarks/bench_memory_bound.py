@@ -69,15 +69,17 @@ class Maker:
 
 
 def with_backward(fn: Callable[..., object], *leaves: Tensor) -> Callable[[], object]:
-    """Forward and backward with a random upstream gradient for each result."""
+    """Forward and backward with a random upstream gradient for each result. What the op is given is no leaf but
+    another op's result, as in a model."""
     upstream: list[Tensor] = []
+    inputs = [leaf.clone() for leaf in leaves]
 
     def run() -> object:
-        found = fn(*leaves)
+        found = fn(*inputs)
         outs = list(found) if isinstance(found, tuple) else [found]
         if not upstream:
             upstream.extend(torch.randn_like(out) for out in outs)
-        return torch.autograd.grad(outs, leaves, upstream)
+        return torch.autograd.grad(outs, inputs, upstream)
 
     return run
 

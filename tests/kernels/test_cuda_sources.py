@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from rlkernel.kernels import cuda, schedule
+from rlkernel.kernels import cuda, schedule, select
 from rlkernel.kernels.schedule import ScheduledOp
 
 ROOT = Path(cuda.__file__).resolve().parents[3]
@@ -25,6 +25,16 @@ def ops() -> list[ScheduledOp]:
     for found in pkgutil.iter_modules(cuda.__path__, cuda.__name__ + "."):
         importlib.import_module(found.name)
     return list(schedule.scheduled_ops())
+
+
+def test_every_op_finds_a_function() -> None:
+    import rlkernel.ops  # noqa: F401  (declares the ops)
+
+    for op in select.declared():
+        found = {name: select._find(op, name) for name in ("certified", "triton")}
+        assert any(found.values()), f"{op} has no kernel for CUDA"
+        for name, fn in found.items():
+            assert fn is None or callable(fn), f"{op}: {name} gives {fn}"
 
 
 def imported(path: Path) -> set[Path]:

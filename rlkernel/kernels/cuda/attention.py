@@ -33,7 +33,8 @@ from rlkernel.kernels.certification import (
 from rlkernel.kernels.cuda import attention_prefill, driver
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import attention as anchor
-from rlkernel.kernels.triton import attention_backward, attention_pages, attention_splits, common, matrix
+from rlkernel.kernels.triton import attention_backward as backward  # by its own name it would be taken for the op
+from rlkernel.kernels.triton import attention_pages, attention_splits, common, matrix
 from rlkernel.kernels.triton.launch import KNOWN
 
 if KNOWN:  # Gluon is no stable interface
@@ -188,14 +189,14 @@ def _gluon_bind(key: Key) -> Run:
         q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
         room: int, out: Tensor, lse: Tensor,
     ) -> None:  # fmt: skip
-        boxes = attention_backward.descriptors(k, v, attention_hopper.KEYS.value)
+        boxes = backward.descriptors(k, v, attention_hopper.KEYS.value)
         attention_hopper.prefill(q, boxes, k.shape[1], cu_q, lens, max_q, scale, split, room, out, lse)
 
     return prefill
 
 
 _MODULES = (
-    anchor, attention_backward, attention_pages, attention_prefill, attention_splits, common, driver, matrix, orders,
+    anchor, backward, attention_pages, attention_prefill, attention_splits, common, driver, matrix, orders,
 )  # fmt: skip
 _SOURCES = (
     Path(__file__),
