@@ -18,8 +18,8 @@ import torch
 # Ceilings measured on an NVIDIA H200 (torch 2.11, CUDA 13.0): a bf16 product of 8192^3 and a device-to-device copy.
 PEAKS = {"NVIDIA H200": {"bf16_flops": 791e12, "bytes": 4.3e12}}
 
-LAUNCH_CYCLES = 4_000_000
-"""About 2 ms at 1.98 GHz: longer than the host needs to queue any candidate."""
+LAUNCH_CYCLES = 12_000_000
+"""About 6 ms at 1.98 GHz: longer than the host needs to queue any candidate (a model's adamw has 1,600 tensors)."""
 
 
 def _once(fn: Callable[[], object], cuda: bool) -> float:

@@ -350,8 +350,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) rlk_logprob_rows(
     u32 top = largest(x);
     if (LANES == 2) top = larger_pair(top, __shfl_xor_sync(0xffffffffu, top, 1));
     // All of the piece is in registers: a vote on what became of it, as the copy engine could overtake a load that nothing
-    // waits for. No maximum is this NaN.
+    // waits for. No maximum is this NaN. A vote orders no memory.
     const bool loaded = __all_sync(0xffffffffu, top != 0xffffffffu);
+    __syncwarp();
     if (inside(args, next)) {
       if (lane == 0 && loaded) fetch_piece(args, next, pieces + piece * kPiece, own + 8 * piece);
       next.piece += WARPS;

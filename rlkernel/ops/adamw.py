@@ -139,7 +139,7 @@ def adamw_(
         ("exp_avg_sqs", exp_avg_sqs, FP32),
         ("masters", masters, FP32),
     ):
-        _check_list("adamw_", name, tensors, shapes, device, dtypes)
+        _check_list("adamw_", name, tensors, None if tensors is params else shapes, device, dtypes)
     _check_scalar("adamw_", "scale", scale, device)
     own = [p is w for p, w in zip(params, masters, strict=True)]
     if not torch.compiler.is_compiling():
@@ -192,7 +192,7 @@ def grad_norm(
         check_number("grad_norm", "max_norm", max_norm, "above 0 in float32; None is no limit", most=math.inf)
     _check_tensors("grad_norm", "grads", grads)
     device = grads[0].device
-    _check_list("grad_norm", "grads", grads, [g.shape for g in grads], device, DTYPES)
+    _check_list("grad_norm", "grads", grads, None, device, DTYPES)
     _check_scalar("grad_norm", "loss_scale", loss_scale, device)
     if loss_scale is not None and loss_scale.device.type == "cpu" and not torch.compiler.is_compiling():
         check_number("grad_norm", "loss_scale", loss_scale.item(), "positive and finite")
@@ -221,22 +221,24 @@ def _check_list(
     op: str,
     name: str,
     tensors: Sequence[Tensor],
-    shapes: Sequence[torch.Size],
+    shapes: Sequence[torch.Size] | None,
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """Every tensor contiguous, on the device, of its shape in `shapes` and of one of `dtypes`."""
-    check(len(tensors) == len(shapes), lambda: f"{op}: {name} has {len(tensors)} tensors, params {len(shapes)}")
+    """Every tensor contiguous, on the device, of its shape in `shapes` (None: any) and of one of `dtypes`."""
+    if shapes is not None:
+        expected = len(shapes)
+        check(len(tensors) == expected, lambda: f"{op}: {name} has {len(tensors)} tensors, params {expected}")
     if (  # comprehensions, since there are hundreds of tensors: the loop below names the first bad one
         all([t.dtype in dtypes for t in tensors])
-        and [t.shape for t in tensors] == shapes
+        and (shapes is None or [t.shape for t in tensors] == shapes)
         and all([t.device == device for t in tensors])
         and all([t.is_contiguous() for t in tensors])
     ):
         return
     wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     advice = "; pass fp32 master weights as masters" if name == "masters" else ""
-    for i, (t, shape) in enumerate(zip(tensors, shapes, strict=True)):
+    for i, (t, shape) in enumerate(zip(tensors, shapes or [t.shape for t in tensors], strict=True)):
         if t.dtype not in dtypes:
             raise TypeError(f"{op}: {name}[{i}] is {t.dtype}, expected {wanted}{advice}")
         if t.shape != shape:
