@@ -8,13 +8,14 @@ of A and B come through the gradient of that weight.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from rlkernel import ops
+from rlkernel.ops._library import once_differentiable
 from rlkernel_transformers import support
 
 
@@ -80,7 +81,7 @@ class _Merged(torch.autograd.Function):
         return total.to(weight.dtype)
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, "linear with LoRA")
     def backward(ctx: Any, dweight: Tensor) -> tuple[Tensor | None, ...]:
         grads: list[Tensor] = []
         dw = dweight.float()

@@ -8,13 +8,14 @@ else by a copy that lives as long as the product.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from rlkernel import ops
+from rlkernel.ops._library import once_differentiable
 
 
 def joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:  # [T, K] -> [T, sum N]
@@ -79,7 +80,7 @@ class _Joined(torch.autograd.Function):
         return ops.linear(x, join(weights), None if biases[0] is None else join(biases))
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, "linear of joined weights")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         dy = dy.to(x.dtype).contiguous()

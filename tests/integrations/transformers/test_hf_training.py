@@ -17,6 +17,8 @@ from models.hf_models import build
 import rlkernel_transformers as rt
 from rlkernel.contract import assert_bitwise
 from rlkernel.models import load_model
+from rlkernel_transformers.adapters import _Merged
+from rlkernel_transformers.joined import joined_linear
 
 IDS, MASK = padded(ROWS)
 
@@ -415,3 +417,15 @@ def test_models_that_are_refused(compat: Any) -> None:
         with pytest.raises(rt.UnsupportedModelError) as raised:
             rt.apply(model)
         compat.refused("transformers", REFUSED.get(text, text), raised.value, text)
+
+
+def test_a_second_derivative_raises() -> None:
+    """torch's own decorator lets a gradient penalty vanish where the upstream gradient has no graph."""
+    x = torch.randn(3, 4, requires_grad=True)
+    weights = [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
+    a, b = torch.randn(1, 4, requires_grad=True), torch.randn(2, 1, requires_grad=True)
+    cases = ((joined_linear(x, weights, []), x), (_Merged.apply(weights[0], [1.0], a, b), a))
+    for result, leaf in cases:
+        (gradient,) = torch.autograd.grad(result.sum(), [leaf], create_graph=True)
+        with pytest.raises(RuntimeError, match="there is no second derivative"):
+            gradient.pow(2).sum().backward()
