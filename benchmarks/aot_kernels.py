@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,77 +56,39 @@ def measure(index: int, target: str) -> dict[str, Any]:
 def measure_cuda() -> list[dict[str, Any]]:
     """The CUDA sources for Hopper, linear_logprob in each of its modes; needs NVRTC or nvcc. Of a kernel that hands
     registers from the warps that fetch to the others, the number is what a thread starts with."""
-    modes = ("STATISTICS", "GRADIENT", "PROBS", "DHIDDEN", "DWEIGHT")
-    found = []
-    for name in modes:
-        macros = {"MODE": getattr(linear_logprob_hopper, name), "HAS_TEMPERATURE": 0, "HAS_KEPT": 0, "HAS_DENTROPY": 0}
-        cubin = compile_cuda(build.source_dir() / "cuda" / linear_logprob_hopper.SOURCE, "90a", macros)
-        staging = linear_logprob_hopper.STAGING_BYTES if name in ("GRADIENT", "PROBS") else 0
+    found: list[dict[str, Any]] = []
+
+    def add(name: str, source: str, macros: Mapping[str, int], function: str, warps: int, shared: int,
+            matrix: Sequence[str] = ()) -> None:  # fmt: skip
+        cubin = compile_cuda(build.source_dir() / "cuda" / source, "90a", macros)
         found.append({
-            "kernel": f"linear_logprob CUDA {name.lower()}",
-            "function": "rlk_linear_logprob",
-            "target": "sm_90",
-            "main": True,
-            "num_warps": 12,
-            **aot.cuda_resources(cubin),
-            "shared": linear_logprob_hopper.SHARED_BYTES + staging,
-            "matrix": ["wgmma m64n256k16"],
+            "kernel": name, "function": function, "target": "sm_90", "main": True, "num_warps": warps,
+            **aot.cuda_resources(cubin), "shared": shared, "matrix": list(matrix),
         })  # fmt: skip
+
+    hopper = linear_logprob_hopper
+    for mode in ("STATISTICS", "GRADIENT", "PROBS", "DHIDDEN", "DWEIGHT"):
+        macros = {"MODE": getattr(hopper, mode), "HAS_TEMPERATURE": 0, "HAS_KEPT": 0, "HAS_DENTROPY": 0}
+        staging = hopper.STAGING_BYTES if mode in ("GRADIENT", "PROBS") else 0
+        add(f"linear_logprob CUDA {mode.lower()}", hopper.SOURCE, macros, "rlk_linear_logprob", 12,
+            hopper.SHARED_BYTES + staging, ["wgmma m64n256k16"])  # fmt: skip
     for rows, columns in itertools.product((8, linear_rows.MOST_ROWS), linear_rows.COLUMNS):
         held = linear_rows.stages(rows, columns)
         macros = {"HALF": 0, "FP32_OUT": 0, "ROWS": rows, "COLUMNS": columns, "STAGES": held}
-        cubin = compile_cuda(build.source_dir() / "cuda" / linear_rows.SOURCE, "90a", macros)
-        found.append({
-            "kernel": f"linear_dgrad CUDA rows {rows} columns {columns}",
-            "function": "rlk_linear_dgrad_rows",
-            "target": "sm_90",
-            "main": True,
-            "num_warps": 5,
-            **aot.cuda_resources(cubin),
-            "shared": held * linear_rows.stage_bytes(rows, columns),
-            "matrix": [f"wgmma m64n{columns}k16"],
-        })  # fmt: skip
+        add(f"linear_dgrad CUDA rows {rows} columns {columns}", linear_rows.SOURCE, macros, "rlk_linear_dgrad_rows", 5,
+            held * linear_rows.stage_bytes(rows, columns), [f"wgmma m64n{columns}k16"])  # fmt: skip
     for d, skip in itertools.product(attention_prefill.HEAD_DIMS, (False, True)):
-        macros = attention_prefill.macros(d, False, False, skip)
-        cubin = compile_cuda(build.source_dir() / "cuda" / attention_prefill.SOURCE, "90a", macros)
-        found.append({
-            "kernel": f"attention CUDA long prefill d{d}{' skip' * skip}",
-            "function": "rlk_attention_prefill",
-            "target": "sm_90",
-            "main": True,
-            "num_warps": attention_prefill.THREADS // 32,
-            **aot.cuda_resources(cubin),
-            "shared": attention_prefill.shared_bytes(d),
-            "matrix": [f"wgmma m64n{n}k16" for n in sorted({64, d})],
-        })  # fmt: skip
-    for setting in logprob_rows.SETTINGS:
-        cubin = compile_cuda(
-            build.source_dir() / "cuda" / logprob_rows.SOURCE, "90a", logprob_rows.macros(setting, 151936, False, False)
-        )
-        found.append({
-            "kernel": f"logprob CUDA rows {setting.warps}x{setting.pieces}",
-            "function": "rlk_logprob_rows",
-            "target": "sm_90",
-            "main": True,
-            "num_warps": setting.warps + 1,
-            **aot.cuda_resources(cubin),
-            "shared": logprob_rows.shared_bytes(setting, 151936),
-            "matrix": [],
-        })  # fmt: skip
-    for tiling in policy_loss_hopper.SETTINGS:
-        cubin = compile_cuda(
-            build.source_dir() / "cuda" / policy_loss_hopper.SOURCE, "90a", policy_loss_hopper.macros(tiling, True)
-        )
-        found.append({
-            "kernel": f"policy_loss CUDA {tiling.warps}x{tiling.stages}",
-            "function": "rlk_policy_loss_tokens",
-            "target": "sm_90",
-            "main": True,
-            "num_warps": tiling.warps,
-            **aot.cuda_resources(cubin),
-            "shared": policy_loss_hopper.shared_bytes(tiling, True, policy_loss_hopper.MOST_SEQUENCES),
-            "matrix": [],
-        })  # fmt: skip
+        add(f"attention CUDA long prefill d{d}{' skip' * skip}", attention_prefill.SOURCE,
+            attention_prefill.macros(d, False, False, skip), "rlk_attention_prefill", attention_prefill.THREADS // 32,
+            attention_prefill.shared_bytes(d), [f"wgmma m64n{n}k16" for n in sorted({64, d})])  # fmt: skip
+    for rows_of in logprob_rows.SETTINGS:
+        add(f"logprob CUDA rows {rows_of.warps}x{rows_of.pieces}", logprob_rows.SOURCE,
+            logprob_rows.macros(rows_of, 151936, False, False), "rlk_logprob_rows", rows_of.warps + 1,
+            logprob_rows.shared_bytes(rows_of, 151936))  # fmt: skip
+    for setting in policy_loss_hopper.SETTINGS:
+        add(f"policy_loss CUDA {setting.warps}x{setting.stages}", policy_loss_hopper.SOURCE,
+            policy_loss_hopper.macros(setting, True), "rlk_policy_loss_tokens", setting.warps,
+            policy_loss_hopper.shared_bytes(setting, True, policy_loss_hopper.MOST_SEQUENCES))  # fmt: skip
     return found
 
 

@@ -24,9 +24,6 @@
 #ifndef TURNS
 #define TURNS 2  // rows whose statistics shared memory holds: a power of two
 #endif
-#ifndef BLOCKS
-#define BLOCKS 1  // of a multiprocessor
-#endif
 
 #include "sm90.cuh"
 
@@ -282,7 +279,7 @@ __device__ __forceinline__ void combine(const Arguments& args, const Statistics&
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) rlk_logprob_rows(const __grid_constant__ Arguments args) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) rlk_logprob_rows(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) unsigned char memory[];
   // Pieces; statistics of TURNS rows; barriers: a piece has arrived, a row is complete, a row was combined. Where memory
   // passes from warp to warp all lanes arrive, not one for all behind __syncwarp, which racecheck does not follow.

@@ -18,6 +18,7 @@ from rlkernel.ops.kept import check_kept
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-126, 2.0**126
 """Between them a number and its inverse are normal in fp32."""
+_TEMPERATURES = f"positive, {LEAST_TEMPERATURE:.3g} to {MOST_TEMPERATURE:.3g} (greedy is sample's)"
 
 
 class LogProb(NamedTuple):
@@ -37,8 +38,7 @@ def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) ->
     """
     tokens = logits.shape[0]
     if not isinstance(temperature, Tensor):
-        expected = "positive, 1.18e-38 to 8.51e+37 (greedy is sample's)"
-        check_number(op, "temperature", temperature, expected, LEAST_TEMPERATURE, MOST_TEMPERATURE)
+        check_number(op, "temperature", temperature, _TEMPERATURES, LEAST_TEMPERATURE, MOST_TEMPERATURE)
         if temperature == 1.0:
             return None
         temperature = torch.full((tokens,), temperature, dtype=torch.float32, device=logits.device)

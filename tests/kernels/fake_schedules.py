@@ -15,6 +15,16 @@ from rlkernel.kernels.verdicts import ANCHOR
 K = 64
 
 
+class Known(dict[Any, Any]):
+    """What a dispatcher looks calls up in; remembers the last one that it was asked for."""
+
+    last: Any = None
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.last = key
+        return super().get(key, default)
+
+
 def chain(x: Tensor, w: Tensor, ks: range, start: Tensor | None = None) -> Tensor:
     total = torch.zeros(x.shape[0], w.shape[0]) if start is None else start
     for k in ks:

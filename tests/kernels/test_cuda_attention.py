@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.fake_schedules import milliseconds
+from kernels.fake_schedules import Known, milliseconds
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -118,18 +118,12 @@ def test_a_warm_call_is_known_by_its_class() -> None:
         run(*given)
         return cuda.key(*given)
 
-    seen: dict[Any, Any] = {}
-
-    class Known(dict[Any, Any]):
-        def get(self, key: Any, default: Any = None) -> Any:
-            seen["last"] = key
-            return super().get(key, default)
-
-    run = cuda.warm(Known(), first, raises)
+    known = Known()
+    run = cuda.warm(known, first, raises)
     pairs = set()
     for more in ({}, {"heads": 8}, {"split": 64}, {"room": 704}, {"dtype": torch.float16}):
         for keys in (1, 64, 65, 2048, 2049, 8192, 8193, 16384, 99999):
-            pairs.add((call(keys=keys, **more), seen["last"]))
+            pairs.add((call(keys=keys, **more), known.last))
     assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
     assert len(asked) == 45, "every call of an empty store"
 
@@ -213,7 +207,7 @@ def test_what_the_kernel_cannot_read_runs_the_anchor(what: str, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "device", lambda device: same)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(attention_prefill.common, "on_device", lambda t: same)
-    monkeypatch.setattr(attention_prefill, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(attention_prefill, "_kernel", lambda *_: lambda *given: ran.append(given))
     monkeypatch.setattr(attention_prefill, "tensor_map", lambda x, rows, columns: tuple(x.shape))
     monkeypatch.setattr(anchor, "prefill", lambda *given: ran.append("anchor"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.fake_schedules import milliseconds
+from kernels.fake_schedules import Known, milliseconds
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -86,14 +86,8 @@ def test_classes_know_what_the_copy_engine_can_fetch() -> None:
 
 def test_a_warm_call_is_known_by_its_class() -> None:
     """Dispatch asks for less than `key` does; where keys differ, so must what it looks up."""
-    seen: dict[Any, Any] = {}
-
-    class Known(dict[Any, Any]):
-        def get(self, key: Any, default: Any = None) -> Any:
-            seen["last"] = key
-            return super().get(key, default)
-
-    run = cuda.warm(Known(), lambda call, *given: lambda *_: None, raises)
+    known = Known()
+    run = cuda.warm(known, lambda call, *given: lambda *_: None, raises)
     row, pairs = torch.zeros(256), set()
     wide = logits(256, 1048)
     given = (logits(255, 1024), logits(256, 1024), logits(1023, 1024), logits(1024, 1024), logits(9000, 1024),
@@ -104,7 +98,7 @@ def test_a_warm_call_is_known_by_its_class() -> None:
         for inverse in (None, row):
             for kept in (None, row):
                 run(z, row, inverse, kept)
-                pairs.add((cuda.key(z, row, inverse, kept), seen["last"]))
+                pairs.add((cuda.key(z, row, inverse, kept), known.last))
     by_call = {call: key for key, call in pairs}
     assert len(by_call) == len(pairs), "one class a call"
     assert len({key for key, _ in pairs}) == 7 * 4
@@ -168,7 +162,7 @@ def test_what_the_kernel_is_given(which: str, rows: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device", lambda device: same)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(logprob_rows.common, "on_device", lambda t: same)
-    monkeypatch.setattr(logprob_rows, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(logprob_rows, "_kernel", lambda *_: lambda *given: ran.append(given))
     monkeypatch.setattr(anchor, "logprob", lambda *given: ran.append("anchor"))
     monkeypatch.setattr(anchor.TileBuffers, "combine", lambda self, *out: ran.append((self, *out)))
@@ -209,7 +203,7 @@ def test_shared_memory_holds_what_the_source_lays_out() -> None:
         for vocab, tiles in ((257, 3), (151936, 1187)):
             turns = logprob_rows.macros(setting, vocab, False, False)["TURNS"]
             room = pieces + turns * 12 * tiles + 8 * setting.warps * setting.pieces + 16 * turns
-            assert logprob_rows.shared_bytes(setting, vocab) == room <= logprob_rows.SHARED_BYTES
+            assert logprob_rows.shared_bytes(setting, vocab) == room <= driver.SHARED_BYTES
 
 
 def test_the_source_has_these_arguments() -> None:

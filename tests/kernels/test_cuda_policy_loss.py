@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.fake_schedules import milliseconds
+from kernels.fake_schedules import Known, milliseconds
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -106,14 +106,8 @@ def test_what_is_plain() -> None:
 
 def test_a_warm_call_is_known_by_its_class() -> None:
     """Dispatch asks for less than `key` does; where keys differ, so must what it looks up."""
-    seen: dict[Any, Any] = {}
-
-    class Known(dict[Any, Any]):
-        def get(self, key: Any, default: Any = None) -> Any:
-            seen["last"] = key
-            return super().get(key, default)
-
-    run = cuda.warm(Known(), lambda call, *given: lambda *_: None, raises)
+    known = Known()
+    run = cuda.warm(known, lambda call, *given: lambda *_: None, raises)
     vector, pairs = torch.zeros(1), set()
     given = [call(tokens, batch, mask=mask, loss_type=loss_type)
              for tokens in (9, 1 << 17, 1 << 20) for batch in (1, 128, 70000) for mask in (None, vector)
@@ -122,7 +116,7 @@ def test_a_warm_call_is_known_by_its_class() -> None:
     given += [call(clip_dual=3.0), call(tis_cap=2.0), call(sequence_ratio=True), call(1 << 17, 1 << 17)]
     for arguments in given:
         run(*arguments)
-        pairs.add((cuda.key(*arguments), seen["last"]))
+        pairs.add((cuda.key(*arguments), known.last))
     by_call = {looked_up: key for key, looked_up in pairs}
     assert len(by_call) == len(pairs), "one class a call"
 

@@ -162,7 +162,7 @@ def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[
 
 
 def _on_hopper(s: Shape) -> bool:
-    if s.device < 0 or common.IS_HIP or torch.cuda.get_device_capability(s.device) != (9, 0):
+    if not driver.on_hopper(s.device):
         return False
     return s.dtype.itemsize == 2 and not (s.several and s.split >= s.span)  # of which a sample has several splits
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import build
+from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, tensor_map
 from rlkernel.kernels.triton import attention as anchor
 from rlkernel.kernels.triton import common
@@ -55,11 +56,6 @@ def macros(d: int, half: bool, room: bool, skip: bool) -> dict[str, int]:
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def _kernel(device: int, d: int, half: bool, room: bool, skip: bool) -> Kernel:
     cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", macros(d, half, room, skip))
     return Kernel(cubin, "rlk_attention_prefill", shared_bytes(d))
@@ -75,7 +71,7 @@ def launcher(device: int, dtype: torch.dtype, d: int, room: bool, skip: bool) ->
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the device's context exists from here on
         kernel = _kernel(device, d, dtype == torch.float16, room, skip)
-    most = _multiprocessors(device)
+    most = driver.multiprocessors(device)
 
     def prefill(
         q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,

@@ -162,6 +162,21 @@ def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
     return cubin
 
 
+# ---- device --------------------------------------------------------------------------------------
+
+SHARED_BYTES = 227 << 10  # that a block of Hopper's may have
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on_hopper(device: int) -> bool:
+    """Whether the device of this index, below 0 the CPU, runs what is compiled for sm_90a."""
+    return device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 # ---- driver --------------------------------------------------------------------------------------
 
 

@@ -243,7 +243,7 @@ def _cublaslt(name: str, form: str) -> Schedule:
         s = shape_of(key)
         return (
             any(c.least <= s.rows <= c.most and c.narrow <= s.n <= c.wide for c in choices) and _cublaslt_supports(key)
-            and (isinstance(which, int) or (s.chunks == 1 and linear_rows.supported(s.device)))
+            and (isinstance(which, int) or (s.chunks == 1 and driver.on_hopper(s.device)))
         )  # fmt: skip
 
     def bind(key: Key) -> Run:
@@ -311,7 +311,7 @@ def _few_rows(columns: int) -> Schedule:
         s = shape_of(key)
         return (
             0 < s.rows <= linear_rows.MOST_ROWS and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
-            and all(d % 8 == 0 for d in s.weight) and not s.is_head and linear_rows.supported(s.device)
+            and all(d % 8 == 0 for d in s.weight) and not s.is_head and driver.on_hopper(s.device)
         )  # fmt: skip
 
     def bind(key: Key) -> Run:

@@ -47,9 +47,7 @@ CUBLASLT_TOKENS = 4096  # that cuBLASLt's heuristic is asked for; any number run
 
 def _supports(key: Key) -> bool:
     s = Shape(*key)  # type: ignore[arg-type]
-    if not (s.many and s.dense and s.dtype == torch.bfloat16 and s.c > 0 and s.device >= 0):
-        return False
-    return not common.IS_HIP and torch.cuda.get_device_capability(s.device) == (9, 0)
+    return s.many and s.dense and s.dtype == torch.bfloat16 and s.c > 0 and driver.on_hopper(s.device)
 
 
 def _bind(run: Run, modes: Callable[[Shape], tuple[int, ...]]) -> Callable[[Key], Run]:
@@ -65,9 +63,7 @@ def _bind(run: Run, modes: Callable[[Shape], tuple[int, ...]]) -> Callable[[Key]
 
 def _supports_grad(key: Key) -> bool:
     s = GradShape(*key)  # type: ignore[arg-type]
-    if not (s.dense and s.dtype == torch.bfloat16 and s.device >= 0):
-        return False
-    return not common.IS_HIP and torch.cuda.get_device_capability(s.device) == (9, 0)
+    return s.dense and s.dtype == torch.bfloat16 and driver.on_hopper(s.device)
 
 
 def _bind_grad(run: Run, mode: int) -> Callable[[Key], Run]:

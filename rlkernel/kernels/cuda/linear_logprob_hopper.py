@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import build
+from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear_logprob as anchor
@@ -39,11 +40,6 @@ class Arguments(ctypes.Structure):
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def kernel(device: int, mode: int, temperature: bool, kept: bool, dentropy: bool) -> Kernel:
     macros = {"MODE": mode, "HAS_TEMPERATURE": temperature, "HAS_KEPT": kept, "HAS_DENTROPY": dentropy}
     cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", {name: int(v) for name, v in macros.items()})
@@ -56,7 +52,7 @@ def _launch(
     """A result of shape[0] rows and shape[1] columns from shape[2] products each."""
     given = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in rest.items() if v is not None}
     clusters = -(-shape[0] // 256) * -(-shape[1] // 256)
-    most = _multiprocessors(device.index) // 2
+    most = driver.multiprocessors(device.index) // 2
     arguments = Arguments(tokens=shape[0], vocab=shape[1], pieces=-(-shape[2] // 64), **given)
     maps = (*maps, TensorMap())[:3]
     kernel(2 * min(clusters, most), 384, *maps, arguments)

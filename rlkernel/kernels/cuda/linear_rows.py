@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import build
+from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, tensor_map
 from rlkernel.kernels.triton import common
 
@@ -20,7 +21,6 @@ SOURCE = "linear_dgrad_rows_sm90.cu"
 MOST_ROWS = 16
 COLUMNS = (16, 32)  # a block may have
 PIECE = 256  # k
-SHARED_BYTES = 227 << 10  # that a block may have
 
 
 def stage_bytes(rows: int, columns: int) -> int:
@@ -30,7 +30,7 @@ def stage_bytes(rows: int, columns: int) -> int:
 
 def stages(rows: int, columns: int) -> int:
     """Pieces that shared memory holds."""
-    return SHARED_BYTES // stage_bytes(rows, columns)
+    return driver.SHARED_BYTES // stage_bytes(rows, columns)
 
 
 @functools.cache
@@ -42,11 +42,6 @@ def _kernel(device: int, dtype: torch.dtype, out: torch.dtype, rows: int, column
     }  # fmt: skip
     cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", {name: int(v) for name, v in macros.items()})
     return Kernel(cubin, "rlk_linear_dgrad_rows", held * stage_bytes(rows, columns))
-
-
-def supported(device: int) -> bool:
-    """Whether a device can run the kernel."""
-    return device >= 0 and not common.IS_HIP and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def launcher(

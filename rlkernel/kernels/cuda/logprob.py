@@ -112,7 +112,7 @@ def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[
 def _rows(setting: logprob_rows.Setting) -> Schedule:
     def supports(key: Key) -> bool:
         s = Shape(*key)  # type: ignore[arg-type]
-        if s.device < 0 or common.IS_HIP or torch.cuda.get_device_capability(s.device) != (9, 0):
+        if not driver.on_hopper(s.device):
             return False
         large = s.vocab >= anchor.TILES_FROM * orders.VOCAB_TILE
         return s.dtype.itemsize == 2 and s.rows > 0 and s.dense and large and not s.kept and logprob_rows.fits(

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from rlkernel.contract.orders import VOCAB_TILE
 from rlkernel.kernels import build
+from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda.driver import Kernel, compile_cuda
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import logprob as anchor
 
 SOURCE = "logprob_rows_sm90.cu"
-SHARED_BYTES = 227 << 10  # that the blocks of a multiprocessor may have
 
 
 class Setting(NamedTuple):
@@ -29,7 +29,6 @@ class Setting(NamedTuple):
     warps: int
     pieces: int  # of a warp, under way at a time
     lanes: int
-    blocks: int = 1  # of a multiprocessor
 
 
 SETTINGS = (Setting(15, 1, 1), Setting(23, 2, 2))
@@ -56,8 +55,7 @@ def shared_bytes(setting: Setting, vocab: int, turns: int | None = None) -> int:
 
 
 def _fits(setting: Setting, vocab: int, turns: int) -> bool:
-    """Whether shared memory holds it all; 1 KiB of each block is the driver's."""
-    return setting.blocks * (shared_bytes(setting, vocab, turns) + 1024) <= SHARED_BYTES + 1024
+    return shared_bytes(setting, vocab, turns) <= driver.SHARED_BYTES
 
 
 def fits(setting: Setting, vocab: int) -> bool:
@@ -72,13 +70,8 @@ def turns_of(setting: Setting, vocab: int) -> int:
 
 def macros(setting: Setting, vocab: int, half: bool, temperature: bool) -> dict[str, int]:
     """The macros of a variant."""
-    return {"WARPS": setting.warps, "PIECES": setting.pieces, "LANES": setting.lanes, "BLOCKS": setting.blocks,
+    return {"WARPS": setting.warps, "PIECES": setting.pieces, "LANES": setting.lanes,
             "TURNS": turns_of(setting, vocab), "HALF": int(half), "HAS_TEMPERATURE": int(temperature)}  # fmt: skip
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -100,7 +93,7 @@ def launcher(
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the device's context exists from here on
         kernel = _kernel(device, setting, vocab, dtype == torch.float16, temperature)
-    most = _multiprocessors(device) * setting.blocks
+    most = driver.multiprocessors(device)
 
     def logprob(
         logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None

@@ -130,8 +130,7 @@ def sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tupl
 def _hopper(setting: policy_loss_hopper.Setting) -> Schedule:
     def supports(key: Key) -> bool:
         s = Shape(*key)  # type: ignore[arg-type]
-        chip = s.plain and s.device >= 0 and not common.IS_HIP
-        return chip and torch.cuda.get_device_capability(s.device) == (9, 0)
+        return s.plain and driver.on_hopper(s.device)
 
     def bind(key: Key) -> Run:
         s = Shape(*key)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from rlkernel.kernels.cuda.driver import Kernel, compile_cuda
 from rlkernel.kernels.policy_loss import COUNTS, STATS, divides_by_tokens, sequence_mean
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import policy_loss as anchor
-from rlkernel.kernels.triton.policy_loss_batch import NOT_YET, NUMBER, TENSOR
+from rlkernel.kernels.triton.policy_loss_batch import how_divided
 
 SOURCE = "policy_loss_sm90.cu"
 BLOCKS, SUMS, COUNTED = 128, 4, 7
@@ -114,11 +114,7 @@ def arguments(
     """What the kernels are given, what they write, and what must live until they are queued."""
     tokens, batch = logp.shape[0], cu_seqlens.shape[0] - 1
     by_tokens = divides_by_tokens(loss_type)
-    divide_by = TENSOR if normalizer is not None else NUMBER
-    if normalizer is None and divisor is None:
-        if by_tokens and mask is not None:
-            divide_by = NOT_YET
-        divisor = float(max(1, tokens if by_tokens else batch))
+    divide_by, divisor = how_divided(normalizer, divisor, by_tokens, mask is not None, tokens, batch)
     dlogp, parts = torch.empty_like(logp), logp.new_empty(SUMS + COUNTED, BLOCKS)
     loss, scale, stats = logp.new_empty(()), logp.new_empty(()), logp.new_empty(len(STATS))
     counts = logp.new_empty(len(COUNTS), dtype=torch.int64)

@@ -31,13 +31,12 @@ from rlkernel.kernels.triton.common import aligned, early, on_device, options
 from rlkernel.kernels.triton.policy_loss_batch import AOT as BATCH_AOT
 from rlkernel.kernels.triton.policy_loss_batch import (
     EXTREMES,
-    NOT_YET,
-    NUMBER,
     PARTIAL_COUNTS,
     SLOPE,
     SUMS,
     TENSOR,
     add_over_batch,
+    how_divided,
 )
 from rlkernel.kernels.triton.policy_loss_tokens import (
     LANES,
@@ -111,11 +110,7 @@ def policy_loss(
         None if x is None else x.contiguous() for x in (mask, ref_logp, entropy, rollout_logp)
     )
     form, averaged, by_tokens = form_code(loss_type), sequence_mean(loss_type), divides_by_tokens(loss_type)
-    divide_by = TENSOR if normalizer is not None else NUMBER
-    if normalizer is None and divisor is None:
-        if by_tokens and mask is not None:
-            divide_by = NOT_YET
-        divisor = float(max(1, tokens if by_tokens else batch))
+    divide_by, divisor = how_divided(normalizer, divisor, by_tokens, mask is not None, tokens, batch)
     has_kl, has_bonus = ref_logp is not None and kl_coef != 0.0, entropy is not None and entropy_coef != 0.0
     through_mean = sequence_ratio and form == CLIPPED
     has_counts = sequence_ratio or (mask is not None and averaged and tokens > COUNT_HERE * batch)

@@ -23,6 +23,18 @@ NOT_YET, NUMBER, TENSOR = 0, 1, 2
 """What the gradient is divided by: nothing before the counted tokens are known, a number, a tensor."""
 _NOT_YET, _TENSOR = tl.constexpr(NOT_YET), tl.constexpr(TENSOR)
 
+
+def how_divided(
+    normalizer: Tensor | None, divisor: float | None, by_tokens: bool, masked: bool, tokens: int, batch: int
+) -> tuple[int, float | None]:
+    """What the gradient is divided by, one of those three, and the number where it is one."""
+    if normalizer is not None:
+        return TENSOR, divisor
+    if divisor is not None:
+        return NUMBER, divisor
+    return NOT_YET if by_tokens and masked else NUMBER, float(max(1, tokens if by_tokens else batch))
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
