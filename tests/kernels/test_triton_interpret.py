@@ -368,11 +368,14 @@ else:
             assert_bitwise(o, r, "stored and separate")
 
     @by_dtype
-    def test_swiglu(dtype: torch.dtype) -> None:
+    def test_swiglu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         gate_up, dy = rand(0, 4, 2200, dtype=dtype) * 4, rand(1, 4, 1100, dtype=dtype)
         gate_up[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -0.0])
         close(swiglu.swiglu(gate_up), swiglu_reference.swiglu(gate_up), "swiglu")
         close(swiglu.swiglu_grad(dy, gate_up), swiglu_reference.swiglu_grad(dy, gate_up), "swiglu_grad")
+        kept = swiglu.swiglu(gate_up)
+        monkeypatch.setattr(swiglu, "KEPT_BYTES", 0)
+        assert_bitwise(swiglu.swiglu(gate_up), kept, "an output that does not stay in the cache")
 
     # ---- group_advantages, scalar arithmetic ----------------------------------------------------
 
