@@ -100,7 +100,7 @@ def define(
             output = overload(*args)
         elif differentiable:
             if backward is None:
-                _refuse_gradient(name, names, args)
+                refuse_gradient(name, names, args)
             output = overload(*args) if eager is None else eager(*args)
         else:
             with _AutoDispatchBelowAutograd():
@@ -157,7 +157,7 @@ def _observed() -> bool:
     )
 
 
-def _refuse_gradient(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> None:
+def refuse_gradient(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> None:
     """Raises where a tensor asks an op without a gradient for one: torch would leave that share out."""
     for name, a in zip(names, args, strict=False):
         if isinstance(a, Tensor) and a.requires_grad:
@@ -168,7 +168,7 @@ def _refuse_unseen(op: str, names: tuple[str, ...], args: tuple[Any, ...], diffe
     """Raises where a transform would lose a gradient in silence: torch gives a tangent of zero to ops without a forward
     derivative, and a compiled backward sees no attribute of a parameter."""
     if not differentiable and torch.is_grad_enabled():
-        _refuse_gradient(op, names, args)
+        refuse_gradient(op, names, args)
     tensors = [a for a in args if isinstance(a, Tensor)]
     if torch.compiler.is_compiling():
         for a in tensors if differentiable and torch.is_grad_enabled() else ():

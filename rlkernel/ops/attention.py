@@ -24,8 +24,8 @@ from rlkernel.ops._library import (
     check_tensors,
     define,
     is_stock,
-    no_gradient,
     not_tensor,
+    refuse_gradient,
     wrote,
 )
 
@@ -416,6 +416,8 @@ def paged_attention(
         found = stock.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, scale, window)
         return found if out is None else (out.copy_(found[0]), found[1])
     lengths = (block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k)
+    if out is not None and torch.is_grad_enabled():
+        refuse_gradient(op, ("q", "k_cache", "v_cache", "out"), (q, k_cache, v_cache, out))
     if current_attention_variant(variant) == "fa3":
         _check_fa3(window, split)
         if out is not None:
@@ -425,8 +427,6 @@ def paged_attention(
         return _paged_attention_fa3(q, k_cache, v_cache, *lengths, scale)
     if out is None:
         return _paged_attention(q, k_cache, v_cache, *lengths, scale, window, split)
-    if q.requires_grad and torch.is_grad_enabled():
-        raise no_gradient(op, "q")
     choice = select.choose("paged_attention", q.device.type)
     if choice.implementation == "triton":
         o, lse = choice.fn(q, k_cache, v_cache, *lengths, scale, window, split, out=out)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import select
-from rlkernel.ops._library import check, check_float, check_tensors, define, is_stock, no_gradient, wrote
+from rlkernel.ops._library import check, check_float, check_tensors, define, is_stock, refuse_gradient, wrote
 from rlkernel.ops.attention import check_new_rows, store_kv_
 from rlkernel.ops.rms_norm import check_eps, rms_norm
 from rlkernel.ops.rope import check_table, rope
@@ -115,7 +115,7 @@ def qk_norm_rope_store(
         slots: [T] int64, as in `store_kv_`.
 
     Raises:
-        ValueError, TypeError, IndexError: as in the two ops.
+        ValueError, TypeError, IndexError, RuntimeError: as in the two ops.
     """
     if not is_stock() and select.choose("qk_norm_rope", q.device.type).implementation == "triton":
         from rlkernel.kernels.triton import qk_norm_rope as triton
@@ -123,8 +123,9 @@ def qk_norm_rope_store(
         if triton.computes(q.shape[2]):
             _check(q, k, q_weight, k_weight, eps, positions, cos_sin)
             _check_cache(k, v, k_cache, v_cache, slots)
-            if q.requires_grad and torch.is_grad_enabled():
-                raise no_gradient("qk_norm_rope_store", "q")
+            if torch.is_grad_enabled():
+                names = ("q", "k", "v", "q_weight", "k_weight", "k_cache", "v_cache")
+                refuse_gradient("qk_norm_rope_store", names, (q, k, v, q_weight, k_weight, k_cache, v_cache))
             q = triton.qk_norm_rope_store(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slots)
             wrote(k_cache, v_cache)
             return q

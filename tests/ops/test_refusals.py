@@ -100,13 +100,15 @@ def test_rms_norm_eps(eps: float) -> None:
 def test_an_op_without_a_gradient_is_asked_for_one() -> None:
     """torch would return a gradient without the op's share; where none is recorded, the call is as good as any."""
     lengths = {"max_seqlen_q": 3, "max_seqlen_k": 3}
+    into = {**lengths, "out": Q * 0}
     asks, table = Q.clone().requires_grad_(), CU[:1, None]
     pages = PAGES.clone().requires_grad_()
     weight = EIGHT.clone().requires_grad_()
     refused = {
         "paged_attention: q": lambda: ops.paged_attention(asks, PAGES, PAGES, table, CU, CU[1:], **lengths),
         "paged_attention: v_cache": lambda: ops.paged_attention(Q, PAGES, pages, table, CU, CU[1:], **lengths),
-        "paged_attention: q ": lambda: ops.paged_attention(asks, PAGES, PAGES, table, CU, CU[1:], **lengths, out=Q * 0),
+        "paged_attention: q ": lambda: ops.paged_attention(asks, PAGES, PAGES, table, CU, CU[1:], **into),
+        "paged_attention: k_cache": lambda: ops.paged_attention(Q, pages, PAGES, table, CU, CU[1:], **into),
         "qk_norm_rope: k": lambda: ops.qk_norm_rope(Q, asks, EIGHT, EIGHT, 0.1, TARGETS, COS),
         "qk_norm_rope: q_weight": lambda: ops.qk_norm_rope(Q, Q, weight, EIGHT, 0.1, TARGETS, COS),
         "logprob: temperature": lambda: ops.logprob(X, TARGETS, temperature=weight[:3]),
