@@ -29,6 +29,7 @@ from rlkernel import ops
 SHAPES = ((8192, 4096, 151936), (4096, 1024, 151936), (4096, 4096, 128256))  # T, C, V
 SMALL = ((96, 64, 1024),)
 OURS, MAIN, KEPT = "rlkernel", "rlkernel, main_grad", "rlkernel, keep_probs"
+LEFT_OUT = "rows left out"
 SEQUENCE = 1024
 REST = 0.03
 """Seconds before a timing of forward and backward: these products run at the power limit, and what ran before decides
@@ -58,15 +59,25 @@ class Bench:
         found = compare(candidates, self.cuda, self.rounds, rest)
         ours = [name for name in found if name.startswith(OURS)]
         others = [name for name in found if name not in ours]
-        pairs = [(OURS, name) for name in others] + [(name, others[0]) for name in ours[1:]]
+        pairs = [(OURS, name) for name in others]
+        for name in ours[1:]:  # against TRL, whose second way is that of fewer rows
+            pairs.append((name, others[LEFT_OUT in name and len(others) > 1]))
         pairs += [(KEPT, name) for name in others if name.startswith("three") and KEPT in ours]
         moved = ((1 + products) * t * c + products * v * c) * self.dtype.itemsize
         self.lines += rows(op, self.shape, self.dtype, found, pairs, products * 2 * t * c * v, moved)
 
-    def ours(self, upstream: Tensor, weight: Tensor, entropy: bool = False, **options: Any) -> Callable[[], object]:
+    def given(self, upstream: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, targets and upstream gradient of all rows or of the `kept` ones."""
+        of = (lambda x: x) if kept is None else (lambda x: x[kept])
+        return of(self.hidden), of(self.targets), of(upstream)
+
+    def ours(
+        self, upstream: Tensor, weight: Tensor, entropy: bool = False, kept: Tensor | None = None, **options: Any
+    ) -> Callable[[], object]:
         def run() -> object:
-            scored = ops.linear_logprob(self.hidden, weight, self.targets, **options)
-            outputs, grads = ([scored.logp, scored.entropy], [upstream] * 2) if entropy else ([scored.logp], [upstream])
+            hidden, targets, grad = self.given(upstream, kept)
+            scored = ops.linear_logprob(hidden, weight, targets, **options)
+            outputs, grads = ([scored.logp, scored.entropy], [grad] * 2) if entropy else ([scored.logp], [grad])
             return torch.autograd.grad(outputs, [self.hidden, weight], grads, allow_unused=True)
 
         return run
@@ -81,15 +92,13 @@ class Bench:
             found[KEPT] = self.ours(upstream, self.weight, keep_probs=True)
         return found
 
-    def chunked(self, upstream: Tensor, rows: Tensor | None = None, entropy: bool = False) -> Callable[[], object]:
-        """TRL's forward and backward over all rows, or over `rows` alone (the labels that its trainer keeps)."""
+    def chunked(self, upstream: Tensor, kept: Tensor | None = None, entropy: bool = False) -> Callable[[], object]:
+        """TRL's forward and backward over all rows, or over the `kept` ones alone, as its trainer calls it."""
         assert self.trl is not None
         logprob = self.trl[1]
 
         def run() -> object:
-            hidden, targets, grad = self.hidden, self.targets, upstream
-            if rows is not None:
-                hidden, targets, grad = hidden[rows], targets[rows], grad[rows]
+            hidden, targets, grad = self.given(upstream, kept)
             logp, h = logprob(hidden, self.weight, targets)
             outputs, grads = ([logp, h], [grad] * 2) if entropy else ([logp], [grad])
             return torch.autograd.grad(outputs, [self.hidden, self.weight], grads)
@@ -135,14 +144,16 @@ class Bench:
     def prompts(self, share: float, scattered: bool = False) -> None:
         """A share of the rows has no upstream gradient: the first ones of each sequence, or any.
 
-        TRL over all rows, and without these rows, as its trainer calls it.
+        Over all rows, and without these rows, as TRL's trainer and rlkernel's call of a Hugging Face model do it.
         """
         upstream = torch.where((self.random if scattered else self.place) >= share, self.upstream, 0.0)
+        kept = upstream != 0
         candidates = self.ways(upstream)
+        candidates[f"{OURS}, {LEFT_OUT}"] = self.ours(upstream, self.weight, kept=kept)
+        candidates[f"{MAIN}, {LEFT_OUT}"] = self.ours(upstream, self.into_main, kept=kept)
         if self.trl:
             candidates[self.trl[0]] = self.chunked(upstream)
-            kept = upstream != 0
-            candidates[f"{self.trl[0]}, rows left out"] = self.chunked(upstream, kept)
+            candidates[f"{self.trl[0]}, {LEFT_OUT}"] = self.chunked(upstream, kept)
         candidates["torch, logits in memory"] = self.grad_of(materialised, upstream)
         what = "rows without gradient" if scattered else "prompts"
         self.add(f"linear_logprob fwd+bwd, {share:.0%} {what}", candidates, 1 + 2 * (1 - share))
