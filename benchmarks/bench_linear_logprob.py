@@ -67,8 +67,8 @@ class Bench:
         self.lines += rows(op, self.shape, self.dtype, found, pairs, products * 2 * t * c * v, moved)
 
     def given(self, upstream: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states, targets and upstream gradient of all rows or of the `kept` ones."""
-        of = (lambda x: x) if kept is None else (lambda x: x[kept])
+        """Hidden states, targets and upstream gradient of all rows or of those that `kept` [N] int64 names."""
+        of = (lambda x: x) if kept is None else (lambda x: x.index_select(0, kept))
         return of(self.hidden), of(self.targets), of(upstream)
 
     def ours(
@@ -147,7 +147,7 @@ class Bench:
         Over all rows, and without these rows, as TRL's trainer and rlkernel's call of a Hugging Face model do it.
         """
         upstream = torch.where((self.random if scattered else self.place) >= share, self.upstream, 0.0)
-        kept = upstream != 0
+        kept = upstream.nonzero().squeeze(1)  # here, as it waits for the GPU
         candidates = self.ways(upstream)
         candidates[f"{OURS}, {LEFT_OUT}"] = self.ours(upstream, self.weight, kept=kept)
         candidates[f"{MAIN}, {LEFT_OUT}"] = self.ours(upstream, self.into_main, kept=kept)
