@@ -50,6 +50,17 @@ def test_embedding(dtype: torch.dtype, record: Record) -> None:
     record(cases=2, tokens=tokens, mismatches=0)
 
 
+@pytest.mark.parametrize("tokens", (200, 256, 2000, 4097, 16384, 20_000, 32_768, 40_000))
+def test_sorted_ids(tokens: int, record: Record) -> None:
+    from rlkernel.kernels.triton.embedding import sort_ids
+
+    for high in (1, 50, 151_936):
+        ids = torch.randint(0, high, (tokens,), generator=torch.Generator().manual_seed(high)).to(DEVICE)
+        for ours, expected in zip(sort_ids(ids), torch.sort(ids, stable=True), strict=True):
+            assert torch.equal(ours.long(), expected), f"{tokens} ids below {high}"
+    record(cases=3, tokens=3 * tokens, mismatches=0)
+
+
 def rms_truth(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
 

@@ -249,12 +249,19 @@ else:
             embedding.embedding_wgrad_(parts, dy[piece], ids[piece])
         assert_bitwise(parts, reference, "micro-batches cut at a window's border")
 
-    def test_embedding_sorts_ids_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-        ids = torch.randint(0, 40, (600,), generator=torch.Generator().manual_seed(0))
-        found = embedding.sort_ids(ids)
-        monkeypatch.setattr(embedding, "RANK_TOKENS", 1)
-        for a, b, c in zip(found, embedding.sort_ids(ids), torch.sort(ids, stable=True), strict=True):
-            assert torch.equal(a.long(), c) and torch.equal(b.long(), c)
+    @pytest.mark.parametrize(("tokens", "high"), ((1, 1), (16, 5), (17, 3), (300, 1), (299, 40), (1100, 2**31 - 1)))
+    def test_embedding_sorts_ids(tokens: int, high: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        ids = torch.randint(0, high, (tokens,), generator=torch.Generator().manual_seed(tokens))
+        ids[tokens // 2] = high
+        expected = torch.sort(ids, stable=True)
+        found = [embedding.sort_ids(ids)]  # one run, or as many as 64
+        monkeypatch.setattr(embedding, "RUN", 32)
+        found.append(embedding.sort_ids(ids))
+        monkeypatch.setattr(embedding, "MOST_RUNS", 0)
+        found.append(embedding.sort_ids(ids))  # torch
+        for pair in found:
+            for a, b in zip(pair, expected, strict=True):
+                assert torch.equal(a.long(), b)
 
     @by_dtype
     @pytest.mark.parametrize("c", (40, 128, 1100))

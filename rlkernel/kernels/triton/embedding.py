@@ -12,11 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import EMBEDDING_WINDOW
-from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.common import next_power_of_2, on_device, options
+from rlkernel.kernels.triton.aot import Variant, early_too
+from rlkernel.kernels.triton.common import early, next_power_of_2, on_device, options
 
-RANK_TOKENS = 16384
-"""Up to so many tokens, comparing every pair sorts faster than torch's radix sort starts."""
+RUN, MOST_RUNS = 256, 128
+"""Tokens that a program sorts by comparing every pair, and so many of these runs at most; torch sorts more tokens."""
+NO_ID = tl.constexpr(0x7FFFFFFF)
 PLACES, UNROLL, WINDOWS = 4, 16, 4
 HOT = 4
 """An id is hot where it covers two neighbouring multiples of HOT * windows in the sorted list."""
@@ -26,36 +27,69 @@ HOT = 4
 
 
 @triton.jit(do_not_specialize=["T"])
-def rank_kernel(
+def sort_runs_kernel(
     ids,  # [T] int64
+    run_ids,  # out [runs * RUN] int32: RUN tokens after RUN tokens, each run ascending
+    run_source,  # out [runs * RUN] int32: packed position of each
+    T,
+    RUN: tl.constexpr,
+    STEP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A token's place in its run is the number of tokens with a smaller id, or the same id and an earlier position."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(0) * RUN
+    i = tl.arange(0, RUN)
+    mine = tl.load(ids + first + i, mask=first + i < T, other=NO_ID).to(tl.int32)
+    before = tl.zeros((RUN, STEP), tl.int32)
+    for start in range(0, RUN, STEP):
+        j = start + tl.arange(0, STEP)
+        other = tl.load(ids + first + j, mask=first + j < T, other=NO_ID).to(tl.int32)[None, :]
+        earlier = (other == mine[:, None]) & (j[None, :] < i[:, None])
+        before += ((other < mine[:, None]) | earlier).to(tl.int32)
+    place = first + tl.sum(before, axis=1)
+    tl.store(run_ids + place, mine)
+    tl.store(run_source + place, first + i)
+
+
+@triton.jit(do_not_specialize=["T", "RUNS"])
+def merge_runs_kernel(
+    run_ids,  # [RUNS * RUN] int32
+    run_source,  # [RUNS * RUN] int32
     sorted_ids,  # out [T] int32, ascending
     source,  # out [T] int32: packed position of each
     T,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    RUNS,
+    RUN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LISTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """A token's place is the number of tokens with a smaller id, or the same id and an earlier position."""
-    first = tl.program_id(0) * BLOCK
-    t = first + tl.arange(0, BLOCK)
-    mine = tl.load(ids + t, mask=t < T, other=0).to(tl.int32)
-    lane = tl.arange(0, STEP)
-    here = first // STEP * STEP
-    rank = tl.zeros((BLOCK, STEP), tl.int32)
-    for start in range(0, here, STEP):
-        other = tl.load(ids + start + lane).to(tl.int32)
-        rank += (other[None, :] <= mine[:, None]).to(tl.int32)
-    u = here + lane
-    other = tl.load(ids + u, mask=u < T, other=0x7FFFFFFF).to(tl.int32)
-    rank += ((other[None, :] < mine[:, None]) | ((other[None, :] == mine[:, None]) & (u[None, :] < t[:, None]))).to(
-        tl.int32
-    )
-    for start in range(here + STEP, T, STEP):
-        u = start + lane
-        other = tl.load(ids + u, mask=u < T, other=0x7FFFFFFF).to(tl.int32)
-        rank += (other[None, :] < mine[:, None]).to(tl.int32)
-    place = tl.sum(rank, axis=1)
-    tl.store(sorted_ids + place, mine, mask=t < T)
-    tl.store(source + place, t, mask=t < T)
+    """A token's place is the number of tokens before it: in its own run known, in the others found by halving."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    run = tl.program_id(0) * TOKENS // RUN
+    mine = tl.load(run_ids + at)[:, None]
+    before = tl.zeros((TOKENS, LISTS), tl.int32)
+    for start in range(0, RUNS, LISTS):
+        # A warp's lanes are neighbouring tokens of a run, whose ways through another run are much the same.
+        other = start + tl.arange(0, LISTS)[None, :]
+        found = tl.zeros((TOKENS, LISTS), tl.int32)
+        step = RUN
+        for _ in tl.static_range(20):
+            if step > 1:
+                step = step // 2
+                probe = tl.load(run_ids + other * RUN + found + (step - 1), mask=other < RUNS, other=NO_ID)
+                found += tl.where((probe < mine) | ((probe == mine) & (other < run)), step, 0)
+        probe = tl.load(run_ids + other * RUN + found, mask=other < RUNS, other=NO_ID)
+        found += ((probe < mine) | ((probe == mine) & (other < run))).to(tl.int32)
+        found = tl.where(other == run, (at - run * RUN)[:, None], found)
+        before += tl.where(other < RUNS, found, 0)
+    place = tl.sum(before, axis=1)
+    tl.store(sorted_ids + place, tl.load(run_ids + at), mask=at < T)
+    tl.store(source + place, tl.load(run_source + at), mask=at < T)
 
 
 @triton.jit
@@ -122,8 +156,11 @@ def window_sums_kernel(
     WINDOWS: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Sums of each window of the hot ids; an id's are stored under the first multiple of STRIDE that it covers."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
     place = slot * STRIDE
     token_id = tl.load(ids + place)
@@ -175,7 +212,10 @@ def embedding_wgrad_kernel(
     PLACES: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < C
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
@@ -229,14 +269,24 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     """ids [T] int64 -> ids ascending [T] int32, and the packed position of each; equal ids keep their order."""
     tokens = ids.shape[0]
-    if tokens > RANK_TOKENS:
+    runs = triton.cdiv(tokens, RUN)
+    if runs > MOST_RUNS:
         ascending, source = torch.sort(ids.to(torch.int32), stable=True)
         return ascending, source
     ids = ids.contiguous()
-    ascending, source = (torch.empty(tokens, dtype=torch.int32, device=ids.device) for _ in range(2))
-    rank_kernel[(triton.cdiv(tokens, 32),)](
-        ids, ascending, source, tokens, BLOCK=32, STEP=256, num_warps=8, **options()
-    )
+    new = lambda size: (torch.empty(size, dtype=torch.int32, device=ids.device) for _ in range(2))
+    run_ids, run_source = new(runs * RUN)
+    sort_runs_kernel[(runs,)](
+        ids, run_ids, run_source, tokens, RUN=RUN, STEP=16, num_warps=8, **early(ids), **options()
+    )  # fmt: skip
+    if runs == 1:
+        return run_ids[:tokens], run_source[:tokens]
+    ascending, source = new(tokens)
+    lists = 8 if runs <= 8 else 64
+    merge_runs_kernel[(triton.cdiv(tokens, 32),)](
+        run_ids, run_source, ascending, source, tokens, runs, RUN=RUN, TOKENS=32, LISTS=lists,
+        num_warps=lists // 8, **early(ids), **options(),
+    )  # fmt: skip
     return ascending, source
 
 
@@ -249,7 +299,7 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     slots = triton.cdiv(tokens, stride)
     block = min(512, next_power_of_2(c, 32))
     blocks = triton.cdiv(c, block)
-    meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **options()}
+    meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **early(dy), **options()}
     with on_device(dy):
         ascending, source = sort_ids(ids)
         sums = None
@@ -278,22 +328,38 @@ _SORTED = {"ids": "*i32:16", "source": "*i32:16", "T": "i32"}
 _RUN = {"dy": "*bf16:16", "sums": "*fp32:16", "C": "i32:16", "ALL_WINDOWS": "i32", "STRIDE": "i32", "dy_row": "i32:16"}
 _META = {"dy_col": 1, "WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": 512}
 AOT: tuple[Variant, ...] = (
-    Variant(
-        "embedding rank", rank_kernel,
-        {"ids": "*i64:16", "sorted_ids": "*i32:16", "source": "*i32:16", "T": "i32"}, {"BLOCK": 32, "STEP": 256},
-        num_warps=8, main=True,
+    *early_too(
+        Variant(
+            "embedding sort_runs", sort_runs_kernel,
+            {"ids": "*i64:16", "run_ids": "*i32:16", "run_source": "*i32:16", "T": "i32"}, {"RUN": RUN, "STEP": 16},
+            num_warps=8, main=True,
+        )
     ),
-    Variant(
-        "embedding window_sums", window_sums_kernel, {**_SORTED, **_RUN}, {**_META, "WINDOWS": WINDOWS}, num_warps=2,
+    *early_too(
+        Variant(
+            "embedding merge_runs", merge_runs_kernel,
+            {**dict.fromkeys(("run_ids", "run_source", "sorted_ids", "source"), "*i32:16"), "T": "i32", "RUNS": "i32"},
+            {"RUN": RUN, "TOKENS": 32, "LISTS": 64}, num_warps=8, main=True,
+        )
     ),
-    Variant(
-        "embedding_wgrad", embedding_wgrad_kernel, {**_SORTED, **_RUN, "grad": "*fp32:16", "grad_row": "i32:16"},
-        {**_META, "grad_col": 1, "HAS_SUMS": True, "PLACES": PLACES}, num_warps=4, main=True,
+    *early_too(
+        Variant(
+            "embedding window_sums", window_sums_kernel, {**_SORTED, **_RUN}, {**_META, "WINDOWS": WINDOWS},
+            num_warps=2,
+        )
     ),
-    Variant(
-        "embedding_wgrad short", embedding_wgrad_kernel,
-        {**_SORTED, "dy": "*bf16:16", "C": "i32:16", "ALL_WINDOWS": "i32", "STRIDE": "i32", "dy_row": "i32:16",
-         "grad": "*bf16:16", "grad_row": "i32:16"},
-        {**_META, "sums": None, "grad_col": 1, "HAS_SUMS": False, "PLACES": PLACES}, num_warps=4, main=True,
+    *early_too(
+        Variant(
+            "embedding_wgrad", embedding_wgrad_kernel, {**_SORTED, **_RUN, "grad": "*fp32:16", "grad_row": "i32:16"},
+            {**_META, "grad_col": 1, "HAS_SUMS": True, "PLACES": PLACES}, num_warps=4, main=True,
+        )
+    ),
+    *early_too(
+        Variant(
+            "embedding_wgrad short", embedding_wgrad_kernel,
+            {**_SORTED, "dy": "*bf16:16", "C": "i32:16", "ALL_WINDOWS": "i32", "STRIDE": "i32", "dy_row": "i32:16",
+             "grad": "*bf16:16", "grad_row": "i32:16"},
+            {**_META, "sums": None, "grad_col": 1, "HAS_SUMS": False, "PLACES": PLACES}, num_warps=4, main=True,
+        )
     ),
 )  # fmt: skip
