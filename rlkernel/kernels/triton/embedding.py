@@ -43,7 +43,7 @@ def sort_runs_kernel(
     i = tl.arange(0, RUN)
     mine = tl.load(ids + first + i, mask=first + i < T, other=NO_ID).to(tl.int32)
     before = tl.zeros((RUN, STEP), tl.int32)
-    for start in range(0, RUN, STEP):
+    for start in tl.static_range(0, RUN, STEP):  # all loads are under way at once
         j = start + tl.arange(0, STEP)
         other = tl.load(ids + first + j, mask=first + j < T, other=NO_ID).to(tl.int32)[None, :]
         earlier = (other == mine[:, None]) & (j[None, :] < i[:, None])
