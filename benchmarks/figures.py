@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+FILES = ("bench_linear", "bench_dispatch", "bench_attention", "bench_linear_logprob", "bench_memory_bound")
+"""The result files that the figures are read from."""
 MEMORY_GIB = 1.5
 """Most memory that a bounded linear_logprob may need beside inputs, the input gradient and main_grad."""
 SHARE = 0.85

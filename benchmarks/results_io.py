@@ -1,7 +1,7 @@
 """Result files of GPU tests and benchmarks: one JSON a name under `benchmarks/results/<gpu>/`.
 
-Every file carries command, commit, kernel_sha, hardware, driver, versions and contract id, so that a figure in the
-documentation can be traced to what produced it.
+Every file carries command, commit, kernel_sha, benchmark_sha, hardware, driver, versions and contract id, so that a
+figure in the documentation can be traced to what produced it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-HASHED = ("csrc", "rlkernel/kernels", "rlkernel/ops")
+BENCHMARKS = ROOT / "benchmarks"
+HASHED = ("csrc", "rlkernel/kernels", "rlkernel/ops", "rlkernel/contract/orders.py")
+"""Folders and files whose code decides bits and times; orders.py has the chunks and tiles of all kernels."""
+MEASURING = ("anchors.py", "results_io.py", "timing.py")
+"""What decides the numbers of a benchmark, beside its own file and what it imports of this folder."""
 
 
 def _tracked(root: Path) -> list[str]:
@@ -33,16 +38,29 @@ def _tracked(root: Path) -> list[str]:
             return paths
     except (OSError, subprocess.CalledProcessError):
         pass
-    found = (p for top in HASHED for p in (root / top).rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    tops = [root / top for top in HASHED]
+    found = (p for top in tops for p in (top, *top.rglob("*")) if p.is_file() and "__pycache__" not in p.parts)
     return [p.relative_to(root).as_posix() for p in found]
+
+
+def _digest(root: Path, paths: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(paths, key=os.fsencode):
+        digest.update(path.encode() + b"\0" + (root / path).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def kernel_sha(root: Path = ROOT) -> str:
     """First 16 hex digits of SHA-256 over the tracked kernel and op files, in byte order of their paths."""
-    digest = hashlib.sha256()
-    for path in sorted(_tracked(root), key=os.fsencode):
-        digest.update(path.encode() + b"\0" + (root / path).read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    return _digest(root, _tracked(root))
+
+
+def benchmark_sha() -> str:
+    """`kernel_sha` of what measures: MEASURING and every file of this folder that this process has loaded."""
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    loaded = {Path(file).resolve() for file in files if file}
+    names = {path.name for path in loaded if path.parent == BENCHMARKS and path.suffix == ".py"}
+    return _digest(BENCHMARKS, {*MEASURING, *names})
 
 
 def commit(root: Path = ROOT) -> str | None:
@@ -88,6 +106,7 @@ def write_result(
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
         "kernel_sha": kernel_sha(),
+        "benchmark_sha": benchmark_sha(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **env,
         "contract": contract_id(),

@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "consistency")]
 
-from figures import figures
+from figures import FILES, figures
 from results_io import kernel_sha
 
 from rlkernel_drift.power import tables as power
@@ -55,20 +55,20 @@ def _markdown(columns: list[str], lines: list[list[Any]]) -> list[str]:
     return head + ["| " + " | ".join(map(_cell, line)) + " |" for line in lines]
 
 
-def _source(data: dict[str, Any], path: Path) -> list[str]:
-    """What was left out, and where the figures come from."""
+def _made_with(data: dict[str, Any]) -> str:
+    """Machine, versions, kernel_sha (and whether the sources have changed since) and date of a result file."""
     version = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name in ("torch", "triton"))
     older = "" if data["kernel_sha"] == kernel_sha() else " (the sources have changed since)"
+    made = f"{data['hardware']}, {version}, contract {data['contract']}, kernel_sha `{data['kernel_sha']}`{older}"
+    return f"{made}, {data['date'][:10]}"
+
+
+def _source(data: dict[str, Any], path: Path) -> list[str]:
+    """What was left out, and where the figures come from."""
     notes = [f"Left out: {'; '.join(data['notes'])}.", ""] if data.get("notes") else []
     if data.get("not_launched"):
         notes += [f"Not passed; never launched: {', '.join(data['not_launched'])}.", ""]
-    return [
-        "",
-        *notes,
-        f"{data['hardware']}, {version}, contract {data['contract']}, kernel_sha `{data['kernel_sha']}`"
-        f"{older}, {data['date'][:10]}: `{data['command']}` "
-        f"from `{path.relative_to(ROOT).as_posix()}`",
-    ]
+    return ["", *notes, f"{_made_with(data)}: `{data['command']}` from `{path.relative_to(ROOT).as_posix()}`"]
 
 
 def table(path: Path) -> str:
@@ -164,13 +164,18 @@ def compatibility(paths: list[Path], stack: str) -> str:
 
 
 def reach(folder: Path, short: bool) -> str:
-    """The figures to reach against what a folder's files say."""
+    """The figures to reach against what a folder's files say, and from which sources and day each file is."""
     lines = figures(folder)
     if short:
         lines = [line for line in lines if line["reached"]]
     columns = ["op", "anchor", "reach", "measured", "reached"]
     cells = [[line[c] for c in columns] for line in lines]
-    return "\n".join(_markdown(columns, cells)) + "\n" if cells else "No result has been recorded yet.\n"
+    made: dict[str, list[str]] = {}
+    for path in (folder / f"{name}.json" for name in FILES):
+        if path.exists():
+            made.setdefault(_made_with(json.loads(path.read_text())), []).append(f"`{path.stem}`")
+    sources = [line for how, names in made.items() for line in ("", f"{how}: {', '.join(names)}")]
+    return "\n".join(_markdown(columns, cells) + sources) + "\n" if cells else "No result has been recorded yet.\n"
 
 
 def render(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -82,12 +83,58 @@ def test_kernel_sha_is_that_of_the_definition(benchmarks: None) -> None:
     from results_io import kernel_sha
 
     listed = subprocess.run(
-        ["git", "ls-files", "csrc", "rlkernel/kernels", "rlkernel/ops"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "csrc", "rlkernel/kernels", "rlkernel/ops", "rlkernel/contract/orders.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     ).stdout.split()
     digest = hashlib.sha256()
     for path in sorted(listed, key=str.encode):
         digest.update(path.encode() + b"\0" + (ROOT / path).read_bytes() + b"\0")
     assert kernel_sha() == digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("git", (True, False), ids=("git", "files alone"))
+def test_kernel_sha_changes_with_the_orders(benchmarks: None, tmp_path: Path, git: bool) -> None:
+    """Chunks and tiles of all kernels; what the contract says beside them decides no bit of a kernel."""
+    from results_io import kernel_sha
+
+    folder = tmp_path / "rlkernel" / "contract"
+    folder.mkdir(parents=True)
+    for name in ("orders.py", "other.py"):
+        (folder / name).write_text("CHUNK = 1\n")
+    if git:
+        for words in (["init", "-q"], ["add", "."]):
+            subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    before = kernel_sha(tmp_path)
+    (folder / "other.py").write_text("CHUNK = 2\n")
+    assert kernel_sha(tmp_path) == before
+    (folder / "orders.py").write_text("CHUNK = 2\n")
+    assert kernel_sha(tmp_path) != before
+
+
+def test_benchmark_sha_is_of_what_measures(tmp_path: Path) -> None:
+    """The script's own file, what it imports of the folder, and timing.py, anchors.py and results_io.py in any case."""
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    for name in ("results_io.py", "timing.py", "anchors.py"):
+        shutil.copy(ROOT / "benchmarks" / name, folder)
+    (folder / "bench_some.py").write_text("import arms, results_io\nprint(results_io.benchmark_sha())\n")
+    (folder / "bench_other.py").write_text("import results_io\nprint(results_io.benchmark_sha())\n")
+    (folder / "arms.py").write_text("ARMS = 1\n")
+
+    def sha(name: str) -> str:
+        command = [sys.executable, "-B", str(folder / name)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    some, other = sha("bench_some.py"), sha("bench_other.py")
+    assert len(some) == 16 and some != other and sha("bench_some.py") == some
+    for name, both in (("arms.py", False), ("bench_some.py", False), ("timing.py", True), ("anchors.py", True)):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text + "# changed\n")
+        assert sha("bench_some.py") != some, name
+        assert (sha("bench_other.py") != other) == both, name
+        (folder / name).write_text(text)
 
 
 def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -> None:
@@ -96,8 +143,15 @@ def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -
     path = write_result("probe", [{"test": "t", "cases": 1, "tokens": 2, "mismatches": 0}], out=tmp_path)
     data = json.loads(path.read_text())
     fields = {"name", "command", "commit", "kernel_sha", "date", "hardware", "driver", "versions", "contract", "rows"}
-    assert fields <= set(data)
+    assert fields | {"benchmark_sha"} <= set(data)
     assert data["contract"] == "rlk-2"
+
+
+def test_the_contract_names_the_ops_with_schedules() -> None:
+    cuda = {path.stem for path in (ROOT / "rlkernel" / "kernels" / "cuda").glob("*.py")}
+    ops = {path.stem for path in (ROOT / "docs" / "ops").glob("*.md")}
+    (sentence,) = re.findall(r"to the last bit\. ([^.]*) have some", (ROOT / "docs" / "contract.md").read_text())
+    assert set(re.findall(r"`(\w+)`", sentence)) == cuda & ops
 
 
 def test_tables_are_filled_from_results(benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
