@@ -391,9 +391,10 @@ __device__ __forceinline__ bool wanted(const Arguments& args, int cluster) {
 
 // Adds the tile to sum and rounds the total where that is wanted; two adjacent columns at a time. The old values of
 // eight such pairs are under way together: a load behind a store that might overlap it would wait for its turn.
+// Without a gradient there is nothing to add to running sums; a caller's buffer may hold -0, which + 0 makes 0.
 __device__ __forceinline__ void leave_sum(const float (&d)[128], const Arguments& args, int first_row, int first_column,
                                           bool any) {
-  if (!any && !args.fresh && !args.rounded) return;
+  if (MODE == 3 && !any && !args.fresh && !args.rounded) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = first_row + 8 * i;

@@ -164,6 +164,14 @@ def refuse_gradient(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> N
             raise no_gradient(op, name)
 
 
+def check_devices(op: str, *tensors: Tensor) -> None:
+    """Raises ValueError unless the tensors lie on one device: for calls that go past an op of `define`."""
+    first = tensors[0].device
+    for other in tensors:
+        if other.device != first:
+            raise ValueError(f"{op}: tensors lie on {first} and on {other.device}; move them to one device")
+
+
 def _refuse_unseen(op: str, names: tuple[str, ...], args: tuple[Any, ...], differentiable: bool) -> None:
     """Raises where a transform would lose a gradient in silence: torch gives a tangent of zero to ops without a forward
     derivative, and a compiled backward sees no attribute of a parameter."""

@@ -19,6 +19,7 @@ from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
 from rlkernel.ops._library import (
     check,
+    check_devices,
     check_float,
     check_number,
     check_tensors,
@@ -32,6 +33,7 @@ from rlkernel.ops._library import (
 MAX_HEAD_DIM = 256
 LONGEST = (1 << 31) - 1  # keys of a sequence: lengths are int32
 VARIANTS = ("split", "fa3")
+_ON_GPUS = ("certified", "triton")  # implementations of `paged_attention` that take `out`, and scratch memory
 
 _variant: str | None = None  # the process's; None: nobody chose one
 
@@ -416,8 +418,10 @@ def paged_attention(
         found = stock.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, scale, window)
         return found if out is None else (out.copy_(found[0]), found[1])
     lengths = (block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k)
-    if out is not None and torch.is_grad_enabled():
-        refuse_gradient(op, ("q", "k_cache", "v_cache", "out"), (q, k_cache, v_cache, out))
+    if out is not None:  # written by a kernel that is called past the dispatcher
+        check_devices(op, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, out)
+        if torch.is_grad_enabled():
+            refuse_gradient(op, ("q", "k_cache", "v_cache", "out"), (q, k_cache, v_cache, out))
     if current_attention_variant(variant) == "fa3":
         _check_fa3(window, split)
         if out is not None:
@@ -428,7 +432,7 @@ def paged_attention(
     if out is None:
         return _paged_attention(q, k_cache, v_cache, *lengths, scale, window, split)
     choice = select.choose("paged_attention", q.device.type)
-    if choice.implementation == "triton":
+    if choice.implementation in _ON_GPUS:
         o, lse = choice.fn(q, k_cache, v_cache, *lengths, scale, window, split, out=out)
         wrote(o)
         return o, lse
@@ -453,7 +457,7 @@ def attention_scratch_bytes(
         tokens, sequences: in a call at most.
         longest: keys of a sequence at most, `max_seqlen_k`.
     """
-    if q.device.type != "cuda" or select.choose("paged_attention", q.device.type).implementation != "triton":
+    if q.device.type != "cuda" or select.choose("paged_attention", "cuda").implementation not in _ON_GPUS:
         return 0
     from rlkernel.kernels.triton.attention import scratch_bytes
 

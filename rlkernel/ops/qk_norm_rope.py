@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import select
-from rlkernel.ops._library import check, check_float, check_tensors, define, is_stock, refuse_gradient, wrote
+from rlkernel.ops._library import (
+    check,
+    check_devices,
+    check_float,
+    check_tensors,
+    define,
+    is_stock,
+    refuse_gradient,
+    wrote,
+)
 from rlkernel.ops.attention import check_new_rows, store_kv_
 from rlkernel.ops.rms_norm import check_eps, rms_norm
 from rlkernel.ops.rope import check_table, rope
@@ -123,6 +132,9 @@ def qk_norm_rope_store(
         if triton.computes(q.shape[2]):
             _check(q, k, q_weight, k_weight, eps, positions, cos_sin)
             _check_cache(k, v, k_cache, v_cache, slots)
+            check_devices(
+                "qk_norm_rope_store", q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slots
+            )
             if torch.is_grad_enabled():
                 names = ("q", "k", "v", "q_weight", "k_weight", "k_cache", "v_cache")
                 refuse_gradient("qk_norm_rope_store", names, (q, k, v, q_weight, k_weight, k_cache, v_cache))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +198,18 @@ def check_long_prefill(given: list[Any], what: str) -> None:
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="long prefill has kernels of its own on Hopper alone")
+
+
+@on_hopper
+def test_long_queries_without_keys() -> None:
+    """Values are undefined, but no schedule fails: a tensor map of 0 rows is refused, and would switch it off."""
+    q = torch.randn(2000, 16, 128, device=DEVICE).bfloat16()
+    none = torch.empty(0, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    borders = torch.tensor([0, 2000], dtype=torch.int32, device=DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.attention(q, none, none, borders, torch.zeros_like(borders), max_seqlen_q=2000, max_seqlen_k=0)
+        torch.cuda.synchronize()
 
 
 @on_hopper

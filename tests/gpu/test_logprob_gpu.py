@@ -303,7 +303,7 @@ def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: R
         dx, _ = grad_(main, *rest, True, True)
         return [*rows, dx, main, *grad_(None, *rest, True, True)]
 
-    widths = (0, 256, 8192 + 512, 26112)
+    widths = (0, 256, 384, 8192 + 512, 26112)  # 384 ends inside a tile of Hopper's kernel
     with select.use("triton"):
         expected = run(0)
         for i, (o, e) in enumerate(zip(run(8192 + 512), expected, strict=True)):
@@ -314,6 +314,29 @@ def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: R
         for i, (o, e) in enumerate(zip(run(width, partial(gradients, products)), expected, strict=True)):
             assert_bitwise(o, e, f"guess {most}, width {width}, tensor {i}")
     record(cases=2 * len(widths) + 1, tokens=tokens * (2 * len(widths) + 1), mismatches=0)
+
+
+def test_linear_logprob_without_any_gradient(record: Record) -> None:
+    """main_grad gets + 0, whose sign shows where it held -0."""
+    from rlkernel.kernels import select
+
+    tokens, v, c = 600, 8192, 512
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets = torch.arange(tokens, device=DEVICE)
+
+    def run() -> list[Tensor]:
+        leaf, weight = x.clone().requires_grad_(True), w.clone().requires_grad_(True)
+        weight.main_grad = torch.full((v, c), -0.0, device=DEVICE)  # type: ignore[attr-defined]
+        (ops.linear_logprob(leaf, weight, targets).logp * torch.zeros(tokens, device=DEVICE)).sum().backward()
+        assert leaf.grad is not None
+        return [weight.main_grad, leaf.grad]  # type: ignore[attr-defined]
+
+    with select.use("triton"):
+        expected = run()
+    for _ in range(3):  # the guess follows the backward before
+        for i, (o, e) in enumerate(zip(run(), expected, strict=True)):
+            assert_bitwise(o, e, f"tensor {i}")
+    record(cases=3, tokens=3 * tokens, mismatches=0)
 
 
 @pytest.mark.parametrize("tokens", (1, 8193))

@@ -382,6 +382,16 @@ else:
             assert all(not x.isnan().any() for x in (out, *grads))
         assert all(frame.isnan().all() for frame in frames)
 
+    def test_a_grid_that_no_launcher_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its number of programs is an int there: beyond, none would start and the result be what memory held."""
+        q, k, v, *rest = arguments(2, 1, 16, None, 64, [7, 9], [7, 9], torch.float32)
+        out, lse = attention(q, k, v, *rest)
+        monkeypatch.setattr(backward, "MOST_PROGRAMS", 1)
+        with pytest.raises(ValueError, match=r"2 sequences with max_seqlen_q=9 need 4 programs; a GPU takes 1 a call"):
+            attention(q, k, v, *rest)
+        with pytest.raises(ValueError, match=r"max_seqlen_q=9, max_seqlen_k=9 need \d+ programs"):
+            attention_backward(torch.ones_like(out), q, k, v, out, lse, *rest[:5], None)
+
     @pytest.mark.parametrize(
         "n,keys,bytes_",
         ((2, 2100, 4 * 2 * (3 * 2) * 2 * (16 + 1)), (70, 300, 3 * 2 * 320 * 16 * 2)),

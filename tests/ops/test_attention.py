@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from op_checks import (
     with_threads,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlkernel import ops
 from rlkernel.contract import assert_accurate, assert_bitwise
@@ -442,6 +444,40 @@ def test_bad_slots() -> None:
             ops.store_kv_(cache, cache.clone(), k, k, slots)
     with pytest.raises(ValueError, match="contiguous"):
         ops.store_kv_(cache.transpose(0, 1), cache.transpose(0, 1), k, k, torch.tensor([0, 1, 2]))
+
+
+def test_on_gpus_out_goes_to_the_kernel_and_scratch_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU chooses for the op, by its own name, must be what `out` and the scratch memory are asked of."""
+    pytest.importorskip("triton")
+    from rlkernel.kernels import select
+    from rlkernel.kernels.triton import attention as kernels
+
+    choice = select.choose("paged_attention", "cuda")
+    monkeypatch.setattr(kernels, "family", lambda q: "hopper")
+    with FakeTensorMode():
+        q, k = (torch.empty(1, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8))
+        most = {"tokens": 8192, "sequences": 256, "longest": 32768}
+        assert ops.attention_scratch_bytes(q, k, **most) == kernels.scratch_bytes(q, k, *most.values()) > 1 << 28
+    seen = []
+
+    def kernel(*args: Any, out: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(out)
+        return out, torch.zeros(2, 1)
+
+    cpu = select._chosen
+    monkeypatch.setattr(select, "_chosen", {**cpu, ("paged_attention", "cpu"): replace(choice, fn=kernel)})
+    q, page = torch.ones(2, 1, 8), torch.ones(1, 4, 1, 8)
+    numbers = [torch.tensor(x, dtype=torch.int32) for x in ([[0]], [0, 2], [2])]
+    out = torch.empty_like(q)
+    found, _ = ops.paged_attention(q, page, page, *numbers, max_seqlen_q=2, max_seqlen_k=2, out=out)
+    assert found is out and seen == [out] and out._version == 1
+
+
+def test_out_of_another_device_is_refused() -> None:
+    q, page = torch.ones(2, 1, 8), torch.ones(1, 4, 1, 8)
+    numbers = [torch.tensor(x, dtype=torch.int32) for x in ([[0]], [0, 2], [2])]
+    with pytest.raises(ValueError, match="paged_attention: tensors lie on cpu and on meta; move them to one device"):
+        ops.paged_attention(q, page, page, *numbers, max_seqlen_q=2, max_seqlen_k=2, out=q.to("meta"))
 
 
 def test_lse_is_natural() -> None:

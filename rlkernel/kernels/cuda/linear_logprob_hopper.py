@@ -1,7 +1,7 @@
 """linear_logprob's products on Hopper: launches of csrc/cuda/linear_logprob_sm90.cu, forward and backward.
 
 Each has the signature of its anchor in kernels/triton/linear_logprob.py, and gives way to it where an operand does not
-begin at a 16-byte address.
+begin at a 16-byte address, or the logits that are kept end inside a tile.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rlkernel.kernels.triton.logprob import TileBuffers
 SOURCE = "linear_logprob_sm90.cu"
 STATISTICS, GRADIENT, PROBS, DHIDDEN, DWEIGHT = range(5)  # MODE of the source
 SHARED_BYTES = 4 * 48 * 1024 + 1024 + 64  # four pieces of both operands, barriers, and alignment
+COLUMNS = 256  # of a tile, all of which it stores where logits are kept
 STAGING_BYTES = 4 * 8192  # pieces of output on their way to memory
 
 
@@ -68,7 +69,8 @@ def statistics(
     probs: Tensor | None,
     logits: Tensor | None,
 ) -> None:
-    if (hidden.data_ptr() | weight.data_ptr()) & 15:
+    whole_tiles = logits is None or logits.shape[1] % COLUMNS == 0
+    if (hidden.data_ptr() | weight.data_ptr()) & 15 or not whole_tiles:
         return anchor.tile_statistics(buffers, hidden, weight, targets, inv_temperature, kept, probs, logits)
     maps = [tensor_map(hidden, 128, 64), tensor_map(weight, 128, 64)]
     if probs is not None:

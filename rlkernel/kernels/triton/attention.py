@@ -18,7 +18,7 @@ from torch import Tensor
 from rlkernel.contract.orders import ATTENTION_SPLIT
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.attention_backward import attention_backward as attention_backward
-from rlkernel.kernels.triton.attention_backward import check_sequences, descriptors
+from rlkernel.kernels.triton.attention_backward import check_grid, descriptors
 from rlkernel.kernels.triton.attention_pages import in_a_row, slots_in_a_row
 from rlkernel.kernels.triton.attention_pages import store_kv_ as store_kv_
 from rlkernel.kernels.triton.attention_splits import (
@@ -389,18 +389,19 @@ def _forward(
         lse = torch.empty(t, h, dtype=torch.float32, device=q.device)
     if t == 0:
         return out, lse
-    check_sequences(batch)
     kind = family(q)
     chosen = tile is None
     tile = tile or forward_tile(max_q * group, d, q.element_size(), kind)
     tiles, splits = cdiv(max_q * group, tile.rows), cdiv(max_k, split)
+    check_grid(batch, tiles * hk, max_seqlen_q=max_q)
     # One tile of rows, as in decode, takes the kernel of the parts for one split too: it needs fewer registers.
     in_parts = tiles == 1 and (splits > 1 or table is not None)
     if in_parts and splits > 1 and parts_bytes(t, h, d, splits) > SCRATCH_BYTES:  # so many rows fill a GPU without
         in_parts = False
     mode = PARTIAL.value if in_parts else ONE_SPLIT.value if splits <= 1 else MERGE.value
     side_by_side = min(splits, max(2, PARTIAL_GRID // (batch * hk)))
-    boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma else (None, None)
+    # A descriptor of no rows is none.
+    boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma and len(k) else (None, None)
     many = chosen and window is None and mode != PARTIAL.value and max_q * group >= GROUPS_ROWS
     if long is not None and many and boxes[0] is not None:
         long(q, k, v, cu_q, lens, max_q, max_k, scale, split, room, out, lse)

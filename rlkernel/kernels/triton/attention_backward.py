@@ -318,15 +318,22 @@ def dkv_kernel(
 
 # ---- tiles and launcher --------------------------------------------------------------------------
 
-MOST_SEQUENCES = 65535  # in the last dimension of a grid
+MOST_SEQUENCES, MOST_PROGRAMS = 65535, (1 << 31) - 1  # in a grid's last dimension; in all of them: the launcher's int
 
 
-def check_sequences(batch: int) -> None:
-    """Raises ValueError where a grid cannot hold so many sequences."""
+def check_grid(batch: int, programs: int, **lengths: int) -> None:
+    """Raises ValueError where a grid cannot hold so many sequences, with so many programs each by these lengths: the
+    launcher would start none and say nothing."""
     if batch > MOST_SEQUENCES:
         raise ValueError(
             f"attention: cu_seqlens_q has borders of {batch} sequences; a GPU takes {MOST_SEQUENCES} a call, split the "
             "batch"
+        )
+    if batch * programs > MOST_PROGRAMS:
+        raise ValueError(
+            f"attention: {batch} sequences with {', '.join(f'{k}={n}' for k, n in lengths.items())} need "
+            f"{batch * programs} programs; a GPU takes {MOST_PROGRAMS} a call, pass the longest sequence's length or "
+            "split the batch"
         )
 
 
@@ -392,13 +399,15 @@ def attention_backward(
     top, delta = torch.empty(2, hk, t * group, dtype=torch.float32, device=q.device)
     block_d = next_power_of_2(d, 16)
     shape: dict[str, Any] = {"HK": hk, "GROUP": group, "D": d, "BLOCK_D": block_d}
-    check_sequences(batch)
     # As many keys as there are, or more, are all of them: the kernels compute a row's last key from it in 32 bits.
     numbers = (
         t, k.shape[0], q.stride(0), k.stride(0), v.stride(0), min(window or 0, k.shape[0]), scale * LOG2E.value, scale,
     )  # fmt: skip
     kind = family(q)
     for_dq, for_dkv = tiles or backward_tiles(d, q.element_size(), kind)
+    tiles_q = triton.cdiv(max_seqlen_q * group, for_dq["BLOCK_M"])
+    tiles_k = triton.cdiv(max_seqlen_k, for_dkv["BLOCK_M"])
+    check_grid(batch, max(tiles_q, tiles_k) * hk, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     with on_device(q):
         boxes: Any = (None, None)
         if t > 0:
@@ -406,12 +415,12 @@ def attention_backward(
                 dout, out, lse, top, delta, t, **shape, BLOCK_M=32, num_warps=4, **options()
             )
             boxes = descriptors(k, v, for_dq["BLOCK_N"])
-            dq_kernel[(triton.cdiv(max_seqlen_q * group, for_dq["BLOCK_M"]), hk, batch)](
+            dq_kernel[(tiles_q, hk, batch)](
                 dout, q, *boxes, k, v, top, delta, cu_q, cu_k, dq, *numbers, **shape, HAS_WINDOW=window is not None,
                 TMA=boxes[0] is not None, BRANCH=kind == "hopper", **for_dq, **options(matmul=True),
             )  # fmt: skip
             boxes = descriptors(q, dout, for_dkv["BLOCK_N"], group)
-        dkv_kernel[(triton.cdiv(max_seqlen_k, for_dkv["BLOCK_M"]), hk, batch)](
+        dkv_kernel[(tiles_k, hk, batch)](
             *boxes, dout, q, k, v, top, delta, cu_q, cu_k, dk, dv, *numbers, **shape, HAS_WINDOW=window is not None,
             TMA=boxes[0] is not None, BRANCH=kind == "hopper", **for_dkv, **options(matmul=True),
         )  # fmt: skip
