@@ -96,6 +96,15 @@ def figures(folder: Path) -> list[Row]:
                            [row for row in trl if row["ours"] == "rlkernel, main_grad"], lambda row: row["peak_gib"],
                            lambda v: v <= MEMORY_GIB, " GiB"))  # fmt: skip
 
+    # Prompts: callers leave their rows out before the call, as both trainers do, or hand over all of them.
+    without = [row for row in against if row["op"].endswith("rows left out") and row["ours"] == "rlkernel"]
+    within = [row for row in against if row["anchor"].endswith("rows left out")]
+    for what, found in (
+        ("linear_logprob, rows without gradient left out", without),
+        ("linear_logprob over all rows, TRL without those that have no gradient", within),
+    ):
+        lines.append(_line(what, "TRL chunked", "< 1x of its time", found, _time, lambda v: v < 1.0))
+
     rows = _rows(folder, "bench_memory_bound")
     for op, high in (("logprob", 0.33), ("logprob fwd+bwd", 0.75)):
         lines.append(_line(f"{op}, 4096 x 151936", "HBM", f"<= {high} ms", [row for row in rows if row["op"] == op],
