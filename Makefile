@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`. Both set up .venv first.
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both set up .venv first. `make help` lists all.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -10,9 +10,12 @@ PYTEST_ARGS ?=
 # vLLM for CPUs, TRL and transformers at fixed versions, for tests/integrations. Not beside a CUDA build of torch.
 INTEGRATIONS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo yes)
 
-.PHONY: demo test test-gpu bench sanitize docs lint setup setup-integrations chromium clean
+.PHONY: help demo test test-gpu bench sanitize docs lint setup setup-integrations chromium clean
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready  ## .venv with rlkernel, its tests and its linters
+
+help:                  ## these lines
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1: \2/p' $(MAKEFILE_LIST)
 
 $(VENV)/.ready: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)

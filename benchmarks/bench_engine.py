@@ -5,6 +5,7 @@ The workload is nano-vllm's benchmark (random token ids, random weights). Needs 
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import sys
@@ -27,6 +28,7 @@ ROUNDS = 3
 
 def main() -> int:
     """Prints tokens per second and writes `bench_engine.json`."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     if not torch.cuda.is_available():
         print("bench_engine: torch sees no CUDA GPU; nothing is measured")
         return 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -43,6 +44,7 @@ def run(name: str) -> dict[str, str | float]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rows = []
     for name in DEMOS:
         rows.append(run(name))

@@ -6,6 +6,7 @@ time over ours; "reached" asks it of every case that the line names. As a script
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -140,7 +141,12 @@ def figures(folder: Path) -> list[Row]:
 def main() -> int:
     """Prints the figures of the folder given, by default the H200's."""
     root = Path(os.environ.get("RLKERNEL_RESULTS", Path(__file__).resolve().parent / "results"))
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else root / "nvidia-h200"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?")
+    given = parser.parse_args().folder
+    folder = given or root / "nvidia-h200"
+    if given and not given.is_dir():
+        parser.error(f"{folder} is no folder of results; benchmarks/results has one a GPU")
     for line in figures(folder):
         print(f"{line['op']:46} {line['reach']:24} {line['measured']:44} {line['reached']}")
     return 0
