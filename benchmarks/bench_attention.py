@@ -2,6 +2,9 @@
 
 Forward and paged decode beside FlashAttention-3 (which vLLM brings), backward beside cuDNN through torch; head dim 128,
 causal, bf16. An anchor that is not installed leaves its columns empty. A ratio above 1 means rlkernel is faster.
+
+"ours" names what ran: "triton", the common kernel, or "certified: NAME", a schedule that took its place; such a line is
+followed by the common kernel's own, timed in the same rounds with all schedules switched off.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,11 @@ from results_io import write_result
 from timing import interleaved, share_of_roofline
 
 from rlkernel import ops
+from rlkernel.contract.orders import ATTENTION_SPLIT
+from rlkernel.kernels import schedule, select
 
 D = 128
+SCALE = D**-0.5
 PAGE = 16
 PREFILL = ((1, 8192, 16, 8), (8, 2048, 16, 8), (1, 32768, 16, 8))  # sequences, tokens of each, H, HK
 DECODE = ((256, 1024, 16, 8), (64, 4096, 32, 8), (4, 32768, 32, 8))  # sequences, keys of each, H, HK
@@ -33,9 +39,9 @@ DECODE = ((256, 1024, 16, 8), (64, 4096, 32, 8), (4, 32768, 32, 8))  # sequences
 Run = Callable[[], object]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
-    """One line of the table; `flops` or, for decode, `moved` bytes turn times into rates."""
+    """One or two lines of the table; `flops` or, for decode, `moved` bytes turn times into rates."""
 
     op: str
     shape: tuple[int, ...]  # B, T, H, HK, D
@@ -44,6 +50,20 @@ class Case:
     anchor_name: str
     flops: float
     moved: float
+    ran: str  # what `ours` runs: "cpp" on a CPU, "triton", "certified: NAME"
+
+
+def ran(op: str, device: str, call: Callable[[Callable[..., None]], object] | None = None) -> str:
+    """What computes an op here; `call(long)` calls the Triton kernel's function, with `long` for long prefill."""
+    implementation = select.choose(op, device).implementation
+    if implementation != "certified" or call is None:
+        return implementation
+    from rlkernel.kernels.cuda.attention import prefill
+    from rlkernel.kernels.verdicts import ANCHOR
+
+    chosen: list[str] = []
+    call(lambda *given: chosen.append(prefill.chosen(*given)))
+    return f"certified: {chosen[0]}" if chosen and chosen[0] != ANCHOR else "triton"
 
 
 def flash_attention_3() -> Callable[..., Any] | None:
@@ -72,21 +92,22 @@ def prefill(
     flops, size = 4 * b * t * t * h * D / 2, q.element_size()
     moved = (2 * q.numel() + k.numel() + v.numel()) * size
     shape = (b, t, h, hk, D)
+
+    def common(long: Callable[..., None]) -> object:
+        from rlkernel.kernels.triton.attention import attention
+
+        return attention(q, k, v, cu, cu, t, t, SCALE, None, ATTENTION_SPLIT, long=long)
+
     forward = None
     if fa3 is not None:
         limits = {"max_seqlen_q": t, "max_seqlen_k": t, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
         forward = lambda: fa3(q, k, v, causal=True, fa_version=3, num_splits=1, **limits)
     yield Case(
-        "attention",
-        shape,
-        lambda: ops.attention(q, k, v, cu, max_seqlen_q=t),
-        forward,
-        "FlashAttention-3",
-        flops,
-        moved,
-    )
+        "attention forward", shape, lambda: ops.attention(q, k, v, cu, max_seqlen_q=t), forward, "FlashAttention-3",
+        flops, moved, ran("attention", device, common),
+    )  # fmt: skip
     out, lse = ops.attention(q, k, v, cu, max_seqlen_q=t)
-    saved = (dout, q, k, v, out, lse, cu, cu, t, t, D**-0.5, None)
+    saved = (dout, q, k, v, out, lse, cu, cu, t, t, SCALE, None)
     # torch's attention takes batched heads; keys and values are repeated, as its cuDNN path has no grouped backward.
     wide = [x.view(b, t, -1, D).transpose(1, 2).repeat_interleave(h // x.shape[1], 1) for x in (q, k, v)]
     leaves = [x.contiguous().requires_grad_() for x in wide]
@@ -96,7 +117,7 @@ def prefill(
     yield Case(
         "attention backward", shape, lambda: torch.ops.rlkernel.attention_backward(*saved),
         lambda: torch.autograd.grad(found, leaves, g, retain_graph=True), "cuDNN" if cuda else "torch",
-        2.5 * flops, 2 * moved,
+        2.5 * flops, 2 * moved, ran("attention_backward", device),
     )  # fmt: skip
 
 
@@ -116,8 +137,15 @@ def decode(
         paged = {"cu_seqlens_q": cu, "seqused_k": lens, "block_table": table}
         anchor = lambda: fa3(q, kc, vc, causal=True, fa_version=3, **paged, **limits)
     ours = lambda: ops.paged_attention(q, kc, vc, table, cu, lens, **limits)
+
+    def common(long: Callable[..., None]) -> object:
+        from rlkernel.kernels.triton.attention import paged_attention
+
+        return paged_attention(q, kc, vc, table, cu, lens, 1, length, SCALE, None, ATTENTION_SPLIT, long=long)
+
     moved = (2 * b * length * hk + 2 * b * h) * D * q.element_size()
-    return Case("paged decode", (b, length, h, hk, D), ours, anchor, "FlashAttention-3", 0, moved)
+    by = ran("paged_attention", device, common)
+    return Case("paged decode", (b, length, h, hk, D), ours, anchor, "FlashAttention-3", 0, moved, by)
 
 
 def cases(device: str, dtype: torch.dtype, fa3: Callable[..., Any] | None) -> Iterator[Case]:
@@ -129,18 +157,25 @@ def cases(device: str, dtype: torch.dtype, fa3: Callable[..., Any] | None) -> It
         yield decode(b, length, h, hk, dtype, device, fa3)
 
 
-def measure(case: Case, dtype: torch.dtype, cuda: bool, rounds: int) -> dict[str, Any]:
-    """One row: times, their ratio, and the rates of both."""
-    sides = [case.ours] if case.anchor is None else [case.ours, case.anchor]
-    ours_ms, *rest = interleaved(sides, cuda, rounds)
-    anchor_ms = rest[0] if rest else None
+def without_schedules(run: Run) -> Run:
+    """`run` with every schedule switched off: the common kernel."""
+
+    def common() -> object:
+        with schedule.without():
+            return run()
+
+    return common
+
+
+def row(case: Case, dtype: torch.dtype, ours_ms: float, anchor_ms: float | None) -> dict[str, Any]:
+    """One line: times, their ratio, and the rates of both."""
     amount, unit = (case.flops, "tflops") if case.flops else (case.moved, "tb_per_s")
     return {
         "op": case.op,
         "shape": case.shape,
         "dtype": str(dtype).removeprefix("torch."),
-        "ours": "triton" if cuda else "cpu",
-        "anchor": case.anchor_name if rest else None,
+        "ours": case.ran,
+        "anchor": case.anchor_name if anchor_ms else None,
         "ours_ms": ours_ms,
         "anchor_ms": anchor_ms,
         "ratio": anchor_ms / ours_ms if anchor_ms else None,
@@ -148,6 +183,17 @@ def measure(case: Case, dtype: torch.dtype, cuda: bool, rounds: int) -> dict[str
         f"anchor_{unit}": amount / anchor_ms * 1e-9 if anchor_ms else None,
         "share_of_roofline": share_of_roofline(ours_ms, case.flops, case.moved),
     }
+
+
+def measure(case: Case, dtype: torch.dtype, cuda: bool, rounds: int) -> list[dict[str, Any]]:
+    """The case's line; where a schedule ran, then the common kernel's, of the same rounds."""
+    lines = [case]
+    if case.ran.startswith("certified"):
+        lines.append(replace(case, ours=without_schedules(case.ours), ran="triton"))
+    sides = [line.ours for line in lines]
+    times = interleaved(sides if case.anchor is None else [*sides, case.anchor], cuda, rounds)
+    anchor_ms = None if case.anchor is None else times[-1]
+    return [row(line, dtype, ours_ms, anchor_ms) for line, ours_ms in zip(lines, times, strict=False)]
 
 
 def main() -> None:
@@ -162,11 +208,16 @@ def main() -> None:
     fa3 = flash_attention_3() if cuda else None
     rows = []
     for case in cases(args.device, dtype, fa3):
-        row = measure(case, dtype, cuda, args.rounds)
-        rows.append(row)
-        rates = ", ".join(f"{key} {row[key]:.4g}" for key in row if key.endswith(("tflops", "tb_per_s")) and row[key])
-        anchor = f"{row['anchor']} {row['anchor_ms']:9.4f} ms  ratio {row['ratio']:.3f}" if row["anchor"] else "alone"
-        print(f"{row['op']:20} {row['shape']!s:26} {row['ours_ms']:9.4f} ms  {anchor}  {rates}", flush=True)
+        for line in measure(case, dtype, cuda, args.rounds):
+            rows.append(line)
+            rates = [f"{key} {line[key]:.4g}" for key in line if key.endswith(("tflops", "tb_per_s")) and line[key]]
+            by = (
+                f"{line['anchor']} {line['anchor_ms']:9.4f} ms  ratio {line['ratio']:.3f}"
+                if line["anchor"]
+                else "alone"
+            )
+            print(f"{line['op']:18} {line['shape']!s:24} {line['ours']:22} {line['ours_ms']:9.4f} ms  {by}  "
+                  f"{', '.join(rates)}", flush=True)  # fmt: skip
     print(f"wrote {write_result('bench_attention', rows)}")
 
 

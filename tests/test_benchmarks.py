@@ -150,6 +150,59 @@ def test_figures_take_times_of_the_right_rows(tmp_path: Path) -> None:
     assert line(tmp_path, "the same, bf16 probabilities kept")["measured"] == "not measured"
 
 
+@pytest.mark.parametrize("name,ran", (("hopper.skip", "certified: hopper.skip"), ("anchor", "triton")))
+def test_attention_lines_name_the_schedule_of_their_call(name: str, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    import bench_attention as bench
+
+    from rlkernel.kernels.cuda.attention import prefill
+    from rlkernel.kernels.triton import attention as triton
+
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(triton, "descriptors", lambda *_: (object(), object()))  # keys that the copy engine can fetch
+    monkeypatch.setattr(prefill, "chosen", lambda *given: asked.append(prefill.family.key(*given)) or name)
+    t, cu = 1024, torch.tensor([0, 1024], dtype=torch.int32)
+    q, k, v = (torch.zeros(t, heads, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    call = lambda long: triton.attention(q, k, v, cu, cu, t, t, 0.1, None, 2048, long=long)
+    assert bench.ran("attention", "cuda", call) == ran and len(asked) == 1
+    assert bench.ran("attention", "cuda", lambda long: None) == "triton", "decode: long prefill has no part in it"
+    assert bench.ran("attention_backward", "cuda") == "triton"
+    assert bench.ran("attention", "cpu", call) in ("cpp", "reference")
+
+
+def test_a_schedules_line_of_attention_is_followed_by_the_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_attention as bench
+
+    from rlkernel.kernels import schedule
+
+    seen: list[bool] = []
+    case = bench.Case("attention forward", (1, 2, 3, 4, 5), lambda: seen.append(schedule._is_off("hopper")),
+                      lambda: None, "FlashAttention-3", 1e9, 1e6, "certified: hopper")  # fmt: skip
+    rows = bench.measure(case, torch.bfloat16, cuda=False, rounds=2)
+    assert [row["ours"] for row in rows] == ["certified: hopper", "triton"]
+    assert {row["anchor_ms"] for row in rows} == {rows[0]["anchor_ms"]} and rows[0]["anchor_ms"] is not None
+    assert sorted(set(seen)) == [False, True] and seen.count(True) == seen.count(False)
+    (row,) = bench.measure(bench.replace(case, ran="triton", anchor=None), torch.bfloat16, cuda=False, rounds=1)
+    assert row["ours"] == "triton" and row["anchor"] is row["ratio"] is None
+
+
+def test_the_anchors_figure_of_attention_is_its_own(tmp_path: Path) -> None:
+    row = {"op": "attention forward", "anchor": "FlashAttention-3"}
+    rows = [
+        {**row, "ours": "certified: hopper.skip", "ratio": 0.83},
+        {**row, "ours": "triton", "ratio": 0.58},
+        {**row, "ours": "triton", "ratio": 0.61},
+        {**row, "op": "attention", "ours": "triton", "ratio": 0.99},  # an old record, which does not say what ran
+    ]
+    result(tmp_path, "bench_attention", rows)
+    found = line(tmp_path, "attention, Triton anchor, forward")
+    assert (found["measured"], found["reached"]) == ("0.58, 0.61", "no")
+    found = line(tmp_path, "the same, certified kernel")
+    assert (found["measured"], found["reached"]) == ("0.83", "yes")
+    result(tmp_path, "bench_attention", rows[3:])
+    assert line(tmp_path, "attention, Triton anchor, forward")["measured"] == "not measured"
+
+
 def test_sanitizer_passes_only_what_it_could_have_failed() -> None:
     good = {"what": "linear", "errors": 0, "exit_status": 0}
     assert sanitize.passed(good)

@@ -11,6 +11,8 @@ from ops.op_checks import rand
 from torch import Tensor
 
 from rlkernel.contract import assert_bitwise
+from rlkernel.kernels import schedule
+from rlkernel.kernels.schedule import ScheduledOp
 
 DEVICE = "cuda"
 ROWS = (1, 2, 16, 33, 64, 256, 1000)
@@ -40,3 +42,20 @@ def assert_rows_alone(run: Callable[..., Any], batch: tuple[Tensor | None, ...],
         for i, (s, w) in enumerate(zip((some,) if isinstance(some, Tensor) else some, whole, strict=True)):
             assert_bitwise(s, w[piece], f"{what}, rows {piece.start}:{piece.stop} alone, tensor {i}")
     return len(cases)
+
+
+def faster_schedule(op: ScheduledOp, run: Callable[[], object]) -> str:
+    """The one schedule of `op` that `run` runs through, in strict mode; it must have been found faster than the anchor,
+    and no other one faster than it."""
+    op.forget()
+    with schedule.strict():
+        run()
+        ran = list(op._runs.values())
+    assert len(set(ran)) == 1, f"{op.family.op}: {len(ran)} classes ran"
+    found = [(key, name) for key, bound in op._bound.items() for name, fn in bound.items() if fn is ran[0]]
+    assert len(found) == 1, f"{op.family.op}: the anchor ran, of {op.verdicts()}"
+    ((key, name),) = found
+    verdict = op._verdicts[key]
+    times = {trial.name: trial.ms for trial in verdict.trials if trial.ms is not None}
+    assert times[name] == min(times.values()) < verdict.anchor_ms, f"{op.family.op}: {name} ran, {verdict}"
+    return name

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.gpu_checks import faster_schedule
 from ops.attention_paths import (
     Sequence,
     check_gradients,
@@ -214,15 +215,16 @@ def test_long_queries_without_keys() -> None:
 
 @on_hopper
 def test_long_prefill_is_certified_and_chosen(record: Record) -> None:
-    """Through the ops, packed and from pages: schedules are offered, certified, and switched off without a trace."""
+    """Through the ops, packed and from pages: schedules are offered, certified, faster than the anchor, so one of them
+    runs, and switched off without a trace."""
     from rlkernel.kernels import schedule
     from rlkernel.kernels.cuda import attention as module
 
     batch = batch_of([4500, 3000, 70], 2, 8, 128, torch.bfloat16)
     runs = {"packed": lambda: packed(batch), "pages": lambda: paged(batch, [[4500], [3000], [70]], 16)}
     for name, run in runs.items():
-        with schedule.strict():
-            found = run()
+        assert faster_schedule(module.prefill, run) in ("hopper", "hopper.skip", "gluon")
+        found = run()
         with schedule.without():
             same(found, run(), f"{name}, without schedules")
         for group in ("hopper", "gluon"):
