@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import compress, pairwise
-from operator import add, attrgetter, le
+from functools import lru_cache
+from itertools import chain, compress
+from operator import add, is_, le
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rlkernel.kernels import stock
 from rlkernel.ops._library import check, check_number, define, is_stock
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
+_LISTS = ("params", "masters", "exp_avgs", "exp_avg_sqs", "grads")
 
 
 class GradNorm(NamedTuple):
@@ -99,12 +102,46 @@ def adamw_(
         zero_grad: sets the gradients to 0 in the same pass, also where the update is skipped.
 
     Raises:
-        ValueError: lists, shapes, devices or numbers do not fit; the message names list and index.
+        ValueError: lists, shapes, devices or numbers do not fit, or memory that is written is shared; the message names
+            list and index. Nothing is written then.
         TypeError: a dtype does not fit, or what must be a tensor is none (a gradient that is None).
 
     Source:
         Loshchilov and Hutter, arXiv:1711.05101.
     """
+    calls = checked(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        lr=lr,
+        step=step,
+        masters=masters,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        scale=scale,
+        zero_grad=zero_grad,
+    )
+    run(calls)
+
+
+def checked(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    lr: float,
+    step: int,
+    masters: Sequence[Tensor] | None,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    scale: Tensor | None,
+    zero_grad: bool,
+) -> list[tuple[Any, ...]]:
+    """The arguments of the calls that `run` makes for `adamw_`; raises what `adamw_` does and writes nothing."""
     _check_lists("adamw_", params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
     check(len(params) > 0, lambda: "adamw_: params is empty; pass at least one parameter")
     if masters is None:
@@ -112,10 +149,11 @@ def adamw_(
     else:
         _check_lists("adamw_", masters=masters)
     check_number("adamw_", "lr", lr, "finite in float32 and at least 0", 0.0)
-    check(
-        len(betas) == 2 and all(0 <= b < 1 for b in betas),
-        lambda: f"adamw_: betas={betas} must be two numbers in [0, 1)",
-    )
+    try:
+        fits = len(betas) == 2 and all(0 <= b < 1 for b in betas)
+    except TypeError:
+        raise TypeError(f"adamw_: betas={betas!r}; expected two numbers in [0, 1)") from None
+    check(fits, lambda: f"adamw_: betas={betas} must be two numbers in [0, 1)")
     expected = "finite in float32 and at least 1.4e-45, a parameter without a gradient divides by it"
     check_number("adamw_", "eps", eps, expected)
     check_number("adamw_", "weight_decay", weight_decay, "finite in float32 and at least 0", 0.0)
@@ -123,41 +161,44 @@ def adamw_(
         isinstance(step, int) and 1 <= step < 1 << 63,
         lambda: f"adamw_: step={step!r} must be a whole number of at least 1, the first update",
     )
-    for name, tensors in (
-        ("params", params),
-        ("grads", grads),
-        ("exp_avgs", exp_avgs),
-        ("exp_avg_sqs", exp_avg_sqs),
-        ("masters", masters),
-    ):
-        _check_tensors("adamw_", name, tensors)
-    shapes, device = [p.shape for p in params], params[0].device
-    for name, tensors, dtypes in (
-        ("params", params, DTYPES),
-        ("grads", grads, DTYPES),
-        ("exp_avgs", exp_avgs, FP32),
-        ("exp_avg_sqs", exp_avg_sqs, FP32),
-        ("masters", masters, FP32),
-    ):
-        _check_list("adamw_", name, tensors, None if tensors is params else shapes, device, dtypes)
+    _check_tensors("adamw_", "params", params[:1])
+    device = params[0].device
+    dtypes = _check_list("adamw_", "params", params, None, device, DTYPES)
+    shapes = [p.shape for p in params]
+    dtypes += _check_list("adamw_", "grads", grads, shapes, device, DTYPES)
+    _check_list("adamw_", "exp_avgs", exp_avgs, shapes, device, FP32)
+    _check_list("adamw_", "exp_avg_sqs", exp_avg_sqs, shapes, device, FP32)
+    if masters is not params or set(dtypes[: len(params)]) != {torch.float32}:
+        _check_list("adamw_", "masters", masters, shapes, device, FP32)
     _check_scalar("adamw_", "scale", scale, device)
-    own = [p is w for p, w in zip(params, masters, strict=True)]
-    if not torch.compiler.is_compiling():
-        # an fp32 parameter and its master may also be two views of one memory
-        foreign = [
-            None if p is w or (p.dtype == w.dtype and p.data_ptr() == w.data_ptr()) else w
-            for p, w in zip(params, masters, strict=True)
-        ]
-        written = {"params": params, "masters": foreign, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-        _check_apart({**written, "grads": grads} if zero_grad else written)
-    op = stock.adamw_ if is_stock() else _adamw
+    own = list(map(is_, params, masters))
+    if _lies_in_memory(params[0]):
+        lists = (params, () if all(own) else masters, exp_avgs, exp_avg_sqs, grads)
+        shared = _shared(tuple([_starts(t) for t in lists]), tuple(shapes), tuple(dtypes), bool(zero_grad))
+        if shared is not None:
+            raise ValueError(
+                f"adamw_: {shared[0]} and {shared[1]} share memory; each tensor needs its own, and a parameter that "
+                "layers share is passed once"
+            )
+    calls = []
     for kind in sorted(set(own)):
         chosen = [o == kind for o in own]
         w, g, m, v, p = (list(compress(ts, chosen)) for ts in (masters, grads, exp_avgs, exp_avg_sqs, params))
         # A parameter that is its own master is written once.
-        op(w, g, m, v, [] if kind else p, scale, lr, betas[0], betas[1], eps, weight_decay, step, zero_grad)
-    if not torch.compiler.is_compiling():  # autograd then notices a backward through weights that have changed
-        torch.autograd.graph.increment_version([*params, *masters])
+        calls.append((w, g, m, v, [] if kind else p, scale, lr, *betas, eps, weight_decay, step, zero_grad))
+    return calls
+
+
+@torch.no_grad()
+def run(calls: Sequence[tuple[Any, ...]]) -> None:
+    """The update that `checked` returned."""
+    op = stock.adamw_ if is_stock() else _adamw
+    for call in calls:
+        op(*call)
+        if not torch.compiler.is_compiling():  # autograd then notices a backward through what has changed
+            masters, grads, exp_avgs, exp_avg_sqs, params = call[:5]
+            zeroed = grads if call[-1] else ()
+            torch.autograd.graph.increment_version([*masters, *exp_avgs, *exp_avg_sqs, *params, *zeroed])
 
 
 @torch.no_grad()
@@ -190,7 +231,7 @@ def grad_norm(
     check(len(grads) > 0, lambda: "grad_norm: grads is empty; pass at least one gradient")
     if max_norm is not None:
         check_number("grad_norm", "max_norm", max_norm, "above 0 in float32; None is no limit", most=math.inf)
-    _check_tensors("grad_norm", "grads", grads)
+    _check_tensors("grad_norm", "grads", grads[:1])
     device = grads[0].device
     _check_list("grad_norm", "grads", grads, None, device, DTYPES)
     _check_scalar("grad_norm", "loss_scale", loss_scale, device)
@@ -224,52 +265,83 @@ def _check_list(
     shapes: Sequence[torch.Size] | None,
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """Every tensor contiguous, on the device, of its shape in `shapes` (None: any) and of one of `dtypes`."""
+) -> list[torch.dtype]:
+    """Every tensor contiguous, on the device, of its shape in `shapes` (None: any) and of one of `dtypes`; theirs."""
     if shapes is not None:
         expected = len(shapes)
         check(len(tensors) == expected, lambda: f"{op}: {name} has {len(tensors)} tensors, params {expected}")
-    if (  # comprehensions, since there are hundreds of tensors: the loop below names the first bad one
-        all([t.dtype in dtypes for t in tensors])
-        and (shapes is None or [t.shape for t in tensors] == shapes)
-        and all([t.device == device for t in tensors])
-        and all([t.is_contiguous() for t in tensors])
-    ):
-        return
+    try:
+        found = [t.dtype for t in tensors]
+        if (  # comprehensions, since there are hundreds of tensors: the loop below names the first bad one
+            set(found) <= set(dtypes)
+            and (shapes is None or [t.shape for t in tensors] == shapes)
+            and [t.device for t in tensors] == [device] * len(tensors)
+            and all([t.is_contiguous() for t in tensors])
+        ):
+            return found
+    except AttributeError:  # no tensor
+        pass
+    _check_tensors(op, name, tensors)
     wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     advice = "; pass fp32 master weights as masters" if name == "masters" else ""
+    found = [t.dtype for t in tensors]
     for i, (t, shape) in enumerate(zip(tensors, shapes or [t.shape for t in tensors], strict=True)):
         if t.dtype not in dtypes:
             raise TypeError(f"{op}: {name}[{i}] is {t.dtype}, expected {wanted}{advice}")
+        if t.layout != torch.strided:
+            raise TypeError(f"{op}: {name}[{i}] is {t.layout}; expected a dense tensor, pass x.to_dense()")
         if t.shape != shape:
             raise ValueError(f"{op}: {name}[{i}] is {tuple(t.shape)}, params[{i}] {tuple(shape)}; they must be equal")
         if t.device != device:
             raise ValueError(f"{op}: {name}[{i}] is on {t.device}, others on {device}; move it there")
         if not t.is_contiguous():
             raise ValueError(f"{op}: {name}[{i}] {tuple(t.shape)} is not contiguous; keep it contiguous")
+    return found
 
 
-def _check_apart(written: dict[str, Sequence[Tensor | None]]) -> None:
-    """Raises ValueError where two of the tensors share memory: each would be updated from the other's results."""
-    tensors = [t for ts in written.values() for t in ts if t is not None]
-    starts = list(map(Tensor.data_ptr, tensors))  # maps, since there are thousands: the loop below names the first pair
-    ends = sorted(map(add, starts, map(attrgetter("nbytes"), tensors)))
-    starts.sort()
-    if all(map(le, ends, starts[1:])):
-        return
-    named = [
-        (t.data_ptr(), t.nbytes, f"{n}[{i}]")
-        for n, ts in written.items()
-        for i, t in enumerate(ts)
-        if t is not None and t.numel() > 0
+def _lies_in_memory(x: Tensor) -> bool:
+    """Whether the tensors have addresses: while traced, and on the meta device, they have none."""
+    return not (torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor))
+
+
+def _starts(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(map(Tensor.data_ptr, tensors))
+
+
+@lru_cache(maxsize=64)  # a set of tensors comes again each step: to find it takes a fifth of sorting it
+def _shared(
+    starts: tuple[tuple[int, ...], ...],  # addresses of the tensors of _LISTS; no masters: they are the parameters
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],  # of params, then of grads; the others are fp32
+    zero_grad: bool,
+) -> tuple[str, str] | None:
+    """Names of two tensors that share memory which the update writes: one would be updated from the other's results."""
+    sizes, own = [s.numel() for s in shapes], dtypes[: len(shapes)]
+    fp32 = [4 * n for n in sizes]
+    lengths = [[n * d.itemsize for n, d in zip(sizes, ds, strict=True)] for ds in (own, dtypes[len(shapes) :])]
+    ends = [list(map(add, at, n)) for at, n in zip(starts, (lengths[0], fp32, fp32, fp32, lengths[1]), strict=True)]
+    if all(map(le, sorted(chain(*ends)), sorted(chain(*starts))[1:])):
+        return None
+    spans = [
+        (start, end, k, i)
+        for k, (at, to) in enumerate(zip(starts, ends, strict=True))
+        for i, (start, end) in enumerate(zip(at, to, strict=True))
+        if start < end
     ]
-    named.sort()
-    for (at, size, one), (start, _, other) in pairwise(named):
-        if at + size > start:
-            raise ValueError(
-                f"adamw_: {one} and {other} share memory; each tensor needs its own, and a parameter that layers share "
-                "is passed once"
-            )
+    spans.sort()
+    reach, written_reach = [(0, 0, 0)] * 2  # the last byte of the spans before, and which one that is
+    for start, end, k, i in spans:
+        # an fp32 parameter and its master may also be two views of one memory
+        if _LISTS[k] == "masters" and own[i] == torch.float32 and start == starts[0][i]:
+            continue
+        written = zero_grad or _LISTS[k] != "grads"
+        before = reach if written else written_reach
+        if before[0] > start:
+            return f"{_LISTS[before[1]]}[{before[2]}]", f"{_LISTS[k]}[{i}]"
+        reach = max(reach, (end, k, i))
+        if written:
+            written_reach = max(written_reach, (end, k, i))
+    return None
 
 
 def _check_scalar(op: str, name: str, x: Tensor | None, device: torch.device) -> None:

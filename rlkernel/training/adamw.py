@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import ops
+from rlkernel.ops import adamw as update
 
 
 class AdamW(torch.optim.Optimizer):
@@ -51,26 +51,26 @@ class AdamW(torch.optim.Optimizer):
     ) -> Any:
         """One update; `scale` and `zero_grad` as in `ops.adamw_`.
 
-        A step that a `scale` which is not finite skips on the device is counted all the same: the host does not know.
+        All groups are checked before anything is written, and an update is counted once it was made: a step that raised
+        for bad input may be repeated. One that a `scale` which is not finite skips on the
+        device is counted all the same: the host does not know.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        updates = []  # all are checked before the first one writes
         for group in self.param_groups:
-            rows: dict[
-                int, list[tuple[Tensor, ...]]
-            ] = {}  # by the number of the update, which the bias correction asks
+            rows: dict[int, list[tuple[Any, ...]]] = {}  # by the number of the update, which the bias correction asks
             for p in group["params"]:
                 grad = gradient(p)
                 if grad is not None:
                     state = self._state_of(p)
-                    state["step"] = int(state["step"]) + 1
-                    row = (p, grad, state["exp_avg"], state["exp_avg_sq"], state.get("master", p))
-                    rows.setdefault(state["step"], []).append(row)
+                    row = (p, grad, state["exp_avg"], state["exp_avg_sq"], state.get("master", p), state)
+                    rows.setdefault(int(state["step"]) + 1, []).append(row)
             for step, chosen in rows.items():
-                params, grads, exp_avgs, exp_avg_sqs, masters = zip(*chosen, strict=True)
-                ops.adamw_(
+                params, grads, exp_avgs, exp_avg_sqs, masters, states = zip(*chosen, strict=True)
+                calls = update.checked(
                     params,
                     grads,
                     exp_avgs,
@@ -84,10 +84,16 @@ class AdamW(torch.optim.Optimizer):
                     scale=scale,
                     zero_grad=zero_grad,
                 )
+                updates.append((calls, step, params, states))
+        for calls, step, params, states in updates:
+            update.run(calls)
+            for p, state in zip(params, states, strict=True):
+                self.state[p].update(state, step=step)
         return loss
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
-        state = self.state[p]
+        """The state of a parameter with what it lacks; kept only once it was updated."""
+        state = dict(self.state.get(p, ()))
         if not state:
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)

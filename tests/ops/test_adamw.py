@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_checks import DTYPES, assert_reference_equal, differs, rand, with_threads
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlkernel import ops
 from rlkernel.contract import assert_accurate, assert_bitwise
@@ -316,6 +318,28 @@ def test_weights_that_change_are_seen_by_autograd() -> None:
         loss.backward()
 
 
+def test_what_is_written_has_a_new_version() -> None:
+    for dtype in DTYPES:
+        for zero_grad in (False, True):
+            state = State([4, 6], param=dtype)
+            lists = state.lists()
+            before = {name: [t._version for t in tensors] for name, tensors in lists.items()}
+            state.update(1, zero_grad=zero_grad)
+            for name, tensors in lists.items():
+                changed = [t._version > v for t, v in zip(tensors, before[name], strict=True)]
+                assert changed == [zero_grad or name != "grads"] * 2, f"{name}, zero_grad={zero_grad}, {dtype}"
+    leaf = torch.ones(4, requires_grad=True)
+    grad = leaf * 2
+    loss = (grad * grad).sum()
+    ops.adamw_(*([torch.ones(4)], [grad.detach()], *([torch.zeros(4)] for _ in "mv")), lr=0.1, step=1, zero_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        state = State([4])
+        state.update(1)
+    state.update(2)
+
+
 def test_opcheck_and_compile() -> None:
     def inputs() -> list[list[Tensor]]:
         state = State([5, 40], param=torch.bfloat16)
@@ -357,6 +381,7 @@ def arguments(**change: Any) -> dict[str, Any]:
         ({"grads": [torch.zeros(4), torch.zeros(6, device="meta")]}, ValueError, r"grads\[1\] is on meta, others on c"),
         ({"masters": None}, TypeError, r"masters\[0\] is torch.bfloat16, expected float32; pass fp32 master weights"),
         ({"lr": -1.0}, ValueError, "lr=-1.0"),
+        ({"betas": None}, TypeError, "betas=None; expected two numbers"),
         ({"betas": (0.9, 1.0)}, ValueError, r"betas=\(0.9, 1.0\)"),
         ({"eps": 0.0}, ValueError, "eps=0.0"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay=-0.1"),
@@ -368,6 +393,23 @@ def arguments(**change: Any) -> dict[str, Any]:
 def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"adamw_: {message}"):
         ops.adamw_(**arguments(**change))
+
+
+def test_tensors_without_memory() -> None:
+    def state() -> State:
+        return State([4, 6], param=torch.bfloat16)
+
+    meta = {name: [t.to("meta") for t in tensors] for name, tensors in state().lists().items()}
+    assert ops.adamw_(**meta, lr=1e-3, step=1, zero_grad=True) is None
+    with FakeTensorMode() as mode, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fake = {name: [mode.from_tensor(t) for t in tensors] for name, tensors in state().lists().items()}
+        ops.adamw_(**fake, lr=1e-3, step=1, zero_grad=True)
+    for name in state().lists():
+        lists = state().lists()
+        lists[name][1] = lists[name][1].to_sparse()
+        with pytest.raises(TypeError, match=rf"adamw_: {name}\[1\] is torch.sparse_coo; .* pass x.to_dense\(\)"):
+            ops.adamw_(**lists, lr=1e-3, step=1)
 
 
 def test_bad_input_of_the_norm() -> None:
@@ -394,12 +436,23 @@ def test_tensors_that_share_memory_are_refused() -> None:
         r"params\[0\] and params\[1\]": lambda: update([shared] * 2, new(), new(), new()),
         r"params\[0\] and params\[1\] ": lambda: update([p[:4], p[1:]], new(), new(), new()),
         r"exp_avgs\[0\] and exp_avgs\[1\]": lambda: update(new(), new(), [shared] * 2, new()),
-        r"exp_avg_sqs\[1\] and exp_avgs\[1\]": lambda: update(new(), new(), [*new(1), shared], [*new(1), shared]),
+        r"exp_avgs\[1\] and exp_avg_sqs\[1\]": lambda: update(new(), new(), [*new(1), shared], [*new(1), shared]),
         r"masters\[0\] and masters\[1\]": lambda: update(halves, new(), new(), new(), masters=[shared] * 2),
         r"grads\[0\] and grads\[1\]": lambda: update(new(), [shared] * 2, new(), new(), zero_grad=True),
     }.items():
         with pytest.raises(ValueError, match=f"adamw_: {what.strip()} share memory; .* is passed once"):
             call()
+    for what, place in {r"params\[1\]": 0, r"exp_avgs\[1\]": 2, r"exp_avg_sqs\[1\]": 3, r"masters\[1\]": 4}.items():
+        for gradient in (p[1:], p[:4]):
+            lists = [new() if i or place == 0 else halves for i in range(5)]
+            lists[1][0], lists[place][1] = gradient, p[:4]
+            with pytest.raises(ValueError, match=rf"grads\[0\] and {what}|{what} and grads\[0\]"):
+                update(*lists[:4], masters=lists[4] if place else lists[0])
+    update(new(), [p[:4], p[1:]], new(), new())  # read only
+    update(new(), [shared] * 2, new(), new())
+    update(halves, new(), new(), new(), masters=new())
+    same = new()
+    update(same, new(), new(), new(), masters=[t.view(4) for t in same])
     update(p.split([2, 1, 2]), *[list(torch.ones(5).split([2, 1, 2])) for _ in range(3)])  # neighbours
     empty = torch.ones(0)
     update([*new(1), empty, empty], *[[*new(1), empty, empty] for _ in range(3)])

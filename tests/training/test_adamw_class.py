@@ -140,6 +140,27 @@ def test_main_grads_clipping_and_skipping() -> None:
     assert not any(p.main_grad.any() for p in params) and optimizer.state[params[0]]["step"] == 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_that_raises_changes_and_counts_nothing(dtype: torch.dtype) -> None:
+    a, b = parameters(torch.float32, dtype)
+    optimizer = AdamW([{"params": [a]}, {"params": [b]}], lr=0.1)
+    c, d = parameters(torch.float32, dtype)
+    train([c, d], AdamW([{"params": [c]}, {"params": [d]}], lr=0.1), range(2))
+    with pytest.raises(ValueError, match=r"grads\[0\] \(40, 3\) is not contiguous"):
+        b.main_grad = torch.ones(3, 40).t()  # type: ignore[attr-defined]
+        train([a, b], optimizer, range(1))
+    assert not optimizer.state, "neither counts nor masters, for weights may be loaded before the step is repeated"
+    del b.main_grad  # type: ignore[attr-defined]
+    train([a, b], optimizer, range(1))
+    optimizer.param_groups[1]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="lr=nan"):
+        train([a, b], optimizer, range(1, 2))
+    optimizer.param_groups[1]["lr"] = 0.1
+    assert [optimizer.state[p]["step"] for p in (a, b)] == [1, 1]
+    train([a, b], optimizer, range(1, 2))
+    assert_same([a, b], [c, d])
+
+
 @pytest.mark.parametrize("name", ("maximize", "amsgrad"))
 def test_a_state_with_what_is_not_computed_is_refused(name: str) -> None:
     p = torch.nn.Parameter(torch.ones(3))
