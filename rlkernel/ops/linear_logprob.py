@@ -25,12 +25,13 @@ KEEP_CHANNELS = 768
 """Fewer channels make a logit's product cheaper than its way to memory and back."""
 
 
-def kept_width(tokens: int, channels: int, vocab: int, keep_bytes: int) -> int:
-    """Entries of the vocabulary, in pairs of tiles, whose fp32 logits of all tokens fit into `keep_bytes`."""
+def kept_width(tokens: int, channels: int, vocab: int, keep_bytes: float) -> int:
+    """Entries of the vocabulary, in pairs of tiles, whose fp32 logits of all tokens fit into `keep_bytes`; inf: all."""
     pair = 2 * VOCAB_TILE
     if tokens == 0 or channels < KEEP_CHANNELS:
         return 0
-    return min(keep_bytes // (4 * pair * tokens), -(-vocab // pair)) * pair
+    every = -(-vocab // pair)
+    return pair * (every if keep_bytes == math.inf else min(int(keep_bytes) // (4 * pair * tokens), every))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -114,7 +115,7 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,  # or [T] fp32
     kept: Tensor | None = None,  # [T, ceil(V/32)] int32
     keep_probs: bool = False,
-    keep_bytes: int = KEEP_BYTES,
+    keep_bytes: float = KEEP_BYTES,  # a whole number or inf
 ) -> LogProb:  # logp, entropy, lse: [T] fp32
     """`logprob(linear(hidden, weight, out_dtype=torch.float32), targets, ...)` to the bit, in bounded memory.
 
@@ -130,12 +131,12 @@ def linear_logprob(
             from rounded probabilities, so their bits are others; those of logp are the same. Without autograd, and
             for an entropy gradient, it has no effect.
         keep_bytes: hold fp32 logits of as many entries of the vocabulary as fit from the forward to the backward, which
-            then computes those of the others alone. No bit depends on it. Without autograd, with `keep_probs`, on the
+            then computes those of the others alone; a whole number, or inf for all of them. No bit depends on it. Without autograd, with `keep_probs`, on the
             CPU and below 768 channels, where computing them is cheaper, it has no effect.
 
     Raises:
-        ValueError: shapes, dtypes or temperatures do not fit, V is not in [1, 2^23), or keep_bytes is negative; the
-            message names it.
+        ValueError: shapes, dtypes or temperatures do not fit, V is not in [1, 2^23), or keep_bytes is negative
+            or a fraction; the message names it.
         TypeError: an argument is no tensor, or hidden of another dtype than these.
         IndexError: a target outside the vocabulary (CPU).
         RuntimeError: temperature asks for a gradient.
@@ -155,7 +156,12 @@ def linear_logprob(
     check_vocabulary("linear_logprob", "weight", v)
     check_targets("linear_logprob", targets, t)
     check_kept("linear_logprob", kept, t, v)
-    check_number("linear_logprob", "keep_bytes", keep_bytes, "at least 0", 0, math.inf)
+    expected = "a whole number of at least 0, or inf, which keeps all"
+    check_number("linear_logprob", "keep_bytes", keep_bytes, expected, 0, math.inf)
+    check(
+        keep_bytes == math.inf or keep_bytes == int(keep_bytes),
+        lambda: f"linear_logprob: keep_bytes={keep_bytes} must be {expected}",
+    )
     inverse = inverse_temperature("linear_logprob", temperature, hidden)
     if is_stock():
         return LogProb(*stock.linear_logprob(hidden, weight, targets, inverse, kept))

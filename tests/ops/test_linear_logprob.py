@@ -320,6 +320,9 @@ def test_kept_width() -> None:
 
     assert kept_width(8192, 4096, 151936, 1 << 30) == 32768
     assert kept_width(100, 4096, 151936, 1 << 40) == 152064  # everything, in whole pairs of tiles
+    assert kept_width(8192, 4096, 151936, math.inf) == 152064
+    widths = [kept_width(8192, 4096, 151936, keep) for keep in (1e9, 10**9)]
+    assert widths == [30464] * 2 and all(isinstance(width, int) for width in widths)
     assert kept_width(8192, 4096, 151936, 0) == kept_width(8192, 64, 151936, 1 << 30) == kept_width(0, 4096, 9, 1) == 0
 
 
@@ -405,7 +408,9 @@ def test_memory_is_bounded() -> None:
         ({"temperature": 0.0}, ValueError, "temperature=0.0 must be positive"),
         ({"temperature": torch.tensor([1.0, -2.0, 1.0])}, ValueError, r"linear_logprob: temperature\[1\] is -2"),
         ({"kept": torch.zeros(3, 1, dtype=torch.int32)}, ValueError, r"kept is \(3, 1\)"),
-        ({"keep_bytes": -1}, ValueError, "keep_bytes=-1 must be at least 0"),
+        ({"keep_bytes": -1}, ValueError, "keep_bytes=-1 must be a whole number of at least 0, or inf"),
+        ({"keep_bytes": 256.5}, ValueError, "keep_bytes=256.5 must be a whole number of at least 0, or inf"),
+        ({"keep_bytes": math.nan}, ValueError, "keep_bytes=nan must be a whole number"),
     ),
 )
 def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:
