@@ -131,8 +131,9 @@ def linear_logprob(
             from rounded probabilities, so their bits are others; those of logp are the same. Without autograd, and
             for an entropy gradient, it has no effect.
         keep_bytes: hold fp32 logits of as many entries of the vocabulary as fit from the forward to the backward, which
-            then computes those of the others alone; a whole number, or inf for all of them. No bit depends on it. Without autograd, with `keep_probs`, on the
-            CPU and below 768 channels, where computing them is cheaper, it has no effect.
+            then computes those of the others alone; a whole number, or inf for all of them. No bit depends on it.
+            Without autograd, with `keep_probs`, on the CPU and below 768 channels, where computing them is cheaper, it
+            has no effect.
 
     Raises:
         ValueError: shapes, dtypes or temperatures do not fit, V is not in [1, 2^23), or keep_bytes is negative
