@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from rlkernel.kernels.certification import KINDS, Schedule, raises
 from rlkernel.kernels.cuda import driver, policy_loss_hopper
 from rlkernel.kernels.cuda import policy_loss as cuda
 from rlkernel.kernels.errors import BuildError
+from rlkernel.kernels.policy_loss import LOSS_TYPES
 from rlkernel.kernels.reference import policy_loss as reference
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.triton import policy_loss as anchor
@@ -49,8 +52,8 @@ def call(tokens: int = 1 << 17, batch: int = 128, **more: Any) -> tuple[Any, ...
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sample_is_of_its_class(kind: str, mean: bool, masked: bool) -> None:
     shape = SHAPE._replace(masked=masked, mean=mean)
-    few, many = cuda.rows_of(shape)
-    for tokens in (few, many):
+    few, more, many = cuda.rows_of(shape)
+    for tokens in (few, more, many):
         given = cuda.sample(shape, tokens, kind, torch.Generator().manual_seed(0))
         logp, _, advantages, borders, mask, *_ = given
         assert (len(logp), int(borders[0]), int(borders[-1])) == (tokens, 0, tokens)
@@ -66,6 +69,26 @@ def test_a_sample_is_of_its_class(kind: str, mean: bool, masked: bool) -> None:
             assert bool((counted == 0).any()) and bool((counted > 0).any())
     assert cuda.key(*given) == shape and tokens % 16, "the copy engine may not fetch the last tokens"
     assert 0 in cuda.RAGGED and max(cuda.RAGGED) > 2048, "empty sequences, and ones of several segments"
+
+
+@pytest.mark.parametrize("mean", (False, True))
+def test_samples_are_of_every_form_of_their_class(mean: bool) -> None:
+    shape = SHAPE._replace(mean=mean)
+    named = ("grpo", "gspo") if mean else ("bnpo", "dr_grpo", "dapo")
+    for loss_type in named:
+        given = call(loss_type=loss_type)
+        assert cuda.key(*given) == shape, "the class admits it"
+    assert {cuda.key(*call(loss_type=x)) for x in set(LOSS_TYPES) - set(named)}.isdisjoint({shape})
+    found = set()
+    for kind in KINDS:
+        for tokens in cuda.rows_of(shape)[:2] + [1 << 17]:
+            given = dict(zip(NAMES, cuda.sample(shape, tokens, kind, torch.Generator().manual_seed(0)), strict=True))
+            way = (given["normalizer"] is not None) + 2 * (given["divisor"] is not None)
+            if kind != "wide":  # whose sums are NaN
+                found.add((given["loss_type"], way))
+    assert found == set(itertools.product(named, (0, 1, 2)))
+    first = cuda.sample(shape, 1 << 17, KINDS[0], torch.Generator())
+    assert (first[9], first[8], first[18]) == ("grpo" if mean else "dapo", None, None), "what is timed"
 
 
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
@@ -127,7 +150,7 @@ def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(clock, "milliseconds", milliseconds)
     monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
-    monkeypatch.setattr(cuda, "rows_of", lambda key: [sum(cuda.RAGGED)])
+    monkeypatch.setattr(cuda, "rows_of", lambda key: [sum(cuda.RAGGED), 2 * sum(cuda.RAGGED), (1 << 16) + 1])
 
     def make(*schedules: Schedule) -> ScheduledOp:
         family = dataclasses.replace(
@@ -172,6 +195,30 @@ def test_the_kernel_is_chosen_where_it_is_equal(op: Any) -> None:
         made.call(*given)
     with schedule.strict(), pytest.raises(UncertifiedError, match=r"policy_loss .*needs NVRTC"):
         made.call(*given)
+
+
+PLANTS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "tensor": lambda given: given["normalizer"] is not None,
+    "number": lambda given: given["divisor"] is not None,
+    "type": lambda given: given["loss_type"] not in ("grpo", "dapo"),
+    "type, number": lambda given: given["loss_type"] not in ("grpo", "dapo") and given["divisor"] is not None,
+    "type, tensor": lambda given: given["loss_type"] not in ("grpo", "dapo") and given["normalizer"] is not None,
+}
+
+
+@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize("mean", (False, True))
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_loss_that_is_wrong_for_one_form_is_refused(plant: str, mean: bool, masked: bool, op: Any) -> None:
+    """However the sum is divided and whatever the class admits: it has been compared."""
+
+    def planted(*given: Any) -> tuple[Tensor, ...]:
+        out = reference.policy_loss(*given)
+        return (out[0] * 2, *out[1:]) if PLANTS[plant](dict(zip(NAMES, given, strict=True))) else out
+
+    made = op(Schedule("planted", lambda key: planted))
+    (trial,) = made.verdict_of(SHAPE._replace(mean=mean, masked=masked)).trials
+    assert not trial.certified and trial.first["result"] == 0
 
 
 @pytest.mark.parametrize("masked", (False, True))

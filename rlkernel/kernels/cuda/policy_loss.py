@@ -7,6 +7,7 @@ may take its place (cuda/policy_loss_hopper.py) and their certification.
 from __future__ import annotations
 
 import functools
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,19 @@ from torch import Tensor
 
 from rlkernel.contract import orders
 from rlkernel.kernels import policy_loss as shared
-from rlkernel.kernels.certification import Family, First, Instead, Key, Run, Runs, Schedule, describe, device_of, values
+from rlkernel.kernels.certification import (
+    KINDS,
+    Family,
+    First,
+    Instead,
+    Key,
+    Run,
+    Runs,
+    Schedule,
+    describe,
+    device_of,
+    values,
+)
 from rlkernel.kernels.cuda import driver, policy_loss_hopper
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common, policy_loss_batch, policy_loss_tokens
@@ -24,6 +37,8 @@ from rlkernel.kernels.triton import policy_loss as anchor
 LEAST, MOST = 18, 24  # powers of two of the tokens by which classes differ, every second one; fewer have no schedule
 SHORTEST, LONGEST = 8, 14  # the same of a sequence's average
 RAGGED = (700, 1, 0, 1024, 1500, 37, 5000, 1025, 3, 4, 0, 1023, 130, 2048)
+TIMES = (1, 2)  # that the ragged sequences are compared: with the class's own, more samples than a class has forms
+WAYS = ("count", "number", "tensor")  # by which the sum is divided: an own count, what a caller says
 
 # ---- shape classes -------------------------------------------------------------------------------
 
@@ -90,17 +105,34 @@ def warm(runs: Runs, first: First, instead: Instead) -> Run:
 
 
 def rows_of(key: Key) -> list[int]:
-    return [sum(RAGGED), Shape(*key).tokens - 13]  # type: ignore[arg-type]
+    return [*(n * sum(RAGGED) for n in TIMES), Shape(*key).tokens - 13]  # type: ignore[arg-type]
+
+
+def forms_of(s: Shape) -> list[tuple[str, str]]:
+    """Loss types that a class admits, with each of `WAYS`."""
+    types = [
+        x for x in shared.LOSS_TYPES if shared.form_code(x) == shared.CLIPPED and shared.sequence_mean(x) == s.mean
+    ]
+    types.sort(key=lambda x: x not in ("grpo", "dapo"))  # the usual ones are timed
+    return list(product(types, WAYS))
+
+
+def _form(s: Shape, times: int, kind: str) -> tuple[str, str]:
+    """The form of a sample. Whatever is drawn, all forms have a sample of finite sums."""
+    finite = [k for k in KINDS if k != "wide"]
+    forms, turn = forms_of(s), 0 if kind == "wide" else finite.index(kind)
+    return forms[(times * len(finite) + turn) % len(forms)]
 
 
 def sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s, device = Shape(*key), generator.device  # type: ignore[arg-type]
-    if tokens == sum(RAGGED):
-        sizes = torch.tensor(RAGGED, device=device)
+    times = next((n for n in TIMES if tokens == n * sum(RAGGED)), 0)
+    if times:
+        sizes = torch.tensor(RAGGED * times)
     else:  # between nothing and twice the average
-        sizes = torch.rand(common.cdiv(tokens, s.length), device=device, generator=generator)
-    ends = sizes.double().cumsum(0)
-    cu_seqlens = torch.cat((ends[:1] * 0, ends * (tokens / ends[-1]))).round().to(torch.int32)
+        sizes = torch.rand(common.cdiv(tokens, s.length), device=device, generator=generator).cpu()
+    ends = sizes.double().cumsum(0)  # on the host: of a GPU's, torch's deterministic mode has none
+    cu_seqlens = torch.cat((ends[:1] * 0, ends * (tokens / ends[-1]))).round().to(device, torch.int32)
     batch = len(sizes)
     apart, logp = (values(kind, 1, tokens, torch.float32, generator)[0] for _ in range(2))
     old_logp = logp - (apart if kind == "wide" else apart.clamp(-60.0, 60.0)) * 0.3  # ratios beyond fp32 are for "wide"
@@ -117,10 +149,11 @@ def sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tupl
         mask[int(cu_seqlens[batch // 2]) : int(cu_seqlens[batch // 2 + 1])] = False
         if kind != "wide":
             mask[odd] = False  # else the batch's sums are NaN
-    loss_type = "grpo" if s.mean else "dapo"
+    loss_type, way = _form(s, times, kind)
+    normalizer = torch.full((), 0.37 * tokens, dtype=torch.float32, device=device) if way == "tensor" else None
     return (
-        logp, old_logp, advantages, cu_seqlens, mask, None, None, None, None, loss_type, False, 0.2, 0.28, None, 0.0,
-        "k3", 0.0, None, None,
+        logp, old_logp, advantages, cu_seqlens, mask, None, None, None, normalizer, loss_type, False, 0.2, 0.28, None,
+        0.0, "k3", 0.0, None, 0.61 * tokens if way == "number" else None,
     )  # fmt: skip
 
 
