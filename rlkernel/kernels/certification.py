@@ -11,6 +11,7 @@ import ctypes
 import functools
 import json
 import secrets
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -261,10 +262,28 @@ def poison(like: Sequence[Tensor]) -> None:
     _ = [torch.full_like(t, float("nan") if t.is_floating_point() else -1) for t in like]
 
 
-def _sums(arguments: tuple[Any, ...], mutates: Sequence[int]) -> list[int]:
-    """A number for each tensor that a run must leave as it is: the sum of its elements' bits as integers."""
-    given = (a for i, a in enumerate(arguments) if isinstance(a, Tensor) and i not in mutates)
-    return [int(a.view(_INT_VIEW[a.element_size()]).sum(dtype=torch.int64)) for a in given]
+def _tensors(x: Any) -> Iterator[Tensor]:
+    """The tensors among arguments, those within tuples included."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for part in x:
+            yield from _tensors(part)
+
+
+def _sums(arguments: tuple[Any, ...], mutates: Sequence[int]) -> list[list[int]]:
+    """Numbers for each tensor that a run must leave as it is: the sum of its elements' bits as integers, and for every
+    dimension the same weighted by the place in it, so that elements cannot change places unseen."""
+    found = []
+    for t in _tensors(tuple(a for i, a in enumerate(arguments) if i not in mutates)):
+        bits = t.view(_INT_VIEW[t.element_size()])
+        numbers = [bits.sum(dtype=torch.int64)]
+        for d, n in enumerate(t.shape):
+            others = [i for i in range(t.dim()) if i != d]
+            across = bits.sum(others, dtype=torch.int64) if others else bits
+            numbers.append((across * torch.arange(n, device=t.device)).sum(dtype=torch.int64))
+        found.append(torch.stack(numbers).tolist())
+    return found
 
 
 def _share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -272,6 +291,39 @@ def _share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return not places[0].isdisjoint(places[1])
 
 
+_alarm = threading.Lock()
+_tolerating, _was_strict = 0, False
+
+
+@contextlib.contextmanager
+def tolerant() -> Iterator[None]:
+    """A block in which torch's ops run although torch.use_deterministic_algorithms(True) is set: samples and library
+    calls may use some that have no deterministic implementation, and their results are compared to the bit anyway.
+
+    The mode is the process's, so it is not switched off, only told to warn: another thread's ops stay deterministic
+    where they can be. Blocks of several threads may overlap; the last one sets it back, unless somebody has changed it.
+    """
+    global _tolerating, _was_strict
+    state = lambda: (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with _alarm:
+        if _tolerating == 0:
+            _was_strict = state() == (True, False)
+            if _was_strict:
+                torch.use_deterministic_algorithms(True, warn_only=True)
+        _tolerating += 1
+    try:
+        yield
+    finally:
+        with _alarm:
+            _tolerating -= 1
+            if _tolerating == 0 and _was_strict and state() == (True, True):
+                torch.use_deterministic_algorithms(True)
+
+
+@tolerant()
 def certify(
     family: Family, key: Key, seed: int | None = None, only: Collection[str] | None = None
 ) -> tuple[Verdict, dict[str, Run]]:

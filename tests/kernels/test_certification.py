@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,40 @@ def test_a_schedule_that_writes_its_input_is_refused_and_harms_no_other() -> Non
     assert right.certified, right.reason
 
 
+def test_an_argument_within_a_tuple_and_elements_that_change_places_are_seen() -> None:
+    """Three numbers of a tuple, a swap within a row, within a column, and of places that share neither."""
+
+    def op(change: Callable[[Tensor, Tensor], object]) -> Any:
+        def run(x: Tensor, w: Tensor, more: tuple[Tensor, int]) -> Tensor:
+            y = anchor(x, w)
+            change(w, more[0])
+            return y
+
+        made = family(equal)
+        return replace(
+            made, anchor=lambda x, w, more: anchor(x, w), schedules=(Schedule("fake.run", lambda key: run),),
+            key=lambda x, w, more: made.key(x, w),
+            sample=lambda key, m, kind, g: (*made.sample(key, m, "normal", g), (torch.arange(3), 1)),
+        )  # fmt: skip
+
+    def swap(t: Tensor, one: tuple[int, ...], other: tuple[int, ...]) -> None:
+        t[one], t[other] = t[other].clone(), t[one].clone()
+
+    changes: dict[str, Callable[[Tensor, Tensor], object]] = {
+        "within a tuple": lambda w, flags: flags.zero_(),
+        "swapped within a tuple": lambda w, flags: swap(flags, (0,), (2,)),
+        "a row": lambda w, flags: swap(w, (1, 2), (1, 7)),
+        "a column": lambda w, flags: swap(w, (1, 2), (3, 2)),
+        "neither": lambda w, flags: swap(w, (0, 5), (2, 3)),
+    }
+    x, w = arguments()
+    for name, change in changes.items():
+        (trial,) = ScheduledOp(op(change)).verdict(x, w, (torch.arange(3), 1)).trials  # type: ignore[union-attr]
+        assert "writes an argument that is not its to write, at 2 rows" in trial.reason, name
+    (trial,) = ScheduledOp(op(lambda w, flags: None)).verdict(x, w, (torch.arange(3), 1)).trials  # type: ignore[union-attr]
+    assert trial.certified, "each was told anew"
+
+
 def test_a_schedule_that_returns_one_buffer_again_and_again_is_refused() -> None:
     buffers: dict[int, Tensor] = {}
 
@@ -338,6 +373,74 @@ def many_results(run: Callable[..., Any], name: str = "many.run") -> Family:
                                  grad(m, kind, g), None),
         [Schedule(name, lambda key: run)], mutates=(2, 3),
     )  # fmt: skip
+
+
+@pytest.fixture
+def mode() -> Iterator[Callable[[], tuple[bool, bool]]]:
+    """What torch's deterministic mode is: on, and whether it only warns. It is off afterwards."""
+    yield lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    torch.use_deterministic_algorithms(False)
+
+
+def puts(x: Tensor, w: Tensor) -> Tensor:
+    """Calls an op that raises in torch's deterministic mode."""
+    y = equal(x, w)
+    return y.put_(torch.tensor([0]), y[0, :1].clone())
+
+
+@pytest.mark.filterwarnings("ignore:put_ does not have:UserWarning")
+def test_torchs_deterministic_mode_stops_no_certification(mode: Callable[[], tuple[bool, bool]]) -> None:
+    plain = family(puts)
+    seen = set()
+
+    def sample(key: Any, m: int, kind: str, g: torch.Generator) -> tuple[Tensor, ...]:
+        seen.add(mode())
+        x, w = plain.sample(key, m, kind, g)
+        return x.put_(torch.tensor([0]), x[0, :1].clone()), w
+
+    made = replace(plain, sample=sample)
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
+        puts(*arguments())
+    op = ScheduledOp(made)
+    verdict = op.verdict(*arguments())
+    assert verdict is not None and verdict.trials[0].certified and not op.failures()
+    assert seen == {(True, True)}, "other threads keep what is deterministic"
+    assert mode() == (True, False)
+    for before in ((False, False), (True, True)):
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        certification.certify(made, made.key(*arguments()))
+        assert mode() == before
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("no sample")
+
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(ValueError, match="no sample"):
+        certification.certify(replace(made, sample=fails), made.key(*arguments()))
+    assert mode() == (True, False)
+
+
+def test_two_threads_that_certify_set_the_mode_back_once(mode: Callable[[], tuple[bool, bool]]) -> None:
+    torch.use_deterministic_algorithms(True)
+    began, ends = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with certification.tolerant():
+            began.set()
+            ends.wait(10)
+
+    thread = threading.Thread(target=other)
+    with certification.tolerant():
+        thread.start()
+        assert began.wait(10)
+    assert mode() == (True, True), "the other one is at it"
+    ends.set()
+    thread.join()
+    assert mode() == (True, False)
+    with certification.tolerant():
+        torch.use_deterministic_algorithms(False)
+    assert mode() == (False, False), "somebody's word in between"
 
 
 def test_every_result_is_compared_also_those_in_place() -> None:
