@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import json
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +23,15 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.bitwise import compare_bitwise
-from rlkernel.kernels import clock
+from rlkernel.kernels import clock, verdicts
 from rlkernel.kernels.errors import BuildError, LaunchError
 from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_hash
 
 KINDS = ("normal", "wide", "cancel", "zeros", "denormal")
 NONFINITE = "nonfinite"  # a further kind, for an op whose result is defined there
+ENOUGH = 1 << 14  # elements compared of each kind of values, for which samples of small results are repeated,
+MOST_SAMPLES = 512  # but no more often than this where `verdicts.LEAST` is reached: each is a launch
+SORTS = 6  # of rows, in what `values` draws
 THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -134,31 +139,39 @@ def device_of(key: Key) -> torch.device:
 
 
 def values(
-    kind: str, rows: int, k: int, dtype: torch.dtype, generator: torch.Generator, second: bool = False
-) -> Tensor:  # [rows, k]
+    kind: str, rows: int, k: int, dtype: torch.dtype, generator: torch.Generator, second: bool = False,
+    narrow: bool = False,
+) -> Tensor:  # fmt: skip  # [rows, k]
     """Values of one of `KINDS`, or NONFINITE, for an operand of a product over k.
 
-    wide: exponents spread evenly. cancel: with an operand that has `second`, sums grow large and fall back to small
-    ones half a row later. zeros: zeros of both signs, whole rows of -0. denormal: the first operand holds denormal
-    numbers of its dtype. nonfinite: a few rows whose sums overflow, or with infinities or a NaN in one place; those of
-    the operand that has `second` hold an infinity, once beside a zero.
+    wide: exponents spread evenly. cancel: with an operand that has `second`, sums grow large, by another power of two
+    in each row, and fall back to small ones half a row later, which the roundings before then show in. Both fill the
+    range of the dtype unless they are `narrow`: products then stay below 2^20. zeros: zeros of both signs, whole rows
+    of -0. denormal: the first operand holds denormal numbers of its dtype. nonfinite: a few rows whose sums overflow,
+    or with infinities or a NaN in one place; those of the operand that has `second` hold an infinity, once beside a
+    zero. Of what rows differ in, fewer than SORTS have some by chance.
 
     Raises:
         ValueError: the kind is unknown.
     """
-    narrow = dtype == torch.float16
+    half_precision = dtype == torch.float16
+    if rows < SORTS and not second and kind in ("zeros", NONFINITE):  # whose rows are of several sorts: any of them
+        chosen = torch.randperm(SORTS, device=generator.device, generator=generator)[:rows]
+        return values(kind, SORTS, k, dtype, generator)[chosen]
     x = torch.randn(rows, k, dtype=dtype, device=generator.device, generator=generator)
     if kind == "wide":
-        reach = 4 if narrow else 30
-        powers = torch.randint(-reach, reach + 1, (rows, k), dtype=torch.int8, device=x.device, generator=generator)
+        low, high = (-4, 4) if narrow else (-13, 4) if half_precision else (-30, 30)  # fp16 results stay below 2^16
+        powers = torch.randint(low, high + 1, (rows, k), dtype=torch.int8, device=x.device, generator=generator)
         x *= torch.exp2(powers.to(dtype))
     elif kind == "cancel":
         half = k // 2
         if second:
             x[:, half : 2 * half] = x[:, :half]
         else:
+            low, high = (6, 6) if narrow else (8, 13) if half_precision else (10, 18)
+            powers = torch.randint(low, high + 1, (rows, 1), dtype=torch.int8, device=x.device, generator=generator)
             for first in (1, 2):  # a third of the columns stays as it is, and is what remains of the sum
-                x[:, first:half:3] *= 64 if narrow else 1024
+                x[:, first:half:3] *= torch.exp2(powers.to(dtype))
                 x[:, half + first : 2 * half : 3] = -x[:, first:half:3]
     elif kind == "zeros":
         x *= torch.rand(rows, k, dtype=dtype, device=x.device, generator=generator) > 0.6
@@ -168,13 +181,13 @@ def values(
             x[::3] = -0.0  # all products of such a row with a positive one are -0: the sign of the chain's start shows
     elif kind == "denormal":
         if not second:
-            x *= 2.0 ** (-17 if narrow else -128)
+            x *= 2.0 ** (-17 if half_precision else -128)
     elif kind == NONFINITE:
         infinity, place = float("inf"), k // 3
         if second:
             x[1::64, place] = infinity
         else:
-            x[0::64] *= 2.0 ** (13 if narrow else 124)
+            x[0::64] *= 2.0 ** (13 if half_precision else 124)
             x[1::64, k // 2], x[2::64, k // 2], x[3::64, k // 2] = infinity, -infinity, float("nan")
             x[4::64, 0], x[4::64, k - 1] = infinity, -infinity
             x[5::64, place] = 0.0
@@ -257,6 +270,17 @@ def _difference(actual: Tensor, expected: Tensor) -> dict[str, Any] | None:
             "mismatches": int(differs.sum()), "elements": expected.numel()}  # fmt: skip
 
 
+def _first_sample(actual: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> int | None:
+    """Number of the first sample whose results differ, or None; waits for the device once where all are equal."""
+    form = lambda results: [(t.shape, t.dtype) for t in results]
+    if all(form(a) == form(b) and len(b) == len(expected[0]) for a, b in zip(actual, expected, strict=True)):
+        joined = [[torch.cat([t.flatten() for t in of]) for of in zip(*r, strict=True)] for r in (actual, expected)]
+        if first_difference(*joined) is None:
+            return None
+    pairs = enumerate(zip(actual, expected, strict=True))
+    return next((i for i, (a, b) in pairs if first_difference(a, b) is not None), None)
+
+
 def poison(like: Sequence[Tensor]) -> None:
     """Fills the blocks that the allocator hands out next: a schedule that writes nothing must not find old results."""
     _ = [torch.full_like(t, float("nan") if t.is_floating_point() else -1) for t in like]
@@ -330,7 +354,8 @@ def certify(
     """Compares every schedule that supports the shape class with the anchor, and times the equal ones.
 
     One that writes an argument which is not its to write, or returns the memory of an earlier result, is refused too:
-    its bits are right only until the next call.
+    its bits are right only until the next call. Where results are small, samples of every kind of values are drawn
+    until ENOUGH elements of it were compared.
 
     Args:
         seed: of the data; fresh by default, and part of the evidence.
@@ -364,12 +389,47 @@ def certify(
                 passing = "build" if isinstance(error, BuildError) else "run" if no_room else ""
                 refuse(schedule.name, f"not offered here: {one_line(error)}", passing=passing)
     fresh = set(bound)  # what has not been called twice with one sample yet
+    least = sys.maxsize  # elements compared of a kind
+
+    def repeat(kind: str, compared: int) -> int:
+        """Further samples of a kind, `compared` elements of which were compared: queued first, then compared."""
+        if not compared:
+            return 0
+        drawn: list[int] = []  # their rows
+        expected: list[list[Tensor]] = []
+        given: dict[str, list[list[Tensor]]] = {name: [] for name in bound}
+        for m in itertools.cycle(rows):
+            if not bound or compared >= (verdicts.LEAST if len(drawn) >= MOST_SAMPLES else ENOUGH):
+                break
+            arguments = family.sample(key, m, kind, generator)
+            drawn.append(m)
+            expected.append(results(family.anchor, arguments, family.mutates))
+            for name in list(bound):
+                try:
+                    given[name].append(results(bound[name], arguments, family.mutates))
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    refuse(name, f"raised at {m} rows, {kind}: {one_line(error)}", passing="run")
+            compared += sum(t.numel() for t in expected[-1])
+        for name in list(bound):
+            at = _first_sample(given[name], expected)
+            if at is None:
+                trials[name].elements += sum(t.numel() for of in expected for t in of)
+            else:
+                first = first_difference(given[name][at], expected[at]) or {}
+                refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": drawn[at], **first})
+        return compared
+
     with torch.no_grad():
-        for kind in family.kinds:
+        for number, kind in enumerate(family.kinds):
+            generator.manual_seed(seed + number)  # whatever was refused before, which ends repetition
+            compared = 0
             for m in rows:
                 state = generator.get_state()
                 arguments = family.sample(key, m, kind, generator)
                 expected = results(family.anchor, arguments, family.mutates)
+                compared += sum(t.numel() for t in expected)
                 sums = _sums(arguments, family.mutates)
                 returns = len(expected) > sum(arguments[i] is not None for i in family.mutates)
                 for name in list(bound):
@@ -397,13 +457,19 @@ def certify(
                             refuse(name, f"writes an argument that is not its to write, at {m} rows, {kind}")
                         generator.set_state(state)  # the others get the sample as it was
                         arguments = family.sample(key, m, kind, generator)
+            least = min(least, repeat(kind, compared))
+        for name in list(bound) if least < verdicts.LEAST else ():
+            refuse(name, f"compared in {least} elements of a kind of values; {verdicts.LEAST} are asked for")
         arguments = family.sample(key, rows[-1], KINDS[0], generator)
         candidates = {name: functools.partial(run, *arguments) for name, run in bound.items()}
         times = clock.milliseconds({ANCHOR: functools.partial(family.anchor, *arguments), **candidates}, device)
     for name in bound:
         trials[name].ms = times[name]
         trials[name].note = getattr(bound[name], "note", "")
-        trials[name].reason = f"equal in {trials[name].elements} elements{trials[name].note}"
+        trials[name].least = least
+        trials[
+            name
+        ].reason = f"equal in {trials[name].elements} elements, at least {least} of a kind of values{trials[name].note}"
     found = Verdict(identity(family, key), rows, list(family.kinds), seed, times[ANCHOR], list(trials.values()))
     return found, bound
 

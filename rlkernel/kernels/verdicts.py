@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import platform
 import re
 import subprocess
@@ -22,7 +23,8 @@ import torch
 
 from rlkernel.kernels import build
 
-FORMAT = 2  # of the files; another number means that a file is not read
+FORMAT = 3  # of the files; another number means that a file is not read
+LEAST = 1 << 12  # elements compared of each kind of values, below which nothing is certified or believed
 ANCHOR = "anchor"  # name of what defines the bits, in a verdict
 
 
@@ -34,6 +36,7 @@ class Trial:
         certified: equal to the anchor in every comparison.
         reason: why not, else how much was compared.
         elements: number of elements compared.
+        least: the same of the kind of values of which fewest were; 0 where refused.
         first: where it first differed: kind, rows, index, actual, expected, ulps, mismatches, elements; also `result`,
             the tensor's number, where the op has several.
         ms: milliseconds at the largest row count, None where refused.
@@ -46,6 +49,7 @@ class Trial:
     certified: bool
     reason: str
     elements: int = 0
+    least: int = 0
     first: dict[str, Any] | None = None
     ms: float | None = None
     note: str = ""
@@ -124,19 +128,23 @@ def read(path: Path) -> Verdict | None:
         for trial in trials:
             _of_type(asdict(trial), _TRIAL)
             _of_type(trial.first or _FIRST, {name: object for name in _FIRST})
+            trial.ms = None if trial.ms is None else _time(trial.ms)
+            if trial.certified and trial.least < LEAST:
+                raise ValueError(f"{trial.name} is certified by {trial.least} elements of a kind of values")
         identity = dict(data["identity"])
         _of_type(identity, {"op": str, "shape": dict})
-        return Verdict(
-            identity, list(data["rows"]), list(data["kinds"]), int(data["seed"]), float(data["anchor_ms"]), trials
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        _of_type(data, {"rows": list, "kinds": list, "seed": int})
+        if not 0 <= data["seed"] < 1 << 62:
+            raise ValueError(f"seed is {data['seed']}")
+        return Verdict(identity, data["rows"], data["kinds"], data["seed"], _time(data["anchor_ms"]), trials)
+    except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
         _ignore(path, error)
         return None
 
 
 _TRIAL: dict[str, Any] = {
-    "name": str, "certified": bool, "reason": str, "elements": int, "first": dict | None, "ms": float | int | None,
-    "note": str, "passing": str,
+    "name": str, "certified": bool, "reason": str, "elements": int, "least": int, "first": dict | None,
+    "ms": float | int | None, "note": str, "passing": str,
 }  # fmt: skip
 _FIRST = dict.fromkeys(("kind", "rows", "index", "actual", "expected", "mismatches", "elements"))
 
@@ -146,6 +154,13 @@ def _of_type(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for name, kind in wanted.items():
         if not isinstance(found[name], kind):
             raise TypeError(f"{name} is {found[name]!r}")
+
+
+def _time(ms: Any) -> float:
+    """Milliseconds as a finite number, not below 0; an integer may be larger than any float."""
+    if isinstance(ms, bool) or not isinstance(ms, (int, float)) or not 0.0 <= float(ms) < math.inf:
+        raise ValueError(f"a time is {ms!r}")
+    return float(ms)
 
 
 def keep(path: Path, data: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import warnings
@@ -33,7 +34,7 @@ from rlkernel.kernels import build, certification, schedule
 from rlkernel.kernels.certification import Family, Schedule, values
 from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.verdicts import ANCHOR
+from rlkernel.kernels.verdicts import ANCHOR, FORMAT
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -146,13 +147,19 @@ def trial(**fields: Any) -> Callable[[dict[str, Any]], object]:
 
 
 DAMAGE: dict[str, str | Callable[[dict[str, Any]], object]] = {
-    "empty": "", "cut": "{", "list": "[]", "short": '{"format": 2}',
-    "types": '{"format": 2, "identity": 3, "trials": [{}]}',
+    "empty": "", "cut": "{", "list": "[]", "short": '{"format": 3}',
+    "types": '{"format": 3, "identity": 3, "trials": [{}]}',
     "nested": "[" * 100_000, "no op": lambda data: data["identity"].pop("op"),
     "shape": lambda data: data["identity"].update(shape=[1]), "ms": trial(ms="fast"), "name": trial(name=["a"]),
     "reason": trial(reason=["a"], passing="run"), "passing": trial(passing=None),
     "first": trial(first={"kind": "wide"}),
     "certified": trial(certified=1), "more": trial(other=1), "anchor": lambda data: data.update(anchor_ms=None),
+    "few": trial(least=0), "ms true": trial(ms=True), "ms nan": trial(ms=math.nan), "ms huge": trial(ms=10**400),
+    "ms below": trial(ms=-1.0), "ms inf": trial(ms=math.inf), "seed inf": lambda data: data.update(seed=1e999),
+    "seed": lambda data: data.update(seed=1 << 80), "seed half": lambda data: data.update(seed=0.5),
+    "rows": lambda data: data.update(rows=3), "kinds": lambda data: data.update(kinds=None),
+    **{f"anchor {ms}": lambda data, ms=ms: data.update(anchor_ms=ms) for ms in (math.nan, math.inf, -1, True)},
+    "anchor huge": lambda data: data.update(anchor_ms=10**400),
 }  # fmt: skip
 
 
@@ -179,7 +186,7 @@ def test_a_corrupt_file_is_ignored_with_a_warning(cache: Path, damage: Any) -> N
 def test_a_file_that_is_no_verdict_stops_no_report(cache: Path) -> None:
     x, w = arguments()
     ScheduledOp(family(equal))(x, w)
-    odd = {"format": 2, "identity": {}, "rows": [], "kinds": [], "seed": 1, "anchor_ms": 1, "trials": []}
+    odd = {"format": FORMAT, "identity": {}, "rows": [], "kinds": [], "seed": 1, "anchor_ms": 1, "trials": []}
     (cache / "x.json").write_text(json.dumps(odd))
     with pytest.warns(RuntimeWarning, match=r"unreadable verdict .*x\.json"):
         assert len(schedule.report(torch.device("cpu"))) == 2
@@ -200,7 +207,7 @@ def test_a_file_of_another_format_or_identity_is_not_believed(cache: Path) -> No
     ScheduledOp(family(split_k))(x, w)
     (path,) = cache.glob("*.json")
     data = json.loads(path.read_text())
-    data["trials"][0].update(certified=True, ms=0.0)
+    data["trials"][0].update(certified=True, ms=0.0, least=1 << 14)
     for change in ({"format": 0}, {"identity": {**data["identity"], "driver": "another"}}):
         path.write_text(json.dumps({**data, **change}))
         assert ScheduledOp(family(split_k)).chosen(x, w) == ANCHOR
