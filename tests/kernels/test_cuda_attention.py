@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,12 @@ def test_a_sample_is_of_its_class(shape: cuda.Shape) -> None:
         assert cuda.key(*given) == small
         queries, keys = cuda.lengths(small, rows)
         assert cu_q.diff().tolist() == queries and all(n <= m for n, m in zip(queries, keys, strict=True))
-        assert (max_q, max_k) == (max(queries), max(keys)) and out.isnan().all() and lse.isnan().all()
+        assert (
+            (max_q > max(queries)) == (rows == sum(cuda.RAGGED))
+            and max_k == max(keys)
+            and out.isnan().all()
+            and lse.isnan().all()
+        )
         assert (lens if room else lens.diff()).tolist() == keys
         first = [i * room for i in range(len(keys))] if room else lens[:-1].tolist()
         inside = torch.zeros(len(k), dtype=torch.bool)
@@ -51,6 +57,20 @@ def test_a_sample_is_of_its_class(shape: cuda.Shape) -> None:
         for x in (k, v):
             assert x[inside].isfinite().all() and x[~inside].isnan().all()
         assert not room or len(k) - 64 == room * len(keys)
+
+
+def test_what_is_no_part_of_a_class_differs_between_its_samples() -> None:
+    given = [
+        cuda.sample(SHAPE, rows, kind, torch.Generator().manual_seed(0))
+        for kind in (*KINDS, NONFINITE)
+        for rows in cuda.rows_of(SHAPE)[:: 1 if kind == "normal" else -2]
+    ]
+    scales = {scale for *_, scale, _, _, _, _ in given}
+    assert len(scales) == len(cuda.SCALES) and any(math.frexp(scale)[0] != 0.5 for scale in scales)
+    assert given[1][7] == 64**-0.5, "what is timed"
+    for i in range(3):
+        assert {x[i].is_contiguous() for x in given} == {True, False}, "rows that lie apart"
+    assert not given[0][0].is_contiguous() and given[0][10].is_contiguous()
 
 
 @pytest.mark.parametrize("heads", ((64, 8), (28, 4), (32, 32), (16, 8), (40, 8), (32, 4), (128, 128), (14, 2)), ids=str)
@@ -226,7 +246,7 @@ def test_what_the_kernel_cannot_read_runs_the_anchor(what: str, monkeypatch: pyt
         assert ran == ["anchor"]
         return
     ((blocks, threads, *maps, arguments),) = ran
-    assert (blocks, threads, maps) == (40, 384, [(len(given[1]), 64)] * 2)
+    assert (blocks, threads, maps) == (52, 384, [(len(given[1]), 64)] * 2)
     found = {name: getattr(arguments, name) for name, _ in arguments._fields_}
     q, k, _, cu_q, lens, *_, out, lse = given
     where = {"q": q, "cu_q": cu_q, "lens": lens, "out": out, "lse": lse}

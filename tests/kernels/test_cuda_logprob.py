@@ -38,7 +38,7 @@ def logits(rows: int = 256, vocab: int = V, dtype: torch.dtype = torch.bfloat16)
 def test_a_sample_is_of_its_class(kind: str, temperature: bool) -> None:
     shape = SHAPE._replace(temperature=temperature)
     given = cuda.sample(shape, 397, kind, torch.Generator().manual_seed(0))
-    assert cuda.key(*given) == shape
+    assert cuda.key(*given) == shape and given[0].stride(0) == 1008, "rows that lie apart"
     z, targets, inverse, _ = given
     rows = reference.logprob(z.float(), targets.clamp(0, 999), inverse, None)[2]
     assert rows.isnan().sum() >= 6 and (rows == -torch.inf).sum() >= 3, "rows of every special kind"

@@ -42,6 +42,7 @@ if KNOWN:  # Gluon is no stable interface
 
 SPANS = (2048, 8192, 16384)  # keys of the longest sequence, by which classes differ in speed; the last one is open
 RAGGED = (1, 5, 129, 640)  # queries of the sequences compared first
+SCALES = (1.0, 0.37, 0.02)  # times D**-0.5, with which scores are compared: a call may have any
 TIMED, TIMED_ROWS = 8192, 1 << 17  # queries of what is compared and timed then, and (query, head) pairs, at most
 
 # ---- shape classes -------------------------------------------------------------------------------
@@ -132,13 +133,17 @@ def lengths(s: Shape, rows: int) -> tuple[list[int], list[int]]:
 def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s, device = Shape(*key), generator.device  # type: ignore[arg-type]
     queries, keys = lengths(s, rows)
+    ragged = rows == sum(RAGGED)
+    apart = ragged and not s.room  # rows lie apart, as those of one projection to queries, keys and values do
     room = anchor.room_for(max(keys)) if s.room else 0
     total = room * len(keys) if s.room else sum(keys)
     # Scores far beyond 2^24 are NaN: scale and maximum are fused. float16's ranges stay below that.
     dtype = s.dtype if kind == "denormal" else torch.float16
 
     def draw(n: int, heads: int, kind: str = kind, second: bool = False) -> Tensor:
-        return values(kind, n * heads, s.d, dtype, generator, second=second).to(s.dtype).view(n, heads, s.d)
+        drawn = values(kind, n * heads, s.d, dtype, generator, second=second, narrow=True)
+        drawn = drawn.to(s.dtype).view(n, heads, s.d)
+        return torch.cat((drawn, drawn), 1)[:, heads:] if apart else drawn
 
     def int32(x: list[int]) -> Tensor:
         return torch.tensor(x, dtype=torch.int32, device=device)
@@ -153,9 +158,14 @@ def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[
         for i, n in enumerate(keys if s.room else ()):
             x[i * room + n : (i + 1) * room] = torch.nan
     lens = int32(keys if s.room else [0, *accumulate(keys)])
-    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, dtype=torch.float32, device=device)
+    out = torch.full(q.shape, torch.nan, dtype=s.dtype, device=device)
+    lse = torch.full(q.shape[:2], torch.nan, dtype=torch.float32, device=device)
     cu_q = int32([0, *accumulate(queries)])
-    return q, k, v, cu_q, lens, max(queries), max(keys), s.d**-0.5, s.split, room, out, lse
+    max_q = max(queries)
+    if ragged:  # a bound that no sequence reaches
+        max_q = max(max_q, min(max_q + 130, _beside(s)))
+    scale = SCALES[((*KINDS, NONFINITE).index(kind) + ragged) % len(SCALES)] * s.d**-0.5
+    return q, k, v, cu_q, lens, max_q, max(keys), scale, s.split, room, out, lse
 
 
 # ---- schedules -----------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ class Sample:
         dtype = shape.dtype if kind == "denormal" else torch.float16
 
         def draw(heads: int, second: bool = False) -> Tensor:
-            drawn = certification.values(kind, total * heads, d, dtype, generator, second=second)
+            drawn = certification.values(kind, total * heads, d, dtype, generator, second=second, narrow=True)
             return drawn.to(shape.dtype).view(total, heads, d)
 
         self.q, self.k, self.v = draw(shape.heads), draw(shape.kv_heads, True), draw(shape.kv_heads)

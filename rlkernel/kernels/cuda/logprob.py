@@ -93,6 +93,8 @@ def rows_of(key: Key) -> list[int]:
 def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s, device = Shape(*key), generator.device  # type: ignore[arg-type]
     logits = values(kind, rows, s.vocab, s.dtype, generator)
+    if rows == RAGGED:  # lie apart, with what is no part of them between
+        logits = torch.nn.functional.pad(logits, (0, 8), value=float("nan"))[:, : s.vocab]
     odd = torch.arange(0, rows, 29, device=device)
     for i, value in enumerate((float("nan"), float("inf"))):
         logits[odd[i::4], (odd[i::4] * 7919) % s.vocab] = value
