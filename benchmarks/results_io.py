@@ -89,7 +89,7 @@ def write_result(
     Args:
         name: file stem and `name` in the file.
         rows: one dict a measurement: `{op, shape, dtype, ours, anchor, ours_ms, anchor_ms, ratio, share_of_roofline,
-            peak_gib}` for benchmarks, `{test, cases, tokens, mismatches}` for tests.
+            peak_gib}` for benchmarks, `{test, cases, tokens, elements, mismatches}` for tests.
         out: root folder, default `$RLKERNEL_RESULTS` or `benchmarks/results`.
         folder: folder in it, default the hardware's.
         extra: further fields of the file, or other values of those it has.

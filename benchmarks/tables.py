@@ -2,9 +2,9 @@
 
 A table stands between `<!-- table: GLOB -->` and `<!-- /table -->` in a Markdown file, GLOB relative to
 `benchmarks/results`. `<!-- table: GLOB wide -->` has one line a case and a column an implementation, `kernels` a line a
-kernel and a column a target, `sums` one line for all tests and one for their controls, `stack=NAME` a line a feature of
-that stack and a column a run of the integrations' tests. `<!-- table: FOLDER/figures -->` compares with the figures to
-reach (`figures.py`), with `short` only what was measured; the styles of the matrix of planted faults are in
+kernel and a column a target, `sums` one line for all tests and one for each kind of control, `stack=NAME` a line a
+feature of that stack and a column a run of the integrations' tests. `<!-- table: FOLDER/figures -->` compares with the
+figures to reach (`figures.py`), with `short` only what was measured; the styles of the matrix of planted faults are in
 `rlkernel_drift.power.tables`. `--check` writes nothing and fails where a table is not what its files say.
 """
 
@@ -116,21 +116,41 @@ def kernels(path: Path) -> str:
     return "\n".join(_markdown(["kernel", *targets], lines) + _source(data, path)) + "\n"
 
 
+COUNTED = (
+    "A token counts once in each comparison of two calls, whatever outputs they have; other numbers are those of no "
+    "one token: gradients of weights, sums, the optimizer's tensors."
+)
+
+
 def sums(path: Path) -> str:
-    """Of a test run's records: what was compared under the contract, and by the controls that must differ."""
+    """Of a test run's records: what was compared under the contract, and what had to differ: the controls with stock
+    ops, and wrong schedules at the first comparison in which certification saw them differ."""
     data = json.loads(path.read_text())
+    kinds = {"rlkernel": [], "control: stock ops": [], "control: wrong schedules, refused": []}
+    for row in data["rows"]:
+        kind = 2 if row.get("refused") else 1 if "control" in row["test"] else 0
+        kinds[list(kinds)[kind]].append(row)
+    counts = ["cases", "tokens", "mismatches"]
+    apart = all("elements" in row for row in data["rows"])  # not so in older records
+    counts[2:2] = ["elements"] if apart else []
     lines = []
-    for what, control in (("rlkernel", False), ("control: stock ops", True)):
-        rows = [row for row in data["rows"] if ("control" in row["test"]) == control]
-        total = lambda name, rows=rows: sum(row[name] for row in rows)
-        worst = max((row["max_abs_diff"] for row in rows), default=None)
-        lines.append([what, len(rows), total("cases"), total("tokens"), total("mismatches"), worst])
+    for what, rows in kinds.items():
+        if rows:
+            worst = max(row["max_abs_diff"] for row in rows) if not rows[0].get("refused") else None
+            lines.append([what, len(rows), *(sum(row[name] for row in rows) for name in counts), worst])
     run = data["pytest"]
     passed = run["tests"] - run["failures"] - run["errors"] - run["skipped"]
-    columns = ["log-probabilities and op results of", "tests", "cases", "tokens", "differing", "max abs diff"]
+    names = {"mismatches": "differing", "elements": "other numbers"}
+    columns = [
+        "log-probabilities and op results of",
+        "tests",
+        *(names.get(name, name) for name in counts),
+        "max abs diff",
+    ]
     head, *rest = _source(data, path)
-    counts = f"pytest: {passed} passed, {run['failures'] + run['errors']} failed, {run['skipped']} skipped."
-    return "\n".join([*_markdown(columns, lines), head, counts, *rest]) + "\n"
+    result = f"pytest: {passed} passed, {run['failures'] + run['errors']} failed, {run['skipped']} skipped."
+    note = ["", COUNTED] if apart else []
+    return "\n".join([*_markdown(columns, lines), *note, head, result, *rest]) + "\n"
 
 
 VERDICTS = ("exact", "close", "reported", "refused", "differs")

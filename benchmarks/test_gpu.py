@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SUMMED = ("cases", "tokens", "mismatches")
+SUMMED = ("cases", "tokens", "elements", "mismatches")
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 
 def _by_function(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of one parametrised test added up: cases, tokens, mismatches; other fields where all agree."""
+    """Rows of one parametrised test added up: cases, tokens, elements, mismatches; other fields where all agree."""
     merged: dict[str, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda r: r["test"]):
         name = row["test"].split("[", 1)[0]

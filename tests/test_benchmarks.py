@@ -85,6 +85,28 @@ def test_sums_keep_controls_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "3 passed, 1 failed, 1 skipped" in text
 
 
+def test_sums_are_of_what_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of no one token lie apart, and wrong schedules that were refused add nothing to what was equal."""
+    import importlib
+
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    rows = [
+        {"test": "test_rows[1]", "cases": 2, "tokens": 10, "elements": 0, "mismatches": 0},
+        {"test": "test_rows[2]", "cases": 3, "tokens": 5, "elements": 7, "mismatches": 0},
+        {"test": "test_adamw", "cases": 1, "elements": 1000, "mismatches": 0},
+        {"test": "test_wrong_is_refused", "cases": 1, "elements": 64, "mismatches": 60, "refused": True},
+        {"test": "test_control_differs", "tokens": 4, "mismatches": 3, "max_abs_diff": 0.5},
+    ]
+    merged = importlib.import_module("test_gpu")._by_function(rows)
+    counts = {"tests": 5, "failures": 0, "errors": 0, "skipped": 0}
+    text = tables.sums(result(tmp_path, "test_gpu", merged, pytest=counts))
+    assert "| tests | cases | tokens | other numbers | differing | max abs diff |" in text
+    assert "| rlkernel | 2 | 6 | 15 | 1,007 | 0 | 0 |" in text
+    assert "| control: stock ops | 1 | 0 | 4 | 0 | 3 | 0.5 |" in text
+    assert "| control: wrong schedules, refused | 1 | 1 | 0 | 64 | 60 |  |" in text
+    assert tables.COUNTED in text
+
+
 def line(folder: Path, op: str) -> dict[str, Any]:
     return next(row for row in figures.figures(folder) if row["op"] == op)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.gpu_checks import faster_schedule
+from gpu.gpu_checks import Compared, assert_rows_alone, faster_schedule, refusal, slices
 from torch import Tensor
 
 from rlkernel.kernels import clock, schedule
@@ -61,3 +61,33 @@ def test_an_anchor_that_is_the_fastest_is_seen(op: Callable[[Times], ScheduledOp
     made, x = op({"anchor": 1.0, "one": 2.0, "two": 2.0}), torch.zeros(2)
     with pytest.raises(AssertionError, match="the anchor ran"):
         faster_schedule(made, lambda: made(x))
+
+
+def test_what_was_compared_is_counted() -> None:
+    x, w = torch.randn(40, 8), torch.randn(8, 8)
+    seen = assert_rows_alone(lambda x, y, z: (x * 2, z, y[:, :3]), (x, x, None), "twice")
+    assert (seen.cases, seen.tokens, seen.elements) == (len(slices(40)), sum(s.stop - s.start for s in slices(40)), 0)
+    more = Compared()
+    more.rows([x, None, x[:, 0]], [x, None, x[:, 0]], "rows")
+    more.whole([w, w[0]], [w, w[0]], "whole")
+    more.add(tokens=5)
+    seen += more
+    assert vars(more) == {"cases": 3, "tokens": 45, "elements": 72, "mismatches": 0}
+    assert (seen.cases, seen.tokens) == (len(slices(40)) + 3, sum(s.stop - s.start for s in slices(40)) + 45)
+
+
+def test_what_differs_fails_and_is_counted() -> None:
+    x, seen = torch.zeros(4, 2), Compared()
+    with pytest.raises(AssertionError, match="some rows, tensor 1: 2 of 8 elements differ"):
+        seen.rows([x, x], [x, torch.tensor([[0.0, 1]] * 2 + [[0.0, 0]] * 2)], "some rows")
+    assert seen.mismatches == 2 and seen.cases == 0
+    with pytest.raises(AssertionError, match="rows 0:1 alone"):
+        assert_rows_alone(lambda x: x + len(x), (x,), "what knows its batch")
+    with pytest.raises(ValueError):
+        seen.rows([x], [x, x], "fewer outputs")
+
+
+def test_a_refusal_is_recorded_as_one() -> None:
+    first = {"index": [0, 1], "elements": 64, "mismatches": 60}
+    assert refusal(first) == {"cases": 1, "elements": 64, "mismatches": 60, "refused": True}
+    assert refusal(None) == {"cases": 1, "elements": 0, "mismatches": 0, "refused": True}

@@ -27,7 +27,10 @@ if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.device_count() > 1:  # whi
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`record(cases=, tokens=, mismatches=, ...)`: one row of the result file, named after the test."""
+    """`record(cases=, tokens=, elements=, mismatches=, ...)`: one row of the result file, named after the test.
+
+    What was compared, as `gpu_checks.Compared` counts it; `refused=True`: something wrong, which had to differ.
+    """
 
     def add(**fields: Any) -> None:
         _ROWS.append({"test": request.node.name, **fields})

@@ -1,8 +1,9 @@
-"""What the GPU tests share: data, and the comparison of rows alone with the rows of a batch."""
+"""What the GPU tests share: data, comparisons that count what they compared, rows alone against rows of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from ops.op_checks import rand
 from torch import Tensor
 
-from rlkernel.contract import assert_bitwise
+from rlkernel.contract import compare_bitwise
 from rlkernel.kernels import schedule
 from rlkernel.kernels.schedule import ScheduledOp
 
 DEVICE = "cuda"
 ROWS = (1, 2, 16, 33, 64, 256, 1000)
 Record = Callable[..., None]
+Outputs = Tensor | Sequence[Tensor | None]
 
 low_precision = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 
@@ -31,17 +33,63 @@ def slices(rows: int) -> list[slice]:
     return [slice(at, at + m) for m in ROWS if m <= rows for at in {0, rows - m, min(37, rows - m)}]
 
 
-def assert_rows_alone(run: Callable[..., Any], batch: tuple[Tensor | None, ...], what: str) -> int:
-    """`run` of some rows gives the bits that they have in `run` of the whole batch; returns the number of cases."""
+@dataclass
+class Compared:
+    """What a test has compared under the contract, for `record(**vars(seen))`: what was not compared does not count.
+
+    A case is one comparison of two calls. Its tokens count once, whatever outputs the calls have; `elements` are
+    numbers of no one token: gradients of weights, sums, an optimizer's tensors.
+    """
+
+    cases: int = 0
+    tokens: int = 0
+    elements: int = 0
+    mismatches: int = 0
+
+    def rows(self, found: Outputs, expected: Outputs, what: str) -> None:
+        """Outputs of two calls, with a row a token, have the same bytes."""
+        self.add(tokens=self._equal(found, expected, what)[0].shape[0])
+
+    def whole(self, found: Outputs, expected: Outputs, what: str) -> None:
+        """Outputs of two calls that have no row a token have the same bytes."""
+        self.add(elements=sum(t.numel() for t in self._equal(found, expected, what)))
+
+    def add(self, tokens: int = 0, elements: int = 0, cases: int = 1) -> None:
+        """Counts what was compared otherwise."""
+        self.cases, self.tokens, self.elements = self.cases + cases, self.tokens + tokens, self.elements + elements
+
+    def __iadd__(self, other: Compared) -> Compared:
+        self.add(other.tokens, other.elements, other.cases)
+        self.mismatches += other.mismatches
+        return self
+
+    def _equal(self, found: Outputs, expected: Outputs, what: str) -> list[Tensor]:
+        pairs = list(zip(*((t,) if isinstance(t, Tensor) else t for t in (found, expected)), strict=True))
+        for i, (ours, other) in enumerate(pairs):
+            if ours is None and other is None:
+                continue
+            report = compare_bitwise(ours, other)
+            self.mismatches += report.mismatches
+            assert not report.mismatches, f"{what}, tensor {i}: {report}"
+        return [other for _, other in pairs if other is not None]
+
+
+def refusal(first: dict[str, Any] | None) -> dict[str, Any]:
+    """What to record of something wrong that certification must refuse: the first comparison in which it differed."""
+    counts = {name: (first or {}).get(name) or 0 for name in ("elements", "mismatches")}
+    return {"cases": 1, **counts, "refused": True}
+
+
+def assert_rows_alone(run: Callable[..., Any], batch: tuple[Tensor | None, ...], what: str) -> Compared:
+    """`run` of some rows gives the bits that they have in `run` of the whole batch; returns what was compared."""
     whole = run(*batch)
     whole = (whole,) if isinstance(whole, Tensor) else tuple(whole)
-    rows = next(t.shape[0] for t in batch if t is not None)
-    cases = slices(rows)
-    for piece in cases:
+    seen = Compared()
+    for piece in slices(next(t.shape[0] for t in batch if t is not None)):
         some = run(*(None if t is None else t[piece] for t in batch))
-        for i, (s, w) in enumerate(zip((some,) if isinstance(some, Tensor) else some, whole, strict=True)):
-            assert_bitwise(s, w[piece], f"{what}, rows {piece.start}:{piece.stop} alone, tensor {i}")
-    return len(cases)
+        seen.rows(some, [None if w is None else w[piece] for w in whole],
+                  f"{what}, rows {piece.start}:{piece.stop} alone")  # fmt: skip
+    return seen
 
 
 def faster_schedule(op: ScheduledOp, run: Callable[[], object]) -> str:

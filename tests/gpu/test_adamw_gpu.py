@@ -72,7 +72,7 @@ def test_adamw_has_the_bits_of_the_cpu(record: Callable[..., None]) -> None:
                     assert_bitwise(a, b, f"{name} of {grad}, wild {wild}")
                 count, bad = compare(here, there, f"{grad}, {param}, {betas}, wild {wild}")
                 cases, elements, mismatches = cases + 1, elements + count, mismatches + bad
-    record(cases=cases, tokens=elements, mismatches=mismatches)
+    record(cases=cases, elements=elements, mismatches=mismatches)
 
 
 def test_the_norm_has_the_bits_of_the_cpu_in_mixed_dtypes() -> None:

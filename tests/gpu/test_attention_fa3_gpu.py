@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.gpu_checks import refusal
 from ops.attention_paths import cu, gradients, packed, rand, sequences, truth
 from torch import Tensor
 
@@ -53,7 +54,7 @@ def test_head_dim_128_is_certified(heads: int, kv_heads: int, page: int, record:
 def test_head_dim_64_is_refused(record: Record) -> None:
     """Its block of keys depends on the longest query of the batch."""
     found = attention_fa3.verdict(shape(64, 16, 8))
-    record(cases=found.calls, differing=found.differing)
+    record(**refusal(found.first))
     assert not found.certified and found.first is not None and found.first["index"] is not None
     q, k, v = (rand(i, 5, h, 64, dtype=BF16, device="cuda") for i, h in enumerate((16, 8, 8)))
     with pytest.raises(VariantError, match=r"refused for .*'D': 64.*first: .*, dense "):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.gpu_checks import faster_schedule
+from gpu.gpu_checks import Compared, faster_schedule
 from ops.attention_paths import (
     Sequence,
     check_gradients,
@@ -81,10 +81,11 @@ def test_accuracy(group: int, hk: int, d: int, dtype: torch.dtype, window: int |
 def test_every_path_gives_the_same_bits(
     group: int, hk: int, d: int, dtype: torch.dtype, window: int | None, split: int, record: Record
 ) -> None:
-    batch = batch_of(LENS, group, hk, d, dtype)
+    batch, seen = batch_of(LENS, group, hk, d, dtype), Compared()
     for chunk, page in ((37, 16), (256, 64), (100, 5), (190, 48)):
-        check_paths(batch, cuts_of(LENS, chunk), page, window=window, split=split)
-    record(cases=4, tokens=4 * sum(LENS), mismatches=0)
+        for tokens in check_paths(batch, cuts_of(LENS, chunk), page, window=window, split=split):
+            seen.add(tokens)
+    record(**vars(seen))
 
 
 @by_shape
@@ -95,8 +96,10 @@ def test_decode_token_by_token(
     lens = [150, 40, 290]
     batch = batch_of(lens, group, hk, d, dtype)
     cuts = [[n - 30, *range(n - 29, n + 1)] for n in lens]
-    same(paged(batch, cuts, 16, window=window, split=split), packed(batch, window=window, split=split), "decode")
-    record(cases=len(lens), tokens=30 * len(lens), mismatches=0)
+    found, expected = paged(batch, cuts, 16, window=window, split=split), packed(batch, window=window, split=split)
+    seen = Compared()
+    seen.add(same(found, expected, "decode"))
+    record(**vars(seen))
 
 
 @pytest.mark.parametrize("d", (64, 128))
@@ -104,10 +107,10 @@ def test_decode_across_default_splits(d: int, record: Record) -> None:
     n = 5000
     batch = batch_of([n, 2049, 90], 4, 2, d, torch.bfloat16)
     cuts = [[n - 3, n - 2, n - 1, n], [2047, 2048, 2049], [88, 89, 90]]
-    expected = packed(batch)
-    same(paged(batch, cuts, 16), expected, "long decode")
-    same(packed(batch[:1]), expected[:1], "alone")
-    record(cases=3, tokens=n + 2049 + 90, mismatches=0)
+    expected, seen = packed(batch), Compared()
+    seen.add(same(paged(batch, cuts, 16), expected, "long decode"))
+    seen.add(same(packed(batch[:1]), expected[:1], "alone"))
+    record(**vars(seen))
 
 
 def test_control() -> None:
@@ -133,9 +136,10 @@ def test_tiles_are_free(d: int, split: int, record: Record) -> None:
         tiles |= {Tile(32, 1, 2), Tile(128, 4, 2), Tile(64, 4, 1), Tile(16, 1, 1)}
         tiles |= {Tile(16, 1, 2, tma=False), Tile(64, 4, 3, tma=False), Tile(128, 8, 3, tma=False)}
     runs = [attention(q, k, v, at, at, 700, 700, d**-0.5, None, split, tile=tile) for tile in sorted(tiles)]
-    for tile, run in zip(sorted(tiles), runs, strict=True):
-        same([run], runs[:1], f"{tile} against {min(tiles)}")
-    record(cases=len(tiles), tokens=len(tiles) * sum(LENS), mismatches=0)
+    seen = Compared()
+    for tile, run in zip(sorted(tiles)[1:], runs[1:], strict=True):
+        seen.add(same([run], runs[:1], f"{tile} against {min(tiles)}"))
+    record(**vars(seen))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +153,7 @@ def test_tiles_are_free(d: int, split: int, record: Record) -> None:
 )
 def test_long_prefill_has_the_same_bits(group: int, d: int, dtype: torch.dtype, rooms: bool, record: Record) -> None:
     """Hopper's own kernels against the common one, with partial splits and blocks; behind the keys lie NaNs."""
-    tokens = cases = 0
+    seen = Compared()
     for queries, keys in (
         ([5, 700, 1, 2049, 333, 3000], [5, 2900, 4100, 2049, 333, 6001]),
         ([1000, 64, 1, 777], [1000, 128, 90, 2048]),
@@ -159,9 +163,8 @@ def test_long_prefill_has_the_same_bits(group: int, d: int, dtype: torch.dtype, 
         for split in (64, 128, 2048):
             for room in (0, -(-max(keys) // 64) * 64) if rooms else (0,):
                 given = prefill_of(queries, keys, group, d, dtype, split, room)
-                check_long_prefill(given, f"{queries} queries, {room} of room")
-                cases, tokens = cases + 1, tokens + sum(queries)
-    record(cases=cases, tokens=tokens, mismatches=0)
+                seen += check_long_prefill(given, f"{queries} queries, {room} of room")
+    record(**vars(seen))
 
 
 def prefill_of(
@@ -180,10 +183,10 @@ def prefill_of(
     return [q, k, v, cu(queries, DEVICE), lens, max(queries), max(keys), d**-0.5, split, room, out, lse]
 
 
-def check_long_prefill(given: list[Any], what: str) -> None:
+def check_long_prefill(given: list[Any], what: str) -> Compared:
     from rlkernel.kernels.cuda import attention as module
 
-    family = module.prefill.family
+    family, seen = module.prefill.family, Compared()
     key = family.key(*given)
     fresh = lambda: [*given[:10], *(torch.full_like(x, torch.nan) for x in given[10:])]
     family.anchor(*(wanted := fresh()))
@@ -193,8 +196,8 @@ def check_long_prefill(given: list[Any], what: str) -> None:
             run = schedule.bind(key)
             for _ in range(3):
                 run(*(found := fresh()))
-                for name, a, b in zip(("out", "lse"), found[10:], wanted[10:], strict=True):
-                    assert_bitwise(a, b, f"{name} by {schedule.name}: {what}, split {given[8]}")
+                seen.rows(found[10:], wanted[10:], f"out, lse by {schedule.name}: {what}, split {given[8]}")
+    return seen
 
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -221,21 +224,22 @@ def test_long_prefill_is_certified_and_chosen(record: Record) -> None:
     from rlkernel.kernels.cuda import attention as module
 
     batch = batch_of([4500, 3000, 70], 2, 8, 128, torch.bfloat16)
+    seen = Compared()
     runs = {"packed": lambda: packed(batch), "pages": lambda: paged(batch, [[4500], [3000], [70]], 16)}
     for name, run in runs.items():
         assert faster_schedule(module.prefill, run) in ("hopper", "hopper.skip", "gluon")
         found = run()
         with schedule.without():
-            same(found, run(), f"{name}, without schedules")
+            seen.add(same(found, run(), f"{name}, without schedules"))
         for group in ("hopper", "gluon"):
             with schedule.without(group):
-                same(found, run(), f"{name} without {group}")
+                seen.add(same(found, run(), f"{name} without {group}"))
     verdicts = [v for v in module.prefill.verdicts() if v.identity["shape"]["heads"] == 16]
     assert {v.identity["shape"]["room"] for v in verdicts} == {False, True}
     for verdict in verdicts:
         trials = {trial.name: trial for trial in verdict.trials}
         assert {"hopper", "hopper.skip"} <= set(trials) and all(t.certified for t in trials.values()), trials
-    record(cases=8, tokens=8 * 7570, mismatches=0)
+    record(**vars(seen))
 
 
 @on_hopper
@@ -359,7 +363,7 @@ def test_backward_is_deterministic(record: Record) -> None:
         for found, expected in zip(gradients(batch, douts), first, strict=True):
             for a, b in zip(found, expected, strict=True):
                 assert torch.equal(a.view(torch.int16), b.view(torch.int16))
-    record(cases=50, tokens=50 * 2337, mismatches=0)
+    record(cases=50, tokens=50 * sum(s.q.shape[0] for s in batch), mismatches=0)
 
 
 def test_larger_limits_change_nothing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu.gpu_checks import DEVICE, Record, assert_rows_alone, data, low_precision
+from gpu.gpu_checks import DEVICE, Compared, Record, assert_rows_alone, data, low_precision
 from ops.op_checks import assert_right, by_dtype, differs, rand
 
 from rlkernel import ops
@@ -37,11 +37,11 @@ def test_linear_accuracy(m: int, n: int, k: int, chunks: int, dtype: torch.dtype
 @by_shape
 def test_linear_rows(n: int, k: int, chunks: int, dtype: torch.dtype, record: Record) -> None:
     x, w, b = data(0, 1100, k, dtype=dtype), data(1, n, k, dtype=dtype), data(2, n, dtype=dtype)
-    cases = assert_rows_alone(lambda x: ops.linear(x, w, b, chunks=chunks), (x,), "linear")
-    cases += assert_rows_alone(lambda x: ops.linear(x, w, chunks=chunks, out_dtype=torch.float32), (x,), "fp32 result")
+    seen = assert_rows_alone(lambda x: ops.linear(x, w, b, chunks=chunks), (x,), "linear")
+    seen += assert_rows_alone(lambda x: ops.linear(x, w, chunks=chunks, out_dtype=torch.float32), (x,), "fp32 result")
     dy = data(3, 1100, n, dtype=dtype)
-    cases += assert_rows_alone(lambda dy: torch.ops.rlkernel.linear_dgrad(dy, w, chunks), (dy,), "input gradient")
-    record(cases=cases, tokens=cases * 1100, mismatches=0)
+    seen += assert_rows_alone(lambda dy: torch.ops.rlkernel.linear_dgrad(dy, w, chunks), (dy,), "input gradient")
+    record(**vars(seen))
 
 
 def test_stock_linear_depends_on_the_batch() -> None:
@@ -65,13 +65,13 @@ def test_offered_tiles_have_the_anchors_bits(offer: Any, record: Record) -> None
     from rlkernel.kernels.triton.linear import gemm
 
     n, k, bf16 = max(offer.narrow - 1, 512) + 24, 3072, torch.bfloat16
-    rows = {max(offer.least, 65), offer.most - 7, offer.most}
+    rows, seen = {max(offer.least, 65), offer.most - 7, offer.most}, Compared()
     for m in rows:
         x, w, dy = data(0, m, k, dtype=bf16), data(1, n, k, dtype=bf16), data(2, m, k, dtype=bf16)
         for a, b in ((x, w.t()), (dy, w.t().contiguous())):  # forward and input gradient
             new = lambda m=m: torch.empty(m, n, dtype=bf16, device=DEVICE)
-            assert_bitwise(gemm(a, b, new(), tile=offer.tile), gemm(a, b, new()), f"{offer.tile}, {m} rows")
-    record(cases=2 * len(rows), tokens=2 * sum(rows), mismatches=0)
+            seen.rows(gemm(a, b, new(), tile=offer.tile), gemm(a, b, new()), f"{offer.tile}, {m} rows")
+    record(**vars(seen))
 
 
 def spelt() -> list[Any]:
@@ -95,7 +95,7 @@ def test_algorithms_that_are_spelt_out_have_the_anchors_bits(choice: Any, record
     from rlkernel.kernels.cuda import linear_shapes as shapes
 
     build.cublaslt_library()
-    rows, bf16, ran = {choice.least, choice.most - 7, choice.most}, torch.bfloat16, 0
+    rows, bf16, seen = {choice.least, choice.most - 7, choice.most}, torch.bfloat16, Compared()
     for form, k in (("forward", 1544), ("dgrad", 1544), ("head", DGRAD_WHOLE + 16)):
         forward, n = form == "forward", 136 if form == "head" else max(choice.narrow - 1, 512) + 24
         size = torch.Size((n, k) if forward else (k, n))
@@ -112,9 +112,8 @@ def test_algorithms_that_are_spelt_out_have_the_anchors_bits(choice: Any, record
         for m in rows:
             a = data(0, m, k, dtype=bf16)
             rest = (None, 1, 1, None) if forward else (1,)
-            assert_bitwise(run(a, w), op.family.anchor(a, w, *rest), f"{form}, {m} rows, {algorithm}")
-            ran += 1
-    record(cases=ran, tokens=sum(rows), mismatches=0)
+            seen.rows(run(a, w), op.family.anchor(a, w, *rest), f"{form}, {m} rows, {algorithm}")
+    record(**vars(seen))
 
 
 @by_dtype
@@ -126,7 +125,7 @@ def test_linear_in_every_tile(chunks: int, dtype: torch.dtype, record: Record) -
     m, n, k = 200, 300, 1024
     x, w, b = data(0, m, k, dtype=dtype), data(1, n, k, dtype=dtype), data(2, n, dtype=dtype)
     new = lambda: torch.empty(m, n, dtype=torch.float32, device=DEVICE)
-    expected = gemm(x, w.t(), new(), bias=b, chunks=chunks)
+    expected, seen = gemm(x, w.t(), new(), bias=b, chunks=chunks), Compared()
     wide = (
         ()
         if dtype == torch.float32 or chunks > 1
@@ -136,15 +135,15 @@ def test_linear_in_every_tile(chunks: int, dtype: torch.dtype, record: Record) -
     splits = {max(1, chunks // 8), chunks}
     tiles = [Tile(*t, split, tma) for t in (*small, *wide) for split in splits for tma in (False, True)]
     for tile in tiles:
-        assert_bitwise(gemm(x, w.t(), new(), bias=b, chunks=chunks, tile=tile), expected, f"{tile}")
+        seen.rows(gemm(x, w.t(), new(), bias=b, chunks=chunks, tile=tile), expected, f"{tile}")
     fresh = x.t().contiguous().t()
-    assert_bitwise(gemm(fresh, w.t().contiguous(), new(), bias=b, chunks=chunks), expected, "other strides")
+    seen.rows(gemm(fresh, w.t().contiguous(), new(), bias=b, chunks=chunks), expected, "other strides")
     half = k // 2
     if chunks == 1:
         running = gemm(x[:, :half], w[:, :half].t(), new())
         gemm(x[:, half:], w[:, half:].t(), running, bias=b, start=running)
-        assert_bitwise(running, expected, "a chain in two parts")
-    record(cases=len(tiles) + 2, tokens=m * len(tiles), mismatches=0)
+        seen.rows(running, expected, "a chain in two parts")
+    record(**vars(seen))
 
 
 @by_dtype
@@ -155,20 +154,20 @@ def test_weight_gradient_in_every_tile(dtype: torch.dtype, record: Record) -> No
     chunk = 256
     tokens = 3 * chunk + 77
     dy, x, start = data(0, tokens, 136, dtype=dtype), data(1, tokens, 200, dtype=dtype), data(2, 136, 200)
-    expected = ascending(dy.t(), x, start.clone(), chunk, start=start)
+    expected, seen = ascending(dy.t(), x, start.clone(), chunk, start=start), Compared()
     tiles = [(16, 32, 16, 2, 2), (32, 64, 32, 4, 3), (64, 64, 64, 4, 2), (64, 128, 16, 8, 2)]
     if dtype != torch.float32:
         tiles.append((128, 128, 64, 8, 3))
     for tile, tma, split in itertools.product(tiles, (False, True), (1, 4)):
         grad = start.clone()
         ascending(dy.t(), x, grad, chunk, start=grad, tile=Tile(*tile, split=split, tma=tma))
-        assert_bitwise(grad, expected, f"{tile}, tma {tma}, split {split}")
+        seen.whole(grad, expected, f"{tile}, tma {tma}, split {split}")
     grad = start.clone()
     for piece in (slice(0, chunk), slice(chunk, 3 * chunk), slice(3 * chunk, None)):
         ascending(dy[piece].t(), x[piece], grad, chunk, start=grad)
-    assert_bitwise(grad, expected, "micro-batches")
+    seen.whole(grad, expected, "micro-batches")
     assert_accurate(expected, start.double() + dy.double().t() @ x.double(), start + dy.t().float() @ x.float())
-    record(cases=len(tiles) + 1, tokens=tokens, mismatches=0)
+    record(**vars(seen))
 
 
 @by_dtype
@@ -182,13 +181,14 @@ def test_weight_gradient_of_the_op(dtype: torch.dtype, record: Record) -> None:
     parts = torch.zeros(136, 200, device=DEVICE)
     for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)):
         raw.linear_wgrad_(parts, dy[piece], x[piece])
-    assert_bitwise(parts, new, "micro-batches")
-    assert_bitwise(raw.linear_wgrad(dy, x), new.to(dtype), "one rounding, two chunks")
+    seen = Compared()
+    seen.whole(parts, new, "micro-batches")
+    seen.whole(raw.linear_wgrad(dy, x), new.to(dtype), "one rounding, two chunks")
     first = torch.zeros(136, 200, device=DEVICE)
     raw.linear_wgrad_(first, dy[:WGRAD_TOKENS], x[:WGRAD_TOKENS])
-    assert_bitwise(raw.linear_wgrad(dy[:WGRAD_TOKENS], x[:WGRAD_TOKENS]), first.to(dtype), "one rounding, one chunk")
-    assert_bitwise(raw.linear_wgrad(dy[:0], x[:0]), torch.zeros(136, 200, dtype=dtype), "no tokens")
-    record(cases=4, tokens=tokens, mismatches=0)
+    seen.whole(raw.linear_wgrad(dy[:WGRAD_TOKENS], x[:WGRAD_TOKENS]), first.to(dtype), "one rounding, one chunk")
+    seen.whole(raw.linear_wgrad(dy[:0], x[:0]), torch.zeros(136, 200, dtype=dtype), "no tokens")
+    record(**vars(seen))
 
 
 @by_dtype
@@ -206,13 +206,14 @@ def test_input_gradient_of_a_head(dtype: torch.dtype, record: Record) -> None:
         total = part if total is None else total + part
     assert total is not None
     dx = torch.ops.rlkernel.linear_dgrad(dy, w, 1)
-    assert_bitwise(dx, total.to(dtype), "chunks added ascending")
-    cases = assert_rows_alone(lambda dy: torch.ops.rlkernel.linear_dgrad(dy, w, 1), (dy,), "input gradient of a head")
+    seen = Compared()
+    seen.rows(dx, total.to(dtype), "chunks added ascending")
+    seen += assert_rows_alone(lambda dy: torch.ops.rlkernel.linear_dgrad(dy, w, 1), (dy,), "input gradient of a head")
     chunks = -(-n // DGRAD_CHUNK)
     for tile, split in itertools.product(((16, 32, 16, 2, 2), (64, 64, 32, 4, 3)), (1, chunks)):
         ours = ascending(dy, w, torch.empty_like(dx), DGRAD_CHUNK, tile=Tile(*tile, split=split))
-        assert_bitwise(ours, dx, f"{tile}, split {split}")
-    record(cases=cases + 5, tokens=70, mismatches=0)
+        seen.rows(ours, dx, f"{tile}, split {split}")
+    record(**vars(seen))
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="AMD has fp32 matrix instructions")
@@ -235,7 +236,7 @@ def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, record: Re
     from rlkernel.kernels.cuda import linear_rows
     from rlkernel.kernels.triton.linear import gemm
 
-    cases = tokens = 0
+    seen = Compared()
     generator = torch.Generator(DEVICE).manual_seed(0)
     for out in (dtype, torch.float32):
         run = linear_rows.launcher(0, dtype, out, 16, columns)
@@ -244,16 +245,15 @@ def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, record: Re
             for m in (1, 2, 7, 8, 9, 16):
                 dy = values(kind, m, n, dtype, generator)
                 expected = gemm(dy, w, torch.empty(m, k, dtype=out, device=DEVICE))
-                assert_bitwise(run(dy, w), expected, f"[{m}, {n}] x [{n}, {k}], {kind}, {columns} columns")
-                cases, tokens = cases + 1, tokens + m
+                seen.rows(run(dy, w), expected, f"[{m}, {n}] x [{n}, {k}], {kind}, {columns} columns")
     dy, w = data(0, 3, 6144, dtype=dtype), data(1, 6144, 1024, dtype=dtype)
     run = linear_rows.launcher(0, dtype, dtype, 16, columns)
     expected = run(dy, w)
     for _ in range(200):
-        assert_bitwise(run(dy, w), expected, "again")
+        seen.rows(run(dy, w), expected, "again")
     dy[1] = float("nan")
     with_nan = run(dy, w)
     assert with_nan[1].isnan().all()
-    assert_bitwise(with_nan[::2], expected[::2], "a row beside one of NaN")
-    assert_bitwise(run(dy[:1].as_strided((1, 6144), (1, 1)), w), expected[:1], "one row, whatever its stride")
-    record(cases=cases, tokens=tokens, mismatches=0)
+    seen.rows(with_nan[::2], expected[::2], "a row beside one of NaN")
+    seen.rows(run(dy[:1].as_strided((1, 6144), (1, 1)), w), expected[:1], "one row, whatever its stride")
+    record(**vars(seen))

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from gpu.gpu_checks import Compared
 from oracle.hopper_mma import chain, linear
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.contract import assert_bitwise
 from rlkernel.contract.orders import WGRAD_TOKENS
 
 pytestmark = [
@@ -48,10 +48,11 @@ def test_forward(m: int, k: int, chunks: int, kind: str, dtype: torch.dtype, rec
     x, w = data(kind, m, k, dtype, 0), data(kind, 48, k, dtype, 1)
     expected = torch.from_numpy(linear(numbers(x), numbers(w), chunks))
     y = ops.linear(x.cuda(), w.cuda(), chunks=chunks, out_dtype=torch.float32)
-    assert_bitwise(y, expected, f"linear [{m},{k}] x [48,{k}], {chunks} chunks, {kind}")
+    seen = Compared()
+    seen.rows(y, expected, f"linear [{m},{k}] x [48,{k}], {chunks} chunks, {kind}")
     rounded = ops.linear(x.cuda(), w.cuda(), chunks=chunks)
-    assert_bitwise(rounded, expected.to(dtype), "one rounding at the end")
-    record(cases=1, tokens=m, mismatches=0)
+    seen.rows(rounded, expected.to(dtype), "one rounding at the end")
+    record(**vars(seen))
 
 
 @dtypes
@@ -59,8 +60,9 @@ def test_forward(m: int, k: int, chunks: int, kind: str, dtype: torch.dtype, rec
 def test_input_gradient(chunks: int, dtype: torch.dtype, record: Callable[..., None]) -> None:
     dy, w = data("normal", 70, 512, dtype, 2), data("normal", 512, 96, dtype, 3)
     expected = torch.from_numpy(linear(numbers(dy), numbers(w.t().contiguous()), chunks)).to(dtype)
-    assert_bitwise(torch.ops.rlkernel.linear_dgrad(dy.cuda(), w.cuda(), chunks), expected, "input gradient")
-    record(cases=1, tokens=70, mismatches=0)
+    seen = Compared()
+    seen.rows(torch.ops.rlkernel.linear_dgrad(dy.cuda(), w.cuda(), chunks), expected, "input gradient")
+    record(**vars(seen))
 
 
 @dtypes
@@ -73,5 +75,6 @@ def test_weight_gradient(tokens: int, dtype: torch.dtype, record: Callable[..., 
         piece = slice(first, first + WGRAD_TOKENS)
         total = total + torch.from_numpy(chain(numbers(dy[piece]).T, numbers(x[piece]).T))
     torch.ops.rlkernel.linear_wgrad_(grad, dy.cuda(), x.cuda())
-    assert_bitwise(grad, total, "weight gradient, continued from main_grad")
-    record(cases=1, tokens=tokens, mismatches=0)
+    seen = Compared()
+    seen.whole(grad, total, "weight gradient, continued from main_grad")
+    record(**vars(seen))

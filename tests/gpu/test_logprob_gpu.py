@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.gpu_checks import DEVICE, Record, assert_rows_alone, data
+from gpu.gpu_checks import DEVICE, Compared, Record, assert_rows_alone, data
 from ops.op_checks import assert_right, by_dtype, differs, forward_backward
 from torch import Tensor
 
@@ -78,8 +78,7 @@ def test_logprob(filtered: bool, dtype: torch.dtype, record: Record) -> None:
     targets, temperature, kept = scored(1100, v)
     batch = (logits, targets, temperature if filtered else None, kept if filtered else None)
     run = lambda z, y, t, k: ops.logprob(z, y, temperature=1.0 if t is None else t, kept=k)
-    cases = assert_rows_alone(run, batch, "logprob")
-    record(cases=cases, tokens=cases * 1100, mismatches=0)
+    record(**vars(assert_rows_alone(run, batch, "logprob")))
 
 
 @pytest.mark.parametrize(
@@ -99,18 +98,16 @@ def test_logprob_of_a_large_vocabulary(dtype: torch.dtype, filtered: bool, v: in
     targets, temperature, kept = scored(300, v)
     batch = (logits, targets, temperature if filtered else None, kept if filtered else None)
     run = lambda z, y, t, k: ops.logprob(z, y, temperature=1.0 if t is None else t, kept=k)
-    cases = assert_rows_alone(run, batch, "logprob")
+    seen = assert_rows_alone(run, batch, "logprob")
     unaligned = torch.empty(300, v + 1, dtype=dtype, device=DEVICE)[:, 1:].copy_(logits)
-    for a, b in zip(run(unaligned, *batch[1:]), run(*batch), strict=True):
-        assert_bitwise(a, b, "logits that no vector load can reach")
+    seen.rows(run(unaligned, *batch[1:]), run(*batch), "logits that no vector load can reach")
     if not filtered:  # 1/T = 1: the product changes no bit
-        for a, b in zip(run(logits, targets, torch.ones_like(temperature), None), run(*batch), strict=True):
-            assert_bitwise(a, b, "a temperature of 1")
+        seen.rows(run(logits, targets, torch.ones_like(temperature), None), run(*batch), "a temperature of 1")
     rows = slice(10, 300)
     truth = logprob_truth(logits[rows].double(), targets[rows], *(None if t is None else t[rows] for t in batch[2:]))
     for ours, true in zip(finite(run(*(None if t is None else t[rows] for t in batch))), truth, strict=True):
         assert_accurate(ours, true, None, "large vocabulary", dtype=torch.float32)
-    record(cases=cases, tokens=cases * 300, mismatches=0)
+    record(**vars(seen))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
@@ -123,7 +120,7 @@ def test_logprob_schedules_equal_the_anchor(dtype: torch.dtype, warm: bool, reco
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("a kernel of Hopper's")
-    cases = 0
+    seen = Compared()
     for rows, v in ((1060, 128 * 128), (301, 131 * VOCAB_TILE + 40), (528, 520 * VOCAB_TILE), (663, 151936)):
         logits = data(rows, rows, v, dtype=dtype) * 3
         logits[1, 5], logits[2, v - 1], logits[3], logits[4, 300:900] = torch.nan, torch.inf, -torch.inf, -torch.inf
@@ -142,12 +139,10 @@ def test_logprob_schedules_equal_the_anchor(dtype: torch.dtype, warm: bool, reco
                 found = {"graph": captured, "call": run(logits, targets, inverse, None),
                          "rows apart": run(wide, targets, inverse, None)}  # fmt: skip
                 for how, outputs in found.items():
-                    for name, o, e in zip(("logp", "entropy", "lse", "stats"), outputs, expected, strict=True):
-                        assert_bitwise(o, e, f"{setting}, {rows} x {v}, {how}: {name}")
-                cases += len(found)
+                    seen.rows(outputs, expected, f"{setting}, {rows} x {v}, {how}: logp, entropy, lse, stats")
         verdict = cuda.logprob.verdict(logits, targets, inverse, None)
         assert verdict is not None and all(t.certified for t in verdict.trials), verdict
-    record(cases=cases, mismatches=0)
+    record(**vars(seen))
 
 
 def test_stock_logprob_of_the_stock_head_depends_on_the_batch() -> None:
@@ -176,7 +171,7 @@ def test_logprob_special_rows() -> None:
 @by_filter
 def test_linear_logprob_is_logprob_of_linear(filtered: bool, dtype: torch.dtype, record: Record) -> None:
     v, c = 9 * VOCAB_TILE + 44, 256
-    cases = 0
+    seen = Compared()
     for tokens in (1, 2, 16, 33, 64, 600):
         x, w = data(0, tokens, c, dtype=dtype), data(1, v, c, dtype=dtype) / 4
         targets, temperature, kept = scored(tokens, v)
@@ -185,10 +180,9 @@ def test_linear_logprob_is_logprob_of_linear(filtered: bool, dtype: torch.dtype,
         plain = lambda x, w, y=targets, o=options: ops.logprob(ops.linear(x, w, out_dtype=torch.float32), y, **o)[:2]
         upstream = (data(2, tokens), data(3, tokens))
         ours, expected = (forward_backward(op, (x, w), upstream) for op in (fused, plain))
-        for name, o, e in zip(("logp", "entropy", "dhidden", "dweight"), ours, expected, strict=True):
-            assert_bitwise(o, e, f"{tokens} tokens, {name}")
-        cases += 4
-    record(cases=cases, tokens=716, mismatches=0)
+        seen.rows(ours[:3], expected[:3], f"{tokens} tokens: logp, entropy, dhidden")
+        seen.whole(ours[3:], expected[3:], f"{tokens} tokens: dweight")
+    record(**vars(seen))
 
 
 @by_dtype
@@ -220,14 +214,12 @@ def test_linear_logprob_in_every_tile_and_block(
     x, w = data(0, tokens, c, dtype=dtype), data(1, v, c, dtype=dtype) / 4
     targets, temperature, kept = scored(tokens, v)
     rest = (x, w, targets, 1.0 / temperature, kept)
-    expected = linear_logprob.forward(*rest)
+    expected, seen = linear_logprob.forward(*rest), Compared()
     tiles = [(16, 128, 32, 4, 2), (32, 128, 16, 8, 2), (64, 128, 16, 8, 2)]
     if dtype != torch.float32:
         tiles += [(64, 128, 64, 4, 3), (128, 128, 64, 8, 3), (64, 256, 32, 8, 2), (128, 256, 32, 8, 2)]
     for tile, tma in itertools.product(tiles, (False, True)):
-        ours = linear_logprob.forward(*rest, tile=Tile(*tile, tma=tma))
-        for i, (o, e) in enumerate(zip(ours, expected, strict=True)):
-            assert_bitwise(o, e, f"{tile}, tma {tma}, tensor {i}")
+        seen.rows(linear_logprob.forward(*rest, tile=Tile(*tile, tma=tma)), expected, f"{tile}, tma {tma}")
     _, entropy, _, stats = expected
     gradients = []
     monkeypatch.setattr(linear_logprob_backward, "LOGPROB_DGRAD_CHUNK", 256)
@@ -238,9 +230,9 @@ def test_linear_logprob_in_every_tile_and_block(
         dx, _ = linear_logprob.linear_logprob_grad_(grad, *rest, stats, entropy, *upstream, True, True)
         gradients.append((dx, grad))
     for dx, grad in gradients[1:]:
-        assert_bitwise(dx, gradients[0][0], "input gradient in other blocks")
-        assert_bitwise(grad, gradients[0][1], "weight gradient in other blocks")
-    record(cases=len(tiles) + 2, tokens=tokens * (len(tiles) + 2), mismatches=0)
+        seen.rows(dx, gradients[0][0], "input gradient in other blocks")
+        seen.whole(grad, gradients[0][1], "weight gradient in other blocks")
+    record(**vars(seen))
 
 
 @pytest.mark.parametrize("temperature,filtered,entropy_gradient", ((False, False, False), (True, True, True)))
@@ -254,27 +246,29 @@ def test_linear_logprob_schedules_equal_the_anchor(
     x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
     targets, warm, kept = scored(tokens, v)
     inverse, mask = 1.0 / warm if temperature else None, kept if filtered else None
-    g = data(2, tokens)
+    g, seen = data(2, tokens), Compared()
     g[100:900] = 0.0
     h = 0.1 * g if entropy_gradient else None
     raw = torch.ops.rlkernel
 
-    def run(keep: bool) -> list[Tensor]:
+    def run(keep: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """What has a row a token, and the gradients of the weight."""
         op = raw.linear_logprob_probs if keep else raw.linear_logprob
         rows = op(x, w, targets, inverse, mask)
         kept_outputs = (*rows[4:], None, None)[:2]
         rest = (x, w, targets, inverse, mask, rows[3], rows[1], g, None if keep else h, *kept_outputs, None)
         main = torch.ones(v, c, device=DEVICE)
         dx, _ = raw.linear_logprob_grad_(main, *rest, True, True)
-        return [*rows, dx, main, *raw.linear_logprob_grad_(None, *rest, True, True)]
+        new_dx, dw = raw.linear_logprob_grad_(None, *rest, True, True)
+        return [*rows, dx, new_dx], [main, dw]
 
     for keep in (False, True):
         ours = run(keep)
         with select.use("triton"):
             anchor = run(keep)
-        for i, (o, a) in enumerate(zip(ours, anchor, strict=True)):
-            assert_bitwise(o, a, f"keep {keep}, tensor {i}")
-    record(cases=2, tokens=2 * tokens, mismatches=0)
+        seen.rows(ours[0], anchor[0], f"keep {keep}")
+        seen.whole(ours[1], anchor[1], f"keep {keep}, gradients of the weight")
+    record(**vars(seen))
 
 
 @pytest.mark.parametrize("filtered", (False, True))
@@ -288,12 +282,15 @@ def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: R
     x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
     targets, warm, kept = scored(tokens, v)
     inverse, mask = (1.0 / warm, kept) if filtered else (None, None)
-    g = data(2, tokens)
+    g, seen = data(2, tokens), Compared()
     g[100:900] = 0.0
     h = 0.1 * g if filtered else None
     raw = torch.ops.rlkernel
 
-    def run(width: int, grad_: Callable[..., tuple[Tensor, Tensor]] = raw.linear_logprob_grad_) -> list[Tensor]:
+    def run(
+        width: int, grad_: Callable[..., tuple[Tensor, Tensor]] = raw.linear_logprob_grad_
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What has a row a token, and the gradients of the weight."""
         if width:
             *rows, logits = raw.linear_logprob_logits(x, w, targets, inverse, mask, width)
         else:
@@ -301,19 +298,22 @@ def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: R
         rest = (x, w, targets, inverse, mask, rows[3], rows[1], g, h, None, None, logits)
         main = torch.ones(v, c, device=DEVICE)
         dx, _ = grad_(main, *rest, True, True)
-        return [*rows, dx, main, *grad_(None, *rest, True, True)]
+        new_dx, dw = grad_(None, *rest, True, True)
+        return [*rows, dx, new_dx], [main, dw]
+
+    def check(found: tuple[list[Tensor], list[Tensor]], what: str) -> None:
+        seen.rows(found[0], expected[0], what)
+        seen.whole(found[1], expected[1], f"{what}, gradients of the weight")
 
     widths = (0, 256, 384, 8192 + 512, 26112)  # 384 ends inside a tile of Hopper's kernel
     with select.use("triton"):
         expected = run(0)
-        for i, (o, e) in enumerate(zip(run(8192 + 512), expected, strict=True)):
-            assert_bitwise(o, e, f"Triton, kept logits, tensor {i}")
+        check(run(8192 + 512), "Triton, kept logits")
     scheduled = (linear_logprob._dz, linear_logprob._dhidden, linear_logprob._dweight)
     for most, width in itertools.product((False, True), widths):
         products = Products(*scheduled, lambda number, blocks, most=most: most)
-        for i, (o, e) in enumerate(zip(run(width, partial(gradients, products)), expected, strict=True)):
-            assert_bitwise(o, e, f"guess {most}, width {width}, tensor {i}")
-    record(cases=2 * len(widths) + 1, tokens=tokens * (2 * len(widths) + 1), mismatches=0)
+        check(run(width, partial(gradients, products)), f"guess {most}, width {width}")
+    record(**vars(seen))
 
 
 def test_linear_logprob_without_any_gradient(record: Record) -> None:
@@ -354,12 +354,12 @@ def test_linear_logprob_of_a_block_of_one_row(tokens: int, record: Record) -> No
         logp.sum().backward()
         return [logp.detach(), hidden.grad, weight.grad]
 
-    ours = run()
+    ours, seen = run(), Compared()
     with select.use("triton"):
         anchor = run()
-    for i, (o, a) in enumerate(zip(ours, anchor, strict=True)):
-        assert_bitwise(o, a, f"tensor {i}")
-    record(cases=1, tokens=tokens, mismatches=0)
+    seen.rows(ours[:2], anchor[:2], "logp and its gradient")
+    seen.whole(ours[2:], anchor[2:], "gradient of the weight")
+    record(**vars(seen))
 
 
 def test_linear_logprob_guesses_by_an_earlier_count() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu.gpu_checks import DEVICE, Record, assert_rows_alone, data
+from gpu.gpu_checks import DEVICE, Compared, Record, assert_rows_alone, data
 from ops.op_checks import assert_compiles, assert_right, by_dtype, forward_backward, rand
 from torch import Tensor
 
@@ -32,7 +32,8 @@ def test_embedding(dtype: torch.dtype, record: Record) -> None:
     weight, dy = rand(0, v, c, dtype=dtype), rand(1, tokens, c, dtype=dtype)
     ids = torch.randint(0, v, (tokens,), generator=torch.Generator().manual_seed(2))
     ids[::3] = 7  # one id a thousand times
-    assert_bitwise(ops.embedding(ids.to(DEVICE), weight.to(DEVICE)), weight[ids], "rows")
+    seen = Compared()
+    seen.rows(ops.embedding(ids.to(DEVICE), weight.to(DEVICE)), weight[ids], "rows")
     expected = torch.zeros(v, c)
     for first in range(0, tokens, EMBEDDING_WINDOW):
         window = torch.zeros(v, c)
@@ -44,21 +45,23 @@ def test_embedding(dtype: torch.dtype, record: Record) -> None:
         grad = torch.zeros(v, c, device=DEVICE)
         for piece in pieces:
             torch.ops.rlkernel.embedding_wgrad_(grad, dy[piece].to(DEVICE), ids[piece].to(DEVICE))
-        assert_bitwise(grad, expected, f"gradient against the CPU's sums of windows, {len(pieces)} micro-batches")
+        seen.whole(grad, expected, f"gradient against the CPU's sums of windows, {len(pieces)} micro-batches")
     fresh = torch.ops.rlkernel.embedding_wgrad(dy.to(DEVICE), ids.to(DEVICE), v)
-    assert_bitwise(fresh, expected.to(dtype), "gradient without main_grad")
-    record(cases=2, tokens=tokens, mismatches=0)
+    seen.whole(fresh, expected.to(dtype), "gradient without main_grad")
+    record(**vars(seen))
 
 
 @pytest.mark.parametrize("tokens", (200, 256, 2000, 4097, 16384, 20_000, 32_768, 40_000))
 def test_sorted_ids(tokens: int, record: Record) -> None:
     from rlkernel.kernels.triton.embedding import sort_ids
 
+    seen = Compared()
     for high in (1, 50, 151_936):
         ids = torch.randint(0, high, (tokens,), generator=torch.Generator().manual_seed(high)).to(DEVICE)
         for ours, expected in zip(sort_ids(ids), torch.sort(ids, stable=True), strict=True):
             assert torch.equal(ours.long(), expected), f"{tokens} ids below {high}"
-    record(cases=3, tokens=3 * tokens, mismatches=0)
+        seen.add(tokens=tokens)
+    record(**vars(seen))
 
 
 def rms_truth(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
@@ -86,16 +89,17 @@ def test_rms_norm(c: int, dtype: torch.dtype, record: Record) -> None:
     gradients(whole, dy, None, x, w, 1e-6)
     for piece in (slice(0, WGRAD_TOKENS), slice(WGRAD_TOKENS, None)):
         gradients(parts, dy[piece], None, x[piece], w, 1e-6)
-    assert_bitwise(parts, whole, "weight gradient in micro-batches")
-    assert_bitwise(torch.ops.rlkernel.rms_norm_grad(dy, r, x, w, 1e-6)[1], whole.to(dtype), "rounded once")
+    seen = Compared()
+    seen.whole(parts, whole, "weight gradient in micro-batches")
+    seen.whole(torch.ops.rlkernel.rms_norm_grad(dy, r, x, w, 1e-6)[1], whole.to(dtype), "rounded once")
     x, r, dy = (t[:1100] for t in (x, r, dy))
-    cases = assert_rows_alone(lambda x, r: ops.rms_norm(x, w, 1e-6, residual=r), (x, r), "add_rms_norm")
-    cases += assert_rows_alone(lambda x: ops.rms_norm(x, w, 1e-6), (x,), "rms_norm")
+    seen += assert_rows_alone(lambda x, r: ops.rms_norm(x, w, 1e-6, residual=r), (x, r), "add_rms_norm")
+    seen += assert_rows_alone(lambda x: ops.rms_norm(x, w, 1e-6), (x,), "rms_norm")
     dgrad = torch.ops.rlkernel.rms_norm_dgrad
-    cases += assert_rows_alone(lambda dy, r, x: dgrad(dy, r, x, w, 1e-6), (dy, r, x), "input gradient")
+    seen += assert_rows_alone(lambda dy, r, x: dgrad(dy, r, x, w, 1e-6), (dy, r, x), "input gradient")
     y, total = ops.rms_norm(x, w, 1e-6, residual=r)
-    assert_bitwise(ops.rms_norm(total, w, 1e-6), y, "norm of the sum")
-    record(cases=cases + 2, tokens=cases * 1100, mismatches=0)
+    seen.rows(ops.rms_norm(total, w, 1e-6), y, "norm of the sum")
+    record(**vars(seen))
 
 
 def test_rms_norm_of_misaligned_rows() -> None:
@@ -119,11 +123,11 @@ def test_rope(dtype: torch.dtype, record: Record) -> None:
         upstream = [rand(i, tokens, n, d, dtype=dtype).to(device) for i, n in ((2, h), (3, hk))]
         op = lambda q, k, device=device: ops.rope(q, k, positions.to(device), table.to(device))
         results.append(forward_backward(op, (q, k), upstream))
-    for i, (cpu, gpu) in enumerate(zip(*results, strict=True)):
-        assert_bitwise(gpu, cpu, f"GPU against CPU: one fma form, tensor {i}")
+    seen = Compared()
+    seen.rows(results[1], results[0], "GPU against CPU: one fma form")
     rows = (packed[:, :h].to(DEVICE), packed[:, h : h + hk].to(DEVICE), positions.to(DEVICE))
-    cases = assert_rows_alone(lambda q, k, p: ops.rope(q, k, p, table.to(DEVICE)), rows, "rope")
-    record(cases=cases, tokens=tokens * cases, mismatches=0)
+    seen += assert_rows_alone(lambda q, k, p: ops.rope(q, k, p, table.to(DEVICE)), rows, "rope")
+    record(**vars(seen))
 
 
 @by_dtype
@@ -134,12 +138,12 @@ def test_swiglu(dtype: torch.dtype, record: Record) -> None:
     gate_up[0, :4] = torch.tensor([-1e4, 1e4, 0.0, -0.0])
     assert bool(torch.isfinite(ops.swiglu(gate_up)).all())
     x, up = data(2, 1100, 2 * 96, dtype=dtype), data(3, 1100, 96, dtype=dtype)
-    cases = assert_rows_alone(ops.swiglu, (x,), "swiglu")
-    cases += assert_rows_alone(torch.ops.rlkernel.swiglu_grad, (up, x), "gradient")
+    seen = assert_rows_alone(ops.swiglu, (x,), "swiglu")
+    seen += assert_rows_alone(torch.ops.rlkernel.swiglu_grad, (up, x), "gradient")
     # An output larger than the L2 cache has a kernel that lets it go.
     large = data(4, 11_000, 2 * 3072, dtype=dtype)
-    assert_bitwise(ops.swiglu(large)[-7:], ops.swiglu(large[-7:]), "rows of a large and of a small call")
-    record(cases=cases + 1, tokens=cases * 1100 + 7, mismatches=0)
+    seen.rows(ops.swiglu(large)[-7:], ops.swiglu(large[-7:]), "rows of a large and of a small call")
+    record(**vars(seen))
 
 
 # ---- sample -------------------------------------------------------------------------------------
@@ -165,29 +169,27 @@ def test_sample(v: int, filters: tuple[str, ...], record: Record) -> None:
     x = requests(batch, v)
     x["temperature"][::7] = 0.0
     used = {n: t.to(DEVICE) for n, t in x.items() if n in filters or not n.endswith(("_k", "_p"))}
-    whole = ops.sample(**used, return_kept=True)
+    whole, seen = ops.sample(**used, return_kept=True), Compared()
     for order in (
         torch.randperm(batch, generator=torch.Generator().manual_seed(0)),
         torch.tensor([5]),
         torch.arange(3, 9),
     ):
         some = ops.sample(**{n: t[order.to(DEVICE)] for n, t in used.items()}, return_kept=True)
-        for s, w in zip(some, whole, strict=True):
-            if w is not None:
-                assert_bitwise(s, w[order.to(DEVICE)], f"requests {order.tolist()[:3]}...")
+        expected = [None if w is None else w[order.to(DEVICE)] for w in whole]
+        seen.rows(some, expected, f"requests {order.tolist()[:3]}...")
     cpu = ops.sample(**{n: t.cpu() for n, t in used.items()}, return_kept=True)
     if "top_p" in filters or "min_p" in filters:  # a probability at the very threshold may fall on either side
         flips = (ops.unpack_kept(whole.kept.cpu(), v) != ops.unpack_kept(cpu.kept, v)).sum()
         assert int(flips) <= 4
         assert int((whole.tokens.cpu() != cpu.tokens).sum()) <= 1
     else:
-        assert_bitwise(whole.tokens, cpu.tokens, "tokens, GPU against CPU: noise and threshold are integers")
-        if whole.kept is not None:
-            assert_bitwise(whole.kept, cpu.kept, "kept set, GPU against CPU")
+        what = "tokens and kept set, GPU against CPU: noise and threshold are integers"
+        seen.rows([whole.tokens, whole.kept], [cpu.tokens, cpu.kept], what)
     scored = ops.logprob(used["logits"], whole.tokens, temperature=used["temperature"].clamp(min=1e-3), kept=whole.kept)
     sampled = used["temperature"] > 0
-    assert_bitwise(whole.logp[sampled], scored.logp[sampled], "logp is logprob's over the kept set")
-    record(cases=4, tokens=batch, mismatches=0)
+    seen.rows(whole.logp[sampled], scored.logp[sampled], "logp is logprob's over the kept set")
+    record(**vars(seen))
 
 
 def test_sample_follows_the_distribution() -> None:
@@ -260,11 +262,10 @@ def tensors(out: Any) -> list[Tensor]:
 
 def test_repeated_runs_give_the_same_bits(record: Record) -> None:
     runs = everything()
-    first = {name: [t.clone() for t in tensors(run())] for name, run in runs.items()}
+    first, seen = {name: [t.clone() for t in tensors(run())] for name, run in runs.items()}, Compared()
     for _, (name, run) in itertools.product(range(20), runs.items()):
-        for a, b in zip(tensors(run()), first[name], strict=True):
-            assert_bitwise(a, b, name)
-    record(cases=20 * len(runs), tokens=20 * 300 * len(runs), mismatches=0)
+        seen.whole(tensors(run()), first[name], name)
+    record(**vars(seen))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.gpu_checks import Compared
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.contract import assert_bitwise, compare_bitwise
+from rlkernel.contract import assert_bitwise
 from rlkernel.kernels.policy_loss import LOSS_TYPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -64,20 +65,16 @@ def test_position_is_free(loss_type: str, ratio_level: str, record: Callable[...
     borders = [0]
     for n in SIZES:
         borders.append(borders[-1] + n)
-    cases = tokens = mismatches = 0
+    seen = Compared()
     for order in ([6], [3, 0, 7], [7, 6, 5, 4, 3, 2, 1, 0], [1, 4]):
         moved = run(order, "cuda", **form)
         here = [0]
         for i in order:
             here.append(here[-1] + SIZES[i])
         for i, (a, b) in zip(order, pairwise(here), strict=True):
-            for name in ("dlogp", "dentropy"):
-                report = compare_bitwise(moved[name][a:b], whole[name][borders[i] : borders[i + 1]])
-                mismatches += report.mismatches
-                tokens += report.elements
-                cases += 1
-    record(cases=cases, tokens=tokens, mismatches=mismatches)
-    assert mismatches == 0
+            names, there = ("dlogp", "dentropy"), slice(borders[i], borders[i + 1])
+            seen.rows([moved[n][a:b] for n in names], [whole[n][there] for n in names], f"{order}: sequence {i}")
+    record(**vars(seen))
 
 
 @pytest.mark.parametrize("masked", (False, True), ids=("whole", "masked"))
@@ -93,7 +90,7 @@ def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callab
     generator = torch.Generator("cuda").manual_seed(3)
     shape = cuda.Shape(torch.cuda.current_device(), True, masked, loss_type == "grpo", 1 << 18, 1 << 8)
     names = ("loss", "dlogp", "dentropy", "scale", "stats", "counts")
-    cases = 0
+    seen = Compared()
     for tokens in (sum(cuda.RAGGED), 70003, 262144):
         for case in ("plain", "broken", "nothing counts", "normalizer", "a normalizer of 0", "one long", "views"):
             given = list(cuda.sample(shape, tokens, "normal", generator))
@@ -116,14 +113,17 @@ def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callab
                 for _ in range(2):
                     graph.replay()
                     for how, outputs in {"graph": captured, "call": run(*given)}.items():
-                        for name, o, e in zip(names, outputs, expected, strict=True):
-                            if case == "broken" and name not in ("loss", "scale"):
-                                continue  # sequences overlap: who writes last is nobody's order
-                            assert_bitwise(o, e, f"{setting}, {tokens}, {case}, {how}: {name}")
-                        cases += 1
+                        what = f"{setting}, {tokens}, {case}, {how}"
+                        pairs = dict(zip(names, zip(outputs, expected, strict=True), strict=True))
+                        pick = lambda *of, pairs=pairs: ([pairs[n][0] for n in of], [pairs[n][1] for n in of])
+                        seen.whole(*pick("loss", "scale"), f"{what}: loss, scale")
+                        if case == "broken":
+                            continue  # sequences overlap: who writes last is nobody's order
+                        seen.rows(*pick("dlogp", "dentropy"), f"{what}: dlogp, dentropy")
+                        seen.whole(*pick("stats", "counts"), f"{what}: stats, counts")
     verdict = cuda.policy_loss.verdict_of(shape)
     assert verdict is not None and all(t.certified for t in verdict.trials), verdict
-    record(cases=cases, mismatches=0)
+    record(**vars(seen))
 
 
 def test_broken_borders_are_nan() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.gpu_checks import Compared, refusal
 from torch import Tensor
 
 from rlkernel import ops
@@ -62,7 +63,7 @@ def cublaslt(verdict: schedule.Verdict | None) -> list[Trial]:
 def test_cublaslt_is_certified(m: int, n: int, k: int, record: Callable[..., None]) -> None:
     from rlkernel.kernels.cuda import linear
 
-    x, dy, w = rand(m, k), rand(m, n), rand(n, k)
+    x, dy, w, seen = rand(m, k), rand(m, n), rand(n, k), Compared()
     for op, arguments in ((linear.linear, (x, w, None, 1, 1, None)), (linear.linear_dgrad, (dy, w, 1))):
         verdict = op.verdict(*arguments)
         assert verdict is not None
@@ -71,8 +72,8 @@ def test_cublaslt_is_certified(m: int, n: int, k: int, record: Callable[..., Non
         assert any(trial.certified for trial in trials), trials
         expected = op.family.anchor(*arguments)
         for name, run in op._bound[op.family.key(*arguments)].items():
-            assert_bitwise(run(*arguments), expected, f"{op.family.op} [{m}, {n}, {k}] by {name}")
-    record(cases=2, tokens=m, mismatches=0)
+            seen.rows(run(*arguments), expected, f"{op.family.op} [{m}, {n}, {k}] by {name}")
+    record(**vars(seen))
 
 
 @hopper
@@ -103,7 +104,7 @@ def test_weight_gradients_are_certified(tokens: int, n: int, k: int, record: Cal
     from rlkernel.kernels.cuda import linear
     from rlkernel.kernels.triton import linear_grad as anchor
 
-    dy, x = rand(tokens, n), rand(tokens, k)
+    dy, x, seen = rand(tokens, n), rand(tokens, k), Compared()
     for dtype, fresh in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, False)):
         start = torch.randn(n, k, device="cuda").to(dtype)
         verdict = linear.wgrad_chunk.verdict(start, dy, x, fresh)
@@ -112,8 +113,8 @@ def test_weight_gradients_are_certified(tokens: int, n: int, k: int, record: Cal
         with schedule.strict():
             linear.wgrad_(grad, dy, x, fresh)
         anchor.wgrad_(expected, dy, x, fresh)
-        assert_bitwise(grad, expected, f"[{tokens}, {n}, {k}] onto {dtype}, fresh {fresh}")
-    record(cases=3, tokens=tokens, mismatches=0)
+        seen.whole(grad, expected, f"[{tokens}, {n}, {k}] onto {dtype}, fresh {fresh}")
+    record(**vars(seen))
 
 
 @hopper
@@ -126,10 +127,10 @@ def test_input_gradients_of_a_head_are_certified(m: int, record: Callable[..., N
     verdict = linear.linear_dgrad.verdict(dy, w, 1)
     assert verdict is not None and all(trial.certified or trial.first is None for trial in verdict.trials), verdict
     assert any(trial.certified for trial in verdict.trials)
-    expected = linear.anchor.linear_dgrad(dy, w, 1)
+    expected, seen = linear.anchor.linear_dgrad(dy, w, 1), Compared()
     for name, run in linear.linear_dgrad._bound[linear.linear_dgrad.family.key(dy, w, 1)].items():
-        assert_bitwise(run(dy, w, 1), expected, f"{m} rows by {name}")
-    record(cases=1, tokens=m, mismatches=0)
+        seen.rows(run(dy, w, 1), expected, f"{m} rows by {name}")
+    record(**vars(seen))
 
 
 @hopper
@@ -139,13 +140,13 @@ def test_input_gradients_of_a_head_are_certified(m: int, record: Callable[..., N
 def test_epilogues_and_chunks_keep_the_bits(
     out: torch.dtype, bias: bool, chunks: int, record: Callable[..., None]
 ) -> None:
-    w, b = rand(1024, 2048), rand(1024) if bias else None
+    w, b, seen = rand(1024, 2048), rand(1024) if bias else None, Compared()
     for m in (1, 3, 16, 100, 300, 1000):
         x = rand(m, 2048)
         y = ops.linear(x, w, b, chunks=chunks, out_dtype=out)
         with schedule.without():
-            assert_bitwise(y, ops.linear(x, w, b, chunks=chunks, out_dtype=out), f"{m} rows")
-    record(cases=6, tokens=1420, mismatches=0)
+            seen.rows(y, ops.linear(x, w, b, chunks=chunks, out_dtype=out), f"{m} rows")
+    record(**vars(seen))
 
 
 def test_the_clock_sees_launches_that_outlast_their_wait() -> None:
@@ -172,14 +173,19 @@ def test_operands_at_any_address_keep_the_bits(m: int, record: Callable[..., Non
         logp = ops.linear_logprob(x, w, targets).logp
         return [y, *grads, logp, *torch.autograd.grad(logp.sum(), (x, w))]
 
+    seen = Compared()
     results(rand(m, k), rand(n, k), rand(m, n))  # certifies the class on aligned operands
     for which in range(3):
         x, w, dy = (shifted(i == which, *shape) for i, shape in enumerate(((m, k), (n, k), (m, n))))
         found = results(x, w, dy)
         with schedule.without():
-            for got, expected in zip(found, results(x, w, dy), strict=True):
-                assert_bitwise(got, expected, f"{m} rows, operand {which} misaligned")
-    record(cases=18, tokens=3 * m, mismatches=0)
+            expected = results(x, w, dy)
+        what = f"{m} rows, operand {which} misaligned"
+        for outputs in ((0, 1), (3, 4)):
+            seen.rows([found[i] for i in outputs], [expected[i] for i in outputs], what)
+        for i in (2, 5):
+            seen.whole(found[i], expected[i], f"{what}, gradient of the weight")
+    record(**vars(seen))
 
 
 @hopper
@@ -188,7 +194,7 @@ def test_calls_with_more_rows_than_were_compared_are_cut(m: int, n: int, k: int,
     from rlkernel.kernels.cuda import linear
     from rlkernel.kernels.cuda import linear_shapes as shapes
 
-    x, w, bias = rand(m, k), rand(n, k), rand(2 * n)[::2]
+    x, w, bias, seen = rand(m, k), rand(n, k), rand(2 * n)[::2], Compared()
     dy = torch.randn(m, n, dtype=torch.bfloat16, device="cuda")
     for op, arguments in ((linear.linear, (x, w, bias, 1, 1, None)), (linear.linear_dgrad, (dy, w, 1))):
         key = op.family.key(*arguments)
@@ -199,9 +205,10 @@ def test_calls_with_more_rows_than_were_compared_are_cut(m: int, n: int, k: int,
         expected = op.family.anchor(*arguments)
         for name, run in op._bound[key].items():
             assert torch.equal(run(*arguments).view(torch.int16), expected.view(torch.int16)), f"{op.family.op}, {name}"
+            seen.add(tokens=m)
         del expected
     torch.cuda.empty_cache()  # others share the GPU
-    record(cases=2, tokens=m, mismatches=0)
+    record(**vars(seen))
 
 
 @hopper
@@ -222,11 +229,12 @@ def test_a_launch_that_fails_gives_way_to_the_anchor(
     linear.linear._runs.clear()
     if linear.linear.chosen(x, w, None, 1, 1, None) == ANCHOR:
         pytest.skip("the anchor is the fastest here")
+    seen = Compared()
     with pytest.warns(RuntimeWarning, match="status 13"):
-        assert_bitwise(ops.linear(x, w), y, "by the anchor")
+        seen.rows(ops.linear(x, w), y, "by the anchor")
     with schedule.strict(), pytest.raises(schedule.UncertifiedError, match="status 13"):
         ops.linear(x, w)
-    record(cases=1, tokens=300, mismatches=0)
+    record(**vars(seen))
 
 
 def planted(**switch: Any) -> Callable[..., Tensor]:
@@ -261,8 +269,8 @@ def test_a_planted_wrong_schedule_is_refused(switch: dict[str, bool], record: Ca
     key = family.key(rand(64, 1024, dtype=dtype), rand(512, 1024, dtype=dtype), None, 1, 1, torch.float32)
     verdict, bound = certification.certify(family, key)
     (trial,) = verdict.trials
+    record(**refusal(trial.first))
     assert not trial.certified and trial.first is not None and trial.first["mismatches"] > 0 and not bound
-    record(cases=1, tokens=64, mismatches=0)
 
 
 def chain_continued(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
@@ -291,8 +299,8 @@ def test_a_planted_wrong_weight_gradient_is_refused(wrong: Callable[..., None], 
     family = dataclasses.replace(linear.wgrad_chunk.family, schedules=(Schedule("planted", lambda key: wrong),))
     key = family.key(torch.zeros(256, 512, device="cuda"), rand(300, 256), rand(300, 512), False)
     (trial,) = certification.certify(family, key)[0].trials
+    record(**refusal(trial.first))
     assert not trial.certified and trial.first is not None and trial.first["mismatches"] > 0
-    record(cases=1, tokens=300, mismatches=0)
 
 
 def test_bits_do_not_depend_on_schedules_in_a_graph_or_out_of_it(record: Callable[..., None]) -> None:
@@ -311,21 +319,22 @@ def test_bits_do_not_depend_on_schedules_in_a_graph_or_out_of_it(record: Callabl
         inside = ops.linear(x, w)
     warm.replay()
     assert list(verdict_dir().glob("*.json"))
-    assert_bitwise(cold, y, "captured before the verdict")
-    assert_bitwise(inside, y, "captured after the verdict")
+    seen = Compared()
+    seen.rows(cold, y, "captured before the verdict")
+    seen.rows(inside, y, "captured after the verdict")
     for names in (("cublaslt",), ("triton",), ()):
         with schedule.without(*names):
-            assert_bitwise(ops.linear(x, w), y, f"without {names or 'all'}")
-    record(cases=5, tokens=48, mismatches=0)
+            seen.rows(ops.linear(x, w), y, f"without {names or 'all'}")
+    record(**vars(seen))
 
 
 def test_odd_shapes_run_the_anchor(record: Callable[..., None]) -> None:
     from rlkernel.kernels.cuda import linear
 
-    w = rand(100, 72)
+    w, seen = rand(100, 72), Compared()
     for x in (rand(5, 80)[:, :72], rand(0, 72), rand(5, 72)):
         arguments = (x, w, None, 1, 1, None)
         with schedule.strict():
             y = ops.linear(x, w)
-        assert_bitwise(y, linear.linear.family.anchor(*arguments), f"{tuple(x.shape)}")
-    record(cases=3, tokens=10, mismatches=0)
+        seen.rows(y, linear.linear.family.anchor(*arguments), f"{tuple(x.shape)}")
+    record(**vars(seen))

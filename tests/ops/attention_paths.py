@@ -96,23 +96,27 @@ def paged(batch: list[Sequence], cuts: list[list[int]], page: int, **options: An
     return [(torch.cat([o for o, _ in p]), torch.cat([top for _, top in p])) for p in parts]
 
 
-def same(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]], what: str) -> None:
+def same(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]], what: str) -> int:
+    """Out and lse of all sequences have the same bytes; returns the number of tokens compared."""
     for b, (x, y) in enumerate(zip(found, expected, strict=True)):
         assert_bitwise(x[0], y[0], f"{what}: out of sequence {b}")
         assert_bitwise(x[1], y[1], f"{what}: lse of sequence {b}")
+    return sum(y[0].shape[0] for y in expected)
 
 
 def cuts_of(lens: list[int], chunk: int) -> list[list[int]]:
     return [[*range(chunk, n, chunk), n] for n in lens]
 
 
-def check_paths(batch: list[Sequence], cuts: list[list[int]], page: int, **options: Any) -> None:
-    """Alone, packed, chunked prefill and pages agree to the bit."""
+def check_paths(batch: list[Sequence], cuts: list[list[int]], page: int, **options: Any) -> list[int]:
+    """Alone, packed, chunked prefill and pages agree to the bit; returns the tokens of each comparison."""
     alone = [packed([s], **options)[0] for s in batch]
-    same(packed(batch, **options), alone, "packed")
-    same(packed(batch[::-1], **options)[::-1], alone, "packed the other way round")
-    same(chunked(batch, cuts, **options), alone, "chunked")
-    same(paged(batch, cuts, page, **options), alone, "paged")
+    return [
+        same(packed(batch, **options), alone, "packed"),
+        same(packed(batch[::-1], **options)[::-1], alone, "packed the other way round"),
+        same(chunked(batch, cuts, **options), alone, "chunked"),
+        same(paged(batch, cuts, page, **options), alone, "paged"),
+    ]
 
 
 def gradients(batch: list[Sequence], douts: list[Tensor], **options: Any) -> list[list[Tensor]]:
