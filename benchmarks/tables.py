@@ -117,8 +117,8 @@ def kernels(path: Path) -> str:
 
 
 COUNTED = (
-    "A token counts once in each comparison of two calls, whatever outputs they have; other numbers are those of no "
-    "one token: gradients of weights, sums, the optimizer's tensors."
+    "A token counts once in each comparison of two calls, whatever outputs they have; other numbers are what is not "
+    "counted by tokens: gradients of weights, sums, the optimizer's tensors."
 )
 
 

@@ -38,7 +38,7 @@ class Compared:
     """What a test has compared under the contract, for `record(**vars(seen))`: what was not compared does not count.
 
     A case is one comparison of two calls. Its tokens count once, whatever outputs the calls have; `elements` are
-    numbers of no one token: gradients of weights, sums, an optimizer's tensors.
+    numbers that are not counted by tokens: gradients of weights, sums, an optimizer's tensors.
     """
 
     cases: int = 0
