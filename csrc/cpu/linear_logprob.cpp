@@ -1,6 +1,6 @@
 // linear_logprob: log-probabilities and their gradients from hidden states and the head's weight, by blocks of rows and
 // vocabulary. The logits are gemm.h's chain, the rest is logprob.h, so the bits are those of linear and logprob; no
-// [T, V] tensor exists.
+// [T, V] tensor exists, but for the probabilities that a forward may keep for its backward.
 #include "gemm.h"
 #include "logprob.h"
 using namespace rlk;
@@ -39,10 +39,41 @@ static void add_product(View<float> a, View<T> b, float* sums, int64_t M, int64_
          });
 }
 
-// hidden [T,C], weight [V,C]; the rest as rlk_logprob.
+// The tile's maximum (NaN where one is inside), and p[0, n) = exp(z - maximum), rounded once; z [0, padded).
+template <class T> static float tile_probs(const float* z, int n, int padded, T* p) {
+    float m = -kInf;
+    for (int i = 0; i < padded; ++i) m = z[i] > m || z[i] != z[i] ? z[i] : m;
+    const float from = m == -kInf ? 0.0f : m;
+#pragma omp simd
+    for (int i = 0; i < n; ++i) p[i] = from_float<T>(exp(z[i] - from));
+    return m;
+}
+
+// z[0, n) = gradient of row t's logits, entries from v0 on, from its kept probabilities, rounded to T.
+template <class T>
+static void kept_grads(const Upstream& up, int64_t t, const T* probs, const float* tile_max, int64_t v0, int64_t n, float* z) {
+    const float inv = up.inv ? up.inv[t] : 1.0f, g = up.g(t), m = up.stats[2 * t], log_s = up.stats[2 * t + 1];
+    auto grad = [=](T p, float scale, float hit) __attribute__((always_inline)) {
+        return round_to<T>(g * (hit - to_float(p) * scale) * inv);
+    };
+    auto scale_of = [&](int64_t v) { return exp((tile_max[v / kVocabTile] - m) - log_s); };
+    for (int64_t i = 0; i < n; i += kVocabTile) {
+        const float scale = scale_of(v0 + i);
+        const int64_t end = std::min<int64_t>(n, i + kVocabTile);
+#pragma omp simd
+        for (int64_t j = i; j < end; ++j) z[j] = grad(probs[v0 + j], scale, 0.0f);
+    }
+    const int64_t y = up.targets[t] - v0;
+    if (y >= 0 && y < n) z[y] = grad(probs[v0 + y], scale_of(v0 + y), 1.0f);
+    if (const uint32_t* kept = up.row_kept(t))
+        for (int64_t i = 0; i < n; ++i)
+            if (!is_kept(kept, v0 + i)) z[i] = 0.0f;
+}
+
+// hidden [T,C], weight [V,C]; the rest as rlk_logprob. probs [T,V] of their dtype and tile_max [T,tiles], or null.
 RLK_API void rlk_linear_logprob(const void* hidden, const void* weight, const int64_t* targets, const float* inv,
-                                const uint32_t* kept, float* logp, float* entropy, float* lse, float* stats, int64_t T,
-                                int64_t V, int64_t C, int32_t dtype, int32_t threads) {
+                                const uint32_t* kept, float* logp, float* entropy, float* lse, float* stats, void* probs,
+                                float* tile_max, int64_t T, int64_t V, int64_t C, int32_t dtype, int32_t threads) {
     if (T == 0) return;
     const int64_t tiles = vocab_tiles(V), words = (V + 31) / 32;
     const int64_t height = block_rows(T, V), width = block_vocab(V), ld = width + 16;   // + 16: rows not a power of two apart
@@ -70,6 +101,9 @@ RLK_API void rlk_linear_logprob(const void* hidden, const void* weight, const in
                         Tile tile = tile_stats(tile_z, padded);
                         const int64_t at = (v0 + i) / kVocabTile;
                         m[at] = tile.m, s[at] = tile.s, e[at] = tile.e;
+                        if (probs)
+                            tile_max[t * tiles + at] = tile_probs(tile_z, int(std::min<int64_t>(kVocabTile, n - i)), padded,
+                                                                  static_cast<W*>(probs) + t * V + v0 + i);
                     }
                 });
             }
@@ -83,13 +117,15 @@ RLK_API void rlk_linear_logprob(const void* hidden, const void* weight, const in
     });
 }
 
-// grad [V,C] fp32 (continued) or null; dhidden [T,C] or null. Tokens without a gradient are left out.
+// grad [V,C] fp32 (continued) or null; dhidden [T,C] or null. Tokens without a gradient are left out. With probs and
+// tile_max, a forward's, no logits are computed.
 RLK_API void rlk_linear_logprob_grad(float* grad, const void* hidden, const void* weight, const int64_t* targets,
                                      const float* inv, const uint32_t* kept, const float* stats, const float* entropy,
-                                     const float* dlogp, const float* dentropy, void* dhidden, int64_t T, int64_t V, int64_t C,
-                                     int32_t dtype, int32_t threads) {
+                                     const float* dlogp, const float* dentropy, const void* probs, const float* tile_max,
+                                     void* dhidden, int64_t T, int64_t V, int64_t C, int32_t dtype, int32_t threads) {
     PlainFloats plain;
     const Upstream up{targets, inv, stats, entropy, dlogp, dentropy, kept, (V + 31) / 32};
+    const int64_t tiles = vocab_tiles(V);
     std::vector<int64_t> active;
     for (int64_t t = 0; t < T; ++t)
         if (up.active(t)) active.push_back(t);
@@ -110,9 +146,12 @@ RLK_API void rlk_linear_logprob_grad(float* grad, const void* hidden, const void
             if (dx) std::fill(sums, sums + rows * C, 0.0f);
             for (int64_t v0 = 0; v0 < V; v0 += width) {
                 const int64_t n = std::min(width, V - v0);
-                logits_block(gathered, w + v0 * C, z, ld, rows, n, C, threads);
+                if (!probs) logits_block(gathered, w + v0 * C, z, ld, rows, n, C, threads);
                 parallel_for(rows, 4096 / n, threads, [&](int64_t r) {
-                    logit_grads<W>(up, at[r], z + r * ld, v0, n, z + r * ld);
+                    if (probs)
+                        kept_grads(up, at[r], static_cast<const W*>(probs) + at[r] * V, tile_max + at[r] * tiles, v0, n,
+                                   z + r * ld);
+                    else logit_grads<W>(up, at[r], z + r * ld, v0, n, z + r * ld);
                 });
                 if (dx) add_product(View<float>{z, ld, 1}, View<W>{w + v0 * C, C, 1}, sums, rows, C, n, threads);
                 if (grad) add_product(View<float>{z, 1, ld}, View<W>{gathered, C, 1}, grad + v0 * C, n, C, rows, threads);

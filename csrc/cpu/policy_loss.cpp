@@ -211,3 +211,13 @@ RLK_API void rlk_policy_loss(const float* logp, const float* old_logp, const flo
         }
     });
 }
+
+// x [n] = (x * scale) * dloss, in place; both are one number.
+RLK_API void rlk_policy_loss_scale(float* x, const float* scale, const float* dloss, int64_t n, int32_t threads) {
+    constexpr int64_t kBlock = 4096;
+    parallel_for((n + kBlock - 1) / kBlock, 8, threads, [=](int64_t block) {
+        const int64_t end = std::min(n, (block + 1) * kBlock);
+#pragma omp simd
+        for (int64_t i = block * kBlock; i < end; ++i) x[i] = (x[i] * *scale) * *dloss;
+    });
+}

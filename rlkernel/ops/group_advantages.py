@@ -39,7 +39,7 @@ def group_advantages(
     there is nothing to compare with. A group of equal rewards has advantage exactly 0.
 
     Args:
-        rewards: [B] fp32, finite. Constants: no gradient.
+        rewards: [B] fp32, finite and, but in mode "none", at most 1e15 in size. Constants: no gradient.
         group_size: completions a prompt, divides B. One global baseline (REINFORCE++) is mode "group" with
             group_size = B.
         mode: see above.
@@ -48,8 +48,8 @@ def group_advantages(
         eps: added to the standard deviation, in units of reward, above 0.
 
     Raises:
-        ValueError: a reward is NaN or infinite (CPU; the message names its index), B is not a multiple of group_size,
-            or an unknown mode.
+        ValueError: a reward is NaN, infinite or too large (CPU; the message names its index), B is not a multiple of
+            group_size, or an unknown mode.
         TypeError: rewards are not fp32 or no tensor, or group_size no whole number.
 
     Source:

@@ -127,9 +127,9 @@ def linear_logprob(
         weight: [V, C], dtype of hidden. Its fp32 `main_grad`, where set, receives the weight gradient.
         targets, temperature, kept: as in `logprob`.
         keep_probs: hold the probabilities [T, V], rounded to the weight's dtype, from the forward to the backward,
-            which then computes no logits: three matrix products in place of four for 2 T V bytes. The gradients come
-            from rounded probabilities, so their bits are others; those of logp are the same. Without autograd, and
-            for an entropy gradient, it has no effect.
+            which then computes no logits: three matrix products in place of four for 2 T V bytes (fp32: 4 T V). The
+            gradients come from rounded probabilities, so their bits are others; those of logp are the same. Without
+            autograd, and for an entropy gradient, it has no effect.
         keep_bytes: hold fp32 logits of as many entries of the vocabulary as fit from the forward to the backward, which
             then computes those of the others alone; a whole number, or inf for all of them. No bit depends on it.
             Without autograd, with `keep_probs`, on the CPU and below 768 channels, where computing them is cheaper, it

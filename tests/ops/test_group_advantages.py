@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_accurate, assert_bitwise
+from rlkernel.kernels import select
 from rlkernel.kernels.reference.group_advantages import centred, over, row_sum
 from rlkernel.ops.group_advantages import MODES
 
@@ -132,6 +133,35 @@ def test_a_bad_reward_is_named(bad: float) -> None:
     for mode in MODES:
         with pytest.raises(ValueError, match=rf"rewards\[7\] is {bad} \(group 1, member 3\)"):
             ops.group_advantages(rewards, 4, mode=mode)
+
+
+@pytest.mark.parametrize("size", (3e38, -3e38, 2e15))
+@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+def test_a_huge_reward_is_named(size: float, implementation: str) -> None:
+    rewards = rand(4, 12)
+    rewards[6] = size
+    with select.use(implementation):
+        for mode in MODES[:3]:
+            with pytest.raises(
+                ValueError, match=r"rewards\[6\] is .* \(group 1, member 2\); .* at most 1e\+15 .*; scale"
+            ):
+                ops.group_advantages(rewards, 4, mode=mode)
+        assert_bitwise(ops.group_advantages(rewards, 4, mode="none"), rewards, "none")
+        rewards[6], rewards[7] = 1e15, -1e15
+        for mode in MODES[:3]:
+            assert ops.group_advantages(rewards, 4, mode=mode).isfinite().all()
+
+
+@properties
+@given(st.integers(1, 9), st.integers(1, 40), st.sampled_from(MODES), st.booleans(), st.integers(-45, 14), seeds)
+def test_reference_equals_cpp(groups: int, size: int, mode: str, normalize: bool, power: int, seed: int) -> None:
+    rewards = rand(seed, groups * size) * 10.0**power
+    rewards[:: 1 + seed % 5] = -0.0
+    for given_rewards in (rewards, rewards.round(decimals=1), torch.stack((rewards, rewards), 1)[:, 0]):
+        run = lambda x=given_rewards: ops.group_advantages(x, size, mode=mode, normalize_std=normalize)
+        with select.use("reference"):
+            expected = run()
+        assert_bitwise(run(), expected, mode)
 
 
 def test_bad_input() -> None:

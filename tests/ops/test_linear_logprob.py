@@ -272,6 +272,60 @@ def test_kept_probabilities_reference_equals_cpp_and_rows_stand_alone() -> None:
         assert_bitwise(alone[1], whole[1][t : t + 1], "dhidden of a row alone")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("t,v,c", ((1, 1, 3), (12, 129, 8), (9, 300, 4)))
+def test_kept_probabilities_reference_equals_cpp_at_borders(t: int, v: int, c: int, dtype: torch.dtype) -> None:
+    """Ends of tiles, rows without a gradient, infinities and NaN; either gradient alone."""
+    (hidden, weight, y), options = kept_case(t, v, c, dtype)
+    hidden[t // 2, 0], hidden[t - 1] = math.inf, math.nan
+    up = torch.where(torch.arange(t) % 3 == 0, 0.0, rand(1, t))
+    for extra in ({}, options):
+        for wanted in ((True, True), (True, False), (False, True)):
+
+            def run(extra: Any = extra, wanted: Any = wanted) -> list[Tensor]:
+                h, w = (x.clone().requires_grad_(needs) for x, needs in zip((hidden, weight), wanted, strict=True))
+                out = ops.linear_logprob(h, w, y, keep_probs=True, **extra)
+                out.logp.backward(up)
+                return [x.detach().nan_to_num(7.0) for x in (*out, h.grad, w.grad) if x is not None]
+
+            found = run()
+            with select.use("reference"):
+                for i, (a, b) in enumerate(zip(found, run(), strict=True)):
+                    assert_bitwise(a, b, f"result {i}, {wanted}, {sorted(extra)}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_probabilities_of_micro_batches(dtype: torch.dtype) -> None:
+    """Blocks of tokens and of the vocabulary show in no bit, nor does a split with main_grad."""
+    (hidden, weight, y), options = kept_case(1100, 1030, 5, dtype)
+    up = rand(1, 1100)
+
+    def run(*sizes: int) -> list[Tensor]:
+        w, found, at = torch.nn.Parameter(weight), [], 0
+        w.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+        for size in sizes:
+            rows = slice(at, at + size)
+            h, at = hidden[rows].clone().requires_grad_(), at + size
+            extra = {name: x[rows] for name, x in options.items()}
+            out = ops.linear_logprob(h, w, y[rows], keep_probs=True, **extra)
+            out.logp.backward(up[rows])
+            found.append([x.detach() for x in (*out, h.grad)])
+        return [*map(torch.cat, zip(*found, strict=True)), w.main_grad]  # type: ignore[attr-defined]
+
+    for i, (a, b) in enumerate(zip(run(1100), run(3, 500, 597), strict=True)):
+        assert_bitwise(a, b, f"result {i}")
+
+
+def test_kept_probabilities_are_all_that_is_kept() -> None:
+    """No other tensor of [T, V], in either direction."""
+    t, v = 1024, 8192
+    hidden, weight, y = rand(0, t, 8).requires_grad_(), head(v, 8).requires_grad_(), ids(t, v)
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ops.linear_logprob(hidden, weight, y, keep_probs=True).logp.sum().backward()
+    taken = sum(max(0, e.self_cpu_memory_usage) for e in profile.events())
+    assert 4 * t * v <= taken < 1.2 * 4 * t * v
+
+
 def test_kept_probabilities_give_way_to_an_entropy_gradient() -> None:
     (hidden, weight, y), options = kept_case(9, 300, 16, torch.bfloat16)
     run = lambda keep: forward_backward(

@@ -5,42 +5,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.cpu.library import CPU, code, function, pointer, threads
-from rlkernel.kernels.cpu.linear import linear, linear_dgrad, linear_wgrad_
+from rlkernel.contract.orders import VOCAB_TILE
+from rlkernel.kernels.cpu.library import CPU, FLOATS, code, function, pointer, threads
+from rlkernel.kernels.cpu.linear import linear
 from rlkernel.kernels.cpu.logprob import contiguous, logprob, row_results
-from rlkernel.kernels.reference.linear_logprob import dz_of_probs, first_entries, gradients, probabilities
-from rlkernel.kernels.reference.logprob import active_rows, check_values, scaled
+from rlkernel.kernels.reference.linear_logprob import first_entries
+from rlkernel.kernels.reference.logprob import check_values, scaled
 
 
 def linear_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _forward(hidden, weight, targets, inv_temperature, kept, None, None)
+
+
+def linear_logprob_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, ...]:
+    tokens, vocab = hidden.shape[0], weight.shape[0]
+    probs = torch.empty((tokens, vocab), dtype=weight.dtype, device=CPU)
+    tile_max = torch.empty((tokens, -(-vocab // VOCAB_TILE)), **FLOATS)
+    return *_forward(hidden, weight, targets, inv_temperature, kept, probs, tile_max), probs, tile_max
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    inv_temperature: Tensor | None,
+    kept: Tensor | None,
+    probs: Tensor | None,
+    tile_max: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_values("linear_logprob", targets, weight.shape[0], inv_temperature)
     hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
     inv_temperature, kept = contiguous(inv_temperature, kept)
     out = row_results(hidden.shape[0])
-    function("rlk_linear_logprob", "ppppppppplllii")(
+    function("rlk_linear_logprob", "p" * 11 + "lllii")(
         hidden.data_ptr(),
         weight.data_ptr(),
         targets.data_ptr(),
         pointer(inv_temperature),
         pointer(kept),
-        *map(pointer, out),
+        *map(pointer, (*out, probs, tile_max)),
         hidden.shape[0],
         *weight.shape,
         code(hidden.dtype),
         threads(),
     )
     return out
-
-
-def linear_logprob_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
-) -> tuple[Tensor, ...]:
-    check_values("linear_logprob", targets, weight.shape[0], inv_temperature)
-    logits = linear(hidden, weight, None, 1, 1, torch.float32)
-    kept_outputs = probabilities(scaled(logits, inv_temperature, kept), weight.dtype)
-    return (*logprob(logits, targets, inv_temperature, kept), *kept_outputs)
 
 
 def linear_logprob_logits(
@@ -69,21 +82,15 @@ def linear_logprob_grad_(
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    if probs is not None and tile_max is not None and dlogp is not None and dentropy is None:
-
-        def dz_of(rows: Tensor) -> Tensor:
-            scale, mask = (None if t is None else t[rows] for t in (inv_temperature, kept))
-            return dz_of_probs(probs[rows], tile_max[rows], targets[rows], scale, mask, stats[rows], dlogp[rows])
-
-        active = active_rows(targets, kept, stats, dlogp, dentropy)
-        return gradients(dz_of, linear_dgrad, linear_wgrad_, active, grad, hidden, weight, needs_input, needs_weight)
+    if dlogp is None or dentropy is not None:  # a gradient of the entropy needs the logits
+        probs = tile_max = None
     hidden, weight = hidden.contiguous(), weight.contiguous()
-    rows = contiguous(targets, inv_temperature, kept, stats, entropy, dlogp, dentropy)
+    rows = contiguous(targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, probs, tile_max)
     dhidden = hidden.new_empty((hidden.shape[0] if needs_input else 0, hidden.shape[1]))
     to = grad
     if needs_weight and grad is None:
         to = torch.zeros(weight.shape, dtype=torch.float32, device=CPU)
-    function("rlk_linear_logprob_grad", "ppppppppppplllii")(
+    function("rlk_linear_logprob_grad", "p" * 13 + "lllii")(
         pointer(to),
         hidden.data_ptr(),
         weight.data_ptr(),

@@ -1,4 +1,4 @@
-"""policy_loss on the CPU: launcher of `csrc/cpu/policy_loss.cpp`; backward scales as the reference does."""
+"""policy_loss on the CPU: launchers of `csrc/cpu/policy_loss.cpp`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from rlkernel.kernels.policy_loss import (
     form_code,
     sequence_mean,
 )
-from rlkernel.kernels.reference.policy_loss import policy_loss_scale_
-
-__all__ = ["policy_loss", "policy_loss_scale_"]
 
 
 def policy_loss(
@@ -72,3 +69,11 @@ def policy_loss(
     )
     dentropy = torch.empty(0, **FLOATS) if dentropy is None else dentropy
     return loss, dlogp, dentropy, torch.ones((), **FLOATS), stats, counts
+
+
+def policy_loss_scale_(dlogp: Tensor, dentropy: Tensor, scale: Tensor, dloss: Tensor) -> None:
+    for gradient in (dlogp, dentropy):
+        scaled = gradient.contiguous()
+        function("rlk_policy_loss_scale", "pppli")(*map(pointer, (scaled, scale, dloss)), scaled.numel(), threads())
+        if scaled is not gradient:
+            gradient.copy_(scaled)

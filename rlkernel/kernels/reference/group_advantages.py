@@ -1,4 +1,4 @@
-"""group_advantages: elementwise torch with fixed row sums; the same bits on every device.
+"""group_advantages, spelled out: elementwise torch with fixed row sums; the same bits on every device.
 
 Rewards are centred on their row's first element before anything is summed, so that equal rewards give exactly 0.
 """
@@ -11,6 +11,8 @@ from torch import Tensor
 from rlkernel.kernels.reference.arith import sqrt
 
 LANES = 16
+LARGEST = 1e15
+"""Largest reward that a CPU takes, but in mode "none"."""
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -42,15 +44,25 @@ def deviation(rows: Tensor) -> Tensor:
     return sqrt(over(row_sum(c * c), rows.shape[1] - 1))
 
 
+def check_rewards(rewards: Tensor, group_size: int, mode: str) -> None:
+    """Raises ValueError for a reward that is not finite, or too large for the mode. CPU: a GPU would wait for it."""
+    for bad, expected in (
+        (~torch.isfinite(rewards), "finite numbers"),
+        (rewards.abs() > LARGEST, f"at most {LARGEST:g} in size, for their squares are added in float32; scale them"),
+    ):
+        if mode == "none" and expected != "finite numbers":
+            continue
+        if bad.any():
+            i = int(bad.nonzero()[0])
+            raise ValueError(
+                f"group_advantages: rewards[{i}] is {float(rewards[i])} (group {i // group_size}, "
+                f"member {i % group_size}); rewards must be {expected}"
+            )
+
+
 def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std: bool, eps: float) -> Tensor:
-    # On a GPU this would wait for it; there NaN stays NaN.
-    bad = (~torch.isfinite(rewards)).nonzero() if rewards.device.type == "cpu" else rewards[:0]
-    if bad.numel():
-        i = int(bad[0])
-        raise ValueError(
-            f"group_advantages: rewards[{i}] is {float(rewards[i])} (group {i // group_size}, "
-            f"member {i % group_size}); rewards must be finite numbers"
-        )
+    if rewards.device.type == "cpu":
+        check_rewards(rewards, group_size, mode)
     if mode == "none" or rewards.numel() == 0:
         return rewards.clone()
     rows = rewards.reshape(-1, group_size)
