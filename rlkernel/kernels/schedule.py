@@ -10,7 +10,8 @@ import contextlib
 import json
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ _lock = threading.RLock()
 _ops: dict[str, ScheduledOp] = {}
 _strict = False
 _off: tuple[frozenset[str], ...] = ()  # one set a nested `without`; an empty set switches every schedule off
+_MODULES = ("attention", "linear", "linear_logprob", "logprob", "policy_loss")  # of kernels/cuda, that have schedules
 MOST_CALLS = 1 << 14  # calls that an op remembers, beyond which it forgets all: row counts are without end
 
 
@@ -203,8 +205,14 @@ def _decide_anew() -> None:
 
 
 def set_strict(on: bool) -> None:
-    """Whether an op with schedules but no verdict raises `UncertifiedError` in place of running its anchor."""
+    """Whether an op with schedules but no verdict raises `UncertifiedError` in place of running its anchor.
+
+    Raises:
+        TypeError: `on` is no bool.
+    """
     global _strict
+    if not isinstance(on, bool):
+        raise TypeError(f"strict mode is True or False, not {on!r}")
     with _lock:
         _strict = on
         _decide_anew()
@@ -221,10 +229,40 @@ def strict(on: bool = True) -> Iterator[None]:
         set_strict(before)
 
 
+def _names(ops: Iterable[ScheduledOp]) -> set[str]:
+    """Their schedules, and the groups of these."""
+    found = {schedule.name for op in ops for schedule in op.family.schedules}
+    return found | {name.split(".", 1)[0] for name in found}
+
+
+def _check_known(names: tuple[str, ...]) -> None:
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"without takes names of schedules as strings, not {name!r}")
+    known = _names(scheduled_ops())
+    if known.issuperset(names):
+        return
+    try:  # a process without a GPU has not loaded them
+        modules = [import_module(f"{__package__}.cuda.{module}") for module in _MODULES]
+    except ImportError:  # no Triton: nobody knows the names, and nothing runs that could be switched off
+        return
+    known |= _names(op for module in modules for op in vars(module).values() if isinstance(op, ScheduledOp))
+    for name in names:
+        if name not in known:
+            groups = ", ".join(sorted(x for x in known if "." not in x))
+            raise ValueError(f"no op has a schedule or group {name!r}; there are {groups}; doctor lists them")
+
+
 @contextlib.contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Switches schedules (or groups of them, "cublaslt") off in a block; without names, all. No bit changes by it."""
+    """Switches schedules (or groups of them, "cublaslt") off in a block; without names, all. No bit changes by it.
+
+    Raises:
+        TypeError: a name is no string.
+        ValueError: no op has a schedule or group of that name.
+    """
     global _off
+    _check_known(names)
     switched = frozenset(names)
     with _lock:
         _off = (*_off, switched)

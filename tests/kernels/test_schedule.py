@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -165,6 +167,43 @@ def test_schedules_are_switched_off_and_on_again() -> None:
             assert op.chosen(x, w) == ANCHOR
             assert torch.equal(op(x, w), y)
     assert op.chosen(x, w) == "fake.equal"
+
+
+def test_a_name_that_no_schedule_has_switches_nothing_off_in_silence() -> None:
+    op = ScheduledOp(family(equal))
+    x, w = arguments()
+    for names in (("fake.eqal",), ("fake", "cublastl")):
+        said = f"no op has a schedule or group '{names[-1]}'; there are .*cublaslt, .*fake"
+        with pytest.raises(ValueError, match=said), schedule.without(*names):
+            pass
+    with pytest.raises(TypeError, match="as strings, not 3"), schedule.without(3):  # type: ignore[arg-type]
+        pass
+    assert op.chosen(x, w) == "fake.equal"
+
+
+def test_schedules_of_ops_that_are_not_loaded_are_known() -> None:
+    """`linear` on a CPU loads none of them."""
+    program = "from rlkernel.kernels import schedule\nwith schedule.without('cublaslt', 'hopper', 'rows.16'): pass"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    files = Path(schedule.__file__).parent.glob("cuda/*.py")
+    assert {path.stem for path in files if "ScheduledOp(" in path.read_text()} == set(schedule._MODULES)
+
+
+def test_without_triton_any_name_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(schedule, "import_module", missing)
+    with schedule.without("anything"):
+        pass
+
+
+@pytest.mark.parametrize("on", ("no", 1, None, ()))
+def test_strict_mode_is_a_bool(on: Any) -> None:
+    with pytest.raises(TypeError, match="True or False"), schedule.strict(on):
+        pass
+    with pytest.raises(TypeError, match="True or False"):
+        schedule.set_strict(on)
 
 
 def shapes(asked: list[int]) -> Warm:
