@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from rlkernel import ops
-from rlkernel.ops._library import once_differentiable
+from rlkernel.ops._library import adding, asked, has_main_grad, once_differentiable, outside_graph
 
 
 def joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:  # [T, K] -> [T, sum N]
     """`ops.linear` with the weights (and biases, or none) of several layers one under the other."""
     if ops.is_stock():
         return ops.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+    if is_dynamo_compiling() and has_main_grad(*weights, *biases):
+        return outside_graph("linear", joined_linear, x, weights, biases)
     return _Joined.apply(x, *weights, *(biases if biases else (None,) * len(weights)))
 
 
@@ -86,36 +89,40 @@ class _Joined(torch.autograd.Function):
         dy = dy.to(x.dtype).contiguous()
         kernels = torch.ops.rlkernel
         dx = kernels.linear_dgrad(dy, join(weights), 1) if ctx.needs_input_grad[0] else None
-        count = len(weights)
-        needed = ctx.needs_input_grad[1:]
-        dws: Sequence[Tensor | None] = [None] * count
-        dbs: Sequence[Tensor | None] = [None] * count
-        if any(needed[:count]):
-            dws = _gradients(ctx.weights, dy, lambda g, d: kernels.linear_wgrad_(g, d, x), kernels.linear_wgrad, x)
-        if any(needed[count:]):
-            dbs = _gradients(ctx.biases, dy, kernels.bias_grad_, None, x)
-        grads = [g if wanted else None for g, wanted in zip([*dws, *dbs], needed, strict=True)]
-        return dx, *grads
+        dws = _gradients(ctx, 1, ctx.weights, dy, lambda g, d: kernels.linear_wgrad_(g, d, x), kernels.linear_wgrad, x)
+        if ctx.biases[0] is None:
+            return dx, *dws, *ctx.biases
+        return dx, *dws, *_gradients(ctx, 1 + len(weights), ctx.biases, dy, kernels.bias_grad_, None, x)
 
 
-def _gradients(parameters: Sequence[Tensor], dy: Tensor, add: Any, fresh: Any, x: Tensor) -> Sequence[Tensor | None]:
-    """Gradients of joined parameters, or None each where they went to `main_grad`."""
+def _gradients(
+    ctx: Any, place: int, parameters: Sequence[Tensor], dy: Tensor, add: Any, fresh: Any, x: Tensor
+) -> Sequence[Tensor | None]:
+    """Gradients of joined parameters, the first at `place` of the inputs; None each where they went to `main_grad`."""
     sizes = [p.shape[0] for p in parameters]
-    buffers = [getattr(p, "main_grad", None) for p in parameters]
-    if not any(b is not None for b in buffers):
-        if fresh is not None:
-            return fresh(dy, x).split(sizes)
-        total = torch.zeros(sum(sizes), dtype=torch.float32, device=dy.device)
-        add(total, dy)
-        return total.to(parameters[0].dtype).split(sizes)
+    wanted, buffers = zip(*(asked("linear", ctx, place + i, p) for i, p in enumerate(parameters)), strict=True)
     given = [b for b in buffers if b is not None]
+    if not given and any(wanted):
+        if fresh is not None:
+            grads = fresh(dy, x).split(sizes)
+        else:
+            total = torch.zeros(sum(sizes), dtype=torch.float32, device=dy.device)
+            add(total, dy)
+            grads = total.to(parameters[0].dtype).split(sizes)
+        return [g if w else None for g, w in zip(grads, wanted, strict=True)]
     if len(given) == len(buffers) and _adjacent(given):
-        add(join(given), dy)
+        with adding:
+            add(join(given), dy)
         return [None] * len(sizes)
     out: list[Tensor | None] = []
-    for p, buffer, rows in zip(parameters, buffers, dy.split(sizes, dim=1), strict=True):
-        rows = rows.contiguous()
-        to = torch.zeros(p.shape, dtype=torch.float32, device=p.device) if buffer is None else buffer
-        add(to, rows)
-        out.append(to.to(p.dtype) if buffer is None else None)
+    for p, w, buffer, rows in zip(parameters, wanted, buffers, dy.split(sizes, dim=1), strict=True):
+        grad = None
+        if buffer is not None:
+            with adding:
+                add(buffer, rows.contiguous())
+        elif w:
+            total = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
+            add(total, rows.contiguous())
+            grad = total.to(p.dtype)
+        out.append(grad)
     return out

@@ -7,6 +7,7 @@ to plain torch, the control that shows the drift.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch._C import _functions
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
 from rlkernel.kernels import select
 
@@ -68,7 +70,7 @@ def define(
     torch.library.register_fake(f"rlkernel::{name}", fake, lib=_LIBRARY)
     eager: Callable[..., Any] | None = None
     if backward is not None:
-        once = backward if differentiable_twice else once_differentiable(name, backward)
+        once = unbatched(name, backward) if differentiable_twice else once_differentiable(name, backward)
         torch.library.register_autograd(f"rlkernel::{name}", once, setup_context=setup_context, lib=_LIBRARY)
         if setup_context is not None:
             eager = _function(name, direct, setup_context, once)
@@ -115,20 +117,60 @@ def define(
 def once_differentiable(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:
     """`backward`, whose gradients raise where they are differentiated in turn: torch would drop that term in silence.
 
-    torch's own decorator does so only where the upstream gradient has a graph, which that of a sum has not.
+    They hang on what they were computed from, so that every way of asking finds the error: torch's own decorator hangs
+    them on leaves of their own, which `autograd.grad` and `hessian` never reach.
     """
     message = f"{op}: there is no second derivative; leave create_graph=True out, or this op out of the penalty"
 
     def once(ctx: Any, *upstream: Any) -> Any:
+        _refuse_batched(op, upstream)
+        if not torch.is_grad_enabled():  # no create_graph
+            return backward(ctx, *upstream)
+        ctx = _UnpackedOnce(ctx)
         with torch.no_grad():
             gradients = backward(ctx, *upstream)
-        if not torch.is_grad_enabled():  # no create_graph
-            return gradients
         found = gradients if isinstance(gradients, tuple) else (gradients,)
-        fresh: list[Any] = [g if g is None else g.detach().requires_grad_() for g in found]
-        return _functions.DelayedError(message.encode(), len(fresh))(*fresh)
+        fresh = [g if g is None else g.detach().requires_grad_() for g in found]
+        sources = (*ctx.saved_tensors, getattr(ctx, "weight", None), *upstream)
+        hung = [*fresh, *(t for t in sources if t is not None and t.requires_grad)]
+        return _functions.DelayedError(message.encode(), len(hung))(*hung)[: len(fresh)]
 
     return once
+
+
+class _UnpackedOnce:
+    """A backward's ctx that unpacks the saved tensors once: activation checkpointing allows no second time."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.__dict__.update(_ctx=ctx, saved_tensors=ctx.saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
+
+
+def unbatched(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward`, which refuses a batch of upstream gradients."""
+
+    def checked(ctx: Any, *upstream: Any) -> Any:
+        _refuse_batched(op, upstream)
+        return backward(ctx, *upstream)
+
+    return checked
+
+
+def _refuse_batched(op: str, upstream: tuple[Any, ...]) -> None:
+    """Raises where autograd gives many upstream gradients as one: kernels read memory, which such a tensor lacks."""
+    if is_dynamo_compiling():
+        return
+    for gradient in upstream:
+        if gradient is not None and _is_batched(gradient):
+            raise NotImplementedError(
+                f"{op}: its backward takes one upstream gradient at a time; leave is_grads_batched=True or "
+                "vectorize=True out"
+            )
 
 
 def wrote(*tensors: Tensor) -> None:
@@ -147,6 +189,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
 _profiled, _transformed = torch._C._autograd._profiler_enabled, torch._C._are_functorch_transforms_active
 _modes = torch._C._len_torch_dispatch_stack
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+_current_backward, _will_run = torch._C._current_graph_task_id, torch._C._will_engine_execute_node
 is_grad_enabled = torch.is_grad_enabled
 
 
@@ -179,18 +223,44 @@ def _refuse_unseen(op: str, names: tuple[str, ...], args: tuple[Any, ...], diffe
         refuse_gradient(op, names, args)
     tensors = [a for a in args if isinstance(a, Tensor)]
     if torch.compiler.is_compiling():
-        for a in tensors if differentiable and torch.is_grad_enabled() else ():
-            if a.requires_grad and getattr(a, "main_grad", None) is not None:
-                raise RuntimeError(
-                    f"{op}: torch.compile does not see main_grad, and its gradient would go to .grad instead; compile "
-                    "without fullgraph, which leaves this op out, or leave the parameter without main_grad"
-                )
+        if differentiable and has_main_grad(*tensors):  # by torch.export and the like: see `outside_graph`
+            raise RuntimeError(f"{op}: {_UNSEEN}")
     elif forward_ad._current_level >= 0:
         for a in tensors:
             if forward_ad.unpack_dual(a).tangent is not None:
                 raise NotImplementedError(f"{op}: there is no forward-mode derivative; use reverse mode (backward)")
     elif differentiable and torch.is_grad_enabled() and any(map(torch._C._functorch.is_gradtrackingtensor, tensors)):
         raise NotImplementedError(f"{op}: torch.func has no gradient of it; use torch.autograd.grad or backward")
+
+
+_UNSEEN = (
+    "torch.compile does not see main_grad, and its gradient would go to .grad instead; compile without fullgraph, "
+    "which leaves this op out, or leave the parameter without main_grad"
+)
+
+
+def has_main_grad(*parameters: Tensor | None) -> bool:
+    """Whether a gradient of one of them is recorded and is to be added onto its `main_grad`."""
+    if torch.is_grad_enabled():
+        for p in parameters:
+            if p is not None and p.requires_grad and getattr(p, "main_grad", None) is not None:
+                return True
+    return False
+
+
+def outside_graph(op: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `fn` beside the graphs that dynamo makes; with fullgraph, where there is no beside, that is an error.
+
+    Called where dynamo traces a public op, before the op does anything: a break further in would have dynamo compile
+    the op's inside.
+    """
+    torch._dynamo.graph_break(msg=f"{op}: {_UNSEEN}")
+    return _untraced(fn, args, kwargs)
+
+
+@torch._disable_dynamo
+def _untraced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return fn(*args, **kwargs)
 
 
 def _function(
@@ -301,37 +371,69 @@ def main_grad(op: str, parameter: Tensor) -> Tensor | None:
     found: Tensor | None = getattr(parameter, "main_grad", None)
     if found is None:
         return None
-    check(
-        isinstance(found, Tensor),
-        lambda: f"{op}: main_grad is of type {type(found).__name__}; expected a tensor, zeros_like(parameter)",
-        TypeError,
-    )
-    check(
-        found.shape == parameter.shape and found.dtype == torch.float32 and found.is_contiguous(),
-        lambda: (
+    if not isinstance(found, Tensor):
+        raise TypeError(f"{op}: main_grad is of type {type(found).__name__}; expected a tensor, zeros_like(parameter)")
+    if found.shape != parameter.shape or found.dtype != torch.float32 or not found.is_contiguous():
+        raise ValueError(
             f"{op}: main_grad is {tuple(found.shape)} {found.dtype}; expected a contiguous float32 tensor of the "
             f"parameter's shape {tuple(parameter.shape)}, as zeros_like(parameter, dtype=torch.float32) makes it"
-        ),
-    )
+        )
     return found
 
 
-def weight_grad(op: str, parameter: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor | None:
+adding = threading.RLock()
+"""Held while a `main_grad` is added onto: kernels do without the GIL, and torch's own lock is that of `.grad`."""
+
+
+def asked(op: str, ctx: Any, place: int, parameter: Tensor) -> tuple[bool, Tensor | None]:
+    """Whether this backward is to give the gradient of a parameter, and the `main_grad` onto which it is to be added.
+
+    None for the latter: autograd gets it. As with `.grad`, what `autograd.grad` and `backward(inputs=...)` do not name
+    is left alone, and `autograd.grad` returns the gradients of those that it names. `place` counts the op's tensors, of
+    which none before the parameter may be missing.
+    """
+    if not ctx.needs_input_grad[place]:
+        return False, None
+    to = main_grad(op, parameter)
+    if to is None or _current_backward() < 0:  # called by hand, or by a compiled autograd
+        return True, to
+    node = ctx.next_functions[place][0]
+    while len(onwards := node.next_functions) == 1:  # another name of the parameter, such as a view
+        node = onwards[0][0]
+    try:
+        return (True, to) if _will_run(node) else (False, None)
+    except RuntimeError:  # a leaf whose gradient autograd.grad returns
+        return True, None
+
+
+def weight_grad(
+    op: str,
+    ctx: Any,
+    place: int,
+    parameter: Tensor,
+    accumulate: Callable[[Tensor], None],
+    fresh: Callable[[], Tensor] | None = None,
+) -> Tensor | None:
     """Gradient of a parameter through `accumulate`, which adds in the contract's order onto an fp32 buffer.
 
     Where the parameter has a `main_grad` (fp32, its shape; Megatron's name), that buffer is continued and autograd
     gets None: splitting a batch into micro-batches then leaves the chain of additions, and the bits, unchanged.
-    Otherwise a fresh buffer is returned in the parameter's dtype. `parameter` must be the forward's own tensor, kept as
-    `ctx.weight`: what `ctx.saved_tensors` returns is a copy without attributes where saved-tensor hooks are active, as
-    under activation checkpointing.
+    Otherwise the gradient is returned in the parameter's dtype, from `fresh` where given. `parameter` must be the
+    forward's own tensor, kept as `ctx.weight`: what `ctx.saved_tensors` returns is a copy without attributes where
+    saved-tensor hooks are active, as under activation checkpointing.
     """
-    to = main_grad(op, parameter)
-    if to is not None:
-        accumulate(to)
+    wanted, to = asked(op, ctx, place, parameter)
+    if not wanted:
         return None
-    fresh = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-    accumulate(fresh)
-    return fresh.to(parameter.dtype)
+    if to is not None:
+        with adding:
+            accumulate(to)
+        return None
+    if fresh is not None:
+        return fresh()
+    total = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+    accumulate(total)
+    return total.to(parameter.dtype)
 
 
 def check(condition: bool, message: Callable[[], str], error: type[Exception] = ValueError) -> None:

@@ -9,9 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor, weight_grad
+from rlkernel.ops._library import (
+    check,
+    check_float,
+    define,
+    has_main_grad,
+    is_stock,
+    not_tensor,
+    outside_graph,
+    weight_grad,
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -21,9 +31,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
     (ids,) = ctx.saved_tensors
-    if getattr(ctx.weight, "main_grad", None) is None:
-        return None, _wgrad(dy, ids, ctx.weight.shape[0])
-    return None, weight_grad("embedding", ctx.weight, lambda g: _add_wgrad(g, dy, ids))
+    fresh = lambda: _wgrad(dy, ids, ctx.weight.shape[0])
+    return None, weight_grad("embedding", ctx, 1, ctx.weight, lambda g: _add_wgrad(g, dy, ids), fresh)
 
 
 _wgrad = define(
@@ -58,6 +67,8 @@ def embedding(
         ValueError: ids is not int64 or weight not a matrix. TypeError: one is no tensor, or weight of another dtype.
         IndexError: an id outside the vocabulary (CPU); the message names it and V.
     """
+    if is_dynamo_compiling() and has_main_grad(weight):
+        return outside_graph("embedding", embedding, ids, weight)
     if not (isinstance(ids, Tensor) and isinstance(weight, Tensor)):
         raise not_tensor("embedding", ids=ids, weight=weight)
     check(ids.dtype == torch.int64, lambda: f"embedding: ids is {ids.dtype}; expected int64, cast with ids.long()")

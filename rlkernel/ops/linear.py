@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from rlkernel.kernels import stock
 from rlkernel.ops._library import (
@@ -16,8 +17,10 @@ from rlkernel.ops._library import (
     check,
     check_float,
     define,
+    has_main_grad,
     is_stock,
     not_tensor,
+    outside_graph,
     rows,
     weight_grad,
 )
@@ -40,11 +43,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     dy = dy.to(x.dtype).contiguous()
     dx = _dgrad(dy, weight, ctx.dgrad_chunks) if ctx.needs_input_grad[0] else None
-    dw = None
-    if ctx.needs_input_grad[1]:
-        fresh = getattr(ctx.weight, "main_grad", None) is None
-        dw = _wgrad(dy, x) if fresh else weight_grad("linear", ctx.weight, lambda g: _add_wgrad(g, dy, x))
-    db = weight_grad("linear", ctx.bias, lambda g: _bgrad(g, dy)) if ctx.needs_input_grad[2] else None
+    dw = weight_grad("linear", ctx, 1, ctx.weight, lambda g: _add_wgrad(g, dy, x), lambda: _wgrad(dy, x))
+    db = weight_grad("linear", ctx, 2, ctx.bias, lambda g: _bgrad(g, dy))
     return dx, dw, db, None, None, None
 
 
@@ -102,6 +102,9 @@ def linear(
         ValueError: shapes, dtypes, out_dtype or chunk counts do not fit; the message names the argument.
         TypeError: x, weight or bias is no tensor, or x of another dtype than these.
     """
+    if is_dynamo_compiling() and has_main_grad(weight, bias):
+        options = {"chunks": chunks, "dgrad_chunks": dgrad_chunks, "out_dtype": out_dtype}
+        return outside_graph("linear", linear, x, weight, bias, **options)
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
         raise not_tensor("linear", x=x, weight=weight)
     if not (bias is None or isinstance(bias, Tensor)):

@@ -7,15 +7,28 @@ first part that the forward kept, or takes the probabilities that it kept.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from rlkernel.contract.orders import VOCAB_TILE
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, check_number, define, is_stock, main_grad, not_tensor
+from rlkernel.ops._library import (
+    adding,
+    asked,
+    check,
+    check_float,
+    check_number,
+    define,
+    has_main_grad,
+    is_stock,
+    not_tensor,
+    outside_graph,
+)
 from rlkernel.ops.kept import check_kept
 from rlkernel.ops.logprob import LogProb, check_targets, check_vocabulary, fake_rows, inverse_temperature
 
@@ -49,11 +62,12 @@ def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None)
     if dlogp is None and dentropy is None:
         return None, None, *nothing
     *saved, stats, entropy, probs, tile_max, logits = ctx.saved_tensors
-    needs_input, needs_weight = ctx.needs_input_grad[:2]
-    grad = main_grad("linear_logprob", ctx.weight) if needs_weight else None
-    dhidden, dweight = _grad(
-        grad, *saved, stats, entropy, dlogp, dentropy, probs, tile_max, logits, needs_input, needs_weight
-    )  # fmt: skip
+    needs_input = ctx.needs_input_grad[0]
+    needs_weight, grad = asked("linear_logprob", ctx, 1, ctx.weight)
+    with contextlib.nullcontext() if grad is None else adding:
+        dhidden, dweight = _grad(
+            grad, *saved, stats, entropy, dlogp, dentropy, probs, tile_max, logits, needs_input, needs_weight
+        )  # fmt: skip
     return dhidden if needs_input else None, dweight if needs_weight and grad is None else None, *nothing
 
 
@@ -142,6 +156,9 @@ def linear_logprob(
         IndexError: a target outside the vocabulary (CPU).
         RuntimeError: temperature asks for a gradient.
     """
+    if is_dynamo_compiling() and has_main_grad(weight):
+        options = {"temperature": temperature, "kept": kept, "keep_probs": keep_probs, "keep_bytes": keep_bytes}
+        return outside_graph("linear_logprob", linear_logprob, hidden, weight, targets, **options)
     if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor) and isinstance(targets, Tensor)):
         raise not_tensor("linear_logprob", hidden=hidden, weight=weight, targets=targets)
     check(

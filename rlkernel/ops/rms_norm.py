@@ -9,9 +9,21 @@ from __future__ import annotations
 from typing import Any, overload
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, check_number, define, is_stock, not_tensor, weight_grad
+from rlkernel.ops._library import (
+    adding,
+    asked,
+    check,
+    check_float,
+    check_number,
+    define,
+    has_main_grad,
+    is_stock,
+    not_tensor,
+    outside_graph,
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -34,21 +46,21 @@ def _of_leaf(x: Tensor) -> bool:
 
 
 def _gradients(
-    ctx: Any, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, of_x: bool, of_weight: bool
+    ctx: Any, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, of_x: bool, place: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and of the weight, in one pass where both are asked for."""
+    """Gradients of x and of the weight, in one pass where both are asked for; `place`: of the weight, among inputs."""
+    of_weight, to = asked("rms_norm", ctx, place, ctx.weight)
     if not of_weight:
         return (_dgrad(dy, dr, x, weight, ctx.eps) if of_x else None), None
-    if getattr(ctx.weight, "main_grad", None) is None:
+    if to is None:
         return _grad(dy, dr, x, weight, ctx.eps)
-    found: list[Tensor] = []
-    weight_grad("rms_norm", ctx.weight, lambda g: found.append(_add_grad(g, dy, dr, x, weight, ctx.eps)))
-    return found[0], None
+    with adding:
+        return _add_grad(to, dy, dr, x, weight, ctx.eps), None
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    return *_gradients(ctx, dy, None, x, weight, *ctx.needs_input_grad[:2]), None
+    return *_gradients(ctx, dy, None, x, weight, ctx.needs_input_grad[0], 1), None
 
 
 def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -59,7 +71,7 @@ def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tenso
         own_x, own_residual = ctx.leaves  # dr is the caller's
         return dr.clone() if own_x else dr, dr.clone() if own_residual else dr, None, None
     of_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-    dx, dw = _gradients(ctx, dy, dr, r, weight, of_x, ctx.needs_input_grad[2])
+    dx, dw = _gradients(ctx, dy, dr, r, weight, of_x, 2)
     if dx is not None and all(ctx.needs_input_grad[:2]) and any(ctx.leaves):
         return dx, dx.clone(), dw, None
     return dx, dx, dw, None
@@ -129,6 +141,8 @@ def rms_norm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
+    if is_dynamo_compiling() and has_main_grad(weight):
+        return outside_graph("rms_norm", rms_norm, x, weight, eps, residual)
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
         raise not_tensor("rms_norm", x=x, weight=weight)
     if not (residual is None or isinstance(residual, Tensor)):
