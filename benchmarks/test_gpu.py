@@ -22,10 +22,12 @@ def _by_function(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda r: r["test"]):
         name = row["test"].split("[", 1)[0]
-        total = merged.setdefault(name, {**row, "test": name, **dict.fromkeys(SUMMED, 0)})
+        others = {key: value for key, value in row.items() if key not in ("test", *SUMMED)}
+        total = merged.setdefault(name, {"test": name, **dict.fromkeys(SUMMED, 0), **others})
         for key in SUMMED:
             total[key] += row.get(key, 0)
-        total["max_abs_diff"] = max(total.get("max_abs_diff", 0.0), row.get("max_abs_diff", 0.0))
+        if not row.get("refused"):
+            total["max_abs_diff"] = max(total.get("max_abs_diff", 0.0), row.get("max_abs_diff", 0.0))
         for key in set(total) - {"test", "max_abs_diff", *SUMMED}:
             if row.get(key) != total[key]:
                 total[key] = "several"

@@ -98,6 +98,7 @@ def test_sums_are_of_what_was_compared(tmp_path: Path, monkeypatch: pytest.Monke
         {"test": "test_control_differs", "tokens": 4, "mismatches": 3, "max_abs_diff": 0.5},
     ]
     merged = importlib.import_module("test_gpu")._by_function(rows)
+    assert list(merged[0]) == ["test", "cases", "tokens", "elements", "mismatches", "max_abs_diff"]
     counts = {"tests": 5, "failures": 0, "errors": 0, "skipped": 0}
     text = tables.sums(result(tmp_path, "test_gpu", merged, pytest=counts))
     assert "| tests | cases | tokens | other numbers | differing | max abs diff |" in text
