@@ -305,11 +305,12 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
     w, x = rand(48, 64), rand(9, 64)
     gradient = shapes.wgrad_key(torch.zeros(48, 64), rand(9, 48), x, False)
     grads = [
-        scored.GradShape(-1, 64, torch.bfloat16, torch.float32, True, fresh, True, row)
-        for fresh, row in ((True, 0), (False, 88))
+        scored.GradShape(-1, 64, torch.bfloat16, torch.float32, True, fresh, True, row, whole)
+        for fresh, row, whole in ((True, 0, True), (False, 88, False))
     ]
     whole = scored.Shape(-1, False, 64, torch.bfloat16, True, True, True, False, False, True, True)
     monkeypatch.setattr(scored, "SAMPLE_BLOCK", 64)
+    monkeypatch.setattr(scored, "SAMPLE_BYTES", 1 << 14)
     samples = (
         lambda g: shapes.linear_sample(shapes.linear_key(x, w, rand(48), 1, 1, None), 9, "wide", g),
         lambda g: shapes.dgrad_sample(shapes.dgrad_key(rand(9, 48), w, 1), 9, "zeros", g),

@@ -8,6 +8,7 @@ have one) and their certification.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from rlkernel.kernels.cuda import cublaslt, driver
 from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
 from rlkernel.kernels.cuda.linear_logprob_shapes import GradShape, Shape
+from rlkernel.kernels.cuda.linear_shapes import cut
+from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common, linear_grad, matrix
 from rlkernel.kernels.triton import linear_logprob as anchor
@@ -70,9 +73,34 @@ def _bind_grad(run: Run, mode: int) -> Callable[[Key], Run]:
     def bind(key: Key) -> Run:
         with torch.cuda.device(device_of(key)):
             hopper.kernel(device_of(key).index, mode, False, False, False)
-        return run
+        return _in_pieces(GradShape(*key), run) if mode == hopper.DWEIGHT else run  # type: ignore[arg-type]
 
     return bind
+
+
+def _in_pieces(s: GradShape, run: Run) -> Run:
+    """`run` of the weight gradient for blocks of any width: with more entries than were compared at as many tokens, in
+    pieces. Entries are independent, so no bit changes by it."""
+    counts, widths = zip(*shapes.compared(s), strict=True)
+    widths = (*widths, 0)  # more tokens than a block has
+
+    def dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
+        tokens, entries = dz.shape
+        most = widths[bisect_left(counts, tokens)]
+        if entries <= most:
+            return run(grad, dz, hidden, fresh, active)
+        if most == 0:
+            return anchor.dweight_block(grad, dz, hidden, fresh, active)
+        for part in cut(entries, most):
+            piece = (grad[part], dz[:, part], hidden, fresh, active)
+            try:
+                run(*piece)
+            except LaunchError:
+                if part.start == 0:
+                    raise
+                anchor.dweight_block(*piece)  # the pieces before are written: the call cannot begin anew
+
+    return dweight
 
 
 # ---- cuBLASLt for the two gradients ---------------------------------------------------------------
@@ -87,7 +115,9 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
 
     def bind(key: Key) -> Run:
         s = GradShape(*key)  # type: ignore[arg-type]
-        rows, span = (s.row, CUBLASLT_TOKENS) if by_tokens else (CUBLASLT_TOKENS, orders.LOGPROB_DGRAD_CHUNK)
+        rows, span = CUBLASLT_TOKENS, orders.LOGPROB_DGRAD_CHUNK
+        if by_tokens:
+            rows, span = shapes.widest(s, CUBLASLT_TOKENS), CUBLASLT_TOKENS
         chosen = cublaslt.plan(
             s.device, rows, s.c, span, 1, s.row, s.c, by_tokens, False, s.dtype, s.out, False, rank
         )  # fmt: skip
@@ -111,7 +141,7 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
             with common.on_device(dz):
                 launch(dz.shape[1], len(dz), dz.data_ptr(), hidden_at, None, not fresh, grad)
 
-        run: Any = dweight if by_tokens else dhidden
+        run: Any = _in_pieces(s, dweight) if by_tokens else dhidden
         run.note = f"; {chosen.algorithm}"
         return run
 

@@ -19,8 +19,10 @@ from rlkernel.kernels.triton.linear_logprob_backward import Active
 
 LEAST_TOKENS = 129  # fewer leave half of a cluster's tokens empty; the anchor has tiles for them
 SAMPLE_ENTRIES = 12328  # vocabulary that certification compares: whole tiles, and a last one in part
-SAMPLE_BLOCK = 8192  # the same for a block of the backward: its real size, as the fastest is chosen by it
+SAMPLE_BLOCK = 8192  # the same for a block of dz, and for the contraction of dhidden, which has so many at most
 SAMPLE_WIDTH = 4096  # entries whose logits are kept
+SAMPLE_BYTES = 1 << 28  # limit on dz and on the weight gradient in a comparison; a wider block is cut
+FEW_TOKENS = 77  # at which narrow blocks are compared
 
 # ---- the forward and dz --------------------------------------------------------------------------
 
@@ -186,6 +188,7 @@ class GradShape(NamedTuple):
     fresh: bool
     rounded: bool
     row: int  # `Active.row` where the other operand is contiguous: cuBLASLt's choice may depend on it
+    whole: bool = True  # a multiple of 8 entries; a vocabulary's last block may have any number
 
 
 def dhidden_key(
@@ -193,13 +196,19 @@ def dhidden_key(
 ) -> Key:
     dense = weight.shape[1] % 8 == 0 and _fetchable(weight)
     row = active.row if weight.is_contiguous() else 0
-    return dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, rounded is not None, row
+    return (
+        dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, rounded is not None, row,
+        weight.shape[0] % 8 == 0,
+    )  # fmt: skip
 
 
 def dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> Key:
     dense = grad.shape[1] % 8 == 0 and grad.is_contiguous() and _fetchable(hidden)
     row = active.row if hidden.is_contiguous() else 0
-    return dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32, row
+    return (
+        dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32, row,
+        grad.shape[0] % 8 == 0,
+    )  # fmt: skip
 
 
 def dhidden_beside(
@@ -224,8 +233,9 @@ def dhidden_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_logprob_dhidden(
         running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
     ) -> None:
+        entries, c = weight.shape
         call = (
-            weight.shape[1], weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
+            c, entries % 8 == 0, weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
             weight.is_contiguous() or weight.stride(),
         )  # fmt: skip
         run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
@@ -239,8 +249,9 @@ def dhidden_warm(runs: Runs, first: First, instead: Instead) -> Run:
 
 def dweight_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_logprob_dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
+        entries, c = grad.shape
         call = (
-            grad.shape[1], hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
+            c, entries % 8 == 0, hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
             (grad.is_contiguous() and hidden.is_contiguous()) or _strides(grad, hidden),
         )  # fmt: skip
         run = runs.get(call) or first(call, grad, dz, hidden, fresh, active)
@@ -252,26 +263,55 @@ def dweight_warm(runs: Runs, first: First, instead: Instead) -> Run:
     return linear_logprob_dweight
 
 
+def most_tokens(s: GradShape) -> int:
+    """The most tokens that a block of dz has: of long rows it has few."""
+    return min(WGRAD_TOKENS, max(1, 2 * loop.PROBS_ENTRIES // s.row)) if s.row else WGRAD_TOKENS
+
+
 def rows_of_grad(key: Key) -> list[int]:
     """The most tokens that a call of the backward has are among them: over them runs the chain of `dweight`."""
-    return [LEAST_TOKENS, 1000, WGRAD_TOKENS, 4096]
+    most = most_tokens(GradShape(*key))  # type: ignore[arg-type]
+    return list(dict.fromkeys(min(m, most) for m in (FEW_TOKENS, LEAST_TOKENS, 1000, WGRAD_TOKENS, 4096)))
 
 
-def _blocks_of_dz(s: GradShape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Tensor, Active]:
+def widest(s: GradShape, tokens: int) -> int:
+    """Entries of the widest block of dz that `dweight` is compared at with so many tokens."""
+    held = max(tokens * s.dtype.itemsize, s.c * s.out.itemsize)  # bytes an entry
+    most = max(8, SAMPLE_BYTES // max(held, 1) // 8 * 8)
+    return min(s.row, most) if s.row else most
+
+
+def compared(s: GradShape) -> list[tuple[int, int]]:
+    """Tokens, ascending, and the most entries that `dweight` gets with as many or less: a multiple of 8."""
+    odd = 8 * (not s.whole)  # whose widest sample is one entry short
+    return [(m, widest(s, m) - odd) for m in sorted(rows_of_grad(tuple(s))) if m != FEW_TOKENS]
+
+
+def _block_of_dz(
+    s: GradShape, tokens: int, entries: int, kind: str, generator: torch.Generator
+) -> tuple[Tensor, Active]:  # fmt: skip
     """A gradient of logits with rows of zeros, some of them whole blocks, and the blocks that are not."""
     g = _upstream(tokens, generator, s.row > 0)
-    row = s.row or SAMPLE_BLOCK + 56
-    entries = min(row, SAMPLE_BLOCK if tokens == rows_of_grad(())[-1] else SAMPLE_BLOCK - 56)
-    dz = torch.zeros(tokens, row, dtype=s.dtype, device=g.device)[:, :entries]
-    dz.copy_(torch.where((g != 0)[:, None], values(kind, tokens, entries, s.dtype, generator), 0.0))
+    drawn = values(kind, tokens, entries, s.dtype, generator).masked_fill_((g == 0)[:, None], 0.0)
+    row = s.row or -(-entries // 8) * 8 + 56
+    dz = drawn
+    if row != entries:
+        dz = torch.zeros(tokens, row, dtype=s.dtype, device=g.device)[:, :entries]
+        dz.copy_(drawn)
     targets = torch.zeros(tokens, dtype=torch.int64, device=g.device)
     stats = torch.zeros(tokens, 2, dtype=torch.float32, device=g.device)
     return dz, _active(targets, None, stats, g, None, s.row)
 
 
+def _entries(s: GradShape, tokens: int, most: int) -> int:
+    """Of a sample's block, which is at most `most` wide: an odd number where the class is not of whole ones."""
+    return max(8, min(most, SAMPLE_BLOCK) - 56) if tokens == FEW_TOKENS else most - (not s.whole)
+
+
 def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = GradShape(*key)  # type: ignore[arg-type]
-    dz, active = _blocks_of_dz(s, m, kind, generator)
+    most = min(s.row, SAMPLE_BLOCK) if s.row else SAMPLE_BLOCK
+    dz, active = _block_of_dz(s, m, _entries(s, m, most), kind, generator)
     weight = values(finite(kind), dz.shape[1], s.c, s.dtype, generator, second=True)
     running = torch.randn(m, s.c, dtype=torch.float32, device=dz.device, generator=generator)
     return running, torch.empty_like(running, dtype=s.dtype) if s.rounded else None, dz, weight, s.fresh, active
@@ -279,7 +319,7 @@ def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> t
 
 def dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = GradShape(*key)  # type: ignore[arg-type]
-    dz, active = _blocks_of_dz(s, m, kind, generator)
+    dz, active = _block_of_dz(s, m, _entries(s, m, widest(s, m)), kind, generator)
     hidden = values(finite(kind), m, s.c, s.dtype, generator, second=True)
     grad = torch.randn(dz.shape[1], s.c, dtype=torch.float32, device=dz.device, generator=generator).to(s.out)
     return grad, dz, hidden, s.fresh, active
