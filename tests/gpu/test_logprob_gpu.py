@@ -341,6 +341,36 @@ def test_linear_logprob_without_any_gradient(record: Record) -> None:
     record(**vars(seen))
 
 
+def test_linear_logprob_of_wide_blocks_and_an_odd_vocabulary() -> None:
+    """Whatever is guessed: a block wider than dweight was compared at is cut, and 70,001 is no multiple of 8."""
+    from rlkernel.kernels import select
+    from rlkernel.kernels.cuda import linear_logprob
+    from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
+    from rlkernel.kernels.triton.linear_logprob_backward import Products, gradients
+
+    tokens, v, c = 150, 70001, 2048
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets = torch.arange(tokens, device=DEVICE) * 467 % v
+    _, entropy, _, stats = torch.ops.rlkernel.linear_logprob(x, w, targets, None, None)
+    rest = (x, w, targets, None, None, stats, entropy, data(2, tokens), None, None, None, None)
+
+    def run(grad_: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        main = torch.ones(v, c, device=DEVICE)
+        dx, _ = grad_(main, *rest, True, True)
+        return [dx, main, *grad_(None, *rest, True, True)]
+
+    with select.use("triton"):
+        expected = run(torch.ops.rlkernel.linear_logprob_grad_)
+    scheduled = (linear_logprob._dz, linear_logprob._dhidden, linear_logprob._dweight)
+    for most in (False, True):
+        row = -(-v // VOCAB_TILE) * VOCAB_TILE * most
+        s = shapes.GradShape(0, c, torch.bfloat16, torch.float32, True, False, False, row, whole=False)
+        assert max(n for _, n in shapes.compared(s)) < v
+        products = Products(*scheduled, lambda number, blocks, most=most: most)
+        for i, (o, e) in enumerate(zip(run(partial(gradients, products)), expected, strict=True)):
+            assert_bitwise(o, e, f"guess {most}, tensor {i}")
+
+
 @pytest.mark.parametrize("tokens", (1, 8193))
 def test_linear_logprob_of_a_block_of_one_row(tokens: int, record: Record) -> None:
     """The last block of the backward has one row, and the last chunk of the vocabulary an odd width."""
