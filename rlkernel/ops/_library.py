@@ -7,6 +7,7 @@ to plain torch, the control that shows the drift.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -349,17 +350,31 @@ def check_float(op: str, name: str, x: Tensor) -> None:
         raise TypeError(f"{op}: {name} is {x.dtype}; expected float32, bfloat16 or float16, cast it")
 
 
-def check_number(op: str, name: str, value: Any, expected: str, least: float = LEAST, most: float = MOST) -> None:
-    """Raises ValueError unless the argument `name` lies in [least, most], TypeError where it is no number.
+def check_number(op: str, name: str, value: Any, expected: str, least: float = LEAST, most: float = MOST) -> float:
+    """The argument `name` as a float; ValueError unless it lies in [least, most], TypeError where it is no number.
 
     The kernels compute in fp32: a number beyond its largest would be infinite there, one below its least zero.
     """
     try:
         fits = least <= value <= most
-    except TypeError:
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor of several numbers
         raise TypeError(f"{op}: {name}={value!r} is no number; it must be {expected}") from None
     if not fits:
         raise ValueError(f"{op}: {name}={value} must be {expected}")
+    return float(value)
+
+
+def check_whole(op: str, name: str, value: Any, expected: str, least: int, most: int) -> int:
+    """The argument `name` as an int; ValueError unless it lies in [least, most], TypeError where it is not whole."""
+    if isinstance(value, torch.SymInt) or (isinstance(value, int) and torch.compiler.is_compiling()):
+        return value  # its range may not be known
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{op}: {name}={value!r} is no whole number; it must be {expected}") from None
+    if not least <= number <= most:
+        raise ValueError(f"{op}: {name}={value} must be {expected}")
+    return number
 
 
 def main_grad(op: str, parameter: Tensor) -> Tensor | None:

@@ -23,6 +23,7 @@ from rlkernel.ops._library import (
     check_float,
     check_number,
     check_tensors,
+    check_whole,
     define,
     is_stock,
     not_tensor,
@@ -227,7 +228,19 @@ _store_kv = define(
 )
 
 
-def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | None, scale: float, split: int) -> None:
+def _scale(op: str, q: Tensor, scale: float | None) -> float:
+    if scale is None:
+        return max(1, q.shape[2]) ** -0.5
+    return check_number(op, "scale", scale, "positive and finite in float32, 1e-38 to 1e38", 1e-38, 1e38)
+
+
+def _longest(op: str, name: str, value: int) -> int:
+    if type(value) is int and (torch.compiler.is_compiling() or 0 <= value <= LONGEST):
+        return value
+    return check_whole(op, name, value, f"the longest sequence's tokens or more, at most {LONGEST}", 0, LONGEST)
+
+
+def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | None, split: int) -> None:
     _, h, d = q.shape
     check_float(op, "q", q)
     check(d == dim_k, lambda: f"{op}: q has head dim {d}, the keys {dim_k}; they must be equal")
@@ -239,7 +252,6 @@ def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | Non
     if not (isinstance(split, int) and (window is None or isinstance(window, int))):
         raise TypeError(f"{op}: window={window!r}, split={split!r}; expected whole numbers, or None for no window")
     check(window is None or window >= 1, lambda: f"{op}: window={window} must be at least 1 key, or None for no window")
-    check_number(op, "scale", scale, "positive and finite in float32, 1e-38 to 1e38", 1e-38, 1e38)
     check(
         split >= ATTENTION_BLOCK and split % ATTENTION_BLOCK == 0,
         lambda: f"{op}: split={split} must be a positive multiple of {ATTENTION_BLOCK} keys",
@@ -310,8 +322,8 @@ def attention(
         k.dim() == 3 and k.shape == v.shape,
         lambda: f"attention: k is {tuple(k.shape)}, v {tuple(v.shape)}; both must be [S, HK, D]",
     )
-    scale = max(1, q.shape[2]) ** -0.5 if scale is None else float(scale)
-    _check_heads("attention", q, k.shape[1], k.shape[2], window, scale, split)
+    scale = _scale("attention", q, scale)
+    _check_heads("attention", q, k.shape[1], k.shape[2], window, split)
     _check_dtypes("attention", q, k=k, v=v)
     if cu_seqlens_k is None:
         check(
@@ -322,6 +334,8 @@ def attention(
         max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
     check(max_seqlen_k is not None, lambda: "attention: cu_seqlens_k is given without max_seqlen_k; pass both")
     assert max_seqlen_k is not None
+    max_seqlen_q = _longest("attention", "max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = _longest("attention", "max_seqlen_k", max_seqlen_k)
     _check_int32("attention", cu_seqlens_q=cu_seqlens_q)
     if cu_seqlens_k is not cu_seqlens_q:
         _check_int32("attention", cu_seqlens_k=cu_seqlens_k)
@@ -394,9 +408,10 @@ def paged_attention(
             "both must be [pages, page, HK, D], a page of at least one token"
         ),
     )
-    scale = max(1, q.shape[2]) ** -0.5 if scale is None else float(scale)
-    _check_heads(op, q, k_cache.shape[2], k_cache.shape[3], window, scale, split)
+    scale = _scale(op, q, scale)
+    _check_heads(op, q, k_cache.shape[2], k_cache.shape[3], window, split)
     _check_dtypes(op, q, k_cache=k_cache, v_cache=v_cache)
+    max_seqlen_q, max_seqlen_k = _longest(op, "max_seqlen_q", max_seqlen_q), _longest(op, "max_seqlen_k", max_seqlen_k)
     _check_int32(op, block_table=block_table, cu_seqlens_q=cu_seqlens_q, seq_lens_k=seq_lens_k)
     if out is not None:
         _check_dtypes(op, q, out=out)

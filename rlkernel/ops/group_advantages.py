@@ -73,6 +73,6 @@ def group_advantages(
     )
     check(mode in MODES, lambda: f"group_advantages: mode={mode!r} is unknown; expected one of {', '.join(MODES)}")
     expected = "above 0 and finite in float32, a group of equal rewards divides by it"
-    check_number("group_advantages", "eps", eps, expected)
+    eps = check_number("group_advantages", "eps", eps, expected)
     op = stock.group_advantages if is_stock() else _group_advantages
     return op(rewards.detach(), group_size, mode, normalize_std, eps)

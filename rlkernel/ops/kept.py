@@ -8,12 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.ops._library import check, check_optional, check_tensors
+from rlkernel.ops._library import check, check_optional, check_tensors, check_whole
 
 
 def kept_words(vocab_size: int) -> int:
     """Words of 32 bits that hold one bit a vocabulary entry."""
     return (vocab_size + 31) // 32
+
+
+def _vocabulary(op: str, vocab_size: int) -> int:
+    return check_whole(op, "vocab_size", vocab_size, "a whole number, at least 0 and below 2^31", 0, 2**31 - 1)
 
 
 def check_kept(op: str, kept: Tensor | None, tokens: int, vocab_size: int) -> None:
@@ -55,13 +59,18 @@ def unpack_kept(
     """Boolean mask of a bit mask.
 
     Raises:
-        ValueError: kept is not an int32 mask of this vocabulary. TypeError: it is no tensor.
+        ValueError: kept is not an int32 mask of this vocabulary. TypeError: it is no tensor, or vocab_size not whole.
     """
-    check_tensors("unpack_kept", kept=kept)
+    return _unpacked("unpack_kept", kept, vocab_size)
+
+
+def _unpacked(op: str, kept: Tensor, vocab_size: int) -> Tensor:
+    check_tensors(op, kept=kept)
+    vocab_size = _vocabulary(op, vocab_size)
     check(
         kept.dim() == 2 and kept.dtype == torch.int32 and kept.shape[1] == kept_words(vocab_size),
         lambda: (
-            f"unpack_kept: kept is {tuple(kept.shape)} {kept.dtype}; expected [T, {kept_words(vocab_size)}] int32 "
+            f"{op}: kept is {tuple(kept.shape)} {kept.dtype}; expected [T, {kept_words(vocab_size)}] int32 "
             f"for V={vocab_size}"
         ),
     )
@@ -76,9 +85,9 @@ def kept_to_ids(
     """Ragged form: `ids[offsets[t]:offsets[t+1]]` are the kept tokens of row t, ascending.
 
     Raises:
-        ValueError: kept is not an int32 mask of this vocabulary.
+        ValueError, TypeError: as `unpack_kept`.
     """
-    mask = unpack_kept(kept, vocab_size)
+    mask = _unpacked("kept_to_ids", kept, vocab_size)
     offsets = torch.zeros(mask.shape[0] + 1, dtype=torch.int64, device=kept.device)
     torch.cumsum(mask.sum(-1), 0, out=offsets[1:])
     return mask.nonzero()[:, 1].to(torch.int32), offsets
@@ -92,12 +101,17 @@ def ids_to_kept(
     """Bit mask of the ragged form; the inverse of `kept_to_ids`.
 
     Raises:
-        ValueError: offsets do not cover ids, or an id lies outside the vocabulary. TypeError: one is no tensor.
+        ValueError: offsets do not cover ids, or an id lies outside the vocabulary. TypeError: one is no tensor of
+            whole numbers.
     """
     check_tensors("ids_to_kept", ids=ids, offsets=offsets)
+    vocab_size = _vocabulary("ids_to_kept", vocab_size)
+    for name, x in (("ids", ids), ("offsets", offsets)):
+        if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1:
+            expected = "[N]" if name == "ids" else "[T+1]"
+            raise TypeError(f"ids_to_kept: {name} is {tuple(x.shape)} {x.dtype}; expected {expected} int32 or int64")
     check(
-        offsets.dim() == 1
-        and offsets.numel() >= 1
+        offsets.numel() >= 1
         and int(offsets[0]) == 0
         and int(offsets[-1]) == ids.numel()
         and bool((offsets.diff() >= 0).all()),

@@ -38,7 +38,7 @@ def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) ->
     """
     tokens = logits.shape[0]
     if not isinstance(temperature, Tensor):
-        check_number(op, "temperature", temperature, _TEMPERATURES, LEAST_TEMPERATURE, MOST_TEMPERATURE)
+        temperature = check_number(op, "temperature", temperature, _TEMPERATURES, LEAST_TEMPERATURE, MOST_TEMPERATURE)
         if temperature == 1.0:
             return None
         temperature = torch.full((tokens,), temperature, dtype=torch.float32, device=logits.device)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.ops._library import check
+from rlkernel.ops._library import check, check_tensors
 
 
 class Packed(NamedTuple):
@@ -37,9 +37,13 @@ def pack(sequences: Sequence[Tensor] | Sequence[Sequence[int]]) -> Packed:  # B 
         Packed(flat [T, ...], cu_seqlens [B + 1] int32, positions [T] int64), on the sequences' device.
 
     Raises:
-        ValueError: no sequence, unlike dtypes, devices or shapes, or 2^31 tokens and more. TypeError: a list of
-            other things than whole numbers.
+        ValueError: no sequence, unlike dtypes, devices or shapes, or 2^31 tokens and more. TypeError: no list of
+            tensors or of lists of whole numbers below 2^63.
     """
+    if not hasattr(sequences, "__len__") or isinstance(sequences, (str, bytes, dict)):
+        raise TypeError(
+            f"pack: sequences is of type {type(sequences).__name__}; expected a list of tensors or of lists of ids"
+        )
     check(len(sequences) > 0, lambda: "pack: sequences is empty; pass at least one (it may have length 0)")
     rows = [x if isinstance(x, Tensor) else _ids(i, x) for i, x in enumerate(sequences)]
     first = rows[0]
@@ -62,8 +66,16 @@ def unpack(flat: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
         cu_seqlens: [B + 1] int32 or int64.
 
     Raises:
-        ValueError: cu_seqlens does not start at 0, decreases, or does not end at T.
+        ValueError: cu_seqlens does not start at 0, decreases, or does not end at T. TypeError: cu_seqlens is not of
+            whole numbers, or one is no tensor.
     """
+    check_tensors("unpack", flat=flat, cu_seqlens=cu_seqlens)
+    check(flat.dim() >= 1, lambda: "unpack: flat is a scalar, expected [T, ...]")
+    check(
+        cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.dim() == 1,
+        lambda: f"unpack: cu_seqlens is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; expected [B + 1] int32 or int64",
+        TypeError,
+    )
     borders = cu_seqlens.tolist()
     lengths = [b - a for a, b in pairwise(borders)]
     check(
@@ -77,10 +89,17 @@ def unpack(flat: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
 
 
 def _ids(i: int, sequence: Iterable[int]) -> Tensor:
-    ids = torch.tensor(list(sequence), device="cpu")
+    try:
+        ids = torch.tensor(list(sequence), device="cpu")
+        whole = ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex())
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: 2^63
+        whole = False
     check(
-        ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex()),
-        lambda: f"pack: sequences[{i}] is a list with numbers that are not whole; pass token ids, or a tensor",
+        whole,
+        lambda: (
+            f"pack: sequences[{i}] is neither a tensor nor a list of whole numbers below 2^63; pass token ids, or a "
+            "tensor"
+        ),
         TypeError,
     )
     return ids.to(torch.int64)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkernel.kernels import stock
 from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS
-from rlkernel.ops._library import LEAST, MOST, check, check_number, check_optional, define, is_stock, not_tensor
+from rlkernel.ops._library import MOST, check, check_number, check_optional, define, is_stock, not_tensor
 
 
 class PolicyLoss(NamedTuple):
@@ -300,6 +300,8 @@ def _check_options(
             loss_type not in ("cispo", "reinforce"),
             lambda: f"policy_loss: {loss_type} has no dual clip; leave clip_dual out",
         )
+        expected = f"above 1 + clip_high = {1.0 + clip_high}; None switches it off"
+        check_number("policy_loss", "clip_dual", clip_dual, expected, most=math.inf)
         check(
             clip_dual > 1.0 + clip_high,
             lambda: f"policy_loss: clip_dual={clip_dual} must exceed 1 + clip_high = {1.0 + clip_high}",
@@ -312,10 +314,12 @@ def _check_options(
         entropy_coef == 0.0 or vectors["entropy"] is not None,
         lambda: f"policy_loss: entropy_coef={entropy_coef} needs entropy; pass it or set entropy_coef=0",
     )
-    check(
-        tis_cap is None or (tis_cap >= LEAST and vectors["rollout_logp"] is not None),
-        lambda: f"policy_loss: tis_cap={tis_cap} must be positive and needs rollout_logp; pass it or leave tis_cap out",
-    )
+    if tis_cap is not None:
+        check_number("policy_loss", "tis_cap", tis_cap, "positive in float32; None leaves it out", most=math.inf)
+        check(
+            vectors["rollout_logp"] is not None,
+            lambda: f"policy_loss: tis_cap={tis_cap} needs rollout_logp; pass it or leave tis_cap out",
+        )
 
 
 def _denominator(

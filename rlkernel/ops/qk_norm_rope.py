@@ -33,28 +33,35 @@ _qk_norm_rope = define(
 )
 
 
-def _misfit(name: str, weight: Tensor, q: Tensor) -> str:
-    return f"qk_norm_rope: {name} is {tuple(weight.shape)} {weight.dtype}; expected [D={q.shape[2]}] {q.dtype}"
+def _misfit(op: str, name: str, weight: Tensor, q: Tensor) -> str:
+    return f"{op}: {name} is {tuple(weight.shape)} {weight.dtype}; expected [D={q.shape[2]}] {q.dtype}"
 
 
 def _check(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor
-) -> None:  # fmt: skip
-    check_tensors("qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, positions=positions, cos_sin=cos_sin)
-    check_eps("qk_norm_rope", eps)
-    check(q.dim() == 3, lambda: f"qk_norm_rope: q is {tuple(q.shape)}; expected [T, H, D]")
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+) -> None:
+    check_tensors(op, q=q, k=k, q_weight=q_weight, k_weight=k_weight, positions=positions, cos_sin=cos_sin)
+    check_eps(op, eps)
+    check(q.dim() == 3, lambda: f"{op}: q is {tuple(q.shape)}; expected [T, H, D]")
     t, _, d = q.shape
     check(
         k.dim() == 3 and k.shape[0] == t and k.shape[2] == d and k.dtype == q.dtype,
-        lambda: f"qk_norm_rope: k is {tuple(k.shape)} {k.dtype}; expected [T={t}, HK, D={d}] {q.dtype} to fit q",
+        lambda: f"{op}: k is {tuple(k.shape)} {k.dtype}; expected [T={t}, HK, D={d}] {q.dtype} to fit q",
     )
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         check(
             weight.shape == (d,) and weight.dtype == q.dtype,
-            partial(_misfit, name, weight, q),
+            partial(_misfit, op, name, weight, q),
         )
-    check_table("qk_norm_rope", positions, cos_sin, t, d)
-    check_float("qk_norm_rope", "q", q)
+    check_table(op, positions, cos_sin, t, d)
+    check_float(op, "q", q)
 
 
 def qk_norm_rope(
@@ -78,13 +85,14 @@ def qk_norm_rope(
         IndexError: a position outside the table (CPU). RuntimeError: a tensor asks for a gradient; call it under
             `torch.no_grad()`, or the two ops.
     """
-    _check(q, k, q_weight, k_weight, eps, positions, cos_sin)
+    _check("qk_norm_rope", q, k, q_weight, k_weight, eps, positions, cos_sin)
     if is_stock():
         return rope(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), positions, cos_sin)
     return _qk_norm_rope(q, k, q_weight, k_weight, eps, positions, cos_sin)
 
 
 def _check_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    check_tensors("qk_norm_rope_store", k=k, v=v, k_cache=k_cache, v_cache=v_cache, slots=slots)
     four = k_cache.dim() == 4
     (pages, page, _, _), (block, slot, _, element) = (k_cache.shape, k_cache.stride()) if four else ((0,) * 4,) * 2
     check(
@@ -126,18 +134,17 @@ def qk_norm_rope_store(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: as in the two ops.
     """
+    op = "qk_norm_rope_store"
+    _check(op, q, k, q_weight, k_weight, eps, positions, cos_sin)
+    _check_cache(k, v, k_cache, v_cache, slots)
+    check_devices(op, q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slots)
+    if torch.is_grad_enabled() and not is_stock():
+        names = ("q", "k", "v", "q_weight", "k_weight", "k_cache", "v_cache")
+        refuse_gradient(op, names, (q, k, v, q_weight, k_weight, k_cache, v_cache))
     if not is_stock() and select.choose("qk_norm_rope", q.device.type).implementation == "triton":
         from rlkernel.kernels.triton import qk_norm_rope as triton
 
         if triton.computes(q.shape[2]):
-            _check(q, k, q_weight, k_weight, eps, positions, cos_sin)
-            _check_cache(k, v, k_cache, v_cache, slots)
-            check_devices(
-                "qk_norm_rope_store", q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slots
-            )
-            if torch.is_grad_enabled():
-                names = ("q", "k", "v", "q_weight", "k_weight", "k_cache", "v_cache")
-                refuse_gradient("qk_norm_rope_store", names, (q, k, v, q_weight, k_weight, k_cache, v_cache))
             q = triton.qk_norm_rope_store(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slots)
             wrote(k_cache, v_cache)
             return q

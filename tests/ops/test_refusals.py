@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -209,6 +212,13 @@ def adamw(**changed: object) -> None:
     ops.adamw_(**{**given, "lr": 0.1, "step": 1, **changed})  # type: ignore[arg-type]
 
 
+def store(**change: Any) -> Any:
+    given = {"q": torch.ones(3, 4, 8), "k": torch.ones(3, 2, 8), "v": torch.ones(3, 2, 8), "q_weight": EIGHT}
+    given |= {"k_weight": EIGHT, "eps": 0.1, "positions": TARGETS, "cos_sin": COS}
+    given |= {name: torch.zeros(1, 4, 2, 8) for name in ("k_cache", "v_cache")} | {"slots": TARGETS, **change}
+    return ops.qk_norm_rope_store(**given)
+
+
 REFUSED = {
     # what only some devices would refuse, and each in its own words
     "linear fp64": (lambda: ops.linear(X.double(), W.double()), TypeError, "linear: x is torch.float64; .*cast it"),
@@ -293,7 +303,7 @@ REFUSED = {
     "sample top_k": (
         lambda: ops.sample(X, TARGETS, TARGETS, temperature=EIGHT[:3], top_k=5), TypeError, "sample: top_k is of type"
     ),
-    "pack fractions": (lambda: ops.pack([[1, 2], [1.5]]), TypeError, r"pack: sequences\[1\] is a list with numbers"),
+    "pack fractions": (lambda: ops.pack([[1, 2], [1.5]]), TypeError, r"pack: sequences\[1\] is neither a tensor nor"),
     # shapes
     "paged_attention lengths": (
         lambda: ops.paged_attention(Q, PAGES, PAGES, CU[:1, None], CU, CU[1], max_seqlen_q=3, max_seqlen_k=3),
@@ -373,6 +383,69 @@ REFUSED = {
     "keep_bytes None": (
         lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=None), TypeError, "keep_bytes=None is no number"
     ),
+    "keep_bytes two": (
+        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=torch.ones(2)), TypeError, "keep_bytes=tensor.* is no numb"
+    ),
+    "scale text": (
+        lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale="x"), TypeError, "attention: scale='x' is no number"
+    ),
+    "clip_dual text": (lambda: policy_loss(clip_dual="x"), TypeError, "policy_loss: clip_dual='x' is no number"),
+    "clip_dual small": (lambda: policy_loss(clip_dual=1.1), ValueError, "clip_dual=1.1 must exceed 1 . clip_high"),
+    "tis_cap text": (
+        lambda: policy_loss(tis_cap="x", rollout_logp=torch.zeros(3)), TypeError, "tis_cap='x' is no number"
+    ),
+    "tis_cap alone": (lambda: policy_loss(tis_cap=1.0), ValueError, "policy_loss: tis_cap=1.0 needs rollout_logp"),
+    "betas None": (lambda: adamw(betas=None), TypeError, r"adamw_: betas=None; expected two numbers in \[0, 1\)"),
+    "pack None": (lambda: ops.pack(None), TypeError, "pack: sequences is of type NoneType; expected a list"),
+    "pack text": (lambda: ops.pack("ab"), TypeError, "pack: sequences is of type str; expected a list"),
+    "pack ids": (lambda: ops.pack([1, 2]), TypeError, r"pack: sequences\[0\] is neither a tensor nor a list"),
+    "pack texts": (lambda: ops.pack([[1], ["a"]]), TypeError, r"pack: sequences\[1\] is neither .*; pass token ids"),
+    "pack 2^63": (lambda: ops.pack([[2**63]]), TypeError, r"pack: sequences\[0\] is neither .* below 2\^63; pass"),
+    "unpack None": (lambda: ops.unpack(None, CU), TypeError, "unpack: flat is of type NoneType"),
+    "unpack scalar": (lambda: ops.unpack(torch.ones(()), CU), ValueError, "unpack: flat is a scalar"),
+    "unpack list": (lambda: ops.unpack(X, [0, 3]), TypeError, "unpack: cu_seqlens is of type list"),
+    "unpack floats": (
+        lambda: ops.unpack(X, torch.tensor([0.0, 3.0])), TypeError, r"unpack: cu_seqlens is \(2,\) torch.float32; ex"
+    ),
+    "qk_norm_rope_store None": (
+        lambda: ops.qk_norm_rope_store(None, *[X] * 10), TypeError, "qk_norm_rope_store: q is of type NoneType"
+    ),
+    "qk_norm_rope_store v": (
+        lambda: store(v=torch.ones(3, 2, 4)), ValueError, r"qk_norm_rope_store: k is \(3, 2, 8\), v \(3, 2, 4\), slots"
+    ),
+    "qk_norm_rope_store k": (
+        lambda: store(k=torch.ones(2, 2, 8)), ValueError, r"qk_norm_rope_store: k is \(2, 2, 8\) .* to fit q"
+    ),
+    "qk_norm_rope_store slots": (
+        lambda: store(slots=[0, 1, 2]), TypeError, "qk_norm_rope_store: slots is of type list"
+    ),
+    "qk_norm_rope_store gradient": (
+        lambda: store(q_weight=torch.ones(8, requires_grad=True)), RuntimeError, "qk_norm_rope_store: q_weight requires"
+    ),
+    "ids_to_kept floats": (
+        lambda: ops.ids_to_kept(torch.tensor([1.7, 2.2]), torch.tensor([0, 2]), 8),
+        TypeError, r"ids_to_kept: ids is \(2,\) torch.float32; expected \[N\] int32 or int64",
+    ),
+    "ids_to_kept float offsets": (
+        lambda: ops.ids_to_kept(torch.tensor([1, 2]), torch.tensor([0.0, 2.0]), 8),
+        TypeError, r"ids_to_kept: offsets is \(2,\) torch.float32; expected \[T\+1\] int32",
+    ),
+    "ids_to_kept V": (
+        lambda: ops.ids_to_kept(torch.tensor([1, 2]), torch.tensor([0, 2]), None),
+        TypeError, "ids_to_kept: vocab_size=None is no whole number",
+    ),
+    "unpack_kept V": (
+        lambda: ops.unpack_kept(torch.zeros(1, 1, dtype=torch.int32), 8.0), TypeError, "unpack_kept: vocab_size=8.0 is"
+    ),
+    "unpack_kept V < 0": (
+        lambda: ops.unpack_kept(torch.zeros(1, 0, dtype=torch.int32), -1), ValueError, "unpack_kept: vocab_size=-1 must"
+    ),
+    "kept_to_ids V": (
+        lambda: ops.kept_to_ids(torch.zeros(1, 1, dtype=torch.int32), None), TypeError, "kept_to_ids: vocab_size=None"
+    ),
+    "kept_to_ids kept": (
+        lambda: ops.kept_to_ids(torch.zeros(1, 1), 8), ValueError, r"kept_to_ids: kept is \(1, 1\) torch.float32"
+    ),
     "pack_kept list": (lambda: ops.pack_kept([[True]]), TypeError, "pack_kept: mask is of type list"),
     "unpack_kept list": (lambda: ops.unpack_kept([[1]], 8), TypeError, "unpack_kept: kept is of type list"),
     "ids_to_kept list": (lambda: ops.ids_to_kept([1], TARGETS, 8), TypeError, "ids_to_kept: ids is of type list"),
@@ -398,6 +471,39 @@ REFUSED = {
     "no parameter": (lambda: adamw(params=[None]), TypeError, r"adamw_: params\[0\] is NoneType, expected a tensor$"),
     "loss_scale number": (lambda: ops.grad_norm([X], loss_scale=8.0), TypeError, "loss_scale=8.0 is no tensor"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("length", (None, "x", 3.0, math.nan, math.inf, 1e300, 1j, -1, 2**31))
+@pytest.mark.parametrize("argument", ("max_seqlen_q", "max_seqlen_k"))
+@pytest.mark.parametrize("op", ("attention", "paged_attention"))
+def test_lengths_are_whole_numbers(op: str, argument: str, length: Any) -> None:
+    if (op, argument, length) == ("attention", "max_seqlen_k", None):
+        with pytest.raises(ValueError, match="cu_seqlens_k is given without max_seqlen_k; pass both"):
+            ops.attention(Q, Q, Q, CU, CU, max_seqlen_q=3)
+        return
+    longest = {"max_seqlen_q": 3, "max_seqlen_k": 3, argument: length}
+    error, message = (
+        (ValueError, "must be the") if isinstance(length, int) else (TypeError, "is no whole number; it must")
+    )
+    with pytest.raises(error, match=rf"{op}: {argument}={re.escape(repr(length))} {message}"):
+        if op == "attention":
+            ops.attention(Q, Q, Q, CU, CU, **longest)
+        else:
+            pages = torch.zeros(1, 4, *Q.shape[1:])
+            table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+            ops.paged_attention(Q, pages, pages, table, CU, lengths, **longest)
+
+
+def test_numbers_of_any_kind_are_taken() -> None:
+    expected = ops.group_advantages(EIGHT, 2, eps=0.5)
+    assert torch.equal(ops.group_advantages(EIGHT, 2, eps=Fraction(1, 2)), expected)
+    assert ops.group_advantages(EIGHT, 2, eps=10**30).isfinite().all()
+    logp = ops.logprob(X, TARGETS, temperature=0.5).logp
+    assert torch.equal(ops.logprob(X, TARGETS, temperature=Fraction(1, 2)).logp, logp)
+    assert ops.logprob(X, TARGETS, temperature=10**30).logp.isfinite().all()
+    out = ops.attention(Q, Q, Q, CU, max_seqlen_q=3)[0]
+    for length in (numpy.int64(3), torch.tensor(3), 2**31 - 1):
+        assert torch.equal(ops.attention(Q, Q, Q, CU, max_seqlen_q=length)[0], out)
 
 
 @pytest.mark.parametrize("name", REFUSED)
