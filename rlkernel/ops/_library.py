@@ -366,8 +366,10 @@ def check_number(op: str, name: str, value: Any, expected: str, least: float = L
 
 def check_whole(op: str, name: str, value: Any, expected: str, least: int, most: int) -> int:
     """The argument `name` as an int; ValueError unless it lies in [least, most], TypeError where it is not whole."""
-    if isinstance(value, torch.SymInt) or (isinstance(value, int) and torch.compiler.is_compiling()):
-        return value  # its range may not be known
+    symbolic = isinstance(value, torch.SymInt) or (isinstance(value, int) and torch.compiler.is_compiling())
+    number: int = value
+    if symbolic:  # its range may not be known
+        return number
     try:
         number = operator.index(value)
     except TypeError:
