@@ -34,6 +34,20 @@ _MODULES = ("attention", "linear", "linear_logprob", "logprob", "policy_loss")  
 MOST_CALLS = 1 << 14  # calls that an op remembers, beyond which it forgets all: row counts are without end
 
 
+# Of CUDA's texts, as its driver, Triton and torch pass them on: what they say of the call's stream, of memory, or of an
+# earlier kernel that has ended the process's use of the GPU.
+CIRCUMSTANCES = (
+    "captur", "out of memory", "allocation failed", "illegal memory access", "illegal instruction",
+    "misaligned address", "launch failure", "device-side assert",
+)  # fmt: skip
+
+
+def is_circumstance(error: Exception) -> bool:
+    """Whether a call failed for what it met (a broken or another's graph capture, no memory) and not by itself."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or any(said in text for said in CIRCUMSTANCES)
+
+
 def _is_off(name: str) -> bool:
     return any(not names or name in names or name.split(".", 1)[0] in names for names in _off)
 
@@ -44,7 +58,8 @@ class ScheduledOp:
     Warm, a call costs what decides it and one dictionary lookup; `call` is the function that does both, without the
     cost of an object's call. The first call of a class certifies or reads the verdict. Under graph capture nothing is
     certified: a class that is not settled yet runs its anchor there, with a warning. A schedule that fails in a call
-    gives way to the anchor, in that call and for good.
+    gives way to the anchor, in that call and for good; but what a broken capture or a lack of memory has made fail is
+    the caller's, and changes nothing.
     """
 
     def __init__(self, family: Family) -> None:
@@ -76,7 +91,7 @@ class ScheduledOp:
         """The anchor's result of a call in which a schedule failed; the anchor computes its class from here on."""
         family = self.family
         again = isinstance(error, LaunchError) or not family.mutates  # else an argument may be written in part
-        if run is family.anchor or not again or isinstance(error, torch.OutOfMemoryError):
+        if run is family.anchor or not again or is_circumstance(error):
             raise error
         key = family.key(*args)
         with _lock:

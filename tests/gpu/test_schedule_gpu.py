@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,65 @@ def test_a_launch_that_fails_gives_way_to_the_anchor(
     with schedule.strict(), pytest.raises(schedule.UncertifiedError, match="status 13"):
         ops.linear(x, w)
     record(**vars(seen))
+
+
+@hopper
+def test_a_broken_capture_is_the_callers_and_switches_nothing_off() -> None:
+    import ctypes
+
+    from rlkernel.kernels.cuda import driver, linear
+
+    x, w = rand(300, 1024), rand(512, 1024)
+    calls = ((linear.linear, (x, w, None, 1, 1, None)), (linear.linear_dgrad, (rand(64, 512), w, 1)))
+    expected = [op(*given) for op, given in calls]
+    chosen = [op.chosen(*given) for op, given in calls]
+    torch.cuda.synchronize()
+    stream, graph, thread_local = torch.cuda.Stream(), ctypes.c_void_p(), 1
+    with torch.cuda.stream(stream):
+        for op, given in calls:
+            op(*given)  # the allocator has memory for this stream
+        stream.synchronize()
+        cuda, place = driver._cuda(), ctypes.c_void_p(stream.cuda_stream)
+        assert cuda.cuStreamBeginCapture_v2(place, thread_local) == 0
+        try:
+            assert cuda.cuStreamSynchronize(place) != 0, "breaks it"
+            for op, given in calls:
+                with pytest.raises(RuntimeError):
+                    op(*given)
+        finally:
+            assert cuda.cuStreamEndCapture(place, ctypes.byref(graph)) != 0
+        for (op, given), y, name in zip(calls, expected, chosen, strict=True):
+            assert op.chosen(*given) == name and not op.failures()
+            assert_bitwise(op(*given), y, f"{op.family.op} afterwards")
+    torch.cuda.synchronize()
+
+
+def test_families_are_certified_in_torchs_deterministic_mode() -> None:
+    from rlkernel.kernels.cuda import linear, logprob, policy_loss
+
+    index = torch.cuda.current_device()
+    x, w, logits, dy = rand(20, 256), rand(512, 256), rand(300, 16384), rand(20, 512)
+    grad = torch.zeros(512, 256, device="cuda")
+    loss = policy_loss.Shape(index, True, True, True, 1 << 18, 1 << 8)
+    keys = (
+        (linear.linear, linear.linear.family.key(x, w, None, 1, 1, None)),
+        (linear.wgrad_chunk, linear.wgrad_chunk.family.key(grad, dy, x, False)),
+        (logprob.logprob, logprob.logprob.family.key(logits, torch.zeros(300, device="cuda").long(), None, None)),
+        (policy_loss.policy_loss, tuple(loss)),
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        with schedule.strict(), warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*deterministic")
+            for op, key in keys:
+                verdict = op.verdict_of(key)
+                assert not op.failures()
+                if torch.cuda.get_device_capability() == (9, 0):
+                    assert verdict is not None and any(trial.certified for trial in verdict.trials), verdict
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def planted(**switch: Any) -> Callable[..., Tensor]:

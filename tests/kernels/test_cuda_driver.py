@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlkernel.kernels import build
-from rlkernel.kernels.cuda import driver
-from rlkernel.kernels.errors import BuildError
+from rlkernel.kernels import build, schedule
+from rlkernel.kernels.cuda import cublaslt, driver
+from rlkernel.kernels.errors import BuildError, LaunchError
 
 SOURCE = build.source_dir() / "cuda" / "linear_logprob_sm90.cu"
 MODES = {"statistics": 0, "gradient": 1, "probabilities": 2, "dhidden": 3, "dweight": 4}
@@ -257,3 +258,29 @@ def test_rows_of_a_tensor_map_are_a_multiple_of_16_bytes_apart(monkeypatch: pyte
     assert driver.tensor_map(block[:1, :337], 64, 64) == 344
     assert driver.tensor_map(block[:1, :336], 64, 64) == 336
     assert driver.tensor_map(block[:, :337], 64, 64) == 512
+
+
+@pytest.mark.parametrize("code,status,said", ((0, 0, ""), (0, 1, ""), (0, 2, "capture of its stream is broken"),
+                                              (906, 0, "capturing blocking stream (906)")))  # fmt: skip
+def test_a_librarys_failure_says_what_is_wrong_with_its_stream(
+    code: int, status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLASLt's statuses do not tell a broken capture from a product that it cannot compute."""
+
+    class Cuda:
+        def cuStreamIsCapturing(self, stream: ctypes.c_void_p, found: Any) -> int:
+            assert stream.value == 42
+            found._obj.value = status
+            return code
+
+        def cuGetErrorString(self, number: int, text: Any) -> None:
+            text._obj.value = b"operation would make the legacy stream depend on a capturing blocking stream"
+
+    monkeypatch.setattr(driver, "_cuda", Cuda)
+    monkeypatch.setattr(cublaslt, "_function", lambda name, *_: (lambda *_: b"status 13") if "error" in name else fails)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 42, raising=False)
+    fails = lambda *_: 1
+    assert said in driver.fault_of(42) and bool(said) == bool(driver.fault_of(42))
+    with pytest.raises(LaunchError, match=r"failed at m = 3, k = 4: status 13") as raised:
+        cublaslt.launcher(0, cublaslt.Plan(0, 0, "algorithm 66"))(3, 4, 0, 0, None, False, torch.zeros(1))
+    assert said in str(raised.value) and schedule.is_circumstance(raised.value) == bool(said)

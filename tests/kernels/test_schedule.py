@@ -374,6 +374,43 @@ def test_a_certified_schedule_that_fails_gives_way_to_the_anchor(warm: Any) -> N
         op.call(nine, w)
 
 
+@pytest.mark.parametrize("strict", (False, True))
+@pytest.mark.parametrize(
+    "error",
+    (
+        LaunchError("cuLaunchKernel failed: operation failed due to a previous error during capture (901)"),
+        LaunchError("cuLaunchKernel failed: operation not permitted when stream is capturing (900)"),
+        LaunchError("cuLaunchKernel failed: out of memory (2)"),
+        LaunchError("cuBLASLt failed: ... (status 13); the graph capture of its stream is broken"),
+        LaunchError("cuBLASLt failed: cublasLtMatmul: the resource allocation failed (status 3)"),
+        RuntimeError("Triton Error [CUDA]: operation not permitted when stream is capturing"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ),
+    ids=str,
+)  # fmt: skip
+def test_what_a_call_met_is_the_callers_and_switches_nothing_off(error: Exception, strict: bool) -> None:
+    met: list[Exception] = []
+
+    def meets(x: Tensor, w: Tensor) -> Tensor:
+        if met:
+            raise met[0]
+        return equal(x, w)
+
+    op = ScheduledOp(family(meets))
+    x, w = arguments()
+    with schedule.strict(strict), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        op(x, w)
+        met.append(error)
+        with pytest.raises(type(error)) as raised:
+            op(x, w)
+        assert raised.value is error
+        met.clear()
+        assert torch.equal(op(x, w), anchor(x, w))
+        assert op.chosen(x, w) == "fake.meets" and not op.failures()
+
+
 def test_what_the_anchor_raises_or_a_schedule_that_has_begun_to_write_is_the_callers() -> None:
     x, w = arguments(m=9)
     with schedule.without(), pytest.raises(ValueError, match="no kernel image"):

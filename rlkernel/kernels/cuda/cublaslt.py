@@ -130,6 +130,7 @@ def launcher(device: int, chosen: Plan) -> Callable[..., None]:
             stream_of(device),
         )  # fmt: skip
         if status:
-            raise LaunchError(f"cuBLASLt ({chosen.algorithm}) failed at m = {m}, k = {k}: {_error()}")
+            said = "; ".join(filter(None, (_error(), driver.fault_of(stream_of(device)))))
+            raise LaunchError(f"cuBLASLt ({chosen.algorithm}) failed at m = {m}, k = {k}: {said}")
 
     return run

@@ -185,12 +185,26 @@ def _cuda() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def _text(code: int) -> str:
+    text = ctypes.c_char_p()
+    _cuda().cuGetErrorString(code, ctypes.byref(text))
+    return f"{(text.value or b'unknown error').decode()} ({code})"
+
+
 def _call(name: str, *args: Any) -> None:
     code = getattr(_cuda(), name)(*args)
     if code:
-        text = ctypes.c_char_p()
-        _cuda().cuGetErrorString(code, ctypes.byref(text))
-        raise LaunchError(f"{name} failed: {(text.value or b'unknown error').decode()} ({code})")
+        raise LaunchError(f"{name} failed: {_text(code)}")
+
+
+def fault_of(stream: int) -> str:
+    """What is wrong with a stream on which a library's call has failed, which does not say so: that its graph capture
+    is broken, or CUDA's own error; "" where nothing is."""
+    status, broken = ctypes.c_int(), 2  # CU_STREAM_CAPTURE_STATUS_INVALIDATED
+    code = _cuda().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
+    if code:
+        return _text(code)
+    return "the graph capture of its stream is broken" if status.value == broken else ""
 
 
 _thread = threading.local()
