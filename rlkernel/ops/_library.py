@@ -59,9 +59,13 @@ def define(
 
         def call(*args: Any) -> Any:
             choice = select.choose(name, device)
-            if choice.implementation == "reference":
-                return _in_plain_torch(choice.fn, args)
-            return choice.fn(*args)
+            try:
+                if choice.implementation == "reference":
+                    return _in_plain_torch(choice.fn, args)
+                return choice.fn(*args)
+            except RuntimeError:  # looked for only now: each tensor of each call would take its time
+                _refuse_sparse(name, names, args)
+                raise
 
         return call
 
@@ -262,6 +266,12 @@ def outside_graph(op: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) ->
 @torch._disable_dynamo
 def _untraced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fn(*args, **kwargs)
+
+
+def _refuse_sparse(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> None:
+    for name, a in zip(names, args, strict=False):
+        if isinstance(a, Tensor) and a.layout != torch.strided:
+            raise TypeError(f"{op}: {name} is {a.layout}; expected a dense tensor, pass {name}.to_dense()") from None
 
 
 def _function(

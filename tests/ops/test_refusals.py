@@ -506,6 +506,26 @@ def test_numbers_of_any_kind_are_taken() -> None:
         assert torch.equal(ops.attention(Q, Q, Q, CU, max_seqlen_q=length)[0], out)
 
 
+SPARSE = {
+    "linear: x": lambda s: ops.linear(s, W),
+    "linear: weight": lambda s: ops.linear(X, s),
+    "swiglu: gate_up": lambda s: ops.swiglu(s),
+    "logprob: logits": lambda s: ops.logprob(s, TARGETS),
+    "linear_logprob: hidden": lambda s: ops.linear_logprob(s, W, TARGETS),
+    "attention: v": lambda s: ops.attention(Q, Q, Q.to_sparse().requires_grad_(s.requires_grad), CU, max_seqlen_q=3),
+    "group_advantages: rewards": lambda s: ops.group_advantages(EIGHT.to_sparse(), 2),
+    "embedding: weight": lambda s: ops.embedding(torch.tensor([0, 1]), s),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_tensors(name: str) -> None:
+    for recorded in (False, True):
+        sparse = X.to_sparse().requires_grad_(recorded)
+        with pytest.raises(TypeError, match=f"{name} is torch.sparse_coo; expected a dense tensor, pass .*to_dense"):
+            SPARSE[name](sparse)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_says_which_argument_and_what_to_do(name: str) -> None:
     call, error, message = REFUSED[name]
