@@ -226,7 +226,12 @@ def results(run: Run, arguments: tuple[Any, ...], mutates: Sequence[int]) -> lis
     """The tensors that a run returns, then those that it wrote, which are copies of the given ones."""
     own = list(arguments)
     for i in mutates:
-        own[i] = None if own[i] is None else own[i].clone(memory_format=torch.preserve_format)
+        given = own[i]  # a clone's rows might lie closer together
+        own[i] = (
+            None
+            if given is None
+            else torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device).copy_(given)
+        )
     returned = run(*own)
     returned = returned if isinstance(returned, (tuple, list)) else (returned,)
     return [t for t in (*returned, *(own[i] for i in mutates)) if t is not None]

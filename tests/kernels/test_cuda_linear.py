@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from kernels.linear_checks import MOST, NONE, key, rand
 
 from rlkernel.cli import doctor
+from rlkernel.kernels import certification
 from rlkernel.kernels.cuda import linear as cuda
 from rlkernel.kernels.cuda import linear_logprob as scoring
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
@@ -291,6 +292,35 @@ def dtypes(arguments: tuple) -> list[torch.dtype | None]:
     """Of every tensor among a sample's arguments, those of an `Active` included."""
     flat = [x for a in arguments for x in (a if isinstance(a, Active) else (a,))]
     return [x.dtype if isinstance(x, Tensor) else None for x in flat]
+
+
+@pytest.mark.parametrize("many, probs", ((True, False), (False, False), (False, True)))
+def test_what_is_no_part_of_a_class_of_scoring_differs_between_its_samples(many: bool, probs: bool) -> None:
+    s = scored.Shape(-1, many, 16, torch.bfloat16, True, False, True, probs, not probs, False, False)
+    given = [scored.forward_sample(tuple(s), m, "normal", torch.Generator().manual_seed(0)) for m in scored.rows_of(s)]
+    for (hidden, weight, targets, _, kept, _, width), m in zip(given, scored.rows_of(s), strict=True):
+        assert scored.forward_key(hidden, weight, targets, None, kept, probs, width) == tuple(s)
+        assert len(hidden) == m and kept.shape == (m, -(-len(weight) // 32)) and width % 256 == 0
+        assert m < 3 or (targets[1] == -1 and targets[2] >= len(weight))
+    assert len({x[1].stride() for x in given}) == len({x[0].stride() for x in given}) == 2, "rows that lie apart"
+    assert len({x[6] for x in given}) == (1 if probs else 3), "how many logits are kept"
+    assert {len(x[1]) % 8 for x in given} == ({0} if probs else {0, 5}), "a vocabulary of any size"
+
+
+@pytest.mark.parametrize("many", (False, True))
+def test_a_block_of_dz_has_any_width_and_keeps_its_rows_apart(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scored, "_active", lambda *_: None)
+    monkeypatch.setattr(scored.anchor, "forward", lambda hidden, *_: (None, hidden[:, 0], None, hidden[:, :2]))
+    s = scored.Shape(-1, many, 16, torch.bfloat16, True, False, False, False, False, True, False)
+    widths = []
+    for m in scored.rows_of(s):
+        given = scored.dz_sample(tuple(s), m, "normal", torch.Generator().manual_seed(0))
+        dz, _, weight, *_, first, vocab = given
+        assert scored.dz_key(*given) == tuple(s) and vocab - first == len(weight) == dz.shape[1]
+        (copy,) = certification.results(lambda dz, *_: None, given, (0,))
+        assert copy.stride() == dz.stride() and dz.stride(0) % 8 == 0 and copy.isnan().all()
+        widths.append(dz.shape[1])
+    assert {n % 8 for n in widths} == {0, 5}
 
 
 def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

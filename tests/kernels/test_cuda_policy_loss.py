@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,16 +80,19 @@ def test_samples_are_of_every_form_of_their_class(mean: bool) -> None:
         given = call(loss_type=loss_type)
         assert cuda.key(*given) == shape, "the class admits it"
     assert {cuda.key(*call(loss_type=x)) for x in set(LOSS_TYPES) - set(named)}.isdisjoint({shape})
-    found = set()
+    found, bounds = set(), set()
     for kind in KINDS:
         for tokens in cuda.rows_of(shape)[:2] + [1 << 17]:
             given = dict(zip(NAMES, cuda.sample(shape, tokens, kind, torch.Generator().manual_seed(0)), strict=True))
             way = (given["normalizer"] is not None) + 2 * (given["divisor"] is not None)
             if kind != "wide":  # whose sums are NaN
                 found.add((given["loss_type"], way))
+                bounds.add((given["clip_low"], given["clip_high"]))
+    assert bounds == set(cuda.CLIPS) and {0.0, math.inf} < {bound for pair in bounds for bound in pair}
     assert found == set(itertools.product(named, (0, 1, 2)))
     first = cuda.sample(shape, 1 << 17, KINDS[0], torch.Generator())
     assert (first[9], first[8], first[18]) == ("grpo" if mean else "dapo", None, None), "what is timed"
+    assert first[11:13] == (0.2, 0.28)
 
 
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
@@ -201,6 +205,9 @@ PLANTS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "tensor": lambda given: given["normalizer"] is not None,
     "number": lambda given: given["divisor"] is not None,
     "type": lambda given: given["loss_type"] not in ("grpo", "dapo"),
+    "bounds": lambda given: given["clip_low"] != 0.2,
+    "no upper bound": lambda given: given["clip_high"] == math.inf,
+    "no lower bound": lambda given: given["clip_low"] == math.inf,
     "type, number": lambda given: given["loss_type"] not in ("grpo", "dapo") and given["divisor"] is not None,
     "type, tensor": lambda given: given["loss_type"] not in ("grpo", "dapo") and given["normalizer"] is not None,
 }

@@ -20,7 +20,7 @@ from rlkernel.kernels.triton.linear_logprob_backward import Active
 LEAST_TOKENS = 129  # fewer leave half of a cluster's tokens empty; the anchor has tiles for them
 SAMPLE_ENTRIES = 12328  # vocabulary that certification compares: whole tiles, and a last one in part
 SAMPLE_BLOCK = 8192  # the same for a block of dz, and for the contraction of dhidden, which has so many at most
-SAMPLE_WIDTH = 4096  # entries whose logits are kept
+SAMPLE_WIDTH = 4096  # entries whose logits are kept, where it is timed
 SAMPLE_BYTES = 1 << 28  # limit on dz and on the weight gradient in a comparison; a wider block is cut
 FEW_TOKENS = 77  # at which narrow blocks are compared
 
@@ -132,18 +132,31 @@ def rows_of(key: Key) -> list[int]:
     return [LEAST_TOKENS, 1000, 4096] if key[1] else [1, 77, LEAST_TOKENS - 1]
 
 
+def _apart(x: Tensor) -> Tensor:
+    """The same rows, further apart."""
+    return torch.nn.functional.pad(x, (0, 8), value=float("nan"))[:, : x.shape[1]]
+
+
 def forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s, device = Shape(*key), generator.device  # type: ignore[arg-type]
     hidden = values(kind, m, s.c, s.dtype, generator)
     weight = values(finite(kind), SAMPLE_ENTRIES, s.c, s.dtype, generator, second=True) * (4 * s.c**-0.5)
+    least, between, _ = rows_of(key)
+    if m == between:
+        hidden, weight = _apart(hidden), _apart(weight)
+        if not s.probs:  # which have a multiple of 8
+            weight = weight[: SAMPLE_ENTRIES - 3]
     targets = torch.randint(0, SAMPLE_ENTRIES, (m,), device=device, generator=generator)
+    targets[1:3] = torch.tensor((-1, SAMPLE_ENTRIES), device=device)[: max(m - 1, 0)]  # outside
     inverse, kept = None, None
     if s.temperature:
         inverse = 0.5 + torch.rand(m, dtype=torch.float32, device=device, generator=generator)
     if s.kept:
         shape = (m, -(-SAMPLE_ENTRIES // 32))
         kept = torch.randint(-(2**31), 2**31, shape, device=device, generator=generator).to(torch.int32)
-    return hidden, weight, targets, inverse, kept, s.probs, SAMPLE_WIDTH * s.logits
+    pair = 2 * VOCAB_TILE
+    width = {least: pair, between: -(-SAMPLE_ENTRIES // pair) * pair}.get(m, SAMPLE_WIDTH)
+    return hidden, weight, targets, inverse, kept, s.probs, width * s.logits
 
 
 def _upstream(m: int, generator: torch.Generator, most: bool = False) -> Tensor:
@@ -169,9 +182,10 @@ def dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[
     g = _upstream(m, generator)
     up = (g if s.dlogp else None, 2.0 * g if s.dentropy else None)
     first = SAMPLE_ENTRIES // VOCAB_TILE * VOCAB_TILE - SAMPLE_BLOCK  # a block inside the vocabulary that ends with it
-    dz = torch.full((m, SAMPLE_ENTRIES - first), float("nan"), dtype=s.dtype, device=hidden.device)
+    entries, row = len(weight) - first, SAMPLE_ENTRIES - first  # a multiple of 8, as the copy engine wants it
+    dz = torch.full((m, row), float("nan"), dtype=s.dtype, device=hidden.device)[:, :entries]
     active = _active(targets, kept, stats, *up, 0)
-    return dz, hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, active, first, SAMPLE_ENTRIES
+    return dz, hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, active, first, len(weight)
 
 
 # ---- the two gradients ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ may take its place (cuda/policy_loss_hopper.py) and their certification.
 from __future__ import annotations
 
 import functools
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,8 @@ SHORTEST, LONGEST = 8, 14  # the same of a sequence's average
 RAGGED = (700, 1, 0, 1024, 1500, 37, 5000, 1025, 3, 4, 0, 1023, 130, 2048)
 TIMES = (1, 2)  # that the ragged sequences are compared: with the class's own, more samples than a class has forms
 WAYS = ("count", "number", "tensor")  # by which the sum is divided: an own count, what a caller says
+
+CLIPS = ((0.2, 0.28), (0.0, 0.1), (0.3, math.inf), (math.inf, 0.0))  # clip_low and clip_high; the first are timed
 
 # ---- shape classes -------------------------------------------------------------------------------
 
@@ -117,11 +120,11 @@ def forms_of(s: Shape) -> list[tuple[str, str]]:
     return list(product(types, WAYS))
 
 
-def _form(s: Shape, times: int, kind: str) -> tuple[str, str]:
-    """The form of a sample. Whatever is drawn, all forms have a sample of finite sums."""
+def _form(s: Shape, times: int, kind: str) -> tuple[str, str, tuple[float, float]]:
+    """The form of a sample, and its bounds. Whatever is drawn, all of both have a sample of finite sums."""
     finite = [k for k in KINDS if k != "wide"]
     forms, turn = forms_of(s), 0 if kind == "wide" else finite.index(kind)
-    return forms[(times * len(finite) + turn) % len(forms)]
+    return *forms[(times * len(finite) + turn) % len(forms)], CLIPS[(times + turn) % len(CLIPS)]
 
 
 def sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
@@ -149,10 +152,10 @@ def sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tupl
         mask[int(cu_seqlens[batch // 2]) : int(cu_seqlens[batch // 2 + 1])] = False
         if kind != "wide":
             mask[odd] = False  # else the batch's sums are NaN
-    loss_type, way = _form(s, times, kind)
+    loss_type, way, clips = _form(s, times, kind)
     normalizer = torch.full((), 0.37 * tokens, dtype=torch.float32, device=device) if way == "tensor" else None
     return (
-        logp, old_logp, advantages, cu_seqlens, mask, None, None, None, normalizer, loss_type, False, 0.2, 0.28, None,
+        logp, old_logp, advantages, cu_seqlens, mask, None, None, None, normalizer, loss_type, False, *clips, None,
         0.0, "k3", 0.0, None, 0.61 * tokens if way == "number" else None,
     )  # fmt: skip
 
