@@ -246,7 +246,7 @@ _UNSEEN = (
 
 def has_main_grad(*parameters: Tensor | None) -> bool:
     """Whether a gradient of one of them is recorded and is to be added onto its `main_grad`."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not is_stock():
         for p in parameters:
             if p is not None and p.requires_grad and getattr(p, "main_grad", None) is not None:
                 return True

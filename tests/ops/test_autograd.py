@@ -73,6 +73,11 @@ def squares(y: Tensor) -> Tensor:
     return y.pow(2).sum()
 
 
+def assert_near(found: Any, expected: Any) -> None:
+    """Two orders of the same few fp32 sums."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def written(weights: list[Any]) -> list[bool]:
     return [bool(w.main_grad.any()) for w in weights]
 
@@ -103,7 +108,7 @@ def test_main_grad_is_written_where_grad_would_be(case: Any) -> None:
     def check(times: int = 1) -> None:
         for w, g in zip(weights, expected, strict=True):
             assert w.grad is None
-            torch.testing.assert_close(w.main_grad, times * g)
+            assert_near(w.main_grad, times * g)
             w.main_grad.zero_()
 
     loss = squares(op(x, *weights))
@@ -129,7 +134,7 @@ def test_gradients_that_are_asked_for_are_returned(case: Any) -> None:
     found = torch.autograd.grad(squares(op(x, *weights)), weights)
     assert not any(written(weights))
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
+        assert_near(a, b)
 
 
 @pytest.mark.skipif(joined_linear is None, reason="transformers is not installed")
@@ -146,11 +151,11 @@ def test_joined_weights_of_which_some_are_asked_for() -> None:
     first.main_grad, second.main_grad = buffer.split((5, 3))  # type: ignore[assignment]
     loss().backward(inputs=[second])
     assert not first.main_grad.any()
-    torch.testing.assert_close(second.main_grad, expected[1])
+    assert_near(second.main_grad, expected[1])
     del second.main_grad
     second.requires_grad_(False)
     loss().backward()
-    torch.testing.assert_close(first.main_grad, expected[0])
+    assert_near(first.main_grad, expected[0])
 
 
 def test_a_backward_by_hand_writes_main_grad() -> None:
@@ -287,7 +292,7 @@ def test_main_grad_leaves_one_op_out_of_the_graph(case: Any) -> None:
     run(x, *plain).sum().backward()
     for w, p in zip(weights, plain, strict=True):
         assert w.grad is None
-        torch.testing.assert_close(w.main_grad, p.grad)
+        assert_near(w.main_grad, p.grad)
     around = {name for graph in graphs for name in graph}
     assert {"sin", "cos"} <= around <= {"sin", "cos", "mul", "getitem", "view_as"}, graphs
 
@@ -299,3 +304,5 @@ def test_main_grad_under_fullgraph_is_an_error(case: Any) -> None:
         torch.compile(op, fullgraph=True, backend="eager")(x, *weights)
     with torch.no_grad():
         torch.compile(op, fullgraph=True, backend="eager")(x, *weights)
+    with ops.stock():  # which knows no main_grad
+        torch.compile(lambda *args: op(*args), fullgraph=True, backend="eager")(x, *weights)
