@@ -234,10 +234,12 @@ def _scale(op: str, q: Tensor, scale: float | None) -> float:
     return check_number(op, "scale", scale, "positive and finite in float32, 1e-38 to 1e38", 1e-38, 1e38)
 
 
-def _longest(op: str, name: str, value: int) -> int:
-    if type(value) is int and (torch.compiler.is_compiling() or 0 <= value <= LONGEST):
-        return value
-    return check_whole(op, name, value, f"the longest sequence's tokens or more, at most {LONGEST}", 0, LONGEST)
+def _longest(op: str, q: int, k: int) -> tuple[int, int]:
+    if type(q) is int and type(k) is int and (torch.compiler.is_compiling() or (0 <= q <= LONGEST >= k >= 0)):
+        return q, k
+    expected = f"the longest sequence's tokens or more, at most {LONGEST}"
+    q = check_whole(op, "max_seqlen_q", q, expected, 0, LONGEST)
+    return q, check_whole(op, "max_seqlen_k", k, expected, 0, LONGEST)
 
 
 def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | None, split: int) -> None:
@@ -334,8 +336,7 @@ def attention(
         max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
     check(max_seqlen_k is not None, lambda: "attention: cu_seqlens_k is given without max_seqlen_k; pass both")
     assert max_seqlen_k is not None
-    max_seqlen_q = _longest("attention", "max_seqlen_q", max_seqlen_q)
-    max_seqlen_k = _longest("attention", "max_seqlen_k", max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = _longest("attention", max_seqlen_q, max_seqlen_k)
     _check_int32("attention", cu_seqlens_q=cu_seqlens_q)
     if cu_seqlens_k is not cu_seqlens_q:
         _check_int32("attention", cu_seqlens_k=cu_seqlens_k)
@@ -411,7 +412,7 @@ def paged_attention(
     scale = _scale(op, q, scale)
     _check_heads(op, q, k_cache.shape[2], k_cache.shape[3], window, split)
     _check_dtypes(op, q, k_cache=k_cache, v_cache=v_cache)
-    max_seqlen_q, max_seqlen_k = _longest(op, "max_seqlen_q", max_seqlen_q), _longest(op, "max_seqlen_k", max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = _longest(op, max_seqlen_q, max_seqlen_k)
     _check_int32(op, block_table=block_table, cu_seqlens_q=cu_seqlens_q, seq_lens_k=seq_lens_k)
     if out is not None:
         _check_dtypes(op, q, out=out)
