@@ -428,4 +428,6 @@ def test_a_second_derivative_raises() -> None:
     for result, leaf in cases:
         (gradient,) = torch.autograd.grad(result.sum(), [leaf], create_graph=True)
         with pytest.raises(RuntimeError, match="there is no second derivative"):
-            gradient.pow(2).sum().backward()
+            gradient.pow(2).sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="there is no second derivative"):
+            torch.autograd.grad(result.sum() + gradient.pow(2).sum(), [leaf])
