@@ -191,6 +191,19 @@ def _driver() -> str | None:
         return None
 
 
+def _ptxas(device: torch.device) -> str | None:
+    """Version of the assembler that Triton's kernels go through, which a user may replace; None where it is unknown."""
+    try:
+        from triton.backends.nvidia.compiler import get_ptxas  # no stable interface
+
+        major, minor = torch.cuda.get_device_capability(device)
+        program = get_ptxas(10 * major + minor).path
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+        return re.findall(r"\bV(\d[\d.]*)", said)[-1]
+    except Exception:
+        return None
+
+
 @functools.cache
 def machine(device: torch.device) -> dict[str, Any]:
     """Device name, driver and library versions that decide what a kernel computes."""
@@ -204,6 +217,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "driver": _driver() if cuda else None,
         "torch": torch.__version__,
         "triton": triton,
+        "ptxas": _ptxas(device) if cuda and torch.version.hip is None else None,
     }
 
 

@@ -15,6 +15,16 @@ from rlkernel.kernels.verdicts import ANCHOR
 K = 64
 
 
+class Launches:
+    """In place of a compiled kernel: keeps what it is given."""
+
+    def __init__(self, ran: list[Any], *named: str, code: str = "0") -> None:
+        self.ran, self.named, self.code = ran, named, code
+
+    def __call__(self, *given: Any, **more: Any) -> None:
+        self.ran.append((*self.named, *given, more) if self.named else given)
+
+
 class Known(dict[Any, Any]):
     """What a dispatcher looks calls up in; remembers the last one that it was asked for."""
 

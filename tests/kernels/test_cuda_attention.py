@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.fake_schedules import Known, milliseconds
+from kernels.fake_schedules import Known, Launches, milliseconds
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -228,7 +228,7 @@ def test_what_the_kernel_cannot_read_runs_the_anchor(what: str, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(attention_prefill.common, "on_device", lambda t: same)
     monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(attention_prefill, "_kernel", lambda *_: lambda *given: ran.append(given))
+    monkeypatch.setattr(attention_prefill, "_kernel", lambda *_: Launches(ran))
     monkeypatch.setattr(attention_prefill, "tensor_map", lambda x, rows, columns: tuple(x.shape))
     monkeypatch.setattr(anchor, "prefill", lambda *given: ran.append("anchor"))
     run = attention_prefill.launcher(0, torch.bfloat16, 64, False, True)

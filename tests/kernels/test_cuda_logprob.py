@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.fake_schedules import Known, milliseconds
+from kernels.fake_schedules import Known, Launches, milliseconds
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -163,7 +163,7 @@ def test_what_the_kernel_is_given(which: str, rows: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(logprob_rows.common, "on_device", lambda t: same)
     monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(logprob_rows, "_kernel", lambda *_: lambda *given: ran.append(given))
+    monkeypatch.setattr(logprob_rows, "_kernel", lambda *_: Launches(ran))
     monkeypatch.setattr(anchor, "logprob", lambda *given: ran.append("anchor"))
     monkeypatch.setattr(anchor.TileBuffers, "combine", lambda self, *out: ran.append((self, *out)))
     run = logprob_rows.launcher(0, torch.bfloat16, 1032, True, logprob_rows.SETTINGS[0])

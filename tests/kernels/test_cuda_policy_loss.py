@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.fake_schedules import Known, milliseconds
+from kernels.fake_schedules import Known, Launches, milliseconds
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -236,8 +236,7 @@ def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "device", lambda device: same)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(policy_loss_hopper.common, "on_device", lambda t: same)
-    kernel = lambda name: lambda *given, **more: ran.append((name, *given, more))
-    monkeypatch.setattr(policy_loss_hopper, "_kernels", lambda *_: (kernel("tokens"), kernel("batch")))
+    monkeypatch.setattr(policy_loss_hopper, "_kernels", lambda *_: (Launches(ran, "tokens"), Launches(ran, "batch")))
     monkeypatch.setattr(anchor, "policy_loss", lambda *given: ran.append("anchor"))
     run = policy_loss_hopper.launcher(0, masked, policy_loss_hopper.Setting(12, 2, 1024))
     first = 16 if which == "fits" else 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkernel.kernels import build
 from rlkernel.kernels.cuda import driver
-from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, tensor_map
+from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, noted, tensor_map
 from rlkernel.kernels.triton import attention as anchor
 from rlkernel.kernels.triton import common
 
@@ -92,4 +92,4 @@ def launcher(device: int, dtype: torch.dtype, d: int, room: bool, skip: bool) ->
             maps = (tensor_map(x.flatten(1), KEYS, 64) for x in (k, v))
             kernel(min(count, most), THREADS, *maps, arguments)
 
-    return prefill
+    return noted(prefill, kernel)

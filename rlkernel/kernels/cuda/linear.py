@@ -318,11 +318,13 @@ def _few_rows(columns: int) -> Schedule:
         s = shape_of(key)
         launch = linear_rows.launcher(s.device, s.dtype, s.out, s.rows, columns)
 
-        def run(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
+        def rows(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
             if (dy.data_ptr() | weight.data_ptr()) & 15:
                 return anchor.linear_dgrad(dy, weight, chunks)
             return launch(dy, weight)
 
+        run: Any = rows
+        run.note = getattr(launch, "note", "")
         return run
 
     return Schedule(f"rows.{columns}", bind, supports)

@@ -36,7 +36,7 @@ from rlkernel.kernels.cuda.linear_logprob_shapes import GradShape, Shape
 from rlkernel.kernels.cuda.linear_shapes import cut
 from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.triton import common, linear_grad, matrix
+from rlkernel.kernels.triton import common, launch, linear_grad, matrix
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton import logprob as statistics
@@ -56,10 +56,9 @@ def _supports(key: Key) -> bool:
 def _bind(run: Run, modes: Callable[[Shape], tuple[int, ...]]) -> Callable[[Key], Run]:
     def bind(key: Key) -> Run:
         s = Shape(*key)  # type: ignore[arg-type]
-        for mode in modes(s):
-            with torch.cuda.device(s.device):
-                hopper.kernel(s.device, mode, s.temperature, s.kept, s.dentropy)
-        return run
+        with torch.cuda.device(s.device):
+            kernels = [hopper.kernel(s.device, mode, s.temperature, s.kept, s.dentropy) for mode in modes(s)]
+        return driver.noted(functools.partial(run), *kernels)
 
     return bind
 
@@ -72,8 +71,10 @@ def _supports_grad(key: Key) -> bool:
 def _bind_grad(run: Run, mode: int) -> Callable[[Key], Run]:
     def bind(key: Key) -> Run:
         with torch.cuda.device(device_of(key)):
-            hopper.kernel(device_of(key).index, mode, False, False, False)
-        return _in_pieces(GradShape(*key), run) if mode == hopper.DWEIGHT else run  # type: ignore[arg-type]
+            kernel = hopper.kernel(device_of(key).index, mode, False, False, False)
+        by_entries = mode == hopper.DWEIGHT
+        bound = _in_pieces(GradShape(*key), run) if by_entries else functools.partial(run)  # type: ignore[arg-type]
+        return driver.noted(bound, kernel)
 
     return bind
 
@@ -200,6 +201,7 @@ _SOURCES = (
             loop,
             statistics,
             gradient,
+            launch,
             linear_grad,
             matrix,
             common,

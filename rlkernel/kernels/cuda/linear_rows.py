@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkernel.kernels import build
 from rlkernel.kernels.cuda import driver
-from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, tensor_map
+from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, noted, tensor_map
 from rlkernel.kernels.triton import common
 
 SOURCE = "linear_dgrad_rows_sm90.cu"
@@ -67,4 +67,4 @@ def launcher(
             kernels[most](-(-n // columns), 160, *maps, ctypes.c_void_p(dx.data_ptr()), *sizes)
         return dx
 
-    return run
+    return noted(run, *kernels.values())

@@ -30,7 +30,7 @@ from rlkernel.kernels.certification import (
 )
 from rlkernel.kernels.cuda import driver, logprob_rows
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.triton import common
+from rlkernel.kernels.triton import common, launch
 from rlkernel.kernels.triton import logprob as anchor
 from rlkernel.kernels.triton import logprob_backward as gradient
 
@@ -130,7 +130,7 @@ def _rows(setting: logprob_rows.Setting) -> Schedule:
 
 _SOURCES = (
     Path(__file__),
-    *(Path(m.__file__) for m in (anchor, gradient, common, logprob_rows, driver, orders) if m.__file__),
+    *(Path(m.__file__) for m in (anchor, gradient, common, launch, logprob_rows, driver, orders) if m.__file__),
     *driver.sources(logprob_rows.SOURCE),
 )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlkernel.contract.orders import VOCAB_TILE
 from rlkernel.kernels import build
 from rlkernel.kernels.cuda import driver
-from rlkernel.kernels.cuda.driver import Kernel, compile_cuda
+from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, noted
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import logprob as anchor
 
@@ -123,4 +123,4 @@ def launcher(
                 buffers.combine(logp, entropy, lse, stats)
         return out
 
-    return logprob
+    return noted(logprob, kernel)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlkernel.contract.orders import SEGMENT
 from rlkernel.kernels import build
-from rlkernel.kernels.cuda.driver import Kernel, compile_cuda
+from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, noted
 from rlkernel.kernels.policy_loss import COUNTS, STATS, divides_by_tokens, sequence_mean
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import policy_loss as anchor
@@ -104,7 +104,7 @@ def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outpu
         del kept
         return out
 
-    return policy_loss
+    return noted(policy_loss, first)
 
 
 def arguments(

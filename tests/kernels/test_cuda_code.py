@@ -1,0 +1,116 @@
+"""A verdict hangs on machine code: another compiler's, under the same name and version, voids it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.fake_schedules import Launches, arguments, counted, equal, family
+
+pytest.importorskip("triton")
+
+from rlkernel.kernels import build, verdicts
+from rlkernel.kernels.certification import Key, Schedule
+from rlkernel.kernels.cuda import (
+    attention,
+    attention_prefill,
+    driver,
+    linear,
+    linear_logprob,
+    linear_logprob_hopper,
+    linear_rows,
+    linear_shapes,
+    logprob,
+    logprob_rows,
+    policy_loss,
+    policy_loss_hopper,
+)
+from rlkernel.kernels.cuda import linear_logprob_shapes as scored
+from rlkernel.kernels.schedule import ScheduledOp
+
+BF16, FP32 = torch.bfloat16, torch.float32
+FEW = linear_shapes.Shape(0, 16, torch.Size((1024, 512)), BF16, None, False, 1, True, "dgrad")
+GRAD = scored.GradShape(0, 64, BF16, FP32, True, True, False, 0)
+MADE: dict[str, tuple[Any, ScheduledOp, Key]] = {
+    "linear": (linear_rows, linear.linear_dgrad, tuple(FEW)),
+    "logprob": (logprob_rows, logprob.logprob, logprob.Shape(0, BF16, 16384, 256, True, False, False)),
+    "policy_loss": (policy_loss_hopper, policy_loss.policy_loss, (0, True, True, True, 1 << 18, 1 << 10)),
+    "attention": (attention_prefill, attention.prefill, attention.Shape(0, BF16, 8, 8, 64, 2048, True, False, 8192)),
+    "forward": (
+        linear_logprob_hopper, linear_logprob._forward,
+        scored.Shape(0, True, 64, BF16, True, False, False, False, False, False, False),
+    ),
+    "dz": (
+        linear_logprob_hopper, linear_logprob._dz,
+        scored.Shape(0, True, 64, BF16, True, False, False, False, False, True, False),
+    ),
+    "dhidden": (linear_logprob_hopper, linear_logprob._dhidden, GRAD),
+    "dweight": (linear_logprob_hopper, linear_logprob._dweight, GRAD),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_bound_says_which_machine_code_it_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, op, key = MADE[name]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "Kernel", lambda cubin, *_: Launches([], code=build.digest(cubin)))
+    kernel = next(made for made in ("kernel", "_kernel", "_kernels") if hasattr(module, made))
+    monkeypatch.setattr(module, kernel, getattr(module, kernel).__wrapped__)
+    notes = []
+    for patch in (b"13.0.48", b"13.0.88", b"13.0.88"):
+        monkeypatch.setattr(module, "compile_cuda", lambda *_, patch=patch: patch)
+        own = [s for s in op.family.schedules if s.supports(key) and s.name.split(".")[0] in ("hopper", "rows")]
+        assert own
+        notes.append([s.bind(key).note for s in own])  # type: ignore[attr-defined]
+        assert all(build.digest(patch) in note for note in notes[-1])
+    assert notes[0] != notes[1] == notes[2]
+
+
+@pytest.mark.usefixtures("cache")
+def test_other_machine_code_is_certified_anew() -> None:
+    code, calls = ["first"], []
+
+    def bind(key: Any) -> Callable[..., Any]:
+        return driver.noted(lambda *given: equal(*given), Launches([], code=code[0]))  # type: ignore[arg-type]
+
+    made = replace(family(anchor=counted(calls)), schedules=(Schedule("fake.built", bind),))
+    offer = lambda: ScheduledOp(made)
+    x, w = arguments()
+    offer()(x, w)
+    certified = len(calls)
+    assert certified and offer().chosen(x, w) == "fake.built" and len(calls) == certified
+    code[0] = "second"
+    assert offer().chosen(x, w) == "fake.built" and len(calls) == 2 * certified
+
+
+def test_the_assembler_of_tritons_kernels_is_part_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    device = torch.device("cuda", 0)
+    bundled = verdicts._ptxas(device)
+    assert bundled and bundled.count(".") == 2, "with its patch"
+    other = tmp_path / "ptxas"
+    other.write_text('#!/bin/sh\necho "Cuda compilation tools, release 13.0, V13.0.88"\n')
+    other.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(other))
+    assert verdicts._ptxas(device) == "13.0.88"
+    other.unlink()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: 1 // 0)
+    assert verdicts._ptxas(device) is None
+    assert verdicts.machine(torch.device("cpu"))["ptxas"] is None
+
+
+def test_the_launcher_of_an_anchor_is_among_the_sources() -> None:
+    from rlkernel.kernels.triton import launch
+
+    for op in (logprob.logprob, attention.prefill, linear_logprob._forward, linear_logprob._dz):
+        assert launch.__file__ in map(str, op.family.sources), op.family.op
