@@ -107,7 +107,7 @@ def tiny_inputs() -> dict[str, Tensor]:
         "norm": torch.full((128,), 1e-2), "cu": torch.tensor([0, 40, 96], dtype=torch.int32),
         "moments": draw(40000, by=1e-38).abs(), "hidden": draw(300, 16), "head": draw(70, 16, by=1e-38),
         "ids": torch.randint(0, 70, (300,), generator=generator), "dlogp": draw(300, by=1e-38),
-        "rewards": draw(70000, by=1e-38),
+        "rewards": draw(70000, by=1e-38), "far": draw(300, 16, by=6.0), "wide": draw(300, 16, by=6.0),
     }  # fmt: skip
 
 
@@ -120,8 +120,9 @@ def tiny(t: dict[str, Tensor]) -> list[Tensor]:
     out = [y, ops.swiglu(gate_up), ops.rms_norm(t["gate_up"], t["norm"], 1.0)]
     out += [ops.attention(t["q"], t["k"], v, t["cu"], max_seqlen_q=56)[0], scored.logp]
     out += torch.autograd.grad([y, scored.logp], (x, w, hidden, head), [t["dy"], t["dlogp"]])
-    large = (36.0 * hidden.detach().float()).requires_grad_()
-    out += torch.autograd.grad(ops.linear_logprob(large, head.float(), t["ids"], keep_probs=True).logp.sum(), large)
+    far, wide = t["far"].clone().requires_grad_(), t["wide"].clone().requires_grad_()  # probabilities down to 0
+    kept = ops.linear_logprob(far, wide, t["ids"], keep_probs=True).logp
+    out += torch.autograd.grad(kept, (far, wide), t["far"][:, 0].contiguous())
     logp = torch.linspace(-1.0, 0.0, 70000).requires_grad_()
     borders, tiny_advantages = torch.tensor([0, 70000], dtype=torch.int32), torch.tensor([1.0])
     loss = ops.policy_loss(logp, None, tiny_advantages, borders, loss_type="bnpo", normalizer=1e38).loss
