@@ -29,6 +29,7 @@ from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_ha
 
 KINDS = ("normal", "wide", "cancel", "zeros", "denormal")
 NONFINITE = "nonfinite"  # a further kind, for an op whose result is defined there
+SCALES = (1.0, 0.37, 0.02)  # of attention's scores, times D**-0.5: a call may have any
 ENOUGH = 1 << 14  # elements compared of each kind of values, for which samples of small results are repeated,
 MOST_SAMPLES = 512  # but no more often than this where `verdicts.LEAST` is reached: each is a launch
 SORTS = 6  # of rows, in what `values` draws
@@ -78,7 +79,8 @@ class Family:
         describe: the shape class as plain data, without the device's index.
         device: the device of a shape class.
         rows: row counts to compare, the last of which is timed.
-        sample: arguments of the op for (key, rows, kind of values, generator).
+        sample: arguments of the op for (key, rows, kind of values, generator). Every argument is part of the key or
+            differs between samples: what neither holds is compared in one case alone.
         schedules: the candidates.
         sources: files whose change voids a verdict.
         unavailable: why nothing can be certified in this process, or None.

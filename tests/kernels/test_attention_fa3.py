@@ -92,7 +92,9 @@ def test_a_broken_verdict_is_made_again(tmp_path: Path, monkeypatch: pytest.Monk
     install(monkeypatch, tmp_path)
     attention_fa3.require(SHAPE)
     file = next((tmp_path / "schedules").glob("*.json"))
-    for text in ("{", json.dumps({"format": attention_fa3.FORMAT})):
+    whole = json.loads(file.read_text())
+    damaged = ({"certified": 1}, {"elements": 0}, {"elements": 1e999}, {"differing": 1}, {"first": 3}, {"identity": []})
+    for text in ("{", json.dumps({"format": attention_fa3.FORMAT}), *(json.dumps({**whole, **x}) for x in damaged)):
         file.write_text(text)
         attention_fa3.forget()
         if text == "{":
@@ -100,7 +102,7 @@ def test_a_broken_verdict_is_made_again(tmp_path: Path, monkeypatch: pytest.Monk
                 attention_fa3.require(SHAPE)
         else:
             attention_fa3.require(SHAPE)
-        assert json.loads(file.read_text())["certified"]
+        assert json.loads(file.read_text())["certified"] is True and json.loads(file.read_text())["first"] is None
 
 
 def test_another_build_of_the_library_voids_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

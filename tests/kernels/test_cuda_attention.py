@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise, orders
 from rlkernel.kernels import clock, schedule
-from rlkernel.kernels.certification import KINDS, NONFINITE, Schedule, raises
+from rlkernel.kernels.certification import KINDS, NONFINITE, SCALES, Schedule, raises
 from rlkernel.kernels.cuda import attention as cuda
 from rlkernel.kernels.cuda import attention_prefill, driver
 from rlkernel.kernels.errors import BuildError
@@ -66,7 +66,7 @@ def test_what_is_no_part_of_a_class_differs_between_its_samples() -> None:
         for rows in cuda.rows_of(SHAPE)[:: 1 if kind == "normal" else -2]
     ]
     scales = {scale for *_, scale, _, _, _, _ in given}
-    assert len(scales) == len(cuda.SCALES) and any(math.frexp(scale)[0] != 0.5 for scale in scales)
+    assert len(scales) == len(SCALES) and any(math.frexp(scale)[0] != 0.5 for scale in scales)
     assert given[1][7] == 64**-0.5, "what is timed"
     for i in range(3):
         assert {x[i].is_contiguous() for x in given} == {True, False}, "rows that lie apart"

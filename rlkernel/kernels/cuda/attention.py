@@ -18,6 +18,7 @@ from rlkernel.contract import orders
 from rlkernel.kernels.certification import (
     KINDS,
     NONFINITE,
+    SCALES,
     Family,
     First,
     Instead,
@@ -42,7 +43,6 @@ if KNOWN:  # Gluon is no stable interface
 
 SPANS = (2048, 8192, 16384)  # keys of the longest sequence, by which classes differ in speed; the last one is open
 RAGGED = (1, 5, 129, 640)  # queries of the sequences compared first
-SCALES = (1.0, 0.37, 0.02)  # times D**-0.5, with which scores are compared: a call may have any
 TIMED, TIMED_ROWS = 8192, 1 << 17  # queries of what is compared and timed then, and (query, head) pairs, at most
 
 # ---- shape classes -------------------------------------------------------------------------------

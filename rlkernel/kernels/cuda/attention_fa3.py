@@ -263,7 +263,9 @@ class Sample:
 
     def __init__(self, library: Library, shape: Shape, kind: str, generator: torch.Generator) -> None:
         self.library, self.shape = library, shape
-        self.scale = shape.head_dim**-0.5
+        self.scale = (
+            certification.SCALES[certification.KINDS.index(kind) % len(certification.SCALES)] * shape.head_dim**-0.5
+        )
         total, device, page, d = sum(LENGTHS), generator.device, shape.page, shape.head_dim
         self.starts = [0, *accumulate(LENGTHS)]
 
@@ -433,9 +435,18 @@ def forget() -> None:
         _verdicts.clear()
 
 
+_FIELDS: dict[str, Any] = {
+    "identity": dict, "seed": int, "certified": bool, "reason": str, "calls": int, "differing": int, "elements": int,
+    "first": dict | None,
+}  # fmt: skip
+
+
 def _from_file(data: dict[str, Any] | None) -> Verdict | None:
-    names = Verdict.__dataclass_fields__
-    return Verdict(**{name: data[name] for name in names}) if data is not None and names.keys() <= data.keys() else None
+    """None where it is damaged: no type is another, and what certifies has compared something."""
+    if data is None or not all(isinstance(data.get(name), kind) for name, kind in _FIELDS.items()):
+        return None
+    found = Verdict(**{name: data[name] for name in _FIELDS})
+    return None if found.certified and (found.differing or found.elements < verdicts.LEAST) else found
 
 
 def verdict(shape: Shape) -> Verdict:
