@@ -317,6 +317,15 @@ def test_a_gradient_that_is_wrong_where_no_call_was_compared_is_refused(row: int
         assert judged(scoring._dweight, s, dweight_of_8192).certified == (row == 8192)
 
 
+def test_cublaslt_computes_multiples_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for op in (scoring._dhidden, scoring._dweight):
+        names = lambda s, op=op: [x.name for x in op.family.schedules if x.supports(tuple(s))]
+        here = GRAD._replace(device=0)
+        assert names(here) == ["hopper", *(f"cublaslt.{rank}" for rank in range(cublaslt.RANKS))]
+        assert names(here._replace(whole=False)) == names(here._replace(row=0)) == ["hopper"]
+
+
 @pytest.mark.usefixtures("small")
 def test_what_is_no_multiple_of_8_is_a_class_of_its_own() -> None:
     running, grad, x = torch.zeros(9, 64), torch.zeros(48, 64), rand(9, 64)

@@ -112,7 +112,7 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
 
     def supports(key: Key) -> bool:
         s = GradShape(*key)  # type: ignore[arg-type]
-        return s.row > 0 and _supports_grad(key)
+        return s.row > 0 and s.whole and _supports_grad(key)  # as `linear`, which asks for multiples of 8 too
 
     def bind(key: Key) -> Run:
         s = GradShape(*key)  # type: ignore[arg-type]
