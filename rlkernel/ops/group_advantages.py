@@ -50,7 +50,7 @@ def group_advantages(
     Raises:
         ValueError: a reward is NaN, infinite or too large (CPU; the message names its index), B is not a multiple of
             group_size, or an unknown mode.
-        TypeError: rewards are not fp32 or no tensor, or group_size no whole number.
+        TypeError: rewards are not fp32 or no tensor, group_size no whole number, or normalize_std no bool.
 
     Source:
         GRPO arXiv:2402.03300, Dr. GRPO 2503.20783, RLOO 2402.14740, batch deviation 2508.08221.
@@ -74,5 +74,10 @@ def group_advantages(
     check(mode in MODES, lambda: f"group_advantages: mode={mode!r} is unknown; expected one of {', '.join(MODES)}")
     expected = "above 0 and finite in float32, a group of equal rewards divides by it"
     eps = check_number("group_advantages", "eps", eps, expected)
+    check(
+        isinstance(normalize_std, (bool, int)),
+        lambda: f"group_advantages: normalize_std={normalize_std!r} must be True or False",
+        TypeError,
+    )
     op = stock.group_advantages if is_stock() else _group_advantages
-    return op(rewards.detach(), group_size, mode, normalize_std, eps)
+    return op(rewards.detach(), group_size, mode, bool(normalize_std), eps)
