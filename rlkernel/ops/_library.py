@@ -64,7 +64,7 @@ def define(
                     return _in_plain_torch(choice.fn, args)
                 return choice.fn(*args)
             except RuntimeError:  # looked for only now: each tensor of each call would take its time
-                _refuse_sparse(name, names, args)
+                refuse_sparse(name, names, args)
                 raise
 
         return call
@@ -268,7 +268,8 @@ def _untraced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return fn(*args, **kwargs)
 
 
-def _refuse_sparse(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> None:
+def refuse_sparse(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> None:
+    """Raises TypeError for a tensor that is not dense."""
     for name, a in zip(names, args, strict=False):
         if isinstance(a, Tensor) and a.layout != torch.strided:
             raise TypeError(f"{op}: {name} is {a.layout}; expected a dense tensor, pass {name}.to_dense()") from None

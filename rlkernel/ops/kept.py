@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.ops._library import check, check_optional, check_tensors, check_whole
+from rlkernel.ops._library import check, check_optional, check_tensors, check_whole, refuse_sparse
 
 
 def kept_words(vocab_size: int) -> int:
@@ -42,6 +42,7 @@ def pack_kept(
         ValueError: mask is not a boolean matrix. TypeError: it is no tensor.
     """
     check_tensors("pack_kept", mask=mask)
+    refuse_sparse("pack_kept", ("mask",), (mask,))
     check(
         mask.dtype == torch.bool and mask.dim() == 2,
         lambda: f"pack_kept: mask is {tuple(mask.shape)} {mask.dtype}; expected [T, V] bool",
@@ -66,6 +67,7 @@ def unpack_kept(
 
 def _unpacked(op: str, kept: Tensor, vocab_size: int) -> Tensor:
     check_tensors(op, kept=kept)
+    refuse_sparse(op, ("kept",), (kept,))
     vocab_size = _vocabulary(op, vocab_size)
     check(
         kept.dim() == 2 and kept.dtype == torch.int32 and kept.shape[1] == kept_words(vocab_size),
@@ -105,6 +107,7 @@ def ids_to_kept(
             whole numbers.
     """
     check_tensors("ids_to_kept", ids=ids, offsets=offsets)
+    refuse_sparse("ids_to_kept", ("ids", "offsets"), (ids, offsets))
     vocab_size = _vocabulary("ids_to_kept", vocab_size)
     for name, x in (("ids", ids), ("offsets", offsets)):
         if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.ops._library import check, check_tensors
+from rlkernel.ops._library import check, check_tensors, refuse_sparse
 
 
 class Packed(NamedTuple):
@@ -70,6 +70,7 @@ def unpack(flat: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
             whole numbers, or one is no tensor.
     """
     check_tensors("unpack", flat=flat, cu_seqlens=cu_seqlens)
+    refuse_sparse("unpack", ("flat", "cu_seqlens"), (flat, cu_seqlens))
     check(flat.dim() >= 1, lambda: "unpack: flat is a scalar, expected [T, ...]")
     check(
         cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.dim() == 1,

@@ -514,6 +514,12 @@ SPARSE = {
     "linear_logprob: hidden": lambda s: ops.linear_logprob(s, W, TARGETS),
     "attention: v": lambda s: ops.attention(Q, Q, Q.to_sparse().requires_grad_(s.requires_grad), CU, max_seqlen_q=3),
     "group_advantages: rewards": lambda s: ops.group_advantages(EIGHT.to_sparse(), 2),
+    "unpack: flat": lambda s: ops.unpack(s, CU),
+    "unpack: cu_seqlens": lambda s: ops.unpack(X, CU.to_sparse()),
+    "pack_kept: mask": lambda s: ops.pack_kept(s),
+    "unpack_kept: kept": lambda s: ops.unpack_kept(s, 8),
+    "kept_to_ids: kept": lambda s: ops.kept_to_ids(s, 8),
+    "ids_to_kept: ids": lambda s: ops.ids_to_kept(TARGETS.to_sparse(), torch.tensor([0, 3]), 8),
     "embedding: weight": lambda s: ops.embedding(torch.tensor([0, 1]), s),
 }
 
