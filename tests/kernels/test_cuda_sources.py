@@ -15,8 +15,8 @@ from rlkernel.kernels import cuda, schedule, select
 from rlkernel.kernels.schedule import ScheduledOp
 
 ROOT = Path(cuda.__file__).resolve().parents[3]
-# They launch and compile what others define, or are hashed with every verdict.
-NO_PART = {"aot.py", "launch.py", "build.py", "errors.py", "schedule.py", "verdicts.py", "certification.py", "clock.py",
+# They compile what others define, or are hashed with every verdict.
+NO_PART = {"aot.py", "build.py", "errors.py", "schedule.py", "verdicts.py", "certification.py", "clock.py",
            "__init__.py"}  # fmt: skip
 
 

@@ -29,11 +29,10 @@ from rlkernel.kernels.certification import (
     describe,
     device_of,
 )
-from rlkernel.kernels.cuda import cublaslt, driver
+from rlkernel.kernels.cuda import cublaslt, driver, linear_shapes
 from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
 from rlkernel.kernels.cuda.linear_logprob_shapes import GradShape, Shape
-from rlkernel.kernels.cuda.linear_shapes import cut
 from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common, launch, linear_grad, matrix
@@ -92,7 +91,7 @@ def _in_pieces(s: GradShape, run: Run) -> Run:
             return run(grad, dz, hidden, fresh, active)
         if most == 0:
             return anchor.dweight_block(grad, dz, hidden, fresh, active)
-        for part in cut(entries, most):
+        for part in linear_shapes.cut(entries, most):
             piece = (grad[part], dz[:, part], hidden, fresh, active)
             try:
                 run(*piece)
@@ -203,6 +202,7 @@ _SOURCES = (
             gradient,
             launch,
             linear_grad,
+            linear_shapes,
             matrix,
             common,
             hopper,

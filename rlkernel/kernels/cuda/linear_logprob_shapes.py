@@ -249,7 +249,7 @@ def dhidden_warm(runs: Runs, first: First, instead: Instead) -> Run:
     ) -> None:
         entries, c = weight.shape
         call = (
-            c, entries % 8 == 0, weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
+            c, entries & 7, weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
             weight.is_contiguous() or weight.stride(),
         )  # fmt: skip
         run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
@@ -265,7 +265,7 @@ def dweight_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_logprob_dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
         entries, c = grad.shape
         call = (
-            c, entries % 8 == 0, hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
+            c, entries & 7, hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
             (grad.is_contiguous() and hidden.is_contiguous()) or _strides(grad, hidden),
         )  # fmt: skip
         run = runs.get(call) or first(call, grad, dz, hidden, fresh, active)
