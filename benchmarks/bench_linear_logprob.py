@@ -75,7 +75,11 @@ class Bench:
             hidden, targets, grad = self.given(upstream, kept)
             scored = ops.linear_logprob(hidden, weight, targets, **options)
             outputs, grads = ([scored.logp, scored.entropy], [grad] * 2) if entropy else ([scored.logp], [grad])
-            return torch.autograd.grad(outputs, [self.hidden, weight], grads, allow_unused=True)
+            if weight is not self.into_main:
+                return torch.autograd.grad(outputs, [self.hidden, weight], grads)
+            torch.autograd.backward(outputs, grads)  # autograd.grad would make a gradient beside main_grad
+            found, self.hidden.grad = self.hidden.grad, None
+            return found
 
         return run
 

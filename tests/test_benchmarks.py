@@ -226,6 +226,19 @@ def test_the_anchors_figure_of_attention_is_its_own(tmp_path: Path) -> None:
     assert line(tmp_path, "attention, Triton anchor, forward")["measured"] == "not measured"
 
 
+def test_the_way_with_main_grad_writes_it_and_makes_no_other_gradient() -> None:
+    import bench_linear_logprob
+
+    bench = bench_linear_logprob.Bench((24, 16, 512), False, 1)
+    kept = torch.arange(0, 24, 2)
+    for rows in (None, kept):
+        bench.into_main.main_grad.zero_()
+        dx = bench.ours(bench.upstream, bench.into_main, kept=rows)()
+        expected = bench.ours(bench.upstream, bench.weight, kept=rows)()
+        assert torch.equal(dx, expected[0]) and torch.equal(bench.into_main.main_grad, expected[1])
+        assert bench.into_main.grad is None and bench.hidden.grad is None
+
+
 def test_sanitizer_passes_only_what_it_could_have_failed() -> None:
     good = {"what": "linear", "errors": 0, "exit_status": 0}
     assert sanitize.passed(good)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.ops import adamw as update
+from rlkernel.ops.adamw import checked, run
 
 
 class AdamW(torch.optim.Optimizer):
@@ -70,7 +70,7 @@ class AdamW(torch.optim.Optimizer):
                     rows.setdefault(int(state["step"]) + 1, []).append(row)
             for step, chosen in rows.items():
                 params, grads, exp_avgs, exp_avg_sqs, masters, states = zip(*chosen, strict=True)
-                calls = update.checked(
+                calls = checked(
                     params,
                     grads,
                     exp_avgs,
@@ -86,7 +86,7 @@ class AdamW(torch.optim.Optimizer):
                 )
                 updates.append((calls, step, params, states))
         for calls, step, params, states in updates:
-            update.run(calls)
+            run(calls)
             for p, state in zip(params, states, strict=True):
                 self.state[p].update(state, step=step)
         return loss
