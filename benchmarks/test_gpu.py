@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -50,6 +51,8 @@ def names(report: Path) -> dict[str, list[str]]:
 
 def main() -> int:
     """Exit status of pytest; 1 where torch sees no GPU (a run that compares nothing is never a pass)."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog="All arguments go to pytest, but --help.")
+    _, given = parser.parse_known_args()
     import torch
     from results_io import write_result
     from test_integrations import versions
@@ -61,7 +64,7 @@ def main() -> int:
         rows_file, report = Path(folder) / "rows.json", Path(folder) / "report.xml"
         stacks = Path(folder) / "integrations.json"
         status = subprocess.run(
-            [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", f"--junitxml={report}", *sys.argv[1:]],
+            [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", f"--junitxml={report}", *given],
             cwd=ROOT,
             env={
                 **os.environ,
