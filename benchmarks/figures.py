@@ -34,9 +34,14 @@ def _line(op: str, anchor: str, reach: str, found: list[Row], value: Callable[[R
     values = [value(row) for row in found]
     there = [v for v in values if v is not None]
     enough = [v is not None and good(v) for v in values]
-    measured = ", ".join("none" if v is None else f"{v:.3g}{unit}" for v in values)
+
+    def shown(v: float) -> str:
+        """Three digits, and as many more as it takes not to look like the other side of the line."""
+        return next(text for n in range(3, 18) if good(float(text := f"{v:.{n}g}")) == good(v))
+
+    measured = ", ".join("none" if v is None else f"{shown(v)}{unit}" for v in values)
     if len(there) > 4:
-        measured = f"{min(there):.3g} to {max(there):.3g}{unit}, {sum(enough)} of {len(values)} cases reach it"
+        measured = f"{shown(min(there))} to {shown(max(there))}{unit}, {sum(enough)} of {len(values)} cases reach it"
     reached = all(enough)
     return {
         "op": op,

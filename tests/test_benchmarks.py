@@ -132,6 +132,15 @@ def test_a_figure_is_reached_in_every_case_or_not(tmp_path: Path, share: tuple[f
     assert line(tmp_path, "rope")["reached"] == reached
 
 
+def test_a_figure_just_short_of_the_line_does_not_look_reached() -> None:
+    line = lambda *values: figures._line(
+        "op", "", ">= 0.85", [{"v": v} for v in values], lambda r: r["v"], lambda v: v >= 0.85
+    )
+    assert line(0.84951)["measured"] == "0.8495" and line(0.84951)["reached"] == "no"
+    assert line(0.85049)["measured"] == "0.85" and line(0.85049)["reached"] == "yes"
+    assert line(0.84951, 0.9, 0.9, 0.9, 0.9)["measured"].startswith("0.8495 to 0.9, 4 of 5")
+
+
 def test_a_figure_says_where_a_copy_falls_short_too(tmp_path: Path) -> None:
     shares = ((0.9, 0.95), (0.6, 0.7), (0.8, 0.9), (0.7, 0.8))
     rows = [{"op": "rope", "share_of_roofline": a, "copy_share_of_roofline": b} for a, b in shares]
