@@ -52,8 +52,8 @@ class AdamW(torch.optim.Optimizer):
         """One update; `scale` and `zero_grad` as in `ops.adamw_`.
 
         All groups are checked before anything is written, and an update is counted once it was made: a step that raised
-        for bad input may be repeated. One that a `scale` which is not finite skips on the
-        device is counted all the same: the host does not know.
+        for bad input may be repeated. One that a `scale` which is not finite skips on the device is counted all the
+        same: the host does not know.
         """
         loss = None
         if closure is not None:
