@@ -228,12 +228,9 @@ def results(run: Run, arguments: tuple[Any, ...], mutates: Sequence[int]) -> lis
     """The tensors that a run returns, then those that it wrote, which are copies of the given ones."""
     own = list(arguments)
     for i in mutates:
-        given = own[i]  # a clone's rows might lie closer together
-        own[i] = (
-            None
-            if given is None
-            else torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device).copy_(given)
-        )
+        if (given := own[i]) is not None:  # a clone's rows might lie closer together
+            copy = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
+            own[i] = copy.copy_(given)
     returned = run(*own)
     returned = returned if isinstance(returned, (tuple, list)) else (returned,)
     return [t for t in (*returned, *(own[i] for i in mutates)) if t is not None]
@@ -470,13 +467,10 @@ def certify(
         arguments = family.sample(key, rows[-1], KINDS[0], generator)
         candidates = {name: functools.partial(run, *arguments) for name, run in bound.items()}
         times = clock.milliseconds({ANCHOR: functools.partial(family.anchor, *arguments), **candidates}, device)
-    for name in bound:
-        trials[name].ms = times[name]
-        trials[name].note = getattr(bound[name], "note", "")
-        trials[name].least = least
-        trials[
-            name
-        ].reason = f"equal in {trials[name].elements} elements, at least {least} of a kind of values{trials[name].note}"
+    for name, run in bound.items():
+        trial = trials[name]
+        trial.ms, trial.least, trial.note = times[name], least, getattr(run, "note", "")
+        trial.reason = f"equal in {trial.elements} elements, at least {least} of a kind of values{trial.note}"
     found = Verdict(identity(family, key), rows, list(family.kinds), seed, times[ANCHOR], list(trials.values()))
     return found, bound
 

@@ -400,8 +400,7 @@ def _forward(
         in_parts = False
     mode = PARTIAL.value if in_parts else ONE_SPLIT.value if splits <= 1 else MERGE.value
     side_by_side = min(splits, max(2, PARTIAL_GRID // (batch * hk)))
-    # A descriptor of no rows is none.
-    boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma and len(k) else (None, None)
+    boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma and len(k) else (None, None)  # none of no rows
     many = chosen and window is None and mode != PARTIAL.value and max_q * group >= GROUPS_ROWS
     if long is not None and many and boxes[0] is not None:
         long(q, k, v, cu_q, lens, max_q, max_k, scale, split, room, out, lse)
