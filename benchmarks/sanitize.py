@@ -125,10 +125,11 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         torch.ops.rlkernel.linear_dgrad(leaf(m, n).detach(), leaf(n, k, scale=0.1).detach(), 1)
 
     def linear_logprob_dhidden() -> None:
-        # Rows of dz as long as a chunk of the input gradient, which cuBLASLt asks for; the second backward knows from
-        # the first that all tokens have a gradient. How many algorithms cuBLASLt has depends on the shape.
-        for t, c in ((37, 256), (37, 256), (96, 1024)) if large else ():
-            hidden, weight = leaf(t, c), leaf(LOGPROB_DGRAD_CHUNK, c, scale=0.1).detach()
+        # Rows of dz as long as whole chunks of the input gradient, which cuBLASLt asks for: two side by side, or one.
+        # The second backward knows from the first that all tokens have a gradient. How many algorithms cuBLASLt has
+        # depends on the shape.
+        for t, c, chunks in ((37, 256, 2), (37, 256, 2), (96, 1024, 1)) if large else ():
+            hidden, weight = leaf(t, c), leaf(chunks * LOGPROB_DGRAD_CHUNK, c, scale=0.1).detach()
             backward(ops.linear_logprob(hidden, weight, ids(99, t)).logp, hidden)
             torch.cuda.synchronize()
 

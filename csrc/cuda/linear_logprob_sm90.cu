@@ -46,6 +46,7 @@ struct Arguments {
   u16* rounded;       // [rows, columns] bf16: takes the rounded total, or null
   int fresh;          // what sum holds is ignored
   int tokens, vocab, pieces;  // rows and columns of the result; pieces of 64 along the third dimension
+  int parts, span;  // of MODE 3: results, one behind the other in sum, each of the next span pieces; else one of all
   int tiles, words;
   int first;  // first entry of the vocabulary here
   int width;  // of logits: whole tiles of kColumns
@@ -392,13 +393,13 @@ __device__ __forceinline__ bool wanted(const Arguments& args, int cluster) {
 // Adds the tile to sum and rounds the total where that is wanted; two adjacent columns at a time. The old values of
 // eight such pairs are under way together: a load behind a store that might overlap it would wait for its turn.
 // Without a gradient there is nothing to add to running sums; a caller's buffer may hold -0, which + 0 makes 0.
-__device__ __forceinline__ void leave_sum(const float (&d)[128], const Arguments& args, int first_row, int first_column,
-                                          bool any) {
+__device__ __forceinline__ void leave_sum(const float (&d)[128], const Arguments& args, int part, int first_row,
+                                          int first_column, bool any) {
   if (MODE == 3 && !any && !args.fresh && !args.rounded) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = first_row + 8 * i;
-    const i64 line = static_cast<i64>(row) * args.vocab + first_column;
+    const i64 line = (static_cast<i64>(part) * args.tokens + row) * args.vocab + first_column;
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
       float2 total[8];
@@ -438,8 +439,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   const int across_m = (args.tokens + 2 * kRows - 1) / (2 * kRows), across_n = (args.vocab + kColumns - 1) / kColumns;
-  const int tiles = across_m * across_n, clusters = gridDim.x >> 1;
+  const int part_tiles = across_m * across_n, clusters = gridDim.x >> 1;
+  const int tiles = MODE == 3 ? args.parts * part_tiles : part_tiles;
   const int most = MODE == 4 && args.count ? *args.count : args.pieces;
+  // Which result a tile is of, and the pieces of that.
+  const auto part_of = [&](int tile) { return MODE == 3 && args.parts > 1 ? tile / part_tiles : 0; };
+  const auto pieces_of = [&](int part) {
+    return MODE == 3 && args.parts > 1 ? min(args.span, most - part * args.span) : most;
+  };
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
@@ -456,12 +463,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       int stage = 0;
       u32 phase = 1;
       for (int tile = blockIdx.x >> 1; tile < tiles; tile += clusters) {
-        const Position at = position(tile, across_m, across_n);
+        const int part = part_of(tile);
+        const Position at = position(tile - part * part_tiles, across_m, across_n);
         const int m0 = at.m * 2 * kRows + static_cast<int>(rank) * kRows;
         const int n0 = at.n * kColumns + static_cast<int>(rank) * (kColumns / 2);
-        const int pieces = wanted(args, at.m) ? most : 0;
+        const int pieces = wanted(args, at.m) ? pieces_of(part) : 0;
         for (int i = 0; i < pieces; ++i) {
-          const int k = (MODE == 4 && args.blocks ? args.blocks[i] : i) * kDepth;
+          const int k = (MODE == 4 && args.blocks ? args.blocks[i] : part * args.span + i) * kDepth;
           barrier_wait(empty + 8 * stage, phase);
           const u32 ready = full + 8 * stage;
           const u32 to_a = a_at + stage * kBytesA, to_b = b_at + stage * kBytesB + rank * (kBytesB / 2);
@@ -492,11 +500,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     int stage = 0;
     u32 phase = 0;
     for (int tile = blockIdx.x >> 1; tile < tiles; tile += clusters) {
-      const Position at = position(tile, across_m, across_n);
+      const int part = part_of(tile);
+      const Position at = position(tile - part * part_tiles, across_m, across_n);
       const int first_row = at.m * 2 * kRows + static_cast<int>(rank) * kRows + warpgroup * 64, n0 = at.n * kColumns;
       Rows rows;
       if (MODE < 3) read_rows(rows, args, first_row + warp_row + (lane >> 2));
-      const int pieces = wanted(args, at.m) ? most : 0;
+      const int pieces = wanted(args, at.m) ? pieces_of(part) : 0;
       float d[128];
       if (pieces == 0) {
 #pragma unroll
@@ -524,7 +533,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       products_wait<0>();
       if (pieces > 0 && lane < 2) barrier_arrive_at(empty + 8 * before, lane);
       if (MODE >= 3) {
-        leave_sum(d, args, first_row + warp_row + (lane >> 2), n0 + 2 * (lane & 3), pieces > 0);
+        leave_sum(d, args, part, first_row + warp_row + (lane >> 2), n0 + 2 * (lane & 3), pieces > 0);
         continue;
       }
       prepare(d, rows, args, n0, lane);

@@ -372,6 +372,29 @@ def test_linear_logprob_of_wide_blocks_and_an_odd_vocabulary(v: int) -> None:
             assert_bitwise(o, e, f"guess {most}, tensor {i}")
 
 
+@pytest.mark.parametrize(("tokens", "c"), ((410, 1024), (700, 1024), (1300, 1024), (410, 4096), (90, 8192)))
+def test_linear_logprob_of_few_tokens(tokens: int, c: int, record: Record) -> None:
+    """Chunks of the vocabulary side by side, clusters of tokens without a gradient among them, whatever is guessed."""
+    from rlkernel.kernels import select
+    from rlkernel.kernels.cuda import linear_logprob
+    from rlkernel.kernels.triton.linear_logprob_backward import Products, chunks_beside, gradients
+
+    v = 7 * 8192 + 1000
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets, g, seen = torch.arange(tokens, device=DEVICE) * 83 % v, data(2, tokens), Compared()
+    g[tokens // 4 :][:256] = 0.0
+    _, entropy, _, stats = torch.ops.rlkernel.linear_logprob(x, w, targets, None, None)
+    rest = (x, w, targets, None, None, stats, entropy, g, None, None, None, None)
+    with select.use("triton"):
+        expected, _ = torch.ops.rlkernel.linear_logprob_grad_(None, *rest, True, False)
+    assert chunks_beside(tokens, c) > 1
+    scheduled = (linear_logprob._dz, linear_logprob._dhidden, linear_logprob._dweight)
+    for most in (False, True):
+        dx, _ = gradients(Products(*scheduled, lambda number, blocks, most=most: most), None, *rest, True, False)
+        seen.rows([dx], [expected], f"guess {most}")
+    record(**vars(seen))
+
+
 @pytest.mark.parametrize("tokens", (1, 8193))
 def test_linear_logprob_of_a_block_of_one_row(tokens: int, record: Record) -> None:
     """The last block of the backward has one row, and the last chunk of the vocabulary an odd width."""

@@ -337,12 +337,14 @@ def test_what_is_no_multiple_of_8_is_a_class_of_its_own() -> None:
         ):
             s = scored.GradShape(*key)
             assert s.whole == (entries % 8 == 0) and s.row == 48
+            generator = torch.Generator().manual_seed(0)
             for m in scored.rows_of_grad(key):
-                generator = torch.Generator().manual_seed(0)
-                for sample in (scored.dhidden_sample, scored.dweight_sample):
-                    given = sample(key, m, "normal", generator)
-                    dz_ = given[1] if sample is scored.dweight_sample else given[2]
-                    assert (dz_.shape[1] % 8 == 0) == (s.whole or m == scored.FEW_TOKENS)
+                dz_ = scored.dweight_sample(key, m, "normal", generator)[1]
+                assert (dz_.shape[1] % 8 == 0) == (s.whole or m == scored.FEW_TOKENS)
+            for few in (False, True):
+                key = tuple(s._replace(few=few))
+                for m in scored.rows_of_dhidden(key):
+                    assert (scored.dhidden_sample(key, m, "normal", generator)[2].shape[1] % 8 == 0) == s.whole
 
 
 @pytest.mark.usefixtures("small")
@@ -407,3 +409,85 @@ def test_blocks_of_dz_have_no_more_tokens_than_are_compared(vocab: int, entries:
             assert scored.widest(s, m) * max(2 * m, 4 * s.c) <= scored.SAMPLE_BYTES
         if tokens >= 2048 and entries == scored.loop.DZ_ENTRIES:
             assert all(scored.widest(s, m) == row for m in scored.rows_of_grad(tuple(s))), "its real size"
+
+
+# ---- dhidden: chunks side by side ----------------------------------------------------------------
+
+
+def test_chunks_of_dhidden_are_added_ascending_however_many_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk at a time, several, and behind a launch that failed the anchor."""
+    monkeypatch.setattr(scoring.orders, "LOGPROB_DGRAD_CHUNK", 32)
+    seen: list[tuple[int, bool, bool]] = []
+    fails = -1
+
+    def run(running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Any) -> None:
+        if len(seen) == fails:
+            raise LaunchError("status 13")
+        seen.append((len(weight), fresh, rounded is not None))
+        dhidden(running, rounded, dz, weight, fresh, active)
+
+    monkeypatch.setattr(scoring.anchor, "dhidden_block", lambda *given: (seen.append("anchor"), dhidden(*given)))
+    dz, weight = torch.randint(-4, 5, (5, 104)).bfloat16(), torch.randint(-4, 5, (100, 24)).bfloat16()
+    start = torch.randint(-9, 9, (5, 24)).float()
+    for beside, fresh, broken, expected in (
+        (1, True, -1, [(32, True, False), (32, False, False), (32, False, False), (4, False, True)]),
+        (2, False, -1, [(64, False, False), (36, False, True)]),
+        (4, True, -1, [(100, True, True)]),
+        (2, True, 1, [(64, True, False), "anchor"]),
+    ):
+        fails, running, rounded = broken, start.clone(), torch.empty(5, 24, dtype=torch.bfloat16)
+        scoring._in_chunks(run, lambda *_, n=beside: n)(running, rounded, dz[:, :100], weight, fresh, MOST)
+        total = dz[:, :100].float() @ weight.float() + (0 if fresh else start)
+        assert_bitwise(running, total, f"{beside} at once")
+        assert_bitwise(rounded, total.bfloat16(), f"{beside} at once, rounded")
+        assert seen == expected
+        seen.clear()
+    fails, running = 0, start.clone()
+    with pytest.raises(LaunchError, match="status 13"):
+        scoring._in_chunks(run, lambda *_: 1)(running, None, dz[:, :100], weight, False, MOST)
+    assert_bitwise(running, start, "nothing was written")
+
+
+@pytest.mark.parametrize("c", (16, 520, 1024, 2048, 4096, 5120, 8192, 16384))
+def test_as_many_chunks_are_side_by_side_as_fill_a_gpu_and_no_more_than_were_compared(c: int) -> None:
+    loop = scored.loop
+    for tokens in (1, 77, 256, 257, 410, 512, 513, 1000, 1024, 1025, 2048, 2049, 4096, 8192):
+        beside = loop.chunks_beside(tokens, c)
+        assert beside & (beside - 1) == 0 and 1 <= beside <= loop.MOST_BESIDE
+        assert (beside > 1) == loop.few(tokens, c)
+        assert beside == loop.MOST_BESIDE or max(256, tokens) * max(512, c) * beside * 2 > loop.FILLED, (
+            "a GPU is filled"
+        )
+        assert beside == 1 or max(256, tokens) * c * beside <= loop.FILLED, "and the sums stay small"
+        assert tokens * beside <= 8192, "and dz"
+        s = GRAD._replace(c=c, row=0, few=beside > 1)
+        rows = scored.rows_of_dhidden(tuple(s))
+        assert tokens <= max(rows) <= scored.WGRAD_TOKENS
+        assert all(loop.few(m, c) == s.few for m in rows)
+        assert loop.chunks_beside(min(rows), c) >= beside, "compared with as many"
+        row = scored.SAMPLE_BLOCK * beside
+        timed = scored.rows_of_dhidden(tuple(s._replace(row=row)))[-1]
+        assert not s.few or loop.chunks_beside(timed, c) == beside, "timed as calls come"
+
+
+@pytest.mark.parametrize("c", (64, 1024, 4096, 8192))
+@pytest.mark.parametrize("row", (0, 8192, 16384, 131072))
+def test_samples_of_dhidden_have_the_chunks_that_calls_have(c: int, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr(
+        scored, "_block_of_dz", lambda s, m, entries, *_: (torch.empty(m, entries, device="meta"), None)
+    )
+    monkeypatch.setattr(scored, "values", lambda kind, entries, *_, **__: (drawn.append(entries), torch.empty(0))[1])
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.empty(0))
+    chunk = scored.SAMPLE_BLOCK
+    for few, whole in itertools.product((False, True), (False, True)):
+        s = GRAD._replace(c=c, row=row, few=few, whole=whole)
+        rows = scored.rows_of_dhidden(tuple(s))
+        for m in rows:
+            scored.dhidden_sample(tuple(s), m, "normal", torch.Generator())
+            entries = drawn.pop()
+            assert (entries % 8 == 0) == whole and entries <= (row or entries)
+            assert max(m, c) * entries * 2 <= scored.SAMPLE_BYTES or entries <= chunk
+            if m == min(rows):
+                asked = scored.loop.chunks_beside(m, c) if few else 2
+                assert -(-entries // chunk) == min(asked, -(-(row or entries) // chunk)), "as many chunks"

@@ -179,8 +179,14 @@ else:
                 assert_bitwise(dx, expected.to(out), f"{tile}, {out}")
         running = torch.full((20, 40), float("nan"))
         for first in range(0, n, span):
-            linear_grad.add_dgrad_(running, dy[:, first : first + span], w[first : first + span], first == 0)
+            linear_grad.add_dgrad_(running, dy[:, first : first + span], w[first : first + span], first == 0, span)
         assert_bitwise(running, expected, "chunk by chunk")
+        running = torch.full((20, 40), float("nan"))
+        for first in range(0, n, 3 * span):
+            linear_grad.add_dgrad_(
+                running, dy[:, first : first + 3 * span], w[first : first + 3 * span], first == 0, span
+            )
+        assert_bitwise(running, expected, "three chunks, then two of which one is shorter")
 
     def test_a_large_n_alone_is_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(linear, "DGRAD_WHOLE", 64)

@@ -171,7 +171,8 @@ else:
         g[5] = h[5] = 0.0
         for name in ("recomputed", "blocks", "kept"):
             if name == "blocks":
-                monkeypatch.setattr(linear_logprob_backward, "LOGPROB_DGRAD_CHUNK", VOCAB_TILE)
+                for module in (linear_logprob_backward, linear_logprob):
+                    monkeypatch.setattr(module, "LOGPROB_DGRAD_CHUNK", VOCAB_TILE)
                 monkeypatch.setattr(linear_logprob_backward, "DZ_ENTRIES", 1)
                 monkeypatch.setattr(linear_logprob_backward, "PROBS_ENTRIES", 1)
                 monkeypatch.setattr(linear_logprob_backward, "WGRAD_TOKENS", 4)

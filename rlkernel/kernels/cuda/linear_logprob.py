@@ -72,10 +72,33 @@ def _bind_grad(run: Run, mode: int) -> Callable[[Key], Run]:
         with torch.cuda.device(device_of(key)):
             kernel = hopper.kernel(device_of(key).index, mode, False, False, False)
         by_entries = mode == hopper.DWEIGHT
-        bound = _in_pieces(GradShape(*key), run) if by_entries else functools.partial(run)  # type: ignore[arg-type]
+        bound = _in_pieces(GradShape(*key), run) if by_entries else _in_chunks(run, loop.chunks_beside)  # type: ignore[arg-type]
         return driver.noted(bound, kernel)
 
     return bind
+
+
+def _in_chunks(run: Run, beside: Callable[[int, int], int]) -> Run:
+    """`run` of the input gradient for blocks of several chunks of the vocabulary: `beside(tokens, C)` at a time."""
+
+    def dhidden(
+        running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
+    ) -> None:
+        entries, step = len(weight), beside(*running.shape) * orders.LOGPROB_DGRAD_CHUNK
+        if entries <= step:
+            return run(running, rounded, dz, weight, fresh, active)
+        for low in range(0, entries, step):
+            high = min(entries, low + step)
+            last = rounded if high == entries else None
+            try:
+                run(running, last, dz[:, low:high], weight[low:high], fresh and low == 0, active)
+            except LaunchError:
+                if low == 0:
+                    raise
+                # The chunks before are added: the call cannot begin anew.
+                return anchor.dhidden_block(running, rounded, dz[:, low:], weight[low:], False, active)
+
+    return dhidden
 
 
 def _in_pieces(s: GradShape, run: Run) -> Run:
@@ -141,7 +164,7 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
             with common.on_device(dz):
                 launch(dz.shape[1], len(dz), dz.data_ptr(), hidden_at, None, not fresh, grad)
 
-        run: Any = _in_pieces(s, dweight) if by_tokens else dhidden
+        run: Any = _in_pieces(s, dweight) if by_tokens else _in_chunks(dhidden, lambda tokens, c: 1)
         run.note = f"; {chosen.algorithm}"
         return run
 
@@ -225,13 +248,14 @@ def _op(
     sample: Callable[..., tuple[Any, ...]],
     *schedules: Schedule,
     grad: bool = False,
+    rows: Callable[[Key], list[int]] = shapes.rows_of,
     mutates: tuple[int, ...] = (),
     beside: Callable[..., list[Key]] = lambda *args: [],
 ) -> ScheduledOp:
     return ScheduledOp(
         Family(
             op=op, anchor=run, key=key, warm=warm, describe=functools.partial(describe, GradShape if grad else Shape),
-            device=device_of, rows=shapes.rows_of_grad if grad else shapes.rows_of, sample=sample,
+            device=device_of, rows=rows, sample=sample,
             schedules=schedules, sources=_SOURCES, versions=cublaslt.versions, mutates=mutates,
             kinds=(*KINDS, NONFINITE), beside=beside,
         )
@@ -250,13 +274,13 @@ _dz = _op(
 _dhidden = _op(
     "linear_logprob_dhidden", anchor.dhidden_block, shapes.dhidden_key, shapes.dhidden_warm, shapes.dhidden_sample,
     Schedule("hopper", _bind_grad(hopper.dhidden_block, hopper.DHIDDEN), _supports_grad),
-    *(_cublaslt(rank, False) for rank in range(cublaslt.RANKS)), grad=True, mutates=(0, 1),
+    *(_cublaslt(rank, False) for rank in range(cublaslt.RANKS)), grad=True, rows=shapes.rows_of_dhidden, mutates=(0, 1),
     beside=shapes.dhidden_beside,
 )  # fmt: skip
 _dweight = _op(
     "linear_logprob_dweight", anchor.dweight_block, shapes.dweight_key, shapes.dweight_warm, shapes.dweight_sample,
     Schedule("hopper", _bind_grad(hopper.dweight_block, hopper.DWEIGHT), _supports_grad),
-    *(_cublaslt(rank, True) for rank in range(cublaslt.RANKS)), grad=True, mutates=(0,),
+    *(_cublaslt(rank, True) for rank in range(cublaslt.RANKS)), grad=True, rows=shapes.rows_of_grad, mutates=(0,),
     beside=shapes.dweight_beside,
 )  # fmt: skip
 

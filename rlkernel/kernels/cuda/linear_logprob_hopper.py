@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK
 from rlkernel.kernels import build
 from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear_logprob as anchor
+from rlkernel.kernels.triton.linear_grad import ascend
 from rlkernel.kernels.triton.linear_logprob_backward import Active
 from rlkernel.kernels.triton.logprob import TileBuffers
 
@@ -36,7 +38,9 @@ class Arguments(ctypes.Structure):
             "targets", "inv_temperature", "kept", "tile_max", "tile_sum", "tile_entropy", "target_z",
             "logits", "stats", "entropy", "dlogp", "dentropy", "active", "blocks", "count", "sum", "rounded",
         )),
-        *((name, ctypes.c_int) for name in ("fresh", "tokens", "vocab", "pieces", "tiles", "words", "first", "width")),
+        *((name, ctypes.c_int) for name in (
+            "fresh", "tokens", "vocab", "pieces", "parts", "span", "tiles", "words", "first", "width",
+        )),
     )  # fmt: skip
 
 
@@ -48,13 +52,17 @@ def kernel(device: int, mode: int, temperature: bool, kept: bool, dentropy: bool
 
 
 def _launch(
-    kernel: Kernel, shape: tuple[int, int, int], device: torch.device, maps: tuple[TensorMap, ...], **rest: Any
-) -> None:
-    """A result of shape[0] rows and shape[1] columns from shape[2] products each."""
+    kernel: Kernel, shape: tuple[int, int, int], device: torch.device, maps: tuple[TensorMap, ...], parts: int = 1,
+    **rest: Any,
+) -> None:  # fmt: skip
+    """A result of shape[0] rows and shape[1] columns from shape[2] products each, or one each of `parts` of these, all
+    but the last of LOGPROB_DGRAD_CHUNK products."""
     given = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in rest.items() if v is not None}
-    clusters = -(-shape[0] // 256) * -(-shape[1] // 256)
+    clusters = parts * -(-shape[0] // 256) * -(-shape[1] // 256)
     most = driver.multiprocessors(device.index) // 2
-    arguments = Arguments(tokens=shape[0], vocab=shape[1], pieces=-(-shape[2] // 64), **given)
+    arguments = Arguments(
+        tokens=shape[0], vocab=shape[1], pieces=-(-shape[2] // 64), parts=parts, span=LOGPROB_DGRAD_CHUNK // 64, **given
+    )
     maps = (*maps, TensorMap())[:3]
     kernel(2 * min(clusters, most), 384, *maps, arguments)
 
@@ -122,12 +130,19 @@ def dhidden_block(
 ) -> None:
     if weight.data_ptr() & 15:
         return anchor.dhidden_block(running, rounded, dz, weight, fresh, active)
+    parts = -(-len(weight) // LOGPROB_DGRAD_CHUNK)
     with common.on_device(dz):
-        _launch(
-            kernel(dz.get_device(), DHIDDEN, False, False, False), (*running.shape, len(weight)), dz.device,
-            (tensor_map(dz, 128, 64), tensor_map(weight, 64, 64)),
-            active=active.flags, sum=running, rounded=rounded, fresh=fresh,
+        launch = functools.partial(
+            _launch, kernel(dz.get_device(), DHIDDEN, False, False, False), (*running.shape, len(weight)), dz.device,
+            (tensor_map(dz, 128, 64), tensor_map(weight, 64, 64)), parts, active=active.flags,
         )  # fmt: skip
+        if parts == 1:
+            return launch(sum=running, rounded=rounded, fresh=fresh)
+        sums = torch.empty(parts, *running.shape, dtype=torch.float32, device=dz.device)
+        launch(sum=sums, fresh=True)
+        ascend(sums, None if fresh else running, running)
+        if rounded is not None:
+            rounded.copy_(running)
 
 
 def dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:

@@ -19,7 +19,7 @@ from rlkernel.kernels.triton.linear_logprob_backward import Active
 
 LEAST_TOKENS = 129  # fewer leave half of a cluster's tokens empty; the anchor has tiles for them
 SAMPLE_ENTRIES = 12328  # vocabulary that certification compares: whole tiles, and a last one in part
-SAMPLE_BLOCK = 8192  # the same for a block of dz, and for the contraction of dhidden, which has so many at most
+SAMPLE_BLOCK = 8192  # the same for a block of dz, and for dhidden of many tokens: a chunk of its order
 SAMPLE_WIDTH = 4096  # entries whose logits are kept, where it is timed
 SAMPLE_BYTES = 1 << 28  # limit on dz and on the weight gradient in a comparison; a wider block is cut
 FEW_TOKENS = 77  # at which narrow blocks are compared
@@ -203,6 +203,7 @@ class GradShape(NamedTuple):
     rounded: bool
     row: int  # `Active.row` where the other operand is contiguous: cuBLASLt's choice may depend on it
     whole: bool = True  # a multiple of 8 entries; a vocabulary's last block may have any number
+    few: bool = False  # dhidden: so few tokens that chunks of the vocabulary are computed side by side
 
 
 def dhidden_key(
@@ -212,7 +213,7 @@ def dhidden_key(
     row = active.row if weight.is_contiguous() else 0
     return (
         dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, rounded is not None, row,
-        weight.shape[0] % 8 == 0,
+        weight.shape[0] % 8 == 0, loop.few(*running.shape),
     )  # fmt: skip
 
 
@@ -250,7 +251,7 @@ def dhidden_warm(runs: Runs, first: First, instead: Instead) -> Run:
         entries, c = weight.shape
         call = (
             c, entries & 7, weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
-            weight.is_contiguous() or weight.stride(),
+            weight.is_contiguous() or weight.stride(), loop.few(len(running), c),
         )  # fmt: skip
         run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
         try:
@@ -288,6 +289,22 @@ def rows_of_grad(key: Key) -> list[int]:
     return list(dict.fromkeys(min(m, most) for m in (FEW_TOKENS, LEAST_TOKENS, 1000, WGRAD_TOKENS, 4096)))
 
 
+def rows_of_dhidden(key: Key) -> list[int]:
+    """Few tokens: from 77 to the most that are few; timed at as many as come with rows of dz of that length. Else from
+    the fewest that are not few."""
+    s = GradShape(*key)  # type: ignore[arg-type]
+    least, most, timed = FEW_TOKENS, most_tokens(s), 4096
+    columns = max(s.c, loop.FEWEST_CHANNELS)
+    border = loop.FILLED // 2 // columns
+    if s.few:
+        most = min(most, border)
+        timed = loop.FILLED // (columns * max(1, -(-s.row // SAMPLE_BLOCK)))
+    else:
+        least = max(least, border + 1)
+    last = min(max(timed, least), most)
+    return [*sorted({min(m, most) for m in (least, least + 52, max(least, 1000), WGRAD_TOKENS)} - {last}), last]
+
+
 def widest(s: GradShape, tokens: int) -> int:
     """Entries of the widest block of dz that `dweight` is compared at with so many tokens."""
     held = max(tokens * s.dtype.itemsize, s.c * s.out.itemsize)  # bytes an entry
@@ -317,15 +334,19 @@ def _block_of_dz(
     return dz, _active(targets, None, stats, g, None, s.row)
 
 
-def _entries(s: GradShape, tokens: int, most: int) -> int:
-    """Of a sample's block, which is at most `most` wide: an odd number where the class is not of whole ones."""
-    return max(8, min(most, SAMPLE_BLOCK) - 56) if tokens == FEW_TOKENS else most - (not s.whole)
-
-
 def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    """Few tokens: as many chunks as are side by side, at the fewest rows and where it is timed, three at others. Many:
+    two and one. Neither dz nor the weight is larger than SAMPLE_BYTES."""
     s = GradShape(*key)  # type: ignore[arg-type]
-    most = min(s.row, SAMPLE_BLOCK) if s.row else SAMPLE_BLOCK
-    dz, active = _block_of_dz(s, m, _entries(s, m, most), kind, generator)
+    rows = rows_of_dhidden(key)
+    fewest = m == min(rows)
+    chunks = 2 if fewest else 1
+    if s.few:
+        chunks = loop.chunks_beside(m, s.c) if fewest or m == rows[-1] else 3
+    most = min(chunks, max(1, SAMPLE_BYTES // (SAMPLE_BLOCK * max(s.c, m) * s.dtype.itemsize))) * SAMPLE_BLOCK
+    most = min(s.row, most) if s.row else most
+    entries = max(8, most - 56 * fewest) - (not s.whole)
+    dz, active = _block_of_dz(s, m, entries, kind, generator)
     weight = values(finite(kind), dz.shape[1], s.c, s.dtype, generator, second=True)
     running = torch.randn(m, s.c, dtype=torch.float32, device=dz.device, generator=generator)
     return running, torch.empty_like(running, dtype=s.dtype) if s.rounded else None, dz, weight, s.fresh, active
@@ -333,7 +354,9 @@ def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> t
 
 def dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = GradShape(*key)  # type: ignore[arg-type]
-    dz, active = _block_of_dz(s, m, _entries(s, m, widest(s, m)), kind, generator)
+    most = widest(s, m)
+    entries = max(8, min(most, SAMPLE_BLOCK) - 56) if m == FEW_TOKENS else most - (not s.whole)
+    dz, active = _block_of_dz(s, m, entries, kind, generator)
     hidden = values(finite(kind), m, s.c, s.dtype, generator, second=True)
     grad = torch.randn(dz.shape[1], s.c, dtype=torch.float32, device=dz.device, generator=generator).to(s.out)
     return grad, dz, hidden, s.fresh, active

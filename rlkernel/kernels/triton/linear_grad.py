@@ -185,8 +185,8 @@ def ascend(partials: Tensor, start: Tensor | None, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def add_dgrad_(running: Tensor, dy: Tensor, weight: Tensor, fresh: bool) -> None:
-    ascending(dy, weight, running, weight.shape[0], start=None if fresh else running)
+def add_dgrad_(running: Tensor, dy: Tensor, weight: Tensor, fresh: bool, span: int) -> None:
+    ascending(dy, weight, running, span, start=None if fresh else running)
 
 
 def wgrad_(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool, tokens: int = WGRAD_TOKENS) -> None:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.contract.orders import VOCAB_TILE
+from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import exp, on_device, options
 from rlkernel.kernels.triton.linear_grad import add_dgrad_, wgrad_
@@ -346,8 +346,8 @@ def dhidden_block(
     fresh: bool,
     active: Active,
 ) -> None:
-    """Adds a chunk of the vocabulary to the input gradient; the last one leaves the sum in `rounded`."""
-    add_dgrad_(running, dz, weight, fresh)
+    """Adds chunks of the vocabulary to the input gradient; where they are the last, the sum is left in `rounded`."""
+    add_dgrad_(running, dz, weight, fresh, LOGPROB_DGRAD_CHUNK)
     if rounded is not None:
         rounded.copy_(running)
 

@@ -24,6 +24,9 @@ from rlkernel.kernels.triton.matrix import strided
 BLOCK_TOKENS = 64  # tokens that are left out of the products together
 DZ_ENTRIES = 1 << 24  # a block of dz of fewer entries leaves multiprocessors without work
 PROBS_ENTRIES = 1 << 27  # the same from kept probabilities, whose memory is large anyway: fewer, longer launches
+FILLED = 1 << 22  # entries of dhidden that give every multiprocessor of a large GPU some of its work
+FEWEST_TOKENS, FEWEST_CHANNELS = 256, 512  # fewer count as many: they take as long, and dz has its limit
+MOST_BESIDE = 16  # chunks of the vocabulary side by side
 COLUMNS = 2048  # entries a program when dz needs no product
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -265,6 +268,18 @@ def chunks_of_dz(tokens: int, entries: int) -> int:
     return triton.next_power_of_2(triton.cdiv(entries, max(1, tokens) * LOGPROB_DGRAD_CHUNK))
 
 
+def few(tokens: int, c: int) -> bool:
+    """Whether a chunk of the input gradient's order, [tokens, c], leaves half of a GPU without work."""
+    rows = tokens if tokens > FEWEST_TOKENS else FEWEST_TOKENS
+    return rows * (c if c > FEWEST_CHANNELS else FEWEST_CHANNELS) <= FILLED // 2
+
+
+def chunks_beside(tokens: int, c: int) -> int:
+    """Chunks that are computed side by side and then added, a power of two: as many as fill a GPU, one unless `few`."""
+    entries = max(FEWEST_TOKENS, tokens) * max(FEWEST_CHANNELS, c)
+    return min(MOST_BESIDE, 1 << max(FILLED // entries, 1).bit_length() - 1)
+
+
 def gradients(
     products: Products,
     grad: Tensor | None,
@@ -304,6 +319,7 @@ def gradients(
     most_tokens = min(tokens, WGRAD_TOKENS)
     from_probs = probs is not None and tile_max is not None and dlogp is not None and dentropy is None
     chunks = chunks_of_dz(most_tokens, PROBS_ENTRIES if from_probs else DZ_ENTRIES)
+    chunks = max(chunks, chunks_beside(most_tokens, c))
     width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
     flags, numbers, count = active_blocks(targets, kept, stats, dlogp, dentropy, WGRAD_TOKENS)
     row = width if products.guess(count, -(-tokens // BLOCK_TOKENS)) else 0
@@ -337,13 +353,9 @@ def gradients(
                 dz, some = block[: stop - start, : last - first], active[start]
                 fill(dz, start, stop, first, last)
                 if running is not None:
+                    rounded = dhidden[start:stop] if last == vocab else None
                     sums = running[start - origin : stop - origin]
-                    for low in range(first, last, LOGPROB_DGRAD_CHUNK):
-                        high = min(last, low + LOGPROB_DGRAD_CHUNK)
-                        rounded = dhidden[start:stop] if high == vocab else None
-                        products.dhidden(
-                            sums, rounded, dz[:, low - first : high - first], weight[low:high], low == 0, some
-                        )
+                    products.dhidden(sums, rounded, dz, weight[first:last], first == 0, some)
                 if scratch is not None:
                     products.dweight(scratch[: last - first], dz, hidden[start:stop], start == 0, some)
                 elif needs_weight:
