@@ -11,7 +11,6 @@ import os
 import random
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +79,13 @@ def run(folder: Path, attention: str, preset: str, layers: int, sleep: bool) -> 
     out["weights"] = rlkernel_vllm.compare(before, rlkernel_vllm.fingerprints(_hf_names(model)))
     if sleep:
         for level in (1, 2):
-            wake_up = llm.wake_up
             try:
                 llm.sleep(level=level)
-            except AssertionError as error:  # vLLM counts the whole GPU's memory, other tests' included; it does sleep
+            except AssertionError as error:  # vLLM counts the whole GPU's memory, other tests' included
                 if "Memory usage increased" not in str(error):
                     raise
-                wake_up = partial(llm.collective_rpc, "wake_up")  # but does not know: its own would do nothing
-            wake_up()
+                llm.collective_rpc("wake_up")  # the workers sleep, but their executor does not know it
+            llm.wake_up()
             if level == 2:
                 llm.collective_rpc("reload_weights")
             llm.reset_prefix_cache()
