@@ -18,7 +18,8 @@ class AdamW(torch.optim.Optimizer):
     """AdamW with the bits of `ops.adamw_`, one call a group.
 
     The gradient of a parameter is its `main_grad` where it has one, else its `grad`; a parameter with neither is left
-    alone. Its state: `step` (int), `exp_avg`, `exp_avg_sq` and, where it is not fp32, `master`, all fp32.
+    alone, one with both, in two memories, is an error. Its state: `step` (int), `exp_avg`, `exp_avg_sq` and, where it
+    is not fp32, `master`, all fp32.
 
     Args:
         params: parameters or groups of them, as for any torch optimizer; contiguous, fp32, bf16 or fp16.
@@ -41,9 +42,28 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of all parameters that have one, in the order of the groups."""
-        found = (gradient(p) for group in self.param_groups for p in group["params"])
-        return [g for g in found if g is not None]
+        """Gradients of all parameters that have one, in the order of the groups.
+
+        Raises:
+            ValueError: a parameter has a `grad` in other memory than its `main_grad`.
+        """
+        return list(self._gradients().values())
+
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        """Gradients by parameter, of those that have one: the fp32 `main_grad`, else `grad`."""
+        found = {}
+        for j, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                grad, main_grad = p.grad, getattr(p, "main_grad", None)
+                if grad is not None and main_grad is not None and not _is_same(grad, main_grad):
+                    name = group["param_names"][i] if "param_names" in group else f"param_groups[{j}]['params'][{i}]"
+                    raise ValueError(
+                        f"AdamW: {name} has a grad beside its main_grad, which alone would count; add p.grad to "
+                        "p.main_grad and set p.grad to None"
+                    )
+                if main_grad is not None or grad is not None:
+                    found[p] = grad if main_grad is None else main_grad
+        return found
 
     @torch.no_grad()
     def step(
@@ -59,11 +79,12 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        grads_of = self._gradients()
         updates = []  # all are checked before the first one writes
         for group in self.param_groups:
             rows: dict[int, list[tuple[Any, ...]]] = {}  # by the number of the update, which the bias correction asks
             for p in group["params"]:
-                grad = gradient(p)
+                grad = grads_of.get(p)
                 if grad is not None:
                     state = self._state_of(p)
                     row = (p, grad, state["exp_avg"], state["exp_avg_sq"], state.get("master", p), state)
@@ -117,7 +138,8 @@ class AdamW(torch.optim.Optimizer):
                     self.state[p][name] = value.detach().to(p.device, torch.float32, copy=True)
 
 
-def gradient(p: Tensor) -> Tensor | None:
-    """The fp32 `main_grad` of a parameter, or its `grad`, or None."""
-    main_grad = getattr(p, "main_grad", None)
-    return p.grad if main_grad is None else main_grad
+def _is_same(grad: Tensor, main_grad: Any) -> bool:
+    """Whether both are one memory; `adamw_` refuses a `main_grad` that is no tensor."""
+    if grad is main_grad or not isinstance(main_grad, Tensor):
+        return True
+    return grad.layout == main_grad.layout == torch.strided and grad.data_ptr() == main_grad.data_ptr()

@@ -147,8 +147,8 @@ def test_a_step_that_raises_changes_and_counts_nothing(dtype: torch.dtype) -> No
     c, d = parameters(torch.float32, dtype)
     train([c, d], AdamW([{"params": [c]}, {"params": [d]}], lr=0.1), range(2))
     with pytest.raises(ValueError, match=r"grads\[0\] \(40, 3\) is not contiguous"):
-        b.main_grad = torch.ones(3, 40).t()  # type: ignore[attr-defined]
-        train([a, b], optimizer, range(1))
+        a.grad, b.main_grad = torch.ones(40, 3), torch.ones(3, 40).t()  # type: ignore[attr-defined]
+        optimizer.step()
     assert not optimizer.state, "neither counts nor masters, for weights may be loaded before the step is repeated"
     del b.main_grad  # type: ignore[attr-defined]
     train([a, b], optimizer, range(1))
@@ -173,3 +173,29 @@ def test_bad_settings_are_refused_at_once() -> None:
     for options in ({"lr": -1.0}, {"betas": (1.2, 0.9)}, {"eps": 0.0}, {"weight_decay": -0.1}):
         with pytest.raises(ValueError, match="AdamW"):
             AdamW([torch.nn.Parameter(torch.ones(3))], **options)
+
+
+@pytest.mark.parametrize("named", (False, True))
+def test_a_grad_beside_main_grad_is_not_dropped(named: bool) -> None:
+    params = parameters(*DTYPES)
+    for p in params:
+        p.main_grad = torch.full(p.shape, 2.0)  # type: ignore[attr-defined]
+    groups = [{"params": [(f"layer.{i}", p)] if named else [p]} for i, p in enumerate(params)]
+    optimizer = AdamW(groups, lr=1e-2)
+    before = [p.detach().clone() for p in params]
+    params[1].sum().backward()
+    name = "layer.1" if named else r"param_groups\[1\]\['params'\]\[0\]"
+    for run in (optimizer.gradients, optimizer.step):
+        with pytest.raises(ValueError, match=f"AdamW: {name} has a grad .*; add p.grad to p.main_grad and set p.grad"):
+            run()
+    assert_same(params, before)
+    assert not optimizer.state
+    params[1].grad = None
+    params[0].grad = params[0].main_grad.view(40, 3)  # type: ignore[attr-defined]
+    assert [g.data_ptr() for g in optimizer.gradients()] == [p.main_grad.data_ptr() for p in params]  # type: ignore[attr-defined]
+    optimizer.step()
+    assert [optimizer.state[p]["step"] for p in params] == [1, 1]
+    flat = torch.ones(240)
+    params[0].main_grad, params[0].grad = flat[:120].view(40, 3), flat[120:].view(40, 3)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="has a grad beside its main_grad"):
+        optimizer.step()
