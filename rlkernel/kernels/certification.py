@@ -13,7 +13,6 @@ import itertools
 import json
 import secrets
 import sys
-import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 from rlkernel.contract.bitwise import compare_bitwise
 from rlkernel.kernels import clock, verdicts
 from rlkernel.kernels.errors import BuildError, LaunchError
+from rlkernel.kernels.setting import Setting
 from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_hash
 
 KINDS = ("normal", "wide", "cancel", "zeros", "denormal")
@@ -319,8 +319,14 @@ def _share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return not places[0].isdisjoint(places[1])
 
 
-_alarm = threading.Lock()
-_tolerating, _was_strict = 0, False
+_deterministic = Setting(
+    read=lambda: (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    ),
+    write=lambda mode: torch.use_deterministic_algorithms(mode[0], warn_only=mode[1]),
+    inside=lambda mode: (True, True) if mode == (True, False) else mode,
+)
 
 
 @contextlib.contextmanager
@@ -329,26 +335,10 @@ def tolerant() -> Iterator[None]:
     calls may use some that have no deterministic implementation, and their results are compared to the bit anyway.
 
     The mode is the process's, so it is not switched off, only told to warn: another thread's ops stay deterministic
-    where they can be. Blocks of several threads may overlap; the last one sets it back, unless somebody has changed it.
+    where they can be.
     """
-    global _tolerating, _was_strict
-    state = lambda: (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    with _alarm:
-        if _tolerating == 0:
-            _was_strict = state() == (True, False)
-            if _was_strict:
-                torch.use_deterministic_algorithms(True, warn_only=True)
-        _tolerating += 1
-    try:
+    with _deterministic.changed():
         yield
-    finally:
-        with _alarm:
-            _tolerating -= 1
-            if _tolerating == 0 and _was_strict and state() == (True, True):
-                torch.use_deterministic_algorithms(True)
 
 
 @tolerant()

@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
 from rlkernel.kernels import select
+from rlkernel.kernels.setting import Setting
 
 _LIBRARY = torch.library.Library("rlkernel", "DEF")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -293,17 +294,15 @@ def _function(
     return apply
 
 
+_default_dtype = Setting(torch.get_default_dtype, torch.set_default_dtype, inside=lambda found: torch.float32)
+
+
 def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls the reference with torch's default dtype and device as it was written for, whatever the user's are."""
-    before = torch.get_default_dtype()
     flat = (a[0] if isinstance(a, (list, tuple)) and a else a for a in args)
     place = next(a.device for a in flat if isinstance(a, Tensor))
-    try:
-        torch.set_default_dtype(torch.float32)
-        with place:
-            return fn(*args)
-    finally:
-        torch.set_default_dtype(before)
+    with _default_dtype.changed(), place:
+        return fn(*args)
 
 
 @contextlib.contextmanager
