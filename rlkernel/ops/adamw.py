@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_number, define, is_stock
+from rlkernel.ops._library import _PLAIN, check, check_number, define, is_stock
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
@@ -104,7 +105,8 @@ def adamw_(
     Raises:
         ValueError: lists, shapes, devices or numbers do not fit, or memory that is written is shared; the message names
             list and index. Nothing is written then.
-        TypeError: a dtype does not fit, or what must be a tensor is none (a gradient that is None).
+        TypeError: a dtype does not fit, or what must be a tensor is none (a gradient that is None), or has no memory of
+            its own (a DTensor).
 
     Source:
         Loshchilov and Hutter, arXiv:1711.05101.
@@ -225,7 +227,7 @@ def grad_norm(
     Raises:
         ValueError: no gradient, different devices, a gradient that is not contiguous, max_norm not above 0, or a
             loss_scale that is not positive (CPU).
-        TypeError: a dtype does not fit, or a gradient or loss_scale is no tensor.
+        TypeError: a dtype does not fit, a gradient or loss_scale is no tensor, or a gradient is a DTensor.
     """
     _check_lists("grad_norm", grads=grads)
     check(len(grads) > 0, lambda: "grad_norm: grads is empty; pass at least one gradient")
@@ -274,6 +276,7 @@ def _check_list(
         found = [t.dtype for t in tensors]
         if (  # comprehensions, since there are hundreds of tensors: the loop below names the first bad one
             set(found) <= set(dtypes)
+            and {type(t) for t in tensors}.issubset(_PLAIN)
             and (shapes is None or [t.shape for t in tensors] == shapes)
             and [t.device for t in tensors] == [device] * len(tensors)
             and all([t.is_contiguous() for t in tensors])
@@ -282,6 +285,11 @@ def _check_list(
     except AttributeError:  # no tensor
         pass
     _check_tensors(op, name, tensors)
+    for i, t in enumerate(tensors):
+        if is_traceable_wrapper_subclass(t):
+            kind = type(t).__name__
+            advice = "its local shard, x.to_local()" if kind == "DTensor" else "the tensors that it is made of"
+            raise TypeError(f"{op}: {name}[{i}] is a {kind}; pass {advice}")
     wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     advice = "; pass fp32 master weights as masters" if name == "masters" else ""
     found = [t.dtype for t in tensors]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from op_checks import DTYPES, assert_reference_equal, differs, rand, with_threads
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_accurate, assert_bitwise
 from rlkernel.contract.orders import NORM_SEGMENT, SEGMENT
+from rlkernel.training.adamw import AdamW
 
 properties = settings(max_examples=20, deadline=None, derandomize=True)
 sizes_of = st.lists(st.one_of(st.integers(0, 40), st.integers(1000, 5000)), min_size=1, max_size=6)
@@ -410,6 +412,44 @@ def test_tensors_without_memory() -> None:
         lists[name][1] = lists[name][1].to_sparse()
         with pytest.raises(TypeError, match=rf"adamw_: {name}\[1\] is torch.sparse_coo; .* pass x.to_dense\(\)"):
             ops.adamw_(**lists, lr=1e-3, step=1)
+
+
+@pytest.fixture
+def sharded() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Makes a tensor a DTensor of one process, as FSDP2's parameters are."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (1,))
+        yield lambda t: distribute_tensor(t, mesh, [Shard(0)])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_tensors_without_memory_of_their_own(sharded: Callable[[Tensor], Tensor]) -> None:
+    lists = State([4, 6]).lists()
+    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs"):
+        mixed = {**lists, name: [lists[name][0], sharded(lists[name][1])]}
+        mixed["masters"] = mixed["params"]
+        with pytest.raises(TypeError, match=rf"adamw_: {name}\[1\] is a DTensor; pass its local shard, x.to_local"):
+            ops.adamw_(**mixed, lr=1e-3, step=1)
+    every = {name: [sharded(t) for t in tensors] for name, tensors in lists.items()}
+    with pytest.raises(TypeError, match=r"adamw_: params\[0\] is a DTensor"):
+        ops.adamw_(**every, lr=1e-3, step=1)
+    with pytest.raises(TypeError, match=r"grad_norm: grads\[0\] is a DTensor; pass its local shard, x.to_local\(\)"):
+        ops.grad_norm(every["grads"])
+    ops.adamw_(**{name: [t.to_local() for t in tensors] for name, tensors in every.items()}, lr=1e-3, step=1)  # type: ignore[attr-defined]
+    p = torch.nn.Parameter(every["params"][0])
+    p.grad = every["grads"][0]
+    optimizer = AdamW([p])
+    with pytest.raises(TypeError, match=r"params\[0\] is a DTensor"):
+        optimizer.step()
+    assert not optimizer.state
+    with pytest.raises(TypeError, match=r"params\[0\] is a TwoTensor; pass the tensors that it is made of"):
+        ops.adamw_(
+            [TwoTensor(lists["params"][0], lists["params"][0])], *([t] for t in lists["grads"][:1] * 3), lr=1.0, step=1
+        )
 
 
 def test_bad_input_of_the_norm() -> None:
