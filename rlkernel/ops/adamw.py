@@ -150,15 +150,15 @@ def checked(
         masters = params
     else:
         _check_lists("adamw_", masters=masters)
-    check_number("adamw_", "lr", lr, "finite in float32 and at least 0", 0.0)
+    lr = check_number("adamw_", "lr", lr, "finite in float32 and at least 0", 0.0)
     try:
         fits = len(betas) == 2 and all(0 <= b < 1 for b in betas)
     except TypeError:
         raise TypeError(f"adamw_: betas={betas!r}; expected two numbers in [0, 1)") from None
     check(fits, lambda: f"adamw_: betas={betas} must be two numbers in [0, 1)")
     expected = "finite in float32 and at least 1.4e-45, a parameter without a gradient divides by it"
-    check_number("adamw_", "eps", eps, expected)
-    check_number("adamw_", "weight_decay", weight_decay, "finite in float32 and at least 0", 0.0)
+    eps = check_number("adamw_", "eps", eps, expected)
+    weight_decay = check_number("adamw_", "weight_decay", weight_decay, "finite in float32 and at least 0", 0.0)
     check(
         isinstance(step, int) and 1 <= step < 1 << 63,
         lambda: f"adamw_: step={step!r} must be a whole number of at least 1, the first update",
@@ -187,7 +187,7 @@ def checked(
         chosen = [o == kind for o in own]
         w, g, m, v, p = (list(compress(ts, chosen)) for ts in (masters, grads, exp_avgs, exp_avg_sqs, params))
         # A parameter that is its own master is written once.
-        calls.append((w, g, m, v, [] if kind else p, scale, lr, *betas, eps, weight_decay, step, zero_grad))
+        calls.append((w, g, m, v, [] if kind else p, scale, lr, *map(float, betas), eps, weight_decay, step, zero_grad))
     return calls
 
 
@@ -232,7 +232,8 @@ def grad_norm(
     _check_lists("grad_norm", grads=grads)
     check(len(grads) > 0, lambda: "grad_norm: grads is empty; pass at least one gradient")
     if max_norm is not None:
-        check_number("grad_norm", "max_norm", max_norm, "above 0 in float32; None is no limit", most=math.inf)
+        expected = "above 0 in float32; None is no limit"
+        max_norm = check_number("grad_norm", "max_norm", max_norm, expected, most=math.inf)
     _check_tensors("grad_norm", "grads", grads[:1])
     device = grads[0].device
     _check_list("grad_norm", "grads", grads, None, device, DTYPES)

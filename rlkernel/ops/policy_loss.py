@@ -205,7 +205,9 @@ def policy_loss(
         lambda: f"policy_loss: advantages is {tuple(advantages.shape)}, expected [B]=[{batch}] or [T]=[{tokens}]",
     )
     _check_vector("advantages", advantages, advantages.shape, torch.float32, logp.device)
-    _check_options(loss_type, clip_low, clip_high, clip_dual, kl_coef, entropy_coef, tis_cap, vectors)
+    clip_low, clip_high, clip_dual, kl_coef, entropy_coef, tis_cap = _checked_options(
+        loss_type, clip_low, clip_high, clip_dual, kl_coef, entropy_coef, tis_cap, vectors
+    )
     if loss_type == "dr_grpo" and normalizer is None:
         check(
             max_completion_length is not None and max_completion_length > 0,
@@ -280,7 +282,7 @@ def _check_vector(name: str, x: Tensor, shape: Any, dtype: torch.dtype, device: 
     check(x.device == device, lambda: f"policy_loss: {name} is on {x.device}, logp on {device}; move one of them")
 
 
-def _check_options(
+def _checked_options(
     loss_type: str,
     clip_low: float,
     clip_high: float,
@@ -289,19 +291,21 @@ def _check_options(
     entropy_coef: float,
     tis_cap: float | None,
     vectors: dict[str, Tensor | None],
-) -> None:
-    for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
-        check_number("policy_loss", name, value, "at least 0; inf switches it off", 0.0, math.inf)
+) -> tuple[float, float, float | None, float, float, float | None]:
+    """The numbers among them as floats; raises where one does not fit."""
+    expected = "at least 0; inf switches it off"
+    clip_low = check_number("policy_loss", "clip_low", clip_low, expected, 0.0, math.inf)
+    clip_high = check_number("policy_loss", "clip_high", clip_high, expected, 0.0, math.inf)
     off = "0 switches the term off"
-    check_number("policy_loss", "kl_coef", kl_coef, f"finite in float32 and at least 0; {off}", 0.0)
-    check_number("policy_loss", "entropy_coef", entropy_coef, f"finite in float32; {off}", -MOST)
+    kl_coef = check_number("policy_loss", "kl_coef", kl_coef, f"finite in float32 and at least 0; {off}", 0.0)
+    entropy_coef = check_number("policy_loss", "entropy_coef", entropy_coef, f"finite in float32; {off}", -MOST)
     if clip_dual is not None:
         check(
             loss_type not in ("cispo", "reinforce"),
             lambda: f"policy_loss: {loss_type} has no dual clip; leave clip_dual out",
         )
         expected = f"above 1 + clip_high = {1.0 + clip_high}; None switches it off"
-        check_number("policy_loss", "clip_dual", clip_dual, expected, most=math.inf)
+        clip_dual = check_number("policy_loss", "clip_dual", clip_dual, expected, most=math.inf)
         check(
             clip_dual > 1.0 + clip_high,
             lambda: f"policy_loss: clip_dual={clip_dual} must exceed 1 + clip_high = {1.0 + clip_high}",
@@ -315,11 +319,13 @@ def _check_options(
         lambda: f"policy_loss: entropy_coef={entropy_coef} needs entropy; pass it or set entropy_coef=0",
     )
     if tis_cap is not None:
-        check_number("policy_loss", "tis_cap", tis_cap, "positive in float32; None leaves it out", most=math.inf)
+        expected = "positive in float32; None leaves it out"
+        tis_cap = check_number("policy_loss", "tis_cap", tis_cap, expected, most=math.inf)
         check(
             vectors["rollout_logp"] is not None,
             lambda: f"policy_loss: tis_cap={tis_cap} needs rollout_logp; pass it or leave tis_cap out",
         )
+    return clip_low, clip_high, clip_dual, kl_coef, entropy_coef, tis_cap
 
 
 def _denominator(
@@ -345,5 +351,4 @@ def _denominator(
             if logp.numel() > 0 if mask is None else bool(mask.any()):  # else it divides nothing
                 check_number("policy_loss", "normalizer", value, POSITIVE)
         return normalizer.detach().reshape(()).to(torch.float32), None
-    check_number("policy_loss", "normalizer", normalizer, POSITIVE)
-    return None, float(normalizer)
+    return None, check_number("policy_loss", "normalizer", normalizer, POSITIVE)

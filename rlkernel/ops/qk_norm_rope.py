@@ -46,9 +46,10 @@ def _check(
     eps: float,
     positions: Tensor,
     cos_sin: Tensor,
-) -> None:
+) -> float:
+    """eps as a float; raises where an argument does not fit."""
     check_tensors(op, q=q, k=k, q_weight=q_weight, k_weight=k_weight, positions=positions, cos_sin=cos_sin)
-    check_eps(op, eps)
+    eps = check_eps(op, eps)
     check(q.dim() == 3, lambda: f"{op}: q is {tuple(q.shape)}; expected [T, H, D]")
     t, _, d = q.shape
     check(
@@ -62,6 +63,7 @@ def _check(
         )
     check_table(op, positions, cos_sin, t, d)
     check_float(op, "q", q)
+    return eps
 
 
 def qk_norm_rope(
@@ -85,7 +87,7 @@ def qk_norm_rope(
         IndexError: a position outside the table (CPU). RuntimeError: a tensor asks for a gradient; call it under
             `torch.no_grad()`, or the two ops.
     """
-    _check("qk_norm_rope", q, k, q_weight, k_weight, eps, positions, cos_sin)
+    eps = _check("qk_norm_rope", q, k, q_weight, k_weight, eps, positions, cos_sin)
     if is_stock():
         return rope(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), positions, cos_sin)
     return _qk_norm_rope(q, k, q_weight, k_weight, eps, positions, cos_sin)
@@ -135,7 +137,7 @@ def qk_norm_rope_store(
         ValueError, TypeError, IndexError, RuntimeError: as in the two ops.
     """
     op = "qk_norm_rope_store"
-    _check(op, q, k, q_weight, k_weight, eps, positions, cos_sin)
+    eps = _check(op, q, k, q_weight, k_weight, eps, positions, cos_sin)
     _check_cache(k, v, k_cache, v_cache, slots)
     check_devices(op, q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slots)
     if torch.is_grad_enabled() and not is_stock():

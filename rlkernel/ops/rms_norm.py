@@ -108,9 +108,10 @@ _add_rms_norm = define(
 )
 
 
-def check_eps(op: str, eps: float) -> None:
-    """Raises ValueError unless eps can stand under the root."""
-    check_number(op, "eps", eps, "finite in float32 and at least 0, as the model's config has it (often 1e-6)", 0.0)
+def check_eps(op: str, eps: float) -> float:
+    """eps as a float; raises ValueError unless it can stand under the root."""
+    expected = "finite in float32 and at least 0, as the model's config has it (often 1e-6)"
+    return check_number(op, "eps", eps, expected, 0.0)
 
 
 @overload
@@ -152,7 +153,7 @@ def rms_norm(
     c = weight.shape[0]
     check(c > 0, lambda: "rms_norm: weight is (0,); it must have at least one channel")
     check(x.shape[-1] == c, lambda: f"rms_norm: x is {tuple(x.shape)}, weight [{c}]; x must end in C={c}")
-    check_eps("rms_norm", eps)
+    eps = check_eps("rms_norm", eps)
     check_float("rms_norm", "x", x)
     check(x.dtype == weight.dtype, lambda: f"rms_norm: x is {x.dtype}, weight {weight.dtype}; cast one of them")
     if residual is None:

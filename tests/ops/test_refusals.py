@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkernel import ops
+from rlkernel.kernels import select
 
 X, W = torch.randn(3, 8), torch.randn(5, 8)
 CU = torch.tensor([0, 3], dtype=torch.int32)
@@ -504,6 +507,37 @@ def test_numbers_of_any_kind_are_taken() -> None:
     out = ops.attention(Q, Q, Q, CU, max_seqlen_q=3)[0]
     for length in (numpy.int64(3), torch.tensor(3), 2**31 - 1):
         assert torch.equal(ops.attention(Q, Q, Q, CU, max_seqlen_q=length)[0], out)
+
+
+NUMBERS = {  # calls whose numbers reach a kernel
+    "rms_norm": lambda n: ops.rms_norm(X, EIGHT, eps=n(0.5)),
+    "rms_norm residual": lambda n: ops.rms_norm(X, EIGHT, eps=n(0.5), residual=X),
+    "rms_norm backward": lambda n: ops.rms_norm(X.clone().requires_grad_(), EIGHT, eps=n(0.5)).sum().backward(),
+    "qk_norm_rope": lambda n: ops.qk_norm_rope(Q, Q, EIGHT, EIGHT, n(0.5), TARGETS, COS),
+    "qk_norm_rope_store": lambda n: store(eps=n(0.5)),
+    "policy_loss clip": lambda n: policy_loss(clip_low=n(0.25), clip_high=n(0.5), clip_dual=n(3.0)),
+    "policy_loss terms": lambda n: policy_loss(
+        ref_logp=torch.zeros(3), entropy=torch.ones(3), rollout_logp=torch.zeros(3),
+        kl_coef=n(0.5), entropy_coef=n(0.25), tis_cap=n(2.0), normalizer=n(3.0),
+    ),
+    "adamw_": lambda n: adamw(lr=n(0.5), betas=(n(0.5), n(0.75)), eps=n(0.5), weight_decay=n(0.5)),
+    "grad_norm": lambda n: ops.grad_norm([X], max_norm=n(0.5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", (numpy.float32, Fraction))
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_reach_the_kernels_as_floats(monkeypatch: pytest.MonkeyPatch, name: str, kind: Any) -> None:
+    given, chosen = [], select.choose  # Triton takes no numbers of numpy's, CPU kernels do
+
+    def watched(op: str, device: str) -> select.Choice:
+        choice = chosen(op, device)
+        return replace(choice, fn=lambda *args: (given.extend(args), choice.fn(*args))[1])
+
+    monkeypatch.setattr(select, "choose", watched)
+    NUMBERS[name](kind)
+    others = {type(a) for a in given if not isinstance(a, Tensor)}
+    assert others <= {float, int, bool, str, list, tuple, type(None)} and float in others
 
 
 SPARSE = {
