@@ -53,12 +53,27 @@ def source_dir() -> Path:
     raise BuildError(f"rlkernel's C++ sources are missing: neither {package / '_csrc'} nor {package.parent / 'csrc'}")
 
 
+NO_CACHE = "there is no home directory for the cache; set RLKERNEL_CACHE to a folder that can be written"
+
+
 def cache_dir() -> Path:
-    """Where builds and certification verdicts live: `$RLKERNEL_CACHE`, else `~/.cache/rlkernel`."""
+    """Where builds and certification verdicts live: `$RLKERNEL_CACHE`, else `~/.cache/rlkernel`.
+
+    Raises:
+        BuildError: neither is known, for the user has no home directory.
+    """
     root = os.environ.get("RLKERNEL_CACHE")
-    if root:
-        return Path(root).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlkernel"
+    try:
+        if root:
+            return _absolute(Path(root).expanduser())
+        return _absolute(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")) / "rlkernel"
+    except RuntimeError as error:
+        raise BuildError(NO_CACHE) from error
+
+
+@functools.cache  # once: a relative folder stays where it is when the process goes elsewhere
+def _absolute(folder: Path) -> Path:
+    return folder.absolute()
 
 
 def digest(content: bytes) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rlkernel.kernels import build
+from rlkernel.kernels.errors import BuildError
 
 FORMAT = 3  # of the files; another number means that a file is not read
 LEAST = 1 << 12  # elements compared of each kind of values, below which nothing is certified or believed
@@ -89,21 +90,26 @@ def verdict_dir() -> Path:
 
 
 def files() -> list[Path]:
-    """The verdict files that there are; none where the folder cannot be entered."""
+    """The verdict files that there are; none where there is no cache, or its folder cannot be entered."""
     try:
         return sorted(path for path in verdict_dir().iterdir() if path.suffix == ".json")
-    except OSError:
+    except (OSError, BuildError):
         return []
 
 
-def verdict_path(identity: dict[str, Any]) -> Path:
-    """File of the verdict on an identity."""
+def verdict_path(identity: dict[str, Any]) -> Path | None:
+    """File of the verdict on an identity; None where there is no cache."""
     text = json.dumps(identity, sort_keys=True)
-    return verdict_dir() / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    try:
+        return verdict_dir() / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    except BuildError:
+        return None
 
 
-def load(path: Path, format: int | str) -> dict[str, Any] | None:
+def load(path: Path | None, format: int | str) -> dict[str, Any] | None:
     """What `keep` put into a file; None where there is none of that format, or an unreadable one, with a warning."""
+    if path is None:
+        return None
     try:
         data: dict[str, Any] = json.loads(path.read_text())
         return data if data["format"] == format else None
@@ -114,11 +120,11 @@ def load(path: Path, format: int | str) -> dict[str, Any] | None:
         return None
 
 
-def _ignore(path: Path, error: Exception) -> None:
+def _ignore(path: Path | None, error: Exception) -> None:
     warnings.warn(f"rlkernel: ignoring the unreadable verdict {path}: {error!r}", RuntimeWarning, stacklevel=3)
 
 
-def read(path: Path) -> Verdict | None:
+def read(path: Path | None) -> Verdict | None:
     """The verdict in a file; None where there is none or it is unreadable, the latter with a warning."""
     data = load(path, FORMAT)
     if data is None:
@@ -163,8 +169,11 @@ def _time(ms: Any) -> float:
     return float(ms)
 
 
-def keep(path: Path, data: dict[str, Any]) -> None:
+def keep(path: Path | None, data: dict[str, Any]) -> None:
     """Puts the file in its place at once, or warns."""
+    if path is None:
+        warnings.warn(f"rlkernel: could not keep a verdict: {build.NO_CACHE}", RuntimeWarning, stacklevel=2)
+        return
     try:
         build.put(path, json.dumps(data, indent=1).encode())
     except OSError as error:

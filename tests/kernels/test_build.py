@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from kernels.fake_schedules import arguments, equal, family
 
-from rlkernel.kernels import build, verdicts
+from rlkernel.cli.main import main
+from rlkernel.kernels import build, schedule, verdicts
 from rlkernel.kernels.errors import BuildError, NoCompilerError
+from rlkernel.kernels.schedule import ScheduledOp
 
 ROOT = Path(__file__).parents[2]
 ADD = "import torch; from rlkernel import ops; print(ops.linear(torch.ones(2, 3), torch.ones(4, 3)).sum().item())"
@@ -140,6 +145,65 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.cache_dir() == home / ".cache" / "rlkernel"
     monkeypatch.setenv("RLKERNEL_CACHE", "~/kernels")  # where no shell has replaced it
     assert build.cache_dir() == home / "kernels"
+
+
+@pytest.mark.parametrize("where", (".", "cache"))
+def test_a_relative_cache_stays_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str) -> None:
+    build._absolute.cache_clear()
+    monkeypatch.setenv("RLKERNEL_CACHE", where)
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "a.cpp"
+    source.write_text('extern "C" __attribute__((visibility("default"))) int seven() { return 7; }')
+    built = build._build("a", [source])
+    assert ctypes.CDLL(str(built)).seven() == 7 and built.parent == tmp_path / where
+    monkeypatch.chdir("/")
+    assert build.cache_dir() == tmp_path / where
+    build._absolute.cache_clear()
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user that neither $HOME nor the passwd file gives a home, as in a container with another user's id."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "RLKERNEL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+@pytest.mark.parametrize("root", ("", "~/kernels"))
+def test_without_a_home_a_build_asks_for_a_cache(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], homeless: None, root: str, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RLKERNEL_CACHE", root)
+    message = "there is no home directory for the cache; set RLKERNEL_CACHE to a folder"
+    monkeypatch.setattr(build, "cpu_library", build.build_cpu)  # which keeps no error for the tests after this one
+    with pytest.raises(BuildError, match=message):
+        build.cpu_library()
+    assert main(["doctor"]) == 2
+    said = capsys.readouterr()
+    assert message in said.out + said.err
+    assert verdicts.files() == [] and verdicts.verdict_path({}) is None and verdicts.read(None) is None
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    assert build.cache_dir() == tmp_path
+
+
+def test_without_a_home_certification_goes_on_and_keeps_nothing(cache: Path, homeless: None) -> None:
+    with pytest.warns(RuntimeWarning, match="could not keep a verdict: there is no home .*; set RLKERNEL_CACHE"):
+        assert ScheduledOp(family(equal)).chosen(*arguments()) == "fake.equal"
+    assert schedule.report(torch.device("cpu"))[-1]["certified"] and not cache.exists()
+
+
+def test_without_a_home_device_code_is_compiled_and_not_kept(monkeypatch: pytest.MonkeyPatch, homeless: None) -> None:
+    from rlkernel.kernels.cuda import driver
+
+    monkeypatch.setattr(driver, "compiler", lambda: "nvrtc")
+    monkeypatch.setattr(driver, "_nvrtc", lambda: object())
+    monkeypatch.setattr(driver, "_with_nvrtc", lambda *arguments: b"code")
+    source = build.source_dir() / "cuda" / "policy_loss_sm90.cu"
+    assert driver.compile_cuda(source, "90a", {}) == b"code"
 
 
 def test_cxx_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,9 +145,9 @@ def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
     options = [*FLAGS, *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
     text = b"\0".join(path.read_bytes() for path in (source, *_headers(source)))
     made_of = build.digest(text + "\0".join((compiler(), arch, *options)).encode())
-    folder, stem = build.cache_dir() / "cuda", f"{source.stem}-{arch}-{made_of}"
-    with contextlib.suppress(OSError):
-        found = build.kept(folder, stem, ".cubin")
+    stem = f"{source.stem}-{arch}-{made_of}"
+    with contextlib.suppress(OSError, BuildError):
+        found = build.kept(build.cache_dir() / "cuda", stem, ".cubin")
         if found is not None:
             return found[1]
     library, nvcc = _nvrtc(), _nvcc()
@@ -157,8 +157,8 @@ def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
         cubin = _with_nvcc(nvcc, source, arch, options)
     else:
         raise BuildError(f"{source.name} needs NVRTC (pip install nvidia-cuda-nvrtc) or nvcc; neither is here")
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs a compilation a process
-        build.put(folder / f"{stem}-{build.digest(cubin)}.cubin", cubin)
+    with contextlib.suppress(OSError, BuildError):  # without a cache to write to, each process compiles
+        build.put(build.cache_dir() / "cuda" / f"{stem}-{build.digest(cubin)}.cubin", cubin)
     return cubin
 
 
