@@ -52,9 +52,9 @@ def pack(sequences: Sequence[Tensor] | Sequence[Sequence[int]]) -> Packed:  # B 
     lengths = [row.shape[0] for row in rows]
     total = sum(lengths)
     check(total < 2**31, lambda: f"pack: {total} tokens do not fit int32 borders; split the batch")
-    size = torch.tensor([0, *lengths], dtype=torch.int64)
+    size = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu")
     borders = size.cumsum(0)
-    positions = torch.arange(total) - torch.repeat_interleave(borders[:-1], size[1:])
+    positions = torch.arange(total, device="cpu") - torch.repeat_interleave(borders[:-1], size[1:])
     return Packed(torch.cat(rows), borders.to(first.device, torch.int32), positions.to(first.device))
 
 

@@ -75,6 +75,7 @@ def everything(t: dict[str, Tensor]) -> list[Tensor]:
     ops.adamw_([halves], [t["x"]], *([m] for m in moments[:2]), masters=moments[2:], lr=0.1, step=1, scale=norm.scale)
     out += [*norm, *moments, halves]
     out += [ops.group_advantages(t["rewards"], 3), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    out += [*ops.pack([t["x"][:2], t["x"][2:]]), *ops.pack([[5, 6, 7], [8]])]
     return [o.detach() for o in out]
 
 
