@@ -1,7 +1,7 @@
 """Result files of GPU tests and benchmarks: one JSON a name under `benchmarks/results/<gpu>/`.
 
-Every file carries command, commit, kernel_sha, benchmark_sha, hardware, driver, versions and contract id, so that a
-figure in the documentation can be traced to what produced it.
+Every file carries command, commit, kernel_sha, orders_sha, benchmark_sha, hardware, driver, versions and contract id,
+so that a figure in the documentation can be traced to what produced it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,29 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BENCHMARKS = ROOT / "benchmarks"
-HASHED = ("csrc", "rlkernel/kernels", "rlkernel/ops", "rlkernel/contract/orders.py")
-"""Folders and files whose code decides bits and times; orders.py has the chunks and tiles of all kernels."""
+HASHED = ("csrc", "rlkernel/kernels", "rlkernel/ops")
+"""Folders whose code decides bits and times."""
+ORDERS = "rlkernel/contract/orders.py"
+"""The chunks and tiles of all kernels."""
 MEASURING = ("anchors.py", "results_io.py", "timing.py")
 """What decides the numbers of a benchmark, beside its own file and what it imports of this folder."""
 
 
 def _tracked(root: Path) -> list[str]:
-    """Tracked files under HASHED; where git is not at hand, all files there that git would track."""
+    """Files under HASHED that git tracks or would track, as new ones decide bits and times too."""
     try:
         listed = subprocess.run(
-            ["git", "ls-files", "-z", "--", *HASHED], cwd=root, capture_output=True, check=True
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *HASHED],
+            cwd=root,
+            capture_output=True,
+            check=True,
         ).stdout.decode()
-        paths = [p for p in listed.split("\0") if p]
+        paths = [p for p in listed.split("\0") if p and (root / p).is_file()]
         if paths:
             return paths
     except (OSError, subprocess.CalledProcessError):
         pass
-    tops = [root / top for top in HASHED]
-    found = (p for top in tops for p in (top, *top.rglob("*")) if p.is_file() and "__pycache__" not in p.parts)
+    found = (p for top in HASHED for p in (root / top).rglob("*") if p.is_file() and "__pycache__" not in p.parts)
     return [p.relative_to(root).as_posix() for p in found]
 
 
@@ -51,8 +55,13 @@ def _digest(root: Path, paths: Iterable[str]) -> str:
 
 
 def kernel_sha(root: Path = ROOT) -> str:
-    """First 16 hex digits of SHA-256 over the tracked kernel and op files, in byte order of their paths."""
+    """First 16 hex digits of SHA-256 over the kernel and op files, in byte order of their paths."""
     return _digest(root, _tracked(root))
+
+
+def orders_sha(root: Path = ROOT) -> str:
+    """The same of ORDERS."""
+    return _digest(root, [ORDERS])
 
 
 def benchmark_sha() -> str:
@@ -106,6 +115,7 @@ def write_result(
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
         "kernel_sha": kernel_sha(),
+        "orders_sha": orders_sha(),
         "benchmark_sha": benchmark_sha(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **env,

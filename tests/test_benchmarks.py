@@ -114,15 +114,17 @@ def line(folder: Path, op: str) -> dict[str, Any]:
 
 def test_the_figures_say_from_which_sources_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "kernel_sha", lambda: "new")
+    monkeypatch.setattr(tables, "orders_sha", lambda: "here")
     of = {"linear": ("old", "2026-01-01"), "attention": ("new", "2026-01-02"), "linear_logprob": ("old", "2026-01-01")}
     for name, (sha, date) in of.items():
-        result(tmp_path, f"bench_{name}", [], kernel_sha=sha, date=date)
-    result(tmp_path, "bench_memory_bound", [{"op": "rope", "share_of_roofline": 0.9}], kernel_sha="new")
+        result(tmp_path, f"bench_{name}", [], kernel_sha=sha, orders_sha="here", date=date)
+    row = {"op": "rope", "share_of_roofline": 0.9}
+    result(tmp_path, "bench_memory_bound", [row], kernel_sha="new", orders_sha="other")
     for short in (False, True):
         *_, first, _, second, _, third, _ = tables.reach(tmp_path, short).split("\n")
         assert "`old` (the sources have changed since), 2026-01-01: `bench_linear`, `bench_linear_logprob`" in first
         assert second.endswith("`new`, 2026-01-02: `bench_attention`")
-        assert third.endswith("`new`, 2026-01-01: `bench_memory_bound`")
+        assert third.endswith("`new` (the sources have changed since), 2026-01-01: `bench_memory_bound`")
 
 
 @pytest.mark.parametrize("share,reached", (((0.86, 0.9), "yes"), ((0.86, 0.84), "no"), ((0.9, None), "no")))

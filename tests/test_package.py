@@ -83,7 +83,7 @@ def test_kernel_sha_is_that_of_the_definition(benchmarks: None) -> None:
     from results_io import kernel_sha
 
     listed = subprocess.run(
-        ["git", "ls-files", "csrc", "rlkernel/kernels", "rlkernel/ops", "rlkernel/contract/orders.py"],
+        ["git", "ls-files", "-co", "--exclude-standard", "csrc", "rlkernel/kernels", "rlkernel/ops"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -95,22 +95,28 @@ def test_kernel_sha_is_that_of_the_definition(benchmarks: None) -> None:
 
 
 @pytest.mark.parametrize("git", (True, False), ids=("git", "files alone"))
-def test_kernel_sha_changes_with_the_orders(benchmarks: None, tmp_path: Path, git: bool) -> None:
-    """Chunks and tiles of all kernels; what the contract says beside them decides no bit of a kernel."""
-    from results_io import kernel_sha
+def test_a_sha_changes_with_what_decides_bits(benchmarks: None, tmp_path: Path, git: bool) -> None:
+    """Kernels, one that git does not know yet too, and the chunks and tiles of all; not what else the contract says."""
+    from results_io import kernel_sha, orders_sha
 
-    folder = tmp_path / "rlkernel" / "contract"
-    folder.mkdir(parents=True)
-    for name in ("orders.py", "other.py"):
-        (folder / name).write_text("CHUNK = 1\n")
+    kernels, contract = tmp_path / "rlkernel" / "kernels", tmp_path / "rlkernel" / "contract"
+    for path in (kernels / "kernel.py", contract / "orders.py", contract / "other.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("CHUNK = 1\n")
+    (tmp_path / ".gitignore").write_text("__pycache__/\n")
     if git:
         for words in (["init", "-q"], ["add", "."]):
             subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    before = kernel_sha(tmp_path)
-    (folder / "other.py").write_text("CHUNK = 2\n")
-    assert kernel_sha(tmp_path) == before
-    (folder / "orders.py").write_text("CHUNK = 2\n")
-    assert kernel_sha(tmp_path) != before
+    seen = [(kernel_sha(tmp_path), orders_sha(tmp_path))]
+    for path, kernel, orders in (
+        (contract / "other.py", False, False), (contract / "orders.py", False, True),
+        (kernels / "kernel.py", True, False), (kernels / "new.py", True, False),
+        (kernels / "__pycache__" / "kernel.pyc", False, False),
+    ):  # fmt: skip
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("CHUNK = 2\n")
+        seen.append((kernel_sha(tmp_path), orders_sha(tmp_path)))
+        assert (seen[-1][0] != seen[-2][0], seen[-1][1] != seen[-2][1]) == (kernel, orders), path.name
 
 
 def test_benchmark_sha_is_of_what_measures(tmp_path: Path) -> None:
@@ -143,7 +149,7 @@ def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -
     path = write_result("probe", [{"test": "t", "cases": 1, "tokens": 2, "mismatches": 0}], out=tmp_path)
     data = json.loads(path.read_text())
     fields = {"name", "command", "commit", "kernel_sha", "date", "hardware", "driver", "versions", "contract", "rows"}
-    assert fields | {"benchmark_sha"} <= set(data)
+    assert fields | {"orders_sha", "benchmark_sha"} <= set(data)
     assert data["contract"] == "rlk-2"
 
 

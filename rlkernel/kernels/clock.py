@@ -1,4 +1,4 @@
-"""The times by which certification chooses, made so that a busy host or a shared GPU does not bend them.
+"""The times by which certification chooses, made so that a busy host does not bend them, nor now and then a shared GPU.
 
 On a GPU a sample whose launches were not all queued before the GPU came to them is tried anew behind a longer wait.
 What else disturbs a sample makes it longer: the least one is taken, and where the two least lie apart, more are asked

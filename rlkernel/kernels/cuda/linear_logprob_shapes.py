@@ -248,10 +248,9 @@ def dhidden_warm(runs: Runs, first: First, instead: Instead) -> Run:
     def linear_logprob_dhidden(
         running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
     ) -> None:
-        entries, c = weight.shape
         call = (
-            c, entries & 7, weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
-            weight.is_contiguous() or weight.stride(), loop.few(len(running), c),
+            running.shape, weight.shape[0] & 7, weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
+            weight.is_contiguous() or weight.stride(),
         )  # fmt: skip
         run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
         try:
