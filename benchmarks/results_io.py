@@ -85,6 +85,12 @@ def commit(root: Path = ROOT) -> str | None:
         return None
 
 
+def own_cache(name: str) -> dict[str, str]:
+    """For the environment of processes that are many to a GPU, or under a tool: the choices that certification times
+    there stay out of the user's cache."""
+    return {"RLKERNEL_CACHE": str(ROOT / "build" / f"cache-{name}")}
+
+
 def gpu_folder(hardware: str) -> str:
     """Folder name of a piece of hardware: "NVIDIA H200" -> "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")

@@ -26,6 +26,8 @@ from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from results_io import own_cache, write_result
+
 TRITON = Path(__file__).resolve().parent.parent / "rlkernel" / "kernels" / "triton"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*?(\d+) (?:error|hazard)")
@@ -393,7 +395,9 @@ def sanitizer() -> str | None:
 def start(arguments: list[str], limit: float, tool: tuple[str, ...] = ()) -> tuple[str, int | None, float]:
     """(output, exit status or None after `limit` seconds, seconds) of this script in a process, under a tool."""
     # Without torch's pool every tensor is an allocation of its own, and reading beyond one is seen.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **os.environ, **own_cache("sanitize"), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
     begin = time.perf_counter()
     try:
         done = subprocess.run(
@@ -486,8 +490,6 @@ def main() -> int:
         reason = "torch sees no CUDA GPU" if program else "compute-sanitizer is not on PATH or in CUDA_HOME"
         print(f"sanitize: {reason}")
         return 1
-    from results_io import write_result
-
     from rlkernel.kernels.triton import aot
 
     names = args.only or list(calls("cpu", torch.float32, large=False))

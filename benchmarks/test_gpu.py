@@ -54,7 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, epilog="All arguments go to pytest, but --help.")
     _, given = parser.parse_known_args()
     import torch
-    from results_io import write_result
+    from results_io import own_cache, write_result
     from test_integrations import versions
 
     if not torch.cuda.is_available():
@@ -68,6 +68,7 @@ def main() -> int:
             cwd=ROOT,
             env={
                 **os.environ,
+                **own_cache("test-gpu"),
                 "RLKERNEL_RECORD": str(rows_file),
                 "RLKERNEL_COMPATIBILITY": str(stacks),
                 "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",

@@ -434,6 +434,29 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert run({}, kernels=["rope_kernel"], arguments=["--only", "pointwise"])[0] == 0
 
 
+def test_choices_timed_beside_other_processes_stay_out_of_the_users_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
+    output, *_ = sanitize.start([], 60, (sys.executable, "-c", "import os; print(os.environ['RLKERNEL_CACHE'])"))
+    assert Path(output.strip()) == ROOT / "build" / "cache-sanitize"
+
+    class Started(Exception):
+        pass
+
+    def started(*_: Any, env: dict[str, str], **__: Any) -> None:
+        assert Path(env["RLKERNEL_CACHE"]) == ROOT / "build" / "cache-test-gpu"
+        raise Started
+
+    import test_gpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["test_gpu.py"])
+    monkeypatch.setattr(test_gpu.subprocess, "run", started)
+    with pytest.raises(Started):
+        test_gpu.main()
+
+
 def test_the_record_of_compatibility_is_of_the_versions_that_ci_installs() -> None:
     data = json.loads(RECORD.read_text())
     pinned = "".join((ROOT / "integrations" / f).read_text() for f in ("requirements.txt", "requirements-nodeps.txt"))
