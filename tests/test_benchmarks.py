@@ -180,7 +180,7 @@ def test_figures_take_times_of_the_right_rows(tmp_path: Path) -> None:
     result(tmp_path, "bench_linear_logprob", rows)
     found = line(tmp_path, "linear_logprob, forward + backward")
     assert (found["measured"], found["reached"]) == ("0.8", "yes")
-    assert line(tmp_path, "the same with main_grad, memory beside inputs and gradients")["reached"] == "no"
+    assert line(tmp_path, "the same with main_grad, memory beside inputs and main_grad")["reached"] == "no"
     assert line(tmp_path, "the same, bf16 probabilities kept")["measured"] == "not measured"
 
 

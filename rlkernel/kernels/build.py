@@ -53,21 +53,21 @@ def source_dir() -> Path:
     raise BuildError(f"rlkernel's C++ sources are missing: neither {package / '_csrc'} nor {package.parent / 'csrc'}")
 
 
-NO_CACHE = "there is no home directory for the cache; set RLKERNEL_CACHE to a folder that can be written"
+NO_CACHE = "there is no home or working directory for the cache; set RLKERNEL_CACHE to the absolute path of a folder"
 
 
 def cache_dir() -> Path:
     """Where builds and certification verdicts live: `$RLKERNEL_CACHE`, else `~/.cache/rlkernel`.
 
     Raises:
-        BuildError: neither is known, for the user has no home directory.
+        BuildError: neither is known, for the user has no home directory, or a relative one has none to start from.
     """
     root = os.environ.get("RLKERNEL_CACHE")
     try:
         if root:
             return _absolute(Path(root).expanduser())
         return _absolute(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")) / "rlkernel"
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise BuildError(NO_CACHE) from error
 
 

@@ -15,5 +15,9 @@ class LaunchError(RuntimeError):
     """A kernel or library call was refused at its launch, before it wrote anything; the message has the status."""
 
 
+class FinishedError(LaunchError):
+    """A launch was refused behind others of the call, which had written; the anchor has done the rest."""
+
+
 class VariantError(ValueError):
     """A named variant of an order cannot run: its library is missing, the input is outside it, or it was refused."""

@@ -18,7 +18,7 @@ import torch
 
 from rlkernel.kernels import certification, verdicts
 from rlkernel.kernels.certification import Family, Key, Run, Runs, current, identity, one_line
-from rlkernel.kernels.errors import LaunchError
+from rlkernel.kernels.errors import FinishedError, LaunchError
 from rlkernel.kernels.verdicts import ANCHOR, Verdict, machine, read, verdict_path, write
 
 
@@ -88,7 +88,8 @@ class ScheduledOp:
         return run
 
     def _instead(self, error: Exception, run: Run, *args: Any) -> Any:
-        """The anchor's result of a call in which a schedule failed; the anchor computes its class from here on."""
+        """The anchor's result of a call in which a schedule failed; the anchor computes its class from here on. None
+        where the call is done all the same."""
         family = self.family
         again = isinstance(error, LaunchError) or not family.mutates  # else an argument may be written in part
         if run is family.anchor or not again or is_circumstance(error):
@@ -103,7 +104,7 @@ class ScheduledOp:
             raise UncertifiedError(f"{family.op} {family.describe(key)}: {reason}") from error
         if new:
             self._warn(key, f"runs its anchor: {reason}")
-        return family.anchor(*args)
+        return None if isinstance(error, FinishedError) else family.anchor(*args)
 
     def _warn(self, key: Key, what: str) -> None:
         shape = self.family.describe(key)

@@ -11,7 +11,7 @@ from typing import Any
 class Setting:
     """Changes a setting for blocks that may overlap, in one thread and in several.
 
-    The last block to end sets back what was found, unless somebody has changed it meanwhile.
+    The last block to end sets back what was found, unless somebody has set another value meanwhile.
 
     Args:
         read, write: the setting's value now, and how it is set.

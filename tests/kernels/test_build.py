@@ -161,6 +161,18 @@ def test_a_relative_cache_stays_where_it_was(monkeypatch: pytest.MonkeyPatch, tm
     build._absolute.cache_clear()
 
 
+def test_a_relative_cache_without_a_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RLKERNEL_CACHE", "gone")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    build._absolute.cache_clear()
+    with pytest.raises(BuildError, match="working directory for the cache; set RLKERNEL_CACHE to the absolute path"):
+        build.cache_dir()
+    assert verdicts.verdict_path({}) is None
+
+
 @pytest.fixture
 def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user that neither $HOME nor the passwd file gives a home, as in a container with another user's id."""
@@ -178,7 +190,7 @@ def test_without_a_home_a_build_asks_for_a_cache(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], homeless: None, root: str, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RLKERNEL_CACHE", root)
-    message = "there is no home directory for the cache; set RLKERNEL_CACHE to a folder"
+    message = "there is no home or working directory for the cache; set RLKERNEL_CACHE to the absolute path of a folder"
     monkeypatch.setattr(build, "cpu_library", build.build_cpu)  # which keeps no error for the tests after this one
     with pytest.raises(BuildError, match=message):
         build.cpu_library()

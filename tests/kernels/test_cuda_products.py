@@ -26,7 +26,7 @@ from rlkernel.kernels.cuda import linear_logprob as scoring
 from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.cuda import linear_shapes as shapes
-from rlkernel.kernels.errors import LaunchError
+from rlkernel.kernels.errors import FinishedError, LaunchError
 
 
 def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -385,8 +385,9 @@ def test_a_piece_that_fails_does_not_repeat_those_before(monkeypatch: pytest.Mon
     dz, x = torch.randint(-4, 5, (200, 16384)).bfloat16(), torch.randint(-4, 5, (200, 16)).bfloat16()
     grad, expected = torch.ones(16384, 16), dz.float().t() @ x.float() + 1
     fails = 2
-    scoring._in_pieces(GRAD, run)(grad, dz, x, False, MOST)
-    assert len(calls) > 1 and torch.equal(grad, expected)
+    with pytest.raises(FinishedError, match="status 13"):
+        scoring._in_pieces(GRAD, run)(grad, dz, x, False, MOST)
+    assert len(calls) == 2 and torch.equal(grad, expected), "the anchor did the rest"
     calls.clear()
     fails, grad = 1, torch.ones(16384, 16)
     with pytest.raises(LaunchError, match="status 13"):
@@ -414,38 +415,45 @@ def test_blocks_of_dz_have_no_more_tokens_than_are_compared(vocab: int, entries:
 # ---- dhidden: chunks side by side ----------------------------------------------------------------
 
 
-def test_chunks_of_dhidden_are_added_ascending_however_many_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk at a time, several, and behind a launch that failed the anchor."""
+def test_chunks_of_dhidden_are_added_ascending_by_cublaslt(asked: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One behind the other; behind a launch that fails the anchor does the rest, and the call says so."""
     monkeypatch.setattr(scoring.orders, "LOGPROB_DGRAD_CHUNK", 32)
-    seen: list[tuple[int, bool, bool]] = []
-    fails = -1
+    monkeypatch.setattr(
+        scoring.anchor, "dhidden_block", lambda *given: (anchored.append(len(given[3])), dhidden(*given))
+    )
+    anchored: list[int] = []
+    dz, weight = torch.randint(-4, 5, (5, 104)).bfloat16()[:, :100], torch.randint(-4, 5, (100, 24)).bfloat16()
+    start, product = torch.randint(-9, 9, (5, 24)).float(), dz.float() @ weight.float()
+    plain, some = cublaslt.launcher, MOST._replace(row=104)
 
-    def run(running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Any) -> None:
-        if len(seen) == fails:
-            raise LaunchError("status 13")
-        seen.append((len(weight), fresh, rounded is not None))
-        dhidden(running, rounded, dz, weight, fresh, active)
+    def failing(device: int, which: cublaslt.Plan) -> Callable[..., None]:
+        run, calls = plain(device, which), itertools.count()
 
-    monkeypatch.setattr(scoring.anchor, "dhidden_block", lambda *given: (seen.append("anchor"), dhidden(*given)))
-    dz, weight = torch.randint(-4, 5, (5, 104)).bfloat16(), torch.randint(-4, 5, (100, 24)).bfloat16()
-    start = torch.randint(-9, 9, (5, 24)).float()
-    for beside, fresh, broken, expected in (
-        (1, True, -1, [(32, True, False), (32, False, False), (32, False, False), (4, False, True)]),
-        (2, False, -1, [(64, False, False), (36, False, True)]),
-        (4, True, -1, [(100, True, True)]),
-        (2, True, 1, [(64, True, False), "anchor"]),
-    ):
-        fails, running, rounded = broken, start.clone(), torch.empty(5, 24, dtype=torch.bfloat16)
-        scoring._in_chunks(run, lambda *_, n=beside: n)(running, rounded, dz[:, :100], weight, fresh, MOST)
-        total = dz[:, :100].float() @ weight.float() + (0 if fresh else start)
-        assert_bitwise(running, total, f"{beside} at once")
-        assert_bitwise(rounded, total.bfloat16(), f"{beside} at once, rounded")
-        assert seen == expected
-        seen.clear()
-    fails, running = 0, start.clone()
-    with pytest.raises(LaunchError, match="status 13"):
-        scoring._in_chunks(run, lambda *_: 1)(running, None, dz[:, :100], weight, False, MOST)
-    assert_bitwise(running, start, "nothing was written")
+        def launch(*given: Any) -> None:
+            if next(calls) == fails:
+                raise LaunchError("status 13")
+            run(*given)
+
+        return launch
+
+    monkeypatch.setattr(cublaslt, "launcher", failing)
+    for fresh, fails in itertools.product((True, False), (-1, 0, 1, 3)):
+        running, rounded = start.clone(), torch.empty(5, 24, dtype=torch.bfloat16)
+        key = (0, *scored.dhidden_key(running, rounded, dz, weight, fresh, some)[1:])
+        run = scoring._cublaslt(0, False).bind(key)
+        if fails == -1:
+            run(running, rounded, dz, weight, fresh, some)
+        else:
+            with pytest.raises(FinishedError if fails else LaunchError, match="status 13"):
+                run(running, rounded, dz, weight, fresh, some)
+        if fails == 0:
+            assert_bitwise(running, start, "nothing was written")
+            continue
+        total = product + (0 if fresh else start)
+        assert_bitwise(running, total, f"fresh {fresh}, {fails}")
+        assert_bitwise(rounded, total.bfloat16(), f"fresh {fresh}, {fails}, rounded")
+        assert anchored == ([] if fails == -1 else [100 - 32 * fails])
+        anchored.clear()
 
 
 @pytest.mark.parametrize("c", (16, 520, 1024, 2048, 4096, 5120, 8192, 16384))
@@ -454,7 +462,6 @@ def test_as_many_chunks_are_side_by_side_as_fill_a_gpu_and_no_more_than_were_com
     for tokens in (1, 77, 256, 257, 410, 512, 513, 1000, 1024, 1025, 2048, 2049, 4096, 8192):
         beside = loop.chunks_beside(tokens, c)
         assert beside & (beside - 1) == 0 and 1 <= beside <= loop.MOST_BESIDE
-        assert (beside > 1) == loop.few(tokens, c)
         assert beside == loop.MOST_BESIDE or max(256, tokens) * max(512, c) * beside * 2 > loop.FILLED, (
             "a GPU is filled"
         )
@@ -463,7 +470,7 @@ def test_as_many_chunks_are_side_by_side_as_fill_a_gpu_and_no_more_than_were_com
         s = GRAD._replace(c=c, row=0, few=beside > 1)
         rows = scored.rows_of_dhidden(tuple(s))
         assert tokens <= max(rows) <= scored.WGRAD_TOKENS
-        assert all(loop.few(m, c) == s.few for m in rows)
+        assert all((loop.chunks_beside(m, c) > 1) == s.few for m in rows) and min(rows) <= max(77, tokens)
         assert loop.chunks_beside(min(rows), c) >= beside, "compared with as many"
         row = scored.SAMPLE_BLOCK * beside
         timed = scored.rows_of_dhidden(tuple(s._replace(row=row)))[-1]
@@ -482,12 +489,14 @@ def test_samples_of_dhidden_have_the_chunks_that_calls_have(c: int, row: int, mo
     chunk = scored.SAMPLE_BLOCK
     for few, whole in itertools.product((False, True), (False, True)):
         s = GRAD._replace(c=c, row=row, few=few, whole=whole)
-        rows = scored.rows_of_dhidden(tuple(s))
+        rows, seen = scored.rows_of_dhidden(tuple(s)), []
         for m in rows:
             scored.dhidden_sample(tuple(s), m, "normal", torch.Generator())
             entries = drawn.pop()
             assert (entries % 8 == 0) == whole and entries <= (row or entries)
-            assert max(m, c) * entries * 2 <= scored.SAMPLE_BYTES or entries <= chunk
-            if m == min(rows):
-                asked = scored.loop.chunks_beside(m, c) if few else 2
-                assert -(-entries // chunk) == min(asked, -(-(row or entries) // chunk)), "as many chunks"
+            assert max(m, c) * entries * 2 <= scored.SAMPLE_BYTES
+            seen.append(-(-entries // chunk))
+            if m in (min(rows), rows[-1]):
+                asked = scored.loop.chunks_beside(m, c) if few else 1
+                assert seen[-1] == min(asked, -(-(row or chunk * asked) // chunk)), "as many chunks as are side by side"
+        assert 1 in seen, "one alone, as a block's last call has"

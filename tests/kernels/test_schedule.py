@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rlkernel.kernels import certification, schedule
 from rlkernel.kernels.certification import Family, First, Instead, Run, Runs, Schedule, Warm
-from rlkernel.kernels.errors import LaunchError
+from rlkernel.kernels.errors import FinishedError, LaunchError
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.verdicts import ANCHOR
 
@@ -372,6 +372,16 @@ def test_a_certified_schedule_that_fails_gives_way_to_the_anchor(warm: Any) -> N
     assert [row["chosen"] for row in schedule.report(torch.device("cpu")) if row["op"] == "fake"] == [False, True]
     with schedule.strict(), pytest.raises(UncertifiedError, match="status 13"):
         op.call(nine, w)
+
+
+def test_a_call_that_the_anchor_has_finished_is_told_and_not_made_again() -> None:
+    op, (x, w) = ScheduledOp(family(equal)), arguments()
+    assert torch.equal(op.call(x, w), anchor(x, w))
+    with pytest.warns(RuntimeWarning, match=r"fake.*runs its anchor: .*status 13"):
+        assert op._instead(FinishedError("status 13"), equal, x, w) is None
+    assert op.chosen(x, w) == ANCHOR
+    with schedule.strict(), pytest.raises(UncertifiedError, match="status 13"):
+        op._instead(FinishedError("status 13"), equal, x, w)
 
 
 @pytest.mark.parametrize("strict", (False, True))

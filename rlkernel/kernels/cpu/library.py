@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.build import cpu_library
+from rlkernel.kernels import build
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -23,7 +23,7 @@ _LETTERS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f":
 @functools.cache
 def function(name: str, signature: str) -> Any:
     """C function of the CPU library. `signature` has a letter an argument: p pointer, l int64, i int32, f float."""
-    fn = getattr(cpu_library(), name)
+    fn = getattr(build.cpu_library(), name)
     fn.argtypes = [_LETTERS[letter] for letter in signature]
     fn.restype = None
     return fn

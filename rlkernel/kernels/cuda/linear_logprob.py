@@ -33,7 +33,7 @@ from rlkernel.kernels.cuda import cublaslt, driver, linear_shapes
 from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
 from rlkernel.kernels.cuda.linear_logprob_shapes import GradShape, Shape
-from rlkernel.kernels.errors import LaunchError
+from rlkernel.kernels.errors import FinishedError, LaunchError
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common, launch, linear_grad, matrix
 from rlkernel.kernels.triton import linear_logprob as anchor
@@ -72,33 +72,10 @@ def _bind_grad(run: Run, mode: int) -> Callable[[Key], Run]:
         with torch.cuda.device(device_of(key)):
             kernel = hopper.kernel(device_of(key).index, mode, False, False, False)
         by_entries = mode == hopper.DWEIGHT
-        bound = _in_pieces(GradShape(*key), run) if by_entries else _in_chunks(run, loop.chunks_beside)  # type: ignore[arg-type]
+        bound = _in_pieces(GradShape(*key), run) if by_entries else functools.partial(run)  # type: ignore[arg-type]
         return driver.noted(bound, kernel)
 
     return bind
-
-
-def _in_chunks(run: Run, beside: Callable[[int, int], int]) -> Run:
-    """`run` of the input gradient for blocks of several chunks of the vocabulary: `beside(tokens, C)` at a time."""
-
-    def dhidden(
-        running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
-    ) -> None:
-        entries, step = len(weight), beside(*running.shape) * orders.LOGPROB_DGRAD_CHUNK
-        if entries <= step:
-            return run(running, rounded, dz, weight, fresh, active)
-        for low in range(0, entries, step):
-            high = min(entries, low + step)
-            last = rounded if high == entries else None
-            try:
-                run(running, last, dz[:, low:high], weight[low:high], fresh and low == 0, active)
-            except LaunchError:
-                if low == 0:
-                    raise
-                # The chunks before are added: the call cannot begin anew.
-                return anchor.dhidden_block(running, rounded, dz[:, low:], weight[low:], False, active)
-
-    return dhidden
 
 
 def _in_pieces(s: GradShape, run: Run) -> Run:
@@ -118,10 +95,12 @@ def _in_pieces(s: GradShape, run: Run) -> Run:
             piece = (grad[part], dz[:, part], hidden, fresh, active)
             try:
                 run(*piece)
-            except LaunchError:
+            except LaunchError as error:
                 if part.start == 0:
                     raise
-                anchor.dweight_block(*piece)  # the pieces before are written: the call cannot begin anew
+                # The pieces before are written: the call cannot begin anew.
+                anchor.dweight_block(grad[part.start :], dz[:, part.start :], hidden, fresh, active)
+                raise FinishedError(str(error)) from error
 
     return dweight
 
@@ -152,8 +131,19 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
             weight_at = weight.data_ptr()
             if weight_at & 15:
                 return anchor.dhidden_block(running, rounded, dz, weight, fresh, active)
+            entries, size = dz.shape[1], dz.element_size()
             with common.on_device(dz):
-                launch(len(dz), dz.shape[1], dz.data_ptr(), weight_at, None, not fresh, running)
+                for low in range(0, entries, orders.LOGPROB_DGRAD_CHUNK):
+                    k = min(entries - low, orders.LOGPROB_DGRAD_CHUNK)
+                    at = dz.data_ptr() + low * size, weight_at + low * s.c * size
+                    try:
+                        launch(len(dz), k, *at, None, not fresh or low > 0, running)
+                    except LaunchError as error:
+                        if low == 0:
+                            raise
+                        # The chunks before are added: the call cannot begin anew.
+                        anchor.dhidden_block(running, rounded, dz[:, low:], weight[low:], False, active)
+                        raise FinishedError(str(error)) from error
                 if rounded is not None:
                     rounded.copy_(running)
 
@@ -164,7 +154,7 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
             with common.on_device(dz):
                 launch(dz.shape[1], len(dz), dz.data_ptr(), hidden_at, None, not fresh, grad)
 
-        run: Any = _in_pieces(s, dweight) if by_tokens else _in_chunks(dhidden, lambda tokens, c: 1)
+        run: Any = _in_pieces(s, dweight) if by_tokens else dhidden
         run.note = f"; {chosen.algorithm}"
         return run
 

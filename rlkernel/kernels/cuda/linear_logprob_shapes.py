@@ -213,7 +213,7 @@ def dhidden_key(
     row = active.row if weight.is_contiguous() else 0
     return (
         dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, rounded is not None, row,
-        weight.shape[0] % 8 == 0, loop.few(*running.shape),
+        weight.shape[0] % 8 == 0, loop.chunks_beside(*running.shape) > 1,
     )  # fmt: skip
 
 
@@ -298,7 +298,7 @@ def rows_of_dhidden(key: Key) -> list[int]:
     if s.few:
         most = min(most, border)
         timed = loop.FILLED // (columns * max(1, -(-s.row // SAMPLE_BLOCK)))
-    else:
+    elif loop.chunks_beside(border, s.c) > 1:
         least = max(least, border + 1)
     last = min(max(timed, least), most)
     return [*sorted({min(m, most) for m in (least, least + 52, max(least, 1000), WGRAD_TOKENS)} - {last}), last]
@@ -334,17 +334,15 @@ def _block_of_dz(
 
 
 def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    """Few tokens: as many chunks as are side by side, at the fewest rows and where it is timed, three at others. Many:
-    two and one. Neither dz nor the weight is larger than SAMPLE_BYTES."""
+    """Many tokens: a chunk of the vocabulary. Few: as many as are side by side, at the fewest rows and where it is
+    timed; else one, as a block's last call may have, and three. dz and the weight have SAMPLE_BYTES at the most."""
     s = GradShape(*key)  # type: ignore[arg-type]
-    rows = rows_of_dhidden(key)
-    fewest = m == min(rows)
-    chunks = 2 if fewest else 1
-    if s.few:
-        chunks = loop.chunks_beside(m, s.c) if fewest or m == rows[-1] else 3
-    most = min(chunks, max(1, SAMPLE_BYTES // (SAMPLE_BLOCK * max(s.c, m) * s.dtype.itemsize))) * SAMPLE_BLOCK
-    most = min(s.row, most) if s.row else most
-    entries = max(8, most - 56 * fewest) - (not s.whole)
+    rows, chunks = rows_of_dhidden(key), loop.chunks_beside(m, s.c) if s.few else 1
+    fewest, second = (sorted(rows) * 2)[:2]
+    if m not in (fewest, rows[-1]):
+        chunks = 1 if m == second else min(3, chunks)
+    most = min(s.row or chunks * SAMPLE_BLOCK, chunks * SAMPLE_BLOCK)
+    entries = max(8, most - 56 * (m == fewest)) - (not s.whole)
     dz, active = _block_of_dz(s, m, entries, kind, generator)
     weight = values(finite(kind), dz.shape[1], s.c, s.dtype, generator, second=True)
     running = torch.randn(m, s.c, dtype=torch.float32, device=dz.device, generator=generator)

@@ -268,14 +268,9 @@ def chunks_of_dz(tokens: int, entries: int) -> int:
     return triton.next_power_of_2(triton.cdiv(entries, max(1, tokens) * LOGPROB_DGRAD_CHUNK))
 
 
-def few(tokens: int, c: int) -> bool:
-    """Whether a chunk of the input gradient's order, [tokens, c], leaves half of a GPU without work."""
-    rows = tokens if tokens > FEWEST_TOKENS else FEWEST_TOKENS
-    return rows * (c if c > FEWEST_CHANNELS else FEWEST_CHANNELS) <= FILLED // 2
-
-
 def chunks_beside(tokens: int, c: int) -> int:
-    """Chunks that are computed side by side and then added, a power of two: as many as fill a GPU, one unless `few`."""
+    """Chunks of the input gradient's order that are computed side by side and then added, a power of two: as many as
+    fill a GPU with [tokens, c] each, one where that leaves less than half of it without work."""
     entries = max(FEWEST_TOKENS, tokens) * max(FEWEST_CHANNELS, c)
     return min(MOST_BESIDE, 1 << max(FILLED // entries, 1).bit_length() - 1)
 
@@ -353,9 +348,14 @@ def gradients(
                 dz, some = block[: stop - start, : last - first], active[start]
                 fill(dz, start, stop, first, last)
                 if running is not None:
-                    rounded = dhidden[start:stop] if last == vocab else None
                     sums = running[start - origin : stop - origin]
-                    products.dhidden(sums, rounded, dz, weight[first:last], first == 0, some)
+                    step = chunks_beside(stop - start, c) * LOGPROB_DGRAD_CHUNK
+                    for low in range(first, last, step):
+                        high = min(last, low + step)
+                        rounded = dhidden[start:stop] if high == vocab else None
+                        products.dhidden(
+                            sums, rounded, dz[:, low - first : high - first], weight[low:high], low == 0, some
+                        )
                 if scratch is not None:
                     products.dweight(scratch[: last - first], dz, hidden[start:stop], start == 0, some)
                 elif needs_weight:
