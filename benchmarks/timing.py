@@ -18,22 +18,25 @@ import torch
 # Ceilings measured on an NVIDIA H200 (torch 2.11, CUDA 13.0): a bf16 product of 8192^3 and a device-to-device copy.
 PEAKS = {"NVIDIA H200": {"bf16_flops": 791e12, "bytes": 4.3e12}}
 
-LAUNCH_CYCLES = 12_000_000
-"""About 6 ms at 1.98 GHz: longer than the host needs to queue any candidate (a model's adamw has 1,600 tensors)."""
+LAUNCH_CYCLES, MOST_CYCLES = 12_000_000, 96_000_000
+"""About 6 ms at 1.98 GHz, longer than the host needs to queue most candidates, and the longest that the GPU waits: a
+candidate that itself waits for the GPU is never queued before."""
 
 
-def _once(fn: Callable[[], object], cuda: bool) -> float:
+def _once(fn: Callable[[], object], cuda: bool, cycles: int) -> tuple[float, bool]:
+    """Milliseconds of a call, and whether they are the GPU's alone: it still waited when the host had queued all."""
     if not cuda:
         start = time.perf_counter()
         fn()
-        return (time.perf_counter() - start) * 1e3
+        return (time.perf_counter() - start) * 1e3, True
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(LAUNCH_CYCLES)  # the GPU waits while the host queues fn: GPU time, not launch time, is measured
+    torch.cuda._sleep(cycles)  # the GPU waits while the host queues fn: GPU time, not launch time, is measured
     begin.record()
     fn()
     end.record()
+    hidden = not begin.query()
     end.synchronize()
-    return begin.elapsed_time(end)
+    return begin.elapsed_time(end), hidden
 
 
 def interleaved(
@@ -48,8 +51,8 @@ def interleaved(
 
     Every round has an order of its own, and `rest` seconds may pass before each timing: where power is the limit, a
     candidate behind a hot one is up to a tenth slower. On CUDA a 128 MiB write before every timing evicts the L2
-    cache, and the GPU is kept waiting while the host queues the work: what is measured is the time on the GPU, as
-    under a CUDA graph.
+    cache, and the GPU is kept waiting while the host queues the work, longer where that was too short: what is measured
+    is the time on the GPU, as under a CUDA graph.
 
     That write leaves a cache full of what is not in memory yet, and the candidate's reads wait until it is. `by_copy`:
     a copy of 128 MiB evicts the cache instead, and leaves it as an op does that reads as much as it writes.
@@ -60,17 +63,26 @@ def interleaved(
         for fn in candidates:
             fn()
     times: list[list[float]] = [[] for _ in candidates]
-    order, shuffle = list(zip(candidates, times, strict=True)), random.Random(0).shuffle
-    for _ in range(rounds):
-        shuffle(order)
-        for fn, taken in order:
+    cycles = [LAUNCH_CYCLES] * len(candidates)
+
+    def sample(i: int) -> float:
+        while True:
             if rest:
                 if cuda:
                     torch.cuda.synchronize()
                 time.sleep(rest)
             if flush is not None:
                 flush.zero_() if source is None else flush.copy_(source)
-            taken.append(_once(fn, cuda))
+            ms, hidden = _once(candidates[i], cuda, cycles[i])
+            if hidden or cycles[i] >= MOST_CYCLES:
+                return ms
+            cycles[i] *= 2
+
+    order, shuffle = list(range(len(candidates))), random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for i in order:
+            times[i].append(sample(i))
     return [statistics.median(t) for t in times]
 
 

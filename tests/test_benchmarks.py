@@ -434,6 +434,21 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert run({}, kernels=["rope_kernel"], arguments=["--only", "pointwise"])[0] == 0
 
 
+def test_a_sample_whose_launches_show_is_taken_again_behind_a_longer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each candidate by itself, and not for ever: one may wait for the GPU in the middle."""
+    needs = {"short": timing.LAUNCH_CYCLES, "long": 3 * timing.LAUNCH_CYCLES, "waits": 1 << 40}
+    asked: list[tuple[str, int]] = []
+
+    def once(fn: Any, cuda: bool, cycles: int) -> tuple[float, bool]:
+        asked.append((fn(), cycles))
+        return float(cycles), cycles >= needs[fn()]
+
+    monkeypatch.setattr(timing, "_once", once)
+    found = timing.interleaved([lambda name=name: name for name in needs], False, rounds=3, warm_up=0)
+    assert found == [timing.LAUNCH_CYCLES, 4 * timing.LAUNCH_CYCLES, timing.MOST_CYCLES]
+    assert [sum(name == n for n, _ in asked) for name in needs] == [3, 5, 6]
+
+
 def test_choices_timed_beside_other_processes_stay_out_of_the_users_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
