@@ -89,8 +89,10 @@ class ScheduledOp:
 
     def _instead(self, error: Exception, run: Run, *args: Any) -> Any:
         """The anchor's result of a call in which a schedule failed; the anchor computes its class from here on. None
-        where the call is done all the same."""
-        family = self.family
+        where the call is done all the same: to raise for what it met would have the caller add it once more."""
+        family, finished = self.family, isinstance(error, FinishedError)
+        if finished and is_circumstance(error):
+            return None
         again = isinstance(error, LaunchError) or not family.mutates  # else an argument may be written in part
         if run is family.anchor or not again or is_circumstance(error):
             raise error
@@ -104,7 +106,7 @@ class ScheduledOp:
             raise UncertifiedError(f"{family.op} {family.describe(key)}: {reason}") from error
         if new:
             self._warn(key, f"runs its anchor: {reason}")
-        return None if isinstance(error, FinishedError) else family.anchor(*args)
+        return None if finished else family.anchor(*args)
 
     def _warn(self, key: Key, what: str) -> None:
         shape = self.family.describe(key)

@@ -377,6 +377,8 @@ def test_a_certified_schedule_that_fails_gives_way_to_the_anchor(warm: Any) -> N
 def test_a_call_that_the_anchor_has_finished_is_told_and_not_made_again() -> None:
     op, (x, w) = ScheduledOp(family(equal)), arguments()
     assert torch.equal(op.call(x, w), anchor(x, w))
+    assert op._instead(FinishedError("cuLaunchKernel failed: out of memory (2)"), equal, x, w) is None
+    assert op.chosen(x, w) == "fake.equal" and not op.failures(), "no fault of the schedule's"
     with pytest.warns(RuntimeWarning, match=r"fake.*runs its anchor: .*status 13"):
         assert op._instead(FinishedError("status 13"), equal, x, w) is None
     assert op.chosen(x, w) == ANCHOR

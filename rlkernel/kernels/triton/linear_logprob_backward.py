@@ -295,9 +295,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """dhidden [T, C] and dweight [V, C], each empty where it is not wanted; `grad` takes dweight's place.
 
-    Blocks of WGRAD_TOKENS tokens and `chunks_of_dz` chunks of the vocabulary: with `grad` a block of tokens runs
-    through the whole vocabulary, else a block of the vocabulary through all tokens, so that its fp32 sum is the only
-    one that is held.
+    Blocks of WGRAD_TOKENS tokens and `chunks_of_dz` chunks of the vocabulary, or as many as are side by side: with
+    `grad` a block of tokens runs through the whole vocabulary, else a block of the vocabulary through all tokens, so
+    that its fp32 sum is the only one that is held.
     """
     hidden, weight = strided(hidden), strided(weight)
     (tokens, c), vocab, device = hidden.shape, weight.shape[0], hidden.device
