@@ -20,6 +20,7 @@ from rlkernel.kernels.triton.common import exp, on_device, options
 from rlkernel.kernels.triton.logprob import TILE, part
 from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept, row_active
 from rlkernel.kernels.triton.matrix import strided
+from rlkernel.kernels.triton.streams import Fork
 
 BLOCK_TOKENS = 64  # tokens that are left out of the products together
 DZ_ENTRIES = 1 << 24  # a block of dz of fewer entries leaves multiprocessors without work
@@ -27,6 +28,7 @@ PROBS_ENTRIES = 1 << 27  # the same from kept probabilities, whose memory is lar
 FILLED = 1 << 22  # entries of dhidden that give every multiprocessor of a large GPU some of its work
 FEWEST_TOKENS, FEWEST_CHANNELS = 256, 512  # fewer count as many: they take as long, and dz has its limit
 MOST_BESIDE = 16  # chunks of the vocabulary side by side
+WORTH_BESIDE = 1 << 33  # multiplications of a product, some 25 us, that are worth a stream of their own
 COLUMNS = 2048  # entries a program when dz needs no product
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -336,33 +338,39 @@ def gradients(
             x, w, some = hidden[start:stop], weight[ready:last], active[start]
             products.dz(dz[:, ready - first :], x, w, y, inverse, mask, s, entropies, g, h, some, ready, vocab)
 
+    def add_to_dhidden(sums: Tensor, dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
+        step = chunks_beside(stop - start, c) * LOGPROB_DGRAD_CHUNK
+        for low in range(first, last, step):
+            high = min(last, low + step)
+            rounded = dhidden[start:stop] if high == vocab else None
+            part_of_dz = dz[:, low - first : high - first]
+            products.dhidden(sums, rounded, part_of_dz, weight[low:high], low == 0, active[start])
+
     # Whole tiles wide: all of its parts lie at 16-byte addresses, which dispatch does not ask again.
     block = torch.empty(most_tokens, width, dtype=weight.dtype, device=device)
     scratch = torch.empty(width, c, dtype=torch.float32, device=device) if direct and len(blocks) > 1 else None
-    for group in [blocks] if direct else [[b] for b in blocks]:
-        origin, end = group[0][0], group[-1][1]
-        running = torch.empty(end - origin, c, dtype=torch.float32, device=device) if needs_input else None
-        for first in range(0, vocab, width):
-            last = min(vocab, first + width)
-            for start, stop in group:
-                dz, some = block[: stop - start, : last - first], active[start]
-                fill(dz, start, stop, first, last)
-                if running is not None:
-                    sums = running[start - origin : stop - origin]
-                    step = chunks_beside(stop - start, c) * LOGPROB_DGRAD_CHUNK
-                    for low in range(first, last, step):
-                        high = min(last, low + step)
-                        rounded = dhidden[start:stop] if high == vocab else None
-                        products.dhidden(
-                            sums, rounded, dz[:, low - first : high - first], weight[low:high], low == 0, some
-                        )
+    # The two products of a block ask nothing of each other: one's last tiles leave work for the other's first.
+    both = needs_input and needs_weight and most_tokens * width * c >= WORTH_BESIDE
+    with Fork(device, both) as fork:
+        for group in [blocks] if direct else [[b] for b in blocks]:
+            origin, end = group[0][0], group[-1][1]
+            running = torch.empty(end - origin, c, dtype=torch.float32, device=device) if needs_input else None
+            for first in range(0, vocab, width):
+                last = min(vocab, first + width)
+                for start, stop in group:
+                    dz, some = block[: stop - start, : last - first], active[start]
+                    fill(dz, start, stop, first, last)
+                    if running is not None:
+                        with fork.beside():
+                            add_to_dhidden(running[start - origin : stop - origin], dz, start, stop, first, last)
+                    if scratch is not None:
+                        products.dweight(scratch[: last - first], dz, hidden[start:stop], start == 0, some)
+                    elif needs_weight:
+                        to = (dweight if grad is None else grad)[first:last]
+                        products.dweight(to, dz, hidden[start:stop], grad is None, some)
+                    fork.join()
                 if scratch is not None:
-                    products.dweight(scratch[: last - first], dz, hidden[start:stop], start == 0, some)
-                elif needs_weight:
-                    to = (dweight if grad is None else grad)[first:last]
-                    products.dweight(to, dz, hidden[start:stop], grad is None, some)
-            if scratch is not None:
-                dweight[first:last].copy_(scratch[: last - first])
+                    dweight[first:last].copy_(scratch[: last - first])
     return dhidden, dweight
 
 
