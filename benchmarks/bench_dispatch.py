@@ -17,7 +17,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from results_io import write_result
+from results_io import add_device, write_result
 
 from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob, policy_loss
 from rlkernel.kernels.schedule import ScheduledOp
@@ -48,7 +48,7 @@ def warm(op: ScheduledOp, arguments: tuple[Any, ...]) -> Callable[..., object]:
 def main() -> None:
     """Prints a line an op and writes `bench_dispatch.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     parser.add_argument("--rounds", type=int, default=500)
     args = parser.parse_args()
     new = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype, device=args.device)

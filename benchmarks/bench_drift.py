@@ -196,6 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", nargs="+", choices=names, default=names)
     parser.add_argument("--reports", type=Path, help="keep verdicts and pages here")
+    parser.add_argument("--folder", help="folder of the result, by default the machine's; `cpu` is the documentation's")
     args = parser.parse_args()
     import torch
     from results_io import write_result
@@ -206,7 +207,7 @@ def main() -> int:
         if not torch.cuda.is_available():
             print("bench_drift: torch sees no CUDA GPU; two files are compared")
             rows = [files()]
-            print(f"wrote {write_result('bench_drift', rows, folder='cpu')}")
+            print(f"wrote {write_result('bench_drift', rows, folder=args.folder)}")
             return 0
         from importlib.metadata import version
 
@@ -215,7 +216,8 @@ def main() -> int:
         for found in engines(args.case, reports):
             print(found, flush=True)
             rows.append(found)
-            path = write_result("bench_drift", rows, **versions)  # after each, for a run that is cut short
+            # after each, for a run that is cut short
+            path = write_result("bench_drift", rows, folder=args.folder, **versions)
     print(f"wrote {path}")
     return int(any(r["exit"] != (0 if "with rlkernel" in r["comparison"] else 1) for r in rows[1:]))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from results_io import write_result
+from results_io import add_device, write_result
 from timing import interleaved, share_of_roofline
 
 from rlkernel import ops
@@ -112,7 +112,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Prints a line a case and writes `bench_linear.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     cuda = args.device == "cuda"

@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import anchors
 from anchors import materialised
-from results_io import write_result
+from results_io import add_device, write_result
 from timing import compare, rows
 
 from rlkernel import ops
@@ -189,7 +189,7 @@ class Bench:
 def main() -> None:
     """Prints a line a pair and writes `bench_linear_logprob.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shapes", type=int, nargs="*", help="indices into the three shapes; all by default")
     args = parser.parse_args()

@@ -22,7 +22,7 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 from figures import SHARE
-from results_io import write_result
+from results_io import add_device, write_result
 from timing import compare, interleaved, rows, share_of_roofline
 
 from rlkernel import ops
@@ -271,7 +271,7 @@ def cases(make: Maker) -> Iterator[Case]:
 def main() -> None:
     """Prints a line a case and writes `bench_memory_bound.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--eager", action="store_true", help="plain torch as the anchor, without torch.compile")
     args = parser.parse_args()

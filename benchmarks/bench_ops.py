@@ -17,7 +17,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from results_io import write_result
+from results_io import add_device, write_result
 from timing import compare, rows
 
 from rlkernel import ops
@@ -64,7 +64,7 @@ def samples(device: str, small: bool) -> Iterator[Case]:
 def main() -> None:
     """Prints a line a case and writes `bench_ops.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     cuda = args.device == "cuda"

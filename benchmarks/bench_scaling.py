@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import anchors
 from anchors import materialised
-from results_io import write_result
+from results_io import add_device, write_result
 from timing import compare, rows
 
 from rlkernel import ops
@@ -131,7 +131,7 @@ def sweeps(cuda: bool) -> Iterator[tuple[str, tuple[int, ...], Candidates, torch
 def main() -> None:
     """Prints a line a pair and writes `bench_scaling.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     cuda = args.device == "cuda"

@@ -145,12 +145,24 @@ def figures(folder: Path) -> list[Row]:
 
 
 def main() -> int:
-    """Prints the figures of the folder given, by default the H200's."""
+    """Prints the figures of the folder given, by default the H200's, with --here this machine's."""
     root = Path(os.environ.get("RLKERNEL_RESULTS", Path(__file__).resolve().parent / "results"))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?")
-    given = parser.parse_args().folder
-    folder = given or root / "nvidia-h200"
+    parser.add_argument("--here", action="store_true", help="of this machine's folder")
+    args = parser.parse_args()
+    given, folder = args.folder, args.folder or root / "nvidia-h200"
+    if args.here and not given:
+        sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+        from results_io import gpu_folder
+
+        from rlkernel.environment import environment
+
+        folder = root / gpu_folder(environment()["hardware"])
+        print(f"figures of {folder}")
+        if not any((folder / f"{name}.json").exists() for name in FILES):
+            print("none of the files that they are read from is there")
+            return 0
     if given and not given.is_dir():
         parser.error(f"{folder} is no folder of results; benchmarks/results has one a GPU")
     for line in figures(folder):

@@ -6,6 +6,8 @@ so that a figure in the documentation can be traced to what produced it.
 
 from __future__ import annotations
 
+import argparse
+import ast
 import datetime
 import hashlib
 import json
@@ -72,6 +74,26 @@ def benchmark_sha() -> str:
     return _digest(BENCHMARKS, {*MEASURING, *names})
 
 
+def measured_by(command: str) -> str | None:
+    """`benchmark_sha` that a record's command would have today, from what its script imports; None where it names no
+    script of this folder."""
+    named = [Path(word).name for word in shlex.split(command)[:2]]
+    todo = [name for name in named if name.endswith(".py") and (BENCHMARKS / name).is_file()]
+    if not todo:
+        return None
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in found and (BENCHMARKS / name).is_file():
+            found.add(name)
+            for node in ast.walk(ast.parse((BENCHMARKS / name).read_text())):
+                if isinstance(node, ast.Import):
+                    todo += [f"{alias.name}.py" for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    todo.append(f"{node.module}.py")
+    return _digest(BENCHMARKS, {*MEASURING, *found})
+
+
 def commit(root: Path = ROOT) -> str | None:
     """`$RLKERNEL_COMMIT`, for a tree that travels without git; else the commit of the checkout; else None."""
     named = os.environ.get("RLKERNEL_COMMIT")
@@ -89,6 +111,20 @@ def own_cache(name: str) -> dict[str, str]:
     """For the environment of processes that are many to a GPU, or under a tool: the choices that certification times
     there stay out of the user's cache."""
     return {"RLKERNEL_CACHE": str(ROOT / "build" / f"cache-{name}")}
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds `--device cpu|cuda`, by default cuda where there is a GPU; without one `--device cuda` is an error."""
+    import torch
+
+    there = torch.cuda.is_available()
+
+    def known(name: str) -> str:
+        if name == "cuda" and not there:
+            raise argparse.ArgumentTypeError("cuda, but torch sees no CUDA GPU; leave the option out or use cpu")
+        return name
+
+    parser.add_argument("--device", type=known, choices=("cpu", "cuda"), default="cuda" if there else "cpu")
 
 
 def gpu_folder(hardware: str) -> str:
@@ -130,6 +166,7 @@ def write_result(
         "rows": rows,
     }
     path = place / f"{name}.json"
-    path.with_suffix(".tmp").write_text(json.dumps(data, indent=1) + "\n")
-    os.replace(path.with_suffix(".tmp"), path)
+    whole = place / f"{name}.{os.getpid()}.tmp"  # another process may be writing the same name
+    whole.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(whole, path)
     return path

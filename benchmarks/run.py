@@ -2,40 +2,104 @@
 
 `python benchmarks/run.py linear_logprob "linear --rounds 9"` runs two, the second with arguments of its own; with
 `--gpus 0,1` a GPU takes the next one when it is free, and what they print goes to `build/benchmarks/`. Afterwards the
-figures to reach are printed.
+figures to reach are printed, of this machine's results.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
 import queue
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 LOGS = HERE.parent / "build" / "benchmarks"
+OWN_FILES = ("vllm", "vllm_exact")
+"""Benchmarks whose result file is named after their arguments: two of them do not overwrite each other."""
 
 
-def start(script: Path, arguments: list[str], gpu: str | None, log: Path | None, limit: float | None) -> str:
+class Groups:
+    """Processes, each the head of a group of its own: what it started ends with it, engines and trainers too."""
+
+    def __init__(self) -> None:
+        self.lock, self.running, self.over = threading.Lock(), set[subprocess.Popen[bytes]](), False
+
+    def run(self, command: list[str], limit: float | None, **options: Any) -> int:
+        """Exit status of a command. Raises TimeoutExpired once `limit` seconds have passed."""
+        with self.lock:
+            if self.over:
+                return -signal.SIGKILL
+            process = subprocess.Popen(command, start_new_session=True, **options)
+            self.running.add(process)
+        try:
+            return process.wait(limit)
+        finally:
+            with self.lock:
+                self.running.discard(process)
+                self._end(process)
+            process.wait()
+
+    def end(self) -> None:
+        """Ends them all; none is started afterwards."""
+        with self.lock:
+            self.over = True
+            for process in self.running:
+                self._end(process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        if process.returncode is None:  # not waited for: the number is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def start(
+    groups: Groups, script: Path, arguments: list[str], gpu: str | None, log: Path | None, limit: float | None
+) -> str:
     """Runs a script, on one GPU where that is named, and returns what went wrong: "" where nothing did."""
     environment = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
     out = None if log is None else log.open("w")
     try:
-        done = subprocess.run(
-            [sys.executable, str(script), *arguments], env=environment, stdout=out, stderr=out and subprocess.STDOUT,
-            timeout=limit,
-        )  # fmt: skip
-        return f"exit status {done.returncode}" if done.returncode else ""
+        command = [sys.executable, str(script), *arguments]
+        status = groups.run(command, limit, env=environment, stdout=out, stderr=out and subprocess.STDOUT)
+        return f"exit status {status}" if status else ""
     except subprocess.TimeoutExpired:
         return f"stopped after {limit:.0f} s"
     finally:
         if out is not None:
             out.close()
+
+
+def chosen(numbers: str, visible: str | None) -> list[str]:
+    """GPUs of `--gpus` as CUDA_VISIBLE_DEVICES names them; under an allocation a number counts in its list.
+
+    Raises:
+        ValueError: an entry is no number, is there twice, or lies outside the allocation.
+    """
+    entries = [entry.strip() for entry in numbers.split(",")]
+    for entry in entries:
+        if not (entry.isascii() and entry.isdigit()):
+            raise ValueError(f"{entry!r} in {numbers!r} is no GPU; expected numbers with commas, as 0,1")
+    places = [int(entry) for entry in entries]
+    if len(set(places)) < len(places):
+        raise ValueError(f"{numbers!r} has a GPU twice; name each once")
+    if visible is None:
+        return [str(place) for place in places]
+    # CUDA reads the list up to its first entry that is none
+    offered = list(itertools.takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
+    for place in places:
+        if place >= len(offered):
+            raise ValueError(f"{place}, but CUDA_VISIBLE_DEVICES={visible!r} has {len(offered)}; count in it from 0")
+    return [offered[place] for place in places]
 
 
 def main() -> int:
@@ -49,12 +113,21 @@ def main() -> int:
     unknown = [" ".join(words) for words in work if not words or words[0] not in scripts]
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(scripts)}")
-    gpus = [gpu.strip() for gpu in args.gpus.split(",")] if args.gpus else [None]
+    files = [shlex.join(words) if words[0] in OWN_FILES else words[0] for words in work]
+    twice = [name for name in dict.fromkeys(files) if files.count(name) > 1]
+    if twice:
+        parser.error(f"{', '.join(twice)} is named twice, and both would write one result file; run it once")
+    gpus: list[str | None] = [None]
+    if args.gpus is not None:
+        try:
+            gpus = [*chosen(args.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+        except ValueError as error:
+            parser.error(f"--gpus: {error}")
+        LOGS.mkdir(parents=True, exist_ok=True)
     free: queue.Queue[str | None] = queue.Queue()
     for gpu in gpus:
         free.put(gpu)
-    if args.gpus:
-        LOGS.mkdir(parents=True, exist_ok=True)
+    groups = Groups()
 
     def run(number: int) -> str:
         (name, *arguments), gpu = work[number], free.get()
@@ -63,7 +136,7 @@ def main() -> int:
             print(f"== {scripts[name].name}", flush=True)
         begin = time.perf_counter()
         try:
-            wrong = start(scripts[name], arguments, gpu, log, args.limit)
+            wrong = start(groups, scripts[name], arguments, gpu, log, args.limit)
         finally:
             free.put(gpu)
         where = "" if log is None else f"{shlex.join(work[number])}, GPU {gpu}, {log}: "
@@ -71,12 +144,24 @@ def main() -> int:
         return wrong and f"{shlex.join(work[number])} ({wrong})"
 
     with ThreadPoolExecutor(len(gpus)) as pool:
-        failed = [what for what in pool.map(run, range(len(work))) if what]
-    subprocess.run([sys.executable, str(HERE / "figures.py")])
+        try:
+            failed = [what for what in pool.map(run, range(len(work))) if what]
+        except BaseException:  # no signal of the keyboard's reaches them, and the pool waits for them
+            pool.shutdown(wait=False, cancel_futures=True)
+            groups.end()
+            raise
+    subprocess.run([sys.executable, str(HERE / "figures.py"), "--here"])
     if failed:
         print(f"failed: {', '.join(failed)}")
     return int(bool(failed))
 
 
+def _stop(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
     sys.exit(main())

@@ -130,7 +130,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         # Rows of dz as long as whole chunks of the input gradient, which cuBLASLt asks for: two side by side, or one.
         # The second backward knows from the first that all tokens have a gradient. How many algorithms cuBLASLt has
         # depends on the shape.
-        for t, c, chunks in ((37, 256, 2), (37, 256, 2), (96, 1024, 1)) if large else ():
+        for t, c, chunks in ((80, 256, 2), (80, 256, 2), (96, 1024, 1)) if large else ():
             hidden, weight = leaf(t, c), leaf(chunks * LOGPROB_DGRAD_CHUNK, c, scale=0.1).detach()
             backward(ops.linear_logprob(hidden, weight, ids(99, t)).logp, hidden)
             torch.cuda.synchronize()

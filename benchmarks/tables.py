@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "consistency")]
 
 from figures import FILES, figures
-from results_io import kernel_sha, orders_sha
+from results_io import kernel_sha, measured_by, orders_sha
 
 from rlkernel_drift.power import tables as power
 
@@ -56,10 +56,15 @@ def _markdown(columns: list[str], lines: list[list[Any]]) -> list[str]:
 
 
 def _made_with(data: dict[str, Any]) -> str:
-    """Machine, versions, kernel_sha (and whether the sources have changed since) and date of a result file."""
+    """Machine, versions, kernel_sha (and whether sources or benchmark have changed since) and date of a result file."""
     version = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name in ("torch", "triton"))
-    same = data["kernel_sha"] == kernel_sha() and data.get("orders_sha") == orders_sha()
-    older = "" if same else " (the sources have changed since)"
+    changed = []
+    if data["kernel_sha"] != kernel_sha() or data.get("orders_sha") != orders_sha():
+        changed.append("the sources")
+    if data.get("benchmark_sha") != measured_by(data["command"]):
+        changed.append("the benchmark")
+    have = "has" if changed == ["the benchmark"] else "have"
+    older = f" ({' and '.join(changed)} {have} changed since)" if changed else ""
     made = f"{data['hardware']}, {version}, contract {data['contract']}, kernel_sha `{data['kernel_sha']}`{older}"
     return f"{made}, {data['date'][:10]}"
 

@@ -51,8 +51,10 @@ def interleaved(
 
     Every round has an order of its own, and `rest` seconds may pass before each timing: where power is the limit, a
     candidate behind a hot one is up to a tenth slower. On CUDA a 128 MiB write before every timing evicts the L2
-    cache, and the GPU is kept waiting while the host queues the work, longer where that was too short: what is measured
-    is the time on the GPU, as under a CUDA graph.
+    cache, and the GPU is kept waiting while the host queues the work: what is measured is the time on the GPU, as under
+    a CUDA graph. A sample that was not hidden so is taken again behind a longer wait, and from then on all candidates
+    wait as long: a GPU that rested more has more power. One that no wait hides, as it waits for the GPU itself, is
+    measured behind the longest.
 
     That write leaves a cache full of what is not in memory yet, and the candidate's reads wait until it is. `by_copy`:
     a copy of 128 MiB evicts the cache instead, and leaves it as an op does that reads as much as it writes.
@@ -63,9 +65,11 @@ def interleaved(
         for fn in candidates:
             fn()
     times: list[list[float]] = [[] for _ in candidates]
-    cycles = [LAUNCH_CYCLES] * len(candidates)
+    cycles, never = LAUNCH_CYCLES, set[int]()  # the wait of all, and whose launches no wait hides
 
     def sample(i: int) -> float:
+        nonlocal cycles
+        wait = MOST_CYCLES if i in never else cycles
         while True:
             if rest:
                 if cuda:
@@ -73,10 +77,14 @@ def interleaved(
                 time.sleep(rest)
             if flush is not None:
                 flush.zero_() if source is None else flush.copy_(source)
-            ms, hidden = _once(candidates[i], cuda, cycles[i])
-            if hidden or cycles[i] >= MOST_CYCLES:
+            ms, hidden = _once(candidates[i], cuda, wait)
+            if hidden:
+                cycles = max(cycles, wait)
+            elif wait >= MOST_CYCLES:
+                never.add(i)
+            if hidden or i in never:
                 return ms
-            cycles[i] *= 2
+            wait *= 2
 
     order, shuffle = list(range(len(candidates))), random.Random(0).shuffle
     for _ in range(rounds):

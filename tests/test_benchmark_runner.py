@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +21,9 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of benchmarks: one says what it got, one fails, one does not end; and the figures."""
     says = "import os, sys\nprint(sys.argv[1:], 'on', os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
     for name, text in {
-        "bench_says": says, "bench_fails": "raise SystemExit(3)", "bench_hangs": "import time; time.sleep(60)",
-        "figures": "print('figures')",
+        "bench_says": says, "bench_tells": says, "bench_vllm": says,
+        "bench_fails": "raise SystemExit(3)", "bench_hangs": "import time; time.sleep(60)",
+        "figures": "import sys; print(sys.argv[1:])",
     }.items():  # fmt: skip
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setattr(run, "HERE", tmp_path)
@@ -36,22 +41,99 @@ def ran(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arg
 def test_benchmarks_run_one_after_the_other(
     scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    status, out = ran(monkeypatch, capfd, "says --rounds 3", "says")
-    assert status == 0 and out.index("['--rounds', '3'] on None") < out.index("[] on None") < out.index("figures")
+    status, out = ran(monkeypatch, capfd, "says --rounds 3", "tells")
+    assert status == 0 and out.index("['--rounds', '3'] on None") < out.index("[] on None") < out.index("['--here']")
     status, out = ran(monkeypatch, capfd, "fails", "says")
     assert status == 1 and "[] on None" in out and "failed: fails (exit status 3)" in out
     with pytest.raises(SystemExit):
         ran(monkeypatch, capfd, "nothing")
-    assert "no benchmark nothing; there are fails, hangs, says" in capfd.readouterr().err
+    assert "no benchmark nothing; there are fails, hangs, says, tells, vllm" in capfd.readouterr().err
 
 
 def test_benchmarks_run_one_a_gpu(
     scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Two GPUs: while one benchmark hangs, the other GPU takes all the rest."""
-    status, out = ran(monkeypatch, capfd, "--gpus", "2,5", "--limit", "4", "hangs", "says", "says a", "fails")
+    status, out = ran(monkeypatch, capfd, "--gpus", "2,5", "--limit", "4", "hangs", "says", "tells a", "fails")
     assert status == 1 and "failed: hangs (stopped after 4 s), fails (exit status 3)" in out
     logs = {path.name: path.read_text() for path in (scripts / "logs").iterdir()}
     other = logs["1-says.log"].split()[-1]
-    assert logs["1-says.log"] == f"[] on {other}\n" and logs["2-says.log"] == f"['a'] on {other}\n"
+    assert logs["1-says.log"] == f"[] on {other}\n" and logs["2-tells.log"] == f"['a'] on {other}\n"
     assert f"hangs, GPU {'25'.replace(other, '')}, " in out and str(scripts / "logs" / "3-fails.log") in out
+
+
+def test_a_gpu_is_one_of_the_allocations(
+    scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5")
+    status, out = ran(monkeypatch, capfd, "--gpus", "1", "says")
+    assert status == 0 and (scripts / "logs" / "0-says.log").read_text() == "[] on GPU-5\n" and "says, GPU GPU-5" in out
+    for gpus, message in (
+        ("0,", "--gpus: '' in '0,' is no GPU"),
+        ("", "--gpus: '' in '' is no GPU"),
+        ("x", "--gpus: 'x' in 'x' is no GPU"),
+        ("0,2", "--gpus: 2, but CUDA_VISIBLE_DEVICES='4,GPU-5' has 2; count in it from 0"),
+        ("1,0,1", "--gpus: '1,0,1' has a GPU twice"),
+    ):
+        with pytest.raises(SystemExit):
+            ran(monkeypatch, capfd, "--gpus", gpus, "says")
+        assert message in capfd.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit):
+        ran(monkeypatch, capfd, "--gpus", "0", "says")
+    assert "CUDA_VISIBLE_DEVICES='' has 0" in capfd.readouterr().err
+
+
+def test_two_runs_of_one_result_file_are_refused(
+    scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for names in (("says", "tells", "says --rounds 9"), ("vllm --preset a", "says", "vllm --preset a")):
+        with pytest.raises(SystemExit):
+            ran(monkeypatch, capfd, *names)
+        assert f"{names[0]} is named twice, and both would write one result file" in capfd.readouterr().err
+    assert ran(monkeypatch, capfd, "vllm --preset a", "vllm --preset b")[0] == 0, "files named after their arguments"
+
+
+CHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open(os.environ["CHILD"], "w").write(f"{child.pid}\\n")
+time.sleep(60)
+"""
+
+
+def ended(path: Path) -> bool:
+    """Whether the process whose number a file has ends within ten seconds, waited for or not."""
+    state = Path("/proc") / path.read_text().strip() / "stat"
+    for _ in range(100):
+        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_benchmark_that_is_stopped_leaves_no_process(
+    scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (scripts / "bench_hangs.py").write_text(CHILD)
+    monkeypatch.setenv("CHILD", str(scripts / "child"))
+    assert ran(monkeypatch, capfd, "--limit", "3", "hangs")[0] == 1
+    assert ended(scripts / "child")
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+def test_an_interrupted_run_leaves_no_process_and_starts_none(scripts: Path, number: int) -> None:
+    (scripts / "bench_hangs.py").write_text(CHILD)
+    (scripts / "run.py").write_text(Path(run.__file__).read_text())
+    command = [sys.executable, str(scripts / "run.py"), "hangs", "says"]
+    process = subprocess.Popen(
+        command, env={**os.environ, "CHILD": str(scripts / "child")}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    for _ in range(200):
+        if (scripts / "child").exists() and (scripts / "child").read_text().endswith("\n"):
+            break
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode != 0 and b"on None" not in out and b"--here" not in out
+    assert ended(scripts / "child")

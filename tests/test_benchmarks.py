@@ -20,10 +20,12 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import bench_vllm
 import figures
+import results_io
 import sanitize
 import tables
 import timing
 
+WITH_DEVICE = ("linear", "attention", "linear_logprob", "memory_bound", "scaling", "dispatch", "ops")
 ENVIRONMENT = {
     "versions": {},
     "hardware": "h",
@@ -125,6 +127,83 @@ def test_the_figures_say_from_which_sources_they_are(tmp_path: Path, monkeypatch
         assert "`old` (the sources have changed since), 2026-01-01: `bench_linear`, `bench_linear_logprob`" in first
         assert second.endswith("`new`, 2026-01-02: `bench_attention`")
         assert third.endswith("`new` (the sources have changed since), 2026-01-01: `bench_memory_bound`")
+
+
+def test_a_record_says_that_its_benchmark_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the script imports: what the process that measured had loaded."""
+    ask = "import results_io as r, figures; r.sys.modules['__main__'].__file__ = r.BENCHMARKS / 'bench_memory_bound.py'"
+    ask = f"{ask}; print(r.benchmark_sha(), r.measured_by('python benchmarks/bench_memory_bound.py --rounds 9'))"
+    run = subprocess.run([sys.executable, "-c", ask], cwd=ROOT / "benchmarks", capture_output=True, text=True)
+    recorded, today = run.stdout.split()
+    assert recorded == today
+    monkeypatch.setattr(tables, "kernel_sha", lambda: "new")
+    monkeypatch.setattr(tables, "orders_sha", lambda: "here")
+    data = {**ENVIRONMENT, "orders_sha": "here", "command": "python benchmarks/bench_memory_bound.py"}
+    for kernels, benchmark, said in (
+        ("new", today, "`new`, "),
+        ("new", "0" * 16, "`new` (the benchmark has changed since), "),
+        ("new", None, "`new` (the benchmark has changed since), "),
+        ("old", today, "`old` (the sources have changed since), "),
+        ("old", "0" * 16, "`old` (the sources and the benchmark have changed since), "),
+    ):
+        assert said in tables._made_with({**data, "kernel_sha": kernels, "benchmark_sha": benchmark})
+    assert "`new`, " in tables._made_with({**data, "kernel_sha": "new", "command": "rlkernel-drift power --seeds 5"})
+
+
+def test_two_processes_that_write_one_result_do_not_share_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, whole = os.replace, []
+
+    def other_first(source: Path, target: Path) -> None:
+        whole.append(source)
+        if len(whole) == 1:
+            monkeypatch.setattr(os, "getpid", lambda: 1)
+            results_io.write_result("probe", [{"op": "other"}], out=tmp_path, folder="f")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", other_first)
+    path = results_io.write_result("probe", [{"op": "mine"}], out=tmp_path, folder="f")
+    assert len(set(whole)) == 2 and json.loads(path.read_text())["rows"] == [{"op": "mine"}]
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", WITH_DEVICE)
+def test_a_gpu_that_is_not_there_is_an_error_of_the_command_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib
+
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [f"bench_{name}.py", "--device", "cuda"])
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"bench_{name}").main()
+    assert stopped.value.code == 2
+    assert "--device: cuda, but torch sees no CUDA GPU; leave the option out or use cpu" in capsys.readouterr().err
+
+
+def test_a_machine_without_a_gpu_leaves_the_records_of_others_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its results go to a folder of its own, and the figures printed are of that folder."""
+    import bench_drift
+
+    from rlkernel.environment import environment
+
+    monkeypatch.setenv("RLKERNEL_RESULTS", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    here = results_io.gpu_folder(environment()["hardware"])
+    monkeypatch.setattr(bench_drift, "files", lambda: {"comparison": "two files"})
+    monkeypatch.setattr(sys, "argv", ["bench_drift.py"])
+    assert bench_drift.main() == 0
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")] == [f"{here}/bench_drift.json"]
+    result(tmp_path / "nvidia-h200", "bench_memory_bound", [{"op": "rope", "share_of_roofline": 0.9}])
+    monkeypatch.setattr(sys, "argv", ["figures.py", "--here"])
+    capsys.readouterr()
+    assert figures.main() == 0 and "0.9" not in capsys.readouterr().out
+    result(tmp_path / here, "bench_memory_bound", [{"op": "rope", "share_of_roofline": 0.7}])
+    assert figures.main() == 0 and "0.7" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("share,reached", (((0.86, 0.9), "yes"), ((0.86, 0.84), "no"), ((0.9, None), "no")))
@@ -435,7 +514,7 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_a_sample_whose_launches_show_is_taken_again_behind_a_longer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each candidate by itself, and not for ever: one may wait for the GPU in the middle."""
+    """All candidates then wait as long, but for one that waits for the GPU itself: no wait hides its launches."""
     needs = {"short": timing.LAUNCH_CYCLES, "long": 3 * timing.LAUNCH_CYCLES, "waits": 1 << 40}
     asked: list[tuple[str, int]] = []
 
@@ -444,9 +523,18 @@ def test_a_sample_whose_launches_show_is_taken_again_behind_a_longer_wait(monkey
         return float(cycles), cycles >= needs[fn()]
 
     monkeypatch.setattr(timing, "_once", once)
+    found = timing.interleaved([lambda name=name: name for name in needs], False, rounds=9, warm_up=0)
+    assert found == [4 * timing.LAUNCH_CYCLES] * 2 + [timing.MOST_CYCLES], "one wait for all that a wait hides"
+    assert [sum(name == n for n, _ in asked) for name in ("short", "long")] == [9, 11]
+    waits = [timing.LAUNCH_CYCLES << i for i in range(4)]
+    assert [cycles for name, cycles in asked if name == "waits"][-9:] == [timing.MOST_CYCLES] * 9
+    last = max(i for i, (name, c) in enumerate(asked) if name != "waits" and c != 4 * timing.LAUNCH_CYCLES)
+    assert last < 12, "from the first round on"
+    asked.clear()
+    needs.pop("long")
     found = timing.interleaved([lambda name=name: name for name in needs], False, rounds=3, warm_up=0)
-    assert found == [timing.LAUNCH_CYCLES, 4 * timing.LAUNCH_CYCLES, timing.MOST_CYCLES]
-    assert [sum(name == n for n, _ in asked) for name in needs] == [3, 5, 6]
+    assert found == [timing.LAUNCH_CYCLES, timing.MOST_CYCLES], "one that no wait hides lets nobody else wait"
+    assert [cycles for name, cycles in asked if name == "waits"] == [*waits, *[timing.MOST_CYCLES] * 2]
 
 
 def test_choices_timed_beside_other_processes_stay_out_of_the_users_cache(

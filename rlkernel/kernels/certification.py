@@ -25,7 +25,7 @@ from rlkernel.contract.bitwise import compare_bitwise
 from rlkernel.kernels import clock, verdicts
 from rlkernel.kernels.errors import BuildError, LaunchError
 from rlkernel.kernels.setting import Setting
-from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_hash
+from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, changed, machine, remember, source_hash
 
 KINDS = ("normal", "wide", "cancel", "zeros", "denormal")
 NONFINITE = "nonfinite"  # a further kind, for an op whose result is defined there
@@ -82,7 +82,7 @@ class Family:
         sample: arguments of the op for (key, rows, kind of values, generator). Every argument is part of the key or
             differs between samples: what neither holds is compared in one case alone.
         schedules: the candidates.
-        sources: files whose change voids a verdict.
+        sources: files whose change voids a verdict; what they hold is read here, as the process has loaded them.
         unavailable: why nothing can be certified in this process, or None.
         versions: further library versions that a verdict depends on.
         mutates: positions of the arguments that the op writes (None among them is allowed). Every run of a comparison
@@ -110,6 +110,9 @@ class Family:
     warm: Warm | None = None
     kinds: Sequence[str] = KINDS
     beside: Callable[..., Sequence[Key]] = lambda *args: ()
+
+    def __post_init__(self) -> None:
+        remember(self.sources)
 
     def dispatcher(self, runs: Runs, first: First, instead: Instead = raises) -> Run:
         """`warm`, or its default."""
@@ -203,6 +206,17 @@ def finite(kind: str) -> str:
     return "normal" if kind == NONFINITE else kind
 
 
+_OWN = (Path(__file__), Path(clock.__file__))
+remember(_OWN)
+
+
+def stale(family: Family) -> str | None:
+    """Why nothing of an op may be certified, bound or kept: its sources on disk are not those that the process has
+    loaded, whose verdict would pass for theirs; or None."""
+    names = [path.name for path in changed((*_OWN, *family.sources))]
+    return f"{', '.join(names)} changed since this process began; restart it" if names else None
+
+
 def circumstances(family: Family, device: torch.device) -> dict[str, Any]:
     """What every verdict of an op holds for: machine, library versions, schedules, source."""
     return {
@@ -210,7 +224,7 @@ def circumstances(family: Family, device: torch.device) -> dict[str, Any]:
         **family.versions(),
         "op": family.op,
         "schedules": [schedule.name for schedule in family.schedules],
-        "source": source_hash((Path(__file__), Path(clock.__file__), *family.sources)),
+        "source": source_hash((*_OWN, *family.sources)),
     }
 
 

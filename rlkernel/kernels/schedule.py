@@ -29,6 +29,8 @@ class UncertifiedError(RuntimeError):
 _lock = threading.RLock()
 _ops: dict[str, ScheduledOp] = {}
 _strict = False
+_word = False  # of `set_strict`, which holds where no block of `strict` does
+_blocks: tuple[list[bool], ...] = ()  # one list, of one switch, a block of `strict`; the last holds
 _off: tuple[frozenset[str], ...] = ()  # one set a nested `without`; an empty set switches every schedule off
 _MODULES = ("attention", "linear", "linear_logprob", "logprob", "policy_loss")  # of kernels/cuda, that have schedules
 MOST_CALLS = 1 << 14  # calls that an op remembers, beyond which it forgets all: row counts are without end
@@ -36,16 +38,21 @@ MOST_CALLS = 1 << 14  # calls that an op remembers, beyond which it forgets all:
 
 # Of CUDA's texts, as its driver, Triton and torch pass them on: what they say of the call's stream, of memory, or of an
 # earlier kernel that has ended the process's use of the GPU.
-CIRCUMSTANCES = (
-    "captur", "out of memory", "allocation failed", "illegal memory access", "illegal instruction",
-    "misaligned address", "launch failure", "device-side assert",
+NO_MEMORY = ("out of memory", "allocation failed")
+BROKEN = (
+    "captur", "illegal memory access", "illegal instruction", "misaligned address", "launch failure",
+    "device-side assert",
 )  # fmt: skip
+
+
+def _says(error: Exception, texts: tuple[str, ...]) -> bool:
+    said = str(error).lower()
+    return any(text in said for text in texts)
 
 
 def is_circumstance(error: Exception) -> bool:
     """Whether a call failed for what it met (a broken or another's graph capture, no memory) and not by itself."""
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or any(said in text for said in CIRCUMSTANCES)
+    return isinstance(error, torch.OutOfMemoryError) or _says(error, (*NO_MEMORY, *BROKEN))
 
 
 def _is_off(name: str) -> bool:
@@ -58,8 +65,8 @@ class ScheduledOp:
     Warm, a call costs what decides it and one dictionary lookup; `call` is the function that does both, without the
     cost of an object's call. The first call of a class certifies or reads the verdict. Under graph capture nothing is
     certified: a class that is not settled yet runs its anchor there, with a warning. A schedule that fails in a call
-    gives way to the anchor, in that call and for good; but what a broken capture or a lack of memory has made fail is
-    the caller's, and changes nothing.
+    gives way to the anchor, in that call and for good; where its launch lacked memory, in that call alone. What else a
+    call met, a broken capture or no memory for its result, is the caller's, and changes nothing.
     """
 
     def __init__(self, family: Family) -> None:
@@ -71,6 +78,7 @@ class ScheduledOp:
         self._failed: dict[Key, str] = {}
         self._told: set[str] = set()  # reasons that were warned of
         self._captured: set[Key] = set()  # classes that were warned of because a capture met them first
+        self._short: set[Key] = set()  # those in which a launch lacked memory
         _ops[family.op] = self
 
     def __call__(self, *args: Any) -> Any:
@@ -88,24 +96,30 @@ class ScheduledOp:
         return run
 
     def _instead(self, error: Exception, run: Run, *args: Any) -> Any:
-        """The anchor's result of a call in which a schedule failed; the anchor computes its class from here on. None
-        where the call is done all the same: to raise for what it met would have the caller add it once more."""
+        """The anchor's result of a call in which a schedule failed; the anchor computes its class from here on, but
+        where memory lacked. None where the call is done all the same: raised, its caller would add it once more."""
         family, finished = self.family, isinstance(error, FinishedError)
-        if finished and is_circumstance(error):
-            return None
-        again = isinstance(error, LaunchError) or not family.mutates  # else an argument may be written in part
-        if run is family.anchor or not again or is_circumstance(error):
+        refused = isinstance(error, LaunchError)  # else an argument may be written in part
+        passing = is_circumstance(error)
+        mine = refused and not _says(error, BROKEN) if passing else refused or not family.mutates
+        if not finished and (run is family.anchor or not mine):
             raise error
         key = family.key(*args)
         with _lock:
             name = next((name for name, fn in self._bound.get(key, {}).items() if fn is run), "a schedule")
-            reason = f"{name} was certified and failed in a call: {one_line(error)}"
-            new = self._failed.setdefault(key, reason) is reason
-            self._runs.clear()
-        if _strict:
+            if passing:
+                what = f"ran its anchor in a call for which {name} met {one_line(error)}"
+                new = key not in self._short
+                self._short.add(key)
+            else:
+                reason = f"{name} was certified and failed in a call: {one_line(error)}"
+                what, new = f"runs its anchor: {reason}", self._failed.setdefault(key, reason) is reason
+                self._runs.clear()
+        if _strict and not passing and not finished:
             raise UncertifiedError(f"{family.op} {family.describe(key)}: {reason}") from error
-        if new:
-            self._warn(key, f"runs its anchor: {reason}")
+        if new:  # raised, where warnings are errors, it would leave a sum behind that was added to in part
+            with contextlib.suppress(*([RuntimeWarning] if finished or family.mutates else [])):
+                self._warn(key, what)
         return None if finished else family.anchor(*args)
 
     def _warn(self, key: Key, what: str) -> None:
@@ -117,6 +131,7 @@ class ScheduledOp:
         with _lock:
             self._runs.clear()
             self._failed.clear()
+            self._short.clear()
             if verdicts:
                 self._verdicts.clear()
                 self._bound.clear()
@@ -177,6 +192,8 @@ class ScheduledOp:
     def _judge(self, key: Key) -> str | None:
         """Reads or makes the verdict of a class; returns why there is none."""
         family = self.family
+        if (reason := certification.stale(family)) is not None:
+            return self._without(key, reason)
         wanted = identity(family, key)
         found = read(verdict_path(wanted))
         try:
@@ -188,9 +205,9 @@ class ScheduledOp:
                     verdict, more = certification.retry(family, key, found)
                     bound |= more
         except Exception as error:
-            reason = self._failed[key] = f"certification failed: {one_line(error)}"
-            self._warn(key, f"runs its anchor, {reason}")
-            return reason
+            return self._without(key, f"certification failed: {one_line(error)}")
+        if verdict is not found and (reason := certification.stale(family)) is not None:  # it took a while
+            return self._without(key, reason)
         self._verdicts[key], self._bound[key] = verdict, bound
         if verdict is not found:
             write(verdict)
@@ -200,13 +217,22 @@ class ScheduledOp:
                 self._warn(key, f"runs without {trial.name}: {trial.reason}")
         return None
 
+    def _without(self, key: Key, reason: str) -> str:
+        """The reason, by which a class has no verdict in this process."""
+        self._failed[key] = reason
+        self._warn(key, f"runs its anchor, {reason}")
+        return reason
+
     def _rebind(self, key: Key, verdict: Verdict) -> dict[str, Run] | None:
         """Callables of the certified schedules; None, so that the verdict is void, where one is no longer offered or
-        would be something else: a library may rank its algorithms anew."""
+        would be something else: a library may rank its algorithms anew. One that the GPU refuses to load, or has no
+        memory for, raises: the next process may have better luck with the file."""
         certified = {trial.name: trial for trial in verdict.trials if trial.certified}
         try:
             bound = {s.name: s.bind(key) for s in self.family.schedules if s.name in certified}
-        except Exception:
+        except Exception as error:
+            if isinstance(error, LaunchError) or is_circumstance(error):
+                raise
             return None
         same = all(getattr(run, "note", "") == certified[name].note for name, run in bound.items())
         return bound if same else None
@@ -222,29 +248,48 @@ def _decide_anew() -> None:
         op._runs.clear()
 
 
+def _check_switch(on: bool) -> None:
+    if not isinstance(on, bool):
+        raise TypeError(f"strict mode is True or False, not {on!r}")
+
+
+def _decide_strict() -> None:
+    global _strict
+    _strict = _blocks[-1][0] if _blocks else _word
+    _decide_anew()
+
+
 def set_strict(on: bool) -> None:
-    """Whether an op with schedules but no verdict raises `UncertifiedError` in place of running its anchor.
+    """Whether an op with schedules but no verdict raises `UncertifiedError` in place of running its anchor; from here
+    on, in blocks of `strict` that are open too.
 
     Raises:
         TypeError: `on` is no bool.
     """
-    global _strict
-    if not isinstance(on, bool):
-        raise TypeError(f"strict mode is True or False, not {on!r}")
+    global _word
+    _check_switch(on)
     with _lock:
-        _strict = on
-        _decide_anew()
+        _word = on
+        for block in _blocks:
+            block[0] = on
+        _decide_strict()
 
 
 @contextlib.contextmanager
 def strict(on: bool = True) -> Iterator[None]:
-    """`set_strict` for a block."""
-    before = _strict
-    set_strict(on)
+    """Strict mode in a block; where blocks of several threads overlap, that of the last to begin."""
+    global _blocks
+    _check_switch(on)
+    own = [on]
+    with _lock:
+        _blocks = (*_blocks, own)
+        _decide_strict()
     try:
         yield
     finally:
-        set_strict(before)
+        with _lock:  # another thread's block may have begun or ended meanwhile
+            _blocks = tuple(block for block in _blocks if block is not own)
+            _decide_strict()
 
 
 def _names(ops: Iterable[ScheduledOp]) -> set[str]:

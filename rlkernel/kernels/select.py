@@ -8,6 +8,7 @@ implementation inside a block, for tests and certification.
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class NoImplementation(RuntimeError):
 
 _modules: dict[str, str] = {}
 _chosen: dict[tuple[str, str], Choice] = {}
-_forced: list[str] = []
+_forced: tuple[list[str], ...] = ()  # one list, of one name, a block of `use`; the last holds
+_lock = threading.Lock()
 _warned = False
 
 
@@ -79,13 +81,12 @@ def choose(op: str, device: str) -> Choice:
         NoImplementation: nothing can compute the op there.
         BuildError: a compiler is there, but the C++ kernels did not build.
     """
-    if _forced:
-        fn = _find(op, _forced[-1])
+    if blocks := _forced:
+        (name,) = blocks[-1]
+        fn = _find(op, name)
         if fn is None:
-            raise NoImplementation(
-                f"op {op!r} has no {_forced[-1]!r} implementation; leave the use({_forced[-1]!r}) block"
-            )
-        return Choice(op, device, _forced[-1], "forced by rlkernel.kernels.select.use", fn)
+            raise NoImplementation(f"op {op!r} has no {name!r} implementation; leave the use({name!r}) block")
+        return Choice(op, device, name, "forced by rlkernel.kernels.select.use", fn)
     key = (op, device)
     if key not in _chosen:
         _chosen[key] = _decide(op, device)
@@ -136,8 +137,12 @@ def use(implementation: str) -> Iterator[None]:
     """Forces one of `IMPLEMENTATIONS` for every op inside the block (tests, certification)."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
-    _forced.append(implementation)
+    global _forced
+    own = [implementation]
+    with _lock:
+        _forced = (*_forced, own)
     try:
         yield
     finally:
-        _forced.pop()
+        with _lock:  # another thread's block may have begun or ended meanwhile
+            _forced = tuple(block for block in _forced if block is not own)

@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -230,10 +230,35 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+_loaded: dict[Path, bytes] = {}  # digests of the sources as this process first met them
+
+
+def _content(path: Path) -> bytes:
+    """SHA-256 of a file; of one that cannot be read, nothing."""
+    try:
+        return hashlib.sha256(path.read_bytes()).digest()
+    except OSError:
+        return b""
+
+
+def remember(sources: Iterable[Path]) -> None:
+    """Takes what sources hold now for what this process runs, but for those that it knows: called at import, before
+    an update can put others in their place."""
+    for path in sources:
+        if path not in _loaded:
+            _loaded[path] = _content(path)
+
+
+def changed(sources: Iterable[Path]) -> list[Path]:
+    """Those of remembered sources that hold something else now, or cannot be read."""
+    return [path for path in sources if _content(path) != _loaded[path] or not _loaded[path]]
+
+
 @functools.cache
 def source_hash(sources: tuple[Path, ...]) -> str:
-    """First 16 hex digits of the SHA-256 over names and contents of files."""
+    """First 16 hex digits of the SHA-256 over names and contents of files, as this process first met them."""
+    remember(sources)
     digest = hashlib.sha256()
     for path in sources:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(path.name.encode() + b"\0" + _loaded[path])
     return digest.hexdigest()[:16]

@@ -309,7 +309,7 @@ class Decoder(nn.Module):
         temperature: float | Tensor = 1.0,  # or [T] fp32
         kept: Tensor | None = None,  # [T, ceil(V/32)] int32
     ) -> ops.LogProb:
-        """Log-probability, entropy and log-sum-exp of each token's target, without a [T, V] tensor.
+        """Log-probability, entropy and log-sum-exp of each token's target, in bounded memory.
 
         Args:
             hidden: result of the forward, for the tokens whose next token is scored.

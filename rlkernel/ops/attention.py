@@ -7,7 +7,7 @@ each of the two variants of the order: "split", the default, and "fa3", FlashAtt
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -274,6 +274,17 @@ def _check_dtypes(op: str, q: Tensor, of: str = "q", **tensors: Tensor) -> None:
             raise ValueError(f"{op}: {of} is {q.dtype}, {name} is {t.dtype}; cast one of them")
 
 
+def _call(op: Callable[..., Any], alone: bool, *args: Any) -> Any:
+    """`op(*args)`; where the queries' borders are the keys' too (`alone`), its errors name them as they were given."""
+    try:
+        return op(*args)
+    except ValueError as error:
+        said = str(error)
+        if not alone or "cu_seqlens_k" not in said:
+            raise
+        raise ValueError(said.replace("cu_seqlens_k", "cu_seqlens_q").replace(" S=", " T=")) from None
+
+
 def attention(
     q: Tensor,  # [T, H, D]
     k: Tensor,  # [S, HK, D]
@@ -327,6 +338,7 @@ def attention(
     scale = _scale("attention", q, scale)
     _check_heads("attention", q, k.shape[1], k.shape[2], window, split)
     _check_dtypes("attention", q, k=k, v=v)
+    alone = cu_seqlens_k is None
     if cu_seqlens_k is None:
         check(
             k.shape[0] == q.shape[0],
@@ -353,7 +365,8 @@ def attention(
     if current_attention_variant(variant) == "fa3":
         _check_fa3(window, split)
         return _attention_fa3(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)
-    return _attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window, split)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _call(_attention, alone, q, k, v, *lengths, scale, window, split)
 
 
 def paged_attention(

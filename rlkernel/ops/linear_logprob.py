@@ -1,4 +1,4 @@
-"""linear_logprob: log-probabilities from hidden states and the head's weight; no [T, V] tensor in either direction.
+"""linear_logprob: log-probabilities from hidden states and the head's weight, in bounded memory whatever T and V are.
 
 Contract: orders.py, `linear` for the logits and `logprob` for the rest, so the bits are those of
 `logprob(linear(hidden, weight, out_dtype=float32), ...)`. The backward computes the logits a second time, but for a

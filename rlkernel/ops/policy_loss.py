@@ -14,7 +14,17 @@ from torch import Tensor
 
 from rlkernel.kernels import stock
 from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS
-from rlkernel.ops._library import MOST, check, check_number, check_optional, define, is_stock, not_tensor
+from rlkernel.ops._library import (
+    MOST,
+    check,
+    check_number,
+    check_optional,
+    check_whole,
+    define,
+    is_stock,
+    not_tensor,
+    refuse_gradient,
+)
 
 
 class PolicyLoss(NamedTuple):
@@ -30,6 +40,8 @@ class PolicyLoss(NamedTuple):
 
 
 POSITIVE = "positive and finite in float32"
+LONGEST = (1 << 31) - 1  # tokens of a completion: borders are int32
+_CONSTANTS = ("old_logp", "advantages", "ref_logp", "rollout_logp", "normalizer")
 _ENTROPY, _ENTROPY_COEF = 6, 16  # places among the op's arguments
 
 
@@ -150,7 +162,7 @@ def policy_loss(
             "k2" d^2 / 2, "k3" exp(-d) - 1 + d. Differentiated as written.
         entropy_coef: coefficient of the entropy bonus, averaged by the rule of the loss type.
         tis_cap: upper bound of the truncated importance weight between old_logp and rollout_logp; no gradient.
-        max_completion_length: denominator of "dr_grpo", in tokens.
+        max_completion_length: denominator of "dr_grpo", a whole number of tokens.
         normalizer: replaces the denominator of the batch (B, number of counted tokens, B max_completion_length), so
             that the losses of micro-batches add up to that of the batch. A positive number, or a 0-dim tensor on the
             device of logp (its value is looked at on a CPU; on CUDA looking would wait for the device).
@@ -164,7 +176,9 @@ def policy_loss(
 
     Raises:
         ValueError: shapes, names, ranges or combinations do not fit; the message names the argument.
-        TypeError: a vector is not fp32, cu_seqlens not int32, mask not bool, or one of them no tensor.
+        TypeError: a vector is not fp32, cu_seqlens not int32, mask not bool, one of them no tensor, or
+            max_completion_length not whole.
+        RuntimeError: a constant (old_logp, advantages, ref_logp, rollout_logp, normalizer) asks for a gradient.
 
     Source:
         PPO arXiv:1707.06347, dual clip 1912.09729, GRPO 2402.03300, RLOO 2402.14740, Dr. GRPO 2503.20783, DAPO
@@ -175,6 +189,8 @@ def policy_loss(
     check_optional(
         "policy_loss", old_logp=old_logp, mask=mask, ref_logp=ref_logp, entropy=entropy, rollout_logp=rollout_logp
     )
+    if torch.is_grad_enabled():
+        refuse_gradient("policy_loss", _CONSTANTS, (old_logp, advantages, ref_logp, rollout_logp, normalizer))
     tokens, batch = logp.shape[0] if logp.dim() == 1 else -1, cu_seqlens.numel() - 1
     _check_choice("loss_type", loss_type, LOSS_TYPES)
     _check_choice("ratio_level", ratio_level, ("token", "sequence"))
@@ -208,14 +224,12 @@ def policy_loss(
     clip_low, clip_high, clip_dual, kl_coef, entropy_coef, tis_cap = _checked_options(
         loss_type, clip_low, clip_high, clip_dual, kl_coef, entropy_coef, tis_cap, vectors
     )
+    if max_completion_length is not None:
+        max_completion_length = _checked_length(max_completion_length)
     if loss_type == "dr_grpo" and normalizer is None:
-        check(
-            max_completion_length is not None and max_completion_length > 0,
-            lambda: (
-                f"policy_loss: dr_grpo needs max_completion_length > 0 or a normalizer, got {max_completion_length}"
-            ),
-        )
-        normalizer = float(max(1, batch) * (max_completion_length or 1))
+        if max_completion_length is None:
+            raise ValueError("policy_loss: dr_grpo needs max_completion_length or a normalizer; pass one of them")
+        normalizer = float(max(1, batch) * max_completion_length)
     tensor, divisor = _denominator(normalizer, logp, mask)
     if entropy is not None and entropy_coef == 0.0:
         entropy = entropy.detach()  # statistics only: the log-probability kernel then skips its entropy gradient
@@ -280,6 +294,13 @@ def _check_vector(name: str, x: Tensor, shape: Any, dtype: torch.dtype, device: 
     )
     check(tuple(x.shape) == tuple(shape), lambda: f"policy_loss: {name} is {tuple(x.shape)}, expected {tuple(shape)}")
     check(x.device == device, lambda: f"policy_loss: {name} is on {x.device}, logp on {device}; move one of them")
+
+
+def _checked_length(value: Any) -> int:
+    expected = f"a whole number of tokens from 1 to {LONGEST}, or None"
+    if isinstance(value, bool):
+        raise TypeError(f"policy_loss: max_completion_length={value} is no number of tokens; it must be {expected}")
+    return check_whole("policy_loss", "max_completion_length", value, expected, 1, LONGEST)
 
 
 def _checked_options(

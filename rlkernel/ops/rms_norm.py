@@ -33,16 +33,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, residual, weight, ctx.eps = inputs
-    ctx.leaves = _of_leaf(x), _of_leaf(residual)
+    _, _, weight, ctx.eps = inputs
     ctx.set_materialize_grads(False)  # the last norm's r is unused; a zero gradient for it would be a pass over memory
     ctx.save_for_backward(output[1], weight)
     ctx.weight = weight
-
-
-def _of_leaf(x: Tensor) -> bool:
-    """Whether autograd may make the memory of this tensor's gradient the `.grad` of a leaf."""
-    return x.requires_grad and (x if x._base is None else x._base).is_leaf
 
 
 def _gradients(
@@ -64,16 +58,13 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
+    """One tensor for both, of their own shape: autograd sees that two hold it, and copies it for a leaf. Of two views
+    of one memory, as a reshaped input would get, it makes each a leaf's `.grad`, and adds to both at once."""
     r, weight = ctx.saved_tensors
     if dy is None:
-        if dr is None:
-            return None, None, None, None
-        own_x, own_residual = ctx.leaves  # dr is the caller's
-        return dr.clone() if own_x else dr, dr.clone() if own_residual else dr, None, None
+        return dr, dr, None, None
     of_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
     dx, dw = _gradients(ctx, dy, dr, r, weight, of_x, 2)
-    if dx is not None and all(ctx.needs_input_grad[:2]) and any(ctx.leaves):
-        return dx, dx.clone(), dw, None
     return dx, dx, dw, None
 
 
@@ -159,7 +150,7 @@ def rms_norm(
     if residual is None:
         if is_stock():
             return stock.rms_norm(x, weight, eps)
-        return _rms_norm(x.reshape(-1, c), weight, eps).view(x.shape)
+        return _rms_norm(x.contiguous(), weight, eps)
     check(
         residual.shape == x.shape and residual.dtype == x.dtype,
         lambda: (
@@ -169,5 +160,4 @@ def rms_norm(
     )
     if is_stock():
         return stock.add_rms_norm(x, residual, weight, eps)
-    y, r = _add_rms_norm(x.reshape(-1, c), residual.reshape(-1, c), weight, eps)
-    return y.view(x.shape), r.view(x.shape)
+    return _add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor
+from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor, refuse_gradient
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -62,12 +62,12 @@ def rope(
         q, k: [T, H, D] and [T, HK, D], fp32, bf16 or fp16, one dtype.
         positions: [T] int64 in [0, P): index of each token in its own sequence, not in the packed buffer. Checked on
             the CPU; on CUDA a position outside takes the first or the last row (checking would wait for the device).
-        cos_sin: [P, D] fp32; row p holds cos of its D/2 angles, then sin. Not differentiable.
+        cos_sin: [P, D] fp32; row p holds cos of its D/2 angles, then sin. A constant.
 
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the argument.
         TypeError: an argument is no tensor, or q of another dtype than these.
-        IndexError: a position outside the table (CPU).
+        IndexError: a position outside the table (CPU). RuntimeError: cos_sin asks for a gradient.
 
     Source: Su et al., RoFormer, 2021; pairing by halves as in GPT-NeoX.
     """
@@ -85,6 +85,8 @@ def rope(
         lambda: f"rope: k is {tuple(k.shape)} {k.dtype}; expected [T={t}, HK, D={d}] {q.dtype} to fit q",
     )
     check_table("rope", positions, cos_sin, t, d)
+    if torch.is_grad_enabled():
+        refuse_gradient("rope", ("cos_sin",), (cos_sin,))
     if is_stock():
         return stock.rope(q, k, positions, cos_sin)
     check_float("rope", "q", q)

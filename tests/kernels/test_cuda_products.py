@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from kernels.linear_checks import MOST, NONE, rand
 
 from rlkernel.contract import assert_bitwise
-from rlkernel.kernels import certification
+from rlkernel.kernels import certification, schedule
 from rlkernel.kernels.certification import Schedule
 from rlkernel.kernels.cuda import cublaslt
 from rlkernel.kernels.cuda import linear as cuda
@@ -27,6 +27,7 @@ from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.errors import FinishedError, LaunchError
+from rlkernel.kernels.schedule import ScheduledOp
 
 
 def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -37,8 +38,9 @@ def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """cuBLASLt's place taken by torch on whole numbers; what its heuristic was asked for."""
+    """cuBLASLt's place taken by torch on whole numbers, few tokens too; what its heuristic was asked for."""
     found: list[tuple] = []
+    monkeypatch.setattr(scored, "FEW_TOKENS", 1)
     monkeypatch.setattr(cublaslt, "plan", lambda *args: (found.append(args), cublaslt.Plan(0, 0, "torch"))[1])
 
     def launcher(device: int, which: cublaslt.Plan) -> Callable[..., None]:
@@ -95,6 +97,10 @@ def test_the_products_of_a_head_and_of_a_chunk_of_tokens(asked: list[tuple], mon
         onto, _ = cuda._wgrad(shapes.shape_of((0, *shapes.wgrad_key(grad, dy, x, fresh)[1:])), 0)
         onto(grad, dy, x, fresh)
         assert_bitwise(grad, (dy.float().t() @ x.float() + (0 if fresh else start)).to(out), f"tokens, {fresh}, {out}")
+
+
+def whole_numbers(*shape: int) -> Tensor:
+    return torch.randint(-4, 5, shape).bfloat16()
 
 
 def at(shift: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -209,6 +215,78 @@ def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen[6:] == [(32, True)]
 
 
+@pytest.mark.usefixtures("cache")
+def test_a_chunk_of_tokens_without_memory_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def plain(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
+        grad.copy_(dy.float().t() @ x.float() + (0 if fresh else grad))
+
+    def full(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
+        if bound and next(calls):
+            raise LaunchError("cublasLtMatmul: the resource allocation failed (status 3)")
+        plain(grad, dy, x, fresh)
+
+    bound: list[bool] = []
+    planted = (Schedule("planted", lambda key: full),)
+    made = dataclasses.replace(cuda.wgrad_chunk.family, anchor=plain, schedules=planted, kinds=("normal",))
+    monkeypatch.setattr(cuda, "wgrad_chunk", op := ScheduledOp(made))
+    monkeypatch.setattr(cuda, "WGRAD_TOKENS", 32)
+    dy, x, grad = torch.randint(-4, 5, (80, 16)).bfloat16(), torch.randint(-4, 5, (80, 24)).bfloat16(), None
+    for tokens in (16, 32):
+        assert op.chosen(torch.ones(16, 24), dy[:tokens], x[:tokens], False) == "planted"
+    bound.append(True)
+    with pytest.warns(RuntimeWarning, match="planted met LaunchError: .*allocation failed"):
+        cuda.linear_wgrad_(grad := torch.ones(16, 24), dy, x)
+    assert_bitwise(grad, dy.float().t() @ x.float() + 1, "each chunk once")
+
+
+def no_memory(*_: Any, **__: Any) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_workspace_that_cannot_be_had_is_a_launch_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "_function", lambda *_: lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    run, out = cublaslt.launcher(0, cublaslt.Plan(0, 64, "algorithm 66")), torch.zeros(1)
+    monkeypatch.setattr(torch, "empty", no_memory)
+    with pytest.raises(LaunchError, match=r"algorithm 66.* no workspace: CUDA out of memory") as raised:
+        run(3, 4, 0, 0, None, False, out)
+    assert schedule.is_circumstance(raised.value)
+
+
+def test_chunks_side_by_side_without_memory_are_the_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(hopper, "LOGPROB_DGRAD_CHUNK", 16)
+    monkeypatch.setattr(scoring.anchor, "dhidden_block", lambda *given: ran.append(given))
+    for name in ("tensor_map", "kernel", "_launch"):
+        monkeypatch.setattr(hopper, name, lambda *_, **__: None)
+    given = (torch.zeros(9, 64), None, rand(9, 48), at(0, 48, 64), False, MOST)
+    monkeypatch.setattr(torch, "empty", no_memory)
+    hopper.dhidden_block(*given)
+    assert ran == [given]
+
+
+def test_a_backward_has_its_memory_before_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of tokens behind the first take none."""
+    loop = scored.loop
+    monkeypatch.setattr(loop, "WGRAD_TOKENS", 8)
+    count = torch.zeros(3, 1, dtype=torch.int32)
+    monkeypatch.setattr(loop, "active_blocks", lambda *_: (count, count, count[:, 0]))
+
+    def dz(out: Tensor, *_: Any) -> None:
+        out.fill_(1)
+        monkeypatch.setattr(torch, "empty", no_memory)
+
+    products = loop.Products(dz, dhidden, dweight, lambda *_: False)
+    hidden, weight, grad = whole_numbers(20, 16), whole_numbers(40, 16), torch.ones(40, 16)
+    y, g = torch.zeros(20, dtype=torch.int64), torch.ones(20)
+    rest = (y, None, None, torch.zeros(20, 2), g, g, None, None, None, None, True, True)
+    dx, _ = loop.gradients(products, grad, hidden, weight, *rest)
+    assert_bitwise(grad, hidden.float().sum(0).expand(40, 16) + 1, "main_grad")
+    assert_bitwise(dx, weight.float().sum(0).bfloat16().expand(20, 16), "the input's gradient")
+
+
 def test_calls_are_cut_evenly_into_what_was_compared() -> None:
     for most, m in itertools.product((8, 16, 7064, 16384), (17, 100, 7065, 8193, 16385, 100_003, 1_000_000)):
         pieces = shapes.cut(m, most)
@@ -317,6 +395,47 @@ def test_a_gradient_that_is_wrong_where_no_call_was_compared_is_refused(row: int
         assert judged(scoring._dweight, s, dweight_of_8192).certified == (row == 8192)
 
 
+@pytest.mark.usefixtures("small", "cache")
+def test_a_gradient_that_is_wrong_for_a_few_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls have any number of them; none has a gradient of zero alone, which hides a product that is left out."""
+
+    def leaves_out(tokens: int, right: Callable[..., None]) -> Callable[..., None]:
+        def run(to: Tensor, *given: Any) -> None:
+            operands = given[1:3] if right is dhidden else given[:2]
+            if len(operands[0]) != tokens:
+                right(to, *given)
+            elif given[-2]:
+                to.zero_()
+
+        return run
+
+    for row, whole, fresh in itertools.product((0, 16384), (True, False), (True, False)):
+        s = GRAD._replace(row=row, whole=whole, fresh=fresh)
+        for op, right, counts in ((scoring._dhidden, dhidden, (1,)), (scoring._dweight, dweight, (1, 9))):
+            s = s._replace(few=op is scoring._dhidden)
+            assert judged(op, s, leaves_out(0, right)).certified
+            for tokens in counts:
+                refused = judged(op, s, leaves_out(tokens, right))
+                assert not refused.certified and refused.first["rows"] == tokens, (s, tokens)
+
+
+@pytest.mark.parametrize("tokens", (1, 76, 77))
+def test_few_tokens_are_the_anchors_and_not_cublaslts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were compared with it at 77 and more alone."""
+    ran: list[str] = []
+    for name in ("dhidden_block", "dweight_block"):
+        monkeypatch.setattr(scoring.anchor, name, lambda *_: ran.append("anchor"))
+    monkeypatch.setattr(cublaslt, "plan", lambda *_: cublaslt.Plan(0, 0, "none"))
+    monkeypatch.setattr(cublaslt, "launcher", lambda *_: lambda *_: ran.append("cublaslt"))
+    dz, weight, hidden = at(0, tokens, 48), at(0, 48, 64), at(0, tokens, 64)
+    sums, grad = torch.zeros(tokens, 64), torch.zeros(48, 64)
+    key = (0, *scored.dhidden_key(sums, None, dz, weight, True, MOST)[1:])
+    scoring._cublaslt(0, False).bind(key)(sums, None, dz, weight, True, MOST)
+    key = (0, *scored.dweight_key(grad, dz, hidden, True, MOST)[1:])
+    scoring._cublaslt(0, True).bind(key)(grad, dz, hidden, True, MOST)
+    assert ran == ["cublaslt" if tokens >= 77 else "anchor"] * 2
+
+
 def test_cublaslt_computes_multiples_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for op in (scoring._dhidden, scoring._dweight):
@@ -355,7 +474,7 @@ def test_no_schedule_of_dweight_gets_more_rows_than_were_compared(monkeypatch: p
     for whole, row in itertools.product((True, False), (0, 16384)):
         s = GRAD._replace(whole=whole, row=row)
         compared = {m: len(scored.dweight_sample(tuple(s), m, "normal", torch.Generator())[0])
-                    for m in scored.rows_of_grad(tuple(s)) if m != scored.FEW_TOKENS}  # fmt: skip
+                    for m in scored.rows_of_grad(tuple(s)) if m not in scored.NARROW}  # fmt: skip
         assert max(compared) == scored.most_tokens(s) == 256
         run = scoring._in_pieces(s, lambda *given: (ran.append(given[1].shape), dweight(*given)))
         for tokens, entries in itertools.product((1, 129, 130, 256), (5, 8192, 16384 - (not whole))):

@@ -32,7 +32,7 @@ else:
     from rlkernel.kernels.reference import linear_logprob as linear_logprob_reference
     from rlkernel.kernels.reference import logprob as logprob_reference
     from rlkernel.kernels.reference import sample as sample_reference
-    from rlkernel.kernels.triton import linear, linear_logprob, linear_logprob_backward, logprob, sample
+    from rlkernel.kernels.triton import linear, linear_grad, linear_logprob, linear_logprob_backward, logprob, sample
     from rlkernel.kernels.triton.matrix import Tile
 
     pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -202,6 +202,21 @@ else:
             close(dw, fresh, "weight gradient in its dtype", dtype)
         none = linear_logprob.linear_logprob_grad_(None, *rest, False, False)
         assert none[0].shape == none[1].shape == (0, c)
+
+    def test_chunks_that_are_added_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+        a, b, start = whole(0, 4, 96), whole(1, 96, 32), rand(2, 4, 32)
+        runs = lambda: linear_grad.ascending(a, b, torch.zeros(4, 32), 32, start=start)
+        beside, plain, refused = runs(), torch.empty, []
+
+        def empty(*size: int, **rest: object) -> Tensor:
+            if size == (3, 4, 32):
+                refused.append(size)
+                raise torch.OutOfMemoryError("out of memory")
+            return plain(*size, **rest)  # type: ignore[call-overload, no-any-return]
+
+        monkeypatch.setattr(torch, "empty", empty)
+        assert_bitwise(runs(), beside, "one chunk behind the other")
+        assert refused
 
     @pytest.mark.parametrize("tokens", (20, 70, 520))
     def test_linear_logprob_of_many_tokens(tokens: int) -> None:

@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -395,19 +396,50 @@ def test_counted_nan_is_not_hidden() -> None:
 # ---- gradients
 
 
-def test_constants_get_no_gradient_and_upstream_scales() -> None:
+CONSTANTS = ("old_logp", "advantages", "ref_logp", "rollout_logp", "normalizer")
+
+
+def with_all_constants() -> tuple[dict[str, Any], Tensor]:
+    """Arguments of a call, and the entropy among them."""
     batch = Batch([6, 3], seed=11)
-    constants = [
-        x.clone().requires_grad_() for x in (batch.old_logp, batch.advantages, batch.ref_logp, batch.rollout_logp)
-    ]
     logp, entropy = batch.logp.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
-    out = ops.policy_loss(
-        logp, constants[0], constants[1], batch.cu_seqlens, ref_logp=constants[2], rollout_logp=constants[3],
-        entropy=entropy, kl_coef=0.1, tis_cap=1.1,
-    )  # fmt: skip
+    names = ("old_logp", "advantages", "cu_seqlens", "ref_logp", "rollout_logp")
+    given = {"logp": logp, "entropy": entropy, **{name: getattr(batch, name) for name in names}}
+    return {**given, "normalizer": torch.tensor(2.0), "kl_coef": 0.1, "tis_cap": 1.1}, entropy
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_that_ask_for_a_gradient_are_refused(name: str) -> None:
+    """Their share would be left out of it in silence; where none is recorded the call is as good as any."""
+    given, _ = with_all_constants()
+    expected = ops.policy_loss(**given).loss
+    given[name] = given[name].clone().requires_grad_()
+    for backend in (False, True):
+        with ops.stock(backend), pytest.raises(RuntimeError, match=rf"policy_loss: {name} requires a .*\.detach\(\)"):
+            ops.policy_loss(**given)
+    with torch.no_grad():
+        assert_bitwise(ops.policy_loss(**given).loss, expected.detach(), "without gradients")
+
+
+def test_constants_may_be_anything_under_compile() -> None:
+    given, _ = with_all_constants()
+    torch.compiler.reset()
+    fn = torch.compile(lambda **given: ops.policy_loss(**given).loss, fullgraph=True, backend="aot_eager")
+    expected = ops.policy_loss(**given).loss
+    assert_bitwise(fn(**given), expected, "compiled")
+    given["old_logp"] = given["old_logp"].clone().requires_grad_()
+    with pytest.raises(Exception, match="policy_loss: old_logp requires a gradient"):
+        fn(**given)
+    with torch.no_grad():
+        assert_bitwise(fn(**given), expected.detach(), "compiled, without gradients")
+
+
+def test_entropy_and_statistics_get_no_gradient_and_upstream_scales() -> None:
+    batch = Batch([6, 3], seed=11)
+    given, entropy = with_all_constants()
+    out = ops.policy_loss(**given)
     assert not any(value.requires_grad for value in out.stats.values())
     out.loss.backward()
-    assert all(x.grad is None for x in constants)
     assert entropy.grad is None  # entropy_coef is 0: the entropy's own backward is skipped
     assert_bitwise(batch.run(upstream=4.0)["dlogp"], batch.run()["dlogp"] * 4.0, "scaled upstream gradient")
 
@@ -519,6 +551,20 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         ops.policy_loss(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    "length,error",
+    (("a", TypeError), (5.5, TypeError), (True, TypeError), (math.inf, TypeError), (math.nan, TypeError),
+     (0, ValueError), (-3, ValueError), (1 << 31, ValueError)),
+)  # fmt: skip
+@pytest.mark.parametrize("loss_type", ("dr_grpo", "grpo"))
+def test_max_completion_length_is_a_count_of_tokens(loss_type: str, length: Any, error: type[Exception]) -> None:
+    batch = Batch([6, 3])
+    run = lambda n: batch.run(loss_type=loss_type, max_completion_length=n)["loss"]
+    with pytest.raises(error, match=rf"policy_loss: max_completion_length={length!r} .*whole number of tokens from 1"):
+        run(length)
+    assert_bitwise(run(numpy.int64(7)), run(7), "a whole number of numpy's")
 
 
 @pytest.mark.parametrize("name", ("logp", "old_logp", "advantages", "ref_logp", "entropy", "rollout_logp"))

@@ -149,6 +149,17 @@ def test_opcheck_and_compile() -> None:
     assert_compiles(lambda q, k: ops.rope(q, k, positions, cos_sin), (q, k), (q, k))
 
 
+def test_a_table_that_asks_for_a_gradient_is_refused() -> None:
+    """Its share would be left out in silence; where no gradient is recorded the call is as good as any."""
+    q, k, positions = data(5, 2, 1, 8, torch.float32)
+    asks = table(50, 8).requires_grad_()
+    for stock in (False, True):
+        with ops.stock(stock), pytest.raises(RuntimeError, match=r"rope: cos_sin requires a gradient.*\.detach\(\)"):
+            ops.rope(q.requires_grad_(), k, positions, asks)
+    with torch.no_grad():
+        assert_bitwise(ops.rope(q, k, positions, asks)[0], ops.rope(q, k, positions, table(50, 8))[0], "no gradient")
+
+
 def test_second_derivative_exists() -> None:
     q, k, positions = data(3, 1, 1, 8, torch.float32)
     q.requires_grad_()

@@ -8,6 +8,11 @@ from torch import Tensor
 from rlkernel.kernels.cpu.library import FLOATS, code, function, pointer, threads
 
 
+def _rows(x: Tensor) -> tuple[int, int]:
+    """Rows of x [..., C], and C."""
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
@@ -19,7 +24,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         weight.data_ptr(),
         y.data_ptr(),
         pointer(r),
-        *x.shape,
+        *_rows(x),
         eps,
         code(x.dtype),
         threads(),
@@ -47,7 +52,7 @@ def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps
         x.data_ptr(),
         weight.data_ptr(),
         dx.data_ptr(),
-        *x.shape,
+        *_rows(x),
         eps,
         code(x.dtype),
         threads(),
@@ -58,7 +63,7 @@ def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps
 def _wgrad_(grad: Tensor, dy: Tensor, x: Tensor, eps: float) -> None:
     dy, x = dy.contiguous(), x.contiguous()
     function("rlk_rms_norm_wgrad", "pppllfii")(
-        dy.data_ptr(), x.data_ptr(), grad.data_ptr(), *x.shape, eps, code(x.dtype), threads()
+        dy.data_ptr(), x.data_ptr(), grad.data_ptr(), *_rows(x), eps, code(x.dtype), threads()
     )
 
 

@@ -124,7 +124,10 @@ def launcher(device: int, chosen: Plan) -> Callable[..., None]:
 
     def run(m: int, k: int, a: int, b: int, bias: int | None, add: bool, out: Tensor) -> None:
         # From the allocator, call by call: calls on two streams, or in two graphs, never share it.
-        space = torch.empty(bytes_, dtype=torch.uint8, device=out.device) if bytes_ else None
+        try:
+            space = torch.empty(bytes_, dtype=torch.uint8, device=out.device) if bytes_ else None
+        except torch.OutOfMemoryError as error:
+            raise LaunchError(f"cuBLASLt ({chosen.algorithm}) has no workspace: {error}") from error
         status = launch(
             handle, m, k, a, b, bias, add, out.data_ptr(), None if space is None else space.data_ptr(), bytes_,
             stream_of(device),

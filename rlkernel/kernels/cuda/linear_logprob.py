@@ -35,7 +35,7 @@ from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
 from rlkernel.kernels.cuda.linear_logprob_shapes import GradShape, Shape
 from rlkernel.kernels.errors import FinishedError, LaunchError
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.triton import common, launch, linear_grad, matrix
+from rlkernel.kernels.triton import common, launch, linear_grad, matrix, streams
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton import logprob as statistics
@@ -109,7 +109,8 @@ def _in_pieces(s: GradShape, run: Run) -> Run:
 
 
 def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
-    """One of cuBLASLt's algorithms; `by_tokens`: for the weight gradient, whose contraction runs over the tokens."""
+    """One of cuBLASLt's algorithms; `by_tokens`: for the weight gradient, whose contraction runs over the tokens. Of
+    fewer than FEW_TOKENS the anchor computes both."""
 
     def supports(key: Key) -> bool:
         s = GradShape(*key)  # type: ignore[arg-type]
@@ -129,7 +130,7 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
             running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
         ) -> None:
             weight_at = weight.data_ptr()
-            if weight_at & 15:
+            if weight_at & 15 or len(dz) < shapes.FEW_TOKENS:
                 return anchor.dhidden_block(running, rounded, dz, weight, fresh, active)
             entries, size = dz.shape[1], dz.element_size()
             with common.on_device(dz):
@@ -149,7 +150,7 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
 
         def dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
             hidden_at = hidden.data_ptr()
-            if (grad.data_ptr() | hidden_at) & 15:
+            if (grad.data_ptr() | hidden_at) & 15 or len(dz) < shapes.FEW_TOKENS:
                 return anchor.dweight_block(grad, dz, hidden, fresh, active)
             with common.on_device(dz):
                 launch(dz.shape[1], len(dz), dz.data_ptr(), hidden_at, None, not fresh, grad)
@@ -218,6 +219,7 @@ _SOURCES = (
             linear_shapes,
             matrix,
             common,
+            streams,
             hopper,
             shapes,
             cublaslt,

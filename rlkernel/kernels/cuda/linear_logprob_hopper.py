@@ -138,7 +138,10 @@ def dhidden_block(
         )  # fmt: skip
         if parts == 1:
             return launch(sum=running, rounded=rounded, fresh=fresh)
-        sums = torch.empty(parts, *running.shape, dtype=torch.float32, device=dz.device)
+        try:
+            sums = torch.empty(parts, *running.shape, dtype=torch.float32, device=dz.device)
+        except torch.OutOfMemoryError:  # the anchor goes without
+            return anchor.dhidden_block(running, rounded, dz, weight, fresh, active)
         launch(sum=sums, fresh=True)
         ascend(sums, None if fresh else running, running)
         if rounded is not None:

@@ -22,7 +22,8 @@ SAMPLE_ENTRIES = 12328  # vocabulary that certification compares: whole tiles, a
 SAMPLE_BLOCK = 8192  # the same for a block of dz, and for dhidden of many tokens: a chunk of its order
 SAMPLE_WIDTH = 4096  # entries whose logits are kept, where it is timed
 SAMPLE_BYTES = 1 << 28  # limit on dz and on the weight gradient in a comparison; a wider block is cut
-FEW_TOKENS = 77  # at which narrow blocks are compared
+FEW_TOKENS = 77  # below which cuBLASLt computes neither gradient
+NARROW = (1, 9, FEW_TOKENS)  # tokens at which `dweight` is compared in a narrow block
 
 # ---- the forward and dz --------------------------------------------------------------------------
 
@@ -162,8 +163,9 @@ def forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> t
 def _upstream(m: int, generator: torch.Generator, most: bool = False) -> Tensor:
     """Gradients of which every seventh is zero, and a run of blocks of tokens as well unless `most` have one."""
     g = torch.randn(m, dtype=torch.float32, device=generator.device, generator=generator)
-    g[::7] = 0.0
-    if not most:
+    if m > 1:  # whose gradient would be none
+        g[::7] = 0.0
+    if not most and m > loop.BLOCK_TOKENS:
         g[m // 3 : m // 3 + 500] = 0.0
     return g
 
@@ -285,23 +287,24 @@ def most_tokens(s: GradShape) -> int:
 def rows_of_grad(key: Key) -> list[int]:
     """The most tokens that a call of the backward has are among them: over them runs the chain of `dweight`."""
     most = most_tokens(GradShape(*key))  # type: ignore[arg-type]
-    return list(dict.fromkeys(min(m, most) for m in (FEW_TOKENS, LEAST_TOKENS, 1000, WGRAD_TOKENS, 4096)))
+    return list(dict.fromkeys(min(m, most) for m in (*NARROW, LEAST_TOKENS, 1000, WGRAD_TOKENS, 4096)))
 
 
 def rows_of_dhidden(key: Key) -> list[int]:
-    """Few tokens: from 77 to the most that are few; timed at as many as come with rows of dz of that length. Else from
-    the fewest that are not few."""
+    """Few tokens: 1, and from 77 to the most that are few; timed at as many as come with rows of dz of that length.
+    Else from the fewest that are not few."""
     s = GradShape(*key)  # type: ignore[arg-type]
-    least, most, timed = FEW_TOKENS, most_tokens(s), 4096
+    least, most, timed, fewest = FEW_TOKENS, most_tokens(s), 4096, 1
     columns = max(s.c, loop.FEWEST_CHANNELS)
     border = loop.FILLED // 2 // columns
     if s.few:
         most = min(most, border)
         timed = loop.FILLED // (columns * max(1, -(-s.row // SAMPLE_BLOCK)))
     elif loop.chunks_beside(border, s.c) > 1:
-        least = max(least, border + 1)
+        fewest = least = max(least, border + 1)
     last = min(max(timed, least), most)
-    return [*sorted({min(m, most) for m in (least, least + 52, max(least, 1000), WGRAD_TOKENS)} - {last}), last]
+    counts = (fewest, least, least + 52, max(least, 1000), WGRAD_TOKENS)
+    return [*sorted({min(m, most) for m in counts} - {last}), last]
 
 
 def widest(s: GradShape, tokens: int) -> int:
@@ -314,7 +317,11 @@ def widest(s: GradShape, tokens: int) -> int:
 def compared(s: GradShape) -> list[tuple[int, int]]:
     """Tokens, ascending, and the most entries that `dweight` gets with as many or less: a multiple of 8."""
     odd = 8 * (not s.whole)  # whose widest sample is one entry short
-    return [(m, widest(s, m) - odd) for m in sorted(rows_of_grad(tuple(s))) if m != FEW_TOKENS]
+    return [(m, widest(s, m) - odd) for m in sorted(rows_of_grad(tuple(s))) if not _is_narrow(s, m)]
+
+
+def _is_narrow(s: GradShape, tokens: int) -> bool:
+    return tokens in NARROW and tokens < most_tokens(s)
 
 
 def _block_of_dz(
@@ -334,12 +341,13 @@ def _block_of_dz(
 
 
 def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    """Many tokens: a chunk of the vocabulary. Few: as many as are side by side, at the fewest rows and where it is
-    timed; else one, as a block's last call may have, and three. dz and the weight have SAMPLE_BYTES at the most."""
+    """Many tokens: a chunk of the vocabulary. Few: as many as are side by side, of one row, at the fewest others and
+    where it is timed; else one, as a block's last call may have, and three. dz and the weight have SAMPLE_BYTES at the
+    most."""
     s = GradShape(*key)  # type: ignore[arg-type]
     rows, chunks = rows_of_dhidden(key), loop.chunks_beside(m, s.c) if s.few else 1
-    fewest, second = (sorted(rows) * 2)[:2]
-    if m not in (fewest, rows[-1]):
+    fewest, second = ((sorted({*rows} - {1}) or [1]) * 2)[:2]
+    if m not in (1, fewest, rows[-1]):
         chunks = 1 if m == second else min(3, chunks)
     most = min(s.row or chunks * SAMPLE_BLOCK, chunks * SAMPLE_BLOCK)
     entries = max(8, most - 56 * (m == fewest)) - (not s.whole)
@@ -352,7 +360,8 @@ def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> t
 def dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = GradShape(*key)  # type: ignore[arg-type]
     most = widest(s, m)
-    entries = max(8, min(most, SAMPLE_BLOCK) - 56) if m == FEW_TOKENS else most - (not s.whole)
+    entries = max(8, min(most, SAMPLE_BLOCK) - 56) if _is_narrow(s, m) else most
+    entries -= not (s.whole or m == FEW_TOKENS)
     dz, active = _block_of_dz(s, m, entries, kind, generator)
     hidden = values(finite(kind), m, s.c, s.dtype, generator, second=True)
     grad = torch.randn(dz.shape[1], s.c, dtype=torch.float32, device=dz.device, generator=generator).to(s.out)

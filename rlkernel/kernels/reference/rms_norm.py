@@ -8,10 +8,16 @@ from torch import Tensor
 from rlkernel.kernels.reference.arith import fma, row_dot, sqrt
 
 
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """`row_dot` over the last dimension of [..., C]: [..., 1]."""
+    c = a.shape[-1]
+    return row_dot(a.reshape(-1, c), b.reshape(-1, c)).view(*a.shape[:-1], 1)
+
+
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) of each row of x [rows, C], fp32 [rows, 1]."""
-    mean = row_dot(x, x) / torch.tensor(float(x.shape[-1]))
-    return (1.0 / sqrt(mean + eps))[:, None]
+    """1 / sqrt(mean(x^2) + eps) of each row of x [..., C], fp32 [..., 1]."""
+    mean = _row_dot(x, x) / torch.tensor(float(x.shape[-1]))
+    return 1.0 / sqrt(mean + eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,15 +34,15 @@ def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps
     rstd = inverse_rms(x, eps)
     g = dy.float() * weight.float()
     h = x.float() * rstd
-    mean = row_dot(g, h)[:, None] / torch.tensor(float(x.shape[-1]))
+    mean = _row_dot(g, h) / torch.tensor(float(x.shape[-1]))
     dx = rstd * fma(-h, mean, g)
     return (dx if dr is None else dx + dr.float()).to(x.dtype)
 
 
 def _wgrad_(grad: Tensor, dy: Tensor, x: Tensor, eps: float) -> None:
     h = (x.float() * inverse_rms(x, eps)).to(x.dtype).float()
-    total = grad
-    for up, row in zip(dy.float(), h, strict=True):
+    total, c = grad, x.shape[-1]
+    for up, row in zip(dy.float().reshape(-1, c), h.reshape(-1, c), strict=True):
         total = fma(up, row, total)
     grad.copy_(total)
 

@@ -395,7 +395,7 @@ def attention_backward(
     group, batch = h // hk, cu_q.shape[0] - 1
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if k.shape[0] == 0:
-        return dq, dk, dv
+        return dq.zero_(), dk, dv  # queries without keys, whose output is 0
     top, delta = torch.empty(2, hk, t * group, dtype=torch.float32, device=q.device)
     block_d = next_power_of_2(d, 16)
     shape: dict[str, Any] = {"HK": hk, "GROUP": group, "D": d, "BLOCK_D": block_d}

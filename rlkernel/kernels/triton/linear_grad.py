@@ -158,7 +158,12 @@ def ascending(
     stored = (a.t() if a_by_k else a, b if b_by_k else b.t())
     tma = tile.tma and (span % tile.k == 0 or chunks == 1) and can_fetch(*stored)
     with on_device(a):
-        target = out if tile.split == 1 else torch.empty(tile.split, m, n, dtype=torch.float32, device=a.device)
+        target = out
+        if tile.split > 1:
+            try:
+                target = torch.empty(tile.split, m, n, dtype=torch.float32, device=a.device)
+            except torch.OutOfMemoryError:  # raised amid a backward, a caller would add once more what it has added
+                tile = tile._replace(split=1)
         operands = (a, b)
         if tma:
             operands = (

@@ -1,4 +1,4 @@
-"""linear_logprob on GPUs: the head's matrix product with the tile statistics of logprob behind it, no [T, V] tensor.
+"""linear_logprob on GPUs: the head's matrix product with the tile statistics of logprob behind it.
 
 Contract: docs/ops/linear_logprob.md. Logits come from linear's chain and statistics from logprob's `tile_stats`, so
 the bits are those of the two ops in sequence. The products of the backward are here too, the anchors of its loop in

@@ -349,12 +349,15 @@ def gradients(
     # Whole tiles wide: all of its parts lie at 16-byte addresses, which dispatch does not ask again.
     block = torch.empty(most_tokens, width, dtype=weight.dtype, device=device)
     scratch = torch.empty(width, c, dtype=torch.float32, device=device) if direct and len(blocks) > 1 else None
+    # One for all blocks of tokens: where memory lacks, `grad` has not been added to yet.
+    span = tokens if direct else most_tokens
+    totals = torch.empty(span, c, dtype=torch.float32, device=device) if needs_input else None
     # The two products of a block ask nothing of each other: one's last tiles leave work for the other's first.
     both = needs_input and needs_weight and most_tokens * width * c >= WORTH_BESIDE
     with Fork(device, both) as fork:
         for group in [blocks] if direct else [[b] for b in blocks]:
             origin, end = group[0][0], group[-1][1]
-            running = torch.empty(end - origin, c, dtype=torch.float32, device=device) if needs_input else None
+            running = None if totals is None else totals[: end - origin]
             for first in range(0, vocab, width):
                 last = min(vocab, first + width)
                 for start, stop in group:

@@ -192,16 +192,22 @@ def _shape(rows: int, c: int) -> tuple[tuple[int], dict[str, Any]]:
     return (cdiv(rows, per_program),), meta | options()
 
 
+def _rows(x: Tensor) -> int:
+    """Rows of x [..., C]."""
+    return x.numel() // x.shape[-1]
+
+
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
     y = torch.empty_like(x)
     r = None if residual is None else torch.empty_like(x)
     if x.numel():
-        grid, meta = _shape(*x.shape)
+        rows = _rows(x)
+        grid, meta = _shape(rows, x.shape[-1])
         with on_device(x):
             rms_norm_kernel[grid](
-                x, residual, weight, y, r, x.shape[0], eps, HAS_RESIDUAL=residual is not None, **meta, **early(x)
+                x, residual, weight, y, r, rows, eps, HAS_RESIDUAL=residual is not None, **meta, **early(x)
             )  # fmt: skip
     return y, r
 
@@ -239,11 +245,11 @@ def _leaves(tokens: int, c: int) -> tuple[int, int]:
 def _backward(
     dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float, with_partials: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """dx, and the partial sums of the weight gradient [programs, C]."""
+    """dx like x [..., C], and the partial sums of the weight gradient [programs, C]."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     dr = None if dr is None else dr.contiguous()
     dx = torch.empty_like(x)
-    tokens, c = x.shape
+    tokens, c = _rows(x), x.shape[-1]
     rows, steps, meta = _tile(c, x.element_size())
     steps = steps if with_partials else 1
     programs, pair = cdiv(tokens, rows * steps), _leaves(tokens, c)[1] if with_partials else 0
@@ -285,7 +291,7 @@ def rms_norm_grad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps:
         return dx, torch.zeros_like(weight)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
     with on_device(x):
-        _add_chunks_(dw, partials, x.shape[0], True)
+        _add_chunks_(dw, partials, _rows(x), True)
     return dx, dw
 
 
@@ -294,7 +300,7 @@ def rms_norm_grad_(grad: Tensor, dy: Tensor, dr: Tensor | None, x: Tensor, weigh
     assert partials is not None
     if x.numel():
         with on_device(x):
-            _add_chunks_(grad, partials, x.shape[0], False)
+            _add_chunks_(grad, partials, _rows(x), False)
     return dx
 
 
