@@ -106,12 +106,8 @@ def rows(preset: str, workload: str, rates: dict[str, list[float]]) -> list[dict
     return out
 
 
-def main() -> int:
-    """Prints tokens per second and writes `bench_vllm.json`, or `bench_vllm_<preset>_<workload>.json` for one case.
-
-    Where the arms leave "rlkernel" out, the name ends with the others: it does not replace rlkernel's record.
-    """
-    parser = argparse.ArgumentParser(description=__doc__)
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=Path(__file__).name, description=__doc__)
     parser.add_argument("--preset", choices=sorted({p for p, _ in CASES}))
     parser.add_argument("--workload", choices=WORKLOADS)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[DEFAULT, "vllm batch invariant", "rlkernel"])
@@ -120,7 +116,21 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="start no further round that would end later"
     )
-    args = parser.parse_args()
+    return parser
+
+
+def result_name(args: argparse.Namespace) -> str:
+    """`bench_vllm`, or `bench_vllm_<preset>_<workload>` for one case.
+
+    Where the arms leave "rlkernel" out, the name ends with the others: it does not replace rlkernel's record.
+    """
+    without = [] if "rlkernel" in args.arms else [arm.replace(" ", "-") for arm in args.arms if arm != DEFAULT]
+    return "_".join(filter(None, ("bench_vllm", args.preset, args.workload, *without)))
+
+
+def main() -> int:
+    """Prints tokens per second and writes the result."""
+    args = options().parse_args()
     end = time.monotonic() + args.seconds
     import torch
 
@@ -149,10 +159,7 @@ def main() -> int:
 
     from results_io import write_result
 
-    without = [] if "rlkernel" in args.arms else [arm.replace(" ", "-") for arm in args.arms if arm != DEFAULT]
-    part = "_".join(filter(None, (args.preset, args.workload, *without)))
-    name = "bench_vllm" + (f"_{part}" if part else "")
-    print(f"wrote {write_result(name, found, vllm=version('vllm'))}")
+    print(f"wrote {write_result(result_name(args), found, vllm=version('vllm'))}")
     return 0
 
 

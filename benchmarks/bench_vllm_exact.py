@@ -106,12 +106,23 @@ def compare(model: Path, answer: dict[str, Any], ours: str | None) -> dict[str, 
     }
 
 
-def main() -> int:
-    """Prints mismatches and writes `bench_vllm_exact.json`."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=Path(__file__).name, description=__doc__)
     parser.add_argument("--preset", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--arms", nargs="+", choices=PAIRS, default=USUAL)
-    args = parser.parse_args()
+    return parser
+
+
+def result_name(args: argparse.Namespace) -> str:
+    """`bench_vllm_exact`, with the presets and the arms where they are not the usual ones."""
+    parts = [] if set(args.preset) == set(PRESETS) else list(args.preset)
+    parts += [] if set(args.arms) == set(USUAL) else [arm.replace(" ", "-") for arm in args.arms]
+    return "_".join(("bench_vllm_exact", *parts))
+
+
+def main() -> int:
+    """Prints mismatches and writes the result."""
+    args = options().parse_args()
     import torch
 
     if not torch.cuda.is_available():
@@ -131,10 +142,7 @@ def main() -> int:
 
     from results_io import write_result
 
-    parts = [] if set(args.preset) == set(PRESETS) else list(args.preset)
-    parts += [] if set(args.arms) == set(USUAL) else [arm.replace(" ", "-") for arm in args.arms]
-    name = "_".join(("bench_vllm_exact", *parts))
-    print(f"wrote {write_result(name, found, vllm=version('vllm'), transformers=version('transformers'))}")
+    print(f"wrote {write_result(result_name(args), found, vllm=version('vllm'), transformers=version('transformers'))}")
     return int(any(row["mismatches"] for row in found if PAIRS[row["ours"]][0] is not None))
 
 

@@ -69,8 +69,9 @@ def orders_sha(root: Path = ROOT) -> str:
 def benchmark_sha() -> str:
     """`kernel_sha` of what measures: MEASURING and every file of this folder that this process has loaded."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    loaded = {Path(file).resolve() for file in files if file}
-    names = {path.name for path in loaded if path.parent == BENCHMARKS and path.suffix == ".py"}
+    # relative: what torch makes up, as "_classes.py", which would lie here wherever this is the current folder
+    loaded = {Path(file).resolve() for file in files if file and Path(file).is_absolute()}
+    names = {path.name for path in loaded if path.parent == BENCHMARKS and path.suffix == ".py" and path.is_file()}
     return _digest(BENCHMARKS, {*MEASURING, *names})
 
 

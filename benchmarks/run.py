@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import os
 import queue
@@ -25,7 +26,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 LOGS = HERE.parent / "build" / "benchmarks"
 OWN_FILES = ("vllm", "vllm_exact")
-"""Benchmarks whose result file is named after their arguments: two of them do not overwrite each other."""
+"""Benchmarks whose result file is named after some of their arguments, by `result_name` of their own."""
 
 
 class Groups:
@@ -42,12 +43,13 @@ class Groups:
             process = subprocess.Popen(command, start_new_session=True, **options)
             self.running.add(process)
         try:
-            return process.wait(limit)
+            self._wait(process, limit)
         finally:
             with self.lock:
                 self.running.discard(process)
-                self._end(process)
-            process.wait()
+                self._end(process)  # also where it ended by itself: a crash leaves what it started behind
+            status = process.wait()
+        return status
 
     def end(self) -> None:
         """Ends them all; none is started afterwards."""
@@ -55,6 +57,18 @@ class Groups:
             self.over = True
             for process in self.running:
                 self._end(process)
+
+    def _wait(self, process: subprocess.Popen[bytes], limit: float | None) -> None:
+        """Returns once it has ended, and leaves its status there: until that is taken, no other group has its number.
+
+        Raises TimeoutExpired.
+        """
+        until = None if limit is None else time.monotonic() + limit
+        now = 0 if until is None else os.WNOHANG
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | now) is None:
+            if until is not None and time.monotonic() >= until:
+                raise subprocess.TimeoutExpired(process.args, limit or 0.0)
+            time.sleep(0.05)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         if process.returncode is None:  # not waited for: the number is still its own
@@ -77,6 +91,15 @@ def start(
     finally:
         if out is not None:
             out.close()
+
+
+def writes(name: str, arguments: list[str]) -> str:
+    """Stem of the result file of a benchmark with these arguments; exits where it does not take them."""
+    if name not in OWN_FILES:
+        return f"bench_{name}"
+    benchmark = importlib.import_module(f"bench_{name}")
+    stem: str = benchmark.result_name(benchmark.options().parse_args(arguments))
+    return stem
 
 
 def chosen(numbers: str, visible: str | None) -> list[str]:
@@ -113,10 +136,11 @@ def main() -> int:
     unknown = [" ".join(words) for words in work if not words or words[0] not in scripts]
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(scripts)}")
-    files = [shlex.join(words) if words[0] in OWN_FILES else words[0] for words in work]
-    twice = [name for name in dict.fromkeys(files) if files.count(name) > 1]
-    if twice:
-        parser.error(f"{', '.join(twice)} is named twice, and both would write one result file; run it once")
+    files = [writes(name, arguments) for name, *arguments in work]
+    for file in dict.fromkeys(files):
+        same = [shlex.join(words) for words, other in zip(work, files, strict=True) if other == file]
+        if len(same) > 1:
+            parser.error(f"{' and '.join(same)} would write one result file, {file}.json; run one of them")
     gpus: list[str | None] = [None]
     if args.gpus is not None:
         try:

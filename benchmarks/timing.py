@@ -53,8 +53,9 @@ def interleaved(
     candidate behind a hot one is up to a tenth slower. On CUDA a 128 MiB write before every timing evicts the L2
     cache, and the GPU is kept waiting while the host queues the work: what is measured is the time on the GPU, as under
     a CUDA graph. A sample that was not hidden so is taken again behind a longer wait, and from then on all candidates
-    wait as long: a GPU that rested more has more power. One that no wait hides, as it waits for the GPU itself, is
-    measured behind the longest.
+    wait as long: a GPU that rested more has more power. What was measured behind a shorter wait is thrown away, and
+    those rounds begin anew, three times at most. A candidate that the longest wait does not hide twice in a row, as it
+    waits for the GPU itself, is measured behind the longest; once may be a pause of the host.
 
     That write leaves a cache full of what is not in memory yet, and the candidate's reads wait until it is. `by_copy`:
     a copy of 128 MiB evicts the cache instead, and leaves it as an op does that reads as much as it writes.
@@ -69,7 +70,7 @@ def interleaved(
 
     def sample(i: int) -> float:
         nonlocal cycles
-        wait = MOST_CYCLES if i in never else cycles
+        wait, shown = MOST_CYCLES if i in never else cycles, 0
         while True:
             if rest:
                 if cuda:
@@ -81,16 +82,25 @@ def interleaved(
             if hidden:
                 cycles = max(cycles, wait)
             elif wait >= MOST_CYCLES:
-                never.add(i)
+                shown += 1
+                if shown == 2:
+                    never.add(i)
             if hidden or i in never:
                 return ms
-            wait *= 2
+            wait = min(2 * wait, MOST_CYCLES)
 
     order, shuffle = list(range(len(candidates))), random.Random(0).shuffle
-    for _ in range(rounds):
+    done = 0
+    while done < rounds:
         shuffle(order)
-        for i in order:
-            times[i].append(sample(i))
+        before = cycles
+        found = {i: sample(i) for i in order}
+        if cycles > before:
+            times, done = [[] for _ in candidates], 0
+            continue
+        for i, ms in found.items():
+            times[i].append(ms)
+        done += 1
     return [statistics.median(t) for t in times]
 
 

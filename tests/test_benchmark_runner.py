@@ -21,7 +21,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of benchmarks: one says what it got, one fails, one does not end; and the figures."""
     says = "import os, sys\nprint(sys.argv[1:], 'on', os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
     for name, text in {
-        "bench_says": says, "bench_tells": says, "bench_vllm": says,
+        "bench_says": says, "bench_tells": says, "bench_vllm": says, "bench_vllm_exact": says,
         "bench_fails": "raise SystemExit(3)", "bench_hangs": "import time; time.sleep(60)",
         "figures": "import sys; print(sys.argv[1:])",
     }.items():  # fmt: skip
@@ -47,7 +47,7 @@ def test_benchmarks_run_one_after_the_other(
     assert status == 1 and "[] on None" in out and "failed: fails (exit status 3)" in out
     with pytest.raises(SystemExit):
         ran(monkeypatch, capfd, "nothing")
-    assert "no benchmark nothing; there are fails, hangs, says, tells, vllm" in capfd.readouterr().err
+    assert "no benchmark nothing; there are fails, hangs, says, tells, vllm, vllm_exact" in capfd.readouterr().err
 
 
 def test_benchmarks_run_one_a_gpu(
@@ -87,11 +87,22 @@ def test_a_gpu_is_one_of_the_allocations(
 def test_two_runs_of_one_result_file_are_refused(
     scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for names in (("says", "tells", "says --rounds 9"), ("vllm --preset a", "says", "vllm --preset a")):
+    small, large = "vllm --preset qwen3-0.6b", "vllm --preset qwen3-8b"
+    for one, other, file in (
+        ("says", "says --rounds 9", "bench_says"),
+        (small, small, "bench_vllm_qwen3-0.6b"),
+        (small, f"{small} --rounds 9", "bench_vllm_qwen3-0.6b"),
+        ("vllm", "vllm --arms rlkernel 'vllm default'", "bench_vllm"),
+        ("vllm_exact", "vllm_exact --arms 'vllm default' rlkernel", "bench_vllm_exact"),
+    ):
         with pytest.raises(SystemExit):
-            ran(monkeypatch, capfd, *names)
-        assert f"{names[0]} is named twice, and both would write one result file" in capfd.readouterr().err
-    assert ran(monkeypatch, capfd, "vllm --preset a", "vllm --preset b")[0] == 0, "files named after their arguments"
+            ran(monkeypatch, capfd, one, "tells", other)
+        assert f"{one} and {other} would write one result file, {file}.json" in capfd.readouterr().err
+    assert ran(monkeypatch, capfd, small, large, f"{small} --workload long", "vllm_exact")[0] == 0
+    with pytest.raises(SystemExit):
+        ran(monkeypatch, capfd, "says", "vllm --preset nothing")
+    out, err = capfd.readouterr()
+    assert "bench_vllm.py: error: argument --preset: invalid choice: 'nothing'" in err and "bench_says" not in out
 
 
 CHILD = """
@@ -118,6 +129,22 @@ def test_a_benchmark_that_is_stopped_leaves_no_process(
     (scripts / "bench_hangs.py").write_text(CHILD)
     monkeypatch.setenv("CHILD", str(scripts / "child"))
     assert ran(monkeypatch, capfd, "--limit", "3", "hangs")[0] == 1
+    assert ended(scripts / "child")
+
+
+@pytest.mark.parametrize("limit", ((), ("--limit", "60")))
+@pytest.mark.parametrize("status", (0, 3))
+def test_a_benchmark_that_ends_by_itself_leaves_no_process(
+    status: int,
+    limit: tuple[str, ...],
+    scripts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (scripts / "bench_fails.py").write_text(CHILD.replace("\ntime.sleep(60)\n", f"\nraise SystemExit({status})\n"))
+    monkeypatch.setenv("CHILD", str(scripts / "child"))
+    found, out = ran(monkeypatch, capfd, *limit, "fails")
+    assert found == bool(status) and ("failed: fails (exit status 3)" in out) == bool(status)
     assert ended(scripts / "child")
 
 

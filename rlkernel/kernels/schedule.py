@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -72,6 +72,7 @@ class ScheduledOp:
     def __init__(self, family: Family) -> None:
         self.family = family
         self._runs: Runs = {}
+        self.met: set[Hashable] = set()  # for who calls it in many ways and settles them before: descriptions of that
         self.call = family.dispatcher(self._runs, self._first, self._instead)
         self._verdicts: dict[Key, Verdict] = {}
         self._bound: dict[Key, dict[str, Run]] = {}
@@ -91,9 +92,20 @@ class ScheduledOp:
                 for key in self.family.beside(*args):
                     self._settle(key)
                 if len(self._runs) >= MOST_CALLS:
-                    self._runs.clear()
+                    self._decide_anew()
                 self._runs[call] = run
         return run
+
+    def settle(self, *args: Any) -> None:
+        """What the first call of a class does, certification and strict mode's error, but for the call itself."""
+        with _lock:
+            if self._settle(self.family.key(*args))[1]:
+                for key in self.family.beside(*args):
+                    self._settle(key)
+
+    def _decide_anew(self) -> None:
+        self._runs.clear()
+        self.met.clear()
 
     def _instead(self, error: Exception, run: Run, *args: Any) -> Any:
         """The anchor's result of a call in which a schedule failed; the anchor computes its class from here on, but
@@ -114,7 +126,7 @@ class ScheduledOp:
             else:
                 reason = f"{name} was certified and failed in a call: {one_line(error)}"
                 what, new = f"runs its anchor: {reason}", self._failed.setdefault(key, reason) is reason
-                self._runs.clear()
+                self._decide_anew()
         if _strict and not passing and not finished:
             raise UncertifiedError(f"{family.op} {family.describe(key)}: {reason}") from error
         if new:  # raised, where warnings are errors, it would leave a sum behind that was added to in part
@@ -129,7 +141,7 @@ class ScheduledOp:
     def forget(self, verdicts: bool = False) -> None:
         """Decides anew at the next call; with `verdicts` also what this process knows of the files."""
         with _lock:
-            self._runs.clear()
+            self._decide_anew()
             self._failed.clear()
             self._short.clear()
             if verdicts:
@@ -245,7 +257,7 @@ def scheduled_ops() -> tuple[ScheduledOp, ...]:
 
 def _decide_anew() -> None:
     for op in scheduled_ops():
-        op._runs.clear()
+        op._decide_anew()
 
 
 def _check_switch(on: bool) -> None:

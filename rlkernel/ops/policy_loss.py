@@ -300,7 +300,16 @@ def _checked_length(value: Any) -> int:
     expected = f"a whole number of tokens from 1 to {LONGEST}, or None"
     if isinstance(value, bool):
         raise TypeError(f"policy_loss: max_completion_length={value} is no number of tokens; it must be {expected}")
-    return check_whole("policy_loss", "max_completion_length", value, expected, 1, LONGEST)
+    length = check_whole("policy_loss", "max_completion_length", value, expected, 1, LONGEST)
+    # compiled, check_whole takes every int for a symbol; dynamo may compile it alone, so its range is looked at in both
+    if torch.compiler.is_compiling() or isinstance(length, torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import guard_or_true  # takes 0.6 s
+
+        fits = guard_or_true(length >= 1) and guard_or_true(length <= LONGEST)
+    else:
+        fits = 1 <= length <= LONGEST
+    check(fits, lambda: f"policy_loss: max_completion_length={value} must be {expected}")
+    return length
 
 
 def _checked_options(

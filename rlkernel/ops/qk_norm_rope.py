@@ -141,8 +141,8 @@ def qk_norm_rope_store(
     _check_cache(k, v, k_cache, v_cache, slots)
     check_devices(op, q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slots)
     if torch.is_grad_enabled() and not is_stock():
-        names = ("q", "k", "v", "q_weight", "k_weight", "k_cache", "v_cache")
-        refuse_gradient(op, names, (q, k, v, q_weight, k_weight, k_cache, v_cache))
+        names = ("q", "k", "v", "q_weight", "k_weight", "cos_sin", "k_cache", "v_cache")
+        refuse_gradient(op, names, (q, k, v, q_weight, k_weight, cos_sin, k_cache, v_cache))
     if not is_stock() and select.choose("qk_norm_rope", q.device.type).implementation == "triton":
         from rlkernel.kernels.triton import qk_norm_rope as triton
 

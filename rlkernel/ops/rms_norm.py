@@ -33,10 +33,16 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, weight, ctx.eps = inputs
+    x, residual, weight, ctx.eps = inputs
+    ctx.views = _of_leaf(x), _of_leaf(residual)
     ctx.set_materialize_grads(False)  # the last norm's r is unused; a zero gradient for it would be a pass over memory
     ctx.save_for_backward(output[1], weight)
     ctx.weight = weight
+
+
+def _of_leaf(x: Tensor) -> bool:
+    """Whether a tensor is a view of a leaf, which takes the memory of its gradient for its own."""
+    return x._base is not None and x._base.is_leaf and x.requires_grad
 
 
 def _gradients(
@@ -58,13 +64,18 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
-    """One tensor for both, of their own shape: autograd sees that two hold it, and copies it for a leaf. Of two views
-    of one memory, as a reshaped input would get, it makes each a leaf's `.grad`, and adds to both at once."""
+    """One tensor for both, of their own shape: autograd sees that two hold it, and copies it for a leaf. Views of one
+    memory it does not see: each would be a leaf's `.grad`, and what is added to one added to both."""
     r, weight = ctx.saved_tensors
+    view_x, view_residual = ctx.views
     if dy is None:
-        return dr, dr, None, None
+        if dr is None:
+            return None, None, None, None
+        return dr.clone() if view_x else dr, dr.clone() if view_residual else dr, None, None
     of_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
     dx, dw = _gradients(ctx, dy, dr, r, weight, of_x, 2)
+    if dx is not None and all(ctx.needs_input_grad[:2]) and (view_x or view_residual):
+        return dx, dx.clone(), dw, None
     return dx, dx, dw, None
 
 

@@ -431,8 +431,14 @@ def test_linear_logprob_products_beside_each_other(
                 seen.whole(found[1:], expected[1:], f"weight gradient {i}, {stream}")
                 del found, trash
         torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+    eager = torch.cuda.Stream()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), capture_error_mode="relaxed"):
         captured = run()
+        with torch.cuda.stream(eager):  # outside the capture, which goes on
+            found = run()
+    torch.cuda.synchronize()
+    seen.rows(found[:1], expected[:1], "input gradient beside a capture")
+    seen.whole(found[1:], expected[1:], "weight gradient beside a capture")
     for i in range(2):
         for t in captured:
             t.fill_(torch.nan)

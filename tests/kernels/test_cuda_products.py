@@ -255,16 +255,77 @@ def test_a_workspace_that_cannot_be_had_is_a_launch_refused(monkeypatch: pytest.
     assert schedule.is_circumstance(raised.value)
 
 
-def test_chunks_side_by_side_without_memory_are_the_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[Any] = []
+def test_chunks_side_by_side_without_memory_are_a_launch_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed by the anchor in the kernel's name, certification would compare the anchor with itself."""
     monkeypatch.setattr(hopper, "LOGPROB_DGRAD_CHUNK", 16)
-    monkeypatch.setattr(scoring.anchor, "dhidden_block", lambda *given: ran.append(given))
+    monkeypatch.setattr(scoring.anchor, "dhidden_block", lambda *given: pytest.fail("the anchor ran"))
     for name in ("tensor_map", "kernel", "_launch"):
         monkeypatch.setattr(hopper, name, lambda *_, **__: None)
     given = (torch.zeros(9, 64), None, rand(9, 48), at(0, 48, 64), False, MOST)
     monkeypatch.setattr(torch, "empty", no_memory)
-    hopper.dhidden_block(*given)
-    assert ran == [given]
+    with pytest.raises(LaunchError, match="no memory for the sums of 3 chunks: CUDA out of memory") as raised:
+        hopper.dhidden_block(*given)
+    assert schedule.is_circumstance(raised.value)
+
+
+@pytest.mark.parametrize("vocab", (40, 256, 300, 904, 901))
+@pytest.mark.parametrize("tokens", (5, 8, 9, 20))
+@pytest.mark.parametrize(("main", "kept"), ((True, 0), (False, 0), (True, 512)))
+def test_a_backward_meets_all_its_classes_before_it_launches(
+    tokens: int, vocab: int, main: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What refuses a class then finds nothing added to `main_grad`."""
+    loop = scored.loop
+    monkeypatch.setattr(loop, "WGRAD_TOKENS", 8)
+    monkeypatch.setattr(loop, "LOGPROB_DGRAD_CHUNK", 16)
+    monkeypatch.setattr(loop, "logits_block", lambda *_: None)
+    count = torch.zeros(3, 1, dtype=torch.int32)
+    monkeypatch.setattr(loop, "active_blocks", lambda *_: (count, count, count[:, 0]))
+    keys = scored.dz_key, scored.dhidden_key, scored.dweight_key
+    met: set[tuple] = set()
+    launched: list[tuple] = []
+
+    def takes(into: Any, *products: int) -> list[Callable[..., None]]:
+        return [lambda *given, i=i: into((i, *keys[i](*given))) for i in products]
+
+    def before(call: Any, meet: Callable[..., None]) -> None:
+        hash(call)
+        assert not launched
+        meet(*takes(met.add, 0, 1, 2))
+
+    products = loop.Products(*takes(launched.append, 0, 1, 2), lambda *_: True, before)
+    hidden, weight = whole_numbers(tokens, 16), whole_numbers(vocab, 16)
+    y, g = torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens)
+    logits = torch.zeros(tokens, min(kept, vocab)) if kept else None
+    rest = (y, None, None, torch.zeros(tokens, 2), g, g, None, None, None, logits, True, True)
+    loop.gradients(products, torch.zeros(vocab, 16) if main else None, hidden, weight, *rest)
+    assert launched and set(launched) == met
+
+
+def test_classes_are_settled_before_once_and_anew_behind_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[str] = []
+    ops = (scoring._dz, scoring._dhidden, scoring._dweight)
+    for op in ops:
+        monkeypatch.setattr(op, "met", set())
+        monkeypatch.setattr(op, "settle", lambda *given, name=op.family.op: settled.append(name))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    meet = lambda *products: [product() for product in products]
+    for _ in range(2):
+        scoring.before("a", meet)
+    assert settled == [op.family.op for op in ops]
+    with schedule.strict():
+        scoring.before("a", meet)
+    assert len(settled) == 6
+
+    def refuse(*_: Any) -> None:
+        raise schedule.UncertifiedError
+
+    for _ in range(2):
+        with pytest.raises(schedule.UncertifiedError):
+            scoring.before("b", refuse)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    scoring.before("c", refuse)
+    assert not any({"b", "c"} & op.met for op in ops)
 
 
 def test_a_backward_has_its_memory_before_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", current)
-    monkeypatch.setattr(streams, "_stream", lambda device: side)
+    monkeypatch.setattr(streams, "_stream", lambda current: side)
     return found
 
 
@@ -84,19 +86,49 @@ def test_all_on_the_current_stream(device: torch.device, wanted: bool, said: lis
     assert said == ["beside"]
 
 
-def test_never_beside_itself(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_stream", torch.cuda.current_stream)
-    with Fork(GPU, True) as fork, fork.beside():
-        said.append("beside")
-    assert said == ["beside"]
+@dataclass(frozen=True)
+class Named:
+    """A stream as `_stream` sees it."""
+
+    cuda_stream: int
+    device: torch.device = GPU
 
 
-def test_each_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Streams under capture; new streams are numbered from 100 on."""
+    under: set[int] = set()
+    current: list[Named] = []
+    numbers = itertools.count(100)
+
+    @contextlib.contextmanager
+    def stream(which: Named) -> Iterator[None]:
+        current.append(which)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Named(next(numbers), device))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].cuda_stream in under)
     monkeypatch.setattr(streams, "_of_thread", threading.local())
-    mine, theirs = streams._stream(GPU), []
-    thread = threading.Thread(target=lambda: theirs.append(streams._stream(GPU)))
+    return under
+
+
+def test_a_stream_beside_each(captured: set[int]) -> None:
+    """Autograd's thread of a GPU runs the backwards of all threads: what one captures is not for the others."""
+    mine, theirs = streams._stream(Named(1)), []
+    thread = threading.Thread(target=lambda: theirs.append(streams._stream(Named(1))))
     thread.start()
     thread.join()
-    assert streams._stream(GPU) is mine and theirs[0] is not mine
-    assert streams._stream(torch.device("cuda", 1)) is not mine
+    others = [theirs[0], streams._stream(Named(2)), streams._stream(Named(1, torch.device("cuda", 1)))]
+    assert streams._stream(Named(1)) is mine and len({mine, *others}) == 4
+
+
+def test_none_beside_itself_nor_under_the_capture_of_another(captured: set[int]) -> None:
+    first = streams._stream(Named(1))
+    assert first == Named(100)
+    captured |= {1, 100}
+    assert streams._stream(Named(1)) is first, "of one capture"
+    captured.remove(1)
+    assert streams._stream(Named(1)) is None
+    assert streams._stream(Named(101)) is None, "torch handed out the stream itself"

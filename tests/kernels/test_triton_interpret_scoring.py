@@ -29,6 +29,7 @@ else:
     import triton
     import triton.language as tl
 
+    from rlkernel.kernels.errors import LaunchError
     from rlkernel.kernels.reference import linear_logprob as linear_logprob_reference
     from rlkernel.kernels.reference import logprob as logprob_reference
     from rlkernel.kernels.reference import sample as sample_reference
@@ -217,6 +218,10 @@ else:
         monkeypatch.setattr(torch, "empty", empty)
         assert_bitwise(runs(), beside, "one chunk behind the other")
         assert refused
+        tile = linear_grad.ascending_tile(4, 32, 4, 3)
+        assert tile.split == 3
+        with pytest.raises(LaunchError, match="3 partial sums: out of memory"):  # in its name nothing else may run
+            linear_grad.ascending(a, b, torch.zeros(4, 32), 32, start=start, tile=tile)
 
     @pytest.mark.parametrize("tokens", (20, 70, 520))
     def test_linear_logprob_of_many_tokens(tokens: int) -> None:

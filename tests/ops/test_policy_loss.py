@@ -567,6 +567,22 @@ def test_max_completion_length_is_a_count_of_tokens(loss_type: str, length: Any,
     assert_bitwise(run(numpy.int64(7)), run(7), "a whole number of numpy's")
 
 
+@pytest.mark.parametrize("loss_type", ("dr_grpo", "grpo"))
+def test_max_completion_length_is_checked_under_compile(loss_type: str) -> None:
+    """As a constant, and once other lengths have made it a symbol."""
+    batch = Batch([6, 3])
+    options = (batch.logp, batch.old_logp, batch.advantages, batch.cu_seqlens)
+    run = lambda n: ops.policy_loss(*options, loss_type=loss_type, max_completion_length=n).loss
+    for first in ((), (7, 8)):
+        for length in (0, -3, 1 << 40):
+            torch.compiler.reset()
+            fn = torch.compile(run, backend="aot_eager")
+            for n in first:
+                assert_bitwise(fn(n), run(n), f"compiled, {n} tokens")
+            with pytest.raises(ValueError, match=f"policy_loss: max_completion_length={length} must be a whole number"):
+                fn(length)
+
+
 @pytest.mark.parametrize("name", ("logp", "old_logp", "advantages", "ref_logp", "entropy", "rollout_logp"))
 def test_lower_precision_is_refused(name: str) -> None:
     arguments = {"logp": torch.zeros(5), "old_logp": torch.zeros(5), "advantages": torch.zeros(2)}

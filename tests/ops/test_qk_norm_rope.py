@@ -53,6 +53,21 @@ def test_refuses(change: dict[str, torch.Tensor], message: str) -> None:
         ops.qk_norm_rope(eps=EPS, **given)
 
 
+@pytest.mark.parametrize("name", ("q", "k", "v", "q_weight", "k_weight", "cos_sin", "k_cache", "v_cache"))
+def test_refuses_what_asks_for_a_gradient(name: str) -> None:
+    """By the op's own name, before another op sees it or one kernel takes it."""
+    names = ("q", "k", "q_weight", "k_weight", "positions", "cos_sin")
+    plain = dict(zip(names, inputs(torch.float32), strict=True))
+    stored = {"v": rand(4, 7, 2, 32), "k_cache": torch.zeros(2, 4, 2, 32), "v_cache": torch.zeros(2, 4, 2, 32)}
+    for op, given in (("qk_norm_rope", plain), ("qk_norm_rope_store", {**plain, **stored, "slots": torch.arange(7)})):
+        if name in given:
+            asks = {**given, name: given[name].clone().requires_grad_()}
+            with pytest.raises(RuntimeError, match=f"^{op}: {name} requires a gradient"):
+                getattr(ops, op)(eps=EPS, **asks)
+            with torch.no_grad():
+                getattr(ops, op)(eps=EPS, **asks)
+
+
 @pytest.mark.parametrize("implementation", ("cpp", "reference"))
 def test_store_equals_the_ops_in_turn(implementation: str) -> None:
     q, k, wq, wk, positions, table = inputs(torch.bfloat16)

@@ -30,6 +30,8 @@ from rlkernel.kernels.errors import VariantError
 FORMAT = "attention fa3 1"  # of the verdict files; another one means that a file is not read
 PAGE = 16  # page size that a dense call is certified with: the engine's default
 DTYPES = (torch.bfloat16, torch.float16)
+_SOURCES = (Path(certification.__file__), Path(__file__).resolve())
+verdicts.remember(_SOURCES)  # as the process has loaded them: an update under it is another verdict's
 INSTALL = "install vllm, or flash_attn_3, for this torch; or use attention variant 'split'"
 
 # What is compared. FA3 picks its tile by the longest query of a batch, by heads and by paging, and takes keys in blocks
@@ -415,7 +417,7 @@ def _identity(library: Library, shape: Shape) -> dict[str, Any]:
         **library.versions,
         "op": "attention fa3",
         "shape": shape.describe(),
-        "source": verdicts.source_hash((Path(certification.__file__), Path(__file__).resolve())),
+        "source": verdicts.source_hash(_SOURCES),
     }
     plain: dict[str, Any] = json.loads(json.dumps(found))  # as it comes back from a file
     return plain

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
 from rlkernel.kernels.cuda.linear_logprob_shapes import GradShape, Shape
 from rlkernel.kernels.errors import FinishedError, LaunchError
-from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.schedule import MOST_CALLS, ScheduledOp
 from rlkernel.kernels.triton import common, launch, linear_grad, matrix, streams
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
@@ -114,7 +114,8 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
 
     def supports(key: Key) -> bool:
         s = GradShape(*key)  # type: ignore[arg-type]
-        return s.row > 0 and s.whole and _supports_grad(key)  # as `linear`, which asks for multiples of 8 too
+        enough = shapes.most_tokens(s) >= shapes.FEW_TOKENS  # of fewer it computes nothing itself
+        return s.row > 0 and s.whole and enough and _supports_grad(key)  # as `linear`, which asks for multiples of 8
 
     def bind(key: Key) -> Run:
         s = GradShape(*key)  # type: ignore[arg-type]
@@ -297,4 +298,19 @@ def linear_logprob_probs(
     return _forward.call(hidden, weight, targets, inv_temperature, kept, True, 0)
 
 
-linear_logprob_grad_ = functools.partial(loop.gradients, loop.Products(_dz.call, _dhidden.call, _dweight.call, guess))
+def before(call: Hashable, meet: loop.Meet) -> None:
+    """Settles the classes of a backward, once for all of one description; not under graph capture, where nothing can be
+    certified."""
+    ops = _dz, _dhidden, _dweight
+    if all(call in op.met for op in ops) or torch.cuda.is_current_stream_capturing():
+        return
+    meet(*(op.settle for op in ops))
+    for op in ops:
+        if len(op.met) >= MOST_CALLS:
+            op.met.clear()
+        op.met.add(call)
+
+
+linear_logprob_grad_ = functools.partial(
+    loop.gradients, loop.Products(_dz.call, _dhidden.call, _dweight.call, guess, before)
+)

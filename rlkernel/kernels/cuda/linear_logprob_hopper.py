@@ -17,6 +17,7 @@ from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK
 from rlkernel.kernels import build
 from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
+from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton.linear_grad import ascend
@@ -140,8 +141,8 @@ def dhidden_block(
             return launch(sum=running, rounded=rounded, fresh=fresh)
         try:
             sums = torch.empty(parts, *running.shape, dtype=torch.float32, device=dz.device)
-        except torch.OutOfMemoryError:  # the anchor goes without
-            return anchor.dhidden_block(running, rounded, dz, weight, fresh, active)
+        except torch.OutOfMemoryError as error:  # nothing is written yet, and the anchor goes without
+            raise LaunchError(f"no memory for the sums of {parts} chunks: {error}") from error
         launch(sum=sums, fresh=True)
         ascend(sums, None if fresh else running, running)
         if rounded is not None:

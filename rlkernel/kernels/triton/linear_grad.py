@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import SUM_TOKENS, WGRAD_TOKENS
+from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.triton.aot import TARGETS, Variant
 from rlkernel.kernels.triton.common import add_partials_, on_device, options
 from rlkernel.kernels.triton.matrix import (
@@ -150,7 +151,7 @@ def ascending(
     if out.numel() == 0:
         return out
     a, b = strided(a), strided(b)
-    chunks = triton.cdiv(k, span)
+    chunks, asked = triton.cdiv(k, span), tile is not None
     tile = fit(tile or ascending_tile(m, n, size, chunks), min(span, k), size, shared_limit(a))
     if not out.is_contiguous():
         tile = tile._replace(split=1)
@@ -162,7 +163,10 @@ def ascending(
         if tile.split > 1:
             try:
                 target = torch.empty(tile.split, m, n, dtype=torch.float32, device=a.device)
-            except torch.OutOfMemoryError:  # raised amid a backward, a caller would add once more what it has added
+            except torch.OutOfMemoryError as error:
+                if asked:  # certified as it is: nothing else may run in its name
+                    raise LaunchError(f"no memory for {tile.split} partial sums: {error}") from error
+                # Raised amid a backward, a caller would add once more what it has added.
                 tile = tile._replace(split=1)
         operands = (a, b)
         if tma:

@@ -6,7 +6,7 @@ kept (the same bits), or from kept probabilities. What computes the products is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -256,13 +256,25 @@ def probs_block(
 # ---- the loop -----------------------------------------------------------------------------------
 
 
-class Products(NamedTuple):
-    """What the products of the backward run through: the anchors, or certified schedules that equal them."""
+Dz = Callable[..., None]
+Dhidden = Callable[[Tensor, Tensor | None, Tensor, Tensor, bool, Active], None]
+Dweight = Callable[[Tensor, Tensor, Tensor, bool, Active], None]
+Meet = Callable[[Dz, Dhidden, Dweight], None]
 
-    dz: Callable[..., None]
-    dhidden: Callable[[Tensor, Tensor | None, Tensor, Tensor, bool, Active], None]
-    dweight: Callable[[Tensor, Tensor, Tensor, bool, Active], None]
+
+class Products(NamedTuple):
+    """What the products of the backward run through: the anchors, or certified schedules that equal them.
+
+    `before(call, meet)` comes in front of all launches, with what decides them: `meet` hands the arguments of calls of
+    every class that will come to functions like the three, which certify what is new. A refusal then finds nothing
+    written, and no second stream busy.
+    """
+
+    dz: Dz
+    dhidden: Dhidden
+    dweight: Dweight
     guess: Callable[[Tensor, int], bool]  # (active blocks of each group, blocks) -> whether nearly all are active
+    before: Callable[[Hashable, Meet], None] = lambda call, meet: None
 
 
 def chunks_of_dz(tokens: int, entries: int) -> int:
@@ -323,28 +335,38 @@ def gradients(
     active = {s: Active(flags[i], numbers[i], count[i : i + 1], row) for i, (s, _) in enumerate(blocks)}
     have = 0 if logits is None else min(vocab, logits.shape[1])
 
-    def fill(dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
+    def fill(dz: Tensor, start: int, stop: int, first: int, last: int, product: Dz, meets: bool = False) -> None:
         inverse, mask, g, h = (part(t, start, stop) for t in (inv_temperature, kept, dlogp, dentropy))
         y, s, entropies = targets[start:stop], stats[start:stop], entropy[start:stop]
         if from_probs:
             assert probs is not None and tile_max is not None and g is not None
-            probs_block(dz, probs[start:stop], tile_max[start:stop], y, inverse, mask, s, g, first)
+            if not meets:
+                probs_block(dz, probs[start:stop], tile_max[start:stop], y, inverse, mask, s, g, first)
             return
         ready = min(max(have, first), last)
-        if logits is not None and ready > first:
+        if logits is not None and ready > first and not meets:
             known = logits[start:stop, first:ready]
             logits_block(dz[:, : ready - first], known, y, inverse, mask, s, entropies, g, h, first, vocab)
         if ready < last:
             x, w, some = hidden[start:stop], weight[ready:last], active[start]
-            products.dz(dz[:, ready - first :], x, w, y, inverse, mask, s, entropies, g, h, some, ready, vocab)
+            product(dz[:, ready - first :], x, w, y, inverse, mask, s, entropies, g, h, some, ready, vocab)
 
-    def add_to_dhidden(sums: Tensor, dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
+    def add_to_dhidden(
+        sums: Tensor, dz: Tensor, start: int, stop: int, first: int, last: int, product: Dhidden
+    ) -> None:
         step = chunks_beside(stop - start, c) * LOGPROB_DGRAD_CHUNK
         for low in range(first, last, step):
             high = min(last, low + step)
             rounded = dhidden[start:stop] if high == vocab else None
             part_of_dz = dz[:, low - first : high - first]
-            products.dhidden(sums, rounded, part_of_dz, weight[low:high], low == 0, active[start])
+            product(sums, rounded, part_of_dz, weight[low:high], low == 0, active[start])
+
+    def add_to_dweight(dz: Tensor, start: int, stop: int, first: int, last: int, product: Dweight) -> None:
+        x, some = hidden[start:stop], active[start]
+        if scratch is not None:
+            product(scratch[: last - first], dz, x, start == 0, some)
+        else:
+            product((dweight if grad is None else grad)[first:last], dz, x, grad is None, some)
 
     # Whole tiles wide: all of its parts lie at 16-byte addresses, which dispatch does not ask again.
     block = torch.empty(most_tokens, width, dtype=weight.dtype, device=device)
@@ -352,6 +374,27 @@ def gradients(
     # One for all blocks of tokens: where memory lacks, `grad` has not been added to yet.
     span = tokens if direct else most_tokens
     totals = torch.empty(span, c, dtype=torch.float32, device=device) if needs_input else None
+
+    def meet(for_dz: Dz, for_dhidden: Dhidden, for_dweight: Dweight) -> None:
+        """The first, the second and the last block of the vocabulary, for the first and the last of the tokens."""
+        for start, stop in dict.fromkeys((blocks[0], blocks[-1])):
+            for first in dict.fromkeys((0, min(width, vocab - 1) // width * width, (vocab - 1) // width * width)):
+                last = min(vocab, first + width)
+                dz = block[: stop - start, : last - first]
+                fill(dz, start, stop, first, last, for_dz, True)
+                if totals is not None:
+                    add_to_dhidden(totals[: stop - start], dz, start, stop, first, last, for_dhidden)
+                if needs_weight:
+                    add_to_dweight(dz, start, stop, first, last, for_dweight)
+
+    products.before(
+        (
+            tokens, c, vocab, width, row, have, from_probs, needs_input, needs_weight, hidden.dtype, device,
+            None if grad is None else (grad.dtype, grad.stride()), hidden.stride(), weight.stride(),
+            *(t is None for t in (inv_temperature, kept, dlogp, dentropy)),
+        ),
+        meet,
+    )  # fmt: skip
     # The two products of a block ask nothing of each other: one's last tiles leave work for the other's first.
     both = needs_input and needs_weight and most_tokens * width * c >= WORTH_BESIDE
     with Fork(device, both) as fork:
@@ -361,16 +404,14 @@ def gradients(
             for first in range(0, vocab, width):
                 last = min(vocab, first + width)
                 for start, stop in group:
-                    dz, some = block[: stop - start, : last - first], active[start]
-                    fill(dz, start, stop, first, last)
+                    dz = block[: stop - start, : last - first]
+                    fill(dz, start, stop, first, last, products.dz)
                     if running is not None:
+                        sums = running[start - origin : stop - origin]
                         with fork.beside():
-                            add_to_dhidden(running[start - origin : stop - origin], dz, start, stop, first, last)
-                    if scratch is not None:
-                        products.dweight(scratch[: last - first], dz, hidden[start:stop], start == 0, some)
-                    elif needs_weight:
-                        to = (dweight if grad is None else grad)[first:last]
-                        products.dweight(to, dz, hidden[start:stop], grad is None, some)
+                            add_to_dhidden(sums, dz, start, stop, first, last, products.dhidden)
+                    if needs_weight:
+                        add_to_dweight(dz, start, stop, first, last, products.dweight)
                     fork.join()
                 if scratch is not None:
                     dweight[first:last].copy_(scratch[: last - first])

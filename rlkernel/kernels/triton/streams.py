@@ -12,22 +12,31 @@ from types import TracebackType
 
 import torch
 
-_of_thread = threading.local()  # another thread may have its stream under capture
+_of_thread = threading.local()
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(current: torch.cuda.Stream) -> torch.cuda.Stream | None:
+    """The one beside a stream, in this thread: under capture it stays until that ends, when no other may wait for it.
+    None where it is that stream, or under a capture of another: torch hands out the same few in turns."""
     streams: dict[str, torch.cuda.Stream] = _of_thread.__dict__
-    if str(device) not in streams:
-        streams[str(device)] = torch.cuda.Stream(device)
-    return streams[str(device)]
+    key = f"{current.device} {current.cuda_stream}"
+    if key not in streams:
+        streams[key] = torch.cuda.Stream(current.device)
+    side = streams[key]
+    return None if side == current or (_captured(side) and not _captured(current)) else side
+
+
+def _captured(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Fork:
     """A block with work beside the current stream of a device: `with fork.beside()` launches it, `join` waits for it.
 
     Neither waits on the host. What lies in the memory that the work beside uses must not be written or freed before
-    `join`; leaving the block joins, behind an exception too. Not `wanted`, on the CPU, and where the current stream is
-    the one that would run beside it, all runs on the current stream.
+    `join`; leaving the block joins, behind an exception too. Not `wanted`, on the CPU, and where no stream is free
+    to run beside it, all runs on the current stream.
     """
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
@@ -35,8 +44,7 @@ class Fork:
         self._open = False
         if wanted and device.type == "cuda":
             self._current = torch.cuda.current_stream(device)
-            side = _stream(device)
-            self._side = None if side == self._current else side
+            self._side = _stream(self._current)
 
     def __enter__(self) -> Fork:
         return self
