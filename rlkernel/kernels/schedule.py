@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 import warnings
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -72,7 +72,7 @@ class ScheduledOp:
     def __init__(self, family: Family) -> None:
         self.family = family
         self._runs: Runs = {}
-        self.met: set[Hashable] = set()  # for who calls it in many ways and settles them before: descriptions of that
+        self.met: set[Hashable] = set()  # of `settle_before`
         self.call = family.dispatcher(self._runs, self._first, self._instead)
         self._verdicts: dict[Key, Verdict] = {}
         self._bound: dict[Key, dict[str, Run]] = {}
@@ -87,21 +87,20 @@ class ScheduledOp:
 
     def _first(self, call: Key, *args: Any) -> Run:
         with _lock:  # what is stored was decided after the last switch, or is cleared by it
-            run, settled = self._settle(self.family.key(*args))
+            run, settled = self._settle_with_others(*args)
             if settled:
-                for key in self.family.beside(*args):
-                    self._settle(key)
                 if len(self._runs) >= MOST_CALLS:
                     self._decide_anew()
                 self._runs[call] = run
         return run
 
-    def settle(self, *args: Any) -> None:
-        """What the first call of a class does, certification and strict mode's error, but for the call itself."""
-        with _lock:
-            if self._settle(self.family.key(*args))[1]:
-                for key in self.family.beside(*args):
-                    self._settle(key)
+    def _settle_with_others(self, *args: Any) -> tuple[Run, bool]:
+        """`_settle` of the class of these arguments, and of those that later calls come with."""
+        found = self._settle(self.family.key(*args))
+        if found[1]:
+            for key in self.family.beside(*args):
+                self._settle(key)
+        return found
 
     def _decide_anew(self) -> None:
         self._runs.clear()
@@ -253,6 +252,25 @@ class ScheduledOp:
 def scheduled_ops() -> tuple[ScheduledOp, ...]:
     """Every op with schedules whose module is loaded."""
     return tuple(_ops.values())
+
+
+def settle_before(ops: Sequence[ScheduledOp], call: Hashable, meet: Callable[..., None]) -> None:
+    """What the first call of each class does, certification and strict mode's error, but for the calls: before an
+    operation in many launches, of which a refusal should find none done.
+
+    Args:
+        call: describes the operation; once its classes are settled, nothing is done until something decides anew.
+        meet: takes a function for each op, and hands it the arguments of a call of every class that will come.
+    """
+    if all(call in op.met for op in ops):
+        return
+    with _lock:  # as in `_first`
+        stays: list[bool] = []
+        meet(*(lambda *args, op=op: stays.append(op._settle_with_others(*args)[1]) for op in ops))
+        for op in ops if all(stays) else ():
+            if len(op.met) >= MOST_CALLS:
+                op.met.clear()
+            op.met.add(call)
 
 
 def _decide_anew() -> None:

@@ -304,17 +304,18 @@ def test_a_backward_meets_all_its_classes_before_it_launches(
 
 def test_classes_are_settled_before_once_and_anew_behind_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     settled: list[str] = []
-    ops = (scoring._dz, scoring._dhidden, scoring._dweight)
+    ops, stays = (scoring._dz, scoring._dhidden, scoring._dweight), [True]
     for op in ops:
         monkeypatch.setattr(op, "met", set())
-        monkeypatch.setattr(op, "settle", lambda *given, name=op.family.op: settled.append(name))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        settle = lambda *given, name=op.family.op: (settled.append(name), (None, stays[0]))[1]
+        monkeypatch.setattr(op, "_settle_with_others", settle)
+    before = scoring.linear_logprob_grad_.args[0].before
     meet = lambda *products: [product() for product in products]
     for _ in range(2):
-        scoring.before("a", meet)
+        before("a", meet)
     assert settled == [op.family.op for op in ops]
     with schedule.strict():
-        scoring.before("a", meet)
+        before("a", meet)
     assert len(settled) == 6
 
     def refuse(*_: Any) -> None:
@@ -322,10 +323,10 @@ def test_classes_are_settled_before_once_and_anew_behind_a_switch(monkeypatch: p
 
     for _ in range(2):
         with pytest.raises(schedule.UncertifiedError):
-            scoring.before("b", refuse)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    scoring.before("c", refuse)
-    assert not any({"b", "c"} & op.met for op in ops)
+            before("b", refuse)
+    stays[0] = False  # as under graph capture
+    before("c", meet)
+    assert len(settled) == 9 and not any({"b", "c"} & op.met for op in ops)
 
 
 def test_a_backward_has_its_memory_before_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:

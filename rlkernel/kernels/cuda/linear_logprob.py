@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
 from rlkernel.kernels.cuda.linear_logprob_shapes import GradShape, Shape
 from rlkernel.kernels.errors import FinishedError, LaunchError
-from rlkernel.kernels.schedule import MOST_CALLS, ScheduledOp
+from rlkernel.kernels.schedule import ScheduledOp, settle_before
 from rlkernel.kernels.triton import common, launch, linear_grad, matrix, streams
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
@@ -298,19 +298,9 @@ def linear_logprob_probs(
     return _forward.call(hidden, weight, targets, inv_temperature, kept, True, 0)
 
 
-def before(call: Hashable, meet: loop.Meet) -> None:
-    """Settles the classes of a backward, once for all of one description; not under graph capture, where nothing can be
-    certified."""
-    ops = _dz, _dhidden, _dweight
-    if all(call in op.met for op in ops) or torch.cuda.is_current_stream_capturing():
-        return
-    meet(*(op.settle for op in ops))
-    for op in ops:
-        if len(op.met) >= MOST_CALLS:
-            op.met.clear()
-        op.met.add(call)
-
-
 linear_logprob_grad_ = functools.partial(
-    loop.gradients, loop.Products(_dz.call, _dhidden.call, _dweight.call, guess, before)
+    loop.gradients,
+    loop.Products(
+        _dz.call, _dhidden.call, _dweight.call, guess, functools.partial(settle_before, (_dz, _dhidden, _dweight))
+    ),
 )

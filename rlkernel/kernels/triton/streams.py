@@ -17,13 +17,14 @@ _of_thread = threading.local()
 
 def _stream(current: torch.cuda.Stream) -> torch.cuda.Stream | None:
     """The one beside a stream, in this thread: under capture it stays until that ends, when no other may wait for it.
-    None where it is that stream, or under a capture of another: torch hands out the same few in turns."""
+    None where it is under a capture of another: torch hands out the same few in turns."""
     streams: dict[str, torch.cuda.Stream] = _of_thread.__dict__
     key = f"{current.device} {current.cuda_stream}"
     if key not in streams:
-        streams[key] = torch.cuda.Stream(current.device)
+        side = torch.cuda.Stream(current.device)
+        streams[key] = torch.cuda.Stream(current.device) if side == current else side
     side = streams[key]
-    return None if side == current or (_captured(side) and not _captured(current)) else side
+    return None if _captured(side) and not _captured(current) else side
 
 
 def _captured(stream: torch.cuda.Stream) -> bool:
