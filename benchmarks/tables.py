@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "consistency")]
 
 from figures import FILES, figures
-from results_io import kernel_sha, measured_by, orders_sha
+from results_io import ORDERS, kernel_sha, measured_by, orders_sha
+from sources import changed_since, keep
 
 from rlkernel_drift.power import tables as power
 
@@ -33,6 +34,7 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 HIDDEN = {"note"}
+MOST_NAMED = 3  # files that have changed since a record; of more their number is told
 
 
 def _cell(value: Any) -> str:
@@ -55,15 +57,25 @@ def _markdown(columns: list[str], lines: list[list[Any]]) -> list[str]:
     return head + ["| " + " | ".join(map(_cell, line)) + " |" for line in lines]
 
 
+def _changed(data: dict[str, Any]) -> list[str]:
+    """The sources that have changed since, by name where they are few and known."""
+    orders = [] if data.get("orders_sha") == orders_sha() else [f"`{ORDERS}`"]
+    if data["kernel_sha"] == kernel_sha():
+        return orders
+    names = changed_since(data["kernel_sha"])
+    if names is None:
+        return ["the sources"]
+    named = [f"`{name}`" for name in names] + orders
+    return named if len(named) <= MOST_NAMED else [f"{len(named)} of the sources"]
+
+
 def _made_with(data: dict[str, Any]) -> str:
-    """Machine, versions, kernel_sha (and whether sources or benchmark have changed since) and date of a result file."""
+    """Machine, versions, kernel_sha (and which sources have changed since, or the benchmark) and date of a result."""
     version = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name in ("torch", "triton"))
-    changed = []
-    if data["kernel_sha"] != kernel_sha() or data.get("orders_sha") != orders_sha():
-        changed.append("the sources")
+    changed = _changed(data)
     if data.get("benchmark_sha") != measured_by(data["command"]):
         changed.append("the benchmark")
-    have = "has" if changed == ["the benchmark"] else "have"
+    have = "has" if len(changed) == 1 and not changed[0].endswith("sources") else "have"
     older = f" ({' and '.join(changed)} {have} changed since)" if changed else ""
     made = f"{data['hardware']}, {version}, contract {data['contract']}, kernel_sha `{data['kernel_sha']}`{older}"
     return f"{made}, {data['date'][:10]}"
@@ -229,6 +241,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table is out of date")
     args = parser.parse_args()
+    if not args.check:
+        keep(json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/*.json")))
     stale = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text()

@@ -23,6 +23,7 @@ import bench_vllm
 import figures
 import results_io
 import sanitize
+import sources
 import tables
 import timing
 
@@ -127,7 +128,8 @@ def test_the_figures_say_from_which_sources_they_are(tmp_path: Path, monkeypatch
         *_, first, _, second, _, third, _ = tables.reach(tmp_path, short).split("\n")
         assert "`old` (the sources have changed since), 2026-01-01: `bench_linear`, `bench_linear_logprob`" in first
         assert second.endswith("`new`, 2026-01-02: `bench_attention`")
-        assert third.endswith("`new` (the sources have changed since), 2026-01-01: `bench_memory_bound`")
+        since = "`new` (`rlkernel/contract/orders.py` has changed since), 2026-01-01: `bench_memory_bound`"
+        assert third.endswith(since)
 
 
 def test_a_record_says_that_its_benchmark_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +151,44 @@ def test_a_record_says_that_its_benchmark_has_changed(monkeypatch: pytest.Monkey
     ):
         assert said in tables._made_with({**data, "kernel_sha": kernels, "benchmark_sha": benchmark})
     assert "`new`, " in tables._made_with({**data, "kernel_sha": "new", "command": "rlkernel-drift power --seeds 5"})
+
+
+def test_a_record_names_the_sources_that_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_io, "HASHED", ("csrc",))
+    monkeypatch.setattr(sources, "HASHED", ("csrc",))
+    root, folder = tmp_path / "root", tmp_path / "kept"
+    (root / "csrc").mkdir(parents=True)
+    git = lambda *args: subprocess.run(["git", "-C", str(root), *args], check=True, capture_output=True, text=True)
+    for name in ("a.cu", "b.cu", "c.cu"):
+        (root / "csrc" / name).write_text(name)
+    git("init", "-q")
+    git("add", ".")
+    git("-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "first")
+    first, commit = results_io.kernel_sha(root), git("rev-parse", "HEAD").stdout.strip()
+    (root / "csrc" / "a.cu").write_text("another")
+    (root / "csrc" / "b.cu").unlink()
+    (root / "csrc" / "d.cu").write_text("new")
+    second = results_io.kernel_sha(root)
+    # from its commit, from the checkout, unknown, and of a commit with other files
+    records = [{"kernel_sha": first, "commit": commit}, {"kernel_sha": second, "commit": commit}, {"rows": []}]
+    sources.keep([*records, {"kernel_sha": "0" * 16, "commit": commit}, {"kernel_sha": "1" * 16}], root, folder)
+    assert sorted(path.stem for path in folder.iterdir()) == sorted((first, second))
+    assert sources.changed_since(first, root, folder) == ["csrc/a.cu", "csrc/b.cu", "csrc/d.cu"]
+    assert sources.changed_since(second, root, folder) == []
+    assert sources.changed_since("0" * 16, root, folder) is None
+    sources.keep(records[1:], root, folder)
+    assert [path.stem for path in folder.iterdir()] == [second]
+
+    monkeypatch.setattr(tables, "orders_sha", lambda: "here")
+    monkeypatch.setattr(tables, "measured_by", lambda command: "same")
+    data = {**ENVIRONMENT, "orders_sha": "here", "kernel_sha": "old", "benchmark_sha": "same"}
+    for names, said in (
+        (["x.py"], "(`x.py` has changed since)"),
+        (["x.py", "y.cu"], "(`x.py` and `y.cu` have changed since)"),
+        ([f"{i}.py" for i in range(9)], "(9 of the sources have changed since)"),
+    ):
+        monkeypatch.setattr(tables, "changed_since", lambda sha, names=names: names)
+        assert f"`old` {said}, " in tables._made_with(data)
 
 
 def test_a_module_whose_file_is_not_there_is_no_part_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
