@@ -28,6 +28,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LEAST, MOST = 2.0**-149, torch.finfo(torch.float32).max
 """Smallest and largest positive number of fp32."""
 _stock_depth = 0
+_stock_lock = threading.Lock()
 
 
 def define(
@@ -307,13 +308,21 @@ def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 @contextlib.contextmanager
 def stock(active: bool = True) -> Iterator[None]:
-    """Inside the block every public op runs as plain torch (`--backend torch`): the control arm, not invariant."""
-    global _stock_depth
-    _stock_depth += int(active)
+    """Inside the block every public op runs as plain torch (`--backend torch`): the control arm, not invariant.
+
+    In every thread of the process, as autograd computes a checkpointed forward again in one of its own.
+    """
+    _count_stock(int(active))
     try:
         yield
     finally:
-        _stock_depth -= int(active)
+        _count_stock(-int(active))
+
+
+def _count_stock(more: int) -> None:
+    global _stock_depth
+    with _stock_lock:  # two threads' blocks may begin or end at once
+        _stock_depth += more
 
 
 def is_stock() -> bool:

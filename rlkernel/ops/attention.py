@@ -7,6 +7,7 @@ each of the two variants of the order: "split", the default, and "fa3", FlashAtt
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +37,10 @@ LONGEST = (1 << 31) - 1  # keys of a sequence: lengths are int32
 VARIANTS = ("split", "fa3")
 _ON_GPUS = ("certified", "triton")  # implementations of `paged_attention` that take `out`, and scratch memory
 
-_variant: str | None = None  # the process's; None: nobody chose one
+_variant: str | None = None  # the process's now; None: nobody chose one
+_word: str | None = None  # of `set_attention_variant` outside of blocks
+_blocks: tuple[list[str | None], ...] = ()  # one list, of one variant, a block of `attention_variant`; the last holds
+_lock = threading.Lock()
 
 
 # ---- variants ------------------------------------------------------------------------------------
@@ -46,26 +50,44 @@ def set_attention_variant(variant: str | None) -> None:
     """Variant of every attention in this process that is given none; None, as at the start: "split".
 
     A model keeps the variant that was set when it was made, and refuses to run while another one is set. So rollout
-    and training of a model never differ.
+    and training of a model never differ. Set in a block of `attention_variant`, it ends with the block.
 
     Raises:
         ValueError: the name is unknown.
     """
-    global _variant
+    global _word
     if variant is not None:
         _known(variant)
-    _variant = variant
+    with _lock:
+        if _blocks:
+            _blocks[-1][0] = variant
+        else:
+            _word = variant
+        _decide_variant()
 
 
 @contextlib.contextmanager
 def attention_variant(variant: str | None) -> Iterator[None]:
-    """`set_attention_variant` for a block."""
-    before = _variant
-    set_attention_variant(variant)
+    """`set_attention_variant` for a block; where blocks of several threads overlap, that of the last to begin holds in
+    all of them."""
+    global _blocks
+    if variant is not None:
+        _known(variant)
+    own = [variant]
+    with _lock:
+        _blocks = (*_blocks, own)
+        _decide_variant()
     try:
         yield
     finally:
-        set_attention_variant(before)
+        with _lock:  # another thread's block may have begun or ended meanwhile
+            _blocks = tuple(block for block in _blocks if block is not own)
+            _decide_variant()
+
+
+def _decide_variant() -> None:
+    global _variant
+    _variant = _blocks[-1][0] if _blocks else _word
 
 
 def current_attention_variant(asked: str | None = None) -> str:

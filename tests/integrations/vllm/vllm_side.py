@@ -445,8 +445,10 @@ def audit_cache(folder: str, vocabulary: int) -> dict[str, Any]:
     """Keys and values in fp8, and more positions than the model has, let through and reported: attention is vLLM's, all
     else ours."""
     import rlkernel_vllm
+    from vllm import envs
 
     asked = {"rl_kernel_mode": "audit"}  # as the error of strict mode says
+    envs.disable_envs_cache()  # of the engines before
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     llm = engine(folder, dtype="bfloat16", additional_config=asked, kv_cache_dtype="fp8", max_model_len=768)
     del os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"]
