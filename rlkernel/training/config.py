@@ -51,7 +51,9 @@ class ModelSettings(_Section):
     path: str | None = Field(
         default=None, description="Hugging Face directory; none: the task's small model from scratch"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(default=None, description="default: as saved")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="default: as saved; of a built-in task's model bfloat16 on a GPU, float32 on a CPU"
+    )
     tp_leaves: Literal[1, 2, 4, 8] = Field(
         default=1, description="chunks of K in o_proj and down_proj; part of the numbers"
     )

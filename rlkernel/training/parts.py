@@ -207,7 +207,10 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
 
 
 def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:
-    values: dict[str, Any] = {**task.model_config(), **settings.model.config}
+    values = task.model_config()
+    if device.startswith("cuda"):  # fast kernels are of two bytes an element
+        values["torch_dtype"] = "bfloat16"
+    values |= settings.model.config
     if settings.model.dtype is not None:
         values["torch_dtype"] = settings.model.dtype
     try:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from rlkernel.data.errors import InputError
+from rlkernel.models import Decoder, ModelConfig
 from rlkernel.training.config import Settings, clip_range, dotted_keys, nearest, resolve, to_yaml
+from rlkernel.training.parts import assemble, read_inputs
 
 FILE = {"model.path": "m", "data.train": "d.jsonl", "rewards": ["r.py:f"]}
 
@@ -19,6 +22,32 @@ def test_nothing_given_means_the_built_in_task() -> None:
     settings = resolve("grpo")
     assert settings.data.task == "arithmetic" and settings.model.path is None and not settings.rewards
     assert resolve("sft").data.task == "arithmetic"
+
+
+@pytest.mark.parametrize(
+    "device,changes,dtype",
+    (
+        ("cpu", {}, torch.float32),
+        ("cuda", {}, torch.bfloat16),
+        ("cuda:1", {"model.dtype": "float32"}, torch.float32),
+        ("cuda", {"model.config": {"torch_dtype": "float16"}}, torch.float16),
+        ("cpu", {"model.dtype": "bfloat16"}, torch.bfloat16),
+    ),
+)
+def test_the_built_in_model_has_a_dtype_of_the_fast_kernels_on_a_gpu(
+    device: str, changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def on_the_cpu(config: ModelConfig, seed: int, device: str) -> Decoder:
+        made.append((config.dtype, device))
+        return from_config(config, seed=seed)
+
+    from_config = Decoder.from_config
+    monkeypatch.setattr(Decoder, "from_config", on_the_cpu)
+    settings = resolve("grpo", options=changes)
+    assemble(settings, read_inputs(settings), device, tmp_path)
+    assert made == [(dtype, device)]
 
 
 def test_later_sources_win(tmp_path: Path) -> None:

@@ -444,8 +444,9 @@ def audit(folder: str, vocabulary: int) -> dict[str, Any]:
 def audit_cache(folder: str, vocabulary: int) -> dict[str, Any]:
     """Keys and values in fp8, and more positions than the model has, let through and reported: attention is vLLM's, all
     else ours."""
-    import rlkernel_vllm
     from vllm import envs
+
+    import rlkernel_vllm
 
     asked = {"rl_kernel_mode": "audit"}  # as the error of strict mode says
     envs.disable_envs_cache()  # of the engines before
