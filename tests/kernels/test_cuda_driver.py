@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -284,3 +285,18 @@ def test_a_librarys_failure_says_what_is_wrong_with_its_stream(
     with pytest.raises(LaunchError, match=r"failed at m = 3, k = 4: status 13") as raised:
         cublaslt.launcher(0, cublaslt.Plan(0, 0, "algorithm 66"))(3, 4, 0, 0, None, False, torch.zeros(1))
     assert said in str(raised.value) and schedule.is_circumstance(raised.value) == bool(said)
+
+
+@pytest.mark.parametrize("said,refused", (("not supported (status 15)", True), ("allocation failed (status 3)", False)))
+def test_trouble_of_cublaslt_is_no_word_on_an_algorithm(
+    said: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has it then, but the next process asks again."""
+    monkeypatch.setattr(cublaslt, "unavailable", lambda: None)
+    text = f"cublasLtMatmulAlgoCheck: {said}".encode()
+    monkeypatch.setattr(cublaslt, "_function", lambda name, *_: lambda *_: text if "error" in name else None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    with pytest.raises(RuntimeError, match=re.escape(said)) as error:
+        cublaslt.plan(0, 1, 64, 64, 1, 64, 64, False, False, torch.bfloat16, torch.bfloat16, False, 3)
+    assert isinstance(error.value, LaunchError) != refused

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ TILES = {
     (128, 80): 400, (128, 96): 33, (128, 112): 403, (128, 128): 20,
 }  # fmt: skip
 CLUSTERS = {"1x1": 2, "2x1": 3, "4x1": 4, "1x2": 5, "4x2": 7}
+TROUBLE = {1, 3, 11, 13, 14}
+"""Statuses that say nothing of an algorithm: not initialised, allocation, mapping or execution failed, internal."""
 
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -98,6 +101,7 @@ def plan(
 
     Raises:
         RuntimeError: cuBLASLt has no such algorithm; the message ends with its status.
+        LaunchError: its status is one of TROUBLE, so it may have it another time.
         BuildError: cuBLASLt cannot be called from this process.
     """
     if (reason := unavailable()) is not None:
@@ -111,7 +115,10 @@ def plan(
             settings, MOST_WORKSPACE,
         )  # fmt: skip
     if not handle:
-        raise RuntimeError(f"cuBLASLt, [{m}, {k}] x [{k}, {n}], batch {batch}, {dtype} to {out}: {_error()}")
+        why = _error()
+        status = re.search(r"\(status (\d+)\)$", why)
+        kind = LaunchError if status and int(status[1]) in TROUBLE else RuntimeError
+        raise kind(f"cuBLASLt, [{m}, {k}] x [{k}, {n}], batch {batch}, {dtype} to {out}: {why}")
     text = _function("rlk_lt_describe", ctypes.c_char_p, _P)(handle).decode()
     return Plan(handle, _function("rlk_lt_workspace", _L, _P)(handle), text)
 
