@@ -119,7 +119,7 @@ def figures(folder: Path) -> list[Row]:
         copies = [row["copy_ms"] for row in rows if row["op"] == op and row.get("copy_ms")]
         lines[-1]["measured"] += "".join(f"; a copy of the same bytes takes {ms:.3g} ms" for ms in copies)
     cases = [(op, [row for row in rows if row["op"].split()[0] == op])
-             for op in ("rms_norm", "swiglu", "rope", "policy_loss", "adamw", "grad_norm")]  # fmt: skip
+             for op in ("rms_norm", "swiglu", "rope", "policy_loss", "adamw", "grad_norm", "embedding")]  # fmt: skip
     losses = dict(cases)["policy_loss"]
     if len(losses) > 1:  # launches bound the short ones
         longest = max(losses, key=lambda row: row["shape"])

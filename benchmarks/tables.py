@@ -34,7 +34,7 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 HIDDEN = {"note"}
-MOST_NAMED = 3  # files that have changed since a record; of more their number is told
+MOST_NAMED = 5  # files that have changed since a record; of more their number is told
 
 
 def _cell(value: Any) -> str:
