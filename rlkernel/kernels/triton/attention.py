@@ -18,7 +18,7 @@ from torch import Tensor
 from rlkernel.contract.orders import ATTENTION_SPLIT
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.attention_backward import attention_backward as attention_backward
-from rlkernel.kernels.triton.attention_backward import check_grid, descriptors
+from rlkernel.kernels.triton.attention_backward import branches, check_grid, descriptors
 from rlkernel.kernels.triton.attention_pages import in_a_row, slots_in_a_row
 from rlkernel.kernels.triton.attention_pages import store_kv_ as store_kv_
 from rlkernel.kernels.triton.attention_splits import (
@@ -421,7 +421,7 @@ def _forward(
             HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode,
             TURNS=mode == PARTIAL.value and splits > side_by_side,
             HAS_WINDOW=window is not None, PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
-            BRANCH=kind == "hopper", ROOM=room > 0,
+            BRANCH=branches(kind, q), ROOM=room > 0,
             **(early(q) if mode == PARTIAL.value else {"EARLY": False}),
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
@@ -552,7 +552,8 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
         "ROOM": room, "EARLY": waits,
     }  # fmt: skip
     tma = not paged and kind != "fp32" and d == next_power_of_2(d) and targets == ("sm_90",)
-    constants |= {"TMA": tma, "BRANCH": targets == ("sm_90",), "k_box": None, "v_box": None}
+    branch = kind != "fp32" and targets == ("sm_90",)
+    constants |= {"TMA": tma, "BRANCH": branch, "k_box": None, "v_box": None}
     if tma:
         for box in ("k_box", "v_box"):
             del constants[box]
@@ -587,6 +588,7 @@ def _family_variants(family: str, targets: tuple[str, ...]) -> Iterator[Variant]
             f"{name} decode turns", "bf16", decode[128], 128, targets, mode=PARTIAL.value, turns=True, **side
         )
         yield _variant(f"{name} prefill room", "bf16", prefill[128], 128, targets, mode=MERGE.value, room=True)
+        yield _variant(f"{name} fp32 d128", "fp32", forward_tile(1, 128, 4, family), 128, targets, main=False)
         yield _variant(f"{name} d80", "bf16", forward_tile(64, 80, 2, family), 80, targets, main=False)
         yield _variant(f"{name} prefill d256", "bf16", prefill[256], 256, targets, main=False)
         yield _variant(f"{name} decode d256", "bf16", decode[256], 256, targets, paged=True, main=False)

@@ -321,6 +321,12 @@ def dkv_kernel(
 MOST_SEQUENCES, MOST_PROGRAMS = 65535, (1 << 31) - 1  # in a grid's last dimension; in all of them: the launcher's int
 
 
+def branches(family: str, q: Tensor) -> bool:
+    """BRANCH of the kernels: where fp32 products are no matrix instructions, a branch between them has the compiler
+    spill hundreds of registers."""
+    return family == "hopper" and q.element_size() == 2
+
+
 def check_grid(batch: int, programs: int, **lengths: int) -> None:
     """Raises ValueError where a grid cannot hold so many sequences, with so many programs each by these lengths: the
     launcher would start none and say nothing."""
@@ -366,7 +372,7 @@ def backward_tiles(d: int, element_size: int, family: str) -> tuple[dict[str, in
     elif family == "amd":
         dq, dkv = (64, 32, 4, 2), (64, 32, 4, 1)
     elif d > 128:
-        dq, dkv = (64, 64, 4, 1), (64, 32, 8, 1)
+        dq, dkv = (64, 64, 8, 1), (64, 32, 8, 1)
     elif family == "hopper":  # two small programs an SM for dkv: one's products run beside the other's exponentials
         dq, dkv = (128, 64, 8, 3), (64, 64, 4, 2)
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
@@ -417,12 +423,12 @@ def attention_backward(
             boxes = descriptors(k, v, for_dq["BLOCK_N"])
             dq_kernel[(tiles_q, hk, batch)](
                 dout, q, *boxes, k, v, top, delta, cu_q, cu_k, dq, *numbers, **shape, HAS_WINDOW=window is not None,
-                TMA=boxes[0] is not None, BRANCH=kind == "hopper", **for_dq, **options(matmul=True),
+                TMA=boxes[0] is not None, BRANCH=branches(kind, q), **for_dq, **options(matmul=True),
             )  # fmt: skip
             boxes = descriptors(q, dout, for_dkv["BLOCK_N"], group)
         dkv_kernel[(tiles_k, hk, batch)](
             *boxes, dout, q, k, v, top, delta, cu_q, cu_k, dk, dv, *numbers, **shape, HAS_WINDOW=window is not None,
-            TMA=boxes[0] is not None, BRANCH=kind == "hopper", **for_dkv, **options(matmul=True),
+            TMA=boxes[0] is not None, BRANCH=branches(kind, q), **for_dkv, **options(matmul=True),
         )  # fmt: skip
     return dq, dk, dv
 
@@ -444,7 +450,7 @@ def _variant(name: str, kernel: Any, kind: str, d: int, launch: dict[str, int], 
     }  # fmt: skip
     constants = {"HK": 8, "GROUP": 2, "D": d, "BLOCK_D": next_power_of_2(d, 16), "HAS_WINDOW": window}
     constants |= {n: launch[n] for n in ("BLOCK_M", "BLOCK_N")}
-    constants["BRANCH"] = targets == ("sm_90",)
+    constants["BRANCH"] = kind != "fp32" and targets == ("sm_90",)
     constants["TMA"] = kind != "fp32" and targets == ("sm_90",)
     rows = launch["BLOCK_N"]
     for box in ("k_box", "v_box", "q_box", "dout_box"):
@@ -485,5 +491,6 @@ AOT: tuple[Variant, ...] = (
     *_variants("bf16", 256, "hopper", ("sm_90",), main=False),
     *_variants("fp32", 64, "ampere", ("sm_80",), main=False),
     *_variants("fp32", 64, "hopper", ("sm_90",), main=False),
+    *_variants("fp32", 128, "hopper", ("sm_90",), main=False),
     *_variants("fp32", 64, "amd", AMD, main=False),
 )  # fmt: skip

@@ -307,7 +307,7 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
             sums = torch.empty(slots, windows, c, dtype=torch.float32, device=dy.device)
             window_sums_kernel[(slots, triton.cdiv(windows, WINDOWS), blocks)](
                 ascending, source, dy, sums, tokens, c, windows, stride, dy.stride(0), dy.stride(1),
-                WINDOWS=WINDOWS, num_warps=max(1, block // 256), **meta,
+                WINDOWS=WINDOWS, num_warps=max(1, block // 128), **meta,
             )  # fmt: skip
         embedding_wgrad_kernel[(triton.cdiv(tokens, PLACES), blocks)](
             ascending, source, dy, sums, grad, tokens, c, windows, stride, dy.stride(0), dy.stride(1),
@@ -345,7 +345,7 @@ AOT: tuple[Variant, ...] = (
     *early_too(
         Variant(
             "embedding window_sums", window_sums_kernel, {**_SORTED, **_RUN}, {**_META, "WINDOWS": WINDOWS},
-            num_warps=2,
+            num_warps=4,
         )
     ),
     *early_too(

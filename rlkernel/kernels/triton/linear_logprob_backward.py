@@ -22,7 +22,7 @@ from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept, row_active
 from rlkernel.kernels.triton.matrix import strided
 from rlkernel.kernels.triton.streams import Fork
 
-BLOCK_TOKENS = 64  # tokens that are left out of the products together
+BLOCK_TOKENS, STEP = 64, 16  # tokens that are left out of the products together; of each that are looked at at once
 DZ_ENTRIES = 1 << 24  # a block of dz of fewer entries leaves multiprocessors without work
 PROBS_ENTRIES = 1 << 27  # the same from kept probabilities, whose memory is large anyway: fewer, longer launches
 FILLED = 1 << 22  # entries of dhidden that give every multiprocessor of a large GPU some of its work
@@ -53,21 +53,24 @@ def linear_logprob_active_kernel(
     HAS_DENTROPY: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     group = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
-    local = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    row = tl.cast(group, tl.int64) * TOKENS + local
-    inside = (local < TOKENS) & (row < T)
-    g = tl.zeros((BLOCKS, BLOCK), tl.float32)
-    h = tl.zeros((BLOCKS, BLOCK), tl.float32)
-    if HAS_DLOGP:
-        g = tl.load(dlogp + row, mask=inside, other=0.0)
-    if HAS_DENTROPY:
-        h = tl.load(dentropy + row, mask=inside, other=0.0)
-    top = tl.load(stats + 2 * row, mask=inside, other=float("-inf"))
-    active = row_active(kept, targets, row, inside, g, h, top, V, WORDS, HAS_KEPT)
-    flag = tl.max(active.to(tl.int32), axis=1)
+    flag = tl.zeros((BLOCKS,), tl.int32)
+    for first in range(0, BLOCK, STEP):
+        local = block[:, None] * BLOCK + first + tl.arange(0, STEP)[None, :]
+        row = tl.cast(group, tl.int64) * TOKENS + local
+        inside = (local < TOKENS) & (row < T)
+        g = tl.zeros((BLOCKS, STEP), tl.float32)
+        h = tl.zeros((BLOCKS, STEP), tl.float32)
+        if HAS_DLOGP:
+            g = tl.load(dlogp + row, mask=inside, other=0.0)
+        if HAS_DENTROPY:
+            h = tl.load(dentropy + row, mask=inside, other=0.0)
+        top = tl.load(stats + 2 * row, mask=inside, other=float("-inf"))
+        active = row_active(kept, targets, row, inside, g, h, top, V, WORDS, HAS_KEPT)
+        flag = flag | tl.max(active.to(tl.int32), axis=1)
     rank = tl.cumsum(flag, axis=0)
     count = tl.sum(flag, axis=0)
     tl.store(flags + group * BLOCKS + block, flag)
@@ -202,7 +205,7 @@ def active_blocks(
         linear_logprob_active_kernel[(groups,)](
             targets, kept, stats, dlogp, dentropy, flags, blocks, number, t, 32 * words, words, tokens,
             HAS_KEPT=kept is not None, HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None,
-            BLOCKS=count, BLOCK=BLOCK_TOKENS, num_warps=8, **options(),
+            BLOCKS=count, BLOCK=BLOCK_TOKENS, STEP=STEP, num_warps=8, **options(),
         )  # fmt: skip
     return flags, blocks, number
 
@@ -433,7 +436,11 @@ AOT: tuple[Variant, ...] = (
             **{n: t for n, t in _ROWS.items() if n != "inv_temperature"}, "dentropy": "*fp32:16", "T": "i32",
             "flags": "*i32:16", "blocks": "*i32:16", "number": "*i32:16", "TOKENS": "i32:16",
         },
-        {"HAS_KEPT": True, "HAS_DLOGP": True, "HAS_DENTROPY": True, "BLOCKS": 128, "BLOCK": BLOCK_TOKENS}, num_warps=8,
+        {
+            "HAS_KEPT": True, "HAS_DLOGP": True, "HAS_DENTROPY": True, "BLOCKS": 128, "BLOCK": BLOCK_TOKENS,
+            "STEP": STEP,
+        },
+        num_warps=8,
     ),
     Variant(
         "linear_logprob logits", linear_logprob_logits_kernel,
