@@ -76,7 +76,8 @@ def _made_with(data: dict[str, Any]) -> str:
     if data.get("benchmark_sha") != measured_by(data["command"]):
         changed.append("the benchmark")
     have = "has" if len(changed) == 1 and not changed[0].endswith("sources") else "have"
-    older = f" ({' and '.join(changed)} {have} changed since)" if changed else ""
+    listed = " and ".join(filter(None, (", ".join(changed[:-1]), *changed[-1:])))
+    older = f" ({listed} {have} changed since)" if changed else ""
     made = f"{data['hardware']}, {version}, contract {data['contract']}, kernel_sha `{data['kernel_sha']}`{older}"
     return f"{made}, {data['date'][:10]}"
 

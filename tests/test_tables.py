@@ -162,6 +162,7 @@ def test_a_record_names_the_sources_that_have_changed(tmp_path: Path, monkeypatc
     for names, said in (
         (["x.py"], "(`x.py` has changed since)"),
         (["x.py", "y.cu"], "(`x.py` and `y.cu` have changed since)"),
+        (["x.py", "y.cu", "z.h"], "(`x.py`, `y.cu` and `z.h` have changed since)"),
         ([f"{i}.py" for i in range(9)], "(9 of the sources have changed since)"),
     ):
         monkeypatch.setattr(tables, "changed_since", lambda sha, names=names: names)
