@@ -45,15 +45,19 @@ def _at(commit: str, sha: str, root: Path) -> dict[str, str] | None:
 
 def keep(records: Iterable[Mapping[str, Any]], root: Path = ROOT, folder: Path = FOLDER) -> None:
     """Writes the files of every hash that a record has, as far as they are known, and removes all others."""
-    commits = {record["kernel_sha"]: record.get("commit") for record in records if "kernel_sha" in record}
+    commits: dict[str, set[str]] = {}
+    for record in records:
+        if "kernel_sha" in record:
+            commits.setdefault(record["kernel_sha"], set()).update(filter(None, [record.get("commit")]))
     folder.mkdir(exist_ok=True)
     for path in folder.glob("*.json"):
         if path.stem not in commits:
             path.unlink()
-    for sha, commit in commits.items():
+    for sha, made_at in commits.items():
         path = folder / f"{sha}.json"
         if not path.exists():
-            files = _here(root) if sha == kernel_sha(root) else _at(commit, sha, root) if commit else None
+            known = (_at(commit, sha, root) for commit in sorted(made_at))
+            files = _here(root) if sha == kernel_sha(root) else next(filter(None, known), None)
             if files is not None:
                 path.write_text(json.dumps(files, indent=0) + "\n")
 

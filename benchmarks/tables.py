@@ -59,7 +59,7 @@ def _markdown(columns: list[str], lines: list[list[Any]]) -> list[str]:
 
 def _changed(data: dict[str, Any]) -> list[str]:
     """The sources that have changed since, by name where they are few and known."""
-    orders = [] if data.get("orders_sha") == orders_sha() else [f"`{ORDERS}`"]
+    orders = [] if data.get("orders_sha", orders_sha()) == orders_sha() else [f"`{ORDERS}`"]
     if data["kernel_sha"] == kernel_sha():
         return orders
     names = changed_since(data["kernel_sha"])

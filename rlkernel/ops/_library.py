@@ -27,8 +27,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the ops take."""
 LEAST, MOST = 2.0**-149, torch.finfo(torch.float32).max
 """Smallest and largest positive number of fp32."""
-_stock_depth = 0
-_stock_lock = threading.Lock()
+_stock_blocks: list[bool] = []  # one an open block: a list grows and shrinks whole, whatever other threads do
 
 
 def define(
@@ -312,22 +311,18 @@ def stock(active: bool = True) -> Iterator[None]:
 
     In every thread of the process, as autograd computes a checkpointed forward again in one of its own.
     """
-    _count_stock(int(active))
+    if active:
+        _stock_blocks.append(True)
     try:
         yield
     finally:
-        _count_stock(-int(active))
-
-
-def _count_stock(more: int) -> None:
-    global _stock_depth
-    with _stock_lock:  # two threads' blocks may begin or end at once
-        _stock_depth += more
+        if active:
+            _stock_blocks.pop()
 
 
 def is_stock() -> bool:
     """Whether the control arm is on."""
-    return _stock_depth > 0
+    return len(_stock_blocks) > 0
 
 
 def check_tensors(op: str, **arguments: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_id
 from rlkernel.kernels import select, stock
@@ -50,7 +51,7 @@ def set_attention_variant(variant: str | None) -> None:
     """Variant of every attention in this process that is given none; None, as at the start: "split".
 
     A model keeps the variant that was set when it was made, and refuses to run while another one is set. So rollout
-    and training of a model never differ. Set in a block of `attention_variant`, it ends with the block.
+    and training of a model never differ. From here on, in blocks of `attention_variant` that are open too.
 
     Raises:
         ValueError: the name is unknown.
@@ -58,11 +59,10 @@ def set_attention_variant(variant: str | None) -> None:
     global _word
     if variant is not None:
         _known(variant)
-    with _lock:
-        if _blocks:
-            _blocks[-1][0] = variant
-        else:
-            _word = variant
+    with _alone():
+        _word = variant
+        for block in _blocks:
+            block[0] = variant
         _decide_variant()
 
 
@@ -74,15 +74,20 @@ def attention_variant(variant: str | None) -> Iterator[None]:
     if variant is not None:
         _known(variant)
     own = [variant]
-    with _lock:
+    with _alone():
         _blocks = (*_blocks, own)
         _decide_variant()
     try:
         yield
     finally:
-        with _lock:  # another thread's block may have begun or ended meanwhile
+        with _alone():  # another thread's block may have begun or ended meanwhile
             _blocks = tuple(block for block in _blocks if block is not own)
             _decide_variant()
+
+
+def _alone() -> contextlib.AbstractContextManager[Any]:
+    """Keeps other threads out of a block; dynamo cannot trace a lock."""
+    return contextlib.nullcontext() if is_dynamo_compiling() else _lock
 
 
 def _decide_variant() -> None:

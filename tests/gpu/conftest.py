@@ -12,6 +12,7 @@ import pytest
 import torch
 
 _ROWS: list[dict[str, Any]] = []
+LONG = ("test_vllm_gpu.py", "test_transfer_gpu.py", "test_schedules_of_model_gpu.py", "test_demo_gpu.py")
 
 
 def turned(devices: list[str], worker: str) -> list[str]:
@@ -39,8 +40,8 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start vLLM take longest: each comes first in what pytest-xdist hands a worker at the start."""
-    long = [item for item in items if item.path.name in ("test_vllm_gpu.py", "test_transfer_gpu.py")]
+    """Tests that start vLLM take longest, or certify much: each comes first in what pytest-xdist hands a worker."""
+    long = [item for item in items if item.path.name in LONG]
     if "RLKERNEL_RECORD" not in os.environ or not long:
         return
     step = max(len(items) // (4 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))), 2)

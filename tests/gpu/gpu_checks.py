@@ -92,6 +92,17 @@ def assert_rows_alone(run: Callable[..., Any], batch: tuple[Tensor | None, ...],
     return seen
 
 
+def ran_through() -> dict[str, set[str]]:
+    """Of each op the schedules that its calls ran through since all was decided anew (`forget`, the end of a block that
+    switches some off); the anchor apart."""
+    found: dict[str, set[str]] = {}
+    for op in schedule.scheduled_ops():
+        runs = list(op._runs.values())
+        bound = [pair for schedules in op._bound.values() for pair in schedules.items()]
+        found[op.family.op] = {name for name, fn in bound if any(fn is run for run in runs)}
+    return {op: names for op, names in found.items() if names}
+
+
 def faster_schedule(op: ScheduledOp, run: Callable[[], object]) -> str:
     """The one schedule of `op` that `run` runs through, in strict mode; it must have been found faster than the anchor,
     and no other one faster than it."""

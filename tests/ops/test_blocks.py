@@ -9,8 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+import torch
+from torch import Tensor
 
 from rlkernel import ops
+from rlkernel.contract import assert_bitwise
+from rlkernel.kernels.errors import VariantError
 
 
 @pytest.fixture
@@ -54,18 +58,33 @@ def test_attention_variants_of_blocks_that_overlap() -> None:
     assert ops.current_attention_variant("fa3") == "fa3", "nobody has chosen"
 
 
-def test_an_attention_variant_set_in_a_block_ends_with_it() -> None:
-    ops.set_attention_variant("fa3")
+def test_an_attention_variant_that_is_set_holds_in_open_blocks_and_behind_them() -> None:
     try:
-        with ops.attention_variant(None):
+        with ops.attention_variant("fa3"):
             ops.set_attention_variant("split")
             assert ops.current_attention_variant() == "split"
             with pytest.raises(ValueError, match="expected one of split, fa3"):
                 ops.set_attention_variant("fa2")
             assert ops.current_attention_variant() == "split"
-        assert ops.current_attention_variant() == "fa3"
+        assert ops.current_attention_variant() == "split"
         with pytest.raises(ValueError, match="expected one of split, fa3"), ops.attention_variant("fa2"):
             pass
-        assert ops.current_attention_variant() == "fa3"
+        with pytest.raises(VariantError, match="'fa3' was asked for in a process that is set to 'split'"):
+            ops.current_attention_variant("fa3")
     finally:
         ops.set_attention_variant(None)
+
+
+@pytest.mark.parametrize("block", ("stock", "attention_variant"))
+def test_blocks_are_traced(block: str) -> None:
+    x, w = torch.randn(3, 8), torch.randn(8)
+    manager = {"stock": ops.stock, "attention_variant": lambda: ops.attention_variant("fa3")}[block]
+
+    def run(x: Tensor) -> Tensor:
+        with manager():
+            return ops.rms_norm(x, w, 1e-6)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    for _ in range(2):
+        assert_bitwise(compiled(x), run(x))
+        assert not ops.is_stock() and ops.current_attention_variant() == "split"

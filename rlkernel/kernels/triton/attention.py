@@ -210,8 +210,8 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr,
     PAGE: tl.constexpr,  # keys per page, 0 where keys are packed
     TMA: tl.constexpr,
-    BRANCH: tl.constexpr,  # Hopper: blocks on the diagonal in the main loop. Elsewhere a branch behind the scores would
-    # hide from the compiler that a second product follows, and spread a row over warps.
+    BRANCH: tl.constexpr,  # Hopper, two bytes: blocks on the diagonal in the main loop. Elsewhere a branch behind the
+    # scores would hide from the compiler that a second product follows, and spread a row over warps.
     ROOM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
