@@ -21,10 +21,7 @@ from rlkernel.models import Decoder, PackedBatch, preset
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (
-    9,
-    0,
-)  # fast schedules are known of it alone
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)  # whose fast schedules are known
 LENGTHS = (2300, 900, 260, 64, 33, 2)
 
 
