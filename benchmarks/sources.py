@@ -7,8 +7,11 @@ the records there are, from the checkout or from the record's commit, and remove
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import subprocess
+import tarfile
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,29 +21,21 @@ from results_io import BENCHMARKS, HASHED, ROOT, _tracked, kernel_sha
 FOLDER = BENCHMARKS / "sources"
 
 
-def _short(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
 def _here(root: Path) -> dict[str, str]:
-    return {path: _short((root / path).read_bytes()) for path in sorted(_tracked(root))}
+    return {p: hashlib.sha256((root / p).read_bytes()).hexdigest()[:16] for p in sorted(_tracked(root))}
 
 
 def _at(commit: str, sha: str, root: Path) -> dict[str, str] | None:
     """The files of a commit, None where git does not have it or they are not those of the hash."""
-
-    def git(*args: str) -> bytes:
-        return subprocess.run(["git", *args], cwd=root, capture_output=True, check=True).stdout
-
     try:
-        listed = git("ls-tree", "-r", "-z", "--name-only", commit, "--", *HASHED).split(b"\0")
-        files = {path: git("cat-file", "blob", f"{commit}:{path.decode()}") for path in sorted(listed) if path}
+        packed = subprocess.run(
+            ["git", "archive", "--format=tar", commit, "--", *HASHED], cwd=root, capture_output=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
-    whole = hashlib.sha256(b"".join(path + b"\0" + content + b"\0" for path, content in files.items()))
-    if whole.hexdigest()[:16] != sha:
-        return None
-    return {path.decode(): _short(content) for path, content in files.items()}
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(packed)) as files:
+        files.extractall(folder, filter="data")
+        return _here(Path(folder)) if kernel_sha(Path(folder)) == sha else None
 
 
 def keep(records: Iterable[Mapping[str, Any]], root: Path = ROOT, folder: Path = FOLDER) -> None:

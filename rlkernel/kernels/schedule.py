@@ -19,6 +19,7 @@ import torch
 from rlkernel.kernels import certification, verdicts
 from rlkernel.kernels.certification import Family, Key, Run, Runs, current, identity, one_line
 from rlkernel.kernels.errors import FinishedError, LaunchError
+from rlkernel.kernels.setting import Switch
 from rlkernel.kernels.verdicts import ANCHOR, Verdict, machine, read, verdict_path, write
 
 
@@ -28,9 +29,6 @@ class UncertifiedError(RuntimeError):
 
 _lock = threading.RLock()
 _ops: dict[str, ScheduledOp] = {}
-_strict = False
-_word = False  # of `set_strict`, which holds where no block of `strict` does
-_blocks: tuple[list[bool], ...] = ()  # one list, of one switch, a block of `strict`; the last holds
 _off: tuple[frozenset[str], ...] = ()  # one set a nested `without`; an empty set switches every schedule off
 _MODULES = ("attention", "linear", "linear_logprob", "logprob", "policy_loss")  # of kernels/cuda, that have schedules
 MOST_CALLS = 1 << 14  # calls that an op remembers, beyond which it forgets all: row counts are without end
@@ -126,7 +124,7 @@ class ScheduledOp:
                 reason = f"{name} was certified and failed in a call: {one_line(error)}"
                 what, new = f"runs its anchor: {reason}", self._failed.setdefault(key, reason) is reason
                 self._decide_anew()
-        if _strict and not passing and not finished:
+        if _strict.now and not passing and not finished:
             raise UncertifiedError(f"{family.op} {family.describe(key)}: {reason}") from error
         if new:  # raised, where warnings are errors, it would leave a sum behind that was added to in part
             with contextlib.suppress(*([RuntimeWarning] if finished or family.mutates else [])):
@@ -191,7 +189,7 @@ class ScheduledOp:
                     else:
                         reason = self._judge(key)
             verdict = self._verdicts.get(key)
-            if _strict and (why := reason or (verdict and verdict.lacking())):
+            if _strict.now and (why := reason or (verdict and verdict.lacking())):
                 raise UncertifiedError(f"{family.op} {family.describe(key)} is not certified: {why}")
             if capturing and key not in self._captured:
                 self._captured.add(key)
@@ -283,10 +281,7 @@ def _check_switch(on: bool) -> None:
         raise TypeError(f"strict mode is True or False, not {on!r}")
 
 
-def _decide_strict() -> None:
-    global _strict
-    _strict = _blocks[-1][0] if _blocks else _word
-    _decide_anew()
+_strict = Switch(False, _lock, _decide_anew)
 
 
 def set_strict(on: bool) -> None:
@@ -296,30 +291,16 @@ def set_strict(on: bool) -> None:
     Raises:
         TypeError: `on` is no bool.
     """
-    global _word
     _check_switch(on)
-    with _lock:
-        _word = on
-        for block in _blocks:
-            block[0] = on
-        _decide_strict()
+    _strict.set(on)
 
 
 @contextlib.contextmanager
 def strict(on: bool = True) -> Iterator[None]:
     """Strict mode in a block; where blocks of several threads overlap, that of the last to begin."""
-    global _blocks
     _check_switch(on)
-    own = [on]
-    with _lock:
-        _blocks = (*_blocks, own)
-        _decide_strict()
-    try:
+    with _strict.block(on):
         yield
-    finally:
-        with _lock:  # another thread's block may have begun or ended meanwhile
-            _blocks = tuple(block for block in _blocks if block is not own)
-            _decide_strict()
 
 
 def _names(ops: Iterable[ScheduledOp]) -> set[str]:

@@ -8,7 +8,6 @@ implementation inside a block, for tests and certification.
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from rlkernel.kernels import build
 from rlkernel.kernels.errors import NoCompilerError
+from rlkernel.kernels.setting import Switch
 
 IMPLEMENTATIONS = ("cpp", "certified", "triton", "reference")
 _PACKAGE = {"cpp": "cpu", "certified": "cuda", "triton": "triton", "reference": "reference"}
@@ -39,8 +39,7 @@ class NoImplementation(RuntimeError):
 
 _modules: dict[str, str] = {}
 _chosen: dict[tuple[str, str], Choice] = {}
-_forced: tuple[list[str], ...] = ()  # one list, of one name, a block of `use`; the last holds
-_lock = threading.Lock()
+_forced = Switch[str | None](None)  # of `use`
 _warned = False
 
 
@@ -81,8 +80,7 @@ def choose(op: str, device: str) -> Choice:
         NoImplementation: nothing can compute the op there.
         BuildError: a compiler is there, but the C++ kernels did not build.
     """
-    if blocks := _forced:
-        (name,) = blocks[-1]
+    if (name := _forced.now) is not None:
         fn = _find(op, name)
         if fn is None:
             raise NoImplementation(f"op {op!r} has no {name!r} implementation; leave the use({name!r}) block")
@@ -129,7 +127,7 @@ def _decide(op: str, device: str) -> Choice:
 
 def forced() -> bool:
     """Whether a `use` block is active."""
-    return bool(_forced)
+    return _forced.now is not None
 
 
 @contextlib.contextmanager
@@ -137,12 +135,5 @@ def use(implementation: str) -> Iterator[None]:
     """Forces one of `IMPLEMENTATIONS` for every op inside the block (tests, certification)."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
-    global _forced
-    own = [implementation]
-    with _lock:
-        _forced = (*_forced, own)
-    try:
+    with _forced.block(implementation):
         yield
-    finally:
-        with _lock:  # another thread's block may have begun or ended meanwhile
-            _forced = tuple(block for block in _forced if block is not own)

@@ -1,11 +1,15 @@
-"""A setting of torch's that is the process's, and that blocks of several threads need otherwise while they run."""
+"""What is the process's and blocks of several threads need otherwise while they run: torch's settings, ours."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from torch.compiler import is_dynamo_compiling
+
+T = TypeVar("T")
 
 
 class Setting:
@@ -42,3 +46,50 @@ class Setting:
                     if self._read() == self._inside(self._found):
                         self._write(self._found)
                     self._found = None
+
+
+class Switch(Generic[T]):
+    """A value of the process's, with blocks that have another; of open blocks, in whatever threads, the last to begin
+    holds in all. Dynamo traces it.
+
+    Args:
+        lock: held while the value changes; default: its own.
+        changed: called behind every change, under the lock.
+
+    Attributes:
+        now: the value that holds.
+    """
+
+    def __init__(self, value: T, lock: Any = None, changed: Callable[[], None] = lambda: None) -> None:
+        self.now = value
+        self._word = value  # of `set`, which holds where no block does
+        self._blocks: tuple[list[T], ...] = ()  # one list, of one value, an open block
+        self._lock, self._changed = lock or threading.Lock(), changed
+
+    def set(self, value: T) -> None:
+        """From here on, in blocks that are open too."""
+        with self._alone():
+            self._word = value
+            for block in self._blocks:
+                block[0] = value
+            self._decide(self._blocks)
+
+    @contextlib.contextmanager
+    def block(self, value: T) -> Iterator[None]:
+        """A block with another value."""
+        own = [value]
+        with self._alone():
+            self._decide((*self._blocks, own))
+        try:
+            yield
+        finally:
+            with self._alone():  # another thread's block may have begun or ended meanwhile
+                self._decide(tuple(block for block in self._blocks if block is not own))
+
+    def _alone(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if is_dynamo_compiling() else self._lock  # which it cannot trace
+
+    def _decide(self, blocks: tuple[list[T], ...]) -> None:
+        self._blocks = blocks
+        self.now = blocks[-1][0] if blocks else self._word
+        self._changed()

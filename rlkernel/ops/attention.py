@@ -7,18 +7,17 @@ each of the two variants of the order: "split", the default, and "fa3", FlashAtt
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_id
 from rlkernel.kernels import select, stock
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
+from rlkernel.kernels.setting import Switch
 from rlkernel.ops._library import (
     check,
     check_devices,
@@ -38,10 +37,7 @@ LONGEST = (1 << 31) - 1  # keys of a sequence: lengths are int32
 VARIANTS = ("split", "fa3")
 _ON_GPUS = ("certified", "triton")  # implementations of `paged_attention` that take `out`, and scratch memory
 
-_variant: str | None = None  # the process's now; None: nobody chose one
-_word: str | None = None  # of `set_attention_variant` outside of blocks
-_blocks: tuple[list[str | None], ...] = ()  # one list, of one variant, a block of `attention_variant`; the last holds
-_lock = threading.Lock()
+_variant = Switch[str | None](None)  # the process's; None: nobody chose one
 
 
 # ---- variants ------------------------------------------------------------------------------------
@@ -56,43 +52,19 @@ def set_attention_variant(variant: str | None) -> None:
     Raises:
         ValueError: the name is unknown.
     """
-    global _word
     if variant is not None:
         _known(variant)
-    with _alone():
-        _word = variant
-        for block in _blocks:
-            block[0] = variant
-        _decide_variant()
+    _variant.set(variant)
 
 
 @contextlib.contextmanager
 def attention_variant(variant: str | None) -> Iterator[None]:
     """`set_attention_variant` for a block; where blocks of several threads overlap, that of the last to begin holds in
     all of them."""
-    global _blocks
     if variant is not None:
         _known(variant)
-    own = [variant]
-    with _alone():
-        _blocks = (*_blocks, own)
-        _decide_variant()
-    try:
+    with _variant.block(variant):
         yield
-    finally:
-        with _alone():  # another thread's block may have begun or ended meanwhile
-            _blocks = tuple(block for block in _blocks if block is not own)
-            _decide_variant()
-
-
-def _alone() -> contextlib.AbstractContextManager[Any]:
-    """Keeps other threads out of a block; dynamo cannot trace a lock."""
-    return contextlib.nullcontext() if is_dynamo_compiling() else _lock
-
-
-def _decide_variant() -> None:
-    global _variant
-    _variant = _blocks[-1][0] if _blocks else _word
 
 
 def current_attention_variant(asked: str | None = None) -> str:
@@ -102,12 +74,12 @@ def current_attention_variant(asked: str | None = None) -> str:
         ValueError: `asked` is unknown. VariantError: the process is set to another one.
     """
     if asked is None:
-        return _variant or VARIANTS[0]
+        return _variant.now or VARIANTS[0]
     _known(asked)
-    if _variant is not None and _variant != asked:
+    if (chosen := _variant.now) is not None and chosen != asked:
         raise VariantError(
-            f"attention variant {asked!r} was asked for in a process that is set to {_variant!r}; a model keeps the "
-            f"variant it was made in: call model.set_attention_variant({_variant!r}), or leave the block"
+            f"attention variant {asked!r} was asked for in a process that is set to {chosen!r}; a model keeps the "
+            f"variant it was made in: call model.set_attention_variant({chosen!r}), or leave the block"
         )
     return asked
 

@@ -1,4 +1,4 @@
-"""linear_logprob: log-probabilities from hidden states and the head's weight, in blocks, without the logits [T, V].
+"""linear_logprob: log-probabilities from hidden states and the head's weight, block by block, never all logits at once.
 
 Contract: orders.py, `linear` for the logits and `logprob` for the rest, so the bits are those of
 `logprob(linear(hidden, weight, out_dtype=float32), ...)`. The backward computes the logits a second time, but for a
@@ -131,7 +131,7 @@ def linear_logprob(
     keep_probs: bool = False,
     keep_bytes: float = KEEP_BYTES,  # a whole number or inf
 ) -> LogProb:  # logp, entropy, lse: [T] fp32
-    """`logprob(linear(hidden, weight, out_dtype=torch.float32), targets, ...)` to the bit, without the logits [T, V].
+    """`logprob(linear(hidden, weight, out_dtype=torch.float32), targets, ...)` to the bit, block by block.
 
     The gradient of the logits is rounded to the weight's dtype, as `linear` does. Tokens with no upstream gradient (or
     with a dropped target) are left out of the backward's products: on a CPU each of them, on a GPU blocks of 64 or 256

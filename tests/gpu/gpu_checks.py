@@ -20,6 +20,7 @@ ROWS = (1, 2, 16, 33, 64, 256, 1000)
 Record = Callable[..., None]
 Outputs = Tensor | Sequence[Tensor | None]
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)  # whose fast schedules are known
 low_precision = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 
 
@@ -90,6 +91,12 @@ def assert_rows_alone(run: Callable[..., Any], batch: tuple[Tensor | None, ...],
         seen.rows(some, [None if w is None else w[piece] for w in whole],
                   f"{what}, rows {piece.start}:{piece.stop} alone")  # fmt: skip
     return seen
+
+
+def forget() -> None:
+    """Every op with schedules decides anew, from the files."""
+    for op in schedule.scheduled_ops():
+        op.forget(verdicts=True)
 
 
 def ran_through() -> dict[str, set[str]]:

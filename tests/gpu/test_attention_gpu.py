@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.gpu_checks import Compared, faster_schedule
+from gpu.gpu_checks import HOPPER, Compared, faster_schedule
 from ops.attention_paths import (
     Sequence,
     check_gradients,
@@ -200,7 +200,6 @@ def check_long_prefill(given: list[Any], what: str) -> Compared:
     return seen
 
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="long prefill has kernels of its own on Hopper alone")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.gpu_checks import HOPPER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -27,7 +28,6 @@ for op in schedule.scheduled_ops():
     print("certified", json.dumps([op.family.op, certified, op.failures()]))
 sys.exit(status)
 """
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def test_embedded_default_is_exact_and_learns_with_fast_kernels(tmp_path: Path, record: Callable[..., None]) -> None:

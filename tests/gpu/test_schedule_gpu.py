@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.gpu_checks import Compared, refusal
+from gpu.gpu_checks import HOPPER, Compared, forget, refusal
 from torch import Tensor
 
 from rlkernel import ops
@@ -29,24 +29,16 @@ WEIGHTS = (
     (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024), (6144, 4096), (4096, 4096), (24576, 4096),
     (4096, 12288),
 )  # fmt: skip
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="that cuBLASLt keeps the chain is known of sm_90 alone",
-)
+hopper = pytest.mark.skipif(not HOPPER, reason="that cuBLASLt keeps the chain is known of sm_90 alone")
 
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     build.cublaslt_library()  # built in the usual cache
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
-    _forget()
+    forget()
     yield
-    _forget()
-
-
-def _forget() -> None:
-    for op in schedule.scheduled_ops():
-        op.forget(verdicts=True)
+    forget()
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.gpu_checks import DEVICE, Compared, Record, ran_through
+from gpu.gpu_checks import DEVICE, HOPPER, Compared, Record, forget, ran_through
 from torch import Tensor
 
 from rlkernel import ops
@@ -21,13 +21,7 @@ from rlkernel.models import Decoder, PackedBatch, preset
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)  # whose fast schedules are known
 LENGTHS = (2300, 900, 260, 64, 33, 2)
-
-
-def forget() -> None:
-    for op in schedule.scheduled_ops():
-        op.forget(verdicts=True)
 
 
 @pytest.fixture(scope="module")

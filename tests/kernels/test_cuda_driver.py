@@ -292,6 +292,7 @@ def test_trouble_of_cublaslt_is_no_word_on_an_algorithm(
     said: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has it then, but the next process asks again."""
+    assert '"%s: %s (status %d)"' in (build.source_dir() / "cuda" / cublaslt.SOURCE).read_text(), "what `plan` reads"
     monkeypatch.setattr(cublaslt, "unavailable", lambda: None)
     text = f"cublasLtMatmulAlgoCheck: {said}".encode()
     monkeypatch.setattr(cublaslt, "_function", lambda name, *_: lambda *_: text if "error" in name else None)

@@ -447,19 +447,19 @@ def test_blocks_of_strict_mode_that_overlap_end_alone() -> None:
         one.__enter__()
         other.__enter__()
         one.__exit__(None, None, None)
-        assert schedule._strict == second, "another thread's block"
+        assert schedule._strict.now == second, "another thread's block"
         other.__exit__(None, None, None)
-        assert not schedule._strict
+        assert not schedule._strict.now
     with schedule.strict():
         with schedule.strict(False):
-            assert not schedule._strict
-        assert schedule._strict
+            assert not schedule._strict.now
+        assert schedule._strict.now
         schedule.set_strict(False)
-        assert not schedule._strict
+        assert not schedule._strict.now
     with schedule.strict(False):
         schedule.set_strict(True)
     try:
-        assert schedule._strict, "somebody's word in between"
+        assert schedule._strict.now, "somebody's word in between"
     finally:
         schedule.set_strict(False)
 
