@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels.linear_checks import MOST, NONE, rand
+from kernels.linear_checks import GRAD, MOST, NONE, at, dhidden, dweight, rand
 
 from rlkernel.contract import assert_bitwise
-from rlkernel.kernels import certification, schedule
+from rlkernel.kernels import schedule
 from rlkernel.kernels.certification import Schedule
 from rlkernel.kernels.cuda import cublaslt
 from rlkernel.kernels.cuda import linear as cuda
@@ -101,11 +100,6 @@ def test_the_products_of_a_head_and_of_a_chunk_of_tokens(asked: list[tuple], mon
 
 def whole_numbers(*shape: int) -> Tensor:
     return torch.randint(-4, 5, shape).bfloat16()
-
-
-def at(shift: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Small whole numbers at `shift` elements behind a 16-byte address."""
-    return torch.randint(-4, 5, (shift + math.prod(shape),)).to(dtype)[shift:].view(shape)
 
 
 def test_a_misaligned_operand_of_linear_runs_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,211 +383,7 @@ def test_no_schedule_gets_more_rows_than_were_compared(
         seen.clear()
 
 
-# ---- linear_logprob: what runs was compared ------------------------------------------------------
-
-
-def dhidden(running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Any) -> None:
-    running.copy_(dz.float() @ weight.float() + (0 if fresh else running))
-    if rounded is not None:
-        rounded.copy_(running)
-
-
-def dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Any) -> None:
-    grad.copy_(dz.float().t() @ hidden.float() + (0 if fresh else grad))
-
-
-def dhidden_of_eights(
-    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Any
-) -> None:
-    dhidden(running, rounded, dz, weight, fresh, active)
-    if dz.shape[1] % 8:
-        running += 1
-
-
-def dweight_of_eights(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Any) -> None:
-    dweight(grad, dz, hidden, fresh, active)
-    if dz.shape[1] % 8:
-        grad += 1
-
-
-def dweight_of_8192(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Any) -> None:
-    dweight(grad, dz, hidden, fresh, active)
-    grad[8192:] = 7
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of dz with fewer tokens than there are, so that samples are small, and nobody to say which are active."""
-    monkeypatch.setattr(scored, "WGRAD_TOKENS", 256)
-    monkeypatch.setattr(scored.loop, "PROBS_ENTRIES", 1 << 21)
-    monkeypatch.setattr(scored, "SAMPLE_BYTES", 1 << 22)
-    monkeypatch.setattr(scored, "_active", lambda *_: None)
-
-
-def judged(op: Any, s: Any, run: Callable[..., None]) -> Any:
-    """The trial of a schedule of dhidden or dweight, plain products its anchor."""
-    anchor = dhidden if op is scoring._dhidden else dweight
-    planted = (Schedule("planted", lambda key: run),)
-    family = dataclasses.replace(op.family, anchor=anchor, schedules=planted, kinds=("normal",))
-    return certification.certify(family, tuple(s), seed=0)[0].trials[0]
-
-
-GRAD = scored.GradShape(-1, 16, torch.bfloat16, torch.float32, True, False, False, 16384)
-
-
-@pytest.mark.parametrize("row", (0, 8192, 16384))
-@pytest.mark.usefixtures("small", "cache")
-def test_a_gradient_that_is_wrong_where_no_call_was_compared_is_refused(row: int) -> None:
-    """A contraction or a block of an odd number of entries, and rows of the result beyond a chunk's."""
-    whole, odd = GRAD._replace(row=row), GRAD._replace(row=row, whole=False)
-    for op, right, of_eights in (
-        (scoring._dhidden, dhidden, dhidden_of_eights), (scoring._dweight, dweight, dweight_of_eights),
-    ):  # fmt: skip
-        assert judged(op, whole, right).certified and judged(op, odd, right).certified
-        assert judged(op, whole, of_eights).certified, "never asked for others"
-        refused = judged(op, odd, of_eights)
-        assert not refused.certified and refused.first["mismatches"]
-    for s in (whole, odd):
-        assert judged(scoring._dweight, s, dweight_of_8192).certified == (row == 8192)
-
-
-@pytest.mark.usefixtures("small", "cache")
-def test_a_gradient_that_is_wrong_for_a_few_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls have any number of them; none has a gradient of zero alone, which hides a product that is left out."""
-
-    def leaves_out(tokens: int, right: Callable[..., None]) -> Callable[..., None]:
-        def run(to: Tensor, *given: Any) -> None:
-            operands = given[1:3] if right is dhidden else given[:2]
-            if len(operands[0]) != tokens:
-                right(to, *given)
-            elif given[-2]:
-                to.zero_()
-
-        return run
-
-    for row, whole, fresh in itertools.product((0, 16384), (True, False), (True, False)):
-        s = GRAD._replace(row=row, whole=whole, fresh=fresh)
-        for op, right, counts in ((scoring._dhidden, dhidden, (1,)), (scoring._dweight, dweight, (1, 9))):
-            s = s._replace(few=op is scoring._dhidden)
-            assert judged(op, s, leaves_out(0, right)).certified
-            for tokens in counts:
-                refused = judged(op, s, leaves_out(tokens, right))
-                assert not refused.certified and refused.first["rows"] == tokens, (s, tokens)
-
-
-@pytest.mark.parametrize("tokens", (1, 76, 77))
-def test_few_tokens_are_the_anchors_and_not_cublaslts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were compared with it at 77 and more alone."""
-    ran: list[str] = []
-    for name in ("dhidden_block", "dweight_block"):
-        monkeypatch.setattr(scoring.anchor, name, lambda *_: ran.append("anchor"))
-    monkeypatch.setattr(cublaslt, "plan", lambda *_: cublaslt.Plan(0, 0, "none"))
-    monkeypatch.setattr(cublaslt, "launcher", lambda *_: lambda *_: ran.append("cublaslt"))
-    dz, weight, hidden = at(0, tokens, 48), at(0, 48, 64), at(0, tokens, 64)
-    sums, grad = torch.zeros(tokens, 64), torch.zeros(48, 64)
-    key = (0, *scored.dhidden_key(sums, None, dz, weight, True, MOST)[1:])
-    scoring._cublaslt(0, False).bind(key)(sums, None, dz, weight, True, MOST)
-    key = (0, *scored.dweight_key(grad, dz, hidden, True, MOST)[1:])
-    scoring._cublaslt(0, True).bind(key)(grad, dz, hidden, True, MOST)
-    assert ran == ["cublaslt" if tokens >= 77 else "anchor"] * 2
-
-
-def test_cublaslt_computes_multiples_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for op in (scoring._dhidden, scoring._dweight):
-        names = lambda s, op=op: [x.name for x in op.family.schedules if x.supports(tuple(s))]
-        here = GRAD._replace(device=0)
-        assert names(here) == ["hopper", *(f"cublaslt.{rank}" for rank in range(cublaslt.RANKS))]
-        assert names(here._replace(whole=False)) == names(here._replace(row=0)) == ["hopper"]
-
-
-@pytest.mark.usefixtures("small")
-def test_what_is_no_multiple_of_8_is_a_class_of_its_own() -> None:
-    running, grad, x = torch.zeros(9, 64), torch.zeros(48, 64), rand(9, 64)
-    for entries in range(40, 49):
-        dz, some = rand(9, 48)[:, :entries], MOST
-        for key in (
-            scored.dhidden_key(running, None, dz, rand(entries, 64), True, some),
-            scored.dweight_key(grad[:entries], dz, x, True, some),
-        ):
-            s = scored.GradShape(*key)
-            assert s.whole == (entries % 8 == 0) and s.row == 48
-            generator = torch.Generator().manual_seed(0)
-            for m in scored.rows_of_grad(key):
-                dz_ = scored.dweight_sample(key, m, "normal", generator)[1]
-                assert (dz_.shape[1] % 8 == 0) == (s.whole or m == scored.FEW_TOKENS)
-            for few in (False, True):
-                key = tuple(s._replace(few=few))
-                for m in scored.rows_of_dhidden(key):
-                    assert (scored.dhidden_sample(key, m, "normal", generator)[2].shape[1] % 8 == 0) == s.whole
-
-
-@pytest.mark.usefixtures("small")
-def test_no_schedule_of_dweight_gets_more_rows_than_were_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring.anchor, "dweight_block", lambda *given: (ran.append("anchor"), dweight(*given)))
-    ran: list[Any] = []
-    integers = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
-    for whole, row in itertools.product((True, False), (0, 16384)):
-        s = GRAD._replace(whole=whole, row=row)
-        compared = {m: len(scored.dweight_sample(tuple(s), m, "normal", torch.Generator())[0])
-                    for m in scored.rows_of_grad(tuple(s)) if m not in scored.NARROW}  # fmt: skip
-        assert max(compared) == scored.most_tokens(s) == 256
-        run = scoring._in_pieces(s, lambda *given: (ran.append(given[1].shape), dweight(*given)))
-        for tokens, entries in itertools.product((1, 129, 130, 256), (5, 8192, 16384 - (not whole))):
-            dz, x, grad = integers(tokens, 16384)[:, :entries], integers(tokens, 16), torch.ones(entries, 16)
-            run(grad, dz, x, False, MOST)
-            assert_bitwise(grad, dz.float().t() @ x.float() + 1, f"{tokens} x {entries}")
-            most = next(n for m, n in sorted(compared.items()) if tokens <= m)
-            assert sum(n for _, n in ran) == entries and max(n for _, n in ran) <= most
-            assert len(ran) == 1 or entries > most - 8, "no more pieces than needed"
-            ran.clear()
-        run(torch.ones(8, 16), integers(257, 8), integers(257, 16), False, MOST)
-        assert ran.pop() == "anchor", "more tokens than any block has"
-
-
-@pytest.mark.usefixtures("small")
-def test_a_piece_that_fails_does_not_repeat_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch error means that nothing was written: the call may be made again."""
-    monkeypatch.setattr(scoring.anchor, "dweight_block", dweight)
-    calls = []
-
-    def run(*given: Any) -> None:
-        calls.append(given)
-        if len(calls) == fails:
-            raise LaunchError("status 13")
-        dweight(*given)
-
-    dz, x = torch.randint(-4, 5, (200, 16384)).bfloat16(), torch.randint(-4, 5, (200, 16)).bfloat16()
-    grad, expected = torch.ones(16384, 16), dz.float().t() @ x.float() + 1
-    fails = 2
-    with pytest.raises(FinishedError, match="status 13"):
-        scoring._in_pieces(GRAD, run)(grad, dz, x, False, MOST)
-    assert len(calls) == 2 and torch.equal(grad, expected), "the anchor did the rest"
-    calls.clear()
-    fails, grad = 1, torch.ones(16384, 16)
-    with pytest.raises(LaunchError, match="status 13"):
-        scoring._in_pieces(GRAD, run)(grad, dz, x, False, MOST)
-    assert torch.equal(grad, torch.ones(16384, 16))
-
-
-@pytest.mark.parametrize("entries", (scored.loop.DZ_ENTRIES, scored.loop.PROBS_ENTRIES))
-@pytest.mark.parametrize("vocab", (1000, 8192, 50257, 151936, 262144))
-def test_blocks_of_dz_have_no_more_tokens_than_are_compared(vocab: int, entries: int) -> None:
-    from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE
-
-    for tokens in {*range(1, 8193, 97), *(1 << n for n in range(14)), *((1 << n) - 1 for n in range(1, 14)), 8192}:
-        chunks = scored.loop.chunks_of_dz(tokens, entries)
-        row = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
-        s = GRAD._replace(c=4096, row=row)
-        assert tokens <= scored.most_tokens(s) == max(scored.rows_of_grad(tuple(s)))
-        for m in scored.rows_of_grad(tuple(s)):
-            assert m * row <= 1 << 28, "half a GiB of dz at the most"
-            assert scored.widest(s, m) * max(2 * m, 4 * s.c) <= scored.SAMPLE_BYTES
-        if tokens >= 2048 and entries == scored.loop.DZ_ENTRIES:
-            assert all(scored.widest(s, m) == row for m in scored.rows_of_grad(tuple(s))), "its real size"
-
-
-# ---- dhidden: chunks side by side ----------------------------------------------------------------
+# ---- linear_logprob: chunks of dhidden ------------------------------------------------------
 
 
 def test_chunks_of_dhidden_are_added_ascending_by_cublaslt(asked: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
