@@ -58,7 +58,7 @@ def main() -> None:
     running, dz = new(64, 1024, dtype=torch.float32), new(64, 8192)
     scored = (x, head, targets, None, None)
     flag = new(1, dtype=torch.int32)
-    active = Active(flag, flag, flag, row=8192)
+    active = Active(flag, flag, row=8192)
     q, k = new(64, 16, 128), new(64, 8, 128)
     tokens, borders, each = (
         new(1 << 17, dtype=torch.float32),
@@ -73,7 +73,7 @@ def main() -> None:
         (linear.wgrad_chunk, (grad, dy, x, False)),
         (linear_logprob._forward, (*scored, False, 0)),
         (linear_logprob._dz, (dz, *scored, new(64, 2, dtype=torch.float32), row, row, None, active, 0, 8192)),
-        (linear_logprob._dhidden, (running, None, dz, head, False, active)),
+        (linear_logprob._dhidden, (running, dz, head, False, active)),
         (linear_logprob._dweight, (new(8192, 1024, dtype=torch.float32), dz, x, False, active)),
         (logprob.logprob, (dz, targets, None, None)),
         (attention.prefill, (q, k, k, row, row, 4096, 4096, 0.1, 2048, 0, q, row)),

@@ -5,8 +5,8 @@
 // Compiled by NVRTC or nvcc for sm_90a with -fmad=false. A cluster of two blocks holds 256 tokens and shares each [256,
 // 64] piece of the weight. In a block one warpgroup fetches, up to four pieces ahead and into the next tile, and two
 // multiply, 64 tokens each. Barriers keep their default scope: one of cluster or GPU scope flushes L1 at every piece.
-// Blocks of 64 tokens without a gradient are left out where they would add zeros: a chain that skips whole groups of
-// zero products keeps its bits.
+// Tokens without a gradient come behind the others and are left out where they would add zeros: a chain that skips whole
+// groups of zero products keeps its bits.
 
 #ifndef MODE
 #define MODE 0
@@ -38,10 +38,9 @@ struct Arguments {
   const float* entropy;  // [T]
   const float* dlogp;
   const float* dentropy;
-  // products with the gradient
-  const int* active;  // [ceil(T / 64)]: whether a block of tokens has a gradient; null: all
-  const int* blocks;  // [ceil(T / 64)]: the numbers of those that have, ascending
-  const int* count;   // [1]: how many
+  const int* order;  // [T]: the token of each row, -1 - token where it has no gradient
+  const int* count;  // [1]: rows from which on none has one; also of the products with the gradient
+  // these products
   float* sum;         // [rows, columns] fp32, what the chains are added to; null: nothing
   u16* rounded;       // [rows, columns] bf16: takes the rounded total, or null
   int fresh;          // what sum holds is ignored
@@ -159,7 +158,7 @@ __device__ __forceinline__ Position position(int tile, int across_m, int across_
 
 // What an epilogue knows of its thread's two rows, `row` and `row + 8`.
 struct Rows {
-  int row[2];
+  int row[2];  // of what is read: a token
   bool inside[2];
   i64 target[2];
   float inverse[2];
@@ -170,10 +169,15 @@ struct Rows {
 __device__ __forceinline__ void read_rows(Rows& rows, const Arguments& args, int first_row) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = first_row + 8 * i;
-    rows.row[i] = row;
+    int row = first_row + 8 * i;
     rows.inside[i] = row < args.tokens;
-    const bool in = rows.inside[i];
+    bool in = rows.inside[i];
+    if (MODE == 1) {
+      row = in ? args.order[row] : -1;
+      in = row >= 0;
+      rows.active[i] = in;
+    }
+    rows.row[i] = row;
     rows.target[i] = (in ? args.targets[row] : -1) - args.first;
     if (HAS_TEMPERATURE) rows.inverse[i] = in ? args.inv_temperature[row] : 0.0f;
     if (MODE == 1) {
@@ -182,13 +186,6 @@ __device__ __forceinline__ void read_rows(Rows& rows, const Arguments& args, int
       rows.g[i] = in && args.dlogp ? args.dlogp[row] : 0.0f;
       rows.h[i] = HAS_DENTROPY && in ? args.dentropy[row] : 0.0f;
       rows.entropy[i] = HAS_DENTROPY && in ? args.entropy[row] : 0.0f;
-      bool active = in && (rows.g[i] != 0.0f || rows.h[i] != 0.0f) && rows.top[i] != minus_infinity();
-      if (HAS_KEPT && active) {
-        const i64 y = rows.target[i] + args.first;
-        active = y >= 0 && (y >> 5) < args.words &&
-                 (args.kept[static_cast<i64>(row) * args.words + (y >> 5)] >> (y & 31)) & 1;
-      }
-      rows.active[i] = active;
     }
   }
 }
@@ -205,7 +202,7 @@ __device__ __forceinline__ void prepare(float (&d)[128], const Rows& rows, const
       const u32* words = args.kept + static_cast<i64>(rows.row[i]) * args.words + (args.first + n0) / 32;
 #pragma unroll
       for (int w = 0; w < 8; ++w) {
-        const bool here = rows.inside[i] && (args.first + n0) / 32 + w < args.words;
+        const bool here = (MODE == 1 ? rows.active[i] : rows.inside[i]) && (args.first + n0) / 32 + w < args.words;
         const u32 bits = (here ? words[w] : 0u) >> (2 * (lane & 3));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -380,14 +377,9 @@ __device__ __forceinline__ void leave_gradient(const float (&d)[128], const Rows
   }
 }
 
-// Whether a cluster's 256 tokens have a gradient; only the gradient of the logits and of the hidden states ask.
-__device__ __forceinline__ bool wanted(const Arguments& args, int cluster) {
-  if ((MODE != 1 && MODE != 3) || !args.active) return true;
-  const int blocks = (args.tokens + 63) / 64;
-  bool any = false;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) any = any || (4 * cluster + i < blocks && args.active[4 * cluster + i]);
-  return any;
+// Whether a cluster's 256 rows have a gradient; only the gradient of the logits and of the hidden states ask.
+__device__ __forceinline__ bool wanted(int cluster, int count) {
+  return (MODE != 1 && MODE != 3) || cluster * 2 * kRows < count;
 }
 
 // Adds the tile to sum and rounds the total where that is wanted; two adjacent columns at a time. The old values of
@@ -395,7 +387,7 @@ __device__ __forceinline__ bool wanted(const Arguments& args, int cluster) {
 // Without a gradient there is nothing to add to running sums; a caller's buffer may hold -0, which + 0 makes 0.
 __device__ __forceinline__ void leave_sum(const float (&d)[128], const Arguments& args, int part, int first_row,
                                           int first_column, bool any) {
-  if (MODE == 3 && !any && !args.fresh && !args.rounded) return;
+  if (MODE == 3 && !any && !args.fresh) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = first_row + 8 * i;
@@ -441,7 +433,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   const int across_m = (args.tokens + 2 * kRows - 1) / (2 * kRows), across_n = (args.vocab + kColumns - 1) / kColumns;
   const int part_tiles = across_m * across_n, clusters = gridDim.x >> 1;
   const int tiles = MODE == 3 ? args.parts * part_tiles : part_tiles;
-  const int most = MODE == 4 && args.count ? *args.count : args.pieces;
+  const int count = MODE == 1 || MODE >= 3 ? *args.count : 0;
+  const int most = MODE == 4 ? (count + kDepth - 1) / kDepth : args.pieces;
   // Which result a tile is of, and the pieces of that.
   const auto part_of = [&](int tile) { return MODE == 3 && args.parts > 1 ? tile / part_tiles : 0; };
   const auto pieces_of = [&](int part) {
@@ -467,9 +460,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
         const Position at = position(tile - part * part_tiles, across_m, across_n);
         const int m0 = at.m * 2 * kRows + static_cast<int>(rank) * kRows;
         const int n0 = at.n * kColumns + static_cast<int>(rank) * (kColumns / 2);
-        const int pieces = wanted(args, at.m) ? pieces_of(part) : 0;
+        const int pieces = wanted(at.m, count) ? pieces_of(part) : 0;
         for (int i = 0; i < pieces; ++i) {
-          const int k = (MODE == 4 && args.blocks ? args.blocks[i] : part * args.span + i) * kDepth;
+          const int k = (part * args.span + i) * kDepth;
           barrier_wait(empty + 8 * stage, phase);
           const u32 ready = full + 8 * stage;
           const u32 to_a = a_at + stage * kBytesA, to_b = b_at + stage * kBytesB + rank * (kBytesB / 2);
@@ -505,7 +498,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       const int first_row = at.m * 2 * kRows + static_cast<int>(rank) * kRows + warpgroup * 64, n0 = at.n * kColumns;
       Rows rows;
       if (MODE < 3) read_rows(rows, args, first_row + warp_row + (lane >> 2));
-      const int pieces = wanted(args, at.m) ? pieces_of(part) : 0;
+      const int pieces = wanted(at.m, count) ? pieces_of(part) : 0;
       float d[128];
       if (pieces == 0) {
 #pragma unroll

@@ -179,9 +179,14 @@ def test_linear_logprob_is_logprob_of_linear(filtered: bool, dtype: torch.dtype,
         fused = lambda x, w, y=targets, o=options: ops.linear_logprob(x, w, y, **o)[:2]
         plain = lambda x, w, y=targets, o=options: ops.logprob(ops.linear(x, w, out_dtype=torch.float32), y, **o)[:2]
         upstream = (data(2, tokens), data(3, tokens))
-        ours, expected = (forward_backward(op, (x, w), upstream) for op in (fused, plain))
-        seen.rows(ours[:3], expected[:3], f"{tokens} tokens: logp, entropy, dhidden")
-        seen.whole(ours[3:], expected[3:], f"{tokens} tokens: dweight")
+        for zeros in (False, True):  # tokens without a gradient: a run that begins and ends anywhere, and some by turns
+            if zeros:
+                for up in upstream:
+                    up[tokens // 5 : tokens // 2], up[3 * tokens // 4 :: 3] = 0.0, 0.0
+            ours, expected = (forward_backward(op, (x, w), upstream) for op in (fused, plain))
+            what = f"{tokens} tokens, zeros {zeros}"
+            seen.rows(ours[:3], expected[:3], f"{what}: logp, entropy, dhidden")
+            seen.whole(ours[3:], expected[3:], f"{what}: dweight")
     record(**vars(seen))
 
 
@@ -311,7 +316,7 @@ def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: R
         check(run(8192 + 512), "Triton, kept logits")
     scheduled = (linear_logprob._dz, linear_logprob._dhidden, linear_logprob._dweight)
     for most, width in itertools.product((False, True), widths):
-        products = Products(*scheduled, lambda number, blocks, most=most: most)
+        products = Products(*scheduled, lambda count, tokens, most=most: most)
         check(run(width, partial(gradients, products)), f"guess {most}, width {width}")
     record(**vars(seen))
 
@@ -365,9 +370,9 @@ def test_linear_logprob_of_wide_blocks_and_an_odd_vocabulary(v: int) -> None:
     scheduled = (linear_logprob._dz, linear_logprob._dhidden, linear_logprob._dweight)
     for most in (False, True):
         row = -(-v // VOCAB_TILE) * VOCAB_TILE * most
-        s = shapes.GradShape(0, c, torch.bfloat16, torch.float32, True, False, False, row, whole=v % 8 == 0)
+        s = shapes.GradShape(0, c, torch.bfloat16, torch.float32, True, False, row, whole=v % 8 == 0)
         assert max(n for _, n in shapes.compared(s)) < v
-        products = Products(*scheduled, lambda number, blocks, most=most: most)
+        products = Products(*scheduled, lambda count, tokens, most=most: most)
         for i, (o, e) in enumerate(zip(run(partial(gradients, products)), expected, strict=True)):
             assert_bitwise(o, e, f"guess {most}, tensor {i}")
 
@@ -390,7 +395,7 @@ def test_linear_logprob_of_few_tokens(tokens: int, c: int, record: Record) -> No
     assert chunks_beside(tokens, c) > 1
     scheduled = (linear_logprob._dz, linear_logprob._dhidden, linear_logprob._dweight)
     for most in (False, True):
-        dx, _ = gradients(Products(*scheduled, lambda number, blocks, most=most: most), None, *rest, True, False)
+        dx, _ = gradients(Products(*scheduled, lambda count, tokens, most=most: most), None, *rest, True, False)
         seen.rows([dx], [expected], f"guess {most}")
     record(**vars(seen))
 
@@ -474,19 +479,19 @@ def test_linear_logprob_of_a_block_of_one_row(tokens: int, record: Record) -> No
 
 
 def test_linear_logprob_guesses_by_an_earlier_count() -> None:
-    """Nearly all blocks with a gradient: the next backward but one may take cuBLASLt; half of them: it may not."""
+    """Nearly all tokens with a gradient: the next backward but one may take cuBLASLt; half of them: it may not."""
     from rlkernel.kernels.cuda.linear_logprob import guess
 
     count = lambda *n: torch.tensor(n, dtype=torch.int32, device=DEVICE)
 
-    def after(*n: int, blocks: int) -> bool:
+    def after(*n: int, tokens: int) -> bool:
         for _ in range(2):  # the first call may find an older count under way
-            guess(count(*n), blocks)
+            guess(count(*n), tokens)
             torch.cuda.synchronize()
-        return guess(count(*n), blocks)
+        return guess(count(*n), tokens)
 
-    assert after(128, 100, blocks=228) and after(99, blocks=100)
-    assert not after(128, 0, blocks=228) and not after(96, blocks=100)
+    assert after(8192, 100, tokens=8292) and after(99, tokens=100)
+    assert not after(8016, 0, tokens=8292) and not after(96, tokens=100)
 
 
 def test_linear_logprob_in_a_new_thread_and_of_repeated_rows() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.cuda import linear_shapes as shapes
+from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton.linear_logprob_backward import Active
 
 
@@ -21,10 +23,30 @@ def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-NONE = Active(*[torch.zeros(1, dtype=torch.int32)] * 3)
+NONE = Active(*[torch.zeros(1, dtype=torch.int32)] * 2)
 
 
 MOST = NONE._replace(row=48)
+
+
+def all_active(targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """What `active_order` says where every token has a gradient, of blocks of WGRAD_TOKENS."""
+    tokens, most = len(targets), loop.WGRAD_TOKENS
+    order = torch.arange(tokens, dtype=torch.int32) % most
+    return order, torch.tensor([min(most, tokens - at) for at in range(0, tokens, most)], dtype=torch.int32)
+
+
+def as_they_come(targets: Tensor, kept: Any, stats: Any, dlogp: Tensor, dentropy: Any, row: int) -> Active:
+    """Tokens with and without a gradient, none of which moves."""
+    token = torch.arange(len(targets), dtype=torch.int32)
+    return Active(torch.where(dlogp != 0, token, -1 - token), torch.tensor([len(token)], dtype=torch.int32), row)
+
+
+def keep_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward's loop without its kernels: every token has a gradient, and none moves."""
+    monkeypatch.setattr(loop, "active_order", all_active)
+    monkeypatch.setattr(loop, "gather", lambda hidden, order, out: out.copy_(hidden))
+    monkeypatch.setattr(loop, "scatter", lambda totals, order, dhidden: dhidden.copy_(totals))
 
 
 def at(shift: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -32,14 +54,12 @@ def at(shift: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randint(-4, 5, (shift + math.prod(shape),)).to(dtype)[shift:].view(shape)
 
 
-def dhidden(running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Any) -> None:
+def dhidden(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Any) -> None:
     running.copy_(dz.float() @ weight.float() + (0 if fresh else running))
-    if rounded is not None:
-        rounded.copy_(running)
 
 
 def dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Any) -> None:
     grad.copy_(dz.float().t() @ hidden.float() + (0 if fresh else grad))
 
 
-GRAD = scored.GradShape(-1, 16, torch.bfloat16, torch.float32, True, False, False, 16384)
+GRAD = scored.GradShape(-1, 16, torch.bfloat16, torch.float32, True, False, 16384)

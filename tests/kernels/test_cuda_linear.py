@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels.linear_checks import MOST, NONE, key, rand
+from kernels.linear_checks import MOST, NONE, all_active, key, rand
 
 from rlkernel.cli import doctor
 from rlkernel.kernels import certification
@@ -140,8 +140,7 @@ def calls() -> list[tuple[ScheduledOp, tuple]]:
     for v, c, fresh, shift, some in itertools.product((80, 84), (64, 68), (False, True), (0, 1), (NONE, MOST)):
         running, dz, weights = torch.zeros(16, c), rand(16, 88)[:, :v], rand(v * c + 1)
         for weight in (weights[shift : v * c + shift].view(v, c), rand(v, 2 * c)[:, c:]):
-            for rounded in (None, rand(16, c)):
-                found.append((scoring._dhidden, (running, rounded, dz, weight, fresh, some)))
+            found.append((scoring._dhidden, (running, dz, weight, fresh, some)))
         for dtype, rows in itertools.product((torch.float32, torch.bfloat16), (rand(16, c), rand(16, 2 * c)[:, c:])):
             grad = torch.zeros(v * c + 1, dtype=dtype)[shift : v * c + shift].view(v, c)
             found.append((scoring._dweight, (grad, dz, rows, fresh, some)))
@@ -171,10 +170,10 @@ def test_both_guesses_of_a_backward_are_settled_together() -> None:
     dz, weight, hidden, grad = rand(16, 88)[:, :80], rand(80, 64), rand(16, 64), torch.zeros(80, 64)
     most = NONE._replace(row=88)
     for op, given, rest in (
-        (scoring._dhidden, (torch.zeros(16, 64), None, dz), (True,)),
+        (scoring._dhidden, (torch.zeros(16, 64), dz), (True,)),
         (scoring._dweight, (grad, dz), (False,)),
     ):
-        for operand in (weight, rand(80, 128)[:, 64:]) if len(given) == 3 else (hidden, rand(16, 128)[:, 64:]):
+        for operand in (weight, rand(80, 128)[:, 64:]) if given[0] is not grad else (hidden, rand(16, 128)[:, 64:]):
             family, call = op.family, lambda some, g=given, x=operand, r=rest: (*g, x, *r, some)
             some, all_ = family.key(*call(NONE)), family.key(*call(most))
             if operand.is_contiguous():
@@ -330,12 +329,11 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         scoring.anchor, "forward", lambda hidden, *_: (None, hidden[:, 0].float(), None, hidden.float())
     )
-    ones = lambda *_: (torch.ones(1, 1, dtype=torch.int32),) * 2 + (torch.ones(1, dtype=torch.int32),)
-    monkeypatch.setattr(scored.loop, "active_blocks", ones)
+    monkeypatch.setattr(scored.loop, "active_order", all_active)
     w, x = rand(48, 64), rand(9, 64)
     gradient = shapes.wgrad_key(torch.zeros(48, 64), rand(9, 48), x, False)
     grads = [
-        scored.GradShape(-1, 64, torch.bfloat16, torch.float32, True, fresh, True, row, whole)
+        scored.GradShape(-1, 64, torch.bfloat16, torch.float32, True, fresh, row, whole)
         for fresh, row, whole in ((True, 0, True), (False, 88, False))
     ]
     whole = scored.Shape(-1, False, 64, torch.bfloat16, True, True, True, False, False, True, True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels.linear_checks import GRAD, MOST, NONE, at, dhidden, dweight, rand
+from kernels.linear_checks import GRAD, MOST, NONE, at, dhidden, dweight, keep_order, rand
 
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import schedule
@@ -60,15 +60,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 
 def test_the_products_of_linear_logprob_through_cublaslt(asked: list[tuple]) -> None:
-    """A block of dz whose rows are longer than it is: dhidden onto a sum and rounded, dweight onto one and fresh."""
+    """A block of dz whose rows are longer than it is: dhidden onto a sum, dweight onto one and fresh."""
     whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
     dz, weight, hidden = whole(6, 48)[:, :40], whole(40, 24), whole(6, 24)
-    running, rounded = torch.randint(-9, 9, (6, 24)).float(), torch.empty(6, 24, dtype=torch.bfloat16)
+    running = torch.randint(-9, 9, (6, 24)).float()
     expected = running + dz.float() @ weight.float()
-    run = scoring._cublaslt(0, False).bind((0, *scored.dhidden_key(running, rounded, dz, weight, False, MOST)[1:]))
-    run(running, rounded, dz, weight, False, MOST)
+    run = scoring._cublaslt(0, False).bind((0, *scored.dhidden_key(running, dz, weight, False, MOST)[1:]))
+    run(running, dz, weight, False, MOST)
     assert_bitwise(running, expected, "dhidden, added")
-    assert_bitwise(rounded, expected.bfloat16(), "dhidden, rounded")
     for fresh, out in ((True, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
         grad = torch.ones(40, 24, dtype=out)
         key = (0, *scored.dweight_key(grad, dz, hidden, fresh, MOST)[1:])
@@ -153,14 +152,14 @@ def test_a_misaligned_operand_of_linear_logprob_runs_the_anchor(
     x, w, dz, y = (9, 64), (48, 64), rand(9, 48), torch.zeros(9, dtype=torch.int64)
     buffers = hopper.TileBuffers(9, 48, torch.device("cpu"))
     sums, ones, rows = torch.zeros(9, 64), torch.ones(9), scoring._cublaslt(0, False).bind
-    dhidden = (0, *scored.dhidden_key(sums, None, dz, rand(*w), True, MOST)[1:])
+    dhidden = (0, *scored.dhidden_key(sums, dz, rand(*w), True, MOST)[1:])
     dweight = (0, *scored.dweight_key(rand(*w), dz, rand(*x), True, MOST)[1:])
     tokens = scoring._cublaslt(0, True).bind
     for run, sizes in (
         (lambda x, w: hopper.statistics(buffers, x, w, y, None, None, None, None), (x, w)),
         (lambda x, w: hopper.dz_block(dz, x, w, y, None, None, ones, ones, ones, None, MOST, 0, 48), (x, w)),
-        (lambda w: hopper.dhidden_block(sums, None, dz, w, True, MOST), (w,)),
-        (lambda w: rows(dhidden)(sums, None, dz, w, True, MOST), (w,)),
+        (lambda w: hopper.dhidden_block(sums, dz, w, True, MOST), (w,)),
+        (lambda w: rows(dhidden)(sums, dz, w, True, MOST), (w,)),
         (lambda grad, x: hopper.dweight_block(grad, dz, x, True, MOST), (w, x)),
         (lambda grad, x: tokens(dweight)(grad, dz, x, True, MOST), (w, x)),
     ):
@@ -183,7 +182,7 @@ def test_a_guess_asks_its_memory_and_no_event(monkeypatch: pytest.MonkeyPatch) -
     assert not ask(count(97), 100) and ask(count(99), 100)
     for number in (count(), count(1, 1, 1, 1, 1)):
         ask(number, 5)
-    assert not ask._blocks, "none that does not fit"
+    assert not ask._tokens, "none that does not fit"
 
 
 def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +254,7 @@ def test_chunks_side_by_side_without_memory_are_a_launch_refused(monkeypatch: py
     monkeypatch.setattr(scoring.anchor, "dhidden_block", lambda *given: pytest.fail("the anchor ran"))
     for name in ("tensor_map", "kernel", "_launch"):
         monkeypatch.setattr(hopper, name, lambda *_, **__: None)
-    given = (torch.zeros(9, 64), None, rand(9, 48), at(0, 48, 64), False, MOST)
+    given = (torch.zeros(9, 64), rand(9, 48), at(0, 48, 64), False, MOST)
     monkeypatch.setattr(torch, "empty", no_memory)
     with pytest.raises(LaunchError, match="no memory for the sums of 3 chunks: CUDA out of memory") as raised:
         hopper.dhidden_block(*given)
@@ -273,8 +272,7 @@ def test_a_backward_meets_all_its_classes_before_it_launches(
     monkeypatch.setattr(loop, "WGRAD_TOKENS", 8)
     monkeypatch.setattr(loop, "LOGPROB_DGRAD_CHUNK", 16)
     monkeypatch.setattr(loop, "logits_block", lambda *_: None)
-    count = torch.zeros(3, 1, dtype=torch.int32)
-    monkeypatch.setattr(loop, "active_blocks", lambda *_: (count, count, count[:, 0]))
+    keep_order(monkeypatch)
     keys = scored.dz_key, scored.dhidden_key, scored.dweight_key
     met: set[tuple] = set()
     launched: list[tuple] = []
@@ -327,8 +325,7 @@ def test_a_backward_has_its_memory_before_it_adds(monkeypatch: pytest.MonkeyPatc
     """Blocks of tokens behind the first take none."""
     loop = scored.loop
     monkeypatch.setattr(loop, "WGRAD_TOKENS", 8)
-    count = torch.zeros(3, 1, dtype=torch.int32)
-    monkeypatch.setattr(loop, "active_blocks", lambda *_: (count, count, count[:, 0]))
+    keep_order(monkeypatch)
 
     def dz(out: Tensor, *_: Any) -> None:
         out.fill_(1)
@@ -390,7 +387,7 @@ def test_chunks_of_dhidden_are_added_ascending_by_cublaslt(asked: list[tuple], m
     """One behind the other; behind a launch that fails the anchor does the rest, and the call says so."""
     monkeypatch.setattr(scoring.orders, "LOGPROB_DGRAD_CHUNK", 32)
     monkeypatch.setattr(
-        scoring.anchor, "dhidden_block", lambda *given: (anchored.append(len(given[3])), dhidden(*given))
+        scoring.anchor, "dhidden_block", lambda *given: (anchored.append(len(given[2])), dhidden(*given))
     )
     anchored: list[int] = []
     dz, weight = torch.randint(-4, 5, (5, 104)).bfloat16()[:, :100], torch.randint(-4, 5, (100, 24)).bfloat16()
@@ -409,20 +406,19 @@ def test_chunks_of_dhidden_are_added_ascending_by_cublaslt(asked: list[tuple], m
 
     monkeypatch.setattr(cublaslt, "launcher", failing)
     for fresh, fails in itertools.product((True, False), (-1, 0, 1, 3)):
-        running, rounded = start.clone(), torch.empty(5, 24, dtype=torch.bfloat16)
-        key = (0, *scored.dhidden_key(running, rounded, dz, weight, fresh, some)[1:])
+        running = start.clone()
+        key = (0, *scored.dhidden_key(running, dz, weight, fresh, some)[1:])
         run = scoring._cublaslt(0, False).bind(key)
         if fails == -1:
-            run(running, rounded, dz, weight, fresh, some)
+            run(running, dz, weight, fresh, some)
         else:
             with pytest.raises(FinishedError if fails else LaunchError, match="status 13"):
-                run(running, rounded, dz, weight, fresh, some)
+                run(running, dz, weight, fresh, some)
         if fails == 0:
             assert_bitwise(running, start, "nothing was written")
             continue
         total = product + (0 if fresh else start)
         assert_bitwise(running, total, f"fresh {fresh}, {fails}")
-        assert_bitwise(rounded, total.bfloat16(), f"fresh {fresh}, {fails}, rounded")
         assert anchored == ([] if fails == -1 else [100 - 32 * fails])
         anchored.clear()
 

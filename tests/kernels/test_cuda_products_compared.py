@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels.linear_checks import GRAD, MOST, at, dhidden, dweight, rand
+from kernels.linear_checks import GRAD, MOST, as_they_come, at, dhidden, dweight, rand
 
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import certification
@@ -24,10 +24,8 @@ from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.errors import FinishedError, LaunchError
 
 
-def dhidden_of_eights(
-    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Any
-) -> None:
-    dhidden(running, rounded, dz, weight, fresh, active)
+def dhidden_of_eights(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Any) -> None:
+    dhidden(running, dz, weight, fresh, active)
     if dz.shape[1] % 8:
         running += 1
 
@@ -45,11 +43,11 @@ def dweight_of_8192(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, activ
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of dz with fewer tokens than there are, so that samples are small, and nobody to say which are active."""
+    """Blocks of dz with fewer tokens than there are, so that samples are small, and nobody to order their tokens."""
     monkeypatch.setattr(scored, "WGRAD_TOKENS", 256)
     monkeypatch.setattr(scored.loop, "PROBS_ENTRIES", 1 << 21)
     monkeypatch.setattr(scored, "SAMPLE_BYTES", 1 << 22)
-    monkeypatch.setattr(scored, "_active", lambda *_: None)
+    monkeypatch.setattr(scored, "_active", as_they_come)
 
 
 def judged(op: Any, s: Any, run: Callable[..., None]) -> Any:
@@ -82,7 +80,7 @@ def test_a_gradient_that_is_wrong_for_a_few_tokens_is_refused(monkeypatch: pytes
 
     def leaves_out(tokens: int, right: Callable[..., None]) -> Callable[..., None]:
         def run(to: Tensor, *given: Any) -> None:
-            operands = given[1:3] if right is dhidden else given[:2]
+            operands = given[:2]
             if len(operands[0]) != tokens:
                 right(to, *given)
             elif given[-2]:
@@ -110,8 +108,8 @@ def test_few_tokens_are_the_anchors_and_not_cublaslts(tokens: int, monkeypatch: 
     monkeypatch.setattr(cublaslt, "launcher", lambda *_: lambda *_: ran.append("cublaslt"))
     dz, weight, hidden = at(0, tokens, 48), at(0, 48, 64), at(0, tokens, 64)
     sums, grad = torch.zeros(tokens, 64), torch.zeros(48, 64)
-    key = (0, *scored.dhidden_key(sums, None, dz, weight, True, MOST)[1:])
-    scoring._cublaslt(0, False).bind(key)(sums, None, dz, weight, True, MOST)
+    key = (0, *scored.dhidden_key(sums, dz, weight, True, MOST)[1:])
+    scoring._cublaslt(0, False).bind(key)(sums, dz, weight, True, MOST)
     key = (0, *scored.dweight_key(grad, dz, hidden, True, MOST)[1:])
     scoring._cublaslt(0, True).bind(key)(grad, dz, hidden, True, MOST)
     assert ran == ["cublaslt" if tokens >= 77 else "anchor"] * 2
@@ -132,7 +130,7 @@ def test_what_is_no_multiple_of_8_is_a_class_of_its_own() -> None:
     for entries in range(40, 49):
         dz, some = rand(9, 48)[:, :entries], MOST
         for key in (
-            scored.dhidden_key(running, None, dz, rand(entries, 64), True, some),
+            scored.dhidden_key(running, dz, rand(entries, 64), True, some),
             scored.dweight_key(grad[:entries], dz, x, True, some),
         ):
             s = scored.GradShape(*key)
@@ -144,7 +142,7 @@ def test_what_is_no_multiple_of_8_is_a_class_of_its_own() -> None:
             for few in (False, True):
                 key = tuple(s._replace(few=few))
                 for m in scored.rows_of_dhidden(key):
-                    assert (scored.dhidden_sample(key, m, "normal", generator)[2].shape[1] % 8 == 0) == s.whole
+                    assert (scored.dhidden_sample(key, m, "normal", generator)[1].shape[1] % 8 == 0) == s.whole
 
 
 @pytest.mark.usefixtures("small")

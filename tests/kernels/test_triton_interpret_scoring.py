@@ -204,6 +204,44 @@ else:
         none = linear_logprob.linear_logprob_grad_(None, *rest, False, False)
         assert none[0].shape == none[1].shape == (0, c)
 
+    @pytest.mark.parametrize("tokens", (1, 15, 16, 70, 300))
+    @pytest.mark.parametrize("masked", (False, True))
+    def test_tokens_without_a_gradient_go_behind_the_others(
+        tokens: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In groups of 16, each block's last may be a short one; their hidden states are read by nobody."""
+        v, block = 40, 112
+        monkeypatch.setattr(linear_logprob_backward, "WGRAD_TOKENS", block)
+        x, w, g = whole(0, tokens, 24) / 8, whole(1, v, 24) / 8, rand(2, tokens)
+        g[tokens // 5 : tokens // 2], g[3 * tokens // 4 :: 3] = 0.0, 0.0
+        targets, kept = torch.arange(tokens) % v, None
+        if masked:
+            kept = torch.full((tokens, 2), -1, dtype=torch.int32)
+            kept[::5] = ~(1 << 3)
+        _, entropy, _, stats = linear_logprob.linear_logprob(x, w, targets, None, kept)
+        has = g != 0
+        if kept is not None:
+            has &= ~((torch.arange(tokens) % 5 == 0) & (targets % 32 == 3))
+        order, count = linear_logprob_backward.active_order(targets, kept, stats, g, None, block)
+        for i, number in enumerate(count.tolist()):
+            here = has[i * block : (i + 1) * block]
+            groups = list(torch.arange(len(here)).split(16))
+            groups.sort(key=lambda group: not here[group].any())
+            wanted = torch.cat(groups)
+            found = order[i * block : (i + 1) * block]
+            assert torch.where(found < 0, -1 - found, found).tolist() == wanted.tolist()
+            assert ((found >= 0) == here[wanted]).all()
+            assert number == sum(len(group) for group in groups if here[group].any())
+        x[~has] = torch.nan
+        rest = (targets, None, kept, stats, entropy, g, None, None, None, None, True, True)
+        for grad in (None, rand(3, v, 24)):
+            expected = None if grad is None else grad.clone()
+            dx, dw = linear_logprob.linear_logprob_grad_(grad, x, w, *rest)
+            fresh_dx, fresh = linear_logprob_reference.linear_logprob_grad_(expected, x, w, *rest)
+            close(dx, fresh_dx, "input gradient")
+            assert_bitwise(dx[~has], torch.zeros_like(dx[~has]), "none of a token without a gradient")
+            close(dw if grad is None else grad, fresh if expected is None else expected, "weight gradient")
+
     def test_chunks_that_are_added_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         a, b, start = whole(0, 4, 96), whole(1, 96, 32), rand(2, 4, 32)
         runs = lambda: linear_grad.ascending(a, b, torch.zeros(4, 32), 32, start=start)

@@ -127,12 +127,10 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
         )  # fmt: skip
         launch = cublaslt.launcher(s.device, chosen)
 
-        def dhidden(
-            running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
-        ) -> None:
+        def dhidden(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> None:
             weight_at = weight.data_ptr()
             if weight_at & 15 or len(dz) < shapes.FEW_TOKENS:
-                return anchor.dhidden_block(running, rounded, dz, weight, fresh, active)
+                return anchor.dhidden_block(running, dz, weight, fresh, active)
             entries, size = dz.shape[1], dz.element_size()
             with common.on_device(dz):
                 for low in range(0, entries, orders.LOGPROB_DGRAD_CHUNK):
@@ -144,10 +142,8 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
                         if low == 0:
                             raise
                         # The chunks before are added: the call cannot begin anew.
-                        anchor.dhidden_block(running, rounded, dz[:, low:], weight[low:], False, active)
+                        anchor.dhidden_block(running, dz[:, low:], weight[low:], False, active)
                         raise FinishedError(str(error)) from error
-                if rounded is not None:
-                    rounded.copy_(running)
 
         def dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
             hidden_at = hidden.data_ptr()
@@ -164,7 +160,7 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
 
 
 class _Guess:
-    """Whether nearly all blocks of tokens had a gradient in the last backward whose count has arrived.
+    """Whether nearly all tokens had a gradient in the last backward whose count has arrived.
 
     `counts` is memory of the host that the GPU writes. A count that is not there yet shows as a negative one: asking an
     event for it would end a graph capture of another thread.
@@ -172,16 +168,16 @@ class _Guess:
 
     def __init__(self, counts: Tensor) -> None:
         self._counts = counts
-        self._groups = self._blocks = 0  # of the count that is under way
+        self._blocks = self._tokens = 0  # of the count that is under way
         self._most = False
 
-    def __call__(self, number: Tensor, blocks: int) -> bool:
-        if self._blocks and int((found := self._counts[: self._groups]).min()) >= 0:
-            self._most = 32 * (self._blocks - int(found.sum())) <= self._blocks
-            self._blocks = 0
-        if not self._blocks and 0 < len(number) <= len(self._counts):
-            self._groups, self._blocks = len(number), blocks
-            self._counts[: self._groups].fill_(-1).copy_(number, non_blocking=True)
+    def __call__(self, count: Tensor, tokens: int) -> bool:
+        if self._tokens and int((found := self._counts[: self._blocks]).min()) >= 0:
+            self._most = 32 * (self._tokens - int(found.sum())) <= self._tokens
+            self._tokens = 0
+        if not self._tokens and 0 < len(count) <= len(self._counts):
+            self._blocks, self._tokens = len(count), tokens
+            self._counts[: self._blocks].fill_(-1).copy_(count, non_blocking=True)
         return self._most
 
 
@@ -191,17 +187,17 @@ def _guess_of(device: int) -> _Guess:
         return _Guess(torch.empty(64, dtype=torch.int32, pin_memory=True))
 
 
-def guess(number: Tensor, blocks: int) -> bool:
-    """Whether nearly all of the blocks have a gradient, by an earlier count; under graph capture: no.
+def guess(count: Tensor, tokens: int) -> bool:
+    """Whether nearly all of the tokens have a gradient, by an earlier count; under graph capture: no.
 
-    number [groups] int32 on the GPU is on its way to the host for a later call; nothing waits for it.
+    count [blocks of tokens] int32 on the GPU is on its way to the host for a later call; nothing waits for it.
     """
-    if not number.is_cuda:
+    if not count.is_cuda:
         return False
-    with torch.cuda.device(number.device):
+    with torch.cuda.device(count.device):
         if torch.cuda.is_current_stream_capturing():
             return False
-        return _guess_of(number.get_device())(number, blocks)
+        return _guess_of(count.get_device())(count, tokens)
 
 
 # ---- families ------------------------------------------------------------------------------------
@@ -267,7 +263,7 @@ _dz = _op(
 _dhidden = _op(
     "linear_logprob_dhidden", anchor.dhidden_block, shapes.dhidden_key, shapes.dhidden_warm, shapes.dhidden_sample,
     Schedule("hopper", _bind_grad(hopper.dhidden_block, hopper.DHIDDEN), _supports_grad),
-    *(_cublaslt(rank, False) for rank in range(cublaslt.RANKS)), grad=True, rows=shapes.rows_of_dhidden, mutates=(0, 1),
+    *(_cublaslt(rank, False) for rank in range(cublaslt.RANKS)), grad=True, rows=shapes.rows_of_dhidden, mutates=(0,),
     beside=shapes.dhidden_beside,
 )  # fmt: skip
 _dweight = _op(

@@ -37,7 +37,7 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "targets", "inv_temperature", "kept", "tile_max", "tile_sum", "tile_entropy", "target_z",
-            "logits", "stats", "entropy", "dlogp", "dentropy", "active", "blocks", "count", "sum", "rounded",
+            "logits", "stats", "entropy", "dlogp", "dentropy", "order", "count", "sum", "rounded",
         )),
         *((name, ctypes.c_int) for name in (
             "fresh", "tokens", "vocab", "pieces", "parts", "span", "tiles", "words", "first", "width",
@@ -122,31 +122,27 @@ def dz_block(
             (len(hidden), *weight.shape), hidden.device,
             (tensor_map(hidden, 128, 64), tensor_map(weight, 128, 64), tensor_map(dz, 64, 64)),
             targets=targets, inv_temperature=inv_temperature, kept=kept, stats=stats, entropy=entropy, dlogp=dlogp,
-            dentropy=dentropy, active=active.flags, words=-(-vocab_size // 32), first=first,
+            dentropy=dentropy, order=active.order, count=active.count, words=-(-vocab_size // 32), first=first,
         )  # fmt: skip
 
 
-def dhidden_block(
-    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
-) -> None:
+def dhidden_block(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> None:
     if weight.data_ptr() & 15:
-        return anchor.dhidden_block(running, rounded, dz, weight, fresh, active)
+        return anchor.dhidden_block(running, dz, weight, fresh, active)
     parts = -(-len(weight) // LOGPROB_DGRAD_CHUNK)
     with common.on_device(dz):
         launch = functools.partial(
             _launch, kernel(dz.get_device(), DHIDDEN, False, False, False), (*running.shape, len(weight)), dz.device,
-            (tensor_map(dz, 128, 64), tensor_map(weight, 64, 64)), parts, active=active.flags,
+            (tensor_map(dz, 128, 64), tensor_map(weight, 64, 64)), parts, count=active.count,
         )  # fmt: skip
         if parts == 1:
-            return launch(sum=running, rounded=rounded, fresh=fresh)
+            return launch(sum=running, fresh=fresh)
         try:
             sums = torch.empty(parts, *running.shape, dtype=torch.float32, device=dz.device)
         except torch.OutOfMemoryError as error:  # nothing is written yet, and the anchor goes without
             raise LaunchError(f"no memory for the sums of {parts} chunks: {error}") from error
         launch(sum=sums, fresh=True)
         ascend(sums, None if fresh else running, running)
-        if rounded is not None:
-            rounded.copy_(running)
 
 
 def dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
@@ -157,6 +153,5 @@ def dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active:
         _launch(
             kernel(dz.get_device(), DWEIGHT, False, False, False), (*grad.shape, len(hidden)), dz.device,
             (tensor_map(dz, 64, 64), tensor_map(hidden, 64, 64)),
-            blocks=active.blocks, count=active.number, sum=None if rounded else grad,
-            rounded=grad if rounded else None, fresh=fresh,
+            count=active.count, sum=None if rounded else grad, rounded=grad if rounded else None, fresh=fresh,
         )  # fmt: skip

@@ -161,11 +161,11 @@ def forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> t
 
 
 def _upstream(m: int, generator: torch.Generator, most: bool = False) -> Tensor:
-    """Gradients of which every seventh is zero, and a run of blocks of tokens as well unless `most` have one."""
+    """Gradients of which every seventh is zero, and a run of tokens as well unless `most` have one."""
     g = torch.randn(m, dtype=torch.float32, device=generator.device, generator=generator)
     if m > 1:  # whose gradient would be none
         g[::7] = 0.0
-    if not most and m > loop.BLOCK_TOKENS:
+    if not most and m > 64:
         g[m // 3 : m // 3 + 500] = 0.0
     return g
 
@@ -173,8 +173,7 @@ def _upstream(m: int, generator: torch.Generator, most: bool = False) -> Tensor:
 def _active(
     targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, row: int
 ) -> Active:
-    flags, blocks, number = loop.active_blocks(targets, kept, stats, dlogp, dentropy, len(targets))
-    return Active(flags[0], blocks[0], number, row)
+    return Active(*loop.active_order(targets, kept, stats, dlogp, dentropy, len(targets)), row)
 
 
 def dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
@@ -202,19 +201,16 @@ class GradShape(NamedTuple):
     out: torch.dtype
     dense: bool
     fresh: bool
-    rounded: bool
     row: int  # `Active.row` where the other operand is contiguous: cuBLASLt's choice may depend on it
     whole: bool = True  # a multiple of 8 entries; a vocabulary's last block may have any number
     few: bool = False  # dhidden: so few tokens that chunks of the vocabulary are computed side by side
 
 
-def dhidden_key(
-    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
-) -> Key:
+def dhidden_key(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> Key:
     dense = weight.shape[1] % 8 == 0 and _fetchable(weight)
     row = active.row if weight.is_contiguous() else 0
     return (
-        dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, rounded is not None, row,
+        dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, row,
         weight.shape[0] % 8 == 0, loop.chunks_beside(*running.shape) > 1,
     )  # fmt: skip
 
@@ -223,17 +219,15 @@ def dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: A
     dense = grad.shape[1] % 8 == 0 and grad.is_contiguous() and _fetchable(hidden)
     row = active.row if hidden.is_contiguous() else 0
     return (
-        dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, grad.dtype != torch.float32, row,
+        dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, row,
         grad.shape[0] % 8 == 0,
     )  # fmt: skip
 
 
-def dhidden_beside(
-    running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
-) -> list[Key]:
+def dhidden_beside(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> list[Key]:
     """The class of the other guess, with which a later call or a captured one comes."""
     other = active._replace(row=0 if active.row else dz.stride(0))
-    return [dhidden_key(running, rounded, dz, weight, fresh, other)] if weight.is_contiguous() else []
+    return [dhidden_key(running, dz, weight, fresh, other)] if weight.is_contiguous() else []
 
 
 def dweight_beside(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> list[Key]:
@@ -242,23 +236,21 @@ def dweight_beside(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active
     return [dweight_key(grad, dz, hidden, fresh, other)] if hidden.is_contiguous() else []
 
 
-# The sums, what they are rounded into, and dz are made by the backward's loop, one way alone: nothing is asked of them,
+# The sums and dz are made by the backward's loop, one way alone: nothing is asked of them,
 # in `dz_key` neither.
 
 
 def dhidden_warm(runs: Runs, first: First, instead: Instead) -> Run:
-    def linear_logprob_dhidden(
-        running: Tensor, rounded: Tensor | None, dz: Tensor, weight: Tensor, fresh: bool, active: Active
-    ) -> None:
+    def linear_logprob_dhidden(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> None:
         call = (
-            running.shape, weight.shape[0] & 7, weight.dtype, fresh, weight.get_device(), active.row, rounded is None,
+            running.shape, weight.shape[0] & 7, weight.dtype, fresh, weight.get_device(), active.row,
             weight.is_contiguous() or weight.stride(),
         )  # fmt: skip
-        run = runs.get(call) or first(call, running, rounded, dz, weight, fresh, active)
+        run = runs.get(call) or first(call, running, dz, weight, fresh, active)
         try:
-            run(running, rounded, dz, weight, fresh, active)
+            run(running, dz, weight, fresh, active)
         except Exception as error:
-            instead(error, run, running, rounded, dz, weight, fresh, active)
+            instead(error, run, running, dz, weight, fresh, active)
 
     return linear_logprob_dhidden
 
@@ -327,17 +319,18 @@ def _is_narrow(s: GradShape, tokens: int) -> bool:
 def _block_of_dz(
     s: GradShape, tokens: int, entries: int, kind: str, generator: torch.Generator
 ) -> tuple[Tensor, Active]:  # fmt: skip
-    """A gradient of logits with rows of zeros, some of them whole blocks, and the blocks that are not."""
+    """A gradient of logits with rows of zeros, those of many groups behind the others, and which are not."""
     g = _upstream(tokens, generator, s.row > 0)
-    drawn = values(kind, tokens, entries, s.dtype, generator).masked_fill_((g == 0)[:, None], 0.0)
+    targets = torch.zeros(tokens, dtype=torch.int64, device=g.device)
+    stats = torch.zeros(tokens, 2, dtype=torch.float32, device=g.device)
+    active = _active(targets, None, stats, g, None, s.row)
+    drawn = values(kind, tokens, entries, s.dtype, generator).masked_fill_((active.order < 0)[:, None], 0.0)
     row = s.row or -(-entries // 8) * 8 + 56
     dz = drawn
     if row != entries:
         dz = torch.zeros(tokens, row, dtype=s.dtype, device=g.device)[:, :entries]
         dz.copy_(drawn)
-    targets = torch.zeros(tokens, dtype=torch.int64, device=g.device)
-    stats = torch.zeros(tokens, 2, dtype=torch.float32, device=g.device)
-    return dz, _active(targets, None, stats, g, None, s.row)
+    return dz, active
 
 
 def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
@@ -354,7 +347,7 @@ def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> t
     dz, active = _block_of_dz(s, m, entries, kind, generator)
     weight = values(finite(kind), dz.shape[1], s.c, s.dtype, generator, second=True)
     running = torch.randn(m, s.c, dtype=torch.float32, device=dz.device, generator=generator)
-    return running, torch.empty_like(running, dtype=s.dtype) if s.rounded else None, dz, weight, s.fresh, active
+    return running, dz, weight, s.fresh, active
 
 
 def dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:

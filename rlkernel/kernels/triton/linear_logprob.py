@@ -23,7 +23,7 @@ from rlkernel.kernels.triton.common import exp, on_device, options
 from rlkernel.kernels.triton.linear_grad import add_dgrad_, wgrad_
 from rlkernel.kernels.triton.linear_logprob_backward import Active, Products, gradients
 from rlkernel.kernels.triton.logprob import TILE, TileBuffers, outputs, part, tile_stats
-from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept, row_active
+from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept
 from rlkernel.kernels.triton.matrix import (
     Tile,
     can_fetch,
@@ -136,12 +136,12 @@ def linear_logprob_dz_kernel(
     entropy,  # [T] fp32
     dlogp,  # [T] fp32
     dentropy,  # [T] fp32
+    order,  # [T] int32: the token of each row of hidden and dz, -1 - token where it has no gradient
     dz,  # [T, dz_row]
     T,
     V,
     C,
     first,
-    vocab_size,
     WORDS,
     dz_row,
     hidden_row,
@@ -166,14 +166,8 @@ def linear_logprob_dz_kernel(
     in_batch = row < T
     inside = in_batch[:, None] & (column < V - tile_n * BLOCK_N)[None, :]
     v = first + tile_n * BLOCK_N + column
-    g = tl.zeros((BLOCK_M,), tl.float32)
-    h = tl.zeros((BLOCK_M,), tl.float32)
-    if HAS_DLOGP:
-        g = tl.load(dlogp + row, mask=in_batch, other=0.0)
-    if HAS_DENTROPY:
-        h = tl.load(dentropy + row, mask=in_batch, other=0.0)
-    top = tl.load(stats + 2 * row, mask=in_batch, other=0.0)
-    active = row_active(kept, targets, row, in_batch, g, h, top, vocab_size, WORDS, HAS_KEPT)
+    token = tl.load(order + row, mask=in_batch, other=-1).to(tl.int64)
+    active = token >= 0
     out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if tl.max(active.to(tl.int32), axis=0) != 0:  # prompts cost no product
         z = logits_tile(
@@ -181,15 +175,22 @@ def linear_logprob_dz_kernel(
             EVEN, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if HAS_TEMPERATURE:
-            inverse = tl.load(inv_temperature + row, mask=in_batch, other=0.0)[:, None]
+            inverse = tl.load(inv_temperature + token, mask=active, other=0.0)[:, None]
             z = z * inverse
         keep = active[:, None]
         if HAS_KEPT:
-            keep = keep & is_kept(kept, row[:, None], v[None, :], inside, WORDS)
-        hit = tl.load(targets + row, mask=in_batch, other=-1)[:, None] == v[None, :]
-        log_total = tl.load(stats + 2 * row + 1, mask=in_batch, other=0.0)[:, None]
-        entropies = tl.load(entropy + row, mask=in_batch, other=0.0)[:, None]
-        out = dz_at(z, hit, top[:, None], log_total, g[:, None], h[:, None], entropies, HAS_DENTROPY)
+            keep = keep & is_kept(kept, token[:, None], v[None, :], inside & keep, WORDS)
+        g = tl.zeros((BLOCK_M,), tl.float32)
+        h = tl.zeros((BLOCK_M,), tl.float32)
+        if HAS_DLOGP:
+            g = tl.load(dlogp + token, mask=active, other=0.0)
+        if HAS_DENTROPY:
+            h = tl.load(dentropy + token, mask=active, other=0.0)
+        hit = tl.load(targets + token, mask=active, other=-1)[:, None] == v[None, :]
+        top = tl.load(stats + 2 * token, mask=active, other=0.0)[:, None]
+        log_total = tl.load(stats + 2 * token + 1, mask=active, other=0.0)[:, None]
+        entropies = tl.load(entropy + token, mask=active, other=0.0)[:, None]
+        out = dz_at(z, hit, top, log_total, g[:, None], h[:, None], entropies, HAS_DENTROPY)
         if HAS_TEMPERATURE:
             out = out * inverse
         out = tl.where(keep, out, 0.0)
@@ -309,7 +310,7 @@ def tile_statistics(
 
 def dz_block(
     dz: Tensor,  # [n, v]
-    hidden: Tensor,  # [n, C]
+    hidden: Tensor,  # [n, C] in `active`'s order, as dz; what follows is not
     weight: Tensor,  # [v, C]: rows [first, first + v) of the vocabulary
     targets: Tensor,
     inv_temperature: Tensor | None,
@@ -328,8 +329,8 @@ def dz_block(
     with on_device(hidden):
         x, w, tma = operands(hidden, weight, shape)
         linear_logprob_dz_kernel[(triton.cdiv(n, shape.m) * triton.cdiv(columns, shape.n),)](
-            x, w, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, dz,
-            n, columns, c, first, vocab_size, triton.cdiv(vocab_size, 32), dz.stride(0),
+            x, w, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active.order, dz,
+            n, columns, c, first, triton.cdiv(vocab_size, 32), dz.stride(0),
             hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
             HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, EVEN=c % shape.k == 0, TMA=tma,
@@ -340,16 +341,13 @@ def dz_block(
 
 def dhidden_block(
     running: Tensor,  # [n, C] fp32
-    rounded: Tensor | None,  # [n, C]
     dz: Tensor,  # [n, v]
     weight: Tensor,  # [v, C]
     fresh: bool,
     active: Active,
 ) -> None:
-    """Adds chunks of the vocabulary to the input gradient; where they are the last, the sum is left in `rounded`."""
+    """Adds chunks of the vocabulary to the input gradient; `fresh` ignores what running holds."""
     add_dgrad_(running, dz, weight, fresh, LOGPROB_DGRAD_CHUNK)
-    if rounded is not None:
-        rounded.copy_(running)
 
 
 def dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
@@ -375,7 +373,7 @@ def linear_logprob_probs(
     return forward(hidden, weight, targets, inv_temperature, kept, keep_probs=True)
 
 
-ANCHORS = Products(dz_block, dhidden_block, dweight_block, lambda number, blocks: False)
+ANCHORS = Products(dz_block, dhidden_block, dweight_block, lambda count, tokens: False)
 linear_logprob_grad_ = functools.partial(gradients, ANCHORS)
 
 
@@ -387,7 +385,7 @@ def _types(kind: str, *more: str) -> dict[str, str]:
     known = {n: "*fp32:16" for n in floats} | {n: f"*{kind}:16" for n in ("hidden", "weight", "dz")}
     known |= {"targets": "*i64:16", "kept": "*i32:16", "tile_sum": "*i32:16", "tile_entropy": "*i32:16"}
     known |= {"T": "i32", "V": "i32:16", "C": "i32:16", "WORDS": "i32", "hidden_row": "i32:16", "weight_row": "i32:16"}
-    known |= {"TILES": "i32", "first": "i32:16", "vocab_size": "i32:16", "dz_row": "i32:16"}
+    known |= {"TILES": "i32", "first": "i32:16", "order": "*i32:16", "dz_row": "i32:16"}
     known |= {"WIDTH": "i32:16", "logits": "*fp32:16"}
     names = ("hidden", "weight", "targets", "inv_temperature", "T", "V", "C", "WORDS", "hidden_row", "weight_row")
     return {n: known[n] for n in (*names, *more)}
@@ -421,7 +419,7 @@ def _with_tma(plain: Variant) -> Variant:
 _LARGE = logits_schedule(1 << 20, 2)
 _DZ = Variant(
     "linear_logprob dz", linear_logprob_dz_kernel,
-    _types("bf16", "stats", "entropy", "dlogp", "dentropy", "dz", "first", "vocab_size", "dz_row"),
+    _types("bf16", "stats", "entropy", "dlogp", "dentropy", "order", "dz", "first", "dz_row"),
     _constants(_LARGE, HAS_KEPT=False, HAS_DLOGP=True, HAS_DENTROPY=True) | {"kept": None},
     _LARGE.warps, _LARGE.stages, matmul=True, main=True,
 )  # fmt: skip

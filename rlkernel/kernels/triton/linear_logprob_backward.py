@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.contract.orders import K_GROUP, LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import exp, on_device, options
 from rlkernel.kernels.triton.logprob import TILE, part
@@ -22,7 +22,6 @@ from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept, row_active
 from rlkernel.kernels.triton.matrix import strided
 from rlkernel.kernels.triton.streams import Fork
 
-BLOCK_TOKENS, STEP = 64, 16  # tokens that are left out of the products together; of each that are looked at at once
 DZ_ENTRIES = 1 << 24  # a block of dz of fewer entries leaves multiprocessors without work
 PROBS_ENTRIES = 1 << 27  # the same from kept probabilities, whose memory is large anyway: fewer, longer launches
 FILLED = 1 << 22  # entries of dhidden that give every multiprocessor of a large GPU some of its work
@@ -30,20 +29,20 @@ FEWEST_TOKENS, FEWEST_CHANNELS = 256, 512  # fewer count as many: they take as l
 MOST_BESIDE = 16  # chunks of the vocabulary side by side
 WORTH_BESIDE = 1 << 33  # multiplications of a product, some 25 us, that are worth a stream of their own
 COLUMNS = 2048  # entries a program when dz needs no product
+CHANNELS = 1024  # of a row a program that moves hidden states
 
 # ---- kernels ------------------------------------------------------------------------------------
 
 
 @triton.jit
-def linear_logprob_active_kernel(
+def linear_logprob_order_kernel(
     targets,  # [T] int64
     kept,  # [T, WORDS] int32
     stats,  # [T, 2] fp32
     dlogp,  # [T] fp32
     dentropy,  # [T] fp32
-    flags,  # [GROUPS, BLOCKS] int32
-    blocks,  # [GROUPS, BLOCKS] int32
-    number,  # [GROUPS] int32
+    order,  # [T] int32
+    count,  # [blocks of tokens] int32
     T,
     V,
     WORDS,
@@ -51,32 +50,90 @@ def linear_logprob_active_kernel(
     HAS_KEPT: tl.constexpr,
     HAS_DLOGP: tl.constexpr,
     HAS_DENTROPY: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    block = tl.arange(0, BLOCKS)
-    flag = tl.zeros((BLOCKS,), tl.int32)
-    for first in range(0, BLOCK, STEP):
-        local = block[:, None] * BLOCK + first + tl.arange(0, STEP)[None, :]
-        row = tl.cast(group, tl.int64) * TOKENS + local
-        inside = (local < TOKENS) & (row < T)
-        g = tl.zeros((BLOCKS, STEP), tl.float32)
-        h = tl.zeros((BLOCKS, STEP), tl.float32)
-        if HAS_DLOGP:
-            g = tl.load(dlogp + row, mask=inside, other=0.0)
-        if HAS_DENTROPY:
-            h = tl.load(dentropy + row, mask=inside, other=0.0)
-        top = tl.load(stats + 2 * row, mask=inside, other=float("-inf"))
-        active = row_active(kept, targets, row, inside, g, h, top, V, WORDS, HAS_KEPT)
-        flag = flag | tl.max(active.to(tl.int32), axis=1)
-    rank = tl.cumsum(flag, axis=0)
-    count = tl.sum(flag, axis=0)
-    tl.store(flags + group * BLOCKS + block, flag)
-    place = tl.where(flag != 0, rank - 1, count + block - rank)
-    tl.store(blocks + group * BLOCKS + place, block)
-    tl.store(number + group, count)
+    """`Active`'s order and count of a block of TOKENS tokens."""
+    start = tl.program_id(0).to(tl.int64) * TOKENS
+    tokens = tl.minimum(TOKENS, T - start).to(tl.int32)
+    group = tl.arange(0, GROUPS)
+    flag = tl.zeros((GROUPS,), tl.int32)
+    for i in range(0, GROUP):
+        active = token_active(
+            targets, kept, stats, dlogp, dentropy, start, group * GROUP + i, tokens, V, WORDS,
+            HAS_KEPT, HAS_DLOGP, HAS_DENTROPY,
+        )  # fmt: skip
+        flag = flag | active.to(tl.int32)
+    # The last group may be a short one: it is the last of those that have a gradient, or of all.
+    size = tl.minimum(tl.maximum(tokens - group * GROUP, 0), GROUP)
+    before = tl.cumsum(flag * size, axis=0) - flag * size
+    number = tl.sum(flag * size, axis=0)
+    place = tl.where(flag != 0, before, number + group * GROUP - before)
+    for i in range(0, GROUP):
+        token = group * GROUP + i
+        active = token_active(
+            targets, kept, stats, dlogp, dentropy, start, token, tokens, V, WORDS, HAS_KEPT, HAS_DLOGP, HAS_DENTROPY
+        )
+        tl.store(order + start + place + i, tl.where(active, token, -1 - token), mask=token < tokens)
+    tl.store(count + tl.program_id(0), number)
+
+
+@triton.jit
+def token_active(
+    targets, kept, stats, dlogp, dentropy, start, token, tokens, V, WORDS,
+    HAS_KEPT: tl.constexpr, HAS_DLOGP: tl.constexpr, HAS_DENTROPY: tl.constexpr,
+):  # fmt: skip
+    """`row_active` of tokens of a block that begins at `start`."""
+    row = start + token
+    inside = token < tokens
+    g = tl.zeros(token.shape, tl.float32)
+    h = tl.zeros(token.shape, tl.float32)
+    if HAS_DLOGP:
+        g = tl.load(dlogp + row, mask=inside, other=0.0)
+    if HAS_DENTROPY:
+        h = tl.load(dentropy + row, mask=inside, other=0.0)
+    top = tl.load(stats + 2 * row, mask=inside, other=float("-inf"))
+    return row_active(kept, targets, row, inside, g, h, top, V, WORDS, HAS_KEPT)
+
+
+@triton.jit
+def linear_logprob_gather_kernel(
+    hidden,  # [T, C]
+    order,  # [T] int32
+    out,  # [T, C]
+    C,
+    TOKENS,
+    hidden_row,
+    hidden_col,
+    BLOCK: tl.constexpr,
+):
+    """Rows of hidden in `Active.order`, zeros where there is no gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(order + row)
+    source = row // TOKENS * TOKENS + token
+    inside = column < C
+    x = tl.load(hidden + source * hidden_row + column * hidden_col, mask=inside & (token >= 0), other=0.0)
+    tl.store(out + row * C + column, x, mask=inside)
+
+
+@triton.jit
+def linear_logprob_scatter_kernel(
+    totals,  # [T, C] fp32
+    order,  # [T] int32
+    dhidden,  # [T, C]
+    C,
+    TOKENS,
+    BLOCK: tl.constexpr,
+):
+    """Input gradients back at their tokens, rounded; +0 where a token has none."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(order + row)
+    to = row // TOKENS * TOKENS + tl.where(token >= 0, token, -1 - token)
+    inside = column < C
+    total = tl.load(totals + row * C + column, mask=inside & (token >= 0), other=0.0)
+    tl.store(dhidden + to * C + column, total.to(dhidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -89,8 +146,8 @@ def linear_logprob_logits_kernel(
     entropy,  # [T] fp32
     dlogp,  # [T] fp32
     dentropy,  # [T] fp32
+    order,  # [T] int32
     dz,  # [T, dz_row]
-    V,
     SPAN,
     first,
     WORDS,
@@ -102,29 +159,30 @@ def linear_logprob_logits_kernel(
     HAS_DENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dz of SPAN entries from logits that were kept scaled, -inf where dropped: `dz_at`."""
+    """dz of SPAN entries from logits that were kept scaled, -inf where dropped: `dz_at`. Its rows are in `order`."""
     row = tl.program_id(0).to(tl.int64)
+    token = tl.load(order + row).to(tl.int64)
     # Words of the mask, and the entries in each.
     column = tl.program_id(1) * BLOCK + (tl.arange(0, BLOCK // 32) * 32)[:, None]
     bit = tl.arange(0, 32)[None, :]
     inside = column + bit < SPAN
-    g = 0.0
-    h = 0.0
-    if HAS_DLOGP:
-        g = tl.load(dlogp + row)
-    if HAS_DENTROPY:
-        h = tl.load(dentropy + row)
-    top = tl.load(stats + 2 * row)
     out = tl.zeros((BLOCK // 32, 32), tl.float32)
-    if row_active(kept, targets, row, True, g, h, top, V, WORDS, HAS_KEPT):
-        z = tl.load(logits + row * logits_row + column + bit, mask=inside, other=0.0)
-        hit = tl.load(targets + row) - first == column + bit
-        out = dz_at(z, hit, top, tl.load(stats + 2 * row + 1), g, h, tl.load(entropy + row), HAS_DENTROPY)
+    if token >= 0:
+        g = 0.0
+        h = 0.0
+        if HAS_DLOGP:
+            g = tl.load(dlogp + token)
+        if HAS_DENTROPY:
+            h = tl.load(dentropy + token)
+        top = tl.load(stats + 2 * token)
+        z = tl.load(logits + token * logits_row + column + bit, mask=inside, other=0.0)
+        hit = tl.load(targets + token) - first == column + bit
+        out = dz_at(z, hit, top, tl.load(stats + 2 * token + 1), g, h, tl.load(entropy + token), HAS_DENTROPY)
         if HAS_TEMPERATURE:
-            out = out * tl.load(inv_temperature + row)
+            out = out * tl.load(inv_temperature + token)
         if HAS_KEPT:
             at = (first + column) >> 5
-            word = tl.load(kept + row * WORDS + at, mask=at < WORDS, other=0)
+            word = tl.load(kept + token * WORDS + at, mask=at < WORDS, other=0)
             out = tl.where(((word >> bit) & 1) != 0, out, 0.0)
     tl.store(dz + row * dz_row + column + bit, out.to(dz.dtype.element_ty), mask=inside)
 
@@ -138,6 +196,7 @@ def linear_logprob_probs_kernel(
     kept,  # [T, WORDS] int32
     stats,  # [T, 2] fp32
     dlogp,  # [T] fp32
+    order,  # [T] int32
     dz,  # [T, dz_row]: entries [first, first + SPAN)
     V,
     SPAN,
@@ -149,25 +208,27 @@ def linear_logprob_probs_kernel(
     HAS_KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dz = g * ([v = y] - p * exp((tile_max - M) - log S)), as `dz_at` but from the tile's kept probability."""
+    """dz = g * ([v = y] - p * exp((tile_max - M) - log S)), as `dz_at` but from the tile's kept probability. Its rows
+    are in `order`."""
     row = tl.program_id(0).to(tl.int64)
+    token = tl.load(order + row).to(tl.int64)
     # Tiles, and the entries in each: one factor a tile.
     column = tl.program_id(1) * BLOCK + (tl.arange(0, BLOCK // TILE) * TILE)[:, None] + tl.arange(0, TILE)[None, :]
     inside = column < SPAN
     v = first + column
-    g = tl.load(dlogp + row)
-    top = tl.load(stats + 2 * row)
-    log_total = tl.load(stats + 2 * row + 1)
     out = tl.zeros((BLOCK // TILE, TILE), tl.float32)
-    if row_active(kept, targets, row, True, g, 0.0, top, V, WORDS, HAS_KEPT):
-        p = tl.load(probs + row * V + v, mask=inside, other=0.0).to(tl.float32)
+    if token >= 0:
+        g = tl.load(dlogp + token)
+        top = tl.load(stats + 2 * token)
+        log_total = tl.load(stats + 2 * token + 1)
+        p = tl.load(probs + token * V + v, mask=inside, other=0.0).to(tl.float32)
         tile = (first + tl.program_id(1) * BLOCK) // TILE + tl.arange(0, BLOCK // TILE)
-        m = tl.load(tile_max + row * TILES + tile, mask=tile < TILES, other=float("-inf"))
-        out = g * (tl.where(v == tl.load(targets + row), 1.0, 0.0) - p * exp((m - top) - log_total)[:, None])
+        m = tl.load(tile_max + token * TILES + tile, mask=tile < TILES, other=float("-inf"))
+        out = g * (tl.where(v == tl.load(targets + token), 1.0, 0.0) - p * exp((m - top) - log_total)[:, None])
         if HAS_TEMPERATURE:
-            out = out * tl.load(inv_temperature + row)
+            out = out * tl.load(inv_temperature + token)
         if HAS_KEPT:
-            out = tl.where(is_kept(kept, row, v, inside, WORDS), out, 0.0)
+            out = tl.where(is_kept(kept, token, v, inside, WORDS), out, 0.0)
     tl.store(dz + row * dz_row + column, out.to(dz.dtype.element_ty), mask=inside)
 
 
@@ -175,39 +236,61 @@ def linear_logprob_probs_kernel(
 
 
 class Active(NamedTuple):
-    """Blocks of BLOCK_TOKENS tokens that have a gradient; the host does not wait to learn how many.
+    """The tokens of a block, those that have a gradient in front; the host does not wait to learn how many have.
 
-    A schedule may leave the others out: whole groups of products with zeros change no chain.
+    Groups of K_GROUP tokens stay what they are, as tensor cores add the products of one together: those in which no
+    token has a gradient go behind the others, and schedules may leave them out. Whole groups of products with zeros
+    change no chain.
     """
 
-    flags: Tensor  # [blocks] int32
-    blocks: Tensor  # [blocks] int32: the numbers of those that have, ascending, then of the others
-    number: Tensor  # [1] int32: how many have
+    order: Tensor  # [n] int32: the token of each row of the products, -1 - token where it has no gradient
+    count: Tensor  # [1] int32: rows in front of those groups that have none
     row: int = 0  # from one row of dz to the next where the host guesses that nearly all have; no bit depends on it
 
 
-def active_blocks(
+def active_order(
     targets: Tensor,  # [T]
     kept: Tensor | None,
     stats: Tensor,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
     tokens: int = WGRAD_TOKENS,
-) -> tuple[Tensor, Tensor, Tensor]:  # [groups, blocks], [groups, blocks], [groups] int32
-    """`Active`'s tensors for every group of `tokens`: the blocks in which some token has an upstream gradient, a kept
+) -> tuple[Tensor, Tensor]:  # [T], [blocks] int32
+    """`Active`'s tensors for every block of `tokens`. A token has a gradient where it has an upstream one, a kept
     target and a distribution."""
     t = targets.shape[0]
-    groups, count = triton.cdiv(t, tokens), triton.next_power_of_2(triton.cdiv(min(t, tokens), BLOCK_TOKENS))
-    flags, blocks = (torch.empty(groups, count, dtype=torch.int32, device=stats.device) for _ in range(2))
-    number = torch.empty(groups, dtype=torch.int32, device=stats.device)
+    groups = triton.next_power_of_2(triton.cdiv(min(t, tokens), K_GROUP))
+    order = torch.empty(t, dtype=torch.int32, device=stats.device)
+    count = torch.empty(triton.cdiv(t, tokens), dtype=torch.int32, device=stats.device)
     words = 0 if kept is None else kept.shape[1]
     with on_device(stats):
-        linear_logprob_active_kernel[(groups,)](
-            targets, kept, stats, dlogp, dentropy, flags, blocks, number, t, 32 * words, words, tokens,
+        linear_logprob_order_kernel[(len(count),)](
+            targets, kept, stats, dlogp, dentropy, order, count, t, 32 * words, words, tokens,
             HAS_KEPT=kept is not None, HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None,
-            BLOCKS=count, BLOCK=BLOCK_TOKENS, STEP=STEP, num_warps=8, **options(),
+            GROUPS=groups, GROUP=K_GROUP, num_warps=8, **options(),
         )  # fmt: skip
-    return flags, blocks, number
+    return order, count
+
+
+def gather(hidden: Tensor, order: Tensor, out: Tensor) -> Tensor:
+    """out [T, C] = rows of hidden [T, C] in `Active.order` of each WGRAD_TOKENS tokens, zeros where there is no
+    gradient."""
+    tokens, c = hidden.shape
+    with on_device(hidden):
+        linear_logprob_gather_kernel[(tokens, triton.cdiv(c, CHANNELS))](
+            hidden, order, out, c, WGRAD_TOKENS, hidden.stride(0), hidden.stride(1), BLOCK=CHANNELS, num_warps=4,
+            **options(),
+        )  # fmt: skip
+    return out
+
+
+def scatter(totals: Tensor, order: Tensor, dhidden: Tensor) -> None:
+    """Leaves the fp32 sums of `gather`'s rows, rounded, at their tokens of dhidden [T, C]."""
+    tokens, c = totals.shape
+    with on_device(totals):
+        linear_logprob_scatter_kernel[(tokens, triton.cdiv(c, CHANNELS))](
+            totals, order, dhidden, c, WGRAD_TOKENS, BLOCK=CHANNELS, num_warps=4, **options(),
+        )  # fmt: skip
 
 
 def logits_block(
@@ -220,15 +303,16 @@ def logits_block(
     entropy: Tensor,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
+    order: Tensor,
     first: int,
-    vocab_size: int,
 ) -> None:
     """Gradient of a block of logits that the forward kept."""
     n, span = dz.shape
+    words = 0 if kept is None else kept.shape[1]
     with on_device(dz):
         linear_logprob_logits_kernel[(n, triton.cdiv(span, COLUMNS))](
-            logits, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, dz,
-            vocab_size, span, first, triton.cdiv(vocab_size, 32), logits.stride(0), dz.stride(0),
+            logits, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, order, dz,
+            span, first, words, logits.stride(0), dz.stride(0),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
             HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, BLOCK=COLUMNS, num_warps=4, **options(),
         )  # fmt: skip
@@ -243,13 +327,14 @@ def probs_block(
     kept: Tensor | None,
     stats: Tensor,
     dlogp: Tensor,
+    order: Tensor,
     first: int,
 ) -> None:
     """Gradient of a block of logits from kept probabilities, where the entropy has none."""
     (n, span), vocab = dz.shape, probs.shape[1]
     with on_device(probs):
         linear_logprob_probs_kernel[(n, triton.cdiv(span, COLUMNS))](
-            probs, tile_max, targets, inv_temperature, kept, stats, dlogp, dz,
+            probs, tile_max, targets, inv_temperature, kept, stats, dlogp, order, dz,
             vocab, span, first, tile_max.shape[1], triton.cdiv(vocab, 32), dz.stride(0),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, BLOCK=COLUMNS,
             num_warps=4, **options(),
@@ -260,7 +345,7 @@ def probs_block(
 
 
 Dz = Callable[..., None]
-Dhidden = Callable[[Tensor, Tensor | None, Tensor, Tensor, bool, Active], None]
+Dhidden = Callable[[Tensor, Tensor, Tensor, bool, Active], None]
 Dweight = Callable[[Tensor, Tensor, Tensor, bool, Active], None]
 Meet = Callable[[Dz, Dhidden, Dweight], None]
 
@@ -276,7 +361,7 @@ class Products(NamedTuple):
     dz: Dz
     dhidden: Dhidden
     dweight: Dweight
-    guess: Callable[[Tensor, int], bool]  # (active blocks of each group, blocks) -> whether nearly all are active
+    guess: Callable[[Tensor, int], bool]  # (active rows of each block, tokens) -> whether nearly all are active
     before: Callable[[Hashable, Meet], None] = lambda call, meet: None
 
 
@@ -314,7 +399,8 @@ def gradients(
 
     Blocks of WGRAD_TOKENS tokens and `chunks_of_dz` chunks of the vocabulary, or as many as are side by side: with
     `grad` a block of tokens runs through the whole vocabulary, else a block of the vocabulary through all tokens, so
-    that its fp32 sum is the only one that is held.
+    that its fp32 sum is the only one that is held. The products get the tokens in `Active`'s order: their hidden states
+    lie where the input gradient will.
     """
     hidden, weight = strided(hidden), strided(weight)
     (tokens, c), vocab, device = hidden.shape, weight.shape[0], hidden.device
@@ -333,25 +419,26 @@ def gradients(
     chunks = chunks_of_dz(most_tokens, PROBS_ENTRIES if from_probs else DZ_ENTRIES)
     chunks = max(chunks, chunks_beside(most_tokens, c))
     width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
-    flags, numbers, count = active_blocks(targets, kept, stats, dlogp, dentropy, WGRAD_TOKENS)
-    row = width if products.guess(count, -(-tokens // BLOCK_TOKENS)) else 0
-    active = {s: Active(flags[i], numbers[i], count[i : i + 1], row) for i, (s, _) in enumerate(blocks)}
+    order, count = active_order(targets, kept, stats, dlogp, dentropy, WGRAD_TOKENS)
+    row = width if products.guess(count, tokens) else 0
+    active = {s: Active(order[s:e], count[i : i + 1], row) for i, (s, e) in enumerate(blocks)}
+    ordered = dhidden if needs_input else torch.empty(tokens, c, dtype=hidden.dtype, device=device)
     have = 0 if logits is None else min(vocab, logits.shape[1])
 
     def fill(dz: Tensor, start: int, stop: int, first: int, last: int, product: Dz, meets: bool = False) -> None:
         inverse, mask, g, h = (part(t, start, stop) for t in (inv_temperature, kept, dlogp, dentropy))
-        y, s, entropies = targets[start:stop], stats[start:stop], entropy[start:stop]
+        y, s, entropies, some = targets[start:stop], stats[start:stop], entropy[start:stop], active[start]
         if from_probs:
             assert probs is not None and tile_max is not None and g is not None
             if not meets:
-                probs_block(dz, probs[start:stop], tile_max[start:stop], y, inverse, mask, s, g, first)
+                probs_block(dz, probs[start:stop], tile_max[start:stop], y, inverse, mask, s, g, some.order, first)
             return
         ready = min(max(have, first), last)
         if logits is not None and ready > first and not meets:
             known = logits[start:stop, first:ready]
-            logits_block(dz[:, : ready - first], known, y, inverse, mask, s, entropies, g, h, first, vocab)
+            logits_block(dz[:, : ready - first], known, y, inverse, mask, s, entropies, g, h, some.order, first)
         if ready < last:
-            x, w, some = hidden[start:stop], weight[ready:last], active[start]
+            x, w = ordered[start:stop], weight[ready:last]
             product(dz[:, ready - first :], x, w, y, inverse, mask, s, entropies, g, h, some, ready, vocab)
 
     def add_to_dhidden(
@@ -360,12 +447,10 @@ def gradients(
         step = chunks_beside(stop - start, c) * LOGPROB_DGRAD_CHUNK
         for low in range(first, last, step):
             high = min(last, low + step)
-            rounded = dhidden[start:stop] if high == vocab else None
-            part_of_dz = dz[:, low - first : high - first]
-            product(sums, rounded, part_of_dz, weight[low:high], low == 0, active[start])
+            product(sums, dz[:, low - first : high - first], weight[low:high], low == 0, active[start])
 
     def add_to_dweight(dz: Tensor, start: int, stop: int, first: int, last: int, product: Dweight) -> None:
-        x, some = hidden[start:stop], active[start]
+        x, some = ordered[start:stop], active[start]
         if scratch is not None:
             product(scratch[: last - first], dz, x, start == 0, some)
         else:
@@ -393,11 +478,12 @@ def gradients(
     products.before(
         (
             tokens, c, vocab, width, row, have, from_probs, needs_input, needs_weight, hidden.dtype, device,
-            None if grad is None else (grad.dtype, grad.stride()), hidden.stride(), weight.stride(),
+            None if grad is None else (grad.dtype, grad.stride()), weight.stride(),
             *(t is None for t in (inv_temperature, kept, dlogp, dentropy)),
         ),
         meet,
     )  # fmt: skip
+    gather(hidden, order, ordered)
     # The two products of a block ask nothing of each other: one's last tiles leave work for the other's first.
     both = needs_input and needs_weight and most_tokens * width * c >= WORTH_BESIDE
     with Fork(device, both) as fork:
@@ -418,6 +504,8 @@ def gradients(
                     fork.join()
                 if scratch is not None:
                     dweight[first:last].copy_(scratch[: last - first])
+            if running is not None:  # in place of the hidden states, which nothing reads any more
+                scatter(running, order[origin:end], dhidden[origin:end])
     return dhidden, dweight
 
 
@@ -425,22 +513,32 @@ def gradients(
 
 _ROWS = {
     "targets": "*i64:16", "inv_temperature": "*fp32:16", "kept": "*i32:16", "stats": "*fp32:16", "dlogp": "*fp32:16",
-    "V": "i32:16", "WORDS": "i32",
+    "order": "*i32:16", "WORDS": "i32",
 }  # fmt: skip
 _BLOCK = {"dz": "*bf16:16", "SPAN": "i32:16", "first": "i32:16", "dz_row": "i32:16"}
+_MOVED = {"order": "*i32:16", "C": "i32:16", "TOKENS": "i32:16"}
 _MASKED = {"HAS_TEMPERATURE": True, "HAS_KEPT": True}
 AOT: tuple[Variant, ...] = (
     Variant(
-        "linear_logprob active", linear_logprob_active_kernel,
+        "linear_logprob order", linear_logprob_order_kernel,
         {
             **{n: t for n, t in _ROWS.items() if n != "inv_temperature"}, "dentropy": "*fp32:16", "T": "i32",
-            "flags": "*i32:16", "blocks": "*i32:16", "number": "*i32:16", "TOKENS": "i32:16",
+            "V": "i32:16", "count": "*i32:16", "TOKENS": "i32:16",
         },
         {
-            "HAS_KEPT": True, "HAS_DLOGP": True, "HAS_DENTROPY": True, "BLOCKS": 128, "BLOCK": BLOCK_TOKENS,
-            "STEP": STEP,
+            "HAS_KEPT": True, "HAS_DLOGP": True, "HAS_DENTROPY": True, "GROUPS": WGRAD_TOKENS // K_GROUP,
+            "GROUP": K_GROUP,
         },
         num_warps=8,
+    ),
+    Variant(
+        "linear_logprob gather", linear_logprob_gather_kernel,
+        {**_MOVED, "hidden": "*bf16:16", "out": "*bf16:16", "hidden_row": "i32:16"},
+        {"hidden_col": 1, "BLOCK": CHANNELS},
+    ),
+    Variant(
+        "linear_logprob scatter", linear_logprob_scatter_kernel,
+        {**_MOVED, "totals": "*fp32:16", "dhidden": "*bf16:16"}, {"BLOCK": CHANNELS},
     ),
     Variant(
         "linear_logprob logits", linear_logprob_logits_kernel,
@@ -451,7 +549,7 @@ AOT: tuple[Variant, ...] = (
     ),
     Variant(
         "linear_logprob probs", linear_logprob_probs_kernel,
-        {**_ROWS, **_BLOCK, "probs": "*bf16:16", "tile_max": "*fp32:16", "TILES": "i32"},
+        {**_ROWS, **_BLOCK, "V": "i32:16", "probs": "*bf16:16", "tile_max": "*fp32:16", "TILES": "i32"},
         {**_MASKED, "BLOCK": COLUMNS}, main=True,
     ),
 )  # fmt: skip
