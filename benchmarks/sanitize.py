@@ -144,7 +144,8 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         for options in ({}, {"temperature": temperature, "kept": kept}):
             scored = ops.linear_logprob(hidden, weight, targets, **options)
             backward((scored.logp, scored.entropy), hidden, weight)
-            upstream = torch.where(torch.rand(t, device=device) < 0.5, 0.0, 1.0)  # prompts
+            upstream = torch.where(torch.rand(t, device=device) < 0.5, 0.0, 1.0)
+            upstream[: 2 * t // 3] = 0.0  # a prompt
             scored = ops.linear_logprob(hidden, weight, targets, **options)
             torch.autograd.grad(scored.logp, [hidden, weight], upstream)
         backward(ops.linear_logprob(hidden, weight, targets, keep_probs=True).logp, hidden, weight)

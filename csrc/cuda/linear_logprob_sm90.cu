@@ -42,7 +42,7 @@ struct Arguments {
   const int* count;  // [1]: rows from which on none has one; also of the products with the gradient
   // these products
   float* sum;         // [rows, columns] fp32, what the chains are added to; null: nothing
-  u16* rounded;       // [rows, columns] bf16: takes the rounded total, or null
+  u16* rounded;       // MODE 4: [rows, columns] bf16: takes the rounded total, or null
   int fresh;          // what sum holds is ignored
   int tokens, vocab, pieces;  // rows and columns of the result; pieces of 64 along the third dimension
   int parts, span;  // of MODE 3: results, one behind the other in sum, each of the next span pieces; else one of all
@@ -156,28 +156,23 @@ __device__ __forceinline__ Position position(int tile, int across_m, int across_
   return {group * kGroup + rest % height, rest / height};
 }
 
-// What an epilogue knows of its thread's two rows, `row` and `row + 8`.
+// What an epilogue knows of its thread's two rows, eight apart.
 struct Rows {
-  int row[2];  // of what is read: a token
-  bool inside[2];
+  int row[2];  // of what is read: in MODE 1 a token
+  bool inside[2];  // in MODE 1: has a gradient
   i64 target[2];
   float inverse[2];
   float top[2], log_total[2], g[2], h[2], entropy[2];
-  bool active[2];
 };
 
 __device__ __forceinline__ void read_rows(Rows& rows, const Arguments& args, int first_row) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     int row = first_row + 8 * i;
-    rows.inside[i] = row < args.tokens;
-    bool in = rows.inside[i];
-    if (MODE == 1) {
-      row = in ? args.order[row] : -1;
-      in = row >= 0;
-      rows.active[i] = in;
-    }
+    if (MODE == 1 && row < args.tokens) row = args.order[row];
+    const bool in = row >= 0 && row < args.tokens;
     rows.row[i] = row;
+    rows.inside[i] = in;
     rows.target[i] = (in ? args.targets[row] : -1) - args.first;
     if (HAS_TEMPERATURE) rows.inverse[i] = in ? args.inv_temperature[row] : 0.0f;
     if (MODE == 1) {
@@ -202,7 +197,7 @@ __device__ __forceinline__ void prepare(float (&d)[128], const Rows& rows, const
       const u32* words = args.kept + static_cast<i64>(rows.row[i]) * args.words + (args.first + n0) / 32;
 #pragma unroll
       for (int w = 0; w < 8; ++w) {
-        const bool here = (MODE == 1 ? rows.active[i] : rows.inside[i]) && (args.first + n0) / 32 + w < args.words;
+        const bool here = rows.inside[i] && (args.first + n0) / 32 + w < args.words;
         const u32 bits = (here ? words[w] : 0u) >> (2 * (lane & 3));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -357,7 +352,7 @@ __device__ __forceinline__ void gradient_piece(const float (&d)[128], const Rows
         const int at = 32 * piece + 8 * pair + 4 * k + 2 * i;
         const i64 y = rows.target[i] - (n0 + 8 * (at >> 2) + 2 * (lane & 3));
         const u32 r = pack(gradient<HIT>(d[at], rows, i, y == 0), gradient<HIT>(d[at + 1], rows, i, y == 1));
-        packed[2 * k + i] = rows.active[i] ? r : 0u;
+        packed[2 * k + i] = rows.inside[i] ? r : 0u;
       }
     stage(to, warp_row, 2 * pair, lane, packed);
   }

@@ -134,7 +134,7 @@ def linear_logprob(
     """`logprob(linear(hidden, weight, out_dtype=torch.float32), targets, ...)` to the bit, block by block.
 
     The gradient of the logits is rounded to the weight's dtype, as `linear` does. Tokens with no upstream gradient (or
-    with a dropped target) are left out of the backward's products: on a CPU each of them, on a GPU blocks of 64 or 256
+    with a dropped target) are left out of the backward's products: on a CPU each of them, on a Hopper GPU groups of 16
     neighbours of which none has one, as along prompts. Rows that no loss will use are best not given at all.
 
     Args:

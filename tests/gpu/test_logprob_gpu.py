@@ -346,6 +346,37 @@ def test_linear_logprob_without_any_gradient(record: Record) -> None:
     record(**vars(seen))
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_linear_logprob_reads_no_hidden_state_without_a_gradient(dtype: torch.dtype, record: Record) -> None:
+    """NaN and infinities of tokens that the loss leaves out, in whole groups and between others."""
+    from rlkernel.kernels import select
+
+    tokens, v, c = 1100, 9000, 512
+    clean, w, g = data(0, tokens, c, dtype=dtype), data(1, v, c, dtype=dtype) / 4, data(2, tokens)
+    targets = torch.arange(tokens, device=DEVICE)
+    g[100:333], g[700::7] = 0.0, 0.0
+    bad = clean.clone()
+    bad[g == 0] = torch.nan
+    bad[200:300] = torch.inf
+
+    def run(x: Tensor) -> list[Tensor]:
+        leaf, weight = x.clone().requires_grad_(True), w.clone().requires_grad_(True)
+        torch.autograd.backward(ops.linear_logprob(leaf, weight, targets).logp, g)
+        assert leaf.grad is not None and weight.grad is not None
+        return [leaf.grad, weight.grad]
+
+    seen = Compared()
+    with select.use("triton"):
+        expected = run(clean)
+        found = run(bad)
+    for how in ("the anchor", "one guess", "the other", "once more"):
+        seen.rows(found[0], expected[0], f"{how}: input gradient")
+        seen.whole(found[1], expected[1], f"{how}: weight gradient")
+        found = run(bad)
+        torch.cuda.synchronize()
+    record(**vars(seen))
+
+
 @pytest.mark.parametrize("v", (70000, 70001))
 def test_linear_logprob_of_wide_blocks_and_an_odd_vocabulary(v: int) -> None:
     """Whatever is guessed: a block wider than dweight was compared at is cut, and 70,001 is no multiple of 8."""

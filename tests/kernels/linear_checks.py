@@ -36,7 +36,7 @@ def all_active(targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return order, torch.tensor([min(most, tokens - at) for at in range(0, tokens, most)], dtype=torch.int32)
 
 
-def as_they_come(targets: Tensor, kept: Any, stats: Any, dlogp: Tensor, dentropy: Any, row: int) -> Active:
+def as_they_come(targets: Tensor, kept: Any, stats: Any, dlogp: Tensor, dentropy: Any, vocab: int, row: int) -> Active:
     """Tokens with and without a gradient, none of which moves."""
     token = torch.arange(len(targets), dtype=torch.int32)
     return Active(torch.where(dlogp != 0, token, -1 - token), torch.tensor([len(token)], dtype=torch.int32), row)

@@ -68,13 +68,14 @@ def dz_key(
 ) -> Key:  # fmt: skip
     return (
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype,
-        _fetchable(hidden, weight), inv_temperature is not None, kept is not None, False, False,
+        hidden.shape[1] % 8 == 0 and _fetchable(weight), inv_temperature is not None, kept is not None, False, False,
         dlogp is not None, dentropy is not None,
     )  # fmt: skip
 
 
 # Dispatch of a warm call, as in `linear_shapes.py`. What decides `_fetchable` is, of contiguous operands, their shapes;
-# else their strides count too.
+# else their strides count too. Hidden states, dz and sums of the backward are made by its loop, one way alone: nothing
+# is asked of them.
 
 
 def _strides(*matrices: Tensor) -> Hashable:
@@ -109,7 +110,7 @@ def dz_warm(runs: Runs, first: First, instead: Instead) -> Run:
         call = (
             hidden.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
             dlogp is None, dentropy is None,
-            (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
+            weight.is_contiguous() or weight.stride(),
         )  # fmt: skip
         run = runs.get(call) or first(
             call, dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
@@ -161,19 +162,20 @@ def forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> t
 
 
 def _upstream(m: int, generator: torch.Generator, most: bool = False) -> Tensor:
-    """Gradients of which every seventh is zero, and a run of tokens as well unless `most` have one."""
+    """Gradients of which every seventh is zero, and a third of the tokens together as well unless `most` have one."""
     g = torch.randn(m, dtype=torch.float32, device=generator.device, generator=generator)
     if m > 1:  # whose gradient would be none
         g[::7] = 0.0
-    if not most and m > 64:
-        g[m // 3 : m // 3 + 500] = 0.0
+    if not most:
+        g[m // 3 : 2 * m // 3] = 0.0
     return g
 
 
 def _active(
-    targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, row: int
-) -> Active:
-    return Active(*loop.active_order(targets, kept, stats, dlogp, dentropy, len(targets)), row)
+    targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, vocab: int,
+    row: int,
+) -> Active:  # fmt: skip
+    return Active(*loop.active_order(targets, kept, stats, dlogp, dentropy, vocab, len(targets)), row)
 
 
 def dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
@@ -185,7 +187,8 @@ def dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[
     first = SAMPLE_ENTRIES // VOCAB_TILE * VOCAB_TILE - SAMPLE_BLOCK  # a block inside the vocabulary that ends with it
     entries, row = len(weight) - first, SAMPLE_ENTRIES - first  # a multiple of 8, as the copy engine wants it
     dz = torch.full((m, row), float("nan"), dtype=s.dtype, device=hidden.device)[:, :entries]
-    active = _active(targets, kept, stats, *up, 0)
+    active = _active(targets, kept, stats, *up, len(weight), 0)
+    hidden = loop.gather(hidden, active.order, torch.empty_like(hidden, memory_format=torch.contiguous_format))
     return dz, hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, active, first, len(weight)
 
 
@@ -216,11 +219,9 @@ def dhidden_key(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active
 
 
 def dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> Key:
-    dense = grad.shape[1] % 8 == 0 and grad.is_contiguous() and _fetchable(hidden)
-    row = active.row if hidden.is_contiguous() else 0
+    dense = grad.shape[1] % 8 == 0 and grad.is_contiguous()
     return (
-        dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, row,
-        grad.shape[0] % 8 == 0,
+        dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, active.row, grad.shape[0] % 8 == 0,
     )  # fmt: skip
 
 
@@ -233,11 +234,7 @@ def dhidden_beside(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, act
 def dweight_beside(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> list[Key]:
     """As `dhidden_beside`."""
     other = active._replace(row=0 if active.row else dz.stride(0))
-    return [dweight_key(grad, dz, hidden, fresh, other)] if hidden.is_contiguous() else []
-
-
-# The sums and dz are made by the backward's loop, one way alone: nothing is asked of them,
-# in `dz_key` neither.
+    return [dweight_key(grad, dz, hidden, fresh, other)]
 
 
 def dhidden_warm(runs: Runs, first: First, instead: Instead) -> Run:
@@ -260,7 +257,7 @@ def dweight_warm(runs: Runs, first: First, instead: Instead) -> Run:
         entries, c = grad.shape
         call = (
             c, entries & 7, hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
-            (grad.is_contiguous() and hidden.is_contiguous()) or _strides(grad, hidden),
+            grad.is_contiguous() or grad.stride(),
         )  # fmt: skip
         run = runs.get(call) or first(call, grad, dz, hidden, fresh, active)
         try:
@@ -320,10 +317,10 @@ def _block_of_dz(
     s: GradShape, tokens: int, entries: int, kind: str, generator: torch.Generator
 ) -> tuple[Tensor, Active]:  # fmt: skip
     """A gradient of logits with rows of zeros, those of many groups behind the others, and which are not."""
-    g = _upstream(tokens, generator, s.row > 0)
+    g = _upstream(tokens, generator, s.row > 0 and tokens != LEAST_TOKENS)  # and where the guess was wrong
     targets = torch.zeros(tokens, dtype=torch.int64, device=g.device)
     stats = torch.zeros(tokens, 2, dtype=torch.float32, device=g.device)
-    active = _active(targets, None, stats, g, None, s.row)
+    active = _active(targets, None, stats, g, None, 1, s.row)
     drawn = values(kind, tokens, entries, s.dtype, generator).masked_fill_((active.order < 0)[:, None], 0.0)
     row = s.row or -(-entries // 8) * 8 + 56
     dz = drawn
@@ -357,5 +354,6 @@ def dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> t
     entries -= not (s.whole or m == FEW_TOKENS)
     dz, active = _block_of_dz(s, m, entries, kind, generator)
     hidden = values(finite(kind), m, s.c, s.dtype, generator, second=True)
+    hidden.masked_fill_((active.order < 0)[:, None], 0.0)
     grad = torch.randn(dz.shape[1], s.c, dtype=torch.float32, device=dz.device, generator=generator).to(s.out)
     return grad, dz, hidden, s.fresh, active

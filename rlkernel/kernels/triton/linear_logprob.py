@@ -136,7 +136,7 @@ def linear_logprob_dz_kernel(
     entropy,  # [T] fp32
     dlogp,  # [T] fp32
     dentropy,  # [T] fp32
-    order,  # [T] int32: the token of each row of hidden and dz, -1 - token where it has no gradient
+    order,  # [T] int32: `Active.order`, of the rows of hidden and dz
     dz,  # [T, dz_row]
     T,
     V,

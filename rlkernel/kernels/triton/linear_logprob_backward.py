@@ -107,13 +107,14 @@ def linear_logprob_gather_kernel(
     hidden_col,
     BLOCK: tl.constexpr,
 ):
-    """Rows of hidden in `Active.order`, zeros where there is no gradient."""
+    """Rows of hidden, blocks of TOKENS each in their `Active.order`, zeros where there is no gradient."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(order + row)
     source = row // TOKENS * TOKENS + token
     inside = column < C
-    x = tl.load(hidden + source * hidden_row + column * hidden_col, mask=inside & (token >= 0), other=0.0)
+    at = source * hidden_row + column.to(tl.int64) * hidden_col
+    x = tl.load(hidden + at, mask=inside & (token >= 0), other=0.0)
     tl.store(out + row * C + column, x, mask=inside)
 
 
@@ -126,7 +127,7 @@ def linear_logprob_scatter_kernel(
     TOKENS,
     BLOCK: tl.constexpr,
 ):
-    """Input gradients back at their tokens, rounded; +0 where a token has none."""
+    """The way back: input gradients at their tokens, rounded; +0 where a token has none."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(order + row)
@@ -243,7 +244,7 @@ class Active(NamedTuple):
     change no chain.
     """
 
-    order: Tensor  # [n] int32: the token of each row of the products, -1 - token where it has no gradient
+    order: Tensor  # [n] int32: the block's token in each row of the products, -1 - token where it has no gradient
     count: Tensor  # [1] int32: rows in front of those groups that have none
     row: int = 0  # from one row of dz to the next where the host guesses that nearly all have; no bit depends on it
 
@@ -254,6 +255,7 @@ def active_order(
     stats: Tensor,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
+    vocab: int,
     tokens: int = WGRAD_TOKENS,
 ) -> tuple[Tensor, Tensor]:  # [T], [blocks] int32
     """`Active`'s tensors for every block of `tokens`. A token has a gradient where it has an upstream one, a kept
@@ -265,7 +267,7 @@ def active_order(
     words = 0 if kept is None else kept.shape[1]
     with on_device(stats):
         linear_logprob_order_kernel[(len(count),)](
-            targets, kept, stats, dlogp, dentropy, order, count, t, 32 * words, words, tokens,
+            targets, kept, stats, dlogp, dentropy, order, count, t, vocab, words, tokens,
             HAS_KEPT=kept is not None, HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None,
             GROUPS=groups, GROUP=K_GROUP, num_warps=8, **options(),
         )  # fmt: skip
@@ -399,10 +401,9 @@ def gradients(
 
     Blocks of WGRAD_TOKENS tokens and `chunks_of_dz` chunks of the vocabulary, or as many as are side by side: with
     `grad` a block of tokens runs through the whole vocabulary, else a block of the vocabulary through all tokens, so
-    that its fp32 sum is the only one that is held. The products get the tokens in `Active`'s order: their hidden states
-    lie where the input gradient will.
+    that its fp32 sum is the only one that is held. The products get the tokens in `Active`'s order.
     """
-    hidden, weight = strided(hidden), strided(weight)
+    weight = strided(weight)
     (tokens, c), vocab, device = hidden.shape, weight.shape[0], hidden.device
     direct = needs_weight and grad is None
     dweight = torch.empty(vocab if direct else 0, c, dtype=weight.dtype, device=device)
@@ -419,9 +420,10 @@ def gradients(
     chunks = chunks_of_dz(most_tokens, PROBS_ENTRIES if from_probs else DZ_ENTRIES)
     chunks = max(chunks, chunks_beside(most_tokens, c))
     width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
-    order, count = active_order(targets, kept, stats, dlogp, dentropy, WGRAD_TOKENS)
+    order, count = active_order(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS)
     row = width if products.guess(count, tokens) else 0
     active = {s: Active(order[s:e], count[i : i + 1], row) for i, (s, e) in enumerate(blocks)}
+    # The hidden states in `Active`'s order, where nothing needs room before they have been read.
     ordered = dhidden if needs_input else torch.empty(tokens, c, dtype=hidden.dtype, device=device)
     have = 0 if logits is None else min(vocab, logits.shape[1])
 
@@ -504,7 +506,7 @@ def gradients(
                     fork.join()
                 if scratch is not None:
                     dweight[first:last].copy_(scratch[: last - first])
-            if running is not None:  # in place of the hidden states, which nothing reads any more
+            if running is not None:  # where the hidden states were
                 scatter(running, order[origin:end], dhidden[origin:end])
     return dhidden, dweight
 
