@@ -2,7 +2,8 @@
 
 On a GPU a sample whose launches were not all queued before the GPU came to them is tried anew behind a longer wait.
 What else disturbs a sample makes it longer: the least one is taken, and where the two least lie apart, more are asked
-for.
+for. Between candidates that are close a clock that runs high for a moment would decide so: they get many more, of which
+a low one counts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ LEAST_WAIT, MOST_WAIT = 2e-4, 2e-2  # seconds that the GPU waits for the launche
 TRIES = 4  # at a sample whose launches outlast the wait, which doubles each time
 SPREAD = 1.05  # between the two least samples, above which they are no evidence yet
 PATIENCE = 3  # times the rounds asked for, at most
+CLOSE = 1.15  # to the least time of all: what may be the fastest
+FURTHER = 3  # times the rounds asked for, which those have further
+LOW = 5  # of so many of all their samples one may be lower than what counts
 
 Once = Callable[[Callable[[], object], float], tuple[float, bool]]  # (what to time, seconds of wait)
 
@@ -48,7 +52,9 @@ def on_gpu(fn: Callable[[], object], wait: float, flush: Tensor) -> tuple[float,
 def least(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: int) -> dict[str, float]:
     """The least of at least `rounds` samples of each candidate; they take turns, each round in an order of its own.
 
-    A candidate gets further rounds, PATIENCE times as many at most, while its two least samples lie SPREAD apart.
+    A candidate gets further rounds, PATIENCE times as many at most, while its two least samples lie SPREAD apart. Where
+    several are CLOSE to the fastest, these get FURTHER times as many, and one in LOW of their samples may be lower than
+    what is returned.
     """
     wait = dict.fromkeys(candidates, LEAST_WAIT)
     taken: dict[str, list[float]] = {name: [] for name in candidates}
@@ -72,7 +78,15 @@ def least(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: in
                 taken[name].append(ms)
         if turn >= rounds:
             order = [name for name in order if _apart(taken[name])]
-    return {name: min(samples) for name, samples in taken.items()}
+    found = {name: min(samples) for name, samples in taken.items()}
+    order = [name for name, ms in found.items() if ms < CLOSE * min(found.values())]
+    if len(order) > 1:
+        for _ in range(FURTHER * rounds):
+            shuffle(order)
+            for name in order:
+                taken[name].append(sample(name))
+        found |= {name: sorted(taken[name])[len(taken[name]) // LOW] for name in order}
+    return found
 
 
 def _apart(samples: list[float]) -> bool:
