@@ -157,6 +157,7 @@ def test_masters_in_a_training_loop() -> None:
 
 def test_in_a_trainer(tmp_path: Path, compat: Any) -> None:
     """transformers' own Trainer: columns found, token counts passed on, the loss falls; autocast is refused."""
+    pytest.importorskip("accelerate")
     ids, mask = padded(ROWS, left=False)
     rows = [
         {"input_ids": i, "attention_mask": m, "labels": i.masked_fill(m == 0, -100)}

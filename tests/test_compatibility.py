@@ -12,7 +12,7 @@ import pytest
 import torch
 from compatibility import PROPERTY, Compat, merged, stale
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import tables  # noqa: E402
