@@ -212,7 +212,8 @@ def test_policy_loss_is_judged_by_all_its_cases_beside_the_longest(tmp_path: Pat
 
 
 def test_figures_take_times_of_the_right_rows(tmp_path: Path) -> None:
-    row = {"op": "linear_logprob fwd+bwd", "anchor": "TRL 1.16.0 chunked", "ours_ms": 8.0, "anchor_ms": 10.0}
+    row = {"op": "linear_logprob fwd+bwd", "anchor": "TRL 1.16.0 chunked", "ours_ms": 8.0, "anchor_ms": 10.0,
+           "shape": [1 << 15, 1 << 12, 1 << 17], "peak_gib": 2.5}  # fmt: skip
     rows = [
         {**row, "ours": "rlkernel"},
         {**row, "ours": "rlkernel", "anchor": "Liger 0.8.5", "anchor_ms": 1.0},
@@ -222,6 +223,8 @@ def test_figures_take_times_of_the_right_rows(tmp_path: Path) -> None:
     result(tmp_path, "bench_linear_logprob", rows)
     found = line(tmp_path, "linear_logprob, forward + backward")
     assert (found["measured"], found["reached"]) == ("0.8", "yes")
+    found = line(tmp_path, "linear_logprob, forward + backward, memory beside inputs and gradients")
+    assert (found["measured"], found["reached"]) == ("1.25 GiB", "yes")
     assert line(tmp_path, "the same with main_grad, memory beside inputs and main_grad")["reached"] == "no"
     assert line(tmp_path, "the same, bf16 probabilities kept")["measured"] == "not measured"
 

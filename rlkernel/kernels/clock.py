@@ -2,8 +2,8 @@
 
 On a GPU a sample whose launches were not all queued before the GPU came to them is tried anew behind a longer wait.
 What else disturbs a sample makes it longer: the least one is taken, and where the two least lie apart, more are asked
-for. Between candidates that are close a clock that runs high for a moment would decide so: they get many more, of which
-a low one counts.
+for. But a clock that runs high for a moment makes one shorter, and among candidates that are close the least would be
+drawn by lot: they get many more samples and are compared with each other by a quantile.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LEAST_WAIT, MOST_WAIT = 2e-4, 2e-2  # seconds that the GPU waits for the launche
 TRIES = 4  # at a sample whose launches outlast the wait, which doubles each time
 SPREAD = 1.05  # between the two least samples, above which they are no evidence yet
 PATIENCE = 3  # times the rounds asked for, at most
-CLOSE = 1.15  # to the least time of all: what may be the fastest
-FURTHER = 3  # times the rounds asked for, which those have further
-LOW = 5  # of so many of all their samples one may be lower than what counts
+CLOSE = 1.15  # to the fastest: candidates between which further samples decide
+CLOSE_ROUNDS = 3  # times the rounds asked for, which those have further
+QUANTILE = 0.2  # of their samples, by which they are compared
 
 Once = Callable[[Callable[[], object], float], tuple[float, bool]]  # (what to time, seconds of wait)
 
@@ -49,12 +49,12 @@ def on_gpu(fn: Callable[[], object], wait: float, flush: Tensor) -> tuple[float,
     return begin.elapsed_time(end), hidden
 
 
-def least(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: int) -> dict[str, float]:
-    """The least of at least `rounds` samples of each candidate; they take turns, each round in an order of its own.
+def times(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: int) -> dict[str, float]:
+    """Milliseconds of each candidate, of at least `rounds` samples; they take turns, each round in an order of its own.
 
-    A candidate gets further rounds, PATIENCE times as many at most, while its two least samples lie SPREAD apart. Where
-    several are CLOSE to the fastest, these get FURTHER times as many, and one in LOW of their samples may be lower than
-    what is returned.
+    A candidate gets further rounds, PATIENCE times as many at most, while its two least samples lie SPREAD apart; the
+    least counts. Those CLOSE to the fastest get CLOSE_ROUNDS times as many. How these compare with each other is what
+    their quantiles say, which on a GPU that is mostly another's lie above the least of slower candidates.
     """
     wait = dict.fromkeys(candidates, LEAST_WAIT)
     taken: dict[str, list[float]] = {name: [] for name in candidates}
@@ -79,13 +79,15 @@ def least(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: in
         if turn >= rounds:
             order = [name for name in order if _apart(taken[name])]
     found = {name: min(samples) for name, samples in taken.items()}
-    order = [name for name, ms in found.items() if ms < CLOSE * min(found.values())]
+    fastest = min(sorted(samples)[min(1, rounds - 1)] for samples in taken.values())  # not by one sample alone
+    order = [name for name, ms in found.items() if ms < CLOSE * fastest]
     if len(order) > 1:
-        for _ in range(FURTHER * rounds):
+        for _ in range(CLOSE_ROUNDS * rounds):
             shuffle(order)
             for name in order:
                 taken[name].append(sample(name))
-        found |= {name: sorted(taken[name])[len(taken[name]) // LOW] for name in order}
+        middle = {name: sorted(taken[name])[int(QUANTILE * len(taken[name]))] for name in order}
+        found |= {name: fastest * ms / min(middle.values()) for name, ms in middle.items()}
     return found
 
 
@@ -97,8 +99,8 @@ def _apart(samples: list[float]) -> bool:
 def milliseconds(
     candidates: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 7
 ) -> dict[str, float]:
-    """`least` on a device, which is current; on CUDA behind a flushed L2 cache."""
+    """`times` on a device, which is current; on CUDA behind a flushed L2 cache."""
     if device.type != "cuda":
-        return least(candidates, on_host, rounds)
+        return times(candidates, on_host, rounds)
     flush = torch.empty(32 << 20, dtype=torch.int32, device=device)
-    return least(candidates, functools.partial(on_gpu, flush=flush), rounds)
+    return times(candidates, functools.partial(on_gpu, flush=flush), rounds)

@@ -24,8 +24,6 @@ def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 NONE = Active(*[torch.zeros(1, dtype=torch.int32)] * 2)
-
-
 MOST = NONE._replace(row=48)
 
 
