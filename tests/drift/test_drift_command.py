@@ -210,7 +210,7 @@ def test_a_hundred_thousand_tokens_in_two_files(tmp_path: Path) -> None:
 
 def test_outputs_are_all_written_or_none(folders: tuple[str, str], tmp_path: Path, capsys: Any) -> None:
     good = tmp_path / "good.json"
-    for bad in ("/nonexistent/x.html", str(tmp_path)):
+    for bad in (str(tmp_path / "missing" / "x.html"), str(tmp_path)):
         assert main(["compare", *folders, "--json", str(good), "--html", bad]) == 2
         seen = capsys.readouterr()
         assert not good.exists() and seen.out == "" and "cannot write" in seen.err
