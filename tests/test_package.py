@@ -153,6 +153,11 @@ def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -
     assert data["contract"] == "rlk-2"
 
 
+def test_no_test_lies_beside_the_integrations_folders() -> None:
+    """pytest puts a test's folder on the path: `tests/integrations/vllm` would then pass for an installed vLLM."""
+    assert not list((ROOT / "tests" / "integrations").glob("*.py"))
+
+
 def test_the_contract_names_the_ops_with_schedules() -> None:
     cuda = {path.stem for path in (ROOT / "rlkernel" / "kernels" / "cuda").glob("*.py")}
     ops = {path.stem for path in (ROOT / "docs" / "ops").glob("*.md")}

@@ -39,8 +39,8 @@ struct Arguments {
   const float* dlogp;
   const float* dentropy;
   const int* order;  // [T]: the token of each row, -1 - token where it has no gradient
-  const int* count;  // [1]: rows from which on none has one; also of the products with the gradient
-  // these products
+  const int* count;  // [1]: rows from which on none has one; of MODE 3 and 4 too
+  // products with the gradient
   float* sum;         // [rows, columns] fp32, what the chains are added to; null: nothing
   u16* rounded;       // MODE 4: [rows, columns] bf16: takes the rounded total, or null
   int fresh;          // what sum holds is ignored

@@ -79,7 +79,7 @@ def times(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: in
         if turn >= rounds:
             order = [name for name in order if _apart(taken[name])]
     found = {name: min(samples) for name, samples in taken.items()}
-    fastest = min(sorted(samples)[min(1, rounds - 1)] for samples in taken.values())  # not by one sample alone
+    fastest = min(sorted(samples)[1] for samples in taken.values())  # not by one sample alone
     order = [name for name, ms in found.items() if ms < CLOSE * fastest]
     if len(order) > 1:
         for _ in range(CLOSE_ROUNDS * rounds):

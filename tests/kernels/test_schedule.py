@@ -26,7 +26,7 @@ from kernels.fake_schedules import (
 )
 from torch import Tensor
 
-from rlkernel.kernels import certification, schedule, select
+from rlkernel.kernels import certification, schedule
 from rlkernel.kernels.certification import Family, First, Instead, Run, Runs, Schedule, Warm
 from rlkernel.kernels.errors import FinishedError, LaunchError
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
@@ -439,40 +439,6 @@ def test_a_launch_without_memory_is_the_anchors_in_that_call(said: str, strict: 
     with pytest.raises(LaunchError, match="broken"):
         op(x, w, grad)
     assert torch.equal(grad, 4 * anchor(x, w))
-
-
-def test_blocks_of_strict_mode_that_overlap_end_alone() -> None:
-    for first, second in ((True, True), (True, False), (False, True)):
-        one, other = schedule.strict(first), schedule.strict(second)
-        one.__enter__()
-        other.__enter__()
-        one.__exit__(None, None, None)
-        assert schedule._strict.now == second, "another thread's block"
-        other.__exit__(None, None, None)
-        assert not schedule._strict.now
-    with schedule.strict():
-        with schedule.strict(False):
-            assert not schedule._strict.now
-        assert schedule._strict.now
-        schedule.set_strict(False)
-        assert not schedule._strict.now
-    with schedule.strict(False):
-        schedule.set_strict(True)
-    try:
-        assert schedule._strict.now, "somebody's word in between"
-    finally:
-        schedule.set_strict(False)
-
-
-def test_blocks_that_force_an_implementation_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_find", lambda op, implementation: equal)
-    one, other = select.use("reference"), select.use("cpp")
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)
-    assert select.choose("logprob", "cpu").implementation == "cpp"
-    other.__exit__(None, None, None)
-    assert not select.forced()
 
 
 @pytest.mark.parametrize("when", ("before", "during", "gone"))

@@ -1,4 +1,5 @@
-"""Blocks that switch all ops of the process, `stock` and `attention_variant`: those of several threads may overlap."""
+"""Blocks that switch all ops of the process, `stock`, `attention_variant`, `strict`, `use`: those of several threads
+may overlap."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
+from rlkernel.kernels import schedule, select
 from rlkernel.kernels.errors import VariantError
 
 
@@ -88,3 +90,37 @@ def test_blocks_are_traced(block: str) -> None:
     for _ in range(2):
         assert_bitwise(compiled(x), run(x))
         assert not ops.is_stock() and ops.current_attention_variant() == "split"
+
+
+def test_blocks_of_strict_mode_that_overlap_end_alone() -> None:
+    for first, second in ((True, True), (True, False), (False, True)):
+        one, other = schedule.strict(first), schedule.strict(second)
+        one.__enter__()
+        other.__enter__()
+        one.__exit__(None, None, None)
+        assert schedule._strict.now == second, "another thread's block"
+        other.__exit__(None, None, None)
+        assert not schedule._strict.now
+    with schedule.strict():
+        with schedule.strict(False):
+            assert not schedule._strict.now
+        assert schedule._strict.now
+        schedule.set_strict(False)
+        assert not schedule._strict.now
+    with schedule.strict(False):
+        schedule.set_strict(True)
+    try:
+        assert schedule._strict.now, "somebody's word in between"
+    finally:
+        schedule.set_strict(False)
+
+
+def test_blocks_that_force_an_implementation_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_find", lambda op, implementation: lambda: None)
+    one, other = select.use("reference"), select.use("cpp")
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert select.choose("logprob", "cpu").implementation == "cpp"
+    other.__exit__(None, None, None)
+    assert not select.forced()

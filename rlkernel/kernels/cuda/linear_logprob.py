@@ -160,7 +160,7 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
 
 
 class _Guess:
-    """Whether nearly all tokens had a gradient in the last backward whose count has arrived.
+    """Whether nearly all tokens were in groups with a gradient in the last backward whose count has arrived.
 
     `counts` is memory of the host that the GPU writes. A count that is not there yet shows as a negative one: asking an
     event for it would end a graph capture of another thread.
@@ -188,7 +188,7 @@ def _guess_of(device: int) -> _Guess:
 
 
 def guess(count: Tensor, tokens: int) -> bool:
-    """Whether nearly all of the tokens have a gradient, by an earlier count; under graph capture: no.
+    """Whether nearly all tokens are in groups with a gradient, by an earlier count; under graph capture: no.
 
     count [blocks of tokens] int32 on the GPU is on its way to the host for a later call; nothing waits for it.
     """

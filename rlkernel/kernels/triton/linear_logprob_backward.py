@@ -256,7 +256,7 @@ def active_order(
     dlogp: Tensor | None,
     dentropy: Tensor | None,
     vocab: int,
-    tokens: int = WGRAD_TOKENS,
+    tokens: int,
 ) -> tuple[Tensor, Tensor]:  # [T], [blocks] int32
     """`Active`'s tensors for every block of `tokens`. A token has a gradient where it has an upstream one, a kept
     target and a distribution."""
@@ -363,7 +363,7 @@ class Products(NamedTuple):
     dz: Dz
     dhidden: Dhidden
     dweight: Dweight
-    guess: Callable[[Tensor, int], bool]  # (active rows of each block, tokens) -> whether nearly all are active
+    guess: Callable[[Tensor, int], bool]  # (`Active.count` of each block, tokens) -> whether that is nearly all
     before: Callable[[Hashable, Meet], None] = lambda call, meet: None
 
 
