@@ -27,6 +27,7 @@ from rlkernel.kernels.cuda import (
     linear_rows,
     logprob_rows,
     policy_loss_hopper,
+    rms_norm_hopper,
 )
 from rlkernel.kernels.cuda.driver import compile_cuda
 from rlkernel.kernels.errors import BuildError
@@ -89,6 +90,13 @@ def measure_cuda() -> list[dict[str, Any]]:
         add(f"policy_loss CUDA {setting.warps}x{setting.stages}", policy_loss_hopper.SOURCE,
             policy_loss_hopper.macros(setting, True), "rlk_policy_loss_tokens", setting.warps,
             policy_loss_hopper.shared_bytes(setting, True, policy_loss_hopper.MOST_SEQUENCES))  # fmt: skip
+    for channels in (1024, 4096, 5120):
+        for groups in rms_norm_hopper.RESIDENT:
+            if rms_norm_hopper.fits(channels, True, groups):
+                add(f"rms_norm_grad CUDA {channels}, {groups}", rms_norm_hopper.SOURCE,
+                    rms_norm_hopper.macros(channels, True, groups), "rlk_rms_norm_grad",
+                    rms_norm_hopper.threads(channels, groups) // 32,
+                    rms_norm_hopper.shared_bytes(channels, True))  # fmt: skip
     return found
 
 

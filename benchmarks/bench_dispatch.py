@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from results_io import add_device, write_result
 
-from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob, policy_loss
+from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob, policy_loss, rms_norm
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton.linear_logprob_backward import Active
 
@@ -65,6 +65,7 @@ def main() -> None:
         new(129, dtype=torch.int32),
         new(128, dtype=torch.float32),
     )
+    norm = new(1024, 1024)
     losses = (tokens, tokens, each, borders, tokens, *[None] * 4, "grpo", False, 0.2, 0.28, None, 0.0, "k3", 0.0, None)
     cases: tuple[tuple[Any, ...], ...] = (
         (linear.linear, (x, w, None, 1, 1, None)),
@@ -78,6 +79,7 @@ def main() -> None:
         (logprob.logprob, (dz, targets, None, None)),
         (attention.prefill, (q, k, k, row, row, 4096, 4096, 0.1, 2048, 0, q, row)),
         (policy_loss.policy_loss, (*losses, None)),
+        (rms_norm._gradients, (norm, norm, norm, norm[0], 1e-6)),
     )
     calls = [(op.family.op + "".join(what), warm(op, arguments), arguments) for op, arguments, *what in cases]
     best = [[float("inf")] * 2 for _ in calls]

@@ -172,6 +172,10 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             backward(ops.rms_norm(x, w, 1e-6, r), x, r, w)
         x, w = leaf(t, heads, d), leaf(d)
         backward(ops.rms_norm(x, w, 1e-6), x, w)
+        for n, width in ((1031, 1024), (1029, 2568), (8197, 1024)) if large else ():  # the last leaf lacks rows
+            x, r, w = leaf(n, width), leaf(n, width), leaf(width)
+            backward(ops.rms_norm(x, w, 1e-6), x, w)
+            backward(ops.rms_norm(x, w, 1e-6, r), x, r, w)
 
     def pointwise() -> None:
         gate_up = leaf(t, 6 * c)
@@ -326,11 +330,11 @@ def every_schedule() -> set[str]:
 
 def offered(capability: tuple[int, int]) -> set[str]:
     """Names, as in `every_schedule` but for `SPELT`, of all schedules that this compute capability is offered."""
-    from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob, policy_loss
+    from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob, policy_loss, rms_norm
     from rlkernel.kernels.schedule import ScheduledOp
 
     groups = () if capability == (9, 0) else ("hopper", "rows", "gluon")
-    modules = (attention, linear, linear_logprob, logprob, policy_loss)
+    modules = (attention, linear, linear_logprob, logprob, policy_loss, rms_norm)
     ops = [op for module in modules for op in vars(module).values() if isinstance(op, ScheduledOp)]
     names = {f"{op.family.op}:{s.name}" for op in ops for s in op.family.schedules}
     names = {SPELT.sub(ONE, name) for name in names if capability == (9, 0) or not SPELT.search(name)}

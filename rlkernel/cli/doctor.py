@@ -10,6 +10,7 @@ from typing import Any
 _HEADS = ((64, 16, 8), (96, 16, 8), (128, 16, 8), (128, 32, 8), (128, 28, 4), (192, 16, 8), (256, 16, 8))  # D, H, HK
 _PREFILLS = ((2048, False), (8192, True))  # keys of the longest sequence, several splits: long prefill of 0.6B's heads
 _SCORED = (151936,)  # vocabularies whose logits are scored
+_NORMS = (1024, 4096)  # channels of an rms_norm with a residual, whose gradients are asked for
 _LOSSES = ((1 << 20, 1 << 10),)  # tokens of a policy_loss, and of a sequence on average
 _SHAPES = tuple((m, n, k) for m in (1, 64, 2048) for n, k in ((4096, 1024), (1024, 3072)))  # [M, K] x [N, K]
 
@@ -123,7 +124,7 @@ def _schedules() -> dict[str, Any]:
 
     from rlkernel.contract.orders import ATTENTION_SPLIT
     from rlkernel.kernels import schedule
-    from rlkernel.kernels.cuda import attention, cublaslt, linear, logprob, policy_loss
+    from rlkernel.kernels.cuda import attention, cublaslt, linear, logprob, policy_loss, rms_norm
     from rlkernel.kernels.verdicts import verdict_dir
 
     folder = verdict_dir()
@@ -143,6 +144,8 @@ def _schedules() -> dict[str, Any]:
         attention.prefill.verdict(*attention.sample(heads, attention.rows_of(heads)[0], "normal", generator))
     for vocab in _SCORED:
         logprob.logprob.verdict_of(logprob.Shape(device.index, bf16, vocab, logprob.MANY, True, False, False))
+    for channels in _NORMS:
+        rms_norm._gradients.verdict_of(rms_norm.Shape(device.index, bf16, channels, True, rms_norm.FEW))
     for tokens, length in _LOSSES:
         policy_loss.policy_loss.verdict_of(policy_loss.Shape(device.index, True, True, True, tokens, length))
     _train_a_head()

@@ -263,7 +263,7 @@ def test_a_broken_capture_is_the_callers_and_switches_nothing_off() -> None:
 
 
 def test_families_are_certified_in_torchs_deterministic_mode() -> None:
-    from rlkernel.kernels.cuda import linear, logprob, policy_loss
+    from rlkernel.kernels.cuda import linear, logprob, policy_loss, rms_norm
 
     index = torch.cuda.current_device()
     x, w, logits, dy = rand(20, 256), rand(512, 256), rand(300, 16384), rand(20, 512)
@@ -274,6 +274,7 @@ def test_families_are_certified_in_torchs_deterministic_mode() -> None:
         (linear.wgrad_chunk, linear.wgrad_chunk.family.key(grad, dy, x, False)),
         (logprob.logprob, logprob.logprob.family.key(logits, torch.zeros(300, device="cuda").long(), None, None)),
         (policy_loss.policy_loss, tuple(loss)),
+        (rms_norm._gradients, tuple(rms_norm.Shape(index, torch.bfloat16, 1024, True, rms_norm.FEW))),
     )
     torch.use_deterministic_algorithms(True)
     try:

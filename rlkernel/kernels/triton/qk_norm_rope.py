@@ -74,8 +74,8 @@ def qk_norm_rope_kernel(
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     position = row_of(tl.load(positions + token), P)
-    q1, q2 = halves(q, token * q_row, q_head, H, D, Q_HEADS, BLOCK)
-    k1, k2 = halves(k, token * k_row, k_head, HK, D, K_HEADS, BLOCK)
+    q1, q2 = halves(q, token * q_row, q_head, 0, H, D, Q_HEADS, BLOCK)
+    k1, k2 = halves(k, token * k_row, k_head, 0, HK, D, K_HEADS, BLOCK)
     if STORE:
         slot = tl.load(slots + token)
         head, column = tl.arange(0, K_HEADS)[:, None], tl.arange(0, 2 * BLOCK)[None, :]
@@ -86,13 +86,13 @@ def qk_norm_rope_kernel(
     sin = tl.load(table + D // 2, mask=j < D // 2, other=0.0)[None, :]
     q1, q2 = normed(q1, q2, q_weight, eps, q_out, D, BLOCK)
     k1, k2 = normed(k1, k2, k_weight, eps, k_out, D, BLOCK)
-    rotate(q_out, q1, q2, cos, sin, token * H * D, D, H, D, Q_HEADS, BLOCK)
+    rotate(q_out, q1, q2, cos, sin, token * H * D, D, 0, H, D, Q_HEADS, BLOCK)
     if STORE:
         if (slot >= 0) & (slot < SIZE):
-            rotate(k_out, k1, k2, cos, sin, slot * slot_row, slot_head, HK, D, K_HEADS, BLOCK)
+            rotate(k_out, k1, k2, cos, sin, slot * slot_row, slot_head, 0, HK, D, K_HEADS, BLOCK)
             tl.store(v_out + slot * slot_row + head * slot_head + column, value, mask=head < HK)
     else:
-        rotate(k_out, k1, k2, cos, sin, token * HK * D, D, HK, D, K_HEADS, BLOCK)
+        rotate(k_out, k1, k2, cos, sin, token * HK * D, D, 0, HK, D, K_HEADS, BLOCK)
 
 
 # ---- launchers ----------------------------------------------------------------------------------

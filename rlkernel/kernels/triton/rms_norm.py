@@ -6,6 +6,7 @@ layout nor alignment nor the number of warps can change a bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -232,14 +233,21 @@ def _tile(c: int, size: int) -> tuple[int, int, dict[str, Any]]:
     return rows, steps, {"C": c, "BLOCK": block, "num_warps": min(16, max(4, block // 1024)), "STAGES": stages}
 
 
-def _leaves(tokens: int, c: int) -> tuple[int, int]:
+def leaves(tokens: int, c: int) -> tuple[int, int]:
     """Rows of partial sums that a chunk has, and the distance of a program's two leaves, 0 where it has one."""
     rows, steps, meta = _tile(c, 2)
-    leaves = WGRAD_TOKENS // (rows * steps)
+    count = WGRAD_TOKENS // (rows * steps)
     # Half as many partial sums, where they are many and there are programs enough without.
     if rows * steps <= 2 * LEAF and (tokens > WGRAD_TOKENS or meta["BLOCK"] >= 4096):
-        return leaves // 2, leaves // 2
-    return leaves, 0
+        return count // 2, count // 2
+    return count, 0
+
+
+def programs_of(tokens: int, c: int) -> int:
+    """Programs over the rows, each with its own partial sum."""
+    rows, steps, _ = _tile(c, 2)
+    programs, pair = cdiv(tokens, rows * steps), leaves(tokens, c)[1]
+    return programs // (2 * pair) * pair + min(programs % (2 * pair), pair) if pair else programs
 
 
 def _backward(
@@ -252,9 +260,8 @@ def _backward(
     tokens, c = _rows(x), x.shape[-1]
     rows, steps, meta = _tile(c, x.element_size())
     steps = steps if with_partials else 1
-    programs, pair = cdiv(tokens, rows * steps), _leaves(tokens, c)[1] if with_partials else 0
-    if pair:
-        programs = programs // (2 * pair) * pair + min(programs % (2 * pair), pair)
+    programs = programs_of(tokens, c) if with_partials else cdiv(tokens, rows)
+    pair = leaves(tokens, c)[1] if with_partials else 0
     partials = torch.empty(programs, c, dtype=torch.float32, device=x.device) if with_partials else None
     if x.numel():
         with on_device(x):
@@ -268,7 +275,7 @@ def _backward(
 def _add_chunks_(grad: Tensor, partials: Tensor, tokens: int, fresh: bool) -> None:
     """grad [C] = or, unless `fresh`, += the tree over each WGRAD_TOKENS rows, from [programs, C], ascending."""
     programs, c = partials.shape
-    chunks, per_chunk = cdiv(tokens, WGRAD_TOKENS), _leaves(tokens, c)[0]
+    chunks, per_chunk = cdiv(tokens, WGRAD_TOKENS), leaves(tokens, c)[0]
     at_once = chunks if chunks <= 2 else 1
     sums = grad if chunks == at_once else torch.empty(chunks, c, dtype=torch.float32, device=partials.device)
     block = 16
@@ -284,9 +291,20 @@ def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps
     return _backward(dy, dr, x, weight, eps, False)[0]
 
 
-def rms_norm_grad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def gradients(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """dx like x [..., C], and the partial sums of the weight gradient [programs_of(rows, C), C]."""
     dx, partials = _backward(dy, dr, x, weight, eps, True)
     assert partials is not None
+    return dx, partials
+
+
+Gradients = Callable[[Tensor, Tensor | None, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+def rms_norm_grad(
+    dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float, run: Gradients = gradients
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dx, partials = run(dy, dr, x, weight, eps)
     if x.numel() == 0:
         return dx, torch.zeros_like(weight)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -295,9 +313,10 @@ def rms_norm_grad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps:
     return dx, dw
 
 
-def rms_norm_grad_(grad: Tensor, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    dx, partials = _backward(dy, dr, x, weight, eps, True)
-    assert partials is not None
+def rms_norm_grad_(
+    grad: Tensor, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float, run: Gradients = gradients
+) -> Tensor:  # fmt: skip
+    dx, partials = run(dy, dr, x, weight, eps)
     if x.numel():
         with on_device(x):
             _add_chunks_(grad, partials, _rows(x), False)
@@ -321,7 +340,7 @@ def _grad_variant(name: str, c: int, with_partials: bool, has_dr: bool) -> Varia
     (types if with_partials else absent)["partials"] = "*fp32:16" if with_partials else None
     constants = {
         **absent, "HAS_DR": has_dr, "HAS_PARTIALS": with_partials, "ROWS": rows,
-        "STEPS": steps if with_partials else 1, "PAIR": _leaves(2 * WGRAD_TOKENS, c)[1] if with_partials else 0, **meta,
+        "STEPS": steps if with_partials else 1, "PAIR": leaves(2 * WGRAD_TOKENS, c)[1] if with_partials else 0, **meta,
     }  # fmt: skip
     return Variant(name, rms_norm_grad_kernel, types, constants, num_warps=warps, main=True)
 
@@ -348,7 +367,7 @@ AOT: tuple[Variant, ...] = (
         Variant(
             "rms_norm_grad fold", fold_kernel,
             {"partials": "*fp32:16", "sums": "*fp32:16", "ROWS": "i32", "C": "i32:16"},
-            {"CHUNKS": 2, "ADD": True, "CHUNK": _leaves(2 * WGRAD_TOKENS, 4096)[0], "BLOCK": 16}, num_warps=4,
+            {"CHUNKS": 2, "ADD": True, "CHUNK": leaves(2 * WGRAD_TOKENS, 4096)[0], "BLOCK": 16}, num_warps=4,
             main=True,
         )
     ),

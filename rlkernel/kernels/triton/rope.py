@@ -1,4 +1,4 @@
-"""rope on GPUs: one program rotates all heads of a token, queries and keys, with one look at the table.
+"""rope on GPUs: a program rotates heads of a token, queries and keys, with one look at the table.
 
 Contract: orders.py, `rope`. Elementwise with an explicit fma, so any schedule gives the same bits.
 """
@@ -20,19 +20,21 @@ from rlkernel.kernels.triton.launch import direct
 
 
 @triton.jit
-def halves(x, row, head_stride, heads, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Both halves [HEADS, BLOCK] of a token's heads, fp32."""
-    head, j = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+def halves(x, row, head_stride, first, heads, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Both halves [HEADS, BLOCK] of a token's heads from `first` on, fp32."""
+    head, j = first + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (j < D // 2)
     at = x + row + head * head_stride + j
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    return first, tl.load(at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    near = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return near, tl.load(at + D // 2, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def rotate(out, x1, x2, cos, sin, row, head_stride, heads, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotates both halves of a token's heads into `out` + row."""
-    head, j = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+def rotate(
+    out, x1, x2, cos, sin, row, head_stride, first, heads, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Rotates both halves of a token's heads from `first` on into `out` + row."""
+    head, j = first + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (j < D // 2)
     to = out + row + head * head_stride + j
     tl.store(to, tl.fma(x1, cos, -(x2 * sin)).to(out.dtype.element_ty), mask=inside)
@@ -63,6 +65,7 @@ def rope_kernel(
     k_head,
     INVERSE: tl.constexpr,
     D: tl.constexpr,
+    GROUPS: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,19 +73,20 @@ def rope_kernel(
 ):
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
+    token = (tl.program_id(0) // GROUPS).to(tl.int64)
+    group = tl.program_id(0) % GROUPS
     position = row_of(tl.load(positions + token), P)
     # The heads are on their way while the table waits for the position.
-    q1, q2 = halves(q, token * q_row, q_head, H, D, Q_HEADS, BLOCK)
-    k1, k2 = halves(k, token * k_row, k_head, HK, D, K_HEADS, BLOCK)
+    q1, q2 = halves(q, token * q_row, q_head, group * Q_HEADS, H, D, Q_HEADS, BLOCK)
+    k1, k2 = halves(k, token * k_row, k_head, group * K_HEADS, HK, D, K_HEADS, BLOCK)
     j = tl.arange(0, BLOCK)
     table = cos_sin + position * D + j
     cos = tl.load(table, mask=j < D // 2, other=0.0)[None, :]
     sin = tl.load(table + D // 2, mask=j < D // 2, other=0.0)[None, :]
     if INVERSE:
         sin = -sin
-    rotate(q_out, q1, q2, cos, sin, token * H * D, D, H, D, Q_HEADS, BLOCK)
-    rotate(k_out, k1, k2, cos, sin, token * HK * D, D, HK, D, K_HEADS, BLOCK)
+    rotate(q_out, q1, q2, cos, sin, token * H * D, D, group * Q_HEADS, H, D, Q_HEADS, BLOCK)
+    rotate(k_out, k1, k2, cos, sin, token * HK * D, D, group * K_HEADS, HK, D, K_HEADS, BLOCK)
 
 
 # ---- launchers ----------------------------------------------------------------------------------
@@ -93,10 +97,15 @@ def near_heads(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and abs(x.stride(1)) * x.shape[1] < 1 << 31 else x.contiguous()
 
 
+PROGRAM = 1024
+"""Elements of the queries' first halves that a program has at most: more in fewer programs are slower on an H200."""
+
+
 def _tile(h: int, hk: int, d: int) -> dict[str, Any]:
     block, heads = next_power_of_2(d // 2, 16), next_power_of_2(h)
-    meta = {"D": d, "Q_HEADS": heads, "K_HEADS": next_power_of_2(hk), "BLOCK": block}
-    return {**meta, "num_warps": min(8, max(1, heads * block // 512))}
+    groups = min(heads, max(1, heads * block // PROGRAM))
+    meta = {"D": d, "GROUPS": groups, "Q_HEADS": heads // groups, "K_HEADS": max(1, next_power_of_2(hk) // groups)}
+    return {**meta, "BLOCK": block, "num_warps": min(8, max(1, heads // groups * block // 512))}
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
@@ -107,10 +116,11 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if tokens == 0:
         return q_out, k_out
+    meta = _tile(h, hk, d)
     with on_device(q):
-        rope_kernel[(tokens,)](
+        rope_kernel[(tokens * meta["GROUPS"],)](
             q, k, positions, cos_sin, q_out, k_out, cos_sin.shape[0], h, hk, q.stride(0), q.stride(1),
-            k.stride(0), k.stride(1), INVERSE=inverse, **_tile(h, hk, d), **early(q), **options(),
+            k.stride(0), k.stride(1), INVERSE=inverse, **meta, **early(q), **options(),
         )  # fmt: skip
     return q_out, k_out
 

@@ -1,0 +1,133 @@
+"""rms_norm's gradients on CUDA: many wide rows by a kernel of Hopper's, where it has the Triton kernel's bits.
+
+The anchor is that of kernels/triton/rms_norm.py, which also computes the forward, heads, few rows and dx alone; here
+are the schedules that may take its place (cuda/rms_norm_hopper.py) and their certification. What is compared is dx and
+the partial sums of the weight's gradient, which one kernel folds behind either.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel.contract import orders
+from rlkernel.kernels.certification import (
+    KINDS,
+    NONFINITE,
+    Family,
+    First,
+    Instead,
+    Key,
+    Run,
+    Runs,
+    Schedule,
+    describe,
+    device_of,
+    values,
+)
+from rlkernel.kernels.cuda import driver, rms_norm_hopper
+from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.triton import common, launch
+from rlkernel.kernels.triton import rms_norm as anchor
+
+FEW, MANY = 1024, orders.WGRAD_TOKENS  # rows by which classes differ: fewer than FEW, up to MANY, more
+EPSILONS = (1e-6, 1e-5, 0.0)
+
+# ---- shape classes -------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """Shape class of rms_norm's gradients. A row's dx knows no other row, and a partial sum those of its leaf."""
+
+    device: int  # index, -1 for the CPU
+    dtype: torch.dtype
+    channels: int  # 0: no schedule has so few, or rows as few
+    has_dr: bool
+    rows: int  # at least so many: FEW or MANY + 1; 0 where channels are
+
+
+def key(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Key:
+    channels = x.shape[-1]
+    rows = x.numel() // channels
+    if rows < FEW or x.dtype != torch.bfloat16 or not rms_norm_hopper.fits(channels, dr is not None, 4):
+        return Shape(x.get_device(), x.dtype, 0, dr is not None, 0)
+    return Shape(x.get_device(), x.dtype, channels, dr is not None, FEW if rows <= MANY else MANY + 1)
+
+
+def warm(runs: Runs, first: First, instead: Instead) -> Run:
+    def gradients(
+        dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        channels = weight.shape[0]
+        rows = x.numel() // channels
+        call = (channels, (rows >= FEW) + (rows > MANY), dr is None, x.dtype, x.get_device())
+        run = runs.get(call) or first(call, dy, dr, x, weight, eps)
+        try:
+            return run(dy, dr, x, weight, eps)
+        except Exception as error:
+            return instead(error, run, dy, dr, x, weight, eps)
+
+    return gradients
+
+
+def rows_of(key: Key) -> list[int]:
+    """Leaves short of rows, pairs short of a leaf, and whole chunks; the last is timed."""
+    least = Shape(*key).rows  # type: ignore[arg-type]
+    return [FEW + 7, MANY // 2 + 21, MANY] if least <= MANY else [MANY + 5, 2 * MANY]
+
+
+def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    s = Shape(*key)  # type: ignore[arg-type]
+    x = values(kind, rows, s.channels, s.dtype, generator)
+    other = "normal" if kind == NONFINITE else kind
+    dy, dr = (values(other, rows, s.channels, s.dtype, generator) for _ in range(2))
+    weight = values("normal", 1, s.channels, s.dtype, generator)[0]
+    eps = EPSILONS[(rows + KINDS.index(kind) if kind in KINDS else rows) % len(EPSILONS)]
+    if eps == 0.0:
+        x[rows // 3] = 0.0  # 0 / 0
+    return dy, dr if s.has_dr else None, x, weight, eps
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+def _hopper(groups: int) -> Schedule:
+    def supports(key: Key) -> bool:
+        s = Shape(*key)  # type: ignore[arg-type]
+        return s.channels > 0 and driver.on_hopper(s.device) and rms_norm_hopper.fits(s.channels, s.has_dr, groups)
+
+    def bind(key: Key) -> Run:
+        s = Shape(*key)  # type: ignore[arg-type]
+        return rms_norm_hopper.launcher(s.device, s.channels, s.has_dr, groups)
+
+    return Schedule(f"hopper.{groups}", bind, supports)
+
+
+_SOURCES = (
+    Path(__file__),
+    *(Path(m.__file__) for m in (anchor, common, launch, rms_norm_hopper, driver, orders) if m.__file__),
+    *driver.sources(rms_norm_hopper.SOURCE),
+)
+
+_gradients = ScheduledOp(
+    Family(
+        op="rms_norm_grad", anchor=anchor.gradients, key=key, describe=functools.partial(describe, Shape),
+        device=device_of, rows=rows_of, sample=sample, sources=_SOURCES,
+        versions=lambda: {"cuda compiler": driver.compiler()}, warm=warm,
+        schedules=tuple(map(_hopper, rms_norm_hopper.RESIDENT)), kinds=(*KINDS, NONFINITE),
+    )
+)  # fmt: skip
+
+
+def rms_norm_grad(
+    dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return anchor.rms_norm_grad(dy, dr, x, weight, eps, _gradients.call)
+
+
+def rms_norm_grad_(grad: Tensor, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return anchor.rms_norm_grad_(grad, dy, dr, x, weight, eps, _gradients.call)

@@ -1,0 +1,99 @@
+"""rms_norm's gradients on Hopper: the CUDA kernel beside the Triton kernel, each of its settings, whatever the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu.gpu_checks import Compared
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.kernels import schedule
+from rlkernel.kernels.cuda import rms_norm as cuda
+from rlkernel.kernels.cuda import rms_norm_hopper
+from rlkernel.kernels.triton import rms_norm as anchor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+BF16 = torch.bfloat16
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", BF16)
+
+
+@pytest.mark.parametrize("dr", (False, True), ids=("one", "residual"))
+@pytest.mark.parametrize("channels", (520, 1024, 1032, 2048, 2560, 4096, 5120, 8192, 16384))
+def test_each_setting_has_the_anchors_bits(channels: int, dr: bool, record: Callable[..., None]) -> None:
+    seen = Compared()
+    settings = [groups for groups in rms_norm_hopper.RESIDENT if rms_norm_hopper.fits(channels, dr, groups)]
+    w = rand(channels, seed=9)
+    for rows in (1, 15, 17, 1024, 4113, 8192, 8193, 12289 + 5):
+        x, dy = rand(rows, channels), rand(rows, channels, seed=1)
+        second = rand(rows, channels, seed=2) if dr else None
+        expected = anchor.gradients(dy, second, x, w, 1e-6)
+        for groups in settings:
+            found = rms_norm_hopper.launcher(0, channels, dr, groups)(dy, second, x, w, 1e-6)
+            seen.rows(found[0], expected[0], f"dx of {rows} rows, {groups} groups")
+            seen.whole(found[1], expected[1], f"partial sums of {rows} rows, {groups} groups")
+    if channels > rms_norm_hopper.LEAST // 2 and not (channels == 16384 and dr):
+        assert settings
+    record(**vars(seen))
+
+
+@pytest.mark.parametrize("channels", (1024, 5120))
+def test_micro_batches_and_switches(channels: int, record: Callable[..., None]) -> None:
+    """Weight gradients of 16,392 rows at once, in two calls, and with the schedules off: one sum, bit for bit."""
+    seen, w = Compared(), rand(channels, seed=9)
+    rows = 2 * cuda.MANY + 8
+    x, dy = rand(rows, channels), rand(rows, channels, seed=1)
+    into = torch.ops.rlkernel.rms_norm_grad_
+
+    def summed(*pieces: slice) -> tuple[Tensor, Tensor]:
+        total = torch.zeros(channels, device="cuda")
+        return torch.cat([into(total, dy[p], None, x[p], w, 1e-6) for p in pieces]), total
+
+    whole = summed(slice(None))
+    with schedule.strict():
+        again = summed(slice(0, cuda.MANY), slice(cuda.MANY, None))
+    with schedule.without("hopper"):
+        plain = summed(slice(None))
+    for found, what in ((again, "two calls"), (plain, "the anchor")):
+        seen.rows(found[0], whole[0], f"dx, {what}")
+        seen.whole(found[1], whole[1], f"weight gradient, {what}")
+    record(**vars(seen))
+
+
+def test_close_to_fp64() -> None:
+    """Error of both gradients, no larger than twice that of plain torch in bf16."""
+    rows, channels = 4096, 5120
+    x, r, w, dy, dr = (rand(rows, channels, seed=i) if i != 2 else rand(channels, seed=2) for i in range(5))
+
+    def run(norm: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x, r, w)]
+        return list(torch.autograd.grad(norm(*leaves), leaves, [t.to(dtype) for t in (dy, dr)]))
+
+    def plain(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + r
+        rstd = torch.rsqrt(
+            total.to(torch.float64 if x.dtype == torch.float64 else torch.float32).square().mean(-1, True) + 1e-6
+        )
+        return (total * rstd.to(total.dtype)) * w, total
+
+    truth, ours, torchs = (
+        run(plain, torch.float64),
+        run(lambda x, r, w: ops.rms_norm(x, w, 1e-6, r), BF16),
+        run(plain, BF16),
+    )
+    for name, exact, mine, theirs in zip(("dx", "dresidual", "dweight"), truth, ours, torchs, strict=True):
+        error = lambda t, exact=exact: (t.double() - exact).norm() / exact.norm()
+        assert error(mine) <= 2 * error(theirs), f"{name}: {error(mine)} against torch's {error(theirs)}"
+    chosen = cuda._gradients.chosen(dy, dr, x, w, 1e-6)
+    assert chosen.startswith("hopper"), chosen
