@@ -64,7 +64,7 @@ def measure_cuda() -> list[dict[str, Any]]:
         cubin = compile_cuda(build.source_dir() / "cuda" / source, "90a", macros)
         found.append({
             "kernel": name, "function": function, "target": "sm_90", "main": True, "num_warps": warps,
-            **aot.cuda_resources(cubin), "shared": shared, "matrix": list(matrix),
+            **aot.cuda_resources(cubin, function), "shared": shared, "matrix": list(matrix),
         })  # fmt: skip
 
     hopper = linear_logprob_hopper
@@ -86,8 +86,9 @@ def measure_cuda() -> list[dict[str, Any]]:
         add(f"logprob CUDA rows {rows_of.warps}x{rows_of.pieces}", logprob_rows.SOURCE,
             logprob_rows.macros(rows_of, 151936, False, False), "rlk_logprob_rows", rows_of.warps + 1,
             logprob_rows.shared_bytes(rows_of, 151936))  # fmt: skip
-    for setting in policy_loss_hopper.SETTINGS:
-        add(f"policy_loss CUDA {setting.warps}x{setting.stages}", policy_loss_hopper.SOURCE,
+    for setting in (*policy_loss_hopper.SETTINGS, *policy_loss_hopper.TEAMS):
+        name = f"team of {setting.warps}" if setting.team else f"{setting.warps}x{setting.stages}"
+        add(f"policy_loss CUDA {name}", policy_loss_hopper.source(setting),
             policy_loss_hopper.macros(setting, True), "rlk_policy_loss_tokens", setting.warps,
             policy_loss_hopper.shared_bytes(setting, True, policy_loss_hopper.MOST_SEQUENCES))  # fmt: skip
     for channels in (1024, 4096, 5120):

@@ -30,8 +30,10 @@ from rlkernel.kernels import stock
 
 TOKENS, HIDDEN = (8192, 16384), (1024, 4096)
 VOCABULARY = 151936
-LOSS_TOKENS = (8192, 16384, 1 << 20, 1 << 24)
+LOSS_TOKENS = (8192, 16384, 1 << 20, 1 << 24, 1 << 26)
 """A loss over 8192 tokens moves 160 kB: launches bound it; the long ones show the kernel's own speed."""
+LOSS_LENGTHS, LONG_LOSSES = (1024, 4096), 1 << 24
+"""Tokens of a sequence; losses of at least so many tokens are measured with both."""
 
 
 @dataclass
@@ -155,9 +157,9 @@ def embedding(make: Maker, t: int, c: int) -> Iterator[Case]:
                (2 * row, row + touched))  # fmt: skip
 
 
-def policy_loss(make: Maker, t: int) -> Iterator[Case]:
-    """GRPO with old log-probabilities, a mask and 1024 tokens a sequence; the loss and its gradient."""
-    b = max(1, t // 1024)
+def policy_loss(make: Maker, t: int, length: int) -> Iterator[Case]:
+    """GRPO with old log-probabilities, a mask and sequences of `length` tokens; the loss and its gradient."""
+    b = max(1, t // length)
     cu = torch.linspace(0, t, b + 1, device=make.device).to(torch.int32)
     old = torch.randn(t, device=make.device)
     logp = (old + 0.1 * torch.randn(t, device=make.device)).requires_grad_()
@@ -174,7 +176,8 @@ def policy_loss(make: Maker, t: int) -> Iterator[Case]:
     anchor = make.anchor(plain)
     ours = lambda: torch.autograd.grad(ops.policy_loss(logp, old, advantages, cu, mask=mask).loss, [logp], one)
     theirs = lambda: torch.autograd.grad(anchor(logp), [logp], one)
-    yield Case("policy_loss fwd+bwd", (t,), ours, theirs, f"{make.name}, no statistics",
+    name = "policy_loss fwd+bwd" if length == LOSS_LENGTHS[0] else f"policy_loss of {length} each fwd+bwd"
+    yield Case(name, (t,), ours, theirs, f"{make.name}, no statistics",
                (t * (4 + 4 + 1 + 4),), torch.float32)  # fmt: skip
 
 
@@ -263,8 +266,9 @@ def cases(make: Maker) -> Iterator[Case]:
             for case in of_tokens(make, t, c):
                 yield replace(case, against_floor=cuda and (t, c) != (TOKENS[0], HIDDEN[-1]))
     for t in LOSS_TOKENS if cuda else (2048,):
-        for case in policy_loss(make, t):
-            yield replace(case, against_floor=cuda and t != LOSS_TOKENS[-1])
+        for length in LOSS_LENGTHS if t >= LONG_LOSSES else LOSS_LENGTHS[:1]:
+            for case in policy_loss(make, t, length):
+                yield replace(case, against_floor=cuda and t != LONG_LOSSES)
     yield from optimizer(make)
 
 

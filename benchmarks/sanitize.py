@@ -172,7 +172,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             backward(ops.rms_norm(x, w, 1e-6, r), x, r, w)
         x, w = leaf(t, heads, d), leaf(d)
         backward(ops.rms_norm(x, w, 1e-6), x, w)
-        for n, width in ((1031, 1024), (1029, 2568), (8197, 1024)) if large else ():  # the last leaf lacks rows
+        for n, width in ((1031, 1024), (8213, 1024), (4099, 2568)) if large else ():  # leaves lack rows, pairs a leaf
             x, r, w = leaf(n, width), leaf(n, width), leaf(width)
             backward(ops.rms_norm(x, w, 1e-6), x, w)
             backward(ops.rms_norm(x, w, 1e-6, r), x, r, w)
@@ -238,9 +238,10 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
                 rollout_logp=vector(), loss_type=loss_type, kl_coef=0.1, entropy_coef=0.1, tis_cap=2.0,
             )  # fmt: skip
             backward(found.loss, logp, entropy)
-        for n in (66000, 65537) if large else ():  # many plain tokens, the last of which the copy engine may not fetch
-            cu = torch.linspace(0, n, 99, device=device).to(torch.int32)
-            logp, old, each = vector(n).requires_grad_(), vector(n), vector(98)
+        # Many plain tokens, the last of which the copy engine may not fetch; short sequences and long ones.
+        for n, rows in ((66000, 98), (65537, 98), (65537, 7)) if large else ():
+            cu = torch.linspace(0, n, rows + 1, device=device).to(torch.int32)
+            logp, old, each = vector(n).requires_grad_(), vector(n), vector(rows)
             for mask, loss_type in ((torch.rand(n, device=device) < 0.8, "grpo"), (None, "dapo")):
                 backward(ops.policy_loss(logp, old, each, cu, mask=mask, loss_type=loss_type).loss, logp)
         ops.group_advantages(vector(batch), 4)

@@ -7,9 +7,6 @@
 // So a block leaves one number a sum, and 128 of them are all that is left to add. A warp takes a sequence at a time, whose
 // tokens the copy engine has brought: registers hold none that is under way.
 
-#ifndef MASKED
-#define MASKED 1  // not every token counts
-#endif
 #ifndef WARPS
 #define WARPS 12
 #endif
@@ -19,39 +16,13 @@
 #ifndef PIECE
 #define PIECE 512  // tokens, of a segment of 1024
 #endif
-#include "sm90.cuh"
-
-typedef unsigned char u8;
-
-struct Arguments {
-  const float* logp;        // [T], as old_logp, mask and dlogp; 16-byte aligned
-  const float* old_logp;
-  const float* advantages;  // [B]
-  const int* borders;       // [B + 1]
-  const u8* mask;
-  const float* normalizer;  // []
-  float* dlogp;             // out
-  float* parts;             // [4, 128], then as many words of counts: of each block
-  float* loss;              // out []
-  float* scale;             // out []: what the gradients are multiplied by in the backward pass
-  float* stats;             // out [14]
-  i64* totals;              // out [6]
-  int tokens, batch;
-  int mean;       // the loss adds the sequences' means
-  int by_tokens;  // and is divided by counted tokens, else by sequences
-  int divide_by;  // 0: so, when they are known; 1: by divisor; 2: by normalizer
-  float low, high, divisor;
-};
+#include "policy_loss.cuh"
 
 namespace {
 
-constexpr int kBlocks = 128, kSegment = 1024, kPiece = PIECE, kLanes = 128;
+constexpr int kBlocks = 128, kPiece = PIECE;  // `parts` is [4, kBlocks], then as many words of counts
 constexpr int kValues = (kPiece + 4) * 4, kFlags = MASKED ? kSegment + 16 : 0;  // bytes, with what aligns the first token
 constexpr int kStage = 2 * kValues + kFlags;
-constexpr int kSums = 4, kCounts = 7;
-enum { kLoss, kRatio, kK1, kK3 };
-enum { kTokens, kLow, kHigh, kSequences, kFalls, kLeast, kMost };
-constexpr u32 kAll = 0xFFFFFFFFu, kInfinity = 0x7F800000u, kNan = 0x7FFFFFFFu;
 
 // A piece in shared memory, and the sequence it is of.
 struct Part {
@@ -64,58 +35,7 @@ struct Unit {
   float advantage;
 };
 
-// ---- instructions --------------------------------------------------------------------------------
-
-// Adds a token, cut if `more` > `less`, without a branch: the compiler would make one of `if`, and tokens would wait for
-// each other. Returns its gradient.
-__device__ __forceinline__ float add_token(float& s_loss, float& s_ratio, float& s_k1, float& s_k3, u32& hits, u32& least,
-                                           u32& most, u32 counts, float power, float x, float k3, float more, float less,
-                                           float clipped, float advantage, float weight) {
-  float gradient;
-  asm("{\n.reg .pred on, cut;\n.reg .f32 loss;\n"
-      "setp.ne.u32 on, %8, 0;\n"
-      "setp.gt.and.f32 cut, %12, %13, on;\n"
-      "selp.f32 loss, %14, %9, cut;\n"
-      "mul.rn.f32 loss, loss, %15;\n"
-      "sub.rn.f32 loss, 0f00000000, loss;\n"  // a difference: 0 from 0, not -0
-      "selp.f32 %7, 0f00000000, loss, cut;\n"
-      "mul.rn.f32 %7, %7, %16;\n"
-      "selp.f32 %7, %7, 0f00000000, on;\n"
-      "@on add.rn.f32 %0, %0, loss;\n"
-      "@on add.rn.f32 %1, %1, %9;\n"
-      "@on sub.rn.f32 %2, %2, %10;\n"
-      "@on add.rn.f32 %3, %3, %11;\n"
-      "@on add.u32 %4, %4, 1;\n"
-      "@cut add.u32 %4, %4, 65536;\n"
-      "@on min.u32 %5, %5, %17;\n"
-      "@on max.u32 %6, %6, %17;\n}\n"
-      : "+f"(s_loss), "+f"(s_ratio), "+f"(s_k1), "+f"(s_k3), "+r"(hits), "+r"(least), "+r"(most), "=&f"(gradient)
-      : "r"(counts), "f"(power), "f"(x), "f"(k3), "f"(more), "f"(less), "f"(clipped), "f"(advantage), "f"(weight),
-        "r"(__float_as_uint(power)));
-  return gradient;
-}
-
 // ---- arithmetic ----------------------------------------------------------------------------------
-
-// e^x - 1 - x without cancellation near 0, with power = e^x.
-__device__ __forceinline__ float phi(float x, float power) {
-  float p = __fmaf_rn(x, 2.7557319e-6f, 2.4801587e-5f);
-  p = __fmaf_rn(p, x, 1.9841270e-4f);
-  p = __fmaf_rn(p, x, 1.3888889e-3f);
-  p = __fmaf_rn(p, x, 8.3333333e-3f);
-  p = __fmaf_rn(p, x, 4.1666667e-2f);
-  p = __fmaf_rn(p, x, 1.6666667e-1f);
-  p = __fmaf_rn(p, x, 0.5f);
-  return fabsf(x) <= 0.5f ? (x * x) * p : (power - 1.0f) - x;
-}
-
-// Sum of 128 values in halves; a lane holds those 32 apart.
-__device__ __forceinline__ float fold(const float (&x)[4]) {
-  float y = (x[0] + x[2]) + (x[1] + x[3]);
-#pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) y = y + __shfl_xor_sync(kAll, y, apart);
-  return y;
-}
 
 // Bytes that are not 0 among the words' bytes [from, from + count); of the whole warp. Words are aligned.
 __device__ __forceinline__ int counted(const u8* bytes, int from, int count, int lane) {
@@ -137,13 +57,6 @@ __device__ __forceinline__ int counted(const u8* bytes, int from, int count, int
   }
   return __reduce_add_sync(kAll, n);
 }
-
-// What a warp keeps of a segment: sums of its lanes' tokens, how many count and how many of those are cut, and the
-// least and largest ratio as words, which order as ratios do, NaN above all.
-struct Lanes {
-  float loss[4], ratio[4], k1[4], k3[4];
-  u32 hits, least, most;
-};
 
 // 128 tokens; kTail: some do not exist. The advantage's sign says on which side a ratio may be cut.
 template <bool kBelow, bool kTail>
@@ -243,52 +156,16 @@ __device__ __forceinline__ void add_over_batch(const Arguments& a, int warp, int
     u32 of[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) of[i] = __ldcg(counted + c * kBlocks + 32 * i + lane);
-    if (c == kLeast)
-      counts[c] = __reduce_min_sync(kAll, min(min(of[0], of[1]), min(of[2], of[3])));
-    else if (c == kMost || c == kFalls)
-      counts[c] = __reduce_max_sync(kAll, max(max(of[0], of[1]), max(of[2], of[3])));
-    else
-      counts[c] = __reduce_add_sync(kAll, of[0] + of[1] + of[2] + of[3]);
+    counts[c] = over_warp(c, joined(c, joined(c, of[0], of[1]), joined(c, of[2], of[3])));
   }
   const float total = fold(x);
-  const int n = static_cast<int>(counts[kTokens]);
-  const float shared = static_cast<float>(max(n, 1));
-  if (lane != 0) return;
-  if (warp != kLoss) a.stats[warp - 1] = __fdiv_rn(total, shared);
-  if (warp == kLoss) {
-    float denominator = a.by_tokens ? shared : static_cast<float>(max(a.batch, 1));
-    if (n > 0 && a.divide_by != 0) denominator = given;
-    // A GPU cannot raise: borders that do not fit make the loss and every gradient NaN.
-    const bool broken = !fits || counts[kFalls] != 0;
-    const float nan = __uint_as_float(0x7FC00000u);
-    *a.loss = broken ? nan : __fdiv_rn(total, denominator);
-    *a.scale = broken ? nan : a.divide_by == 0 ? __fdiv_rn(1.0f, denominator) : 1.0f;
-  }
-  if (warp == kRatio) {
-    const bool none = counts[kMost] > kInfinity;  // a counted ratio is NaN
-    a.stats[7] = __uint_as_float(n == 0 ? 0u : none ? kNan : counts[kLeast]);
-    a.stats[8] = __uint_as_float(n == 0 ? 0u : none ? kNan : counts[kMost]);
-    a.stats[9] = __uint_as_float(n == 0 ? 0u : 0xFF800000u);  // of no rollout
-    for (int i = 3; i < 7; ++i) a.stats[i] = 0.0f;
-  }
-  if (warp == kK1) {
-    a.stats[10] = __fdiv_rn(static_cast<float>(static_cast<int>(counts[kLow])), shared);
-    a.stats[11] = __fdiv_rn(static_cast<float>(static_cast<int>(counts[kHigh])), shared);
-    a.stats[12] = a.stats[13] = 0.0f;
-  }
-  if (warp == kK3) {
-    a.totals[0] = n;
-    a.totals[1] = counts[kSequences];
-    a.totals[2] = counts[kLow];
-    a.totals[3] = counts[kHigh];
-    a.totals[4] = a.totals[5] = 0;
-  }
+  if (lane == 0) finish(a, warp, total, counts, fits, given);
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_tokens(const __grid_constant__ Arguments a) {
-  extern __shared__ char raw[];
+  extern __shared__ __align__(16) char raw[];
   // stages, barriers, parts, counts of the block, the next sequence, sums of the block's sequences
   u64* barriers = reinterpret_cast<u64*>(raw + WARPS * STAGES * kStage);
   Part* parts = reinterpret_cast<Part*>(barriers + WARPS * STAGES);
@@ -322,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_toke
       if (now.number >= units) return;
       falls |= now.left > now.right;
       begin = min(max(now.left, 0), a.tokens);
-      end = min(now.right, a.tokens);
+      end = max(begin, min(now.right, a.tokens));
       at = begin;
     }
     int slot = brought % STAGES;

@@ -103,7 +103,7 @@ __device__ __forceinline__ void store(float4* to, const float (&x)[8]) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) rlk_rms_norm_grad(const __grid_constant__ Arguments a) {
-  extern __shared__ char raw[];  // stages, their barriers, the weight, sums of the leaf that was first
+  extern __shared__ __align__(16) char raw[];  // stages, their barriers, the weight, sums of the leaf that was first
   __shared__ alignas(16) float sums[2][kSums][kWarps];  // over warps, in turns
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const u32 barriers = shared_address(raw + STAGES * kStage);
@@ -122,11 +122,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) rlk_rms_norm_gr
   const auto row_of = [&](int step) {
     return (leaf + (step < steps - kSteps ? a.pair : 0)) * kLeaf + step % kSteps * kRows;
   };
-  const auto bring = [&](int step) {  // of one thread
+  const auto bring = [&](int step) {  // of one thread; every step is a phase of its stage's barrier
+    if (step >= steps) return;
     const i64 row = row_of(step);
     const int rows = static_cast<int>(min(static_cast<i64>(kRows), a.tokens - row));
-    if (step >= steps || rows <= 0) return;
     const u32 to = shared_address(raw + step % STAGES * kStage), barrier = barriers + step % STAGES * 8;
+    if (rows <= 0) return barrier_arrive(barrier);
     const u32 bytes = rows * kLine;
     barrier_expect(barrier, kTensors * bytes);
     fetch(to, a.x + row * kLine, bytes, barrier);
@@ -148,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) rlk_rms_norm_gr
   for (int step = 0; step < steps; ++step) {
     const i64 row = row_of(step);
     const uint4* stage = reinterpret_cast<const uint4*>(raw + step % STAGES * kStage);
-    if (row < a.tokens) barrier_wait(barriers + step % STAGES * 8, step / STAGES & 1);
+    barrier_wait(barriers + step % STAGES * 8, step / STAGES & 1);
     uint4 x[kRows][kGroups], up[kRows][kGroups], dr[kRows][kGroups];
     float of_thread[kSums];  // [rows, squares and products, groups]
 #pragma unroll

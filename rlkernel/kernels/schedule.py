@@ -30,7 +30,7 @@ class UncertifiedError(RuntimeError):
 _lock = threading.RLock()
 _ops: dict[str, ScheduledOp] = {}
 _off: tuple[frozenset[str], ...] = ()  # one set a nested `without`; an empty set switches every schedule off
-_MODULES = ("attention", "linear", "linear_logprob", "logprob", "policy_loss")  # of kernels/cuda, that have schedules
+_MODULES = ("attention", "linear", "linear_logprob", "logprob", "policy_loss", "rms_norm")  # of kernels/cuda
 MOST_CALLS = 1 << 14  # calls that an op remembers, beyond which it forgets all: row counts are without end
 
 

@@ -96,6 +96,7 @@ def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callab
             given = list(cuda.sample(shape, tokens, "normal", generator))
             if case == "broken":
                 given[3][len(given[3]) // 2] = -5
+                given[3][-3:] = torch.tensor([tokens, -(1 << 31), (1 << 31) - 1], device="cuda")  # no room between them
             elif case == "nothing counts" and masked:
                 given[4][:] = False
             elif case.endswith("normalizer") or case.endswith("0"):
@@ -106,7 +107,7 @@ def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callab
                 for i in (0, 1, 4) if masked else (0, 1):
                     given[i] = torch.cat((given[i][:1], given[i]))[1:]
             expected = anchor.policy_loss(*given)
-            for setting in policy_loss_hopper.SETTINGS:
+            for setting in (*policy_loss_hopper.SETTINGS, *policy_loss_hopper.TEAMS):
                 run = policy_loss_hopper.launcher(shape.device, masked, setting)
                 with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
                     captured = run(*given)

@@ -98,22 +98,22 @@ def test_attention_prefill_compiles(
 
 @needs_compiler
 @pytest.mark.parametrize("masked", (False, True), ids=("whole", "masked"))
-@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("which", range(6))
 def test_policy_loss_compiles(which: int, masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlkernel.kernels.cuda import policy_loss_hopper
 
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
-    setting = policy_loss_hopper.SETTINGS[which]
-    driver.compile_cuda(
-        build.source_dir() / "cuda" / policy_loss_hopper.SOURCE, "90a", policy_loss_hopper.macros(setting, masked)
-    )
+    setting = (*policy_loss_hopper.SETTINGS, *policy_loss_hopper.TEAMS)[which]
+    source = build.source_dir() / "cuda" / policy_loss_hopper.source(setting)
+    driver.compile_cuda(source, "90a", policy_loss_hopper.macros(setting, masked))
     (kept,) = (tmp_path / "cuda").iterdir()
     sass = tool("cuobjdump", "-sass", str(kept))
     assert "UBLKCP" in sass and not re.search(r"\b(STL|LDL)\b", sass), "spills"
     assert not re.search(r"VIMNMX[.\w]* R\d+, P\d", sass), "ptxas 13.0 takes a wrong predicate from a clamp"
-    # Two ways through whole steps, four tokens a thread without a branch, and two through the last one.
+    # Ways through whole steps, four tokens a thread without a branch, and through the last one; two each where the sign
+    # of the advantage decides between them.
     ways = re.findall(r"(?:MUFU\.EX2|\bBRA\b)", sass)
-    assert ways.count("MUFU.EX2") == 16 and "MUFU.EX2 " * 4 in " ".join(ways) + " "
+    assert ways.count("MUFU.EX2") == (8 if setting.team else 16) and "MUFU.EX2 " * 4 in " ".join(ways) + " "
 
 
 @needs_compiler

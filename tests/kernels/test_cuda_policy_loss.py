@@ -70,6 +70,8 @@ def test_a_sample_is_of_its_class(kind: str, mean: bool, masked: bool) -> None:
             assert bool((counted == 0).any()) and bool((counted > 0).any())
     assert cuda.key(*given) == shape and tokens % 16, "the copy engine may not fetch the last tokens"
     assert 0 in cuda.RAGGED and max(cuda.RAGGED) > 2048, "empty sequences, and ones of several segments"
+    turn = 1024 * max(setting.warps for setting in policy_loss_hopper.TEAMS)
+    assert max(cuda.RAGGED) > 2 * turn, "a team comes to its third turn"
 
 
 @pytest.mark.parametrize("mean", (False, True))
@@ -104,7 +106,8 @@ def test_who_is_offered_what(chip: tuple[int, int], monkeypatch: pytest.MonkeyPa
         return [s.name for s in cuda.policy_loss.family.schedules if s.supports(key)]
 
     everything = [s.name for s in cuda.policy_loss.family.schedules] if chip == (9, 0) else []
-    assert names() == names(masked=False) == names(mean=False) == everything
+    assert names(length=1 << 12) == names(length=1 << 14) == everything
+    assert names() == names(masked=False) == names(mean=False) == [x for x in everything if "team" not in x]
     assert names(device=-1) == names(plain=False) == []
 
 
@@ -229,7 +232,7 @@ def test_a_loss_that_is_wrong_for_one_form_is_refused(plant: str, mean: bool, ma
 
 
 @pytest.mark.parametrize("masked", (False, True))
-@pytest.mark.parametrize("which", ("fits", "unaligned"))
+@pytest.mark.parametrize("which", ("fits", "unaligned", "team"))
 def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     same = contextlib.nullcontext()
@@ -238,20 +241,24 @@ def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytes
     monkeypatch.setattr(policy_loss_hopper.common, "on_device", lambda t: same)
     monkeypatch.setattr(policy_loss_hopper, "_kernels", lambda *_: (Launches(ran, "tokens"), Launches(ran, "batch")))
     monkeypatch.setattr(anchor, "policy_loss", lambda *given: ran.append("anchor"))
-    run = policy_loss_hopper.launcher(0, masked, policy_loss_hopper.Setting(12, 2, 1024))
-    first = 16 if which == "fits" else 1
+    setting = policy_loss_hopper.TEAMS[0] if which == "team" else policy_loss_hopper.Setting(12, 2, 1024)
+    run = policy_loss_hopper.launcher(0, masked, setting)
+    first = 1 if which == "unaligned" else 16
     storage = [torch.zeros(320) for _ in range(2)]
     logp, old_logp = (x[first : first + 300] for x in storage)
     mask = torch.ones(320, dtype=torch.bool)[first : first + 300] if masked else None
     advantages, borders = torch.ones(6)[::2], torch.tensor([0, 100, 200, 300], dtype=torch.int32)
     given = [None] * 14
     found = run(logp, old_logp, advantages, borders, mask, None, None, None, None, "dapo", False, 0.2, 0.3, *given[:6])
-    if which != "fits":
+    if which == "unaligned":
         assert ran == ["anchor"]
         return
     assert [tuple(t.shape) for t in found] == [(), (300,), (0,), (), (14,), (6,)]
     (_, blocks, threads, arguments, how), (_, *second) = ran
-    assert (blocks, threads, how) == (128, 384, {}) and second == [1, 128, arguments, {"early": True}]
+    if which == "team":  # a block a sequence; one cluster
+        assert (blocks, threads, how) == (3, 64, {}) and second == [8, 128, arguments, {"early": True}]
+    else:
+        assert (blocks, threads, how) == (128, 384, {}) and second == [1, 128, arguments, {"early": True}]
     passed = {name: getattr(arguments, name) for name, _ in arguments._fields_}
     for name, t in {"logp": logp, "old_logp": old_logp, "borders": borders, "mask": mask, "loss": found[0],
                     "dlogp": found[1], "scale": found[3], "stats": found[4], "totals": found[5]}.items():  # fmt: skip
@@ -263,6 +270,10 @@ def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytes
 
 
 def test_shared_memory_holds_what_the_source_lays_out() -> None:
+    for setting in policy_loss_hopper.TEAMS:
+        for masked in (False, True):
+            held = policy_loss_hopper.shared_bytes(setting, masked, 300)
+            assert held == setting.warps * (8 * 1024 + 32 + 1040 * masked + 8) <= 227 << 10
     for setting in policy_loss_hopper.SETTINGS:
         most = policy_loss_hopper.shared_bytes(setting, True, policy_loss_hopper.MOST_SEQUENCES)
         assert most <= 227 << 10 and setting.warps <= 32 and 1024 % setting.piece == setting.piece % 128 == 0
@@ -274,7 +285,7 @@ def test_shared_memory_holds_what_the_source_lays_out() -> None:
 
 def test_the_source_has_these_arguments() -> None:
     """A field more or less, or in another place, would be read as another one."""
-    text = (driver.build.source_dir() / "cuda" / policy_loss_hopper.SOURCE).read_text()
+    text = (driver.build.source_dir() / "cuda" / "policy_loss.cuh").read_text()
     body = text.split("struct Arguments {", 1)[1].split("};", 1)[0]
     named = []
     for line in body.splitlines():

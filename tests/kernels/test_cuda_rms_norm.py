@@ -45,6 +45,7 @@ def call(rows: int, channels: int, dtype: torch.dtype = BF16, dr: bool = False) 
         (call(8192, 128), 0, 0),
         (call(8192, 1028), 0, 0),
         (call(8192, 1 << 15), 0, 0),
+        ((call(8192, 1024, torch.float32)[0], *call(8192, 1024)[1:]), 0, 0),
         (call(8192, 4096, torch.float16), 0, 0),
         (call(8192, 4096, torch.float32), 0, 0),
     ),
@@ -80,6 +81,8 @@ def test_a_sample_is_of_its_class(least: int, kind: str) -> None:
     shape = SHAPE._replace(rows=least, channels=1024)
     counts = cuda.rows_of(shape)
     assert any(rows % anchor.LEAF for rows in counts) and counts[-1] % cuda.MANY == 0
+    pair = anchor.leaves(counts[1], 4096)[1] * anchor.LEAF
+    assert 0 < counts[1] % cuda.MANY - pair < 2 * anchor.LEAF, "of a pair's later leaf a few rows"
     for rows in counts[:2]:
         given = cuda.sample(shape, rows, kind, torch.Generator().manual_seed(0))
         assert cuda.key(*given) == shape and given[0].shape == given[1].shape == given[2].shape == (rows, 1024)
@@ -96,9 +99,8 @@ def test_samples_have_rows_of_zeros_without_eps() -> None:
     assert all(bool((x == 0).all(dim=1).any()) for x in alone)
 
 
-@pytest.mark.parametrize("dr", (False, True))
-def test_partial_sums_of_pairs(dr: bool) -> None:
-    """Programs of the anchor and of the kernel have the same leaves, whatever is short of rows."""
+def test_programs_have_all_leaves() -> None:
+    """Whatever is short of rows, a block's leaves, as the source of the kernel counts them, are those of a tree."""
     for channels in (1024, 2560, 4096):
         for tokens in (1, 15, 16, 17, 4096, 8191, 8192, 8193, 8192 + 4096 + 5, 16384):
             per_chunk, pair = anchor.leaves(tokens, channels)
@@ -191,7 +193,7 @@ def test_shared_memory_and_threads_are_within_a_multiprocessors() -> None:
                 )
                 assert macros["RESIDENT"] * threads <= 2048 and threads % 32 == 0
                 held = macros["RESIDENT"] * (rms_norm_hopper.shared_bytes(channels, dr) + 1024)
-                assert macros["RESIDENT"] == 1 or held <= driver.SHARED_BYTES + 1024
+                assert macros["RESIDENT"] == 1 or held <= 228 << 10
     assert rms_norm_hopper.fits(1024, True, 4) and rms_norm_hopper.fits(8192, True, 4)
     assert not rms_norm_hopper.fits(512, True, 4) and not rms_norm_hopper.fits(16384, True, 4)
 

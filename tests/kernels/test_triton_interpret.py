@@ -309,7 +309,7 @@ else:
         monkeypatch.setattr(rms_norm, "WGRAD_TOKENS", chunk)
         tile = rms_norm._tile
         monkeypatch.setattr(rms_norm, "_tile", lambda c, size: (16, 2, tile(c, size)[2]))
-        assert [rms_norm._leaves(t, 8) for t in (rows, chunk)] == [(4, 4), (8, 0)]
+        assert [rms_norm.leaves(t, 8) for t in (rows, chunk)] == [(4, 4), (8, 0)]
         x, dy, w = rand(0, rows, 8), rand(1, rows, 8), rand(3, 8)
         grad, parts = rand(2, 8), rand(2, 8)
         rms_norm.rms_norm_grad_(grad, dy, None, x, w, 1e-6)
@@ -323,10 +323,12 @@ else:
 
     @by_dtype
     @pytest.mark.parametrize("inverse", (False, True))
-    def test_rope(inverse: bool, dtype: torch.dtype) -> None:
-        packed = rand(0, 3, 9, 24, dtype=dtype)  # queries and keys as views of one projection
-        q, k = packed[:, :6], packed[:, 6:8]
-        positions, table = torch.tensor([0, 5, 2]), rand(1, 8, 24)
+    @pytest.mark.parametrize("h,hk,d,groups", ((6, 2, 24, 1), (33, 3, 96, 4), (32, 1, 128, 2), (40, 5, 128, 4)))
+    def test_rope(h: int, hk: int, d: int, groups: int, inverse: bool, dtype: torch.dtype) -> None:
+        assert rope._tile(h, hk, d)["GROUPS"] == groups
+        packed = rand(0, 3, h + hk + 1, d, dtype=dtype)  # queries and keys as views of one projection
+        q, k = packed[:, :h], packed[:, h : h + hk]
+        positions, table = torch.tensor([0, 5, 2]), rand(1, 8, d)
         ours = rope.rope(q, k, positions, table, inverse)
         for o, r in zip(ours, rope_reference.rope(q, k, positions, table, inverse), strict=True):
             close(o, r, "rope")

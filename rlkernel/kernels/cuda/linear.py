@@ -62,8 +62,8 @@ OFFERS = (
     Offer(129, 192, 2049, 4224, Tile(128, 64, 64, 8, 9)),
     Offer(65, 256, 2049, ANY, Tile(64, 128, 64, 4, 9)),
 )
-# The input gradient of a head: every program one chunk of a tile, above SPLIT_ROWS all of them. At 8192 rows it is not
-# offered: a GPU under load takes it and cuBLASLt's algorithms equally long, a cool one takes it longer.
+# The input gradient of a head: every program one chunk of a tile, above SPLIT_ROWS all of them. Above 4096 rows it is
+# not offered: on a GPU under load it takes as long as cuBLASLt's algorithms, on a cool one longer.
 HEAD_OFFERS = (
     Offer(1, 16, 1, ANY, Tile(16, 64, 256, 4, 3)),
     Offer(1, 16, 1, ANY, Tile(16, 64, 128, 4, 6)),

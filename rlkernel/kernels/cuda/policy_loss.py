@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
+from rlkernel.contract.orders import SEGMENT
 from rlkernel.kernels import policy_loss as shared
 from rlkernel.kernels.certification import (
     KINDS,
@@ -37,7 +38,7 @@ from rlkernel.kernels.triton import policy_loss as anchor
 
 LEAST, MOST = 18, 24  # powers of two of the tokens by which classes differ, every second one; fewer have no schedule
 SHORTEST, LONGEST = 8, 14  # the same of a sequence's average
-RAGGED = (700, 1, 0, 1024, 1500, 37, 5000, 1025, 3, 4, 0, 1023, 130, 2048)
+RAGGED = (700, 1, 0, 1024, 1500, 37, 5000, 1025, 3, 4, 0, 1023, 130, 2048, 17000)
 TIMES = (1, 2)  # that the ragged sequences are compared: with the class's own, more samples than a class has forms
 WAYS = ("count", "number", "tensor")  # by which the sum is divided: an own count, what a caller says
 
@@ -166,20 +167,21 @@ def sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tupl
 def _hopper(setting: policy_loss_hopper.Setting) -> Schedule:
     def supports(key: Key) -> bool:
         s = Shape(*key)  # type: ignore[arg-type]
-        return s.plain and driver.on_hopper(s.device)
+        return s.plain and driver.on_hopper(s.device) and (s.length > SEGMENT or not setting.team)
 
     def bind(key: Key) -> Run:
         s = Shape(*key)  # type: ignore[arg-type]
         return policy_loss_hopper.launcher(s.device, s.masked, setting)
 
-    return Schedule(f"hopper.{setting.warps}x{setting.stages}", bind, supports)
+    name = f"team{setting.warps}" if setting.team else f"{setting.warps}x{setting.stages}"
+    return Schedule(f"hopper.{name}", bind, supports)
 
 
 _MODULES = (anchor, policy_loss_tokens, policy_loss_batch, policy_loss_hopper, shared, common, driver, orders)
 _SOURCES = (
     Path(__file__),
     *(Path(m.__file__) for m in _MODULES if m.__file__),
-    *driver.sources(policy_loss_hopper.SOURCE),
+    *driver.sources(policy_loss_hopper.SOURCE, policy_loss_hopper.TEAMS_SOURCE),
 )
 
 policy_loss = ScheduledOp(
@@ -187,6 +189,6 @@ policy_loss = ScheduledOp(
         op="policy_loss", anchor=anchor.policy_loss, key=key, describe=functools.partial(describe, Shape),
         device=device_of, rows=rows_of, sample=sample, sources=_SOURCES,
         versions=lambda: {"cuda compiler": driver.compiler()}, warm=warm,
-        schedules=tuple(map(_hopper, policy_loss_hopper.SETTINGS)),
+        schedules=tuple(map(_hopper, (*policy_loss_hopper.SETTINGS, *policy_loss_hopper.TEAMS))),
     )
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""policy_loss on Hopper in CUDA C++: launches of csrc/cuda/policy_loss_sm90.cu.
+"""policy_loss on Hopper in CUDA C++: launches of csrc/cuda/policy_loss_sm90.cu and, for long sequences,
+csrc/cuda/policy_loss_teams_sm90.cu.
 
 cuda/policy_loss.py offers it to certification, as any schedule; what the copy engine cannot read runs the anchor.
 """
@@ -21,8 +22,9 @@ from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import policy_loss as anchor
 from rlkernel.kernels.triton.policy_loss_batch import how_divided
 
-SOURCE = "policy_loss_sm90.cu"
+SOURCE, TEAMS_SOURCE = "policy_loss_sm90.cu", "policy_loss_teams_sm90.cu"
 BLOCKS, SUMS, COUNTED = 128, 4, 7
+CLUSTER, LANES, RECORD = 8, 128, 8  # blocks and threads of the teams' second kernel; words that a sequence leaves it
 MOST_SEQUENCES, MOST_TOKENS = 1 << 16, 1 << 30  # whose sums fit in shared memory; that an int counts
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -34,13 +36,15 @@ class Setting(NamedTuple):
     warps: int
     stages: int  # pieces that a warp has in shared memory
     piece: int  # tokens, which make up segments
+    team: bool = False  # a block's warps share a sequence; else each has its own
 
 
 SETTINGS = (Setting(8, 2, 1024), Setting(24, 1, 1024), Setting(20, 2, 512))
+TEAMS = tuple(Setting(warps, 1, SEGMENT, True) for warps in (2, 4, 8))
 
 
 class Arguments(ctypes.Structure):
-    """`struct Arguments` of the source."""
+    """`struct Arguments` of csrc/cuda/policy_loss.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
@@ -52,21 +56,29 @@ class Arguments(ctypes.Structure):
     )  # fmt: skip
 
 
+def source(setting: Setting) -> str:
+    return TEAMS_SOURCE if setting.team else SOURCE
+
+
 def macros(setting: Setting, masked: bool) -> dict[str, int]:
     """The macros of a variant."""
+    if setting.team:
+        return {"WARPS": setting.warps, "MASKED": int(masked)}
     return {"WARPS": setting.warps, "STAGES": setting.stages, "PIECE": setting.piece, "MASKED": int(masked)}
 
 
 def shared_bytes(setting: Setting, masked: bool, batch: int) -> int:
     """Stages, their barriers and what is told of them, counts of the block, sums of its sequences."""
     stage = 2 * (setting.piece + 4) * 4 + (SEGMENT + 16 if masked else 0)
+    if setting.team:
+        return setting.warps * (stage + 8)
     held = setting.warps * setting.stages * (stage + 8 + 20)
     return held + 4 * (COUNTED + 1) + common.cdiv(batch, BLOCKS) * 4 * SUMS
 
 
 @functools.cache
 def _kernels(device: int, setting: Setting, masked: bool) -> tuple[Kernel, Kernel]:
-    cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", macros(setting, masked))
+    cubin = compile_cuda(build.source_dir() / "cuda" / source(setting), "90a", macros(setting, masked))
     most = shared_bytes(setting, masked, MOST_SEQUENCES)
     return Kernel(cubin, "rlk_policy_loss_tokens", most), Kernel(cubin, "rlk_policy_loss_batch", 0)
 
@@ -95,13 +107,18 @@ def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outpu
                 logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, normalizer, loss_type,
                 sequence_ratio, clip_low, clip_high, clip_dual, kl_coef, kl_type, entropy_coef, tis_cap, divisor,
             )  # fmt: skip
-        given, out, kept = arguments(
-            logp, old_logp, advantages, cu_seqlens, mask, normalizer, loss_type, clip_low, clip_high, divisor
+        batch = cu_seqlens.shape[0] - 1
+        parts = logp.new_empty((batch, RECORD) if setting.team else (SUMS + COUNTED, BLOCKS))
+        given, out = arguments(
+            logp, old_logp, advantages, cu_seqlens, mask, normalizer, parts, loss_type, clip_low, clip_high, divisor
         )  # fmt: skip
         with common.on_device(logp):
-            first(BLOCKS, 32 * setting.warps, given)
-            second(1, 32 * SUMS, given, early=True)
-        del kept
+            first(batch if setting.team else BLOCKS, 32 * setting.warps, given)
+            if setting.team:
+                second(CLUSTER, LANES, given, early=True)
+            else:
+                second(1, 32 * SUMS, given, early=True)
+        del parts  # must live until both are queued
         return out
 
     return noted(policy_loss, first)
@@ -109,13 +126,13 @@ def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outpu
 
 def arguments(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
-    normalizer: Tensor | None, loss_type: str, clip_low: float, clip_high: float, divisor: float | None,
-) -> tuple[Arguments, Outputs, Tensor]:  # fmt: skip
-    """What the kernels are given, what they write, and what must live until they are queued."""
+    normalizer: Tensor | None, parts: Tensor, loss_type: str, clip_low: float, clip_high: float, divisor: float | None,
+) -> tuple[Arguments, Outputs]:  # fmt: skip
+    """What the kernels are given, of which the first leaves `parts` to the second, and what they write."""
     tokens, batch = logp.shape[0], cu_seqlens.shape[0] - 1
     by_tokens = divides_by_tokens(loss_type)
     divide_by, divisor = how_divided(normalizer, divisor, by_tokens, mask is not None, tokens, batch)
-    dlogp, parts = torch.empty_like(logp), logp.new_empty(SUMS + COUNTED, BLOCKS)
+    dlogp = torch.empty_like(logp)
     loss, scale, stats = logp.new_empty(()), logp.new_empty(()), logp.new_empty(len(STATS))
     counts = logp.new_empty(len(COUNTS), dtype=torch.int64)
     given = Arguments(
@@ -124,4 +141,4 @@ def arguments(
         )),
         tokens, batch, sequence_mean(loss_type), by_tokens, divide_by, 1.0 - clip_low, 1.0 + clip_high, divisor or 0.0,
     )  # fmt: skip
-    return given, (loss, dlogp, logp.new_empty(0), scale, stats, counts), parts
+    return given, (loss, dlogp, logp.new_empty(0), scale, stats, counts)

@@ -53,7 +53,8 @@ class Shape(NamedTuple):
 def key(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Key:
     channels = x.shape[-1]
     rows = x.numel() // channels
-    if rows < FEW or x.dtype != torch.bfloat16 or not rms_norm_hopper.fits(channels, dr is not None, 4):
+    plain = x.dtype == dy.dtype == weight.dtype == torch.bfloat16 == (x if dr is None else dr).dtype
+    if rows < FEW or not plain or not rms_norm_hopper.fits(channels, dr is not None, 4):
         return Shape(x.get_device(), x.dtype, 0, dr is not None, 0)
     return Shape(x.get_device(), x.dtype, channels, dr is not None, FEW if rows <= MANY else MANY + 1)
 
@@ -64,7 +65,8 @@ def warm(runs: Runs, first: First, instead: Instead) -> Run:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         channels = weight.shape[0]
         rows = x.numel() // channels
-        call = (channels, (rows >= FEW) + (rows > MANY), dr is None, x.dtype, x.get_device())
+        second = None if dr is None else dr.dtype
+        call = (channels, (rows >= FEW) + (rows > MANY), second, x.dtype, dy.dtype, weight.dtype, x.get_device())
         run = runs.get(call) or first(call, dy, dr, x, weight, eps)
         try:
             return run(dy, dr, x, weight, eps)
@@ -77,7 +79,8 @@ def warm(runs: Runs, first: First, instead: Instead) -> Run:
 def rows_of(key: Key) -> list[int]:
     """Leaves short of rows, pairs short of a leaf, and whole chunks; the last is timed."""
     least = Shape(*key).rows  # type: ignore[arg-type]
-    return [FEW + 7, MANY // 2 + 21, MANY] if least <= MANY else [MANY + 5, 2 * MANY]
+    short = MANY // 2 + 21  # of a pair's later leaf a few rows
+    return [FEW + 7, short, MANY] if least <= MANY else [MANY + 5, MANY + short, 2 * MANY]
 
 
 def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:

@@ -19,7 +19,8 @@ from rlkernel.kernels.triton import rms_norm as anchor
 
 SOURCE = "rms_norm_grad_sm90.cu"
 STAGES = 2  # steps that are in shared memory at a time
-LEAST = 1024  # channels, less one power of two more
+LEAST, MOST = 1024, 1 << 14  # least width of a block, more than half of which are channels; and most channels
+FIXED_BYTES = 2048  # of shared memory at most, that the source asks for by itself
 RESIDENT = {4: 512, 2: 768, 1: 1024}
 """Groups of eight channels that a thread may have, and how many threads of a multiprocessor registers suffice for."""
 
@@ -49,14 +50,15 @@ def shared_bytes(channels: int, has_dr: bool) -> int:
 
 def fits(channels: int, has_dr: bool, groups: int) -> bool:
     """Whether a block of so many channels exists: it has 32 to 1024 threads, and shared memory holds its rows."""
-    enough = channels > LEAST // 2 and channels % 8 == 0
-    return enough and 32 <= threads(channels, groups) <= 1024 and shared_bytes(channels, has_dr) <= driver.SHARED_BYTES
+    enough = LEAST // 2 < channels <= MOST and channels % 8 == 0
+    held = shared_bytes(channels, has_dr) + FIXED_BYTES
+    return enough and 32 <= threads(channels, groups) <= 1024 and held <= driver.SHARED_BYTES
 
 
 def macros(channels: int, has_dr: bool, groups: int) -> dict[str, int]:
     """The macros of a variant."""
-    each = shared_bytes(channels, has_dr) + 2048  # what a block takes besides
-    resident = max(1, min(RESIDENT[groups] // threads(channels, groups), (driver.SHARED_BYTES + 1024) // each))
+    each = shared_bytes(channels, has_dr) + FIXED_BYTES + 1024  # and what a block of any kernel takes
+    resident = max(1, min(RESIDENT[groups] // threads(channels, groups), (228 << 10) // each))
     return {"CHANNELS": channels, "BLOCK": _block(channels), "GROUPS": groups, "HAS_DR": int(has_dr),
             "STAGES": STAGES, "RESIDENT": resident}  # fmt: skip
 

@@ -124,9 +124,10 @@ class Compiled:
         return cuda_resources(self.cubin)
 
 
-def cuda_resources(cubin: bytes) -> dict[str, int]:
-    """`registers` per thread, bytes of `stack`, and the instructions `spill_stores` and `spill_loads` of a cubin."""
-    usage = _tool("cuobjdump", "-res-usage", cubin)
+def cuda_resources(cubin: bytes, function: str = "") -> dict[str, int]:
+    """`registers` per thread and bytes of `stack` of a function, of the only one where none is named, and the
+    instructions `spill_stores` and `spill_loads` of a whole cubin."""
+    usage = _tool("cuobjdump", "-res-usage", cubin).partition(f"Function {function}")[2]
     sass = _tool("cuobjdump", "-sass", cubin)
     registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
     return {

@@ -57,7 +57,7 @@ def higher(a, b):
 def bounds(cu_seqlens, row, on, T):
     """First token of a sequence and the one behind its last, inside the buffer whatever cu_seqlens holds."""
     begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + row, mask=on, other=0), 0), T)
-    return begin, tl.minimum(tl.load(cu_seqlens + row + 1, mask=on, other=0), T)
+    return begin, tl.maximum(tl.minimum(tl.load(cu_seqlens + row + 1, mask=on, other=0), T), begin)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def batch_total(
             falls = falls | (left > right).to(tl.int32)
             values = values + (tl.load(partials + rows, mask=on, other=0),)
             ns = ns + (tl.load(counts + rows, mask=on, other=0),)
-            sizes = sizes + (tl.minimum(right, T) - tl.maximum(left, 0),)
+            sizes = sizes + (tl.maximum(tl.minimum(right, T), 0) - tl.minimum(tl.maximum(left, 0), T),)
         for u in tl.static_range(UNROLL):
             total += of_sequence(values[u], ns[u], mean)
             tokens += ns[u]

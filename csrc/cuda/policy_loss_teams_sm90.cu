@@ -1,0 +1,279 @@
+// policy_loss on Hopper as in policy_loss_sm90.cu, for long sequences: a block of warps has one, and the GPU hands out blocks
+// as its multiprocessors, which are not equally fast, get free. Bits: those of kernels/triton/policy_loss.py.
+//
+// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. A block's warps take the sequence's segments in turn, which the copy
+// engine has brought. A sequence leaves a record of 32 bytes; a second kernel, one cluster, adds those of the batch.
+
+#ifndef WARPS
+#define WARPS 4  // of a block
+#endif
+#include "policy_loss.cuh"
+
+namespace {
+
+constexpr int kTurn = kSegment * WARPS;
+constexpr int kValues = (kSegment + 4) * 4, kFlags = MASKED ? kSegment + 16 : 0;  // bytes, with what aligns the first token
+constexpr int kStage = 2 * kValues + kFlags;
+constexpr int kBlocks = 8, kOwn = kLanes / kBlocks;  // of the cluster; lanes of 128 that a block has
+constexpr u32 kFallen = 1u << 31;                    // beside a sequence's tokens: its borders fall
+enum { kCut = 1, kSmallest, kLargest };              // counts of a record, after kTokens; cut ones below 0 where the advantage is
+
+// ---- arithmetic ----------------------------------------------------------------------------------
+
+// Bytes that are not 0 among bytes [from, stop), of a lane: words that end inside and the bytes behind, in turns.
+__device__ __forceinline__ int counted(const u8* bytes, int from, int stop, int lane) {
+  const u32* words = reinterpret_cast<const u32*>(bytes);
+  const int whole = max(from, stop & ~3);
+  int n = 0;
+#pragma unroll 4
+  for (int w = from / 4 + lane; 4 * w + 4 <= whole; w += 32) {
+    u32 four = words[w];
+    if (4 * w < from) four &= kAll << 8 * (from - 4 * w);
+    n += __popc((((four & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) | four) & 0x80808080u);
+  }
+  return n + (whole + lane < stop && bytes[whole + lane] != 0);
+}
+
+// What is the same for a sequence's tokens. A ratio is cut if `side` times it is above `bound`: where the advantage is
+// negative both are, and one comparison does for either side.
+struct Sequence {
+  float advantage, weight, side, bound, clipped;
+};
+
+// 128 tokens; kTail: some do not exist.
+template <bool kTail>
+__device__ __forceinline__ void add_tokens(Lanes& s, const Sequence& of, const float* logp, const float* old_logp,
+                                           const u8* mask, float* dlogp, int left) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const bool inside = !kTail || 32 * j < left;
+    u32 counts = MASKED ? mask[32 * j] : 1;
+    if (kTail) counts = inside ? counts : 0;
+    const float x = logp[32 * j] - old_logp[32 * j], power = exp2_of(x * 1.4426950408889634f);
+    const float gradient =
+        add_token(s.loss[j], s.ratio[j], s.k1[j], s.k3[j], s.hits, s.least, s.most, counts, power, x, phi(x, power),
+                  power * of.side, of.bound, of.clipped, of.advantage, of.weight);
+    if (inside) dlogp[32 * j] = gradient;
+  }
+}
+
+__device__ __forceinline__ void add_segment(Lanes& s, const Sequence& of, const float* logp, const float* old_logp,
+                                            const u8* mask, float* dlogp, int count, int lane) {
+  int first = 0;
+#pragma unroll 1
+  for (; first + kLanes <= count; first += kLanes)
+    add_tokens<false>(s, of, logp + first, old_logp + first, mask + first, dlogp + first, 0);
+  if (first < count)
+    add_tokens<true>(s, of, logp + first, old_logp + first, mask + first, dlogp + first, count - first - lane);
+}
+
+// ---- segments ------------------------------------------------------------------------------------
+
+// Tokens [start, start + count) on their way into a stage, brought by a warp. What the copy engine would fetch beyond the
+// last token, the threads copy instead.
+__device__ __forceinline__ void bring(const Arguments& a, char* stage, u32 barrier, int start, int count, int lane) {
+  const int first = start & ~3, stop = (start + count + 3) & ~3;
+  const int first_flag = start & ~15, stop_flag = (start + count + 15) & ~15;
+  if ((MASKED ? stop_flag : stop) <= a.tokens) {
+    if (lane != 0) return;
+    const u32 to = shared_address(stage), values = (stop - first) * 4, flags = MASKED ? stop_flag - first_flag : 0;
+    barrier_expect(barrier, 2 * values + flags);
+    if (MASKED) fetch(to + 2 * kValues, a.mask + first_flag, flags, barrier);
+    fetch(to, a.logp + first, values, barrier);
+    fetch(to + kValues, a.old_logp + first, values, barrier);
+    return;
+  }
+  float* values = reinterpret_cast<float*>(stage);
+  for (int t = start + lane; t < start + count; t += 32) {
+    values[t - first] = a.logp[t];
+    values[kValues / 4 + t - first] = a.old_logp[t];
+    if (MASKED) reinterpret_cast<u8*>(stage)[2 * kValues + t - first_flag] = a.mask[t];
+  }
+  stores_fence();
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+// ---- clusters ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Into the shared memory of the cluster's first block, where the same variable lies.
+__device__ __forceinline__ void store_in_first(void* to, u32 x) {
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, 0;\nst.shared::cluster.u32 [there], %1;\n}\n" ::"r"(
+                   shared_address(to)),
+               "r"(x)
+               : "memory");
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) rlk_policy_loss_tokens(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(16) char raw[];  // a stage of each warp, their barriers
+  __shared__ float segments[2][WARPS][kSums];  // sums of a turn's segments, in turns
+  __shared__ u32 parts[WARPS][kSums];          // counts of each warp's
+  __shared__ int seen[WARPS];                  // its tokens that count
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x;
+  char* const stage = raw + warp * kStage;
+  const u32 barrier = shared_address(raw + WARPS * kStage) + 8 * warp;
+  next_may_start();
+  const int left = a.borders[row], right = a.borders[row + 1];
+  const int begin = min(max(left, 0), a.tokens), end = max(begin, min(right, a.tokens));
+  const int first = begin + kSegment * warp;  // of the warp's
+  if (lane == 0) {
+    barrier_init(barrier, 1);
+    barriers_made();
+    stores_fence();
+  }
+  __syncwarp();
+  if (first < end) bring(a, stage, barrier, first, min(kSegment, end - first), lane);
+
+  Sequence of;
+  of.advantage = a.advantages[row];
+  const bool below = of.advantage < 0.0f;
+  of.side = below ? -1.0f : 1.0f;
+  of.clipped = below ? a.low : a.high;
+  of.bound = below || of.advantage > 0.0f ? of.clipped * of.side : infinity();
+  of.weight = 1.0f;
+  const u8* mask = reinterpret_cast<const u8*>(stage) + 2 * kValues;
+  if (a.mean) {
+    int all = end - begin;
+    if (MASKED) {
+      all = 0;
+      for (int at = first + kTurn; at < end; at += kTurn) all += counted(a.mask, at, min(at + kSegment, end), lane);
+      if (first < end) {
+        barrier_wait(barrier, 0);
+        all += counted(mask, first & 15, (first & 15) + min(kSegment, end - first), lane);
+      }
+      all = __reduce_add_sync(kAll, all);
+      if (lane == 0) seen[warp] = all;
+      __syncthreads();
+      all = 0;
+      for (int w = 0; w < WARPS; ++w) all += seen[w];
+    }
+    of.weight = __fdiv_rn(1.0f, static_cast<float>(max(all, 1)));
+  }
+  if (a.divide_by != 0) of.weight = __fdiv_rn(of.weight, a.divide_by == 2 ? *a.normalizer : a.divisor);
+
+  Lanes s;
+  s.least = kInfinity;
+  s.most = 0;
+  float whole = 0.0f;  // lane i of the first warp: sum i
+  u32 n = 0, cuts = 0;
+  int turn = 0;
+#pragma unroll 1
+  for (int front = begin, at = first; front == begin || front < end; front += kTurn, at += kTurn, ++turn) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) s.loss[j] = s.ratio[j] = s.k1[j] = s.k3[j] = 0.0f;
+    s.hits = 0;
+    if (at < end) {
+      barrier_wait(barrier, turn & 1);
+      const float* logp = reinterpret_cast<const float*>(stage) + (at & 3) + lane;
+      add_segment(s, of, logp, logp + kValues / 4, mask + (at & 15) + lane, a.dlogp + at + lane,
+                  min(kSegment, end - at), lane);
+    }
+    __syncwarp();
+    if (at + kTurn < end) bring(a, stage, barrier, at + kTurn, min(kSegment, end - at - kTurn), lane);
+    const float sums[kSums] = {fold(s.loss), fold(s.ratio), fold(s.k1), fold(s.k3)};
+    const u32 hits = __reduce_add_sync(kAll, s.hits);
+    n += hits & 0xFFFF;
+    cuts += hits >> 16;
+    const float mine = lane & 1 ? (lane & 2 ? sums[3] : sums[1]) : (lane & 2 ? sums[2] : sums[0]);
+    if (lane < kSums) segments[turn & 1][warp][lane] = mine;
+    __syncthreads();
+    if (warp == 0 && lane < kSums)
+      for (int w = 0; w < WARPS; ++w)
+        if (front + kSegment * w < end || (w == 0 && turn == 0)) {
+          const float of_segment = segments[turn & 1][w][lane];
+          whole = w == 0 && turn == 0 ? of_segment : whole + of_segment;
+        }
+  }
+  const u32 least = __reduce_min_sync(kAll, s.least), most = __reduce_max_sync(kAll, s.most);
+  if (lane == 0) {
+    parts[warp][kTokens] = n;
+    parts[warp][kCut] = cuts;
+    parts[warp][kSmallest] = least;
+    parts[warp][kLargest] = most;
+  }
+  __syncthreads();
+  if (warp == 0 && lane < kSums) {
+    u32 count = parts[0][lane];
+    for (int w = 1; w < WARPS; ++w) {
+      const u32 other = parts[w][lane];
+      count = lane == kSmallest ? min(count, other) : lane == kLargest ? max(count, other) : count + other;
+    }
+    if (lane == kLoss && a.mean) whole = __fdiv_rn(whole, static_cast<float>(max(static_cast<int>(count), 1)));
+    if (lane == kTokens && left > right) count |= kFallen;
+    if (lane == kCut && below) count = 0u - count;
+    reinterpret_cast<float2*>(a.parts)[kSums * row + lane] = make_float2(whole, __uint_as_float(count));
+  }
+}
+
+// One cluster of 8 blocks. The batch's sum has 1024 lanes, which take the sequences in turn; block c has the lanes l with
+// l % 128 in [16 c, 16 c + 16), adds those 512, 256 and 128 apart, and leaves the rest to block 0.
+extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kLanes, 1)
+    rlk_policy_loss_batch(const __grid_constant__ Arguments a) {
+  __shared__ float sums[kSums][kLanes], rest[kSums][kLanes];
+  __shared__ u32 of_warps[kCounts][4], of_blocks[kCounts][kBlocks];
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, block = blockIdx.x;
+  next_may_start();
+  cluster_arrive();
+  // What no sequence leaves is under way already while they end.
+  const bool fits = a.borders[0] == 0 && a.borders[a.batch] == a.tokens;
+  const float given = a.divide_by == 2 ? *a.normalizer : a.divisor;
+  wait_for_previous();
+
+  float total[kSums] = {0.0f, 0.0f, 0.0f, 0.0f};
+  u32 count[kCounts];
+#pragma unroll
+  for (int c = 0; c < kCounts; ++c) count[c] = c == kLeast ? kInfinity : 0;
+#pragma unroll 16
+  for (int row = thread / kOwn * kLanes + kOwn * block + thread % kOwn; row < a.batch; row += kLanes * kBlocks) {
+    const float4* record = reinterpret_cast<const float4*>(a.parts) + 2 * row;
+    const float4 front = __ldcg(record), back = __ldcg(record + 1);
+    const u32 n = __float_as_uint(front.y);
+    const int cut = __float_as_int(front.w);
+    total[kLoss] = total[kLoss] + front.x;
+    total[kRatio] = total[kRatio] + front.z;
+    total[kK1] = total[kK1] + back.x;
+    total[kK3] = total[kK3] + back.z;
+    count[kTokens] += n & ~kFallen;
+    count[kSequences] += (n & ~kFallen) != 0;
+    count[kFalls] |= n >> 31;
+    count[kLow] += max(-cut, 0);
+    count[kHigh] += max(cut, 0);
+    count[kLeast] = min(count[kLeast], __float_as_uint(back.y));
+    count[kMost] = max(count[kMost], __float_as_uint(back.w));
+  }
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sums[i][thread] = total[i];
+#pragma unroll
+  for (int c = 0; c < kCounts; ++c) {
+    const u32 x = over_warp(c, count[c]);
+    if (lane == 0) of_warps[c][warp] = x;
+  }
+  __syncthreads();
+  cluster_wait();  // block 0 is there
+  if (thread < kSums * kOwn) {
+    const float* x = sums[thread / kOwn] + thread % kOwn;
+    store_in_first(&rest[thread / kOwn][kOwn * block + thread % kOwn],
+                   __float_as_uint(((x[0] + x[4 * kOwn]) + (x[2 * kOwn] + x[6 * kOwn])) +
+                                   ((x[kOwn] + x[5 * kOwn]) + (x[3 * kOwn] + x[7 * kOwn]))));
+  }
+  if (thread < kCounts) {
+    const u32* x = of_warps[thread];
+    store_in_first(&of_blocks[thread][block], joined(thread, joined(thread, x[0], x[1]), joined(thread, x[2], x[3])));
+  }
+  cluster_arrive();
+  cluster_wait();
+  if (block != 0) return;
+
+  const float mine[4] = {rest[warp][lane], rest[warp][lane + 32], rest[warp][lane + 64], rest[warp][lane + 96]};
+  const float sum = fold(mine);
+#pragma unroll
+  for (int c = 0; c < kCounts; ++c) {
+    count[c] = of_blocks[c][0];
+    for (int b = 1; b < kBlocks; ++b) count[c] = joined(c, count[c], of_blocks[c][b]);
+  }
+  if (lane == 0) finish(a, warp, sum, count, fits, given);
+}
