@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", BF16)
+    return torch.randn(*shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).to(BF16)
 
 
 @pytest.mark.parametrize("dr", (False, True), ids=("one", "residual"))
