@@ -44,6 +44,7 @@ __device__ __forceinline__ float add_token(float& s_loss, float& s_ratio, float&
                                            u32& most, u32 counts, float power, float x, float k3, float more, float less,
                                            float clipped, float advantage, float weight) {
   float gradient;
+#ifdef __CUDACC__
   asm("{\n.reg .pred on, cut;\n.reg .f32 loss;\n"
       "setp.ne.u32 on, %8, 0;\n"
       "setp.gt.and.f32 cut, %12, %13, on;\n"
@@ -64,6 +65,20 @@ __device__ __forceinline__ float add_token(float& s_loss, float& s_ratio, float&
       : "+f"(s_loss), "+f"(s_ratio), "+f"(s_k1), "+f"(s_k3), "+r"(hits), "+r"(least), "+r"(most), "=&f"(gradient)
       : "r"(counts), "f"(power), "f"(x), "f"(k3), "f"(more), "f"(less), "f"(clipped), "f"(advantage), "f"(weight),
         "r"(__float_as_uint(power)));
+#else  // the same for tests that run this on a CPU
+  const bool on = counts != 0, cut = on && more > less;
+  const float loss = 0.0f - (cut ? clipped : power) * advantage;
+  gradient = on ? (cut ? 0.0f : loss) * weight : 0.0f;
+  if (on) {
+    s_loss = s_loss + loss;
+    s_ratio = s_ratio + power;
+    s_k1 = s_k1 - x;
+    s_k3 = s_k3 + k3;
+    least = min(least, __float_as_uint(power));
+    most = max(most, __float_as_uint(power));
+    hits += cut ? 65537 : 1;
+  }
+#endif
   return gradient;
 }
 

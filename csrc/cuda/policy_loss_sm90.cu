@@ -165,7 +165,7 @@ __device__ __forceinline__ void add_over_batch(const Arguments& a, int warp, int
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_tokens(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(16) char raw[];
+  DYNAMIC_SHARED(raw);
   // stages, barriers, parts, counts of the block, the next sequence, sums of the block's sequences
   u64* barriers = reinterpret_cast<u64*>(raw + WARPS * STAGES * kStage);
   Part* parts = reinterpret_cast<Part*>(barriers + WARPS * STAGES);

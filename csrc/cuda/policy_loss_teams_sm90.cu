@@ -94,22 +94,10 @@ __device__ __forceinline__ void bring(const Arguments& a, char* stage, u32 barri
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// ---- clusters ------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Into the shared memory of the cluster's first block, where the same variable lies.
-__device__ __forceinline__ void store_in_first(void* to, u32 x) {
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, 0;\nst.shared::cluster.u32 [there], %1;\n}\n" ::"r"(
-                   shared_address(to)),
-               "r"(x)
-               : "memory");
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) rlk_policy_loss_tokens(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(16) char raw[];  // a stage of each warp, their barriers
+  DYNAMIC_SHARED(raw);  // a stage of each warp, their barriers
   __shared__ float segments[2][WARPS][kSums];  // sums of a turn's segments, in turns
   __shared__ u32 parts[WARPS][kSums];          // counts of each warp's
   __shared__ int seen[WARPS];                  // its tokens that count

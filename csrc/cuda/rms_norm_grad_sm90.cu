@@ -48,11 +48,6 @@ static_assert(CHANNELS % 8 == 0 && CHANNELS <= BLOCK && kWarps >= 1, "channels c
 
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-__device__ __forceinline__ u32 rounded(float low, float high) {
-  u32 pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
 __device__ __forceinline__ u32 word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 __device__ __forceinline__ float element(const uint4& x, int i) { return i & 1 ? high(word(x, i / 2)) : low(word(x, i / 2)); }
 
@@ -103,8 +98,8 @@ __device__ __forceinline__ void store(float4* to, const float (&x)[8]) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) rlk_rms_norm_grad(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(16) char raw[];  // stages, their barriers, the weight, sums of the leaf that was first
-  __shared__ alignas(16) float sums[2][kSums][kWarps];  // over warps, in turns
+  DYNAMIC_SHARED(raw);  // stages, their barriers, the weight, sums of the leaf that was first
+  alignas(16) __shared__ float sums[2][kSums][kWarps];  // over warps, in turns
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const u32 barriers = shared_address(raw + STAGES * kStage);
   uint4* const weight = reinterpret_cast<uint4*>(raw + STAGES * kStage + (STAGES * 8 + 15) / 16 * 16);
@@ -213,8 +208,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) rlk_rms_norm_gr
             d[j] = rstd[r] * __fmaf_rn(-h[j], mean[r], g);
             if (HAS_DR) d[j] = d[j] + element(dr[r][k], 2 * i + j);
           }
-          out[i] = rounded(d[0], d[1]);
-          const u32 n = rounded(h[0], h[1]);
+          out[i] = bf16_pair(d[0], d[1]);
+          const u32 n = bf16_pair(h[0], h[1]);
           products[r][2 * i] = low(word(up[r][k], i)) * low(n);
           products[r][2 * i + 1] = high(word(up[r][k], i)) * high(n);
         }

@@ -7,6 +7,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// The shared memory that a launch asks for.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
+
 // The driver's descriptor of a matrix.
 struct alignas(64) TensorMap {
   char opaque[128];
@@ -65,6 +68,20 @@ __device__ __forceinline__ void next_may_start() { asm volatile("griddepcontrol.
 // What the kernels in front have written is there.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// ---- clusters ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Into the shared memory of the cluster's first block, where the same variable lies.
+__device__ __forceinline__ void store_in_first(void* to, u32 x) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, 0;\n"
+      "st.shared::cluster.u32 [there], %1;\n}\n" ::"r"(shared_address(to)),
+      "r"(x)
+      : "memory");
+}
+
 // ---- tensor cores --------------------------------------------------------------------------------
 
 // Descriptor of an operand in lines of 128 swizzled bytes, eight of them a unit of 1024. A line holds 64 elements of k,
@@ -97,6 +114,12 @@ __device__ __forceinline__ float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+// Both rounded to bf16, `low` in the lower half.
+__device__ __forceinline__ u32 bf16_pair(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 // NaN where one of them is.
 __device__ __forceinline__ float larger(float a, float b) {
