@@ -252,6 +252,7 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kLa
     const u32* x = of_warps[thread];
     store_in_first(&of_blocks[thread][block], joined(thread, joined(thread, x[0], x[1]), joined(thread, x[2], x[3])));
   }
+  __syncwarp();
   cluster_arrive();
   cluster_wait();
   if (block != 0) return;

@@ -106,6 +106,7 @@ def test_says_whether_verdicts_were_made_or_read(
     monkeypatch.setattr(doctor, "_SHAPES", ())
     monkeypatch.setattr(doctor, "_PREFILLS", ())
     monkeypatch.setattr(doctor, "_LOSSES", ())
+    monkeypatch.setattr(doctor, "_NORMS", ())
     monkeypatch.setattr(doctor, "_SCORED", ())
     monkeypatch.setattr(attention_fa3, "unavailable", lambda device: "not in this test")
     (folder / "old.json").write_text("{}")
@@ -157,6 +158,7 @@ def test_doctor_names_what_the_chip_lacks(
     monkeypatch.setattr(doctor, "_SHAPES", ())
     monkeypatch.setattr(doctor, "_PREFILLS", ())
     monkeypatch.setattr(doctor, "_LOSSES", ())
+    monkeypatch.setattr(doctor, "_NORMS", ())
     monkeypatch.setattr(doctor, "_SCORED", ())
     if not hopper:
         assert scoring.chosen(*arguments) == schedule.ANCHOR

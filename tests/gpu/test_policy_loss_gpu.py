@@ -122,8 +122,10 @@ def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callab
                             continue  # sequences overlap: who writes last is nobody's order
                         seen.rows(*pick("dlogp", "dentropy"), f"{what}: dlogp, dentropy")
                         seen.whole(*pick("stats", "counts"), f"{what}: stats, counts")
-    verdict = cuda.policy_loss.verdict_of(shape)
-    assert verdict is not None and all(t.certified for t in verdict.trials), verdict
+    for length in (shape.length, 1 << 12):  # the second class has teams
+        verdict = cuda.policy_loss.verdict_of(shape._replace(length=length))
+        assert verdict is not None and all(t.certified for t in verdict.trials), verdict
+        assert any("team" in t.name for t in verdict.trials) == (length > 1024)
     record(**vars(seen))
 
 

@@ -9,8 +9,10 @@ import ctypes
 import functools
 import itertools
 import os
+import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,10 @@ from rlkernel.kernels.reference import policy_loss as reference
 from rlkernel.kernels.triton import rms_norm as norm
 
 BF16, HERE = torch.bfloat16, Path(__file__).parent / "cuda_on_cpu"
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
+    reason="needs g++ on Linux, and the long doubles of x86",
+)
 GUARD = 64  # elements on either side of what a kernel writes
 
 
@@ -95,13 +100,17 @@ def one_nan(x: Tensor) -> Tensor:
 
 
 def of_losses(
-    folder: Path, setting: policy_loss_hopper.Setting, given: tuple[Any, ...], seed: int
+    folder: Path,
+    setting: policy_loss_hopper.Setting,
+    given: tuple[Any, ...],
+    seed: int,
+    planted: tuple[str, str] | None = None,
 ) -> dict[str, Tensor]:
     logp, old_logp, advantages, borders, mask = given[:5]
     normalizer, loss_type, _, *clips = given[8:13]
     masked, batch, t = mask is not None, len(borders) - 1, len(logp)
     macros = tuple(policy_loss_hopper.macros(setting, masked).items())
-    library = built(folder, policy_loss_hopper.source(setting), macros, None)
+    library = built(folder, policy_loss_hopper.source(setting), macros, planted)
     parts = shared(batch, 8) if setting.team else shared(11, 128)
     arguments, _ = policy_loss_hopper.arguments(
         logp, old_logp, advantages, borders, mask, normalizer, parts, loss_type, *clips, given[18]
@@ -116,7 +125,9 @@ def of_losses(
     for name, x in out.items():
         setattr(arguments, name, x.data_ptr())
     blocks = (batch, 8) if setting.team else (128, 1)
-    assert launch(library, arguments, (blocks[0], 32 * setting.warps, blocks[1], 128), seed, logp, old_logp, mask) == 0
+    sizes = (blocks[0], 32 * setting.warps, blocks[1], 128)
+    status = launch(library, arguments, sizes, seed, logp, old_logp, mask)
+    assert status == 0, f"exit status {status}"
     assert all(map(guards_hold, (parts, *out.values())))
     return out
 
@@ -156,6 +167,15 @@ def test_teams_have_the_bits_of_warps(masked: bool, mean: bool, tmp_path: Path) 
             truth = reference.policy_loss(*given)
             torch.testing.assert_close(ours["loss"][0], truth[0], rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(ours["dlogp"], truth[1], rtol=1e-4, atol=1e-9)
+
+
+def test_a_team_that_does_not_wait_is_seen(tmp_path: Path) -> None:
+    shape = policy_loss.Shape(-1, True, True, False, 1 << 18, 1 << 12)
+    given = policy_loss.sample(shape, sum(policy_loss.RAGGED), "normal", torch.Generator().manual_seed(1))
+    of_losses(tmp_path, policy_loss_hopper.TEAMS[0], given, 1)
+    planted = ("      barrier_wait(barrier, turn & 1);\n", "")
+    with pytest.raises(AssertionError, match="exit status 3"):
+        of_losses(tmp_path, policy_loss_hopper.TEAMS[0], given, 1, planted)
 
 
 # ---- rms_norm --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """CUDA C++ sources without nvcc: compiled by NVRTC, which torch brings, kept on disk, launched through the driver.
 
-A source has one kernel and macros that choose its variant; headers (`.cuh`) lie beside it. Nothing here links against
-torch: tensors pass as addresses.
+A source has a kernel or two and macros that choose their variant; headers (`.cuh`) lie beside it. Nothing here links
+against torch: tensors pass as addresses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 // In place of csrc/cuda/sm90.cuh where a test runs a kernel's own source on a CPU: threads are fibers that take turns in
 // an order of chance, and what the copy engine brings arrives as late as its barrier lets it, in memory poisoned before.
 // Whoever waits for what never comes, arrives too often, copies from outside or leaves copies under way ends the process.
+// Not shown: arrays declared `__shared__` keep what the block before left, a cluster's blocks run one after another, and
+// the order between threads' stores and the copy engine, early launches and limits of shared memory are the GPU's alone.
 #pragma once
 #include <ucontext.h>
 
