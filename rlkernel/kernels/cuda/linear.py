@@ -63,7 +63,7 @@ OFFERS = (
     Offer(65, 256, 2049, ANY, Tile(64, 128, 64, 4, 9)),
 )
 # The input gradient of a head: every program one chunk of a tile, above SPLIT_ROWS all of them. Above 4096 rows it is
-# not offered: on a GPU under load it takes as long as cuBLASLt's algorithms, on a cool one longer.
+# not offered: there it and cuBLASLt's algorithms are so close that how hot the GPU is decides.
 HEAD_OFFERS = (
     Offer(1, 16, 1, ANY, Tile(16, 64, 256, 4, 3)),
     Offer(1, 16, 1, ANY, Tile(16, 64, 128, 4, 6)),

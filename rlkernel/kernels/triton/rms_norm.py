@@ -189,8 +189,8 @@ LEAF = 16
 def _shape(rows: int, c: int) -> tuple[tuple[int], dict[str, Any]]:
     block = next_power_of_2(c, 16)
     per_program = max(1, 2048 // block)
-    # The fastest on an H200: of long rows few warps, so that more programs wait for memory, and fewer still
-    # where a part of the block is no row's.
+    # Of long rows few warps, so that more programs wait for memory at a time, and fewer still where a part of the block
+    # is no row's.
     warps = min(8 if block <= 8192 else 16, max(1, per_program * block // 512))
     if c < block and block in (4096, 8192):
         warps = 4

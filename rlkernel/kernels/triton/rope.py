@@ -98,7 +98,7 @@ def near_heads(x: Tensor) -> Tensor:
 
 
 PROGRAM = 1024
-"""Elements of the queries' first halves that a program has at most: more in fewer programs are slower on an H200."""
+"""Elements of the queries' first halves that a program has at most, so that a multiprocessor has many programs."""
 
 
 def _tile(h: int, hk: int, d: int) -> dict[str, Any]:
