@@ -6,6 +6,9 @@
 #ifndef MASKED
 #define MASKED 1  // not every token counts
 #endif
+#ifndef PIECE
+#define PIECE 1024  // tokens that the copy engine brings at a time, of a segment of 1024
+#endif
 
 typedef unsigned char u8;
 
@@ -31,7 +34,9 @@ struct Arguments {
 
 namespace {
 
-constexpr int kSegment = 1024, kLanes = 128, kSums = 4, kCounts = 7;
+constexpr int kSegment = 1024, kPiece = PIECE, kLanes = 128, kSums = 4, kCounts = 7;
+constexpr int kValues = (kPiece + 4) * 4, kFlags = MASKED ? kSegment + 16 : 0;  // bytes, with what aligns the first token
+constexpr int kStage = 2 * kValues + kFlags;                                    // of a piece in shared memory
 enum { kLoss, kRatio, kK1, kK3 };                                                // sums
 enum { kTokens, kLow, kHigh, kSequences, kFalls, kLeast, kMost };  // counts of many sequences
 constexpr u32 kAll = 0xFFFFFFFFu, kInfinity = 0x7F800000u, kNan = 0x7FFFFFFFu;
@@ -120,6 +125,90 @@ __device__ __forceinline__ u32 over_warp(int kind, u32 x) {
   return kind == kLeast                     ? __reduce_min_sync(kAll, x)
          : kind == kMost || kind == kFalls ? __reduce_max_sync(kAll, x)
                                             : __reduce_add_sync(kAll, x);
+}
+
+// ---- pieces --------------------------------------------------------------------------------------
+
+// Tokens [start, start + count) on their way into a stage, and `counts` bytes of the mask, as many or more; of a warp. What
+// the copy engine would fetch beyond the last token, the threads copy instead.
+__device__ __forceinline__ void bring(const Arguments& a, char* stage, u32 barrier, int start, int count, int counts,
+                                      int lane) {
+  int first = start & ~3, stop = (start + count + 3) & ~3;
+  int first_flag = start & ~15, stop_flag = (start + counts + 15) & ~15;
+  bool whole = (MASKED ? stop_flag : stop) <= a.tokens;
+  if (whole && lane == 0 && count > 0) {
+    u32 to = shared_address(stage), values = (stop - first) * 4, flags = MASKED ? stop_flag - first_flag : 0;
+    barrier_expect(barrier, 2 * values + flags);
+    fetch(to, a.logp + first, values, barrier);
+    fetch(to + kValues, a.old_logp + first, values, barrier);
+    if (MASKED) fetch(to + 2 * kValues, a.mask + first_flag, flags, barrier);
+  }
+  if (!whole) {
+    float* values = reinterpret_cast<float*>(stage);
+    for (int t = start + lane; t < start + count; t += 32) {
+      values[t - first] = a.logp[t];
+      values[kValues / 4 + t - first] = a.old_logp[t];
+    }
+    if (MASKED)
+      for (int t = start + lane; t < start + counts; t += 32)
+        reinterpret_cast<u8*>(stage)[2 * kValues + t - first_flag] = a.mask[t];
+    stores_fence();
+    __syncwarp();
+  }
+  if ((!whole || count <= 0) && lane == 0) barrier_arrive(barrier);
+}
+
+// Bytes that are not 0 among bytes [from, stop), of a lane: words that end inside and the bytes behind, in turns.
+__device__ __forceinline__ int counted(const u8* bytes, int from, int stop, int lane) {
+  const u32* words = reinterpret_cast<const u32*>(bytes);
+  const int whole = max(from, stop & ~3);
+  int n = 0;
+#pragma unroll 4
+  for (int w = from / 4 + lane; 4 * w + 4 <= whole; w += 32) {
+    u32 four = words[w];
+    if (4 * w < from) four &= kAll << 8 * (from - 4 * w);
+    n += __popc((((four & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) | four) & 0x80808080u);
+  }
+  return n + (whole + lane < stop && bytes[whole + lane] != 0);
+}
+
+// What is the same for a sequence's tokens. A ratio is cut if `side` times it is above `bound`: where the advantage is
+// negative both are, and one comparison does for either side.
+struct Sequence {
+  float advantage, weight, side, bound, clipped;
+};
+__device__ __forceinline__ Sequence sequence(const Arguments& a, float advantage) {
+  const bool below = advantage < 0.0f;
+  Sequence of = {advantage, 1.0f, below ? -1.0f : 1.0f, infinity(), below ? a.low : a.high};
+  if (below || advantage > 0.0f) of.bound = of.clipped * of.side;
+  return of;
+}
+
+// 128 tokens; kTail: some do not exist.
+template <bool kTail>
+__device__ __forceinline__ void add_tokens(Lanes& s, const Sequence& of, const float* logp, const float* old_logp,
+                                           const u8* mask, float* dlogp, int left) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const bool inside = !kTail || 32 * j < left;
+    u32 counts = MASKED ? mask[32 * j] : 1;
+    if (kTail) counts = inside ? counts : 0;
+    const float x = logp[32 * j] - old_logp[32 * j], power = exp2_of(x * 1.4426950408889634f);
+    const float gradient =
+        add_token(s.loss[j], s.ratio[j], s.k1[j], s.k3[j], s.hits, s.least, s.most, counts, power, x, phi(x, power),
+                  power * of.side, of.bound, of.clipped, of.advantage, of.weight);
+    if (inside) dlogp[32 * j] = gradient;
+  }
+}
+
+__device__ __forceinline__ void add_piece(Lanes& s, const Sequence& of, const float* logp, const float* old_logp,
+                                          const u8* mask, float* dlogp, int count, int lane) {
+  int first = 0;
+#pragma unroll 1
+  for (; first + kLanes <= count; first += kLanes)
+    add_tokens<false>(s, of, logp + first, old_logp + first, mask + first, dlogp + first, 0);
+  if (first < count)
+    add_tokens<true>(s, of, logp + first, old_logp + first, mask + first, dlogp + first, count - first - lane);
 }
 
 // ---- the batch -----------------------------------------------------------------------------------

@@ -13,16 +13,11 @@
 #ifndef STAGES
 #define STAGES 2  // pieces that a warp has in shared memory
 #endif
-#ifndef PIECE
-#define PIECE 512  // tokens, of a segment of 1024
-#endif
 #include "policy_loss.cuh"
 
 namespace {
 
-constexpr int kBlocks = 128, kPiece = PIECE;  // `parts` is [4, kBlocks], then as many words of counts
-constexpr int kValues = (kPiece + 4) * 4, kFlags = MASKED ? kSegment + 16 : 0;  // bytes, with what aligns the first token
-constexpr int kStage = 2 * kValues + kFlags;
+constexpr int kBlocks = 128;  // `parts` is [4, kBlocks], then as many words of counts
 
 // A piece in shared memory, and the sequence it is of.
 struct Part {
@@ -34,62 +29,6 @@ struct Unit {
   int number, left, right;
   float advantage;
 };
-
-// ---- arithmetic ----------------------------------------------------------------------------------
-
-// Bytes that are not 0 among the words' bytes [from, from + count); of the whole warp. Words are aligned.
-__device__ __forceinline__ int counted(const u8* bytes, int from, int count, int lane) {
-  const u32* words = reinterpret_cast<const u32*>(bytes);
-  const auto set = [](u32 four) { return __popc((((four & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) | four) & 0x80808080u); };
-  int n = 0;
-  const int stop = from + count;
-  if ((from | count) % 4 == 0) {
-#pragma unroll 4
-    for (int w = from / 4 + lane; 4 * w < stop; w += 32) n += set(words[w]);
-  } else {
-#pragma unroll 1
-    for (int w = from / 4 + lane; 4 * w < stop; w += 32) {
-      u32 four = words[w];
-      if (4 * w < from) four &= kAll << 8 * (from - 4 * w);
-      if (4 * w + 4 > stop) four &= kAll >> 8 * (4 * w + 4 - stop);
-      n += set(four);
-    }
-  }
-  return __reduce_add_sync(kAll, n);
-}
-
-// 128 tokens; kTail: some do not exist. The advantage's sign says on which side a ratio may be cut.
-template <bool kBelow, bool kTail>
-__device__ __forceinline__ void add_tokens(Lanes& s, const float* logp, const float* old_logp, const u8* mask, float* dlogp,
-                                           int left, float bound, float clipped, float advantage, float weight) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const bool inside = !kTail || 32 * j < left;
-    u32 counts = MASKED ? mask[32 * j] : 1;
-    if (kTail) counts = inside ? counts : 0;
-    const float x = logp[32 * j] - old_logp[32 * j], power = exp2_of(x * 1.4426950408889634f);
-    const float gradient =
-        add_token(s.loss[j], s.ratio[j], s.k1[j], s.k3[j], s.hits, s.least, s.most, counts, power, x, phi(x, power),
-                  kBelow ? bound : power, kBelow ? power : bound, clipped, advantage, weight);
-    if (inside) dlogp[32 * j] = gradient;
-  }
-}
-
-template <bool kBelow>
-__device__ __forceinline__ void add_piece(Lanes& s, const float* logp, const float* old_logp, const u8* mask,
-                                            float* dlogp, int count, float bound, float clipped, float advantage,
-                                            float weight) {
-  int first = 0;
-#pragma unroll 1
-  for (; first + kLanes <= count; first += kLanes)
-    add_tokens<kBelow, false>(s, logp + first, old_logp + first, mask + first, dlogp + first, 0, bound, clipped,
-                              advantage, weight);
-  if (first < count) {
-    int lane = threadIdx.x % 32;
-    add_tokens<kBelow, true>(s, logp + first, old_logp + first, mask + first, dlogp + first, count - first - lane, bound,
-                             clipped, advantage, weight);
-  }
-}
 
 // ---- pieces --------------------------------------------------------------------------------------
 
@@ -107,35 +46,6 @@ __device__ __forceinline__ Unit take(const Arguments& a, int* next, int units, i
     u.advantage = a.advantages[row];
   }
   return u;
-}
-
-// Tokens [start, start + count) on their way into a stage, and as many bytes of the mask or more. What the copy engine
-// would fetch beyond the last token, the threads copy instead.
-__device__ __forceinline__ void bring(const Arguments& a, char* stage, u32 barrier, int start, int count, int counts,
-                                      int lane) {
-  int first = start & ~3, stop = (start + count + 3) & ~3;
-  int first_flag = start & ~15, stop_flag = (start + counts + 15) & ~15;
-  bool whole = (MASKED ? stop_flag : stop) <= a.tokens;
-  if (whole && lane == 0 && count > 0) {
-    u32 to = shared_address(stage), values = (stop - first) * 4, flags = MASKED ? stop_flag - first_flag : 0;
-    barrier_expect(barrier, 2 * values + flags);
-    fetch(to, a.logp + first, values, barrier);
-    fetch(to + kValues, a.old_logp + first, values, barrier);
-    if (MASKED) fetch(to + 2 * kValues, a.mask + first_flag, flags, barrier);
-  }
-  if (!whole) {
-    float* values = reinterpret_cast<float*>(stage);
-    for (int t = start + lane; t < start + count; t += 32) {
-      values[t - first] = a.logp[t];
-      values[kValues / 4 + t - first] = a.old_logp[t];
-    }
-    if (MASKED)
-      for (int t = start + lane; t < start + counts; t += 32)
-        reinterpret_cast<u8*>(stage)[2 * kValues + t - first_flag] = a.mask[t];
-    stores_fence();
-    __syncwarp();
-  }
-  if ((!whole || count <= 0) && lane == 0) barrier_arrive(barrier);
 }
 
 // ---- the batch -----------------------------------------------------------------------------------
@@ -225,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_toke
   Lanes s;
   s.least = kInfinity;
   s.most = 0;
-  float weight = 1.0f, whole[kSums] = {0.0f, 0.0f, 0.0f, 0.0f};
+  Sequence of = {};
+  float whole[kSums] = {0.0f, 0.0f, 0.0f, 0.0f};
   int n = 0;
   for (int done = 0; done < brought; ++done) {
     int slot = done % STAGES;
@@ -237,21 +148,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_toke
     const u8* mask = reinterpret_cast<const u8*>(stage) + 2 * kValues;
     barrier_wait(shared_address(barriers + slot), done / STAGES & 1);
     if (part.start == part.begin) {
-      weight = 1.0f;
+      of = sequence(a, part.advantage);
       n = 0;
       if (a.mean) {
         int all = max(0, part.end - part.begin);
         if (MASKED) {
-          all = counted(mask, part.start & 15, min(kSegment, left), lane);
-          const int from = part.start + kSegment, stop = max(from, part.end & ~3);
-          if (from < part.end) {  // words of the mask that end inside it, and the bytes behind
-            all += counted(a.mask, from, stop - from, lane);
-            all += __popc(__ballot_sync(kAll, stop + lane < part.end && a.mask[stop + lane] != 0));
-          }
+          const int from = part.start & 15;
+          all = counted(mask, from, from + min(kSegment, left), lane);
+          all += counted(a.mask, part.start + kSegment, part.end, lane);
+          all = __reduce_add_sync(kAll, all);
         }
-        weight = __fdiv_rn(1.0f, static_cast<float>(max(all, 1)));
+        of.weight = __fdiv_rn(1.0f, static_cast<float>(max(all, 1)));
       }
-      if (a.divide_by != 0) weight = __fdiv_rn(weight, divisor);
+      if (a.divide_by != 0) of.weight = __fdiv_rn(of.weight, divisor);
     }
 
     if (within == 0) {
@@ -262,13 +171,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_toke
     const float* logp = reinterpret_cast<const float*>(stage) + (part.start & 3) + lane;
     const float* old_logp = logp + kValues / 4;
     const u8* flags = mask + (part.start & 15) + lane;
-    float* dlogp = a.dlogp + part.start + lane;
-    const bool below = part.advantage < 0.0f;
-    if (below)
-      add_piece<true>(s, logp, old_logp, flags, dlogp, min(kPiece, left), a.low, a.low, part.advantage, weight);
-    else
-      add_piece<false>(s, logp, old_logp, flags, dlogp, min(kPiece, left), part.advantage > 0.0f ? a.high : infinity(),
-                         a.high, part.advantage, weight);
+    add_piece(s, of, logp, logp + kValues / 4, flags, a.dlogp + part.start + lane, min(kPiece, left), lane);
     __syncwarp();
     bring_next();
     if (within + kPiece < kSegment && left > kPiece) continue;
@@ -276,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_toke
     const float of_segment[kSums] = {fold(s.loss), fold(s.ratio), fold(s.k1), fold(s.k3)};
     const u32 hits = __reduce_add_sync(kAll, s.hits);
     n += hits & 0xFFFF;
-    (below ? low : high) += hits >> 16;
+    (of.advantage < 0.0f ? low : high) += hits >> 16;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) whole[i] = part.start - within == part.begin ? of_segment[i] : whole[i] + of_segment[i];
     if (left <= kPiece) {

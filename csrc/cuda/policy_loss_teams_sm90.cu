@@ -12,87 +12,9 @@
 namespace {
 
 constexpr int kTurn = kSegment * WARPS;
-constexpr int kValues = (kSegment + 4) * 4, kFlags = MASKED ? kSegment + 16 : 0;  // bytes, with what aligns the first token
-constexpr int kStage = 2 * kValues + kFlags;
 constexpr int kBlocks = 8, kOwn = kLanes / kBlocks;  // of the cluster; lanes of 128 that a block has
 constexpr u32 kFallen = 1u << 31;                    // beside a sequence's tokens: its borders fall
 enum { kCut = 1, kSmallest, kLargest };              // counts of a record, after kTokens; cut ones below 0 where the advantage is
-
-// ---- arithmetic ----------------------------------------------------------------------------------
-
-// Bytes that are not 0 among bytes [from, stop), of a lane: words that end inside and the bytes behind, in turns.
-__device__ __forceinline__ int counted(const u8* bytes, int from, int stop, int lane) {
-  const u32* words = reinterpret_cast<const u32*>(bytes);
-  const int whole = max(from, stop & ~3);
-  int n = 0;
-#pragma unroll 4
-  for (int w = from / 4 + lane; 4 * w + 4 <= whole; w += 32) {
-    u32 four = words[w];
-    if (4 * w < from) four &= kAll << 8 * (from - 4 * w);
-    n += __popc((((four & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) | four) & 0x80808080u);
-  }
-  return n + (whole + lane < stop && bytes[whole + lane] != 0);
-}
-
-// What is the same for a sequence's tokens. A ratio is cut if `side` times it is above `bound`: where the advantage is
-// negative both are, and one comparison does for either side.
-struct Sequence {
-  float advantage, weight, side, bound, clipped;
-};
-
-// 128 tokens; kTail: some do not exist.
-template <bool kTail>
-__device__ __forceinline__ void add_tokens(Lanes& s, const Sequence& of, const float* logp, const float* old_logp,
-                                           const u8* mask, float* dlogp, int left) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const bool inside = !kTail || 32 * j < left;
-    u32 counts = MASKED ? mask[32 * j] : 1;
-    if (kTail) counts = inside ? counts : 0;
-    const float x = logp[32 * j] - old_logp[32 * j], power = exp2_of(x * 1.4426950408889634f);
-    const float gradient =
-        add_token(s.loss[j], s.ratio[j], s.k1[j], s.k3[j], s.hits, s.least, s.most, counts, power, x, phi(x, power),
-                  power * of.side, of.bound, of.clipped, of.advantage, of.weight);
-    if (inside) dlogp[32 * j] = gradient;
-  }
-}
-
-__device__ __forceinline__ void add_segment(Lanes& s, const Sequence& of, const float* logp, const float* old_logp,
-                                            const u8* mask, float* dlogp, int count, int lane) {
-  int first = 0;
-#pragma unroll 1
-  for (; first + kLanes <= count; first += kLanes)
-    add_tokens<false>(s, of, logp + first, old_logp + first, mask + first, dlogp + first, 0);
-  if (first < count)
-    add_tokens<true>(s, of, logp + first, old_logp + first, mask + first, dlogp + first, count - first - lane);
-}
-
-// ---- segments ------------------------------------------------------------------------------------
-
-// Tokens [start, start + count) on their way into a stage, brought by a warp. What the copy engine would fetch beyond the
-// last token, the threads copy instead.
-__device__ __forceinline__ void bring(const Arguments& a, char* stage, u32 barrier, int start, int count, int lane) {
-  const int first = start & ~3, stop = (start + count + 3) & ~3;
-  const int first_flag = start & ~15, stop_flag = (start + count + 15) & ~15;
-  if ((MASKED ? stop_flag : stop) <= a.tokens) {
-    if (lane != 0) return;
-    const u32 to = shared_address(stage), values = (stop - first) * 4, flags = MASKED ? stop_flag - first_flag : 0;
-    barrier_expect(barrier, 2 * values + flags);
-    if (MASKED) fetch(to + 2 * kValues, a.mask + first_flag, flags, barrier);
-    fetch(to, a.logp + first, values, barrier);
-    fetch(to + kValues, a.old_logp + first, values, barrier);
-    return;
-  }
-  float* values = reinterpret_cast<float*>(stage);
-  for (int t = start + lane; t < start + count; t += 32) {
-    values[t - first] = a.logp[t];
-    values[kValues / 4 + t - first] = a.old_logp[t];
-    if (MASKED) reinterpret_cast<u8*>(stage)[2 * kValues + t - first_flag] = a.mask[t];
-  }
-  stores_fence();
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
 
 }  // namespace
 
@@ -114,15 +36,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rlk_policy_loss_tokens(
     stores_fence();
   }
   __syncwarp();
-  if (first < end) bring(a, stage, barrier, first, min(kSegment, end - first), lane);
+  const auto bring_segment = [&](int start) {
+    const int count = min(kSegment, end - start);
+    if (count > 0) bring(a, stage, barrier, start, count, count, lane);
+  };
+  bring_segment(first);
 
-  Sequence of;
-  of.advantage = a.advantages[row];
-  const bool below = of.advantage < 0.0f;
-  of.side = below ? -1.0f : 1.0f;
-  of.clipped = below ? a.low : a.high;
-  of.bound = below || of.advantage > 0.0f ? of.clipped * of.side : infinity();
-  of.weight = 1.0f;
+  Sequence of = sequence(a, a.advantages[row]);
   const u8* mask = reinterpret_cast<const u8*>(stage) + 2 * kValues;
   if (a.mean) {
     int all = end - begin;
@@ -157,11 +77,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rlk_policy_loss_tokens(
     if (at < end) {
       barrier_wait(barrier, turn & 1);
       const float* logp = reinterpret_cast<const float*>(stage) + (at & 3) + lane;
-      add_segment(s, of, logp, logp + kValues / 4, mask + (at & 15) + lane, a.dlogp + at + lane,
-                  min(kSegment, end - at), lane);
+      add_piece(s, of, logp, logp + kValues / 4, mask + (at & 15) + lane, a.dlogp + at + lane,
+                min(kSegment, end - at), lane);
     }
     __syncwarp();
-    if (at + kTurn < end) bring(a, stage, barrier, at + kTurn, min(kSegment, end - at - kTurn), lane);
+    bring_segment(at + kTurn);
     const float sums[kSums] = {fold(s.loss), fold(s.ratio), fold(s.k1), fold(s.k3)};
     const u32 hits = __reduce_add_sync(kAll, s.hits);
     n += hits & 0xFFFF;
@@ -192,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rlk_policy_loss_tokens(
     }
     if (lane == kLoss && a.mean) whole = __fdiv_rn(whole, static_cast<float>(max(static_cast<int>(count), 1)));
     if (lane == kTokens && left > right) count |= kFallen;
-    if (lane == kCut && below) count = 0u - count;
+    if (lane == kCut && of.advantage < 0.0f) count = 0u - count;
     reinterpret_cast<float2*>(a.parts)[kSums * row + lane] = make_float2(whole, __uint_as_float(count));
   }
 }

@@ -282,6 +282,27 @@ else:
         alone = torch.cat([rms_norm.rms_norm(total[i : i + 1], w, 1e-6) for i in range(9)])
         assert_bitwise(alone, y, "rows alone")
 
+    def zeros_of_both_signs(*shape: int, seed: int) -> torch.Tensor:
+        """Two thirds of them zeros."""
+        x = rand(seed, *shape)
+        return x * (rand(seed + 1, *shape) > 0.4)
+
+    def test_zeros_have_the_definitions_signs() -> None:
+        """A difference from 0 has no -0, which the negative of a number may be."""
+        x, dy, w = zeros_of_both_signs(9, 40, seed=0), zeros_of_both_signs(9, 40, seed=2), rand(4, 40)
+        x[:3], dy[3:6] = x[:3] * 0.0, dy[3:6] * 0.0
+        ours = rms_norm.rms_norm_dgrad(dy, None, x, w, 1e-6)
+        pairs = [(ours, rms_norm_reference.rms_norm_dgrad(dy, None, x, w, 1e-6))]
+        q, k = zeros_of_both_signs(3, 6, 24, seed=5), zeros_of_both_signs(3, 2, 24, seed=7)
+        table = zeros_of_both_signs(8, 24, seed=9)
+        for inverse in (False, True):
+            given = (q, k, torch.tensor([0, 5, 2]), table, inverse)
+            pairs += zip(rope.rope(*given), rope_reference.rope(*given), strict=True)
+        for found, expected in pairs:
+            zero = expected == 0
+            assert (found == 0)[zero].all() and expected[zero].signbit().any() and not expected[zero].signbit().all()
+            assert torch.equal(found[zero].signbit(), expected[zero].signbit())
+
     @pytest.mark.parametrize(("c", "dtype"), ((40, torch.float32), (130, torch.float16)))
     def test_rms_norm_gradients(c: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         # The interpreter walks a tree's nodes one by one, so the tree is small; to bf16 it truncates.

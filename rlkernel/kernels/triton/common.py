@@ -28,6 +28,12 @@ IS_HIP = torch.version.hip is not None
 
 
 @triton.jit
+def negated(x):
+    """-x, also of zero: Triton's own -x is 0 - x, whose zeros are all +0."""
+    return x * -1.0
+
+
+@triton.jit
 def exp2(x):
     """2^x by the hardware's instruction; results below 2^-126 are +0."""
     return tl.exp2(x)

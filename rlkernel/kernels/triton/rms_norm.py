@@ -139,9 +139,10 @@ def rms_norm_grad_kernel(
         square, dot = row_sums(h * h, g * h)
         # With eps = 0 a row that is none would be 0 / 0, and its weight gradient NaN.
         rstd = inverse_root(tl.where(row < T, square, 1.0), eps, C)
-        mean = tl.div_rn(dot * rstd, tl.full((ROWS,), C, tl.float32))[:, None]
+        # The divisor turns the mean's sign: Triton's -h would be 0 - h, whose zeros are all +0.
+        less = tl.div_rn(dot * rstd, tl.full((ROWS,), -C, tl.float32))[:, None]
         h = h * rstd[:, None]
-        d = rstd[:, None] * tl.fma(-h, tl.broadcast_to(mean, h.shape), g)
+        d = rstd[:, None] * tl.fma(h, tl.broadcast_to(less, h.shape), g)
         if HAS_DR:
             d += tl.load(dr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.kernels.triton.aot import Variant, early_too
-from rlkernel.kernels.triton.common import early, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import early, negated, next_power_of_2, on_device, options
 from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def rotate(
     head, j = first + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (j < D // 2)
     to = out + row + head * head_stride + j
-    tl.store(to, tl.fma(x1, cos, -(x2 * sin)).to(out.dtype.element_ty), mask=inside)
+    tl.store(to, tl.fma(x1, cos, negated(x2 * sin)).to(out.dtype.element_ty), mask=inside)
     tl.store(to + D // 2, tl.fma(x2, cos, x1 * sin).to(out.dtype.element_ty), mask=inside)
 
 
@@ -84,7 +84,7 @@ def rope_kernel(
     cos = tl.load(table, mask=j < D // 2, other=0.0)[None, :]
     sin = tl.load(table + D // 2, mask=j < D // 2, other=0.0)[None, :]
     if INVERSE:
-        sin = -sin
+        sin = negated(sin)
     rotate(q_out, q1, q2, cos, sin, token * H * D, D, group * Q_HEADS, H, D, Q_HEADS, BLOCK)
     rotate(k_out, k1, k2, cos, sin, token * HK * D, D, group * K_HEADS, HK, D, K_HEADS, BLOCK)
 
