@@ -127,10 +127,14 @@ def figures(folder: Path) -> list[Row]:
         lines[-1]["measured"] += "".join(f"; a copy of the same bytes takes {ms:.3g} ms" for ms in copies)
     cases = [(op, [row for row in rows if row["op"].split()[0] == op])
              for op in ("rms_norm", "swiglu", "rope", "policy_loss", "adamw", "grad_norm", "embedding")]  # fmt: skip
-    losses = dict(cases)["policy_loss"]
-    if len(losses) > 1:  # launches bound the short ones
-        longest = max(losses, key=lambda row: row["shape"])
-        cases.insert(4, (f"policy_loss, {longest['shape'][0]:,} tokens (the longest)", [longest]))
+    # Launches bound the short ones.
+    for name in ("policy_loss", "rope", "swiglu", "rms_norm"):
+        at, (_, of_op) = next((i, case) for i, case in enumerate(cases) if case[0] == name)
+        largest = max((row.get("shape", []) for row in of_op), default=[])
+        those = [row for row in of_op if row.get("shape", []) == largest]
+        if len(those) < len(of_op):
+            size = " x ".join(map(str, largest)) if len(largest) > 1 else f"{largest[0]:,} tokens"
+            cases.insert(at + 1, (f"{name}, {size} (the largest)", those))
     for name, found in cases:
         lines.append(_line(name, "bytes / 4.3 TB/s", f">= {SHARE} of the floor", found,
                            lambda row: row["share_of_roofline"], lambda v: v >= SHARE))  # fmt: skip

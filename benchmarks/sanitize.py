@@ -448,6 +448,7 @@ def check(program: str, tool: str, what: str, limit: float) -> dict[str, Any]:
     arguments = ["--plant", planted] if planted else ["--calls", "--only", what]
     command = (
         program, "--tool", tool, "--target-processes", "application-only", "--show-backtrace", "no",
+        "--launch-timeout", "60",  # of seconds; with many jobs Python may take more than the default of 10 to start
         "--print-limit", "500" if tool == "racecheck" else "5",
     )  # fmt: skip
     output, status, seconds = start(arguments, limit, command)

@@ -199,14 +199,22 @@ def test_a_figure_says_where_a_copy_falls_short_too(tmp_path: Path) -> None:
     assert line(tmp_path, "rope")["reached"] == "no", "the other way decides"
 
 
-def test_policy_loss_is_judged_by_all_its_cases_beside_the_longest(tmp_path: Path) -> None:
+def test_the_largest_shape_has_a_line_of_its_own(tmp_path: Path) -> None:
+    cases = (([8, 4], 0.7), ([16, 1], 0.6), ([16, 4], 0.9), ([16, 4], 0.86))
+    rows = [{"op": "rope", "shape": n, "share_of_roofline": s} for n, s in cases]
+    result(tmp_path, "bench_memory_bound", rows)
+    found = line(tmp_path, "rope, 16 x 4 (the largest)")
+    assert (found["measured"], found["reached"], line(tmp_path, "rope")["reached"]) == ("0.9, 0.86", "yes", "no")
+
+
+def test_policy_loss_is_judged_by_all_its_cases_beside_the_largest(tmp_path: Path) -> None:
     assert line(tmp_path, "policy_loss")["measured"] == "not measured"
     cases = [(2048, 0.002), (1 << 24, 0.9), (131_072, 0.18)]
     rows = [{"op": "policy_loss fwd+bwd", "shape": [n], "share_of_roofline": s} for n, s in cases]
     result(tmp_path, "bench_memory_bound", rows)
     assert line(tmp_path, "policy_loss")["measured"] == "0.002, 0.9, 0.18"
     assert line(tmp_path, "policy_loss")["reached"] == "no"
-    assert line(tmp_path, "policy_loss, 16,777,216 tokens (the longest)")["reached"] == "yes"
+    assert line(tmp_path, "policy_loss, 16,777,216 tokens (the largest)")["reached"] == "yes"
     result(tmp_path, "bench_memory_bound", rows[1:2])
     assert line(tmp_path, "policy_loss")["reached"] == "yes"
 

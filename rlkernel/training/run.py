@@ -5,6 +5,7 @@ config.yaml  metrics.jsonl  samples.jsonl  eval.jsonl  model/  report.html
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -72,7 +73,9 @@ class Run:
         self.contract = contract
         self._events: Any = None
         writer = _tensorboard_writer() if settings.run.tensorboard else None
-        self.folder = new_folder(settings.run.output or default_output(settings))
+        wanted = Path(settings.run.output or default_output(settings))
+        self._absent = [parent for parent in wanted.parents if not parent.exists()]
+        self.folder = new_folder(wanted)
         (self.folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
         if writer is not None:
             self._events = writer(str(self.folder / "tensorboard"))
@@ -91,9 +94,12 @@ class Run:
                     self._events.add_scalar(key, value, step)
 
     def abandon(self) -> None:
-        """Removes the folder of a run that never began; nothing in it was measured."""
+        """Removes the folder of a run that never began, and those made for it; nothing in it was measured."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run has a folder there by now
+            for parent in self._absent:
+                parent.rmdir()
 
     def close(self) -> None:
         """Closes the TensorBoard events; the run's numbers are on disk already."""

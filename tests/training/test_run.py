@@ -60,6 +60,17 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
+def test_nor_does_it_leave_folders_made_for_it(tmp_path: Path) -> None:
+    settings = resolve("grpo", options={"run.output": str(tmp_path / "runs" / "of today" / "r")})
+    Run(settings, "rlk-2").abandon()
+    assert tmp_path.exists() and not any(tmp_path.iterdir())
+    first, second = Run(settings, "rlk-2"), Run(settings, "rlk-2")
+    first.abandon()
+    assert second.folder.name == "r-2" and second.folder.exists()
+    second.abandon()
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "of today"], "which were there before the second"
+
+
 def test_names_of_runs() -> None:
     assert default_output(resolve("grpo")) == "runs/grpo-arithmetic"
     assert default_output(resolve("grpo", options={"run.backend": "torch"})) == "runs/grpo-arithmetic-torch"
