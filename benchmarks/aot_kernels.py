@@ -29,7 +29,7 @@ from rlkernel.kernels.cuda import (
     policy_loss_hopper,
     rms_norm_hopper,
 )
-from rlkernel.kernels.cuda.driver import compile_cuda
+from rlkernel.kernels.cuda.driver import compile_cuda, compiler
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.triton import aot
 
@@ -119,7 +119,8 @@ def main() -> int:
         rows += measure_cuda()
     except BuildError as error:
         print(f"note: {str(error).splitlines()[0]}")
-    path = write_result("kernels", rows, folder="aot", hardware="compiled ahead of time", driver=None)
+    more = {"driver": None, "cuda compiler": compiler()}
+    path = write_result("kernels", rows, folder="aot", hardware="compiled ahead of time", **more)
     print(f"{len(rows)} kernels; wrote {path}")
     return int(bool(failed))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -130,7 +131,7 @@ def figures(folder: Path) -> list[Row]:
     # Launches bound the short ones.
     for name in ("policy_loss", "rope", "swiglu", "rms_norm"):
         at, (_, of_op) = next((i, case) for i, case in enumerate(cases) if case[0] == name)
-        largest = max((row.get("shape", []) for row in of_op), default=[])
+        largest = max((row.get("shape", []) for row in of_op), key=math.prod, default=[])
         those = [row for row in of_op if row.get("shape", []) == largest]
         if len(those) < len(of_op):
             size = " x ".join(map(str, largest)) if len(largest) > 1 else f"{largest[0]:,} tokens"

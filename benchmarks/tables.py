@@ -87,6 +87,8 @@ def _source(data: dict[str, Any], path: Path) -> list[str]:
     notes = [f"Left out: {'; '.join(data['notes'])}.", ""] if data.get("notes") else []
     if data.get("not_launched"):
         notes += [f"Not passed; never launched: {', '.join(data['not_launched'])}.", ""]
+    elif data.get("passed") is False:
+        notes += ["Not passed: see the lines without a number of errors, or with one.", ""]
     return ["", *notes, f"{_made_with(data)}: `{data['command']}` from `{path.relative_to(ROOT).as_posix()}`"]
 
 

@@ -17,6 +17,7 @@
 
 namespace {
 
+static_assert(kSegment % kPiece == 0, "pieces make up segments");
 constexpr int kBlocks = 128;  // `parts` is [4, kBlocks], then as many words of counts
 
 // A piece in shared memory, and the sequence it is of.
@@ -169,7 +170,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_toke
       s.hits = 0;
     }
     const float* logp = reinterpret_cast<const float*>(stage) + (part.start & 3) + lane;
-    const float* old_logp = logp + kValues / 4;
     const u8* flags = mask + (part.start & 15) + lane;
     add_piece(s, of, logp, logp + kValues / 4, flags, a.dlogp + part.start + lane, min(kPiece, left), lane);
     __syncwarp();

@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int kTurn = kSegment * WARPS;
+static_assert(kPiece == kSegment, "a warp brings whole segments");
 constexpr int kBlocks = 8, kOwn = kLanes / kBlocks;  // of the cluster; lanes of 128 that a block has
 constexpr u32 kFallen = 1u << 31;                    // beside a sequence's tokens: its borders fall
 enum { kCut = 1, kSmallest, kLargest };              // counts of a record, after kTokens; cut ones below 0 where the advantage is

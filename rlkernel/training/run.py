@@ -32,13 +32,16 @@ def new_folder(wanted: str | Path) -> Path:
     wanted = Path(wanted)
     number, folder = 1, wanted
     try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
         while True:
             try:
-                folder.mkdir(parents=True)
+                folder.mkdir()
                 break
             except FileExistsError:
                 if folder.is_dir() and not any(folder.iterdir()):
                     break
+                if wanted.name in ("", ".."):
+                    raise InputError(f"run folder {wanted} is not empty; choose another with --output DIR") from None
                 number += 1
                 folder = wanted.with_name(f"{wanted.name}-{number}")
         with tempfile.TemporaryFile(dir=folder):
@@ -74,8 +77,13 @@ class Run:
         self._events: Any = None
         writer = _tensorboard_writer() if settings.run.tensorboard else None
         wanted = Path(settings.run.output or default_output(settings))
-        self._absent = [parent for parent in wanted.parents if not parent.exists()]
+        # Absolute: the current folder may be another when they are removed.
+        places = [wanted.absolute(), *wanted.absolute().parents]
+        self._absent = [place for place in places if not place.exists()]
         self.folder = new_folder(wanted)
+        self._place = self.folder.absolute()
+        if self._place != places[0]:
+            self._absent.append(self._place)
         (self.folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
         if writer is not None:
             self._events = writer(str(self.folder / "tensorboard"))
@@ -94,12 +102,13 @@ class Run:
                     self._events.add_scalar(key, value, step)
 
     def abandon(self) -> None:
-        """Removes the folder of a run that never began, and those made for it; nothing in it was measured."""
+        """Removes what a run that never began has written, and the folders made for it; nothing was measured."""
         self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another run has a folder there by now
-            for parent in self._absent:
-                parent.rmdir()
+        for path in self._place.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for made in sorted(self._absent, key=lambda place: -len(place.parts)):
+            with contextlib.suppress(OSError):  # another run has a folder there by now
+                made.rmdir()
 
     def close(self) -> None:
         """Closes the TensorBoard events; the run's numbers are on disk already."""

@@ -110,10 +110,9 @@ def test_policy_loss_compiles(which: int, masked: bool, tmp_path: Path, monkeypa
     sass = tool("cuobjdump", "-sass", str(kept))
     assert "UBLKCP" in sass and not re.search(r"\b(STL|LDL)\b", sass), "spills"
     assert not re.search(r"VIMNMX[.\w]* R\d+, P\d", sass), "ptxas 13.0 takes a wrong predicate from a clamp"
-    # Ways through whole steps, four tokens a thread without a branch, and through the last one; two each where the sign
-    # of the advantage decides between them.
+    # One way through whole steps, four tokens a thread without a branch, and one through the last step.
     ways = re.findall(r"(?:MUFU\.EX2|\bBRA\b)", sass)
-    assert ways.count("MUFU.EX2") == (8 if setting.team else 16) and "MUFU.EX2 " * 4 in " ".join(ways) + " "
+    assert ways.count("MUFU.EX2") == 8 and "MUFU.EX2 " * 4 in " ".join(ways) + " "
 
 
 @needs_compiler

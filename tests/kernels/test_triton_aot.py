@@ -223,3 +223,30 @@ def test_names_the_argument_without_a_type() -> None:
     broken = aot.Variant("broken", variant.kernel, {**variant.types, "WIDTH": "i32"}, {})
     with pytest.raises(ValueError, match="has neither a type nor a constant"):
         aot.compile_variant(broken, "sm_90")
+
+
+def minus_zeros(tree: ast.AST) -> list[int]:
+    """Lines with a literal -0.0, which Triton takes for +0."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.UnaryOp)
+        and isinstance(node.op, ast.USub)
+        and isinstance(node.operand, ast.Constant)
+        and isinstance(node.operand.value, float)
+        and node.operand.value == 0.0
+    ]
+
+
+def test_no_kernel_counts_on_a_literal_minus_zero() -> None:
+    found = {p.name: minus_zeros(ast.parse(p.read_text())) for p in (PACKAGE / "kernels" / "triton").glob("*.py")}
+    assert len(found) > 20 and not any(found.values()), found
+    assert minus_zeros(ast.parse("tl.full(shape, -0.0, tl.float32)")) == [1]
+
+
+def test_partial_sums_begin_at_minus_zero() -> None:
+    """What `negative_zeros` comes to in the code: the one identity of fp32 addition."""
+    sums = {v.name: v for v in aot.variants() if v.name in ("linear m128 tree8", "linear_dgrad head")}
+    assert len(sums) == 2
+    for variant in sums.values():
+        assert "dense<-0.000000e+00>" in aot.compile_variant(variant, "sm_90").ttgir, variant.name

@@ -255,6 +255,20 @@ else:
             embedding.embedding_wgrad_(parts, dy[piece], ids[piece])
         assert_bitwise(parts, reference, "micro-batches cut at a window's border")
 
+    @pytest.mark.parametrize("high", (1, 3, 100))
+    def test_embedding_adds_nothing_to_negative_zeros(high: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Sums of -0 alone stay -0, whatever the windows, micro-batches and unrolled places that nobody has."""
+        tokens = 140
+        monkeypatch.setattr(embedding, "EMBEDDING_WINDOW", 16)
+        ids = torch.randint(0, high, (tokens,), generator=torch.Generator().manual_seed(high))
+        whole_, parts = torch.full((high, 8), -0.0), torch.full((high, 8), -0.0)
+        dy = torch.full((tokens, 8), -0.0)
+        embedding.embedding_wgrad_(whole_, dy, ids)
+        for piece in (slice(0, 64), slice(64, None)):
+            embedding.embedding_wgrad_(parts, dy[piece], ids[piece])
+        for found in (whole_, parts):
+            assert_bitwise(found, torch.full((high, 8), -0.0), "gradient")
+
     @pytest.mark.parametrize(("tokens", "high"), ((1, 1), (16, 5), (17, 3), (300, 1), (299, 40), (1100, 2**31 - 1)))
     def test_embedding_sorts_ids(tokens: int, high: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ids = torch.randint(0, high, (tokens,), generator=torch.Generator().manual_seed(tokens))

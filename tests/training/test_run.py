@@ -71,6 +71,28 @@ def test_nor_does_it_leave_folders_made_for_it(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["runs", "of today"], "which were there before the second"
 
 
+def test_of_a_folder_of_the_users_only_what_it_wrote_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    begin = lambda output: Run(resolve("grpo", options={"run.output": output}), "rlk-2")
+    begin(".").abandon()
+    begin("a/../b/r").abandon()
+    assert (tmp_path / "mine").is_dir() and not any(tmp_path.glob("mine/*"))
+    run = begin("r")
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "kept").touch()
+    monkeypatch.chdir(tmp_path)  # where the same words name another folder
+    run.abandon()
+    assert not (tmp_path / "mine" / "r").exists() and (tmp_path / "r" / "kept").exists()
+    for taken in (".", ".."):
+        monkeypatch.chdir(tmp_path / "r")
+        with pytest.raises(InputError, match="is not empty"):
+            new_folder(taken)
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    with pytest.raises(InputError, match="is not writable"):
+        new_folder(tmp_path / "nowhere" / "r")
+
+
 def test_names_of_runs() -> None:
     assert default_output(resolve("grpo")) == "runs/grpo-arithmetic"
     assert default_output(resolve("grpo", options={"run.backend": "torch"})) == "runs/grpo-arithmetic-torch"

@@ -2,7 +2,8 @@
 
 Rules of this folder. No libdevice: linking it makes the whole kernel flush denormals, and two kernels that owe each
 other equal bits would differ. No contraction: every launch sets `enable_fp_fusion=False` and an fma is written where
-the contract has one. No operand is converted in front of `tl.dot`: that permutes k inside the instruction.
+the contract has one. No operand is converted in front of `tl.dot`: that permutes k inside the instruction. No unary
+minus where a zero's sign shows and no literal -0.0, which Triton takes for 0 - x and +0: `negated`, `negative_zeros`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ IS_HIP = torch.version.hip is not None
 def negated(x):
     """-x, also of zero: Triton's own -x is 0 - x, whose zeros are all +0."""
     return x * -1.0
+
+
+@triton.jit
+def negative_zeros(shape: tl.constexpr):
+    """-0, the one identity of fp32 addition, in fp32."""
+    return negated(tl.full(shape, 0.0, tl.float32))
 
 
 @triton.jit
@@ -109,8 +116,8 @@ def add_partials_kernel(
         rows = ()
         for i in tl.static_range(UNROLL):  # all loads are under way before the first addition waits
             at = tl.cast(first + i, tl.int64) * WIDTH + column
-            # -0 is the identity of fp32 addition
-            rows = rows + (tl.load(partials + at, mask=inside & (first + i < SEGMENTS), other=-0.0),)  # type: ignore[assignment]
+            # Behind the last segment 0 is added: by then a sum from 0 has been, and the total is not -0.
+            rows = rows + (tl.load(partials + at, mask=inside & (first + i < SEGMENTS), other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(UNROLL):
             total += rows[i]
     tl.store(grad + column, total.to(grad.dtype.element_ty), mask=inside)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel.contract.orders import EMBEDDING_WINDOW
 from rlkernel.kernels.triton.aot import Variant, early_too
-from rlkernel.kernels.triton.common import early, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import early, negative_zeros, next_power_of_2, on_device, options
 
 RUN, MOST_RUNS = 256, 128
 """Tokens that a program sorts by comparing every pair, and so many of these runs at most; torch sorts more tokens."""
@@ -114,8 +114,7 @@ def add_run(
 ):  # fmt: skip
     """total + the sums of windows, ascending, of the occurrences of token_id from a place on, up to last_window."""
     window = -1
-    # -0 is the identity of fp32 addition.
-    partial = tl.full(total.shape, -0.0, tl.float32)
+    partial = negative_zeros(total.shape)
     more = True
     while more:
         at = place + tl.arange(0, UNROLL)
@@ -128,7 +127,7 @@ def add_run(
             token = tl.load(source + place + i, mask=place + i < T, other=0)
             row = dy + token.to(tl.int64) * dy_row + column.to(tl.int64) * dy_col
             tokens = tokens + (token,)
-            rows = rows + (tl.load(row, mask=inside & (i < count), other=-0.0).to(tl.float32),)
+            rows = rows + (tl.load(row, mask=inside & (i < count), other=negative_zeros(total.shape)).to(tl.float32),)
         for i in tl.static_range(UNROLL):
             here = (tokens[i] // WINDOW).to(tl.int32)
             closes = (i < count) & (here != window)
@@ -172,7 +171,7 @@ def window_sums_kernel(
         first = tl.program_id(1) * WINDOWS
         for window in range(first, min(first + WINDOWS, ALL_WINDOWS)):
             start = first_place(ids, source, T, token_id, window * WINDOW, 256)
-            total = tl.full((BLOCK,), -0.0, tl.float32)
+            total = negative_zeros((BLOCK,))
             total = add_run(
                 total, ids, source, dy, start, T, token_id, window, column, inside, dy_row, dy_col, WINDOW, UNROLL
             )
@@ -186,7 +185,8 @@ def add_sums(total, sums, slot, ALL_WINDOWS, C, column, inside, UNROLL: tl.const
         rows = ()
         for j in tl.static_range(UNROLL):
             at = (tl.cast(slot, tl.int64) * ALL_WINDOWS + window + j) * C + column
-            rows = rows + (tl.load(sums + at, mask=inside & (window + j < ALL_WINDOWS), other=-0.0),)
+            there = inside & (window + j < ALL_WINDOWS)
+            rows = rows + (tl.load(sums + at, mask=there, other=negative_zeros(total.shape)),)
         for j in tl.static_range(UNROLL):
             total += rows[j]
     return total

@@ -42,9 +42,8 @@ def row_total(rewards, begin, first, mean, here, G, SQUARES: tl.constexpr, LANES
             x = values[u] - first
             if SQUARES:
                 x = (x - mean) * (x - mean)
-            # The last lanes are filled with 0; behind them nothing is added, and -0 adds nothing.
-            fill = tl.where(start + u * LANES < G, 0.0, -0.0)
-            total += tl.where(start + u * LANES + j < G, x, fill)
+            # 0 is added to the lanes behind the last, and by the first lane to their sum: its own first number is +0.
+            total += tl.where(start + u * LANES + j < G, x, 0.0)
     return fold_lanes(total)
 
 

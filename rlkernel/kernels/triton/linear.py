@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE
 from rlkernel.kernels.triton.aot import TARGETS, Variant
-from rlkernel.kernels.triton.common import on_device, options
+from rlkernel.kernels.triton.common import negative_zeros, on_device, options
 from rlkernel.kernels.triton.linear_grad import ascending, bias_grad_, linear_wgrad, linear_wgrad_
 from rlkernel.kernels.triton.matrix import (
     Tile,
@@ -51,7 +51,7 @@ def tree(
             EVEN, TMA, A_BY_K, B_BY_K, BLOCK_K,
         )  # fmt: skip
     else:
-        total = tl.full(acc.shape, -0.0, tl.float32)
+        total = negative_zeros(acc.shape)
         for half in tl.range(0, 2):
             total += tree(
                 acc, a, b, first + half * (SPAN << (LEVELS - 1)), SPAN, row, column, a_at, b_at, a_k, b_k,

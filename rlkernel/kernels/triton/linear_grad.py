@@ -16,7 +16,7 @@ from torch import Tensor
 from rlkernel.contract.orders import SUM_TOKENS, WGRAD_TOKENS
 from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.triton.aot import TARGETS, Variant
-from rlkernel.kernels.triton.common import add_partials_, on_device, options
+from rlkernel.kernels.triton.common import add_partials_, negative_zeros, on_device, options
 from rlkernel.kernels.triton.matrix import (
     Tile,
     can_fetch,
@@ -79,7 +79,7 @@ def ascending_kernel(
     if HAS_START:
         total = tl.load(start + corner + at, mask=row_inside & column_inside, other=0.0)
     else:
-        total = tl.full((BLOCK_M, BLOCK_N), -0.0, tl.float32)
+        total = negative_zeros((BLOCK_M, BLOCK_N))
     for first in range(split * SHARE, min(K, split * SHARE + SHARE), SPAN):
         total += chain(
             tl.zeros((BLOCK_M, BLOCK_N), tl.float32), a, b, first, min(SPAN, K - first),
@@ -98,7 +98,7 @@ def ascend_kernel(partials, start, out, COUNT, SIZE, HAS_START: tl.constexpr, BL
     if HAS_START:
         total = tl.load(start + at, mask=inside, other=0.0)
     else:
-        total = tl.full((BLOCK,), -0.0, tl.float32)
+        total = negative_zeros((BLOCK,))
     for part in tl.range(0, COUNT, loop_unroll_factor=8):
         total += tl.load(partials + tl.cast(part, tl.int64) * SIZE + at, mask=inside, other=0.0)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

@@ -194,9 +194,6 @@ T __reduce_add_sync(u32, T x) {
 }
 inline u32 __reduce_min_sync(u32, u32 x) { return reduced(x, [](u32 a, u32 b) { return min(a, b); }); }
 inline u32 __reduce_max_sync(u32, u32 x) { return reduced(x, [](u32 a, u32 b) { return max(a, b); }); }
-inline u32 __ballot_sync(u32, bool on) {
-  return reduced(on ? 1u << emulated::current % 32 : 0, [](u32 a, u32 b) { return a | b; });
-}
 template <class T>
 T atomicAdd(T* at, T x) {
   return std::exchange(*at, *at + x);
