@@ -79,7 +79,7 @@ def main() -> None:
         (logprob.logprob, (dz, targets, None, None)),
         (attention.prefill, (q, k, k, row, row, 4096, 4096, 0.1, 2048, 0, q, row)),
         (policy_loss.policy_loss, (*losses, None)),
-        (rms_norm._gradients, (norm, norm, norm, norm[0], 1e-6)),
+        (rms_norm.gradients, (norm, norm, norm, norm[0], 1e-6)),
     )
     calls = [(op.family.op + "".join(what), warm(op, arguments), arguments) for op, arguments, *what in cases]
     best = [[float("inf")] * 2 for _ in calls]

@@ -88,7 +88,7 @@ def _source(data: dict[str, Any], path: Path) -> list[str]:
     if data.get("not_launched"):
         notes += [f"Not passed; never launched: {', '.join(data['not_launched'])}.", ""]
     elif data.get("passed") is False:
-        notes += ["Not passed: see the lines without a number of errors, or with one.", ""]
+        notes += ["Not passed: a tool gave no verdict on a call, or found an error in it.", ""]
     return ["", *notes, f"{_made_with(data)}: `{data['command']}` from `{path.relative_to(ROOT).as_posix()}`"]
 
 

@@ -126,14 +126,7 @@ __device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int add)
 }
 
 __device__ __forceinline__ float exponential(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2e));
-  return y;
-}
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
+  return exp2_of(x * kLog2e);
 }
 
 // Four 8x8 matrices of 16-bit elements, two blocks of eight columns, into a swizzled [64, 64] piece.
@@ -302,7 +295,7 @@ __device__ __forceinline__ void leave_statistics(float (&d)[128], const Rows& ro
               s[i] += __float_as_uint(p[c] + 1.0f);
               e[i] += __float_as_uint(q + 1.0f);
             }
-            packed[2 * k + i] = MODE == 2 ? pack(p[0], p[1]) : 0;
+            packed[2 * k + i] = MODE == 2 ? bf16_pair(p[0], p[1]) : 0;
           }
         if (MODE == 2) stage(to, warp_row, 2 * pair, lane, packed);
       }
@@ -351,7 +344,7 @@ __device__ __forceinline__ void gradient_piece(const float (&d)[128], const Rows
       for (int i = 0; i < 2; ++i) {
         const int at = 32 * piece + 8 * pair + 4 * k + 2 * i;
         const i64 y = rows.target[i] - (n0 + 8 * (at >> 2) + 2 * (lane & 3));
-        const u32 r = pack(gradient<HIT>(d[at], rows, i, y == 0), gradient<HIT>(d[at + 1], rows, i, y == 1));
+        const u32 r = bf16_pair(gradient<HIT>(d[at], rows, i, y == 0), gradient<HIT>(d[at + 1], rows, i, y == 1));
         packed[2 * k + i] = rows.inside[i] ? r : 0u;
       }
     stage(to, warp_row, 2 * pair, lane, packed);
@@ -405,7 +398,7 @@ __device__ __forceinline__ void leave_sum(const float (&d)[128], const Arguments
                                     : make_float2(total[j].x + d[at], total[j].y + d[at + 1]);
         if (inside[j] && args.sum) *reinterpret_cast<float2*>(args.sum + line + 8 * (8 * group + j)) = t;
         if (inside[j] && args.rounded)
-          *reinterpret_cast<u32*>(args.rounded + line + 8 * (8 * group + j)) = pack(t.x, t.y);
+          *reinterpret_cast<u32*>(args.rounded + line + 8 * (8 * group + j)) = bf16_pair(t.x, t.y);
       }
     }
   }

@@ -1,5 +1,6 @@
 // What both kernels of policy_loss on Hopper share: arguments, a token's arithmetic, sums of lanes, how a piece of a sequence
-// is brought, its mask counted and its tokens added, and what becomes of the batch's sums. Bits: those of kernels/triton/policy_loss.py (docs/ops/policy_loss.md).
+// is brought, its mask counted and its tokens added, and what becomes of the batch's sums. Bits: those of
+// kernels/triton/policy_loss.py (docs/ops/policy_loss.md).
 #pragma once
 #include "sm90.cuh"
 

@@ -145,7 +145,7 @@ def _schedules() -> dict[str, Any]:
     for vocab in _SCORED:
         logprob.logprob.verdict_of(logprob.Shape(device.index, bf16, vocab, logprob.MANY, True, False, False))
     for channels in _NORMS:
-        rms_norm._gradients.verdict_of(rms_norm.Shape(device.index, bf16, channels, True, rms_norm.FEW))
+        rms_norm.gradients.verdict_of(rms_norm.Shape(device.index, bf16, channels, True, rms_norm.FEW))
     for tokens, length in _LOSSES:
         policy_loss.policy_loss.verdict_of(policy_loss.Shape(device.index, True, True, True, tokens, length))
     _train_a_head()

@@ -23,19 +23,23 @@ def default_output(settings: Settings) -> str:
     return f"runs/{settings.algorithm}-{name}" + ("-torch" if settings.run.backend == "torch" else "")
 
 
-def new_folder(wanted: str | Path) -> Path:
+def new_folder(wanted: str | Path) -> tuple[Path, list[Path]]:
     """Creates the run folder: `wanted` itself where it is absent or empty, else the first free `wanted-2`, `-3`, ...
+
+    Returns the folder, and the absolute paths of all that were made for it, the innermost first.
 
     Raises:
         InputError: the folder cannot be created or written.
     """
     wanted = Path(wanted)
     number, folder = 1, wanted
+    made = [parent for parent in wanted.absolute().parents if not parent.exists()]
     try:
         wanted.parent.mkdir(parents=True, exist_ok=True)
         while True:
             try:
                 folder.mkdir()
+                made.insert(0, folder.absolute())
                 break
             except FileExistsError:
                 if folder.is_dir() and not any(folder.iterdir()):
@@ -50,7 +54,7 @@ def new_folder(wanted: str | Path) -> Path:
         raise InputError(
             f"run folder {folder} is not writable ({error.strerror}); choose another with --output DIR"
         ) from None
-    return folder
+    return folder, made
 
 
 def clean(value: Any) -> Any:
@@ -76,14 +80,8 @@ class Run:
         self.contract = contract
         self._events: Any = None
         writer = _tensorboard_writer() if settings.run.tensorboard else None
-        wanted = Path(settings.run.output or default_output(settings))
-        # Absolute: the current folder may be another when they are removed.
-        places = [wanted.absolute(), *wanted.absolute().parents]
-        self._absent = [place for place in places if not place.exists()]
-        self.folder = new_folder(wanted)
-        self._place = self.folder.absolute()
-        if self._place != places[0]:
-            self._absent.append(self._place)
+        self.folder, self._made = new_folder(settings.run.output or default_output(settings))
+        self._place = self.folder.absolute()  # the current folder may be another when it is removed
         (self.folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
         if writer is not None:
             self._events = writer(str(self.folder / "tensorboard"))
@@ -106,7 +104,7 @@ class Run:
         self.close()
         for path in self._place.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for made in sorted(self._absent, key=lambda place: -len(place.parts)):
+        for made in self._made:
             with contextlib.suppress(OSError):  # another run has a folder there by now
                 made.rmdir()
 

@@ -274,7 +274,7 @@ def test_families_are_certified_in_torchs_deterministic_mode() -> None:
         (linear.wgrad_chunk, linear.wgrad_chunk.family.key(grad, dy, x, False)),
         (logprob.logprob, logprob.logprob.family.key(logits, torch.zeros(300, device="cuda").long(), None, None)),
         (policy_loss.policy_loss, tuple(loss)),
-        (rms_norm._gradients, tuple(rms_norm.Shape(index, torch.bfloat16, 1024, True, rms_norm.FEW))),
+        (rms_norm.gradients, tuple(rms_norm.Shape(index, torch.bfloat16, 1024, True, rms_norm.FEW))),
     )
     torch.use_deterministic_algorithms(True)
     try:

@@ -42,7 +42,7 @@ MADE: dict[str, tuple[Any, ScheduledOp, Key]] = {
     "linear": (linear_rows, linear.linear_dgrad, tuple(FEW)),
     "logprob": (logprob_rows, logprob.logprob, logprob.Shape(0, BF16, 16384, 256, True, False, False)),
     "policy_loss": (policy_loss_hopper, policy_loss.policy_loss, (0, True, True, True, 1 << 18, 1 << 10)),
-    "rms_norm": (rms_norm_hopper, rms_norm._gradients, rms_norm.Shape(0, BF16, 1024, True, 1024)),
+    "rms_norm": (rms_norm_hopper, rms_norm.gradients, rms_norm.Shape(0, BF16, 1024, True, 1024)),
     "attention": (attention_prefill, attention.prefill, attention.Shape(0, BF16, 8, 8, 64, 2048, True, False, 8192)),
     "forward": (
         linear_logprob_hopper, linear_logprob._forward,

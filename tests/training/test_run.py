@@ -16,14 +16,14 @@ from rlkernel.training.run import Run, default_output, new_folder, peak_memory_m
 
 def test_a_taken_folder_is_never_reused(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "a"
-    assert new_folder(wanted) == wanted
-    assert new_folder(wanted) == wanted, "an empty folder may be used"
+    assert new_folder(wanted)[0] == wanted
+    assert new_folder(wanted)[0] == wanted, "an empty folder may be used"
     (wanted / "x").write_text("")
-    assert new_folder(wanted) == tmp_path / "runs" / "a-2"
+    assert new_folder(wanted)[0] == tmp_path / "runs" / "a-2"
     (tmp_path / "runs" / "a-2" / "x").write_text("")
-    assert new_folder(wanted) == tmp_path / "runs" / "a-3"
+    assert new_folder(wanted)[0] == tmp_path / "runs" / "a-3"
     (tmp_path / "runs" / "b").write_text("a file")
-    assert new_folder(tmp_path / "runs" / "b") == tmp_path / "runs" / "b-2"
+    assert new_folder(tmp_path / "runs" / "b")[0] == tmp_path / "runs" / "b-2"
 
 
 def test_a_read_only_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.contract.orders import SEGMENT
 from rlkernel.kernels import policy_loss as shared
 from rlkernel.kernels.certification import (
     KINDS,
@@ -167,7 +166,7 @@ def sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tupl
 def _hopper(setting: policy_loss_hopper.Setting) -> Schedule:
     def supports(key: Key) -> bool:
         s = Shape(*key)  # type: ignore[arg-type]
-        return s.plain and driver.on_hopper(s.device) and (s.length > SEGMENT or not setting.team)
+        return s.plain and driver.on_hopper(s.device) and (s.length > orders.SEGMENT or not setting.team)
 
     def bind(key: Key) -> Run:
         s = Shape(*key)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from rlkernel.kernels.certification import (
     Schedule,
     describe,
     device_of,
+    finite,
     values,
 )
 from rlkernel.kernels.cuda import driver, rms_norm_hopper
@@ -86,8 +87,7 @@ def rows_of(key: Key) -> list[int]:
 def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     s = Shape(*key)  # type: ignore[arg-type]
     x = values(kind, rows, s.channels, s.dtype, generator)
-    other = "normal" if kind == NONFINITE else kind
-    dy, dr = (values(other, rows, s.channels, s.dtype, generator) for _ in range(2))
+    dy, dr = (values(finite(kind), rows, s.channels, s.dtype, generator) for _ in range(2))
     weight = values("normal", 1, s.channels, s.dtype, generator)[0]
     eps = EPSILONS[(rows + KINDS.index(kind) if kind in KINDS else rows) % len(EPSILONS)]
     if eps == 0.0:
@@ -116,7 +116,7 @@ _SOURCES = (
     *driver.sources(rms_norm_hopper.SOURCE),
 )
 
-_gradients = ScheduledOp(
+gradients = ScheduledOp(
     Family(
         op="rms_norm_grad", anchor=anchor.gradients, key=key, describe=functools.partial(describe, Shape),
         device=device_of, rows=rows_of, sample=sample, sources=_SOURCES,
@@ -129,8 +129,8 @@ _gradients = ScheduledOp(
 def rms_norm_grad(
     dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return anchor.rms_norm_grad(dy, dr, x, weight, eps, _gradients.call)
+    return anchor.rms_norm_grad(dy, dr, x, weight, eps, gradients.call)
 
 
 def rms_norm_grad_(grad: Tensor, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return anchor.rms_norm_grad_(grad, dy, dr, x, weight, eps, _gradients.call)
+    return anchor.rms_norm_grad_(grad, dy, dr, x, weight, eps, gradients.call)

@@ -87,13 +87,13 @@ def launcher(device: int, channels: int, has_dr: bool, groups: int) -> anchor.Gr
         if (dy.data_ptr() | x.data_ptr() | weight.data_ptr() | second) & 15:
             return anchor.gradients(dy, dr, x, weight, eps)
         tokens = x.numel() // channels
-        programs = anchor.programs_of(tokens, channels)
+        programs, pair = anchor.programs_of(tokens, channels)
         with common.on_device(x):
             dx = torch.empty_like(x)
             partials = torch.empty((programs, channels), dtype=torch.float32, device=x.device)
             given = Arguments(
                 dy.data_ptr(), second, x.data_ptr(), weight.data_ptr(), dx.data_ptr(), partials.data_ptr(), tokens,
-                anchor.leaves(tokens, channels)[1], eps,
+                pair, eps,
             )  # fmt: skip
             kernel(programs, block, given, early=True)
         return dx, partials

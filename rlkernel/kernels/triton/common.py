@@ -116,7 +116,7 @@ def add_partials_kernel(
         rows = ()
         for i in tl.static_range(UNROLL):  # all loads are under way before the first addition waits
             at = tl.cast(first + i, tl.int64) * WIDTH + column
-            # Behind the last segment 0 is added: by then a sum from 0 has been, and the total is not -0.
+            # Partial sums begin at +0 and are never -0, so the 0 added behind the last of them changes no total.
             rows = rows + (tl.load(partials + at, mask=inside & (first + i < SEGMENTS), other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(UNROLL):
             total += rows[i]

@@ -249,11 +249,13 @@ def leaves(tokens: int, c: int) -> tuple[int, int]:
     return count, 0
 
 
-def programs_of(tokens: int, c: int) -> int:
-    """Programs over the rows, each with its own partial sum."""
+def programs_of(tokens: int, c: int) -> tuple[int, int]:
+    """Programs over the rows, each with its own partial sum, and the distance of a program's two leaves."""
     rows, steps, _ = _tile(c, 2)
     programs, pair = cdiv(tokens, rows * steps), leaves(tokens, c)[1]
-    return programs // (2 * pair) * pair + min(programs % (2 * pair), pair) if pair else programs
+    if pair:
+        programs = programs // (2 * pair) * pair + min(programs % (2 * pair), pair)
+    return programs, pair
 
 
 def _backward(
@@ -266,8 +268,7 @@ def _backward(
     tokens, c = _rows(x), x.shape[-1]
     rows, steps, meta = _tile(c, x.element_size())
     steps = steps if with_partials else 1
-    programs = programs_of(tokens, c) if with_partials else cdiv(tokens, rows)
-    pair = leaves(tokens, c)[1] if with_partials else 0
+    programs, pair = programs_of(tokens, c) if with_partials else (cdiv(tokens, rows), 0)
     partials = torch.empty(programs, c, dtype=torch.float32, device=x.device) if with_partials else None
     if x.numel():
         with on_device(x):
@@ -298,7 +299,7 @@ def rms_norm_dgrad(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps
 
 
 def gradients(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """dx like x [..., C], and the partial sums of the weight gradient [programs_of(rows, C), C]."""
+    """dx like x [..., C], and the partial sums of the weight gradient [programs, C]: `programs_of`."""
     dx, partials = _backward(dy, dr, x, weight, eps, True)
     assert partials is not None
     return dx, partials

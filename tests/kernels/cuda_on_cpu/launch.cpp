@@ -1,7 +1,6 @@
 // One kernel and, for policy_loss, its second, block after block. SOURCE: the kernel's file.
 #include SOURCE
 
-
 extern "C" void readable(const void* begin, i64 bytes) {
   const char* at = static_cast<const char*>(begin);
   emulated::readable.push_back({at, at + bytes});
