@@ -124,7 +124,8 @@ def test_control() -> None:
 @pytest.mark.parametrize("d", (64, 128))
 @pytest.mark.parametrize("split", (128, 2048))
 def test_tiles_are_free(d: int, split: int, record: Record) -> None:
-    from rlkernel.kernels.triton.attention import Tile, attention, forward_tile
+    from rlkernel.kernels.triton.attention import attention
+    from rlkernel.kernels.triton.attention_tiles import Tile, forward_tile
     from rlkernel.kernels.triton.common import family
 
     batch = batch_of(LENS, 2, 4, d, torch.bfloat16)

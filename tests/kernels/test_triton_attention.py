@@ -22,12 +22,13 @@ from rlkernel.contract import assert_accurate, assert_bitwise
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     from rlkernel.kernels.triton import aot, attention
+    from rlkernel.kernels.triton.attention_tiles import DECODE_ROWS, Tile, forward_tile
 
     def test_in_the_interpreter() -> None:
         run(__file__)
 
-    def tiles(family: str, d: int) -> set[attention.Tile]:
-        return {attention.forward_tile(rows, d, 2, family) for rows in (1, 16, 17, 64, 65, 128, 10**6)}
+    def tiles(family: str, d: int) -> set[Tile]:
+        return {forward_tile(rows, d, 2, family) for rows in (1, 16, 17, 64, 65, 128, 10**6)}
 
     @pytest.mark.parametrize("family,target", (("hopper", "sm_90"), ("ampere", "sm_80")))
     @pytest.mark.parametrize("d", (64, 80, 128, 256))
@@ -35,7 +36,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         """Several tiles agree to the bit only where none spreads a row's sum over warps."""
         several = len(tiles(family, d)) > 1
         for tile in tiles(family, d):
-            variant = attention._variant("layout", "bf16", tile, d, (target,), paged=tile.rows == attention.DECODE_ROWS)
+            variant = attention._variant("layout", "bf16", tile, d, (target,), paged=tile.rows == DECODE_ROWS)
             ttgir = aot.compile_variant(variant, target).ttgir
             warps = re.findall(r"#ttg\.nvidia_mma<\{[^}]*warpsPerCTA = \[(\d+), (\d+)\]", ttgir)
             assert warps
@@ -50,13 +51,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     def test_one_tile_where_layouts_are_not_known_to_agree(family: str) -> None:
         for d in (64, 128, 256):
             assert len(tiles(family, d)) == 1
-        assert len({attention.forward_tile(rows, 64, 4, family) for rows in (1, 10**6)}) == 1
+        assert len({forward_tile(rows, 64, 4, family) for rows in (1, 10**6)}) == 1
 
 else:
     from rlkernel.kernels.reference import attention as reference
     from rlkernel.kernels.triton import attention as forward
     from rlkernel.kernels.triton import attention_backward as backward
-    from rlkernel.kernels.triton.attention import Tile, attention, attention_backward, paged_attention, store_kv_
+    from rlkernel.kernels.triton.attention import attention, attention_backward, paged_attention, store_kv_
+    from rlkernel.kernels.triton.attention_tiles import Tile
 
     pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
     by_dtype = pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from rlkernel.kernels.cuda import attention_prefill, driver
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import attention as anchor
 from rlkernel.kernels.triton import attention_backward as backward  # by its own name it would be taken for the op
-from rlkernel.kernels.triton import attention_pages, attention_splits, common, launch, matrix
+from rlkernel.kernels.triton import attention_pages, attention_splits, attention_tiles, common, launch, matrix
 from rlkernel.kernels.triton.launch import KNOWN
 
 if KNOWN:  # Gluon is no stable interface
@@ -206,7 +206,8 @@ def _gluon_bind(key: Key) -> Run:
 
 
 _MODULES = (
-    anchor, backward, attention_pages, attention_prefill, attention_splits, common, driver, launch, matrix, orders,
+    anchor, backward, attention_pages, attention_prefill, attention_splits, attention_tiles, common, driver, launch,
+    matrix, orders,
 )  # fmt: skip
 _SOURCES = (
     Path(__file__),

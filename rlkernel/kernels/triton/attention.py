@@ -1,14 +1,13 @@
 """attention forward on GPUs: one inner loop for packed and paged keys, prefill and decode, so all give the same bits.
 
 Contract: orders.py, `attention`. Rows of a tile are (position, head of the group) pairs; blocks of 64 keys and splits
-lie at absolute positions. Tiles are chosen such that a row's sum keeps its order (`forward_tile`). Long prefill on
+lie at absolute positions. Tiles are chosen such that a row's sum keeps its order: `attention_tiles.py`. Long prefill on
 Hopper has kernels of its own, with these bits: `cuda/attention.py`, whose anchor is `prefill`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 import triton
@@ -31,6 +30,7 @@ from rlkernel.kernels.triton.attention_splits import (
     seen_from,
     span_of,
 )
+from rlkernel.kernels.triton.attention_tiles import Tile, forward_tile
 from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
@@ -309,19 +309,8 @@ def attention_kernel(
         tl.store(out + at, o.to(out.dtype.element_ty), mask=held)
 
 
-# ---- tiles ---------------------------------------------------------------------------------------
+# ---- limits --------------------------------------------------------------------------------------
 
-
-class Tile(NamedTuple):
-    """Rows of a program, warps, pipeline stages, and whether the copy engine fetches packed keys where it can."""
-
-    rows: int
-    warps: int
-    stages: int
-    tma: bool = True
-
-
-DECODE_ROWS = 16
 # From so many queries and keys on, pages are laid in a row first, where the copy engine can fetch them.
 GATHER_QUERIES, GATHER_KEYS = 512, 4096
 SCRATCH_BYTES = 1 << 29  # what a call takes beside its results at most: `scratch_bytes`
@@ -329,28 +318,6 @@ GROUPS_ROWS = 1024  # of the longest sequence: from so many on, Hopper's own ker
 INT32 = (1 << 31) - 1
 MERGE_GRID = 1024  # programs of a merge at most, one a query at least: in most decode steps nothing is to merge
 PARTIAL_GRID = 4096  # programs of a decode step at most, two a sequence and key head at least: idle ones cost time too
-
-
-def forward_tile(rows: int, d: int, element_size: int, family: str) -> Tile:
-    """Tile for sequences of at most `rows` rows.
-
-    Tiles that keep one row's sum in one warp, in the same lanes, agree to the bit: (16, 1), (64, 4) and (128, 8) on
-    Hopper. mma.sync spreads a row over warps where the tile is wider than tall. Where a family's tiles lay rows out
-    differently, or nobody has measured that they agree, one tile serves prefill and decode alike. A decode step on
-    Hopper wastes most rows of its tile, but has four warps to fetch keys, and its products read them in place.
-    """
-    if element_size == 4:
-        return Tile(16, 4, 1)
-    if family == "blackwell":
-        return Tile(128, 8, 2)
-    if family == "amd" or (family == "ampere" and d > 128):
-        return Tile(64, 4, 2)
-    if family == "ampere" and rows <= DECODE_ROWS:
-        return Tile(DECODE_ROWS, 1, 2)
-    deep = 3 if d <= 128 else 2
-    if d > 128 or (rows <= 64 and (d <= 64 or family == "hopper")):
-        return Tile(64, 4, deep)
-    return Tile(128, 8, deep)
 
 
 # ---- launchers -----------------------------------------------------------------------------------
