@@ -50,18 +50,21 @@ struct Library {
 Library lt;
 std::mutex mutex;
 thread_local char message[512] = "";
+thread_local int32_t status_met = 0;
 
 void fail(const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
   std::vsnprintf(message, sizeof message, format, arguments);
   va_end(arguments);
+  status_met = 0;
 }
 
 bool ok(cublasStatus_t status, const char* call) {
   if (status == CUBLAS_STATUS_SUCCESS) return true;
   const char* text = lt.cublasLtGetStatusString ? lt.cublasLtGetStatusString(status) : nullptr;
   fail("%s: %s (status %d)", call, text ? text : "unknown status", static_cast<int>(status));
+  status_met = static_cast<int32_t>(status);
   return false;
 }
 
@@ -257,6 +260,9 @@ bool choose(Plan& plan, int64_t most_workspace) {
 
 // What the last failed call of this thread says.
 RLK_EXPORT const char* rlk_lt_error() { return message; }
+
+// The status with which cuBLASLt failed there; 0 where it was not cuBLASLt that did.
+RLK_EXPORT int32_t rlk_lt_status() { return status_met; }
 
 // Finds cuBLASLt's functions in the library at `path`. 0: done, 1: see rlk_lt_error.
 RLK_EXPORT int32_t rlk_lt_open(const char* path) {

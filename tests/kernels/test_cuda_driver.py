@@ -286,15 +286,17 @@ def test_a_librarys_failure_says_what_is_wrong_with_its_stream(
     assert said in str(raised.value) and schedule.is_circumstance(raised.value) == bool(said)
 
 
-@pytest.mark.parametrize("said,refused", (("not supported (status 15)", True), ("allocation failed (status 3)", False)))
+@pytest.mark.parametrize(
+    "status,said,refused",
+    ((15, "not supported (status 15)", True), (3, "allocation failed (status 3)", False), (0, "splits K", True)),
+)
 def test_trouble_of_cublaslt_is_no_word_on_an_algorithm(
-    said: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+    status: int, said: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has it then, but the next process asks again."""
-    assert '"%s: %s (status %d)"' in (build.source_dir() / "cuda" / cublaslt.SOURCE).read_text(), "what `plan` reads"
     monkeypatch.setattr(cublaslt, "unavailable", lambda: None)
-    text = f"cublasLtMatmulAlgoCheck: {said}".encode()
-    monkeypatch.setattr(cublaslt, "_function", lambda name, *_: lambda *_: text if "error" in name else None)
+    says = {"rlk_lt_error": f"cublasLtMatmulAlgoCheck: {said}".encode(), "rlk_lt_status": status, "rlk_lt_plan": None}
+    monkeypatch.setattr(cublaslt, "_function", lambda name, *_: lambda *_: says[name])
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     with pytest.raises(RuntimeError, match=re.escape(said)) as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -115,10 +114,8 @@ def plan(
             settings, MOST_WORKSPACE,
         )  # fmt: skip
     if not handle:
-        why = _error()
-        status = re.search(r"\(status (\d+)\)$", why)
-        kind = LaunchError if status and int(status[1]) in TROUBLE else RuntimeError
-        raise kind(f"cuBLASLt, [{m}, {k}] x [{k}, {n}], batch {batch}, {dtype} to {out}: {why}")
+        kind = LaunchError if _function("rlk_lt_status", _I)() in TROUBLE else RuntimeError
+        raise kind(f"cuBLASLt, [{m}, {k}] x [{k}, {n}], batch {batch}, {dtype} to {out}: {_error()}")
     text = _function("rlk_lt_describe", ctypes.c_char_p, _P)(handle).decode()
     return Plan(handle, _function("rlk_lt_workspace", _L, _P)(handle), text)
 
