@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,25 @@ def test_sanitizer_calls_run() -> None:
         assert name
 
 
+def run_with(
+    start: Callable[..., tuple[str, int | None, float]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    capability: tuple[int, int] = (9, 0),
+) -> tuple[int, dict[str, Any]]:
+    """Exit status and result file of the runner, whose processes `start` plays."""
+    monkeypatch.setattr(sanitize, "start", start)
+    monkeypatch.setattr(sanitize, "sanitizer", lambda: "compute-sanitizer")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", *arguments])
+    monkeypatch.setenv("RLKERNEL_RESULTS", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    status = sanitize.main()
+    return status, json.loads((tmp_path / "some-gpu" / "sanitize.json").read_text())
+
+
 def sanitizer_run(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -140,15 +161,7 @@ def sanitizer_run(
         found = seen.get(given[-1], "3" if given[0] == "--plant" else "0")
         return f"========= ERROR SUMMARY: {found} errors", 0, 1.0
 
-    monkeypatch.setattr(sanitize, "start", start)
-    monkeypatch.setattr(sanitize, "sanitizer", lambda: "compute-sanitizer")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(sys, "argv", ["sanitize.py", *arguments])
-    monkeypatch.setenv("RLKERNEL_RESULTS", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    status = sanitize.main()
-    return status, json.loads((tmp_path / "some-gpu" / "sanitize.json").read_text())
+    return run_with(start, monkeypatch, tmp_path, arguments, capability)
 
 
 def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,6 +192,43 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     status, data = run({}, kernels=["rope_kernel"])
     assert status == 1 and "gemm_kernel" in data["not_launched"], "kernels that no call launches"
     assert run({}, kernels=["rope_kernel"], arguments=["--only", "pointwise"])[0] == 0
+
+
+def test_a_call_without_a_verdict_is_tried_once_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One with errors is not, and a second try without a verdict is the last."""
+    pytest.importorskip("triton")
+    tries: list[tuple[str, str]] = []
+    seen = {"rope": "2"}
+
+    def start(given: list[str], limit: float, tool: tuple[str, ...] = ()) -> tuple[str, int | None, float]:
+        if not tool:
+            return sanitize.RAN + json.dumps({"kernels": [], "schedules": []}), 0, 1.0
+        tries.append((tool[2], given[-1]))
+        again = tries.count(tries[-1]) > 1
+        if (tries[-1] == ("memcheck", "linear") and not again) or tries[-1] == ("racecheck", "linear"):
+            return "========= Error: No attachable process found", None if again else 1, 1.0
+        return f"========= ERROR SUMMARY: {seen.get(given[-1], '3' if given[0] == '--plant' else '0')} errors", 0, 1.0
+
+    status, data = run_with(start, monkeypatch, tmp_path, ["--only", "linear", "rope"])
+    assert status == 1 and not data["passed"]
+    found = {(row["tool"], row["what"]): (row["errors"], row.get("tries")) for row in data["rows"]}
+    assert found["memcheck", "linear"] == (0, 2) and found["racecheck", "linear"] == (None, 2)
+    assert found["initcheck", "linear"] == (0, None) and found["memcheck", "rope"] == (2, None)
+    assert tries.count(("racecheck", "linear")) == 2 and tries.count(("memcheck", "rope")) == 1
+
+
+def test_what_a_tool_started_ends_with_it(tmp_path: Path) -> None:
+    """A tool that hangs is ended, and so is the process under it."""
+    alive = tmp_path / "pid"
+    tool = ("sh", "-c", f"sleep 600 & echo $! > {alive}; echo started; wait", "tool")
+    output, status, seconds = sanitize.start(["x"], 2.0, tool)
+    assert (output, status) == ("started\n", None) and seconds < 60
+    state = Path(f"/proc/{alive.read_text().strip()}/stat")
+    for _ in range(100):  # a killed process lasts until its parent has asked for it
+        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] in "ZX":
+            return
+        time.sleep(0.05)
+    raise AssertionError("still alive")
 
 
 def test_the_sanitizers_calls_reach_every_schedule_of_linear(monkeypatch: pytest.MonkeyPatch) -> None:
