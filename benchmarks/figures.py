@@ -78,7 +78,7 @@ def figures(folder: Path) -> list[Row]:
             lines.append(_line(f"linear, {what}, {kind}", "torch's cuBLAS", f">= {low}x of its speed", found,
                                lambda row: row["ratio"], lambda v, low=low: v >= low))  # fmt: skip
 
-    lines.append(_line("dispatch of a warm call", "", "< 1 us", _rows(folder, "bench_dispatch"),
+    lines.append(_line("dispatch of a warm call (the dispatcher alone)", "", "< 1 us", _rows(folder, "bench_dispatch"),
                        lambda row: row["ours_ms"] * 1e3, lambda v: v < 1.0, " us"))  # fmt: skip
 
     rows = _rows(folder, "bench_attention")

@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "hardware": "h",
     "contract": "c",
     "kernel_sha": "s",
+    "commit": "abc1234",
     "date": "2026-01-01",
     "command": "x",
 }
@@ -63,7 +64,7 @@ def test_sums_keep_controls_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     counts = {"tests": 5, "failures": 1, "errors": 0, "skipped": 1}
     text = tables.sums(result(tmp_path, "test_gpu", rows, pytest=counts))
     assert "| rlkernel | 2 | 4 | 20 | 0 | 0 |" in text and "| control: stock ops | 1 | 2 | 10 | 9 | 0.5 |" in text
-    assert "3 passed, 1 failed, 1 skipped" in text
+    assert "pytest at abc1234: 3 passed, 1 failed, 1 skipped" in text
 
 
 def test_sums_are_of_what_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

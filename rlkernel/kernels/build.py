@@ -150,11 +150,16 @@ def _arch_flag() -> str:
 
 @functools.cache
 def _machine(cxx: str) -> str:
-    """What `-march=native` means here; a home directory shared by two kinds of CPU must not share a build."""
-    probe = subprocess.run(
-        [*shlex.split(cxx), _arch_flag(), "-dM", "-E", "-x", "c++", "/dev/null"], capture_output=True, text=True
-    )
-    return probe.stdout
+    """What `-march=native` means here; a home directory shared by two kinds of CPU must not share a build.
+
+    Raises:
+        BuildError: the compiler is no program of this machine.
+    """
+    command = [*shlex.split(cxx), _arch_flag(), "-dM", "-E", "-x", "c++", "/dev/null"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
+    except OSError as error:
+        raise BuildError(f"the C++ compiler {cxx!r} does not start: {error.strerror}; correct or unset CXX") from error
 
 
 def fingerprint(sources: list[Path], cxx: str, *more: str) -> str:

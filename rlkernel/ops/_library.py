@@ -370,6 +370,8 @@ def check_number(op: str, name: str, value: Any, expected: str, least: float = L
     The kernels compute in fp32: a number beyond its largest would be infinite there, one below its least zero.
     """
     try:
+        if isinstance(value, bool):  # would pass for 0 or 1
+            raise TypeError
         fits = least <= value <= most
     except (TypeError, RuntimeError):  # RuntimeError: a tensor of several numbers
         raise TypeError(f"{op}: {name}={value!r} is no number; it must be {expected}") from None
@@ -378,13 +380,22 @@ def check_number(op: str, name: str, value: Any, expected: str, least: float = L
     return float(value)
 
 
+def check_flag(op: str, name: str, value: Any) -> None:
+    """Raises TypeError unless the argument `name` is True or False: a text, "no" among them, would pass for True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name}={value!r} must be True or False")
+
+
 def check_whole(op: str, name: str, value: Any, expected: str, least: int, most: int) -> int:
     """The argument `name` as an int; ValueError unless it lies in [least, most], TypeError where it is not whole."""
+    flag = isinstance(value, bool)
     symbolic = isinstance(value, torch.SymInt) or (isinstance(value, int) and torch.compiler.is_compiling())
     number: int = value
-    if symbolic:  # its range may not be known
+    if symbolic and not flag:  # its range may not be known
         return number
     try:
+        if flag:  # would pass for 0 or 1
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{op}: {name}={value!r} is no whole number; it must be {expected}") from None

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import _PLAIN, check, check_number, define, is_stock
+from rlkernel.ops._library import _PLAIN, check, check_flag, check_number, define, is_stock
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
@@ -106,7 +106,7 @@ def adamw_(
         ValueError: lists, shapes, devices or numbers do not fit, or memory that is written is shared; the message names
             list and index. Nothing is written then.
         TypeError: a dtype does not fit, or what must be a tensor is none (a gradient that is None), or has no memory of
-            its own (a DTensor).
+            its own (a DTensor), or zero_grad is not True or False.
 
     Source:
         Loshchilov and Hutter, arXiv:1711.05101.
@@ -150,6 +150,7 @@ def checked(
         masters = params
     else:
         _check_lists("adamw_", masters=masters)
+    check_flag("adamw_", "zero_grad", zero_grad)
     lr = check_number("adamw_", "lr", lr, "finite in float32 and at least 0", 0.0)
     try:
         fits = len(betas) == 2 and all(0 <= b < 1 for b in betas)
@@ -160,7 +161,7 @@ def checked(
     eps = check_number("adamw_", "eps", eps, expected)
     weight_decay = check_number("adamw_", "weight_decay", weight_decay, "finite in float32 and at least 0", 0.0)
     check(
-        isinstance(step, int) and 1 <= step < 1 << 63,
+        isinstance(step, int) and not isinstance(step, bool) and 1 <= step < 1 << 63,
         lambda: f"adamw_: step={step!r} must be a whole number of at least 1, the first update",
     )
     _check_tensors("adamw_", "params", params[:1])

@@ -73,7 +73,7 @@ _linear = define(
 
 def _check_chunks(name: str, p: int, size: int) -> None:
     check(
-        isinstance(p, int) and p >= 1 and p & (p - 1) == 0 and size % p == 0,
+        isinstance(p, int) and not isinstance(p, bool) and p >= 1 and p & (p - 1) == 0 and size % p == 0,
         lambda: f"linear: {name}={p!r} must be a power of two that divides {size}",
     )
 

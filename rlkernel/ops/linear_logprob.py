@@ -21,6 +21,7 @@ from rlkernel.ops._library import (
     adding,
     asked,
     check,
+    check_flag,
     check_float,
     check_number,
     define,
@@ -153,7 +154,7 @@ def linear_logprob(
     Raises:
         ValueError: shapes, dtypes or temperatures do not fit, V is not in [1, 2^23), or keep_bytes is negative
             or a fraction; the message names it.
-        TypeError: an argument is no tensor, or hidden of another dtype than these.
+        TypeError: an argument is no tensor, hidden of another dtype than these, or keep_probs not True or False.
         IndexError: a target outside the vocabulary (CPU).
         RuntimeError: temperature asks for a gradient.
     """
@@ -175,6 +176,7 @@ def linear_logprob(
     check_vocabulary("linear_logprob", "weight", v)
     check_targets("linear_logprob", targets, t)
     check_kept("linear_logprob", kept, t, v)
+    check_flag("linear_logprob", "keep_probs", keep_probs)
     expected = "a whole number of at least 0, or inf, which keeps all"
     check_number("linear_logprob", "keep_bytes", keep_bytes, expected, 0, math.inf)
     check(

@@ -298,8 +298,6 @@ def _check_vector(name: str, x: Tensor, shape: Any, dtype: torch.dtype, device: 
 
 def _checked_length(value: Any) -> int:
     expected = f"a whole number of tokens from 1 to {LONGEST}, or None"
-    if isinstance(value, bool):
-        raise TypeError(f"policy_loss: max_completion_length={value} is no number of tokens; it must be {expected}")
     length = check_whole("policy_loss", "max_completion_length", value, expected, 1, LONGEST)
     # compiled, check_whole takes every int for a symbol; dynamo may compile it alone, so its range is looked at in both
     if torch.compiler.is_compiling() or isinstance(length, torch.SymInt):

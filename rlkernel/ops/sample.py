@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_optional, check_tensors, define, is_stock
+from rlkernel.ops._library import check, check_flag, check_optional, check_tensors, define, is_stock
 from rlkernel.ops.kept import kept_words
 from rlkernel.ops.logprob import _logprob, check_vocabulary
 
@@ -74,7 +74,7 @@ def sample(
     Raises:
         ValueError: shapes, dtypes, temperatures or filters do not fit, V is 0, or a row of logits has a NaN or +inf or
             nothing but -inf; the message names the argument and the row.
-        TypeError: an argument is no tensor.
+        TypeError: an argument is no tensor, or return_kept not True or False.
 
     Source: Gumbel-max trick: Maddison, Tarlow and Minka, A* Sampling, 2014.
     """
@@ -100,6 +100,7 @@ def sample(
                 f"sample: {name} is {tuple(value.shape)} {value.dtype}; expected [B={b}] {dtype}"
             ),
         )
+    check_flag("sample", "return_kept", return_kept)
     if is_stock():
         tokens, logp, mask = stock.sample(logits, temperature, top_k, top_p, min_p)
         return Sample(tokens, logp, mask if return_kept else None)

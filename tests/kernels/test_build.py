@@ -229,6 +229,15 @@ def test_cxx_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         build.build_cpu()
 
 
+def test_cxx_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "g++"
+    broken.write_bytes(b"\x7fELF and no more")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(BuildError, match=r"C\+\+ compiler '.*g\+\+' does not start: .*; correct or unset CXX"):
+        build.build_cpu()
+
+
 def test_command_line_says_it_in_one_line(tmp_path: Path) -> None:
     code = "import sys; from rlkernel.cli.main import main; sys.exit(main(['doctor']))"
     done = run(code, RLKERNEL_CACHE=str(tmp_path), CXX="/nowhere/g++")

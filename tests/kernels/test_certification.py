@@ -34,7 +34,7 @@ from rlkernel.kernels import build, certification, schedule
 from rlkernel.kernels.certification import Family, Schedule, values
 from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.verdicts import ANCHOR, FORMAT
+from rlkernel.kernels.verdicts import _FIRST, ANCHOR, FORMAT
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -154,6 +154,7 @@ DAMAGE: dict[str, str | Callable[[dict[str, Any]], object]] = {
     "reason": trial(reason=["a"], passing="run"), "passing": trial(passing=None),
     "first": trial(first={"kind": "wide"}),
     "certified": trial(certified=1), "more": trial(other=1), "anchor": lambda data: data.update(anchor_ms=None),
+    "no time": trial(ms=None), "differs": trial(first=dict.fromkeys(_FIRST, 0)),
     "few": trial(least=0), "ms true": trial(ms=True), "ms nan": trial(ms=math.nan), "ms huge": trial(ms=10**400),
     "ms below": trial(ms=-1.0), "ms inf": trial(ms=math.inf), "seed inf": lambda data: data.update(seed=1e999),
     "seed": lambda data: data.update(seed=1 << 80), "seed half": lambda data: data.update(seed=0.5),

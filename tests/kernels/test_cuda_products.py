@@ -261,6 +261,28 @@ def test_chunks_side_by_side_without_memory_are_a_launch_refused(monkeypatch: py
     assert schedule.is_circumstance(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    (((4, 5, 48), "4 partial sums"), ((2, 5, 48), "sums of partial sums"), ((5, 24), "a head's")),
+)
+def test_sums_of_linear_without_memory_are_a_launch_refused(
+    missing: tuple[int, ...], message: str, asked: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The anchor may add them in registers, and goes without."""
+    empty = torch.empty
+    refuse = lambda size, *rest, **how: (no_memory if tuple(size) == missing else empty)(size, *rest, **how)
+    monkeypatch.setattr(shapes, "DGRAD_WHOLE", 64)
+    monkeypatch.setattr(cuda, "DGRAD_CHUNK", 32)
+    monkeypatch.setattr(cuda.anchor, "fold_partials", lambda *_: refuse((2, 5, 48)))
+    x, w, dy, head = (whole_numbers(*size) for size in ((5, 64), (48, 64), (5, 80), (80, 24)))
+    product, _ = cuda._product(shapes.shape_of((0, *shapes.linear_key(x, w, None, 4, 1, None)[1:])), 0)
+    onto, _ = cuda._head(shapes.shape_of((0, *shapes.dgrad_key(dy, head, 1)[1:])), 0)
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(LaunchError, match=f"no memory for .*{message}.*: CUDA out of memory") as raised:
+        onto(dy, head) if len(missing) == 2 else product(x, w)
+    assert schedule.is_circumstance(raised.value)
+
+
 @pytest.mark.parametrize("vocab", (40, 256, 300, 904, 901))
 @pytest.mark.parametrize("tokens", (5, 8, 9, 20))
 @pytest.mark.parametrize(("main", "kept"), ((True, 0), (False, 0), (True, 512)))

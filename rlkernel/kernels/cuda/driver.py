@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,19 @@ def _call(name: str, *args: Any) -> None:
     code = getattr(_cuda(), name)(*args)
     if code:
         raise LaunchError(f"{name} failed: {_text(code)}")
+
+
+@contextlib.contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Around an allocation without which a kernel cannot be launched, before it has written anything for the caller.
+
+    Raises:
+        LaunchError: there is no memory. The anchor may go without it, and runs then.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise LaunchError(f"no memory for {what}: {error}") from error
 
 
 def fault_of(stream: int) -> str:

@@ -171,13 +171,17 @@ def _product(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], s
                 out = torch.empty((m, n), dtype=out_dtype, device=a.device)
             if (a_at | weight_at) & 15:
                 return anchor.gemm(a, weight.t() if b_by_n else weight, out, bias=bias, chunks=s.chunks)
-            target = torch.empty((s.chunks, m, n), dtype=partial, device=a.device) if split else out
+            target = out
+            if split:
+                with driver.memory_for(f"{s.chunks} partial sums"):
+                    target = torch.empty((s.chunks, m, n), dtype=partial, device=a.device)
             if bias is not None:
                 bias = _placed(bias)
             added = bias.to(out_dtype) if in_epilogue and bias is not None else None
             launch(m, span, a_at, weight_at, None if added is None else added.data_ptr(), False, target)
             while target is not out:
-                target = anchor.fold_partials(target, bias, out)
+                with driver.memory_for("sums of partial sums"):
+                    target = anchor.fold_partials(target, bias, out)
         return out
 
     return _in_pieces(s, run), chosen.algorithm
@@ -196,7 +200,8 @@ def _head(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], str]
             out = torch.empty((m, n), dtype=s.out, device=dy.device) if out is None else out
             return linear_grad.ascending(dy, weight, out, DGRAD_CHUNK)
         with common.on_device(dy):
-            total = torch.empty((m, n), dtype=torch.float32, device=dy.device)
+            with driver.memory_for("the fp32 sum of a head's chunks"):
+                total = torch.empty((m, n), dtype=torch.float32, device=dy.device)
             for first in range(0, s.k, DGRAD_CHUNK):
                 k = min(DGRAD_CHUNK, s.k - first)
                 launch(m, k, a + first * size, b + first * n * size, None, first > 0, total)

@@ -17,7 +17,6 @@ from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK
 from rlkernel.kernels import build
 from rlkernel.kernels.cuda import driver
 from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
-from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton.linear_grad import ascend
@@ -137,10 +136,8 @@ def dhidden_block(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, acti
         )  # fmt: skip
         if parts == 1:
             return launch(sum=running, fresh=fresh)
-        try:
+        with driver.memory_for(f"the sums of {parts} chunks"):
             sums = torch.empty(parts, *running.shape, dtype=torch.float32, device=dz.device)
-        except torch.OutOfMemoryError as error:  # nothing is written yet, and the anchor goes without
-            raise LaunchError(f"no memory for the sums of {parts} chunks: {error}") from error
         launch(sum=sums, fresh=True)
         ascend(sums, None if fresh else running, running)
 

@@ -1,0 +1,54 @@
+"""Flags are True or False, and neither is a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rlkernel import ops
+
+X, W = torch.randn(3, 8), torch.randn(16, 8)
+TARGETS, ROW, IDS = torch.tensor([1, 0, 2]), torch.ones(3), torch.arange(3)
+
+
+def adamw(**options: object) -> None:
+    lists = ([torch.zeros(2)] for _ in range(4))
+    ops.adamw_(*lists, **{"lr": 1e-3, "step": 1, **options})  # type: ignore[arg-type]
+
+
+CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "chunks": (lambda: ops.linear(X, W, chunks=True), ValueError, "linear: chunks=True must be a power of two"),
+    "step": (lambda: adamw(step=True), ValueError, "adamw_: step=True must be a whole number"),
+    "lr": (lambda: adamw(lr=True), TypeError, "adamw_: lr=True is no number"),
+    "zero_grad": (lambda: adamw(zero_grad="no"), TypeError, "adamw_: zero_grad='no' must be True or False"),
+    "temperature": (
+        lambda: ops.logprob(X, TARGETS, temperature=True), TypeError, "logprob: temperature=True is no number"
+    ),
+    "keep_probs": (
+        lambda: ops.linear_logprob(X, W, TARGETS, keep_probs="no"),  # type: ignore[arg-type]
+        TypeError, "linear_logprob: keep_probs='no' must be True or False",
+    ),
+    "keep_bytes": (
+        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=False), TypeError, "keep_bytes=False is no number"
+    ),
+    "return_kept": (
+        lambda: ops.sample(X, IDS, IDS, temperature=ROW, return_kept=1),  # type: ignore[arg-type]
+        TypeError, "sample: return_kept=1 must be True or False",
+    ),
+    "max_seqlen": (
+        lambda: ops.attention(
+            X[:, None], X[:, None], X[:, None], torch.tensor([0, 3], dtype=torch.int32), max_seqlen_q=True
+        ),
+        TypeError, "max_seqlen_q=True is no whole number",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CALLS.values(), ids=CALLS)
+def test_a_flag_is_no_number_and_a_text_no_flag(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()
