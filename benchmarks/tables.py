@@ -169,7 +169,8 @@ def sums(path: Path) -> str:
         "max abs diff",
     ]
     head, *rest = _source(data, path)
-    result = f"pytest at {data['commit']}: {passed} passed, {run['failures'] + run['errors']} failed, {run['skipped']} skipped."
+    failed = run["failures"] + run["errors"]
+    result = f"pytest at {data['commit']}: {passed} passed, {failed} failed, {run['skipped']} skipped."
     note = ["", COUNTED] if apart else []
     return "\n".join([*_markdown(columns, lines), *note, head, result, *rest]) + "\n"
 
