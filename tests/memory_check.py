@@ -49,12 +49,24 @@ class Programs:
         self.read = np.zeros(size, np.int32)
 
 
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements lie side by side, each in a place of its own."""
+    expected = 1
+    for s, n in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n > 1):
+        if s != expected:
+            return False
+        expected *= n
+    return True
+
+
 @functools.lru_cache(maxsize=1024)
 def elements_of(shape: tuple[int, ...], stride: tuple[int, ...], item: int) -> tuple[int, np.ndarray[Any, Any] | None]:
     """Bytes from a tensor's first to its last element, and which of them belong to elements, None for all."""
     if 0 in shape:
         return 0, None
     size = (sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1) * item
+    if is_dense(shape, stride):  # seen without a byte for each of theirs
+        return size, None
     held = np.zeros(size, bool)
     np.lib.stride_tricks.as_strided(held, (*shape, item), (*(s * item for s in stride), 1))[...] = True
     return size, None if held.all() else held

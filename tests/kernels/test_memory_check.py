@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 else:
     import triton
     import triton.language as tl
-    from memory_check import MemoryFault
+    from memory_check import MemoryFault, elements_of
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     @triton.jit
@@ -54,6 +54,13 @@ else:
 
     def copy(x: Tensor, y: Tensor, x_at: int = 0, y_at: int = 0, n: int = 6, programs: int = 1, step: int = 0) -> None:
         copy_kernel[(programs,)](x, y, x_at, y_at, n, BLOCK=step or 8, STEP=step)
+
+    def test_elements_lie_side_by_side_or_are_told_apart() -> None:
+        for shape, stride in (((3, 4), (4, 1)), ((3, 4), (1, 3)), ((1, 5), (9, 1)), ((4, 1, 2), (2, 7, 1)), ((), ())):
+            assert elements_of(shape, stride, 2)[1] is None
+        for shape, stride in (((3, 4), (5, 1)), ((4,), (2,)), ((2, 3), (5, 0)), ((2, 2), (1, 4))):
+            size, held = elements_of(shape, stride, 2)
+            assert held is not None and len(held) == size and not held.all()
 
     def halves() -> tuple[Tensor, Tensor]:
         """Of twelve numbers the six in the middle."""

@@ -1,0 +1,191 @@
+"""Offsets beyond 2^31 elements in Triton's interpreter: the last rows of tensors of gigabytes have their own bits.
+
+The tensors are memory that nobody has touched, so they cost addresses only; of a long axis of a grid the first and the
+last programs run. An offset that wraps at 32 bits leaves its tensor, which `memory_check` sees.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from triton_interpreter import run
+
+pytest.importorskip("triton")
+
+from kernels.interpreter_checks import whole
+
+from rlkernel.contract import assert_bitwise
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_in_the_interpreter() -> None:
+        run(__file__)
+
+else:
+    import memory_check
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from rlkernel.kernels.triton import (
+        adamw,
+        attention,
+        embedding,
+        linear,
+        linear_grad,
+        linear_logprob_backward,
+        qk_norm_rope,
+        rms_norm,
+        rope,
+        sample,
+        swiglu,
+    )
+
+    pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+    FAR = 1 << 31
+    LONG, ENDS = 160, 2  # programs of an axis, and how many of more run at either end
+    LAST = 4  # rows that hold numbers
+
+    def ends(*numbers: int) -> object:
+        """The interpreter's `range`, over the axes of a grid among others."""
+        if len(numbers) == 1 and numbers[0] > LONG:
+            return (*builtins.range(ENDS), *builtins.range(numbers[0] - ENDS, numbers[0]))
+        return builtins.range(*numbers)
+
+    @pytest.fixture(autouse=True)
+    def few_programs_and_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        monkeypatch.setattr(interpreter, "range", ends, raising=False)
+        monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)  # a CPU's are the kernel's
+        monkeypatch.setattr(memory_check.Launch, "meet", lambda *_: None)  # which counts by the byte
+
+    def half(*shape: int) -> Tensor:
+        return torch.randn(shape).half()
+
+    def rows(*last: Tensor) -> list[Tensor]:
+        """As many rows of each, which end in the given ones, and have more than 2^31 elements of any."""
+        count = FAR // min(t[0].numel() for t in last) + len(last[0])
+        far = [torch.empty(count, *t.shape[1:], dtype=t.dtype) for t in last]
+        for whole, end in zip(far, last, strict=True):
+            whole[-len(end) :] = end
+        return far
+
+    def same(op: Callable[..., Tensor | tuple[Tensor, ...]], *last: Tensor, what: str) -> None:
+        """`op` of far rows, the last of which are these, has the bits of `op` of the last alone."""
+        found, expected = op(*rows(*last)), op(*last)
+        pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else ((found, expected),)
+        for i, (ours, alone) in enumerate(pairs):
+            assert_bitwise(ours[-ENDS:], alone[-ENDS:], f"{what}, result {i}")
+
+    @triton.jit
+    def wrapping_kernel(x, out, C: tl.constexpr):
+        at = tl.program_id(0) * C + tl.arange(0, C)
+        tl.store(out + at, tl.load(x + at))
+
+    def test_control_an_offset_of_32_bits_is_seen() -> None:
+        (x,) = rows(half(LAST, 1024))
+        with pytest.raises(memory_check.MemoryFault, match=r"wrapping_kernel.* in front of it"):
+            wrapping_kernel[(len(x),)](x, torch.empty_like(x), C=1024)
+
+    def test_rms_norm() -> None:
+        x, r, dy, weight = half(LAST, 1024), half(LAST, 1024), half(LAST, 1024), half(1024)
+        same(lambda x: rms_norm.rms_norm(x, weight, 1e-6), x, what="forward")
+        same(lambda x, r: rms_norm.add_rms_norm(x, r, weight, 1e-6), x, r, what="with residual")
+        same(lambda dy, dr, x: rms_norm.rms_norm_dgrad(dy, dr, x, weight, 1e-6), dy, r, x, what="input gradient")
+        same(lambda dy, x: rms_norm.gradients(dy, None, x, weight, 1e-6)[0], dy, x, what="both gradients")
+
+    def test_swiglu() -> None:
+        same(swiglu.swiglu, half(LAST, 2 * 512), what="forward")
+        same(swiglu.swiglu_grad, half(LAST, 512), half(LAST, 2 * 512), what="gradient")
+
+    def test_rope() -> None:
+        """Far tokens, and positions far down the table."""
+        (table,), norms = rows(torch.randn(LAST, 64)), (half(64), half(64))
+        at = lambda q: torch.cat((torch.zeros(len(q) - LAST, dtype=torch.int64), len(table) - 1 - torch.arange(LAST)))
+        q, k = half(LAST, 16, 64), half(LAST, 16, 64)
+        same(lambda q, k: rope.rope(q, k, at(q), table, False), q, k, what="rope")
+        same(lambda q, k: qk_norm_rope.qk_norm_rope(q, k, *norms, 1e-6, at(q), table), q, k, what="qk_norm_rope")
+
+    def test_embedding_gradient() -> None:
+        """Far rows of the gradient, of ids that come once and twice, from far tokens."""
+        tokens, c = 256, FAR // 250 // 512 * 512
+        ids = torch.arange(tokens)
+        ids[-3:] = torch.tensor([298, 299, 299])
+        dy, grad = torch.empty(tokens, c, dtype=torch.float16), torch.empty(300, c)
+        dy[:, -8:], grad[298:, -8:] = whole(1, tokens, 8, dtype=torch.float16), 0.0
+        embedding.embedding_wgrad_(grad, dy, ids)
+        assert_bitwise(grad[298, -8:], dy[-3, -8:].float(), "once")
+        assert_bitwise(grad[299, -8:], dy[-2:, -8:].float().sum(0), "twice")
+
+    def test_linear() -> None:
+        """Far rows of operands and results; whole numbers, as tiles differ with the number of rows."""
+        w, x = whole(2, 64, 64, dtype=torch.float16), whole(3, LAST, 64, dtype=torch.float16)
+        same(lambda x: linear.linear(x, w, w[0], 1, 1, None), x, what="forward")
+        same(lambda x: linear.linear(x, w.float(), None, 1, 1, None), x.float(), what="without the copy engine")
+        same(lambda x: linear.linear(x, w, None, 4, 1, None), x, what="chunks")
+        same(lambda dy: linear.linear_dgrad(dy, w, 1), x, what="input gradient")
+        same(lambda a: linear_grad.ascending(a, w, torch.empty(len(a), 64), 16), x, what="ascending")
+
+    def test_weight_gradient() -> None:
+        """Far rows of the gradient; a far chunk of tokens has few tokens more."""
+        dy, x = torch.zeros(16, FAR // 2048 + 64, dtype=torch.float16), whole(4, 16, 2048, dtype=torch.float16)
+        dy[:, -4:] = whole(5, 16, 4, dtype=torch.float16)
+        grad = torch.empty(dy.shape[1], 2048)
+        grad[-4:, -16:] = 1.0
+        linear_grad.wgrad_(grad, dy, x, False)
+        assert_bitwise(grad[-4:, -16:], (dy[:, -4:].float().T @ x.float())[:, -16:] + 1, "weight gradient")
+
+    def test_rows_of_linear_logprob() -> None:
+        """Sorted hidden states, and the way back of their gradients."""
+        hidden, back = half(LAST, 1024), torch.randn(LAST, 1024)
+        order = lambda x: (torch.arange(len(x)) % linear_logprob_backward.WGRAD_TOKENS).int()
+        out = lambda x: torch.empty(x.shape, dtype=torch.float16)
+        far, totals = rows(hidden, back)
+        found = linear_logprob_backward.gather(far, order(far), out(far))
+        assert_bitwise(found[-ENDS:], hidden[-ENDS:], "gather")
+        linear_logprob_backward.scatter(totals, order(totals), to := out(totals))
+        assert_bitwise(to[-ENDS:], back[-ENDS:].half(), "scatter")
+
+    @pytest.mark.parametrize("filtered", (False, True))
+    def test_sample(filtered: bool) -> None:
+        def tokens(logits: Tensor) -> Tensor:
+            ids, ones = torch.arange(len(logits)) - len(logits), torch.ones(len(logits))
+            filters = (ones.int() * 50, ones * 0.9, ones * 0.01) if filtered else (None, None, None)
+            return sample.sample(logits, ids, ids, ones, *filters)[0]
+
+        same(tokens, torch.randn(LAST, 1024), what="tokens")
+
+    @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=("copy engine", "without"))
+    def test_attention(dtype: torch.dtype) -> None:
+        """The last sequences of a batch of many, forward, backward, and slots of a cache."""
+        lens, h, d = (20, 12), 16, 64
+        last = [torch.randn(sum(lens), h, d).to(dtype) for _ in range(4)]
+
+        def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            first = len(q) - sum(lens)
+            at = torch.tensor([first, first + lens[0], len(q)], dtype=torch.int32)
+            out, lse = attention.attention(q, k, v, at, at, max(lens), max(lens), d**-0.5, None, 2048)
+            given = (dout, q, k, v, out, lse, at, at, max(lens), max(lens), d**-0.5, None)
+            return (out, lse, *attention.attention_backward(*given))
+
+        same(gradients, *last, what="attention")
+
+        def stored(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            caches = [torch.empty(-(-len(k) // 16), 16, h, d, dtype=k.dtype) for _ in range(2)]
+            attention.store_kv_(*caches, k, v, torch.arange(len(k)))
+            return tuple(c.view(-1, h, d)[: len(k)] for c in caches)
+
+        same(stored, *last[2:], what="cache")
+
+    def test_adamw() -> None:
+        def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+            w, g, m, v = tensors
+            adamw.adamw_([w], [g], [m], [v], [], None, 1e-3, 0.9, 0.99, 1e-8, 0.1, 3, True)
+            return tensors
+
+        same(step, *(torch.rand(4096, 1) for _ in range(4)), what="adamw")
