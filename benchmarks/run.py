@@ -8,72 +8,24 @@ figures to reach are printed, of this machine's results.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import itertools
 import os
 import queue
 import shlex
-import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from processes import Groups, exit_on_signals, pool_of
+
 LOGS = HERE.parent / "build" / "benchmarks"
 OWN_FILES = ("vllm", "vllm_exact")
 """Benchmarks whose result file is named after some of their arguments, by `result_name` of their own."""
-
-
-class Groups:
-    """Processes, each the head of a group of its own: what it started ends with it, engines and trainers too."""
-
-    def __init__(self) -> None:
-        self.lock, self.running, self.over = threading.Lock(), set[subprocess.Popen[bytes]](), False
-
-    def run(self, command: list[str], limit: float | None, **options: Any) -> int:
-        """Exit status of a command. Raises TimeoutExpired once `limit` seconds have passed."""
-        with self.lock:
-            if self.over:
-                return -signal.SIGKILL
-            process = subprocess.Popen(command, start_new_session=True, **options)
-            self.running.add(process)
-        try:
-            self._wait(process, limit)
-        finally:
-            with self.lock:
-                self.running.discard(process)
-                self._end(process)  # also where it ended by itself: a crash leaves what it started behind
-            status = process.wait()
-        return status
-
-    def end(self) -> None:
-        """Ends them all; none is started afterwards."""
-        with self.lock:
-            self.over = True
-            for process in self.running:
-                self._end(process)
-
-    def _wait(self, process: subprocess.Popen[bytes], limit: float | None) -> None:
-        """Returns once it has ended, and leaves its status there: until that is taken, no other group has its number.
-
-        Raises TimeoutExpired.
-        """
-        until = None if limit is None else time.monotonic() + limit
-        now = 0 if until is None else os.WNOHANG
-        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | now) is None:
-            if until is not None and time.monotonic() >= until:
-                raise subprocess.TimeoutExpired(process.args, limit or 0.0)
-            time.sleep(0.05)
-
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        if process.returncode is None:  # not waited for: the number is still its own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def start(
@@ -167,25 +119,14 @@ def main() -> int:
         print(f"== {where}{time.perf_counter() - begin:.0f} s{wrong and f', {wrong}'}", flush=True)
         return wrong and f"{shlex.join(work[number])} ({wrong})"
 
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        try:
-            failed = [what for what in pool.map(run, range(len(work))) if what]
-        except BaseException:  # no signal of the keyboard's reaches them, and the pool waits for them
-            pool.shutdown(wait=False, cancel_futures=True)
-            groups.end()
-            raise
+    with pool_of(len(gpus), groups) as pool:
+        failed = [what for what in pool.map(run, range(len(work))) if what]
     subprocess.run([sys.executable, str(HERE / "figures.py"), "--here"])
     if failed:
         print(f"failed: {', '.join(failed)}")
     return int(bool(failed))
 
 
-def _stop(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _stop)
+    exit_on_signals()
     sys.exit(main())

@@ -15,18 +15,18 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
+from processes import Groups, exit_on_signals, pool_of
 from results_io import own_cache, write_result
 
 TRITON = Path(__file__).resolve().parent.parent / "rlkernel" / "kernels" / "triton"
@@ -399,6 +399,9 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or (str(toolkit) if toolkit.is_file() else None)
 
 
+groups = Groups()
+
+
 def start(arguments: list[str], limit: float, tool: tuple[str, ...] = ()) -> tuple[str, int | None, float]:
     """(output, exit status or None after `limit` seconds, seconds) of this script in a process, under a tool."""
     # Without torch's pool every tensor is an allocation of its own, and reading beyond one is seen.
@@ -406,19 +409,15 @@ def start(arguments: list[str], limit: float, tool: tuple[str, ...] = ()) -> tup
         **os.environ, **own_cache("sanitize"), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     begin = time.perf_counter()
-    process = subprocess.Popen(
-        [*tool, sys.executable, str(Path(__file__).resolve()), *arguments], env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=limit)
-        return output, process.returncode, time.perf_counter() - begin
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the process under the tool too, which would stay on the GPU
-        return process.communicate()[0], None, time.perf_counter() - begin
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+    command = [*tool, sys.executable, str(Path(__file__).resolve()), *arguments]
+    status = None
+    with tempfile.TemporaryFile("w+", errors="replace") as out:
+        # The process under the tool ends with it: it would stay on the GPU.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = groups.run(command, limit, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        seconds = time.perf_counter() - begin
+        out.seek(0)
+        return out.read(), status, seconds
 
 
 def races_in_cublas(output: str) -> int:
@@ -506,7 +505,7 @@ def main() -> int:
 
     names = args.only or list(calls("cpu", torch.float32, large=False))
     ran: dict[str, set[str]] = {"kernels": set(), "schedules": set()}
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with pool_of(args.jobs, groups) as pool:
         # Kernels compile outside of the tools, which would otherwise follow the compiler.
         for name, (output, status, seconds) in zip(
             names, pool.map(lambda name: start(["--calls", "--only", name], args.limit), names), strict=True
@@ -537,4 +536,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     sys.exit(main())

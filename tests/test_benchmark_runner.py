@@ -151,7 +151,8 @@ def test_a_benchmark_that_ends_by_itself_leaves_no_process(
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 def test_an_interrupted_run_leaves_no_process_and_starts_none(scripts: Path, number: int) -> None:
     (scripts / "bench_hangs.py").write_text(CHILD)
-    (scripts / "run.py").write_text(Path(run.__file__).read_text())
+    for name in ("run.py", "processes.py"):
+        (scripts / name).write_text(Path(run.__file__).with_name(name).read_text())
     command = [sys.executable, str(scripts / "run.py"), "hangs", "says"]
     process = subprocess.Popen(
         command, env={**os.environ, "CHILD": str(scripts / "child")}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

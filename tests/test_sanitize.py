@@ -220,9 +220,9 @@ def test_a_call_without_a_verdict_is_tried_once_more(monkeypatch: pytest.MonkeyP
 def test_what_a_tool_started_ends_with_it(tmp_path: Path) -> None:
     """A tool that hangs is ended, and so is the process under it."""
     alive = tmp_path / "pid"
-    tool = ("sh", "-c", f"sleep 600 & echo $! > {alive}; echo started; wait", "tool")
+    tool = ("sh", "-c", f"sleep 20 & echo $! > {alive}; echo started; wait", "tool")
     output, status, seconds = sanitize.start(["x"], 2.0, tool)
-    assert (output, status) == ("started\n", None) and seconds < 60
+    assert (output, status) == ("started\n", None) and seconds < 15
     state = Path(f"/proc/{alive.read_text().strip()}/stat")
     for _ in range(100):  # a killed process lasts until its parent has asked for it
         if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] in "ZX":

@@ -213,6 +213,7 @@ def token_logprobs(
 
     Raises:
         CallError, ValueError: an argument does not fit; the message names it.
+        TypeError: keep_probs or statistics is not True or False.
     """
     found = support.find_model(model)
     if "_rlkernel" not in found.model.__dict__:
@@ -225,6 +226,9 @@ def token_logprobs(
             f"token_logprobs: unknown argument {', '.join(unknown)}; its own are labels, targets, temperature, kept, "
             "keep_probs, statistics and rows"
         )
+    for name, flag in (("keep_probs", keep_probs), ("statistics", statistics)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"token_logprobs: {name}={flag!r} must be True or False")
     shape = forwards.shape_of(input_ids, inputs.get("inputs_embeds"))
     if targets is None:
         if labels is None and input_ids is None:

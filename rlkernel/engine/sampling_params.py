@@ -80,6 +80,7 @@ class SamplingParams:
                 "None or 0 <= seed < 2^64",
             ),
             ("stop", all(isinstance(s, str) and s for s in stop), "non-empty strings"),
+            *((flag, isinstance(getattr(self, flag), bool), "True or False") for flag in ("ignore_eos", "return_kept")),
             ("stop_token_ids", all(_integer(i) and i >= 0 for i in self.stop_token_ids), "integers >= 0"),
         )
         for name, right, expected in checks:

@@ -122,9 +122,13 @@ def compiler() -> str | None:
     """Command of the C++ compiler: `$CXX` (may hold options), else g++, else clang++; None where there is none.
 
     Raises:
-        BuildError: `$CXX` names a program that is not there; a user's word is not passed over in silence.
+        BuildError: `$CXX` names a program that is not there, or lacks a quote; a user's word is not passed over in
+            silence.
     """
-    asked = shlex.split(os.environ.get("CXX", ""))
+    try:
+        asked = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise BuildError(f"CXX={os.environ['CXX']!r}: {error}; correct or unset CXX") from error
     if asked:
         if shutil.which(asked[0]) is None:
             raise BuildError(f"CXX={os.environ['CXX']!r}: {asked[0]!r} is not a program here; correct or unset CXX")
@@ -287,7 +291,11 @@ def _run_ninja(work: Path, sources: list[Path], stem: Path, cxx: str, includes: 
         lines.append(f"build {objects[-1]}: compile {str(source).replace(' ', '$ ')}")
     lines += [f"build out.so: link {' '.join(objects)}", "default out.so", ""]
     (work / "build.ninja").write_text("\n".join(lines))
-    done = subprocess.run([_ninja(), "-C", str(work)], capture_output=True, text=True)
+    ninja = _ninja()
+    try:
+        done = subprocess.run([ninja, "-C", str(work)], capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise BuildError(f"{ninja} does not start: {error.strerror}; install ninja anew") from error
     log = stem.with_suffix(".log")
     log.write_text(done.stdout + done.stderr)
     if done.returncode != 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from importlib import import_module
@@ -51,6 +52,14 @@ def _says(error: Exception, texts: tuple[str, ...]) -> bool:
 def is_circumstance(error: Exception) -> bool:
     """Whether a call failed for what it met (a broken or another's graph capture, no memory) and not by itself."""
     return isinstance(error, torch.OutOfMemoryError) or _says(error, (*NO_MEMORY, *BROKEN))
+
+
+def release(error: BaseException) -> None:
+    """Frees what the frames of an error hold: a schedule's own memory is not to be in its anchor's way."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__
 
 
 def _is_off(name: str) -> bool:
@@ -129,7 +138,10 @@ class ScheduledOp:
         if new:  # raised, where warnings are errors, it would leave a sum behind that was added to in part
             with contextlib.suppress(*([RuntimeWarning] if finished or family.mutates else [])):
                 self._warn(key, what)
-        return None if finished else family.anchor(*args)
+        if finished:
+            return None
+        release(error)
+        return family.anchor(*args)
 
     def _warn(self, key: Key, what: str) -> None:
         shape = self.family.describe(key)
@@ -203,9 +215,9 @@ class ScheduledOp:
         family = self.family
         if (reason := certification.stale(family)) is not None:
             return self._without(key, reason)
-        wanted = identity(family, key)
-        found = read(verdict_path(wanted))
         try:
+            wanted = identity(family, key)
+            found = read(verdict_path(wanted))
             with current(family.device(key)), certification.beside_captures(family.device(key)):
                 bound = self._rebind(key, found) if found is not None and found.identity == wanted else None
                 if found is None or bound is None:

@@ -138,7 +138,7 @@ def read(path: Path | None) -> Verdict | None:
             if trial.certified and trial.least < LEAST:
                 raise ValueError(f"{trial.name} is certified by {trial.least} elements of a kind of values")
             if trial.certified and (trial.first is not None or trial.ms is None):
-                raise ValueError(f"{trial.name} is certified, differs in {trial.first} and takes {trial.ms} ms")
+                raise ValueError(f"{trial.name} is certified with first={trial.first} and ms={trial.ms}")
         identity = dict(data["identity"])
         _of_type(identity, {"op": str, "shape": dict})
         _of_type(data, {"rows": list, "kinds": list, "seed": int})

@@ -310,7 +310,11 @@ def stock(active: bool = True) -> Iterator[None]:
     """Inside the block every public op runs as plain torch (`--backend torch`): the control arm, not invariant.
 
     In every thread of the process, as autograd computes a checkpointed forward again in one of its own.
+
+    Raises:
+        TypeError: active is not True or False.
     """
+    check_flag("stock", "active", active)
     if active:
         _stock_blocks.append(True)
     try:
@@ -386,15 +390,19 @@ def check_flag(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name}={value!r} must be True or False")
 
 
+def is_whole(value: Any) -> bool:
+    """Whether a value is an int, and no bool, which would pass for 0 or 1."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
 def check_whole(op: str, name: str, value: Any, expected: str, least: int, most: int) -> int:
     """The argument `name` as an int; ValueError unless it lies in [least, most], TypeError where it is not whole."""
-    flag = isinstance(value, bool)
-    symbolic = isinstance(value, torch.SymInt) or (isinstance(value, int) and torch.compiler.is_compiling())
+    symbolic = isinstance(value, torch.SymInt) or (is_whole(value) and torch.compiler.is_compiling())
     number: int = value
-    if symbolic and not flag:  # its range may not be known
+    if symbolic:  # its range may not be known
         return number
     try:
-        if flag:  # would pass for 0 or 1
+        if isinstance(value, bool):  # would pass for 0 or 1
             raise TypeError
         number = operator.index(value)
     except TypeError:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import _PLAIN, check, check_flag, check_number, define, is_stock
+from rlkernel.ops._library import _PLAIN, check, check_flag, check_number, define, is_stock, is_whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
@@ -153,7 +153,7 @@ def checked(
     check_flag("adamw_", "zero_grad", zero_grad)
     lr = check_number("adamw_", "lr", lr, "finite in float32 and at least 0", 0.0)
     try:
-        fits = len(betas) == 2 and all(0 <= b < 1 for b in betas)
+        fits = len(betas) == 2 and all(not isinstance(b, bool) and 0 <= b < 1 for b in betas)
     except TypeError:
         raise TypeError(f"adamw_: betas={betas!r}; expected two numbers in [0, 1)") from None
     check(fits, lambda: f"adamw_: betas={betas} must be two numbers in [0, 1)")
@@ -161,7 +161,7 @@ def checked(
     eps = check_number("adamw_", "eps", eps, expected)
     weight_decay = check_number("adamw_", "weight_decay", weight_decay, "finite in float32 and at least 0", 0.0)
     check(
-        isinstance(step, int) and not isinstance(step, bool) and 1 <= step < 1 << 63,
+        is_whole(step) and 1 <= step < 1 << 63,
         lambda: f"adamw_: step={step!r} must be a whole number of at least 1, the first update",
     )
     _check_tensors("adamw_", "params", params[:1])

@@ -27,6 +27,7 @@ from rlkernel.ops._library import (
     check_whole,
     define,
     is_stock,
+    is_whole,
     not_tensor,
     refuse_gradient,
     wrote,
@@ -250,7 +251,7 @@ def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | Non
         heads_k > 0 and h % heads_k == 0,
         lambda: f"{op}: q has H={h} heads, not a multiple of the HK={heads_k} key-value heads",
     )
-    if not (isinstance(split, int) and (window is None or isinstance(window, int))):
+    if not (is_whole(split) and (window is None or is_whole(window))):
         raise TypeError(f"{op}: window={window!r}, split={split!r}; expected whole numbers, or None for no window")
     check(window is None or window >= 1, lambda: f"{op}: window={window} must be at least 1 key, or None for no window")
     check(

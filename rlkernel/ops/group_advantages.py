@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_number, check_tensors, define, is_stock
+from rlkernel.ops._library import check, check_flag, check_number, check_tensors, define, is_stock, is_whole
 
 MODES = ("group", "leave_one_out", "batch", "none")
 
@@ -57,7 +57,7 @@ def group_advantages(
     """
     check_tensors("group_advantages", rewards=rewards)
     check(
-        isinstance(group_size, int),
+        is_whole(group_size),
         lambda: f"group_advantages: group_size={group_size!r} must be a whole number",
         TypeError,
     )
@@ -74,10 +74,6 @@ def group_advantages(
     check(mode in MODES, lambda: f"group_advantages: mode={mode!r} is unknown; expected one of {', '.join(MODES)}")
     expected = "above 0 and finite in float32, a group of equal rewards divides by it"
     eps = check_number("group_advantages", "eps", eps, expected)
-    check(
-        isinstance(normalize_std, (bool, int)),
-        lambda: f"group_advantages: normalize_std={normalize_std!r} must be True or False",
-        TypeError,
-    )
+    check_flag("group_advantages", "normalize_std", normalize_std)
     op = stock.group_advantages if is_stock() else _group_advantages
-    return op(rewards.detach(), group_size, mode, bool(normalize_std), eps)
+    return op(rewards.detach(), group_size, mode, normalize_std, eps)

@@ -19,6 +19,7 @@ from rlkernel.ops._library import (
     define,
     has_main_grad,
     is_stock,
+    is_whole,
     not_tensor,
     outside_graph,
     rows,
@@ -73,7 +74,7 @@ _linear = define(
 
 def _check_chunks(name: str, p: int, size: int) -> None:
     check(
-        isinstance(p, int) and not isinstance(p, bool) and p >= 1 and p & (p - 1) == 0 and size % p == 0,
+        is_whole(p) and p >= 1 and p & (p - 1) == 0 and size % p == 0,
         lambda: f"linear: {name}={p!r} must be a power of two that divides {size}",
     )
 

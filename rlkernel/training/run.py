@@ -104,7 +104,8 @@ class Run:
         self.close()
         with contextlib.suppress(OSError):  # what made the run refuse is the error to tell
             for path in self._place.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         for made in self._made:
             with contextlib.suppress(OSError):  # another run has a folder there by now
                 made.rmdir()

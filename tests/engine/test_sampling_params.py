@@ -31,6 +31,8 @@ from rlkernel.engine.sampling_params import mix_seed
         ("stop", [""], "non-empty strings"),
         ("stop", [3], "non-empty strings"),
         ("stop_token_ids", [-2], "integers >= 0"),
+        ("ignore_eos", "false", "True or False"),
+        ("return_kept", 1, "True or False"),
     ],
 )
 def test_bad_value_is_named(field, value, expected):

@@ -238,6 +238,28 @@ def test_cxx_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch, tm
         build.build_cpu()
 
 
+def test_programs_that_do_not_start_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from rlkernel.kernels.cuda import driver
+
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\x7fELF and no more")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", 'g++ "')
+    with pytest.raises(BuildError, match="CXX='g.*No closing quotation; correct or unset CXX"):
+        build.compiler()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_ninja", lambda: str(broken))
+    with pytest.raises(BuildError, match="broken does not start: .*; install ninja anew"):
+        build.build_cpu()
+    monkeypatch.setattr(driver, "_nvrtc", lambda: None)
+    monkeypatch.setattr(driver, "_nvcc", lambda: str(broken))
+    assert driver.compiler.__wrapped__() == "none"
+    source = build.source_dir() / "cuda" / "policy_loss_sm90.cu"
+    with pytest.raises(BuildError, match="broken does not start: .*; correct PATH or CUDA_HOME"):
+        driver.compile_cuda(source, "90a", {})
+
+
 def test_command_line_says_it_in_one_line(tmp_path: Path) -> None:
     code = "import sys; from rlkernel.cli.main import main; sys.exit(main(['doctor']))"
     done = run(code, RLKERNEL_CACHE=str(tmp_path), CXX="/nowhere/g++")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -243,7 +244,7 @@ def test_a_workspace_that_cannot_be_had_is_a_launch_refused(monkeypatch: pytest.
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     run, out = cublaslt.launcher(0, cublaslt.Plan(0, 64, "algorithm 66")), torch.zeros(1)
     monkeypatch.setattr(torch, "empty", no_memory)
-    with pytest.raises(LaunchError, match=r"algorithm 66.* no workspace: CUDA out of memory") as raised:
+    with pytest.raises(LaunchError, match=r"no memory for the workspace .*algorithm 66: CUDA out") as raised:
         run(3, 4, 0, 0, None, False, out)
     assert schedule.is_circumstance(raised.value)
 
@@ -281,6 +282,36 @@ def test_sums_of_linear_without_memory_are_a_launch_refused(
     with pytest.raises(LaunchError, match=f"no memory for .*{message}.*: CUDA out of memory") as raised:
         onto(dy, head) if len(missing) == 2 else product(x, w)
     assert schedule.is_circumstance(raised.value)
+
+
+def test_what_a_schedule_held_is_free_when_its_anchor_runs(asked: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error holds the frames that it came through, and these the partial sums."""
+    x, w = whole_numbers(5, 64), whole_numbers(48, 64)
+    product, _ = cuda._product(shapes.shape_of((0, *shapes.linear_key(x, w, None, 4, 1, None)[1:])), 0)
+    held: list[weakref.ref[Tensor]] = []
+
+    def fold(partials: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        held.append(weakref.ref(partials))
+        return no_memory()
+
+    def anchor(*_: Any) -> Tensor:
+        assert held[0]() is None, "the partial sums"
+        return torch.zeros(5, 48)
+
+    monkeypatch.setattr(cuda.anchor, "fold_partials", fold)
+    monkeypatch.setattr(cuda.linear, "family", dataclasses.replace(cuda.linear.family, anchor=anchor))
+    call = shapes.linear_warm({}, lambda *_: lambda x, w, *_: product(x, w), cuda.linear._instead)
+    with pytest.warns(RuntimeWarning, match="ran its anchor in a call .* no memory for sums of partial sums"):
+        assert not call(x, w, None, 4, 1, None).any()
+
+
+def test_a_weight_gradient_without_memory_for_its_sum_is_the_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "WGRAD_TOKENS", 8)
+    monkeypatch.setattr(cuda.linear_grad, "wgrad_", lambda grad, dy, x, fresh: grad.copy_(dy.t() @ x) if fresh else 1)
+    monkeypatch.setattr(torch, "empty_like", no_memory)
+    dy, x = whole_numbers(20, 8), whole_numbers(20, 16)
+    with pytest.warns(RuntimeWarning, match="linear_wgrad ran its anchor in a call, .*: CUDA out of memory"):
+        assert_bitwise(cuda.linear_wgrad(dy, x), dy.t() @ x, "the anchor's")
 
 
 @pytest.mark.parametrize("vocab", (40, 256, 300, 904, 901))

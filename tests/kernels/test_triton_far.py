@@ -1,7 +1,8 @@
 """Offsets beyond 2^31 elements in Triton's interpreter: the last rows of tensors of gigabytes have their own bits.
 
 The tensors are memory that nobody has touched, so they cost addresses only; of a long axis of a grid the first and the
-last programs run. An offset that wraps at 32 bits leaves its tensor, which `memory_check` sees.
+last programs run. An offset that wraps at 32 bits leaves its tensor, which `memory_check` sees. Not here:
+log-probabilities of given logits (`tests/gpu/test_logprob_gpu.py` has them), and what has a number a token.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ else:
     from rlkernel.kernels.triton import (
         adamw,
         attention,
+        attention_pages,
         embedding,
         linear,
         linear_grad,
@@ -60,6 +62,10 @@ else:
     @pytest.fixture(autouse=True)
     def few_programs_and_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        try:
+            torch.empty(9 << 30, dtype=torch.uint8)
+        except RuntimeError as error:
+            pytest.skip(f"needs tensors of 9 GiB, nearly all of them addresses alone: {error}")
         monkeypatch.setattr(interpreter, "range", ends, raising=False)
         monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)  # a CPU's are the kernel's
         monkeypatch.setattr(memory_check.Launch, "meet", lambda *_: None)  # which counts by the byte
@@ -140,6 +146,45 @@ else:
         linear_grad.wgrad_(grad, dy, x, False)
         assert_bitwise(grad[-4:, -16:], (dy[:, -4:].float().T @ x.float())[:, -16:] + 1, "weight gradient")
 
+    def test_sums_of_chunks() -> None:
+        """Partial sums far from the first, of a product, of chunks and of a bias' gradient."""
+        parts = torch.empty(4, FAR // 2048 + LAST, 1024)
+        parts[:, -1, -8:] = torch.arange(4.0)[:, None]
+        for add in (
+            lambda out: linear.fold_partials(parts, None, out),
+            lambda out: linear_grad.ascend(parts, None, out),
+        ):
+            add(out := torch.empty(parts.shape[1:]))
+            assert_bitwise(out[-1, -8:], torch.full((8,), 6.0), "partial sums")
+        tokens, n = linear_grad.SUM_TOKENS * 200, FAR // (linear_grad.SUM_TOKENS * 200) + 130
+        dy, sums = torch.empty(tokens, n, dtype=torch.float16), torch.empty(200, n)
+        dy[-linear_grad.SUM_TOKENS :, -4:] = 1.0
+        linear_grad.bias_grad_kernel[(triton.cdiv(n, 128), 200)](
+            dy, sums, tokens, n, n, 1, TOKENS=linear_grad.SUM_TOKENS, BLOCK=128
+        )
+        assert_bitwise(sums[-1, -4:], torch.full((4,), float(linear_grad.SUM_TOKENS)), "bias")
+
+    @pytest.mark.parametrize("kept", ("logits", "probs"))
+    def test_what_linear_logprob_keeps(kept: str) -> None:
+        """Rows far down [T, V]: logits, or probabilities."""
+        tokens, vocab, width = 8192, 1 << 19, 2048  # which a program has
+        held = torch.empty(tokens, vocab, dtype=torch.float32 if kept == "logits" else torch.float16)
+        held[-LAST:, :width] = torch.rand(LAST, width)
+
+        def dz(held: Tensor) -> Tensor:
+            n = len(held)
+            out, order, ones = torch.empty(held.shape, dtype=torch.float16), torch.arange(n).int(), torch.ones(n)
+            targets, stats = torch.zeros(n, dtype=torch.int64), torch.ones(n, 2)
+            if kept == "logits":
+                given = (held, targets, None, None, stats, ones, ones, ones, order, 0)
+                linear_logprob_backward.logits_block(out, *given)
+            else:
+                tops = torch.ones(n, vocab // 128)
+                linear_logprob_backward.probs_block(out, held, tops, targets, None, None, stats, ones, order, 0)
+            return out[-1, :width]
+
+        assert_bitwise(dz(held), dz(held[-LAST:].clone()), kept)
+
     def test_rows_of_linear_logprob() -> None:
         """Sorted hidden states, and the way back of their gradients."""
         hidden, back = half(LAST, 1024), torch.randn(LAST, 1024)
@@ -181,6 +226,35 @@ else:
             return tuple(c.view(-1, h, d)[: len(k)] for c in caches)
 
         same(stored, *last[2:], what="cache")
+
+    @pytest.mark.parametrize("far", ("pages", "tables"))
+    def test_paged_attention(far: str) -> None:
+        """Pages far down a cache, and tables far down theirs."""
+        h, d, page, keys = 2, 64, 16, 60
+        last, q = [half(4, page, h, d) for _ in range(2)], half(1, h, d)
+        batch, pages = (1, FAR // (page * h * d) + 40) if far == "pages" else (300, 4)
+        caches = [torch.empty(pages, page, h, d, dtype=torch.float16) for _ in range(2)]
+        table = torch.empty(batch, 8 if batch == 1 else FAR // (batch - 1) + 5, dtype=torch.int32)
+        for to, given in zip(caches, last, strict=True):
+            to[-4:] = given
+        table[[0, -1], :4] = torch.arange(pages - 4, pages).int()
+        queries, lens = torch.empty(batch, h, d, dtype=torch.float16), torch.full((batch,), keys, dtype=torch.int32)
+        queries[-1:] = q
+        call = lambda q, caches, table, lens: attention.paged_attention(
+            q, *caches, table, torch.arange(len(q) + 1).int(), lens, 1, keys, 0.1, None, 2048
+        )
+        found, alone = call(queries, caches, table, lens), call(q, last, torch.arange(4).int()[None], lens[:1])
+        for ours, expected in zip(found, alone, strict=True):
+            assert_bitwise(ours[-1:], expected, far)
+        if far == "pages":
+            k, _ = attention_pages.in_a_row(*caches, table, lens, 64, d)
+            assert_bitwise(k[:keys], last[0].view(-1, h, d)[:keys], "laid in a row")
+
+    def test_pages_in_rows_far_apart() -> None:
+        h, d, page, batch, room = 2, 64, 16, 200, 1 << 17
+        k, table = half(4, page, h, d), torch.zeros(batch, room // page, dtype=torch.int32)
+        laid, _ = attention_pages.in_a_row(k, k, table, torch.full((batch,), page, dtype=torch.int32), room, d)
+        assert_bitwise(laid[-room:][:page], k[0], "in the last room")
 
     def test_adamw() -> None:
         def step(*tensors: Tensor) -> tuple[Tensor, ...]:

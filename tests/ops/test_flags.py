@@ -11,6 +11,7 @@ from rlkernel import ops
 
 X, W = torch.randn(3, 8), torch.randn(16, 8)
 TARGETS, ROW, IDS = torch.tensor([1, 0, 2]), torch.ones(3), torch.arange(3)
+CU = torch.tensor([0, 3], dtype=torch.int32)
 
 
 def adamw(**options: object) -> None:
@@ -37,10 +38,23 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: ops.sample(X, IDS, IDS, temperature=ROW, return_kept=1),  # type: ignore[arg-type]
         TypeError, "sample: return_kept=1 must be True or False",
     ),
+    "betas": (lambda: adamw(betas=(False, 0.9)), ValueError, r"betas=\(False, 0.9\) must be two numbers"),
+    "group_size": (
+        lambda: ops.group_advantages(ROW, True), TypeError, "group_advantages: group_size=True must be a whole number"
+    ),
+    "normalize_std": (
+        lambda: ops.group_advantages(ROW, 3, normalize_std=2),  # type: ignore[arg-type]
+        TypeError, "group_advantages: normalize_std=2 must be True or False",
+    ),
+    "stock": (
+        lambda: ops.stock("no").__enter__(), TypeError, "stock: active='no' must be True or False"  # type: ignore[arg-type]
+    ),
+    "window": (
+        lambda: ops.attention(X[:, None], X[:, None], X[:, None], CU, max_seqlen_q=3, window=True),
+        TypeError, "attention: window=True, split=2048; expected whole numbers",
+    ),
     "max_seqlen": (
-        lambda: ops.attention(
-            X[:, None], X[:, None], X[:, None], torch.tensor([0, 3], dtype=torch.int32), max_seqlen_q=True
-        ),
+        lambda: ops.attention(X[:, None], X[:, None], X[:, None], CU, max_seqlen_q=True),
         TypeError, "max_seqlen_q=True is no whole number",
     ),
 }  # fmt: skip
@@ -52,3 +66,11 @@ def test_a_flag_is_no_number_and_a_text_no_flag(
 ) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_flag_is_no_length_under_compile() -> None:
+    def run(n: object) -> torch.Tensor:
+        return ops.policy_loss(ROW, None, ROW[:1], CU, loss_type="dr_grpo", max_completion_length=n).loss  # type: ignore[arg-type]
+
+    with pytest.raises(Exception, match="max_completion_length=True is no whole number"):
+        torch.compile(run, backend="eager", fullgraph=True)(True)

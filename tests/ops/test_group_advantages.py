@@ -174,10 +174,9 @@ def test_bad_input() -> None:
         ops.group_advantages(rewards, 4, mode="mean")
     with pytest.raises(ValueError, match=r"rewards is \(3, 4\), expected \[B\]"):
         ops.group_advantages(rewards.view(3, 4), 4)
-    for flag in (None, "x", 2.5, torch.ones(2)):
+    for flag in (None, "x", 2, 2.5, torch.ones(2)):
         with pytest.raises(TypeError, match=r"normalize_std=.* must be True or False"):
             ops.group_advantages(rewards, 4, normalize_std=flag)
-    assert_bitwise(ops.group_advantages(rewards, 4, normalize_std=2), ops.group_advantages(rewards, 4), "as a flag")
     with pytest.raises(ValueError, match=r"eps=0\.0 must be above 0"):
         ops.group_advantages(rewards, 4, eps=0.0)
     with pytest.raises(TypeError, match=r"rewards is torch\.float64, expected torch\.float32"):

@@ -77,14 +77,22 @@ def _nvcc() -> str | None:
 
 @functools.cache
 def compiler() -> str:
-    """The compiler and its version, "NVRTC 13.0" or nvcc's own line; "none" where there is none."""
+    """The compiler and its version, "NVRTC 13.0" or nvcc's own line; "none" where none starts."""
     library, nvcc = _nvrtc(), _nvcc()
     if library is not None:
         return _nvrtc_version(library)
     if nvcc is not None:
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
-        return f"nvcc {said[-1] if said else ''}"
+        with contextlib.suppress(BuildError):  # which compiling says
+            said = _run_nvcc(nvcc, "--version").stdout.strip().splitlines()
+            return f"nvcc {said[-1] if said else ''}"
     return "none"
+
+
+def _run_nvcc(nvcc: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run([nvcc, *arguments], capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise BuildError(f"{nvcc} does not start: {error.strerror}; correct PATH or CUDA_HOME") from error
 
 
 def _headers(source: Path) -> list[Path]:
@@ -127,9 +135,7 @@ def _with_nvcc(nvcc: str, source: Path, arch: str, options: list[str]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.cubin"
         target = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-        done = subprocess.run(
-            [nvcc, "-cubin", target, *options, "-o", str(out), str(source)], capture_output=True, text=True
-        )
+        done = _run_nvcc(nvcc, "-cubin", target, *options, "-o", str(out), str(source))
         if done.returncode != 0:
             raise BuildError(f"nvcc could not compile {source}:\n{(done.stdout + done.stderr)[-4000:]}")
         return out.read_bytes()
@@ -199,7 +205,7 @@ def _call(name: str, *args: Any) -> None:
 
 @contextlib.contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Around an allocation without which a kernel cannot be launched, before it has written anything for the caller.
+    """Around allocations of a schedule that has written nothing for its caller yet.
 
     Raises:
         LaunchError: there is no memory. The anchor may go without it, and runs then.

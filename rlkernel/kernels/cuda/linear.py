@@ -7,6 +7,7 @@ is what runs. Sums over chunks are the anchor's own folds, or the product's beta
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,7 +206,10 @@ def _head(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], str]
             for first in range(0, s.k, DGRAD_CHUNK):
                 k = min(DGRAD_CHUNK, s.k - first)
                 launch(m, k, a + first * size, b + first * n * size, None, first > 0, total)
-            return total.to(s.out) if out is None else out.copy_(total)
+            if out is None:
+                with driver.memory_for("the result beside the fp32 sum of its chunks"):
+                    return total.to(s.out)
+            return out.copy_(total)
 
     return _in_pieces(s, run), chosen.algorithm
 
@@ -392,7 +396,12 @@ def wgrad_(
     if tokens <= WGRAD_TOKENS:
         wgrad_chunk.call(grad, dy, x, fresh)
         return
-    total = grad if grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
+    try:
+        total = grad if grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
+    except torch.OutOfMemoryError as error:  # nothing is written yet
+        what = "linear_wgrad ran its anchor in a call, which may need no fp32 sum"
+        warnings.warn(f"rlkernel: {what}: {error}", RuntimeWarning, stacklevel=2)
+        return linear_grad.wgrad_(grad, dy, x, fresh)
     for first in range(0, tokens, WGRAD_TOKENS):
         last = first + WGRAD_TOKENS
         wgrad_chunk.call(total, dy[first:last], x[first:last], fresh and first == 0)
