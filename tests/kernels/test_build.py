@@ -245,18 +245,18 @@ def test_programs_that_do_not_start_are_named(monkeypatch: pytest.MonkeyPatch, t
     broken.write_bytes(b"\x7fELF and no more")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", 'g++ "')
-    with pytest.raises(BuildError, match="CXX='g.*No closing quotation; correct or unset CXX"):
+    with pytest.raises(BuildError, match=r"CXX='g.*No closing quotation; correct or unset CXX"):
         build.compiler()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "_ninja", lambda: str(broken))
-    with pytest.raises(BuildError, match="broken does not start: .*; install ninja anew"):
+    with pytest.raises(BuildError, match=r"broken does not start: .*; install ninja anew"):
         build.build_cpu()
     monkeypatch.setattr(driver, "_nvrtc", lambda: None)
     monkeypatch.setattr(driver, "_nvcc", lambda: str(broken))
     assert driver.compiler.__wrapped__() == "none"
     source = build.source_dir() / "cuda" / "policy_loss_sm90.cu"
-    with pytest.raises(BuildError, match="broken does not start: .*; correct PATH or CUDA_HOME"):
+    with pytest.raises(BuildError, match=r"broken does not start: .*; correct PATH or CUDA_HOME"):
         driver.compile_cuda(source, "90a", {})
 
 
