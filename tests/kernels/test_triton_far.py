@@ -227,6 +227,23 @@ else:
 
         same(stored, *last[2:], what="cache")
 
+    @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=("copy engine", "without"))
+    def test_attention_of_a_long_sequence(dtype: torch.dtype) -> None:
+        """Its end, of which a window sees the last keys: blocks and splits lie where they do in a short one."""
+        h, d, length, window = 16, 64, 192, 40
+        last = [torch.randn(length, h, d).to(dtype) for _ in range(4)]
+
+        def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            at, most = torch.tensor([0, len(q)], dtype=torch.int32), len(q)
+            out, lse = attention.attention(q, k, v, at, at, most, most, d**-0.5, window, 2048)
+            given = (dout, q, k, v, out, lse, at, at, most, most, d**-0.5, window)
+            return (out, lse, *attention.attention_backward(*given))
+
+        far = rows(*last)
+        assert (len(far[0]) - length) % 2048 == 0
+        for i, (ours, alone) in enumerate(zip(gradients(*far), gradients(*last), strict=True)):
+            assert_bitwise(ours[-ENDS:], alone[-ENDS:], f"result {i}")
+
     @pytest.mark.parametrize("far", ("pages", "tables"))
     def test_paged_attention(far: str) -> None:
         """Pages far down a cache, and tables far down theirs."""
