@@ -128,10 +128,10 @@ def launcher(device: int, chosen: Plan) -> Callable[..., None]:
 
     def run(m: int, k: int, a: int, b: int, bias: int | None, add: bool, out: Tensor) -> None:
         # From the allocator, call by call: calls on two streams, or in two graphs, never share it.
-        space = None
-        if bytes_:
-            with driver.memory_for(f"the workspace of cuBLASLt's {chosen.algorithm}"):
-                space = torch.empty(bytes_, dtype=torch.uint8, device=out.device)
+        try:
+            space = torch.empty(bytes_, dtype=torch.uint8, device=out.device) if bytes_ else None
+        except torch.OutOfMemoryError as error:
+            raise driver.no_memory(f"the workspace of cuBLASLt's {chosen.algorithm}", error) from error
         status = launch(
             handle, m, k, a, b, bias, add, out.data_ptr(), None if space is None else space.data_ptr(), bytes_,
             stream_of(device),

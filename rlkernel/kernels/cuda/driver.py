@@ -213,7 +213,12 @@ def memory_for(what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise LaunchError(f"no memory for {what}: {error}") from error
+        raise no_memory(what, error) from error
+
+
+def no_memory(what: str, error: torch.OutOfMemoryError) -> LaunchError:
+    """What `memory_for` raises; by itself for what every call allocates, which a `with` would make slower."""
+    return LaunchError(f"no memory for {what}: {error}")
 
 
 def fault_of(stream: int) -> str:
