@@ -170,7 +170,8 @@ def sums(path: Path) -> str:
     ]
     head, *rest = _source(data, path)
     failed = run["failures"] + run["errors"]
-    result = f"pytest at {data['commit']}: {passed} passed, {failed} failed, {run['skipped']} skipped."
+    at = f" at {data['commit'][:7]}" if data["commit"] else ""
+    result = f"pytest{at}: {passed} passed, {failed} failed, {run['skipped']} skipped."
     note = ["", COUNTED] if apart else []
     return "\n".join([*_markdown(columns, lines), *note, head, result, *rest]) + "\n"
 

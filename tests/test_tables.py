@@ -65,6 +65,8 @@ def test_sums_keep_controls_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = tables.sums(result(tmp_path, "test_gpu", rows, pytest=counts))
     assert "| rlkernel | 2 | 4 | 20 | 0 | 0 |" in text and "| control: stock ops | 1 | 2 | 10 | 9 | 0.5 |" in text
     assert "pytest at abc1234: 3 passed, 1 failed, 1 skipped" in text
+    unknown = result(tmp_path, "test_gpu", rows, pytest=counts, commit=None)
+    assert "pytest: 3 passed" in tables.sums(unknown)
 
 
 def test_sums_are_of_what_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

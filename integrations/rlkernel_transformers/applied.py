@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlkernel import ops
 from rlkernel.models.rope_table import rope_table
+from rlkernel.ops._library import check_flag
 from rlkernel_transformers import forwards, masters, support
 from rlkernel_transformers.adapters import check_mergeable
 from rlkernel_transformers.attention import NAME
@@ -226,9 +227,8 @@ def token_logprobs(
             f"token_logprobs: unknown argument {', '.join(unknown)}; its own are labels, targets, temperature, kept, "
             "keep_probs, statistics and rows"
         )
-    for name, flag in (("keep_probs", keep_probs), ("statistics", statistics)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"token_logprobs: {name}={flag!r} must be True or False")
+    check_flag("token_logprobs", "keep_probs", keep_probs)
+    check_flag("token_logprobs", "statistics", statistics)
     shape = forwards.shape_of(input_ids, inputs.get("inputs_embeds"))
     if targets is None:
         if labels is None and input_ids is None:

@@ -206,6 +206,9 @@ def test_refused_calls(compat: Any) -> None:
         model(IDS)
     with pytest.raises(rt.CallError, match="window"), torch.no_grad():
         model.eval().generate(IDS, attention_mask=MASK, max_new_tokens=3, pad_token_id=0)
+    for flag in ("keep_probs", "statistics"):
+        with pytest.raises(TypeError, match=f"token_logprobs: {flag}='no' must be True or False"):
+            rt.token_logprobs(model, IDS, MASK, **{flag: "no"})
     with pytest.raises(rt.CallError, match="labels and targets"):
         rt.token_logprobs(model, IDS, labels=IDS, targets=IDS)
     with pytest.raises(rt.CallError, match="float32"):
