@@ -21,7 +21,7 @@ from results_io import add_device, write_result
 
 from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob, policy_loss, rms_norm
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.triton.linear_logprob_backward import Active
+from rlkernel.kernels.triton.linear_logprob_rows import Active
 
 CALLS = 200
 

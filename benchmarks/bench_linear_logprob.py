@@ -204,6 +204,7 @@ def main() -> None:
         bench.prompts(0.5)
         bench.prompts(0.9)
         bench.prompts(0.5, scattered=True)
+        bench.prompts(0.8, scattered=True)  # as a loss over the tokens of high entropy alone has them
         bench.entropy()
         lines += bench.lines
         del bench

@@ -281,7 +281,8 @@ def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: R
     """Kept logits, and cuBLASLt's products where tokens are thought to have a gradient, change no bit."""
     from rlkernel.kernels import select
     from rlkernel.kernels.cuda import linear_logprob
-    from rlkernel.kernels.triton.linear_logprob_backward import Products, gradients
+    from rlkernel.kernels.triton.linear_logprob_backward import gradients
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
 
     tokens, v, c = 2100, 3 * 8192 + 1000, 520
     x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
@@ -289,6 +290,7 @@ def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: R
     inverse, mask = (1.0 / warm, kept) if filtered else (None, None)
     g, seen = data(2, tokens), Compared()
     g[100:900] = 0.0
+    g[1000:1700:2] = 0.0  # single tokens
     h = 0.1 * g if filtered else None
     raw = torch.ops.rlkernel
 
@@ -314,10 +316,9 @@ def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: R
     with select.use("triton"):
         expected = run(0)
         check(run(8192 + 512), "Triton, kept logits")
-    scheduled = (linear_logprob._dz, linear_logprob._dhidden, linear_logprob._dweight)
-    for most, width in itertools.product((False, True), widths):
-        products = Products(*scheduled, lambda count, tokens, most=most: most)
-        check(run(width, partial(gradients, products)), f"guess {most}, width {width}")
+    for guess, width in itertools.product(Guess, widths):
+        products = linear_logprob.PRODUCTS._replace(guess=lambda *_, guess=guess: guess)
+        check(run(width, partial(gradients, products)), f"guess {guess}, width {width}")
     record(**vars(seen))
 
 
@@ -383,7 +384,8 @@ def test_linear_logprob_of_wide_blocks_and_an_odd_vocabulary(v: int) -> None:
     from rlkernel.kernels import select
     from rlkernel.kernels.cuda import linear_logprob
     from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
-    from rlkernel.kernels.triton.linear_logprob_backward import Products, gradients
+    from rlkernel.kernels.triton.linear_logprob_backward import gradients
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
 
     tokens, c = 150, 2048
     x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
@@ -398,14 +400,13 @@ def test_linear_logprob_of_wide_blocks_and_an_odd_vocabulary(v: int) -> None:
 
     with select.use("triton"):
         expected = run(torch.ops.rlkernel.linear_logprob_grad_)
-    scheduled = (linear_logprob._dz, linear_logprob._dhidden, linear_logprob._dweight)
-    for most in (False, True):
-        row = -(-v // VOCAB_TILE) * VOCAB_TILE * most
+    for guess in Guess:
+        row = -(-v // VOCAB_TILE) * VOCAB_TILE * (guess is Guess.ALL)
         s = shapes.GradShape(0, c, torch.bfloat16, torch.float32, True, False, row, whole=v % 8 == 0)
         assert max(n for _, n in shapes.compared(s)) < v
-        products = Products(*scheduled, lambda count, tokens, most=most: most)
+        products = linear_logprob.PRODUCTS._replace(guess=lambda *_, guess=guess: guess)
         for i, (o, e) in enumerate(zip(run(partial(gradients, products)), expected, strict=True)):
-            assert_bitwise(o, e, f"guess {most}, tensor {i}")
+            assert_bitwise(o, e, f"guess {guess}, tensor {i}")
 
 
 @pytest.mark.parametrize(("tokens", "c"), ((410, 1024), (700, 1024), (1300, 1024), (410, 4096), (90, 8192)))
@@ -413,21 +414,23 @@ def test_linear_logprob_of_few_tokens(tokens: int, c: int, record: Record) -> No
     """Chunks of the vocabulary side by side, clusters of tokens without a gradient among them, whatever is guessed."""
     from rlkernel.kernels import select
     from rlkernel.kernels.cuda import linear_logprob
-    from rlkernel.kernels.triton.linear_logprob_backward import Products, chunks_beside, gradients
+    from rlkernel.kernels.triton.linear_logprob_backward import chunks_beside, gradients
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
 
     v = 7 * 8192 + 1000
     x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
     targets, g, seen = torch.arange(tokens, device=DEVICE) * 83 % v, data(2, tokens), Compared()
     g[tokens // 4 :][:256] = 0.0
+    g[::3] = 0.0
     _, entropy, _, stats = torch.ops.rlkernel.linear_logprob(x, w, targets, None, None)
     rest = (x, w, targets, None, None, stats, entropy, g, None, None, None, None)
     with select.use("triton"):
         expected, _ = torch.ops.rlkernel.linear_logprob_grad_(None, *rest, True, False)
     assert chunks_beside(tokens, c) > 1
-    scheduled = (linear_logprob._dz, linear_logprob._dhidden, linear_logprob._dweight)
-    for most in (False, True):
-        dx, _ = gradients(Products(*scheduled, lambda count, tokens, most=most: most), None, *rest, True, False)
-        seen.rows([dx], [expected], f"guess {most}")
+    for guess in Guess:
+        products = linear_logprob.PRODUCTS._replace(guess=lambda *_, guess=guess: guess)
+        dx, _ = gradients(products, None, *rest, True, False)
+        seen.rows([dx], [expected], f"guess {guess}")
     record(**vars(seen))
 
 
@@ -510,19 +513,24 @@ def test_linear_logprob_of_a_block_of_one_row(tokens: int, record: Record) -> No
 
 
 def test_linear_logprob_guesses_by_an_earlier_count() -> None:
-    """Nearly all tokens with a gradient: the next backward but one may take cuBLASLt; half of them: it may not."""
+    """Nearly all tokens with a gradient: the next backward but one may take cuBLASLt; half of them: it may not; half
+    of those in groups that have one: they are left out one by one."""
     from rlkernel.kernels.cuda.linear_logprob import guess
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
 
-    count = lambda *n: torch.tensor(n, dtype=torch.int32, device=DEVICE)
-
-    def after(*n: int, tokens: int) -> bool:
+    def after(*n: tuple[int, int], tokens: int, dtype: torch.dtype = torch.bfloat16) -> Guess:
+        counts = torch.tensor(n, dtype=torch.int32, device=DEVICE)
+        hidden = torch.empty(tokens, 2400, dtype=dtype, device=DEVICE)
         for _ in range(2):  # the first call may find an older count under way
-            guess(count(*n), tokens)
+            guess(hidden, counts)
             torch.cuda.synchronize()
-        return guess(count(*n), tokens)
+        return guess(hidden, counts)
 
-    assert after(8192, 100, tokens=8292) and after(99, tokens=100)
-    assert not after(8016, 0, tokens=8292) and not after(96, tokens=100)
+    assert after((8192, 8192), (100, 99), tokens=8292) is after((99, 80), tokens=100) is Guess.ALL
+    assert after((8016, 8000), (0, 0), tokens=8292) is after((96, 73), tokens=100) is Guess.GROUPS
+    single = Guess.SINGLE if torch.cuda.get_device_capability() == (9, 0) else Guess.GROUPS
+    assert after((8192, 6000), (100, 75), tokens=8292) is after((96, 72), tokens=100) is single
+    assert after((96, 72), tokens=100, dtype=torch.float32) is Guess.GROUPS, "by the anchor, which leaves out no row"
 
 
 def test_linear_logprob_in_a_new_thread_and_of_repeated_rows() -> None:

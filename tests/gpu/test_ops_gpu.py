@@ -7,6 +7,8 @@ stock ops, both on the GPU; the controls show that the bitwise comparisons can f
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +27,24 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 # ---- embedding, rms_norm, rope, swiglu ----------------------------------------------------------
 
+OUTSIDE = """
+import torch
+from rlkernel import ops
+ids = torch.tensor([3, {id}, 5], device="cuda")
+ops.embedding(ids, torch.ones(10, 520, dtype=torch.bfloat16, device="cuda"))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("unknown", (-1, 10, 1 << 40))
+def test_an_id_outside_the_vocabulary_is_an_assertion(unknown: int) -> None:
+    """In a process of its own, as it can use CUDA no more."""
+    done = subprocess.run([sys.executable, "-c", OUTSIDE.format(id=unknown)], capture_output=True, text=True)
+    assert done.returncode != 0 and "device-side assert" in done.stderr, done.stderr
+    assert "an id lies outside the vocabulary" in done.stdout + done.stderr
+    fine = subprocess.run([sys.executable, "-c", OUTSIDE.format(id=9)], capture_output=True, text=True)
+    assert fine.returncode == 0, fine.stderr
+
 
 @by_dtype
 def test_embedding(dtype: torch.dtype, record: Record) -> None:
@@ -34,6 +54,8 @@ def test_embedding(dtype: torch.dtype, record: Record) -> None:
     ids[::3] = 7  # one id a thousand times
     seen = Compared()
     seen.rows(ops.embedding(ids.to(DEVICE), weight.to(DEVICE)), weight[ids], "rows")
+    strided = weight.to(DEVICE).t().contiguous().t()
+    seen.rows(ops.embedding(ids.to(DEVICE)[1::2], strided), weight[ids[1::2]], "rows of a strided weight")
     expected = torch.zeros(v, c)
     for first in range(0, tokens, EMBEDDING_WINDOW):
         window = torch.zeros(v, c)

@@ -71,7 +71,7 @@ def server(model: Path, backend: str, folder: Path) -> Iterator[str]:
         print(f"{backend}: the server is up", flush=True)
         yield url
     except Exception:
-        print(log.read_text()[-3000:], flush=True)
+        print(f"{log.read_text()[-3000:]}\nthe server's exit status: {process.poll()}", flush=True)
         raise
     finally:
         process.terminate()

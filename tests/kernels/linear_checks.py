@@ -12,7 +12,8 @@ from torch import Tensor
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.triton import linear_logprob_backward as loop
-from rlkernel.kernels.triton.linear_logprob_backward import Active
+from rlkernel.kernels.triton import linear_logprob_rows as token_rows
+from rlkernel.kernels.triton.linear_logprob_rows import Active, Rows
 
 
 def key(x: Tensor, w: Tensor, bias: Tensor | None = None, chunks: int = 1, out: torch.dtype | None = None) -> tuple:
@@ -27,11 +28,12 @@ NONE = Active(*[torch.zeros(1, dtype=torch.int32)] * 2)
 MOST = NONE._replace(row=48)
 
 
-def all_active(targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """What `active_order` says where every token has a gradient, of blocks of WGRAD_TOKENS."""
+def all_active(targets: Tensor, *_: Any) -> Rows:
+    """What `rows_of` says where every token has a gradient, of blocks of WGRAD_TOKENS."""
     tokens, most = len(targets), loop.WGRAD_TOKENS
     order = torch.arange(tokens, dtype=torch.int32) % most
-    return order, torch.tensor([min(most, tokens - at) for at in range(0, tokens, most)], dtype=torch.int32)
+    counts = torch.tensor([[min(most, tokens - at)] * 2 for at in range(0, tokens, most)], dtype=torch.int32)
+    return Rows(order, order, counts, most)
 
 
 def as_they_come(targets: Tensor, kept: Any, stats: Any, dlogp: Tensor, dentropy: Any, vocab: int, row: int) -> Active:
@@ -42,9 +44,10 @@ def as_they_come(targets: Tensor, kept: Any, stats: Any, dlogp: Tensor, dentropy
 
 def keep_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward's loop without its kernels: every token has a gradient, and none moves."""
-    monkeypatch.setattr(loop, "active_order", all_active)
-    monkeypatch.setattr(loop, "gather", lambda hidden, order, out: out.copy_(hidden))
-    monkeypatch.setattr(loop, "scatter", lambda totals, order, dhidden: dhidden.copy_(totals))
+    for module in (loop, token_rows):
+        monkeypatch.setattr(module, "rows_of", all_active)
+        monkeypatch.setattr(module, "gather", lambda hidden, order, out, block: out.copy_(hidden))
+        monkeypatch.setattr(module, "scatter", lambda totals, order, dhidden, block: dhidden.copy_(totals))
 
 
 def at(shift: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -26,7 +26,7 @@ from rlkernel.kernels.cuda import linear_logprob as scoring
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.triton.linear_logprob_backward import Active
+from rlkernel.kernels.triton.linear_logprob_rows import Active
 
 
 def test_buckets_hold_their_rows() -> None:

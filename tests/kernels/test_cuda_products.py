@@ -28,6 +28,7 @@ from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.errors import FinishedError, LaunchError
 from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.triton.linear_logprob_rows import Guess
 
 
 def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -172,18 +173,26 @@ def test_a_misaligned_operand_of_linear_logprob_runs_the_anchor(
 def test_a_guess_asks_its_memory_and_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking an event would end a capture of another thread."""
     monkeypatch.setattr(torch.cuda, "Event", lambda *_, **__: pytest.fail("an event"))
-    count = lambda *n: torch.tensor(n, dtype=torch.int32)
-    counts = torch.empty(4, dtype=torch.int32)
+    count = lambda *n: torch.tensor(n, dtype=torch.int32).view(-1, 2)
+    counts = torch.empty(4, 2, dtype=torch.int32)
     ask = scoring._Guess(counts)
-    assert not ask(count(128, 100), 228) and counts[:2].tolist() == [128, 100]
-    assert ask(count(96), 100), "the count of the call before"
+    first = ask(count(128, 128, 100, 100), 228, 600)
+    assert first is Guess.GROUPS and counts[:2].tolist() == [[128, 128], [100, 100]]
+    assert ask(count(96, 90), 100, 600) is Guess.ALL, "the count of the call before"
     counts[0] = -1
-    assert ask(count(1), 100) and counts[0] == -1, "still under way, and none is sent after it"
-    counts[0] = 96
-    assert not ask(count(97), 100) and ask(count(99), 100)
-    for number in (count(), count(1, 1, 1, 1, 1)):
-        ask(number, 5)
+    assert ask(count(1, 1), 100, 600) is Guess.ALL and (counts[0] == -1).all(), "under way, and none is sent after it"
+    counts[0, 0] = 96
+    assert ask(count(1, 1), 100, 600) is Guess.ALL, "half of it has arrived"
+    counts[0, 1] = 90
+    assert ask(count(97, 73), 100, 2400) is Guess.GROUPS, "of 100"
+    assert ask(count(48, 30, 48, 42), 200, 2400) is Guess.ALL, "24 of 97 are fewer than a quarter"
+    assert ask(count(48, 30, 48, 43), 200, 2400) is Guess.SINGLE, "24 of 96"
+    assert ask(count(0, 0), 100, 2399) is Guess.GROUPS
+    assert ask(count(0, 0), 100, 1 << 20) is Guess.GROUPS
+    for number in (count(), count(*[1] * 10)):
+        ask(number, 5, 600)
     assert not ask._tokens, "none that does not fit"
+    assert scoring.guess(rand(9, 8), count(9, 3)) is Guess.GROUPS, "not on a GPU"
 
 
 def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +347,7 @@ def test_a_backward_meets_all_its_classes_before_it_launches(
         assert not launched
         meet(*takes(met.add, 0, 1, 2))
 
-    products = loop.Products(*takes(launched.append, 0, 1, 2), lambda *_: True, before)
+    products = loop.Products(*takes(launched.append, 0, 1, 2), lambda *_: Guess.ALL, before)
     hidden, weight = whole_numbers(tokens, 16), whole_numbers(vocab, 16)
     y, g = torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens)
     logits = torch.zeros(tokens, min(kept, vocab)) if kept else None
@@ -384,7 +393,7 @@ def test_a_backward_has_its_memory_before_it_adds(monkeypatch: pytest.MonkeyPatc
         out.fill_(1)
         monkeypatch.setattr(torch, "empty", no_memory)
 
-    products = loop.Products(dz, dhidden, dweight, lambda *_: False)
+    products = loop.Products(dz, dhidden, dweight, lambda *_: Guess.GROUPS)
     hidden, weight, grad = whole_numbers(20, 16), whole_numbers(40, 16), torch.ones(40, 16)
     y, g = torch.zeros(20, dtype=torch.int64), torch.ones(20)
     rest = (y, None, None, torch.zeros(20, 2), g, g, None, None, None, None, True, True)

@@ -41,6 +41,7 @@ else:
         linear,
         linear_grad,
         linear_logprob_backward,
+        linear_logprob_rows,
         qk_norm_rope,
         rms_norm,
         rope,
@@ -117,6 +118,10 @@ else:
         same(lambda q, k: rope.rope(q, k, at(q), table, False), q, k, what="rope")
         same(lambda q, k: qk_norm_rope.qk_norm_rope(q, k, *norms, 1e-6, at(q), table), q, k, what="qk_norm_rope")
 
+    def test_embedding() -> None:
+        """Far rows of the weight, and of the result."""
+        same(lambda w: embedding.embedding(torch.arange(len(w)), w), half(LAST, 1024), what="rows")
+
     def test_embedding_gradient() -> None:
         """Far rows of the gradient, of ids that come once and twice, from far tokens."""
         tokens, c = 256, FAR // 250 // 512 * 512
@@ -191,9 +196,10 @@ else:
         order = lambda x: (torch.arange(len(x)) % linear_logprob_backward.WGRAD_TOKENS).int()
         out = lambda x: torch.empty(x.shape, dtype=torch.float16)
         far, totals = rows(hidden, back)
-        found = linear_logprob_backward.gather(far, order(far), out(far))
+        found = linear_logprob_rows.gather(far, order(far), out(far), linear_logprob_backward.WGRAD_TOKENS)
         assert_bitwise(found[-ENDS:], hidden[-ENDS:], "gather")
-        linear_logprob_backward.scatter(totals, order(totals), to := out(totals))
+        block = linear_logprob_backward.WGRAD_TOKENS
+        linear_logprob_rows.scatter(totals, order(totals), to := out(totals), block)
         assert_bitwise(to[-ENDS:], back[-ENDS:].half(), "scatter")
 
     @pytest.mark.parametrize("filtered", (False, True))

@@ -227,7 +227,14 @@ else:
         ids = torch.tensor([3, 1, 3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 1, 9])
         dy, ours = rand(0, 15, 600, dtype=dtype), rand(1, 10, 600)
         reference = windowed(ours.clone(), dy, ids)
-        assert_bitwise(embedding.embedding(ids, dy[:10]), dy[:10][ids], "rows")
+        for c in (600, 1300, 5):  # one block a row, several, and rows of few channels together
+            weight = rand(2, 10, c, dtype=dtype)
+            assert_bitwise(embedding.embedding(ids, weight), weight[ids], f"rows of {c}")
+            assert_bitwise(embedding.embedding(ids[::2], weight.t().contiguous().t()), weight[ids[::2]], "strided")
+        assert embedding.embedding(ids[:0], weight).shape == (0, 5)
+        for unknown in (-1, 10, 1 << 33):  # an assertion on a GPU; here it reads nothing
+            found = embedding.embedding(ids.clone().index_fill_(0, torch.tensor([7]), unknown), weight)
+            assert_bitwise(found[:7], weight[ids[:7]], "rows in front of an id outside the vocabulary")
         strided = ours.clone()
         embedding.embedding_wgrad_(ours, dy, ids)
         assert_bitwise(ours, reference, "gradient")

@@ -5,8 +5,11 @@ As in test_triton_interpret.py: a process of its own, numbers whose sums are exa
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +36,16 @@ else:
     from rlkernel.kernels.reference import linear_logprob as linear_logprob_reference
     from rlkernel.kernels.reference import logprob as logprob_reference
     from rlkernel.kernels.reference import sample as sample_reference
-    from rlkernel.kernels.triton import linear, linear_grad, linear_logprob, linear_logprob_backward, logprob, sample
+    from rlkernel.kernels.triton import (
+        linear,
+        linear_grad,
+        linear_logprob,
+        linear_logprob_backward,
+        linear_logprob_rows,
+        logprob,
+        sample,
+    )
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
     from rlkernel.kernels.triton.matrix import Tile
 
     pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -190,6 +202,10 @@ else:
             dx, _ = linear_logprob.linear_logprob_grad_(ours, *rest, True, True)
             close(dx, linear_logprob_reference.linear_logprob_grad_(reference, *rest, True, True)[0], "input gradient")
             close(ours, reference, "weight gradient", dtype)
+            again, single = rand(4, v, c), linear_logprob.ANCHORS._replace(guess=lambda *_: Guess.SINGLE)
+            one_by_one, _ = linear_logprob_backward.gradients(single, again, *rest, True, True)
+            assert_bitwise(one_by_one, dx, "input gradient of single tokens")
+            assert_bitwise(again, ours, "weight gradient, dz of single tokens")
             for width in () if name == "kept" else (VOCAB_TILE, 2 * VOCAB_TILE, 4 * VOCAB_TILE):
                 *rows, z = linear_logprob.linear_logprob_logits(x, w, targets, inverse, kept, width)
                 for o, e in zip(rows, expected, strict=True):
@@ -223,27 +239,68 @@ else:
         has = g != 0
         if kept is not None:
             has &= ~((torch.arange(tokens) % 5 == 0) & (targets == 3)) & (targets < v)
-        order, count = linear_logprob_backward.active_order(targets, kept, stats, g, None, v, block)
-        for i, number in enumerate(count.tolist()):
+        rows = {group: linear_logprob_rows.rows_of(targets, kept, stats, g, None, v, block, group) for group in (1, 16)}
+        for (group, made), i in itertools.product(rows.items(), range(-(-tokens // block))):
             here = has[i * block : (i + 1) * block]
-            groups = list(torch.arange(len(here)).split(16))
+            groups = list(torch.arange(len(here)).split(group))
             groups.sort(key=lambda group: not here[group].any())
             wanted = torch.cat(groups)
-            found = order[i * block : (i + 1) * block]
+            found = made.order[i * block : (i + 1) * block]
             assert torch.where(found < 0, -1 - found, found).tolist() == wanted.tolist()
             assert ((found >= 0) == here[wanted]).all()
-            assert number == sum(len(group) for group in groups if here[group].any())
+            assert made.place[i * block : (i + 1) * block][wanted].tolist() == list(range(len(here)))
+            number = sum(len(group) for group in groups if here[group].any())
+            assert made.counts[i].tolist() == [number, int(here.sum())]
+            some = made.active(i * block, i * block + len(here))
+            assert some.count.tolist() == [number] and torch.equal(some.order, found)
         x[~has] = torch.nan
         rest = (None, kept, stats, entropy), (None, None, None, None, True, True)
-        for grad in (None, rand(3, v, 24)):
-            expected = None if grad is None else grad.clone()
-            dx, dw = linear_logprob.linear_logprob_grad_(grad, x, w, targets, *rest[0], g, *rest[1])
+        products = linear_logprob.ANCHORS
+        # Sums that know nothing of their row, which a matrix library's do not promise.
+        monkeypatch.setattr("numpy.matmul", lambda a, b, dtype: numpy.einsum("ik,kj->ij", a, b).astype(dtype))
+        for grad, guess in itertools.product((None, rand(3, v, 24)), Guess):
+            run = functools.partial(
+                linear_logprob_backward.gradients, products._replace(guess=lambda *_, guess=guess: guess)
+            )
+            ours, expected = (None if grad is None else grad.clone() for _ in range(2))
+            dx, dw = run(ours, x, w, targets, *rest[0], g, *rest[1])
             fresh_dx, fresh = linear_logprob_reference.linear_logprob_grad_(
                 expected, x, w, targets % v, *rest[0], g * has, *rest[1]
             )
             close(dx, fresh_dx, "input gradient")
             assert_bitwise(dx[~has], torch.zeros_like(dx[~has]), "none of a token without a gradient")
-            close(dw if grad is None else grad, fresh if expected is None else expected, "weight gradient")
+            close(dw if ours is None else ours, fresh if expected is None else expected, "weight gradient")
+            again = None if grad is None else grad.clone()
+            plain = linear_logprob.linear_logprob_grad_(again, x, w, targets, *rest[0], g, *rest[1])
+            for a, b in zip((dx, dw, ours), (*plain, again), strict=True):
+                if a is not None and b is not None:
+                    assert_bitwise(a, b, f"the bits do not depend on the guess: {guess}")
+            alone, _ = run(None, x, w, targets, *rest[0], g, *rest[1][:4], True, False)
+            assert_bitwise(alone, dx, "without a gradient of the weight")
+            _, alone = run(None, x, w, targets, *rest[0], g, *rest[1][:4], False, True)
+            if grad is None:
+                assert_bitwise(alone, dw, "without a gradient of the input")
+
+    @pytest.mark.parametrize(("rows", "span"), ((1, 40), (255, 64), (256, 33), (700, 96)))
+    def test_rows_spread_in_place(rows: int, span: int) -> None:
+        """Rows of single tokens move to those of groups, without a second block."""
+        targets, stats = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 2)
+        for share in (0.0, 0.5, 0.97, 1.0):
+            g = (rand(5, rows).abs() * 0.5 >= share).float() if share < 1.0 else torch.zeros(rows)
+            g[rows // 3 :][:40] = 0.0
+            groups, singles = (
+                linear_logprob_rows.rows_of(targets, None, stats, g, None, 1, rows, group) for group in (16, 1)
+            )
+            block = rand(6, rows, span + 8).bfloat16()
+            dz, number = block[:, :span], int((g != 0).sum())
+            dz[number:] = torch.nan  # zeros, where a product left them
+            tokens = torch.zeros(rows, span).bfloat16()
+            tokens[g != 0] = dz[:number].clone()
+            margin = block[:, span:].clone()
+            linear_logprob_rows.spread(dz, groups.order, singles.place)
+            order = torch.where(groups.order < 0, -1 - groups.order, groups.order).long()
+            assert_bitwise(dz, tokens[order], "a row is its token's, or zeros")
+            assert_bitwise(block[:, span:], margin, "nothing beside it is touched")
 
     def test_chunks_that_are_added_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         a, b, start = whole(0, 4, 96), whole(1, 96, 32), rand(2, 4, 32)

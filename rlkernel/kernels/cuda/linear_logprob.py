@@ -38,11 +38,13 @@ from rlkernel.kernels.schedule import ScheduledOp, settle_before
 from rlkernel.kernels.triton import common, launch, linear_grad, matrix, streams
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
+from rlkernel.kernels.triton import linear_logprob_rows as token_rows
 from rlkernel.kernels.triton import logprob as statistics
 from rlkernel.kernels.triton import logprob_backward as gradient
-from rlkernel.kernels.triton.linear_logprob_backward import Active
+from rlkernel.kernels.triton.linear_logprob_rows import Active, Guess
 
 CUBLASLT_TOKENS = 4096  # that cuBLASLt's heuristic is asked for; any number runs
+SPREAD_CHANNELS = 600  # moving dz's rows from one order to the other takes as long as two products of so many
 
 # ---- Hopper's kernel -----------------------------------------------------------------------------
 
@@ -160,44 +162,51 @@ def _cublaslt(rank: int, by_tokens: bool) -> Schedule:
 
 
 class _Guess:
-    """Whether nearly all tokens were in groups with a gradient in the last backward whose count has arrived.
+    """What the last count that has arrived, of an earlier backward, says of the tokens.
 
-    `counts` is memory of the host that the GPU writes. A count that is not there yet shows as a negative one: asking an
-    event for it would end a graph capture of another thread.
+    `counts` [blocks, 2] is memory of the host that the GPU writes. A count that is not there yet shows as a negative
+    one: asking an event for it would end a graph capture of another thread.
     """
 
     def __init__(self, counts: Tensor) -> None:
         self._counts = counts
         self._blocks = self._tokens = 0  # of the count that is under way
-        self._most = False
+        self._last = 1, 0, 0  # tokens, those in groups in which one has a gradient, and those that have one
 
-    def __call__(self, count: Tensor, tokens: int) -> bool:
+    def __call__(self, counts: Tensor, tokens: int, channels: int) -> Guess:
         if self._tokens and int((found := self._counts[: self._blocks]).min()) >= 0:
-            self._most = 32 * (self._tokens - int(found.sum())) <= self._tokens
+            grouped, single = found.sum(0).tolist()
+            self._last = self._tokens, grouped, single
             self._tokens = 0
-        if not self._tokens and 0 < len(count) <= len(self._counts):
-            self._blocks, self._tokens = len(count), tokens
-            self._counts[: self._blocks].fill_(-1).copy_(count, non_blocking=True)
-        return self._most
+        if not self._tokens and 0 < len(counts) <= len(self._counts):
+            self._blocks, self._tokens = len(counts), tokens
+            self._counts[: self._blocks].fill_(-1).copy_(counts, non_blocking=True)
+        of, grouped, single = self._last
+        if single and (grouped - single) * channels >= SPREAD_CHANNELS * grouped:
+            return Guess.SINGLE
+        return Guess.ALL if 32 * (of - grouped) <= of else Guess.GROUPS
 
 
 @functools.cache
 def _guess_of(device: int) -> _Guess:
     with beside_captures(torch.device("cuda", device)):
-        return _Guess(torch.empty(64, dtype=torch.int32, pin_memory=True))
+        return _Guess(torch.empty(64, 2, dtype=torch.int32, pin_memory=True))
 
 
-def guess(count: Tensor, tokens: int) -> bool:
-    """Whether nearly all tokens are in groups with a gradient, by an earlier count; under graph capture: no.
+def guess(hidden: Tensor, counts: Tensor) -> Guess:
+    """What `Rows.counts` of an earlier backward says of the tokens of `hidden` [T, C]; under graph capture nothing.
 
-    count [blocks of tokens] int32 on the GPU is on its way to the host for a later call; nothing waits for it.
+    counts [blocks, 2] int32 on the GPU is on its way to the host for a later call; nothing waits for it. Where no
+    schedule leaves rows out, single ones are not worth their way between two orders.
     """
-    if not count.is_cuda:
-        return False
-    with torch.cuda.device(count.device):
+    if not counts.is_cuda:
+        return Guess.GROUPS
+    with torch.cuda.device(counts.device):
         if torch.cuda.is_current_stream_capturing():
-            return False
-        return _guess_of(count.get_device())(count, tokens)
+            return Guess.GROUPS
+        found = _guess_of(counts.get_device())(counts, *hidden.shape)
+    leaves_out = hidden.dtype == torch.bfloat16 and driver.on_hopper(counts.get_device())
+    return found if leaves_out or found is not Guess.SINGLE else Guess.GROUPS
 
 
 # ---- families ------------------------------------------------------------------------------------
@@ -209,6 +218,7 @@ _SOURCES = (
         for m in (
             anchor,
             loop,
+            token_rows,
             statistics,
             gradient,
             launch,
@@ -294,9 +304,7 @@ def linear_logprob_probs(
     return _forward.call(hidden, weight, targets, inv_temperature, kept, True, 0)
 
 
-linear_logprob_grad_ = functools.partial(
-    loop.gradients,
-    loop.Products(
-        _dz.call, _dhidden.call, _dweight.call, guess, functools.partial(settle_before, (_dz, _dhidden, _dweight))
-    ),
+PRODUCTS = loop.Products(
+    _dz.call, _dhidden.call, _dweight.call, guess, functools.partial(settle_before, (_dz, _dhidden, _dweight))
 )
+linear_logprob_grad_ = functools.partial(loop.gradients, PRODUCTS)

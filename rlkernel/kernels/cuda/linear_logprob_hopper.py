@@ -20,7 +20,7 @@ from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton.linear_grad import ascend
-from rlkernel.kernels.triton.linear_logprob_backward import Active
+from rlkernel.kernels.triton.linear_logprob_rows import Active
 from rlkernel.kernels.triton.logprob import TileBuffers
 
 SOURCE = "linear_logprob_sm90.cu"

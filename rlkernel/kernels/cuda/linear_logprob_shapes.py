@@ -15,7 +15,8 @@ from rlkernel.contract.orders import VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.certification import First, Instead, Key, Run, Runs, finite, values
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
-from rlkernel.kernels.triton.linear_logprob_backward import Active
+from rlkernel.kernels.triton import linear_logprob_rows as token_rows
+from rlkernel.kernels.triton.linear_logprob_rows import Active
 
 LEAST_TOKENS = 129  # fewer leave half of a cluster's tokens empty; the anchor has tiles for them
 SAMPLE_ENTRIES = 12328  # vocabulary that certification compares: whole tiles, and a last one in part
@@ -175,7 +176,7 @@ def _active(
     targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, vocab: int,
     row: int,
 ) -> Active:  # fmt: skip
-    return Active(*loop.active_order(targets, kept, stats, dlogp, dentropy, vocab, len(targets)), row)
+    return token_rows.rows_of(targets, kept, stats, dlogp, dentropy, vocab, len(targets)).active(0, len(targets), row)
 
 
 def dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
@@ -188,7 +189,8 @@ def dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[
     entries, row = len(weight) - first, SAMPLE_ENTRIES - first  # a multiple of 8, as the copy engine wants it
     dz = torch.full((m, row), float("nan"), dtype=s.dtype, device=hidden.device)[:, :entries]
     active = _active(targets, kept, stats, *up, len(weight), 0)
-    hidden = loop.gather(hidden, active.order, torch.empty_like(hidden, memory_format=torch.contiguous_format))
+    dense = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    hidden = token_rows.gather(hidden, active.order, dense, m)
     return dz, hidden, weight[first:], targets, inverse, kept, stats, entropy, *up, active, first, len(weight)
 
 

@@ -50,6 +50,7 @@ MODULES = (
     "logprob_backward",
     "linear_logprob",
     "linear_logprob_backward",
+    "linear_logprob_rows",
     "sample",
     "policy_loss",
     "group_advantages",
@@ -179,6 +180,8 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
         "num_stages": variant.num_stages,
         "enable_fp_fusion": False,
     }
+    if variant.kernel.debug:  # its assertions stay
+        options |= {"debug": True, "sanitize_overflow": False}
     if variant.maxnreg is not None and gpu.backend == "cuda":
         options["maxnreg"] = variant.maxnreg
     if gpu.backend == "hip":

@@ -1,4 +1,4 @@
-"""embedding on GPUs: torch's gather forward; the gradient sums each id's occurrences in a fixed order, no atomics.
+"""embedding on GPUs: rows are copied forward; the gradient sums each id's occurrences in a fixed order, no atomics.
 
 Contract: orders.py, `embedding`. Tokens are sorted stably by id; the first place of an id in that list owns its row.
 Ids with very many occurrences have the sums of their windows computed beside one another before.
@@ -19,11 +19,39 @@ RUN, MOST_RUNS = 256, 128
 """Tokens that a program sorts by comparing every pair, and so many of these runs at most; torch sorts more tokens."""
 NO_ID = tl.constexpr(0x7FFFFFFF)
 PLACES, UNROLL, WINDOWS = 4, 16, 4
+GATHER_ROWS, GATHER_BYTES = 2, 2048
+"""Of the weight that a program copies: rows, and bytes of each."""
 HOT = 4
 """An id is hot where it covers two neighbouring multiples of HOT * windows in the sorted list."""
 
 
 # ---- kernels ------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["T", "V"], debug=True)
+def embedding_kernel(
+    ids,  # [T] int64
+    weight,  # [V, C]
+    out,  # [T, C]
+    T,
+    V,
+    C,
+    weight_row,
+    weight_col,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token_id = tl.load(ids + row, mask=row < T, other=0)
+    known = (token_id >= 0) & (token_id < V)
+    tl.device_assert(known, "rlkernel embedding: an id lies outside the vocabulary")
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (known & (row < T))[:, None] & (column < C)[None, :]
+    x = tl.load(weight + token_id[:, None] * weight_row + column.to(tl.int64)[None, :] * weight_col, mask=inside)
+    tl.store(out + row[:, None] * C + column[None, :], x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -263,7 +291,19 @@ def embedding_wgrad_kernel(
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    return torch.index_select(weight, 0, ids)
+    """out [T, C]. An id outside the vocabulary trips a device-side assertion."""
+    tokens, (vocabulary, c) = ids.shape[0], weight.shape
+    out = torch.empty(tokens, c, dtype=weight.dtype, device=weight.device)
+    if out.numel() == 0:
+        return out
+    block = min(GATHER_BYTES // weight.element_size(), next_power_of_2(c, 32))
+    rows = GATHER_ROWS * GATHER_BYTES // (block * weight.element_size())
+    with on_device(weight):
+        embedding_kernel[(triton.cdiv(tokens, rows), triton.cdiv(c, block))](
+            ids.contiguous(), weight, out, tokens, vocabulary, c, weight.stride(0), weight.stride(1),
+            ROWS=rows, BLOCK=block, num_warps=1, sanitize_overflow=False, **early(weight), **options(),
+        )  # fmt: skip
+    return out
 
 
 def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -297,7 +337,7 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     windows = triton.cdiv(tokens, EMBEDDING_WINDOW)
     stride = HOT * windows
     slots = triton.cdiv(tokens, stride)
-    block = min(512, next_power_of_2(c, 32))
+    block = min(1024, next_power_of_2(c, 32))
     blocks = triton.cdiv(c, block)
     meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **early(dy), **options()}
     with on_device(dy):
@@ -312,7 +352,7 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
         embedding_wgrad_kernel[(triton.cdiv(tokens, PLACES), blocks)](
             ascending, source, dy, sums, grad, tokens, c, windows, stride, dy.stride(0), dy.stride(1),
             grad.stride(0), grad.stride(1), HAS_SUMS=sums is not None, PLACES=PLACES,
-            num_warps=max(1, block * PLACES // 512), **meta,
+            num_warps=max(1, block * PLACES // 1024), **meta,
         )  # fmt: skip
 
 
@@ -326,8 +366,16 @@ def embedding_wgrad(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
 
 _SORTED = {"ids": "*i32:16", "source": "*i32:16", "T": "i32"}
 _RUN = {"dy": "*bf16:16", "sums": "*fp32:16", "C": "i32:16", "ALL_WINDOWS": "i32", "STRIDE": "i32", "dy_row": "i32:16"}
-_META = {"dy_col": 1, "WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": 512}
+_META = {"dy_col": 1, "WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": 1024}
 AOT: tuple[Variant, ...] = (
+    *early_too(
+        Variant(
+            "embedding", embedding_kernel,
+            {"ids": "*i64:16", "weight": "*bf16:16", "out": "*bf16:16", "T": "i32", "V": "i32", "C": "i32:16",
+             "weight_row": "i32:16"},
+            {"weight_col": 1, "ROWS": GATHER_ROWS, "BLOCK": GATHER_BYTES // 2}, num_warps=1, main=True,
+        )
+    ),
     *early_too(
         Variant(
             "embedding sort_runs", sort_runs_kernel,
@@ -345,7 +393,7 @@ AOT: tuple[Variant, ...] = (
     *early_too(
         Variant(
             "embedding window_sums", window_sums_kernel, {**_SORTED, **_RUN}, {**_META, "WINDOWS": WINDOWS},
-            num_warps=4,
+            num_warps=8,
         )
     ),
     *early_too(
@@ -360,6 +408,7 @@ AOT: tuple[Variant, ...] = (
             {**_SORTED, "dy": "*bf16:16", "C": "i32:16", "ALL_WINDOWS": "i32", "STRIDE": "i32", "dy_row": "i32:16",
              "grad": "*bf16:16", "grad_row": "i32:16"},
             {**_META, "sums": None, "grad_col": 1, "HAS_SUMS": False, "PLACES": PLACES}, num_warps=4, main=True,
+            stack=8,  # sm_100: an address, read once for an id
         )
     ),
 )  # fmt: skip

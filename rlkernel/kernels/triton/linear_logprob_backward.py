@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.contract.orders import K_GROUP, LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
+from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import exp, on_device, options
+from rlkernel.kernels.triton.linear_logprob_rows import Active, Guess, gather, rows_of, scatter, spread
 from rlkernel.kernels.triton.logprob import TILE, part
-from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept, row_active
+from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept
 from rlkernel.kernels.triton.matrix import strided
 from rlkernel.kernels.triton.streams import Fork
 
@@ -29,112 +30,8 @@ FEWEST_TOKENS, FEWEST_CHANNELS = 256, 512  # fewer count as many: they take as l
 MOST_BESIDE = 16  # chunks of the vocabulary side by side
 WORTH_BESIDE = 1 << 33  # multiplications of a product, some 25 us, that are worth a stream of their own
 COLUMNS = 2048  # entries a program when dz needs no product
-CHANNELS = 1024  # of a row a program that moves hidden states
 
 # ---- kernels ------------------------------------------------------------------------------------
-
-
-@triton.jit
-def linear_logprob_order_kernel(
-    targets,  # [T] int64
-    kept,  # [T, WORDS] int32
-    stats,  # [T, 2] fp32
-    dlogp,  # [T] fp32
-    dentropy,  # [T] fp32
-    order,  # [T] int32
-    count,  # [blocks of tokens] int32
-    T,
-    V,
-    WORDS,
-    TOKENS,
-    HAS_KEPT: tl.constexpr,
-    HAS_DLOGP: tl.constexpr,
-    HAS_DENTROPY: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """`Active`'s order and count of a block of TOKENS tokens."""
-    start = tl.program_id(0).to(tl.int64) * TOKENS
-    tokens = tl.minimum(TOKENS, T - start).to(tl.int32)
-    group = tl.arange(0, GROUPS)
-    flag = tl.zeros((GROUPS,), tl.int32)
-    for i in range(0, GROUP):
-        active = token_active(
-            targets, kept, stats, dlogp, dentropy, start, group * GROUP + i, tokens, V, WORDS,
-            HAS_KEPT, HAS_DLOGP, HAS_DENTROPY,
-        )  # fmt: skip
-        flag = flag | active.to(tl.int32)
-    # The last group may be a short one: it is the last of those that have a gradient, or of all.
-    size = tl.minimum(tl.maximum(tokens - group * GROUP, 0), GROUP)
-    before = tl.cumsum(flag * size, axis=0) - flag * size
-    number = tl.sum(flag * size, axis=0)
-    place = tl.where(flag != 0, before, number + group * GROUP - before)
-    for i in range(0, GROUP):
-        token = group * GROUP + i
-        active = token_active(
-            targets, kept, stats, dlogp, dentropy, start, token, tokens, V, WORDS, HAS_KEPT, HAS_DLOGP, HAS_DENTROPY
-        )
-        tl.store(order + start + place + i, tl.where(active, token, -1 - token), mask=token < tokens)
-    tl.store(count + tl.program_id(0), number)
-
-
-@triton.jit
-def token_active(
-    targets, kept, stats, dlogp, dentropy, start, token, tokens, V, WORDS,
-    HAS_KEPT: tl.constexpr, HAS_DLOGP: tl.constexpr, HAS_DENTROPY: tl.constexpr,
-):  # fmt: skip
-    """`row_active` of tokens of a block that begins at `start`."""
-    row = start + token
-    inside = token < tokens
-    g = tl.zeros(token.shape, tl.float32)
-    h = tl.zeros(token.shape, tl.float32)
-    if HAS_DLOGP:
-        g = tl.load(dlogp + row, mask=inside, other=0.0)
-    if HAS_DENTROPY:
-        h = tl.load(dentropy + row, mask=inside, other=0.0)
-    top = tl.load(stats + 2 * row, mask=inside, other=float("-inf"))
-    return row_active(kept, targets, row, inside, g, h, top, V, WORDS, HAS_KEPT)
-
-
-@triton.jit
-def linear_logprob_gather_kernel(
-    hidden,  # [T, C]
-    order,  # [T] int32
-    out,  # [T, C]
-    C,
-    TOKENS,
-    hidden_row,
-    hidden_col,
-    BLOCK: tl.constexpr,
-):
-    """Rows of hidden, blocks of TOKENS each in their `Active.order`, zeros where there is no gradient."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(order + row)
-    source = row // TOKENS * TOKENS + token
-    inside = column < C
-    at = source * hidden_row + column.to(tl.int64) * hidden_col
-    x = tl.load(hidden + at, mask=inside & (token >= 0), other=0.0)
-    tl.store(out + row * C + column, x, mask=inside)
-
-
-@triton.jit
-def linear_logprob_scatter_kernel(
-    totals,  # [T, C] fp32
-    order,  # [T] int32
-    dhidden,  # [T, C]
-    C,
-    TOKENS,
-    BLOCK: tl.constexpr,
-):
-    """The way back: input gradients at their tokens, rounded; +0 where a token has none."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(order + row)
-    to = row // TOKENS * TOKENS + tl.where(token >= 0, token, -1 - token)
-    inside = column < C
-    total = tl.load(totals + row * C + column, mask=inside & (token >= 0), other=0.0)
-    tl.store(dhidden + to * C + column, total.to(dhidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -236,65 +133,6 @@ def linear_logprob_probs_kernel(
 # ---- launchers ----------------------------------------------------------------------------------
 
 
-class Active(NamedTuple):
-    """The tokens of a block, those that have a gradient in front; the host does not wait to learn how many have.
-
-    Groups of K_GROUP tokens stay what they are, as tensor cores add the products of one together: those in which no
-    token has a gradient go behind the others, and schedules may leave them out. Whole groups of products with zeros
-    change no chain.
-    """
-
-    order: Tensor  # [n] int32: the block's token in each row of the products, -1 - token where it has no gradient
-    count: Tensor  # [1] int32: rows in front of those groups that have none
-    row: int = 0  # from one row of dz to the next where the host guesses that nearly all have; no bit depends on it
-
-
-def active_order(
-    targets: Tensor,  # [T]
-    kept: Tensor | None,
-    stats: Tensor,
-    dlogp: Tensor | None,
-    dentropy: Tensor | None,
-    vocab: int,
-    tokens: int,
-) -> tuple[Tensor, Tensor]:  # [T], [blocks] int32
-    """`Active`'s tensors for every block of `tokens`. A token has a gradient where it has an upstream one, a kept
-    target and a distribution."""
-    t = targets.shape[0]
-    groups = triton.next_power_of_2(triton.cdiv(min(t, tokens), K_GROUP))
-    order = torch.empty(t, dtype=torch.int32, device=stats.device)
-    count = torch.empty(triton.cdiv(t, tokens), dtype=torch.int32, device=stats.device)
-    words = 0 if kept is None else kept.shape[1]
-    with on_device(stats):
-        linear_logprob_order_kernel[(len(count),)](
-            targets, kept, stats, dlogp, dentropy, order, count, t, vocab, words, tokens,
-            HAS_KEPT=kept is not None, HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None,
-            GROUPS=groups, GROUP=K_GROUP, num_warps=8, **options(),
-        )  # fmt: skip
-    return order, count
-
-
-def gather(hidden: Tensor, order: Tensor, out: Tensor) -> Tensor:
-    """out [T, C] = rows of hidden [T, C] in `Active.order` of each WGRAD_TOKENS tokens, zeros where there is no
-    gradient."""
-    tokens, c = hidden.shape
-    with on_device(hidden):
-        linear_logprob_gather_kernel[(tokens, triton.cdiv(c, CHANNELS))](
-            hidden, order, out, c, WGRAD_TOKENS, hidden.stride(0), hidden.stride(1), BLOCK=CHANNELS, num_warps=4,
-            **options(),
-        )  # fmt: skip
-    return out
-
-
-def scatter(totals: Tensor, order: Tensor, dhidden: Tensor) -> None:
-    """Leaves the fp32 sums of `gather`'s rows, rounded, at their tokens of dhidden [T, C]."""
-    tokens, c = totals.shape
-    with on_device(totals):
-        linear_logprob_scatter_kernel[(tokens, triton.cdiv(c, CHANNELS))](
-            totals, order, dhidden, c, WGRAD_TOKENS, BLOCK=CHANNELS, num_warps=4, **options(),
-        )  # fmt: skip
-
-
 def logits_block(
     dz: Tensor,  # [n, v]
     logits: Tensor,  # [n, v] fp32
@@ -363,7 +201,7 @@ class Products(NamedTuple):
     dz: Dz
     dhidden: Dhidden
     dweight: Dweight
-    guess: Callable[[Tensor, int], bool]  # (`Active.count` of each block, tokens) -> whether that is nearly all
+    guess: Callable[[Tensor, Tensor], Guess]  # (hidden, `Rows.counts`)
     before: Callable[[Hashable, Meet], None] = lambda call, meet: None
 
 
@@ -401,7 +239,8 @@ def gradients(
 
     Blocks of WGRAD_TOKENS tokens and `chunks_of_dz` chunks of the vocabulary, or as many as are side by side: with
     `grad` a block of tokens runs through the whole vocabulary, else a block of the vocabulary through all tokens, so
-    that its fp32 sum is the only one that is held. The products get the tokens in `Active`'s order.
+    that its fp32 sum is the only one that is held. The products get the tokens in `Rows`' order of groups or, under
+    `Guess.SINGLE` and but for the weight gradient, of single tokens.
     """
     weight = strided(weight)
     (tokens, c), vocab, device = hidden.shape, weight.shape[0], hidden.device
@@ -420,16 +259,20 @@ def gradients(
     chunks = chunks_of_dz(most_tokens, PROBS_ENTRIES if from_probs else DZ_ENTRIES)
     chunks = max(chunks, chunks_beside(most_tokens, c))
     width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
-    order, count = active_order(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS)
-    row = width if products.guess(count, tokens) else 0
-    active = {s: Active(order[s:e], count[i : i + 1], row) for i, (s, e) in enumerate(blocks)}
-    # The hidden states in `Active`'s order, where nothing needs room before they have been read.
+    groups = singles = rows_of(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS)
+    guess = products.guess(hidden, groups.counts)
+    row, single = width if guess is Guess.ALL else 0, guess is Guess.SINGLE
+    if single:
+        singles = rows_of(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS, 1)
+    # The hidden states in the order of groups, where nothing needs room before they have been read.
     ordered = dhidden if needs_input else torch.empty(tokens, c, dtype=hidden.dtype, device=device)
+    compact = torch.empty(most_tokens, c, dtype=hidden.dtype, device=device) if single else None
     have = 0 if logits is None else min(vocab, logits.shape[1])
 
     def fill(dz: Tensor, start: int, stop: int, first: int, last: int, product: Dz, meets: bool = False) -> None:
         inverse, mask, g, h = (part(t, start, stop) for t in (inv_temperature, kept, dlogp, dentropy))
-        y, s, entropies, some = targets[start:stop], stats[start:stop], entropy[start:stop], active[start]
+        y, s, entropies = targets[start:stop], stats[start:stop], entropy[start:stop]
+        some = singles.active(start, stop, row)
         if from_probs:
             assert probs is not None and tile_max is not None and g is not None
             if not meets:
@@ -440,19 +283,19 @@ def gradients(
             known = logits[start:stop, first:ready]
             logits_block(dz[:, : ready - first], known, y, inverse, mask, s, entropies, g, h, some.order, first)
         if ready < last:
-            x, w = ordered[start:stop], weight[ready:last]
+            x, w = ordered[start:stop] if compact is None else compact[: stop - start], weight[ready:last]
             product(dz[:, ready - first :], x, w, y, inverse, mask, s, entropies, g, h, some, ready, vocab)
 
     def add_to_dhidden(
         sums: Tensor, dz: Tensor, start: int, stop: int, first: int, last: int, product: Dhidden
     ) -> None:
-        step = chunks_beside(stop - start, c) * LOGPROB_DGRAD_CHUNK
+        some, step = singles.active(start, stop, row), chunks_beside(stop - start, c) * LOGPROB_DGRAD_CHUNK
         for low in range(first, last, step):
             high = min(last, low + step)
-            product(sums, dz[:, low - first : high - first], weight[low:high], low == 0, active[start])
+            product(sums, dz[:, low - first : high - first], weight[low:high], low == 0, some)
 
     def add_to_dweight(dz: Tensor, start: int, stop: int, first: int, last: int, product: Dweight) -> None:
-        x, some = ordered[start:stop], active[start]
+        x, some = ordered[start:stop], groups.active(start, stop, row)
         if scratch is not None:
             product(scratch[: last - first], dz, x, start == 0, some)
         else:
@@ -485,9 +328,11 @@ def gradients(
         ),
         meet,
     )  # fmt: skip
-    gather(hidden, order, ordered)
+    if needs_weight or not single:
+        gather(hidden, groups.order, ordered, WGRAD_TOKENS)
+    held = None  # the block of tokens whose hidden states `compact` has
     # The two products of a block ask nothing of each other: one's last tiles leave work for the other's first.
-    both = needs_input and needs_weight and most_tokens * width * c >= WORTH_BESIDE
+    both = needs_input and needs_weight and not single and most_tokens * width * c >= WORTH_BESIDE
     with Fork(device, both) as fork:
         for group in [blocks] if direct else [[b] for b in blocks]:
             origin, end = group[0][0], group[-1][1]
@@ -496,18 +341,23 @@ def gradients(
                 last = min(vocab, first + width)
                 for start, stop in group:
                     dz = block[: stop - start, : last - first]
+                    if compact is not None and held != start:
+                        gather(hidden[start:stop], singles.order[start:stop], compact[: stop - start], WGRAD_TOKENS)
+                        held = start
                     fill(dz, start, stop, first, last, products.dz)
                     if running is not None:
                         sums = running[start - origin : stop - origin]
                         with fork.beside():
                             add_to_dhidden(sums, dz, start, stop, first, last, products.dhidden)
                     if needs_weight:
+                        if single:
+                            spread(dz, groups.order[start:stop], singles.place[start:stop])
                         add_to_dweight(dz, start, stop, first, last, products.dweight)
                     fork.join()
                 if scratch is not None:
                     dweight[first:last].copy_(scratch[: last - first])
             if running is not None:  # where the hidden states were
-                scatter(running, order[origin:end], dhidden[origin:end])
+                scatter(running, singles.order[origin:end], dhidden[origin:end], WGRAD_TOKENS)
     return dhidden, dweight
 
 
@@ -518,30 +368,8 @@ _ROWS = {
     "order": "*i32:16", "WORDS": "i32",
 }  # fmt: skip
 _BLOCK = {"dz": "*bf16:16", "SPAN": "i32:16", "first": "i32:16", "dz_row": "i32:16"}
-_MOVED = {"order": "*i32:16", "C": "i32:16", "TOKENS": "i32:16"}
 _MASKED = {"HAS_TEMPERATURE": True, "HAS_KEPT": True}
 AOT: tuple[Variant, ...] = (
-    Variant(
-        "linear_logprob order", linear_logprob_order_kernel,
-        {
-            **{n: t for n, t in _ROWS.items() if n != "inv_temperature"}, "dentropy": "*fp32:16", "T": "i32",
-            "V": "i32:16", "count": "*i32:16", "TOKENS": "i32:16",
-        },
-        {
-            "HAS_KEPT": True, "HAS_DLOGP": True, "HAS_DENTROPY": True, "GROUPS": WGRAD_TOKENS // K_GROUP,
-            "GROUP": K_GROUP,
-        },
-        num_warps=8,
-    ),
-    Variant(
-        "linear_logprob gather", linear_logprob_gather_kernel,
-        {**_MOVED, "hidden": "*bf16:16", "out": "*bf16:16", "hidden_row": "i32:16"},
-        {"hidden_col": 1, "BLOCK": CHANNELS},
-    ),
-    Variant(
-        "linear_logprob scatter", linear_logprob_scatter_kernel,
-        {**_MOVED, "totals": "*fp32:16", "dhidden": "*bf16:16"}, {"BLOCK": CHANNELS},
-    ),
     Variant(
         "linear_logprob logits", linear_logprob_logits_kernel,
         {
