@@ -135,8 +135,8 @@ def linear_logprob(
     """`logprob(linear(hidden, weight, out_dtype=torch.float32), targets, ...)` to the bit, block by block.
 
     The gradient of the logits is rounded to the weight's dtype, as `linear` does. Tokens with no upstream gradient (or
-    with a dropped target) are left out of the backward's products: on a CPU each of them, on a Hopper GPU groups of 16
-    neighbours of which none has one, as along prompts, and where many others have none, as an earlier backward has
+    with a dropped target) are left out of the backward's products: on a CPU each of them, in bf16 on Hopper groups of
+    16 neighbours of which none has one, as along prompts, and where many others have none, as an earlier backward has
     shown, each of them, but from the weight gradient. Rows that no loss will use are best not given at all.
 
     Args:

@@ -322,6 +322,69 @@ def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: R
     record(**vars(seen))
 
 
+@pytest.mark.parametrize("main", (False, True))
+def test_linear_logprob_of_several_blocks_of_tokens_and_any_guess(main: bool, record: Record) -> None:
+    from rlkernel.kernels import select
+    from rlkernel.kernels.cuda import linear_logprob
+    from rlkernel.kernels.triton.linear_logprob_backward import gradients
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
+
+    tokens, v, c = 8192 + 700, 2 * 8192 + 1000, 256
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets, g, seen = torch.arange(tokens, device=DEVICE) * 83 % v, data(2, tokens), Compared()
+    g[::3], g[1::5], g[5000:6000] = 0.0, 0.0, 0.0
+    _, entropy, _, stats = torch.ops.rlkernel.linear_logprob(x, w, targets, None, None)
+    rest = (x, w, targets, None, None, stats, entropy, g, None, None, None, None, True, True)
+
+    def run(grad_: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        grad = torch.ones(v, c, device=DEVICE) if main else None
+        dx, dw = grad_(grad, *rest)
+        return [dx, dw if grad is None else grad]
+
+    with select.use("triton"):
+        expected = run(torch.ops.rlkernel.linear_logprob_grad_)
+    for guess in Guess:
+        found = run(partial(gradients, linear_logprob.PRODUCTS._replace(guess=lambda *_, guess=guess: guess)))
+        seen.rows(found[:1], expected[:1], f"input gradient, {guess}")
+        seen.whole(found[1:], expected[1:], f"weight gradient, {guess}")
+    record(**vars(seen))
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper")
+@pytest.mark.parametrize("keep", (False, True))
+def test_linear_logprob_leaves_single_tokens_out_of_itself(
+    keep: bool, monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    """After a backward whose count has arrived, where enough tokens have no gradient."""
+    from rlkernel.kernels import select
+    from rlkernel.kernels.triton import linear_logprob_backward as loop
+
+    tokens, v, c = 1100, 3000, 4096
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 16
+    targets, g, seen = torch.arange(tokens, device=DEVICE), data(2, tokens), Compared()
+    g[::2], g[1::3] = 0.0, 0.0
+    moved: list[int] = []
+    spread = loop.spread
+    monkeypatch.setattr(loop, "spread", lambda dz, *rest: (moved.append(len(dz)), spread(dz, *rest)))
+
+    def run() -> list[Tensor]:
+        leaf, weight = x.clone().requires_grad_(True), w.clone().requires_grad_(True)
+        torch.autograd.backward(ops.linear_logprob(leaf, weight, targets, keep_probs=keep).logp, g)
+        torch.cuda.synchronize()
+        assert leaf.grad is not None and weight.grad is not None
+        return [leaf.grad, weight.grad]
+
+    with select.use("triton"):
+        expected = run()
+    assert not moved
+    for _ in range(4):
+        found = run()
+        seen.rows(found[:1], expected[:1], "input gradient")
+        seen.whole(found[1:], expected[1:], "weight gradient")
+    assert moved and set(moved) == {tokens}
+    record(**vars(seen))
+
+
 def test_linear_logprob_without_any_gradient(record: Record) -> None:
     """main_grad gets + 0, whose sign shows where it held -0."""
     from rlkernel.kernels import select
@@ -439,14 +502,17 @@ def test_linear_logprob_products_beside_each_other(
     tokens: int, c: int, main: bool, monkeypatch: pytest.MonkeyPatch, record: Record
 ) -> None:
     """Two streams for the two products: no memory is taken early, eagerly or in a graph, and no bit moves."""
+    from rlkernel.kernels.cuda import linear_logprob as scoring
     from rlkernel.kernels.triton import linear_logprob_backward as loop
     from rlkernel.kernels.triton import streams
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
 
     v = 2 * 8192 + 1000
     x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
     targets, g, seen = torch.arange(tokens, device=DEVICE) * 83 % v, data(2, tokens), Compared()
     _, entropy, _, stats = torch.ops.rlkernel.linear_logprob(x, w, targets, None, None)
     rest = (x, w, targets, None, None, stats, entropy, g, None, None, None, None)
+    monkeypatch.setattr(scoring, "_guess_of", lambda device: lambda *_: Guess.ALL)  # whatever ran before
 
     def run() -> list[Tensor]:
         grad = torch.zeros(v, c, device=DEVICE) if main else None
@@ -522,15 +588,15 @@ def test_linear_logprob_guesses_by_an_earlier_count() -> None:
         counts = torch.tensor(n, dtype=torch.int32, device=DEVICE)
         hidden = torch.empty(tokens, 2400, dtype=dtype, device=DEVICE)
         for _ in range(2):  # the first call may find an older count under way
-            guess(hidden, counts)
+            guess(hidden, counts, 2.0, True)
             torch.cuda.synchronize()
-        return guess(hidden, counts)
+        return guess(hidden, counts, 2.0, True)
 
     assert after((8192, 8192), (100, 99), tokens=8292) is after((99, 80), tokens=100) is Guess.ALL
     assert after((8016, 8000), (0, 0), tokens=8292) is after((96, 73), tokens=100) is Guess.GROUPS
     single = Guess.SINGLE if torch.cuda.get_device_capability() == (9, 0) else Guess.GROUPS
-    assert after((8192, 6000), (100, 75), tokens=8292) is after((96, 72), tokens=100) is single
-    assert after((96, 72), tokens=100, dtype=torch.float32) is Guess.GROUPS, "by the anchor, which leaves out no row"
+    assert after((8000, 5000), (0, 0), tokens=8292) is after((960, 500), tokens=1000) is single
+    assert after((960, 500), tokens=1000, dtype=torch.float32) is Guess.GROUPS, "the anchor leaves out no row"
 
 
 def test_linear_logprob_in_a_new_thread_and_of_repeated_rows() -> None:

@@ -57,7 +57,7 @@ def server(model: Path, backend: str, folder: Path) -> Iterator[str]:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
     try:
         url = f"http://127.0.0.1:{port}"
-        for _ in range(480):
+        for _ in range(960):
             with contextlib.suppress(OSError, urllib.error.URLError):
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
                 break

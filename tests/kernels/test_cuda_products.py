@@ -176,23 +176,25 @@ def test_a_guess_asks_its_memory_and_no_event(monkeypatch: pytest.MonkeyPatch) -
     count = lambda *n: torch.tensor(n, dtype=torch.int32).view(-1, 2)
     counts = torch.empty(4, 2, dtype=torch.int32)
     ask = scoring._Guess(counts)
-    first = ask(count(128, 128, 100, 100), 228, 600)
+    first = ask(count(128, 128, 100, 100), 228, 600, True)
     assert first is Guess.GROUPS and counts[:2].tolist() == [[128, 128], [100, 100]]
-    assert ask(count(96, 90), 100, 600) is Guess.ALL, "the count of the call before"
+    assert ask(count(960, 900), 990, 600, True) is Guess.ALL, "the count of the call before"
     counts[0] = -1
-    assert ask(count(1, 1), 100, 600) is Guess.ALL and (counts[0] == -1).all(), "under way, and none is sent after it"
-    counts[0, 0] = 96
-    assert ask(count(1, 1), 100, 600) is Guess.ALL, "half of it has arrived"
-    counts[0, 1] = 90
-    assert ask(count(97, 73), 100, 2400) is Guess.GROUPS, "of 100"
-    assert ask(count(48, 30, 48, 42), 200, 2400) is Guess.ALL, "24 of 97 are fewer than a quarter"
-    assert ask(count(48, 30, 48, 43), 200, 2400) is Guess.SINGLE, "24 of 96"
-    assert ask(count(0, 0), 100, 2399) is Guess.GROUPS
-    assert ask(count(0, 0), 100, 1 << 20) is Guess.GROUPS
+    assert ask(count(1, 1), 9, 600, True) is Guess.ALL and (counts[0] == -1).all(), "under way: none is sent after it"
+    counts[0, 0] = 960
+    assert ask(count(1, 1), 9, 600, True) is Guess.ALL, "half of it has arrived"
+    counts[0, 1] = 900
+    assert ask(count(1024, 769), 1024, 1e9, True) is Guess.ALL, "960 and 900 of 990 are four clusters of rows"
+    assert ask(count(512, 300, 512, 400), 1024, 1e9, True) is Guess.ALL, "1024 and 769 too"
+    assert ask(count(512, 300, 512, 400), 1024, 4800, True) is Guess.SINGLE, "one of four"
+    assert ask(count(512, 300, 512, 400), 1024, 4799, True) is Guess.ALL, "fewer channels"
+    assert ask(count(512, 300, 512, 400), 1024, 256, False) is Guess.SINGLE, "dz need not move"
+    assert ask(count(0, 0), 1024, 255, False) is Guess.ALL
+    assert ask(count(0, 0), 1024, 1e9, False) is Guess.GROUPS
     for number in (count(), count(*[1] * 10)):
-        ask(number, 5, 600)
+        ask(number, 5, 600, True)
     assert not ask._tokens, "none that does not fit"
-    assert scoring.guess(rand(9, 8), count(9, 3)) is Guess.GROUPS, "not on a GPU"
+    assert scoring.guess(rand(9, 8), count(9, 3), 2.0, True) is Guess.GROUPS, "not on a GPU"
 
 
 def test_weight_gradients_go_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+from collections.abc import Callable
 
 import numpy
 import pytest
@@ -45,7 +46,7 @@ else:
         logprob,
         sample,
     )
-    from rlkernel.kernels.triton.linear_logprob_rows import Guess
+    from rlkernel.kernels.triton.linear_logprob_rows import Active, Guess
     from rlkernel.kernels.triton.matrix import Tile
 
     pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -220,7 +221,7 @@ else:
         none = linear_logprob.linear_logprob_grad_(None, *rest, False, False)
         assert none[0].shape == none[1].shape == (0, c)
 
-    @pytest.mark.parametrize("tokens", (1, 15, 16, 70, 300))
+    @pytest.mark.parametrize("tokens", (1, 15, 16, 70, 230))
     @pytest.mark.parametrize("masked", (False, True))
     def test_tokens_without_a_gradient_go_behind_the_others(
         tokens: int, masked: bool, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +256,22 @@ else:
             assert some.count.tolist() == [number] and torch.equal(some.order, found)
         x[~has] = torch.nan
         rest = (None, kept, stats, entropy), (None, None, None, None, True, True)
-        products = linear_logprob.ANCHORS
+        calls: list[tuple[str, int]] = []
+        spread = linear_logprob_backward.spread
+        monkeypatch.setattr(
+            linear_logprob_backward, "spread", lambda *given: (calls.append(("moved", 0)), spread(*given))
+        )
+
+        def noted(name: str) -> Callable[..., None]:
+            product = getattr(linear_logprob, name)
+            return lambda *given: (
+                calls.append((name, next(int(some.count) for some in given if isinstance(some, Active)))),
+                product(*given),
+            )[1]
+
+        products = linear_logprob.ANCHORS._replace(
+            **{name.removesuffix("_block"): noted(name) for name in ("dz_block", "dhidden_block", "dweight_block")}
+        )
         # Sums that know nothing of their row, which a matrix library's do not promise.
         monkeypatch.setattr("numpy.matmul", lambda a, b, dtype: numpy.einsum("ik,kj->ij", a, b).astype(dtype))
         for grad, guess in itertools.product((None, rand(3, v, 24)), Guess):
@@ -263,7 +279,16 @@ else:
                 linear_logprob_backward.gradients, products._replace(guess=lambda *_, guess=guess: guess)
             )
             ours, expected = (None if grad is None else grad.clone() for _ in range(2))
+            calls.clear()
             dx, dw = run(ours, x, w, targets, *rest[0], g, *rest[1])
+            of_tokens, of_groups = rows[1].counts[:, 0].tolist(), rows[16].counts[:, 0].tolist()
+            of_rows, moved = of_groups, []
+            if guess is Guess.SINGLE:
+                of_rows, moved = of_tokens, [("moved", 0)] * len(of_groups)
+            assert sorted(calls) == sorted([
+                *moved, *(("dz_block", n) for n in of_rows), *(("dhidden_block", n) for n in of_rows),
+                *(("dweight_block", n) for n in of_groups),
+            ]), "what the products are asked for"  # fmt: skip
             fresh_dx, fresh = linear_logprob_reference.linear_logprob_grad_(
                 expected, x, w, targets % v, *rest[0], g * has, *rest[1]
             )
@@ -275,13 +300,15 @@ else:
             for a, b in zip((dx, dw, ours), (*plain, again), strict=True):
                 if a is not None and b is not None:
                     assert_bitwise(a, b, f"the bits do not depend on the guess: {guess}")
+            calls.clear()
             alone, _ = run(None, x, w, targets, *rest[0], g, *rest[1][:4], True, False)
+            assert ("moved", 0) not in calls
             assert_bitwise(alone, dx, "without a gradient of the weight")
             _, alone = run(None, x, w, targets, *rest[0], g, *rest[1][:4], False, True)
             if grad is None:
                 assert_bitwise(alone, dw, "without a gradient of the input")
 
-    @pytest.mark.parametrize(("rows", "span"), ((1, 40), (255, 64), (256, 33), (700, 96)))
+    @pytest.mark.parametrize(("rows", "span"), ((1, 40), (511, 64), (512, 33), (1300, 96), (1536, 8)))
     def test_rows_spread_in_place(rows: int, span: int) -> None:
         """Rows of single tokens move to those of groups, without a second block."""
         targets, stats = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 2)

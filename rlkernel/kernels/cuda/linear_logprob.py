@@ -44,7 +44,9 @@ from rlkernel.kernels.triton import logprob_backward as gradient
 from rlkernel.kernels.triton.linear_logprob_rows import Active, Guess
 
 CUBLASLT_TOKENS = 4096  # that cuBLASLt's heuristic is asked for; any number runs
-SPREAD_CHANNELS = 600  # moving dz's rows from one order to the other takes as long as two products of so many
+SPREAD_CHANNELS = 1200  # moving dz's rows from one order to the other takes as long as a product of so many
+GATHER_CHANNELS = 64  # the same of the hidden states in another order, and of that order
+CLUSTER = 256  # rows of dz and of dhidden that Hopper's kernel computes together, or leaves out
 
 # ---- Hopper's kernel -----------------------------------------------------------------------------
 
@@ -173,7 +175,7 @@ class _Guess:
         self._blocks = self._tokens = 0  # of the count that is under way
         self._last = 1, 0, 0  # tokens, those in groups in which one has a gradient, and those that have one
 
-    def __call__(self, counts: Tensor, tokens: int, channels: int) -> Guess:
+    def __call__(self, counts: Tensor, tokens: int, channels: float, moved: bool) -> Guess:
         if self._tokens and int((found := self._counts[: self._blocks]).min()) >= 0:
             grouped, single = found.sum(0).tolist()
             self._last = self._tokens, grouped, single
@@ -182,7 +184,8 @@ class _Guess:
             self._blocks, self._tokens = len(counts), tokens
             self._counts[: self._blocks].fill_(-1).copy_(counts, non_blocking=True)
         of, grouped, single = self._last
-        if single and (grouped - single) * channels >= SPREAD_CHANNELS * grouped:
+        of_groups, of_tokens = (-(-n // CLUSTER) * CLUSTER for n in (grouped, single))
+        if single and (of_groups - of_tokens) * channels >= (SPREAD_CHANNELS if moved else GATHER_CHANNELS) * of_groups:
             return Guess.SINGLE
         return Guess.ALL if 32 * (of - grouped) <= of else Guess.GROUPS
 
@@ -193,18 +196,19 @@ def _guess_of(device: int) -> _Guess:
         return _Guess(torch.empty(64, 2, dtype=torch.int32, pin_memory=True))
 
 
-def guess(hidden: Tensor, counts: Tensor) -> Guess:
+def guess(hidden: Tensor, counts: Tensor, saved: float, moved: bool) -> Guess:
     """What `Rows.counts` of an earlier backward says of the tokens of `hidden` [T, C]; under graph capture nothing.
 
-    counts [blocks, 2] int32 on the GPU is on its way to the host for a later call; nothing waits for it. Where no
-    schedule leaves rows out, single ones are not worth their way between two orders.
+    counts [blocks, 2] int32 on the GPU is on its way to the host for a later call; nothing waits for it. `saved`
+    products of C channels may leave single tokens out, for which dz is `moved` from one order to another; where no
+    schedule leaves rows out, never.
     """
     if not counts.is_cuda:
         return Guess.GROUPS
     with torch.cuda.device(counts.device):
         if torch.cuda.is_current_stream_capturing():
             return Guess.GROUPS
-        found = _guess_of(counts.get_device())(counts, *hidden.shape)
+        found = _guess_of(counts.get_device())(counts, len(hidden), saved * hidden.shape[1], moved)
     leaves_out = hidden.dtype == torch.bfloat16 and driver.on_hopper(counts.get_device())
     return found if leaves_out or found is not Guess.SINGLE else Guess.GROUPS
 

@@ -28,6 +28,7 @@ TARGETS: dict[str, GPUTarget] = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
 }
+NVIDIA = tuple(name for name, target in TARGETS.items() if target.backend == "cuda")
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx90a": 65536}
 """Bytes of shared memory that one block may have."""
 MATRIX = re.compile(r"mma\.sync[.\w]*|wgmma\.mma_async[.\w]*|tcgen05\.mma[.\w]*|v_mfma_\w+|v_smfmac\w+")

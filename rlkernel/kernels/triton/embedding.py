@@ -12,15 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import EMBEDDING_WINDOW
-from rlkernel.kernels.triton.aot import Variant, early_too
-from rlkernel.kernels.triton.common import early, negative_zeros, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.aot import NVIDIA, Variant, early_too
+from rlkernel.kernels.triton.common import IS_HIP, early, negative_zeros, next_power_of_2, on_device, options
 
 RUN, MOST_RUNS = 256, 128
 """Tokens that a program sorts by comparing every pair, and so many of these runs at most; torch sorts more tokens."""
 NO_ID = tl.constexpr(0x7FFFFFFF)
 PLACES, UNROLL, WINDOWS = 4, 16, 4
 GATHER_ROWS, GATHER_BYTES = 2, 2048
-"""Of the weight that a program copies: rows, and bytes of each."""
+"""Of the weight that a program copies: rows, and bytes of each; of shorter rows as many bytes in more of them."""
 HOT = 4
 """An id is hot where it covers two neighbouring multiples of HOT * windows in the sorted list."""
 
@@ -292,6 +292,8 @@ def embedding_wgrad_kernel(
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """out [T, C]. An id outside the vocabulary trips a device-side assertion."""
+    if IS_HIP:  # whose assertions call the host, by atomics
+        return torch.index_select(weight, 0, ids)
     tokens, (vocabulary, c) = ids.shape[0], weight.shape
     out = torch.empty(tokens, c, dtype=weight.dtype, device=weight.device)
     if out.numel() == 0:
@@ -337,13 +339,14 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     windows = triton.cdiv(tokens, EMBEDDING_WINDOW)
     stride = HOT * windows
     slots = triton.cdiv(tokens, stride)
-    block = min(1024, next_power_of_2(c, 32))
+    few = windows <= WINDOWS  # which the owner of an id sums in no time
+    block = min(512 if few else 1024, next_power_of_2(c, 32))
     blocks = triton.cdiv(c, block)
     meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **early(dy), **options()}
     with on_device(dy):
         ascending, source = sort_ids(ids)
         sums = None
-        if windows > WINDOWS:  # fewer windows are summed in no time by the owner
+        if not few:
             sums = torch.empty(slots, windows, c, dtype=torch.float32, device=dy.device)
             window_sums_kernel[(slots, triton.cdiv(windows, WINDOWS), blocks)](
                 ascending, source, dy, sums, tokens, c, windows, stride, dy.stride(0), dy.stride(1),
@@ -352,7 +355,7 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
         embedding_wgrad_kernel[(triton.cdiv(tokens, PLACES), blocks)](
             ascending, source, dy, sums, grad, tokens, c, windows, stride, dy.stride(0), dy.stride(1),
             grad.stride(0), grad.stride(1), HAS_SUMS=sums is not None, PLACES=PLACES,
-            num_warps=max(1, block * PLACES // 1024), **meta,
+            num_warps=max(1, block * PLACES // (512 if few else 1024)), **meta,
         )  # fmt: skip
 
 
@@ -374,6 +377,7 @@ AOT: tuple[Variant, ...] = (
             {"ids": "*i64:16", "weight": "*bf16:16", "out": "*bf16:16", "T": "i32", "V": "i32", "C": "i32:16",
              "weight_row": "i32:16"},
             {"weight_col": 1, "ROWS": GATHER_ROWS, "BLOCK": GATHER_BYTES // 2}, num_warps=1, main=True,
+            targets=NVIDIA,
         )
     ),
     *early_too(
@@ -407,8 +411,8 @@ AOT: tuple[Variant, ...] = (
             "embedding_wgrad short", embedding_wgrad_kernel,
             {**_SORTED, "dy": "*bf16:16", "C": "i32:16", "ALL_WINDOWS": "i32", "STRIDE": "i32", "dy_row": "i32:16",
              "grad": "*bf16:16", "grad_row": "i32:16"},
-            {**_META, "sums": None, "grad_col": 1, "HAS_SUMS": False, "PLACES": PLACES}, num_warps=4, main=True,
-            stack=8,  # sm_100: an address, read once for an id
+            {**_META, "BLOCK": 512, "sums": None, "grad_col": 1, "HAS_SUMS": False, "PLACES": PLACES}, num_warps=4,
+            main=True,
         )
     ),
 )  # fmt: skip

@@ -201,7 +201,8 @@ class Products(NamedTuple):
     dz: Dz
     dhidden: Dhidden
     dweight: Dweight
-    guess: Callable[[Tensor, Tensor], Guess]  # (hidden, `Rows.counts`)
+    # (hidden, `Rows.counts`, products that single tokens may leave out, whether rows move between them)
+    guess: Callable[[Tensor, Tensor, float, bool], Guess]
     before: Callable[[Hashable, Meet], None] = lambda call, meet: None
 
 
@@ -260,14 +261,15 @@ def gradients(
     chunks = max(chunks, chunks_beside(most_tokens, c))
     width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
     groups = singles = rows_of(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS)
-    guess = products.guess(hidden, groups.counts)
+    have = 0 if logits is None else min(vocab, logits.shape[1])
+    saved = needs_input + (0.0 if from_probs else 1.0 - have / vocab)
+    guess = products.guess(hidden, groups.counts, saved, needs_weight)
     row, single = width if guess is Guess.ALL else 0, guess is Guess.SINGLE
     if single:
         singles = rows_of(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS, 1)
     # The hidden states in the order of groups, where nothing needs room before they have been read.
     ordered = dhidden if needs_input else torch.empty(tokens, c, dtype=hidden.dtype, device=device)
     compact = torch.empty(most_tokens, c, dtype=hidden.dtype, device=device) if single else None
-    have = 0 if logits is None else min(vocab, logits.shape[1])
 
     def fill(dz: Tensor, start: int, stop: int, first: int, last: int, product: Dz, meets: bool = False) -> None:
         inverse, mask, g, h = (part(t, start, stop) for t in (inv_temperature, kept, dlogp, dentropy))
@@ -331,7 +333,8 @@ def gradients(
     if needs_weight or not single:
         gather(hidden, groups.order, ordered, WGRAD_TOKENS)
     held = None  # the block of tokens whose hidden states `compact` has
-    # The two products of a block ask nothing of each other: one's last tiles leave work for the other's first.
+    # The two products of a block ask nothing of each other: one's last tiles leave work for the other's first. Not with
+    # single tokens left out, where dz's rows move behind the first.
     both = needs_input and needs_weight and not single and most_tokens * width * c >= WORTH_BESIDE
     with Fork(device, both) as fork:
         for group in [blocks] if direct else [[b] for b in blocks]:
