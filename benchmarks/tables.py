@@ -137,6 +137,8 @@ def kernels(path: Path) -> str:
     return "\n".join(_markdown(["kernel", *targets], lines) + _source(data, path)) + "\n"
 
 
+SKIPPED = re.compile(r"^.*?::\w+(?:\[.*\])?: ")
+"""The name in front of the reason why a test was skipped."""
 COUNTED = (
     "A token counts once in each comparison of two calls, whatever outputs they have; other numbers are what is not "
     "counted by tokens: gradients of weights, sums, the optimizer's tensors."
@@ -171,7 +173,9 @@ def sums(path: Path) -> str:
     head, *rest = _source(data, path)
     failed = run["failures"] + run["errors"]
     at = f" at {data['commit'][:7]}" if data["commit"] else ""
-    result = f"pytest{at}: {passed} passed, {failed} failed, {run['skipped']} skipped."
+    whys = dict.fromkeys(SKIPPED.sub("", entry) for entry in data.get("skipped", []))
+    why = f" ({'; '.join(whys)})" if whys else ""
+    result = f"pytest{at}: {passed} passed, {failed} failed, {run['skipped']} skipped{why}."
     note = ["", COUNTED] if apart else []
     return "\n".join([*_markdown(columns, lines), *note, head, result, *rest]) + "\n"
 

@@ -64,7 +64,10 @@ def test_sums_keep_controls_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     counts = {"tests": 5, "failures": 1, "errors": 0, "skipped": 1}
     text = tables.sums(result(tmp_path, "test_gpu", rows, pytest=counts))
     assert "| rlkernel | 2 | 4 | 20 | 0 | 0 |" in text and "| control: stock ops | 1 | 2 | 10 | 9 | 0.5 |" in text
-    assert "pytest at abc1234: 3 passed, 1 failed, 1 skipped" in text
+    assert "pytest at abc1234: 3 passed, 1 failed, 1 skipped." in text
+    reasons = ["tests.gpu.test_a::test_b[at 2: 3]: needs two GPUs", "tests.gpu.test_a::test_c: needs two GPUs"]
+    text = tables.sums(result(tmp_path, "test_gpu", rows, pytest=counts, skipped=reasons))
+    assert "1 skipped (needs two GPUs)." in text
     unknown = result(tmp_path, "test_gpu", rows, pytest=counts, commit=None)
     assert "pytest: 3 passed" in tables.sums(unknown)
 
