@@ -182,6 +182,21 @@ def test_a_figure_is_reached_in_every_case_or_not(tmp_path: Path, share: tuple[f
     assert line(tmp_path, "rope")["reached"] == reached
 
 
+def test_what_more_tokens_add_is_a_figure_of_its_own(tmp_path: Path) -> None:
+    """The two largest of three sizes, whose every byte takes as long, behind 4 us that both have."""
+    at = lambda tokens, ms, floor: {
+        "op": "rope", "shape": [tokens, 8], "ours_ms": ms, "share_of_roofline": floor / ms
+    }  # fmt: skip
+    rows = [at(100, 0.9, 0.01), at(4000, 0.044, 0.036), at(8000, 0.084, 0.072)]
+    other = {**at(8000, 0.084, 0.072), "op": "rope fwd+bwd"}  # of one size
+    result(tmp_path, "bench_memory_bound", [*rows[::-1], other])
+    found = line(tmp_path, "rope, what more tokens add")
+    assert found["measured"] == "0.9; 4.0 to 4.0 us at any size" and found["reached"] == "yes"
+    rows[1:] = at(4000, 0.044, 0.036), at(8000, 0.09, 0.072)
+    result(tmp_path, "bench_memory_bound", rows)
+    assert line(tmp_path, "rope, what more tokens add")["reached"] == "no"
+
+
 def test_a_figure_just_short_of_the_line_does_not_look_reached() -> None:
     line = lambda *values: figures._line(
         "op", "", ">= 0.85", [{"v": v} for v in values], lambda r: r["v"], lambda v: v >= 0.85
