@@ -132,7 +132,7 @@ def figures(folder: Path) -> list[Row]:
     without = [row for row in against if row["op"].endswith("rows left out") and row["ours"] == "rlkernel"]
     within = [row for row in against if row["anchor"].endswith("rows left out")]
     for what, found in (
-        ("linear_logprob, rows without gradient left out", without),
+        ("linear_logprob, rows without gradient not given to either", without),
         ("linear_logprob over all rows, TRL without those that have no gradient", within),
     ):
         lines.append(_line(what, "TRL chunked", "< 1x of its time", found, _time, lambda v: v < 1.0))

@@ -324,4 +324,17 @@ def test_compiles_with_dynamo() -> None:
 def test_runs_on_a_gpu_that_is_not_current() -> None:
     x, w = data(0, 33, 256, dtype=torch.bfloat16), data(1, 512, 256, dtype=torch.bfloat16)
     assert torch.cuda.current_device() == 0
-    assert_bitwise(ops.linear(x.to("cuda:1"), w.to("cuda:1"), chunks=2), ops.linear(x, w, chunks=2), "second GPU")
+    ids, g = torch.arange(33, device=DEVICE) * 7, data(2, 33)
+    g[::2] = 0.0
+
+    def run(device: str) -> list[Tensor]:
+        hidden, weight = (t.to(device).requires_grad_(True) for t in (x, w))
+        rows = ops.embedding(ids.to(device), weight)
+        logp = ops.linear_logprob(hidden, weight, ids.to(device)).logp
+        return [ops.linear(hidden, weight, chunks=2), rows, logp, *torch.autograd.grad(
+            (logp, rows), (hidden, weight), (g.to(device), rows.detach())
+        )]  # fmt: skip
+
+    for i, (second, first) in enumerate(zip(run("cuda:1"), run("cuda:0"), strict=True)):
+        assert second.get_device() == 1
+        assert_bitwise(second, first, f"second GPU, result {i}")
