@@ -141,6 +141,19 @@ def test_controls() -> None:
     assert not same(chain(x, w, fraction_bits=24), plain), "the bits kept are 25"
 
 
+def test_groups_of_zeros_may_be_left_out_of_a_chain_and_single_terms_may_not() -> None:
+    """Why linear_logprob's weight gradient leaves tokens out by groups of 16 alone: of single ones, which group a token
+    falls into, and so its share in the bits, would depend on how many before it have a gradient."""
+    tokens, entries, channels = 512, 24, 32
+    dz, hidden = values(0, entries, tokens), values(1, channels, tokens)
+    groups = np.arange(tokens) // 16 % 3 != 1
+    single = np.arange(tokens) % 2 == 0
+    without = lambda some: chain(dz[:, some], hidden[:, some])
+    assert same(without(groups), chain(np.where(groups, dz, 0.0).astype(np.float32), hidden))
+    found, wanted = without(single), chain(np.where(single, dz, 0.0).astype(np.float32), hidden)
+    assert (found != wanted).mean() > 0.25, "other bits, in many of the sums"
+
+
 # ---- accuracy
 
 
