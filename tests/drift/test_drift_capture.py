@@ -268,9 +268,10 @@ def test_a_started_process_goes_on_printing(capfd: pytest.CaptureFixture[str]) -
     with overheard():
         child = subprocess.Popen([sys.executable, "-c", "input(); print('late')"], stdin=subprocess.PIPE)
     child.communicate(b"\n")
+    out = ""
     for _ in range(50):
-        out = capfd.readouterr().out
-        if out:
+        out += capfd.readouterr().out  # of a line that is being written a part
+        if out.endswith("\n"):
             break
         time.sleep(0.1)
     assert out == "late\n" and child.returncode == 0
