@@ -66,14 +66,15 @@ def _beside_gradients(row: Row) -> float:
 
 def _further(found: list[Row]) -> list[Row]:
     """Of the two largest sizes of each case: `share` of the roofline of what the larger adds to the other, and the
-    microseconds, `fixed_us`, that are left of either when all its bytes take as long as those."""
+    microseconds, `fixed_us`, that are left of either where each of its bytes takes as long as those."""
     sizes: dict[tuple[Any, ...], list[Row]] = {}
     for row in found:
         if row.get("shape") and row.get("ours_ms") and row["share_of_roofline"]:
             sizes.setdefault((row["op"], *row["shape"][1:]), []).append(row)
     cases = []
     for rows in sizes.values():
-        smaller, larger = sorted(rows, key=lambda row: row["shape"][0])[-2:] if len(rows) > 1 else (rows[0], rows[0])
+        two = sorted(rows, key=lambda row: row["shape"][0])[-2:]
+        smaller, larger = two[0], two[-1]  # one and the same where there is one size
         if smaller["ours_ms"] < larger["ours_ms"]:
             floor = [row["ours_ms"] * row["share_of_roofline"] for row in (smaller, larger)]
             share = (floor[1] - floor[0]) / (larger["ours_ms"] - smaller["ours_ms"])
@@ -174,7 +175,7 @@ def figures(folder: Path) -> list[Row]:
             lines.append(_line(f"{name}, what more tokens add", "bytes / 4.3 TB/s", f">= {SHARE} of the floor", further,
                                lambda row: row["share"], lambda v: v >= SHARE))  # fmt: skip
             fixed = [row["fixed_us"] for row in further]
-            lines[-1]["measured"] += f"; {min(fixed):.1f} to {max(fixed):.1f} us at any size"
+            lines[-1]["measured"] += f"; {min(fixed):.1f} to {max(fixed):.1f} us do not grow with them"
     return lines
 
 

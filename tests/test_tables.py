@@ -191,7 +191,7 @@ def test_what_more_tokens_add_is_a_figure_of_its_own(tmp_path: Path) -> None:
     other = {**at(8000, 0.084, 0.072), "op": "rope fwd+bwd"}  # of one size
     result(tmp_path, "bench_memory_bound", [*rows[::-1], other])
     found = line(tmp_path, "rope, what more tokens add")
-    assert found["measured"] == "0.9; 4.0 to 4.0 us at any size" and found["reached"] == "yes"
+    assert found["measured"] == "0.9; 4.0 to 4.0 us do not grow with them" and found["reached"] == "yes"
     rows[1:] = at(4000, 0.044, 0.036), at(8000, 0.09, 0.072)
     result(tmp_path, "bench_memory_bound", rows)
     assert line(tmp_path, "rope, what more tokens add")["reached"] == "no"

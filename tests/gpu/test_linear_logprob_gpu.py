@@ -1,0 +1,497 @@
+"""linear_logprob on a GPU: right against fp64, the same bits in any batch, tile, block and schedule.
+
+Truths are computed in fp64 on the GPU; the loop of the backward has the anchors' bits whatever it guesses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from gpu.gpu_checks import DEVICE, Compared, Record, data
+from gpu.logprob_checks import by_filter, finite, logprob_truth, scored, settings
+from ops.op_checks import assert_right, by_dtype, forward_backward
+from torch import Tensor
+
+from rlkernel import ops
+from rlkernel.contract import assert_bitwise
+from rlkernel.contract.orders import VOCAB_TILE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@by_dtype
+@by_filter
+def test_linear_logprob_is_logprob_of_linear(filtered: bool, dtype: torch.dtype, record: Record) -> None:
+    v, c = 9 * VOCAB_TILE + 44, 256
+    seen = Compared()
+    for tokens in (1, 2, 16, 33, 64, 600):
+        x, w = data(0, tokens, c, dtype=dtype), data(1, v, c, dtype=dtype) / 4
+        targets, temperature, kept = scored(tokens, v)
+        options = settings(filtered, temperature, kept)
+        fused = lambda x, w, y=targets, o=options: ops.linear_logprob(x, w, y, **o)[:2]
+        plain = lambda x, w, y=targets, o=options: ops.logprob(ops.linear(x, w, out_dtype=torch.float32), y, **o)[:2]
+        upstream = (data(2, tokens), data(3, tokens))
+        for zeros in (False, True):  # tokens without a gradient: a run that begins and ends anywhere, and some by turns
+            if zeros:
+                for up in upstream:
+                    up[tokens // 5 : tokens // 2], up[3 * tokens // 4 :: 3] = 0.0, 0.0
+            ours, expected = (forward_backward(op, (x, w), upstream) for op in (fused, plain))
+            what = f"{tokens} tokens, zeros {zeros}"
+            seen.rows(ours[:3], expected[:3], f"{what}: logp, entropy, dhidden")
+            seen.whole(ours[3:], expected[3:], f"{what}: dweight")
+    record(**vars(seen))
+
+
+@by_dtype
+@by_filter
+def test_linear_logprob_accuracy(filtered: bool, dtype: torch.dtype) -> None:
+    v, c = 5 * VOCAB_TILE + 44, 64
+    x, w, g, h = data(0, 90, c, dtype=dtype), data(1, v, c, dtype=dtype) / 8, data(2, 90), data(3, 90)
+    targets, temperature, kept = scored(90, v)
+    if filtered:
+        g[1] = h[1] = 0.0
+    options = settings(filtered, temperature, kept)
+    assert_right(
+        lambda x, w: finite(ops.linear_logprob(x, w, targets, **options)),
+        lambda x, w: logprob_truth(x @ w.t(), targets, options.get("temperature"), options.get("kept")),
+        (x, w),
+        (g, h),
+        "linear_logprob",
+    )
+
+
+@by_dtype
+def test_linear_logprob_in_every_tile_and_block(
+    dtype: torch.dtype, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlkernel.kernels.triton import linear_logprob, linear_logprob_backward
+    from rlkernel.kernels.triton.matrix import Tile
+
+    v, c, tokens = 9 * VOCAB_TILE + 44, 256, 600
+    x, w = data(0, tokens, c, dtype=dtype), data(1, v, c, dtype=dtype) / 4
+    targets, temperature, kept = scored(tokens, v)
+    rest = (x, w, targets, 1.0 / temperature, kept)
+    expected, seen = linear_logprob.forward(*rest), Compared()
+    tiles = [(16, 128, 32, 4, 2), (32, 128, 16, 8, 2), (64, 128, 16, 8, 2)]
+    if dtype != torch.float32:
+        tiles += [(64, 128, 64, 4, 3), (128, 128, 64, 8, 3), (64, 256, 32, 8, 2), (128, 256, 32, 8, 2)]
+    for tile, tma in itertools.product(tiles, (False, True)):
+        seen.rows(linear_logprob.forward(*rest, tile=Tile(*tile, tma=tma)), expected, f"{tile}, tma {tma}")
+    _, entropy, _, stats = expected
+    gradients = []
+    monkeypatch.setattr(linear_logprob_backward, "LOGPROB_DGRAD_CHUNK", 256)
+    for entries in (1 << 24, 2 * 256 * tokens, 1):
+        monkeypatch.setattr(linear_logprob_backward, "DZ_ENTRIES", entries)
+        upstream = (data(2, tokens), data(3, tokens), None, None, None)
+        grad = torch.ones(v, c, device=DEVICE)
+        dx, _ = linear_logprob.linear_logprob_grad_(grad, *rest, stats, entropy, *upstream, True, True)
+        gradients.append((dx, grad))
+    for dx, grad in gradients[1:]:
+        seen.rows(dx, gradients[0][0], "input gradient in other blocks")
+        seen.whole(grad, gradients[0][1], "weight gradient in other blocks")
+    record(**vars(seen))
+
+
+@pytest.mark.parametrize("temperature,filtered,entropy_gradient", ((False, False, False), (True, True, True)))
+def test_linear_logprob_schedules_equal_the_anchor(
+    temperature: bool, filtered: bool, entropy_gradient: bool, record: Record
+) -> None:
+    """Hopper's kernel or any other schedule against Triton's, with prompts left out, to the bit."""
+    from rlkernel.kernels import select
+
+    tokens, v, c = 1500, 9001 * 8, 520
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets, warm, kept = scored(tokens, v)
+    inverse, mask = 1.0 / warm if temperature else None, kept if filtered else None
+    g, seen = data(2, tokens), Compared()
+    g[100:900] = 0.0
+    h = 0.1 * g if entropy_gradient else None
+    raw = torch.ops.rlkernel
+
+    def run(keep: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """What has a row a token, and the gradients of the weight."""
+        op = raw.linear_logprob_probs if keep else raw.linear_logprob
+        rows = op(x, w, targets, inverse, mask)
+        kept_outputs = (*rows[4:], None, None)[:2]
+        rest = (x, w, targets, inverse, mask, rows[3], rows[1], g, None if keep else h, *kept_outputs, None)
+        main = torch.ones(v, c, device=DEVICE)
+        dx, _ = raw.linear_logprob_grad_(main, *rest, True, True)
+        new_dx, dw = raw.linear_logprob_grad_(None, *rest, True, True)
+        return [*rows, dx, new_dx], [main, dw]
+
+    for keep in (False, True):
+        ours = run(keep)
+        with select.use("triton"):
+            anchor = run(keep)
+        seen.rows(ours[0], anchor[0], f"keep {keep}")
+        seen.whole(ours[1], anchor[1], f"keep {keep}, gradients of the weight")
+    record(**vars(seen))
+
+
+@pytest.mark.parametrize("filtered", (False, True))
+def test_linear_logprob_with_kept_logits_and_any_guess(filtered: bool, record: Record) -> None:
+    """Kept logits, and cuBLASLt's products where tokens are thought to have a gradient, change no bit."""
+    from rlkernel.kernels import select
+    from rlkernel.kernels.cuda import linear_logprob
+    from rlkernel.kernels.triton.linear_logprob_backward import gradients
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
+
+    tokens, v, c = 2100, 3 * 8192 + 1000, 520
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets, warm, kept = scored(tokens, v)
+    inverse, mask = (1.0 / warm, kept) if filtered else (None, None)
+    g, seen = data(2, tokens), Compared()
+    g[100:900] = 0.0
+    g[1000:1700:2] = 0.0  # single tokens
+    h = 0.1 * g if filtered else None
+    raw = torch.ops.rlkernel
+
+    def run(
+        width: int, grad_: Callable[..., tuple[Tensor, Tensor]] = raw.linear_logprob_grad_
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What has a row a token, and the gradients of the weight."""
+        if width:
+            *rows, logits = raw.linear_logprob_logits(x, w, targets, inverse, mask, width)
+        else:
+            rows, logits = raw.linear_logprob(x, w, targets, inverse, mask), None
+        rest = (x, w, targets, inverse, mask, rows[3], rows[1], g, h, None, None, logits)
+        main = torch.ones(v, c, device=DEVICE)
+        dx, _ = grad_(main, *rest, True, True)
+        new_dx, dw = grad_(None, *rest, True, True)
+        return [*rows, dx, new_dx], [main, dw]
+
+    def check(found: tuple[list[Tensor], list[Tensor]], what: str) -> None:
+        seen.rows(found[0], expected[0], what)
+        seen.whole(found[1], expected[1], f"{what}, gradients of the weight")
+
+    widths = (0, 256, 384, 8192 + 512, 26112)  # 384 ends inside a tile of Hopper's kernel
+    with select.use("triton"):
+        expected = run(0)
+        check(run(8192 + 512), "Triton, kept logits")
+    for guess, width in itertools.product(Guess, widths):
+        products = linear_logprob.PRODUCTS._replace(guess=lambda *_, guess=guess: guess)
+        check(run(width, partial(gradients, products)), f"guess {guess}, width {width}")
+    record(**vars(seen))
+
+
+@pytest.mark.parametrize("main", (False, True))
+def test_linear_logprob_of_several_blocks_of_tokens_and_any_guess(main: bool, record: Record) -> None:
+    from rlkernel.kernels import select
+    from rlkernel.kernels.cuda import linear_logprob
+    from rlkernel.kernels.triton.linear_logprob_backward import gradients
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
+
+    tokens, v, c = 8192 + 700, 2 * 8192 + 1000, 256
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets, g, seen = torch.arange(tokens, device=DEVICE) * 83 % v, data(2, tokens), Compared()
+    g[::3], g[1::5], g[5000:6000] = 0.0, 0.0, 0.0
+    _, entropy, _, stats = torch.ops.rlkernel.linear_logprob(x, w, targets, None, None)
+    rest = (x, w, targets, None, None, stats, entropy, g, None, None, None, None, True, True)
+
+    def run(grad_: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        grad = torch.ones(v, c, device=DEVICE) if main else None
+        dx, dw = grad_(grad, *rest)
+        return [dx, dw if grad is None else grad]
+
+    with select.use("triton"):
+        expected = run(torch.ops.rlkernel.linear_logprob_grad_)
+    for guess in Guess:
+        found = run(partial(gradients, linear_logprob.PRODUCTS._replace(guess=lambda *_, guess=guess: guess)))
+        seen.rows(found[:1], expected[:1], f"input gradient, {guess}")
+        seen.whole(found[1:], expected[1:], f"weight gradient, {guess}")
+    record(**vars(seen))
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper")
+@pytest.mark.parametrize("keep", (False, True))
+def test_linear_logprob_leaves_single_tokens_out_of_itself(
+    keep: bool, monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    """After a backward whose count has arrived, where enough tokens have no gradient."""
+    from rlkernel.kernels import select
+    from rlkernel.kernels.triton import linear_logprob_backward as loop
+
+    tokens, v, c = 1100, 3000, 4096
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 16
+    targets, g, seen = torch.arange(tokens, device=DEVICE), data(2, tokens), Compared()
+    g[::2], g[1::3] = 0.0, 0.0
+    moved: list[int] = []
+    spread = loop.spread
+    monkeypatch.setattr(loop, "spread", lambda dz, *rest: (moved.append(len(dz)), spread(dz, *rest)))
+
+    def run() -> list[Tensor]:
+        leaf, weight = x.clone().requires_grad_(True), w.clone().requires_grad_(True)
+        torch.autograd.backward(ops.linear_logprob(leaf, weight, targets, keep_probs=keep).logp, g)
+        torch.cuda.synchronize()
+        assert leaf.grad is not None and weight.grad is not None
+        return [leaf.grad, weight.grad]
+
+    with select.use("triton"):
+        expected = run()
+    assert not moved
+    for _ in range(4):
+        found = run()
+        seen.rows(found[:1], expected[:1], "input gradient")
+        seen.whole(found[1:], expected[1:], "weight gradient")
+    assert moved and set(moved) == {tokens}
+    record(**vars(seen))
+
+
+def test_linear_logprob_without_any_gradient(record: Record) -> None:
+    """main_grad gets + 0, whose sign shows where it held -0."""
+    from rlkernel.kernels import select
+
+    tokens, v, c = 600, 8192, 512
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets = torch.arange(tokens, device=DEVICE)
+
+    def run() -> list[Tensor]:
+        leaf, weight = x.clone().requires_grad_(True), w.clone().requires_grad_(True)
+        weight.main_grad = torch.full((v, c), -0.0, device=DEVICE)  # type: ignore[attr-defined]
+        (ops.linear_logprob(leaf, weight, targets).logp * torch.zeros(tokens, device=DEVICE)).sum().backward()
+        assert leaf.grad is not None
+        return [weight.main_grad, leaf.grad]  # type: ignore[attr-defined]
+
+    seen = Compared()
+    with select.use("triton"):
+        expected = run()
+    for _ in range(3):  # the guess follows the backward before
+        found = run()
+        seen.whole(found[0], expected[0], "main_grad")
+        seen.rows(found[1], expected[1], "input gradient")
+    record(**vars(seen))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_linear_logprob_reads_no_hidden_state_without_a_gradient(dtype: torch.dtype, record: Record) -> None:
+    """NaN and infinities of tokens that the loss leaves out, in whole groups and between others."""
+    from rlkernel.kernels import select
+
+    tokens, v, c = 1100, 9000, 512
+    clean, w, g = data(0, tokens, c, dtype=dtype), data(1, v, c, dtype=dtype) / 4, data(2, tokens)
+    targets = torch.arange(tokens, device=DEVICE)
+    g[100:333], g[700::7] = 0.0, 0.0
+    bad = clean.clone()
+    bad[g == 0] = torch.nan
+    bad[200:300] = torch.inf
+
+    def run(x: Tensor) -> list[Tensor]:
+        leaf, weight = x.clone().requires_grad_(True), w.clone().requires_grad_(True)
+        torch.autograd.backward(ops.linear_logprob(leaf, weight, targets).logp, g)
+        assert leaf.grad is not None and weight.grad is not None
+        return [leaf.grad, weight.grad]
+
+    seen = Compared()
+    with select.use("triton"):
+        expected = run(clean)
+        found = run(bad)
+    for how in ("the anchor", "one guess", "the other", "once more"):
+        seen.rows(found[0], expected[0], f"{how}: input gradient")
+        seen.whole(found[1], expected[1], f"{how}: weight gradient")
+        found = run(bad)
+        torch.cuda.synchronize()
+    record(**vars(seen))
+
+
+@pytest.mark.parametrize("v", (70000, 70001))
+def test_linear_logprob_of_wide_blocks_and_an_odd_vocabulary(v: int) -> None:
+    """Whatever is guessed: a block wider than dweight was compared at is cut, and 70,001 is no multiple of 8."""
+    from rlkernel.kernels import select
+    from rlkernel.kernels.cuda import linear_logprob
+    from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
+    from rlkernel.kernels.triton.linear_logprob_backward import gradients
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
+
+    tokens, c = 150, 2048
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets = torch.arange(tokens, device=DEVICE) * 467 % v
+    _, entropy, _, stats = torch.ops.rlkernel.linear_logprob(x, w, targets, None, None)
+    rest = (x, w, targets, None, None, stats, entropy, data(2, tokens), None, None, None, None)
+
+    def run(grad_: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        main = torch.ones(v, c, device=DEVICE)
+        dx, _ = grad_(main, *rest, True, True)
+        return [dx, main, *grad_(None, *rest, True, True)]
+
+    with select.use("triton"):
+        expected = run(torch.ops.rlkernel.linear_logprob_grad_)
+    for guess in Guess:
+        row = -(-v // VOCAB_TILE) * VOCAB_TILE * (guess is Guess.ALL)
+        s = shapes.GradShape(0, c, torch.bfloat16, torch.float32, True, False, row, whole=v % 8 == 0)
+        assert max(n for _, n in shapes.compared(s)) < v
+        products = linear_logprob.PRODUCTS._replace(guess=lambda *_, guess=guess: guess)
+        for i, (o, e) in enumerate(zip(run(partial(gradients, products)), expected, strict=True)):
+            assert_bitwise(o, e, f"guess {guess}, tensor {i}")
+
+
+@pytest.mark.parametrize(("tokens", "c"), ((410, 1024), (700, 1024), (1300, 1024), (410, 4096), (90, 8192)))
+def test_linear_logprob_of_few_tokens(tokens: int, c: int, record: Record) -> None:
+    """Chunks of the vocabulary side by side, clusters of tokens without a gradient among them, whatever is guessed."""
+    from rlkernel.kernels import select
+    from rlkernel.kernels.cuda import linear_logprob
+    from rlkernel.kernels.triton.linear_logprob_backward import chunks_beside, gradients
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
+
+    v = 7 * 8192 + 1000
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets, g, seen = torch.arange(tokens, device=DEVICE) * 83 % v, data(2, tokens), Compared()
+    g[tokens // 4 :][:256] = 0.0
+    g[::3] = 0.0
+    _, entropy, _, stats = torch.ops.rlkernel.linear_logprob(x, w, targets, None, None)
+    rest = (x, w, targets, None, None, stats, entropy, g, None, None, None, None)
+    with select.use("triton"):
+        expected, _ = torch.ops.rlkernel.linear_logprob_grad_(None, *rest, True, False)
+    assert chunks_beside(tokens, c) > 1
+    for guess in Guess:
+        products = linear_logprob.PRODUCTS._replace(guess=lambda *_, guess=guess: guess)
+        dx, _ = gradients(products, None, *rest, True, False)
+        seen.rows([dx], [expected], f"guess {guess}")
+    record(**vars(seen))
+
+
+@pytest.mark.parametrize(("tokens", "c", "main"), ((4300, 1024, False), (2066, 2048, True), (9000, 1024, False)))
+def test_linear_logprob_products_beside_each_other(
+    tokens: int, c: int, main: bool, monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    """Two streams for the two products: no memory is taken early, eagerly or in a graph, and no bit moves."""
+    from rlkernel.kernels.cuda import linear_logprob as scoring
+    from rlkernel.kernels.triton import linear_logprob_backward as loop
+    from rlkernel.kernels.triton import streams
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
+
+    v = 2 * 8192 + 1000
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets, g, seen = torch.arange(tokens, device=DEVICE) * 83 % v, data(2, tokens), Compared()
+    _, entropy, _, stats = torch.ops.rlkernel.linear_logprob(x, w, targets, None, None)
+    rest = (x, w, targets, None, None, stats, entropy, g, None, None, None, None)
+    monkeypatch.setattr(scoring, "_guess_of", lambda device: lambda *_: Guess.ALL)  # whatever ran before
+
+    def run() -> list[Tensor]:
+        grad = torch.zeros(v, c, device=DEVICE) if main else None
+        dx, dw = torch.ops.rlkernel.linear_logprob_grad_(grad, *rest, True, True)
+        return [dx, dw if grad is None else grad]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "WORTH_BESIDE", 1 << 62)
+        expected = run()
+    forked: list[bool] = []
+    beside = streams.Fork.beside
+    monkeypatch.setattr(streams.Fork, "beside", lambda self: (forked.append(self._side is not None), beside(self))[1])
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for i in range(4):
+                found = run()
+                # Whatever was freed on this stream is written at once.
+                trash = [torch.full((n,), torch.nan, device=DEVICE) for n in (tokens * c, 2 * tokens * c, 8192 * c)]
+                seen.rows(found[:1], expected[:1], f"input gradient {i}, {stream}")
+                seen.whole(found[1:], expected[1:], f"weight gradient {i}, {stream}")
+                del found, trash
+        torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), capture_error_mode="relaxed"):
+        captured = run()
+        assert forked and all(forked)
+        # outside the capture, which goes on; torch hands out the same few streams in turns
+        eager = next(s for s in (torch.cuda.Stream() for _ in range(64)) if not streams._captured(s))
+        with torch.cuda.stream(eager):
+            found = run()
+    torch.cuda.synchronize()
+    seen.rows(found[:1], expected[:1], "input gradient beside a capture")
+    seen.whole(found[1:], expected[1:], "weight gradient beside a capture")
+    for i in range(2):
+        for t in captured:
+            t.fill_(torch.nan)
+        graph.replay()
+        seen.rows(captured[:1], expected[:1], f"input gradient, replay {i}")
+        seen.whole(captured[1:], expected[1:], f"weight gradient, replay {i}")
+    record(**vars(seen))
+
+
+@pytest.mark.parametrize("tokens", (1, 8193))
+def test_linear_logprob_of_a_block_of_one_row(tokens: int, record: Record) -> None:
+    """The last block of the backward has one row, and the last chunk of the vocabulary an odd width."""
+    from rlkernel.kernels import select
+
+    v, c = 50257, 256
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
+    targets = torch.arange(tokens, device=DEVICE) * 7 % v
+
+    def run() -> list[Tensor]:
+        hidden, weight = x.clone().requires_grad_(True), w.clone().requires_grad_(True)
+        logp = ops.linear_logprob(hidden, weight, targets).logp
+        logp.sum().backward()
+        return [logp.detach(), hidden.grad, weight.grad]
+
+    ours, seen = run(), Compared()
+    with select.use("triton"):
+        anchor = run()
+    seen.rows(ours[:2], anchor[:2], "logp and its gradient")
+    seen.whole(ours[2:], anchor[2:], "gradient of the weight")
+    record(**vars(seen))
+
+
+def test_linear_logprob_guesses_by_an_earlier_count() -> None:
+    """Nearly all tokens with a gradient: the next backward but one may take cuBLASLt; half of them: it may not; half
+    of those in groups that have one: they are left out one by one."""
+    from rlkernel.kernels.cuda.linear_logprob import guess
+    from rlkernel.kernels.triton.linear_logprob_rows import Guess
+
+    def after(*n: tuple[int, int], tokens: int, dtype: torch.dtype = torch.bfloat16) -> Guess:
+        counts = torch.tensor(n, dtype=torch.int32, device=DEVICE)
+        hidden = torch.empty(tokens, 2400, dtype=dtype, device=DEVICE)
+        for _ in range(2):  # the first call may find an older count under way
+            guess(hidden, counts, 2.0, True)
+            torch.cuda.synchronize()
+        return guess(hidden, counts, 2.0, True)
+
+    assert after((8192, 8192), (100, 99), tokens=8292) is after((99, 80), tokens=100) is Guess.ALL
+    assert after((8016, 8000), (0, 0), tokens=8292) is after((96, 73), tokens=100) is Guess.GROUPS
+    single = Guess.SINGLE if torch.cuda.get_device_capability() == (9, 0) else Guess.GROUPS
+    assert after((8000, 5000), (0, 0), tokens=8292) is after((960, 500), tokens=1000) is single
+    assert after((960, 500), tokens=1000, dtype=torch.float32) is Guess.GROUPS, "the anchor leaves out no row"
+
+
+def test_linear_logprob_in_a_new_thread_and_of_repeated_rows() -> None:
+    """A thread's first work finds the device's context; rows that overlap in memory go to the anchor."""
+    import threading
+
+    x, w = data(0, 300, 256, dtype=torch.bfloat16), data(1, 1000, 256, dtype=torch.bfloat16)
+    targets = torch.randint(0, 1000, (300,), device=DEVICE)
+    expected = ops.linear_logprob(x, w, targets).logp
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(ops.linear_logprob(x, w, targets).logp))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert_bitwise(found[0], expected, "another thread")
+    rows = x[:1].expand(300, -1)
+    whole = ops.linear_logprob(rows.contiguous(), w, targets).logp
+    assert_bitwise(ops.linear_logprob(rows, w, targets).logp, whole, "one row, repeated by its stride")
+
+
+def test_linear_logprob_memory_is_bounded() -> None:
+    tokens, v, c = 8192, 65536, 1024  # logits are kept from 768 channels on
+    x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16)
+    leaf, weight = x.requires_grad_(), w.requires_grad_()
+    weight.main_grad = torch.zeros(v, c, device=DEVICE)
+    targets = torch.randint(0, v, (tokens,), device=DEVICE)
+
+    def run(kept: int) -> None:
+        out = ops.linear_logprob(leaf, weight, targets, keep_bytes=kept)
+        (out.logp.sum() + out.entropy.sum()).backward()
+
+    for kept in (0, 512 << 20):
+        for _ in range(3):  # certifies, the second time what the first one's count of gradients allows
+            run(kept)
+            torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(kept)
+        torch.cuda.synchronize()
+        used = torch.cuda.max_memory_allocated() - before
+        limit = kept + (400 << 20)
+        assert used < limit, f"{used >> 20} MiB for logits of {(tokens * v * 4) >> 20} MiB, {kept >> 20} MiB kept"
