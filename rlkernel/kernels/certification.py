@@ -1,7 +1,7 @@
-"""Certification: every schedule of an op beside its anchor, to the bit, before anything calls it.
+"""Certification: compares every schedule of an op with its anchor, bit for bit, and times the equal ones.
 
-Random and adversarial data over several row counts; every byte of every result is compared, and the equal ones are
-timed. What an op brings to this is its `Family`; which schedule then runs is decided in `schedule.py`.
+Random and adversarial data over several row counts; every byte of every result is compared. What an op contributes is
+its `Family`; `schedule.py` decides which schedule then runs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import itertools
 import json
 import secrets
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,122 +24,90 @@ from rlkernel.contract.bitwise import compare_bitwise
 from rlkernel.kernels import clock, verdicts
 from rlkernel.kernels.errors import BuildError, LaunchError
 from rlkernel.kernels.setting import Setting
-from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, changed, machine, remember, source_hash
+from rlkernel.kernels.verdicts import ANCHOR, Trial, Verdict, machine, source_digest
 
 KINDS = ("normal", "wide", "cancel", "zeros", "denormal")
 NONFINITE = "nonfinite"  # a further kind, for an op whose result is defined there
 SCALES = (1.0, 0.37, 0.02)  # of attention's scores, times D**-0.5: a call may have any
-ENOUGH = 1 << 14  # elements compared of each kind of values, for which samples of small results are repeated,
-MOST_SAMPLES = 512  # but no more often than this where `verdicts.LEAST` is reached: each is a launch
+ENOUGH = 1 << 14  # elements to compare of each kind of values: samples of small results are repeated until then,
+MOST_SAMPLES = 512  # but at most so often once `verdicts.LEAST` is reached, because each is a launch
 SORTS = 6  # of rows, in what `values` draws
 THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Key = tuple[Hashable, ...]
+ShapeT = TypeVar("ShapeT", bound=tuple[Any, ...])
+"""A shape class: a NamedTuple whose `device` is a CUDA index, or -1 for the CPU."""
 Run = Callable[..., Any]
-Runs = dict[Key, Run]  # what computes a call, by what decides it
-First = Callable[..., Run]  # (what decides the call, the op's arguments) -> what computes it
-Instead = Callable[..., Any]  # (error of what computed it, that, the op's arguments) -> the call's result
-Warm = Callable[[Runs, First, Instead], Run]
 
 
-def raises(error: Exception, *_: Any) -> Any:
-    """Nothing instead: the error itself."""
-    raise error
-
-
-# ---- what an op brings ---------------------------------------------------------------------------
+# ---- what an op contributes ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Generic[ShapeT]):
     """One way to compute an op.
 
     Attributes:
-        name: unique in its op; what stands before the first dot is its group, which `without` takes too.
-        bind: makes the callable (the op's arguments -> its result) for one shape class; its attribute `note`, where it
-            has one, is added to the evidence.
+        name: unique in its op; the part before the first dot is its group, which `without` accepts too.
+        bind: makes the callable (the op's arguments -> its result) for one shape class; the callable's attribute
+            `note`, where it has one, is added to the evidence.
         supports: whether the schedule computes this shape class at all.
     """
 
     name: str
-    bind: Callable[[Key], Run]
-    supports: Callable[[Key], bool] = lambda key: True
+    bind: Callable[[ShapeT], Run]
+    supports: Callable[[ShapeT], bool] = lambda shape: True
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(Generic[ShapeT]):
     """An op, its anchor and the schedules that may take the anchor's place.
+
+    A schedule takes all memory that a call needs before it writes to an argument: where memory is refused, the anchor
+    computes that call. Every other error is the caller's.
 
     Attributes:
         op: the op's name.
         anchor: the definition of the bits.
-        key: shape class of a call, from the op's arguments; M enters as a bucket.
-        describe: the shape class as plain data, without the device's index.
-        device: the device of a shape class.
+        shape: shape class of a call, from the op's arguments; M enters as a bucket.
         rows: row counts to compare, the last of which is timed.
-        sample: arguments of the op for (key, rows, kind of values, generator). Every argument is part of the key or
-            differs between samples: what neither holds is compared in one case alone.
+        sample: arguments of the op for (shape class, rows, kind of values, generator). Every argument is part of the
+            shape class or differs between samples: one that is neither is compared in one case only.
         schedules: the candidates.
-        sources: files whose change voids a verdict; what they hold is read here, as the process has loaded them.
+        call_key: what decides the shape class of a call (with M as it is), from the op's arguments, as cheaply as
+            possible: it is the cost of a warm call. Default: `shape`.
         unavailable: why nothing can be certified in this process, or None.
         versions: further library versions that a verdict depends on.
         mutates: positions of the arguments that the op writes (None among them is allowed). Every run of a comparison
-            gets copies of its own, and they count among its results, after what it returns.
-        warm: makes the function that callers call, the whole cost of dispatch: it takes what decides the shape class
-            of a call (M as it is) as cheaply as it can be had, looks it up, asks `first` where it is new, calls what
-            it found, and asks `instead` where that raises. Default: by `key`.
-        kinds: of values, of which samples are compared.
-        beside: classes, from the op's arguments, that calls like this one may have as well, by what the op cannot
-            know at the first: they are settled together with the call's own.
+            gets copies of its own, and they count as results, after those that the op returns.
+        kinds: kinds of values of which samples are compared.
     """
 
     op: str
     anchor: Run
-    key: Callable[..., Key]
-    describe: Callable[[Key], dict[str, Any]]
-    device: Callable[[Key], torch.device]
-    rows: Callable[[Key], Sequence[int]]
-    sample: Callable[[Key, int, str, torch.Generator], tuple[Any, ...]]
-    schedules: Sequence[Schedule]
-    sources: Sequence[Path] = ()
+    shape: Callable[..., ShapeT]
+    rows: Callable[[ShapeT], Sequence[int]]
+    sample: Callable[[ShapeT, int, str, torch.Generator], tuple[Any, ...]]
+    schedules: Sequence[Schedule[ShapeT]]
+    call_key: Callable[..., Hashable] | None = None
     unavailable: Callable[[], str | None] = lambda: None
     versions: Callable[[], dict[str, str]] = dict
     mutates: Sequence[int] = ()
-    warm: Warm | None = None
     kinds: Sequence[str] = KINDS
-    beside: Callable[..., Sequence[Key]] = lambda *args: ()
-
-    def __post_init__(self) -> None:
-        remember(self.sources)
-
-    def dispatcher(self, runs: Runs, first: First, instead: Instead = raises) -> Run:
-        """`warm`, or its default."""
-        if self.warm is not None:
-            return self.warm(runs, first, instead)
-        key = self.key
-
-        def call(*args: Any) -> Any:
-            decided = key(*args)
-            run = runs.get(decided) or first(decided, *args)
-            try:
-                return run(*args)
-            except Exception as error:
-                return instead(error, run, *args)
-
-        return call
 
 
-def describe(form: Callable[..., Any], key: Key) -> dict[str, Any]:
-    """A shape class, whose named tuple is `form`, as plain data without the device's index."""
+def describe(shape: Any) -> dict[str, Any]:
+    """A shape class as plain data without the device's index; its own `describe`, where it has one."""
+    if hasattr(shape, "describe"):
+        own: dict[str, Any] = shape.describe()
+        return own
     name = lambda part: str(part).removeprefix("torch.") if isinstance(part, torch.dtype) else part
-    return {field: name(part) for field, part in form(*key)._asdict().items() if field != "device"}
+    return {field: name(part) for field, part in shape._asdict().items() if field != "device"}
 
 
-def device_of(key: Key) -> torch.device:
-    """Device of a shape class that begins with its index, -1 for the CPU."""
-    index = int(key[0])  # type: ignore[call-overload]
-    return torch.device("cuda", index) if index >= 0 else torch.device("cpu")
+def device_of(shape: Any) -> torch.device:
+    """Device of a shape class."""
+    return torch.device("cuda", shape.device) if shape.device >= 0 else torch.device("cpu")
 
 
 def values(
@@ -206,31 +173,20 @@ def finite(kind: str) -> str:
     return "normal" if kind == NONFINITE else kind
 
 
-_OWN = (Path(__file__), Path(clock.__file__))
-remember(_OWN)
-
-
-def stale(family: Family) -> str | None:
-    """Why nothing of an op may be certified, bound or kept: its sources on disk are not those that the process has
-    loaded, whose verdict would pass for theirs; or None."""
-    names = [path.name for path in changed((*_OWN, *family.sources))]
-    return f"{', '.join(names)} changed since this process began; restart it" if names else None
-
-
-def circumstances(family: Family, device: torch.device) -> dict[str, Any]:
+def circumstances(family: Family[Any], device: torch.device) -> dict[str, Any]:
     """What every verdict of an op holds for: machine, library versions, schedules, source."""
     return {
         **machine(device),
         **family.versions(),
         "op": family.op,
         "schedules": [schedule.name for schedule in family.schedules],
-        "source": source_hash((*_OWN, *family.sources)),
+        "source": source_digest(),
     }
 
 
-def identity(family: Family, key: Key) -> dict[str, Any]:
+def identity(family: Family[ShapeT], shape: ShapeT) -> dict[str, Any]:
     """What the verdict on a shape class holds for."""
-    found = {**circumstances(family, family.device(key)), "shape": family.describe(key)}
+    found = {**circumstances(family, device_of(shape)), "shape": describe(shape)}
     plain: dict[str, Any] = json.loads(json.dumps(found))  # as it comes back from a file
     return plain
 
@@ -345,167 +301,144 @@ _deterministic = Setting(
 
 @contextlib.contextmanager
 def tolerant() -> Iterator[None]:
-    """A block in which torch's ops run although torch.use_deterministic_algorithms(True) is set: samples and library
-    calls may use some that have no deterministic implementation, and their results are compared to the bit anyway.
+    """A block in which ops without a deterministic implementation warn instead of raising, although
+    torch.use_deterministic_algorithms(True) is set: certification compares results bit for bit anyway.
 
-    The mode is the process's, so it is not switched off, only told to warn: another thread's ops stay deterministic
-    where they can be.
+    The mode belongs to the process, so it is not switched off: other threads' ops stay deterministic.
     """
     with _deterministic.changed():
         yield
 
 
+class _Candidates(Generic[ShapeT]):
+    """The schedules of one certification: a trial each, and the callables of those that are not refused."""
+
+    def __init__(self, family: Family[ShapeT], shape: ShapeT) -> None:
+        self.family, self.shape = family, shape
+        self.trials: dict[str, Trial] = {}
+        self.bound: dict[str, Run] = {}
+        for schedule in family.schedules:
+            if schedule.supports(shape):
+                self.trials[schedule.name] = Trial(schedule.name, True, "")
+                try:
+                    self.bound[schedule.name] = schedule.bind(shape)
+                except Exception as error:
+                    self.refuse(schedule.name, f"not offered here: {one_line(error)}")
+                    missing = isinstance(error, (BuildError, LaunchError, torch.OutOfMemoryError))
+                    self.trials[schedule.name].missing = missing
+        self._called_twice: set[str] = set()
+
+    def refuse(self, name: str, reason: str, first: dict[str, Any] | None = None) -> None:
+        trial = self.trials[name]
+        trial.certified, trial.reason, trial.first = False, reason, first
+        self.bound.pop(name, None)
+
+    def compare(self, rows: int, kind: str, generator: torch.Generator) -> int:
+        """Compares one sample with care: old results cannot pass for new ones, and writing an argument that is not the
+        op's to write, or returning the memory of an earlier result, is refused. Returns the elements compared."""
+        mutates = self.family.mutates
+        state = generator.get_state()
+        arguments = self.family.sample(self.shape, rows, kind, generator)
+        expected = results(self.family.anchor, arguments, mutates)
+        elements = sum(t.numel() for t in expected)
+        sums = _sums(arguments, mutates)
+        returns = len(expected) > sum(arguments[i] is not None for i in mutates)
+        for name, run in list(self.bound.items()):
+            poison(expected)
+            try:
+                given = results(run, arguments, mutates)
+                again = results(run, arguments, mutates) if returns and name not in self._called_twice else []
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self.refuse(name, f"raised at {rows} rows, {kind}: {one_line(error)}")
+            else:
+                self._called_twice.add(name)
+                first = first_difference(given, expected)
+                if first is not None:
+                    self.refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": rows, **first})
+                elif _share_memory(given, again):
+                    self.refuse(name, "returns the memory of an earlier result")
+                else:
+                    self.trials[name].elements += elements
+                del given, again
+            if _sums(arguments, mutates) != sums:
+                if name in self.bound:
+                    self.refuse(name, f"writes an argument that is not its to write, at {rows} rows, {kind}")
+                generator.set_state(state)  # the others get the sample as it was
+                arguments = self.family.sample(self.shape, rows, kind, generator)
+        return elements
+
+    def compare_more(self, rows: Sequence[int], kind: str, generator: torch.Generator, compared: int) -> int:
+        """Further samples of a kind of which `compared` elements were compared; queued first, then compared. Returns
+        the elements compared in all."""
+        if not compared:
+            return 0
+        drawn: list[int] = []  # row counts
+        expected: list[list[Tensor]] = []
+        given: dict[str, list[list[Tensor]]] = {name: [] for name in self.bound}
+        for m in itertools.cycle(rows):
+            if not self.bound or compared >= (verdicts.LEAST if len(drawn) >= MOST_SAMPLES else ENOUGH):
+                break
+            arguments = self.family.sample(self.shape, m, kind, generator)
+            drawn.append(m)
+            expected.append(results(self.family.anchor, arguments, self.family.mutates))
+            for name, run in list(self.bound.items()):
+                try:
+                    given[name].append(results(run, arguments, self.family.mutates))
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    self.refuse(name, f"raised at {m} rows, {kind}: {one_line(error)}")
+            compared += sum(t.numel() for t in expected[-1])
+        for name in list(self.bound):
+            at = _first_sample(given[name], expected)
+            if at is None:
+                self.trials[name].elements += sum(t.numel() for of in expected for t in of)
+            else:
+                first = first_difference(given[name][at], expected[at]) or {}
+                self.refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": drawn[at], **first})
+        return compared
+
+
 @tolerant()
-def certify(
-    family: Family, key: Key, seed: int | None = None, only: Collection[str] | None = None
-) -> tuple[Verdict, dict[str, Run]]:
+@torch.no_grad()
+def certify(family: Family[ShapeT], shape: ShapeT, seed: int | None = None) -> tuple[Verdict, dict[str, Run]]:
     """Compares every schedule that supports the shape class with the anchor, and times the equal ones.
 
-    One that writes an argument which is not its to write, or returns the memory of an earlier result, is refused too:
-    its bits are right only until the next call. Where results are small, samples of every kind of values are drawn
-    until ENOUGH elements of it were compared.
+    Where results are small, samples of every kind of values are drawn until ENOUGH elements of it were compared.
 
     Args:
         seed: of the data; fresh by default, and part of the evidence.
-        only: names of the schedules to compare; default: all.
 
     Returns:
         The verdict and the bound callables of the certified schedules.
 
     Raises:
-        Exception: whatever the anchor raises, and running out of memory; a schedule that raises is refused.
+        Exception: what the anchor raises, and running out of memory; a schedule that raises is refused.
     """
-    device = family.device(key)
+    device = device_of(shape)
     seed = secrets.randbits(31) if seed is None else seed
     generator = torch.Generator(device).manual_seed(seed)
-    rows = list(family.rows(key))
-    trials: dict[str, Trial] = {}
-    bound: dict[str, Run] = {}
-
-    def refuse(name: str, reason: str, first: dict[str, Any] | None = None, passing: str = "") -> None:
-        trials[name].certified, trials[name].reason, trials[name].first = False, reason, first
-        trials[name].passing = passing
-        bound.pop(name, None)
-
-    for schedule in family.schedules:
-        if schedule.supports(key) and (only is None or schedule.name in only):
-            trials[schedule.name] = Trial(schedule.name, True, "")
-            try:
-                bound[schedule.name] = schedule.bind(key)
-            except Exception as error:
-                no_room = isinstance(error, (LaunchError, torch.OutOfMemoryError))  # there may be some another time
-                passing = "build" if isinstance(error, BuildError) else "run" if no_room else ""
-                refuse(schedule.name, f"not offered here: {one_line(error)}", passing=passing)
-    fresh = set(bound)  # what has not been called twice with one sample yet
-    least = sys.maxsize  # elements compared of a kind
-
-    def repeat(kind: str, compared: int) -> int:
-        """Further samples of a kind, `compared` elements of which were compared: queued first, then compared."""
-        if not compared:
-            return 0
-        drawn: list[int] = []  # their rows
-        expected: list[list[Tensor]] = []
-        given: dict[str, list[list[Tensor]]] = {name: [] for name in bound}
-        for m in itertools.cycle(rows):
-            if not bound or compared >= (verdicts.LEAST if len(drawn) >= MOST_SAMPLES else ENOUGH):
-                break
-            arguments = family.sample(key, m, kind, generator)
-            drawn.append(m)
-            expected.append(results(family.anchor, arguments, family.mutates))
-            for name in list(bound):
-                try:
-                    given[name].append(results(bound[name], arguments, family.mutates))
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    refuse(name, f"raised at {m} rows, {kind}: {one_line(error)}", passing="run")
-            compared += sum(t.numel() for t in expected[-1])
-        for name in list(bound):
-            at = _first_sample(given[name], expected)
-            if at is None:
-                trials[name].elements += sum(t.numel() for of in expected for t in of)
-            else:
-                first = first_difference(given[name][at], expected[at]) or {}
-                refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": drawn[at], **first})
-        return compared
-
-    with torch.no_grad():
-        for number, kind in enumerate(family.kinds):
-            generator.manual_seed(seed + number)  # whatever was refused before, which ends repetition
-            compared = 0
-            for m in rows:
-                state = generator.get_state()
-                arguments = family.sample(key, m, kind, generator)
-                expected = results(family.anchor, arguments, family.mutates)
-                compared += sum(t.numel() for t in expected)
-                sums = _sums(arguments, family.mutates)
-                returns = len(expected) > sum(arguments[i] is not None for i in family.mutates)
-                for name in list(bound):
-                    poison(expected)
-                    try:
-                        given = results(bound[name], arguments, family.mutates)
-                        first = first_difference(given, expected)
-                        twice = returns and name in fresh
-                        again = results(bound[name], arguments, family.mutates) if twice else []
-                    except torch.OutOfMemoryError:
-                        raise
-                    except Exception as error:
-                        refuse(name, f"raised at {m} rows, {kind}: {one_line(error)}", passing="run")
-                    else:
-                        fresh.discard(name)
-                        if first is not None:
-                            refuse(name, "bits differ from the anchor's", {"kind": kind, "rows": m, **first})
-                        elif _share_memory(given, again):
-                            refuse(name, "returns the memory of an earlier result")
-                        else:
-                            trials[name].elements += sum(t.numel() for t in expected)
-                        del given, again
-                    if _sums(arguments, family.mutates) != sums:
-                        if name in bound:
-                            refuse(name, f"writes an argument that is not its to write, at {m} rows, {kind}")
-                        generator.set_state(state)  # the others get the sample as it was
-                        arguments = family.sample(key, m, kind, generator)
-            least = min(least, repeat(kind, compared))
-        for name in list(bound) if least < verdicts.LEAST else ():
-            refuse(name, f"compared in {least} elements of a kind of values; {verdicts.LEAST} are asked for")
-        arguments = family.sample(key, rows[-1], KINDS[0], generator)
-        candidates = {name: functools.partial(run, *arguments) for name, run in bound.items()}
-        times = clock.milliseconds({ANCHOR: functools.partial(family.anchor, *arguments), **candidates}, device)
+    rows = list(family.rows(shape))
+    candidates = _Candidates(family, shape)
+    least = sys.maxsize  # elements compared of one kind
+    for number, kind in enumerate(family.kinds):
+        generator.manual_seed(seed + number)  # refusals end repetition early: no kind depends on another's draws
+        compared = sum(candidates.compare(m, kind, generator) for m in rows)
+        least = min(least, candidates.compare_more(rows, kind, generator, compared))
+    bound, trials = candidates.bound, candidates.trials
+    for name in list(bound) if least < verdicts.LEAST else ():
+        candidates.refuse(name, f"compared in {least} elements of a kind of values; {verdicts.LEAST} are needed")
+    arguments = family.sample(shape, rows[-1], KINDS[0], generator)
+    timed = {name: functools.partial(run, *arguments) for name, run in {ANCHOR: family.anchor, **bound}.items()}
+    times = clock.milliseconds(timed, device)
     for name, run in bound.items():
         trial = trials[name]
         trial.ms, trial.least, trial.note = times[name], least, getattr(run, "note", "")
         trial.reason = f"equal in {trial.elements} elements, at least {least} of a kind of values{trial.note}"
-    found = Verdict(identity(family, key), rows, list(family.kinds), seed, times[ANCHOR], list(trials.values()))
-    return found, bound
-
-
-def retry(family: Family, key: Key, verdict: Verdict) -> tuple[Verdict, dict[str, Run]]:
-    """Certifies what a verdict refuses for the time being, but for what still cannot be built.
-
-    Returns:
-        The verdict itself where there is nothing to try, or no memory for it; else a new one, which keeps the other
-        trials; the bound callables of what is certified now.
-    """
-    passing = {trial.name: trial.passing for trial in verdict.trials if trial.passing}
-    again = []
-    for schedule in family.schedules:
-        if passing.get(schedule.name) == "build":
-            with contextlib.suppress(Exception):
-                schedule.bind(key)
-                again.append(schedule.name)
-        elif schedule.name in passing:
-            again.append(schedule.name)
-    if not again:
-        return verdict, {}
-    try:
-        found, bound = certify(family, key, verdict.seed, again)
-    except torch.OutOfMemoryError:  # what is certified stays, and the next process tries again
-        return verdict, {}
-    trials = {trial.name: trial for trial in found.trials}
-    for trial in found.trials:
-        if trial.ms is not None:  # the clock of another process: what counts is the share of the anchor's time
-            trial.ms *= verdict.anchor_ms / found.anchor_ms
-    return replace(verdict, trials=[trials.get(trial.name, trial) for trial in verdict.trials]), bound
+    identified = identity(family, shape)
+    return Verdict(identified, rows, list(family.kinds), seed, times[ANCHOR], list(trials.values())), bound
 
 
 def one_line(error: BaseException) -> str:

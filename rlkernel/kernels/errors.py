@@ -12,11 +12,7 @@ class NoCompilerError(BuildError):
 
 
 class LaunchError(RuntimeError):
-    """A kernel or library call was refused at its launch, before it wrote anything; the message has the status."""
-
-
-class FinishedError(LaunchError):
-    """A launch was refused behind others of the call, which had written; the anchor has done the rest."""
+    """A kernel could not be loaded or launched, or a library call failed; the message has the status."""
 
 
 class VariantError(ValueError):

@@ -1,7 +1,7 @@
-"""Certified schedules: an op runs through the fastest way that equals its anchor to the bit on this machine.
+"""Certified schedules: an op runs through the fastest implementation that equals its anchor bit for bit here.
 
-Here a call is dispatched: to the schedule that the verdict of its shape class names (`verdicts.py`), which is made
-before the first use (`certification.py`). Strict mode, switching schedules off, and the report of all verdicts.
+This module dispatches calls: to the schedule that the verdict of their shape class names (`verdicts.py`), which is made
+before the first use (`certification.py`). It also holds strict mode, `without`, and the report of all verdicts.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, Generic
 
 import torch
 
 from rlkernel.kernels import certification, verdicts
-from rlkernel.kernels.certification import Family, Key, Run, Runs, current, identity, one_line
-from rlkernel.kernels.errors import FinishedError, LaunchError
+from rlkernel.kernels.certification import Family, Run, ShapeT, current, describe, device_of, identity, one_line
+from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.setting import Switch
 from rlkernel.kernels.verdicts import ANCHOR, Verdict, machine, read, verdict_path, write
 
@@ -29,130 +28,75 @@ class UncertifiedError(RuntimeError):
 
 
 _lock = threading.RLock()
-_ops: dict[str, ScheduledOp] = {}
-_off: tuple[frozenset[str], ...] = ()  # one set a nested `without`; an empty set switches every schedule off
+_ops: dict[str, ScheduledOp[Any]] = {}
 _MODULES = ("attention", "linear", "linear_logprob", "logprob", "policy_loss", "rms_norm")  # of kernels/cuda
-MOST_CALLS = 1 << 14  # calls that an op remembers, beyond which it forgets all: row counts are without end
+MOST_CALLS = 1 << 14  # calls that an op remembers before it forgets all: row counts are without end
 
 
-# Of CUDA's texts, as its driver, Triton and torch pass them on: what they say of the call's stream, of memory, or of an
-# earlier kernel that has ended the process's use of the GPU.
-NO_MEMORY = ("out of memory", "allocation failed")
-BROKEN = (
-    "captur", "illegal memory access", "illegal instruction", "misaligned address", "launch failure",
-    "device-side assert",
-)  # fmt: skip
+class ScheduledOp(Generic[ShapeT]):
+    """An op that runs the schedule chosen for the shape class of its arguments.
 
+    A warm call costs its `call_key` and one dictionary lookup. The first call of a class reads the verdict or
+    certifies. Under graph capture nothing is certified: a class without a verdict runs its anchor there, with a
+    warning. Where a schedule is refused memory, the anchor computes that call; any other error is the caller's.
 
-def _says(error: Exception, texts: tuple[str, ...]) -> bool:
-    said = str(error).lower()
-    return any(text in said for text in texts)
-
-
-def is_circumstance(error: Exception) -> bool:
-    """Whether a call failed for what it met (a broken or another's graph capture, no memory) and not by itself."""
-    return isinstance(error, torch.OutOfMemoryError) or _says(error, (*NO_MEMORY, *BROKEN))
-
-
-def release(error: BaseException) -> None:
-    """Frees what the frames of an error hold: a schedule's own memory is not to be in its anchor's way."""
-    cause: BaseException | None = error
-    while cause is not None:
-        traceback.clear_frames(cause.__traceback__)
-        cause = cause.__cause__
-
-
-def _is_off(name: str) -> bool:
-    return any(not names or name in names or name.split(".", 1)[0] in names for names in _off)
-
-
-class ScheduledOp:
-    """An op that calls the schedule chosen for the shape class of its arguments; callable like the op.
-
-    Warm, a call costs what decides it and one dictionary lookup; `call` is the function that does both, without the
-    cost of an object's call. The first call of a class certifies or reads the verdict. Under graph capture nothing is
-    certified: a class that is not settled yet runs its anchor there, with a warning. A schedule that fails in a call
-    gives way to the anchor, in that call and for good; where its launch lacked memory, in that call alone. What else a
-    call met, a broken capture or no memory for its result, is the caller's, and changes nothing.
+    Attributes:
+        call: the op as a function, cheaper to call than the object.
     """
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Family[ShapeT]) -> None:
         self.family = family
-        self._runs: Runs = {}
-        self.met: set[Hashable] = set()  # of `settle_before`
-        self.call = family.dispatcher(self._runs, self._first, self._instead)
-        self._verdicts: dict[Key, Verdict] = {}
-        self._bound: dict[Key, dict[str, Run]] = {}
-        self._failed: dict[Key, str] = {}
-        self._told: set[str] = set()  # reasons that were warned of
-        self._captured: set[Key] = set()  # classes that were warned of because a capture met them first
-        self._short: set[Key] = set()  # those in which a launch lacked memory
+        self._runs: dict[Hashable, Run] = {}  # what computes a call, by its `call_key`
+        self.call = self._dispatcher()
+        self._verdicts: dict[ShapeT, Verdict] = {}
+        self._bound: dict[ShapeT, dict[str, Run]] = {}  # the certified schedules of a class
+        self._failed: dict[ShapeT, str] = {}  # why a class could not be certified
+        self._captured: set[ShapeT] = set()  # classes whose first call fell into a graph capture
+        self._warned: set[str] = set()
         _ops[family.op] = self
 
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)
 
-    def _first(self, call: Key, *args: Any) -> Run:
-        with _lock:  # what is stored was decided after the last switch, or is cleared by it
-            run, settled = self._settle_with_others(*args)
+    def _dispatcher(self) -> Run:
+        runs, first, anchor = self._runs, self._first, self.family.anchor
+        call_key = self.family.call_key or self.family.shape
+
+        def dispatch(*args: Any) -> Any:
+            key = call_key(*args)
+            run = runs.get(key) or first(key, args)
+            try:
+                return run(*args)
+            except torch.OutOfMemoryError as error:
+                if run is anchor:
+                    raise
+                self._warn_once(args, f"ran its anchor in a call, because memory was refused: {one_line(error)}")
+            return anchor(*args)  # after the error and its frames, which hold the schedule's memory, are gone
+
+        return dispatch
+
+    def _first(self, key: Hashable, args: tuple[Any, ...]) -> Run:
+        with _lock:  # a switch clears what was decided before it
+            run, settled = self._settle(self.family.shape(*args))
             if settled:
                 if len(self._runs) >= MOST_CALLS:
-                    self._decide_anew()
-                self._runs[call] = run
+                    self._runs.clear()
+                self._runs[key] = run
         return run
 
-    def _settle_with_others(self, *args: Any) -> tuple[Run, bool]:
-        """`_settle` of the class of these arguments, and of those that later calls come with."""
-        found = self._settle(self.family.key(*args))
-        if found[1]:
-            for key in self.family.beside(*args):
-                self._settle(key)
-        return found
+    def _warn_once(self, args: tuple[Any, ...], text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self._warn(self.family.shape(*args), text)
 
-    def _decide_anew(self) -> None:
-        self._runs.clear()
-        self.met.clear()
-
-    def _instead(self, error: Exception, run: Run, *args: Any) -> Any:
-        """The anchor's result of a call in which a schedule failed; the anchor computes its class from here on, but
-        where memory lacked. None where the call is done all the same: raised, its caller would add it once more."""
-        family, finished = self.family, isinstance(error, FinishedError)
-        refused = isinstance(error, LaunchError)  # else an argument may be written in part
-        passing = is_circumstance(error)
-        mine = refused and not _says(error, BROKEN) if passing else refused or not family.mutates
-        if not finished and (run is family.anchor or not mine):
-            raise error
-        key = family.key(*args)
-        with _lock:
-            name = next((name for name, fn in self._bound.get(key, {}).items() if fn is run), "a schedule")
-            if passing:
-                what = f"ran its anchor in a call for which {name} met {one_line(error)}"
-                new = key not in self._short
-                self._short.add(key)
-            else:
-                reason = f"{name} was certified and failed in a call: {one_line(error)}"
-                what, new = f"runs its anchor: {reason}", self._failed.setdefault(key, reason) is reason
-                self._decide_anew()
-        if _strict.now and not passing and not finished:
-            raise UncertifiedError(f"{family.op} {family.describe(key)}: {reason}") from error
-        if new:  # raised, where warnings are errors, it would leave a sum behind that was added to in part
-            with contextlib.suppress(*([RuntimeWarning] if finished or family.mutates else [])):
-                self._warn(key, what)
-        if finished:
-            return None
-        release(error)
-        return family.anchor(*args)
-
-    def _warn(self, key: Key, what: str) -> None:
-        shape = self.family.describe(key)
-        warnings.warn(f"rlkernel: {self.family.op} {shape} {what}", RuntimeWarning, stacklevel=5)
+    def _warn(self, shape: ShapeT, text: str) -> None:
+        warnings.warn(f"rlkernel: {self.family.op} {describe(shape)} {text}", RuntimeWarning, stacklevel=5)
 
     def forget(self, verdicts: bool = False) -> None:
         """Decides anew at the next call; with `verdicts` also what this process knows of the files."""
         with _lock:
-            self._decide_anew()
+            self._runs.clear()
             self._failed.clear()
-            self._short.clear()
             if verdicts:
                 self._verdicts.clear()
                 self._bound.clear()
@@ -160,18 +104,18 @@ class ScheduledOp:
     def verdict(self, *args: Any) -> Verdict | None:
         """The verdict for the shape class of these arguments, certified now where there is none yet; None where no
         schedule computes the class or nothing can be certified."""
-        return self.verdict_of(self.family.key(*args))
+        return self.verdict_of(self.family.shape(*args))
 
-    def verdict_of(self, key: Key) -> Verdict | None:
-        """`verdict` for a shape class itself: before there are arguments, as an engine does that starts."""
-        self._settle(key)
-        return self._verdicts.get(key)
+    def verdict_of(self, shape: ShapeT) -> Verdict | None:
+        """`verdict` for a shape class itself: an engine that starts has no arguments yet."""
+        self._settle(shape)
+        return self._verdicts.get(shape)
 
     def chosen(self, *args: Any) -> str:
         """Name of the schedule that computes these arguments at present, ANCHOR included."""
-        key = self.family.key(*args)
-        run, _ = self._settle(key)
-        bound = self._bound.get(key, {})
+        shape = self.family.shape(*args)
+        run, _ = self._settle(shape)
+        bound = self._bound.get(shape, {})
         return next((name for name, fn in bound.items() if fn is run), ANCHOR)
 
     def verdicts(self) -> list[Verdict]:
@@ -180,112 +124,104 @@ class ScheduledOp:
 
     def failures(self) -> list[tuple[dict[str, Any], str]]:
         """Shape classes that could not be certified, with the reason."""
-        return [(self.family.describe(key), reason) for key, reason in list(self._failed.items())]
+        return [(describe(shape), reason) for shape, reason in list(self._failed.items())]
 
     def unsupported(self) -> list[dict[str, Any]]:
         """Shape classes met so far that no schedule computes on their device: they run the anchor."""
-        return [self.family.describe(key) for key in list(self._bound) if key not in self._verdicts]
+        return [describe(shape) for shape in list(self._bound) if shape not in self._verdicts]
 
-    def _settle(self, key: Key) -> tuple[Run, bool]:
-        """What computes a shape class, and whether that stays so."""
+    def _settle(self, shape: ShapeT) -> tuple[Run, bool]:
+        """What computes a shape class, and whether that is final."""
         with _lock:
             family = self.family
-            reason, capturing = self._failed.get(key), False
-            if reason is None and key not in self._bound:
-                if not any(schedule.supports(key) for schedule in family.schedules):
-                    self._bound[key] = {}
+            reason, capturing = self._failed.get(shape), False
+            if reason is None and shape not in self._bound:
+                if not any(schedule.supports(shape) for schedule in family.schedules):
+                    self._bound[shape] = {}
                 elif (reason := family.unavailable()) is None:
-                    capturing = certification.capturing(family.device(key))
+                    capturing = certification.capturing(device_of(shape))
                     if capturing:
                         reason = "its first use fell into a CUDA graph capture; run the shape once before"
                     else:
-                        reason = self._judge(key)
-            verdict = self._verdicts.get(key)
-            if _strict.now and (why := reason or (verdict and verdict.lacking())):
-                raise UncertifiedError(f"{family.op} {family.describe(key)} is not certified: {why}")
-            if capturing and key not in self._captured:
-                self._captured.add(key)
-                self._warn(key, f"runs its anchor: {reason}")
+                        reason = self._judge(shape)
+            verdict = self._verdicts.get(shape)
+            if _strict.now and (why := reason or (verdict and verdict.missing())):
+                raise UncertifiedError(f"{family.op} {describe(shape)} is not certified: {why}")
+            if capturing and shape not in self._captured:
+                self._captured.add(shape)
+                self._warn(shape, f"runs its anchor: {reason}")
             if reason is not None or verdict is None:
                 return family.anchor, not capturing
-            return self._bound[key].get(verdict.fastest(_is_off), family.anchor), True
+            return self._bound[shape].get(verdict.fastest(_is_off), family.anchor), True
 
-    def _judge(self, key: Key) -> str | None:
+    def _judge(self, shape: ShapeT) -> str | None:
         """Reads or makes the verdict of a class; returns why there is none."""
-        family = self.family
-        if (reason := certification.stale(family)) is not None:
-            return self._without(key, reason)
+        device = device_of(shape)
         try:
-            wanted = identity(family, key)
+            wanted = identity(self.family, shape)
             found = read(verdict_path(wanted))
-            with current(family.device(key)), certification.beside_captures(family.device(key)):
-                bound = self._rebind(key, found) if found is not None and found.identity == wanted else None
+            with current(device), certification.beside_captures(device):
+                bound = self._rebind(shape, found) if found is not None and found.identity == wanted else None
                 if found is None or bound is None:
-                    verdict, bound = certification.certify(family, key)
-                else:
-                    verdict, more = certification.retry(family, key, found)
-                    bound |= more
+                    found, bound = certification.certify(self.family, shape)
+                    write(found)
         except Exception as error:
-            return self._without(key, f"certification failed: {one_line(error)}")
-        if verdict is not found and (reason := certification.stale(family)) is not None:  # it took a while
-            return self._without(key, reason)
-        self._verdicts[key], self._bound[key] = verdict, bound
-        if verdict is not found:
-            write(verdict)
-        for trial in verdict.trials:
-            if trial.passing and trial.reason not in self._told:
-                self._told.add(trial.reason)
-                self._warn(key, f"runs without {trial.name}: {trial.reason}")
+            self._failed[shape] = reason = f"certification failed: {one_line(error)}"
+            self._warn(shape, f"runs its anchor, {reason}")
+            return reason
+        self._verdicts[shape], self._bound[shape] = found, bound
+        for trial in found.trials:
+            if trial.missing and trial.reason not in self._warned:
+                self._warned.add(trial.reason)
+                self._warn(shape, f"runs without {trial.name}: {trial.reason}")
         return None
 
-    def _without(self, key: Key, reason: str) -> str:
-        """The reason, by which a class has no verdict in this process."""
-        self._failed[key] = reason
-        self._warn(key, f"runs its anchor, {reason}")
-        return reason
+    def _rebind(self, shape: ShapeT, verdict: Verdict) -> dict[str, Run] | None:
+        """Callables of the certified schedules; None, which voids the verdict, where one is no longer offered or has
+        another note (a library may rank its algorithms anew), or where a missing one can be loaded by now.
 
-    def _rebind(self, key: Key, verdict: Verdict) -> dict[str, Run] | None:
-        """Callables of the certified schedules; None, so that the verdict is void, where one is no longer offered or
-        would be something else: a library may rank its algorithms anew. One that the GPU refuses to load, or has no
-        memory for, raises: the next process may have better luck with the file."""
-        certified = {trial.name: trial for trial in verdict.trials if trial.certified}
-        try:
-            bound = {s.name: s.bind(key) for s in self.family.schedules if s.name in certified}
-        except Exception as error:
-            if isinstance(error, LaunchError) or is_circumstance(error):
-                raise
-            return None
-        same = all(getattr(run, "note", "") == certified[name].note for name, run in bound.items())
-        return bound if same else None
+        Raises:
+            LaunchError, torch.OutOfMemoryError: the GPU has no memory to load one; the verdict remains.
+        """
+        bound: dict[str, Run] = {}
+        trials = {trial.name: trial for trial in verdict.trials}
+        for schedule in self.family.schedules:
+            trial = trials.get(schedule.name)
+            if trial is None or not (trial.certified or trial.missing):
+                continue
+            try:
+                run = schedule.bind(shape)
+            except Exception as error:
+                if trial.missing:
+                    continue
+                if isinstance(error, (LaunchError, torch.OutOfMemoryError)):
+                    raise
+                return None
+            if trial.missing or getattr(run, "note", "") != trial.note:
+                return None
+            bound[schedule.name] = run
+        return bound
 
 
-def scheduled_ops() -> tuple[ScheduledOp, ...]:
+def scheduled_ops() -> tuple[ScheduledOp[Any], ...]:
     """Every op with schedules whose module is loaded."""
     return tuple(_ops.values())
 
 
-def settle_before(ops: Sequence[ScheduledOp], call: Hashable, meet: Callable[..., None]) -> None:
-    """What the first call of each class does, certification and strict mode's error, but for the calls: before an
-    operation in many launches, of which a refusal should find none done.
-
-    Args:
-        call: describes the operation; once its classes are settled, nothing is done until something decides anew.
-        meet: takes a function for each op, and hands it the arguments of a call of every class that will come.
-    """
-    if all(call in op.met for op in ops):
-        return
-    with _lock:  # as in `_first`
-        stays: list[bool] = []
-        meet(*(lambda *args, op=op: stays.append(op._settle_with_others(*args)[1]) for op in ops))
-        for op in ops if all(stays) else ():
-            if len(op.met) >= MOST_CALLS:
-                op.met.clear()
-            op.met.add(call)
+# ---- switches ------------------------------------------------------------------------------------
 
 
 def _decide_anew() -> None:
     for op in scheduled_ops():
-        op._decide_anew()
+        op._runs.clear()
+
+
+_strict = Switch(False, _lock, _decide_anew)
+_off = Switch[frozenset[str]](frozenset(), _lock, _decide_anew)  # names of schedules and groups; "" is all of them
+
+
+def _is_off(name: str) -> bool:
+    return not _off.now.isdisjoint(("", name, name.split(".", 1)[0]))
 
 
 def _check_switch(on: bool) -> None:
@@ -293,12 +229,9 @@ def _check_switch(on: bool) -> None:
         raise TypeError(f"strict mode is True or False, not {on!r}")
 
 
-_strict = Switch(False, _lock, _decide_anew)
-
-
 def set_strict(on: bool) -> None:
-    """Whether an op with schedules but no verdict raises `UncertifiedError` in place of running its anchor; from here
-    on, in blocks of `strict` that are open too.
+    """Sets whether an op with schedules but no verdict raises `UncertifiedError` instead of running its anchor, also in
+    open blocks of `strict`.
 
     Raises:
         TypeError: `on` is no bool.
@@ -309,13 +242,13 @@ def set_strict(on: bool) -> None:
 
 @contextlib.contextmanager
 def strict(on: bool = True) -> Iterator[None]:
-    """Strict mode in a block; where blocks of several threads overlap, that of the last to begin."""
+    """Strict mode in a block; where blocks of several threads overlap, the last one to begin decides."""
     _check_switch(on)
     with _strict.block(on):
         yield
 
 
-def _names(ops: Iterable[ScheduledOp]) -> set[str]:
+def _names(ops: Iterable[ScheduledOp[Any]]) -> set[str]:
     """Their schedules, and the groups of these."""
     found = {schedule.name for op in ops for schedule in op.family.schedules}
     return found | {name.split(".", 1)[0] for name in found}
@@ -330,7 +263,7 @@ def _check_known(names: tuple[str, ...]) -> None:
         return
     try:  # a process without a GPU has not loaded them
         modules = [import_module(f"{__package__}.cuda.{module}") for module in _MODULES]
-    except ImportError:  # no Triton: nobody knows the names, and nothing runs that could be switched off
+    except ImportError:  # without Triton no schedule runs that could be switched off
         return
     known |= _names(op for module in modules for op in vars(module).values() if isinstance(op, ScheduledOp))
     for name in names:
@@ -341,46 +274,30 @@ def _check_known(names: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Switches schedules (or groups of them, "cublaslt") off in a block; without names, all. No bit changes by it.
+    """Switches schedules (or groups of them, "cublaslt") off in a block; without names, all. No bit depends on it.
 
     Raises:
         TypeError: a name is no string.
         ValueError: no op has a schedule or group of that name.
     """
-    global _off
     _check_known(names)
-    switched = frozenset(names)
-    with _lock:
-        _off = (*_off, switched)
-        _decide_anew()
-    try:
+    with _off.block(_off.now | frozenset(names or ("",))):
         yield
-    finally:
-        with _lock:  # another thread's block may have begun or ended meanwhile
-            at = _off.index(switched)
-            _off = _off[:at] + _off[at + 1 :]
-            _decide_anew()
+
+
+# ---- report --------------------------------------------------------------------------------------
 
 
 def report(device: torch.device) -> list[dict[str, Any]]:
-    """Every verdict that holds on this machine now, a row a schedule: op, shape, schedule, certified, reason, first,
-    ms, anchor_ms, speed (the anchor's time over the schedule's) and whether it is the chosen one, which is the anchor
-    where a schedule has failed in a call of this process."""
+    """Every verdict that holds on this machine now, one row for each schedule: op, shape, schedule, certified, reason,
+    first, ms, anchor_ms, speed (the anchor's time over the schedule's) and chosen."""
     found: dict[str, Verdict] = {}
-    failed: set[str] = set()
-    for path in verdicts.files():
-        verdict = read(path)
-        if verdict is not None and _holds(verdict, device):
-            found[json.dumps(verdict.identity, sort_keys=True)] = verdict
-    for op in scheduled_ops():
-        for key, verdict in list(op._verdicts.items()):  # another thread may certify meanwhile
-            name = json.dumps(verdict.identity, sort_keys=True)
-            found[name] = verdict
-            if key in op._failed:
-                failed.add(name)
+    held = (verdict for verdict in map(read, verdicts.files()) if verdict is not None and _holds(verdict, device))
+    for verdict in (*held, *(verdict for op in scheduled_ops() for verdict in op.verdicts())):
+        found[json.dumps(verdict.identity, sort_keys=True)] = verdict
     rows = []
-    for name, verdict in found.items():
-        chosen = ANCHOR if name in failed else verdict.fastest(_is_off)
+    for verdict in found.values():
+        chosen = verdict.fastest(_is_off)
         common = {"op": verdict.identity["op"], "shape": verdict.identity["shape"], "anchor_ms": verdict.anchor_ms}
         rows.append({**common, "schedule": ANCHOR, "certified": True, "reason": "defines the bits", "first": None,
                      "ms": verdict.anchor_ms, "speed": 1.0, "chosen": chosen == ANCHOR})  # fmt: skip

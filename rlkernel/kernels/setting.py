@@ -1,4 +1,4 @@
-"""What is the process's and blocks of several threads need otherwise while they run: torch's settings, ours."""
+"""Process-wide settings, torch's and rlkernel's, that blocks in several threads may override at the same time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class Setting:
-    """Changes a setting for blocks that may overlap, in one thread and in several.
+    """Changes one of torch's settings for blocks that may overlap, in one thread or in several.
 
-    The last block to end sets back what was found, unless somebody has set another value meanwhile.
+    The last block to end restores the value that was found, unless another one was set meanwhile.
 
     Args:
-        read, write: the setting's value now, and how it is set.
-        inside: the value that a block needs, of the one that it finds.
+        read, write: get and set the setting.
+        inside: the value that a block needs, given the one that it finds.
     """
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], inside: Callable[[Any], Any]) -> None:
@@ -49,27 +49,27 @@ class Setting:
 
 
 class Switch(Generic[T]):
-    """A value of the process's, with blocks that have another; of open blocks, in whatever threads, the last to begin
-    holds in all. Dynamo traces it.
+    """One of rlkernel's settings, which blocks may override: of the open blocks of all threads, the last to begin wins.
+    Dynamo traces it.
 
     Args:
         lock: held while the value changes; default: its own.
-        changed: called behind every change, under the lock.
+        changed: called after every change, under the lock.
 
     Attributes:
-        now: the value that holds.
+        now: the current value.
     """
 
     def __init__(self, value: T, lock: Any = None, changed: Callable[[], None] = lambda: None) -> None:
         self.now = value
-        self._word = value  # of `set`, which holds where no block does
-        self._blocks: tuple[list[T], ...] = ()  # one list, of one value, an open block
+        self._default = value  # from `set`; holds outside all blocks
+        self._blocks: tuple[list[T], ...] = ()  # for each open block a list of its one value
         self._lock, self._changed = lock or threading.Lock(), changed
 
     def set(self, value: T) -> None:
-        """From here on, in blocks that are open too."""
+        """Sets the value, also in the blocks that are open."""
         with self._alone():
-            self._word = value
+            self._default = value
             for block in self._blocks:
                 block[0] = value
             self._decide(self._blocks)
@@ -83,13 +83,13 @@ class Switch(Generic[T]):
         try:
             yield
         finally:
-            with self._alone():  # another thread's block may have begun or ended meanwhile
+            with self._alone():  # another thread's block may have begun or ended since
                 self._decide(tuple(block for block in self._blocks if block is not own))
 
     def _alone(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if is_dynamo_compiling() else self._lock  # which it cannot trace
+        return contextlib.nullcontext() if is_dynamo_compiling() else self._lock  # Dynamo cannot trace a lock
 
     def _decide(self, blocks: tuple[list[T], ...]) -> None:
         self._blocks = blocks
-        self.now = blocks[-1][0] if blocks else self._word
+        self.now = blocks[-1][0] if blocks else self._default
         self._changed()

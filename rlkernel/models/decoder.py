@@ -305,18 +305,19 @@ class Decoder(nn.Module):
     def logprob(
         self,
         hidden: Tensor,  # [T, C]
-        targets: Tensor,  # [T] int64
-        temperature: float | Tensor = 1.0,  # or [T] fp32
-        kept: Tensor | None = None,  # [T, ceil(V/32)] int32
-    ) -> ops.LogProb:
-        """Log-probability, entropy and log-sum-exp of each token's target, in bounded memory.
+        targets: Tensor,  # [N] int64
+        temperature: float | Tensor = 1.0,  # or [N] fp32
+        kept: Tensor | None = None,  # [N, ceil(V/32)] int32
+        rows: Tensor | None = None,  # [N] int64
+    ) -> ops.LogProb:  # fields [N] fp32
+        """Log-probability, entropy and log-sum-exp of each row's target, in bounded memory.
 
         Args:
-            hidden: result of the forward, for the tokens whose next token is scored.
+            hidden: result of the forward.
             targets: the next tokens.
-            temperature, kept: as in `ops.linear_logprob`.
+            temperature, kept, rows: as in `ops.linear_logprob`; rows defaults to all tokens.
         """
-        return ops.linear_logprob(hidden, self.head_weight, targets, temperature=temperature, kept=kept)
+        return ops.linear_logprob(hidden, self.head_weight, targets, rows=rows, temperature=temperature, kept=kept)
 
 
 def _zero_buffer(parameter: Tensor, name: str) -> None:

@@ -20,14 +20,14 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
 from rlkernel.kernels import select
-from rlkernel.kernels.setting import Setting
+from rlkernel.kernels.setting import Setting, Switch
 
 _LIBRARY = torch.library.Library("rlkernel", "DEF")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the ops take."""
 LEAST, MOST = 2.0**-149, torch.finfo(torch.float32).max
 """Smallest and largest positive number of fp32."""
-_stock_blocks: list[bool] = []  # one an open block: a list grows and shrinks whole, whatever other threads do
+_stock = Switch(False)  # of `stock`
 
 
 def define(
@@ -38,6 +38,7 @@ def define(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     differentiable_twice: bool = False,
+    for_backward: int = 0,
 ) -> Callable[..., Any]:
     """Registers `rlkernel::<schema>` and returns a function that calls it with tensors of one device.
 
@@ -48,6 +49,7 @@ def define(
         fake: shapes and dtypes of the result, for tracing.
         setup_context, backward: autograd, as in `torch.library.register_autograd`.
         differentiable_twice: whether `backward` is itself made of differentiable ops; else a second derivative raises.
+        for_backward: number of trailing arguments that only `setup_context` reads; implementations do not get them.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
@@ -60,6 +62,8 @@ def define(
 
         def call(*args: Any) -> Any:
             choice = select.choose(name, device)
+            if for_backward:
+                args = args[:-for_backward]
             try:
                 if choice.implementation == "reference":
                     return _in_plain_torch(choice.fn, args)
@@ -315,18 +319,13 @@ def stock(active: bool = True) -> Iterator[None]:
         TypeError: active is not True or False.
     """
     check_flag("stock", "active", active)
-    if active:
-        _stock_blocks.append(True)
-    try:
+    with _stock.block(True) if active else contextlib.nullcontext():
         yield
-    finally:
-        if active:
-            _stock_blocks.pop()
 
 
 def is_stock() -> bool:
     """Whether the control arm is on."""
-    return len(_stock_blocks) > 0
+    return _stock.now
 
 
 def check_tensors(op: str, **arguments: Any) -> None:

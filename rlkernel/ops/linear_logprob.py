@@ -1,8 +1,8 @@
 """linear_logprob: log-probabilities from hidden states and the head's weight, block by block, never all logits at once.
 
 Contract: orders.py, `linear` for the logits and `logprob` for the rest, so the bits are those of
-`logprob(linear(hidden, weight, out_dtype=float32), ...)`. The backward computes the logits a second time, but for a
-first part that the forward kept, or takes the probabilities that it kept.
+`logprob(linear(hidden, weight, out_dtype=float32), ...)`. The backward recomputes the logits, except for those that the
+forward kept, or uses the probabilities that it kept.
 """
 
 from __future__ import annotations
@@ -48,6 +48,16 @@ def kept_width(tokens: int, channels: int, vocab: int, keep_bytes: float) -> int
     return pair * (every if keep_bytes == math.inf else min(int(keep_bytes) // (4 * pair * tokens), every))
 
 
+def check_rows(op: str, rows: Tensor) -> None:
+    """Raises TypeError or ValueError unless `rows` is an index of tokens."""
+    if not isinstance(rows, Tensor):
+        raise not_tensor(op, rows=rows)
+    check(
+        rows.dim() == 1 and rows.dtype == torch.int64,
+        lambda: f"{op}: rows is {tuple(rows.shape)} {rows.dtype}; expected [N] int64, the tokens to score",
+    )
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, entropy, lse, stats, *kept_outputs = output
     ctx.set_materialize_grads(False)  # a loss that uses logp alone gives no gradient for entropy
@@ -55,7 +65,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     logits = kept_outputs[0] if len(kept_outputs) == 1 else None
     probs, tile_max = kept_outputs if len(kept_outputs) == 2 else (None, None)
     ctx.save_for_backward(*inputs[:5], stats, entropy, probs, tile_max, logits)
-    ctx.weight, ctx.arguments = inputs[1], len(inputs)
+    ctx.weight, ctx.dense, ctx.arguments = inputs[1], inputs[-1], len(inputs)
 
 
 def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -67,7 +77,8 @@ def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None)
     needs_weight, grad = asked("linear_logprob", ctx, 1, ctx.weight)
     with contextlib.nullcontext() if grad is None else adding:
         dhidden, dweight = _grad(
-            grad, *saved, stats, entropy, dlogp, dentropy, probs, tile_max, logits, needs_input, needs_weight
+            grad, *saved, stats, entropy, dlogp, dentropy, probs, tile_max, logits, ctx.dense, needs_input,
+            needs_weight,
         )  # fmt: skip
     return dhidden if needs_input else None, dweight if needs_weight and grad is None else None, *nothing
 
@@ -86,62 +97,69 @@ def _fake_probs(hidden: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_logits(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return (*fake_rows(hidden), hidden.new_empty((hidden.shape[0], rest[-1]), dtype=torch.float32))
+    width = rest[-2]
+    return (*fake_rows(hidden), hidden.new_empty((hidden.shape[0], width), dtype=torch.float32))
 
 
 _grad = define(
     "linear_logprob_grad_(Tensor(a!)? grad, Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, "
     "Tensor? kept, Tensor stats, Tensor entropy, Tensor? dlogp, Tensor? dentropy, Tensor? probs, Tensor? tile_max, "
-    "Tensor? logits, bool needs_input, bool needs_weight) -> (Tensor, Tensor)",
+    "Tensor? logits, bool dense, bool needs_input, bool needs_weight) -> (Tensor, Tensor)",
     "linear_logprob",
     fake=_fake_grad,
 )
 _linear_logprob = define(
-    "linear_logprob(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "linear_logprob(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept, "
+    "bool dense) -> (Tensor, Tensor, Tensor, Tensor)",
     "linear_logprob",
     fake=lambda hidden, *_: fake_rows(hidden),
     setup_context=_setup,
     backward=_backward,
+    for_backward=1,
 )
 _linear_logprob_logits = define(
     "linear_logprob_logits(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept, "
-    "SymInt width) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "SymInt width, bool dense) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "linear_logprob",
     fake=_fake_logits,
     setup_context=_setup,
     backward=_backward,
+    for_backward=1,
 )
 _linear_logprob_probs = define(
-    "linear_logprob_probs(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "linear_logprob_probs(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept, "
+    "bool dense) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "linear_logprob",
     fake=_fake_probs,
     setup_context=_setup,
     backward=_backward,
+    for_backward=1,
 )
 
 
 def linear_logprob(
     hidden: Tensor,  # [T, C]
     weight: Tensor,  # [V, C]
-    targets: Tensor,  # [T] int64
+    targets: Tensor,  # [N] int64
     *,
-    temperature: float | Tensor = 1.0,  # or [T] fp32
-    kept: Tensor | None = None,  # [T, ceil(V/32)] int32
+    rows: Tensor | None = None,  # [N] int64, each at most once; None: all T
+    temperature: float | Tensor = 1.0,  # or [N] fp32
+    kept: Tensor | None = None,  # [N, ceil(V/32)] int32
     keep_probs: bool = False,
     keep_bytes: float = KEEP_BYTES,  # a whole number or inf
-) -> LogProb:  # logp, entropy, lse: [T] fp32
-    """`logprob(linear(hidden, weight, out_dtype=torch.float32), targets, ...)` to the bit, block by block.
+) -> LogProb:  # logp, entropy, lse: [N] fp32
+    """`logprob(linear(hidden[rows], weight, out_dtype=torch.float32), targets, ...)` to the bit, block by block.
 
-    The gradient of the logits is rounded to the weight's dtype, as `linear` does. Tokens with no upstream gradient (or
-    with a dropped target) are left out of the backward's products: on a CPU each of them, in bf16 on Hopper groups of
-    16 neighbours of which none has one, as along prompts, and where many others have none, as an earlier backward has
-    shown, each of them, but from the weight gradient. Rows that no loss will use are best not given at all.
+    The gradient of the logits is rounded to the weight's dtype, as `linear` does. Pass the tokens that the loss uses as
+    `rows`: forward and backward then compute nothing for the others, and the backward may use kernels that need every
+    token's gradient. Without `rows`, tokens with no upstream gradient (or with a dropped target) still cost a forward;
+    the backward skips each of them on a CPU and, in bf16 on Hopper, groups of 16 neighbours without any, as in prompts.
 
     Args:
         hidden: [T, C], fp32, bf16 or fp16.
         weight: [V, C], dtype of hidden. Its fp32 `main_grad`, where set, receives the weight gradient.
+        rows: the tokens to score; the other arguments and the results belong to these. A loss over all tokens may pass
+            None. A weight gradient sums over `rows` in the given order.
         targets, temperature, kept: as in `logprob`.
         keep_probs: hold the probabilities [T, V], rounded to the weight's dtype, from the forward to the backward,
             which then computes no logits: three matrix products in place of four for 2 T V bytes (fp32: 4 T V). The
@@ -153,15 +171,15 @@ def linear_logprob(
             has no effect.
 
     Raises:
-        ValueError: shapes, dtypes or temperatures do not fit, V is not in [1, 2^23), or keep_bytes is negative
-            or a fraction; the message names it.
+        ValueError: shapes, dtypes or temperatures do not fit, rows is not [N] int64, V is not in [1, 2^23), or
+            keep_bytes is negative or a fraction; the message names it.
         TypeError: an argument is no tensor, hidden of another dtype than these, or keep_probs not True or False.
         IndexError: a target outside the vocabulary (CPU).
         RuntimeError: temperature asks for a gradient.
     """
     if is_dynamo_compiling() and has_main_grad(weight):
         options = {"temperature": temperature, "kept": kept, "keep_probs": keep_probs, "keep_bytes": keep_bytes}
-        return outside_graph("linear_logprob", linear_logprob, hidden, weight, targets, **options)
+        return outside_graph("linear_logprob", linear_logprob, hidden, weight, targets, rows=rows, **options)
     if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor) and isinstance(targets, Tensor)):
         raise not_tensor("linear_logprob", hidden=hidden, weight=weight, targets=targets)
     check(
@@ -173,7 +191,10 @@ def linear_logprob(
         lambda: f"linear_logprob: hidden is {hidden.dtype}, weight {weight.dtype}; cast one of them",
     )
     check_float("linear_logprob", "hidden", hidden)
-    t, v = hidden.shape[0], weight.shape[0]
+    if rows is not None:
+        check_rows("linear_logprob", rows)
+        hidden = hidden.index_select(0, rows)
+    dense, t, v = rows is not None, hidden.shape[0], weight.shape[0]
     check_vocabulary("linear_logprob", "weight", v)
     check_targets("linear_logprob", targets, t)
     check_kept("linear_logprob", kept, t, v)
@@ -189,8 +210,8 @@ def linear_logprob(
         return LogProb(*stock.linear_logprob(hidden, weight, targets, inverse, kept))
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         if keep_probs:
-            return LogProb(*_linear_logprob_probs(hidden, weight, targets, inverse, kept)[:3])
+            return LogProb(*_linear_logprob_probs(hidden, weight, targets, inverse, kept, dense)[:3])
         width = kept_width(t, weight.shape[1], v, keep_bytes) if hidden.is_cuda else 0
         if width > 0:
-            return LogProb(*_linear_logprob_logits(hidden, weight, targets, inverse, kept, width)[:3])
-    return LogProb(*_linear_logprob(hidden, weight, targets, inverse, kept)[:3])
+            return LogProb(*_linear_logprob_logits(hidden, weight, targets, inverse, kept, width, dense)[:3])
+    return LogProb(*_linear_logprob(hidden, weight, targets, inverse, kept, dense)[:3])

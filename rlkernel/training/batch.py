@@ -94,7 +94,7 @@ def pack_samples(samples: Sequence[Sample], device: str) -> Packed:
 def score(model: Decoder, packed: Packed, temperature: float = 1.0) -> LogProb:  # fields [L] fp32
     """Log-probability and entropy of every completion token, through the one training forward."""
     hidden = model(packed.batch)
-    return model.logprob(hidden.index_select(0, packed.rows), packed.targets, temperature, packed.kept)
+    return model.logprob(hidden, packed.targets, temperature, packed.kept, packed.rows)
 
 
 @torch.no_grad()

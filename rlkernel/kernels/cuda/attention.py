@@ -7,35 +7,19 @@ take the anchor's place (cuda/attention_prefill.py, triton/attention_hopper.py) 
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import (
-    KINDS,
-    NONFINITE,
-    SCALES,
-    Family,
-    First,
-    Instead,
-    Key,
-    Run,
-    Runs,
-    Schedule,
-    describe,
-    device_of,
-    finite,
-    values,
-)
+from rlkernel.kernels.certification import KINDS, NONFINITE, SCALES, Family, Run, Schedule, finite, values
 from rlkernel.kernels.cuda import attention_prefill, driver
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import attention as anchor
 from rlkernel.kernels.triton import attention_backward as backward  # by its own name it would be taken for the op
-from rlkernel.kernels.triton import attention_pages, attention_splits, attention_tiles, common, launch, matrix
 from rlkernel.kernels.triton.launch import KNOWN
 
 if KNOWN:  # Gluon is no stable interface
@@ -62,10 +46,10 @@ class Shape(NamedTuple):
     span: int  # of SPANS
 
 
-def key(
+def shape_of(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
     room: int, out: Tensor, lse: Tensor,
-) -> Key:  # fmt: skip
+) -> Shape:  # fmt: skip
     span = next((n for n in SPANS if max_k <= n), SPANS[-1])
     return Shape(q.get_device(), q.dtype, q.shape[1], k.shape[1], q.shape[2], split, max_k > split, room > 0, span)
 
@@ -83,30 +67,16 @@ def paged_classes(
     ]
 
 
-def warm(runs: Runs, first: First, instead: Instead) -> Run:
+def call_key(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
+    room: int, out: Tensor, lse: Tensor,
+) -> Hashable:  # fmt: skip
+    _, heads, d = q.shape
     low, high, _ = SPANS
-
-    def attention_prefill(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
-        room: int, out: Tensor, lse: Tensor,
-    ) -> None:  # fmt: skip
-        _, heads, d = q.shape
-        call = (
-            q.get_device(), q.dtype, heads, k.shape[1], d, split, max_k > split, room > 0, max_k > low, max_k > high,
-        )  # fmt: skip
-        run = runs.get(call) or first(
-            call, q, k, v, cu_q, lens, max_q, max_k, scale, split, room, out, lse
-        )  # fmt: skip
-        try:
-            run(q, k, v, cu_q, lens, max_q, max_k, scale, split, room, out, lse)
-        except Exception as error:
-            instead(error, run, q, k, v, cu_q, lens, max_q, max_k, scale, split, room, out, lse)
-
-    return attention_prefill
+    return q.get_device(), q.dtype, heads, k.shape[1], d, split, max_k > split, room > 0, max_k > low, max_k > high
 
 
-def rows_of(key: Key) -> list[int]:
-    s = Shape(*key)  # type: ignore[arg-type]
+def rows_of(s: Shape) -> list[int]:
     least = _beside(s) + 1 if _beside(s) < _longest(s) else 0
     return [sum(RAGGED), max(least, min(TIMED, max(1024, TIMED_ROWS // s.heads)))]
 
@@ -130,8 +100,8 @@ def lengths(s: Shape, rows: int) -> tuple[list[int], list[int]]:
     return queries, [min(most, n + past) for n, past in zip(queries, (70, 0, most, 641), strict=True)]
 
 
-def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s, device = Shape(*key), generator.device  # type: ignore[arg-type]
+def sample(s: Shape, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    device = generator.device
     queries, keys = lengths(s, rows)
     ragged = rows == sum(RAGGED)
     apart = ragged and not s.room  # rows lie apart, as those of one projection to queries, keys and values do
@@ -177,24 +147,21 @@ def _on_hopper(s: Shape) -> bool:
     return s.dtype.itemsize == 2 and not (s.several and s.split >= s.span)  # of which a sample has several splits
 
 
-def _hopper(name: str, skip: bool) -> Schedule:
-    def supports(key: Key) -> bool:
-        s = Shape(*key)  # type: ignore[arg-type]
+def _hopper(name: str, skip: bool) -> Schedule[Shape]:
+    def supports(s: Shape) -> bool:
         return s.d in attention_prefill.HEAD_DIMS and _on_hopper(s)
 
-    def bind(key: Key) -> Run:
-        s = Shape(*key)  # type: ignore[arg-type]
+    def bind(s: Shape) -> Run:
         return attention_prefill.launcher(s.device, s.dtype, s.d, s.room, skip)
 
     return Schedule(name, bind, supports)
 
 
-def _gluon_supports(key: Key) -> bool:
-    s = Shape(*key)  # type: ignore[arg-type]
+def _gluon_supports(s: Shape) -> bool:
     return KNOWN and s.d == 128 and s.several and _on_hopper(s)
 
 
-def _gluon_bind(key: Key) -> Run:
+def _gluon_bind(s: Shape) -> Run:
     def prefill(
         q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
         room: int, out: Tensor, lse: Tensor,
@@ -205,23 +172,10 @@ def _gluon_bind(key: Key) -> Run:
     return prefill
 
 
-_MODULES = (
-    anchor, backward, attention_pages, attention_prefill, attention_splits, attention_tiles, common, driver, launch,
-    matrix, orders,
-)  # fmt: skip
-_SOURCES = (
-    Path(__file__),
-    *(Path(m.__file__) for m in _MODULES if m.__file__),
-    Path(anchor.__file__).with_name("attention_hopper.py"),
-    *driver.sources(attention_prefill.SOURCE),
-)
-
 prefill = ScheduledOp(
     Family(
-        op="attention_prefill", anchor=anchor.prefill, key=key, describe=functools.partial(describe, Shape),
-        device=device_of, rows=rows_of, sample=sample, sources=_SOURCES,
-        versions=lambda: {"cuda compiler": driver.compiler()}, mutates=(10, 11), warm=warm,
-        kinds=(*KINDS, NONFINITE),
+        op="attention_prefill", anchor=anchor.prefill, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
+        versions=lambda: {"cuda compiler": driver.compiler()}, mutates=(10, 11), kinds=(*KINDS, NONFINITE),
         schedules=(
             _hopper("hopper", False), _hopper("hopper.skip", True), Schedule("gluon", _gluon_bind, _gluon_supports),
         ),

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +26,9 @@ from torch import Tensor
 from rlkernel.kernels import certification, verdicts
 from rlkernel.kernels.errors import VariantError
 
-FORMAT = "attention fa3 1"  # of the verdict files; another one means that a file is not read
+FORMAT = "attention fa3 2"  # of the verdict files; files of another format are not read
 PAGE = 16  # page size that a dense call is certified with: the engine's default
 DTYPES = (torch.bfloat16, torch.float16)
-_SOURCES = (Path(certification.__file__), Path(__file__).resolve())
-verdicts.remember(_SOURCES)  # as the process has loaded them: an update under it is another verdict's
 INSTALL = "install vllm, or flash_attn_3, for this torch; or use attention variant 'split'"
 
 # What is compared. FA3 picks its tile by the longest query of a batch, by heads and by paging, and takes keys in blocks
@@ -417,7 +414,7 @@ def _identity(library: Library, shape: Shape) -> dict[str, Any]:
         **library.versions,
         "op": "attention fa3",
         "shape": shape.describe(),
-        "source": verdicts.source_hash(_SOURCES),
+        "source": verdicts.source_digest(),
     }
     plain: dict[str, Any] = json.loads(json.dumps(found))  # as it comes back from a file
     return plain
@@ -435,20 +432,6 @@ def forget() -> None:
     with _lock:
         _settled.clear()
         _verdicts.clear()
-
-
-_FIELDS: dict[str, Any] = {
-    "identity": dict, "seed": int, "certified": bool, "reason": str, "calls": int, "differing": int, "elements": int,
-    "first": dict | None,
-}  # fmt: skip
-
-
-def _from_file(data: dict[str, Any] | None) -> Verdict | None:
-    """None where it is damaged: no type is another, and what certifies has compared something."""
-    if data is None or not all(isinstance(data.get(name), kind) for name, kind in _FIELDS.items()):
-        return None
-    found = Verdict(**{name: data[name] for name in _FIELDS})
-    return None if found.certified and (found.differing or found.elements < verdicts.LEAST) else found
 
 
 def verdict(shape: Shape) -> Verdict:
@@ -476,11 +459,12 @@ def verdict(shape: Shape) -> Verdict:
                 )
             identity = _identity(library, shape)
             path = verdicts.verdict_path(identity)
-            kept = _from_file(verdicts.load(path, FORMAT))
+            data = verdicts.load(path, FORMAT)
+            kept = None if data is None else Verdict(**data)
             if kept is None or kept.identity != identity:
                 kept = certify(library, shape)
                 if not kept.reason.startswith("raised"):  # an error may not come again
-                    verdicts.keep(path, {"format": FORMAT, **asdict(kept)})
+                    verdicts.keep(path, asdict(kept), FORMAT)
             _verdicts[shape] = kept
         return _verdicts[shape]
 

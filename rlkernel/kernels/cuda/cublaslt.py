@@ -100,7 +100,7 @@ def plan(
 
     Raises:
         RuntimeError: cuBLASLt has no such algorithm; the message ends with its status.
-        LaunchError: its status is one of TROUBLE, so it may have it another time.
+        LaunchError: its status is one of TROUBLE, so a later call may succeed.
         BuildError: cuBLASLt cannot be called from this process.
     """
     if (reason := unavailable()) is not None:
@@ -120,24 +120,29 @@ def plan(
     return Plan(handle, _function("rlk_lt_workspace", _L, _P)(handle), text)
 
 
+def workspace(chosen: Plan, device: torch.device) -> Tensor | None:
+    """Memory of one call, or None. From the allocator, call by call: calls on two streams or in two graphs never share
+    it."""
+    return torch.empty(chosen.workspace, dtype=torch.uint8, device=device) if chosen.workspace else None
+
+
 def launcher(device: int, chosen: Plan) -> Callable[..., None]:
-    """(m, k, a, b, bias, add, out) -> None on the current stream; a and b are addresses."""
+    """(m, k, a, b, bias, add, out, space=None) -> None on the current stream; a and b are addresses, space is a
+    `workspace` that several launches of one call use."""
     launch = _function("rlk_lt_run", _I, _P, _L, _L, _P, _P, _P, _I, _P, _P, _L, _P)
     stream_of = torch._C._cuda_getCurrentRawStream
     handle, bytes_ = chosen.handle, chosen.workspace
 
-    def run(m: int, k: int, a: int, b: int, bias: int | None, add: bool, out: Tensor) -> None:
-        # From the allocator, call by call: calls on two streams, or in two graphs, never share it.
-        try:
-            space = torch.empty(bytes_, dtype=torch.uint8, device=out.device) if bytes_ else None
-        except torch.OutOfMemoryError as error:
-            raise driver.no_memory(f"the workspace of cuBLASLt's {chosen.algorithm}", error) from error
+    def run(
+        m: int, k: int, a: int, b: int, bias: int | None, add: bool, out: Tensor, space: Tensor | None = None
+    ) -> None:
+        if bytes_ and space is None:
+            space = torch.empty(bytes_, dtype=torch.uint8, device=out.device)
         status = launch(
             handle, m, k, a, b, bias, add, out.data_ptr(), None if space is None else space.data_ptr(), bytes_,
             stream_of(device),
         )  # fmt: skip
         if status:
-            said = "; ".join(filter(None, (_error(), driver.fault_of(stream_of(device)))))
-            raise LaunchError(f"cuBLASLt ({chosen.algorithm}) failed at m = {m}, k = {k}: {said}")
+            raise LaunchError(f"cuBLASLt ({chosen.algorithm}) failed at m = {m}, k = {k}: {_error()}")
 
     return run

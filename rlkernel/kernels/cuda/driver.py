@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +97,6 @@ def _run_nvcc(nvcc: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def _headers(source: Path) -> list[Path]:
     return sorted(source.parent.glob("*.cuh"))
-
-
-def sources(*names: str) -> tuple[Path, ...]:
-    """The files of csrc/cuda that these sources are compiled from: they and the headers beside them."""
-    folder = build.source_dir() / "cuda"
-    return (*(folder / name for name in names), *_headers(folder / names[0]))
 
 
 def _with_nvrtc(library: ctypes.CDLL, source: Path, options: list[str]) -> bytes:
@@ -201,34 +195,6 @@ def _call(name: str, *args: Any) -> None:
     code = getattr(_cuda(), name)(*args)
     if code:
         raise LaunchError(f"{name} failed: {_text(code)}")
-
-
-@contextlib.contextmanager
-def memory_for(what: str) -> Iterator[None]:
-    """Around allocations of a schedule that has written nothing for its caller yet.
-
-    Raises:
-        LaunchError: there is no memory. The anchor may go without it, and runs then.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise no_memory(what, error) from error
-
-
-def no_memory(what: str, error: torch.OutOfMemoryError) -> LaunchError:
-    """What `memory_for` raises; by itself for what every call allocates, which a `with` would make slower."""
-    return LaunchError(f"no memory for {what}: {error}")
-
-
-def fault_of(stream: int) -> str:
-    """What is wrong with a stream on which a library's call has failed, which does not say so: that its graph capture
-    is broken, or CUDA's own error; "" where nothing is."""
-    status, broken = ctypes.c_int(), 2  # CU_STREAM_CAPTURE_STATUS_INVALIDATED
-    code = _cuda().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
-    if code:
-        return _text(code)
-    return "the graph capture of its stream is broken" if status.value == broken else ""
 
 
 _thread = threading.local()

@@ -7,23 +7,20 @@ is what runs. Sums over chunks are the anchor's own folds, or the product's beta
 from __future__ import annotations
 
 import itertools
-import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlkernel.contract import orders
 from rlkernel.contract.orders import DGRAD_CHUNK, WGRAD_TOKENS
-from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Key, Run, Schedule, Warm, device_of
+from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Run, Schedule
 from rlkernel.kernels.cuda import cublaslt, driver, linear_rows
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.cuda.cublaslt import Algorithm
-from rlkernel.kernels.cuda.linear_shapes import Shape, cut, most_rows, shape_of
+from rlkernel.kernels.cuda.linear_shapes import Shape, cut, most_rows
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.triton import common, linear_grad, matrix
+from rlkernel.kernels.triton import common, linear_grad
 from rlkernel.kernels.triton import linear as anchor
 from rlkernel.kernels.triton.matrix import Tile
 
@@ -148,7 +145,7 @@ def _in_pieces(s: Shape, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _placed(bias: Tensor) -> Tensor:
-    """Contiguous at a 16-byte address, as it was compared. Dispatch does not ask: here the address is at hand."""
+    """The bias, contiguous at a 16-byte address as it was in the comparison."""
     good = not bias.data_ptr() & 15 and bias.is_contiguous()
     return bias if good else bias.clone(memory_format=torch.contiguous_format)
 
@@ -172,17 +169,13 @@ def _product(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], s
                 out = torch.empty((m, n), dtype=out_dtype, device=a.device)
             if (a_at | weight_at) & 15:
                 return anchor.gemm(a, weight.t() if b_by_n else weight, out, bias=bias, chunks=s.chunks)
-            target = out
-            if split:
-                with driver.memory_for(f"{s.chunks} partial sums"):
-                    target = torch.empty((s.chunks, m, n), dtype=partial, device=a.device)
+            target = torch.empty((s.chunks, m, n), dtype=partial, device=a.device) if split else out
             if bias is not None:
                 bias = _placed(bias)
             added = bias.to(out_dtype) if in_epilogue and bias is not None else None
             launch(m, span, a_at, weight_at, None if added is None else added.data_ptr(), False, target)
             while target is not out:
-                with driver.memory_for("sums of partial sums"):
-                    target = anchor.fold_partials(target, bias, out)
+                target = anchor.fold_partials(target, bias, out)
         return out
 
     return _in_pieces(s, run), chosen.algorithm
@@ -201,15 +194,11 @@ def _head(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], str]
             out = torch.empty((m, n), dtype=s.out, device=dy.device) if out is None else out
             return linear_grad.ascending(dy, weight, out, DGRAD_CHUNK)
         with common.on_device(dy):
-            with driver.memory_for("the fp32 sum of a head's chunks"):
-                total = torch.empty((m, n), dtype=torch.float32, device=dy.device)
+            total = torch.empty((m, n), dtype=torch.float32, device=dy.device)
             for first in range(0, s.k, DGRAD_CHUNK):
                 k = min(DGRAD_CHUNK, s.k - first)
                 launch(m, k, a + first * size, b + first * n * size, None, first > 0, total)
-            if out is None:
-                with driver.memory_for("the result beside the fp32 sum of its chunks"):
-                    return total.to(s.out)
-            return out.copy_(total)
+            return total.to(s.out) if out is None else out.copy_(total)
 
     return _in_pieces(s, run), chosen.algorithm
 
@@ -230,8 +219,7 @@ def _wgrad(s: Shape, which: int | Algorithm) -> tuple[Callable[[Tensor, Tensor, 
     return run, chosen.algorithm
 
 
-def _cublaslt_supports(key: Key) -> bool:
-    s = shape_of(key)
+def _cublaslt_supports(s: Shape) -> bool:
     return (
         s.device >= 0
         and not common.IS_HIP
@@ -245,19 +233,17 @@ def _cublaslt_supports(key: Key) -> bool:
     )
 
 
-def _cublaslt(name: str, form: str) -> Schedule:
+def _cublaslt(name: str, form: str) -> Schedule[Shape]:
     choices = [choice for choice in CHOICES if choice.name == name]
     which = choices[0].which
 
-    def supports(key: Key) -> bool:
-        s = shape_of(key)
+    def supports(s: Shape) -> bool:
         return (
-            any(c.least <= s.rows <= c.most and c.narrow <= s.n <= c.wide for c in choices) and _cublaslt_supports(key)
+            any(c.least <= s.rows <= c.most and c.narrow <= s.n <= c.wide for c in choices) and _cublaslt_supports(s)
             and (isinstance(which, int) or (s.chunks == 1 and driver.on_hopper(s.device)))
         )  # fmt: skip
 
-    def bind(key: Key) -> Run:
-        s = shape_of(key)
+    def bind(s: Shape) -> Run:
         call: Any
         if form == "forward":
             run, algorithm = _product(s, which)
@@ -280,18 +266,16 @@ def _cublaslt(name: str, form: str) -> Schedule:
 # ---- Triton tiles --------------------------------------------------------------------------------
 
 
-def _tile(tile: Tile, dgrad: bool, head: bool = False) -> Schedule:
+def _tile(tile: Tile, dgrad: bool, head: bool = False) -> Schedule[Shape]:
     offers = [offer for offer in (HEAD_OFFERS if head else OFFERS) if offer.tile == tile]
 
-    def supports(key: Key) -> bool:
-        s = shape_of(key)
+    def supports(s: Shape) -> bool:
         return (
             s.device >= 0 and not common.IS_HIP and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
             and s.is_head == head and any(o.least <= s.rows <= o.most and o.narrow <= s.n <= o.wide for o in offers)
         )  # fmt: skip
 
-    def bind(key: Key) -> Run:
-        s = shape_of(key)
+    def bind(s: Shape) -> Run:
         split = -(-s.k // DGRAD_CHUNK) if s.rows <= SPLIT_ROWS else 1
 
         def run(a: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -316,16 +300,14 @@ def _tile(tile: Tile, dgrad: bool, head: bool = False) -> Schedule:
 # ---- wgmma for few rows --------------------------------------------------------------------------
 
 
-def _few_rows(columns: int) -> Schedule:
-    def supports(key: Key) -> bool:
-        s = shape_of(key)
+def _few_rows(columns: int) -> Schedule[Shape]:
+    def supports(s: Shape) -> bool:
         return (
             0 < s.rows <= linear_rows.MOST_ROWS and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
             and all(d % 8 == 0 for d in s.weight) and not s.is_head and driver.on_hopper(s.device)
         )  # fmt: skip
 
-    def bind(key: Key) -> Run:
-        s = shape_of(key)
+    def bind(s: Shape) -> Run:
         launch = linear_rows.launcher(s.device, s.dtype, s.out, s.rows, columns)
 
         def rows(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
@@ -343,7 +325,7 @@ def _few_rows(columns: int) -> Schedule:
 # ---- ops -----------------------------------------------------------------------------------------
 
 
-def _schedules(form: str) -> tuple[Schedule, ...]:
+def _schedules(form: str) -> tuple[Schedule[Shape], ...]:
     found = [_cublaslt(name, form) for name in dict.fromkeys(c.name for c in CHOICES if form in c.forms)]
     if form != "wgrad":
         found += [_tile(tile, form == "dgrad") for tile in dict.fromkeys(offer.tile for offer in OFFERS)]
@@ -353,35 +335,24 @@ def _schedules(form: str) -> tuple[Schedule, ...]:
     return tuple(found)
 
 
-_SOURCES = (
-    Path(__file__),
-    *(
-        Path(m.__file__)
-        for m in (anchor, linear_grad, matrix, common, shapes, cublaslt, linear_rows, driver, orders)
-        if m.__file__
-    ),
-    *driver.sources(cublaslt.SOURCE, linear_rows.SOURCE),
-)
-
-
 def _op(
-    name: str, form: str, run: Run, key: Callable[..., Key], warm: Warm,
+    name: str, form: str, run: Run, shape: Callable[..., Shape], call_key: Callable[..., Hashable],
     sample: Callable[..., Any], mutates: tuple[int, ...] = (),
-) -> ScheduledOp:  # fmt: skip
+) -> ScheduledOp[Shape]:  # fmt: skip
     return ScheduledOp(
         Family(
-            name, run, key, shapes.describe, device_of, shapes.rows_of, sample, _schedules(form), _SOURCES,
-            versions=cublaslt.versions, mutates=mutates, warm=warm, kinds=(*KINDS, NONFINITE),
+            name, run, shape, shapes.rows_of, sample, _schedules(form), call_key, versions=cublaslt.versions,
+            mutates=mutates, kinds=(*KINDS, NONFINITE),
         )
     )  # fmt: skip
 
 
-linear = _op("linear", "forward", anchor.linear, shapes.linear_key, shapes.linear_warm, shapes.linear_sample)
+linear = _op("linear", "forward", anchor.linear, shapes.linear_shape, shapes.linear_call, shapes.linear_sample)
 linear_dgrad = _op(
-    "linear_dgrad", "dgrad", anchor.linear_dgrad, shapes.dgrad_key, shapes.dgrad_warm, shapes.dgrad_sample
+    "linear_dgrad", "dgrad", anchor.linear_dgrad, shapes.dgrad_shape, shapes.dgrad_call, shapes.dgrad_sample
 )
 wgrad_chunk = _op(
-    "linear_wgrad", "wgrad", linear_grad.wgrad_, shapes.wgrad_key, shapes.wgrad_warm, shapes.wgrad_sample, mutates=(0,)
+    "linear_wgrad", "wgrad", linear_grad.wgrad_, shapes.wgrad_shape, shapes.wgrad_call, shapes.wgrad_sample, (0,)
 )
 
 
@@ -391,17 +362,12 @@ def wgrad_(
     x: Tensor,  # [T, K]
     fresh: bool,
 ) -> None:
-    """grad += dy^T x, chunks of WGRAD_TOKENS added ascending; `fresh` ignores what grad holds, rounds once."""
+    """grad += dy^T x, chunks of WGRAD_TOKENS added ascending; `fresh` ignores the content of grad and rounds once."""
     tokens = dy.shape[0]
     if tokens <= WGRAD_TOKENS:
         wgrad_chunk.call(grad, dy, x, fresh)
         return
-    try:
-        total = grad if grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
-    except torch.OutOfMemoryError as error:  # nothing is written yet
-        what = "linear_wgrad ran its anchor in a call, which may need no fp32 sum"
-        warnings.warn(f"rlkernel: {what}: {error}", RuntimeWarning, stacklevel=2)
-        return linear_grad.wgrad_(grad, dy, x, fresh)
+    total = grad if grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
     for first in range(0, tokens, WGRAD_TOKENS):
         last = first + WGRAD_TOKENS
         wgrad_chunk.call(total, dy[first:last], x[first:last], fresh and first == 0)

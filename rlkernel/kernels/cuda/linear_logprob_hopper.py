@@ -136,8 +136,7 @@ def dhidden_block(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, acti
         )  # fmt: skip
         if parts == 1:
             return launch(sum=running, fresh=fresh)
-        with driver.memory_for(f"the sums of {parts} chunks"):
-            sums = torch.empty(parts, *running.shape, dtype=torch.float32, device=dz.device)
+        sums = torch.empty(parts, *running.shape, dtype=torch.float32, device=dz.device)
         launch(sum=sums, fresh=True)
         ascend(sums, None if fresh else running, running)
 

@@ -1,6 +1,6 @@
-"""Shape classes of linear_logprob and its products on CUDA: their keys, warm dispatch, rows to compare, samples.
+"""Shape classes of linear_logprob and its products on CUDA: what decides a call's class, rows to compare, samples.
 
-Which schedules compute them is cuda/linear_logprob.py's matter.
+The schedules that compute them are in cuda/linear_logprob.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import VOCAB_TILE, WGRAD_TOKENS
-from rlkernel.kernels.certification import First, Instead, Key, Run, Runs, finite, values
+from rlkernel.kernels.certification import finite, values
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton import linear_logprob_rows as token_rows
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     many: bool  # at least LEAST_TOKENS
     c: int
     dtype: torch.dtype
-    dense: bool  # at 16-byte addresses the copy engine can fetch both operands and store the output
+    dense: bool  # at 16-byte addresses TMA can load both operands and store the output
     temperature: bool
     kept: bool
     probs: bool
@@ -46,93 +46,65 @@ class Shape(NamedTuple):
 
 
 def _fetchable(*matrices: Tensor) -> bool:
-    """Whether the copy engine reads these matrices, where they begin at 16-byte addresses: dense rows that do not
-    overlap."""
+    """Whether TMA can load these matrices, if they begin at 16-byte addresses: contiguous rows that do not overlap."""
     return all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1] for t in matrices)
 
 
-def forward_key(
+def forward_shape(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
     keep_probs: bool, width: int,
-) -> Key:  # fmt: skip
+) -> Shape:  # fmt: skip
     dense = _fetchable(hidden, weight) and not (keep_probs and weight.shape[0] % 8)
-    return (
+    return Shape(
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype, dense,
         inv_temperature is not None, kept is not None, keep_probs, width > 0, False, False,
     )  # fmt: skip
 
 
-def dz_key(
+def dz_shape(
     dz: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
     stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, active: Active, first: int,
     vocab_size: int,
-) -> Key:  # fmt: skip
-    return (
+) -> Shape:  # fmt: skip
+    return Shape(
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype,
         hidden.shape[1] % 8 == 0 and _fetchable(weight), inv_temperature is not None, kept is not None, False, False,
         dlogp is not None, dentropy is not None,
     )  # fmt: skip
 
 
-# Dispatch of a warm call, as in `linear_shapes.py`. What decides `_fetchable` is, of contiguous operands, their shapes;
-# else their strides count too. Hidden states, dz and sums of the backward are made by its loop, one way alone: nothing
-# is asked of them.
+# What a warm call looks up, as in `linear_shapes.py`. For contiguous operands, shapes decide `_fetchable`; else their
+# strides count too. The backward's loop makes hidden states, dz and sums in one layout, which need no check.
 
 
 def _strides(*matrices: Tensor) -> Hashable:
     return tuple(t.stride() for t in matrices)
 
 
-def forward_warm(runs: Runs, first: First, instead: Instead) -> Run:
-    def linear_logprob(
-        hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
-        keep_probs: bool, width: int,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        call = (
-            hidden.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
-            keep_probs and weight.shape, width > 0,
-            (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
-        )  # fmt: skip
-        run = runs.get(call) or first(call, hidden, weight, targets, inv_temperature, kept, keep_probs, width)
-        try:
-            return run(hidden, weight, targets, inv_temperature, kept, keep_probs, width)
-        except Exception as error:
-            return instead(error, run, hidden, weight, targets, inv_temperature, kept, keep_probs, width)
-
-    return linear_logprob
+def forward_call(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
+    keep_probs: bool, width: int,
+) -> Hashable:  # fmt: skip
+    return (
+        hidden.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
+        keep_probs and weight.shape, width > 0,
+        (hidden.is_contiguous() and weight.is_contiguous()) or _strides(hidden, weight),
+    )  # fmt: skip
 
 
-def dz_warm(runs: Runs, first: First, instead: Instead) -> Run:
-    def linear_logprob_dz(
-        dz: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None,
-        kept: Tensor | None, stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None,
-        active: Active, start: int, vocab_size: int,
-    ) -> None:  # fmt: skip
-        call = (
-            hidden.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None,
-            dlogp is None, dentropy is None,
-            weight.is_contiguous() or weight.stride(),
-        )  # fmt: skip
-        run = runs.get(call) or first(
-            call, dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
-            vocab_size,
-        )  # fmt: skip
-        try:
-            run(
-                dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active, start,
-                vocab_size,
-            )  # fmt: skip
-        except Exception as error:
-            instead(
-                error, run, dz, hidden, weight, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy,
-                active, start, vocab_size,
-            )  # fmt: skip
-
-    return linear_logprob_dz
+def dz_call(
+    dz: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
+    stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, active: Active, first: int,
+    vocab_size: int,
+) -> Hashable:  # fmt: skip
+    return (
+        hidden.shape, hidden.dtype, hidden.get_device(), inv_temperature is None, kept is None, dlogp is None,
+        dentropy is None, weight.is_contiguous() or weight.stride(),
+    )  # fmt: skip
 
 
-def rows_of(key: Key) -> list[int]:
-    return [LEAST_TOKENS, 1000, 4096] if key[1] else [1, 77, LEAST_TOKENS - 1]
+def rows_of(s: Shape) -> list[int]:
+    return [LEAST_TOKENS, 1000, 4096] if s.many else [1, 77, LEAST_TOKENS - 1]
 
 
 def _apart(x: Tensor) -> Tensor:
@@ -140,11 +112,11 @@ def _apart(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 8), value=float("nan"))[:, : x.shape[1]]
 
 
-def forward_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s, device = Shape(*key), generator.device  # type: ignore[arg-type]
+def forward_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    device = generator.device
     hidden = values(kind, m, s.c, s.dtype, generator)
     weight = values(finite(kind), SAMPLE_ENTRIES, s.c, s.dtype, generator, second=True) * (4 * s.c**-0.5)
-    least, between, _ = rows_of(key)
+    least, between, _ = rows_of(s)
     if m == between:
         hidden, weight = _apart(hidden), _apart(weight)
         if not s.probs:  # which have a multiple of 8
@@ -179,14 +151,13 @@ def _active(
     return token_rows.rows_of(targets, kept, stats, dlogp, dentropy, vocab, len(targets)).active(0, len(targets), row)
 
 
-def dz_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s = Shape(*key)  # type: ignore[arg-type]
-    hidden, weight, targets, inverse, kept, *_ = forward_sample(key, m, kind, generator)
+def dz_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    hidden, weight, targets, inverse, kept, *_ = forward_sample(s, m, kind, generator)
     _, entropy, _, stats = anchor.forward(hidden, weight, targets, inverse, kept)
     g = _upstream(m, generator)
     up = (g if s.dlogp else None, 2.0 * g if s.dentropy else None)
     first = SAMPLE_ENTRIES // VOCAB_TILE * VOCAB_TILE - SAMPLE_BLOCK  # a block inside the vocabulary that ends with it
-    entries, row = len(weight) - first, SAMPLE_ENTRIES - first  # a multiple of 8, as the copy engine wants it
+    entries, row = len(weight) - first, SAMPLE_ENTRIES - first  # a multiple of 8, which TMA needs
     dz = torch.full((m, row), float("nan"), dtype=s.dtype, device=hidden.device)[:, :entries]
     active = _active(targets, kept, stats, *up, len(weight), 0)
     dense = torch.empty_like(hidden, memory_format=torch.contiguous_format)
@@ -208,66 +179,38 @@ class GradShape(NamedTuple):
     fresh: bool
     row: int  # `Active.row` where the other operand is contiguous: cuBLASLt's choice may depend on it
     whole: bool = True  # a multiple of 8 entries; a vocabulary's last block may have any number
-    few: bool = False  # dhidden: so few tokens that chunks of the vocabulary are computed side by side
+    few: bool = False  # dhidden: so few tokens that chunks of the vocabulary are computed in parallel
 
 
-def dhidden_key(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> Key:
+def dhidden_shape(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> GradShape:
     dense = weight.shape[1] % 8 == 0 and _fetchable(weight)
     row = active.row if weight.is_contiguous() else 0
-    return (
+    return GradShape(
         dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, row,
         weight.shape[0] % 8 == 0, loop.chunks_beside(*running.shape) > 1,
     )  # fmt: skip
 
 
-def dweight_key(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> Key:
+def dweight_shape(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> GradShape:
     dense = grad.shape[1] % 8 == 0 and grad.is_contiguous()
+    return GradShape(
+        dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, active.row, grad.shape[0] % 8 == 0
+    )
+
+
+def dhidden_call(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> Hashable:
     return (
-        dz.get_device(), hidden.shape[1], dz.dtype, grad.dtype, dense, fresh, active.row, grad.shape[0] % 8 == 0,
+        running.shape, weight.shape[0] & 7, weight.dtype, fresh, weight.get_device(), active.row,
+        weight.is_contiguous() or weight.stride(),
     )  # fmt: skip
 
 
-def dhidden_beside(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> list[Key]:
-    """The class of the other guess, with which a later call or a captured one comes."""
-    other = active._replace(row=0 if active.row else dz.stride(0))
-    return [dhidden_key(running, dz, weight, fresh, other)] if weight.is_contiguous() else []
-
-
-def dweight_beside(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> list[Key]:
-    """As `dhidden_beside`."""
-    other = active._replace(row=0 if active.row else dz.stride(0))
-    return [dweight_key(grad, dz, hidden, fresh, other)]
-
-
-def dhidden_warm(runs: Runs, first: First, instead: Instead) -> Run:
-    def linear_logprob_dhidden(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> None:
-        call = (
-            running.shape, weight.shape[0] & 7, weight.dtype, fresh, weight.get_device(), active.row,
-            weight.is_contiguous() or weight.stride(),
-        )  # fmt: skip
-        run = runs.get(call) or first(call, running, dz, weight, fresh, active)
-        try:
-            run(running, dz, weight, fresh, active)
-        except Exception as error:
-            instead(error, run, running, dz, weight, fresh, active)
-
-    return linear_logprob_dhidden
-
-
-def dweight_warm(runs: Runs, first: First, instead: Instead) -> Run:
-    def linear_logprob_dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
-        entries, c = grad.shape
-        call = (
-            c, entries & 7, hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
-            grad.is_contiguous() or grad.stride(),
-        )  # fmt: skip
-        run = runs.get(call) or first(call, grad, dz, hidden, fresh, active)
-        try:
-            run(grad, dz, hidden, fresh, active)
-        except Exception as error:
-            instead(error, run, grad, dz, hidden, fresh, active)
-
-    return linear_logprob_dweight
+def dweight_call(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> Hashable:
+    entries, c = grad.shape
+    return (
+        c, entries & 7, hidden.dtype, grad.dtype, fresh, grad.get_device(), active.row,
+        grad.is_contiguous() or grad.stride(),
+    )  # fmt: skip
 
 
 def most_tokens(s: GradShape) -> int:
@@ -275,16 +218,15 @@ def most_tokens(s: GradShape) -> int:
     return min(WGRAD_TOKENS, max(1, 2 * loop.PROBS_ENTRIES // s.row)) if s.row else WGRAD_TOKENS
 
 
-def rows_of_grad(key: Key) -> list[int]:
-    """The most tokens that a call of the backward has are among them: over them runs the chain of `dweight`."""
-    most = most_tokens(GradShape(*key))  # type: ignore[arg-type]
+def rows_of_grad(s: GradShape) -> list[int]:
+    """Token counts, among them the most that a call has, because the chain of `dweight` runs over the tokens."""
+    most = most_tokens(s)
     return list(dict.fromkeys(min(m, most) for m in (*NARROW, LEAST_TOKENS, 1000, WGRAD_TOKENS, 4096)))
 
 
-def rows_of_dhidden(key: Key) -> list[int]:
-    """Few tokens: 1, and from 77 to the most that are few; timed at as many as come with rows of dz of that length.
+def rows_of_dhidden(s: GradShape) -> list[int]:
+    """`few`: 1, and from 77 to the most that are few; timed at the count that comes with rows of dz of that length.
     Else from the fewest that are not few."""
-    s = GradShape(*key)  # type: ignore[arg-type]
     least, most, timed, fewest = FEW_TOKENS, most_tokens(s), 4096, 1
     columns = max(s.c, loop.FEWEST_CHANNELS)
     border = loop.FILLED // 2 // columns
@@ -308,7 +250,7 @@ def widest(s: GradShape, tokens: int) -> int:
 def compared(s: GradShape) -> list[tuple[int, int]]:
     """Tokens, ascending, and the most entries that `dweight` gets with as many or less: a multiple of 8."""
     odd = 8 * (not s.whole)  # whose widest sample is one entry short
-    return [(m, widest(s, m) - odd) for m in sorted(rows_of_grad(tuple(s))) if not _is_narrow(s, m)]
+    return [(m, widest(s, m) - odd) for m in sorted(rows_of_grad(s)) if not _is_narrow(s, m)]
 
 
 def _is_narrow(s: GradShape, tokens: int) -> bool:
@@ -319,7 +261,7 @@ def _block_of_dz(
     s: GradShape, tokens: int, entries: int, kind: str, generator: torch.Generator
 ) -> tuple[Tensor, Active]:  # fmt: skip
     """A gradient of logits with rows of zeros, those of many groups behind the others, and which are not."""
-    g = _upstream(tokens, generator, s.row > 0 and tokens != LEAST_TOKENS)  # and where the guess was wrong
+    g = _upstream(tokens, generator, s.row > 0 and tokens != LEAST_TOKENS)  # and once where many have none
     targets = torch.zeros(tokens, dtype=torch.int64, device=g.device)
     stats = torch.zeros(tokens, 2, dtype=torch.float32, device=g.device)
     active = _active(targets, None, stats, g, None, 1, s.row)
@@ -332,12 +274,11 @@ def _block_of_dz(
     return dz, active
 
 
-def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    """Many tokens: a chunk of the vocabulary. Few: as many as are side by side, of one row, at the fewest others and
-    where it is timed; else one, as a block's last call may have, and three. dz and the weight have SAMPLE_BYTES at the
-    most."""
-    s = GradShape(*key)  # type: ignore[arg-type]
-    rows, chunks = rows_of_dhidden(key), loop.chunks_beside(m, s.c) if s.few else 1
+def dhidden_sample(s: GradShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    """Many tokens: one chunk of the vocabulary. Few: the largest number of parallel chunks at one row, at the fewest
+    other rows and at the row count that is timed; else one chunk, as in a block's last call, and three. dz and the
+    weight have at most SAMPLE_BYTES."""
+    rows, chunks = rows_of_dhidden(s), loop.chunks_beside(m, s.c) if s.few else 1
     fewest, second = ((sorted({*rows} - {1}) or [1]) * 2)[:2]
     if m not in (1, fewest, rows[-1]):
         chunks = 1 if m == second else min(3, chunks)
@@ -349,8 +290,7 @@ def dhidden_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> t
     return running, dz, weight, s.fresh, active
 
 
-def dweight_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s = GradShape(*key)  # type: ignore[arg-type]
+def dweight_sample(s: GradShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     most = widest(s, m)
     entries = max(8, min(most, SAMPLE_BLOCK) - 56) if _is_narrow(s, m) else most
     entries -= not (s.whole or m == FEW_TOKENS)

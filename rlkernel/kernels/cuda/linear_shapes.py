@@ -1,11 +1,12 @@
-"""Shape classes of linear and its gradients on CUDA: their keys, warm dispatch, rows to compare, samples.
+"""Shape classes of linear and its gradients on CUDA: what decides a call's class, rows to compare, samples.
 
-One class holds a bucket of row counts; which schedules compute it is cuda/linear.py's matter.
+One class holds a bucket of row counts; the schedules that compute it are in cuda/linear.py.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Hashable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_WHOLE
-from rlkernel.kernels.certification import First, Instead, Key, Run, Runs, values
+from rlkernel.kernels.certification import values
 
 # Close together where a decode step has its rows and the library fits its tiles to them.
 BUCKETS = (0, 1, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -34,9 +35,9 @@ class Shape(NamedTuple):
     out_dtype: torch.dtype | None  # None: dtype
     bias: bool
     chunks: int
-    dense: bool  # contiguous matrices; schedules ask for their addresses themselves
+    dense: bool  # contiguous matrices; schedules check addresses themselves
     form: str
-    fresh: bool = True  # what the result held before does not count
+    fresh: bool = True  # the result is overwritten, not added to
 
     @property
     def n(self) -> int:
@@ -56,6 +57,15 @@ class Shape(NamedTuple):
         """An input gradient whose chunks are added ascending."""
         return self.form == "dgrad" and self.chunks == 1 and self.k > DGRAD_WHOLE
 
+    def describe(self) -> dict[str, Any]:
+        name = lambda dtype: str(dtype).removeprefix("torch.")
+        found = {
+            "T" if self.form == "wgrad" else "M": self.rows, "N": self.weight[0], "K": self.weight[1],
+            "dtype": name(self.dtype), "out": name(self.out), "bias": self.bias, "chunks": self.chunks,
+            "dense": self.dense,
+        }  # fmt: skip
+        return {**found, "fresh": self.fresh} if self.form == "wgrad" else found
+
 
 def bucket(m: int) -> int:
     """Bucket of a row count, one of `BUCKETS`; the last holds all above too."""
@@ -63,97 +73,55 @@ def bucket(m: int) -> int:
 
 
 def _dense(*operands: Tensor) -> bool:
-    """Whether schedules may have them. An empty one: no, as a warm call tells weights apart by their elements."""
+    """Whether schedules take them. Not empty ones, because `*_call` distinguishes weights by their elements."""
     return all(t.is_contiguous() and t.numel() for t in operands)
 
 
-def linear_key(
+def linear_shape(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
-) -> Key:
+) -> Shape:
+    dense = _dense(x, weight)
+    return Shape(
+        x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks, dense, "forward"
+    )
+
+
+def dgrad_shape(dy: Tensor, weight: Tensor, chunks: int) -> Shape:
+    dense = _dense(dy, weight)
+    return Shape(dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, dense, "dgrad")
+
+
+def wgrad_shape(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Shape:
+    dense = _dense(grad, dy, x)
+    rows = bucket(dy.shape[0])
+    return Shape(dy.get_device(), rows, grad.shape, dy.dtype, grad.dtype, False, 1, dense, "wgrad", fresh)
+
+
+# What a warm call looks up. Each attribute of a tensor costs a tenth of a microsecond: of operands that share a
+# dimension one gives its shape, the others their number of elements or nothing. Alignment is not part of it: a schedule
+# checks it and falls back to the anchor for pointers that are not 16-byte aligned.
+
+
+def linear_call(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
+) -> Hashable:
     return (
-        x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks,
-        _dense(x, weight), "forward",
+        x.shape, weight.numel(), x.dtype, out_dtype, chunks, x.get_device(), bias is None,
+        x.is_contiguous() and weight.is_contiguous(),
     )  # fmt: skip
 
 
-def dgrad_key(dy: Tensor, weight: Tensor, chunks: int) -> Key:
+def dgrad_call(dy: Tensor, weight: Tensor, chunks: int) -> Hashable:
     return (
-        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, _dense(dy, weight),
-        "dgrad",
+        dy.shape, weight.numel(), dy.dtype, chunks, dy.get_device(), dy.is_contiguous() and weight.is_contiguous()
     )  # fmt: skip
 
 
-def wgrad_key(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Key:
+def wgrad_call(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Hashable:
     return (
-        dy.get_device(), bucket(dy.shape[0]), grad.shape, dy.dtype, grad.dtype, False, 1, _dense(grad, dy, x),
-        "wgrad", fresh,
+        grad.shape, dy.numel(), dy.dtype, grad.dtype, fresh, dy.get_device(),
+        grad.is_contiguous() and dy.is_contiguous() and x.is_contiguous(),
     )  # fmt: skip
-
-
-# Dispatch of a warm call. Each attribute of a tensor costs a tenth of a microsecond: of the operands that share a
-# dimension one gives its shape, the others their number of elements or nothing. Nobody is asked for an address here:
-# a schedule has the addresses at hand, and at others than multiples of 16 bytes runs the anchor.
-
-
-def linear_warm(runs: Runs, first: First, instead: Instead) -> Run:
-    def linear(
-        x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
-    ) -> Tensor:
-        call = (
-            x.shape, weight.numel(), x.dtype, out_dtype, chunks, x.get_device(), bias is None,
-            x.is_contiguous() and weight.is_contiguous(),
-        )  # fmt: skip
-        run = runs.get(call) or first(call, x, weight, bias, chunks, dgrad_chunks, out_dtype)
-        try:
-            return run(x, weight, bias, chunks, dgrad_chunks, out_dtype)
-        except Exception as error:
-            return instead(error, run, x, weight, bias, chunks, dgrad_chunks, out_dtype)
-
-    return linear
-
-
-def dgrad_warm(runs: Runs, first: First, instead: Instead) -> Run:
-    def linear_dgrad(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
-        call = (
-            dy.shape, weight.numel(), dy.dtype, chunks, dy.get_device(),
-            dy.is_contiguous() and weight.is_contiguous(),
-        )  # fmt: skip
-        run = runs.get(call) or first(call, dy, weight, chunks)
-        try:
-            return run(dy, weight, chunks)
-        except Exception as error:
-            return instead(error, run, dy, weight, chunks)
-
-    return linear_dgrad
-
-
-def wgrad_warm(runs: Runs, first: First, instead: Instead) -> Run:
-    def linear_wgrad(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
-        call = (
-            grad.shape, dy.numel(), dy.dtype, grad.dtype, fresh, dy.get_device(),
-            grad.is_contiguous() and dy.is_contiguous() and x.is_contiguous(),
-        )  # fmt: skip
-        run = runs.get(call) or first(call, grad, dy, x, fresh)
-        try:
-            run(grad, dy, x, fresh)
-        except Exception as error:
-            instead(error, run, grad, dy, x, fresh)
-
-    return linear_wgrad
-
-
-def shape_of(key: Key) -> Shape:
-    return Shape(*key)  # type: ignore[arg-type]
-
-
-def describe(key: Key) -> dict[str, Any]:
-    s = shape_of(key)
-    name = lambda dtype: str(dtype).removeprefix("torch.")
-    found = {
-        "T" if s.form == "wgrad" else "M": s.rows, "N": s.weight[0], "K": s.weight[1], "dtype": name(s.dtype),
-        "out": name(s.out), "bias": s.bias, "chunks": s.chunks, "dense": s.dense,
-    }  # fmt: skip
-    return {**found, "fresh": s.fresh} if s.form == "wgrad" else found
 
 
 def _row_bytes(s: Shape) -> int:
@@ -171,9 +139,8 @@ def most_rows(s: Shape) -> int:
     return min(s.rows, max(8, SAMPLE_BYTES // max(_row_bytes(s), 1) // 8 * 8))
 
 
-def rows_of(key: Key) -> list[int]:
-    """The lowest and the highest count that a schedule gets, and one between where that is no matter of gigabytes."""
-    s = shape_of(key)
+def rows_of(s: Shape) -> list[int]:
+    """The lowest and the highest row count that a schedule gets, and one between unless that takes gigabytes."""
     high = most_rows(s)
     low = BUCKETS[max(BUCKETS.index(s.rows) - 1, 0)] + 1
     if high < s.rows or s.rows == BUCKETS[-1]:
@@ -183,33 +150,30 @@ def rows_of(key: Key) -> list[int]:
 
 
 def cut(m: int, most: int) -> list[slice]:
-    """m rows in as few even pieces of at most `most` rows as there can be; but for the end in units of eight, so that
-    every piece begins at a 16-byte address. `most` is a multiple of eight."""
+    """m rows in as few even pieces of at most `most` rows as possible, each (except the last) a multiple of eight rows
+    so that every piece begins at a 16-byte address. `most` is a multiple of eight."""
     units = -(-m // 8)
     pieces = -(-units // (most // 8))
     at = [min(m, units * i // pieces * 8) for i in range(pieces + 1)]
     return [slice(first, last) for first, last in pairwise(at)]
 
 
-def linear_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s = shape_of(key)
+def linear_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     x = values(kind, m, s.k, s.dtype, generator)
     weight = values(kind, s.n, s.k, s.dtype, generator, second=True)
     bias = values("normal", 1, s.n, s.dtype, generator)[0] if s.bias else None
     return x, weight, bias, s.chunks, 1, s.out_dtype
 
 
-def dgrad_sample(key: Key, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s = shape_of(key)
+def dgrad_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     dy = values(kind, m, s.k, s.dtype, generator)
     return dy, values(kind, s.n, s.k, s.dtype, generator, second=True).t().contiguous(), s.chunks
 
 
-def wgrad_sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s = shape_of(key)
+def wgrad_sample(s: Shape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     n, k = s.weight
     dy = values(kind, n, tokens, s.dtype, generator).t().contiguous()
     x = values(kind, k, tokens, s.dtype, generator, second=True).t().contiguous()
-    if s.fresh:  # what the buffer held must not count
+    if s.fresh:  # the buffer's old content must not matter
         return torch.full((n, k), float("nan"), dtype=s.out, device=generator.device), dy, x, True
     return values("normal", n, k, s.out, generator), dy, x, False

@@ -6,33 +6,17 @@ are the schedules that may take its place (cuda/logprob_rows.py) and their certi
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import (
-    KINDS,
-    NONFINITE,
-    Family,
-    First,
-    Instead,
-    Key,
-    Run,
-    Runs,
-    Schedule,
-    describe,
-    device_of,
-    values,
-)
+from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Run, Schedule, values
 from rlkernel.kernels.cuda import driver, logprob_rows
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.triton import common, launch
 from rlkernel.kernels.triton import logprob as anchor
-from rlkernel.kernels.triton import logprob_backward as gradient
 
 MANY = 1024  # rows, from which on a class is another: below it a kernel's start and end count
 TIMED, TIMED_OF_MANY = 512, 4096  # rows, at most
@@ -49,12 +33,12 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     vocab: int
     rows: int  # at least so many: 0, the anchor's ROWS_FROM, or MANY
-    dense: bool  # rows are what the copy engine can fetch, where they begin at a 16-byte address
+    dense: bool  # TMA can load the rows, if they begin at 16-byte addresses
     temperature: bool
     kept: bool
 
 
-def key(logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None) -> Key:
+def shape_of(logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None) -> Shape:
     tokens, vocab = logits.shape
     row = logits.stride(0)
     dense = logits.stride(1) == 1 and row >= vocab and vocab % 8 == 0 and row % 8 == 0
@@ -64,36 +48,23 @@ def key(logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: T
     )  # fmt: skip
 
 
-def warm(runs: Runs, first: First, instead: Instead) -> Run:
-    least = anchor.ROWS_FROM
-
-    def logprob(
-        logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        tokens, vocab = logits.shape
-        call = (
-            vocab, (tokens >= least) + (tokens >= MANY), logits.dtype, logits.get_device(), inv_temperature is None,
-            kept is None, logits.is_contiguous() or logits.stride(),
-        )  # fmt: skip
-        run = runs.get(call) or first(call, logits, targets, inv_temperature, kept)
-        try:
-            return run(logits, targets, inv_temperature, kept)
-        except Exception as error:
-            return instead(error, run, logits, targets, inv_temperature, kept)
-
-    return logprob
+def call_key(logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None) -> Hashable:
+    tokens, vocab = logits.shape
+    return (
+        vocab, (tokens >= anchor.ROWS_FROM) + (tokens >= MANY), logits.dtype, logits.get_device(),
+        inv_temperature is None, kept is None, logits.is_contiguous() or logits.stride(),
+    )  # fmt: skip
 
 
-def rows_of(key: Key) -> list[int]:
-    s = Shape(*key)  # type: ignore[arg-type]
+def rows_of(s: Shape) -> list[int]:
     most = min(TIMED_OF_MANY if s.rows >= MANY else TIMED, SAMPLE_BYTES // (s.dtype.itemsize * s.vocab))
     return [anchor.ROWS_FROM, RAGGED, max(anchor.ROWS_FROM, most)]
 
 
-def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s, device = Shape(*key), generator.device  # type: ignore[arg-type]
+def sample(s: Shape, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    device = generator.device
     logits = values(kind, rows, s.vocab, s.dtype, generator)
-    if rows == RAGGED:  # lie apart, with what is no part of them between
+    if rows == RAGGED:  # with a gap between rows
         logits = torch.nn.functional.pad(logits, (0, 8), value=float("nan"))[:, : s.vocab]
     odd = torch.arange(0, rows, 29, device=device)
     for i, value in enumerate((float("nan"), float("inf"))):
@@ -111,9 +82,8 @@ def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[
 # ---- schedules -----------------------------------------------------------------------------------
 
 
-def _rows(setting: logprob_rows.Setting) -> Schedule:
-    def supports(key: Key) -> bool:
-        s = Shape(*key)  # type: ignore[arg-type]
+def _rows(setting: logprob_rows.Setting) -> Schedule[Shape]:
+    def supports(s: Shape) -> bool:
         if not driver.on_hopper(s.device):
             return False
         large = s.vocab >= anchor.TILES_FROM * orders.VOCAB_TILE
@@ -121,23 +91,16 @@ def _rows(setting: logprob_rows.Setting) -> Schedule:
             setting, s.vocab
         )  # fmt: skip
 
-    def bind(key: Key) -> Run:
-        s = Shape(*key)  # type: ignore[arg-type]
+    def bind(s: Shape) -> Run:
         return logprob_rows.launcher(s.device, s.dtype, s.vocab, s.temperature, setting)
 
     return Schedule(f"rows.{setting.warps}x{setting.pieces}", bind, supports)
 
 
-_SOURCES = (
-    Path(__file__),
-    *(Path(m.__file__) for m in (anchor, gradient, common, launch, logprob_rows, driver, orders) if m.__file__),
-    *driver.sources(logprob_rows.SOURCE),
-)
-
 logprob = ScheduledOp(
     Family(
-        op="logprob", anchor=anchor.logprob, key=key, describe=functools.partial(describe, Shape), device=device_of,
-        rows=rows_of, sample=sample, sources=_SOURCES, versions=lambda: {"cuda compiler": driver.compiler()}, warm=warm,
-        schedules=tuple(map(_rows, logprob_rows.SETTINGS)), kinds=(*KINDS, NONFINITE),
+        op="logprob", anchor=anchor.logprob, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
+        versions=lambda: {"cuda compiler": driver.compiler()}, schedules=tuple(map(_rows, logprob_rows.SETTINGS)),
+        kinds=(*KINDS, NONFINITE),
     )
 )  # fmt: skip

@@ -6,10 +6,9 @@ may take its place (cuda/policy_loss_hopper.py) and their certification.
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Hashable
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,22 +16,10 @@ from torch import Tensor
 
 from rlkernel.contract import orders
 from rlkernel.kernels import policy_loss as shared
-from rlkernel.kernels.certification import (
-    KINDS,
-    Family,
-    First,
-    Instead,
-    Key,
-    Run,
-    Runs,
-    Schedule,
-    describe,
-    device_of,
-    values,
-)
+from rlkernel.kernels.certification import KINDS, Family, Run, Schedule, values
 from rlkernel.kernels.cuda import driver, policy_loss_hopper
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.triton import common, policy_loss_batch, policy_loss_tokens
+from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import policy_loss as anchor
 
 LEAST, MOST = 18, 24  # powers of two of the tokens by which classes differ, every second one; fewer have no schedule
@@ -63,12 +50,12 @@ def _power(x: int, least: int, most: int) -> int:
     return int(1 << min(max(bits + (bits - least) % 2, least), most))
 
 
-def key(
+def shape_of(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
     ref_logp: Tensor | None, entropy: Tensor | None, rollout_logp: Tensor | None, normalizer: Tensor | None,
     loss_type: str, sequence_ratio: bool, clip_low: float, clip_high: float, clip_dual: float | None,
     kl_coef: float, kl_type: str, entropy_coef: float, tis_cap: float | None, divisor: float | None,
-) -> Key:  # fmt: skip
+) -> Shape:  # fmt: skip
     tokens, batch = logp.shape[0], cu_seqlens.shape[0] - 1
     plain = (
         ref_logp is None and entropy is None and rollout_logp is None and clip_dual is None and tis_cap is None
@@ -83,32 +70,20 @@ def key(
     return Shape(logp.get_device(), True, mask is not None, mean, _power(tokens, LEAST, MOST), length)
 
 
-def warm(runs: Runs, first: First, instead: Instead) -> Run:
-    def policy_loss(
-        logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
-        ref_logp: Tensor | None, entropy: Tensor | None, rollout_logp: Tensor | None, normalizer: Tensor | None,
-        loss_type: str, sequence_ratio: bool, clip_low: float, clip_high: float, clip_dual: float | None,
-        kl_coef: float, kl_type: str, entropy_coef: float, tis_cap: float | None, divisor: float | None,
-    ) -> Any:  # fmt: skip
-        call = (
-            logp.numel(), cu_seqlens.numel(), advantages.numel(), logp.get_device(), mask is None, loss_type,
-            sequence_ratio, ref_logp is entropy is rollout_logp is clip_dual is tis_cap is None,
-        )  # fmt: skip
-        given = (
-            logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, normalizer, loss_type,
-            sequence_ratio, clip_low, clip_high, clip_dual, kl_coef, kl_type, entropy_coef, tis_cap, divisor,
-        )  # fmt: skip
-        run = runs.get(call) or first(call, *given)
-        try:
-            return run(*given)
-        except Exception as error:
-            return instead(error, run, *given)
-
-    return policy_loss
+def call_key(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
+    ref_logp: Tensor | None, entropy: Tensor | None, rollout_logp: Tensor | None, normalizer: Tensor | None,
+    loss_type: str, sequence_ratio: bool, clip_low: float, clip_high: float, clip_dual: float | None,
+    kl_coef: float, kl_type: str, entropy_coef: float, tis_cap: float | None, divisor: float | None,
+) -> Hashable:  # fmt: skip
+    return (
+        logp.numel(), cu_seqlens.numel(), advantages.numel(), logp.get_device(), mask is None, loss_type,
+        sequence_ratio, ref_logp is entropy is rollout_logp is clip_dual is tis_cap is None,
+    )  # fmt: skip
 
 
-def rows_of(key: Key) -> list[int]:
-    return [*(n * sum(RAGGED) for n in TIMES), Shape(*key).tokens - 13]  # type: ignore[arg-type]
+def rows_of(s: Shape) -> list[int]:
+    return [*(n * sum(RAGGED) for n in TIMES), s.tokens - 13]
 
 
 def forms_of(s: Shape) -> list[tuple[str, str]]:
@@ -127,8 +102,8 @@ def _form(s: Shape, times: int, kind: str) -> tuple[str, str, tuple[float, float
     return *forms[(times * len(finite) + turn) % len(forms)], CLIPS[(times + turn) % len(CLIPS)]
 
 
-def sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s, device = Shape(*key), generator.device  # type: ignore[arg-type]
+def sample(s: Shape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+    device = generator.device
     times = next((n for n in TIMES if tokens == n * sum(RAGGED)), 0)
     if times:
         sizes = torch.tensor(RAGGED * times)
@@ -163,31 +138,21 @@ def sample(key: Key, tokens: int, kind: str, generator: torch.Generator) -> tupl
 # ---- schedules -----------------------------------------------------------------------------------
 
 
-def _hopper(setting: policy_loss_hopper.Setting) -> Schedule:
-    def supports(key: Key) -> bool:
-        s = Shape(*key)  # type: ignore[arg-type]
+def _hopper(setting: policy_loss_hopper.Setting) -> Schedule[Shape]:
+    def supports(s: Shape) -> bool:
         return s.plain and driver.on_hopper(s.device) and (s.length > orders.SEGMENT or not setting.team)
 
-    def bind(key: Key) -> Run:
-        s = Shape(*key)  # type: ignore[arg-type]
+    def bind(s: Shape) -> Run:
         return policy_loss_hopper.launcher(s.device, s.masked, setting)
 
     name = f"team{setting.warps}" if setting.team else f"{setting.warps}x{setting.stages}"
     return Schedule(f"hopper.{name}", bind, supports)
 
 
-_MODULES = (anchor, policy_loss_tokens, policy_loss_batch, policy_loss_hopper, shared, common, driver, orders)
-_SOURCES = (
-    Path(__file__),
-    *(Path(m.__file__) for m in _MODULES if m.__file__),
-    *driver.sources(policy_loss_hopper.SOURCE, policy_loss_hopper.TEAMS_SOURCE),
-)
-
 policy_loss = ScheduledOp(
     Family(
-        op="policy_loss", anchor=anchor.policy_loss, key=key, describe=functools.partial(describe, Shape),
-        device=device_of, rows=rows_of, sample=sample, sources=_SOURCES,
-        versions=lambda: {"cuda compiler": driver.compiler()}, warm=warm,
+        op="policy_loss", anchor=anchor.policy_loss, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
+        versions=lambda: {"cuda compiler": driver.compiler()},
         schedules=tuple(map(_hopper, (*policy_loss_hopper.SETTINGS, *policy_loss_hopper.TEAMS))),
     )
 )  # fmt: skip

@@ -7,32 +7,16 @@ the partial sums of the weight's gradient, which one kernel folds behind either.
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import (
-    KINDS,
-    NONFINITE,
-    Family,
-    First,
-    Instead,
-    Key,
-    Run,
-    Runs,
-    Schedule,
-    describe,
-    device_of,
-    finite,
-    values,
-)
+from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Run, Schedule, finite, values
 from rlkernel.kernels.cuda import driver, rms_norm_hopper
 from rlkernel.kernels.schedule import ScheduledOp
-from rlkernel.kernels.triton import common, launch
 from rlkernel.kernels.triton import rms_norm as anchor
 
 FEW, MANY = 1024, orders.WGRAD_TOKENS  # rows by which classes differ: fewer than FEW, up to MANY, more
@@ -51,7 +35,7 @@ class Shape(NamedTuple):
     rows: int  # at least so many: FEW or MANY + 1; 0 where channels are
 
 
-def key(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Key:
+def shape_of(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Shape:
     channels = x.shape[-1]
     rows = x.numel() // channels
     plain = x.dtype == dy.dtype == weight.dtype == torch.bfloat16 == (x if dr is None else dr).dtype
@@ -60,32 +44,21 @@ def key(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) ->
     return Shape(x.get_device(), x.dtype, channels, dr is not None, FEW if rows <= MANY else MANY + 1)
 
 
-def warm(runs: Runs, first: First, instead: Instead) -> Run:
-    def gradients(
-        dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        channels = weight.shape[0]
-        rows = x.numel() // channels
-        second = None if dr is None else dr.dtype
-        call = (channels, (rows >= FEW) + (rows > MANY), second, x.dtype, dy.dtype, weight.dtype, x.get_device())
-        run = runs.get(call) or first(call, dy, dr, x, weight, eps)
-        try:
-            return run(dy, dr, x, weight, eps)
-        except Exception as error:
-            return instead(error, run, dy, dr, x, weight, eps)
-
-    return gradients
+def call_key(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> Hashable:
+    channels = weight.shape[0]
+    rows = x.numel() // channels
+    second = None if dr is None else dr.dtype
+    return channels, (rows >= FEW) + (rows > MANY), second, x.dtype, dy.dtype, weight.dtype, x.get_device()
 
 
-def rows_of(key: Key) -> list[int]:
+def rows_of(s: Shape) -> list[int]:
     """Leaves short of rows, pairs short of a leaf, and whole chunks; the last is timed."""
-    least = Shape(*key).rows  # type: ignore[arg-type]
+    least = s.rows
     short = MANY // 2 + 21  # of a pair's later leaf a few rows
     return [FEW + 7, short, MANY] if least <= MANY else [MANY + 5, MANY + short, 2 * MANY]
 
 
-def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
-    s = Shape(*key)  # type: ignore[arg-type]
+def sample(s: Shape, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     x = values(kind, rows, s.channels, s.dtype, generator)
     dy, dr = (values(finite(kind), rows, s.channels, s.dtype, generator) for _ in range(2))
     weight = values("normal", 1, s.channels, s.dtype, generator)[0]
@@ -98,30 +71,21 @@ def sample(key: Key, rows: int, kind: str, generator: torch.Generator) -> tuple[
 # ---- schedules -----------------------------------------------------------------------------------
 
 
-def _hopper(groups: int) -> Schedule:
-    def supports(key: Key) -> bool:
-        s = Shape(*key)  # type: ignore[arg-type]
+def _hopper(groups: int) -> Schedule[Shape]:
+    def supports(s: Shape) -> bool:
         return s.channels > 0 and driver.on_hopper(s.device) and rms_norm_hopper.fits(s.channels, s.has_dr, groups)
 
-    def bind(key: Key) -> Run:
-        s = Shape(*key)  # type: ignore[arg-type]
+    def bind(s: Shape) -> Run:
         return rms_norm_hopper.launcher(s.device, s.channels, s.has_dr, groups)
 
     return Schedule(f"hopper.{groups}", bind, supports)
 
 
-_SOURCES = (
-    Path(__file__),
-    *(Path(m.__file__) for m in (anchor, common, launch, rms_norm_hopper, driver, orders) if m.__file__),
-    *driver.sources(rms_norm_hopper.SOURCE),
-)
-
 gradients = ScheduledOp(
     Family(
-        op="rms_norm_grad", anchor=anchor.gradients, key=key, describe=functools.partial(describe, Shape),
-        device=device_of, rows=rows_of, sample=sample, sources=_SOURCES,
-        versions=lambda: {"cuda compiler": driver.compiler()}, warm=warm,
-        schedules=tuple(map(_hopper, rms_norm_hopper.RESIDENT)), kinds=(*KINDS, NONFINITE),
+        op="rms_norm_grad", anchor=anchor.gradients, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
+        versions=lambda: {"cuda compiler": driver.compiler()}, schedules=tuple(map(_hopper, rms_norm_hopper.RESIDENT)),
+        kinds=(*KINDS, NONFINITE),
     )
 )  # fmt: skip
 

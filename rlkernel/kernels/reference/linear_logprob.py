@@ -116,6 +116,7 @@ def linear_logprob_grad_(
     probs: Tensor | None,
     tile_max: Tensor | None,
     logits: Tensor | None,
+    dense: bool,  # a hint for GPUs
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import exp, on_device, options
 from rlkernel.kernels.triton.linear_grad import add_dgrad_, wgrad_
 from rlkernel.kernels.triton.linear_logprob_backward import Products, gradients
-from rlkernel.kernels.triton.linear_logprob_rows import Active, Guess
+from rlkernel.kernels.triton.linear_logprob_rows import Active
 from rlkernel.kernels.triton.logprob import TILE, TileBuffers, outputs, part, tile_stats
 from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept
 from rlkernel.kernels.triton.matrix import (
@@ -374,7 +374,7 @@ def linear_logprob_probs(
     return forward(hidden, weight, targets, inv_temperature, kept, keep_probs=True)
 
 
-ANCHORS = Products(dz_block, dhidden_block, dweight_block, lambda *_: Guess.GROUPS)
+ANCHORS = Products(dz_block, dhidden_block, dweight_block)
 linear_logprob_grad_ = functools.partial(gradients, ANCHORS)
 
 

@@ -6,7 +6,7 @@ kept (the same bits), or from kept probabilities. What computes the products is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
 from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import exp, on_device, options
-from rlkernel.kernels.triton.linear_logprob_rows import Active, Guess, gather, rows_of, scatter, spread
+from rlkernel.kernels.triton.linear_logprob_rows import Active, gather, rows_of, scatter
 from rlkernel.kernels.triton.logprob import TILE, part
 from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept
 from rlkernel.kernels.triton.matrix import strided
@@ -184,26 +184,12 @@ def probs_block(
 # ---- the loop -----------------------------------------------------------------------------------
 
 
-Dz = Callable[..., None]
-Dhidden = Callable[[Tensor, Tensor, Tensor, bool, Active], None]
-Dweight = Callable[[Tensor, Tensor, Tensor, bool, Active], None]
-Meet = Callable[[Dz, Dhidden, Dweight], None]
-
-
 class Products(NamedTuple):
-    """What the products of the backward run through: the anchors, or certified schedules that equal them.
+    """What computes the products of the backward: the anchors, or certified schedules that equal them."""
 
-    `before(call, meet)` comes in front of all launches, with what decides them: `meet` hands the arguments of calls of
-    every class that will come to functions like the three, which certify what is new. A refusal then finds nothing
-    written, and no second stream busy.
-    """
-
-    dz: Dz
-    dhidden: Dhidden
-    dweight: Dweight
-    # (hidden, `Rows.counts`, products that single tokens may leave out, whether rows move between them)
-    guess: Callable[[Tensor, Tensor, float, bool], Guess]
-    before: Callable[[Hashable, Meet], None] = lambda call, meet: None
+    dz: Callable[..., None]
+    dhidden: Callable[[Tensor, Tensor, Tensor, bool, Active], None]
+    dweight: Callable[[Tensor, Tensor, Tensor, bool, Active], None]
 
 
 def chunks_of_dz(tokens: int, entries: int) -> int:
@@ -233,15 +219,16 @@ def gradients(
     probs: Tensor | None,
     tile_max: Tensor | None,
     logits: Tensor | None,
+    dense: bool,
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """dhidden [T, C] and dweight [V, C], each empty where it is not wanted; `grad` takes dweight's place.
 
-    Blocks of WGRAD_TOKENS tokens and `chunks_of_dz` chunks of the vocabulary, or as many as are side by side: with
-    `grad` a block of tokens runs through the whole vocabulary, else a block of the vocabulary through all tokens, so
-    that its fp32 sum is the only one that is held. The products get the tokens in `Rows`' order of groups or, under
-    `Guess.SINGLE` and but for the weight gradient, of single tokens.
+    Blocks of WGRAD_TOKENS tokens and `chunks_of_dz` chunks of the vocabulary, or `chunks_beside` where that is more:
+    with `grad` a block of tokens runs through the whole vocabulary, else a block of the vocabulary through all tokens,
+    so that only one fp32 sum is held. `dense` says that nearly all tokens have a gradient: schedules that cannot skip
+    the others may then run. No bit depends on it.
     """
     weight = strided(weight)
     (tokens, c), vocab, device = hidden.shape, weight.shape[0], hidden.device
@@ -260,82 +247,54 @@ def gradients(
     chunks = chunks_of_dz(most_tokens, PROBS_ENTRIES if from_probs else DZ_ENTRIES)
     chunks = max(chunks, chunks_beside(most_tokens, c))
     width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
-    groups = singles = rows_of(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS)
     have = 0 if logits is None else min(vocab, logits.shape[1])
-    saved = needs_input + (0.0 if from_probs else 1.0 - have / vocab)
-    guess = products.guess(hidden, groups.counts, saved, needs_weight)
-    row, single = width if guess is Guess.ALL else 0, guess is Guess.SINGLE
-    if single:
-        singles = rows_of(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS, 1)
-    # The hidden states in the order of groups, where nothing needs room before they have been read.
+    rows = rows_of(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS)
+    row = width if dense else 0
+    # All memory is taken before the first launch. The hidden states in `rows`' order lie where dhidden will.
     ordered = dhidden if needs_input else torch.empty(tokens, c, dtype=hidden.dtype, device=device)
-    compact = torch.empty(most_tokens, c, dtype=hidden.dtype, device=device) if single else None
-
-    def fill(dz: Tensor, start: int, stop: int, first: int, last: int, product: Dz, meets: bool = False) -> None:
-        inverse, mask, g, h = (part(t, start, stop) for t in (inv_temperature, kept, dlogp, dentropy))
-        y, s, entropies = targets[start:stop], stats[start:stop], entropy[start:stop]
-        some = singles.active(start, stop, row)
-        if from_probs:
-            assert probs is not None and tile_max is not None and g is not None
-            if not meets:
-                probs_block(dz, probs[start:stop], tile_max[start:stop], y, inverse, mask, s, g, some.order, first)
-            return
-        ready = min(max(have, first), last)
-        if logits is not None and ready > first and not meets:
-            known = logits[start:stop, first:ready]
-            logits_block(dz[:, : ready - first], known, y, inverse, mask, s, entropies, g, h, some.order, first)
-        if ready < last:
-            x, w = ordered[start:stop] if compact is None else compact[: stop - start], weight[ready:last]
-            product(dz[:, ready - first :], x, w, y, inverse, mask, s, entropies, g, h, some, ready, vocab)
-
-    def add_to_dhidden(
-        sums: Tensor, dz: Tensor, start: int, stop: int, first: int, last: int, product: Dhidden
-    ) -> None:
-        some, step = singles.active(start, stop, row), chunks_beside(stop - start, c) * LOGPROB_DGRAD_CHUNK
-        for low in range(first, last, step):
-            high = min(last, low + step)
-            product(sums, dz[:, low - first : high - first], weight[low:high], low == 0, some)
-
-    def add_to_dweight(dz: Tensor, start: int, stop: int, first: int, last: int, product: Dweight) -> None:
-        x, some = ordered[start:stop], groups.active(start, stop, row)
-        if scratch is not None:
-            product(scratch[: last - first], dz, x, start == 0, some)
-        else:
-            product((dweight if grad is None else grad)[first:last], dz, x, grad is None, some)
-
-    # Whole tiles wide: all of its parts lie at 16-byte addresses, which dispatch does not ask again.
+    # Whole tiles wide: every part begins at a 16-byte address, which dispatch does not check again.
     block = torch.empty(most_tokens, width, dtype=weight.dtype, device=device)
     scratch = torch.empty(width, c, dtype=torch.float32, device=device) if direct and len(blocks) > 1 else None
-    # One for all blocks of tokens: where memory lacks, `grad` has not been added to yet.
-    span = tokens if direct else most_tokens
-    totals = torch.empty(span, c, dtype=torch.float32, device=device) if needs_input else None
+    totals = None
+    if needs_input:
+        totals = torch.empty(tokens if direct else most_tokens, c, dtype=torch.float32, device=device)
 
-    def meet(for_dz: Dz, for_dhidden: Dhidden, for_dweight: Dweight) -> None:
-        """The first, the second and the last block of the vocabulary, for the first and the last of the tokens."""
-        for start, stop in dict.fromkeys((blocks[0], blocks[-1])):
-            for first in dict.fromkeys((0, min(width, vocab - 1) // width * width, (vocab - 1) // width * width)):
-                last = min(vocab, first + width)
-                dz = block[: stop - start, : last - first]
-                fill(dz, start, stop, first, last, for_dz, True)
-                if totals is not None:
-                    add_to_dhidden(totals[: stop - start], dz, start, stop, first, last, for_dhidden)
-                if needs_weight:
-                    add_to_dweight(dz, start, stop, first, last, for_dweight)
+    def fill(dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
+        """The gradient of the logits of tokens [start, stop) and entries [first, last)."""
+        inverse, mask, g, h = (part(t, start, stop) for t in (inv_temperature, kept, dlogp, dentropy))
+        y, s, entropies = targets[start:stop], stats[start:stop], entropy[start:stop]
+        active = rows.active(start, stop, row)
+        if from_probs:
+            assert probs is not None and tile_max is not None and g is not None
+            probs_block(dz, probs[start:stop], tile_max[start:stop], y, inverse, mask, s, g, active.order, first)
+            return
+        ready = min(max(have, first), last)
+        if logits is not None and ready > first:
+            known = logits[start:stop, first:ready]
+            logits_block(dz[:, : ready - first], known, y, inverse, mask, s, entropies, g, h, active.order, first)
+        if ready < last:
+            products.dz(
+                dz[:, ready - first :], ordered[start:stop], weight[ready:last], y, inverse, mask, s, entropies, g, h,
+                active, ready, vocab,
+            )  # fmt: skip
 
-    products.before(
-        (
-            tokens, c, vocab, width, row, have, from_probs, needs_input, needs_weight, hidden.dtype, device,
-            None if grad is None else (grad.dtype, grad.stride()), weight.stride(),
-            *(t is None for t in (inv_temperature, kept, dlogp, dentropy)),
-        ),
-        meet,
-    )  # fmt: skip
-    if needs_weight or not single:
-        gather(hidden, groups.order, ordered, WGRAD_TOKENS)
-    held = None  # the block of tokens whose hidden states `compact` has
-    # The two products of a block ask nothing of each other: one's last tiles leave work for the other's first. Not with
-    # single tokens left out, where dz's rows move behind the first.
-    both = needs_input and needs_weight and not single and most_tokens * width * c >= WORTH_BESIDE
+    def add_to_dhidden(sums: Tensor, dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
+        active, step = rows.active(start, stop, row), chunks_beside(stop - start, c) * LOGPROB_DGRAD_CHUNK
+        for low in range(first, last, step):
+            high = min(last, low + step)
+            products.dhidden(sums, dz[:, low - first : high - first], weight[low:high], low == 0, active)
+
+    def add_to_dweight(dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
+        x, active = ordered[start:stop], rows.active(start, stop, row)
+        if scratch is not None:
+            products.dweight(scratch[: last - first], dz, x, start == 0, active)
+        else:
+            products.dweight((dweight if grad is None else grad)[first:last], dz, x, grad is None, active)
+
+    gather(hidden, rows.order, ordered, WGRAD_TOKENS)
+    # The two products of a block are independent: on two streams, one fills the multiprocessors that the last tiles of
+    # the other leave idle.
+    both = needs_input and needs_weight and most_tokens * width * c >= WORTH_BESIDE
     with Fork(device, both) as fork:
         for group in [blocks] if direct else [[b] for b in blocks]:
             origin, end = group[0][0], group[-1][1]
@@ -344,23 +303,17 @@ def gradients(
                 last = min(vocab, first + width)
                 for start, stop in group:
                     dz = block[: stop - start, : last - first]
-                    if compact is not None and held != start:
-                        gather(hidden[start:stop], singles.order[start:stop], compact[: stop - start], WGRAD_TOKENS)
-                        held = start
-                    fill(dz, start, stop, first, last, products.dz)
+                    fill(dz, start, stop, first, last)
                     if running is not None:
-                        sums = running[start - origin : stop - origin]
                         with fork.beside():
-                            add_to_dhidden(sums, dz, start, stop, first, last, products.dhidden)
+                            add_to_dhidden(running[start - origin : stop - origin], dz, start, stop, first, last)
                     if needs_weight:
-                        if single:
-                            spread(dz, groups.order[start:stop], singles.place[start:stop])
-                        add_to_dweight(dz, start, stop, first, last, products.dweight)
+                        add_to_dweight(dz, start, stop, first, last)
                     fork.join()
                 if scratch is not None:
                     dweight[first:last].copy_(scratch[: last - first])
-            if running is not None:  # where the hidden states were
-                scatter(running, singles.order[origin:end], dhidden[origin:end], WGRAD_TOKENS)
+            if running is not None:  # overwrites the ordered hidden states of this group
+                scatter(running, rows.order[origin:end], dhidden[origin:end], WGRAD_TOKENS)
     return dhidden, dweight
 
 
