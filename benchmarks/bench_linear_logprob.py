@@ -1,7 +1,8 @@
 """linear_logprob against TRL's chunked log-probability, Liger's fused cross-entropy and logits in memory.
 
 Three published shapes, bf16, forward and forward + backward; prompts (rows without upstream gradient: the first ones of
-sequences of 1024 tokens), the entropy's gradient, kept probabilities. Memory counts everything beyond the inputs:
+sequences of 1024 tokens), the entropy's gradient, kept probabilities. Where every row has a gradient, ours passes
+`rows`, as the trainers do. Memory counts everything beyond the inputs:
 results, gradients, buffers. TFLOP/s count the products that any implementation needs (one forward, two backward), not
 those that it makes.
 """
@@ -32,7 +33,7 @@ OURS, MAIN, KEPT = "rlkernel", "rlkernel, main_grad", "rlkernel, keep_probs"
 SEQUENCE = 1024
 REST = 0.03
 """Seconds before a timing of forward and backward: these products run at the power limit, and what ran before decides
-a tenth of the time. The same without rest stands beside it."""
+a tenth of the time. The table also has the same without rest."""
 
 
 class Bench:
@@ -48,6 +49,7 @@ class Bench:
         self.into_main.main_grad = torch.zeros(v, c, device=device)  # type: ignore[attr-defined]
         self.targets = torch.randint(0, v, (t,), device=device)
         self.upstream = torch.randn(t, device=device)
+        self.every = torch.arange(t, device=device)
         self.place = (torch.arange(t, device=device) % SEQUENCE) / min(t, SEQUENCE)
         self.random = torch.rand(t, device=device)
         self.trl, self.liger, self.liger_mean = anchors.trl(), anchors.liger("none"), anchors.liger("mean")
@@ -72,25 +74,27 @@ class Bench:
         self, upstream: Tensor, weight: Tensor, entropy: bool = False, kept: Tensor | None = None, **options: Any
     ) -> Callable[[], object]:
         def run() -> object:
-            hidden, targets, grad = self.given(upstream, kept)
-            scored = ops.linear_logprob(hidden, weight, targets, **options)
+            targets, grad = (self.targets, upstream) if kept is None else (self.targets[kept], upstream[kept])
+            scored = ops.linear_logprob(self.hidden, weight, targets, rows=kept, **options)
             outputs, grads = ([scored.logp, scored.entropy], [grad] * 2) if entropy else ([scored.logp], [grad])
             if weight is not self.into_main:
                 return torch.autograd.grad(outputs, [self.hidden, weight], grads)
-            torch.autograd.backward(outputs, grads)  # autograd.grad would make a gradient beside main_grad
+            torch.autograd.backward(outputs, grads)  # autograd.grad would allocate a gradient next to main_grad
             found, self.hidden.grad = self.hidden.grad, None
             return found
 
         return run
 
-    def ways(self, upstream: Tensor, entropy: bool = False) -> dict[str, Callable[[], object]]:
+    def ways(
+        self, upstream: Tensor, entropy: bool = False, kept: Tensor | None = None
+    ) -> dict[str, Callable[[], object]]:
         """Our ways to forward and backward."""
         found = {
-            OURS: self.ours(upstream, self.weight, entropy),
-            MAIN: self.ours(upstream, self.into_main, entropy),
+            OURS: self.ours(upstream, self.weight, entropy, kept),
+            MAIN: self.ours(upstream, self.into_main, entropy, kept),
         }
         if not entropy:  # the entropy's gradient needs more than a kept probability
-            found[KEPT] = self.ours(upstream, self.weight, keep_probs=True)
+            found[KEPT] = self.ours(upstream, self.weight, kept=kept, keep_probs=True)
         return found
 
     def chunked(self, upstream: Tensor, kept: Tensor | None = None, entropy: bool = False) -> Callable[[], object]:
@@ -128,7 +132,7 @@ class Bench:
         self.add("linear_logprob", candidates, 1)
 
     def backward(self) -> None:
-        candidates = self.ways(self.upstream)
+        candidates = self.ways(self.upstream, kept=self.every)
         if self.trl:
             candidates[self.trl[0]] = self.chunked(self.upstream)
         if self.liger:
@@ -162,7 +166,6 @@ class Bench:
         what = "rows without gradient" if scattered else "prompts"
         name = f"linear_logprob fwd+bwd, {share:.0%} {what}"
         self.add(name, candidates, 1 + 2 * (1 - share))
-        # By themselves: what rlkernel's backward leaves out is guessed from the one before.
         candidates = {
             OURS: self.ours(upstream, self.weight, kept=kept),
             MAIN: self.ours(upstream, self.into_main, kept=kept),
@@ -173,7 +176,7 @@ class Bench:
         self.add(f"{name}, rows left out", candidates, 3 * len(kept) / len(upstream))
 
     def entropy(self) -> None:
-        candidates = self.ways(self.upstream, entropy=True)
+        candidates = self.ways(self.upstream, entropy=True, kept=self.every)
         if self.trl:
             candidates[self.trl[0]] = self.chunked(self.upstream, entropy=True)
         stock = self.ours(self.upstream, self.weight, entropy=True)

@@ -76,9 +76,6 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
 
     from rlkernel import ops
     from rlkernel.contract.orders import DGRAD_WHOLE, EMBEDDING_WINDOW, LOGPROB_DGRAD_CHUNK, WGRAD_TOKENS
-    from rlkernel.kernels.cuda.linear_logprob import PRODUCTS
-    from rlkernel.kernels.triton.linear_logprob_backward import gradients
-    from rlkernel.kernels.triton.linear_logprob_rows import Guess
 
     t, c, v, heads, d = (512, 256, 4136, 4, 128) if large else (37, 64, 520, 2, 64)
 
@@ -153,15 +150,11 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             scored = ops.linear_logprob(hidden, weight, targets, **options)
             torch.autograd.grad(scored.logp, [hidden, weight], upstream)
         backward(ops.linear_logprob(hidden, weight, targets, keep_probs=True).logp, hidden, weight)
+        rows = torch.arange(0, t, 2, device=device)
+        backward(ops.linear_logprob(hidden, weight, targets[rows], rows=rows).logp, hidden, weight)
         # Below 768 channels the public op keeps no logits.
-        scored = torch.ops.rlkernel.linear_logprob_logits(hidden, weight, targets, None, None, 512)
+        scored = torch.ops.rlkernel.linear_logprob_logits(hidden, weight, targets, None, None, 512, False)
         backward(scored[0], hidden, weight)
-        # Single tokens left out, which takes more channels, and a backward that has counted them.
-        _, entropy, _, stats, logits = (out.detach() for out in scored)
-        rest = (targets, None, None, stats, entropy, upstream, None, None, None, logits, True, True)
-        single = PRODUCTS._replace(guess=lambda *_: Guess.SINGLE)
-        if device == "cuda":  # whose products these are
-            gradients(single, None, hidden.detach(), weight.detach(), *rest)
 
     def logprob() -> None:
         for width in (v, v + 1):  # rows at 16-byte addresses, and not
@@ -331,11 +324,7 @@ def every_schedule() -> set[str]:
 
         return run, True
 
-    def instead(error: Exception, *_: Any) -> Any:  # in place of the anchor, which would hide it
-        raise error
-
     ScheduledOp._settle = settle  # type: ignore[method-assign]
-    ScheduledOp._instead = staticmethod(instead)  # type: ignore[assignment, method-assign]
     return names
 
 

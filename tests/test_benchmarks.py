@@ -118,7 +118,7 @@ def test_attention_lines_name_the_schedule_of_their_call(name: str, ran: str, mo
 
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(triton, "descriptors", lambda *_: (object(), object()))  # keys that the copy engine can fetch
-    monkeypatch.setattr(prefill, "chosen", lambda *given: asked.append(prefill.family.key(*given)) or name)
+    monkeypatch.setattr(prefill, "chosen", lambda *given: asked.append(prefill.family.shape(*given)) or name)
     t, cu = 1024, torch.tensor([0, 1024], dtype=torch.int32)
     q, k, v = (torch.zeros(t, heads, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
     call = lambda long: triton.attention(q, k, v, cu, cu, t, t, 0.1, None, 2048, long=long)

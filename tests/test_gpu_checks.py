@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,13 @@ from rlkernel.kernels.schedule import ScheduledOp
 Times = dict[str, float]
 
 
+class Shape(NamedTuple):
+    """Shape class of the fake op."""
+
+    device: int
+    dtype: torch.dtype
+
+
 @pytest.fixture
 def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], ScheduledOp]:
     """An op of two schedules that takes the times given for those of its candidates."""
@@ -27,11 +35,10 @@ def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], Sch
         monkeypatch.setattr(
             clock, "milliseconds", lambda candidates, device: {name: times[name] for name in candidates}
         )
-        bind = lambda key: lambda x: x + 1
+        bind = lambda s: lambda x: x + 1
         return ScheduledOp(Family(
-            "fake", lambda x: x + 1, lambda x: (-1, x.dtype), lambda key: {"dtype": str(key[1])},
-            lambda key: torch.device("cpu"), lambda key: [3],
-            lambda key, m, kind, generator: (torch.randn(m, generator=generator),),
+            "fake", lambda x: x + 1, lambda x: Shape(-1, x.dtype), lambda s: [3],
+            lambda s, m, kind, generator: (torch.randn(m, generator=generator),),
             (Schedule("one", bind), Schedule("two", bind)),
         ))  # fmt: skip
 

@@ -83,6 +83,7 @@ def test_races_where_groups_of_warps_get_their_arguments_are_counted_apart() -> 
 def test_sanitizer_runs_the_anchor_then_every_schedule_on_memory_of_its_own() -> None:
     code = """
 import torch, sanitize
+from collections import namedtuple
 from dataclasses import replace
 from rlkernel.kernels.certification import Family, Schedule
 from rlkernel.kernels.schedule import ScheduledOp
@@ -92,8 +93,9 @@ def anchor(grad, x, fresh):
     grad.copy_(x)
 def run(grad, x, fresh):
     seen.append((grad.clone(), torch.empty(3)))
-family = Family("fake", anchor, lambda *_: (1,), lambda key: {}, lambda key: torch.device("cpu"), lambda key: [1],
-    lambda *_: (), [Schedule("cublaslt.0", lambda key: run), Schedule("other", lambda key: run)], mutates=(0,))
+Shape = namedtuple("Shape", "device")
+family = Family("fake", anchor, lambda *_: Shape(-1), lambda s: [1], lambda *_: (),
+    [Schedule("cublaslt.0", lambda s: run), Schedule("other", lambda s: run)], mutates=(0,))
 op, grad, x = ScheduledOp(family), torch.zeros(3), torch.ones(3)
 op.call(grad, x, False)
 op.call(grad, x, True)
@@ -103,7 +105,7 @@ assert seen[0][1].isnan().all() and seen[2][1].isnan().all(), "the copy engine's
 def fails(grad, x, fresh):
     raise ValueError("status 13")
 try:
-    ScheduledOp(replace(family, schedules=[Schedule("other", lambda key: fails)], mutates=())).call(grad, x, False)
+    ScheduledOp(replace(family, schedules=[Schedule("other", lambda s: fails)], mutates=())).call(grad, x, False)
 except ValueError as error:
     assert "status 13" in str(error)
 else:
@@ -251,8 +253,8 @@ def test_the_sanitizers_calls_reach_every_schedule_of_linear(monkeypatch: pytest
                     args_of_op = (torch.empty(dy.shape[1], x.shape[1], dtype=dy.dtype), dy, x, True)
                 else:
                     args_of_op = (*args, False) if name == "linear_wgrad_" else args
-                _, *key = op.family.key(*args_of_op)
-                found.update(f"{op.family.op}:{s.name}" for s in op.family.schedules if s.supports((0, *key)))
+                shape = op.family.shape(*args_of_op)._replace(device=0)
+                found.update(f"{op.family.op}:{s.name}" for s in op.family.schedules if s.supports(shape))
             return func(*args, **(kwargs or {}))
 
     for large in (False, True):

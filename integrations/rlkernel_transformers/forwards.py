@@ -414,7 +414,6 @@ def shift(labels: Tensor, ignored: int = IGNORED) -> Tensor:  # [B, L]
 def score_tokens(hidden: Tensor, weight: Tensor, packed: Packed, score: Score) -> TokenLogprobs:
     """Log-probabilities of the targets [B, L] from packed hidden states [T, C]."""
     scored = packed.scored
-    chosen = hidden if scored.rows is None else hidden.index_select(0, scored.rows)
     targets = _of_scored(score.targets, scored)
     if scored.valid is not None:
         targets = targets.clamp_min(0)
@@ -446,11 +445,14 @@ def score_tokens(hidden: Tensor, weight: Tensor, packed: Packed, score: Score) -
             )
         kept = _of_scored(kept, scored)
     keep_probs = score.keep_probs
-    if not score.statistics:
-        result = ops.linear_logprob(chosen, weight, targets, temperature=temperature, kept=kept, keep_probs=keep_probs)
-        extra: dict[str, Tensor] = {}
-    else:
+    extra: dict[str, Tensor] = {}
+    if score.statistics:
+        chosen = hidden if scored.rows is None else hidden.index_select(0, scored.rows)
         result, extra = _with_statistics(chosen, weight, targets, temperature, kept, keep_probs)
+    else:
+        result = ops.linear_logprob(
+            hidden, weight, targets, rows=scored.rows, temperature=temperature, kept=kept, keep_probs=keep_probs
+        )
 
     def back(values: Tensor) -> Tensor:
         if scored.valid is not None:
@@ -473,7 +475,7 @@ def _with_statistics(
         top = logits.argmax(-1) == targets
     else:
         op = kernels.linear_logprob_probs if keep_probs else kernels.linear_logprob
-        logp, entropy, lse, stats, *_ = op(hidden, weight, targets, inverse, kept)
+        logp, entropy, lse, stats, *_ = op(hidden, weight, targets, inverse, kept, True)
         result = ops.LogProb(logp, entropy, lse)
         top = logp.detach() == -stats[:, 1]  # logp is (logit - largest logit) - stats[:, 1]
     with torch.no_grad():

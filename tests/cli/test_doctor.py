@@ -44,8 +44,9 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def on_gpu(op: schedule.ScheduledOp) -> schedule.ScheduledOp:
     """The op with CPU tensors taken for those of GPU 0."""
-    key = op.family.key
-    return schedule.ScheduledOp(dataclasses.replace(op.family, key=lambda *args: (0, *key(*args)[1:])))
+    shape = op.family.shape
+    on_gpu = dataclasses.replace(op.family, shape=lambda *args: shape(*args)._replace(device=0))
+    return schedule.ScheduledOp(on_gpu)
 
 
 def test_cpu_says_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +148,7 @@ def test_doctor_names_what_the_chip_lacks(
     hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (256, 128))
     arguments = (hidden, weight, torch.zeros(256, dtype=torch.int64), None, None, False, 0)
     scoring = on_gpu(linear_logprob._forward)
-    supported = [s.supports(scoring.family.key(*arguments)) for s in scoring.family.schedules]
+    supported = [s.supports(scoring.family.shape(*arguments)) for s in scoring.family.schedules]
     assert supported == [hopper]
     monkeypatch.setattr(cublaslt, "unavailable", lambda: "no cuBLASLt in this test")
     monkeypatch.setattr(doctor, "_train_a_head", lambda: None if hopper else scoring.verdict(*arguments))

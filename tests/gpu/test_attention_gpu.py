@@ -188,7 +188,7 @@ def check_long_prefill(given: list[Any], what: str) -> Compared:
     from rlkernel.kernels.cuda import attention as module
 
     family, seen = module.prefill.family, Compared()
-    key = family.key(*given)
+    key = family.shape(*given)
     fresh = lambda: [*given[:10], *(torch.full_like(x, torch.nan) for x in given[10:])]
     family.anchor(*(wanted := fresh()))
     assert all(torch.isfinite(x).all() for x in wanted[10:])
@@ -257,7 +257,7 @@ def test_borders_that_do_not_fit_stay_inside_long_prefill(d: int, room: bool) ->
         framed.append(whole)
         given[10 + len(framed) - 1] = whole[x.numel() : 2 * x.numel()].view(x.shape)
     lens = ([2560, 5000], [high, -3], [low, high]) if room else ([0, 900, 9000], [900, 100, 3400], [low, high, 5])
-    key = module.prefill.family.key(*given)
+    key = module.prefill.family.shape(*given)
     for borders in ([0, 200, t], [0, 200, 900], [-30, 200, t], [t, 100, t], [700, high, t], [low, high, t]):
         for some in lens:
             given[3], given[4] = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (borders, some))
@@ -279,7 +279,7 @@ def test_long_prefill_at_any_address_and_in_a_graph() -> None:
     wanted = [x.clone() for x in given[10:]]
     apart = torch.empty(given[0].numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(given[0].shape)
     for schedule in family.schedules:
-        run = schedule.bind(family.key(*given))
+        run = schedule.bind(family.shape(*given))
         shifted = [apart.copy_(given[0]), *given[1:]]
         run(*shifted)
         same([tuple(given[10:])], [tuple(wanted)], f"{schedule.name}, q at another address")

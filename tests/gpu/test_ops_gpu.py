@@ -270,10 +270,10 @@ def everything() -> dict[str, Callable[[], Any]]:
         "logprob_dgrad": lambda: raw.logprob_dgrad(logits, ids, None, None, stats, entropy, g, g),
         "linear_logprob": lambda: ops.linear_logprob(x, head, ids),
         "linear_logprob_grad_": lambda: raw.linear_logprob_grad_(
-            None, x, head, ids, None, None, stats, entropy, g, g, None, None, None, True, True
+            None, x, head, ids, None, None, stats, entropy, g, g, None, None, None, False, True, True
         ),
-        "linear_logprob_logits": lambda: raw.linear_logprob_logits(x, head, ids, None, None, 256),
-        "linear_logprob_probs": lambda: raw.linear_logprob_probs(x, head, ids, None, None),
+        "linear_logprob_logits": lambda: raw.linear_logprob_logits(x, head, ids, None, None, 256, False),
+        "linear_logprob_probs": lambda: raw.linear_logprob_probs(x, head, ids, None, None, False),
         "sample": lambda: ops.sample(**sampling, return_kept=True),
     }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +25,14 @@ class Launches:
         self.ran.append((*self.named, *given, more) if self.named else given)
 
 
-class Known(dict[Any, Any]):
-    """What a dispatcher looks calls up in; remembers the last one that it was asked for."""
-
-    last: Any = None
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self.last = key
-        return super().get(key, default)
+def classes_of(family: Family[Any], calls: Iterable[tuple[Any, ...]]) -> set[Any]:
+    """The shape classes of these calls; what a warm call looks up must decide the class."""
+    assert family.call_key is not None
+    found: dict[Any, Any] = {}
+    for given in calls:
+        shape = family.shape(*given)
+        assert found.setdefault(family.call_key(*given), shape) == shape, f"{family.op}: {shape}"
+    return set(found.values())
 
 
 def chain(x: Tensor, w: Tensor, ks: range, start: Tensor | None = None) -> Tensor:
@@ -111,14 +111,22 @@ WRONG = (
 )  # fmt: skip
 
 
-def family(*runs: Callable[..., Tensor], anchor: Callable[..., Tensor] = anchor, **fields: Any) -> Family:
-    return Family(
-        "fake", anchor, lambda x, w: (x.shape[0] > 1, tuple(w.shape), x.dtype),
-        lambda key: {"M": int(key[0]), "weight": key[1], "dtype": str(key[2])}, lambda key: torch.device("cpu"),
-        lambda key: [2, 6] if key[0] else [1],
-        lambda key, m, kind, g: (values(kind, m, K, key[2], g), values(kind, key[1][0], K, key[2], g, second=True)),
-        [Schedule(f"fake.{run.__name__}", lambda key, run=run: run) for run in runs], **fields,
-    )  # fmt: skip
+class Shape(NamedTuple):
+    """Shape class of the product."""
+
+    many: bool
+    weight: tuple[int, int]
+    dtype: torch.dtype
+    device: int = -1
+
+
+def family(*runs: Callable[..., Tensor], anchor: Callable[..., Tensor] = anchor, **fields: Any) -> Family[Shape]:
+    def sample(s: Shape, m: int, kind: str, g: torch.Generator) -> tuple[Tensor, Tensor]:
+        return values(kind, m, K, s.dtype, g), values(kind, s.weight[0], K, s.dtype, g, second=True)
+
+    schedules = [Schedule(f"fake.{run.__name__}", lambda s, run=run: run) for run in runs]
+    shape = lambda x, w: Shape(x.shape[0] > 1, tuple(w.shape), x.dtype)
+    return Family("fake", anchor, shape, lambda s: [2, 6] if s.many else [1], sample, schedules, **fields)
 
 
 def arguments(m: int = 3, n: int = 5, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

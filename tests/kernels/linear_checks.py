@@ -1,4 +1,4 @@
-"""Operands, keys and plain products for tests of the CUDA schedules of linear and linear_logprob without a GPU."""
+"""Operands, shape classes and plain products for tests of linear's and linear_logprob's schedules without a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from torch import Tensor
 
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.cuda import linear_shapes as shapes
+from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton import linear_logprob_rows as token_rows
 from rlkernel.kernels.triton.linear_logprob_rows import Active, Rows
 
 
-def key(x: Tensor, w: Tensor, bias: Tensor | None = None, chunks: int = 1, out: torch.dtype | None = None) -> tuple:
-    return (0, *shapes.linear_key(x, w, bias, chunks, 1, out)[1:])
+def forward_shape(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, chunks: int = 1, out: torch.dtype | None = None
+) -> shapes.Shape:
+    return shapes.linear_shape(x, w, bias, chunks, 1, out)._replace(device=0)
+
+
+def offers(op: ScheduledOp[Any], shape: Any) -> list[str]:
+    """Names of the schedules that compute a shape class."""
+    return [schedule.name for schedule in op.family.schedules if schedule.supports(shape)]
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -32,8 +40,8 @@ def all_active(targets: Tensor, *_: Any) -> Rows:
     """What `rows_of` says where every token has a gradient, of blocks of WGRAD_TOKENS."""
     tokens, most = len(targets), loop.WGRAD_TOKENS
     order = torch.arange(tokens, dtype=torch.int32) % most
-    counts = torch.tensor([[min(most, tokens - at)] * 2 for at in range(0, tokens, most)], dtype=torch.int32)
-    return Rows(order, order, counts, most)
+    counts = torch.tensor([min(most, tokens - at) for at in range(0, tokens, most)], dtype=torch.int32)
+    return Rows(order, counts, most)
 
 
 def as_they_come(targets: Tensor, kept: Any, stats: Any, dlogp: Tensor, dentropy: Any, vocab: int, row: int) -> Active:

@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 from kernels.fake_schedules import milliseconds
 
 from rlkernel.kernels import certification, clock, verdicts
-from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Key, Schedule
+from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Schedule
 from rlkernel.kernels.cuda import linear_shapes as shapes
+from rlkernel.kernels.cuda.linear_shapes import Shape
 
 GROUP = 16  # products that are added to the sum at once
 
@@ -54,16 +55,14 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def family(**runs: Callable[..., Tensor]) -> Family:
-    return Family(
-        "linear", whole, shapes.linear_key, shapes.describe, certification.device_of, shapes.rows_of,
-        shapes.linear_sample, [Schedule(name, lambda key, run=run: run) for name, run in runs.items()],
-        kinds=(*KINDS, NONFINITE),
-    )  # fmt: skip
+def family(**runs: Callable[..., Tensor]) -> Family[Shape]:
+    schedules = [Schedule(name, lambda s, run=run: run) for name, run in runs.items()]
+    sample = shapes.linear_sample
+    return Family("linear", whole, shapes.linear_shape, shapes.rows_of, sample, schedules, kinds=(*KINDS, NONFINITE))
 
 
-def one_row(n: int, k: int, dtype: torch.dtype) -> Key:
-    return (-1, 1, torch.Size((n, k)), dtype, None, False, 1, True, "forward")
+def one_row(n: int, k: int, dtype: torch.dtype) -> Shape:
+    return Shape(-1, 1, torch.Size((n, k)), dtype, None, False, 1, True, "forward")
 
 
 CLASSES = [
@@ -105,7 +104,7 @@ def test_what_gives_no_elements_is_not_certified() -> None:
     empty = dataclasses.replace(family(equal=whole), anchor=lambda x, w, *rest: whole(x, w)[:0], kinds=("normal",))
     empty = dataclasses.replace(empty, schedules=[Schedule("equal", lambda key: empty.anchor)])
     verdict, bound = certification.certify(empty, one_row(8, 16, torch.bfloat16), 0)
-    assert not bound and verdict.trials[0].reason == "compared in 0 elements of a kind of values; 4096 are asked for"
+    assert not bound and verdict.trials[0].reason == "compared in 0 elements of a kind of values; 4096 are needed"
 
 
 def test_a_schedule_that_is_wrong_only_in_a_later_sample_is_refused_with_its_place() -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.fake_schedules import Known, Launches, milliseconds
+from kernels.fake_schedules import Launches, classes_of, milliseconds
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise, orders
 from rlkernel.kernels import clock, schedule
-from rlkernel.kernels.certification import KINDS, NONFINITE, SCALES, Schedule, raises
+from rlkernel.kernels.certification import KINDS, NONFINITE, SCALES, Schedule, describe
 from rlkernel.kernels.cuda import attention as cuda
 from rlkernel.kernels.cuda import attention_prefill, driver
 from rlkernel.kernels.errors import BuildError
@@ -40,7 +40,7 @@ def test_a_sample_is_of_its_class(shape: cuda.Shape) -> None:
     for rows in cuda.rows_of(small):
         given = cuda.sample(small, rows, "normal", torch.Generator().manual_seed(0))
         _, k, v, cu_q, lens, max_q, max_k, *_, room, out, lse = given
-        assert cuda.key(*given) == small
+        assert cuda.shape_of(*given) == small
         queries, keys = cuda.lengths(small, rows)
         assert cu_q.diff().tolist() == queries and all(n <= m for n, m in zip(queries, keys, strict=True))
         assert (
@@ -107,7 +107,7 @@ def test_classes_meet_what_they_are_chosen_by() -> None:
     spans = {2048: 2048, 2049: 8192, 8192: 8192, 8193: 16384, 10**6: 16384}
     q, k = torch.zeros(1, 4, 64), torch.zeros(1, 2, 64)
     for keys, span in spans.items():
-        found = cuda.Shape(*cuda.key(q, k, k, q, q, 700, keys, 0.1, 2048, 0, q, q))  # type: ignore[arg-type]
+        found = cuda.shape_of(q, k, k, q, q, 700, keys, 0.1, 2048, 0, q, q)
         assert (found.span, found.several, found.heads, found.kv_heads) == (span, keys > 2048, 4, 2)
 
 
@@ -121,31 +121,21 @@ def test_classes_of_an_engine_are_those_of_its_calls() -> None:
     assert spans(512, 4096) == spans(8192, 8192) == [8192] and spans(8192, 8193) == spans(8192, 131072) == [8192, 16384]
     q, k = torch.zeros(700, 4, 128, dtype=torch.bfloat16), torch.zeros(8, 2, 128, dtype=torch.bfloat16)
     (settled,) = cuda.paged_classes(-1, torch.bfloat16, 4, 2, 128, 8192, 5000)
-    assert settled == cuda.key(q, k, k, q, q, 700, 5000, 0.1, orders.ATTENTION_SPLIT, 5056, q, q)
+    assert settled == cuda.shape_of(q, k, k, q, q, 700, 5000, 0.1, orders.ATTENTION_SPLIT, 5056, q, q)
 
 
 def test_a_warm_call_is_known_by_its_class() -> None:
-    """Dispatch asks for less than `key` does; where keys differ, so must what it looks up, and no more often."""
-    asked: list[tuple[Any, ...]] = []
-
-    def first(call: Any, *given: Any) -> Any:
-        asked.append(given)
-        return lambda *_: None
-
-    def call(heads: int = 4, keys: int = 700, split: int = 2048, room: int = 0, dtype: torch.dtype = torch.bfloat16):
+    def call(keys: int, heads: int = 4, split: int = 2048, room: int = 0, dtype: torch.dtype = torch.bfloat16):
         q, k = torch.zeros(3, heads, 64, dtype=dtype), torch.zeros(1, 2, 64, dtype=dtype)
-        given = (q, k, k, q, q, 600, keys, 0.1, split, room, q, q)
-        run(*given)
-        return cuda.key(*given)
+        return q, k, k, q, q, 600, keys, 0.1, split, room, q, q
 
-    known = Known()
-    run = cuda.warm(known, first, raises)
-    pairs = set()
-    for more in ({}, {"heads": 8}, {"split": 64}, {"room": 704}, {"dtype": torch.float16}):
-        for keys in (1, 64, 65, 2048, 2049, 8192, 8193, 16384, 99999):
-            pairs.add((call(keys=keys, **more), known.last))
-    assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
-    assert len(asked) == 45, "every call of an empty store"
+    calls = [
+        call(keys, **more)
+        for more in ({}, {"heads": 8}, {"split": 64}, {"room": 704}, {"dtype": torch.float16})
+        for keys in (1, 64, 65, 2048, 2049, 8192, 8193, 16384, 99999)
+    ]
+    family = cuda.prefill.family
+    assert len(classes_of(family, calls)) == len({family.call_key(*given) for given in calls}), "no more keys either"
 
 
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
@@ -276,5 +266,5 @@ def test_the_ops_are_the_anchors_with_the_choice() -> None:
     for name in ("attention", "paged_attention"):
         found = getattr(cuda, name)
         assert found.func is getattr(anchor, name) and found.keywords == {"long": cuda.prefill.call}
-    plain = cuda.prefill.family.describe(SHAPE)
+    plain = describe(SHAPE)
     assert plain["dtype"] == "bfloat16" and "device" not in plain

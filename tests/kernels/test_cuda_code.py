@@ -15,7 +15,7 @@ from kernels.fake_schedules import Launches, arguments, counted, equal, family
 pytest.importorskip("triton")
 
 from rlkernel.kernels import build, verdicts
-from rlkernel.kernels.certification import Key, Schedule
+from rlkernel.kernels.certification import Schedule
 from rlkernel.kernels.cuda import (
     attention,
     attention_prefill,
@@ -38,10 +38,12 @@ from rlkernel.kernels.schedule import ScheduledOp
 BF16, FP32 = torch.bfloat16, torch.float32
 FEW = linear_shapes.Shape(0, 16, torch.Size((1024, 512)), BF16, None, False, 1, True, "dgrad")
 GRAD = scored.GradShape(0, 64, BF16, FP32, True, True, False, 0)
-MADE: dict[str, tuple[Any, ScheduledOp, Key]] = {
-    "linear": (linear_rows, linear.linear_dgrad, tuple(FEW)),
+MADE: dict[str, tuple[Any, ScheduledOp[Any], Any]] = {
+    "linear": (linear_rows, linear.linear_dgrad, FEW),
     "logprob": (logprob_rows, logprob.logprob, logprob.Shape(0, BF16, 16384, 256, True, False, False)),
-    "policy_loss": (policy_loss_hopper, policy_loss.policy_loss, (0, True, True, True, 1 << 18, 1 << 10)),
+    "policy_loss": (
+        policy_loss_hopper, policy_loss.policy_loss, policy_loss.Shape(0, True, True, True, 1 << 18, 1 << 10)
+    ),
     "rms_norm": (rms_norm_hopper, rms_norm.gradients, rms_norm.Shape(0, BF16, 1024, True, 1024)),
     "attention": (attention_prefill, attention.prefill, attention.Shape(0, BF16, 8, 8, 64, 2048, True, False, 8192)),
     "forward": (

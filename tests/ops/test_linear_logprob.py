@@ -353,15 +353,15 @@ def test_kept_logits_change_no_bit(width: int, implementation: str) -> None:
     r = torch.ops.rlkernel
     with select.use(implementation):
         some = forward_backward(
-            lambda h, w: r.linear_logprob_logits(h, w, y, inverse, kept, width)[:2], (hidden, weight), up
+            lambda h, w: r.linear_logprob_logits(h, w, y, inverse, kept, width, False)[:2], (hidden, weight), up
         )
         for a, b in zip(
             some,
-            forward_backward(lambda h, w: r.linear_logprob(h, w, y, inverse, kept)[:2], (hidden, weight), up),
+            forward_backward(lambda h, w: r.linear_logprob(h, w, y, inverse, kept, False)[:2], (hidden, weight), up),
             strict=True,
         ):
             assert_bitwise(a, b, f"{width} entries kept")
-        logits = r.linear_logprob_logits(hidden, weight, y, inverse, kept, width)[4]
+        logits = r.linear_logprob_logits(hidden, weight, y, inverse, kept, width, False)[4]
         z = ops.linear(hidden, weight, out_dtype=torch.float32) * inverse[:, None]
     bits = (kept[:, torch.arange(300) >> 5] >> (torch.arange(300) & 31)) & 1
     expected = torch.full((9, width), -math.inf)
@@ -396,19 +396,47 @@ def test_only_the_wanted_gradients_are_computed() -> None:
     assert_bitwise(weight.grad, both, "dweight with and without dhidden")
 
 
+@by_dtype
+def test_rows_are_those_tokens_alone(dtype: torch.dtype) -> None:
+    """Bits of forward and backward are those of a call with the rows' hidden states; others have a gradient of zero."""
+    hidden, weight, rows = rand(0, 9, 20, dtype=dtype), head(140, 20, dtype=dtype), torch.tensor([7, 1, 2, 8])
+    y, up = ids(4, 140), (rand(1, 4), rand(2, 4))
+    for options in ({}, {"temperature": temperatures(4), "kept": some_kept(4, 140, y)}, {"keep_probs": True}):
+        op = lambda h, w, options=options: ops.linear_logprob(h, w, y, **options)[:2]
+        of_rows = lambda h, w, options=options: ops.linear_logprob(h, w, y, rows=rows, **options)[:2]
+        *found, dx, dw = forward_backward(of_rows, (hidden, weight), up)
+        *expected, dx_rows, dw_rows = forward_backward(op, (hidden[rows], weight), up)
+        for a, b in zip((*found, dx[rows], dw), (*expected, dx_rows, dw_rows), strict=True):
+            assert_bitwise(a, b, f"rows, {options.keys()}")
+        assert not dx[[0, 3, 4, 5, 6]].any()
+    assert_compiles(lambda h, w: ops.linear_logprob(h, w, y, rows=rows)[:2], (hidden, weight), up)
+
+
+@pytest.mark.parametrize("rows", (torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([1], dtype=torch.int32), [1]))
+def test_rows_that_are_no_index_are_refused(rows: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="rows is"):
+        ops.linear_logprob(rand(0, 3, 4), head(7, 4), ids(1, 7), rows=rows)
+
+
 def test_opcheck() -> None:
     r = torch.ops.rlkernel
     y, kept, warm = ids(5, 70), some_kept(5, 70, None), temperatures(5)
     hidden, weight = rand(0, 5, 8), head(70, 8)
-    torch.library.opcheck(r.linear_logprob.default, (hidden.requires_grad_(), weight.requires_grad_(), y, None, None))
+    torch.library.opcheck(
+        r.linear_logprob.default, (hidden.requires_grad_(), weight.requires_grad_(), y, None, None, True)
+    )
     hidden, weight = hidden.detach(), weight.detach()
-    torch.library.opcheck(r.linear_logprob.default, (hidden.bfloat16(), weight.bfloat16(), y, warm, kept))
-    rows = r.linear_logprob(hidden, weight, y, warm, kept)
-    for grad, *needs in ((torch.zeros(70, 8), True, True), (torch.zeros(70, 8), False, True), (None, True, True)):
-        arguments = (grad, hidden, weight, y, warm, kept, rows[3], rows[1], rand(1, 5), None, None, None, None, *needs)
+    torch.library.opcheck(r.linear_logprob.default, (hidden.bfloat16(), weight.bfloat16(), y, warm, kept, False))
+    rows = r.linear_logprob(hidden, weight, y, warm, kept, False)
+    for grad, *rest in (
+        (torch.zeros(70, 8), True, True, True),
+        (torch.zeros(70, 8), False, False, True),
+        (None, *[True] * 3),
+    ):
+        arguments = (grad, hidden, weight, y, warm, kept, rows[3], rows[1], rand(1, 5), None, None, None, None, *rest)
         torch.library.opcheck(r.linear_logprob_grad_.default, arguments)
-    torch.library.opcheck(r.linear_logprob_probs.default, (hidden.requires_grad_(), weight, y, warm, kept))
-    torch.library.opcheck(r.linear_logprob_logits.default, (hidden, weight, y, warm, kept, 128))
+    torch.library.opcheck(r.linear_logprob_probs.default, (hidden.requires_grad_(), weight, y, warm, kept, False))
+    torch.library.opcheck(r.linear_logprob_logits.default, (hidden, weight, y, warm, kept, 128, False))
 
 
 def test_compiles() -> None:
