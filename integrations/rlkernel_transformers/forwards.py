@@ -7,7 +7,9 @@ the forward and of the backward is where `rlkernel.models` has it. Each function
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from rlkernel.ops.logprob import inverse_temperature
 from rlkernel_transformers.adapters import merged_weight
 from rlkernel_transformers.joined import joined_linear
 from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, check_rows, check_targets, pack, place
+from rlkernel_transformers.support import check_parallel, has_hooks
 
 
 @dataclass
@@ -55,8 +58,19 @@ class Score:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """The full tensor of a parameter that FSDP2 holds in shards."""
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+    """The full tensor of a parameter that FSDP2 holds in shards.
+
+    Raises:
+        CallError: it is trained. Only FSDP2's own hooks, which gather it before, average its gradient over the ranks.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    if torch.is_grad_enabled() and weight.requires_grad:
+        raise CallError(
+            "a weight is still sharded where it is used, so its gradient would not be averaged over the ranks: call "
+            "the module that fully_shard was called on last (the whole model), not one inside it"
+        )
+    return weight.full_tensor()
 
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -67,15 +81,33 @@ def linear_forward(self: Any, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
     return ops.linear(x, whole(self.weight), bias, chunks=self._rlkernel_chunks)
 
 
-def head_forward(self: Any, x: Tensor) -> Tensor:  # [..., C] -> [..., V] fp32
-    return ops.linear(x, head_weight(self), out_dtype=torch.float32)
+def head_forward(self: Any, x: Tensor, score: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+    """Logits [..., C] -> [..., V] fp32; or what `score` computes from x and the weight."""
+    weight = head_weight(self)
+    return ops.linear(x, weight, out_dtype=torch.float32) if score is None else score(x, weight)
+
+
+def through_head(head: Any, hidden: Tensor, score: Callable[[Tensor, Any], Any]) -> Any:
+    """`score(hidden, weight)` in a call of the head, whose hooks run: those of FSDP2 gather the weight.
+
+    Where another hook looks at the head's output, which is logits, `score` gets the head in place of its weight.
+    """
+    _check_head(head)
+    after = (*head._forward_hooks.values(), *head._backward_hooks.values(), *head._backward_pre_hooks.values())
+    if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in after):
+        return score(hidden, head)
+    return _call(head, hidden, score=score)
+
+
+def _check_head(head: Any) -> None:
+    if not isinstance(head, nn.Linear):
+        kind = f"{type(head).__module__}.{type(head).__name__}"
+        raise CallError(f"the head is a {kind}; rlkernel takes no adapter on lm_head")
 
 
 def head_weight(head: Any) -> Tensor:  # [V, C]
     """Weight of the head; where it is tied and has a `main_grad`, under a name with its own chain of additions."""
-    if not isinstance(head, nn.Linear):
-        kind = f"{type(head).__module__}.{type(head).__name__}"
-        raise CallError(f"the head is a {kind}; rlkernel takes no adapter on lm_head")
+    _check_head(head)
     weight = whole(head.weight)
     grad = getattr(weight, "head_main_grad", None)
     if grad is None or not torch.is_grad_enabled():
@@ -117,7 +149,7 @@ def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
     else:
         q, k, v = (_call(layer, x).view(x.shape[0], -1, self.head_dim) for layer in layers)
     if settings.qk_norm:
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = _call(self.q_norm, q), _call(self.k_norm, k)
     q, k = ops.rope(q, k, packed.positions, settings.cos_sin)
     if packed.cache is not None:
         k, v = _remember(self, packed, k, v)
@@ -137,18 +169,20 @@ def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
 
 def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: Packed) -> tuple[Tensor, Tensor]:
     if residual is None:
-        residual, x = x, self.input_layernorm(x)
+        residual, x = x, _call(self.input_layernorm, x)
     else:
-        x, residual = self.input_layernorm(x, residual)
-    x = self.self_attn(x, packed)
-    x, residual = self.post_attention_layernorm(x, residual)
-    return self.mlp(x), residual
+        x, residual = _call(self.input_layernorm, x, residual)
+    x = _call(self.self_attn, x, packed)
+    x, residual = _call(self.post_attention_layernorm, x, residual)
+    return _call(self.mlp, x), residual
 
 
 def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
-    """One product of layers that are a weight and a bias each; None where one is more than that."""
+    """One product of layers that are a weight and a bias each; None where one is more than that, or has hooks."""
     weights, biases = [], []
     for layer in layers:
+        if has_hooks(layer):
+            return None
         if type(layer) is nn.Linear:
             weights.append(layer.weight)
         elif "_rlkernel_merged" in layer.__dict__:
@@ -166,14 +200,18 @@ def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
     return ops.linear(x, merged_weight(self), base.bias, chunks=base._rlkernel_chunks)
 
 
-def _call(layer: Any, x: Tensor) -> Tensor:
-    """A layer with whatever an adapter put around it, exact when its parts are: those that were put in after `apply`
-    still run stock kernels."""
-    for part in () if "forward" in layer.__dict__ else layer.modules():
-        if isinstance(part, nn.Linear) and "_rlkernel_chunks" not in part.__dict__:
-            kind = f"{type(layer).__module__}.{type(layer).__name__}"
+def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module, or a wrapper or adapter around one, whose hooks run.
+
+    Raises:
+        CallError: it was put into the model after `apply`, so it would run stock kernels.
+    """
+    if "forward" not in module.__dict__:
+        linears = (part for part in module.modules() if isinstance(part, nn.Linear))
+        if module._parameters or any("_rlkernel_chunks" not in part.__dict__ for part in linears):
+            kind = f"{type(module).__module__}.{type(module).__name__}"
             raise CallError(f"{kind} was put into the model after rlkernel_transformers.apply; call apply(model) again")
-    return layer(x)
+    return module(*args, **kwargs)
 
 
 def _remember(self: Any, packed: Packed, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,13 +253,13 @@ def decoder_forward(
         )
     collect = _option(self, kwargs, "output_hidden_states")
     states: list[Tensor] = []
-    x = self.embed_tokens(packed.gather(input_ids)) if inputs_embeds is None else packed.gather(inputs_embeds)
+    x = _call(self.embed_tokens, packed.gather(input_ids)) if inputs_embeds is None else packed.gather(inputs_embeds)
     residual = None
     for layer in self.layers[: self.config.num_hidden_layers]:
         if collect:
             states.append(x if residual is None else x + residual)
-        x, residual = layer(x, residual, packed)
-    hidden = self.norm(x, residual)[0]
+        x, residual = _call(layer, x, residual, packed)
+    hidden = _call(self.norm, x, residual)[0]
     out = hidden if inside else packed.scatter(hidden)
     return BaseModelOutputWithPast(
         last_hidden_state=out,
@@ -260,6 +298,7 @@ def causal_lm_forward(
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+    check_parallel(self)
     score = kwargs.pop("rlkernel_score", None)
     skip_logits = kwargs.pop("skip_logits", None)
     if skip_logits is None:
@@ -288,15 +327,16 @@ def causal_lm_forward(
     )
     hidden = inner.last_hidden_state  # [T, C]
     if score is not None:
-        return score_tokens(hidden, head_weight(self.lm_head), packed, score)
+        return through_head(self.lm_head, hidden, partial(score_tokens, packed=packed, score=score))  # type: ignore[no-any-return]
     loss = None
     if asked is not None:
-        loss = _loss(hidden, head_weight(self.lm_head), packed, asked, kwargs.get("num_items_in_batch"))
+        items = kwargs.get("num_items_in_batch")
+        loss = through_head(self.lm_head, hidden, partial(_loss, packed=packed, score=asked, items=items))
     logits = None
     if not skip_logits:
         states = packed.scatter(hidden)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(states[:, kept, :])
+        logits = _call(self.lm_head, states[:, kept, :])
     out = CausalLMOutputWithPast(
         loss=loss, logits=logits, past_key_values=inner.past_key_values, hidden_states=inner.hidden_states
     )
@@ -411,8 +451,8 @@ def shift(labels: Tensor, ignored: int = IGNORED) -> Tensor:  # [B, L]
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
 
 
-def score_tokens(hidden: Tensor, weight: Tensor, packed: Packed, score: Score) -> TokenLogprobs:
-    """Log-probabilities of the targets [B, L] from packed hidden states [T, C]."""
+def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: Packed, score: Score) -> TokenLogprobs:
+    """Log-probabilities of the targets [B, L] from packed hidden states [T, C] and the head's weight, or the head."""
     scored = packed.scored
     chosen = hidden if scored.rows is None else hidden.index_select(0, scored.rows)
     targets = _of_scored(score.targets, scored)
@@ -446,9 +486,13 @@ def score_tokens(hidden: Tensor, weight: Tensor, packed: Packed, score: Score) -
             )
         kept = _of_scored(kept, scored)
     keep_probs = score.keep_probs
-    if not score.statistics:
+    if isinstance(weight, nn.Module):
+        logits = _call(weight, chosen)
+        result = ops.logprob(logits, targets, temperature=temperature, kept=kept)
+        extra = _statistics_of(logits, targets, temperature) if score.statistics else {}
+    elif not score.statistics:
         result = ops.linear_logprob(chosen, weight, targets, temperature=temperature, kept=kept, keep_probs=keep_probs)
-        extra: dict[str, Tensor] = {}
+        extra = {}
     else:
         result, extra = _with_statistics(chosen, weight, targets, temperature, kept, keep_probs)
 
@@ -482,12 +526,19 @@ def _with_statistics(
     return result, {"mean_logit": mean, "top1": top}
 
 
+@torch.no_grad()
+def _statistics_of(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> dict[str, Tensor]:
+    inverse = inverse_temperature("token_logprobs", temperature, logits)
+    mean = logits.mean(-1)
+    return {"mean_logit": mean if inverse is None else mean * inverse, "top1": logits.argmax(-1) == targets}
+
+
 def _of_scored(values: Tensor, scored: Scored) -> Tensor:  # [B, L, ...] -> [N, ...]
     flat = values.flatten(0, 1)
     return flat if scored.places is None else flat.index_select(0, scored.places)
 
 
-def _loss(hidden: Tensor, weight: Tensor, packed: Packed, score: Score, items: Any) -> Tensor:
+def _loss(hidden: Tensor, weight: Tensor | nn.Module, packed: Packed, score: Score, items: Any) -> Tensor:
     """Mean negative log-probability of the scored targets, or their sum over `num_items_in_batch`."""
     logp = score_tokens(hidden, weight, packed, score).logp
     assert logp is not None
