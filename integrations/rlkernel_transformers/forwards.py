@@ -23,7 +23,7 @@ from rlkernel.ops.logprob import inverse_temperature
 from rlkernel_transformers.adapters import merged_weight
 from rlkernel_transformers.joined import joined_linear
 from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, check_rows, check_targets, pack, place
-from rlkernel_transformers.support import check_parallel, has_hooks
+from rlkernel_transformers.support import check_call, has_hooks
 
 
 @dataclass
@@ -82,7 +82,7 @@ def linear_forward(self: Any, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
 
 
 def head_forward(self: Any, x: Tensor, score: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
-    """Logits [..., C] -> [..., V] fp32; or what `score` computes from x and the weight."""
+    """Logits, [..., C] -> [..., V] fp32; or what `score` computes from x and the weight."""
     weight = head_weight(self)
     return ops.linear(x, weight, out_dtype=torch.float32) if score is None else score(x, weight)
 
@@ -96,7 +96,7 @@ def through_head(head: Any, hidden: Tensor, score: Callable[[Tensor, Any], Any])
     after = (*head._forward_hooks.values(), *head._backward_hooks.values(), *head._backward_pre_hooks.values())
     if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in after):
         return score(hidden, head)
-    return _call(head, hidden, score=score)
+    return head(hidden, score=score)
 
 
 def _check_head(head: Any) -> None:
@@ -149,7 +149,7 @@ def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
     else:
         q, k, v = (_call(layer, x).view(x.shape[0], -1, self.head_dim) for layer in layers)
     if settings.qk_norm:
-        q, k = _call(self.q_norm, q), _call(self.k_norm, k)
+        q, k = self.q_norm(q), self.k_norm(k)
     q, k = ops.rope(q, k, packed.positions, settings.cos_sin)
     if packed.cache is not None:
         k, v = _remember(self, packed, k, v)
@@ -169,12 +169,12 @@ def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
 
 def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: Packed) -> tuple[Tensor, Tensor]:
     if residual is None:
-        residual, x = x, _call(self.input_layernorm, x)
+        residual, x = x, self.input_layernorm(x)
     else:
-        x, residual = _call(self.input_layernorm, x, residual)
-    x = _call(self.self_attn, x, packed)
-    x, residual = _call(self.post_attention_layernorm, x, residual)
-    return _call(self.mlp, x), residual
+        x, residual = self.input_layernorm(x, residual)
+    x = self.self_attn(x, packed)
+    x, residual = self.post_attention_layernorm(x, residual)
+    return self.mlp(x), residual
 
 
 def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
@@ -200,18 +200,14 @@ def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
     return ops.linear(x, merged_weight(self), base.bias, chunks=base._rlkernel_chunks)
 
 
-def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a module, or a wrapper or adapter around one, whose hooks run.
-
-    Raises:
-        CallError: it was put into the model after `apply`, so it would run stock kernels.
-    """
-    if "forward" not in module.__dict__:
-        linears = (part for part in module.modules() if isinstance(part, nn.Linear))
-        if module._parameters or any("_rlkernel_chunks" not in part.__dict__ for part in linears):
-            kind = f"{type(module).__module__}.{type(module).__name__}"
+def _call(layer: Any, x: Tensor) -> Tensor:
+    """A layer with whatever an adapter put around it, exact when its parts are: those that were put in after `apply`
+    still run stock kernels."""
+    for part in () if "forward" in layer.__dict__ else layer.modules():
+        if isinstance(part, nn.Linear) and "_rlkernel_chunks" not in part.__dict__:
+            kind = f"{type(layer).__module__}.{type(layer).__name__}"
             raise CallError(f"{kind} was put into the model after rlkernel_transformers.apply; call apply(model) again")
-    return module(*args, **kwargs)
+    return layer(x)
 
 
 def _remember(self: Any, packed: Packed, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,13 +249,13 @@ def decoder_forward(
         )
     collect = _option(self, kwargs, "output_hidden_states")
     states: list[Tensor] = []
-    x = _call(self.embed_tokens, packed.gather(input_ids)) if inputs_embeds is None else packed.gather(inputs_embeds)
+    x = self.embed_tokens(packed.gather(input_ids)) if inputs_embeds is None else packed.gather(inputs_embeds)
     residual = None
     for layer in self.layers[: self.config.num_hidden_layers]:
         if collect:
             states.append(x if residual is None else x + residual)
-        x, residual = _call(layer, x, residual, packed)
-    hidden = _call(self.norm, x, residual)[0]
+        x, residual = layer(x, residual, packed)
+    hidden = self.norm(x, residual)[0]
     out = hidden if inside else packed.scatter(hidden)
     return BaseModelOutputWithPast(
         last_hidden_state=out,
@@ -298,7 +294,7 @@ def causal_lm_forward(
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
-    check_parallel(self)
+    check_call(self)
     score = kwargs.pop("rlkernel_score", None)
     skip_logits = kwargs.pop("skip_logits", None)
     if skip_logits is None:
@@ -327,7 +323,8 @@ def causal_lm_forward(
     )
     hidden = inner.last_hidden_state  # [T, C]
     if score is not None:
-        return through_head(self.lm_head, hidden, partial(score_tokens, packed=packed, score=score))  # type: ignore[no-any-return]
+        found: TokenLogprobs = through_head(self.lm_head, hidden, partial(score_tokens, packed=packed, score=score))
+        return found
     loss = None
     if asked is not None:
         items = kwargs.get("num_items_in_batch")
@@ -336,7 +333,7 @@ def causal_lm_forward(
     if not skip_logits:
         states = packed.scatter(hidden)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = _call(self.lm_head, states[:, kept, :])
+        logits = self.lm_head(states[:, kept, :])
     out = CausalLMOutputWithPast(
         loss=loss, logits=logits, past_key_values=inner.past_key_values, hidden_states=inner.hidden_states
     )
@@ -487,7 +484,7 @@ def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: Packed, sco
         kept = _of_scored(kept, scored)
     keep_probs = score.keep_probs
     if isinstance(weight, nn.Module):
-        logits = _call(weight, chosen)
+        logits = weight(chosen)
         result = ops.logprob(logits, targets, temperature=temperature, kept=kept)
         extra = _statistics_of(logits, targets, temperature) if score.statistics else {}
     elif not score.statistics:

@@ -27,7 +27,7 @@ class UnsupportedModelError(ValueError):
     """A model or setting that cannot be computed exactly; the message names it and says what to do."""
 
 
-class Method(partial):  # type: ignore[type-arg]
+class Method(partial[Any]):
     """A function bound to one module: as a bound method, but pickle finds it by the function's own name."""
 
     @property
@@ -45,9 +45,22 @@ def has_hooks(module: Any) -> bool:
     return any(hooks) or "_hf_hook" in module.__dict__
 
 
-def check_parallel(model: Any) -> None:
-    """Raises UnsupportedModelError where DDP would reduce gradients that are added to `main_grad`."""
-    if "zero_grad" not in model.__dict__ or not torch.is_grad_enabled() or is_dynamo_compiling():
+def check_call(model: Any) -> None:
+    """Raises UnsupportedModelError where a model is not what `apply` left: it has modules that came later, or DDP
+    around it would reduce gradients that are added to `main_grad`."""
+    if is_dynamo_compiling():
+        return
+    parts = [model.lm_head, model.model.embed_tokens, model.model.norm]
+    for layer in model.model.layers:
+        parts += (layer.input_layernorm, layer.post_attention_layernorm)
+        parts += (getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name))
+    for part in parts:
+        if "forward" not in part.__dict__:
+            raise UnsupportedModelError(
+                f"a {_kind(part)} was put into the model after rlkernel_transformers.apply, and would run stock "
+                "kernels; call apply(model) again"
+            )
+    if "zero_grad" not in model.__dict__ or not torch.is_grad_enabled():
         return
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is not None and ddp.require_backward_grad_sync:
