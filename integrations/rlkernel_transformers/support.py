@@ -50,12 +50,15 @@ def check_call(model: Any) -> None:
     around it would reduce gradients that are added to `main_grad`."""
     if is_dynamo_compiling():
         return
-    parts = [model.lm_head, model.model.embed_tokens, model.model.norm]
-    for layer in model.model.layers:
+    decoder = model.model
+    parts = [model.lm_head, decoder.embed_tokens, decoder.norm]
+    for layer in decoder.layers:
         parts += (layer.input_layernorm, layer.post_attention_layernorm)
-        parts += (getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name))
+        if decoder._rlkernel.qk_norm:
+            attention = layer.self_attn
+            parts += (attention.q_norm, attention.k_norm)
     for part in parts:
-        if "forward" not in part.__dict__:
+        if part._parameters and "forward" not in part.__dict__:  # a wrapper (FSDP) has none of its own
             raise UnsupportedModelError(
                 f"a {_kind(part)} was put into the model after rlkernel_transformers.apply, and would run stock "
                 "kernels; call apply(model) again"
