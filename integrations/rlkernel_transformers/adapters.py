@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rlkernel import ops
 from rlkernel.ops._library import once_differentiable
 from rlkernel_transformers import support
+from rlkernel_transformers.packing import CallError
 
 
 def is_lora(layer: Any) -> bool:
@@ -45,6 +46,11 @@ def merged_weight(layer: Any) -> Tensor:  # [N, K]
 
     The sum is in fp32, one adapter after the other, and rounded to the dtype of W once.
     """
+    if any(support.has_hooks(part) for part in layer.modules() if isinstance(part, nn.Linear)):
+        raise CallError(
+            "a layer inside a LoRA layer has hooks, which adapters='merged' never runs, as it computes with one merged "
+            "weight; put them on the LoRA layer, or call apply(model, adapters='low-rank')"
+        )
     weight: Tensor = layer.base_layer.weight
     if layer.disable_adapters or layer.merged:
         return weight

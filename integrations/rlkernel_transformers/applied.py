@@ -172,6 +172,8 @@ def status(model: nn.Module) -> Status:
         if isinstance(module, nn.Dropout | nn.Identity | nn.ModuleList | nn.ModuleDict) or not _computes(module):
             continue
         runs, remark = _runs(module)
+        if runs == "rlkernel" and name.rpartition(".")[2] in _JOINED and support.has_hooks(module):
+            remark = "has hooks: its group is computed layer by layer, the input gradient too"
         rows.append(Row(name or "(model)", type(module).__name__, runs, remark))
     settings = found.model.__dict__.get("_rlkernel")
     contract = None if settings is None else ops.attention_contract(settings.variant)
@@ -302,24 +304,36 @@ def _plan(model: Any, tp_leaves: int) -> Iterator[tuple[nn.Module, Any, int]]:
                         yield linear, forwards.linear_forward, chunks if base else 1
 
 
+_JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
 def _groups(layer: Any) -> tuple[tuple[Any, ...], ...]:
     attention, mlp = layer.self_attn, layer.mlp
     return (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
 
 
+def _slot(module: nn.Module) -> str:
+    """Attribute with the module's forward: under accelerate's hooks (cpu_offload, device_map) theirs calls another."""
+    return "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+
+
 def _put(module: nn.Module, forward: Any) -> None:
-    before = module.__dict__.get("forward")
+    slot = _slot(module)
+    before = module.__dict__.get(slot)
     if before is not None and getattr(before, "__func__", None) not in _OWN:
         module.__dict__["_rlkernel_forward"] = before
-    module.forward = MethodType(forward, module)
+    setattr(module, slot, support.Method(forward, module))
 
 
 def _take(module: nn.Module) -> None:
-    del module.forward
+    slot = _slot(module)
+    del module.__dict__[slot]
     module.__dict__.pop("_rlkernel_merged", None)
     before = module.__dict__.pop("_rlkernel_forward", None)
+    if before is None and slot != "forward":  # accelerate's hook came after `apply`, and needs one to call
+        before = MethodType(type(module).forward, module)
     if before is not None:
-        module.forward = before
+        setattr(module, slot, before)
 
 
 def _computes(module: nn.Module) -> bool:
@@ -349,4 +363,4 @@ def _runs(module: nn.Module) -> tuple[str, str]:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return getattr(module.__dict__.get("forward"), "__func__", None) in _OWN
+    return getattr(module.__dict__.get(_slot(module)), "__func__", None) in _OWN

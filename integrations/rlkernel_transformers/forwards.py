@@ -7,7 +7,9 @@ the forward and of the backward is where `rlkernel.models` has it. Each function
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from rlkernel.ops.logprob import inverse_temperature
 from rlkernel_transformers.adapters import merged_weight
 from rlkernel_transformers.joined import joined_linear
 from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, check_rows, check_targets, pack, place
+from rlkernel_transformers.support import check_call, has_hooks
 
 
 @dataclass
@@ -55,8 +58,19 @@ class Score:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """The full tensor of a parameter that FSDP2 holds in shards."""
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+    """The full tensor of a parameter that FSDP2 holds in shards.
+
+    Raises:
+        CallError: it is trained. Only FSDP2's own hooks, which gather it before, average its gradient over the ranks.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    if torch.is_grad_enabled() and weight.requires_grad:
+        raise CallError(
+            "a weight is still sharded where it is used, so its gradient would not be averaged over the ranks: call "
+            "the module that fully_shard was called on last (the whole model), not one inside it"
+        )
+    return weight.full_tensor()
 
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -67,15 +81,33 @@ def linear_forward(self: Any, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
     return ops.linear(x, whole(self.weight), bias, chunks=self._rlkernel_chunks)
 
 
-def head_forward(self: Any, x: Tensor) -> Tensor:  # [..., C] -> [..., V] fp32
-    return ops.linear(x, head_weight(self), out_dtype=torch.float32)
+def head_forward(self: Any, x: Tensor, score: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+    """Logits, [..., C] -> [..., V] fp32; or what `score` computes from x and the weight."""
+    weight = head_weight(self)
+    return ops.linear(x, weight, out_dtype=torch.float32) if score is None else score(x, weight)
+
+
+def through_head(head: Any, hidden: Tensor, score: Callable[[Tensor, Any], Any]) -> Any:
+    """`score(hidden, weight)` in a call of the head, whose hooks run: those of FSDP2 gather the weight.
+
+    Where another hook looks at the head's output, which is logits, `score` gets the head in place of its weight.
+    """
+    _check_head(head)
+    after = (*head._forward_hooks.values(), *head._backward_hooks.values(), *head._backward_pre_hooks.values())
+    if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in after):
+        return score(hidden, head)
+    return head(hidden, score=score)
+
+
+def _check_head(head: Any) -> None:
+    if not isinstance(head, nn.Linear):
+        kind = f"{type(head).__module__}.{type(head).__name__}"
+        raise CallError(f"the head is a {kind}; rlkernel takes no adapter on lm_head")
 
 
 def head_weight(head: Any) -> Tensor:  # [V, C]
     """Weight of the head; where it is tied and has a `main_grad`, under a name with its own chain of additions."""
-    if not isinstance(head, nn.Linear):
-        kind = f"{type(head).__module__}.{type(head).__name__}"
-        raise CallError(f"the head is a {kind}; rlkernel takes no adapter on lm_head")
+    _check_head(head)
     weight = whole(head.weight)
     grad = getattr(weight, "head_main_grad", None)
     if grad is None or not torch.is_grad_enabled():
@@ -146,9 +178,11 @@ def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: Packed)
 
 
 def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
-    """One product of layers that are a weight and a bias each; None where one is more than that."""
+    """One product of layers that are a weight and a bias each; None where one is more than that, or has hooks."""
     weights, biases = [], []
     for layer in layers:
+        if has_hooks(layer):
+            return None
         if type(layer) is nn.Linear:
             weights.append(layer.weight)
         elif "_rlkernel_merged" in layer.__dict__:
@@ -260,6 +294,7 @@ def causal_lm_forward(
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+    check_call(self)
     score = kwargs.pop("rlkernel_score", None)
     skip_logits = kwargs.pop("skip_logits", None)
     if skip_logits is None:
@@ -288,10 +323,12 @@ def causal_lm_forward(
     )
     hidden = inner.last_hidden_state  # [T, C]
     if score is not None:
-        return score_tokens(hidden, head_weight(self.lm_head), packed, score)
+        found: TokenLogprobs = through_head(self.lm_head, hidden, partial(score_tokens, packed=packed, score=score))
+        return found
     loss = None
     if asked is not None:
-        loss = _loss(hidden, head_weight(self.lm_head), packed, asked, kwargs.get("num_items_in_batch"))
+        items = kwargs.get("num_items_in_batch")
+        loss = through_head(self.lm_head, hidden, partial(_loss, packed=packed, score=asked, items=items))
     logits = None
     if not skip_logits:
         states = packed.scatter(hidden)
@@ -411,8 +448,8 @@ def shift(labels: Tensor, ignored: int = IGNORED) -> Tensor:  # [B, L]
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
 
 
-def score_tokens(hidden: Tensor, weight: Tensor, packed: Packed, score: Score) -> TokenLogprobs:
-    """Log-probabilities of the targets [B, L] from packed hidden states [T, C]."""
+def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: Packed, score: Score) -> TokenLogprobs:
+    """Log-probabilities of the targets [B, L] from packed hidden states [T, C] and the head's weight, or the head."""
     scored = packed.scored
     targets = _of_scored(score.targets, scored)
     if scored.valid is not None:
@@ -446,8 +483,14 @@ def score_tokens(hidden: Tensor, weight: Tensor, packed: Packed, score: Score) -
         kept = _of_scored(kept, scored)
     keep_probs = score.keep_probs
     extra: dict[str, Tensor] = {}
-    if score.statistics:
-        chosen = hidden if scored.rows is None else hidden.index_select(0, scored.rows)
+    chosen = hidden
+    if scored.rows is not None and (score.statistics or isinstance(weight, nn.Module)):
+        chosen = hidden.index_select(0, scored.rows)
+    if isinstance(weight, nn.Module):
+        logits = weight(chosen)
+        result = ops.logprob(logits, targets, temperature=temperature, kept=kept)
+        extra = _statistics_of(logits, targets, temperature) if score.statistics else {}
+    elif score.statistics:
         result, extra = _with_statistics(chosen, weight, targets, temperature, kept, keep_probs)
     else:
         result = ops.linear_logprob(
@@ -484,12 +527,19 @@ def _with_statistics(
     return result, {"mean_logit": mean, "top1": top}
 
 
+@torch.no_grad()
+def _statistics_of(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> dict[str, Tensor]:
+    inverse = inverse_temperature("token_logprobs", temperature, logits)
+    mean = logits.mean(-1)
+    return {"mean_logit": mean if inverse is None else mean * inverse, "top1": logits.argmax(-1) == targets}
+
+
 def _of_scored(values: Tensor, scored: Scored) -> Tensor:  # [B, L, ...] -> [N, ...]
     flat = values.flatten(0, 1)
     return flat if scored.places is None else flat.index_select(0, scored.places)
 
 
-def _loss(hidden: Tensor, weight: Tensor, packed: Packed, score: Score, items: Any) -> Tensor:
+def _loss(hidden: Tensor, weight: Tensor | nn.Module, packed: Packed, score: Score, items: Any) -> Tensor:
     """Mean negative log-probability of the scored targets, or their sum over `num_items_in_batch`."""
     logp = score_tokens(hidden, weight, packed, score).logp
     assert logp is not None

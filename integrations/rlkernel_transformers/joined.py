@@ -39,14 +39,36 @@ def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
         buffer = torch.cat([t.data for t in tensors])
         for t, view in zip(tensors, buffer.split([t.shape[0] for t in tensors]), strict=True):
             t.data = view
+    for layer in layers:
+        if _own_storages not in layer._state_dict_hooks.values():
+            layer.register_state_dict_post_hook(_own_storages)
 
 
 def part(layers: Sequence[nn.Linear]) -> None:
     """Undoes `lay_side_by_side`: every weight gets a buffer of its own again."""
     for layer in layers:
+        for key in [key for key, hook in layer._state_dict_hooks.items() if hook is _own_storages]:
+            del layer._state_dict_hooks[key]
         for t in (layer.weight, layer.bias):
-            if type(t) is nn.Parameter and t.untyped_storage().nbytes() > t.numel() * t.element_size():
+            if type(t) is nn.Parameter and _is_part(t):
                 t.data = t.data.clone()
+
+
+def _own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Gives the weights in a state dict a storage each, of the same memory.
+
+    safetensors and accelerate take tensors of one storage for tied weights and save one of them. The parameters
+    themselves stay in one storage, because CUDA shares memory between processes by its first address only.
+    """
+    for name in module._parameters:
+        t = state_dict.get(prefix + name)
+        if type(t) is Tensor and t.device.type in ("cpu", "cuda") and _is_part(t):
+            state_dict[prefix + name] = torch.from_dlpack(t)
+
+
+def _is_part(t: Tensor) -> bool:
+    """Whether a tensor's storage holds more than the tensor."""
+    return t.untyped_storage().nbytes() > t.numel() * t.element_size()
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:

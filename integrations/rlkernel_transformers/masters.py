@@ -6,7 +6,7 @@ bf16 and added. `AdamW` of `rlkernel.training` keeps the masters.
 
 from __future__ import annotations
 
-from types import MethodType
+import copy
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ def main_grads(model: nn.Module) -> None:
     """Gives every trainable parameter a zeroed fp32 `main_grad`, which is its `.grad` too.
 
     Backwards add to it; clipping by `torch.nn.utils.clip_grad_norm_` scales it; `AdamW` reads it. `model.zero_grad()`
-    zeroes it. A tied embedding has a second buffer for its use as head; `fold_main_grads` adds it up.
+    zeroes it. A tied embedding has a second buffer for its use as head; `fold_main_grads` adds it up, and `AdamW`
+    raises where that was left out.
 
     Raises:
         UnsupportedModelError: parameters are sharded (FSDP2 keeps fp32 masters itself, see docs).
@@ -53,7 +54,7 @@ def main_grads(model: nn.Module) -> None:
         weight.head_main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     _show(found)
     for module in {id(m): m for m in (model, found)}.values():
-        module.zero_grad = MethodType(_zero_grad, module)  # type: ignore[method-assign]
+        module.zero_grad = _ZeroGrad(_zero_grad, module)  # type: ignore[method-assign]
 
 
 def fold_main_grads(model: nn.Module) -> None:
@@ -77,6 +78,19 @@ def drop(model: nn.Module) -> None:
             del p.main_grad
         if hasattr(p, "head_main_grad"):
             del p.head_main_grad
+
+
+class _ZeroGrad(support.Method):
+    """`zero_grad` of a model with buffers: refused by pickle, which would part them from `.grad`."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a model with main_grads cannot be pickled, as by torch.save(model): save model.state_dict(), or call "
+            "rlkernel_transformers.remove(model) first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ZeroGrad:
+        return type(self)(self.func, *copy.deepcopy(self.args, memo))
 
 
 def _embedding(model: nn.Module) -> list[Tensor]:

@@ -6,10 +6,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from rlkernel.models import ModelConfig
@@ -20,6 +25,52 @@ from rlkernel.models.families import FAMILIES, MISSING
 
 class UnsupportedModelError(ValueError):
     """A model or setting that cannot be computed exactly; the message names it and says what to do."""
+
+
+class Method(partial[Any]):
+    """A function bound to one module: as a bound method, but pickle finds it by the function's own name."""
+
+    @property
+    def __func__(self) -> Any:
+        return self.func
+
+    @property
+    def __self__(self) -> Any:
+        return self.args[0]
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether something hangs on a module's own call: hooks of torch or of accelerate."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "_hf_hook" in module.__dict__
+
+
+def check_call(model: Any) -> None:
+    """Raises UnsupportedModelError where a model is not what `apply` left: it has modules that came later, or DDP
+    around it would reduce gradients that are added to `main_grad`."""
+    if is_dynamo_compiling():
+        return
+    decoder = model.model
+    parts = [model.lm_head, decoder.embed_tokens, decoder.norm]
+    for layer in decoder.layers:
+        parts += (layer.input_layernorm, layer.post_attention_layernorm)
+        if decoder._rlkernel.qk_norm:
+            attention = layer.self_attn
+            parts += (attention.q_norm, attention.k_norm)
+    for part in parts:
+        if part._parameters and "forward" not in part.__dict__:  # a wrapper (FSDP) has none of its own
+            raise UnsupportedModelError(
+                f"a {_kind(part)} was put into the model after rlkernel_transformers.apply, and would run stock "
+                "kernels; call apply(model) again"
+            )
+    if "zero_grad" not in model.__dict__ or not torch.is_grad_enabled():
+        return
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is not None and ddp.require_backward_grad_sync:
+        raise UnsupportedModelError(
+            "DistributedDataParallel does not see main_grads: run forward and backward inside ddp.no_sync() and "
+            "average each p.main_grad with torch.distributed.all_reduce before clipping, or use FSDP2 in place of both"
+        )
 
 
 def find_model(model: nn.Module) -> Any:
@@ -88,6 +139,12 @@ def check(model: Any, config: ModelConfig) -> None:
                 f"{name} is a dropout of {module.p}: training would not see what was rolled out; set it to 0 "
                 "(lora_dropout=0.0 for an adapter)"
             )
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    if sharded and not any(isinstance(m, FSDPModule) for m in model.modules()):
+        raise UnsupportedModelError(
+            "the parameters are sharded by tensor parallelism (tp_plan), whose sums over ranks have another order; "
+            "load the model without tp_plan, and shard it with FSDP2 (fully_shard)"
+        )
     if getattr(model, "_hf_hook", None) is not None or hasattr(model, "hf_device_map"):
         devices = {str(p.device) for p in model.parameters()}
         if len(devices) > 1:

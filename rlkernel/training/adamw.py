@@ -18,8 +18,8 @@ class AdamW(torch.optim.Optimizer):
     """AdamW with the bits of `ops.adamw_`, one call a group.
 
     The gradient of a parameter is its `main_grad` where it has one, else its `grad`; a parameter with neither is left
-    alone, one with both, in two memories, is an error. Its state: `step` (int), `exp_avg`, `exp_avg_sq` and, where it
-    is not fp32, `master`, all fp32.
+    alone, one with both, in two memories, is an error, and so is a tied head's share that was not folded onto it. Its
+    state: `step` (int), `exp_avg`, `exp_avg_sq` and, where it is not fp32, `master`, all fp32.
 
     Args:
         params: parameters or groups of them, as for any torch optimizer; contiguous, fp32, bf16 or fp16.
@@ -80,6 +80,13 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grads_of = self._gradients()
+        for p in grads_of:
+            head = getattr(p, "head_main_grad", None)
+            if head is not None and bool(head.any()):
+                raise ValueError(
+                    f"AdamW: the gradient of the tied head {tuple(head.shape)} was not added to the embedding's, and "
+                    "would be lost; call fold_main_grads after the last backward of a step, before clipping"
+                )
         updates = []  # all are checked before the first one writes
         for group in self.param_groups:
             rows: dict[int, list[tuple[Any, ...]]] = {}  # by the number of the update, which the bias correction asks

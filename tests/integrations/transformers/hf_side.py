@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,6 +62,23 @@ def next_tokens(values: Tensor, mask: Tensor) -> Tensor:
     """From [B, L] the entries that have a next token, row by row: what `decoder_logprobs` returns."""
     following = torch.nn.functional.pad(mask[:, 1:], (0, 1))
     return values[(mask & following).bool()]
+
+
+def on_two_ranks(work: Callable[[int, Any], None], directory: Path) -> None:
+    """Runs `work(rank, mesh)`, a function of a module, on two processes with gloo; raises what one of them raises."""
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([work.__module__])  # imports once, not twice
+    args = (work, str(directory / "ranks"))
+    torch.multiprocessing.start_processes(_rank, args, nprocs=2, start_method="forkserver")
+
+
+def _rank(rank: int, work: Callable[[int, Any], None], file: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    work(rank, init_device_mesh("cpu", (2,)))
+    dist.destroy_process_group()
 
 
 def fused_gradients(model: Any, decoder: Decoder, name: str = "grad") -> dict[str, tuple[Tensor, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_side import ROWS, decoder_logprobs, fused_gradients, next_tokens, padded, pair, stock
+from hf_side import ROWS, decoder_logprobs, fused_gradients, next_tokens, on_two_ranks, padded, pair, stock
 from models.hf_models import build
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 import rlkernel_transformers as rt
 from rlkernel.contract import assert_bitwise
 from rlkernel.models import load_model
 from rlkernel_transformers.adapters import _Merged
-from rlkernel_transformers.joined import joined_linear
+from rlkernel_transformers.joined import join, joined_linear
 
 IDS, MASK = padded(ROWS)
 
@@ -142,6 +145,8 @@ def test_masters_in_a_training_loop() -> None:
     before = model.lm_head.weight.detach().clone()
     for _ in range(4):
         rt.token_logprobs(model, IDS, MASK).logp.sum().neg().backward()
+        with pytest.raises(ValueError, match=r"tied head .* call fold_main_grads after the last backward"):
+            optimizer.step()
         rt.fold_main_grads(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert float(norm) > 1 and model.model.norm.weight.grad is model.model.norm.weight.main_grad
@@ -288,6 +293,8 @@ def test_fsdp2(case: str, policy: str, mesh: Any, compat: Any) -> None:
         decoder = decoder.to(torch.bfloat16)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    if case == "llama":  # the head's group is not the model's, as torchtitan makes it
+        fully_shard([model.model.norm, model.lm_head], mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
     out, ours = rt.token_logprobs(model, IDS, MASK), decoder_logprobs(decoder, ROWS)
     feature = f"FSDP2 on one rank, {policy}: log-probabilities, and gradients too"
@@ -303,6 +310,50 @@ def test_fsdp2(case: str, policy: str, mesh: Any, compat: Any) -> None:
     with pytest.raises(rt.UnsupportedModelError) as raised:
         rt.main_grads(model)
     compat.refused("transformers", "main_grads under FSDP2", raised.value, "sharded")
+
+
+def head_in_a_group(rank: int, mesh: Any) -> None:
+    """Gradients of a model whose head is sharded by itself, as verl does: the mean over the ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    rows = [IDS[:2], IDS[2:]]
+    for case, head in (("llama", lambda m: m.lm_head), ("qwen3-tied", lambda m: [m.model.embed_tokens, m.lm_head])):
+        model = rt.apply(build(case)).train()
+        alone = [gradients(model, ids, torch.ones_like(ids)) for ids in rows]
+        model.zero_grad()
+        for part in (*model.model.layers, head(model), model):
+            fully_shard(part, mesh=mesh)
+        model(rows[rank], labels=rows[rank], num_items_in_batch=-1).loss.backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad.full_tensor(), (alone[0][name] + alone[1][name]) / 2, msg=name)
+
+
+def test_fsdp2_averages_the_gradient_of_a_head_that_is_sharded_by_itself(tmp_path: Path, compat: Any) -> None:
+    on_two_ranks(head_in_a_group, tmp_path)
+    compat.exact("transformers", "FSDP2 on two ranks, lm_head in a group of its own: the mean gradient")
+
+
+def test_parallel_wrappers_that_are_refused(mesh: Any, compat: Any) -> None:
+    """Each would give wrong gradients, or another order of additions."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, _ = pair("llama", torch.bfloat16)
+    rt.main_grads(model)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(rt.UnsupportedModelError) as raised:
+        rt.token_logprobs(ddp, IDS, MASK)
+    compat.refused("transformers", "main_grads under DDP", raised.value, r"inside ddp.no_sync\(\) and average")
+    with ddp.no_sync():
+        rt.token_logprobs(ddp, IDS, MASK).logp.sum().backward()
+    assert bool(model.lm_head.weight.main_grad.any())
+    model = fully_shard(pair("llama")[0], mesh=mesh)
+    with pytest.raises(rt.CallError, match=r"still sharded where it is used.*call the module that fully_shard"):
+        model.model(IDS)
+    plain = parallelize_module(stock("llama"), mesh, {"model.layers.0.self_attn.q_proj": ColwiseParallel()})
+    with pytest.raises(rt.UnsupportedModelError) as raised:
+        rt.apply(plain)
+    compat.refused("transformers", "tensor parallelism (tp_plan)", raised.value, "load the model without tp_plan")
 
 
 # ---- apply and remove ----------------------------------------------------------------------------
@@ -352,6 +403,108 @@ def test_copies_and_saves_as_before(tmp_path: Path, compat: Any) -> None:
     assert loaded.state_dict().keys() == model.state_dict().keys()
     found = rt.token_logprobs(rt.apply(loaded), IDS, MASK).logp
     compat.bitwise("transformers", "copied, saved and loaded", found, expected)
+
+
+def test_every_saver_sees_every_weight(tmp_path: Path, compat: Any) -> None:
+    """safetensors and accelerate take tensors of one storage for tied ones; the whole object can be pickled."""
+    accelerate = pytest.importorskip("accelerate")
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, _ = pair("qwen2", torch.bfloat16)
+    expected = rt.token_logprobs(model, IDS, MASK).logp.detach()
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.save_model(model, tmp_path)
+    assert safetensors.load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+    safetensors.save_model(model, tmp_path / "again.safetensors")
+    first = model.model.layers[0].self_attn
+    storages = {p.weight.untyped_storage().data_ptr() for p in (first.q_proj, first.k_proj, first.v_proj)}
+    assert len(storages) == 1 and join([first.q_proj.weight, first.k_proj.weight]).data_ptr() in storages
+    model.state_dict()["model.layers.0.self_attn.k_proj.weight"].zero_()
+    assert not bool(first.k_proj.weight.any()), "a state dict is the model's memory"
+    safetensors.load_model(model, tmp_path / "again.safetensors")
+    assert_bitwise(rt.token_logprobs(model, IDS, MASK).logp, expected, "loaded by safetensors")
+    torch.save(model, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert rt.status(whole).exact and whole.forward.__self__ is whole
+    compat.bitwise("transformers", "torch.save(model)", rt.token_logprobs(whole, IDS, MASK).logp, expected)
+    rt.main_grads(model)
+    with pytest.raises(TypeError, match=r"save model.state_dict\(\), or call rlkernel_transformers.remove"):
+        torch.save(model, tmp_path / "buffers.pt")
+    assert not rt.remove(model).model.layers[0].self_attn.k_proj._state_dict_hooks
+
+
+def test_hooks_run(compat: Any) -> None:
+    """On layers that one product joins and on the fused head; hooks that only look change no bit of the forward."""
+    model, _ = pair("qwen3", torch.bfloat16)
+    layer, head = model.model.layers[1], model.lm_head
+    expected = rt.token_logprobs(model, IDS, MASK, temperature=0.7, statistics=True)
+    plain = gradients(model)
+    seen: list[Any] = []
+    looked = (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.up_proj, head)
+    handles = [part.register_forward_hook(lambda part, x, out: seen.append((part, out.shape))) for part in looked]
+    found = rt.token_logprobs(model, IDS, MASK, temperature=0.7, statistics=True)
+    scored = sum(len(row) - 1 for row in ROWS)
+    assert {part for part, _ in seen} == set(looked) and seen[-1] == (head, (scored, 96))
+    compat.bitwise("transformers", "forward hooks on joined layers and the head", found.logp, expected.logp)
+    assert torch.equal(found.top1, expected.top1)
+    torch.testing.assert_close(found.mean_logit, expected.mean_logit, rtol=1e-2, atol=1e-3)
+    hooked = gradients(model)
+    assert all(float((hooked[name] - g).norm() / g.norm()) < 0.02 for name, g in plain.items())
+    assert rt.status(model).exact and "q_proj" in str(rt.status(model)) and "has hooks" in str(rt.status(model))
+    for handle in handles:
+        handle.remove()
+    assert_equal(gradients(model), plain, "after the hooks")
+    handle = head.register_forward_hook(lambda part, x, out: out * 0)
+    assert rt.token_logprobs(model, IDS, MASK).logp[0, -2].item() == pytest.approx(-math.log(96))
+    handle.remove()
+    prune.l1_unstructured(layer.self_attn.q_proj, "weight", 0.5)
+    weight_norm(layer.mlp.gate_proj)
+    for weight in (layer.self_attn.q_proj.weight_orig, layer.mlp.gate_proj.parametrizations.weight.original0):
+        before = rt.token_logprobs(model, IDS, MASK).logp
+        with torch.no_grad():
+            weight.mul_(-3)
+        assert not torch.equal(rt.token_logprobs(model, IDS, MASK).logp, before)
+    merged = rt.apply(lora(stock("qwen3")), adapters="merged")
+    base = merged.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.base_layer")
+    base.register_forward_hook(lambda *_: None)
+    with pytest.raises(rt.CallError, match=r"inside a LoRA layer has hooks.* put them on the LoRA layer"):
+        rt.token_logprobs(merged, IDS, MASK)
+
+
+def test_a_module_that_was_replaced_is_named(compat: Any) -> None:
+    model, _ = pair("llama")
+    model.resize_token_embeddings(120, mean_resizing=False)
+    assert not rt.status(model).exact
+    with pytest.raises(rt.UnsupportedModelError) as raised:
+        model(IDS)
+    compat.refused("transformers", "a head that was replaced after apply", raised.value, "call apply")
+    found = rt.apply(model)(IDS).logits
+    assert rt.status(model).exact and found.shape[-1] == 120 and found.dtype == torch.float32
+    for owner, name in ((model.model, "norm"), (model.model.layers[1], "input_layernorm"), (model.model, "layers")):
+        fresh = getattr(stock("llama").model.layers[0] if name == "input_layernorm" else stock("llama").model, name)
+        before = getattr(owner, name)
+        setattr(owner, name, fresh)
+        with pytest.raises(rt.UnsupportedModelError, match=r"was put into the model after .*call apply\(model\) again"):
+            model(IDS)
+        setattr(owner, name, before)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@torch.no_grad()
+def test_under_cpu_offload(first: bool, compat: Any) -> None:
+    """accelerate's hooks load each module's weights at its call; `apply` before or after them."""
+    accelerate = pytest.importorskip("accelerate")
+    expected = rt.token_logprobs(pair("qwen3-tied")[0], IDS, MASK).logp
+    model = stock("qwen3-tied")
+    if first:
+        rt.apply(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    if not first:
+        rt.apply(model)
+    assert rt.status(model).exact and model.lm_head.weight.is_meta
+    compat.bitwise("transformers", "accelerate's cpu_offload", rt.token_logprobs(model, IDS, MASK).logp, expected)
+    accelerate.hooks.remove_hook_from_submodules(rt.remove(model))
+    assert not rt.status(model).exact
+    assert_bitwise(model(IDS).logits, stock("qwen3-tied")(IDS).logits, "stock again")
 
 
 def test_tp_leaves_are_those_of_the_decoder(tmp_path: Path, compat: Any) -> None:
