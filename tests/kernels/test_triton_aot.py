@@ -32,7 +32,7 @@ INSTRUCTION = {
 FLUSHED = re.compile(r"\b(?:fma|add|sub|mul|div|sqrt)\.(?:\w+\.)*ftz\b")
 ATOMIC = re.compile(r"\b(?:atom|red)\.\S*(?:global|shared)|_atomic_")
 JIT = re.compile(r"\b(?:triton|gluon)\.jit\b")
-PACKAGE = Path(aot.__file__).resolve().parents[2]
+PACKAGE = Path(aot.__file__).resolve().parents[3]
 
 MEMORY = re.compile(r"\b(?:ld|st|red|atom)\.(?:\w+\.)*global|\bcp\.async|\bprefetch\.")
 """PTX that touches global memory."""

@@ -14,15 +14,14 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     from triton_interpreter import run
 
-    from rlkernel.kernels.triton import policy_loss
-    from rlkernel.kernels.triton.aot import SHARED_LIMIT, compile_variant
+    from rlkernel.kernels.triton.aot import SHARED_LIMIT, compile_variant, variants
 
     def test_in_the_interpreter() -> None:
         run(__file__)
 
     @pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_100", "gfx942", "gfx90a"))
     def test_compiles_ahead_of_time(target: str) -> None:
-        for variant in (v for v in policy_loss.AOT if target in v.targets):
+        for variant in (v for v in variants("policy_loss") if target in v.targets):
             compiled = compile_variant(variant, target)
             assert compiled.shared <= SHARED_LIMIT[target]
             assert compiled.resources()["spill_stores"] <= 4, variant.name

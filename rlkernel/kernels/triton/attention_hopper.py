@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlkernel.contract.orders import ATTENTION_BLOCK
-from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.attention_splits import closed, merged
 from rlkernel.kernels.triton.common import LN2, LOG2E, cdiv, exp2, on_device, options
 
@@ -270,23 +269,3 @@ def prefill(
             HK=hk, GROUP=h // hk, D=d, BLOCK_M=BLOCK_M, ROOM=room > 0, STAGES=STAGES,
             num_warps=4, **options(matmul=True),
         )  # fmt: skip
-
-
-# ---- ahead of time -------------------------------------------------------------------------------
-
-
-def _variant(name: str, kind: str, d: int, *, room: bool = False) -> Variant:
-    box = f"tensordesc<{kind}[{KEYS.value},{d}],{BOX!r}>"
-    types = {
-        "q": f"*{kind}:16", "k_box": box, "v_box": box, "cu_q": "*i32:16", "lens": "*i32:16", "out": f"*{kind}:16",
-        "lse": "*fp32:16", "T": "i32", "q_stride": "i32:16", "COLUMNS": "i32", "SPLIT": "i32:16", "scale_log2e": "fp32",
-    }  # fmt: skip
-    constants = {"HK": 8, "GROUP": 2, "D": d, "BLOCK_M": BLOCK_M, "ROOM": room, "STAGES": STAGES}
-    return Variant(name, prefill_kernel, types, constants, matmul=True, main=True, targets=("sm_90",))
-
-
-AOT: tuple[Variant, ...] = (
-    _variant("attention hopper long prefill", "bf16", 128),
-    _variant("attention hopper long prefill room", "bf16", 128, room=True),
-    _variant("attention hopper long prefill fp16", "fp16", 128),
-)

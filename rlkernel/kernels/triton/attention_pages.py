@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.attention_splits import page_in
 from rlkernel.kernels.triton.common import cdiv, next_power_of_2, on_device, options, rows_of_heads
 from rlkernel.kernels.triton.launch import direct
@@ -105,21 +104,3 @@ def store_kv_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Ten
             k_cache, v_cache, k, v, slots, k.stride(0), v.stride(0), k_cache.shape[0] * k_cache.shape[1],
             ROW=row, BLOCK=min(next_power_of_2(row), 1024), num_warps=4, **options(),
         )  # fmt: skip
-
-
-# ---- ahead of time -------------------------------------------------------------------------------
-
-AOT: tuple[Variant, ...] = (
-    Variant(
-        "attention gather", gather_kernel,
-        {"k": "*bf16:16", "v": "*bf16:16", "table": "*i32:16", "lens": "*i32:16", "k_out": "*bf16:16",
-         "v_out": "*bf16:16", "COLUMNS": "i32", "PAGES": "i32", "ROOM": "i32"},
-        {"HK": 8, "D": 128, "KV_HEAD": 256, "PAGE": 16, "BLOCK": 1024},
-    ),
-    Variant(
-        "store_kv", store_kv_kernel,
-        {"k_cache": "*bf16:16", "v_cache": "*bf16:16", "k": "*bf16:16", "v": "*bf16:16", "slots": "*i64:16",
-         "k_stride": "i32:16", "v_stride": "i32:16", "SIZE": "i64"},
-        {"ROW": 1024, "BLOCK": 1024},
-    ),
-)  # fmt: skip

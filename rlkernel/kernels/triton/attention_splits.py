@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from rlkernel.contract.orders import ATTENTION_BLOCK
-from rlkernel.kernels.triton.aot import Variant, early_too
 from rlkernel.kernels.triton.common import LN2, exp2, log2
 from rlkernel.kernels.triton.launch import direct
 
@@ -137,13 +136,3 @@ def merge_kernel(
                     o, top = merged(o, top, parts[i][0], parts[i][1])
         tl.store(lse + row, top * LN2, mask=head < H)
         tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)
-
-
-AOT: tuple[Variant, ...] = early_too(
-    Variant(
-        "attention merge", merge_kernel,
-        {"o_parts": "*fp32:16", "lse_parts": "*fp32:16", "cu_q": "*i32:16", "lens": "*i32:16", "out": "*bf16:16",
-         "lse": "*fp32:16", "T": "i32", "window": "i32", "SPLIT": "i32:16", "SPLITS": "i32"},
-        {"H": 16, "D": 128, "HEADS": 1, "BLOCK_D": 128, "HAS_WINDOW": False, "LENGTHS": True}, 1,
-    ),
-)  # fmt: skip

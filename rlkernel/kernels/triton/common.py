@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.aot import Variant, early_too
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -206,14 +204,3 @@ def next_power_of_2(n: int, least: int = 1) -> int:
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up, without the wrapper that Triton's function of that name goes through at every launch."""
     return -(-a // b)
-
-
-# ---- ahead of time -------------------------------------------------------------------------------
-
-AOT: tuple[Variant, ...] = early_too(
-    Variant(
-        "add_partials", add_partials_kernel,
-        {"partials": "*fp32:16", "grad": "*fp32:16", "SEGMENTS": "i32", "WIDTH": "i32:16"},
-        {"FRESH": False, "UNROLL": 16, "BLOCK": 32}, num_warps=1,
-    )
-)  # fmt: skip

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.kernels.reference.group_advantages import LANES
-from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import on_device, options
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -131,27 +130,3 @@ def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std:
             ROWS=rows, num_warps=1, **_TILE, **options(),
         )  # fmt: skip
     return out
-
-
-# ---- ahead of time ------------------------------------------------------------------------------
-
-_TYPES = {"rewards": "*fp32:16", "out": "*fp32:16", "N": "i32", "G": "i32", "eps": "fp32"}
-
-AOT: tuple[Variant, ...] = (
-    Variant(
-        "group_advantages", group_advantages_kernel, _TYPES,
-        {"spread": None, "LEAVE_ONE_OUT": False, "NORMALIZE": True, "ROWS": 2, **_TILE}, num_warps=1,
-    ),
-    Variant(
-        "group_advantages leave one out", group_advantages_kernel, _TYPES,
-        {"spread": None, "LEAVE_ONE_OUT": True, "NORMALIZE": False, "ROWS": 2, **_TILE}, num_warps=1,
-    ),
-    Variant(
-        "group_advantages batch", group_advantages_kernel, {**_TYPES, "spread": "*fp32:16"},
-        {"LEAVE_ONE_OUT": False, "NORMALIZE": True, "ROWS": 2, **_TILE}, num_warps=1,
-    ),
-    Variant(
-        "group_advantages deviation", deviation_kernel, {"rewards": "*fp32:16", "spread": "*fp32:16", "B": "i32"},
-        _LONG, num_warps=1,
-    ),
-)  # fmt: skip

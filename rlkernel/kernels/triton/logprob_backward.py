@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.common import cdiv, exp, on_device, options
 
 DGRAD_BLOCK = 2048  # entries of a row a program
@@ -139,19 +138,3 @@ def logprob_dgrad(
             HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, BLOCK=DGRAD_BLOCK, num_warps=2, **options(),
         )  # fmt: skip
     return dlogits
-
-
-# ---- ahead of time ------------------------------------------------------------------------------
-
-# Types of what both directions are given.
-INPUTS = {"logits": "*bf16:16", "targets": "*i64:16", "inv_temperature": "*fp32:16", "kept": "*i32:16"}
-SIZES = {"V": "i32:16", "WORDS": "i32", "logits_row": "i32:16"}
-AOT: tuple[Variant, ...] = (
-    Variant(
-        "logprob_dgrad", logprob_dgrad_kernel,
-        {**INPUTS, **dict.fromkeys(("stats", "entropy", "dlogp", "dentropy"), "*fp32:16"), "dlogits": "*bf16:16",
-         **SIZES},
-        {"HAS_TEMPERATURE": True, "HAS_KEPT": True, "HAS_DLOGP": True, "HAS_DENTROPY": True, "BLOCK": DGRAD_BLOCK},
-        num_warps=2, main=True,
-    ),
-)  # fmt: skip

@@ -6,14 +6,11 @@ in halves. One program a statistic; what bounds it is latency, so the loads of U
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import SEGMENT
-from rlkernel.kernels.triton.aot import Variant, early_too
 from rlkernel.kernels.triton.common import early, next_power_of_2, options
 
 SUMS, PARTIAL_COUNTS, EXTREMES = 9, 5, 3
@@ -241,19 +238,3 @@ def add_over_batch(
 
 UNROLL = 8
 """Sequences a lane whose loads are under way at once."""
-
-# ---- ahead of time ---------------------------------------------------------------------------------------------------
-
-
-def _variant(lanes: int, unroll: int) -> Variant:
-    types: dict[str, Any] = dict.fromkeys(("sums", "extremes", "normalizer", "loss", "scale", "stats"), "*fp32:16")
-    types |= {"cu_seqlens": "*i32:16", "counts": "*i32:16", "totals": "*i64:16", "divisor": "fp32"}
-    types |= dict.fromkeys(("T", "B", "places"), "i32")
-    constants = {
-        "DIVIDE_BY": TENSOR, "SEQUENCE_MEAN": True, "BY_TOKENS": False, "SEGMENT": SEGMENT, "LANES": lanes,
-        "UNROLL": unroll,
-    }  # fmt: skip
-    return Variant(f"policy_loss batch {lanes}", batch_kernel, types, constants, num_warps=max(1, lanes // 32))
-
-
-AOT: tuple[Variant, ...] = (*early_too(_variant(SEGMENT, UNROLL)), *early_too(_variant(64, 1)))

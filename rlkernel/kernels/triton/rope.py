@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.aot import Variant, early_too
 from rlkernel.kernels.triton.common import early, negated, next_power_of_2, on_device, options
 from rlkernel.kernels.triton.launch import direct
 
@@ -123,18 +122,3 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool
             k.stride(0), k.stride(1), INVERSE=inverse, **meta, **early(q), **options(),
         )  # fmt: skip
     return q_out, k_out
-
-
-# ---- ahead of time ------------------------------------------------------------------------------
-
-
-def _variant(h: int, hk: int) -> Variant:
-    types = dict.fromkeys(("q", "k", "q_out", "k_out"), "*bf16:16")
-    types |= {"positions": "*i64:16", "cos_sin": "*fp32:16", "P": "i32", "H": "i32:16", "HK": "i32"}
-    types |= dict.fromkeys(("q_row", "q_head", "k_row", "k_head"), "i32:16")
-    meta = _tile(h, hk, 128)
-    warps = meta.pop("num_warps")
-    return Variant(f"rope {h} + {hk}", rope_kernel, types, {"INVERSE": False, **meta}, num_warps=warps, main=True)
-
-
-AOT: tuple[Variant, ...] = (*early_too(_variant(16, 8)), *early_too(_variant(32, 8)))

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.aot import Variant, early_too
 from rlkernel.kernels.triton.common import cdiv, early, exp, next_power_of_2, on_device, options
 from rlkernel.kernels.triton.launch import direct
 
@@ -91,19 +90,3 @@ def swiglu_grad(dy: Tensor, gate_up: Tensor) -> Tensor:
     with on_device(dy):
         swiglu_grad_kernel[grid](dy, gate_up, grad, dy.shape[1], **meta)
     return grad
-
-
-# ---- ahead of time ------------------------------------------------------------------------------
-
-AOT: tuple[Variant, ...] = (
-    *early_too(
-        Variant(
-            "swiglu", swiglu_kernel, {"gate_up": "*bf16:16", "out": "*bf16:16", "F": "i32:16"},
-            {"KEEP": True, "BLOCK": 512}, num_warps=2, main=True,
-        )
-    ),
-    Variant(
-        "swiglu_grad", swiglu_grad_kernel, {"dy": "*bf16:16", "gate_up": "*bf16:16", "grad": "*bf16:16", "F": "i32:16"},
-        {"BLOCK": 512}, num_warps=2, main=True,
-    ),
-)  # fmt: skip

@@ -1,7 +1,8 @@
-"""Ahead-of-time compilation of every kernel for every GPU family, without a GPU: what CI and certification read.
+"""Ahead-of-time compilation of every Triton kernel for every GPU family, without a GPU: for tests and benchmarks.
 
-Each kernel module lists its `Variant`s in `AOT`; `compile_variant` compiles one, `Compiled` answers questions about
-the machine code: instructions, registers, spills, shared memory.
+Each module here lists the `Variant`s of the kernel module of the same name in `AOT`; `compile_variant` compiles one,
+`Compiled` answers questions about the machine code: instructions, registers, spills, shared memory. No kernel imports
+this package.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ MODULES = (
     "group_advantages",
     "adamw",
 )
-"""Modules of this package that have kernels; each has a tuple `AOT`."""
+"""Modules with kernels; the module of that name in this package has a tuple `AOT`."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _tool(name: str, flag: str, cubin: bytes) -> str:
 def variants(*modules: str) -> list[Variant]:
     """Every variant of the named modules, or of all of `MODULES`, in order."""
     names = modules or MODULES
-    return [v for name in names for v in import_module(f"rlkernel.kernels.triton.{name}").AOT]
+    return [v for name in names for v in import_module(f"{__name__}.{name}").AOT]
 
 
 def compile_variant(variant: Variant, target: str) -> Compiled:
