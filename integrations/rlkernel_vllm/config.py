@@ -36,12 +36,10 @@ def prepare(vllm_config: Any, asked: Settings) -> None:
         UnsupportedError: strict mode, and there are findings; in any mode, the contract is not the one asked for, or
             the plugin does not fit this vLLM.
     """
-    from rlkernel_vllm import plugin
-
-    if plugin.failed:
+    if settings.failed:
         first, last = (".".join(map(str, version)) for version in VERSIONS)
         raise UnsupportedError(
-            f"vllm: the plugin does not fit this version, use one of {first} to {last}: {plugin.failed}"
+            f"vllm: the plugin does not fit this version, use one of {first} to {last}: {settings.failed}"
         )
     settings.write(vllm_config, asked)
     contract = ops.attention_contract(asked.attention)
@@ -202,10 +200,8 @@ def _of_attention(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
     if backend not in (None, AttentionBackendEnum.CUSTOM):
         yield Finding("attention_config.backend", f"{backend.name}; leave it out, rlkernel brings its own")
     else:
-        from rlkernel_vllm.plugin import BACKEND
-
         registered = AttentionBackendEnum.CUSTOM.get_path()
-        if registered != BACKEND:
+        if registered != settings.BACKEND:
             yield Finding("attention_config.backend", f"another plugin registered {registered} as CUSTOM")
 
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from rlkernel_vllm import settings
 
-BACKEND = "rlkernel_vllm.attention_cuda.Backend"
-failed = ""  # why the hooks do not fit this vLLM
 _installed = False
 
 
@@ -27,7 +25,7 @@ def install() -> None:
 
     vLLM starts no engine where a plugin raises; so only what asks for rlkernel learns of hooks that do not fit.
     """
-    global _installed, failed
+    global _installed
     if _installed:
         return
     _installed = True
@@ -36,10 +34,10 @@ def install() -> None:
         _hook_workers()
         _offer_attention()
     except Exception as error:
-        failed = f"{type(error).__name__}: {error}"
+        settings.failed = f"{type(error).__name__}: {error}"
         if settings.of({}).enabled:
             raise
-        logging.getLogger("rlkernel_vllm").warning("the plugin does not fit this vLLM and is off: %s", failed)
+        logging.getLogger("rlkernel_vllm").warning("the plugin does not fit this vLLM and is off: %s", settings.failed)
 
 
 def _hook_config() -> None:
@@ -107,7 +105,7 @@ def _hook_workers() -> None:
 
 def _attach(worker: Any, vllm_config: Any) -> None:
     """Gives this worker our loading of the model, and the methods that `collective_rpc` calls by name."""
-    from rlkernel_vllm import fingerprint, report, sampling, warmup
+    from rlkernel_vllm import fingerprint, report, warmup
     from rlkernel_vllm.config import UnsupportedError
 
     _hook_models()
@@ -118,7 +116,7 @@ def _attach(worker: Any, vllm_config: Any) -> None:
         try:
             done = stock(*args, **kwargs)
             runner = worker.model_runner
-            sampling.take_over(runner, settings.read(vllm_config))
+            take_over_sampler(runner, settings.read(vllm_config))
         except UnsupportedError as error:
             told = os.environ.get(settings.REFUSAL)  # `rlkernel_vllm.LLM` waits for it, maybe in another process
             if told:
@@ -131,6 +129,24 @@ def _attach(worker: Any, vllm_config: Any) -> None:
     worker.load_model = load_model
     worker.rlkernel_status = MethodType(report.of_worker, worker)
     worker.rlkernel_fingerprints = MethodType(fingerprint.of_worker, worker)
+
+
+def take_over_sampler(runner: Any, asked: settings.Settings) -> None:
+    """Changes the sampler of a runner whose model is loaded, and its worker for prompt log-probabilities.
+
+    Raises:
+        UnsupportedError: strict mode, and the sampler is not vLLM's own.
+    """
+    from rlkernel_vllm.config import Finding, refuse
+
+    if hasattr(runner, "prompt_logprobs_worker"):
+        from rlkernel_vllm.sampling_v2 import take_over
+    else:
+        from rlkernel_vllm.sampling_v1 import take_over
+    if not take_over(runner):
+        found: list[Finding] = runner.get_model().rlkernel.found
+        found.append(Finding("sampler", f"{type(runner.sampler).__name__}; expected vLLM's own"))
+        refuse(found, asked)
 
 
 def _hook_models() -> None:
@@ -169,4 +185,4 @@ def _offer_attention() -> None:
     from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum, register_backend
 
     if AttentionBackendEnum.CUSTOM not in _ATTN_OVERRIDES:
-        register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+        register_backend(AttentionBackendEnum.CUSTOM, settings.BACKEND)

@@ -6,6 +6,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlkernel_vllm import settings
 from rlkernel_vllm.settings import FLAG
 
 
@@ -76,12 +77,10 @@ def assert_active(llm: Any) -> Status:
         InactiveError: its workers do not run it, as where `VLLM_PLUGINS` names other plugins only.
         TypeError: as in `status`.
     """
-    from rlkernel_vllm import plugin
-
     found = status(llm)
     if not found.active:
-        if plugin.failed:
-            raise InactiveError(f"the plugin does not fit this vLLM: {plugin.failed}")
+        if settings.failed:
+            raise InactiveError(f"the plugin does not fit this vLLM: {settings.failed}")
         raise InactiveError(
             f"the engine's workers do not compute with rlkernel. Was {FLAG} set for this engine? Does VLLM_PLUGINS, "
             "where it is set, name rlkernel? Is rlkernel installed in the Python environment of the workers?"
@@ -124,7 +123,6 @@ def of_worker(worker: Any) -> dict[str, Any]:
 
     import rlkernel
     from rlkernel import ops
-    from rlkernel_vllm import settings
 
     asked = settings.read(worker.vllm_config)
     runner = worker.model_runner

@@ -6,30 +6,10 @@ log-probability is that of `ops.logprob`: a trainer that has the logits has the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel_vllm.config import Finding, refuse
-from rlkernel_vllm.settings import Settings
-
-
-def take_over(runner: Any, asked: Settings) -> None:
-    """Changes the sampler of a runner whose model is loaded, and its worker for prompt log-probabilities.
-
-    Raises:
-        UnsupportedError: strict mode, and the sampler is not vLLM's own.
-    """
-    if hasattr(runner, "prompt_logprobs_worker"):
-        from rlkernel_vllm.sampling_v2 import take_over as change
-    else:
-        from rlkernel_vllm.sampling_v1 import take_over as change
-    if not change(runner):
-        found: list[Finding] = runner.get_model().rlkernel.found
-        found.append(Finding("sampler", f"{type(runner.sampler).__name__}; expected vLLM's own"))
-        refuse(found, asked)
 
 
 def log_probabilities(logits: Tensor) -> Tensor:  # [T, V] fp32 -> [T, V] fp32
@@ -47,8 +27,8 @@ def token_log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:  # [T, V], [
 
 
 def _statistics(logits: Tensor) -> Tensor:  # [T, V] -> [T, 2]: M, log S
-    nobody = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-    return torch.ops.rlkernel.logprob(logits, nobody, None, None)[3]
+    any_token = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+    return torch.ops.rlkernel.logprob(logits, any_token, None, None)[3]
 
 
 def keep(

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+BACKEND = "rlkernel_vllm.attention_cuda.Backend"
+failed = ""  # why the plugin's hooks do not fit this vLLM
 FLAG = "use_rl_kernel_backend"
 MODE = "rl_kernel_mode"
 ATTENTION = "rl_kernel_attention"

@@ -87,7 +87,7 @@ def checks(folder: str) -> dict[str, Any]:
     import rlkernel_vllm
     from rlkernel_vllm.config import findings
     from rlkernel_vllm.convert import Conversion
-    from rlkernel_vllm.sampling import take_over
+    from rlkernel_vllm.plugin import take_over_sampler as take_over
     from rlkernel_vllm.settings import Settings
 
     class Mine(rlkernel_vllm.LLM):
