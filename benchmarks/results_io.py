@@ -1,13 +1,12 @@
 """Result files of GPU tests and benchmarks: one JSON a name under `benchmarks/results/<gpu>/`.
 
-Every file carries command, commit, kernel_sha, orders_sha, benchmark_sha, hardware, driver, versions and contract id,
-so that a figure in the documentation can be traced to what produced it.
+Every file carries command, commit, kernel_sha, hardware, driver, versions and contract id, so that a figure in the
+documentation can be traced to what produced it.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import datetime
 import hashlib
 import json
@@ -16,7 +15,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 BENCHMARKS = ROOT / "benchmarks"
 HASHED = ("csrc", "rlkernel/kernels", "rlkernel/ops")
 """Folders whose code decides bits and times."""
-ORDERS = "rlkernel/contract/orders.py"
-"""The chunks and tiles of all kernels."""
-MEASURING = ("anchors.py", "results_io.py", "timing.py")
-"""What decides the numbers of a benchmark, beside its own file and what it imports of this folder."""
 
 
 def _tracked(root: Path) -> list[str]:
@@ -49,50 +43,12 @@ def _tracked(root: Path) -> list[str]:
     return [p.relative_to(root).as_posix() for p in found]
 
 
-def _digest(root: Path, paths: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(paths, key=os.fsencode):
-        digest.update(path.encode() + b"\0" + (root / path).read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
 def kernel_sha(root: Path = ROOT) -> str:
     """First 16 hex digits of SHA-256 over the kernel and op files, in byte order of their paths."""
-    return _digest(root, _tracked(root))
-
-
-def orders_sha(root: Path = ROOT) -> str:
-    """The same of ORDERS."""
-    return _digest(root, [ORDERS])
-
-
-def benchmark_sha() -> str:
-    """`kernel_sha` of what measures: MEASURING and every file of this folder that this process has loaded."""
-    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    # relative: what torch makes up, as "_classes.py", which would lie here wherever this is the current folder
-    loaded = {Path(file).resolve() for file in files if file and Path(file).is_absolute()}
-    names = {path.name for path in loaded if path.parent == BENCHMARKS and path.suffix == ".py" and path.is_file()}
-    return _digest(BENCHMARKS, {*MEASURING, *names})
-
-
-def measured_by(command: str) -> str | None:
-    """`benchmark_sha` that a record's command would have today, from what its script imports; None where it names no
-    script of this folder."""
-    named = [Path(word).name for word in shlex.split(command)[:2]]
-    todo = [name for name in named if name.endswith(".py") and (BENCHMARKS / name).is_file()]
-    if not todo:
-        return None
-    found: set[str] = set()
-    while todo:
-        name = todo.pop()
-        if name not in found and (BENCHMARKS / name).is_file():
-            found.add(name)
-            for node in ast.walk(ast.parse((BENCHMARKS / name).read_text())):
-                if isinstance(node, ast.Import):
-                    todo += [f"{alias.name}.py" for alias in node.names]
-                elif isinstance(node, ast.ImportFrom):
-                    todo.append(f"{node.module}.py")
-    return _digest(BENCHMARKS, {*MEASURING, *found})
+    digest = hashlib.sha256()
+    for path in sorted(_tracked(root), key=os.fsencode):
+        digest.update(path.encode() + b"\0" + (root / path).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def commit(root: Path = ROOT) -> str | None:
@@ -158,8 +114,6 @@ def write_result(
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
         "kernel_sha": kernel_sha(),
-        "orders_sha": orders_sha(),
-        "benchmark_sha": benchmark_sha(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **env,
         "contract": contract_id(),

@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "consistency")]
 
 from figures import FILES, figures
-from results_io import ORDERS, kernel_sha, measured_by, orders_sha
-from sources import changed_since, keep
+from results_io import kernel_sha
 
 from rlkernel_drift.power import tables as power
 
@@ -34,7 +33,6 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 HIDDEN = {"note"}
-MOST_NAMED = 5  # files that have changed since a record; of more their number is told
 
 
 def _cell(value: Any) -> str:
@@ -57,29 +55,12 @@ def _markdown(columns: list[str], lines: list[list[Any]]) -> list[str]:
     return head + ["| " + " | ".join(map(_cell, line)) + " |" for line in lines]
 
 
-def _changed(data: dict[str, Any]) -> list[str]:
-    """The sources that have changed since, by name where they are few and known."""
-    orders = [] if data.get("orders_sha", orders_sha()) == orders_sha() else [f"`{ORDERS}`"]
-    if data["kernel_sha"] == kernel_sha():
-        return orders
-    names = changed_since(data["kernel_sha"])
-    if names is None:
-        return ["the sources"]
-    named = [f"`{name}`" for name in names] + orders
-    return named if len(named) <= MOST_NAMED else [f"{len(named)} of the sources"]
-
-
 def _made_with(data: dict[str, Any]) -> str:
-    """Machine, versions, kernel_sha (and which sources have changed since, or the benchmark) and date of a result."""
+    """Machine, versions, commit (and whether the kernels are others by now) and date of a result."""
     version = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name in ("torch", "triton"))
-    changed = _changed(data)
-    if data.get("benchmark_sha") != measured_by(data["command"]):
-        changed.append("the benchmark")
-    have = "has" if len(changed) == 1 and not changed[0].endswith("sources") else "have"
-    listed = " and ".join(filter(None, (", ".join(changed[:-1]), *changed[-1:])))
-    older = f" ({listed} {have} changed since)" if changed else ""
-    made = f"{data['hardware']}, {version}, contract {data['contract']}, kernel_sha `{data['kernel_sha']}`{older}"
-    return f"{made}, {data['date'][:10]}"
+    commit = f"commit `{data['commit'][:7]}`" if data.get("commit") else f"kernel_sha `{data['kernel_sha']}`"
+    older = "" if data["kernel_sha"] == kernel_sha() else " (older kernels)"
+    return f"{data['hardware']}, {version}, contract {data['contract']}, {commit}{older}, {data['date'][:10]}"
 
 
 def _source(data: dict[str, Any], path: Path) -> list[str]:
@@ -140,8 +121,8 @@ def kernels(path: Path) -> str:
 SKIPPED = re.compile(r"^.*?::\w+(?:\[.*\])?: ")
 """The name in front of the reason why a test was skipped."""
 COUNTED = (
-    "A token counts once in each comparison of two calls, whatever outputs they have; other numbers are what is not "
-    "counted by tokens: gradients of weights, sums, the optimizer's tensors."
+    "Tokens counts tokens compared, once for each pair of calls. Other numbers counts compared values that belong to "
+    "no token, such as weight gradients and optimizer state."
 )
 
 
@@ -215,7 +196,9 @@ def reach(folder: Path, short: bool) -> str:
     lines = figures(folder)
     if short:
         lines = [line for line in lines if line["reached"]]
-    columns = ["op", "anchor", "reach", "measured", "reached"]
+    columns = ["op", "anchor", "target", "least", "most", "cases", "reached"]
+    if not short:
+        columns.insert(-1, "a copy")
     cells = [[line[c] for c in columns] for line in lines]
     made: dict[str, list[str]] = {}
     for path in (folder / f"{name}.json" for name in FILES):
@@ -250,8 +233,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table is out of date")
     args = parser.parse_args()
-    if not args.check:
-        keep(json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/*.json")))
     stale = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text()

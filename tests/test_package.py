@@ -96,51 +96,26 @@ def test_kernel_sha_is_that_of_the_definition(benchmarks: None) -> None:
 
 @pytest.mark.parametrize("git", (True, False), ids=("git", "files alone"))
 def test_a_sha_changes_with_what_decides_bits(benchmarks: None, tmp_path: Path, git: bool) -> None:
-    """Kernels, one that git does not know yet too, and the chunks and tiles of all; not what else the contract says."""
-    from results_io import kernel_sha, orders_sha
+    """Kernels, also one that git does not know yet; not other packages."""
+    from results_io import kernel_sha
 
     kernels, contract = tmp_path / "rlkernel" / "kernels", tmp_path / "rlkernel" / "contract"
-    for path in (kernels / "kernel.py", contract / "orders.py", contract / "other.py"):
+    for path in (kernels / "kernel.py", contract / "other.py"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("CHUNK = 1\n")
     (tmp_path / ".gitignore").write_text("__pycache__/\n")
     if git:
         for words in (["init", "-q"], ["add", "."]):
             subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    seen = [(kernel_sha(tmp_path), orders_sha(tmp_path))]
-    for path, kernel, orders in (
-        (contract / "other.py", False, False), (contract / "orders.py", False, True),
-        (kernels / "kernel.py", True, False), (kernels / "new.py", True, False),
-        (kernels / "__pycache__" / "kernel.pyc", False, False),
+    seen = [kernel_sha(tmp_path)]
+    for path, changes in (
+        (contract / "other.py", False), (kernels / "kernel.py", True), (kernels / "new.py", True),
+        (kernels / "__pycache__" / "kernel.pyc", False),
     ):  # fmt: skip
         path.parent.mkdir(exist_ok=True)
         path.write_text("CHUNK = 2\n")
-        seen.append((kernel_sha(tmp_path), orders_sha(tmp_path)))
-        assert (seen[-1][0] != seen[-2][0], seen[-1][1] != seen[-2][1]) == (kernel, orders), path.name
-
-
-def test_benchmark_sha_is_of_what_measures(tmp_path: Path) -> None:
-    """The script's own file, what it imports of the folder, and timing.py, anchors.py and results_io.py in any case."""
-    folder = tmp_path / "benchmarks"
-    folder.mkdir()
-    for name in ("results_io.py", "timing.py", "anchors.py"):
-        shutil.copy(ROOT / "benchmarks" / name, folder)
-    (folder / "bench_some.py").write_text("import arms, results_io\nprint(results_io.benchmark_sha())\n")
-    (folder / "bench_other.py").write_text("import results_io\nprint(results_io.benchmark_sha())\n")
-    (folder / "arms.py").write_text("ARMS = 1\n")
-
-    def sha(name: str) -> str:
-        command = [sys.executable, "-B", str(folder / name)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    some, other = sha("bench_some.py"), sha("bench_other.py")
-    assert len(some) == 16 and some != other and sha("bench_some.py") == some
-    for name, both in (("arms.py", False), ("bench_some.py", False), ("timing.py", True), ("anchors.py", True)):
-        text = (folder / name).read_text()
-        (folder / name).write_text(text + "# changed\n")
-        assert sha("bench_some.py") != some, name
-        assert (sha("bench_other.py") != other) == both, name
-        (folder / name).write_text(text)
+        seen.append(kernel_sha(tmp_path))
+        assert (seen[-1] != seen[-2]) == changes, path.name
 
 
 def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -> None:
@@ -149,7 +124,7 @@ def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -
     path = write_result("probe", [{"test": "t", "cases": 1, "tokens": 2, "mismatches": 0}], out=tmp_path)
     data = json.loads(path.read_text())
     fields = {"name", "command", "commit", "kernel_sha", "date", "hardware", "driver", "versions", "contract", "rows"}
-    assert fields | {"orders_sha", "benchmark_sha"} <= set(data)
+    assert fields <= set(data)
     assert data["contract"] == "rlk-2"
 
 
