@@ -64,7 +64,7 @@ def apply(
     """
     found = support.find_model(model)
     config = support.read_config(found)
-    support.check_wrappers(model)
+    support.check_wrappers(model, adapters)
     support.check(found, config)
     variant = ops.current_attention_variant(attention_variant)
     weight = found.model.embed_tokens.weight
@@ -219,6 +219,12 @@ def token_logprobs(
     found = support.find_model(model)
     if "_rlkernel" not in found.model.__dict__:
         raise support.UnsupportedModelError("token_logprobs: call rlkernel_transformers.apply(model) first")
+    prompts = support.prompt_learning(model)
+    if prompts is not None and prompts.peft_type != "PREFIX_TUNING":
+        raise forwards.CallError(
+            f"token_logprobs: {type(prompts).__name__} puts {prompts.num_virtual_tokens} learned tokens in front of "
+            "each row, and there are no targets for them; call the model itself, with labels for a loss"
+        )
     if labels is not None and targets is not None:
         raise forwards.CallError("token_logprobs: labels and targets are both given; pass one")
     unknown = sorted(set(inputs) - _call_names(found))
@@ -345,6 +351,8 @@ def _runs(module: nn.Module) -> tuple[str, str]:
             return "stock", f"{', '.join(stale)} came after apply(model); call it again"
         return "adapter", "base and low-rank products by rlkernel, added by torch elementwise"
     foreign = module.__dict__.get("forward")
+    if inspect.unwrap(getattr(foreign, "__func__", foreign), stop=_OWN.__contains__) in _OWN:
+        return "rlkernel", "inside a wrapper of its forward"  # accelerate's mixed precision
     return "stock", f"its forward is {getattr(foreign, '__qualname__', foreign)}" if foreign is not None else ""
 
 

@@ -7,11 +7,15 @@ the forward and of the backward is where `rlkernel.models` has it. Each function
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import ModelOutput
@@ -19,6 +23,8 @@ from transformers.utils import ModelOutput
 from rlkernel import ops
 from rlkernel.ops.logprob import inverse_temperature
 from rlkernel_transformers.adapters import merged_weight
+from rlkernel_transformers.attention import attention_weights
+from rlkernel_transformers.caches import check_cache, new_cache, pack_pages, remember
 from rlkernel_transformers.joined import joined_linear
 from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, check_rows, check_targets, pack, place
 
@@ -59,16 +65,57 @@ def whole(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
+def rounded(weight: Any, dtype: torch.dtype) -> Any:
+    """An fp32 parameter in the half precision that a layer computes in under autocast; any other as it is."""
+    if getattr(weight, "dtype", dtype) != torch.float32 or dtype == torch.float32:
+        return weight
+    out = weight.to(dtype)
+    if getattr(weight, "main_grad", None) is not None and torch.is_grad_enabled():
+        out.main_grad = weight.main_grad
+    return out
+
+
+def entry(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward, which turns autocast off inside and passes its dtype on, and which leaves compiled graphs
+    where the call has a cache."""
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(a, Tensor)]
+        if not tensors or "_rlkernel" not in getattr(self, "model", self).__dict__:
+            return forward(self, *args, **kwargs)
+        past = args[3] if len(args) > 3 else kwargs.get("past_key_values")
+        if is_dynamo_compiling() and (past is not None or kwargs.get("cache") is not None):
+            return _uncompiled(call, self, *args, **kwargs)
+        device = tensors[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return forward(self, *args, **kwargs)
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return forward(self, *args, rlkernel_dtype=dtype, **kwargs)
+
+    return call
+
+
+@functools.partial(
+    torch.compiler.disable,
+    reason="past_key_values: the number of cached keys is read from the cache; compile without fullgraph, which leaves "
+    "such calls out",
+)
+def _uncompiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
+
+
 # ---- layers --------------------------------------------------------------------------------------
 
 
 def linear_forward(self: Any, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-    bias = None if self.bias is None else whole(self.bias)
-    return ops.linear(x, whole(self.weight), bias, chunks=self._rlkernel_chunks)
+    bias = None if self.bias is None else rounded(whole(self.bias), x.dtype)
+    return ops.linear(x, rounded(whole(self.weight), x.dtype), bias, chunks=self._rlkernel_chunks)
 
 
 def head_forward(self: Any, x: Tensor) -> Tensor:  # [..., C] -> [..., V] fp32
-    return ops.linear(x, head_weight(self), out_dtype=torch.float32)
+    return ops.linear(x, rounded(head_weight(self), x.dtype), out_dtype=torch.float32)
 
 
 def head_weight(head: Any) -> Tensor:  # [V, C]
@@ -94,7 +141,7 @@ def embedding_forward(self: Any, ids: Tensor) -> Tensor:
 
 
 def norm_forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-    weight = whole(self.weight)
+    weight = rounded(whole(self.weight), x.dtype)
     if residual is None:
         return ops.rms_norm(x, weight, self.variance_epsilon)
     return ops.rms_norm(x, weight, self.variance_epsilon, residual)
@@ -108,7 +155,8 @@ def mlp_forward(self: Any, x: Tensor) -> Tensor:  # [T, C]
     return _call(self.down_proj, ops.swiglu(gate_up))
 
 
-def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
+def attention_forward(self: Any, x: Tensor, packed: Packed) -> Any:
+    """Output [T, C]; with it the attention weights [B, H, L, S], where `packed` asks for them."""
     settings = self._rlkernel
     layers = (self.q_proj, self.k_proj, self.v_proj)
     qkv = _together(layers, x)
@@ -119,8 +167,9 @@ def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
     if settings.qk_norm:
         q, k = self.q_norm(q), self.k_norm(k)
     q, k = ops.rope(q, k, packed.positions, settings.cos_sin)
-    if packed.cache is not None:
-        k, v = _remember(self, packed, k, v)
+    keys = None
+    if packed.cache is not None or packed.pages is not None:
+        k, v, keys = remember(self, packed, k, v)
     out, _ = ops.attention(
         q,
         k,
@@ -132,17 +181,25 @@ def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
         window=settings.windows[self.layer_idx],
         variant=settings.variant,
     )
-    return _call(self.o_proj, out.reshape(x.shape[0], -1))
+    out = _call(self.o_proj, out.reshape(x.shape[0], -1))
+    if not packed.weights:
+        return out
+    keys = packed.scatter(k).transpose(1, 2) if keys is None else keys
+    return out, attention_weights(packed, q, keys, settings.windows[self.layer_idx])
 
 
-def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: Packed) -> tuple[Tensor, Tensor]:
+def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: Packed) -> tuple[Tensor, ...]:
+    """Output of the MLP and the residual stream [T, C]; with them the attention weights, where `packed` asks."""
     if residual is None:
         residual, x = x, self.input_layernorm(x)
     else:
         x, residual = self.input_layernorm(x, residual)
     x = self.self_attn(x, packed)
+    weights: tuple[Tensor, ...] = ()
+    if packed.weights:
+        x, *weights = x
     x, residual = self.post_attention_layernorm(x, residual)
-    return self.mlp(x), residual
+    return self.mlp(x), residual, *weights
 
 
 def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
@@ -163,7 +220,9 @@ def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
 
 def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
     base = self.base_layer
-    return ops.linear(x, merged_weight(self), base.bias, chunks=base._rlkernel_chunks)
+    weight = rounded(merged_weight(self), x.dtype)
+    bias = None if base.bias is None else rounded(base.bias, x.dtype)
+    return ops.linear(x, weight, bias, chunks=base._rlkernel_chunks)
 
 
 def _call(layer: Any, x: Tensor) -> Tensor:
@@ -176,26 +235,10 @@ def _call(layer: Any, x: Tensor) -> Tensor:
     return layer(x)
 
 
-def _remember(self: Any, packed: Packed, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Stores new keys and values in the caller's cache; returns all that the call attends to, packed."""
-    window = self._rlkernel.windows[self.layer_idx]
-    new = [packed.scatter(t).transpose(1, 2) for t in (k, v)]
-    stored = packed.cache.update(*new, self.layer_idx)
-    length = packed.past + packed.shape[1]
-    if stored[0].shape[2] != length:
-        reason = f"the window of {window} keys has dropped some" if window else "the cache is not the dynamic one"
-        raise CallError(
-            f"past_key_values returned {stored[0].shape[2]} keys of {length}: {reason}; generate with use_cache=False, "
-            "or with rlkernel_transformers.remove(model)"
-        )
-    if packed.keys is None:
-        return k, v
-    return stored[0].transpose(1, 2)[packed.keys], stored[1].transpose(1, 2)[packed.keys]
-
-
 # ---- decoder -------------------------------------------------------------------------------------
 
 
+@entry
 def decoder_forward(
     self: Any,
     input_ids: Tensor | None = None,
@@ -206,30 +249,64 @@ def decoder_forward(
     use_cache: bool | None = None,
     **kwargs: Any,
 ) -> BaseModelOutputWithPast:
-    """Hidden states after the final norm [B, L, C], zero at padding; packed [T, C] for a caller that packed itself."""
+    """Hidden states after the final norm [B, L, C], zero at padding; packed [T, C] for a caller that packed itself.
+
+    States of `output_hidden_states` go through the caller's shape on their way, so that they receive gradients.
+    """
     packed = kwargs.pop("rlkernel_packed", None)
     inside = packed is not None
     if not inside:
         packed = prepare(
             self, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, None, kwargs
         )
-    collect = _option(self, kwargs, "output_hidden_states")
-    states: list[Tensor] = []
-    x = self.embed_tokens(packed.gather(input_ids)) if inputs_embeds is None else packed.gather(inputs_embeds)
+    layers = self.layers[: self.config.num_hidden_layers]
+    asked = _option(self, kwargs, "output_hidden_states")
+    some = isinstance(asked, list | tuple | set)  # of layers: state i + 1 is what layer i returns
+    chosen = {i + 1 for i in asked} if some else set(range(len(layers) + 1)) if asked else set()
+    states: dict[int, Tensor] = {}
+    attentions: list[Tensor] = []
+
+    def through(i: int, x: Tensor) -> Tensor:  # [T, C]
+        if i not in chosen:
+            return x
+        states[i] = packed.scatter(x)
+        return packed.gather(states[i])
+
+    x = through(0, _embed(self, packed, input_ids, inputs_embeds))
     residual = None
-    for layer in self.layers[: self.config.num_hidden_layers]:
-        if collect:
-            states.append(x if residual is None else x + residual)
-        x, residual = layer(x, residual, packed)
-    hidden = self.norm(x, residual)[0]
-    out = hidden if inside else packed.scatter(hidden)
+    for i, layer in enumerate(layers):
+        if i in chosen and residual is not None:
+            x = through(i, x + residual)
+            residual = torch.full_like(x, -0.0)  # x + -0.0 has the bits of x, and the fused norm's backward stays
+        x, residual, *weights = layer(x, residual, packed)
+        attentions += weights
+    hidden = through(len(layers), self.norm(x, residual)[0])
+    out = hidden if inside else states[len(layers)] if len(layers) in states else packed.scatter(hidden)
+    found = tuple(states.get(i) for i in range(1 if some else 0, len(layers) + 1))
     return BaseModelOutputWithPast(
         last_hidden_state=out,
         past_key_values=packed.cache,
-        hidden_states=(*(packed.scatter(s) for s in states), packed.scatter(hidden)) if collect else None,
+        hidden_states=found if asked else None,
+        attentions=tuple(attentions) if packed.weights else None,
     )
 
 
+def _embed(decoder: Any, packed: Packed, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:  # [T, C]
+    embedding = decoder.embed_tokens
+    if inputs_embeds is not None:
+        expected = inputs_embeds.dtype if isinstance(embedding.weight, DTensor) else embedding.weight.dtype
+        if packed.dtype is None and inputs_embeds.dtype != expected:
+            raise CallError(f"inputs_embeds is {inputs_embeds.dtype}; expected {expected}, the dtype of the model")
+        x = packed.gather(inputs_embeds)
+    elif embedding._forward_hooks or embedding._forward_pre_hooks:  # NEFTune's counts the tokens of a row
+        x = packed.gather(embedding(input_ids))
+    else:
+        ids = packed.gather(input_ids)  # type: ignore[arg-type]
+        x = embedding(ids if packed.pages is None else ids.long())
+    return x if packed.dtype is None else x.to(packed.dtype)
+
+
+@entry
 def causal_lm_forward(
     self: Any,
     input_ids: Tensor | None = None,
@@ -260,7 +337,7 @@ def causal_lm_forward(
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
-    score = kwargs.pop("rlkernel_score", None)
+    score = kwargs.get("rlkernel_score")
     skip_logits = kwargs.pop("skip_logits", None)
     if skip_logits is None:
         skip_logits = self.training and labels is not None
@@ -284,7 +361,7 @@ def causal_lm_forward(
         input_ids=input_ids,
         inputs_embeds=inputs_embeds,
         rlkernel_packed=packed,
-        output_hidden_states=_option(self.model, kwargs, "output_hidden_states"),
+        output_hidden_states=score is None and _option(self.model, kwargs, "output_hidden_states"),
     )
     hidden = inner.last_hidden_state  # [T, C]
     if score is not None:
@@ -298,7 +375,11 @@ def causal_lm_forward(
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(states[:, kept, :])
     out = CausalLMOutputWithPast(
-        loss=loss, logits=logits, past_key_values=inner.past_key_values, hidden_states=inner.hidden_states
+        loss=loss,
+        logits=logits,
+        past_key_values=inner.past_key_values,
+        hidden_states=inner.hidden_states,
+        attentions=inner.attentions,
     )
     return out if kwargs.get("return_dict", True) is not False else out.to_tuple()
 
@@ -316,47 +397,56 @@ def prepare(
 ) -> Packed:
     """The call as packed tokens, refused where it is not one that our ops compute.
 
-    A cache is used where one is passed, or with an explicit `use_cache=True`; the default of the configuration, which
-    would build one in every training forward, is not followed.
+    As in transformers, a cache is used where one is passed, and made with `use_cache=True` or, outside of training, by
+    the configuration's default; not for log-probabilities, after which nothing is generated.
     """
     shape = shape_of(input_ids, inputs_embeds)
     given = input_ids if input_ids is not None else inputs_embeds
     assert given is not None
     settings = decoder._rlkernel
-    _refuse_context(given.device)
-    if _option(decoder, kwargs, "output_attentions"):
-        raise CallError("output_attentions=True: the attention op keeps no weights; leave it out, or remove(model)")
-    cache = past_key_values
-    if cache is None and use_cache:
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=decoder.config)
-    if cache is not None and type(cache).__name__ != "DynamicCache":
-        raise CallError(
-            f"past_key_values is a {type(cache).__name__}; rlkernel fills a DynamicCache: leave cache_implementation "
-            "out, or generate with rlkernel_transformers.remove(model)"
-        )
-    if "cache" in kwargs or "block_table" in kwargs:
-        raise CallError(
-            "continuous batching of transformers (paged attention) is not supported: turn "
-            "use_transformers_continuous_batching off, or generate with rlkernel_transformers.remove(model)"
-        )
+    dtype = kwargs.get("rlkernel_dtype")
+    _check_context(decoder, given.device, dtype)
     checkpointed = decoder.layers[0].gradient_checkpointing and decoder.training and torch.is_grad_enabled()
-    if cache is not None and checkpointed:
-        if cache.get_seq_length():
-            raise CallError("past_key_values under gradient checkpointing: recomputing would fill the cache twice")
-        cache = None
-    packed = pack(
-        shape,
-        given.device,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        cu_seqlens=kwargs.get("cu_seq_lens_q"),
-        max_seqlen=kwargs.get("max_length_q"),
-        cache=cache,
-        targets=None if score is None else score.targets,
-        rows=None if score is None else score.rows,
-    )
+    if past_key_values is not None:
+        if checkpointed:
+            raise CallError(
+                "past_key_values under gradient checkpointing: recomputing would fill the cache twice; leave it out, "
+                "or call model.gradient_checkpointing_disable()"
+            )
+        check_cache(past_key_values, shape[1])
+    if kwargs.get("cache") is not None:
+        assert position_ids is not None
+        packed = pack_pages(shape, position_ids, settings.windows, kwargs)
+    else:
+        if isinstance(attention_mask, dict):  # of `generate` with a static cache: one for each kind of layer, all equal
+            attention_mask = next(iter(attention_mask.values()))
+        packed = pack(
+            shape,
+            given.device,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=kwargs.get("cu_seq_lens_q"),
+            max_seqlen=kwargs.get("max_length_q"),
+            cache=past_key_values,
+            targets=None if score is None else score.targets,
+            rows=None if score is None else score.rows,
+        )
+        if use_cache is None:
+            packed_rows = attention_mask is None and packed.cu_seqlens.numel() - 1 != shape[0]
+            scoring = "rlkernel_score" in kwargs
+            use_cache = bool(decoder.config.use_cache) and not (decoder.training or scoring or packed_rows)
+        if use_cache and past_key_values is None and not checkpointed:
+            packed = replace(packed, cache=new_cache())
+    weights = bool(_option(decoder, kwargs, "output_attentions"))
+    weights &= "rlkernel_score" not in kwargs and packed.pages is None
+    if weights or dtype is not None:
+        packed = replace(packed, weights=weights, dtype=dtype)
+    if weights and not is_dynamo_compiling():
+        warnings.warn(
+            "output_attentions: the attention op keeps no weights; they are computed once more by eager torch, for "
+            "reporting, while everything else stays on rlkernel",
+            stacklevel=2,
+        )
     if score is not None and score.rows is not None:
         check_rows(score.rows, packed.positions.numel())
     limit = settings.config.max_position_embeddings
@@ -390,17 +480,24 @@ def shape_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[in
     return given.shape[0], given.shape[1]
 
 
-def _refuse_context(device: torch.device) -> None:
+def _check_context(decoder: Any, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Raises CallError where autocast would reach the ops, or asks for another half precision than the model's."""
     if torch.is_autocast_enabled(device.type):
         raise CallError(
             "autocast is active: it casts inside the ops and changes their bits. Load the model in bfloat16 and turn "
             "mixed precision off: bf16=False in TrainingArguments, mixed_precision='no' in accelerate"
         )
+    own = decoder.embed_tokens.weight.dtype
+    if dtype is not None and own not in (torch.float32, dtype):
+        raise CallError(
+            f"autocast to {dtype} over parameters in {own}: rlkernel rounds fp32 parameters at each use; cast the "
+            f"model, model.to({dtype}) or model.float()"
+        )
 
 
-def _option(decoder: Any, kwargs: dict[str, Any], name: str) -> bool:
+def _option(decoder: Any, kwargs: dict[str, Any], name: str) -> Any:
     value = kwargs.get(name)
-    return bool(getattr(decoder.config, name, False) if value is None else value)
+    return getattr(decoder.config, name, False) if value is None else value
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------
@@ -413,6 +510,7 @@ def shift(labels: Tensor, ignored: int = IGNORED) -> Tensor:  # [B, L]
 
 def score_tokens(hidden: Tensor, weight: Tensor, packed: Packed, score: Score) -> TokenLogprobs:
     """Log-probabilities of the targets [B, L] from packed hidden states [T, C]."""
+    weight = rounded(weight, hidden.dtype)
     scored = packed.scored
     chosen = hidden if scored.rows is None else hidden.index_select(0, scored.rows)
     targets = _of_scored(score.targets, scored)
