@@ -7,15 +7,11 @@ the forward and of the backward is where `rlkernel.models` has it. Each function
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import ModelOutput
@@ -24,9 +20,10 @@ from rlkernel import ops
 from rlkernel.ops.logprob import inverse_temperature
 from rlkernel_transformers.adapters import merged_weight
 from rlkernel_transformers.attention import attention_weights
-from rlkernel_transformers.caches import check_cache, new_cache, pack_pages, remember
+from rlkernel_transformers.caches import remember
+from rlkernel_transformers.calls import Score, entry, option, prepare, shape_of
 from rlkernel_transformers.joined import joined_linear
-from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, check_rows, check_targets, pack, place
+from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, check_targets, place
 
 
 @dataclass
@@ -48,18 +45,6 @@ class TokenLogprobs(ModelOutput):
     top1: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Score:
-    """What `token_logprobs` asks the model for; travels through wrappers as one keyword argument."""
-
-    targets: Tensor
-    temperature: float | Tensor = 1.0
-    kept: Tensor | None = None
-    keep_probs: bool = False
-    rows: Tensor | None = None
-    statistics: bool = False
-
-
 def whole(weight: Tensor) -> Tensor:
     """The full tensor of a parameter that FSDP2 holds in shards."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -73,37 +58,6 @@ def rounded(weight: Any, dtype: torch.dtype) -> Any:
     if getattr(weight, "main_grad", None) is not None and torch.is_grad_enabled():
         out.main_grad = weight.main_grad
     return out
-
-
-def entry(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's forward, which turns autocast off inside and passes its dtype on, and which leaves compiled graphs
-    where the call has a cache."""
-
-    @functools.wraps(forward)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [a for a in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(a, Tensor)]
-        if not tensors or "_rlkernel" not in getattr(self, "model", self).__dict__:
-            return forward(self, *args, **kwargs)
-        past = args[3] if len(args) > 3 else kwargs.get("past_key_values")
-        if is_dynamo_compiling() and (past is not None or kwargs.get("cache") is not None):
-            return _uncompiled(call, self, *args, **kwargs)
-        device = tensors[0].device.type
-        if not torch.is_autocast_enabled(device):
-            return forward(self, *args, **kwargs)
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
-            return forward(self, *args, rlkernel_dtype=dtype, **kwargs)
-
-    return call
-
-
-@functools.partial(
-    torch.compiler.disable,
-    reason="past_key_values: the number of cached keys is read from the cache; compile without fullgraph, which leaves "
-    "such calls out",
-)
-def _uncompiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return fn(*args, **kwargs)
 
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -195,7 +149,7 @@ def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: Packed)
     else:
         x, residual = self.input_layernorm(x, residual)
     x = self.self_attn(x, packed)
-    weights: tuple[Tensor, ...] = ()
+    weights: list[Tensor] = []
     if packed.weights:
         x, *weights = x
     x, residual = self.post_attention_layernorm(x, residual)
@@ -260,7 +214,7 @@ def decoder_forward(
             self, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, None, kwargs
         )
     layers = self.layers[: self.config.num_hidden_layers]
-    asked = _option(self, kwargs, "output_hidden_states")
+    asked = option(self, kwargs, "output_hidden_states")
     some = isinstance(asked, list | tuple | set)  # of layers: state i + 1 is what layer i returns
     chosen = {i + 1 for i in asked} if some else set(range(len(layers) + 1)) if asked else set()
     states: dict[int, Tensor] = {}
@@ -361,7 +315,7 @@ def causal_lm_forward(
         input_ids=input_ids,
         inputs_embeds=inputs_embeds,
         rlkernel_packed=packed,
-        output_hidden_states=score is None and _option(self.model, kwargs, "output_hidden_states"),
+        output_hidden_states=score is None and option(self.model, kwargs, "output_hidden_states"),
     )
     hidden = inner.last_hidden_state  # [T, C]
     if score is not None:
@@ -382,122 +336,6 @@ def causal_lm_forward(
         attentions=inner.attentions,
     )
     return out if kwargs.get("return_dict", True) is not False else out.to_tuple()
-
-
-def prepare(
-    decoder: Any,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    attention_mask: Any,
-    position_ids: Tensor | None,
-    past_key_values: Any,
-    use_cache: bool | None,
-    score: Score | None,
-    kwargs: dict[str, Any],
-) -> Packed:
-    """The call as packed tokens, refused where it is not one that our ops compute.
-
-    As in transformers, a cache is used where one is passed, and made with `use_cache=True` or, outside of training, by
-    the configuration's default; not for log-probabilities, after which nothing is generated.
-    """
-    shape = shape_of(input_ids, inputs_embeds)
-    given = input_ids if input_ids is not None else inputs_embeds
-    assert given is not None
-    settings = decoder._rlkernel
-    dtype = kwargs.get("rlkernel_dtype")
-    _check_context(decoder, given.device, dtype)
-    checkpointed = decoder.layers[0].gradient_checkpointing and decoder.training and torch.is_grad_enabled()
-    if past_key_values is not None:
-        if checkpointed:
-            raise CallError(
-                "past_key_values under gradient checkpointing: recomputing would fill the cache twice; leave it out, "
-                "or call model.gradient_checkpointing_disable()"
-            )
-        check_cache(past_key_values, shape[1])
-    if kwargs.get("cache") is not None:
-        assert position_ids is not None
-        packed = pack_pages(shape, position_ids, settings.windows, kwargs)
-    else:
-        if isinstance(attention_mask, dict):  # of `generate` with a static cache: one for each kind of layer, all equal
-            attention_mask = next(iter(attention_mask.values()))
-        packed = pack(
-            shape,
-            given.device,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cu_seqlens=kwargs.get("cu_seq_lens_q"),
-            max_seqlen=kwargs.get("max_length_q"),
-            cache=past_key_values,
-            targets=None if score is None else score.targets,
-            rows=None if score is None else score.rows,
-        )
-        if use_cache is None:
-            packed_rows = attention_mask is None and packed.cu_seqlens.numel() - 1 != shape[0]
-            scoring = "rlkernel_score" in kwargs
-            use_cache = bool(decoder.config.use_cache) and not (decoder.training or scoring or packed_rows)
-        if use_cache and past_key_values is None and not checkpointed:
-            packed = replace(packed, cache=new_cache())
-    weights = bool(_option(decoder, kwargs, "output_attentions"))
-    weights &= "rlkernel_score" not in kwargs and packed.pages is None
-    if weights or dtype is not None:
-        packed = replace(packed, weights=weights, dtype=dtype)
-    if weights and not is_dynamo_compiling():
-        warnings.warn(
-            "output_attentions: the attention op keeps no weights; they are computed once more by eager torch, for "
-            "reporting, while everything else stays on rlkernel",
-            stacklevel=2,
-        )
-    if score is not None and score.rows is not None:
-        check_rows(score.rows, packed.positions.numel())
-    limit = settings.config.max_position_embeddings
-    longest = packed.past + packed.max_seqlen if packed.longest is None else packed.longest
-    if longest > limit and packed.cu_seqlens.numel() - 1 == packed.shape[0]:
-        raise CallError(
-            f"sequences of up to {longest} tokens exceed max_position_embeddings={limit} of "
-            "the model; shorten them, or raise it in the configuration before apply(model)"
-        )
-    settings.to(given.device)
-    return packed
-
-
-def shape_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
-    """(B, L) of a call.
-
-    Raises:
-        CallError: not exactly one of them is given, or it has other dimensions.
-    """
-    if (input_ids is None) == (inputs_embeds is None):
-        raise CallError("pass exactly one of input_ids and inputs_embeds")
-    for name, value in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
-        if value is not None and not isinstance(value, Tensor):
-            raise CallError(f"{name} is a {type(value).__name__}; expected a tensor, torch.tensor({name})")
-    if input_ids is not None and input_ids.dim() != 2:
-        raise CallError(f"input_ids is {tuple(input_ids.shape)}; expected [B, L], as ids[None] for one sequence")
-    if inputs_embeds is not None and inputs_embeds.dim() != 3:
-        raise CallError(f"inputs_embeds is {tuple(inputs_embeds.shape)}; expected [B, L, C]")
-    given = input_ids if input_ids is not None else inputs_embeds
-    assert given is not None
-    return given.shape[0], given.shape[1]
-
-
-def _check_context(decoder: Any, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Raises CallError where autocast would reach the ops, or asks for another half precision than the model's."""
-    if torch.is_autocast_enabled(device.type):
-        raise CallError(
-            "autocast is active: it casts inside the ops and changes their bits. Load the model in bfloat16 and turn "
-            "mixed precision off: bf16=False in TrainingArguments, mixed_precision='no' in accelerate"
-        )
-    own = decoder.embed_tokens.weight.dtype
-    if dtype is not None and own not in (torch.float32, dtype):
-        raise CallError(
-            f"autocast to {dtype} over parameters in {own}: rlkernel rounds fp32 parameters at each use; cast the "
-            f"model, model.to({dtype}) or model.float()"
-        )
-
-
-def _option(decoder: Any, kwargs: dict[str, Any], name: str) -> Any:
-    value = kwargs.get(name)
-    return getattr(decoder.config, name, False) if value is None else value
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------

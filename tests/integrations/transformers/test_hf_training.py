@@ -155,8 +155,69 @@ def test_masters_in_a_training_loop() -> None:
     assert not hasattr(model.lm_head.weight, "main_grad") and model.lm_head.weight.grad is None
 
 
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "compiled", "main_grads"])
+@pytest.mark.parametrize("case", ["qwen2", "qwen3-tied"])
+def test_autocast(case: str, how: str, compat: Any) -> None:
+    """fp32 weights under autocast(bf16): log-probabilities and gradients of the model cast to bf16, to the bit."""
+    (model, _), (half, _) = pair(case), pair(case)
+    half = rt.apply(half.to(torch.bfloat16))
+    name = "grad"
+    called = model
+    if how == "compiled":
+        for m in (model, half):
+            m.model.layers = m.model.layers[:1]
+            m.config.num_hidden_layers = 1
+        torch._dynamo.reset()
+        called = torch.compile(model, fullgraph=True, backend="aot_eager")
+    elif how == "checkpointing":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": case == "qwen2"})
+    elif how == "main_grads":
+        name = "main_grad"
+        rt.main_grads(model)
+        rt.main_grads(half)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = rt.token_logprobs(called, IDS, MASK)
+        found.logp.sum().backward()
+    expected = rt.token_logprobs(half, IDS, MASK)
+    expected.logp.sum().backward()
+    for m in (model, half) if how == "main_grads" else ():
+        rt.fold_main_grads(m)
+    suffix = "" if how == "plain" else f", {how}"
+    compat.bitwise("transformers", f"autocast(bf16) over fp32 weights{suffix}", found.logp, expected.logp)
+    for (key, p), q in zip(model.named_parameters(), half.parameters(), strict=True):
+        own, wanted = getattr(p, name), getattr(q, name)
+        assert own.dtype == torch.float32, key
+        if how == "main_grads":
+            assert_bitwise(own, wanted, key)
+        elif p is model.lm_head.weight and case == "qwen3-tied":  # added up in fp32 here, in bf16 there
+            torch.testing.assert_close(own, wanted.float(), rtol=2e-2, atol=2e-2)
+        else:
+            assert_bitwise(own.to(torch.bfloat16), wanted, key)
+
+
+@torch.no_grad()
+def test_autocast_in_generation_and_of_adapters() -> None:
+    """Logits and the cache are those of the bf16 model; LoRA in both readings runs, with an fp32 or a bf16 base."""
+    model, half = pair("qwen3")[0].eval(), pair("qwen3", torch.bfloat16)[0].eval()
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"attention_mask": MASK, "output_logits": True, "return_dict_in_generate": True}
+    expected = half.generate(IDS, **options)
+    for m in (model, half):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = m.generate(IDS, **options)
+        assert_bitwise(torch.stack(found.logits), torch.stack(expected.logits), "logits of generate under autocast")
+        assert found.past_key_values.layers[0].keys.dtype == torch.bfloat16
+    for dtype in (torch.float32, torch.bfloat16):
+        for adapters in ("low-rank", "merged"):
+            wrapped = rt.apply(lora(stock("qwen3", dtype)), adapters=adapters)
+            other_ids, other_mask = padded(ROWS, left=False, extra=3)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                one, other = (rt.token_logprobs(wrapped, i, m) for i, m in ((IDS, MASK), (other_ids, other_mask)))
+            assert_bitwise(next_tokens(other.logp, other_mask), next_tokens(one.logp, MASK), f"LoRA, {adapters}")
+
+
 def test_in_a_trainer(tmp_path: Path, compat: Any) -> None:
-    """transformers' own Trainer: columns found, token counts passed on, the loss falls; autocast is refused."""
+    """transformers' own Trainer: columns found, token counts passed on, the loss falls, with bf16=True too."""
     pytest.importorskip("accelerate")
     ids, mask = padded(ROWS, left=False)
     rows = [
@@ -171,13 +232,18 @@ def test_in_a_trainer(tmp_path: Path, compat: Any) -> None:
         optimizer = rt.AdamW(model.parameters(), lr=3e-3)
         return transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows, optimizers=(optimizer, None))
 
-    one = trainer(per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=4)
-    before = one.evaluate()["eval_loss"]
-    one.train()
-    assert one.evaluate()["eval_loss"] < before - 0.3
-    with pytest.raises(rt.CallError) as raised:
-        trainer(bf16=True, max_steps=1).train()
-    compat.refused("transformers", "autocast: bf16=True of a Trainer", raised.value, "bf16=False")
+    for bf16 in (False, True):
+        one = trainer(per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=4, bf16=bf16)
+        before = one.evaluate()["eval_loss"]
+        one.train()
+        assert one.evaluate()["eval_loss"] < before - 0.3
+        assert rt.status(one.model).exact
+    assert all(p.dtype == torch.float32 for p in one.model.parameters())
+    half = rt.apply(copy.deepcopy(stock("qwen3")))
+    half.load_state_dict(one.model.state_dict())
+    expected = rt.token_logprobs(rt.apply(half.to(torch.bfloat16)), ids, mask).logp
+    found = rt.token_logprobs(one.model, ids, mask).logp
+    compat.bitwise("transformers", "bf16=True of a Trainer, over fp32 weights", found, expected)
 
 
 # ---- LoRA ----------------------------------------------------------------------------------------
@@ -352,6 +418,17 @@ def test_copies_and_saves_as_before(tmp_path: Path, compat: Any) -> None:
     assert loaded.state_dict().keys() == model.state_dict().keys()
     found = rt.token_logprobs(rt.apply(loaded), IDS, MASK).logp
     compat.bitwise("transformers", "copied, saved and loaded", found, expected)
+
+
+def test_checkpoint_of_the_base_model(tmp_path: Path) -> None:
+    """`architectures` of a base or reward model: the class that loads it decides."""
+    plain = stock("qwen3")
+    plain.model.save_pretrained(tmp_path)
+    loaded = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.architectures == ["Qwen3Model"]
+    assert rt.status(rt.apply(loaded)).exact
+    expected = rt.apply(plain).model(IDS, attention_mask=MASK).last_hidden_state
+    assert_bitwise(loaded.model(IDS, attention_mask=MASK).last_hidden_state, expected, "hidden states")
 
 
 def test_tp_leaves_are_those_of_the_decoder(tmp_path: Path, compat: Any) -> None:
