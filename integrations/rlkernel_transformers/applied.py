@@ -219,12 +219,6 @@ def token_logprobs(
     found = support.find_model(model)
     if "_rlkernel" not in found.model.__dict__:
         raise support.UnsupportedModelError("token_logprobs: call rlkernel_transformers.apply(model) first")
-    prompts = support.prompt_learning(model)
-    if prompts is not None and prompts.peft_type != "PREFIX_TUNING":
-        raise forwards.CallError(
-            f"token_logprobs: {type(prompts).__name__} puts {prompts.num_virtual_tokens} learned tokens in front of "
-            "each row, and there are no targets for them; call the model itself, with labels for a loss"
-        )
     if labels is not None and targets is not None:
         raise forwards.CallError("token_logprobs: labels and targets are both given; pass one")
     unknown = sorted(set(inputs) - _call_names(found))

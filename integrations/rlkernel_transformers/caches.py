@@ -81,7 +81,7 @@ def pack_pages(shape: tuple[int, int], position_ids: Tensor, windows: Any, kwarg
     remedy = "turn use_transformers_continuous_batching off, or generate with rlkernel_transformers.remove(model)"
     if any(window is not None for window in windows):
         raise CallError(f"continuous batching of transformers drops keys outside of sliding windows: {remedy}")
-    if kwargs.get("block_table") is not None or not isinstance(kwargs.get("read_index"), list):
+    if kwargs.get("block_table") is not None:
         raise CallError(
             "continuous batching of transformers passes a block table, which rlkernel does not read: set "
             f"max_blocks_per_request=0 in its ContinuousBatchingConfig, {remedy}"

@@ -308,6 +308,11 @@ def causal_lm_forward(
         asked = Score(shifted)
         if ignored != IGNORED:
             asked = replace(asked, targets=asked.targets.masked_fill(asked.targets == ignored, IGNORED))
+    if score is not None and inputs_embeds is not None and inputs_embeds.shape[1] > score.targets.shape[-1]:
+        raise CallError(
+            f"token_logprobs: the model computes {inputs_embeds.shape[1]} tokens a row and {score.targets.shape[-1]} "
+            "have targets; a learned prompt of PEFT stands in front of each row: call the model itself, with labels"
+        )
     packed = prepare(
         self.model, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, asked, kwargs
     )

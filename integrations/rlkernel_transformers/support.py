@@ -56,20 +56,15 @@ def read_config(model: Any) -> ModelConfig:
         raise UnsupportedModelError(str(error)) from None
 
 
-def prompt_learning(model: nn.Module) -> Any:
-    """Configuration of PEFT's prompt or prefix tuning around a model; None without."""
-    configs = (getattr(module, "active_peft_config", None) for module in model.modules())
-    return next((config for config in configs if getattr(config, "is_prompt_learning", False)), None)
-
-
 def check_wrappers(model: nn.Module, adapters: str) -> None:
     """Raises UnsupportedModelError for PEFT's prompt learning where an engine is to compute the same numbers."""
-    config = prompt_learning(model)
-    if config is not None and adapters == "merged":
-        raise UnsupportedModelError(
-            f"{type(config).__name__}: prefixes and prompts that are learned change the inputs of every call, which no "
-            "engine has; use LoRA, or adapters='low-rank' where nothing is rolled out"
-        )
+    for module in model.modules() if adapters == "merged" else ():
+        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            kind = type(module.active_peft_config).__name__
+            raise UnsupportedModelError(
+                f"{kind}: prefixes and prompts that are learned change the inputs of every call, which no engine has; "
+                "use LoRA, or adapters='low-rank' where nothing is rolled out"
+            )
 
 
 def check(model: Any, config: ModelConfig) -> None:

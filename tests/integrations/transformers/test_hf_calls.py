@@ -375,8 +375,10 @@ def test_learned_prompts(kind: str, before: bool, compat: Any) -> None:
     if kind == "PrefixTuningConfig":
         assert rt.token_logprobs(model, IDS, MASK).logp.shape == IDS.shape
     else:
-        with pytest.raises(rt.CallError, match=f"{kind} puts 4 learned tokens in front of each row"):
+        with pytest.raises(rt.CallError, match="computes 21 tokens a row and 17 have targets; a learned prompt"):
             rt.token_logprobs(model, IDS, MASK)
+        with model.disable_adapter():
+            assert_bitwise(rt.token_logprobs(model, IDS, MASK).logp, reference_padded("llama"), "without the prompt")
     with pytest.raises(rt.UnsupportedModelError, match=rf"{kind}: .* use LoRA"):
         rt.apply(model, adapters="merged")
 
