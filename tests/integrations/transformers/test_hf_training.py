@@ -202,7 +202,10 @@ def test_lora_is_invariant(adapters: str, dtype: torch.dtype, compat: Any) -> No
     model = rt.apply(lora(stock("qwen3", dtype)), adapters=adapters).train()
     assert rt.status(model).exact
     other_ids, other_mask = padded(ROWS, left=False, extra=3)
-    one, other = (rt.token_logprobs(model, i, m) for i, m in ((IDS, MASK), (other_ids, other_mask)))
+    for autocast in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            one, other = (rt.token_logprobs(model, i, m) for i, m in ((IDS, MASK), (other_ids, other_mask)))
+        assert_bitwise(next_tokens(other.logp, other_mask), next_tokens(one.logp, MASK), f"autocast={autocast}")
     feature = f"PEFT LoRA, {adapters}: padding changes nothing"
     compat.bitwise("transformers", feature, next_tokens(other.logp, other_mask), next_tokens(one.logp, MASK))
     found = gradients(model)
@@ -211,17 +214,6 @@ def test_lora_is_invariant(adapters: str, dtype: torch.dtype, compat: Any) -> No
         base = rt.token_logprobs(model, IDS, MASK).logp
     assert_bitwise(base, rt.token_logprobs(pair("qwen3", dtype)[0], IDS, MASK).logp, "reference model")
     assert not torch.equal(base, one.logp)
-
-
-@pytest.mark.parametrize("adapters", ["low-rank", "merged"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.no_grad()
-def test_lora_under_autocast(adapters: str, dtype: torch.dtype) -> None:
-    model = rt.apply(lora(stock("qwen3", dtype)), adapters=adapters)
-    other_ids, other_mask = padded(ROWS, left=False, extra=3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        one, other = (rt.token_logprobs(model, i, m) for i, m in ((IDS, MASK), (other_ids, other_mask)))
-    assert_bitwise(next_tokens(other.logp, other_mask), next_tokens(one.logp, MASK), "padding")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -302,8 +294,7 @@ def test_fsdp2(case: str, policy: str, mesh: Any, compat: Any) -> None:
     if policy != "fp32":
         decoder = decoder.to(torch.bfloat16)
     if policy.startswith("bf16"):
-        cast = policy != "bf16"
-        mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=cast)
+        mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=policy != "bf16")
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
