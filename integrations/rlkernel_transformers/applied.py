@@ -64,7 +64,7 @@ def apply(
     """
     found = support.find_model(model)
     config = support.read_config(found)
-    support.check_wrappers(model)
+    support.check_wrappers(model, adapters)
     support.check(found, config)
     variant = ops.current_attention_variant(attention_variant)
     weight = found.model.embed_tokens.weight
@@ -359,6 +359,8 @@ def _runs(module: nn.Module) -> tuple[str, str]:
             return "stock", f"{', '.join(stale)} came after apply(model); call it again"
         return "adapter", "base and low-rank products by rlkernel, added by torch elementwise"
     foreign = module.__dict__.get("forward")
+    if foreign and inspect.unwrap(getattr(foreign, "__func__", foreign), stop=_OWN.__contains__) in _OWN:
+        return "rlkernel", "inside a wrapper of its forward"  # accelerate's mixed precision
     return "stock", f"its forward is {getattr(foreign, '__qualname__', foreign)}" if foreign is not None else ""
 
 

@@ -21,8 +21,11 @@ from transformers.utils import ModelOutput
 from rlkernel import ops
 from rlkernel.ops.logprob import inverse_temperature
 from rlkernel_transformers.adapters import merged_weight
+from rlkernel_transformers.attention import attention_weights
+from rlkernel_transformers.caches import remember
+from rlkernel_transformers.calls import Score, entry, option, prepare, shape_of
 from rlkernel_transformers.joined import joined_linear
-from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, check_rows, check_targets, pack, place
+from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, check_targets, place
 from rlkernel_transformers.support import check_call, has_hooks
 
 
@@ -45,18 +48,6 @@ class TokenLogprobs(ModelOutput):
     top1: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Score:
-    """What `token_logprobs` asks the model for; travels through wrappers as one keyword argument."""
-
-    targets: Tensor
-    temperature: float | Tensor = 1.0
-    kept: Tensor | None = None
-    keep_probs: bool = False
-    rows: Tensor | None = None
-    statistics: bool = False
-
-
 def whole(weight: Tensor) -> Tensor:
     """The full tensor of a parameter that FSDP2 holds in shards.
 
@@ -73,17 +64,27 @@ def whole(weight: Tensor) -> Tensor:
     return weight.full_tensor()
 
 
+def rounded(weight: Any, dtype: torch.dtype) -> Any:
+    """An fp32 parameter in the half precision that a layer computes in under autocast; any other as it is."""
+    if getattr(weight, "dtype", dtype) != torch.float32 or dtype == torch.float32:
+        return weight
+    out = weight.to(dtype)
+    if getattr(weight, "main_grad", None) is not None and torch.is_grad_enabled():
+        out.main_grad = weight.main_grad
+    return out
+
+
 # ---- layers --------------------------------------------------------------------------------------
 
 
 def linear_forward(self: Any, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-    bias = None if self.bias is None else whole(self.bias)
-    return ops.linear(x, whole(self.weight), bias, chunks=self._rlkernel_chunks)
+    bias = None if self.bias is None else rounded(whole(self.bias), x.dtype)
+    return ops.linear(x, rounded(whole(self.weight), x.dtype), bias, chunks=self._rlkernel_chunks)
 
 
 def head_forward(self: Any, x: Tensor, score: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
     """Logits, [..., C] -> [..., V] fp32; or what `score` computes from x and the weight."""
-    weight = head_weight(self)
+    weight = rounded(head_weight(self), x.dtype)
     return ops.linear(x, weight, out_dtype=torch.float32) if score is None else score(x, weight)
 
 
@@ -126,7 +127,7 @@ def embedding_forward(self: Any, ids: Tensor) -> Tensor:
 
 
 def norm_forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-    weight = whole(self.weight)
+    weight = rounded(whole(self.weight), x.dtype)
     if residual is None:
         return ops.rms_norm(x, weight, self.variance_epsilon)
     return ops.rms_norm(x, weight, self.variance_epsilon, residual)
@@ -140,7 +141,8 @@ def mlp_forward(self: Any, x: Tensor) -> Tensor:  # [T, C]
     return _call(self.down_proj, ops.swiglu(gate_up))
 
 
-def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
+def attention_forward(self: Any, x: Tensor, packed: Packed) -> Any:
+    """Output [T, C]; with it the attention weights [B, H, L, S], where `packed` asks for them."""
     settings = self._rlkernel
     layers = (self.q_proj, self.k_proj, self.v_proj)
     qkv = _together(layers, x)
@@ -151,8 +153,9 @@ def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
     if settings.qk_norm:
         q, k = self.q_norm(q), self.k_norm(k)
     q, k = ops.rope(q, k, packed.positions, settings.cos_sin)
-    if packed.cache is not None:
-        k, v = _remember(self, packed, k, v)
+    keys = None
+    if packed.cache is not None or packed.pages is not None:
+        k, v, keys = remember(self, packed, k, v)
     out, _ = ops.attention(
         q,
         k,
@@ -164,17 +167,25 @@ def attention_forward(self: Any, x: Tensor, packed: Packed) -> Tensor:  # [T, C]
         window=settings.windows[self.layer_idx],
         variant=settings.variant,
     )
-    return _call(self.o_proj, out.reshape(x.shape[0], -1))
+    out = _call(self.o_proj, out.reshape(x.shape[0], -1))
+    if not packed.weights:
+        return out
+    keys = packed.scatter(k).transpose(1, 2) if keys is None else keys
+    return out, attention_weights(packed, q, keys, settings.windows[self.layer_idx])
 
 
-def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: Packed) -> tuple[Tensor, Tensor]:
+def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: Packed) -> tuple[Tensor, ...]:
+    """Output of the MLP and the residual stream [T, C]; with them the attention weights, where `packed` asks."""
     if residual is None:
         residual, x = x, self.input_layernorm(x)
     else:
         x, residual = self.input_layernorm(x, residual)
     x = self.self_attn(x, packed)
+    weights: list[Tensor] = []
+    if packed.weights:
+        x, *weights = x
     x, residual = self.post_attention_layernorm(x, residual)
-    return self.mlp(x), residual
+    return self.mlp(x), residual, *weights
 
 
 def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
@@ -197,7 +208,9 @@ def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
 
 def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
     base = self.base_layer
-    return ops.linear(x, merged_weight(self), base.bias, chunks=base._rlkernel_chunks)
+    weight = rounded(merged_weight(self), x.dtype)
+    bias = None if base.bias is None else rounded(base.bias, x.dtype)
+    return ops.linear(x, weight, bias, chunks=base._rlkernel_chunks)
 
 
 def _call(layer: Any, x: Tensor) -> Tensor:
@@ -210,26 +223,10 @@ def _call(layer: Any, x: Tensor) -> Tensor:
     return layer(x)
 
 
-def _remember(self: Any, packed: Packed, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Stores new keys and values in the caller's cache; returns all that the call attends to, packed."""
-    window = self._rlkernel.windows[self.layer_idx]
-    new = [packed.scatter(t).transpose(1, 2) for t in (k, v)]
-    stored = packed.cache.update(*new, self.layer_idx)
-    length = packed.past + packed.shape[1]
-    if stored[0].shape[2] != length:
-        reason = f"the window of {window} keys has dropped some" if window else "the cache is not the dynamic one"
-        raise CallError(
-            f"past_key_values returned {stored[0].shape[2]} keys of {length}: {reason}; generate with use_cache=False, "
-            "or with rlkernel_transformers.remove(model)"
-        )
-    if packed.keys is None:
-        return k, v
-    return stored[0].transpose(1, 2)[packed.keys], stored[1].transpose(1, 2)[packed.keys]
-
-
 # ---- decoder -------------------------------------------------------------------------------------
 
 
+@entry
 def decoder_forward(
     self: Any,
     input_ids: Tensor | None = None,
@@ -240,30 +237,64 @@ def decoder_forward(
     use_cache: bool | None = None,
     **kwargs: Any,
 ) -> BaseModelOutputWithPast:
-    """Hidden states after the final norm [B, L, C], zero at padding; packed [T, C] for a caller that packed itself."""
+    """Hidden states after the final norm [B, L, C], zero at padding; packed [T, C] for a caller that packed itself.
+
+    States of `output_hidden_states` go through the caller's shape on their way, so that they receive gradients.
+    """
     packed = kwargs.pop("rlkernel_packed", None)
     inside = packed is not None
     if not inside:
         packed = prepare(
             self, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, None, kwargs
         )
-    collect = _option(self, kwargs, "output_hidden_states")
-    states: list[Tensor] = []
-    x = self.embed_tokens(packed.gather(input_ids)) if inputs_embeds is None else packed.gather(inputs_embeds)
+    layers = self.layers[: self.config.num_hidden_layers]
+    asked = option(self, kwargs, "output_hidden_states")
+    some = isinstance(asked, list | tuple | set)  # of layers: state i + 1 is what layer i returns
+    chosen = {i + 1 for i in asked} if some else set(range(len(layers) + 1)) if asked else set()
+    states: dict[int, Tensor] = {}
+    attentions: list[Tensor] = []
+
+    def through(i: int, x: Tensor) -> Tensor:  # [T, C]
+        if i not in chosen:
+            return x
+        states[i] = packed.scatter(x)
+        return packed.gather(states[i])
+
+    x = through(0, _embed(self, packed, input_ids, inputs_embeds))
     residual = None
-    for layer in self.layers[: self.config.num_hidden_layers]:
-        if collect:
-            states.append(x if residual is None else x + residual)
-        x, residual = layer(x, residual, packed)
-    hidden = self.norm(x, residual)[0]
-    out = hidden if inside else packed.scatter(hidden)
+    for i, layer in enumerate(layers):
+        if i in chosen and residual is not None:
+            x = through(i, x + residual)
+            residual = torch.full_like(x, -0.0)  # x + -0.0 has the bits of x, and the fused norm's backward stays
+        x, residual, *weights = layer(x, residual, packed)
+        attentions += weights
+    hidden = through(len(layers), self.norm(x, residual)[0])
+    out = hidden if inside else states[len(layers)] if len(layers) in states else packed.scatter(hidden)
+    found = tuple(states.get(i) for i in range(1 if some else 0, len(layers) + 1))
     return BaseModelOutputWithPast(
         last_hidden_state=out,
         past_key_values=packed.cache,
-        hidden_states=(*(packed.scatter(s) for s in states), packed.scatter(hidden)) if collect else None,
+        hidden_states=found if asked else None,
+        attentions=tuple(attentions) if packed.weights else None,
     )
 
 
+def _embed(decoder: Any, packed: Packed, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:  # [T, C]
+    embedding = decoder.embed_tokens
+    if inputs_embeds is not None:
+        expected = inputs_embeds.dtype if isinstance(embedding.weight, DTensor) else embedding.weight.dtype
+        if packed.dtype is None and inputs_embeds.dtype != expected:
+            raise CallError(f"inputs_embeds is {inputs_embeds.dtype}; expected {expected}, the dtype of the model")
+        x = packed.gather(inputs_embeds)
+    elif embedding._forward_hooks or embedding._forward_pre_hooks:  # NEFTune's counts the tokens of a row
+        x = packed.gather(embedding(input_ids))
+    else:
+        ids = packed.gather(input_ids)  # type: ignore[arg-type]
+        x = embedding(ids if packed.pages is None else ids.long())
+    return x if packed.dtype is None else x.to(packed.dtype)
+
+
+@entry
 def causal_lm_forward(
     self: Any,
     input_ids: Tensor | None = None,
@@ -295,7 +326,7 @@ def causal_lm_forward(
             **kwargs,
         )
     check_call(self)
-    score = kwargs.pop("rlkernel_score", None)
+    score = kwargs.get("rlkernel_score")
     skip_logits = kwargs.pop("skip_logits", None)
     if skip_logits is None:
         skip_logits = self.training and labels is not None
@@ -312,6 +343,11 @@ def causal_lm_forward(
         asked = Score(shifted)
         if ignored != IGNORED:
             asked = replace(asked, targets=asked.targets.masked_fill(asked.targets == ignored, IGNORED))
+    if score is not None and inputs_embeds is not None and inputs_embeds.shape[1] > score.targets.shape[-1]:
+        raise CallError(
+            f"token_logprobs: the model computes {inputs_embeds.shape[1]} tokens a row and {score.targets.shape[-1]} "
+            "have targets; a learned prompt of PEFT stands in front of each row: call the model itself, with labels"
+        )
     packed = prepare(
         self.model, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, asked, kwargs
     )
@@ -319,7 +355,7 @@ def causal_lm_forward(
         input_ids=input_ids,
         inputs_embeds=inputs_embeds,
         rlkernel_packed=packed,
-        output_hidden_states=_option(self.model, kwargs, "output_hidden_states"),
+        output_hidden_states=score is None and option(self.model, kwargs, "output_hidden_states"),
     )
     hidden = inner.last_hidden_state  # [T, C]
     if score is not None:
@@ -335,109 +371,13 @@ def causal_lm_forward(
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(states[:, kept, :])
     out = CausalLMOutputWithPast(
-        loss=loss, logits=logits, past_key_values=inner.past_key_values, hidden_states=inner.hidden_states
+        loss=loss,
+        logits=logits,
+        past_key_values=inner.past_key_values,
+        hidden_states=inner.hidden_states,
+        attentions=inner.attentions,
     )
     return out if kwargs.get("return_dict", True) is not False else out.to_tuple()
-
-
-def prepare(
-    decoder: Any,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    attention_mask: Any,
-    position_ids: Tensor | None,
-    past_key_values: Any,
-    use_cache: bool | None,
-    score: Score | None,
-    kwargs: dict[str, Any],
-) -> Packed:
-    """The call as packed tokens, refused where it is not one that our ops compute.
-
-    A cache is used where one is passed, or with an explicit `use_cache=True`; the default of the configuration, which
-    would build one in every training forward, is not followed.
-    """
-    shape = shape_of(input_ids, inputs_embeds)
-    given = input_ids if input_ids is not None else inputs_embeds
-    assert given is not None
-    settings = decoder._rlkernel
-    _refuse_context(given.device)
-    if _option(decoder, kwargs, "output_attentions"):
-        raise CallError("output_attentions=True: the attention op keeps no weights; leave it out, or remove(model)")
-    cache = past_key_values
-    if cache is None and use_cache:
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=decoder.config)
-    if cache is not None and type(cache).__name__ != "DynamicCache":
-        raise CallError(
-            f"past_key_values is a {type(cache).__name__}; rlkernel fills a DynamicCache: leave cache_implementation "
-            "out, or generate with rlkernel_transformers.remove(model)"
-        )
-    if "cache" in kwargs or "block_table" in kwargs:
-        raise CallError(
-            "continuous batching of transformers (paged attention) is not supported: turn "
-            "use_transformers_continuous_batching off, or generate with rlkernel_transformers.remove(model)"
-        )
-    checkpointed = decoder.layers[0].gradient_checkpointing and decoder.training and torch.is_grad_enabled()
-    if cache is not None and checkpointed:
-        if cache.get_seq_length():
-            raise CallError("past_key_values under gradient checkpointing: recomputing would fill the cache twice")
-        cache = None
-    packed = pack(
-        shape,
-        given.device,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        cu_seqlens=kwargs.get("cu_seq_lens_q"),
-        max_seqlen=kwargs.get("max_length_q"),
-        cache=cache,
-        targets=None if score is None else score.targets,
-        rows=None if score is None else score.rows,
-    )
-    if score is not None and score.rows is not None:
-        check_rows(score.rows, packed.positions.numel())
-    limit = settings.config.max_position_embeddings
-    longest = packed.past + packed.max_seqlen if packed.longest is None else packed.longest
-    if longest > limit and packed.cu_seqlens.numel() - 1 == packed.shape[0]:
-        raise CallError(
-            f"sequences of up to {longest} tokens exceed max_position_embeddings={limit} of "
-            "the model; shorten them, or raise it in the configuration before apply(model)"
-        )
-    settings.to(given.device)
-    return packed
-
-
-def shape_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
-    """(B, L) of a call.
-
-    Raises:
-        CallError: not exactly one of them is given, or it has other dimensions.
-    """
-    if (input_ids is None) == (inputs_embeds is None):
-        raise CallError("pass exactly one of input_ids and inputs_embeds")
-    for name, value in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
-        if value is not None and not isinstance(value, Tensor):
-            raise CallError(f"{name} is a {type(value).__name__}; expected a tensor, torch.tensor({name})")
-    if input_ids is not None and input_ids.dim() != 2:
-        raise CallError(f"input_ids is {tuple(input_ids.shape)}; expected [B, L], as ids[None] for one sequence")
-    if inputs_embeds is not None and inputs_embeds.dim() != 3:
-        raise CallError(f"inputs_embeds is {tuple(inputs_embeds.shape)}; expected [B, L, C]")
-    given = input_ids if input_ids is not None else inputs_embeds
-    assert given is not None
-    return given.shape[0], given.shape[1]
-
-
-def _refuse_context(device: torch.device) -> None:
-    if torch.is_autocast_enabled(device.type):
-        raise CallError(
-            "autocast is active: it casts inside the ops and changes their bits. Load the model in bfloat16 and turn "
-            "mixed precision off: bf16=False in TrainingArguments, mixed_precision='no' in accelerate"
-        )
-
-
-def _option(decoder: Any, kwargs: dict[str, Any], name: str) -> bool:
-    value = kwargs.get(name)
-    return bool(getattr(decoder.config, name, False) if value is None else value)
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------
@@ -450,6 +390,7 @@ def shift(labels: Tensor, ignored: int = IGNORED) -> Tensor:  # [B, L]
 
 def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: Packed, score: Score) -> TokenLogprobs:
     """Log-probabilities of the targets [B, L] from packed hidden states [T, C] and the head's weight, or the head."""
+    weight = rounded(weight, hidden.dtype)
     scored = packed.scored
     targets = _of_scored(score.targets, scored)
     if scored.valid is not None:

@@ -22,7 +22,7 @@ from rlkernel.ops._library import adding, asked, has_main_grad, once_differentia
 def joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:  # [T, K] -> [T, sum N]
     """`ops.linear` with the weights (and biases, or none) of several layers one under the other."""
     if ops.is_stock():
-        return ops.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+        return ops.linear(x, torch.cat(weights).to(x.dtype), torch.cat(biases).to(x.dtype) if biases else None)
     if is_dynamo_compiling() and has_main_grad(*weights, *biases):
         return outside_graph("linear", joined_linear, x, weights, biases)
     return _Joined.apply(x, *weights, *(biases if biases else (None,) * len(weights)))
@@ -81,6 +81,11 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(t.shape[0] for t in tensors), *first.shape[1:]), first.stride())
 
 
+def _joined_as(x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors one under the other, in the dtype of x: under autocast fp32 parameters are rounded at each use."""
+    return join(tensors).to(x.dtype)
+
+
 def _adjacent(tensors: Sequence[Tensor]) -> bool:
     first = tensors[0]
     end = first.data_ptr()
@@ -102,7 +107,7 @@ class _Joined(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         # Attributes such as main_grad are on these, not on what saved_tensors returns under checkpointing.
         ctx.weights, ctx.biases = weights, biases
-        return ops.linear(x, join(weights), None if biases[0] is None else join(biases))
+        return ops.linear(x, _joined_as(x, weights), None if biases[0] is None else _joined_as(x, biases))
 
     @staticmethod
     @partial(once_differentiable, "linear of joined weights")
@@ -110,7 +115,7 @@ class _Joined(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         dy = dy.to(x.dtype).contiguous()
         kernels = torch.ops.rlkernel
-        dx = kernels.linear_dgrad(dy, join(weights), 1) if ctx.needs_input_grad[0] else None
+        dx = kernels.linear_dgrad(dy, _joined_as(x, weights), 1) if ctx.needs_input_grad[0] else None
         dws = _gradients(ctx, 1, ctx.weights, dy, lambda g, d: kernels.linear_wgrad_(g, d, x), kernels.linear_wgrad, x)
         if ctx.biases[0] is None:
             return dx, *dws, *ctx.biases
@@ -130,7 +135,7 @@ def _gradients(
         else:
             total = torch.zeros(sum(sizes), dtype=torch.float32, device=dy.device)
             add(total, dy)
-            grads = total.to(parameters[0].dtype).split(sizes)
+            grads = total.to(dy.dtype).split(sizes)
         return [g if w else None for g, w in zip(grads, wanted, strict=True)]
     if len(given) == len(buffers) and _adjacent(given):
         with adding:
@@ -145,6 +150,6 @@ def _gradients(
         elif w:
             total = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
             add(total, rows.contiguous())
-            grad = total.to(p.dtype)
+            grad = total.to(dy.dtype)
         out.append(grad)
     return out

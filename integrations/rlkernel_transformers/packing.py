@@ -35,6 +35,20 @@ class Scored:
 
 
 @dataclass(frozen=True)
+class Pages:
+    """The paged cache of transformers' continuous batching, with the pages of this call's keys.
+
+    Attributes:
+        cache: transformers' PagedAttentionCache.
+        read, write: of each group of layers, the pages of all keys, and those of the new ones.
+    """
+
+    cache: Any
+    read: list[Tensor]
+    write: list[Tensor]
+
+
+@dataclass(frozen=True)
 class Packed:
     """One call as packed tokens. B, L is the caller's shape, T the number of tokens that are computed.
 
@@ -47,9 +61,12 @@ class Packed:
         cache: the caller's past_key_values; None: none is used.
         past: keys in the cache before this call.
         keys: row and column of every key in the cache, new ones included; None where the call's own keys are all.
+        pages: where keys are kept in pages instead of `cache`.
         longest: tokens of the longest sequence, cached ones included, where padding has been counted; else None.
         cu_seqlens_k, max_seqlen_k: of the keys.
         scored: which tokens are scored, where the caller asked for that.
+        dtype: what the layers compute in under autocast; None: the dtype of the parameters.
+        weights: whether attention weights are returned too.
 
     It holds no floating-point tensor: FSDP2 casts those in a layer's arguments, inside dataclasses too.
     """
@@ -63,10 +80,13 @@ class Packed:
     cache: Any = None
     past: int = 0
     keys: tuple[Tensor, Tensor] | None = None
+    pages: Pages | None = None
     longest: int | None = None
     cu_seqlens_k: Tensor | None = None
     max_seqlen_k: int = 0
     scored: Scored = field(default_factory=Scored)
+    dtype: torch.dtype | None = None
+    weights: bool = False
 
     def gather(self, x: Tensor) -> Tensor:  # [B, L, ...] -> [T, ...]
         """Rows of the tokens that are computed."""
@@ -157,8 +177,6 @@ def _pack_mask(
     lengths = keep.sum(1)
     if torch.compiler.is_compiling():
         # No size may depend on the mask here: padding is computed too, as sequences after all others, and dropped.
-        if past:
-            raise CallError("torch.compile with past_key_values is not supported; generate without compiling")
         order = torch.argsort(keep.flatten().logical_not().to(torch.int8), stable=True)
         cu = _borders(torch.cat((lengths, length - lengths)))
         flat = torch.where(keep, positions, 0).flatten().index_select(0, order)
@@ -263,6 +281,13 @@ def check_rows(rows: Tensor, tokens: int) -> None:
         raise CallError(f"rows holds {low if low < 0 else high}; expected 0 <= rows < {tokens}, the packed tokens")
 
 
+def _is_binary(mask: Tensor) -> bool:
+    """Whether a mask in floating point, which PEFT makes of any other, holds zeros and ones; read back to see it."""
+    if torch.compiler.is_compiling():
+        raise CallError(f"attention_mask is {mask.dtype} under torch.compile; pass attention_mask.bool()")
+    return bool(((mask == 0) | (mask == 1)).all())
+
+
 def check(
     shape: tuple[int, int],
     attention_mask: Any,
@@ -285,10 +310,10 @@ def check(
             f"attention_mask is {tuple(attention_mask.shape)}; expected [B={b}, {past + length}] for {length} tokens "
             f"a row after {past} cached ones"
         )
-    if attention_mask is not None and attention_mask.is_floating_point():
+    if attention_mask is not None and attention_mask.is_floating_point() and not _is_binary(attention_mask):
         raise CallError(
-            f"attention_mask is {attention_mask.dtype}, which may be a bias of zeros and -inf; expected integers or "
-            "bool, 1 where there is a token: pass attention_mask.bool() if that is what it holds"
+            f"attention_mask is {attention_mask.dtype} and holds other values than 0 and 1, as a bias does; expected "
+            "1 where there is a token and 0 where there is none"
         )
     if b * length == 0:
         raise CallError(f"the input is [{b}, {length}]; expected at least one token")

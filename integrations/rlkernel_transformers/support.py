@@ -99,20 +99,22 @@ def find_model(model: nn.Module) -> Any:
 
 def read_config(model: Any) -> ModelConfig:
     """The configuration, refused where it asks for what our ops do not compute."""
+    # The class decides: a checkpoint of the base model alone, or of a reward model, names another architecture.
+    architecture = FAMILIES[model.config.model_type].architecture
     try:
-        return from_hf(model.config.to_dict(), f"config of {type(model).__name__}")
+        return from_hf({**model.config.to_dict(), "architectures": [architecture]}, f"config of {type(model).__name__}")
     except ConfigError as error:
         raise UnsupportedModelError(str(error)) from None
 
 
-def check_wrappers(model: nn.Module) -> None:
-    """Raises UnsupportedModelError for PEFT's prompt learning, which puts its own inputs into every call."""
-    for module in model.modules():
+def check_wrappers(model: nn.Module, adapters: str) -> None:
+    """Raises UnsupportedModelError for PEFT's prompt learning where an engine is to compute the same numbers."""
+    for module in model.modules() if adapters == "merged" else ():
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             kind = type(module.active_peft_config).__name__
             raise UnsupportedModelError(
                 f"{kind}: prefixes and prompts that are learned change the inputs of every call, which no engine has; "
-                "use LoRA"
+                "use LoRA, or adapters='low-rank' where nothing is rolled out"
             )
 
 

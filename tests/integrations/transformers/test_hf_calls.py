@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from e2e.tiny_model import make_model
 from hf_side import ROWS, decoder_logprobs, next_tokens, padded, pair, stock
 from hypothesis import given, settings
@@ -22,6 +23,11 @@ FLAT = torch.tensor([[token for row in ROWS for token in row]])
 CU = torch.tensor([0, *(len(row) for row in ROWS)]).cumsum(0).to(torch.int32)
 PLACES = torch.cat([torch.arange(len(row)) for row in ROWS])[None]
 FIRST = (PLACES == 0) | (PLACES == 1)
+
+
+@torch.no_grad()
+def reference_padded(case: str) -> torch.Tensor:
+    return rt.token_logprobs(pair(case)[0], IDS, MASK).logp
 
 
 def reference(case: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -169,16 +175,212 @@ def test_generate_equals_training_forward(dtype: torch.dtype, compat: Any) -> No
     assert torch.equal(again, out.sequences)
 
 
+GENERATE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
 @torch.no_grad()
-def test_cache_is_used_only_when_asked_for() -> None:
+@pytest.mark.parametrize(
+    ("case", "feature", "options"),
+    [
+        ("qwen3", "generate, static cache", {"cache_implementation": "static"}),
+        ("mistral-window", "generate, default cache of sliding windows", {}),
+        ("llama", "generate, beams", {"num_beams": 2}),
+    ],
+)
+def test_generate_with_other_caches(case: str, feature: str, options: dict[str, Any], compat: Any) -> None:
+    """The same logits as without a cache, to the bit; prompts are longer than the window."""
+    model = pair(case)[0].eval()
+    common = {**GENERATE, "attention_mask": MASK, "output_logits": True, "return_dict_in_generate": True}
+    beams = {"num_beams": options.get("num_beams", 1)}
+    found, expected = (model.generate(IDS, **common, **kind) for kind in (options, {"use_cache": False, **beams}))
+    assert torch.equal(found.sequences, expected.sequences)
+    compat.bitwise("transformers", feature, torch.stack(found.logits), torch.stack(expected.logits))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_cache_is_filled_as_in_transformers(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of training the default is the configuration's, and the next call goes on from there, compiled too."""
     model, _ = pair("llama")
+    model.model.layers = model.model.layers[:1]  # compiling takes a second a layer
+    model.config.num_hidden_layers = 1
     assert model.config.use_cache and model(IDS, attention_mask=MASK).past_key_values is None
     model.eval()
-    first = model(IDS[:, :8], attention_mask=MASK[:, :8], use_cache=True)
-    rest = model(IDS[:, 8:], attention_mask=MASK, past_key_values=first.past_key_values)
-    assert rest.past_key_values.get_seq_length() == IDS.shape[1]
-    whole = model(IDS, attention_mask=MASK).logits
-    assert_bitwise(rest.logits[MASK[:, 8:].bool()], whole[:, 8:][MASK[:, 8:].bool()], "a chunk after a cache")
+    torch._dynamo.reset()
+    called = model if how == "eager" else torch.compile(model, backend="eager")
+    whole = model(IDS, attention_mask=MASK, use_cache=False)
+    assert whole.past_key_values is None
+    cases: list[dict[str, Any]] = [{"past_key_values": transformers.DynamicCache()}, {}, {"labels": IDS[:, :8]}]
+    for inputs in cases if how == "eager" else cases[:2]:
+        first = called(input_ids=IDS[:, :8], attention_mask=MASK[:, :8], **inputs)
+        rest = called(input_ids=IDS[:, 8:], attention_mask=MASK, past_key_values=first.past_key_values)
+        assert rest.past_key_values.get_seq_length() == IDS.shape[1]
+        own = MASK[:, 8:].bool()
+        assert_bitwise(rest.logits[own], whole.logits[:, 8:][own], f"a chunk after a cache, {how}")
+    assert model(FLAT, position_ids=PLACES).past_key_values is None  # packed rows
+    monkeypatch.setattr("rlkernel_transformers.calls.new_cache", lambda: pytest.fail("scoring built a cache"))
+    rt.token_logprobs(model, IDS, MASK)
+
+
+@torch.no_grad()
+def test_caches_that_cannot_be_filled_are_refused() -> None:
+    model = pair("mistral-window")[0].eval()
+    model.config.use_cache = False
+    for cache, text in (
+        (transformers.StaticCache(config=model.config, max_cache_len=40), "StaticCache that drops keys"),
+        (transformers.StaticCache(config=stock("llama").config, max_cache_len=8), r"StaticCache of 8 tokens; 17 are"),
+    ):
+        with pytest.raises(rt.CallError, match=text):
+            model(IDS, past_key_values=cache)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"past_key_values: the number of .* compile without fullgraph"):
+        compiled(input_ids=IDS, past_key_values=transformers.DynamicCache())
+    model.train().gradient_checkpointing_enable()
+    with torch.enable_grad(), pytest.raises(rt.CallError, match=r"past_key_values .*gradient_checkpointing_disable"):
+        model(IDS, past_key_values=transformers.DynamicCache())
+
+
+@torch.no_grad()
+def test_generate_batch(compat: Any) -> None:
+    """transformers' continuous batching, prompts of several lengths sharing its pages: the tokens of `generate`."""
+    model = pair("qwen3")[0].eval()
+    config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    found = model.generate_batch(ROWS, generation_config=config)
+    assert model.config._attn_implementation == "rlkernel"
+    for row, output in zip(ROWS, found.values(), strict=True):
+        expected = model.generate(torch.tensor([row]), **GENERATE)[0, len(row) :]
+        assert list(output.generated_tokens) == expected.tolist(), output.error
+    compat.exact("transformers", "generate_batch: continuous batching")
+    window = pair("mistral-window")[0].eval()
+    for output in window.generate_batch(ROWS, generation_config=config).values():
+        assert "drops keys outside of sliding windows" in str(output.error)
+    with pytest.raises(rt.CallError, match="max_blocks_per_request=0"):
+        model(FLAT, position_ids=PLACES, cache=object(), block_table=CU)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen2-window"])
+def test_attention_weights(case: str, compat: Any) -> None:
+    """Those of stock transformers within rounding, after a cache and for packed rows too; the logits keep theirs."""
+    model, plain = pair(case)[0].eval(), stock(case)
+    ids, mask = padded(ROWS, left=False)
+    with pytest.warns(UserWarning, match="computed once more by eager torch"):
+        ours = model(ids, attention_mask=mask, output_attentions=True)
+    theirs = plain(ids, attention_mask=mask, output_attentions=True)
+    own = mask[:, None, :, None].bool()
+    for found, expected in zip(ours.attentions, theirs.attentions, strict=True):
+        torch.testing.assert_close(found, expected * own, rtol=1e-4, atol=1e-5)
+    compat.close("transformers", "output_attentions, by an eager path of their own")
+    logits = model(ids, attention_mask=mask).logits
+    compat.bitwise("transformers", "logits with output_attentions", ours.logits, logits)
+    with torch.no_grad(), pytest.warns(UserWarning):
+        first = model(ids[:, :3], attention_mask=mask[:, :3])
+        rest = model(ids[:, 3:], attention_mask=mask, past_key_values=first.past_key_values, output_attentions=True)
+        packed = model(FLAT, position_ids=PLACES, output_attentions=True)
+    for layer, whole in enumerate(ours.attentions):
+        torch.testing.assert_close(rest.attentions[layer], whole[:, :, 3:], rtol=1e-4, atol=1e-5)
+        for i, row in enumerate(ROWS):
+            at = slice(int(CU[i]), int(CU[i + 1]))
+            block = packed.attentions[layer][0, :, at]
+            torch.testing.assert_close(block[..., at], whole[i, :, : len(row), : len(row)], rtol=1e-4, atol=1e-5)
+            assert torch.allclose(block[..., at].sum(-1), torch.ones(()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_are_in_the_graph(dtype: torch.dtype, compat: Any) -> None:
+    """Gradients reach them, those of stock within rounding; gradients of the weights keep their bits."""
+    ids, mask = padded(ROWS, left=False)
+    gradients, states = [], []
+    for model, options in ((pair("qwen3", dtype)[0], {"output_hidden_states": True}), (pair("qwen3", dtype)[0], {})):
+        out = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), **options)
+        for state in out.hidden_states or ():
+            state.retain_grad()
+        out.loss.backward()
+        states += [state.grad for state in out.hidden_states or ()]
+        gradients.append([p.grad for p in model.parameters()])
+    for found, expected in zip(*gradients, strict=True):
+        compat.bitwise("transformers", "gradients with output_hidden_states", found, expected)
+    plain = stock("qwen3", torch.float32)
+    out = plain(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), output_hidden_states=True)
+    for state in out.hidden_states:
+        state.retain_grad()
+    out.loss.backward()
+    for found, state in zip(states, out.hidden_states, strict=True):
+        error = float((found.float() - state.grad).norm() / state.grad.norm())
+        assert error < (1e-4 if dtype == torch.float32 else 0.1), error
+
+
+@torch.no_grad()
+def test_hidden_states_of_chosen_layers() -> None:
+    model, plain = pair("llama")[0].eval(), stock("llama")
+    every = model(IDS, attention_mask=MASK, output_hidden_states=True).hidden_states
+    for layers in ([0], (1, 2), {2}):
+        found = model(IDS, attention_mask=MASK, output_hidden_states=layers).hidden_states
+        theirs = plain(IDS, output_hidden_states=layers).hidden_states
+        assert [s is None for s in found] == [s is None for s in theirs]
+        for i in layers:
+            assert_bitwise(found[i], every[i + 1], f"what layer {i} returns")
+    assert model(IDS, output_hidden_states=[]).hidden_states is None
+
+
+def test_noise_on_the_embeddings() -> None:
+    """NEFTune of transformers' Trainer, a hook that sees [B, L, C]; the padding's share changes nothing."""
+    from transformers.integrations.neftune import activate_neftune, neftune_post_forward_hook
+
+    model, _ = pair("llama")
+    embedding = model.model.embed_tokens
+    plain = embedding(IDS)
+    activate_neftune(model, 5.0)
+    torch.manual_seed(4)
+    noisy = neftune_post_forward_hook(embedding, (), plain)
+    torch.manual_seed(4)
+    found = rt.token_logprobs(model, IDS, MASK)
+    expected = rt.token_logprobs(model, attention_mask=MASK, labels=IDS * MASK - 100 * (1 - MASK), inputs_embeds=noisy)
+    assert_bitwise(found.logp, expected.logp, "with noise")
+    found.logp.sum().backward()
+    assert embedding.weight.grad is not None
+    assert_bitwise(rt.token_logprobs(model.eval(), IDS, MASK).logp, reference_padded("llama"), "without, in evaluation")
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+@pytest.mark.parametrize("before", [True, False])
+def test_learned_prompts(kind: str, before: bool, compat: Any) -> None:
+    """PEFT's prompts and prefixes, put on before or after `apply`: close to stock, and padding changes nothing."""
+    peft = pytest.importorskip("peft")
+    options = {"encoder_hidden_size": 16} if kind == "PromptEncoderConfig" else {}
+
+    def prompted(model: Any) -> Any:
+        torch.manual_seed(3)
+        config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **options)
+        return peft.get_peft_model(model, config).eval()
+
+    plain = prompted(stock("llama"))
+    model = rt.apply(prompted(stock("llama"))) if before else prompted(rt.apply(stock("llama")))
+    ids, mask = padded(ROWS, left=False)
+    labels = ids.masked_fill(mask == 0, -100)
+    ours, theirs = (m(input_ids=ids, attention_mask=mask, labels=labels) for m in (model, plain))
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-5)
+    for out in (ours, theirs):
+        out.loss.backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=2e-3, atol=2e-5)
+    compat.close("transformers", f"PEFT {kind.removesuffix('Config')}: loss and gradients against stock, float32")
+    with torch.no_grad():
+        generated = model.generate(input_ids=IDS, attention_mask=MASK, **GENERATE)
+        for i, row in enumerate(ROWS):
+            alone = model.generate(input_ids=torch.tensor([row]), attention_mask=torch.ones(1, len(row)), **GENERATE)
+            assert torch.equal(generated[i, IDS.shape[1] :], alone[0, len(row) :])
+    if kind == "PrefixTuningConfig":
+        assert rt.token_logprobs(model, IDS, MASK).logp.shape == IDS.shape
+    else:
+        with pytest.raises(rt.CallError, match="computes 21 tokens a row and 17 have targets; a learned prompt"):
+            rt.token_logprobs(model, IDS, MASK)
+        with model.disable_adapter():
+            assert_bitwise(rt.token_logprobs(model, IDS, MASK).logp, reference_padded("llama"), "without the prompt")
+    with pytest.raises(rt.UnsupportedModelError, match=rf"{kind}: .* use LoRA"):
+        rt.apply(model, adapters="merged")
 
 
 def test_refused_calls(compat: Any) -> None:
@@ -186,13 +388,11 @@ def test_refused_calls(compat: Any) -> None:
     bias = torch.zeros(len(ROWS), 1, IDS.shape[1], IDS.shape[1])
     refused: list[tuple[str, dict[str, Any]]] = [
         ("padding mask", {"attention_mask": bias}),
-        ("output_attentions", {"output_attentions": True}),
         ("max_length_q", {"cu_seq_lens_q": CU}),
         ("pack the sequences into one row", {"cu_seq_lens_q": CU, "max_length_q": 17}),
         ("expected", {"attention_mask": MASK[:, 1:]}),
         ("position_ids", {"position_ids": PLACES}),
-        ("StaticCache", {"past_key_values": type("StaticCache", (), {"get_seq_length": lambda self: 0})()}),
-        ("continuous batching", {"cache": object()}),
+        ("QuantizedCache", {"past_key_values": type("QuantizedCache", (), {"get_seq_length": lambda self: 0})()}),
     ]
     for text, inputs in refused:
         with pytest.raises(rt.CallError) as raised:
@@ -202,10 +402,11 @@ def test_refused_calls(compat: Any) -> None:
         model()
     with pytest.raises(rt.CallError, match="max_position_embeddings"):
         model(torch.zeros(1, 129, dtype=torch.int64))
-    with pytest.raises(rt.CallError, match="bf16=False"), torch.autocast("cpu", dtype=torch.bfloat16):
-        model(IDS)
-    with pytest.raises(rt.CallError, match="window"), torch.no_grad():
-        model.eval().generate(IDS, attention_mask=MASK, max_new_tokens=3, pad_token_id=0)
+    half = pair("llama", torch.bfloat16)[0]
+    with pytest.raises(rt.CallError, match=r"autocast to torch.float16 over"), torch.autocast("cpu", torch.float16):
+        half(IDS)
+    with pytest.raises(rt.CallError, match=r"inputs_embeds is torch.float32; expected torch.bfloat16"):
+        half(inputs_embeds=torch.zeros(1, 4, 64))
     for flag in ("keep_probs", "statistics"):
         with pytest.raises(TypeError, match=f"token_logprobs: {flag}='no' must be True or False"):
             rt.token_logprobs(model, IDS, MASK, **{flag: "no"})
@@ -242,7 +443,7 @@ def test_bad_input_is_named() -> None:
         ("unknown argument temprature", {"temprature": 0.5}),
         (r"attention_mask is \(2, 9\)", {"attention_mask": ones[:, 1:]}),
         (r"attention_mask is \(2, 1, 10, 10\)", {"attention_mask": torch.ones(2, 1, 10, 10)}),
-        (r"attention_mask is torch.float32, which may be a bias", {"attention_mask": zeros.float()}),
+        (r"attention_mask is torch.float32 and holds other values", {"attention_mask": ones.float().log2() - ones}),
         ("attention_mask is zero everywhere", {"attention_mask": zeros}),
         (r"input_ids is \(20,\); expected \[B, L\]", {"input_ids": ids.flatten()}),
         (r"the input is \[0, 10\]", {"input_ids": ids[:0]}),
@@ -269,10 +470,6 @@ def test_apply_names_what_it_does_not_take() -> None:
             rt.apply(stock("llama"), tp_leaves=leaves)  # type: ignore[arg-type]
     with pytest.raises(rt.UnsupportedModelError, match=r"the model is a str; pass a loaded one"):
         rt.apply("Qwen/Qwen3-0.6B")  # type: ignore[arg-type]
-    peft = pytest.importorskip("peft")
-    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(rt.UnsupportedModelError, match=r"PrefixTuningConfig: .* use LoRA"):
-        rt.apply(peft.get_peft_model(stock("llama"), prefix))
     plain = stock("llama")
     mlp = plain.model.layers[1].mlp
     mlp.up_proj = torch.nn.Sequential(mlp.up_proj, torch.nn.GELU())

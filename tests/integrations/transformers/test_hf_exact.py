@@ -1,13 +1,15 @@
 """0 differing bits between a model of transformers with `apply` and rlkernel.models: forward, log-probabilities,
-gradients, of all families in fp32 and bf16; and the control, transformers as it is.
+gradients, of all families in fp32 and bf16 and under autocast; and the control, transformers as it is.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hf_side import ROWS, decoder_logprobs, fused_gradients, next_tokens, padded, pair, stock
 from models.hf_models import CASES
 
@@ -17,6 +19,7 @@ from rlkernel.engine import LLM, SamplingParams
 from rlkernel.models import PackedBatch
 
 DTYPES = [torch.float32, torch.bfloat16]
+IDS, MASK = padded(ROWS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,3 +107,68 @@ def test_engine_rollout_equals_training_forward(case: str, compat: Any) -> None:
     wanted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
     sampled = torch.cat([out.logprobs_tensor for out in outputs])
     compat.bitwise("transformers", "tokens sampled by rlkernel's engine", scored[wanted], sampled)
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointing", "compiled", "main_grads"])
+@pytest.mark.parametrize("case", ["qwen2", "qwen3-tied"])
+def test_autocast(case: str, how: str, compat: Any) -> None:
+    """fp32 weights under autocast(bf16): log-probabilities and gradients of the model cast to bf16, to the bit."""
+    (model, _), (half, _) = pair(case), pair(case)
+    half = rt.apply(half.to(torch.bfloat16))
+    name = "grad"
+    called = model
+    if how == "compiled":
+        for m in (model, half):
+            m.model.layers = m.model.layers[:1]
+            m.config.num_hidden_layers = 1
+        torch._dynamo.reset()
+        called = torch.compile(model, fullgraph=True, backend="aot_eager")
+    elif how == "checkpointing":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": case == "qwen2"})
+    elif how == "main_grads":
+        name = "main_grad"
+        rt.main_grads(model)
+        rt.main_grads(half)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = rt.token_logprobs(called, IDS, MASK)
+        found.logp.sum().backward()
+    expected = rt.token_logprobs(half, IDS, MASK)
+    expected.logp.sum().backward()
+    for m in (model, half) if how == "main_grads" else ():
+        rt.fold_main_grads(m)
+    suffix = "" if how == "plain" else f", {how}"
+    compat.bitwise("transformers", f"autocast(bf16) over fp32 weights{suffix}", found.logp, expected.logp)
+    for (key, p), q in zip(model.named_parameters(), half.parameters(), strict=True):
+        own, wanted = getattr(p, name), getattr(q, name)
+        assert own.dtype == torch.float32, key
+        if how == "main_grads":
+            assert_bitwise(own, wanted, key)
+        elif p is model.lm_head.weight and case == "qwen3-tied":  # added up in fp32 here, in bf16 there
+            torch.testing.assert_close(own, wanted.float(), rtol=2e-2, atol=2e-2)
+        else:
+            assert_bitwise(own.to(torch.bfloat16), wanted, key)
+
+
+@torch.no_grad()
+def test_autocast_in_generation() -> None:
+    """Logits and the cache are those of the bf16 model."""
+    model, half = pair("qwen3")[0].eval(), pair("qwen3", torch.bfloat16)[0].eval()
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"attention_mask": MASK, "output_logits": True, "return_dict_in_generate": True}
+    expected = half.generate(IDS, **options)
+    for m in (model, half):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = m.generate(IDS, **options)
+        assert_bitwise(torch.stack(found.logits), torch.stack(expected.logits), "logits of generate under autocast")
+        assert found.past_key_values.layers[0].keys.dtype == torch.bfloat16
+
+
+def test_checkpoint_of_the_base_model(tmp_path: Path) -> None:
+    """`architectures` of a base or reward model: the class that loads it decides."""
+    plain = stock("qwen3")
+    plain.model.save_pretrained(tmp_path)
+    loaded = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.architectures == ["Qwen3Model"]
+    assert rt.status(rt.apply(loaded)).exact
+    expected = rt.apply(plain).model(IDS, attention_mask=MASK).last_hidden_state
+    assert_bitwise(loaded.model(IDS, attention_mask=MASK).last_hidden_state, expected, "hidden states")
