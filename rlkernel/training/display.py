@@ -74,7 +74,7 @@ def count(number: float) -> str:
 
 
 class Screen(Console):
-    """Standard output. A reader that leaves early is a BrokenPipeError, as with `print`; rich would exit with status 1."""
+    """Standard output. A reader that leaves early is a BrokenPipeError, as with `print`; rich exits with status 1."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False, soft_wrap=True)
