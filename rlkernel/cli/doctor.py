@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,12 @@ def examine(device: str | None = None) -> dict[str, Any]:
         build_error = str(error)
     for op in select.declared():
         try:
-            choice = select.choose(op, device)
+            with warnings.catch_warnings():  # that the reference is slow stands in the row
+                warnings.simplefilter("ignore", RuntimeWarning)
+                choice = select.choose(op, device)
             rows.append({"op": op, "implementation": choice.implementation, "reason": choice.reason})
-        except BuildError:
-            rows.append({"op": op, "implementation": None, "reason": "the C++ kernels do not build"})
+        except BuildError as error:
+            rows.append({"op": op, "implementation": None, "reason": str(error).splitlines()[0]})
         except select.NoImplementation as error:
             rows.append({"op": op, "implementation": None, "reason": str(error)})
     return {
@@ -76,6 +79,30 @@ def examine(device: str | None = None) -> dict[str, Any]:
             "uncertified": [], "unsupported": [], "rows": [], "verdicts": None,
         },
     }  # fmt: skip
+
+
+def summary(found: dict[str, Any]) -> str:
+    """One line on what `examine` found: that all is well, or the first thing that is not, with its remedy."""
+    place = "GPU" if found["device"] == "cuda" else "CPU"
+    ops, name = found["ops"], f"rlkernel {found['rlkernel']}"
+    absent = [row for row in ops if row["implementation"] is None]
+    slow = [row for row in ops if row["implementation"] == "reference" and found["device"] == "cpu"]
+    if absent:
+        remedy = "; name another compiler in CXX" if "\n" in (found["build_error"] or "") else ""  # that is its log
+        return f"{name}: {len(absent)} of {len(ops)} ops cannot run on this {place}: {absent[0]['reason']}{remedy}"
+    if slow and found["compiler"] is None:
+        return (
+            f"{name}: {len(slow)} of {len(ops)} ops run the readable reference on this CPU, about a thousand times "
+            f"slower than compiled kernels: {slow[0]['reason']}"
+        )
+    if place == "CPU":
+        return f"{name}: all {len(ops)} ops run compiled C++ kernels on this CPU; nothing to do."
+    lost = [found["triton"] and found["triton"]["note"], found["schedules"]["unavailable"]]
+    if any(lost):
+        return (
+            f"{name}: all {len(ops)} ops run on this GPU, some slower than they could: {'; '.join(filter(None, lost))}"
+        )
+    return f"{name}: all {len(ops)} ops run kernels for this GPU; nothing to do."
 
 
 def _triton() -> dict[str, Any] | None:
@@ -243,7 +270,7 @@ def _print_schedules(console: Any, found: dict[str, Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table, or JSON with --json. Exit status 1 where an op has no implementation."""
+    """Prints a summary and the table, or JSON with --json. Exit status 1 where an op has no implementation."""
     from rlkernel.cli.errors import UserError
 
     if args.device == "cuda":
@@ -252,19 +279,20 @@ def run(args: argparse.Namespace) -> int:
         if not torch.cuda.is_available():
             raise UserError("doctor: --device cuda, but torch sees no CUDA GPU; leave the option out or use cpu")
     found = examine(args.device)
+    found = {"summary": summary(found), **found}
     if args.json:
         print(json.dumps(found, indent=1))
     else:
-        from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
-        console = Console()
+        from rlkernel.training.display import Screen
+
+        console = Screen()
         hardware = found["environment"]["hardware"]
         chip = f", compute capability {found['capability']}" if found["capability"] else ""
-        _say(
-            console, f"rlkernel {found['rlkernel']}, contract {found['contract']}, {found['device']}: {hardware}{chip}"
-        )
+        _say(console, found["summary"])
+        _say(console, f"contract {found['contract']}, {found['device']}: {hardware}{chip}")
         _say(console, f"compiler {found['compiler']}, cache {found['cache']}, {found['threads']} threads")
         if found["triton"] and found["triton"]["note"]:
             _say(console, found["triton"]["note"])

@@ -7,6 +7,8 @@ error and exit status 2; a bug ends in a traceback.
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +18,12 @@ from rlkernel.cli import doctor, generate, train
 from rlkernel.cli.errors import UserError
 from rlkernel.kernels.errors import BuildError
 
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another place"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions, or choose another place"),
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+"""Errors of the file system that are no bug, wherever they come from."""
 COMMANDS = {"train": train, "generate": generate, "doctor": doctor}
 
 
@@ -39,18 +47,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     args = build_parser().parse_args(argv)
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a completion holds what the terminal's encoding may not have
+            sys.stdout.reconfigure(errors="backslashreplace")
         status = COMMANDS[args.command].run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except (UserError, BuildError) as error:
         print(f"rlkernel: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader has what it wanted, as `head` does; the interpreter must not flush again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has what it wanted, as `head` does
+        _discard_stdout()
         return 141
-    except KeyboardInterrupt:
-        print("rlkernel: interrupted", file=sys.stderr)
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0)
+        if remedy is None:
+            raise
+        place = f"{error.filename}: " if error.filename is not None else ""
+        print(f"rlkernel: {place}{error.strerror}; {remedy}", file=sys.stderr)
+        if not place:  # it may be standard output that is full
+            _discard_stdout()
+        return 2
+    except KeyboardInterrupt as error:
+        print(": ".join(["rlkernel: interrupted", *map(str, error.args)]), file=sys.stderr)
         return 130
+
+
+def _discard_stdout() -> None:
+    """Sends what is left nowhere, because the interpreter flushes once more at its end."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

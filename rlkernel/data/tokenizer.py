@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -32,10 +33,45 @@ TOKENIZER_FILES = (
 _TEMPLATE_DIR = "additional_chat_templates"
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class TokenizerError(ValueError):
     """A tokenizer directory, chat or token id that cannot be used; the message names it and says what to do."""
+
+
+def local_directory(path: str | Path) -> Path:
+    """The directory of a model: `path`, or the snapshot that the Hugging Face hub's local cache has under that name.
+
+    An existing path wins. The cache is only read, at `$HF_HUB_CACHE`, `$HF_HOME/hub` or `~/.cache/huggingface/hub`, and
+    the snapshot is that of the branch `main`; nothing is downloaded. Where there is neither, `path` comes back.
+    """
+    directory = Path(path)
+    if directory.exists() or not _HUB_NAME.fullmatch(str(path)):
+        return directory
+    folder = _hub_cache() / f"models--{str(path).replace('/', '--')}"
+    try:
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return directory
+    return snapshot if snapshot.is_dir() else directory
+
+
+def no_directory(path: str | Path) -> str:
+    """What to say of a model path that `local_directory` has not found."""
+    if Path(path).exists():
+        return f"{path} is no directory; expected a Hugging Face model directory"
+    if not _HUB_NAME.fullmatch(str(path)):
+        return f"{path} does not exist; expected a local Hugging Face model directory"
+    return (
+        f"{path} does not exist and is not in the hub's cache {_hub_cache()}; expected a local Hugging Face model "
+        f"directory (to get one: hf download {path} --local-dir DIR)"
+    )
+
+
+def _hub_cache() -> Path:
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
 
 
 class Tokenizer:
@@ -52,9 +88,11 @@ class Tokenizer:
         """Reads `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json` and the chat template.
 
         Raises:
-            TokenizerError: a file is missing or malformed, or a special token has no id.
+            TokenizerError: the directory or a file is missing or malformed, or a special token has no id.
         """
-        self.directory = Path(directory)
+        self.directory = local_directory(directory)
+        if not self.directory.is_dir():
+            raise TokenizerError(no_directory(directory))
         self._backend = _load_backend(self.directory)
         config = _read_object(self.directory / "tokenizer_config.json")
         roles = {**_read_object(self.directory / "special_tokens_map.json"), **config}
@@ -90,8 +128,19 @@ class Tokenizer:
             text: any text, the empty one included.
             add_special_tokens: add what the tokenizer puts around a text (a start token, for instance). Leave it off
                 for a rendered chat, which holds its special tokens as text.
+
+        Raises:
+            TokenizerError: the text has half of a surrogate pair, which is no character.
         """
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError:  # what the library says of text that UTF-8 cannot hold
+            at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            if at is None:
+                raise
+            raise TokenizerError(
+                f"the text is not Unicode: {text[at]!r} at position {at} is half of a surrogate pair; remove it"
+            ) from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids without a token have no text: models pad their vocabulary, and may sample such an id.
@@ -198,7 +247,7 @@ def copy_tokenizer_files(source: str | Path, target: str | Path) -> list[str]:
     Raises:
         TokenizerError: the source has no `tokenizer.json`.
     """
-    source, target = Path(source), Path(target)
+    source, target = local_directory(source), Path(target)
     if not (source / "tokenizer.json").is_file():
         raise TokenizerError(f"{source} has no tokenizer.json; expected a Hugging Face tokenizer directory")
     copied = [name for name in TOKENIZER_FILES if (source / name).is_file()]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel import ops
-from rlkernel.data.tokenizer import Tokenizer
+from rlkernel.data.tokenizer import Tokenizer, local_directory
 from rlkernel.engine.block_manager import BlockManager
 from rlkernel.engine.graphs import DecodeGraphs, Recorder, wanted
 from rlkernel.engine.request import (
@@ -370,7 +370,7 @@ class LLM:
 
 
 def _tokenizer_of(path: str | Path) -> Tokenizer | None:
-    return Tokenizer(path) if (Path(path) / "tokenizer.json").is_file() else None
+    return Tokenizer(path) if (local_directory(path) / "tokenizer.json").is_file() else None
 
 
 def _decoder_of(tokenizer: Any) -> Decode | None:

@@ -177,7 +177,10 @@ def fingerprint(sources: list[Path], cxx: str, *more: str) -> str:
 
 
 def _build(name: str, sources: list[Path], includes: tuple[Path, ...] = ()) -> Path:
-    """Compiles sources into `<name>-<fingerprint>-<digest>.so` unless there is an undamaged one; returns its path."""
+    """Compiles sources into `<name>-<fingerprint>-<digest>.so` unless there is an undamaged one; returns its path.
+
+    It says so on standard error, because it takes seconds: once, as other processes wait for the lock.
+    """
     cxx = compiler()
     if cxx is None:
         raise NoCompilerError("no C++ compiler found (looked for $CXX, g++, clang++); install g++ or set CXX")
@@ -190,6 +193,7 @@ def _build(name: str, sources: list[Path], includes: tuple[Path, ...] = ()) -> P
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 found = kept(folder, stem, ".so")
                 if found is None:
+                    print(f"rlkernel: compiling {name}, once, into {folder}", file=sys.stderr, flush=True)
                     with tempfile.TemporaryDirectory(dir=folder) as work:
                         return _run_ninja(Path(work), sources, folder / stem, cxx, includes)
     except OSError as error:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlkernel.data.tokenizer import copy_tokenizer_files
+from rlkernel.data.tokenizer import copy_tokenizer_files, local_directory
 from rlkernel.models.config import DTYPES, ConfigError, ModelConfig, load_config, read_json, to_hf, token_ids
 from rlkernel.models.decoder import Decoder
 
@@ -95,7 +95,8 @@ def load_model(
     """Loads a Hugging Face model directory.
 
     Args:
-        path: directory with `config.json` and safetensors, single or sharded.
+        path: directory with `config.json` and safetensors, single or sharded, or the name of a model in the local cache
+            of the Hugging Face hub (`data.tokenizer.local_directory`).
         dtype: dtype of the parameters: float32, bfloat16 or float16; default what `config.json` names, else what the
             embedding is stored in. Stored tensors of these dtypes are converted.
         device: where the model goes.
@@ -103,10 +104,10 @@ def load_model(
 
     Raises:
         ConfigError: `config.json` is missing or describes a model that is not supported.
-        CheckpointError: a shard is missing or truncated, a tensor is missing, superfluous, misshapen or of a dtype that
-            is not supported; the message names file and tensor.
+        CheckpointError: a shard is missing or truncated, a tensor is missing, superfluous, misshapen, of a dtype that
+            is not supported, or not finite; the message names file and tensor.
     """
-    directory = Path(path)
+    directory = local_directory(path)
     config = load_config(directory)
     if dtype is not None and dtype not in DTYPES.values():
         raise CheckpointError(f"load_model: dtype {dtype} is not supported; expected one of {', '.join(DTYPES)}")
@@ -123,8 +124,27 @@ def load_model(
         with torch.no_grad():
             for part in layout:
                 rows = parameters[part.parameter].narrow(0, part.start, part.rows)
-                rows.copy_(_read(tensors[part.name], part.name, rows.shape))
+                stored = _read(tensors[part.name], part.name, rows.shape)
+                rows.copy_(stored)
+                # One pass over memory that was just written: it costs about as much as the copy.
+                if not torch.stack(rows.aminmax()).isfinite().all():
+                    raise _not_finite(tensors[part.name].path, part.name, stored, rows)
     return model
+
+
+def _not_finite(path: Path, name: str, stored: Tensor, loaded: Tensor) -> CheckpointError:
+    bad = ~stored.isfinite()
+    if not bad.any():
+        dtype, largest = str(loaded.dtype).removeprefix("torch."), stored.abs().max().item()
+        return CheckpointError(
+            f"{path}: {name} has values up to {largest:.3g}, which {dtype} cannot hold; load the model as bfloat16 or "
+            "float32"
+        )
+    first = tuple(bad.nonzero()[0].tolist())
+    return CheckpointError(
+        f"{path}: {name} holds NaN or infinity ({int(bad.sum())} of {bad.numel()} values, the first at {first}); "
+        "download the file again, or use an earlier checkpoint of the run that wrote it"
+    )
 
 
 class _Stored(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from rlkernel.data.tokenizer import local_directory, no_directory
 from rlkernel.models.families import FAMILIES, PRESETS, Family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -405,9 +406,11 @@ def load_config(path: str | Path) -> ModelConfig:
     """Reads `config.json` (and `generation_config.json` beside it) of a Hugging Face directory.
 
     Raises:
-        ConfigError: missing or malformed file, or as `from_hf`.
+        ConfigError: missing directory, missing or malformed file, or as `from_hf`.
     """
-    directory = Path(path)
+    directory = local_directory(path)
+    if not directory.is_dir():
+        raise ConfigError(no_directory(path))
     file = directory / "config.json"
     if not file.is_file():
         raise ConfigError(f"{file} does not exist; expected a Hugging Face model directory with config.json")

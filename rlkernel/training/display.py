@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import warnings
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
+
+from rlkernel import ops
+from rlkernel.kernels import build
+
+
+def ready_kernels(device: str) -> None:
+    """Compiles the CPU kernels where that is still to be done; without a compiler says what is slow, in one line on
+    standard error.
+
+    Raises:
+        BuildError: as `build.cpu_library`, where there is a compiler.
+    """
+    if device != "cpu" or ops.is_stock():
+        return
+    if build.compiler() is not None:
+        build.cpu_library()
+        return
+    print(
+        "rlkernel: there is no C++ compiler, so the readable reference ops run, about a thousand times slower than the "
+        "compiled ones (`rlkernel train grpo` without data takes most of a day instead of minutes); stop with Ctrl-C, "
+        "install g++ or clang++ (apt-get install g++) or name a compiler in CXX, and start again",
+        file=sys.stderr,
+        flush=True,
+    )
+    # Python would say the same again, as a warning, in the middle of the live line.
+    warnings.filterwarnings("ignore", "rlkernel: the slow reference runs", RuntimeWarning)
 
 
 def clock(seconds: float) -> str:
@@ -25,6 +53,17 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+class Screen(Console):
+    """Standard output. A reader that leaves early is a BrokenPipeError, as with `print`; rich exits with status 1."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich in the handler of the error."""
+        raise BrokenPipeError
+
+
 class Display:
     """Progress of a run.
 
@@ -34,7 +73,7 @@ class Display:
     """
 
     def __init__(self, console: Console | None = None, plain_every: float = 5.0):
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Screen()
         self._plain_every = plain_every
         self._progress: Progress | None = None
         self._total = 0
@@ -55,27 +94,30 @@ class Display:
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=20),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[line]}"),
+                TextColumn("{task.fields[left]}"),
+                # It alone has a ratio, so it takes what the others leave of the line.
+                TextColumn("{task.fields[line]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
                 console=self.console,
+                expand=True,
             )
-            self._task = self._progress.add_task(title, total=total, line="")
+            self._task = self._progress.add_task(title, total=total, left="", line="")
             self._progress.start()
 
     def step(self, step: int, values: dict[str, str]) -> None:
         """Shows step `step` (from 1) of the phase with its figures, and the time left."""
         now = time.perf_counter()
-        line = "  ".join(f"{name} {value}" for name, value in values.items())
+        line, left = "  ".join(f"{name} {value}" for name, value in values.items()), ""
         if self._first is None:  # the step that builds kernels says nothing of the others
             self._first = (step, now)
         else:
             before, then = self._first
-            line += f"  left {clock((now - then) / (step - before) * (self._total - step))}"
+            left = f"left {clock((now - then) / (step - before) * (self._total - step))}"
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, line=line)
+            self._progress.update(self._task, completed=step, line=line, left=left)
             return
         if step in (1, self._total) or now - self._printed >= self._plain_every:
             self._printed = now
-            self.say(f"{self._title} {step}/{self._total}  {line}")
+            self.say("  ".join(filter(None, (f"{self._title} {step}/{self._total}", line, left))))
 
     def stop(self) -> None:
         """Closes the phase."""

@@ -14,7 +14,7 @@ from rlkernel import ops
 from rlkernel.environment import environment
 from rlkernel.models import save_model
 from rlkernel.training.config import Settings
-from rlkernel.training.display import Display, clock
+from rlkernel.training.display import Display, clock, ready_kernels
 from rlkernel.training.grpo import train_grpo
 from rlkernel.training.parts import Parts, assemble, choose_device, read_inputs
 from rlkernel.training.report import write_report
@@ -45,6 +45,7 @@ def launch(settings: Settings, display: Display | None = None) -> Path:
         try:
             with ops.stock(settings.run.backend == "torch"):
                 parts = assemble(settings, inputs, device, run.folder)
+                ready_kernels(device)
         except BaseException:
             run.abandon()
             raise

@@ -15,9 +15,10 @@ import torch
 
 pytest.importorskip("triton")
 
+import rlkernel
 from rlkernel.cli import doctor
 from rlkernel.cli.main import main
-from rlkernel.kernels import schedule, verdicts
+from rlkernel.kernels import build, schedule, select, verdicts
 from rlkernel.kernels.cuda import attention_fa3, cublaslt, linear_logprob
 from rlkernel.kernels.triton import common, launch, matrix
 
@@ -85,7 +86,43 @@ def test_the_triton_installed_is_the_measured_one() -> None:
     ]
 
 
+@pytest.mark.parametrize("case", ("well", "no compiler", "broken compiler", "wrong CXX"))
+def test_the_first_line_sums_up(
+    case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build.build_cpu()
+    monkeypatch.setattr(select, "_chosen", {})
+    monkeypatch.setattr(build, "_load_cpu_library", build._load_cpu_library.__wrapped__)
+    if case != "well":
+        monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("CXX", {"no compiler": "", "broken compiler": "false", "wrong CXX": "absent-g++"}[case])
+    if case == "no compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    capsys.readouterr()
+    assert main(["doctor", "--device", "cpu"]) == int(case in ("broken compiler", "wrong CXX"))
+    captured = capsys.readouterr()
+    first, count = captured.out.splitlines()[0], len(select.declared())
+    name = f"rlkernel {rlkernel.__version__}: "
+    assert first.startswith(name)
+    if case == "well":
+        assert first == f"{name}all {count} ops run compiled C++ kernels on this CPU; nothing to do."
+    if case == "no compiler":
+        assert first.startswith(
+            f"{name}{count} of {count} ops run the readable reference on this CPU, about a thousand"
+        )
+        assert first.endswith("install g++ or set CXX")
+    if case == "broken compiler":
+        assert "ops cannot run on this CPU: building rlkernel_cpu-" in first
+        assert first.endswith(".log); name another compiler in CXX")
+        assert captured.err == f"rlkernel: compiling rlkernel_cpu, once, into {tmp_path / 'cache'}\n"
+    else:
+        assert captured.err == ""
+    if case == "wrong CXX":
+        assert first.endswith("CXX='absent-g++': 'absent-g++' is not a program here; correct or unset CXX")
+
+
 def test_a_reader_that_leaves_early_is_no_error() -> None:
+    build.build_cpu()
     command = [sys.executable, "-m", "rlkernel.cli.main", "doctor", "--device", "cpu", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout is not None and running.stderr is not None

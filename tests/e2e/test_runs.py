@@ -116,8 +116,8 @@ def test_a_transformers_directory_generates(
         (["--prompt", "x", "--temperature", "-1"], "temperature"),
         (["--prompts", "absent.jsonl"], "cannot read absent.jsonl"),
         (["--prompt", "x", "--output", "/proc/x/y"], "cannot write"),
-        (["--prompt", "red " * 200], "prompts[0] has"),
-        (["--prompt", ""], "prompts[0] is empty"),
+        (["--prompt", "red", "--prompt", "red " * 200], "--prompt 2: prompt has"),
+        (["--prompts", "p.jsonl", "--max-tokens", "4", "--prompt", ""], "--prompt 1: prompt is empty"),
         (["--prompt", "x", "--model", "absent"], "absent"),
     ):
         error = here(*bad, status=2)

@@ -64,7 +64,10 @@ def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     assert left == {".so", ".lock", ".log"}
 
 
-def test_a_damaged_library_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_damaged_library_is_built_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each build says on standard error that it compiles."""
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "a.cpp"
     source.write_text('extern "C" __attribute__((visibility("default"))) int seven() { return 7; }')
@@ -72,6 +75,7 @@ def test_a_damaged_library_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_pa
     whole = built.read_bytes()
     before = built.stat().st_mtime_ns
     assert build._build("a", [source]) == built and built.stat().st_mtime_ns == before, "once"
+    assert capsys.readouterr().err == f"rlkernel: compiling a, once, into {tmp_path / 'cache'}\n"
     for damaged in (b"", whole[: len(whole) // 2], whole[:-9] + bytes(9)):
         built.write_bytes(damaged)
         built = build._build("a", [source])

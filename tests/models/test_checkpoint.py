@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -78,6 +79,14 @@ def test_dtype(tmp_path: Path) -> None:
     assert load_model(source).dtype == torch.float16  # without a name in config.json, as it is stored
 
 
+def test_a_dtype_that_cannot_hold_a_weight_is_named(tmp_path: Path) -> None:
+    source = save("qwen3", tmp_path)
+    rewrite(lambda t: t[Q][0, 0].fill_(7e4))(source)
+    assert load_model(source, torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(CheckpointError, match=rf"{Q} has values up to 7e\+04, which float16 cannot hold; load"):
+        load_model(source, torch.float16)
+
+
 def test_tied_with_a_copy_of_the_head(tmp_path: Path) -> None:
     """Some tied checkpoints store the head as well; an equal copy is taken, another one refused."""
     source = save("qwen3-tied", tmp_path)
@@ -136,6 +145,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         rewrite(lambda t: t.update({Q: torch.zeros(128, 64, dtype=torch.int8)})),
         r"q_proj.weight is torch.int8",
     ),
+    "not a number": (
+        rewrite(lambda t: t[Q][3, 5:].fill_(math.nan)),
+        rf"model.safetensors: {Q} holds NaN or infinity \(59 of 8192 values, the first at \(3, 5\)\); download",
+    ),
+    "infinity": (rewrite(lambda t: t["model.norm.weight"][0].fill_(-math.inf)), r"model.norm.weight holds NaN or inf"),
     "no config": (lambda d: (d / "config.json").unlink(), r"config.json does not exist"),
 }
 
