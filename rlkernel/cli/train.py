@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
+import sys
 from typing import Any
 
 _OPTIONS = {
@@ -80,4 +83,9 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(str(error)) from None
     except InputError as error:
         raise UserError(str(error)) from error
+    except OSError as error:  # a file of the run names itself; this one is a cache, or standard output
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter must not flush into it again
+        raise UserError(f"{error.filename or 'standard output'}: {error.strerror}; make room and run again") from None
     return 0

@@ -125,14 +125,19 @@ def read_inputs(settings: Settings) -> Inputs:
     if settings.data.heldout is not None:
         heldout = load(settings.data.heldout)
     else:
-        wanted = settings.data.heldout_rows
-        rows, heldout = data.split_heldout(rows, min(64, len(rows) // 10) if wanted is None else wanted)
-    if not rows:
-        raise InputError(
-            f"data: data.heldout_rows={settings.data.heldout_rows} leaves no training row of {settings.data.train}"
-        )
+        prompts, wanted = data.different(rows), settings.data.heldout_rows
+        if wanted is None:  # a share of the prompts, because all rows of a drawn prompt leave the training part
+            wanted = min(64, prompts // 10)
+        rows, heldout = data.split_heldout(rows, wanted)
+        if not rows:
+            raise InputError(
+                f"data: data.heldout_rows={wanted} leaves no training row of {settings.data.train} (different "
+                f"prompts: {prompts}); ask for fewer, or name another file in data.heldout"
+            )
     if rewards is not None:
-        rewards.require([name for name in rows[0] if name not in ("prompt", data.WHERE)])
+        rewards.require(data.columns_of(rows[:1]), str(settings.data.train))
+        if heldout:
+            rewards.require(data.columns_of(heldout[:1]), str(settings.data.heldout or settings.data.train))
     return Inputs(task, rows, heldout[: settings.eval.rows], examples, rewards, heldout_rewards)
 
 
@@ -141,6 +146,8 @@ def _of_task(
 ) -> Inputs:
     if settings.algorithm == "grpo":
         heldout = task.heldout()[: settings.eval.rows]
+        assert rewards is not None
+        rewards.require(data.columns_of(heldout[:1]), f"task {task.name}")
         return Inputs(task, task.train_prompts(settings.run.seed), heldout, examples, rewards, heldout_rewards)
     drawn = task.sft_examples(settings.warmup.examples + settings.eval.rows, settings.run.seed)
     rows, heldout = data.split_heldout(drawn, settings.eval.rows)
