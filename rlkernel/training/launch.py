@@ -99,7 +99,8 @@ def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
     notes = []
     size, free = sum(p.numel() * p.element_size() for p in parts.model.parameters()), shutil.disk_usage(folder).free
     if parts.settings.run.save and free < size:
-        notes.append(f"the checkpoint at the end needs {size:,} bytes, {folder} has {free:,} free; make room in time")
+        need = f"the checkpoint at the end needs {size:,} bytes, {folder} has {free:,} free"
+        notes.append(f"{need}; make room before the run ends")
     if parts.settings.algorithm != "grpo":
         return notes
     if isinstance(inputs.train, list) and any(is_chat(row["prompt"]) for row in inputs.train):
