@@ -238,12 +238,14 @@ class Rewards:
             InputError: a function raised, returned no list, the wrong count, NaN, an infinity, a non-number or one
                 above 1e15 in size; or no function judged some completion.
         """
-        log = _Log(len(prompts))
-        offered = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        count = len(prompts)
+        log = _Log(count)
+        offered: dict[str, Any] = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        offered |= columns
         offered |= {"trainer_state": state or TrainerState(), "log_metric": log.metric, "log_extra": log.column}
-        parts = {r.name: _checked(r, _call(r, offered), len(prompts)) for r in self.rewards}
+        parts = {r.name: _checked(r, _call(r, offered), count) for r in self.rewards}
         total: list[float] = []
-        for i in range(len(prompts)):
+        for i in range(count):
             judged = [(r.weight, parts[r.name][i]) for r in self.rewards]
             if all(value is None for _, value in judged):
                 names = ", ".join(parts)
@@ -284,10 +286,11 @@ def _call(reward: Reward, offered: dict[str, Any]) -> Any:
     """What the reward returned; a coroutine is awaited, a generator is read to its end, where it may raise."""
     _require(reward, offered, "the data")
     parameters = _parameters(reward)
-    arguments = offered
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        # TRL asks for **kwargs; a function without it gets what it names.
-        arguments = {p.name: offered[p.name] for p in parameters if p.name in offered}
+    names = {p.name for p in parameters}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # TRL asks for it; a function without gets what it names
+        names |= offered.keys()
+    # Lists of its own, so that a function that sorts or empties one changes nothing for the next.
+    arguments = {name: list(v) if isinstance(v, list) else v for name, v in offered.items() if name in names}
     try:
         with _process_kept():
             answer = reward.function(**arguments)
@@ -303,15 +306,16 @@ def _call(reward: Reward, offered: dict[str, Any]) -> Any:
 
 def _hint(error: BaseException, prompts: Sequence[Any]) -> str:
     """Which form the completions have, where the exception says that the reward takes them for another."""
+    said = _one_line(error) if isinstance(error, (AttributeError, TypeError)) else ""
     chat = any(is_chat(prompt) for prompt in prompts)
-    if not isinstance(error, (AttributeError, TypeError)) or ("list" if chat else "str") not in str(error):
-        return ""
-    if not chat:
+    if chat and "list" in said:
+        return (
+            '; the completion of a chat prompt is [{"role": "assistant", "content": text}], so read its text as '
+            'completion[0]["content"], or give prompts as text'
+        )
+    if not chat and ("string indices" in said or "'str' object" in said):
         return "; the prompts are text, therefore each completion is text"
-    return (
-        '; the completion of a chat prompt is [{"role": "assistant", "content": text}], so read its text as '
-        'completion[0]["content"], or give prompts as text'
-    )
+    return ""
 
 
 def _places_of(error: BaseException) -> str:

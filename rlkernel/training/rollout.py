@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,4 +142,7 @@ def judge(rewards: Rewards, completions: Sequence[Completion], state: TrainerSta
         for c in completions
     ]
     ids = [list(c.sample.completion) for c in completions]
-    return rewards([row["prompt"] for row in rows], answers, ids, data.columns_of(rows), state)
+    # Copies, each on its own: a reward that writes `prompt += completion` would change the data and the whole group.
+    prompts = [copy.deepcopy(row["prompt"]) for row in rows]
+    columns = {name: [copy.deepcopy(value) for value in values] for name, values in data.columns_of(rows).items()}
+    return rewards(prompts, answers, ids, columns, state)

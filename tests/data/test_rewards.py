@@ -62,6 +62,15 @@ def test_a_reward_without_kwargs_gets_what_it_names() -> None:
         judge(lambda completions, anwser: anwser, columns={"answer": [7, 8]})
 
 
+def test_a_reward_that_empties_its_lists_changes_nothing_for_the_next() -> None:
+    def empties(prompts: list[str], completions: list[str], answer: list[int]) -> list[float]:
+        for arguments in (prompts, completions, answer):
+            arguments.clear()
+        return [1.0, 2.0]
+
+    assert judge(empties, lambda answer, **_: answer, columns={"answer": [7, 8]}) == [8.0, 10.0]
+
+
 def test_weights_and_abstention() -> None:
     assert judge(lambda **_: [1, 2], lambda **_: [None, 10], weights=(1.0, 0.5)) == [1.0, 7.0]
     with pytest.raises(InputError, match="completion 1 was judged by none"):

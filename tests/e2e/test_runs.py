@@ -75,7 +75,13 @@ def test_a_transformers_directory_is_trained(
     assert len(metrics) == 3 and sum(row["tokens"] for row in metrics) > 100
     assert {"reward_letter", "reward_short"} <= set(metrics[0])
     assert [row["step"] for row in read_jsonl(folder / "eval.jsonl")] == [0, 3]
-    for text in ("exact fraction", "mismatching tokens", "held-out reward after", "report: out/report.html"):
+    for text in (
+        "note: prompts are chats; rewards get",
+        "exact fraction",
+        "mismatching tokens",
+        "held-out reward after",
+        "report: out/report.html",
+    ):
         assert text in out.stdout
     assert "agree to the last bit" in (folder / "report.html").read_text(encoding="utf-8")
 

@@ -20,11 +20,14 @@ from training.tiny import settings_of, trainer_of, weights
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.data.errors import InputError
-from rlkernel.training.batch import pack_samples
+from rlkernel.data.rewards import Reward, Rewards
+from rlkernel.training.batch import Sample, pack_samples
 from rlkernel.training.display import Display
 from rlkernel.training.exactness import MismatchError
 from rlkernel.training.launch import launch
 from rlkernel.training.optimizer import Update
+from rlkernel.training.parts import Prompt
+from rlkernel.training.rollout import Completion, judge
 from rlkernel.training.run import read_jsonl
 
 STEPS = 2
@@ -308,6 +311,22 @@ def test_several_rewards_are_weighed_and_shown(tmp_path: Path) -> None:
         metrics, _ = trainer.step(1)
     assert metrics["reward_a"] == 1.0 and metrics["reward_size"] == 3.0
     assert metrics["reward"] == pytest.approx((12 * 2 + 11 * 3) / 12)
+
+
+def test_a_reward_cannot_change_the_data(tmp_path: Path) -> None:
+    def joins(prompts: Any, completions: Any, tags: Any) -> list[float]:
+        seen.extend(len(prompt) for prompt in prompts)
+        for prompt, completion, tag in zip(prompts, completions, tags, strict=True):
+            prompt += completion
+            tag.clear()
+        return [1.0] * len(prompts)
+
+    seen: list[int] = []
+    row = {"prompt": [{"role": "user", "content": "x"}], "tags": ["a"]}
+    group = [Completion(Prompt(row, [1]), Sample([1], [2]), "y", False)] * 2
+    for _ in range(2):
+        judge(Rewards([Reward("joins", joins)]), group)
+    assert seen == [1] * 4 and row == {"prompt": [{"role": "user", "content": "x"}], "tags": ["a"]}
 
 
 def test_what_rewards_log_is_kept(tmp_path: Path) -> None:
