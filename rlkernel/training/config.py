@@ -26,8 +26,8 @@ class _Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _is_float32(cls, value: Any) -> Any:
-        if isinstance(value, float) and value and not 1.2e-38 <= abs(value) <= 3.4e38:
-            raise ValueError("must be 0 or have a size between 1.2e-38 and 3.4e38, because it is used in float32")
+        if isinstance(value, float) and value and not 1.4e-45 <= abs(value) <= 3.4e38:
+            raise ValueError("must be 0 or have a size between 1.4e-45 and 3.4e38, because it is used in float32")
         return value
 
 

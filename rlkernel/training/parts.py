@@ -25,6 +25,7 @@ from rlkernel.models import CheckpointError, ConfigError, Decoder, load_model
 from rlkernel.models.config import DTYPES, from_hf
 from rlkernel.training.batch import Sample
 from rlkernel.training.config import Settings
+from rlkernel.training.run import writing
 
 Row = data.Row
 
@@ -171,7 +172,8 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         else:
             assert inputs.task is not None
             tokenizer_dir = scratch / "tokenizer"
-            save_tokenizer(inputs.task.tokenizer(), tokenizer_dir)
+            with writing(tokenizer_dir):
+                save_tokenizer(inputs.task.tokenizer(), tokenizer_dir)
             model = _from_scratch(settings, inputs.task, device)
         tokenizer = Tokenizer(tokenizer_dir)
     except (ConfigError, CheckpointError, TokenizerError) as error:
@@ -227,6 +229,11 @@ def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:
     model = Decoder.from_config(config, seed=settings.run.seed, device=device)
     deviation = values.get("initializer_range")
     if deviation is not None:
+        if isinstance(deviation, bool) or not (isinstance(deviation, (int, float)) and 0 <= deviation <= 1e30):
+            raise InputError(
+                f"model.config: initializer_range is {deviation!r}; expected a finite number of at least 0 (in YAML, "
+                "1e-2 is text and 1.0e-2 a number)"
+            )
         # A released model's 0.02 suits a width of thousands; a small one learns faster from what its task asks for.
         generator = torch.Generator().manual_seed(settings.run.seed)
         with torch.no_grad():

@@ -142,10 +142,10 @@ def test_unknown_keys_in_files_and_in_lists(tmp_path: Path) -> None:
         (["run.seed=1", "run.seed.x=3"], "run.seed is a value"),
         (["loss.type=ppo"], "setting loss.type: input should be 'grpo'"),
         (["rollout.temperature=0"], "setting rollout.temperature: input should be greater than or equal to 0.00001"),
-        (["rollout.temperature=1e300"], "setting rollout.temperature: must be 0 or have a size between 1.2e-38"),
+        (["rollout.temperature=1e300"], "setting rollout.temperature: must be 0 or have a size between 1.4e-45"),
         (["eval.temperature=1e-7"], "setting eval.temperature: must be 0"),
-        (["optimizer.lr=1e300"], "setting optimizer.lr: must be 0 or have a size between 1.2e-38 and 3.4e38"),
-        (["optimizer.clip_norm=1e-300"], "setting optimizer.clip_norm: must be 0 or have a size"),
+        (["optimizer.lr=1e300"], "setting optimizer.lr: must be 0 or have a size between 1.4e-45 and 3.4e38"),
+        (["optimizer.clip_norm=1e-46"], "setting optimizer.clip_norm: must be 0 or have a size"),
         (['rollout.stop=[""]'], "setting rollout.stop.0: string should have at least 1 character"),
         (["run.seed=" + "9" * 5000], "the value is not YAML"),
         (["run.seed=" + "[" * 5000], "the value is not YAML"),
@@ -222,6 +222,13 @@ def test_equal_prompts_are_trained_on(tmp_path: Path) -> None:
     assert 0 < len(list(inputs.train)) < 49 and len(inputs.heldout) == 1
     with pytest.raises(InputError, match=r"data\.heldout_rows=2 leaves no .* \(different prompts: 1\); ask for fewer"):
         read_inputs(files_of(tmp_path, equal, "completions, n", "data.heldout_rows=2"))
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", ".inf", ".nan", "1e-2", "true"])
+def test_a_deviation_that_is_no_number_is_an_error(tmp_path: Path, value: str) -> None:
+    settings = resolve("grpo", overrides=[f"model.config={{initializer_range: {value}}}"])
+    with pytest.raises(InputError, match=r"model\.config: initializer_range is .*; expected a finite number"):
+        assemble(settings, read_inputs(settings), "cpu", tmp_path)
 
 
 def test_a_reward_that_lacks_a_column_is_named_before_any_work(tmp_path: Path) -> None:
