@@ -91,7 +91,7 @@ def _save(parts: Parts, folder: Path) -> None:
     try:
         save_model(parts.model, folder / "model", tokenizer_dir=parts.tokenizer_dir)
     except (CheckpointError, TokenizerError) as error:
-        raise InputError(f"the trained model is lost: {error}; metrics, summary and report stay in {folder}") from None
+        raise InputError(f"the trained model is lost: {error}; the run's other files stay in {folder}") from None
 
 
 def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
