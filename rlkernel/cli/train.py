@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
+import sys
 from typing import Any
 
 _OPTIONS = {
@@ -80,4 +83,19 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(str(error)) from None
     except InputError as error:
         raise UserError(str(error)) from error
+    except OSError as error:  # a file of the run names itself; this one is a cache, or standard output
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        if error.filename is None:  # standard output, perhaps: the interpreter must not flush into it again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        where = error.filename or "standard output or a temporary file"
+        raise UserError(f"cannot write {where} ({error.strerror}); make room and run again") from None
+    except (MemoryError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        if not (isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text):
+            raise
+        raise UserError(
+            f"the memory is not enough ({text[:200] or 'MemoryError'}); lower engine.max_num_seqs, engine.num_pages or "
+            "train.micro_batch_tokens, set train.gradient_checkpointing=true, or use a smaller model"
+        ) from error
     return 0

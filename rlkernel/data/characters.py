@@ -41,7 +41,8 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
     """Writes `tokenizer.json` and `tokenizer_config.json`, which transformers loads as any other fast tokenizer."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    # Its own `save` raises a bare Exception on a full disk.
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD_TOKEN,

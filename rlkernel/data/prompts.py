@@ -15,7 +15,8 @@ from typing import Any
 from rlkernel.data.errors import InputError
 
 Row = dict[str, Any]
-RESERVED = {"prompts", "completions", "completion_ids"}
+RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+"""Arguments of every reward; a column cannot have such a name."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -27,7 +28,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, Row]]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # spreadsheets write a byte order mark
     except OSError as error:
         raise InputError(
             f"data: cannot read {path}: {error.strerror or error}; give the path of a JSONL file"
@@ -41,10 +42,19 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, Row]]:
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
+            if "\\ud" in line.lower():  # only an escape can make half of a surrogate pair
+                json.dumps(row, ensure_ascii=False).encode()
         except json.JSONDecodeError as error:
             raise InputError(
                 f"{where}: not JSON ({error.msg} at column {error.colno}); each line must be one JSON object"
             ) from None
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise InputError(f"{where}: {half} is half of a surrogate pair, which is no character; remove it") from None
+        except RecursionError:
+            raise InputError(f"{where}: the JSON is nested too deeply to be read; flatten it") from None
+        except ValueError:  # Python's limit on the digits of an integer
+            raise InputError(f"{where}: a number has too many digits to be read; write it as text") from None
         if not isinstance(row, dict):
             raise InputError(f'{where}: expected a JSON object such as {{"prompt": "..."}}, got {type(row).__name__}')
         found = True
@@ -99,7 +109,7 @@ def load_prompts(path: str | Path) -> list[Row]:
     rows: list[Row] = []
     for where, row in read_jsonl(path):
         _check_text(where, "prompt", _require(where, row, "prompt"))
-        for column in sorted(RESERVED & row.keys()):
+        for column in sorted(row.keys() & set(RESERVED)):
             raise InputError(f"{where}: column {column!r} is an argument of every reward; give the column another name")
         if rows:
             expected = rows[0].keys() - {WHERE}
@@ -143,6 +153,15 @@ def load_examples(path: str | Path) -> list[Row]:
     return rows
 
 
+def different(rows: list[Row]) -> int:
+    """Number of different prompts."""
+    return len({_key(row) for row in rows})
+
+
+def _key(row: Row) -> str:
+    return json.dumps(row["prompt"], sort_keys=True)
+
+
 def split_heldout(rows: list[Row], count: int) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows): `count` rows drawn by a fixed seed, both parts in the file's order.
 
@@ -152,8 +171,8 @@ def split_heldout(rows: list[Row], count: int) -> tuple[list[Row], list[Row]]:
         return rows, []
     drawn = sorted(random.Random(0).sample(range(len(rows)), min(count, len(rows))))
     heldout = [rows[i] for i in drawn]
-    kept_out = {json.dumps(row["prompt"], sort_keys=True) for row in heldout}
-    return [row for row in rows if json.dumps(row["prompt"], sort_keys=True) not in kept_out], heldout
+    kept_out = {_key(row) for row in heldout}
+    return [row for row in rows if _key(row) not in kept_out], heldout
 
 
 def shuffled(rows: list[Row], seed: int) -> Iterator[Row]:

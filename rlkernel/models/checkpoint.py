@@ -300,7 +300,7 @@ def save_model(
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise CheckpointError(f"save_model: cannot write beside {target}: {error}") from None
+        raise _not_written(target, error) from None
     try:
         work.chmod(0o755)  # mkdtemp makes it private
         _write_json(work / "config.json", {**to_hf(model.config), "rlkernel_contract": model.contract})
@@ -308,12 +308,31 @@ def save_model(
         if tokenizer_dir is not None:
             copy_tokenizer_files(tokenizer_dir, work)
         _write_tensors(model, work, max_shard_bytes)
+        # Some file systems report a full disk only here, and a rename may reach the disk before the bytes do.
+        for path in (*work.rglob("*"), work):
+            _sync(path)
         _replace(work, target)
+        _sync(target.parent)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"save_model: writing {target} failed: {error}") from None
+        raise _not_written(target, error) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def _not_written(target: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"save_model: cannot write {target} ({getattr(error, 'strerror', None) or error}); make room there or choose "
+        "another path"
+    )
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _replace(work: Path, target: Path) -> None:
@@ -322,7 +341,11 @@ def _replace(work: Path, target: Path) -> None:
         os.rename(work, target)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    os.rename(target, old)
+    try:
+        os.rename(target, old)
+    except OSError:
+        os.rmdir(old)
+        raise
     try:
         os.rename(work, target)
     except OSError:

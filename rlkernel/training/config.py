@@ -10,16 +10,25 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rlkernel.data.errors import InputError
 
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # the latter two: `!!int x`, too many digits or brackets
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _is_float32(cls, value: Any) -> Any:
+        if isinstance(value, float) and value and not 1.4e-45 <= abs(value) <= 3.4e38:
+            raise ValueError("must be 0 or have a size between 1.4e-45 and 3.4e38, because it is used in float32")
+        return value
 
 
 class RunSettings(_Section):
@@ -87,13 +96,17 @@ class RolloutSettings(_Section):
     prompts: int = Field(default=16, ge=1, description="prompts a step")
     group_size: int = Field(default=8, ge=1, description="completions a prompt")
     max_tokens: int = Field(default=256, ge=1, description="tokens a completion, at most")
-    temperature: float = Field(default=1.0, gt=0, description="of sampling, and of every log-probability in the loss")
+    temperature: float = Field(
+        default=1.0, ge=1e-5, description="of sampling, and of every log-probability in the loss"
+    )
     top_k: int = Field(
         default=0, ge=0, description="0 = off; log-probabilities are then over the kept tokens on both sides"
     )
     top_p: float = Field(default=1.0, gt=0, le=1, description="1 = off")
     min_p: float = Field(default=0.0, ge=0, lt=1, description="0 = off")
-    stop: list[str] = Field(default_factory=list, description="strings that end a completion")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description="strings that end a completion"
+    )
     mask_truncated: bool = Field(
         default=False, description="leave completions cut at max_tokens out of the loss (DAPO)"
     )
@@ -207,6 +220,13 @@ class EvalSettings(_Section):
     every: int = Field(default=20, ge=0, description="steps between evaluations; 0 = only before and at the end")
     rows: int = Field(default=128, ge=1, description="held-out rows used, at most")
     temperature: float = Field(default=0.0, ge=0, description="0 = greedy")
+
+    @field_validator("temperature")
+    @classmethod
+    def _can_divide(cls, value: float) -> float:
+        if 0 < value < 1e-5:
+            raise ValueError("must be 0 (greedy) or at least 1e-05")
+        return value
 
 
 class Settings(_Section):
@@ -367,7 +387,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             raise InputError(f"override {word!r}: expected key=value with a dotted key, such as optimizer.lr=1e-5")
         try:
             values[key] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except _NOT_YAML as error:
             raise InputError(f"override {word!r}: the value is not YAML ({' '.join(str(error).split())})") from None
         # YAML takes an empty value for null and a "1e-3" for text; the first is a slip, the second pydantic reads.
         if text.strip() == "":
@@ -386,7 +406,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
+    except _NOT_YAML as error:
         raise InputError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if loaded is None:
         return {}
@@ -464,6 +484,29 @@ def _task_defaults(name: str, algorithm: str) -> dict[str, Any]:
         renamed["warmup.examples"] = "warmup.examples"
         wishes = {renamed[key]: value for key, value in wishes.items() if key in renamed}
     return from_dotted(wishes, f"defaults of task {name}")
+
+
+def located(settings: Settings) -> Settings:
+    """The settings with absolute paths, so that they mean the same files from any working directory.
+
+    A reward of a module stays as it is, and so does a `model.path` that is no directory here.
+    """
+    settings = settings.model_copy(deep=True)
+    for section, name in (
+        (settings.run, "output"),
+        (settings.model, "path"),
+        (settings.data, "train"),
+        (settings.data, "heldout"),
+        (settings.warmup, "data"),
+    ):
+        value = getattr(section, name)
+        if value is not None and (name == "output" or Path(value).exists()):
+            setattr(section, name, str(Path(value).absolute()))
+    for reward in settings.rewards:
+        file, _, function = reward.function.rpartition(":")
+        if file.endswith(".py"):
+            reward.function = f"{Path(file).absolute()}:{function}"
+    return settings
 
 
 def to_yaml(settings: Settings) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import compare_bitwise
+from rlkernel.data.rewards import Scores, TrainerState
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.training.batch import Sample, micro_batches, pack_samples, score, score_all
 from rlkernel.training.config import LossSettings, Settings, clip_range
@@ -122,7 +123,7 @@ class Trainer:
 
         # Judge them; an advantage compares a completion with the others of its prompt.
         with self._time("reward"):
-            scores = judge(self.rewards, completions)
+            scores = judge(self.rewards, completions, TrainerState(step - 1, settings.train.steps))
         advantages = ops.group_advantages(
             torch.tensor(scores.total, dtype=torch.float32),
             settings.rollout.group_size,
@@ -197,7 +198,7 @@ class Trainer:
                     else:
                         self.optimizer.discard()
 
-        self._keep_samples(step, completions, scores.total, advantages, scored)
+        self._keep_samples(step, completions, scores, advantages, scored)
         seconds = time.perf_counter() - started
         tokens = sum(len(sample.completion) for sample in samples)
         size = settings.rollout.group_size
@@ -206,6 +207,7 @@ class Trainer:
             "reward": math.fsum(scores.total) / len(samples),
             "reward_std": float(torch.tensor(scores.total, dtype=torch.float64).std(correction=0)),
             **_reward_parts(scores.parts),
+            **{f"logged/{name}": value for name, value in scores.metrics.items()},
             "groups_all_equal": sum(len(set(group)) == 1 for group in groups) / len(groups),
             "length": tokens / len(samples),
             "length_max": max(len(sample.completion) for sample in samples),
@@ -231,7 +233,8 @@ class Trainer:
         settings = self.settings
         self.sampler.weights_updated()
         completions = self.sampler.evaluate(self.parts.heldout, settings.rollout, settings.eval.temperature)
-        rewards = judge(self.heldout_rewards, completions).total
+        state = TrainerState(step, settings.train.steps)
+        rewards = judge(self.heldout_rewards, completions, state).total
         mean = math.fsum(rewards) / len(rewards)
         shown = [
             {"prompt": c.prompt.row["prompt"], "completion": c.text, "reward": reward}
@@ -281,7 +284,7 @@ class Trainer:
         self,
         step: int,
         completions: Sequence[Completion],
-        rewards: Sequence[float],
+        scores: Scores,
         advantages: Sequence[float],
         scored: Sequence[Tensor],
     ) -> None:
@@ -302,7 +305,9 @@ class Trainer:
             ]
             equal = compare_bitwise(scored[i], _logp(sample)).mismatches == 0
             row = {"step": step, "prompt": completion.prompt.row["prompt"], "completion": completion.text}
-            row |= {"reward": rewards[i], "advantage": advantages[i], "exact": equal, "tokens": tokens}
+            row |= {"reward": scores.total[i], "advantage": advantages[i], "exact": equal, "tokens": tokens}
+            if scores.extra:
+                row["extra"] = {name: values[i] for name, values in scores.extra.items()}
             self.run.append("samples", row)
 
 

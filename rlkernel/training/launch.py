@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,14 +11,17 @@ from typing import Any
 import torch
 
 from rlkernel import ops
+from rlkernel.data.errors import InputError
+from rlkernel.data.prompts import is_chat
+from rlkernel.data.tokenizer import TokenizerError
 from rlkernel.environment import environment
-from rlkernel.models import save_model
+from rlkernel.models import CheckpointError, save_model
 from rlkernel.training.config import Settings
 from rlkernel.training.display import Display, clock, ready_kernels
 from rlkernel.training.grpo import train_grpo
-from rlkernel.training.parts import Parts, assemble, choose_device, read_inputs
+from rlkernel.training.parts import Inputs, Parts, assemble, choose_device, read_inputs
 from rlkernel.training.report import write_report
-from rlkernel.training.run import Run, clean, default_output
+from rlkernel.training.run import Run, command, default_output, to_json, write_text
 from rlkernel.training.sft import train_sft
 
 
@@ -55,7 +58,7 @@ def launch(settings: Settings, display: Display | None = None) -> Path:
             settings.model.path or f"from scratch for {settings.data.task}"
         )
         screen.say(f"{settings.algorithm} on {device}, backend {settings.run.backend}, contract {contract}; {model}")
-        for note in _notes(parts):
+        for note in _notes(parts, inputs, run.folder):
             screen.say(f"note: {note}")
         summary: dict[str, Any] = {
             "name": run.folder.name,
@@ -66,27 +69,43 @@ def launch(settings: Settings, display: Display | None = None) -> Path:
             "seed": settings.run.seed,
             "model": model,
             "threads": torch.get_num_threads(),
+            "command": command(settings.algorithm, run.folder),
             "started": started.isoformat(timespec="seconds"),
             "environment": environment(),
         }
         train = train_grpo if settings.algorithm == "grpo" else train_sft
         with ops.stock(settings.run.backend == "torch"):
             summary |= train(parts, run, screen)
-        if settings.run.save:
-            save_model(parts.model, run.folder / "model", tokenizer_dir=parts.tokenizer_dir)
         summary["seconds"] = time.perf_counter() - clock_start
-        (run.folder / "summary.json").write_text(json.dumps(clean(summary), indent=1) + "\n", encoding="utf-8")
-        report = write_report(run.folder)
+        try:  # the small files come first: a full disk takes them last
+            write_text(run.folder / "summary.json", to_json(summary, indent=1) + "\n")
+            report = write_report(run.folder)
+        finally:
+            if settings.run.save:
+                _save(parts, run.folder)
         _print_summary(screen, settings, summary, run.folder)
         screen.say(f"report: {report}")
         return run.folder
 
 
-def _notes(parts: Parts) -> list[str]:
+def _save(parts: Parts, folder: Path) -> None:
+    try:
+        save_model(parts.model, folder / "model", tokenizer_dir=parts.tokenizer_dir)
+    except (CheckpointError, TokenizerError) as error:
+        raise InputError(f"the trained model is lost: {error}; the run's other files stay in {folder}") from None
+
+
+def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
     """What is allowed and seldom meant."""
-    if parts.settings.algorithm != "grpo":
-        return []
     notes = []
+    size, free = sum(p.numel() * p.element_size() for p in parts.model.parameters()), shutil.disk_usage(folder).free
+    if parts.settings.run.save and free < size:
+        need = f"the checkpoint at the end needs {size:,} bytes, {folder} has {free:,} free"
+        notes.append(f"{need}; make room before the run ends")
+    if parts.settings.algorithm != "grpo":
+        return notes
+    if isinstance(inputs.train, list) and any(is_chat(row["prompt"]) for row in inputs.train):
+        notes.append("prompts are chats; rewards get each completion as [{'role': 'assistant', 'content': text}]")
     ends, own = parts.model.config.eos_token_id, parts.tokenizer.eos_token_id
     if not ends and not parts.settings.rollout.stop:
         notes.append("the model names no end-of-sequence token; every completion runs to rollout.max_tokens")

@@ -25,6 +25,7 @@ from rlkernel.models import CheckpointError, ConfigError, Decoder, load_model
 from rlkernel.models.config import DTYPES, from_hf
 from rlkernel.training.batch import Sample
 from rlkernel.training.config import Settings
+from rlkernel.training.run import writing
 
 Row = data.Row
 
@@ -125,14 +126,19 @@ def read_inputs(settings: Settings) -> Inputs:
     if settings.data.heldout is not None:
         heldout = load(settings.data.heldout)
     else:
-        wanted = settings.data.heldout_rows
-        rows, heldout = data.split_heldout(rows, min(64, len(rows) // 10) if wanted is None else wanted)
-    if not rows:
-        raise InputError(
-            f"data: data.heldout_rows={settings.data.heldout_rows} leaves no training row of {settings.data.train}"
-        )
+        prompts, wanted = data.different(rows), settings.data.heldout_rows
+        if wanted is None:  # a share of the prompts, because all rows of a drawn prompt leave the training part
+            wanted = min(64, prompts // 10)
+        rows, heldout = data.split_heldout(rows, wanted)
+        if not rows:
+            raise InputError(
+                f"data: data.heldout_rows={wanted} leaves no training row of {settings.data.train} (different "
+                f"prompts: {prompts}); ask for fewer, or name another file in data.heldout"
+            )
     if rewards is not None:
-        rewards.require([name for name in rows[0] if name not in ("prompt", data.WHERE)])
+        rewards.require(data.columns_of(rows[:1]), str(settings.data.train))
+        if heldout:
+            rewards.require(data.columns_of(heldout[:1]), str(settings.data.heldout or settings.data.train))
     return Inputs(task, rows, heldout[: settings.eval.rows], examples, rewards, heldout_rewards)
 
 
@@ -141,6 +147,8 @@ def _of_task(
 ) -> Inputs:
     if settings.algorithm == "grpo":
         heldout = task.heldout()[: settings.eval.rows]
+        assert rewards is not None
+        rewards.require(data.columns_of(heldout[:1]), f"task {task.name}")
         return Inputs(task, task.train_prompts(settings.run.seed), heldout, examples, rewards, heldout_rewards)
     drawn = task.sft_examples(settings.warmup.examples + settings.eval.rows, settings.run.seed)
     rows, heldout = data.split_heldout(drawn, settings.eval.rows)
@@ -164,7 +172,8 @@ def assemble(settings: Settings, inputs: Inputs, device: str, scratch: Path) -> 
         else:
             assert inputs.task is not None
             tokenizer_dir = scratch / "tokenizer"
-            save_tokenizer(inputs.task.tokenizer(), tokenizer_dir)
+            with writing(tokenizer_dir):
+                save_tokenizer(inputs.task.tokenizer(), tokenizer_dir)
             model = _from_scratch(settings, inputs.task, device)
         tokenizer = Tokenizer(tokenizer_dir)
     except (ConfigError, CheckpointError, TokenizerError) as error:
@@ -220,6 +229,11 @@ def _from_scratch(settings: Settings, task: Task, device: str) -> Decoder:
     model = Decoder.from_config(config, seed=settings.run.seed, device=device)
     deviation = values.get("initializer_range")
     if deviation is not None:
+        if isinstance(deviation, bool) or not (isinstance(deviation, (int, float)) and 0 <= deviation <= 1e30):
+            raise InputError(
+                f"model.config: initializer_range is {deviation!r}; expected a finite number of at least 0 (in YAML, "
+                "1e-2 is text and 1.0e-2 a number)"
+            )
         # A released model's 0.02 suits a width of thousands; a small one learns faster from what its task asks for.
         generator = torch.Generator().manual_seed(settings.run.seed)
         with torch.no_grad():

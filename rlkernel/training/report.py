@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel.training.charts import Series, line_chart, number
-from rlkernel.training.run import read_jsonl
+from rlkernel.training.run import read_jsonl, write_text
 
 SAMPLE_ROWS = 24
 LONGEST_TEXT = 1500
@@ -201,8 +201,7 @@ def _provenance(summary: Row, config: str) -> str:
     rows = [[escape(name), f"<code>{escape(str(value))}</code>"] for name, value in facts]
     return (
         '<h2 id="provenance">How to run it again</h2>'
-        f'<p class="lead">Command: <code>rlkernel train {escape(summary["algorithm"])} --config config.yaml</code> '
-        "with the settings below.</p>"
+        f'<p class="lead">Command: <code>{escape(summary["command"])}</code></p>'
         + _table("Versions", ["what", "value"], rows)
         + f"<details><summary>Settings (config.yaml)</summary><pre>{escape(config)}</pre></details>"
     )
@@ -269,7 +268,11 @@ def render(folder: Path) -> str:
 
 
 def write_report(folder: Path) -> Path:
-    """Writes `report.html` into a run folder from its files; returns the path."""
+    """Writes `report.html` into a run folder from its files; returns the path.
+
+    Raises:
+        InputError: it cannot be written.
+    """
     path = folder / "report.html"
-    path.write_text(render(folder), encoding="utf-8")
+    write_text(path, render(folder))
     return path

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rlkernel.data import prompts as data
 from rlkernel.data.errors import InputError
-from rlkernel.data.rewards import Rewards, Scores
+from rlkernel.data.rewards import Rewards, Scores, TrainerState
 from rlkernel.data.tokenizer import Tokenizer
 from rlkernel.engine import LLM, CacheTooSmallError, SamplingParams
 from rlkernel.engine.sampling_params import mix_seed
@@ -16,6 +19,11 @@ from rlkernel.models import Decoder
 from rlkernel.training.batch import Sample
 from rlkernel.training.config import EngineSettings, RolloutSettings
 from rlkernel.training.parts import Prompt
+
+NOT_FINITE = (
+    "the model computes logits that are NaN or infinite; start from an earlier checkpoint, lower optimizer.lr, or, "
+    "where model.dtype is float16, use bfloat16"
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,9 @@ class Sampler:
 
         Args:
             prompts: the prompts; settings: sampling; seed: with the prompt's index it seeds each request.
+
+        Raises:
+            FloatingPointError: the model's logits are NaN or infinite.
         """
         filters = settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0
         params = [
@@ -104,6 +115,13 @@ class Sampler:
             outputs = self.llm.generate([prompt.ids for prompt in prompts], params)
         except CacheTooSmallError as error:
             raise InputError(f"engine.num_pages is too small: {error}") from None
+        except ValueError as error:
+            if not str(error).startswith("sample:"):
+                raise
+            raise FloatingPointError(NOT_FINITE) from error  # the op refuses such logits on a CPU, not on a GPU
+        logps = [completion.logprobs_tensor for output in outputs for completion in output.outputs]
+        if not torch.cat(logps).isfinite().all():
+            raise FloatingPointError(NOT_FINITE)
         return [
             Completion(
                 prompt,
@@ -116,7 +134,7 @@ class Sampler:
         ]
 
 
-def judge(rewards: Rewards, completions: Sequence[Completion]) -> Scores:
+def judge(rewards: Rewards, completions: Sequence[Completion], state: TrainerState | None = None) -> Scores:
     """Rewards of completions, in TRL's form: an assistant message for a chat prompt, text for a text prompt."""
     rows = [completion.prompt.row for completion in completions]
     answers: list[Any] = [
@@ -124,4 +142,7 @@ def judge(rewards: Rewards, completions: Sequence[Completion]) -> Scores:
         for c in completions
     ]
     ids = [list(c.sample.completion) for c in completions]
-    return rewards([row["prompt"] for row in rows], answers, ids, data.columns_of(rows))
+    # Copies, each on its own: a reward that writes `prompt += completion` would change the data and the whole group.
+    prompts = [copy.deepcopy(row["prompt"]) for row in rows]
+    columns = {name: [copy.deepcopy(value) for value in values] for name, values in data.columns_of(rows).items()}
+    return rewards(prompts, answers, ids, columns, state)

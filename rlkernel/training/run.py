@@ -1,6 +1,6 @@
 """The run folder: made new and writable before any work, it receives settings, metrics, samples and the report.
 
-config.yaml  metrics.jsonl  samples.jsonl  eval.jsonl  model/  report.html
+config.yaml  metrics.jsonl  samples.jsonl  eval.jsonl  summary.json  report.html  model/
 """
 
 from __future__ import annotations
@@ -8,13 +8,18 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import shlex
 import shutil
-import tempfile
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlkernel.data.errors import InputError
-from rlkernel.training.config import Settings, to_yaml
+from rlkernel.training.config import Settings, located, to_yaml
+
+CONFIG = "config.yaml"
 
 
 def default_output(settings: Settings) -> str:
@@ -26,6 +31,8 @@ def default_output(settings: Settings) -> str:
 def new_folder(wanted: str | Path) -> tuple[Path, list[Path]]:
     """Creates the run folder: `wanted` itself where it is absent or empty, else the first free `wanted-2`, `-3`, ...
 
+    An empty `config.yaml` in it is the claim: only one of two runs that start together can create that file.
+
     Returns the folder, and the absolute paths of all that were made for it, the innermost first.
 
     Raises:
@@ -36,35 +43,83 @@ def new_folder(wanted: str | Path) -> tuple[Path, list[Path]]:
     made = [parent for parent in wanted.absolute().parents if not parent.exists()]
     try:
         wanted.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                folder.mkdir()
-                made.insert(0, folder.absolute())
-                break
-            except FileExistsError:
-                if folder.is_dir() and not any(folder.iterdir()):
-                    break
-                if wanted.name in ("", ".."):
-                    raise InputError(f"run folder {wanted} is not empty; choose another with --output DIR") from None
-                number += 1
-                folder = wanted.with_name(f"{wanted.name}-{number}")
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        while not _claim(folder, made):
+            if wanted.name in ("", ".."):
+                raise InputError(f"run folder {wanted} is not empty; choose another with --output DIR")
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
     except OSError as error:
+        _remove(made)
         raise InputError(
             f"run folder {folder} is not writable ({error.strerror}); choose another with --output DIR"
         ) from None
     return folder, made
 
 
-def clean(value: Any) -> Any:
-    """The value as strict JSON: NaN and infinities become null, never a token that other parsers refuse."""
+def _claim(folder: Path, made: list[Path]) -> bool:
+    """Takes a folder that is absent (it then becomes the first of `made`) or empty; False where it is taken."""
+    try:
+        folder.mkdir()
+        made.insert(0, folder.absolute())
+    except FileExistsError:
+        if not folder.is_dir() or any(folder.iterdir()):
+            return False
+    try:
+        (folder / CONFIG).touch(exist_ok=False)
+    except FileExistsError:  # another run came first
+        return False
+    return True
+
+
+def _remove(made: list[Path]) -> None:
+    for folder in made:
+        with contextlib.suppress(OSError):  # another run has a folder there by now
+            folder.rmdir()
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns a failed write to `path` into an InputError that names it and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path} ({error.strerror or error}); make room there or choose another place with "
+            "--output DIR, and run again"
+        ) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all; what was there before stays where the write fails.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    work = path.with_name(f".{path.name}.new")
+    with writing(path):
+        try:
+            work.write_text(text, encoding="utf-8", errors="backslashreplace")  # a file's name may be no Unicode
+            os.replace(work, path)
+        except OSError:
+            work.unlink(missing_ok=True)
+            raise
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """Strict JSON: NaN and infinities become null, never a token that other parsers refuse."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_clean(value), allow_nan=False, **options)
+
+
+def _clean(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: clean(item) for key, item in value.items()}
+        return {key: _clean(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [clean(item) for item in value]
+        return [_clean(item) for item in value]
     return value
 
 
@@ -82,14 +137,31 @@ class Run:
         writer = _tensorboard_writer() if settings.run.tensorboard else None
         self.folder, self._made = new_folder(settings.run.output or default_output(settings))
         self._place = self.folder.absolute()  # the current folder may be another when it is removed
-        (self.folder / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
-        if writer is not None:
-            self._events = writer(str(self.folder / "tensorboard"))
+        try:
+            write_text(self.folder / CONFIG, to_yaml(located(settings)))
+            if writer is not None:
+                with writing(self.folder / "tensorboard"):
+                    self._events = writer(str(self.folder / "tensorboard"))
+        except BaseException:
+            self.abandon()
+            raise
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Appends one JSON line to `<name>.jsonl` at once, so that a killed run keeps what it measured."""
-        with open(self.folder / f"{name}.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(clean(row), ensure_ascii=False, allow_nan=False) + "\n")
+        """Appends one JSON line to `<name>.jsonl` at once, so that a killed run keeps what it measured.
+
+        Raises:
+            InputError: the line cannot be written; the lines before it stay, no part of it does.
+        """
+        path = self.folder / f"{name}.jsonl"
+        line = (to_json(row, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+        with writing(path), open(path, "ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(end)
+                raise
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """One line of `metrics.jsonl`, with the step and the contract id, and the same numbers to TensorBoard."""
@@ -97,7 +169,8 @@ class Run:
         if self._events is not None:
             for key, value in values.items():
                 if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    self._events.add_scalar(key, value, step)
+                    with writing(self.folder / "tensorboard"):
+                        self._events.add_scalar(key, value, step)
 
     def abandon(self) -> None:
         """Removes what a run that never began has written, and the folders made for it; nothing was measured."""
@@ -106,9 +179,7 @@ class Run:
             for path in self._place.iterdir():
                 with contextlib.suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for made in self._made:
-            with contextlib.suppress(OSError):  # another run has a folder there by now
-                made.rmdir()
+        _remove(self._made)
 
     def close(self) -> None:
         """Closes the TensorBoard events; the run's numbers are on disk already."""
@@ -131,6 +202,15 @@ def _tensorboard_writer() -> Any:
     return SummaryWriter
 
 
+def command(algorithm: str, folder: Path) -> str:
+    """The shell command that repeats the run of a folder, from any working directory.
+
+    It goes to the directory that the run was started in, because modules of rewards are looked for there.
+    """
+    words = [sys.executable, "-m", "rlkernel.cli.main", "train", algorithm, "--config", str(folder.absolute() / CONFIG)]
+    return f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Rows of a file that `Run.append` wrote; an absent file has none."""
     if not path.exists():
@@ -146,7 +226,6 @@ def peak_memory_mib(device: str) -> float:
 
         return torch.cuda.max_memory_allocated() / 2**20
     import resource
-    import sys
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import time
@@ -51,6 +52,36 @@ def test_a_mistake_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith("rlkernel: ") and message in error and error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/c/k.so"),
+            "cannot write /c/k.so (No space left on",
+        ),
+        (MemoryError(), "the memory is not enough (MemoryError); lower engine.max_num_seqs"),
+        (RuntimeError("CUDA out of memory.\nTried"), "the memory is not enough (CUDA out of memory. Tried); lower"),
+        (RuntimeError("[x] DefaultCPUAllocator: can't allocate memory"), "can't allocate memory); lower"),
+        (RuntimeError("a bug"), None),
+        (OSError(errno.EIO, "a bug"), None),
+    ],
+)
+def test_a_machine_that_is_too_small_is_one_line_and_a_bug_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, message: str | None
+) -> None:
+    def launch(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("rlkernel.training.launch.launch", launch)
+    if message is None:
+        with pytest.raises(type(error), match="a bug"):
+            main(["train", "grpo"])
+        return
+    assert main(["train", "grpo"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rlkernel: ") and message in said and said.count("\n") == 1
 
 
 def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

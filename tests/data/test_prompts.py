@@ -27,6 +27,12 @@ def test_prompts_keep_their_extra_columns_and_their_place(tmp_path: Path) -> Non
     assert columns_of(rows) == {"answer": [1, None]}
 
 
+def test_a_file_that_a_spreadsheet_saved(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "\\ud83d\\ude00"}\r\n')
+    assert [(row["prompt"], row[WHERE]) for row in load_prompts(path)] == [("a", f"{path}:1"), ("😀", f"{path}:3")]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -41,6 +47,11 @@ def test_prompts_keep_their_extra_columns_and_their_place(tmp_path: Path) -> Non
         ('{"prompt": [{"role": "user"}]}', "message 0"),
         ('{"prompt": "b", "completions": 1}', "column 'completions' is an argument of every reward"),
         ('{"prompt": "b", "new": 1}', "p.jsonl:2: column 'new' is new"),
+        ('{"prompt": "b", "trainer_state": 1}', "column 'trainer_state' is an argument of every reward"),
+        ('{"prompt": "b\\ud800"}', "p.jsonl:2: \\ud800 is half of a surrogate pair"),
+        ('{"prompt": "b", "answer": ["\\uDFFF"]}', "p.jsonl:2: \\udfff is half of a surrogate pair"),
+        ('{"prompt": "b", "answer": %s}' % ("9" * 5000), "p.jsonl:2: a number has too many digits"),
+        ('{"prompt": "b", "answer": %s}' % ("[" * 99999 + "]" * 99999), "p.jsonl:2: the JSON is nested too deeply"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlkernel.data.errors import InputError
-from rlkernel.data.rewards import Reward, Rewards, load_reward
+from rlkernel.data.rewards import Reward, Rewards, TrainerState, load_reward
 
 PROMPTS, TEXTS, IDS = ["a", "b"], ["x", "yy"], [[1], [2, 3]]
 
@@ -30,7 +32,27 @@ def test_a_reward_gets_everything_that_trl_passes() -> None:
         return [1, 2.5]
 
     assert judge(reward, columns={"answer": [7, 8]}) == [1.0, 2.5]
-    assert seen == {"prompts": PROMPTS, "completions": TEXTS, "completion_ids": IDS, "answer": [7, 8]}
+    data = {"prompts": PROMPTS, "completions": TEXTS, "completion_ids": IDS, "answer": [7, 8]}
+    assert {name: seen[name] for name in data} == data
+    assert set(seen) == {*data, "trainer_state", "log_metric", "log_extra"}
+
+
+def test_what_a_reward_logs_and_reads_of_the_run() -> None:
+    def a(completions: Any, trainer_state: Any, log_metric: Any, log_extra: Any) -> list[float]:
+        log_metric("mean", 1.0)
+        log_extra("parsed", ["x", object()])
+        return [float(trainer_state.global_step), float(trainer_state.max_steps)]
+
+    async def b(log_metric: Any, **_: Any) -> list[float]:
+        log_metric("mean", 2)
+        return [0.0, 0.0]
+
+    rewards = Rewards([Reward("a", a), Reward("b", b)])  # type: ignore[arg-type]
+    scores = rewards(PROMPTS, TEXTS, IDS, {}, TrainerState(3, 9))
+    assert scores.total == [3.0, 9.0] and scores.metrics == {"mean": 1.5}
+    assert scores.extra["parsed"][0] == "x" and scores.extra["parsed"][1].startswith("<object object")
+    with pytest.raises(InputError, match=r"log_extra\('n'\): 1 values for 2 completions \(.*test_rewards\.py:\d+\)"):
+        judge(lambda log_extra, **_: log_extra("n", [1]))
 
 
 def test_a_reward_without_kwargs_gets_what_it_names() -> None:
@@ -38,6 +60,15 @@ def test_a_reward_without_kwargs_gets_what_it_names() -> None:
     assert judge(lambda completions, answer: answer, columns={"answer": [7, 8]}) == [7.0, 8.0]
     with pytest.raises(InputError, match=r"it takes 'anwser', which the data lacks .*answer"):
         judge(lambda completions, anwser: anwser, columns={"answer": [7, 8]})
+
+
+def test_a_reward_that_empties_its_lists_changes_nothing_for_the_next() -> None:
+    def empties(prompts: list[str], completions: list[str], answer: list[int]) -> list[float]:
+        for arguments in (prompts, completions, answer):
+            arguments.clear()
+        return [1.0, 2.0]
+
+    assert judge(empties, lambda answer, **_: answer, columns={"answer": [7, 8]}) == [8.0, 10.0]
 
 
 def test_weights_and_abstention() -> None:
@@ -50,11 +81,39 @@ def boom(**_: Any) -> list[float]:
     raise KeyError("missing thing")
 
 
+def leave(**_: Any) -> list[float]:
+    sys.exit(0)
+
+
+def cancel(**_: Any) -> list[float]:
+    raise asyncio.CancelledError
+
+
+def late(completions: list[str]) -> Any:
+    yield 1.0
+    raise ValueError("two\nlines")
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (boom, r"raised KeyError: 'missing thing' \(.*test_rewards\.py:\d+\)"),
+        (leave, r"raised SystemExit: 0 \(.*test_rewards\.py:\d+\)"),
+        (cancel, "raised CancelledError"),
+        (late, r"raised ValueError: two lines \("),
+        (max, r"Python cannot read its parameters; wrap it in `def "),
         (lambda **_: None, "returned None; it must return a list"),
+        (lambda **_: {1.0, 2.0}, "returned set"),
+        (lambda **_: [1.0, 10**400], r"value 1 is 1000+\.\.\.; it must be a finite number of at most 1e\+15 in size"),
+        (lambda **_: [1.0, 10**5000], "value 1 is an object of type int"),
+        (lambda **_: [1.0, -2e15], r"value 1 is -2000000000000000\.0; it must be"),
+        (lambda **_: [1.0, "\ud800"], "value 1 is '.ud800'"),
+        (lambda **_: [1.0, b"2"], "value 1 is b'2'"),
+        (lambda **_: [1.0, torch.ones(2)], r"value 1 is tensor\(\[1., 1.\]\)"),
+        (
+            lambda completions, **_: [c["content"] for c in completions],
+            "prompts are text, therefore each",
+        ),
         (lambda **_: [None, None], "completion 0 was judged by none"),
         (lambda **_: [1.0, float("nan")], "value 1 is nan"),
         (lambda **_: [1.0, float("-inf")], "value 1 is -inf"),
@@ -69,6 +128,67 @@ def boom(**_: Any) -> list[float]:
 def test_a_wrong_answer_is_an_error(function: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         judge(function)
+
+
+def test_a_text_reward_is_told_what_chat_completions_are() -> None:
+    chats = [[{"role": "assistant", "content": text}] for text in TEXTS]
+    prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
+    rewards = Rewards([Reward("r", lambda completions, **_: [float(c.strip() == "x") for c in completions])])
+    with pytest.raises(InputError, match=r"no attribute 'strip' .*read its text as completion\[0\]\[\"content\"\]"):
+        rewards(prompts, chats, IDS, {})
+
+
+def test_a_sum_that_is_too_large_is_an_error() -> None:
+    with pytest.raises(InputError, match=r"the weighted sum of <lambda>0 for completion 1 is above 1e\+15"):
+        judge(lambda **_: [1.0, 1e8], weights=(1e8,))
+
+
+CHANGES = """
+import os, torch
+os.chdir("/")
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+torch.set_num_threads(torch.get_num_threads() + 1)
+torch.set_grad_enabled(False)
+"""
+
+
+@pytest.mark.parametrize("place", ["call", "import"])
+def test_what_a_reward_changes_of_the_process_is_put_back(tmp_path: Path, place: str) -> None:
+    state = lambda: (
+        Path.cwd(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        len(torch.overrides._get_current_function_mode_stack()),
+    )
+    before = state()
+    body = f"exec({CHANGES!r})\n"
+    file = tmp_path / "r.py"
+    file.write_text(
+        (body if place == "import" else "")
+        + "def f(completions):\n"
+        + ("    " + body if place == "call" else "")
+        + "    return [1.0] * len(completions)\n"
+    )
+    assert judge(load_reward(f"{file}:f")) == [1.0, 1.0]
+    assert state() == before
+
+
+def test_a_reward_imports_modules_next_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("first_helper", "second_helper"):
+        (tmp_path / f"{name}.py").write_text("value = 2.0\n")
+    file = tmp_path / "r.py"
+    file.write_text(
+        "from first_helper import value\n"
+        "def f(completions):\n    import second_helper\n    return [value * second_helper.value] * len(completions)\n"
+    )
+    assert judge(load_reward(f"{file}:f")) == [4.0, 4.0]
+    assert sys.path[-1] == str(tmp_path), "it cannot hide a library from later imports"
+    for name in ("first_helper", "second_helper"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_loading_from_a_file_and_from_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +221,10 @@ def test_references_that_do_not_load(reference: str, message: str) -> None:
 def test_a_file_that_fails_on_import_is_named(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("1 / 0\n")
-    with pytest.raises(InputError, match=r"broken\.py failed: ZeroDivisionError"):
+    with pytest.raises(InputError, match=r"broken\.py failed: ZeroDivisionError: division by zero \(.*broken\.py:1\)"):
+        load_reward(f"{file}:f")
+    file.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(InputError, match=r"broken\.py failed: SystemExit: 0 \(.*broken\.py:2\)"):
         load_reward(f"{file}:f")
 
 

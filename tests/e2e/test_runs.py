@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from e2e.conftest import ROOT
 from e2e.tiny_model import make_model
 
 from rlkernel.cli.main import main
@@ -45,7 +49,7 @@ QUICK = ["train.steps=3", "rollout.prompts=4", "rollout.group_size=4", "rollout.
 def files(tmp_path: Path) -> list[str]:
     (tmp_path / "prompts.jsonl").write_text(PROMPTS, encoding="utf-8")
     (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
-    return ["--data", "prompts.jsonl", "--reward", "reward.py:letter", "--reward", "reward.py:short"]
+    return ["--data", "prompts.jsonl", "--reward", "reward.py:letter", "--reward", "reward:short"]
 
 
 def check_exact(folder: Path) -> list[dict[str, Any]]:
@@ -62,15 +66,22 @@ def test_a_transformers_directory_is_trained(
     import transformers
 
     words = [*QUICK, "data.heldout=prompts.jsonl", f"model.dtype={dtype}", "run.probe_rollouts=1"]
+    (tmp_path / "model").symlink_to(model_dir)  # in the run folder, `model` is the trained one
     out = rlkernel(
-        "train", "grpo", "--model", model_dir, *files, "--output", "out", "--seed", 7, "--device", "cpu", *words
+        "train", "grpo", "--model", "model", *files, "--output", "out", "--seed", 7, "--device", "cpu", *words
     )
     folder = tmp_path / "out"
     metrics = check_exact(folder)
     assert len(metrics) == 3 and sum(row["tokens"] for row in metrics) > 100
     assert {"reward_letter", "reward_short"} <= set(metrics[0])
     assert [row["step"] for row in read_jsonl(folder / "eval.jsonl")] == [0, 3]
-    for text in ("exact fraction", "mismatching tokens", "held-out reward after", "report: out/report.html"):
+    for text in (
+        "note: prompts are chats; rewards get",
+        "exact fraction",
+        "mismatching tokens",
+        "held-out reward after",
+        "report: out/report.html",
+    ):
         assert text in out.stdout
     assert "agree to the last bit" in (folder / "report.html").read_text(encoding="utf-8")
 
@@ -83,12 +94,16 @@ def test_a_transformers_directory_is_trained(
     loaded = transformers.AutoTokenizer.from_pretrained(folder / "model")
     assert loaded(text).input_ids == transformers.AutoTokenizer.from_pretrained(model_dir)(text).input_ids
 
-    again = rlkernel(
-        "train", "grpo", "--config", "out/config.yaml", "run.output=out", "run.save=false", "train.steps=2"
+    # The report's command, run from elsewhere, with relative paths in the first run's settings and a module as reward.
+    command = re.search(r"Command: <code>(.*?)</code>", (folder / "report.html").read_text(encoding="utf-8"))
+    assert command is not None
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    again = subprocess.run(
+        ["sh", "-c", html.unescape(command[1])], cwd="/", env=environment, capture_output=True, text=True, timeout=600
     )
-    assert "run folder out-2 (out is taken)" in again.stdout
+    assert again.returncode == 0 and f"run folder {folder}-2 ({folder} is taken)" in again.stdout, again.stderr
     second = check_exact(tmp_path / "out-2")
-    assert [row["reward"] for row in second] == [row["reward"] for row in metrics[:2]], "a run can be repeated"
+    assert [row["reward"] for row in second] == [row["reward"] for row in metrics], "a run can be repeated"
 
 
 def test_a_transformers_directory_generates(
@@ -180,6 +195,7 @@ def reward_file(body: str) -> str:
         ({"r.py": reward_file("raise ValueError('no')")}, [], "reward f: raised ValueError: no"),
         ({"r.py": "def f(completions, answer, **_):\n    return [0.0]\n"}, [], "reward f: it takes 'answer', which"),
         ({"r.py": reward_file("return [float('nan')] * len(completions)")}, [], "reward f: value 0 is nan"),
+        ({"r.py": reward_file("raise SystemExit(0)")}, [], "reward f: raised SystemExit: 0 ("),
         ({"r.py": reward_file("return None")}, [], "reward f: returned None"),
         ({"r.py": reward_file("return [None] * len(completions)")}, [], "completion 0 was judged by none of f"),
         ({"r.py": reward_file("return [1.0]")}, [], "reward f: returned 1 values for"),

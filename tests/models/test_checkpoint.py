@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -218,22 +219,21 @@ def test_save_replaces_only_when_told(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "out"]
 
 
-def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlkernel.models import checkpoint
-
+@pytest.mark.parametrize("broken", ["save_file", "os.fsync", "os.rename"])
+def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     def fail(*args: object, **kwargs: object) -> None:
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     model = Decoder.from_config(TINY)
     target = save_model(model, tmp_path / "out")
     before = sorted(target.iterdir())
-    monkeypatch.setattr(checkpoint, "save_file", fail)
+    monkeypatch.setattr(f"rlkernel.models.checkpoint.{broken}", fail)
     for overwrite, path in ((True, target), (False, tmp_path / "new")):
-        with pytest.raises(CheckpointError, match="No space left on device"):
+        with pytest.raises(CheckpointError, match=r"cannot write .*\(No space left on device\); make room there"):
             save_model(model, path, overwrite=overwrite)
     assert [p.name for p in tmp_path.iterdir()] == ["out"] and sorted(target.iterdir()) == before
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot write beside"):
+    with pytest.raises(CheckpointError, match="cannot write"):
         save_model(model, tmp_path / "file" / "out")
     with pytest.raises(CheckpointError, match="exists"):
         save_model(model, tmp_path / "file", overwrite=True)

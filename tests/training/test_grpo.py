@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
+import io
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,14 @@ from training.tiny import settings_of, trainer_of, weights
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.data.errors import InputError
-from rlkernel.training.batch import pack_samples
+from rlkernel.data.rewards import Reward, Rewards
+from rlkernel.training.batch import Sample, pack_samples
 from rlkernel.training.display import Display
 from rlkernel.training.exactness import MismatchError
 from rlkernel.training.launch import launch
 from rlkernel.training.optimizer import Update
+from rlkernel.training.parts import Prompt
+from rlkernel.training.rollout import Completion, judge
 from rlkernel.training.run import read_jsonl
 
 STEPS = 2
@@ -305,6 +311,87 @@ def test_several_rewards_are_weighed_and_shown(tmp_path: Path) -> None:
         metrics, _ = trainer.step(1)
     assert metrics["reward_a"] == 1.0 and metrics["reward_size"] == 3.0
     assert metrics["reward"] == pytest.approx((12 * 2 + 11 * 3) / 12)
+
+
+def test_a_reward_cannot_change_the_data(tmp_path: Path) -> None:
+    def joins(prompts: Any, completions: Any, tags: Any) -> list[float]:
+        seen.extend(len(prompt) for prompt in prompts)
+        for prompt, completion, tag in zip(prompts, completions, tags, strict=True):
+            prompt += completion
+            tag.clear()
+        return [1.0] * len(prompts)
+
+    seen: list[int] = []
+    row = {"prompt": [{"role": "user", "content": "x"}], "tags": ["a"]}
+    group = [Completion(Prompt(row, [1]), Sample([1], [2]), "y", False)] * 2
+    for _ in range(2):
+        judge(Rewards([Reward("joins", joins)]), group)
+    assert seen == [1] * 4 and row == {"prompt": [{"role": "user", "content": "x"}], "tags": ["a"]}
+
+
+def test_what_rewards_log_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "def f(completions, trainer_state, log_metric, log_extra, **_):\n"
+        "    log_metric('step', trainer_state.global_step + trainer_state.max_steps)\n"
+        "    log_extra('parsed', [text[:1] for text in completions])\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    trainer, run = trainer_of(settings_of(tmp_path, f"rewards=[{tmp_path / 'r.py'}:f]"), tmp_path)
+    with run:
+        assert trainer.step(2)[0]["logged/step"] == 3.0
+    for row in read_jsonl(run.folder / "samples.jsonl"):
+        assert row["extra"] == {"parsed": row["completion"][:1]}
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_model_of_nans_stops_before_anything_is_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    words = ["rewards=[training.tiny:digits]"]
+    trainer, run = trainer_of(settings_of(tmp_path, *words), tmp_path)
+    if device == "cpu":
+        with torch.no_grad():
+            next(trainer.model.parameters()).fill_(math.nan)
+    else:  # where the sampler does not refuse such logits, and its log-probabilities are NaN
+        generate = trainer.sampler.llm.generate
+
+        def silent(*arguments: Any) -> Any:
+            outputs = generate(*arguments)
+            outputs[0].outputs[0].logprobs_tensor[0] = math.nan
+            return outputs
+
+        monkeypatch.setattr(trainer.sampler.llm, "generate", silent)
+    with run, pytest.raises(FloatingPointError, match="the model computes logits that are NaN or infinite; start from"):
+        trainer.step(1)
+
+
+def test_a_full_disk_at_the_end_costs_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("rlkernel.models.checkpoint.save_file", full)
+    with pytest.raises(InputError, match=r"model is lost: .*\(No space left on device\).*stay in .*run") as caught:
+        launch(settings_of(tmp_path, "run.probe_rollouts=0"), Display(Console(quiet=True)))
+    assert "\n" not in str(caught.value)
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"summary.json", "report.html", "metrics.jsonl"} <= names and not any("model" in name for name in names)
+
+    # A report that cannot be written costs no model.
+    monkeypatch.undo()
+    monkeypatch.setattr("rlkernel.training.report.render", full)
+    with pytest.raises(OSError):
+        launch(settings_of(tmp_path, "run.probe_rollouts=0"), Display(Console(quiet=True)))
+    assert (tmp_path / "run-2" / "model" / "model.safetensors").exists()
+
+
+def test_a_disk_that_is_too_small_is_noted_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("rlkernel.training.launch.shutil.disk_usage", lambda _: usage._replace(free=1000))
+    out = io.StringIO()
+    launch(settings_of(tmp_path, "train.steps=1", "run.probe_rollouts=0"), Display(Console(file=out, soft_wrap=True)))
+    assert "has 1,000 free; make room before the run ends" in out.getvalue()
 
 
 def test_what_a_step_leaves_in_the_folder(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ SUMMARY: dict[str, Any] = {
     "seed": 0,
     "model": "1 parameter",
     "threads": 2,
+    "command": "cd 'a <b>' && python -m rlkernel.cli.main train grpo --config /r/config.yaml",
     "started": "2026-01-01T00:00:00+00:00",
     "environment": {"hardware": "a <cpu>", "driver": None, "versions": {"rlkernel": "0.1.0", "torch": "2"}},
     "seconds": 12.5,
@@ -143,6 +144,7 @@ def test_the_report_has_every_part(tmp_path: Path) -> None:
         "differs",
         "Where a step's time goes",
         "contract rlk-2",
+        "cd 'a <b>' && python -m rlkernel.cli.main train grpo --config /r/config.yaml",
         "Settings (config.yaml)",
     ):
         assert part in words, part

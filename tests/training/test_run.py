@@ -5,34 +5,101 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlkernel.data.errors import InputError
-from rlkernel.training.config import resolve
-from rlkernel.training.run import Run, default_output, new_folder, peak_memory_mib, read_jsonl
+from rlkernel.training.config import located, resolve
+from rlkernel.training.run import Run, default_output, new_folder, peak_memory_mib, read_jsonl, write_text
 
 
 def test_a_taken_folder_is_never_reused(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "a"
-    assert new_folder(wanted)[0] == wanted
+    wanted.mkdir(parents=True)
     assert new_folder(wanted)[0] == wanted, "an empty folder may be used"
-    (wanted / "x").write_text("")
-    assert new_folder(wanted)[0] == tmp_path / "runs" / "a-2"
-    (tmp_path / "runs" / "a-2" / "x").write_text("")
-    assert new_folder(wanted)[0] == tmp_path / "runs" / "a-3"
+    assert new_folder(wanted)[0] == tmp_path / "runs" / "a-2", "which the run before has claimed"
+    (tmp_path / "runs" / "a-3").mkdir()
+    (tmp_path / "runs" / "a-3" / "x").write_text("")
+    assert new_folder(wanted)[0] == tmp_path / "runs" / "a-4"
     (tmp_path / "runs" / "b").write_text("a file")
     assert new_folder(tmp_path / "runs" / "b")[0] == tmp_path / "runs" / "b-2"
 
 
+def test_of_two_runs_that_start_together_one_gets_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = tmp_path / "run"
+    touch = Path.touch
+
+    def rival(path: Path, **options: bool) -> None:  # another run claims the folder after it was seen to be empty
+        monkeypatch.setattr(Path, "touch", touch)
+        assert new_folder(wanted)[0] == wanted
+        touch(path, **options)
+
+    monkeypatch.setattr(Path, "touch", rival)
+    assert new_folder(wanted)[0] == tmp_path / "run-2"
+
+
 def test_a_read_only_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr("rlkernel.training.run.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr(Path, "touch", refuse)
     with pytest.raises(InputError, match=r"is not writable \(Read-only file system\); choose another with --output"):
-        new_folder(tmp_path / "run")
+        new_folder(tmp_path / "runs" / "run")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[int], None]]:
+    """Limits the size of every file to some bytes, which ends a write in the middle as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_one_line_and_leaves_whole_lines(tmp_path: Path, full_disk: Callable[[int], None]) -> None:
+    run = Run(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-2")
+    full_disk(1000)
+    with pytest.raises(
+        InputError, match=r"cannot write .*metrics\.jsonl \(File too large\); make room there or choose"
+    ):
+        for step in range(100):
+            run.log(step, {"reward": 0.5})
+    kept = [row["step"] for row in read_jsonl(run.folder / "metrics.jsonl")]
+    assert len(kept) > 5 and kept == list(range(len(kept)))
+    (run.folder / "report.html").write_text("old")
+    with pytest.raises(InputError, match=r"cannot write .*report\.html"):
+        write_text(run.folder / "report.html", "x" * 2000)
+    assert (run.folder / "report.html").read_text() == "old"
+    with pytest.raises(InputError, match=r"cannot write .*config\.yaml"):
+        Run(resolve("grpo", options={"run.output": str(tmp_path / "s")}), "rlk-2")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.yaml", "metrics.jsonl", "r", "report.html"]
+
+
+def test_rows_that_are_no_unicode_or_deep_are_written(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(700):
+        deep = [deep]
+    with Run(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-2") as run:
+        run.append("samples", {"extra": "\ud800é", "deep": deep})
+    assert read_jsonl(run.folder / "samples.jsonl") == [{"extra": "\ud800é", "deep": deep}]
+
+
+def test_the_saved_settings_mean_the_same_files_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "d.jsonl"):
+        (tmp_path / name).mkdir()
+    options = {"model.path": "model", "data.train": "d.jsonl", "rewards": ["r.py:f", "module:g"], "run.output": "out"}
+    with Run(resolve("grpo", options=options), "rlk-2") as run:
+        monkeypatch.chdir(run.folder)
+    found = resolve("grpo", file="config.yaml")
+    assert (found.model.path, found.data.train) == (str(tmp_path / "model"), str(tmp_path / "d.jsonl"))
+    assert [reward.function for reward in found.rewards] == [f"{tmp_path / 'r.py'}:f", "module:g"]
+    assert found.run.output == str(tmp_path / "out")
+    assert located(resolve("grpo", options={**options, "model.path": "hub/name"})).model.path == "hub/name"
 
 
 def test_a_place_that_cannot_hold_a_folder_is_an_error(tmp_path: Path) -> None:

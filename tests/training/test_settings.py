@@ -141,7 +141,15 @@ def test_unknown_keys_in_files_and_in_lists(tmp_path: Path) -> None:
         (["run.seed.x=3"], "setting run.seed"),
         (["run.seed=1", "run.seed.x=3"], "run.seed is a value"),
         (["loss.type=ppo"], "setting loss.type: input should be 'grpo'"),
-        (["rollout.temperature=0"], "setting rollout.temperature: input should be greater than 0"),
+        (["rollout.temperature=0"], "setting rollout.temperature: input should be greater than or equal to 0.00001"),
+        (["rollout.temperature=1e300"], "setting rollout.temperature: must be 0 or have a size between 1.4e-45"),
+        (["eval.temperature=1e-7"], "setting eval.temperature: must be 0"),
+        (["optimizer.lr=1e300"], "setting optimizer.lr: must be 0 or have a size between 1.4e-45 and 3.4e38"),
+        (["optimizer.clip_norm=1e-46"], "setting optimizer.clip_norm: must be 0 or have a size"),
+        (['rollout.stop=[""]'], "setting rollout.stop.0: string should have at least 1 character"),
+        (["run.seed=" + "9" * 5000], "the value is not YAML"),
+        (["run.seed=" + "[" * 5000], "the value is not YAML"),
+        (["run.seed=!!int x"], "the value is not YAML"),
         (["data.task=arithmetic"], "exclude each other"),
         (["data.train=null"], "no data"),
         (["model.path=null"], "model.path is missing"),
@@ -194,3 +202,40 @@ def test_every_setting_is_in_the_guide() -> None:
         row = f"| `{key}` | `{json.dumps(value)}` | {description} |"
         assert description and row in page, f"docs/guides/training.md lacks the row {row}"
     assert set(yaml.safe_load(to_yaml(resolve("grpo")))) == set(Settings.model_fields)
+
+
+def files_of(folder: Path, rows: list[dict[str, Any]], reward: str, *overrides: str) -> Settings:
+    """Settings of a run on files: `rows` as data.train, a function with the parameters `reward`."""
+    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "r.py").write_text(f"def f({reward}):\n    return [1.0] * len(completions)\n")
+    options = {"model.path": "m", "data.train": str(folder / "d.jsonl"), "rewards": [f"{folder / 'r.py'}:f"]}
+    return resolve("grpo", options=options, overrides=overrides)
+
+
+def test_equal_prompts_are_trained_on(tmp_path: Path) -> None:
+    equal = [{"prompt": "same", "n": i} for i in range(40)]
+    inputs = read_inputs(files_of(tmp_path, equal, "completions, n"))
+    assert len(list(inputs.train)) == 40 and not inputs.heldout
+    inputs = read_inputs(
+        files_of(tmp_path, [*equal, *({"prompt": str(i), "n": 0} for i in range(9))], "completions, n")
+    )
+    assert 0 < len(list(inputs.train)) < 49 and len(inputs.heldout) == 1
+    with pytest.raises(InputError, match=r"data\.heldout_rows=2 leaves no .* \(different prompts: 1\); ask for fewer"):
+        read_inputs(files_of(tmp_path, equal, "completions, n", "data.heldout_rows=2"))
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", ".inf", ".nan", "1e-2", "true"])
+def test_a_deviation_that_is_no_number_is_an_error(tmp_path: Path, value: str) -> None:
+    settings = resolve("grpo", overrides=[f"model.config={{initializer_range: {value}}}"])
+    with pytest.raises(InputError, match=r"model\.config: initializer_range is .*; expected a finite number"):
+        assemble(settings, read_inputs(settings), "cpu", tmp_path)
+
+
+def test_a_reward_that_lacks_a_column_is_named_before_any_work(tmp_path: Path) -> None:
+    rows = [{"prompt": str(i), "n": i} for i in range(3)]
+    (tmp_path / "h.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(InputError, match=r"reward f: it takes 'n', which .*h\.jsonl lacks"):
+        read_inputs(files_of(tmp_path, rows, "completions, n", f"data.heldout={tmp_path / 'h.jsonl'}"))
+    with pytest.raises(InputError, match="reward f: it takes 'n', which task arithmetic lacks"):
+        read_inputs(resolve("grpo", overrides=["data.task=arithmetic", f"rewards=['{tmp_path / 'r.py'}:f']"]))
+    read_inputs(files_of(tmp_path, rows, "completions, n, trainer_state, log_metric, log_extra"))
