@@ -167,6 +167,31 @@ def figures(folder: Path) -> list[Row]:
     return lines
 
 
+def speed(folder: Path) -> list[Row]:
+    """Six rows for the README, whole steps first: what, against what, and our speed over theirs, least to most."""
+    rollouts = [row for path in sorted(folder.glob("bench_vllm_qwen*_nano.json")) for row in _rows(folder, path.stem)]
+    losses = [row for row in _rows(folder, "bench_linear_logprob") if row["op"] == "linear_logprob fwd+bwd"]
+    attention = [row for row in _rows(folder, "bench_attention") if row["anchor"] == "FlashAttention-3"]
+    found = (
+        ("GRPO step of TRL, Qwen3-0.6B shape", "TRL with vLLM", _rows(folder, "bench_trl")),
+        ("rollout in vLLM, Qwen3-0.6B and 8B shapes", "vLLM's default kernels",
+         [r for r in rollouts if r["ours"] == "rlkernel"]),
+        ("linear, forward", "cuBLAS",
+         [r for r in _rows(folder, "bench_linear") if r["op"] == "linear: geometric mean"]),
+        ("linear_logprob, forward and backward", "TRL, chunked",
+         [r for r in losses if r["ours"] == "rlkernel" and r["anchor"].startswith("TRL")]),
+        ("attention, prefill", "FlashAttention-3",
+         [r for r in attention if r["op"] == "attention forward" and r["ours"].startswith("certified")]),
+        ("attention, paged decode", "FlashAttention-3", [r for r in attention if r["op"] == "paged decode"]),
+    )  # fmt: skip
+    lines = []
+    for what, anchor, rows in found:
+        ratios = sorted(f"{row['ratio']:.2f}" for row in rows if row["ratio"])
+        shown = " to ".join(dict.fromkeys((ratios[0], ratios[-1]))) if ratios else "not measured"
+        lines.append({"what": what, "against": anchor, "speed": f"{shown}x" if ratios else shown})
+    return lines
+
+
 def main() -> int:
     """Prints the figures of the folder given, by default the H200's, with --here this machine's."""
     root = Path(os.environ.get("RLKERNEL_RESULTS", Path(__file__).resolve().parent / "results"))

@@ -4,7 +4,7 @@ A table stands between `<!-- table: GLOB -->` and `<!-- /table -->` in a Markdow
 `benchmarks/results`. `<!-- table: GLOB wide -->` has one line a case and a column an implementation, `kernels` a line a
 kernel and a column a target, `sums` one line for all tests and one for each kind of control, `stack=NAME` a line a
 feature of that stack and a column a run of the integrations' tests. `<!-- table: FOLDER/figures -->` compares with the
-figures to reach (`figures.py`), with `short` only what was measured; the styles of the matrix of planted faults are in
+targets (`figures.py`), `FOLDER/speed` has six rows for the README; the styles of the matrix of planted faults are in
 `rlkernel_drift.power.tables`. `--check` writes nothing and fails where a table is not what its files say.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "consistency")]
 
-from figures import FILES, figures
+from figures import FILES, figures, speed
 from results_io import kernel_sha
 
 from rlkernel_drift.power import tables as power
@@ -28,7 +28,7 @@ from rlkernel_drift.power import tables as power
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(
     r"(?P<head><!-- table: (?P<glob>\S+)"
-    r"(?: (?P<style>wide|short|kernels|sums|stack=\w+|kinds|confusion|depths|sentence|source))? -->\n)(?P<body>.*?)"
+    r"(?: (?P<style>wide|kernels|sums|stack=\w+|kinds|confusion|depths|sentence|source))? -->\n)(?P<body>.*?)"
     r"(?P<tail><!-- /table -->)",
     re.DOTALL,
 )
@@ -191,15 +191,10 @@ def compatibility(paths: list[Path], stack: str) -> str:
     return "\n".join(_markdown([stack, *columns], lines) + sources) + "\n"
 
 
-def reach(folder: Path, short: bool) -> str:
-    """The figures to reach against what a folder's files say, and from which sources and day each file is."""
-    lines = figures(folder)
-    if short:
-        lines = [line for line in lines if line["reached"]]
-    columns = ["op", "anchor", "target", "least", "most", "cases", "reached"]
-    if not short:
-        columns.insert(-1, "a copy")
-    cells = [[line[c] for c in columns] for line in lines]
+def reach(folder: Path) -> str:
+    """The targets against what a folder's files say, and at which commit and day each file was measured."""
+    columns = ["op", "anchor", "target", "least", "most", "cases", "a copy", "reached"]
+    cells = [[line[c] for c in columns] for line in figures(folder)]
     made: dict[str, list[str]] = {}
     for path in (folder / f"{name}.json" for name in FILES):
         if path.exists():
@@ -214,7 +209,11 @@ def render(text: str) -> str:
     def fill(match: re.Match[str]) -> str:
         glob = match["glob"]
         if glob.endswith("/figures"):
-            body = reach(RESULTS / glob.removesuffix("/figures"), match["style"] == "short")
+            body = reach(RESULTS / glob.removesuffix("/figures"))
+        elif glob.endswith("/speed"):
+            columns = ["what", "against", "speed"]
+            cells = [[line[c] for c in columns] for line in speed(RESULTS / glob.removesuffix("/speed"))]
+            body = "\n".join(_markdown(columns, cells)) + "\n"
         elif (match["style"] or "").startswith("stack="):
             body = compatibility(sorted(RESULTS.glob(glob)), match["style"].removeprefix("stack="))
         else:
