@@ -144,10 +144,15 @@ def read_metrics(path: Path) -> Metrics:
         flat = [(place, flatten(row)) for place, row in rows]
     except (OSError, UnicodeDecodeError, ValueError, RecursionError, csv.Error) as error:
         raise DriftError(f"{path} cannot be read as metrics: {error}") from None
+    if not flat:
+        raise DriftError(f"{path} is empty; expected a framework's metrics, or a line for each sequence")
     metrics = collect(path, flat)
     metrics.cut = cut
     if not metrics.columns:
-        raise DriftError(f"{path} holds no metric of drift that is known ({known_names()})")
+        raise DriftError(
+            f"{path} holds neither lines of token_ids and logprobs nor a metric of drift that is known "
+            f"({known_names()})"
+        )
     return metrics
 
 

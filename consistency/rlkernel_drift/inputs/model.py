@@ -40,17 +40,22 @@ def opened(rollout: Source, train: Source, engines: Engines) -> tuple[Source, So
         DriftError: an engine does not run, or the other side of a model has no tokens to score.
     """
     if rollout.model is not None and train.model is not None:
-        rollout = _sampled(rollout, rollout.model, engines)
+        rollout = _sampled(rollout, rollout.model, train.model, engines)
     return scored(rollout, train, engines), scored(train, rollout, engines)
 
 
-def _sampled(source: Source, model: Model, engines: Engines) -> Source:
+def _sampled(source: Source, model: Model, scorer: Model, engines: Engines) -> Source:
     from rlkernel_drift.capture.request import Request, own_dtype, random_prompts, sampling_of
     from rlkernel_drift.cli.capture import capture
 
+    longest = engines.engine.get("max_model_len")
+    paths = [model.path, scorer.path]
+    prompts = engines.prompts or random_prompts(
+        paths, engines.seed, engines.max_tokens, longest if isinstance(longest, int) else None
+    )
     request = Request(
         model=model.path,
-        prompts=engines.prompts or random_prompts(model.path, engines.seed),
+        prompts=prompts,
         seed=engines.seed,
         max_tokens=engines.max_tokens,
         sampling=sampling_of(temperature=engines.temperature),
@@ -78,6 +83,12 @@ def scored(source: Source, other: Source, engines: Engines | None = None) -> Sou
         return source
     if other.capsule is None:
         raise DriftError(f"{source.label} is a model: the other side must have tokens, a capsule, or be a model too")
+    starts = other.capsule.cu_seqlens[:-1]
+    if other.capsule.stream is not None and other.capsule.mask[starts].any():
+        raise DriftError(
+            f"{other.label} has no prompt of sequence {int(other.capsule.mask[starts].argmax())}: its first token "
+            f"counts, and {source.label} can score no token without those before it; record prompt_token_ids"
+        )
     from rlkernel_drift.capture.request import Request
     from rlkernel_drift.cli.capture import capture
 
