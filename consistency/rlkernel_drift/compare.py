@@ -234,10 +234,11 @@ def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdi
     sums = SequenceSums(compared, pair.rollout.cu_seqlens)
     verdict.statistics = token_statistics(compared)
     verdict.sequence_statistics = sequence_statistics(sums)
-    values = metric_values(verdict.statistics, verdict.sequence_statistics) if len(compared.d) else {}
+    # Of placeholders no statistic is judged, and of values that no log-probability can have no cause is read.
+    judged = bool(verdict.statistics.tokens) and not verdict.statistics.constant
+    valid = judged and not verdict.statistics.invalid
+    values = metric_values(verdict.statistics, verdict.sequence_statistics) if judged else {}
     verdict.metrics = judge(profile, values)
-    # Of values that no log-probability can have, no cause is read.
-    valid = not verdict.statistics.invalid and not verdict.statistics.constant
     verdict.lattice = find_lattice(compared.d) if valid else None
     index = compared.index[:_MAX_ULP_TOKENS]
     verdict.ulps = ulp_histogram(ulp_distance(compared.rollout[index], compared.train[index]))

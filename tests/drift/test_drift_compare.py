@@ -147,6 +147,7 @@ def test_a_stream_of_placeholders_is_no_evidence() -> None:
     for sides in (capsule(), capsule("train", logprobs=zeros)), (capsule(logprobs=zeros), capsule("train")):
         verdict = compare(*sides)
         assert verdict.exit_code == 3 and "100% of the" in verdict.headline and verdict.findings == []
+        assert {m.status for m in verdict.metrics} == {"missing"}
 
 
 @pytest.mark.parametrize("count, exit_code", [(1, 3), (7, 3), (8, 0)])

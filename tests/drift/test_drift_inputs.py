@@ -388,6 +388,9 @@ def test_files_with_nothing_in_them(tmp_path: Path) -> None:
         open_input(str(tmp_path / "a.jsonl"), "rollout")
     with pytest.raises(DriftError, match=r"a\.jsonl, line 2 is no JSON object"):
         open_input(str(jsonl(tmp_path / "a.jsonl", [records()[0], [1]])), "rollout")
+    # A byte order mark and another name change nothing.
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf" + jsonl(tmp_path / "a.jsonl", records()).read_bytes())
+    assert compare(str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt"), profile="bitwise").exit_code == 0
 
 
 # ---- run folders ---------------------------------------------------------------------------------------------------

@@ -348,7 +348,7 @@ def json_lines(path: Path) -> tuple[list[tuple[str, Any]], str]:
     Raises:
         ValueError: another line that is no JSON; the message says which.
     """
-    with open(path, encoding="utf-8", newline="\n") as file:
+    with open(path, encoding="utf-8-sig", newline="\n") as file:
         lines = file.readlines()
     rows: list[tuple[str, Any]] = []
     for number, line in enumerate(lines, 1):

@@ -42,11 +42,9 @@ class _Sequence:
 
 
 def is_sequences(path: Path) -> bool:
-    """Whether the first record of a .jsonl file has token ids or log-probabilities, a list of them."""
-    if path.suffix != ".jsonl" or not path.is_file():
-        return False
+    """Whether the first line of a file is a record with token ids or log-probabilities, a list of them."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             first = json.loads(next((line for line in file if line.strip()), "null"))
     except (OSError, ValueError, RecursionError):
         return False
