@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlkernel_drift import __version__
-from rlkernel_drift.capsule import Capsule, Floor
+from rlkernel_drift.capsule import Capsule, Floor, Sampling
 from rlkernel_drift.consequences import Settings, consequences
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.gates.common import INPUT_GATES, TITLES, gate, skipped
@@ -27,6 +27,7 @@ from rlkernel_drift.gates.tokens import tokens_gate
 from rlkernel_drift.gates.weights import weights_gate
 from rlkernel_drift.inputs import Source, open_input, open_sides, train_side
 from rlkernel_drift.inputs.metrics import Metrics, how_to_log
+from rlkernel_drift.inputs.sequences import NO_SAMPLING
 from rlkernel_drift.knowledge import CAUSES, finding
 from rlkernel_drift.pair import Pair, match
 from rlkernel_drift.profiles import (
@@ -123,7 +124,7 @@ def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict
         if source.model is not None and source.capsule is None:
             raise DriftError(f"{source.label} is a model: it needs a capsule on the other side, or --prompts")
     if rollout.capsule is not None and train.capsule is not None:
-        _prompts(rollout, train)
+        _fitting(rollout, train)
         verdict = compare_capsules(rollout.capsule, train.capsule, options)
         sides = [_side(s, s.capsule) for s in (rollout, train)]
         update: dict[str, object] = {"rollout": sides[0], "train": sides[1]}
@@ -143,12 +144,21 @@ def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict
     return compare_metrics(source, metrics, options)
 
 
-def _prompts(rollout: Source, train: Source) -> None:
-    """A file of completions alone cannot be laid over one of whole sequences.
+def _fitting(rollout: Source, train: Source) -> None:
+    """Whether a file of sequences says all that the other side's meaning asks for.
 
     Raises:
-        DriftError: one side has no prompts and the other has.
+        DriftError: it has no prompts or no sampling settings, and the other side has.
     """
+    for one, other in ((rollout, train), (train, rollout)):
+        assert one.capsule is not None and other.capsule is not None
+        sampling = other.capsule.manifest.sampling
+        if NO_SAMPLING in one.capsule.manifest.left_out and sampling != Sampling():
+            declared = sampling.model_dump_json(exclude_defaults=True)
+            raise DriftError(
+                f"{one.label} does not say how its log-probabilities were computed, and {other.label} does: add "
+                f'"sampling": {declared} to its records, or what they were computed with'
+            )
     bare = [s for s in (rollout, train) if s.capsule is not None and s.capsule.mask[s.capsule.cu_seqlens[:-1]].all()]
     if len(bare) == 1 and bare[0].kind == "sequences":
         other = train if bare[0] is rollout else rollout

@@ -307,6 +307,11 @@ CAUSES: dict[str, Cause] = {
         "Name the other side's capsule, or capture it.",
         (),
     ),
+    "sides-exchanged": Cause(
+        "the two inputs are named in the wrong order",
+        "Name the rollout first and training second.",
+        (),
+    ),
     "nothing-compared": Cause(
         "nothing could be compared",
         "Record log-probabilities and masks on both sides, of the same sequences.",

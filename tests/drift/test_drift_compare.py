@@ -63,6 +63,12 @@ def test_drift_fails_every_profile(name: str) -> None:
     assert verdict.consequences and all(c.words for c in verdict.consequences)
 
 
+def test_sides_in_the_wrong_order_are_said() -> None:
+    verdict = compare(capsule("train", noise=0.01), capsule())
+    assert verdict.exit_code == 0 and [f.cause for f in verdict.findings] == ["sides-exchanged"]
+    assert gate(verdict, "schema").status == "warned"
+
+
 def test_nothing_compared_is_inconclusive() -> None:
     none = [np.full_like(v, np.nan) for v in sequences()[2]]
     masks = [[False] * len(v) for v in none]

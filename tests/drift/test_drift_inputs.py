@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drift_cases import capsule, sequences
+from drift_cases import SAMPLED, capsule, sequences
 
 from rlkernel_drift.capsule import Tensor, is_capsule, write_capsule
 from rlkernel_drift.capsule.tensor_file import write_tensors
@@ -341,8 +341,13 @@ def test_sequences_without_prompts(tmp_path: Path) -> None:
 
 def test_sequences_that_mean_something_else(tmp_path: Path) -> None:
     a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    jsonl(a, records(sampling=[{"temperature": 0.7}] * 8)), jsonl(b, records())
-    assert compare(str(a), str(b)).exit_code == 4
+    for settings, exit_code in (({"temperature": 0.7}, 4), ({"temperature": 1.0}, 0)):
+        jsonl(a, records(sampling=[settings] * 8)), jsonl(b, records(0.01, sampling=[{"top_k": 0}] * 8))
+        assert compare(str(a), str(b)).exit_code == exit_code
+    jsonl(b, records())
+    for sides in (str(b), capsule(sampling=SAMPLED)), (capsule(sampling=SAMPLED), str(b)):
+        with pytest.raises(DriftError, match=r'b\.jsonl does not say how .* add "sampling": \{"temperature":0.7\} to'):
+            compare(*sides)
     rows = records()
     rows[0]["logprobs"][2] = None  # as JSON writes NaN
     jsonl(a, rows)

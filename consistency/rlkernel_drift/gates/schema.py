@@ -30,6 +30,9 @@ def schema_gate(pair: Pair) -> Gate:
             "says nothing"
         )
         findings.append(finding("same-capsule", message))
+    if (pair.rollout.manifest.side, pair.train.manifest.side) == ("train", "rollout"):
+        message = "the first input says that it is training, the second that it is the rollout: all signs are reversed"
+        findings.append(finding("sides-exchanged", message, "warning"))
     alone = [len(part) for part in pair.alone]
     if all(alone) and not pair.matches:
         message = "no sequence of the rollout has the id of one of the train side"

@@ -201,9 +201,10 @@ def _media(pair: Pair) -> list[Finding]:
             return [_moved(i, *next((m, n) for m, n in zip(left, right, strict=True) if m != n))]
     x, y = _media_spans(pair.rollout), _media_spans(pair.train)
     for i, j in pair.matches if x and y else []:  # spans are optional: a side may say nothing of its media
-        left, right = x.get(i, []), y.get(j, [])
-        if left != right:
-            return [_moved(i, *next((m, n) for m, n in zip_longest(left, right) if m != n))]
+        spans = zip_longest(x.get(i, []), y.get(j, []))
+        moved = next(((m, n) for m, n in spans if m != n), None)
+        if moved is not None:
+            return [_moved(i, *moved)]
     return []
 
 

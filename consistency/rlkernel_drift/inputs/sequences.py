@@ -26,6 +26,7 @@ _LOGPROBS = ("logprobs", "completion_logprobs", "output_logprobs", "token_logpro
 _MASK = ("mask", "completion_mask")
 _SEVERAL = ("outputs", "choices")
 _MAX_TEXT = 512
+NO_SAMPLING = "sampling settings"
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,15 @@ def read_sequences(path: Path) -> Capsule:
         )
     contracts = {s.record.get("contract") for s in found}
     contract = contracts.pop() if len(contracts) == 1 else None
-    left_out = [] if prompts else ["token ids of the prompts"]
+    sampling = _sampling(found)
+    left_out = ([] if prompts else ["token ids of the prompts"]) + ([] if sampling else [NO_SAMPLING])
     # The path stands for the file: equal files of two runs are two results, a file with itself is none.
     identity = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
     return build_capsule(
         Manifest(
             engine=path.stem[:_MAX_TEXT].encode("utf-8", "backslashreplace").decode(),
             contract=contract[:_MAX_TEXT] if isinstance(contract, str) else None,
-            sampling=_sampling(found),
+            sampling=sampling or Sampling(),
             vocabulary=_vocabulary(found),
             left_out=left_out + ([f"{cut}, which is cut"] if cut else []),
             files={identity: File(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())},
@@ -185,14 +187,14 @@ def _all_or_none(found: list[_Sequence], field: str, values: list[Any]) -> list[
     return values
 
 
-def _sampling(found: list[_Sequence]) -> Sampling:
-    """The settings under `sampling`, the same in all records; the default where there are none."""
+def _sampling(found: list[_Sequence]) -> Sampling | None:
+    """The settings under `sampling`, the same in all records; None where there are none."""
     first = found[0].record.get("sampling") if found else None
     other = next((s for s in found if s.record.get("sampling") != first), None)
     if other is not None:
         raise DriftError(f"{other.where}: sampling is not that of the first record; compare one setting at a time")
     if first is None:
-        return Sampling()
+        return None
     try:
         return Sampling.model_validate(first)
     except ValidationError as error:
