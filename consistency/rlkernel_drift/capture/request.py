@@ -144,7 +144,10 @@ def context_length(model: Path) -> int | None:
 
 def own_dtype(model: Path) -> str:
     """The dtype that a model directory declares; float32 where it declares none that engines compute in."""
-    config = _config(model)
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DriftError(f"{model}: config.json cannot be read: {error}") from None
     declared = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return declared if declared in ("float32", "bfloat16", "float16") else "float32"
 

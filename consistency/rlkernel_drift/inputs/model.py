@@ -83,16 +83,16 @@ def scored(source: Source, other: Source, engines: Engines | None = None) -> Sou
         return source
     if other.capsule is None:
         raise DriftError(f"{source.label} is a model: the other side must have tokens, a capsule, or be a model too")
+    from rlkernel_drift.capture.request import Request
+    from rlkernel_drift.cli.capture import capture
+
+    manifest = other.capsule.manifest
     starts = other.capsule.cu_seqlens[:-1]
     if other.capsule.stream is not None and other.capsule.mask[starts].any():
         raise DriftError(
             f"{other.label} has no prompt of sequence {int(other.capsule.mask[starts].argmax())}: its first token "
             f"counts, and {source.label} can score no token without those before it; record prompt_token_ids"
         )
-    from rlkernel_drift.capture.request import Request
-    from rlkernel_drift.cli.capture import capture
-
-    manifest = other.capsule.manifest
     request = Request(
         model=source.model.path,
         tokens=other.capsule,
