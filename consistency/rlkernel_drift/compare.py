@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 from rlkernel_drift import __version__
-from rlkernel_drift.capsule import Capsule, Floor
+from rlkernel_drift.capsule import Capsule, Floor, Sampling
 from rlkernel_drift.consequences import Settings, consequences
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.gates.common import INPUT_GATES, TITLES, gate, skipped
 from rlkernel_drift.gates.configuration import configuration_gate, differences
-from rlkernel_drift.gates.hints import chain, hints
+from rlkernel_drift.gates.hints import chain, hints, outlier
 from rlkernel_drift.gates.layers import layers_gate
 from rlkernel_drift.gates.schema import schema_gate
 from rlkernel_drift.gates.semantics import semantics_gate
@@ -27,6 +27,7 @@ from rlkernel_drift.gates.tokens import tokens_gate
 from rlkernel_drift.gates.weights import weights_gate
 from rlkernel_drift.inputs import Source, open_input, open_sides, train_side
 from rlkernel_drift.inputs.metrics import Metrics, how_to_log
+from rlkernel_drift.inputs.sequences import NO_SAMPLING
 from rlkernel_drift.knowledge import CAUSES, finding
 from rlkernel_drift.pair import Pair, match
 from rlkernel_drift.profiles import (
@@ -123,6 +124,7 @@ def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict
         if source.model is not None and source.capsule is None:
             raise DriftError(f"{source.label} is a model: it needs a capsule on the other side, or --prompts")
     if rollout.capsule is not None and train.capsule is not None:
+        _fitting(rollout, train)
         verdict = compare_capsules(rollout.capsule, train.capsule, options)
         sides = [_side(s, s.capsule) for s in (rollout, train)]
         update: dict[str, object] = {"rollout": sides[0], "train": sides[1]}
@@ -140,6 +142,30 @@ def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict
         raise DriftError(f"{rollout.label} and {train.label} cannot be compared: one has no tokens, none has metrics")
     source = rollout if rollout.metrics is metrics else train
     return compare_metrics(source, metrics, options)
+
+
+def _fitting(rollout: Source, train: Source) -> None:
+    """Whether a file of sequences says all that the other side's meaning asks for.
+
+    Raises:
+        DriftError: it has no prompts or no sampling settings, and the other side has.
+    """
+    for one, other in ((rollout, train), (train, rollout)):
+        assert one.capsule is not None and other.capsule is not None
+        sampling = other.capsule.manifest.sampling
+        if NO_SAMPLING in one.capsule.manifest.left_out and sampling != Sampling():
+            declared = sampling.model_dump_json(exclude_defaults=True)
+            raise DriftError(
+                f"{one.label} does not say how its log-probabilities were computed, and {other.label} does: add "
+                f'"sampling": {declared} to its records, or what they were computed with'
+            )
+    bare = [s for s in (rollout, train) if s.capsule is not None and s.capsule.mask[s.capsule.cu_seqlens[:-1]].all()]
+    if len(bare) == 1 and bare[0].kind == "sequences":
+        other = train if bare[0] is rollout else rollout
+        raise DriftError(
+            f"{bare[0].label} has no prompt_token_ids, and {other.label} has prompts; write prompt_token_ids into "
+            "both, or leave the prompts out of both"
+        )
 
 
 def _alone(rollout: Source, train: Source) -> None:
@@ -218,19 +244,32 @@ def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdi
     sums = SequenceSums(compared, pair.rollout.cu_seqlens)
     verdict.statistics = token_statistics(compared)
     verdict.sequence_statistics = sequence_statistics(sums)
-    verdict.metrics = judge(profile, metric_values(verdict.statistics, verdict.sequence_statistics))
-    verdict.lattice = find_lattice(compared.d)
+    # Of placeholders no statistic is judged, and of values that no log-probability can have no cause is read.
+    judged = bool(verdict.statistics.tokens) and not verdict.statistics.constant
+    valid = judged and not verdict.statistics.invalid
+    values = metric_values(verdict.statistics, verdict.sequence_statistics) if judged else {}
+    verdict.metrics = judge(profile, values)
+    verdict.lattice = find_lattice(compared.d) if valid else None
     index = compared.index[:_MAX_ULP_TOKENS]
     verdict.ulps = ulp_histogram(ulp_distance(compared.rollout[index], compared.train[index]))
     verdict.tokens = token_view(pair, compared)
-    verdict.consequences = consequences(compared, sums, options.settings)
+    verdict.consequences = consequences(compared, sums, options.settings) if valid else []
     verdict.factors = _factors(pair)
-    metrics = [] if not verdict.statistics.tokens else verdict.metrics
-    found = [*chain(verdict.factors), *hints(pair, compared, verdict.lattice)]
     verdict.coverage = _coverage(pair)
-    result = statistics_gate(verdict.statistics, metrics, found, _links(profile, verdict.factors))
-    least = 0.0 if options.partial else profile.coverage
-    if result.status in ("passed", "warned") and verdict.coverage.share < least:
+    result = statistics_gate(
+        verdict.statistics,
+        verdict.metrics,
+        [*chain(verdict.factors), *hints(pair, compared, verdict.lattice)],
+        _links(profile, verdict.factors),
+        outlier(pair, compared),
+    )
+    if result.status not in ("passed", "warned"):
+        return result
+    tokens = verdict.statistics.tokens
+    if tokens < profile.tokens:
+        count = "1 token was" if tokens == 1 else f"{tokens} tokens were"
+        return skipped("statistics", f"only {count} compared; at least {profile.tokens} are needed to call it aligned")
+    if verdict.coverage.share < (0.0 if options.partial else profile.coverage):
         words = f"only {verdict.coverage} were compared; --partial accepts a part, or name the whole of both sides"
         return skipped("statistics", words)
     return result
@@ -363,10 +402,10 @@ def _metrics_gate(metrics: Metrics, judged: list[Metric]) -> Gate:
         for name, steps in metrics.broken.items()
     ]
     if broken:
-        return gate("statistics", [*broken, *statistics_gate(None, judged, []).findings], "")
+        return gate("statistics", [*broken, *statistics_gate(None, judged).findings], "")
     if not metrics.compared:
         return skipped("statistics", "the framework says that nothing was compared at any step")
-    result = statistics_gate(None, judged, [])
+    result = statistics_gate(None, judged)
     if result.status == "skipped":
         advice = how_to_log(metrics.frameworks)
         return result.model_copy(update={"summary": f"{result.summary}{f'. {advice}' if advice else ''}"})

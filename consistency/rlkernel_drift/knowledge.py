@@ -136,6 +136,11 @@ CAUSES: dict[str, Cause] = {
             ("NVIDIA-NeMo/RL", 2260, "gen_kl_error of 0.15 to 1.75 on a vision model"),
         ),
     ),
+    "moved-media": Cause(
+        "images or videos stand at other tokens on one side",
+        "Expand the placeholder tokens of media once, and hand their places through with the token ids.",
+        (),
+    ),
     # ---- layout ----
     "positions": Cause(
         "the two sides gave the tokens different positions",
@@ -300,6 +305,11 @@ CAUSES: dict[str, Cause] = {
     "same-capsule": Cause(
         "both sides are one capsule",
         "Name the other side's capsule, or capture it.",
+        (),
+    ),
+    "sides-exchanged": Cause(
+        "the two inputs are named in the wrong order",
+        "Name the rollout first and training second.",
         (),
     ),
     "nothing-compared": Cause(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,12 +88,22 @@ def _stream(capsule: Capsule, values: str) -> str | None:
     return next((f"{p}.{v}" for p in order for v in names if f"{p}.{v}" in capsule.logprobs), None)
 
 
+def _numbered(ids: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Each id with how often it stood before: several completions of a prompt share one."""
+    seen: Counter[int] = Counter()
+    found = []
+    for key in ids.tolist():
+        found.append((key, seen[key]))
+        seen[key] += 1
+    return found
+
+
 def match(rollout: Capsule, train: Capsule) -> Pair:
-    """Matches the sequences by their ids where both sides have them, else by their order."""
+    """Matches the sequences by their ids where both sides have them, equal ids in their order; else all by order."""
     a, b = rollout.sequence_ids, train.sequence_ids
-    if a is not None and b is not None and len(np.unique(a)) == len(a) and len(np.unique(b)) == len(b):
-        place = {int(key): i for i, key in enumerate(b)}
-        matches = [(i, place[int(key)]) for i, key in enumerate(a) if int(key) in place]
+    if a is not None and b is not None:
+        place = {key: i for i, key in enumerate(_numbered(b))}
+        matches = [(i, place[key]) for i, key in enumerate(_numbered(a)) if key in place]
     else:
         matches = [(i, i) for i in range(min(rollout.sequences, train.sequences))]
     left, right = {i for i, _ in matches}, {j for _, j in matches}

@@ -37,6 +37,7 @@ LABELS = {
     "tokens.ess": "effective sample size, tokens",
     "tokens.ratio_mean": "mean ratio",
     "tokens.equal": "share of equal bits",
+    "tokens.outliers": "tokens too far off for rounding",
     "tokens.beyond_ln2": "share beyond ln 2",
     "tokens.retention.strict": "tokens with ratio in [0.999, 1.002]",
     "tokens.retention.1%": "tokens with ratio within 1%",
@@ -81,6 +82,7 @@ class Profile(BaseModel):
 
     Attributes:
         coverage: share of the larger side's sequences that must have been compared.
+        tokens: that must have been compared; with fewer, placeholders and chance look like agreement.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -90,6 +92,7 @@ class Profile(BaseModel):
     source: str = ""
     bitwise: bool = False
     coverage: float = Field(default=0.5, ge=0, le=1)
+    tokens: int = Field(default=8, ge=1)
     threshold: Annotated[list[Threshold], Field(min_length=1)]
 
 
@@ -155,6 +158,8 @@ PROFILES: dict[str, Profile] = {
     )
 }
 
+_NO_OUTLIER = Threshold(metric="tokens.outliers", at_most=0, source="what rounding to bfloat16 can do")
+
 GENERAL = Profile(
     name="general",
     title="no floor known: the bars of miles and prime-rl together, also for the bias and for the worst sequence",
@@ -165,6 +170,7 @@ GENERAL = Profile(
         # E[d] is the KL that k3 estimates, but for its sign.
         Threshold(metric="sequences.bias", at_most=0.015, source="the bar on k3"),
         Threshold(metric="sequences.worst_mean", at_most=2.5 * 0.03, source="2.5 times the bar on the mean"),
+        _NO_OUTLIER,
     ],
 )
 
@@ -199,7 +205,10 @@ def floor_profile(floor: Floor) -> Profile:
         name="floor",
         title="this stack's own noise",
         source=source,
-        threshold=[Threshold(metric=name, at_most=limit, source=source) for name, limit in limits.items()],
+        threshold=[
+            *(Threshold(metric=name, at_most=limit, source=source) for name, limit in limits.items()),
+            _NO_OUTLIER,
+        ],
     )
 
 

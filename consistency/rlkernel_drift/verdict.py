@@ -103,7 +103,7 @@ class Side(Part):
     """What one input says about itself."""
 
     label: str
-    kind: Literal["capsule", "run folder", "model", "metrics", "hidden states"]
+    kind: Literal["capsule", "sequences", "run folder", "model", "metrics", "hidden states"]
     engine: str = ""
     stream: str | None = None
     contract: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -163,6 +164,21 @@ def test_two_engines_are_compared(models: Path, tmp_path: Path) -> None:
     hashed = ["--operators", "fingerprint", "--profile", "bitwise", *asked]
     assert main(["compare", f"hf:{model}", f"hf:{models / 'old'}", "--keep-going", *hashed]) == 4
     assert verdict(out).layers.first.element is None  # type: ignore[union-attr]
+
+
+def test_random_prompts_fit_the_smaller_context(models: Path, tmp_path: Path, capsys: Any) -> None:
+    out, small = tmp_path / "v.json", tmp_path / "small"
+    shutil.copytree(models / "new", small)
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
+    for sides in ([f"rlkernel:{small}", f"hf:{small}"], [f"rlkernel:{models / 'new'}", f"rlkernel:{small}"]):
+        assert main(["compare", *sides, "--max-tokens", "8", "--operators", "none", "--json", str(out)]) == 0
+        side = verdict(out).rollout
+        assert side is not None and side.tokens == 8 * (15 + 8)  # and one for an engine that scores it as a prompt
+    capsys.readouterr()
+    assert main(["compare", f"rlkernel:{small}", f"hf:{small}"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "small is 24 tokens, and --max-tokens 64 leaves no room for a prompt" in error
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from rlkernel_drift.capsule import (
     write_capsule,
 )
 from rlkernel_drift.cli.compare import read_floor
+from rlkernel_drift.cli.demo import DEMOS
 from rlkernel_drift.cli.main import build_parser, main
 from rlkernel_drift.compare import compare
 from rlkernel_drift.errors import DriftError
@@ -81,6 +82,13 @@ def test_unusable_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["compare", str(tmp_path)]) == 2
     assert "neither a capsule" in " ".join(capsys.readouterr().err.split())
     assert main(["compare", str(tmp_path), "--profile", "strict"]) == 2
+
+
+@pytest.mark.parametrize("name", [[], ["temprature"]])
+def test_demo_lists_its_names(name: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *name]) == 2
+    error = capsys.readouterr().err
+    assert all(known in error for known in DEMOS) and all(repr(word) in error for word in name)
 
 
 def test_schema_and_outputs_of_every_status() -> None:

@@ -25,6 +25,7 @@ from rlkernel_drift.capsule.fingerprint import weight_fingerprint
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import compare
 from rlkernel_drift.profiles import FLOOR_FACTOR, PROFILES, carried_floor
+from rlkernel_drift.report import write_html
 from rlkernel_drift.verdict import Status
 
 # ---- exit codes ----------------------------------------------------------------------------------------------------
@@ -62,6 +63,12 @@ def test_drift_fails_every_profile(name: str) -> None:
     assert verdict.consequences and all(c.words for c in verdict.consequences)
 
 
+def test_sides_in_the_wrong_order_are_said() -> None:
+    verdict = compare(capsule("train", noise=0.01), capsule())
+    assert verdict.exit_code == 0 and [f.cause for f in verdict.findings] == ["sides-exchanged"]
+    assert gate(verdict, "schema").status == "warned"
+
+
 def test_nothing_compared_is_inconclusive() -> None:
     none = [np.full_like(v, np.nan) for v in sequences()[2]]
     masks = [[False] * len(v) for v in none]
@@ -80,6 +87,18 @@ def test_values_that_are_not_numbers_fail() -> None:
     assert nothing.exit_code == 1 and causes(nothing, "statistics") == ["not-finite"]
     broken[0][3] = -np.inf
     assert causes(compare(capsule(), capsule("train", logprobs=broken)), "statistics") == ["support"]
+
+
+@pytest.mark.parametrize("value, cause", [(np.nan, "not-finite"), (-np.inf, "support"), (3.0, "above-zero")])
+def test_invalid_values_leave_no_other_cause(value: float, cause: str) -> None:
+    # All else looks like another temperature, on a lattice.
+    rows = [np.round(v * np.float32(1.5) * 32) / 32 for v in sequences()[2]]
+    assert {"drift", "temperature"} <= {f.cause for f in compare(capsule(), capsule("train", logprobs=rows)).findings}
+    rows[2][5] = value
+    verdict = compare(capsule(), capsule("train", logprobs=rows))
+    assert verdict.exit_code == 1 and {f.cause for f in verdict.findings} == {cause} and verdict.lattice is None
+    for words in ("another temperature", "different temperatures", "multiples of 1/", "drift diagnose"):
+        assert words not in printed(verdict) + write_html(verdict) + verdict.to_json(), words
 
 
 def test_log_probabilities_above_zero_fail() -> None:
@@ -130,7 +149,23 @@ def test_a_stream_of_placeholders_is_no_evidence() -> None:
     zeros[0][0] = -0.5  # a token that was counted by mistake
     verdict = compare(capsule(logprobs=zeros), capsule("train", logprobs=zeros))
     assert verdict.exit_code == 3 and "are one value: placeholders" in verdict.headline
-    assert compare(capsule(), capsule("train", logprobs=zeros)).exit_code in (1, 4)
+    # On one side alone as well: no cause is read from them.
+    for sides in (capsule(), capsule("train", logprobs=zeros)), (capsule(logprobs=zeros), capsule("train")):
+        verdict = compare(*sides)
+        assert verdict.exit_code == 3 and "100% of the" in verdict.headline and verdict.findings == []
+        assert {m.status for m in verdict.metrics} == {"missing"}
+
+
+@pytest.mark.parametrize("count, exit_code", [(1, 3), (7, 3), (8, 0)])
+def test_a_handful_of_tokens_is_too_little(tmp_path: Path, count: int, exit_code: int) -> None:
+    masks = [[i == 0 and t < count for t in range(len(c))] for i, c in enumerate(sequences()[1])]
+    sides = capsule(masks=masks), capsule("train", masks=masks)
+    for profile in (None, "bitwise"):
+        assert compare(*sides, profile=profile).exit_code == exit_code
+    assert "only 1 token was compared" in compare(*sides).headline or count > 1
+    file = tmp_path / "one.toml"
+    file.write_text('tokens = 1\n[[threshold]]\nmetric = "tokens.k3"\nat_most = 1\n')
+    assert compare(*sides, profile=str(file)).exit_code == 0
 
 
 def test_a_capsule_with_itself_is_no_pass(tmp_path: Path) -> None:
@@ -314,6 +349,28 @@ def test_media_in_another_order() -> None:
     swapped = [m.model_copy(update={"digest": d.digest}) for m, d in zip(pictures, pictures[::-1], strict=True)]
     assert causes(compare(capsule(media=pictures), capsule("train", media=swapped)), "tokens") == ["swapped-media"]
     assert compare(capsule(media=pictures), capsule("train", media=pictures)).exit_code == 0
+    # The order in which a manifest lists them means nothing.
+    assert compare(capsule(media=pictures), capsule("train", media=pictures[::-1])).exit_code == 0
+
+
+@pytest.mark.parametrize("update", [{"begin": 2, "end": 5}, {"end": 5}, {"kind": "video"}])
+def test_media_at_other_tokens(update: dict[str, Any]) -> None:
+    image = Media(sequence=0, begin=1, end=4, kind="image", digest="0" * 32)
+    verdict = compare(capsule(media=[image]), capsule("train", media=[image.model_copy(update=update)]))
+    assert verdict.exit_code == 4 and causes(verdict, "tokens") == ["moved-media"]
+    assert "sequence 0: image at tokens 1 to 3 in the rollout" in verdict.headline
+
+
+def test_spans_of_media_at_other_tokens() -> None:
+    def with_spans(side: Any, *spans: tuple[int, int, int, int]) -> Any:
+        return dataclasses.replace(side, spans=np.array([*side.spans.tolist(), *spans], np.int32))
+
+    left, right = with_spans(capsule(), (1, 0, 3, 4)), with_spans(capsule("train"), (1, 1, 4, 4))
+    verdict = compare(left, right)
+    assert verdict.exit_code == 4 and causes(verdict, "tokens") == ["moved-media"]
+    assert "image at tokens 0 to 2 in the rollout, image at tokens 1 to 3" in verdict.headline
+    assert compare(left, with_spans(capsule("train"), (1, 0, 3, 4))).exit_code == 0
+    assert compare(left, capsule("train")).exit_code == 0  # no spans of media at all: it does not record them
 
 
 def picture(sequence: int) -> Media:
@@ -344,6 +401,15 @@ def test_sequences_are_matched_by_their_ids() -> None:
     )
     assert compare(capsule(sequence_ids=list(range(8))), train, profile="bitwise").exit_code == 0
     assert compare(capsule(), train).exit_code == 4
+    # Completions of one prompt share its id, and keep their order.
+    shared = [i // 2 for i in range(8)]
+    order = [6, 7, 0, 1, 4, 5, 2, 3]
+    rows = {"prompts": pick(prompts), "completions": pick(completions), "logprobs": pick(logprobs)}
+    both = capsule(sequence_ids=shared), capsule("train", **rows, sequence_ids=pick(shared))
+    assert compare(*both, profile="bitwise").exit_code == 0
+    verdict = compare(capsule(sequence_ids=shared), capsule("train", sequence_ids=[i + 9 for i in shared]))
+    assert verdict.exit_code == 3 and "no sequence of the rollout has the id" in verdict.headline
+    assert not [m for m in verdict.metrics if m.status == "ok"]
 
 
 # ---- semantics, configuration --------------------------------------------------------------------------------------
@@ -433,8 +499,8 @@ def test_a_floor_by_name_wins_over_a_common_contract() -> None:
 def test_hints_from_two_streams_alone() -> None:
     _, _, logprobs = sequences()
     shifted = [np.roll(v, 1) for v in logprobs]
-    larger = [v + 0.2 * np.exp(v) for v in logprobs]
-    for rows, cause in ((shifted, "off-by-one"), (larger, "top-p")):
+    smaller = [v - 0.2 * np.exp(v) for v in logprobs]
+    for rows, cause in ((shifted, "off-by-one"), (smaller, "top-p")):
         verdict = compare(capsule(), capsule("train", logprobs=rows))
         assert cause in [f.cause for f in gate(verdict, "statistics").findings]
 
@@ -520,8 +586,27 @@ def test_noise_of_short_sequences_passes_the_general_bar() -> None:
             Manifest(side=name), [[1]] * 64, [[2] * len(v) for v in values], {stream: values}
         )
         metrics = compare(side("rollout", "recorded.processed", rows), side("train", "train.processed", far)).metrics
-        own = [m for m in metrics if m.name.startswith("sequences") and m.status != "no threshold"]
-        assert [m.status for m in own] == ["ok", "ok"], (seed, own)
+        own = [m for m in metrics if m.name.startswith(("sequences", "tokens.out")) and m.status != "no threshold"]
+        assert [m.status for m in own] == ["ok", "ok", "ok"], (seed, own)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-6, 0.005, 0.02])
+@pytest.mark.parametrize("away", [-3.0, 3.0])
+def test_one_token_far_off_is_no_rounding(noise: float, away: float) -> None:
+    rng = np.random.default_rng(0)
+    rows = [-rng.exponential(1.0, 40).astype(np.float32) - 4 for _ in range(60)]
+    far = [v + rng.normal(0, noise, 40).astype(np.float32) for v in rows]
+    far[17][23] += np.float32(away)
+    side = lambda name, stream, values: build_capsule(
+        Manifest(side=name), [[1]] * 60, [[2] * 40] * 60, {stream: values}
+    )
+    sides = side("rollout", "recorded.processed", rows), side("train", "train.processed", far)
+    for floor in (None, Floor(mean=0.02, p99=0.1, maximum=1, tokens=99)):
+        verdict = compare(*sides, floor=floor)
+        assert verdict.exit_code == 1 and causes(verdict, "statistics") == ["drift"]
+        assert "1 token is too far off for rounding: sequence 17, token 24, is" in verdict.headline
+    # A published bar lets it pass, with a word.
+    assert (published := compare(*sides, profile="miles")).exit_code == 0 and "too far off" in printed(published)
 
 
 # ---- layers --------------------------------------------------------------------------------------------------------

@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drift_cases import capsule
+from drift_cases import SAMPLED, capsule, sequences
 
-from rlkernel_drift.capsule import Tensor, write_capsule
+from rlkernel_drift.capsule import Tensor, is_capsule, write_capsule
 from rlkernel_drift.capsule.tensor_file import write_tensors
+from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import compare
 from rlkernel_drift.errors import CapsuleError, DriftError, Refusal
-from rlkernel_drift.inputs import open_input
+from rlkernel_drift.inputs import Model, Source, open_input
 from rlkernel_drift.inputs.hidden_states import read_hidden_states
 from rlkernel_drift.inputs.metrics import read_metrics
+from rlkernel_drift.inputs.model import scored
 from rlkernel_drift.trend import change_point
 
 
@@ -251,6 +253,151 @@ def test_missing_statistics_name_the_setting(tmp_path: Path) -> None:
     assert verl.exit_code == 3 and "calculate_log_probs" in verl.headline
 
 
+# ---- sequences -----------------------------------------------------------------------------------------------------
+
+
+def records(noise: float = 0.0, **fields: Any) -> list[dict[str, Any]]:
+    prompts, completions, logprobs = sequences()
+    rng = np.random.default_rng(1)
+    moved = [np.minimum(v + rng.normal(0, noise, len(v)), 0) for v in logprobs]
+    return [
+        {"prompt_token_ids": p, "token_ids": c, "logprobs": v.tolist(), **{k: f[i] for k, f in fields.items()}}
+        for i, (p, c, v) in enumerate(zip(prompts, completions, moved, strict=True))
+    ]
+
+
+def vllm(row: dict[str, Any], i: int) -> dict[str, Any]:
+    each = [
+        {str(token): {"logprob": value, "rank": 2}, "7777": {"logprob": -0.1, "rank": 1}}
+        for token, value in zip(row["token_ids"], row["logprobs"], strict=True)
+    ]
+    return {
+        "request_id": str(8 + i),
+        "prompt": "text",
+        "prompt_token_ids": row["prompt_token_ids"],
+        "outputs": [{"index": 0, "text": "t", "token_ids": row["token_ids"], "logprobs": each}],
+    }
+
+
+def server(row: dict[str, Any], i: int) -> dict[str, Any]:
+    each = {"tokens": ["t"] * len(row["token_ids"]), "token_logprobs": row["logprobs"]}
+    part = {"prompt_token_ids": row["prompt_token_ids"], "token_ids": row["token_ids"], "logprobs": each}
+    return {"id": f"cmpl-{i * 7919}", "object": "text_completion", "choices": [part]}
+
+
+def chat(row: dict[str, Any], i: int) -> dict[str, Any]:
+    content = {"content": [{"token": "t", "logprob": value} for value in row["logprobs"]]}
+    part = {"message": {}, "token_ids": row["token_ids"], "logprobs": content}
+    return {"id": f"chat-{i}", "prompt_token_ids": row["prompt_token_ids"], "choices": [part]}
+
+
+def trainer(row: dict[str, Any], i: int) -> dict[str, Any]:
+    names = ("prompt_ids", "completion_ids", "completion_logprobs")
+    return dict(zip(names, row.values(), strict=True)) | {"reward": 1.0}
+
+
+@pytest.mark.parametrize("form", [lambda row, i: row, vllm, server, chat, trainer])
+def test_lines_of_sequences(tmp_path: Path, form: Any) -> None:
+    a = jsonl(tmp_path / "a.jsonl", records())
+    b = jsonl(tmp_path / "b.jsonl", [form(row, i) for i, row in enumerate(records(0.01))])
+    verdict = compare(str(a), str(b))
+    assert (verdict.exit_code, verdict.profile) == (0, "general") and verdict.coverage is not None
+    assert verdict.coverage.sequences == 8 and verdict.statistics is not None and verdict.statistics.tokens == 348
+    assert compare(str(b), str(a)).exit_code == 0
+    # A file beside a capsule, and a file that drifts.
+    assert compare(capsule(), str(b)).exit_code == 0 == compare(str(b), capsule("train")).exit_code
+    c = jsonl(tmp_path / "c.jsonl", [form(row, i) for i, row in enumerate(records(0.3))])
+    assert compare(str(a), str(c)).exit_code == 1
+
+
+def test_what_generate_writes(tmp_path: Path) -> None:
+    """Of `rlkernel generate --output`: with a contract, texts, ids and other columns; several completions a prompt."""
+    ids = [f"prompt {i // 2}" for i in range(8)]
+    texts = [[f" t{token}" for token in row["token_ids"]] for row in records()]
+    own = {"contract": ["rlk-2"] * 8, "id": ids, "tokens": texts, "mask": [None] * 8, "prompt": [None] * 8}
+    a, b = (jsonl(tmp_path / f"{name}.jsonl", records(**own)) for name in "ab")
+    verdict = compare(str(a), str(b))
+    assert (verdict.exit_code, verdict.profile) == (0, "bitwise") and "equal bits" in verdict.headline
+    jsonl(b, records(1e-4, **own)[2:] + records(1e-4, **own)[:2])
+    verdict = compare(str(a), str(b))
+    assert verdict.exit_code == 1 and verdict.tokens is not None and str(verdict.tokens.worst[0].text).startswith(" t")
+    assert compare(str(a), str(a)).exit_code == 3
+
+
+def test_sequences_without_prompts(tmp_path: Path) -> None:
+    bare = [{k: v for k, v in row.items() if k != "prompt_token_ids"} for row in records(0.01)]
+    a, b, c = (tmp_path / f"{name}.jsonl" for name in "abc")
+    jsonl(a, records()), jsonl(b, bare), jsonl(c, [{**row, "mask": [1] * len(row["logprobs"])} for row in bare])
+    verdict = compare(str(b), str(c), profile="bitwise")
+    assert verdict.exit_code == 0 and "left out: token ids of the prompts" in verdict.to_json()
+    for sides in (a, b), (b, a):
+        with pytest.raises(DriftError, match=r"b\.jsonl has no prompt_token_ids, and a\.jsonl has prompts"):
+            compare(*map(str, sides))
+    with pytest.raises(DriftError, match=r"b\.jsonl has no prompt of sequence 0.* record prompt_token_ids"):
+        scored(Source("m", "model", model=Model("hf", tmp_path)), open_input(str(b), "rollout"))
+    with pytest.raises(DriftError, match="one side only"):
+        compare(str(a))
+
+
+def test_sequences_that_mean_something_else(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for settings, exit_code in (({"temperature": 0.7}, 4), ({"temperature": 1.0}, 0)):
+        jsonl(a, records(sampling=[settings] * 8)), jsonl(b, records(0.01, sampling=[{"top_k": 0}] * 8))
+        assert compare(str(a), str(b)).exit_code == exit_code
+    jsonl(b, records())
+    for sides in (str(b), capsule(sampling=SAMPLED)), (capsule(sampling=SAMPLED), str(b)):
+        with pytest.raises(DriftError, match=r'b\.jsonl does not say how .* add "sampling": \{"temperature":0.7\} to'):
+            compare(*sides)
+    rows = records()
+    rows[0]["logprobs"][2] = None  # as JSON writes NaN
+    jsonl(a, rows)
+    assert "1 NaN and 0 infinite" in compare(str(a), str(b)).headline
+    rows = records(mask=[[i > 0 for i in range(len(row["logprobs"]))] for row in records()])
+    assert compare(str(jsonl(a, rows)), str(b)).exit_code == 4
+    text = "".join(json.dumps(row) + "\n" for row in records(0.01))
+    a.write_text(text[:-40])
+    verdict = compare(str(a), str(b))
+    assert verdict.headline.endswith("compared 7 of 8 sequences with 301 of 348 tokens.")
+    assert "line 8, which is cut" in verdict.to_json()
+
+
+@pytest.mark.parametrize(
+    "update, words",
+    [
+        ({"token_ids": "abc"}, r"token_ids is 'abc'; expected a list of token ids"),
+        ({"token_ids": [1, True]}, r"token_ids\[1\] is True; expected a token id from 0 to 2147483647"),
+        ({"token_ids": [1, -2]}, r"token_ids\[1\] is -2; expected a token id"),
+        ({"token_ids": None}, "has no token_ids: token ids are compared, texts are not"),
+        ({"logprobs": [-1.0]}, "logprobs has 1 values for 41 token ids; expected one for each"),
+        ({"logprobs": ["x"] * 41}, r"logprobs\[0\] is 'x'; expected a number"),
+        ({"logprobs": [{"7": -1.0}] * 41}, r"logprobs\[0\] has no value of token"),
+        ({"logprobs": None}, "has no logprobs; expected a list of numbers"),
+        ({"id": 1}, "line 1 has no id, and .*line 2 has one"),
+        ({"id": [1]}, r"id is \[1\]; expected a text or an integer"),
+        ({"mask": [1]}, r"mask is \[1\]; expected 41 times 0 or 1"),
+        ({"prompt_token_ids": None}, "line 2 has no prompt_token_ids, and .*line 1 has one"),
+        ({"sampling": {"temperature": 0.5}}, "sampling is not that of the first record"),
+        ({"outputs": "x"}, "outputs is 'x'; expected a list of objects"),
+    ],
+)
+def test_bad_sequences_are_refused(tmp_path: Path, update: dict[str, Any], words: str) -> None:
+    rows = records()
+    rows[1] |= update
+    with pytest.raises(DriftError, match=rf"a\.jsonl, line \d.*{words}" if "line" not in words else words):
+        open_input(str(jsonl(tmp_path / "a.jsonl", rows)), "rollout")
+
+
+def test_files_with_nothing_in_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    with pytest.raises(DriftError, match=r"a\.jsonl is empty"):
+        open_input(str(tmp_path / "a.jsonl"), "rollout")
+    with pytest.raises(DriftError, match=r"a\.jsonl, line 2 is no JSON object"):
+        open_input(str(jsonl(tmp_path / "a.jsonl", [records()[0], [1]])), "rollout")
+    # A byte order mark and another name change nothing.
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf" + jsonl(tmp_path / "a.jsonl", records()).read_bytes())
+    assert compare(str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt"), profile="bitwise").exit_code == 0
+
+
 # ---- run folders ---------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +471,28 @@ def test_a_refusal_names_the_capsule(tmp_path: Path) -> None:
     with pytest.raises(CapsuleError, match=f"{bad}: tokens.safetensors") as error:
         compare(good, bad)
     assert error.value.refusal == Refusal.TRUNCATED
+
+
+@pytest.mark.parametrize("size", [0, 1, 40, -1, -3])
+def test_a_cut_manifest_is_named(tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    for side in ("rollout", "train"):
+        write_capsule(capsule(side), tmp_path / side)
+    manifest = tmp_path / "train" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().rstrip()[:size])
+    for sides in ([str(tmp_path / "rollout"), str(tmp_path / "train")], [str(tmp_path)]):
+        assert main(["compare", *sides]) == 2
+        words = " ".join(capsys.readouterr().err.split()).replace("/ ", "/")
+        assert "json-malformed" in words and "manifest.json" in words and "is damaged" in words
+    manifest.unlink()
+    for sides in ([str(tmp_path / "rollout"), str(tmp_path / "train")], [str(tmp_path)]):
+        assert main(["compare", *sides]) == 2 and "file-missing" in capsys.readouterr().err
+
+
+def test_a_long_manifest_is_that_of_a_capsule(tmp_path: Path) -> None:
+    texts = {str(i): "x" * 500 for i in range(200)}
+    path = write_capsule(capsule(vocabulary=texts), tmp_path / "c")
+    (path / "tokens.safetensors").rename(tmp_path / "t")
+    assert (path / "manifest.json").stat().st_size > 1 << 16 and is_capsule(path)
 
 
 def test_a_real_run_folder(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from rlkernel_drift.report.raster import SEQUENTIAL, palette, png
 from rlkernel_drift.report.sections.tokens import colour, levels, sample
 from rlkernel_drift.statistics import Lattice
 from rlkernel_drift.verdict import (
+    Diagnosis,
     Difference,
     Finding,
     Histogram,
@@ -179,6 +180,13 @@ def test_words_of_the_operator_fault(verdicts: dict[str, Verdict]) -> None:
         assert words in head
     assert "first divergence" in html and 'class="band"' in html and 'class="line"' in html
     assert 'class="bar hot"' in html and "data:image/png;base64," in html
+
+
+def test_drift_that_re_scoring_does_not_find_keeps_its_headline() -> None:
+    found = Diagnosis(cause="none", statement="Both sides are the model as they declare it")
+    verdict = compare(capsule(), capsule("train", noise=0.3)).model_copy(update={"diagnosis": found})
+    page = write_html(verdict)
+    assert re.search(r"<h1>[^/]*is 0\.2", page) and "Both sides are the model as they declare it" in page
 
 
 def test_lattice_has_ticks(verdicts: dict[str, Verdict]) -> None:

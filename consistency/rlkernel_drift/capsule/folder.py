@@ -40,10 +40,12 @@ _OPTIONAL = (
 
 
 def is_capsule(path: Path) -> bool:
-    """Whether a path is a folder with a capsule's manifest."""
+    """Whether a path is a folder with a capsule's manifest, damaged or not: reading it says what is wrong."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         return False
+    if (path / TOKENS).is_file():
+        return True
     with open(manifest, "rb") as file:
         return b"rlkernel.trace/" in file.read(1 << 16)
 
@@ -82,7 +84,7 @@ def write_capsule(capsule: Capsule, path: str | Path, *, max_bytes: int = 256 <<
             write_tensors(work / OPERATORS, _operator_tensors(capsule.operators))
         files = {file.name: _describe(file) for file in sorted(work.iterdir())}
         manifest = capsule.manifest.model_copy(update={"files": files})
-        text_of = json.dumps(manifest.model_dump(mode="json", exclude_defaults=True) | {"format": FORMAT}, indent=1)
+        text_of = json.dumps({"format": FORMAT} | manifest.model_dump(mode="json", exclude_defaults=True), indent=1)
         (work / MANIFEST).write_text(text_of + "\n", encoding="utf-8")
         if target.exists():
             shutil.rmtree(target)
@@ -208,7 +210,14 @@ def parse_manifest(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Manifest:
     Raises:
         CapsuleError: malformed JSON, another format, an unknown key, a wrong value.
     """
-    values = parse_json(data, MANIFEST, limits)
+    try:
+        values = parse_json(data, MANIFEST, limits)
+    except CapsuleError as error:
+        if error.refusal != Refusal.JSON:
+            raise
+        raise CapsuleError(
+            Refusal.JSON, f"{error.reason}; the file is damaged, write or copy the capsule again"
+        ) from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__
         raise CapsuleError(Refusal.FORMAT, f"{MANIFEST} has format {str(found)[:80]!r}; this version reads {FORMAT!r}")

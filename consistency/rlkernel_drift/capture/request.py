@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -106,11 +107,39 @@ def read_prompts(path: Path | list[list[int]]) -> list[Any]:
     return prompts
 
 
-def random_prompts(model: Path, seed: int) -> list[list[int]]:
-    """Eight prompts of 16 to 128 random tokens, where nobody named any: kernels round the same for every text."""
-    vocabulary = describe_model(model).vocab_size or 256
+def random_prompts(models: Sequence[Path], seed: int, max_tokens: int, longest: int | None = None) -> list[list[int]]:
+    """Eight prompts of 16 to 128 random tokens, where no prompts were named: kernels round the same for every text.
+
+    Args:
+        models: all that will compute them; prompt and completion fit the smallest context and vocabulary.
+        longest: a smaller context than the models', where an engine was given one.
+
+    Raises:
+        DriftError: no prompt fits.
+    """
+    contexts = {model: context_length(model) for model in models}
+    limit, whose = min(((n, f"the context of {m}") for m, n in contexts.items() if n), default=(None, ""))
+    if longest is not None and (limit is None or longest < limit):
+        limit, whose = longest, "max_model_len"
+    # An engine that scores a sequence as a prompt has to have room for one more token.
+    most = 128 if limit is None else limit - max_tokens - 1
+    if most < 1:
+        raise DriftError(
+            f"{whose} is {limit} tokens, and --max-tokens {max_tokens} leaves no room for a prompt; "
+            "give a smaller --max-tokens"
+        )
+    vocabulary = min(describe_model(model).vocab_size or 256 for model in models)
     generator = np.random.default_rng(seed)
-    return [generator.integers(3, vocabulary, n).tolist() for n in (16, 24, 32, 48, 64, 80, 96, 128)]
+    lengths = (min(n, most) for n in (16, 24, 32, 48, 64, 80, 96, 128))
+    return [generator.integers(min(3, vocabulary - 1), vocabulary, n).tolist() for n in lengths]
+
+
+def context_length(model: Path) -> int | None:
+    """The longest sequence that a model directory declares; None where it declares none."""
+    config = _config(model)
+    text = config.get("text_config") or config
+    declared = text.get("max_position_embeddings") or text.get("n_positions")
+    return declared if isinstance(declared, int) else None
 
 
 def own_dtype(model: Path) -> str:
@@ -176,10 +205,7 @@ def describe_model(path: Path) -> Model:
     Raises:
         DriftError: config.json is missing or malformed.
     """
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DriftError(f"{path}: config.json cannot be read: {error}") from None
+    config = _config(path)
     text = config.get("text_config") or config
     return Model(
         name=path.resolve().name,
@@ -190,6 +216,16 @@ def describe_model(path: Path) -> Model:
         tokenizer=_digest(path / "tokenizer.json"),
         chat_template=next((d for name in _TEMPLATE_FILES if (d := _digest(path / name))), _template(path)),
     )
+
+
+def _config(model: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DriftError(f"{model}: config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise DriftError(f"{model}: config.json holds no JSON object")
+    return config
 
 
 def _digest(path: Path) -> str | None:

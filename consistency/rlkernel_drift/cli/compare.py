@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rlkernel_drift.verdict import Verdict
 
 _INPUT = (
-    "a capsule, a run folder, a metrics file, vLLM's hidden-state file, or ENGINE:MODEL_DIR "
-    "(hf:, hf+rlkernel:, rlkernel:, vllm:, vllm+rlkernel:)"
+    "a capsule, a .jsonl file of token_ids and logprobs, a run folder, a metrics file, vLLM's hidden-state file, or "
+    "ENGINE:MODEL_DIR (hf:, hf+rlkernel:, rlkernel:, vllm:, vllm+rlkernel:)"
 )
 
 

@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds the `demo` command."""
     words = "plant a fault in a tiny model and show the verdict"
     parser = subparsers.add_parser("demo", help=words, description=f"{words.capitalize()}: {', '.join(DEMOS)}.")
-    parser.add_argument("name", metavar="NAME", choices=DEMOS, help="one of " + ", ".join(DEMOS))
+    parser.add_argument("name", metavar="NAME", nargs="?", help="one of " + ", ".join(DEMOS))
     parser.add_argument("--family", default="llama", choices=("qwen3", "llama", "qwen2"))
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--out", metavar="DIR", help="keep both capsules and the models here")
@@ -45,6 +45,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plants, compares, diagnoses, prints; returns the verdict's exit status."""
+    from rlkernel_drift.errors import DriftError
+
+    if args.name not in DEMOS:
+        what = "needs a NAME" if args.name is None else f"{args.name!r} is unknown"
+        raise DriftError(f"demo {what}; there are: {', '.join(DEMOS)}")
     import torch
 
     from rlkernel_drift.cli.compare import write

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import Pair
-from rlkernel_drift.statistics import Comparable, Lattice, TokenStatistics
+from rlkernel_drift.statistics import Comparable, Lattice, TokenStatistics, outlying
 from rlkernel_drift.verdict import Finding
 
 _MIN_TOKENS = 32
@@ -34,6 +34,21 @@ def hints(pair: Pair, compared: Comparable, lattice: Lattice | None) -> list[Fin
             finding("bf16-logits", f"{lattice}: something was rounded to few bits", "warning", step=lattice.step)
         )
     return [*found, *_growth(pair, compared)]
+
+
+def outlier(pair: Pair, compared: Comparable) -> Finding | None:
+    """A warning of the tokens that are too far off for rounding, with the place of the worst one."""
+    far = np.flatnonzero(outlying(compared))
+    if not len(far):
+        return None
+    worst = int(far[np.argmax(np.abs(compared.d[far]))])
+    sequence, index = pair.rollout.place(int(compared.index[worst]))
+    count = "1 token is" if len(far) == 1 else f"{len(far)} tokens are"
+    message = (
+        f"{count} too far off for rounding: sequence {sequence}, token {index}, is {compared.r[worst]:.4g} in the "
+        f"rollout and {compared.t[worst]:.4g} in training"
+    )
+    return finding("drift", message, "warning", tokens=len(far), sequence=sequence, token=index)
 
 
 def chain(factors: dict[str, TokenStatistics]) -> list[Finding]:

@@ -30,8 +30,14 @@ def schema_gate(pair: Pair) -> Gate:
             "says nothing"
         )
         findings.append(finding("same-capsule", message))
+    if (pair.rollout.manifest.side, pair.train.manifest.side) == ("train", "rollout"):
+        message = "the first input says that it is training, the second that it is the rollout: all signs are reversed"
+        findings.append(finding("sides-exchanged", message, "warning"))
     alone = [len(part) for part in pair.alone]
-    if any(alone):
+    if all(alone) and not pair.matches:
+        message = "no sequence of the rollout has the id of one of the train side"
+        findings.append(finding("nothing-compared", message, rollout=alone[0], train=alone[1]))
+    elif any(alone):
         message = f"{alone[0]} sequences of the rollout and {alone[1]} of the train side have no partner"
         findings.append(finding("nothing-compared", message, "warning", rollout=alone[0], train=alone[1]))
     return gate("schema", findings, f"rlkernel.trace/1 on both sides, {len(pair.matches)} sequences matched")

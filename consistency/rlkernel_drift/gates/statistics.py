@@ -11,27 +11,41 @@ from rlkernel_drift.verdict import Finding, Gate, Metric
 
 
 def statistics_gate(
-    statistics: TokenStatistics | None, metrics: list[Metric], hints: list[Finding], links: Sequence[Finding] = ()
+    statistics: TokenStatistics | None,
+    metrics: list[Metric],
+    hints: Sequence[Finding] = (),
+    links: Sequence[Finding] = (),
+    outlier: Finding | None = None,
 ) -> Gate:
     """Fails where a threshold is exceeded, or where a side has values that no log-probability can have.
 
     Args:
         hints: what the streams say about a cause; they warn where every threshold holds too.
         links: of the chain that are worse than what is judged; said where nothing fails.
+        outlier: the tokens that are too far off for rounding, a warning; an error where the profile judges them.
     """
-    if statistics is not None and statistics.tokens == 0 and not _broken(statistics):
+    if statistics is not None and statistics.invalid:
+        # Statistics and hints of the other tokens would name a cause that these values contradict.
+        return gate("statistics", _invalid(statistics), "")
+    if statistics is not None and statistics.tokens == 0:
         return skipped("statistics", "no token counts on both sides with a log-probability")
+    if statistics is not None and statistics.constant:
+        side = "rollout" if statistics.commonest_rollout >= statistics.commonest_train else "train"
+        words = f"{statistics.commonest:.0%} of the {side} side's {statistics.tokens} log-probabilities are one value"
+        return skipped("statistics", f"{words}: placeholders, no evidence")
     judged = [metric for metric in metrics if metric.status != "no threshold"]
-    findings = _broken(statistics) if statistics is not None else []
+    findings = []
     missing = [metric.label for metric in judged if metric.status == "missing"]
     over = [metric for metric in judged if metric.status == "over"]
-    if not findings and not over and (missing or not judged):
+    if not over and (missing or not judged):
         return skipped("statistics", f"statistics that the profile asks for are not there: {', '.join(missing)}")
-    if not findings and not over and statistics is not None and statistics.constant:
-        words = f"{statistics.commonest:.0%} of a side's {statistics.tokens} log-probabilities are one value"
-        return skipped("statistics", f"{words}: placeholders, no evidence")
     for metric in over:
-        findings.append(finding("drift", _words(metric), value=metric.value, ratio=metric.ratio))
+        if metric.name == "tokens.outliers" and outlier is not None:
+            findings.append(outlier.model_copy(update={"severity": "error"}))
+            outlier = None
+        else:
+            findings.append(finding("drift", _words(metric), value=metric.value, ratio=metric.ratio))
+    findings += [] if outlier is None else [outlier]
     findings += hints if over else [*links, *hints]
     count = "" if statistics is None else f"{statistics.tokens} tokens: "
     return gate("statistics", findings, count + "; ".join(_words(metric) for metric in judged))
@@ -44,7 +58,7 @@ def _words(metric: Metric) -> str:
     return f"{metric.label} is {value} ({', '.join(limit for limit in limits if limit)})"
 
 
-def _broken(statistics: TokenStatistics) -> list[Finding]:
+def _invalid(statistics: TokenStatistics) -> list[Finding]:
     found = []
     for side in ("rollout", "train"):
         nan, inf = getattr(statistics, f"nan_{side}"), getattr(statistics, f"inf_{side}")

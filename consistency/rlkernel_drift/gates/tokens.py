@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+from typing import Any
+
 import numpy as np
 
 from rlkernel_drift.capsule import Capsule, SpanKind
 from rlkernel_drift.gates.common import gate
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import Pair
+from rlkernel_drift.statistics import ONE_VALUE
 from rlkernel_drift.verdict import Finding, Gate
 
 _CONTEXT = 8
@@ -173,7 +177,8 @@ def _observations(pair: Pair) -> list[Finding]:
         count = int(dummy.sum())
         # A token alone in its kept set has 0 as well, but it is a likely one on the other side.
         unlikely = count >= 3 and float(np.quantile(other[dummy], 0.25)) < _UNLIKELY
-        if unlikely and count >= 0.001 * int(mask.sum()):
+        # Nothing but zeros is a placeholder, which the statistics say.
+        if unlikely and 0.001 * int(mask.sum()) <= count <= ONE_VALUE * int(mask.sum()):
             sequence, index = pair.rollout.place(int(np.flatnonzero(dummy)[0]))
             message = f"{count} counted tokens have log-probability exactly 0 on the {name} side"
             return [finding("observation-tokens", message, tokens=count, sequence=sequence, token=index)]
@@ -181,23 +186,46 @@ def _observations(pair: Pair) -> list[Finding]:
 
 
 def _media(pair: Pair) -> list[Finding]:
-    a, b = _digests(pair.rollout), _digests(pair.train)
+    a, b = _media_of(pair.rollout), _media_of(pair.train)
     for i, j in pair.matches:
         left, right = a.get(i, []), b.get(j, [])
-        if left != right:
-            swapped = sorted(left) == sorted(right)
+        if [digest for *_, digest in left] != [digest for *_, digest in right]:
+            swapped = sorted(digest for *_, digest in left) == sorted(digest for *_, digest in right)
             what = "in another order" if swapped else "not the same"
             message = f"sequence {i}: the media are {what} ({len(left)} in the rollout, {len(right)} in training)"
             bare = next((name for name, side in (("rollout", a), ("train", b)) if not side), None)
             if bare is not None:
                 message += f"; the {bare} side names no media at all"
             return [finding("swapped-media", message, sequence=i, same_set=swapped)]
+        if left != right:
+            return [_moved(i, *next((m, n) for m, n in zip(left, right, strict=True) if m != n))]
+    x, y = _media_spans(pair.rollout), _media_spans(pair.train)
+    for i, j in pair.matches if x and y else []:  # spans are optional: a side may say nothing of its media
+        spans = zip_longest(x.get(i, []), y.get(j, []))
+        moved = next(((m, n) for m, n in spans if m != n), None)
+        if moved is not None:
+            return [_moved(i, *moved)]
     return []
 
 
-def _digests(capsule: Capsule) -> dict[int, list[str]]:
-    """Digests of the media of each sequence that has some, in their order."""
-    found: dict[int, list[str]] = {}
-    for media in capsule.manifest.media:
-        found.setdefault(media.sequence, []).append(media.digest)
-    return found
+def _moved(sequence: int, left: tuple[Any, ...] | None, right: tuple[Any, ...] | None) -> Finding:
+    words = [f"{m[2]} at tokens {m[0]} to {m[1] - 1}" if m else "none" for m in (left, right)]
+    message = f"sequence {sequence}: {words[0]} in the rollout, {words[1]} in training"
+    return finding("moved-media", message, sequence=sequence)
+
+
+def _media_of(capsule: Capsule) -> dict[int, list[tuple[int, int, str, str]]]:
+    """(begin, end, kind, digest) of the media of each sequence that has some, in the order of their tokens."""
+    found: dict[int, list[tuple[int, int, str, str]]] = {}
+    for m in capsule.manifest.media:
+        found.setdefault(m.sequence, []).append((m.begin, m.end, m.kind, m.digest))
+    return {sequence: sorted(media) for sequence, media in found.items()}
+
+
+def _media_spans(capsule: Capsule) -> dict[int, list[tuple[int, int, str]]]:
+    """(begin, end, kind) of the spans of media, of each sequence that has some."""
+    found: dict[int, list[tuple[int, int, str]]] = {}
+    for sequence, begin, end, kind in [] if capsule.spans is None else capsule.spans.tolist():
+        if kind >= SpanKind.IMAGE:
+            found.setdefault(sequence, []).append((begin, end, SpanKind(kind).name.lower()))
+    return {sequence: sorted(spans) for sequence, spans in found.items()}

@@ -1,4 +1,6 @@
-"""Opens whatever a user names: a capsule, a run folder, vLLM's hidden states, a metrics file, or `ENGINE:MODEL_DIR`."""
+"""Opens what a user names: a capsule, a file of sequences, a run folder, vLLM's hidden states, a metrics file, or
+`ENGINE:MODEL_DIR`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from rlkernel_drift.capsule import Capsule, is_capsule, read_capsule
+from rlkernel_drift.capsule.folder import MANIFEST, TOKENS
 from rlkernel_drift.errors import DriftError, UnknownInputError
 from rlkernel_drift.inputs.hidden_states import is_hidden_states, read_hidden_states, split_numbers
 from rlkernel_drift.inputs.metrics import Metrics, read_metrics
 from rlkernel_drift.inputs.run_folder import is_pair, is_run_folder, read_run_folder, read_run_metrics
+from rlkernel_drift.inputs.sequences import is_sequences, read_sequences
 
 ENGINES = ("hf", "hf+rlkernel", "rlkernel", "vllm", "vllm+rlkernel")
 
@@ -28,7 +32,7 @@ class Source:
     """An opened input; a run folder has both parts, a model none until the other side's tokens are known."""
 
     label: str
-    kind: Literal["capsule", "run folder", "model", "metrics", "hidden states"]
+    kind: Literal["capsule", "sequences", "run folder", "model", "metrics", "hidden states"]
     capsule: Capsule | None = None
     metrics: Metrics | None = None
     model: Model | None = None
@@ -95,9 +99,16 @@ def open_input(text: str, side: Literal["rollout", "train"]) -> Source:
             return Source(path.name, "run folder", capsule=read_run_folder(path, side), metrics=read_run_metrics(path))
         if (path / "config.json").is_file():
             raise UnknownInputError(f"{text} is a model directory; name its engine: hf:{text} or rlkernel:{text}")
+        if any((path / name).is_file() for name in (MANIFEST, TOKENS)):
+            read_capsule(path)  # a part is missing or damaged, and the refusal names it
+        lost = [part for part in (path / "rollout", path / "train") if not is_capsule(part)]
+        if len(lost) == 1:
+            read_capsule(lost[0])
         raise UnknownInputError(f"{text} is neither a capsule (manifest.json) nor a run folder (metrics.jsonl)")
     if is_hidden_states(path):
         return Source(path.name, "hidden states", capsule=read_hidden_states(path, numbers))
     if path.suffix == ".safetensors":
         raise UnknownInputError(f"{text} is a safetensors file; a capsule is the folder around it")
+    if is_sequences(path):
+        return Source(path.name, "sequences", capsule=read_sequences(path))
     return Source(path.name, "metrics", metrics=read_metrics(path))

@@ -144,10 +144,15 @@ def read_metrics(path: Path) -> Metrics:
         flat = [(place, flatten(row)) for place, row in rows]
     except (OSError, UnicodeDecodeError, ValueError, RecursionError, csv.Error) as error:
         raise DriftError(f"{path} cannot be read as metrics: {error}") from None
+    if not flat:
+        raise DriftError(f"{path} is empty; expected a framework's metrics, or a line for each sequence")
     metrics = collect(path, flat)
     metrics.cut = cut
     if not metrics.columns:
-        raise DriftError(f"{path} holds no metric of drift that is known ({known_names()})")
+        raise DriftError(
+            f"{path} holds neither lines of token_ids and logprobs nor a metric of drift that is known "
+            f"({known_names()})"
+        )
     return metrics
 
 
@@ -343,7 +348,7 @@ def json_lines(path: Path) -> tuple[list[tuple[str, Any]], str]:
     Raises:
         ValueError: another line that is no JSON; the message says which.
     """
-    with open(path, encoding="utf-8", newline="\n") as file:
+    with open(path, encoding="utf-8-sig", newline="\n") as file:
         lines = file.readlines()
     rows: list[tuple[str, Any]] = []
     for number, line in enumerate(lines, 1):

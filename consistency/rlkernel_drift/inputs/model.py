@@ -40,17 +40,22 @@ def opened(rollout: Source, train: Source, engines: Engines) -> tuple[Source, So
         DriftError: an engine does not run, or the other side of a model has no tokens to score.
     """
     if rollout.model is not None and train.model is not None:
-        rollout = _sampled(rollout, rollout.model, engines)
+        rollout = _sampled(rollout, rollout.model, train.model, engines)
     return scored(rollout, train, engines), scored(train, rollout, engines)
 
 
-def _sampled(source: Source, model: Model, engines: Engines) -> Source:
+def _sampled(source: Source, model: Model, scorer: Model, engines: Engines) -> Source:
     from rlkernel_drift.capture.request import Request, own_dtype, random_prompts, sampling_of
     from rlkernel_drift.cli.capture import capture
 
+    longest = engines.engine.get("max_model_len")
+    paths = [model.path, scorer.path]
+    prompts = engines.prompts or random_prompts(
+        paths, engines.seed, engines.max_tokens, longest if isinstance(longest, int) else None
+    )
     request = Request(
         model=model.path,
-        prompts=engines.prompts or random_prompts(model.path, engines.seed),
+        prompts=prompts,
         seed=engines.seed,
         max_tokens=engines.max_tokens,
         sampling=sampling_of(temperature=engines.temperature),
@@ -82,6 +87,12 @@ def scored(source: Source, other: Source, engines: Engines | None = None) -> Sou
     from rlkernel_drift.cli.capture import capture
 
     manifest = other.capsule.manifest
+    starts = other.capsule.cu_seqlens[:-1]
+    if other.capsule.stream is not None and other.capsule.mask[starts].any():
+        raise DriftError(
+            f"{other.label} has no prompt of sequence {int(other.capsule.mask[starts].argmax())}: its first token "
+            f"counts, and {source.label} can score no token without those before it; record prompt_token_ids"
+        )
     request = Request(
         model=source.model.path,
         tokens=other.capsule,

@@ -19,7 +19,13 @@ BANDS = {"strict": (0.999, 1.002), "1%": (0.99, 1.01), "5%": (0.95, 1.05)}
 _SUPPORT = -1e4  # engines write -inf, -9999 or fp32's lowest for a token outside the kept set
 _ABOVE = 0.05  # a head in TF32 beside a sum in fp32 lifts a certain token by less
 
-_FEW, _ONE_VALUE = 8, 0.98
+ONE_VALUE = 0.98  # a stream with one value at more than this share of its tokens is a placeholder
+_FEW = 8
+
+# Rounding in bfloat16 has heavy tails, so one token that is far off says something only far beyond all of these.
+_OUTLYING = 1.0  # nats
+_SPREAD = 20.0  # times the 90% quantile of |d|, in 1000 tokens
+_RELATIVE = 1 / 8  # of the log-probability: 32 roundings of a bfloat16 logit of that size
 
 
 class TokenStatistics(BaseModel):
@@ -33,7 +39,8 @@ class TokenStatistics(BaseModel):
         positive: log-probabilities above zero, of both sides.
         above_rollout, above_train: those above zero by more than rounding can do.
         equal: share of tokens with the same 32 bits.
-        commonest: share of the commonest value, on the side where it is larger.
+        commonest: share of the commonest value, on the side where it is larger; commonest_rollout, commonest_train.
+        outliers: tokens whose |d| is too large for rounding, see `outlying`.
         mean, p50, p90, p95, p99, p999, maximum: of |d|, in nats.
         std: of d.
         bias: mean of d; above zero, training finds the tokens more likely than the rollout did.
@@ -61,6 +68,9 @@ class TokenStatistics(BaseModel):
     above_train: int = 0
     equal: float = 0.0
     commonest: float = 0.0
+    commonest_rollout: float = 0.0
+    commonest_train: float = 0.0
+    outliers: int = 0
     mean: float = 0.0
     p50: float = 0.0
     p90: float = 0.0
@@ -86,7 +96,13 @@ class TokenStatistics(BaseModel):
     @property
     def constant(self) -> bool:
         """Whether nearly all values of a side are one value: a placeholder, no log-probability."""
-        return self.tokens >= _FEW and self.commonest > _ONE_VALUE
+        return self.tokens >= _FEW and self.commonest > ONE_VALUE
+
+    @property
+    def invalid(self) -> bool:
+        """Whether a side has values that no log-probability of a sampled token can have; see gate 6."""
+        names = ("nan", "inf", "support", "above")
+        return any(getattr(self, f"{name}_{side}") for name in names for side in ("rollout", "train"))
 
     @property
     def mismatched(self) -> int:
@@ -140,11 +156,15 @@ def token_statistics(pair: Comparable) -> TokenStatistics:
     ratio = np.exp(np.clip(d, -80, 80))
     same = pair.rollout[pair.index].view(np.int32) == pair.train[pair.index].view(np.int32)
     probability = np.abs(np.exp(np.minimum(pair.t, 0)) - np.exp(np.minimum(pair.r, 0)))
+    commonest = _commonest(pair.r), _commonest(pair.t)
     p50, p90, p95, p99, p999 = np.quantile(size, (0.5, 0.9, 0.95, 0.99, 0.999))
     return TokenStatistics(
         **pair.counts,
         equal=float(same.mean()),
-        commonest=max(_commonest(pair.r), _commonest(pair.t)),
+        commonest=max(commonest),
+        commonest_rollout=commonest[0],
+        commonest_train=commonest[1],
+        outliers=int(outlying(pair).sum()),
         mean=float(size.mean()),
         p50=float(p50),
         p90=float(p90),
@@ -167,6 +187,20 @@ def token_statistics(pair: Comparable) -> TokenStatistics:
         beyond_ln2=float((size > math.log(2)).mean()),
         retention={name: float(((ratio >= low) & (ratio <= high)).mean()) for name, (low, high) in BANDS.items()},
     )
+
+
+def outlying(pair: Comparable) -> NDArray[np.bool_]:  # [N]
+    """Tokens that are too far off for rounding: beyond a nat, the spread of the others and their own size.
+
+    The largest of n draws from a tail that falls with the cube grows with the cube root of n, and so does the bound.
+    """
+    size = np.abs(pair.d)
+    if not len(size):
+        return np.zeros(0, np.bool_)
+    # The lower quantile: in a few tokens the other one would mix in the outlier itself.
+    spread = float(np.quantile(size, 0.9, method="lower"))
+    least = max(_OUTLYING, _SPREAD * spread * max(1.0, len(size) / 1000) ** (1 / 3))
+    return size > np.maximum(least, _RELATIVE * np.maximum(np.abs(pair.r), np.abs(pair.t)))
 
 
 def _commonest(values: Floats) -> float:

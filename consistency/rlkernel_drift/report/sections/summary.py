@@ -52,7 +52,7 @@ def headline(verdict: Verdict) -> str:
 def _words(verdict: Verdict) -> list[Child]:
     """The cause where it was named, else the finding; the numbers below."""
     words = headline(verdict)
-    if verdict.diagnosis is None or verdict.status == Status.ALIGNED:
+    if verdict.diagnosis is None or verdict.diagnosis.cause == "none" or verdict.status == Status.ALIGNED:
         return [tag("h1", prose(words)), _statement(verdict)]
     if verdict.status == Status.INPUTS_DIFFER:
         return [tag("h1", prose(words))]
