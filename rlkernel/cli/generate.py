@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _FIELDS = (
-    *("prompt", "completion", "finish_reason", "prompt_token_ids", "token_ids", "tokens", "logprobs", "contract"),
+    *("prompt", "completion", "finish_reason", "prompt_token_ids", "token_ids", "tokens", "logprobs"),
+    *("sampling", "contract"),
 )
 """Fields of an output record; a column of the prompts that has one of these names is renamed."""
 
@@ -190,6 +191,12 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dic
                             "token_ids": completion.token_ids,
                             "tokens": [tokenizer.token(token) or "" for token in completion.token_ids],
                             "logprobs": completion.logprobs,
+                            "sampling": {
+                                "temperature": args.temperature,
+                                "top_p": args.top_p,
+                                "top_k": args.top_k,
+                                "min_p": args.min_p,
+                            },
                             "contract": llm.contract if args.backend == "rlkernel" else None,
                         }
                         for completion in output.outputs
