@@ -1,6 +1,6 @@
 """rlkernel under models of transformers: `apply`, `token_logprobs`, `status`, `remove`."""
 
-from rlkernel.training.adamw import AdamW
+from rlkernel.optim import AdamW
 from rlkernel_transformers.adapters import merged_weights
 from rlkernel_transformers.applied import Row, Status, apply, remove, status, token_logprobs
 from rlkernel_transformers.attention import register as _register

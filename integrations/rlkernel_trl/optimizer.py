@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkernel import ops
-from rlkernel.training.adamw import AdamW
+from rlkernel.optim import AdamW
 from rlkernel_transformers import fold_main_grads, main_grads
 
 STANDARD = ("adamw_torch", "adamw_torch_fused")
@@ -20,7 +20,7 @@ STANDARD = ("adamw_torch", "adamw_torch_fused")
 
 
 class MasterAdamW(AdamW):
-    """`rlkernel.training.adamw.AdamW` for a Trainer.
+    """`rlkernel.optim.AdamW` for a Trainer.
 
     Args:
         params, options: as for `AdamW`.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rlkernel import ops
 from rlkernel.models import Decoder
-from rlkernel.training.adamw import AdamW
+from rlkernel.optim import AdamW
 from rlkernel.training.config import OptimizerSettings
 
 

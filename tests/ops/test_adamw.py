@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from rlkernel import ops
 from rlkernel.contract import assert_accurate, assert_bitwise
 from rlkernel.contract.orders import NORM_SEGMENT, SEGMENT
-from rlkernel.training.adamw import AdamW
+from rlkernel.optim import AdamW
 
 properties = settings(max_examples=20, deadline=None, derandomize=True)
 sizes_of = st.lists(st.one_of(st.integers(0, 40), st.integers(1000, 5000)), min_size=1, max_size=6)

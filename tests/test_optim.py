@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
-from rlkernel.training.adamw import AdamW
+from rlkernel.optim import AdamW
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -1,0 +1,152 @@
+"""AdamW as a `torch.optim.Optimizer` on `ops.adamw_`: fp32 masters and moments beside parameters of any dtype.
+
+Its state_dict has the keys of torch's AdamW, and `master` where the parameter is not fp32; either loads the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel.ops.adamw import checked, run
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with the bits of `ops.adamw_`, one call a group.
+
+    The gradient of a parameter is its `main_grad` where it has one, else its `grad`; a parameter with neither is left
+    alone, one with both, in two memories, is an error, and so is a tied head's share that was not folded onto it. Its
+    state: `step` (int), `exp_avg`, `exp_avg_sq` and, where it is not fp32, `master`, all fp32.
+
+    Args:
+        params: parameters or groups of them, as for any torch optimizer; contiguous, fp32, bf16 or fp16.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`; a group may have its own.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ):
+        if not (lr >= 0 and eps > 0 and weight_decay >= 0 and all(0 <= b < 1 for b in betas)):
+            raise ValueError(
+                f"AdamW: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}; expected lr >= 0, betas in "
+                "[0, 1), eps > 0 and weight_decay >= 0"
+            )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of all parameters that have one, in the order of the groups.
+
+        Raises:
+            ValueError: a parameter has a `grad` in other memory than its `main_grad`.
+        """
+        return list(self._gradients().values())
+
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        """Gradients by parameter, of those that have one: the fp32 `main_grad`, else `grad`."""
+        found = {}
+        for j, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                grad, main_grad = p.grad, getattr(p, "main_grad", None)
+                if grad is not None and main_grad is not None and not _is_same(grad, main_grad):
+                    name = group["param_names"][i] if "param_names" in group else f"param_groups[{j}]['params'][{i}]"
+                    raise ValueError(
+                        f"AdamW: {name} has a grad beside its main_grad, which alone would count; add p.grad to "
+                        "p.main_grad and set p.grad to None"
+                    )
+                if main_grad is not None or grad is not None:
+                    found[p] = grad if main_grad is None else main_grad
+        return found
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, zero_grad: bool = False
+    ) -> Any:
+        """One update; `scale` and `zero_grad` as in `ops.adamw_`.
+
+        All groups are checked before anything is written, and an update is counted once it was made: a step that raised
+        for bad input may be repeated. One that a `scale` which is not finite skips on the device is counted all the
+        same: the host does not know.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads_of = self._gradients()
+        for p in grads_of:
+            head = getattr(p, "head_main_grad", None)
+            if head is not None and bool(head.any()):
+                raise ValueError(
+                    f"AdamW: the gradient of the tied head {tuple(head.shape)} was not added to the embedding's, and "
+                    "would be lost; call fold_main_grads after the last backward of a step, before clipping"
+                )
+        updates = []  # all are checked before the first one writes
+        for group in self.param_groups:
+            rows: dict[int, list[tuple[Any, ...]]] = {}  # by the number of the update, which the bias correction asks
+            for p in group["params"]:
+                grad = grads_of.get(p)
+                if grad is not None:
+                    state = self._state_of(p)
+                    row = (p, grad, state["exp_avg"], state["exp_avg_sq"], state.get("master", p), state)
+                    rows.setdefault(int(state["step"]) + 1, []).append(row)
+            for step, chosen in rows.items():
+                params, grads, exp_avgs, exp_avg_sqs, masters, states = zip(*chosen, strict=True)
+                calls = checked(
+                    params,
+                    grads,
+                    exp_avgs,
+                    exp_avg_sqs,
+                    masters=masters,
+                    lr=float(group["lr"]),
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    step=step,
+                    scale=scale,
+                    zero_grad=zero_grad,
+                )
+                updates.append((calls, step, params, states))
+        for calls, step, params, states in updates:
+            run(calls)
+            for p, state in zip(params, states, strict=True):
+                self.state[p].update(state, step=step)
+        return loss
+
+    def _state_of(self, p: Tensor) -> dict[str, Any]:
+        """The state of a parameter with what it lacks; kept only once it was updated."""
+        state = dict(self.state.get(p, ()))
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
+        if p.dtype != torch.float32 and "master" not in state:  # a state of torch's has none
+            state["master"] = p.detach().float()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of this class or of `torch.optim.AdamW`; copies its tensors."""
+        for name in ("maximize", "amsgrad"):
+            if any(group.get(name) for group in state_dict["param_groups"]):
+                raise ValueError(f"AdamW: the state to load has {name}=True, which this optimizer does not compute")
+        super().load_state_dict(state_dict)
+        # torch casts every state to its parameter's dtype; masters and moments are fp32 whatever that is.
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for place, p in zip(places, params, strict=True):
+            for name, value in state_dict["state"].get(place, {}).items():
+                if isinstance(value, Tensor) and name != "step":
+                    self.state[p][name] = value.detach().to(p.device, torch.float32, copy=True)
+
+
+def _is_same(grad: Tensor, main_grad: Any) -> bool:
+    """Whether both are one memory; `adamw_` refuses a `main_grad` that is no tensor."""
+    if grad is main_grad or not isinstance(main_grad, Tensor):
+        return True
+    return grad.layout == main_grad.layout == torch.strided and grad.data_ptr() == main_grad.data_ptr()
