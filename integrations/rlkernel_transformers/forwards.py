@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from rlkernel import ops
 from rlkernel.ops.logprob import inverse_temperature
-from rlkernel_transformers.adapters import merged_weight
+from rlkernel_transformers.adapters import has_dropout, merged_weight
 from rlkernel_transformers.joined import joined_linear
 from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, check_rows, check_targets, pack, place
 
@@ -151,7 +151,7 @@ def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
     for layer in layers:
         if type(layer) is nn.Linear:
             weights.append(layer.weight)
-        elif "_rlkernel_merged" in layer.__dict__:
+        elif "_rlkernel_merged" in layer.__dict__ and not (layer.training and has_dropout(layer)):
             weights.append(merged_weight(layer))
             layer = layer.base_layer
         else:
@@ -163,6 +163,8 @@ def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
 
 def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
     base = self.base_layer
+    if self.training and has_dropout(self):
+        return type(self).forward(self, x)  # PEFT's: base and low-rank product, each by our ops
     return ops.linear(x, merged_weight(self), base.bias, chunks=base._rlkernel_chunks)
 
 
