@@ -521,9 +521,11 @@ def test_two_processes(model: Path, compat: Any) -> None:
     runs = [
         {"algorithm": "GRPO", "model": str(model), "engine": True},
         {"algorithm": "SFT", "model": str(model), "per_device_train_batch_size": 2, "bf16": False},
+        {"algorithm": "RLOO", "model": str(model)},
     ]
     first, second = torchrun(runs)
     assert_exact(first[0]["history"], 3)
+    assert_exact(first[2]["history"], 3)
     for a, b in zip(first, second, strict=True):
         assert a["error"] is None, a["error"]
         assert a["weights"] == b["weights"]
@@ -532,5 +534,5 @@ def test_two_processes(model: Path, compat: Any) -> None:
     for a, b in zip(first[1]["history"], history(alone), strict=True):
         assert math.isclose(a["loss"], b["loss"], rel_tol=1e-4)
         assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-3)
-    compat.exact("TRL", "engine as rollout_func: two processes (DDP)")
+    compat.exact("TRL", "engine as rollout_func: two processes (DDP)", "engine by default: RLOO, two processes (DDP)")
     compat.close("TRL", "SFT, two processes against one: loss, gradient norm")
