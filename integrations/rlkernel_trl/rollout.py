@@ -100,13 +100,13 @@ class Rollout:
         """What a configuration asks of the sampling that the engine does not have, as a sentence; empty: nothing."""
         given = settings.generation_kwargs or {}
         known = _TAKEN | _WITHOUT_EFFECT | ({"do_sample"} if given.get("do_sample") is True else set())
-        wrong = [f"generation_kwargs {name}" for name in sorted(set(given) - known)]
-        if settings.repetition_penalty != 1.0:
-            wrong.append("repetition_penalty")
+        others = ", ".join(sorted(set(given) - known))
+        wrong = ["repetition_penalty"] if settings.repetition_penalty != 1.0 else []
+        wrong += [f"generation_kwargs {others}"] if others else []
         if not wrong:
             return ""
         return (
-            f"{', '.join(wrong)}: rlkernel's engine takes temperature, top_p, top_k, min_p and seed from the "
+            f"{' and '.join(wrong)}: rlkernel's engine takes temperature, top_p, top_k, min_p and seed from the "
             f"configuration and {', '.join(sorted(_TAKEN))} from generation_kwargs, nothing else; leave it out"
         )
 

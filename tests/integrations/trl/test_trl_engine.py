@@ -196,6 +196,7 @@ def test_generation_kwargs_reach_the_engine(model: Path) -> None:
     wrong: list[dict[str, Any]] = [
         {"repetition_penalty": 1.1},
         {"generation_kwargs": {"do_sample": False}},
+        {"generation_kwargs": {"num_beams": 2, "top_k": 5}},
         *({"generation_kwargs": {name: 1}} for name in ("presence_penalty", "truncate_prompt_tokens", "seed", "n")),
     ]
     for changes in wrong:
