@@ -95,7 +95,7 @@ class Backend:
 
     Args:
         settings: its configuration, with `use_rl_kernel_backend`.
-        arguments: what its constructor was given, by name; `rollout_func` is among them where it takes one.
+        arguments: what its constructor was given, by name.
 
     Attributes:
         calls: one a model that scores, the policy's first.
@@ -224,11 +224,12 @@ class Backend:
             self.lose("vllm_model_impl='transformers' builds layers that rlkernel_vllm does not replace")
 
     def _engine_samples(self) -> bool:
-        """Without vLLM: whether rlkernel's engine samples all turns, as it does by default, and not only those after a
-        tool's answer, where the first is a function's of the user's.
+        """Without vLLM: whether rlkernel's engine samples every turn, as it does by default.
+
+        Under a `rollout_func` of the user's it samples the turns after a tool's answer, for which TRL asks the trainer.
 
         Raises:
-            ExactnessLostError: it lacks what the configuration asks for; where it is the default, in strict mode.
+            ExactnessLostError: it lacks what the configuration asks for; as the default, in strict mode only.
         """
         from rlkernel_trl.rollout import Rollout
 

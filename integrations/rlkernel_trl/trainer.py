@@ -26,8 +26,6 @@ class _Flagged:
         base = next(c for c in type(self).__mro__ if c.__module__.startswith("trl.trainer."))
         signature = inspect.signature(base.__init__)  # type: ignore[misc]
         given = signature.bind(self, *args, **kwargs).arguments
-        if "rollout_func" in signature.parameters:
-            given.setdefault("rollout_func", None)
         settings = given.get("args")
         if not getattr(settings, "use_rl_kernel_backend", False):
             super().__init__(*args, **kwargs)
