@@ -30,7 +30,8 @@ class RLKernelArguments:
     """Fields that every configuration of `rlkernel_trl` adds to TRL's.
 
     Attributes:
-        use_rl_kernel_backend: run the forward, the log-probabilities, the optimizer and vLLM on rlkernel's ops.
+        use_rl_kernel_backend: run the forward, the log-probabilities, the optimizer and the rollout on rlkernel's ops: vLLM,
+            or without it rlkernel's engine.
         rl_kernel_strict: raise where exactness is lost, and stop before an update when a sampled token's
             log-probability differs; otherwise log and go on.
         rl_kernel_check_steps: generations at the start whose old log-probabilities TRL computes with a forward of
@@ -43,7 +44,7 @@ class RLKernelArguments:
 
     use_rl_kernel_backend: bool = field(
         default=False,
-        metadata={"help": "Run forward, log-probabilities, optimizer and vLLM on rlkernel's batch-invariant ops."},
+        metadata={"help": "Run forward, log-probabilities, optimizer and rollout on rlkernel's batch-invariant ops."},
     )
     rl_kernel_strict: bool = field(
         default=True,
