@@ -30,8 +30,8 @@ class RLKernelArguments:
     """Fields that every configuration of `rlkernel_trl` adds to TRL's.
 
     Attributes:
-        use_rl_kernel_backend: run the forward, the log-probabilities, the optimizer and the rollout on rlkernel's ops: vLLM,
-            or without it rlkernel's engine.
+        use_rl_kernel_backend: run the forward, the log-probabilities, the optimizer and the rollout on rlkernel's ops.
+            The rollout is vLLM's, or without it that of rlkernel's engine.
         rl_kernel_strict: raise where exactness is lost, and stop before an update when a sampled token's
             log-probability differs; otherwise log and go on.
         rl_kernel_check_steps: generations at the start whose old log-probabilities TRL computes with a forward of
