@@ -41,6 +41,13 @@ def check_mergeable(name: str, layer: Any) -> None:
         )
 
 
+def has_dropout(layer: Any) -> bool:
+    """Whether a LoRA layer drops inputs of an active adapter while it trains: such a product has no merged weight."""
+    if layer.disable_adapters or layer.merged:
+        return False
+    return any(getattr(layer.lora_dropout[name], "p", 0) > 0 for name in layer.active_adapters if name in layer.lora_A)
+
+
 def merged_weight(layer: Any) -> Tensor:  # [N, K]
     """`round(W + scaling * B A)` of a LoRA layer with its active adapters, differentiable in A and B.
 

@@ -19,7 +19,7 @@ from rlkernel import ops
 from rlkernel.models.rope_table import rope_table
 from rlkernel.ops._library import check_flag
 from rlkernel_transformers import forwards, masters, support
-from rlkernel_transformers.adapters import check_mergeable
+from rlkernel_transformers.adapters import check_mergeable, has_dropout
 from rlkernel_transformers.attention import NAME
 from rlkernel_transformers.forwards import Score, Settings, TokenLogprobs, shift
 from rlkernel_transformers.joined import lay_side_by_side, part
@@ -40,6 +40,7 @@ def apply(
     tp_leaves: int = 1,
     attention_variant: str | None = None,
     adapters: str = "low-rank",
+    lora_dropout: bool = False,
     join_weights: bool = True,
 ) -> nn.Module:
     """Puts rlkernel's ops under a dense decoder of transformers; its log-probabilities become the contract's.
@@ -54,6 +55,8 @@ def apply(
         attention_variant: "split" or "fa3"; None: the process's.
         adapters: how LoRA layers are computed. "low-rank": base and low-rank product apart, as PEFT does. "merged":
             with the rounded merged weight, the numbers of an engine that was sent `merged_weights(model)`.
+        lora_dropout: take adapters whose `lora_dropout` is not 0, for training that no rollout has to equal. A merged
+            layer then computes base and low-rank product apart while it trains, and merged in eval mode.
         join_weights: lay q, k, v and gate, up weights side by side, so that each group is one product without a copy.
 
     Returns:
@@ -65,7 +68,7 @@ def apply(
     found = support.find_model(model)
     config = support.read_config(found)
     support.check_wrappers(model, adapters)
-    support.check(found, config)
+    support.check(found, config, lora_dropout=lora_dropout)
     variant = ops.current_attention_variant(attention_variant)
     weight = found.model.embed_tokens.weight
     support.check_dtype(weight.dtype)
@@ -350,7 +353,8 @@ def _computes(module: nn.Module) -> bool:
 def _runs(module: nn.Module) -> tuple[str, str]:
     if _is_ours(module):
         if "_rlkernel_merged" in module.__dict__:
-            return "adapter", "base and low-rank product merged and rounded"
+            apart = "; apart in training mode, with dropout" if has_dropout(module) else ""
+            return "adapter", f"base and low-rank product merged and rounded{apart}"
         chunks = module.__dict__.get("_rlkernel_chunks", 1)
         return "rlkernel", f"{chunks} chunks of K" if chunks > 1 else ""
     if hasattr(module, "base_layer"):
@@ -361,6 +365,9 @@ def _runs(module: nn.Module) -> tuple[str, str]:
     foreign = module.__dict__.get("forward")
     if foreign and inspect.unwrap(getattr(foreign, "__func__", foreign), stop=_OWN.__contains__) in _OWN:
         return "rlkernel", "inside a wrapper of its forward"  # accelerate's mixed precision
+    on_top = getattr(foreign, "rlkernel", None)  # what a package of ours put over the model's forward, in words
+    if on_top is not None and "_rlkernel" in module.model.__dict__:
+        return "rlkernel", on_top
     return "stock", f"its forward is {getattr(foreign, '__qualname__', foreign)}" if foreign is not None else ""
 
 

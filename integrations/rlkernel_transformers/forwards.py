@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from rlkernel import ops
 from rlkernel.ops.logprob import inverse_temperature
-from rlkernel_transformers.adapters import merged_weight
+from rlkernel_transformers.adapters import has_dropout, merged_weight
 from rlkernel_transformers.attention import attention_weights
 from rlkernel_transformers.caches import remember
 from rlkernel_transformers.calls import Score, entry, option, prepare, shape_of
@@ -196,7 +196,7 @@ def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
             return None
         if type(layer) is nn.Linear:
             weights.append(layer.weight)
-        elif "_rlkernel_merged" in layer.__dict__:
+        elif "_rlkernel_merged" in layer.__dict__ and not (layer.training and has_dropout(layer)):
             weights.append(merged_weight(layer))
             layer = layer.base_layer
         else:
@@ -208,6 +208,8 @@ def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
 
 def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
     base = self.base_layer
+    if self.training and has_dropout(self):
+        return type(self).forward(self, x)  # PEFT's: base and low-rank product, each by our ops
     weight = rounded(merged_weight(self), x.dtype)
     bias = None if base.bias is None else rounded(base.bias, x.dtype)
     return ops.linear(x, weight, bias, chunks=base._rlkernel_chunks)

@@ -118,9 +118,9 @@ def check_wrappers(model: nn.Module, adapters: str) -> None:
             )
 
 
-def check(model: Any, config: ModelConfig) -> None:
+def check(model: Any, config: ModelConfig, *, lora_dropout: bool = False) -> None:
     """Raises UnsupportedModelError for other libraries' kernels, quantised or foreign layers, weights that the
-    architecture does not have, and dropout."""
+    architecture does not have, and dropout (`lora_dropout`: that of adapters is taken)."""
     if getattr(model, "use_kernels", False):
         raise UnsupportedModelError(
             "use_kernels=True replaced layers by kernels from the Hub; load the model without it to use rlkernel"
@@ -136,7 +136,7 @@ def check(model: Any, config: ModelConfig) -> None:
             raise UnsupportedModelError(
                 f"{name} is a quantised layer ({type(module).__name__}); load the model without quantization_config"
             )
-        if isinstance(module, nn.Dropout) and module.p > 0:
+        if isinstance(module, nn.Dropout) and module.p > 0 and not (lora_dropout and ".lora_dropout." in name):
             raise UnsupportedModelError(
                 f"{name} is a dropout of {module.p}: training would not see what was rolled out; set it to 0 "
                 "(lora_dropout=0.0 for an adapter)"

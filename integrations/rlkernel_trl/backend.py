@@ -57,6 +57,7 @@ class Round:
         expects_old: TRL's next forward is that for old log-probabilities.
         may_skip: that forward may be left out; skipped: it was; None: TRL computes none.
         open: its completions are still being generated or scored.
+        turns: how often rlkernel's engine has sampled for it; more than once where tools answered.
     """
 
     step: int = -1
@@ -69,6 +70,12 @@ class Round:
     may_skip: bool = False
     skipped: bool | None = None
     open: bool = False
+    turns: int = 0
+
+    def keep(self, kept: list[Ragged] | None) -> None:
+        """Takes the sets of a turn; those of several turns are rebuilt, with what tools wrote in between."""
+        self.kept = None if self.turns else kept
+        self.turns += 1
 
     def take(self, width: int, device: torch.device) -> None:
         """Turns what was captured into tensors, padded to `width`."""
@@ -88,12 +95,13 @@ class Backend:
 
     Args:
         settings: its configuration, with `use_rl_kernel_backend`.
-        arguments: what its constructor was given, by name; `rollout_func` is among them where it takes one.
+        arguments: what its constructor was given, by name.
 
     Attributes:
         calls: one a model that scores, the policy's first.
         comparison, certificate: see `exactness`.
         filters: of sampling.
+        engine: rlkernel's, which samples without vLLM; None: vLLM does, or, not exactly, transformers' generate.
         inputs: the micro-batch whose loss is being computed, or None.
         adapter: name of the policy's adapter, under PEFT.
     """
@@ -102,6 +110,7 @@ class Backend:
         self.settings, self.strict = settings, settings.rl_kernel_strict
         self.model_given = arguments.get("model")
         self.rollout_func: Any = arguments.get("rollout_func")
+        self.engine: Any = None
         self.samples = hasattr(settings, "num_generations")
         correction = getattr(settings, "vllm_importance_sampling_correction", False)
         self.logged_by_trl = self.samples and settings.use_vllm and correction
@@ -140,13 +149,6 @@ class Backend:
                 "use_rl_kernel_backend: use_liger_kernel and use_kernels replace the layers that rlkernel replaces; "
                 "switch them off"
             )
-        if getattr(s, "cast_lm_head_to_fp32", False):
-            raise ExactnessLostError(
-                "use_rl_kernel_backend: cast_lm_head_to_fp32 is not needed: logits are fp32 sums of bf16 products, in "
-                "training and in vLLM"
-            )
-        if s.deepspeed or getattr(s, "fsdp", None):
-            raise ExactnessLostError("use_rl_kernel_backend: DeepSpeed and FSDP are not supported; train with DDP")
         if s.torch_compile:
             raise ExactnessLostError("use_rl_kernel_backend: torch_compile is not supported; leave it out")
         if s.fp16_full_eval or s.bf16_full_eval:
@@ -159,6 +161,7 @@ class Backend:
                 "use_rl_kernel_backend: neftune_noise_alpha adds noise to padded embeddings [B, L, C], and rlkernel "
                 "runs packed ones; leave it out"
             )
+        self._check_adapters(arguments)
         if arguments.get("quantization_config") is not None or "quantization_config" in kwargs:
             self.lose("a quantized model has other weights in training than in vLLM")
         if s.optim not in STANDARD:
@@ -179,6 +182,15 @@ class Backend:
         if s.rl_kernel_dtype == "float32" and isinstance(self.model_given, torch.nn.Module):
             self.dtype = next(self.model_given.parameters()).dtype
 
+    def _check_adapters(self, arguments: dict[str, Any]) -> None:
+        found = [arguments.get("peft_config"), *getattr(self.model_given, "peft_config", {}).values()]
+        for config in found:
+            if config is not None and str(getattr(config, "peft_type", "")).rpartition(".")[2] != "LORA":
+                raise ExactnessLostError(
+                    f"use_rl_kernel_backend: adapters of {type(config).__name__} are not supported; rlkernel computes "
+                    "plain LoRA, which can be merged into the weights that an engine holds: use peft.LoraConfig"
+                )
+
     def _check_precision(self, mixed: str) -> None:
         if mixed != "no":
             self.lose(
@@ -188,16 +200,16 @@ class Backend:
 
     def _check_sampling(self, arguments: dict[str, Any]) -> None:
         s = self.settings
-        self.filters = Filters(s.temperature, s.top_k or 0, 1.0 if s.top_p is None else s.top_p, s.min_p or 0.0)
-        self.certificate.rebuilds = self.filters.active and not hasattr(self.rollout_func, "kept")
-        if not s.use_vllm and self.rollout_func is None:
-            engine = ", or pass rollout_func=rlkernel_trl.rollout_func() to sample with rlkernel's engine"
-            self.lose(
-                "transformers' generate returns no log-probabilities to compare; set use_vllm=True"
-                f"{engine if 'rollout_func' in arguments else ''}"
+        if s.temperature <= 0:
+            raise ExactnessLostError(
+                f"use_rl_kernel_backend: temperature={s.temperature}: logits are divided by it, in sampling and in "
+                "training; set a positive value"
             )
-        if hasattr(self.rollout_func, "check"):
-            self.rollout_func.check(s)
+        self.filters = Filters(s.temperature, max(s.top_k or 0, 0), 1.0 if s.top_p is None else s.top_p, s.min_p or 0.0)
+        ours = not s.use_vllm and self._engine_samples()
+        self.certificate.rebuilds = self.filters.active and not ours
+        if ours:
+            return
         if s.repetition_penalty != 1.0:
             self.lose("repetition_penalty changes the sampled distribution, and the trainer scores without it")
         if getattr(s, "vllm_structured_outputs_regex", None):
@@ -210,6 +222,31 @@ class Backend:
             self.lose(f"generation_kwargs {', '.join(changed)}: the trainer's log-probabilities do not know them")
         if s.use_vllm and s.vllm_model_impl == "transformers":
             self.lose("vllm_model_impl='transformers' builds layers that rlkernel_vllm does not replace")
+
+    def _engine_samples(self) -> bool:
+        """Without vLLM: whether rlkernel's engine samples every turn, as it does by default.
+
+        Under a `rollout_func` of the user's it samples the turns after a tool's answer, for which TRL asks the trainer.
+
+        Raises:
+            ExactnessLostError: it lacks what the configuration asks for; as the default, in strict mode only.
+        """
+        from rlkernel_trl.rollout import Rollout
+
+        s, given = self.settings, self.rollout_func
+        self.engine = given if isinstance(given, Rollout) else Rollout()
+        if given is not None and given is not self.engine:
+            return False
+        refused = self.engine.refuses(s)
+        if refused and given is not None:
+            raise ExactnessLostError(f"use_rl_kernel_backend: {refused}")
+        if refused:
+            self.engine = None
+            self.lose(f"{refused}, or sample inexactly with transformers' generate")
+        elsewhere = [n for n in ("use_transformers_continuous_batching", "cache_implementation") if getattr(s, n, None)]
+        if elsewhere and not refused:
+            logger.warning("rlkernel: %s left out: rlkernel's engine samples, not generate", ", ".join(elsewhere))
+        return not refused
 
     # Construction
 
@@ -235,12 +272,22 @@ class Backend:
             install(model, call, temperature=temperature, outputs=kwargs.get("outputs", ("log_probs",)))
             self.calls.append(call)
 
+        cast = getattr(self.settings, "cast_lm_head_to_fp32", False)
+        if cast:
+            self.settings.cast_lm_head_to_fp32 = False
+            logger.warning(
+                "rlkernel: cast_lm_head_to_fp32 is left out: logits are fp32 sums already, and the head's weight stays "
+                "%s, as it is in the rollout",
+                str(self.dtype).removeprefix("torch."),
+            )
         module.add_fused_lm_head = add_fused_lm_head  # type: ignore[attr-defined]
         try:
             with vllm.engine_arguments(self):
                 yield
         finally:
             module.add_fused_lm_head = original  # type: ignore[attr-defined]
+            if cast:
+                self.settings.cast_lm_head_to_fp32 = True
 
     def prepare(self, model: Any) -> None:
         """Rounds a model's weights and puts rlkernel's ops under it.
@@ -258,11 +305,12 @@ class Backend:
                     f"use_rl_kernel_backend: {name} is {p.dtype}; expected {self.dtype}, or float32, which is rounded "
                     "to it: load the model in one of these (model_init_kwargs={'dtype': 'bfloat16'})"
                 )
-        apply(model, adapters="merged")  # LoRA as vLLM gets it
+        # LoRA as vLLM gets it; its dropout only where no rollout has to be equalled.
+        apply(model, adapters="merged", lora_dropout=not self.samples)
         rounded = round_weights(model, self.dtype)
         if rounded:
             self.masters.update(rounded)
-            apply(model, adapters="merged")  # the rounded weights lie elsewhere
+            apply(model, adapters="merged", lora_dropout=not self.samples)  # the rounded weights lie elsewhere
 
     def undo(self) -> None:
         """A constructor that failed leaves no trace on models that it was given: forwards and weights are as before.
@@ -358,8 +406,7 @@ class Backend:
         """
         metrics, at = trainer._metrics[_mode(trainer)], self.round(trainer)
         skipped = at.skipped
-        rolled_out = self.samples and (self.settings.use_vllm or self.rollout_func is not None)
-        if rolled_out and self.comparison.empty and at.step == trainer.state.global_step:
+        if self.samples and self.comparison.empty and at.step == trainer.state.global_step:
             self.lose(
                 "no sampled token was compared with the training forward: "
                 + (

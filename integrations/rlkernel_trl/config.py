@@ -7,6 +7,7 @@ their masters fp32.
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,8 @@ class RLKernelArguments:
     """Fields that every configuration of `rlkernel_trl` adds to TRL's.
 
     Attributes:
-        use_rl_kernel_backend: run the forward, the log-probabilities, the optimizer and vLLM on rlkernel's ops.
+        use_rl_kernel_backend: run the forward, the log-probabilities, the optimizer and the rollout on rlkernel's ops.
+            The rollout is vLLM's, or without it that of rlkernel's engine.
         rl_kernel_strict: raise where exactness is lost, and stop before an update when a sampled token's
             log-probability differs; otherwise log and go on.
         rl_kernel_check_steps: generations at the start whose old log-probabilities TRL computes with a forward of
@@ -42,7 +44,7 @@ class RLKernelArguments:
 
     use_rl_kernel_backend: bool = field(
         default=False,
-        metadata={"help": "Run forward, log-probabilities, optimizer and vLLM on rlkernel's batch-invariant ops."},
+        metadata={"help": "Run forward, log-probabilities, optimizer and rollout on rlkernel's batch-invariant ops."},
     )
     rl_kernel_strict: bool = field(
         default=True,
@@ -82,6 +84,11 @@ class RLKernelArguments:
             raise ExactnessLostError(
                 "use_rl_kernel_backend: fp16=True scales the loss, which is not supported; use bf16=True"
             )
+        sharding = _sharding(settings)
+        if sharding:
+            raise ExactnessLostError(
+                f"use_rl_kernel_backend: {sharding} is not supported; train with DDP (accelerate launch --multi_gpu)"
+            )
         for name, least in (("rl_kernel_check_steps", 1), ("rl_kernel_recheck_every", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -93,6 +100,21 @@ class RLKernelArguments:
             self.rl_kernel_dtype = "bfloat16" if settings.bf16 is None else "float32"
         settings.bf16 = False
         _guard_stock_trainers()
+
+
+def _sharding(settings: Any) -> str:
+    """What a configuration or `accelerate launch`, by its environment, shards the model with; empty: nothing."""
+    for name, field_name, variable in (
+        ("DeepSpeed", "deepspeed", "ACCELERATE_USE_DEEPSPEED"),
+        ("FSDP", "fsdp", "ACCELERATE_USE_FSDP"),
+        ("Megatron-LM", "", "ACCELERATE_USE_MEGATRON_LM"),
+        ("tensor, context or sequence parallelism", "parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG"),
+    ):
+        if getattr(settings, field_name, None):
+            return f"{name} ({field_name} in the configuration)"
+        if os.environ.get(variable, "").lower() in ("1", "true", "yes"):
+            return f"{name} ({variable}, set by accelerate launch)"
+    return ""
 
 
 def _guard_stock_trainers() -> None:

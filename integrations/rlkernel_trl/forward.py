@@ -106,6 +106,7 @@ def install(model: Any, call: Call, *, temperature: float, outputs: tuple[str, .
         input_ids = args[0] if args else kwargs["input_ids"]
         return _score(self, call, input_ids, labels, kwargs, temperature, outputs, num_items_in_batch)
 
+    forward.rlkernel = "log-probabilities for TRL's trainer"  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
 
 

@@ -1,7 +1,7 @@
-"""rlkernel's own engine as TRL's `rollout_func`: it samples from the trainer's weights where they lie, without a copy.
+"""rlkernel's own engine under GRPO and RLOO without vLLM: it samples from the trainer's weights where they lie.
 
-The engine's parameters are views of the policy's, so there is no weight sync (but for layers with LoRA, whose merged
-weights are computed); its log-probabilities are compared like vLLM's. GRPO only: TRL's RLOO takes no `rollout_func`.
+The engine's parameters are views of the policy's, so there is no copy and no weight sync (layers with LoRA excepted,
+whose merged weights are computed); its log-probabilities are compared like vLLM's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 import torch
 
 from rlkernel.engine import LLM, SamplingParams
+from rlkernel.engine.llm import CPU_CACHE_BYTES
 from rlkernel.engine.sampling_params import mix_seed
+from rlkernel.engine.table import ceil_div
+from rlkernel.models import KVCache
 from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import from_hf
 from rlkernel.models.decoder import Decoder
@@ -65,99 +68,127 @@ def fill(decoder: Decoder, model: Any) -> None:
             places[name].copy_(weight)
 
 
-# Names in `generation_kwargs`: what the engine takes, and what changes no token.
-_TAKEN = frozenset({"max_tokens", "stop", "stop_token_ids", "ignore_eos"})
+# Names in `generation_kwargs`, those of vLLM and of transformers' generate: what the engine takes, and what changes no
+# token.
+_LENGTH, _STOPS = ("max_tokens", "max_new_tokens"), ("stop", "stop_strings")
+_TAKEN = frozenset({*_LENGTH, *_STOPS, "stop_token_ids", "ignore_eos"})
 _WITHOUT_EFFECT = frozenset(
     {
         *("logprobs", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind"),
-        *("include_stop_str_in_output",),
+        *("include_stop_str_in_output", "use_cache", "pad_token_id", "bos_token_id"),
     }
 )
+_STATE_BYTES = 12
+"""Of a trained parameter: its fp32 master and AdamW's two moments, which the first step allocates."""
 
 
 class Rollout:
-    """What `rollout_func` returns; TRL calls it with prompts and the trainer.
+    """rlkernel's engine on the policy's weights: what a trainer samples with, and what `rollout_func` returns.
 
     Attributes:
         llm: the engine, once the first generation has made it.
-        kept: sets that the last generation sampled from, a completion each; None without filters.
+        kept: sets that the last turn sampled from, a completion each; None without filters.
     """
 
     def __init__(self, **engine: Any):
-        self._engine = engine
+        self._settings = engine
         self._rounds = Rounds()
         self.llm: LLM | None = None
         self.kept: list[Ragged] | None = None
 
-    def check(self, settings: Any) -> None:
-        """Whether the engine has what a configuration asks of the sampling.
-
-        Raises:
-            ExactnessLostError: it has not, strict or not: the run would sample from another distribution than asked.
-        """
+    def refuses(self, settings: Any) -> str:
+        """What a configuration asks of the sampling that the engine does not have, as a sentence; empty: nothing."""
         given = settings.generation_kwargs or {}
-        wrong = [f"generation_kwargs {name}" for name in sorted(set(given) - _TAKEN - _WITHOUT_EFFECT)]
-        if settings.repetition_penalty != 1.0:
-            wrong.append("repetition_penalty")
-        if wrong:
-            raise ExactnessLostError(
-                f"use_rl_kernel_backend: {', '.join(wrong)}: rlkernel's engine takes temperature, top_p, top_k, min_p "
-                f"and seed from the configuration and {', '.join(sorted(_TAKEN))} from generation_kwargs, nothing "
-                "else; leave it out, or sample with vLLM (use_vllm=True without rollout_func)"
-            )
+        known = _TAKEN | _WITHOUT_EFFECT | ({"do_sample"} if given.get("do_sample") is True else set())
+        others = ", ".join(sorted(set(given) - known))
+        wrong = ["repetition_penalty"] if settings.repetition_penalty != 1.0 else []
+        wrong += [f"generation_kwargs {others}"] if others else []
+        if not wrong:
+            return ""
+        return (
+            f"{' and '.join(wrong)}: rlkernel's engine takes temperature, top_p, top_k, min_p and seed from the "
+            f"configuration and {', '.join(sorted(_TAKEN))} from generation_kwargs, nothing else; leave it out"
+        )
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Completions of the prompts: `prompt_ids`, `completion_ids`, `logprobs`, a list each."""
-        from rlkernel import ops
-
+        """Completions of the prompts, as TRL takes them: `prompt_ids`, `completion_ids`, `logprobs`, a list each."""
         if getattr(trainer, "_rl_kernel", None) is None:
             raise ExactnessLostError("rollout_func: set use_rl_kernel_backend=True in the configuration of the trainer")
+        prompt_ids = trainer._tokenize_prompts(prompts)[0]
+        completion_ids, logprobs = self.sample(prompt_ids, trainer)
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+    def sample(self, prompt_ids: list[list[int]], trainer: Any) -> tuple[list[list[int]], list[list[float]]]:
+        """A completion of each prompt with its log-probabilities; leaves the kept sets in the trainer's round."""
+        from rlkernel import ops
+
         args = trainer.args
         given = args.generation_kwargs or {}
+        filters = trainer._rl_kernel.filters
         model = trainer.accelerator.unwrap_model(trainer.model)
-        if self.llm is None:
-            tokenizer = trainer._tokenizer if given.get("stop") else None  # with one the engine writes texts
-            self.llm = LLM(decoder_of(model), tokenizer, **self._engine)
-        fill(self.llm.model, model)
-        self.llm.weights_updated()
-        prompt_ids = trainer._tokenize_prompts(prompts)[0]
-        ignore_eos = bool(given.get("ignore_eos", False))
-        ends = () if ignore_eos else trainer.eos_token_ids
+        stop = next((given[name] for name in _STOPS if given.get(name)), ())
+        longest = next((given[name] for name in _LENGTH if given.get(name)), args.max_completion_length)
+        llm = self._engine(trainer, model, prompt_ids, longest, with_texts=bool(stop))
+        fill(llm.model, model)
+        llm.weights_updated()
+        ends = () if given.get("ignore_eos") else trainer.eos_token_ids
         root = self._rounds.next(trainer)
         first = trainer.accelerator.process_index << 32
-        filters = trainer._rl_kernel.filters
         params = [
             SamplingParams(
                 temperature=args.temperature,
                 top_k=filters.top_k,
                 top_p=filters.top_p,
                 min_p=filters.min_p,
-                max_tokens=given.get("max_tokens") or args.max_completion_length,
+                max_tokens=longest or llm.max_model_len,
                 seed=mix_seed(root, first + i) % (1 << 64),
-                stop=given.get("stop") or (),
+                stop=stop,
                 stop_token_ids=(*ends, *(given.get("stop_token_ids") or ())),
-                ignore_eos=ignore_eos,
+                ignore_eos=True,  # TRL's own list of them is given
                 return_kept=filters.active,
             )
             for i in range(len(prompt_ids))
         ]
-        outputs = [output.outputs[0] for output in self.llm.generate(prompt_ids, params)]
-        self.kept = None
-        if filters.active:
-            vocabulary = self.llm.model.config.vocab_size
-            device = self.llm.model.device
-            sets = [output.kept for output in outputs]
-            self.kept = [ops.kept_to_ids(kept.to(device), vocabulary) for kept in sets if kept is not None]
-        trainer._rl_kernel.round(trainer).kept = self.kept
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": [list(output.token_ids) for output in outputs],
-            "logprobs": [output.logprobs_tensor.tolist() for output in outputs],
-        }
+        outputs = [output.outputs[0] for output in llm.generate(prompt_ids, params)]
+        sets = [output.kept for output in outputs if output.kept is not None]
+        device, vocabulary = llm.model.device, llm.model.config.vocab_size
+        self.kept = [ops.kept_to_ids(kept.to(device), vocabulary) for kept in sets] if filters.active else None
+        trainer._rl_kernel.round(trainer).keep(self.kept)
+        return [list(output.token_ids) for output in outputs], [output.logprobs_tensor.tolist() for output in outputs]
+
+    def _engine(
+        self, trainer: Any, model: Any, prompts: list[list[int]], longest: int | None, *, with_texts: bool
+    ) -> LLM:
+        """The engine, made at the first generation, and again where a sequence would not fit into its cache."""
+        settings = {"max_num_seqs": 256, "page_size": 16, **self._settings}
+        decoder = decoder_of(model) if self.llm is None else self.llm.model
+        context, page = settings.get("max_model_len") or decoder.config.max_position_embeddings, settings["page_size"]
+        needed = ceil_div(min(max(map(len, prompts)) + (longest or context), context), page)
+        if self.llm is not None and ("num_pages" in settings or needed <= self.llm.num_pages):
+            return self.llm
+        if "num_pages" not in settings:
+            self.llm = None  # gives its cache back
+            wanted = ceil_div(context, page) * settings["max_num_seqs"]
+            affordable = _cache_bytes(trainer, decoder) // KVCache.page_bytes(decoder.config, page)
+            settings["num_pages"] = max(needed, min(wanted, affordable))
+        self.llm = LLM(decoder, trainer._tokenizer if with_texts else None, **settings)
+        return self.llm
+
+
+def _cache_bytes(trainer: Any, decoder: Decoder) -> int:
+    """Bytes for the KV cache: on a GPU the share that TRL gives vLLM, at most half of what training will leave free."""
+    if decoder.device.type != "cuda":
+        return CPU_CACHE_BYTES
+    free, total = torch.cuda.mem_get_info(decoder.device)
+    free += torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
+    optimizer = trainer._master_adamw()
+    if optimizer is None or not optimizer.state:
+        free -= _STATE_BYTES * sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    return int(max(0, min(total * trainer.args.vllm_gpu_memory_utilization, free / 2)))
 
 
 def rollout_func(**engine: Any) -> Rollout:
-    """rlkernel's engine for `GRPOTrainer(rollout_func=...)`, on the trainer's own weights.
+    """rlkernel's engine with settings of its own, for `GRPOTrainer(rollout_func=...)`.
 
     Args:
         engine: settings of `rlkernel.engine.LLM`: `max_num_seqs`, `max_num_batched_tokens`, `num_pages`,

@@ -26,8 +26,6 @@ class _Flagged:
         base = next(c for c in type(self).__mro__ if c.__module__.startswith("trl.trainer."))
         signature = inspect.signature(base.__init__)  # type: ignore[misc]
         given = signature.bind(self, *args, **kwargs).arguments
-        if "rollout_func" in signature.parameters:
-            given.setdefault("rollout_func", None)
         settings = given.get("args")
         if not getattr(settings, "use_rl_kernel_backend", False):
             super().__init__(*args, **kwargs)
@@ -90,6 +88,11 @@ class _Sampling(_Flagged):
                 if values:
                     values.pop()
         return output
+
+    def _sample(self, prompt_ids: Any) -> Any:
+        """Completions and their log-probabilities by rlkernel's engine; None where the rollout is another's."""
+        backend = self._rl_kernel
+        return None if backend is None or backend.engine is None else backend.engine.sample(prompt_ids, self)
 
     def _generate(self, prompts: Any) -> Any:
         result = super()._generate(prompts)  # type: ignore[misc]
@@ -182,9 +185,19 @@ class GRPOTrainer(_Sampling, trl.GRPOTrainer):
         misaligned = self.args.gradient_accumulation_steps % every != 0
         return misaligned or (self.use_vllm and self.vllm_importance_sampling_correction)
 
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._sample(prompt_ids) or super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
 
 class RLOOTrainer(_Sampling, trl.RLOOTrainer):
     """`trl.RLOOTrainer`; with `use_rl_kernel_backend` as `GRPOTrainer`."""
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        sampled = self._sample(prompt_ids)
+        if sampled is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        completion_ids, self._rl_kernel.round(self).captured = sampled  # type: ignore[union-attr]
+        return completion_ids
 
 
 class DPOTrainer(_Flagged, trl.DPOTrainer):

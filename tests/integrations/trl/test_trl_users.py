@@ -160,6 +160,8 @@ def test_a_refused_trainer_leaves_the_model_as_it_was(model: Path, monkeypatch: 
         ({"fp16_full_eval": True}, "fp16_full_eval and bf16_full_eval cast the model"),
         ({"bf16_full_eval": True}, "fp16_full_eval and bf16_full_eval cast the model"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"deepspeed": "zero3.json"}, r"DeepSpeed \(deepspeed in the configuration\) is not supported; train with DDP"),
+        ({"fsdp": "full_shard"}, r"FSDP \(fsdp in the configuration\) is not supported; train with DDP"),
     ],
     ids=str,
 )
@@ -301,6 +303,102 @@ def test_a_launcher_with_autocast_is_refused_before_anything_is_loaded(monkeypat
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(ExactnessLostError, match="mixed_precision='bf16' autocast; launch with mixed_precision=no"):
         make_trainer("SFT", "/no/such/model")
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [
+        ("ACCELERATE_USE_FSDP", "FSDP"),
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "tensor, context or sequence parallelism"),
+    ],
+)
+def test_a_launcher_that_shards_is_refused(variable: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `accelerate launch` was asked for is in the environment only."""
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ExactnessLostError, match=rf"{name} \({variable}, set by accelerate launch\) .* train with DDP"):
+        rlkernel_trl.SFTConfig(**settings("SFT", True))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig", "IA3Config"])
+@pytest.mark.parametrize("algorithm", ["SFT", "GRPO"])
+def test_other_adapters_than_lora_are_named(model: Path, kind: str, algorithm: str) -> None:
+    """Before anything is loaded; also on a model that has one already."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    own = (
+        {"target_modules": ["q_proj"], "feedforward_modules": []} if kind == "IA3Config" else {"num_virtual_tokens": 4}
+    )
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **own)
+    message = f"adapters of {kind} are not supported; .* use peft.LoraConfig"
+    with pytest.raises(ExactnessLostError, match=message):
+        make_trainer(algorithm, "/no/such/model", rl_kernel_strict=False, trainer={"peft_config": config})
+    with pytest.raises(ExactnessLostError, match=message):
+        make_trainer(algorithm, peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config))
+
+
+@pytest.mark.parametrize("algorithm", ["SFT", "DPO"])
+def test_lora_dropout_without_a_rollout(model: Path, algorithm: str) -> None:
+    """Low-rank products with dropout while training, as TRL's own trainer has them; merged in an evaluation.
+
+    Rows are of one length: torch's masks are then those of padded rows, too.
+    """
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    changes: dict[str, Any] = {"bf16": False, "max_steps": 3, "learning_rate": 1e-2}
+    changes |= {"disable_dropout": False} if algorithm == "DPO" else {}
+    texts = {"chosen": " red green", "rejected": " green red"} if algorithm == "DPO" else {"completion": " red green"}
+    data = Dataset.from_list([{"prompt": "name a colour", **texts}] * 16)
+    found, runs = {}, {"stock": (False, 0.25), "ours": (True, 0.25), "none": (True, 0.0)}
+    for name, (flag, dropout) in runs.items():
+        lora = LoraConfig(r=4, lora_dropout=dropout, target_modules=["q_proj", "v_proj", "down_proj"])
+        policy = AutoModelForCausalLM.from_pretrained(model)
+        trainer = make_trainer(algorithm, policy, flag, trainer={"peft_config": lora, "train_dataset": data}, **changes)
+        if flag:
+            status = rlkernel_transformers.status(trainer.model)
+            assert status.exact and ("apart in training mode, with dropout" in str(status)) == (dropout > 0)
+        torch.manual_seed(1)
+        trainer.train()
+        found[name] = [(row["loss"], row["grad_norm"]) for row in history(trainer)]
+        if name == "ours":
+            trained = trainer.model.eval()
+            ids = torch.tensor([[5, 6, 7, 8]])
+            with torch.no_grad():
+                dropped = trained(ids).logits
+                plain = AutoModelForCausalLM.from_pretrained(model)
+                plain.load_state_dict(dict(rlkernel_transformers.merged_weights(trained)), strict=False)
+                assert torch.equal(dropped, rlkernel_transformers.apply(plain).eval()(ids).logits)
+    close = torch.tensor(found["ours"]), torch.tensor(found["stock"])
+    torch.testing.assert_close(*close, rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(close[0][1:], torch.tensor(found["none"])[1:], rtol=1e-3)
+
+
+def test_lora_dropout_with_a_rollout_is_refused(model: Path) -> None:
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(
+        rlkernel_transformers.UnsupportedModelError, match=r"training would not see what was rolled out"
+    ):
+        make_trainer("GRPO", model, trainer={"peft_config": lora})
+    trainer = make_trainer("GRPO", model, max_steps=1, disable_dropout=True, trainer={"peft_config": lora})
+    trainer.train()
+    assert history(trainer)[0]["rlkernel/exact_frac"] == 1
+
+
+@pytest.mark.parametrize("algorithm", ["SFT", "GRPO"])
+def test_status_shows_what_runs(model: Path, algorithm: str) -> None:
+    """TRL's call for log-probabilities is ours too, until `remove`."""
+    trainer = make_trainer(algorithm, model)
+    found = rlkernel_transformers.status(trainer.model)
+    assert found.exact and found.contract == "rlk-2" and found.rows[0].remark == "log-probabilities for TRL's trainer"
+    rlkernel_transformers.remove(trainer.model)
+    found = rlkernel_transformers.status(trainer.model)
+    assert found.contract is None and found.rows[0].runs == "stock"
 
 
 def test_another_default_dtype(model: Path) -> None:

@@ -92,7 +92,7 @@ def make_trainer(
     arguments = settings(algorithm, flag, **changes)
     if not hasattr(package, "rollout_func"):
         arguments.pop("use_rl_kernel_backend")
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {"train_dataset": Dataset.from_list(rows(algorithm))}
     if algorithm in ("GRPO", "RLOO"):
         extra["reward_funcs"] = letters
     if engine:
@@ -100,7 +100,6 @@ def make_trainer(
     return getattr(package, f"{algorithm}Trainer")(
         model=model if not isinstance(model, Path) else str(model),
         args=getattr(package, f"{algorithm}Config")(**arguments),
-        train_dataset=Dataset.from_list(rows(algorithm)),
         **{**extra, **(trainer or {})},
     )
 
