@@ -156,10 +156,10 @@ class Backend:
                 "use_rl_kernel_backend: fp16_full_eval and bf16_full_eval cast the model when it is evaluated, and it "
                 "stays so; leave them out: it is evaluated in the dtype that it is trained in"
             )
-        if s.neftune_noise_alpha is not None:
+        if s.neftune_noise_alpha is not None and self.samples:
             raise ExactnessLostError(
-                "use_rl_kernel_backend: neftune_noise_alpha adds noise to padded embeddings [B, L, C], and rlkernel "
-                "runs packed ones; leave it out"
+                "use_rl_kernel_backend: neftune_noise_alpha adds noise to the embeddings in training, which the "
+                "rollout does not have; leave it out"
             )
         self._check_adapters(arguments)
         if arguments.get("quantization_config") is not None or "quantization_config" in kwargs:

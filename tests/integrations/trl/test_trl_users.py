@@ -159,7 +159,6 @@ def test_a_refused_trainer_leaves_the_model_as_it_was(model: Path, monkeypatch: 
     [
         ({"fp16_full_eval": True}, "fp16_full_eval and bf16_full_eval cast the model"),
         ({"bf16_full_eval": True}, "fp16_full_eval and bf16_full_eval cast the model"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"deepspeed": "zero3.json"}, r"DeepSpeed \(deepspeed in the configuration\) is not supported; train with DDP"),
         ({"fsdp": "full_shard"}, r"FSDP \(fsdp in the configuration\) is not supported; train with DDP"),
     ],
@@ -337,6 +336,17 @@ def test_other_adapters_than_lora_are_named(model: Path, kind: str, algorithm: s
         make_trainer(algorithm, "/no/such/model", rl_kernel_strict=False, trainer={"peft_config": config})
     with pytest.raises(ExactnessLostError, match=message):
         make_trainer(algorithm, peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config))
+
+
+@pytest.mark.parametrize("algorithm", ["SFT", "DPO"])
+def test_noise_on_the_embeddings_is_for_training_without_a_rollout(model: Path, algorithm: str) -> None:
+    plain, noisy = (make_trainer(algorithm, model, max_steps=1, **more) for more in ({}, {"neftune_noise_alpha": 5.0}))
+    for trainer in (plain, noisy):
+        trainer.train()
+    losses = [history(trainer)[0]["loss"] for trainer in (plain, noisy)]
+    assert losses[0] != losses[1] and all(map(math.isfinite, losses))
+    with pytest.raises(ExactnessLostError, match=r"neftune_noise_alpha adds noise .* the rollout does not have"):
+        make_trainer("GRPO", model, neftune_noise_alpha=5.0)
 
 
 @pytest.mark.parametrize("algorithm", ["SFT", "DPO"])
