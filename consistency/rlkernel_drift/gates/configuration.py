@@ -50,8 +50,8 @@ def differences(pair: Pair) -> list[Difference]:
 
 
 def _setting(key: str, value: Scalar) -> Scalar:
-    """A dtype by its one name; `auto` says no more than a record that is missing."""
-    if not key.endswith("dtype"):
+    """A dtype by its one name; `auto` says no more of layers and head than a record that is missing."""
+    if key not in ("dtype", "torch_dtype", "head_dtype", "logits_dtype"):
         return value
     return dtype_name(value) or (None if value == "auto" else value)
 
