@@ -199,16 +199,15 @@ def bfloat16_pair(seed: int, config: dict[str, object], plant: object = None) ->
     return record_world(world, plant)  # type: ignore[arg-type]
 
 
-SPELLINGS = [{"dtype": "bf16"}, {"dtype": "torch.bfloat16"}, {"torch_dtype": "bfloat16"}, {"dtype": "auto"}, {}]
+# Seed 0 decodes with sdpa, seed 3 is a forward with eager attention: re-scoring resembles it less.
+SPELLINGS = [(3, {"dtype": "bf16"}), (3, {"dtype": "torch.bfloat16"}), (3, {"torch_dtype": "bfloat16"})]
 
 
-@pytest.mark.parametrize("config", SPELLINGS)
-@pytest.mark.parametrize("seed", [0, 3])  # decoding with sdpa, a forward with eager attention
+@pytest.mark.parametrize("seed, config", [*SPELLINGS, (3, {"dtype": "auto"}), (3, {}), (0, {})])
 def test_a_healthy_stack_in_bfloat16_is_not_blamed_for_how_it_spells_it(seed: int, config: dict[str, object]) -> None:
-    pair = bfloat16_pair(seed, config)
-    found = diagnosed(pair).diagnosis
-    assert found is not None and found.cause == "none"
-    assert found.floor == pytest.approx(diagnosed(bfloat16_pair(seed, {"dtype": "bfloat16"})).diagnosis.floor)  # type: ignore[union-attr]
+    found = diagnosed(bfloat16_pair(seed, config)).diagnosis
+    assert found is not None and found.cause == "none" and found.floor is not None and found.floor > 0.01
+    assert ("declares no dtype and fits bfloat16" in found.statement) == (config in ({"dtype": "auto"}, {}))
 
 
 def test_an_undeclared_dtype_hides_no_fault() -> None:
@@ -258,6 +257,7 @@ def test_a_reference_keeps_caps_and_sinks(tmp_path: Path) -> None:
     explicit = ReferenceModel.load(tmp_path / "gemma", attention="sdpa")
     assert explicit.model.config._attn_implementation == "sdpa"
     sides = captured(tmp_path, "gemma")
+    assert main(["diagnose", *sides, "--model", str(tmp_path / "gemma")]) == 0
     manifest = json.loads((Path(sides[1]) / "manifest.json").read_text())
     assert manifest["config"]["attention_backend"] == "eager"
 
