@@ -5,7 +5,6 @@ Integer parameters are scanned on a few sequences first; the best one is compute
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from rlkernel_drift.diagnose.context import Context
 from rlkernel_drift.diagnose.decide import NEAR_FLOOR
 from rlkernel_drift.diagnose.hypothesis import Hypothesis, Prediction
 from rlkernel_drift.diagnose.residual import residual
-from rlkernel_drift.scoring.model import Layout
+from rlkernel_drift.scoring.model import Layout, replaced
 from rlkernel_drift.scoring.semantics import golden
 from rlkernel_drift.scoring.sequences import Sequences, joined
 from rlkernel_drift.scoring.weights import QUANTISATIONS, linear_names, quantised
@@ -226,10 +225,10 @@ def _operators(context: Context) -> Iterator[Hypothesis]:
             return c.hidden()
 
     yield _plain("rotary frequencies rounded to bfloat16", "rope-dtype", rounded)
-    if context.model.other_gelu(context.dtype) is not None:
+    if context.model.other_gelu(context.dtype):
 
         def gelu(c: Context) -> Tensor:
-            with c.model.other_gelu(c.dtype) or contextlib.nullcontext():
+            with replaced(c.model.other_gelu(c.dtype)):
                 return c.hidden()
 
         yield _plain("the exact GELU for its tanh approximation, or the reverse", "activation", gelu)

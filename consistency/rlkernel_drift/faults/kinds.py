@@ -446,7 +446,7 @@ def other_gelu(world: World) -> None:
     for model in (world.base, engine.model.model):
         for layer in model.base_model.layers:
             layer.mlp.act_fn = torch.nn.GELU(approximate=trained)
-    engine.hooks.append(lambda _: engine.model.other_gelu(engine.dtype))
+    engine.hooks.append(lambda _: replaced(engine.model.other_gelu(engine.dtype)))
 
 
 # ---- outside the battery: no hypothesis contains them, and "unexplained" is the right answer -----------------------

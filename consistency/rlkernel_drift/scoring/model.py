@@ -252,10 +252,10 @@ class ReferenceModel:
         names = [(m, n) for m in modules for n in ("variance_epsilon", "eps") if isinstance(getattr(m, n, None), float)]
         return replaced([(module, name, epsilon) for module, name in names])
 
-    def other_gelu(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[None] | None:
-        """The exact GELU in place of its tanh approximation, or the reverse, for a while; None without a GELU."""
+    def other_gelu(self, dtype: torch.dtype) -> list[tuple[Any, str, Any]]:
+        """Changes for `replaced`: the exact GELU in place of its tanh approximation, or the reverse; empty without."""
         changes = [(m, "act_fn", _other_gelu(m.act_fn)) for m in self.in_dtype(dtype).modules() if hasattr(m, "act_fn")]
-        return replaced(changes) if changes and all(new is not None for _, _, new in changes) else None
+        return changes if all(new is not None for _, _, new in changes) else []
 
     @property
     def theta(self) -> float | None:
