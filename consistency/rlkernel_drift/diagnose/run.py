@@ -16,7 +16,7 @@ from rlkernel_drift.diagnose.context import Context, References, context_of, pos
 from rlkernel_drift.diagnose.decide import Trial, decide, healthy
 from rlkernel_drift.diagnose.layers import LocalErrors, local_errors, recorded_sequences, splice
 from rlkernel_drift.diagnose.noise import noise_floor
-from rlkernel_drift.diagnose.residual import Residual, residual
+from rlkernel_drift.diagnose.residual import Residual, residual, together
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.knowledge import CAUSES, finding
 from rlkernel_drift.locate.rows import layer_of
@@ -228,10 +228,16 @@ def _suspects(side: Examined, trials: list[Trial]) -> list[Finding]:
     if side.others or context.dtype != torch.float32 or not nothing_else or abs(side.left.bias) > _UNBIASED * mean:
         return []
     for dtype in (torch.bfloat16, torch.float16):
-        size = float((context.predict(context.hidden(dtype=dtype)) - side.as_is).abs().mean())
+        rounding = context.predict(context.hidden(dtype=dtype)) - side.as_is
+        size = float(rounding.abs().mean())
         if _SIZE[0] * size <= mean <= _SIZE[1] * size:
-            message = f"layers in {_name(dtype)}, whose rounding makes differences of this size ({size:.3g})"
-            return [finding("body-dtype", message, "warning", as_is=mean, dtype=_name(dtype), rounding=size)]
+            alike = together(rounding, context.target - side.as_is)
+            message = (
+                f"layers in {_name(dtype)}, whose rounding makes differences of this size ({size:.3g}; correlation "
+                f"with the side's, token by token, {alike:.2f})"
+            )
+            evidence: dict[str, Scalar] = {"as_is": mean, "rounding": size, "correlation": alike}
+            return [finding("body-dtype", message, "warning", dtype=_name(dtype), **evidence)]
     return []
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlkernel_drift.diagnose.context import Context
 from rlkernel_drift.diagnose.hypothesis import Hypothesis, Prediction
 from rlkernel_drift.diagnose.noise import LAYOUTS
+from rlkernel_drift.diagnose.residual import together
 from rlkernel_drift.scoring.model import Head, Layout
 from rlkernel_drift.scoring.semantics import (
     Scaled,
@@ -199,9 +200,8 @@ def _paths(context: Context, hidden: Tensor, dtype: torch.dtype) -> dict[str, Te
     """
     found = {"": context.hidden(dtype=dtype)}
     as_is = context.predict(hidden)
-    pair = torch.stack([context.predict(found[""]) - as_is, context.target - as_is])
-    pair = pair[:, pair.isfinite().all(0)]
-    if dtype == torch.float32 or pair.shape[1] < 3 or not torch.corrcoef(pair)[0, 1] > _TOGETHER:
+    alike = together(context.predict(found[""]) - as_is, context.target - as_is)
+    if dtype == torch.float32 or alike <= _TOGETHER:
         return found
     model = context.model.in_dtype(dtype)
     before = model.config._attn_implementation
