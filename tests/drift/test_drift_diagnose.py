@@ -216,6 +216,8 @@ def test_an_undeclared_dtype_hides_no_fault() -> None:
 
     found = diagnosed(bfloat16_pair(0, {}, plant)).diagnosis
     assert found is not None and (found.cause, found.side) == ("temperature", "rollout")
+    heads = diagnosed(bfloat16_pair(1, {}, KINDS["exchanged heads in one layer"].plant)).diagnosis
+    assert heads is not None and (heads.cause, heads.parameters["operator"]) == ("operator", "layers.2.attention")
     world = healthy_world("llama", 0, "float32")
     world.config = ({}, {})
     small = record_world(world, lambda w: setattr(w.rollout, "sampling", Sampling(temperature=0.99)))

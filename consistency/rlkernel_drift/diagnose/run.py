@@ -93,8 +93,10 @@ def diagnose(
             whys.append((trials, why))
         if fitting is None:
             trials, why = whys[0]
-            if side.outliers:
-                return _operator(side, trials), _view([side])
+            # In a dtype that is not the side's every operator is off.
+            replayed = min([side, *side.others], key=lambda s: len(s.outliers))
+            if replayed.outliers:
+                return _operator(replayed, trials), _view([replayed])
             return unexplained_diagnosis(side, trials, why, _suspects(side, trials)), _view([side])
         sides[sides.index(side)] = replace(fitting, others=[side])
     return _without_drift(sides), _view(sides)
@@ -120,9 +122,11 @@ def examine(
         context = context_of(capsule, references, stream, dtype=dtype)
         if not context.sequences.counted:
             raise DriftError(f"the {name} side has no counted token")
-        found.append(_examined(name, capsule, context, floor, [] if like is None else [like, *like.others]))
-        if found[0].healthy:
-            return found[0]
+        side = _examined(name, capsule, context, floor, [] if like is None else [like, *like.others])
+        if side.healthy and not found:
+            return side
+        if side.left.usable or not found:  # float16 may overflow
+            found.append(side)
     closest = min(found, key=lambda s: s.left.mean)
     if found[0].left.mean <= _CLEARLY * closest.left.mean:
         closest = found[0]
