@@ -18,6 +18,8 @@ from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults.kinds import KINDS
 from rlkernel_drift.faults.tiny import tiny_model
 from rlkernel_drift.faults.world import Recorded, World, healthy_world, record_world, with_distribution
+from rlkernel_drift.inputs import Source, open_input
+from rlkernel_drift.inputs.model import scored
 from rlkernel_drift.power.case import judge_pair
 from rlkernel_drift.profiles import GENERAL
 from rlkernel_drift.report import write_html
@@ -275,3 +277,13 @@ def test_copies_of_a_reference_keep_every_rotary_frequency() -> None:
     buffers = {n: b for n, b in reference.model.named_buffers() if n.endswith("inv_freq")}
     copies = dict(reference.in_dtype(torch.bfloat16).named_buffers())
     assert len(buffers) == 4 and all(copies[name].equal(value) for name, value in buffers.items())
+
+
+def test_a_model_scores_in_the_dtype_that_the_other_side_spells(tmp_path: Path) -> None:
+    tiny_model("llama", 4).save_pretrained(tmp_path / "model")
+    pair = recorded()
+    for config, dtype in (({"torch_dtype": "torch.bfloat16"}, "bfloat16"), ({"dtype": "auto"}, "float32")):
+        manifest = pair.rollout.manifest.model_copy(update={"config": config})
+        other = Source("rollout", "capsule", capsule=dataclasses.replace(pair.rollout, manifest=manifest))
+        capsule = scored(open_input(f"hf:{tmp_path / 'model'}", "train"), other).capsule
+        assert capsule is not None and capsule.manifest.config["dtype"] == dtype
