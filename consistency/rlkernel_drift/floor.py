@@ -67,7 +67,7 @@ def _hf(request: Request) -> dict[str, Tensor]:
     from rlkernel_drift.capture.hf import capture_hf
 
     dtype = DTYPES[request.dtype]
-    model = ReferenceModel.load(request.model, request.device, request.attention or "sdpa", dtype)
+    model = ReferenceModel.load(request.model, request.device, request.attention, dtype)
     capsule = capture_hf(request, model)
     stream = capsule.stream
     assert stream is not None
@@ -81,9 +81,10 @@ def _hf(request: Request) -> dict[str, Tensor]:
         "decoded with a cache": context.predict(decoded_hidden(model.in_dtype(dtype), context.sequences)),
     }
     kernels = model.model.config._attn_implementation
-    other = "eager" if kernels != "eager" else "sdpa"
-    model.model.set_attn_implementation(other)
-    found[f"attention {other}"] = predict(None)
+    for other in model.kernels:
+        if other != kernels:
+            model.model.set_attn_implementation(other)
+            found[f"attention {other}"] = predict(None)
     model.model.set_attn_implementation(kernels)
     return {name: values.float() for name, values in found.items()}
 

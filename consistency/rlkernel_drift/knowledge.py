@@ -186,6 +186,11 @@ CAUSES: dict[str, Cause] = {
         "Use the same rope_scaling (type and factor) on both sides.",
         (("TransformerLensOrg/TransformerLens", 910, "wrong scaling factors of rope"),),
     ),
+    "rope-dtype": Cause(
+        "one side rounds the rotary frequencies to bfloat16",
+        "Keep inv_freq in fp32: `model.to(bfloat16)` rounds the buffer, loading with the dtype does not.",
+        (),
+    ),
     "prefix-cache": Cause(
         "cached prefixes of older weights were used after an update",
         "Reset the prefix cache with every transfer of weights.",
@@ -265,6 +270,11 @@ CAUSES: dict[str, Cause] = {
         "Use the same head precision on both sides, fp32 if it can be had (vLLM: head_dtype).",
         (("huggingface/trl", 4303, "precision of the head"), ("NVIDIA-NeMo/RL", 3936, "one-sided is worse than none")),
     ),
+    "rounded-records": Cause(
+        "one side's log-probabilities were rounded to a few decimals when they were written down",
+        "Record log-probabilities as fp32 numbers; do not format or round them.",
+        (),
+    ),
     "body-dtype": Cause(
         "the two sides compute the layers in different precision",
         "Run both sides in one dtype.",
@@ -291,6 +301,16 @@ CAUSES: dict[str, Cause] = {
         "one operator computes something else",
         "Compare the implementation of the named operator on both sides: epsilon, scale, activation, mask, weights.",
         (("NVIDIA-NeMo/Automodel", 2039, "five layer faults found by dumping tensors"),),
+    ),
+    "norm-epsilon": Cause(
+        "the two sides add another epsilon in their norms",
+        "Take rms_norm_eps (or layer_norm_eps) from config.json on both sides.",
+        (),
+    ),
+    "activation": Cause(
+        "one side computes GELU exactly, the other its tanh approximation",
+        "Take hidden_act (or hidden_activation) from config.json on both sides; gelu and gelu_pytorch_tanh differ.",
+        (),
     ),
     "configuration": Cause(
         "settings that change numbers differ",

@@ -248,6 +248,7 @@ class Diagnosis(Part):
         statement: the verdict in words.
         floor: mean |difference| that is normal here, and where the number is from.
         hypotheses: best first.
+        suspects: causes of unexplained differences that evidence points to and re-scoring did not confirm.
     """
 
     cause: str
@@ -260,6 +261,7 @@ class Diagnosis(Part):
     floor_source: str = ""
     hypotheses: list[HypothesisResult] = []
     excluded: list[str] = []
+    suspects: list[Finding] = []
     finding: Finding | None = None
 
 
@@ -339,6 +341,23 @@ class Verdict(Part):
     def findings(self) -> list[Finding]:
         """All findings, in the order of the gates."""
         return [finding for gate in self.gates for finding in gate.findings]
+
+    @property
+    def named(self) -> Finding | None:
+        """The established cause: by the diagnosis, or where there is none or it found nothing wrong, by a gate."""
+        if self.diagnosis is not None and (self.diagnosis.finding is not None or self.diagnosis.cause != "none"):
+            return self.diagnosis.finding
+        return next((f for f in self.findings if f.severity == "error" and f.cause != "drift"), None)
+
+    @property
+    def suspect(self) -> Finding | None:
+        """Where no cause is named, the first one that evidence points to and the diagnosis did not exclude."""
+        found = self.diagnosis
+        if self.named is not None or (found is not None and found.cause == "none"):
+            return None
+        suspects, excluded = (found.suspects, found.excluded) if found is not None else ([], [])
+        warnings = [f for f in self.findings if f.severity == "warning"]
+        return next((f for f in [*suspects, *warnings] if f.cause not in excluded), None)
 
     def to_json(self) -> str:
         """Strict JSON, keys in the order of the model."""

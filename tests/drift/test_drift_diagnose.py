@@ -15,9 +15,15 @@ from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import Options, compare_capsules
 from rlkernel_drift.diagnose.verdict import diagnose_verdict
 from rlkernel_drift.errors import DriftError
+from rlkernel_drift.faults.kinds import KINDS
 from rlkernel_drift.faults.tiny import tiny_model
-from rlkernel_drift.faults.world import Recorded, healthy_world, record_world, with_distribution
+from rlkernel_drift.faults.world import Recorded, World, healthy_world, record_world, with_distribution
+from rlkernel_drift.inputs import Source, open_input
+from rlkernel_drift.inputs.model import scored
+from rlkernel_drift.power.case import judge_pair
 from rlkernel_drift.profiles import GENERAL
+from rlkernel_drift.report import write_html
+from rlkernel_drift.scoring.model import ReferenceModel
 from rlkernel_drift.scoring.sequences import sequences_of
 from rlkernel_drift.verdict import Status, Verdict
 
@@ -124,3 +130,160 @@ def test_a_model_of_another_shape_is_refused() -> None:
     train = dataclasses.replace(pair.train, manifest=pair.train.manifest.model_copy(update={"model": shaped}))
     with pytest.raises(DriftError, match="num_hidden_layers"):
         diagnosed(dataclasses.replace(pair, train=train))
+
+
+# ---- names and suspects --------------------------------------------------------------------------------------------
+
+NEW = ("rounded records", "bfloat16 rotary frequencies", "norm epsilon in every layer", "other GELU")
+
+
+@pytest.mark.parametrize("kind", [*NEW, "bfloat16 layers", "eight-bit keys and values"])
+def test_a_cause_is_named_only_where_re_scoring_removes_the_difference(kind: str) -> None:
+    verdict = judge_pair(record_world(healthy_world("llama", 2, "float32"), KINDS[kind].plant))
+    found = verdict.diagnosis
+    assert found is not None and found.cause in KINDS[kind].causes and verdict.exit_code == 1
+    assert found.cause == "unexplained" or (found.residual or 0) < 0.1 * (found.as_is or 0)
+
+
+def noisy(pair: Recorded, size: float) -> Recorded:
+    (name,) = pair.rollout.logprobs
+    noise = np.random.default_rng(0).normal(0, size, pair.rollout.tokens).astype(np.float32)
+    values = np.minimum(pair.rollout.logprobs[name] + noise, 0)
+    return dataclasses.replace(pair, rollout=dataclasses.replace(pair.rollout, logprobs={name: values}))
+
+
+def test_size_alone_makes_a_suspect_and_no_cause() -> None:
+    verdict = diagnosed(noisy(recorded(), 0.03))
+    found = verdict.diagnosis
+    assert found is not None and found.cause == "unexplained" and found.finding is None and verdict.named is None
+    assert [f.cause for f in found.suspects] == ["body-dtype"] and "body-dtype" not in found.excluded
+    assert "not confirmed by re-scoring: layers in bfloat16" in found.statement and "has layers" not in found.statement
+    page = write_html(Verdict.model_validate_json(verdict.to_json()))
+    assert "<h2>Suspect, not confirmed</h2>" in page and "<h2>Cause</h2>" not in page
+
+
+def test_the_card_prints_no_cause_that_the_diagnosis_excluded() -> None:
+    # The differences go with the log-probabilities, which hints at a temperature; re-scoring refutes it.
+    pair = recorded(operators=False)
+    (name,) = pair.rollout.logprobs
+    values = pair.rollout.logprobs[name] * np.float32(1.1)
+    scaled = dataclasses.replace(pair, rollout=dataclasses.replace(pair.rollout, logprobs={name: values}))
+    before = compare_capsules(scaled.rollout, scaled.train, Options(profile=GENERAL))
+    assert before.suspect is not None and before.suspect.cause == "temperature"
+    verdict = diagnosed(scaled)
+    assert verdict.diagnosis is not None and "temperature" in verdict.diagnosis.excluded
+    hints = [f for f in verdict.findings if f.cause == "temperature"]
+    assert [f.severity for f in hints] == ["note"] and hints[0].message.endswith("re-scoring excludes it")
+    for shown in (verdict, before.model_copy(update={"diagnosis": verdict.diagnosis})):
+        assert shown.named is None and (shown.suspect is None or shown.suspect.cause != "temperature")
+        head = write_html(shown).split("</header>")[0]
+        assert "different temperatures" not in head and "<h2>Cause</h2>" not in head
+
+
+@pytest.mark.parametrize("value, cause", [(np.nan, "not-finite"), (0.5, "above-zero"), (-np.inf, "support")])
+def test_a_diagnosis_repeats_what_the_gate_says_of_impossible_values(value: float, cause: str) -> None:
+    pair = recorded()
+    (name,) = pair.rollout.logprobs
+    values = pair.rollout.logprobs[name].copy()
+    values[np.flatnonzero(pair.rollout.mask)[::9]] = value
+    broken = dataclasses.replace(pair, rollout=dataclasses.replace(pair.rollout, logprobs={name: values}))
+    verdict = diagnosed(broken)
+    assert verdict.diagnosis is not None and verdict.diagnosis.cause == cause and verdict.exit_code == 1
+    assert verdict.named is not None and verdict.named.message in verdict.diagnosis.statement
+
+
+# ---- what a side does not declare ----------------------------------------------------------------------------------
+
+
+def bfloat16_pair(seed: int, config: dict[str, object], plant: object = None) -> Recorded:
+    world = healthy_world("llama", seed, "bfloat16")
+    world.config = (config, config)  # type: ignore[assignment]
+    return record_world(world, plant)  # type: ignore[arg-type]
+
+
+# Seed 0 decodes with sdpa, seed 3 is a forward with eager attention: re-scoring resembles it less.
+SPELLINGS = [(3, {"dtype": "bf16"}), (3, {"dtype": "torch.bfloat16"}), (3, {"torch_dtype": "bfloat16"})]
+
+
+@pytest.mark.parametrize("seed, config", [*SPELLINGS, (3, {"dtype": "auto"}), (3, {}), (0, {})])
+def test_a_healthy_stack_in_bfloat16_is_not_blamed_for_how_it_spells_it(seed: int, config: dict[str, object]) -> None:
+    found = diagnosed(bfloat16_pair(seed, config)).diagnosis
+    assert found is not None and found.cause == "none" and found.floor is not None and found.floor > 0.01
+    assert ("declares no dtype and fits bfloat16" in found.statement) == (config in ({"dtype": "auto"}, {}))
+
+
+def test_an_undeclared_dtype_hides_no_fault() -> None:
+    def plant(world: World) -> None:
+        world.rollout.sampling = Sampling(temperature=0.7)
+
+    found = diagnosed(bfloat16_pair(0, {}, plant)).diagnosis
+    assert found is not None and (found.cause, found.side) == ("temperature", "rollout")
+    heads = diagnosed(bfloat16_pair(1, {}, KINDS["exchanged heads in one layer"].plant)).diagnosis
+    assert heads is not None and (heads.cause, heads.parameters["operator"]) == ("operator", "layers.2.attention")
+    world = healthy_world("llama", 0, "float32")
+    world.config = ({}, {})
+    small = record_world(world, lambda w: setattr(w.rollout, "sampling", Sampling(temperature=0.99)))
+    found = diagnosed(small).diagnosis
+    assert found is not None and found.cause == "temperature" and found.parameters["temperature"] == pytest.approx(0.99)
+
+
+@pytest.mark.parametrize("dtype, files", [("float32", True), ("float32", False), ("bfloat16", False)])
+def test_a_temperature_that_both_sides_leave_out_is_no_fault_of_one(dtype: str, files: bool) -> None:
+    for seed in (1, 3):
+        world = healthy_world("llama", seed, dtype)
+        world.rollout.sampling = world.trainer.sampling = Sampling(temperature=0.5)
+        pair = record_world(world)
+        found = diagnosed(with_logits(pair) if files else pair, files=files).diagnosis
+        assert found is not None and found.cause == "none", found.statement
+
+
+# ---- references ----------------------------------------------------------------------------------------------------
+
+
+def test_a_reference_keeps_caps_and_sinks(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
+
+    tiny: dict[str, object] = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    capped = Gemma2Config(**tiny, attn_logit_softcapping=0.5, bos_token_id=2)
+    for name, model in (
+        ("gemma", Gemma2ForCausalLM(capped)),
+        ("plain", Gemma2ForCausalLM(Gemma2Config(**tiny, attn_logit_softcapping=None))),
+        ("sinks", GptOssForCausalLM(GptOssConfig(**tiny, num_local_experts=2))),
+    ):
+        model.save_pretrained(tmp_path / name)
+        loaded = ReferenceModel.load(tmp_path / name)
+        assert loaded.model.config._attn_implementation == ("sdpa" if name == "plain" else "eager")
+        assert loaded.kernels == (("sdpa", "eager") if name == "plain" else ("eager",))
+    explicit = ReferenceModel.load(tmp_path / "gemma", attention="sdpa")
+    assert explicit.model.config._attn_implementation == "sdpa"
+    sides = captured(tmp_path, "gemma")
+    assert main(["diagnose", *sides, "--model", str(tmp_path / "gemma")]) == 0
+    manifest = json.loads((Path(sides[1]) / "manifest.json").read_text())
+    assert manifest["config"]["attention_backend"] == "eager"
+
+
+def test_copies_of_a_reference_keep_every_rotary_frequency() -> None:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    reference = ReferenceModel(Gemma3ForCausalLM(config))
+    buffers = {n: b for n, b in reference.model.named_buffers() if n.endswith("inv_freq")}
+    copies = dict(reference.in_dtype(torch.bfloat16).named_buffers())
+    assert len(buffers) == 4 and all(copies[name].equal(value) for name, value in buffers.items())
+
+
+def test_a_model_scores_in_the_dtype_that_the_other_side_spells(tmp_path: Path) -> None:
+    tiny_model("llama", 4).save_pretrained(tmp_path / "model")
+    pair = recorded()
+    for config, dtype in (({"torch_dtype": "torch.bfloat16"}, "bfloat16"), ({"dtype": "auto"}, "float32")):
+        manifest = pair.rollout.manifest.model_copy(update={"config": config})
+        other = Source("rollout", "capsule", capsule=dataclasses.replace(pair.rollout, manifest=manifest))
+        capsule = scored(open_input(f"hf:{tmp_path / 'model'}", "train"), other).capsule
+        assert capsule is not None and capsule.manifest.config["dtype"] == dtype

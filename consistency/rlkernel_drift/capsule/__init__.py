@@ -14,6 +14,7 @@ from rlkernel_drift.capsule.manifest import (
     Sampling,
     WeightFingerprint,
     Weights,
+    dtype_name,
 )
 from rlkernel_drift.capsule.tensor_file import Tensor
 
@@ -39,6 +40,7 @@ __all__ = [
     "build_capsule",
     "check_target",
     "describe_operators",
+    "dtype_name",
     "is_capsule",
     "read_capsule",
     "redact",

@@ -15,8 +15,22 @@ Scalar = str | int | float | bool | None
 Name = Annotated[str, StringConstraints(max_length=512)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16,64}$")]
 Phase = Literal["recorded", "decode", "prefill", "train"]
+_DTYPES = {
+    "float32": ("float32", "fp32", "f32", "float"),
+    "bfloat16": ("bfloat16", "bf16"),
+    "float16": ("float16", "fp16", "f16", "half"),
+}
 TokenId = Annotated[str, StringConstraints(pattern=r"^\d{1,10}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 40)]
+
+
+def dtype_name(value: object) -> str | None:
+    """One name for the spellings of a dtype: "float32", "bfloat16" or "float16".
+
+    None where the value names none of them: nothing was recorded, `auto`, or a format that no layer computes in.
+    """
+    spelled = str(value).strip().lower().removeprefix("torch.")
+    return next((name for name, spellings in _DTYPES.items() if spelled in spellings), None)
 
 
 class Strict(BaseModel):
@@ -149,3 +163,8 @@ class Manifest(Strict):
     floor: Floor | None = None
     left_out: Annotated[list[Name], Field(max_length=256)] = []
     files: Annotated[dict[Name, File], Field(max_length=16)] = {}
+
+    @property
+    def dtype(self) -> str | None:
+        """Dtype of the layers, by its one name; None where the record does not say."""
+        return dtype_name(self.config.get("dtype")) or dtype_name(self.config.get("torch_dtype"))

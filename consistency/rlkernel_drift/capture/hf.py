@@ -41,8 +41,7 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
         DriftError: the model or the prompts cannot be read.
     """
     dtype = DTYPES[request.dtype]
-    attention = request.attention or "sdpa"
-    loaded = model or ReferenceModel.load(request.model, request.device, attention, dtype)
+    loaded = model or ReferenceModel.load(request.model, request.device, request.attention, dtype)
     texts = Texts(request.model)
     if request.tokens is None:
         bare = sampled(request, loaded, texts, dtype)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
-from rlkernel_drift.capsule import Capsule, Manifest, Model, Sampling, WeightFingerprint, Weights
+from rlkernel_drift.capsule import Capsule, Manifest, Model, Sampling, WeightFingerprint, Weights, dtype_name
 from rlkernel_drift.capsule.fingerprint import digest
 from rlkernel_drift.errors import DriftError
 
@@ -148,8 +148,7 @@ def own_dtype(model: Path) -> str:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DriftError(f"{model}: config.json cannot be read: {error}") from None
-    declared = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    return declared if declared in ("float32", "bfloat16", "float16") else "float32"
+    return dtype_name(config.get("dtype")) or dtype_name(config.get("torch_dtype")) or "float32"
 
 
 class Texts:

@@ -31,7 +31,7 @@ def capture_rlkernel_hf(request: Request) -> Capsule:
         raise DriftError("hf+rlkernel scores tokens: give --tokens CAPSULE, or name it as the train side of compare")
     import rlkernel_transformers
 
-    loaded = ReferenceModel.load(request.model, request.device, "sdpa", DTYPES[request.dtype])
+    loaded = ReferenceModel.load(request.model, request.device, dtype=DTYPES[request.dtype])
     weights = weights_of(fingerprints(state_of(loaded))) if request.weights else None
     try:
         rlkernel_transformers.apply(loaded.model)

@@ -15,7 +15,7 @@ from rlkernel_drift.diagnose.context import Context
 from rlkernel_drift.diagnose.decide import NEAR_FLOOR
 from rlkernel_drift.diagnose.hypothesis import Hypothesis, Prediction
 from rlkernel_drift.diagnose.residual import residual
-from rlkernel_drift.scoring.model import Layout
+from rlkernel_drift.scoring.model import Layout, replaced
 from rlkernel_drift.scoring.semantics import golden
 from rlkernel_drift.scoring.sequences import Sequences, joined
 from rlkernel_drift.scoring.weights import QUANTISATIONS, linear_names, quantised
@@ -70,6 +70,7 @@ def body_battery(context: Context) -> Iterator[Hypothesis]:
     yield from _tokens(context)
     yield from _layout(context)
     yield from _rope(context)
+    yield from _operators(context)
     yield from _weights(context)
 
 
@@ -201,6 +202,36 @@ def _rope(context: Context) -> Iterator[Hypothesis]:
         return Prediction(c.predict(hidden), {"factor": 2**best}, hidden)
 
     yield Hypothesis("rotary positions scaled", "rope-scaling", scaling)
+
+
+def _operators(context: Context) -> Iterator[Hypothesis]:
+    """Settings of operators that every layer shares."""
+
+    def epsilon(c: Context) -> Prediction | None:
+        def score(d: Context, exponent: float) -> Tensor:
+            with d.model.norm_epsilon(10**exponent, d.dtype):
+                return d.hidden()
+
+        best = _fit(c, score, [i / 2 for i in range(-16, 1)])
+        if best is None:
+            return None
+        hidden = score(c, best)
+        return Prediction(c.predict(hidden), {"epsilon": 10**best}, hidden)
+
+    yield Hypothesis("another epsilon in the norms", "norm-epsilon", epsilon)
+
+    def rounded(c: Context) -> Tensor:
+        with c.model.rotary_rounded(torch.bfloat16, c.dtype):
+            return c.hidden()
+
+    yield _plain("rotary frequencies rounded to bfloat16", "rope-dtype", rounded)
+    if context.model.other_gelu(context.dtype):
+
+        def gelu(c: Context) -> Tensor:
+            with replaced(c.model.other_gelu(c.dtype)):
+                return c.hidden()
+
+        yield _plain("the exact GELU for its tanh approximation, or the reverse", "activation", gelu)
 
 
 def _fit(context: Context, score: Score, grid: list[float], errors: list[float] | None = None) -> float | None:

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkernel_drift.capsule import Capsule, Floor, Sampling
+from rlkernel_drift.capsule import Capsule, Floor, Sampling, dtype_name
+from rlkernel_drift.scoring.decoding import decoded_hidden
 from rlkernel_drift.scoring.model import DTYPES, Head, Layout, ReferenceModel
 from rlkernel_drift.scoring.semantics import IMPOSSIBLE, processed
 from rlkernel_drift.scoring.sequences import Sequences, sequences_of
@@ -77,6 +78,12 @@ class Context:
         with self.model.edited(edits, dtype):
             return self.model.hidden(sequences or self.sequences, dtype, layout)
 
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """Hidden states of the counted rows as a rollout computes them, token by token with a cache."""
+        adapter = self.references.adapter
+        with self.model.edited({} if adapter is None else adapter.merged(self.model), dtype):
+            return decoded_hidden(self.model.in_dtype(dtype), self.sequences)
+
     def edited(self, tensors: dict[str, Tensor]) -> Tensor:
         """Hidden states with these parameters in place of the model's (and of the adapter's)."""
         adapter = self.references.adapter
@@ -102,12 +109,14 @@ def context_of(
     stream: str,
     budget: int | None = None,
     chosen: list[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Context:
     """The context of one side of a comparison.
 
     Args:
         stream: which of its log-probabilities; budget: counted tokens at most, default what fits in memory.
         chosen: numbers of the sequences; default all.
+        dtype: of the layers; default the first of `possible_dtypes`.
     """
     manifest = capsule.manifest
     model = references.model
@@ -116,14 +125,13 @@ def context_of(
     target = values[sequences.token] if len(sequences) else torch.zeros(0)
     target = torch.where(torch.isneginf(target), torch.full_like(target, IMPOSSIBLE), target)
     raw = stream.endswith(".raw")
-    dtype = DTYPES.get(str(manifest.config.get("dtype", "float32")), torch.float32)
     own = getattr(model.config, "pad_token_id", None)
     return Context(
         references,
         sequences,
         target,
         Sampling() if raw else manifest.sampling,
-        dtype,
+        dtype or possible_dtypes(capsule, model)[0],
         declared_head(capsule),
         bos=getattr(model.config, "bos_token_id", None),
         pad=own if isinstance(own, int) else 0,
@@ -134,11 +142,13 @@ def context_of(
 def declared_head(capsule: Capsule) -> Head:
     """Precision of the head by the side's configuration."""
     config = capsule.manifest.config
-    inputs, logits = DTYPES.get(str(config.get("head_dtype"))), DTYPES.get(str(config.get("logits_dtype")))
+    inputs, logits = (DTYPES.get(dtype_name(config.get(key)) or "") for key in ("head_dtype", "logits_dtype"))
     inputs = None if inputs == torch.float32 else inputs
     return Head(inputs, None if logits == torch.float32 else logits)
 
 
-def body_config(capsule: Capsule) -> str:
-    """Name of the declared dtype."""
-    return str(capsule.manifest.config.get("dtype", "float32"))
+def possible_dtypes(capsule: Capsule, model: ReferenceModel) -> list[torch.dtype]:
+    """The dtype of the side's layers as it declares it; else every dtype that it may be, the checkpoint's own first."""
+    known = capsule.manifest.dtype
+    own = [model.own] if model.own in DTYPES.values() else []
+    return [DTYPES[known]] if known else list(dict.fromkeys([*own, torch.bfloat16, torch.float16, torch.float32]))

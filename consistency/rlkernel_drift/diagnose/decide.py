@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rlkernel_drift.capsule import Floor
 from rlkernel_drift.diagnose.hypothesis import Hypothesis, Prediction
 from rlkernel_drift.diagnose.residual import Residual
+from rlkernel_drift.profiles import at_least
 
 NEAR_FLOOR, NEAR_TAIL = 2.0, 6.0
 ROUNDED_FLOOR, ROUNDED_TAIL = 4.0, 24.0
@@ -35,7 +36,7 @@ class Trial:
 
     def near(self, floor: Floor) -> bool:
         """Whether what is left is noise."""
-        r, noise = self.residual, self.noise
+        r, noise, floor = self.residual, self.noise, at_least(floor, self.hypothesis.dtype)
         mean, tail = (ROUNDED_FLOOR, ROUNDED_TAIL) if self.hypothesis.rounds else (NEAR_FLOOR, NEAR_TAIL)
         return r.usable and r.mean <= mean * noise * floor.mean and r.p99 <= tail * noise * floor.p99
 

@@ -36,6 +36,7 @@ class Hypothesis:
         name: in words. cause: key of `knowledge.CAUSES`.
         implies: causes that it contains; a hypothesis is no rival of one that it contains.
         rounds: it rounds values that are noisy before: one that lies between two roundings moves a token by a step.
+        dtype: of the layers, where it is another one: the noise of that dtype is what may be left.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Hypothesis:
     predict: Callable[[Context], Prediction | None]
     implies: frozenset[str] = frozenset()
     rounds: bool = False
+    dtype: str = "float32"
 
     @property
     def causes(self) -> frozenset[str]:

@@ -6,6 +6,7 @@ need another forward need the model.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Floor, Sampling
 from rlkernel_drift.diagnose.battery import trial_of
-from rlkernel_drift.diagnose.context import Context, References, body_config
+from rlkernel_drift.diagnose.context import Context, References
 from rlkernel_drift.diagnose.decide import decide, healthy
 from rlkernel_drift.diagnose.residual import residual
-from rlkernel_drift.diagnose.run import Examined, accepted_diagnosis, unexplained_diagnosis
+from rlkernel_drift.diagnose.run import Examined, accepted_diagnosis, alike, unexplained_diagnosis
 from rlkernel_drift.diagnose.semantic import semantic_battery
 from rlkernel_drift.pair import match
 from rlkernel_drift.profiles import FLOOR_MIN, at_least, carried_floor
@@ -27,6 +28,7 @@ from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.verdict import Diagnosis
 
 _LEAST_ROWS = 16
+_NOISIEST = max(FLOOR_MIN, key=FLOOR_MIN.__getitem__)
 _BY_DTYPE = "none measured; by dtype"
 GUESSED = f"0 tokens under {_BY_DTYPE}"
 """`Diagnosis.floor_source` where no floor was measured."""
@@ -67,7 +69,7 @@ def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = No
     as_is = context.predict(logits)
     left = residual(as_is, target, sequences.owner, count)
     measured = floor or carried_floor(rollout.manifest, train.manifest)
-    known = _least(rollout, train) if measured is None else at_least(measured, body_config(train))
+    known = _least(rollout, train) if measured is None else at_least(measured, train.manifest.dtype or "float32")
     side = Examined("rollout", rollout, context, as_is, logits, left, known)
     if healthy(left, known):
         statement = (
@@ -82,11 +84,15 @@ def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = No
     ]
     accepted, runner_up, why = decide(trials, left, known)
     if accepted is not None:
+        own = torch.from_numpy(pair.from_train(train.logprobs[streams[1]]))[tokens].float()
+        shared = residual(accepted.prediction.values, own, sequences.owner, count)
+        if dataclasses.replace(accepted, residual=shared).near(known):
+            return alike(side, accepted)
         return accepted_diagnosis(side, accepted, runner_up, trials)
     return unexplained_diagnosis(side, trials, f"{why}; with --model more hypotheses can be tried")
 
 
 def _least(rollout: Capsule, train: Capsule) -> Floor:
     """Without a measured floor: what engines of the declared dtypes differ by, at least ten times the smallest."""
-    least = 10 * max(FLOOR_MIN.get(body_config(side), 1e-5) for side in (rollout, train))
+    least = 10 * max(FLOOR_MIN[side.manifest.dtype or _NOISIEST] for side in (rollout, train))
     return Floor(mean=least, p99=4 * least, maximum=8 * least, permutations=[_BY_DTYPE])

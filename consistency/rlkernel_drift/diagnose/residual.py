@@ -54,6 +54,14 @@ def residual(prediction: Tensor, target: Tensor, owner: Tensor, count: int) -> R
     )
 
 
+def together(a: Tensor, b: Tensor) -> float:
+    """Correlation of two differences, token by token; 0 where nothing can be said."""
+    pair = torch.stack([a, b]).double()
+    pair = pair[:, pair.isfinite().all(0)]
+    found = float(torch.corrcoef(pair)[0, 1]) if pair.shape[1] > 2 else 0.0
+    return found if found == found else 0.0
+
+
 def best_of(a: Tensor, b: Tensor, target: Tensor, owner: Tensor, count: int) -> tuple[Tensor, list[int]]:
     """For each sequence the closer of two predictions: the prediction, and the sequences that took the second."""
     first, second = (residual(p, target, owner, count).sequences for p in (a, b))

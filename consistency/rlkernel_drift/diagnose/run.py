@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,25 +12,30 @@ import torch
 from rlkernel_drift.capsule import Capsule, Floor
 from rlkernel_drift.diagnose.battery import run_battery
 from rlkernel_drift.diagnose.bodies import old_tensors, predict_with_old
-from rlkernel_drift.diagnose.context import Context, References, context_of
+from rlkernel_drift.diagnose.context import Context, References, context_of, possible_dtypes
 from rlkernel_drift.diagnose.decide import Trial, decide, healthy
 from rlkernel_drift.diagnose.layers import LocalErrors, local_errors, recorded_sequences, splice
 from rlkernel_drift.diagnose.noise import noise_floor
-from rlkernel_drift.diagnose.residual import Residual, residual
+from rlkernel_drift.diagnose.residual import Residual, residual, together
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.knowledge import CAUSES, finding
 from rlkernel_drift.locate.rows import layer_of
 from rlkernel_drift.pair import match
 from rlkernel_drift.profiles import at_least
-from rlkernel_drift.verdict import Diagnosis, HypothesisResult, LayerView, Scalar
+from rlkernel_drift.verdict import Diagnosis, Finding, HypothesisResult, LayerView, Scalar
 
 _SHOWN = 12
 _NOTHING_ELSE, _UNBIASED, _SIZE = 0.6, 0.3, (0.5, 1.6)
+_CLEARLY = 2.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Examined:
-    """One side after its examination."""
+    """One side after its examination.
+
+    Attributes:
+        others: the side in the other dtypes that it may have, where it declares none.
+    """
 
     name: str
     capsule: Capsule
@@ -39,6 +45,7 @@ class Examined:
     left: Residual
     floor: Floor
     local: LocalErrors | None = None
+    others: list[Examined] = field(default_factory=list)
 
     @property
     def healthy(self) -> bool:
@@ -68,19 +75,31 @@ def diagnose(
         raise DriftError("diagnose needs log-probabilities on both sides")
     first = examine("rollout", rollout, references, streams[0], floor)
     sides = [first, examine("train", train, references, streams[1], floor, like=first)]
-    wrong = [side for side in sides if not side.healthy]
-    if not wrong:
-        return _without_drift(sides), _view(sides)
-    side = max(wrong, key=lambda s: s.left.mean / s.floor.mean)
-    if len(wrong) == 2 and _agree(rollout, train, streams, side):
-        return _alike(side), _view([side])
-    trials = run_battery(side.context, side.as_is, side.hidden, side.floor)
-    accepted, runner_up, why = decide(trials, side.left, side.floor)
-    if accepted is not None:
-        return accepted_diagnosis(side, accepted, runner_up, trials), _view([side])
-    if side.outliers:
-        return _operator(side, trials), _view([side])
-    return _by_size(side, trials) or unexplained_diagnosis(side, trials, why), _view([side])
+    while wrong := [side for side in sides if not side.healthy]:
+        side = max(wrong, key=lambda s: s.left.mean / s.floor.mean)
+        if len(wrong) == 2 and _agree(rollout, train, streams, side.floor):
+            return alike(side), _view([side])
+        fitting = next((other for other in side.others if other.healthy), None)
+        whys: list[tuple[list[Trial], str]] = []
+        for tried in [side] if fitting else [side, *side.others]:
+            trials = run_battery(tried.context, tried.as_is, tried.hidden, tried.floor)
+            if side.others:  # a side that declares no dtype cannot have the wrong one
+                trials = [trial for trial in trials if trial.hypothesis.cause != "body-dtype"]
+            accepted, runner_up, why = decide(trials, tried.left, tried.floor)
+            if accepted is not None:
+                if len(wrong) == 2 and _agree(rollout, train, streams, tried.floor, accepted.noise):
+                    return alike(tried, accepted), _view([tried])
+                return accepted_diagnosis(tried, accepted, runner_up, trials), _view([tried])
+            whys.append((trials, why))
+        if fitting is None:
+            trials, why = whys[0]
+            # In a dtype that is not the side's every operator is off.
+            replayed = min([side, *side.others], key=lambda s: len(s.outliers))
+            if replayed.outliers:
+                return _operator(replayed, trials), _view([replayed])
+            return unexplained_diagnosis(side, trials, why, _suspects(side, trials)), _view([side])
+        sides[sides.index(side)] = replace(fitting, others=[side])
+    return _without_drift(sides), _view(sides)
 
 
 def examine(
@@ -93,23 +112,40 @@ def examine(
 ) -> Examined:
     """Scores one side with the reference as the side declares itself, and calibrates the noise floor.
 
+    A side that declares no dtype is taken in the checkpoint's own, unless another is clearly closer.
+
     Args:
         like: a side examined before; where it declares the same computation of the same tokens, its scores serve.
     """
-    context = context_of(capsule, references, stream)
-    if not context.sequences.counted:
-        raise DriftError(f"the {name} side has no counted token")
-    if like is not None and context.computes_like(like.context):
-        hidden, as_is, known = like.hidden, like.as_is, like.floor
+    found: list[Examined] = []
+    for dtype in possible_dtypes(capsule, references.model):
+        context = context_of(capsule, references, stream, dtype=dtype)
+        if not context.sequences.counted:
+            raise DriftError(f"the {name} side has no counted token")
+        side = _examined(name, capsule, context, floor, [] if like is None else [like, *like.others])
+        if side.healthy and not found:
+            return side
+        if side.left.usable or not found:  # float16 may overflow
+            found.append(side)
+    closest = min(found, key=lambda s: s.left.mean)
+    if found[0].left.mean <= _CLEARLY * closest.left.mean:
+        closest = found[0]
+    closest.others = [side for side in found if side is not closest]
+    return closest
+
+
+def _examined(name: str, capsule: Capsule, context: Context, floor: Floor | None, known: list[Examined]) -> Examined:
+    like = next((side for side in known if context.computes_like(side.context)), None)
+    if like is not None:
+        hidden, as_is, noise = like.hidden, like.as_is, like.floor
     else:
         hidden = context.hidden()
         as_is = context.predict(hidden)
-        name_of = str(context.dtype).removeprefix("torch.")
-        known = noise_floor(context, as_is) if floor is None else at_least(floor, name_of)
-    context.floor = known
+        noise = noise_floor(context, as_is) if floor is None else at_least(floor, _name(context.dtype))
+    context.floor = noise
     left = residual(as_is, context.target, context.sequences.owner, len(context.sequences))
     local = local_errors(context, capsule) if capsule.operators.values else None
-    return Examined(name, capsule, context, as_is, hidden, left, known, local)
+    return Examined(name, capsule, context, as_is, hidden, left, noise, local)
 
 
 # ---- verdicts ------------------------------------------------------------------------------------------------------
@@ -135,25 +171,31 @@ def _without_drift(sides: list[Examined]) -> Diagnosis:
         f"Both sides are the model as they declare it: mean |d| {worst.left.mean:.3g} against a noise floor of "
         f"{worst.floor.mean:.3g}"
     )
+    for side in sides:
+        if side.others:
+            statement += f"; the {side.name} side declares no dtype and fits {_name(side.context.dtype)}"
     return _no_cause(worst, statement)
 
 
-def _agree(rollout: Capsule, train: Capsule, streams: tuple[str, str], side: Examined) -> bool:
-    """Whether the sides are no further apart than the noise floor, whatever the model says."""
+def _agree(rollout: Capsule, train: Capsule, streams: tuple[str, str], floor: Floor, noise: float = 1.0) -> bool:
+    """Whether the sides are no further apart than the noise floor, `noise` times as loud, whatever the model says."""
+    floor = floor.model_copy(update={"mean": noise * floor.mean, "p99": noise * floor.p99})
     compared = match(rollout, train).compared(streams)
     assert compared is not None
     owner = np.searchsorted(rollout.cu_seqlens, compared.index, side="right") - 1
     left, right = (torch.from_numpy(x[compared.index].copy()) for x in (compared.rollout, compared.train))
-    return len(compared.index) > 0 and healthy(
-        residual(left, right, torch.from_numpy(owner), rollout.sequences), side.floor
-    )
+    return len(compared.index) > 0 and healthy(residual(left, right, torch.from_numpy(owner), rollout.sequences), floor)
 
 
-def _alike(side: Examined) -> Diagnosis:
+def alike(side: Examined, trial: Trial | None = None) -> Diagnosis:
     statement = (
         f"Both sides agree within the noise floor of {side.floor.mean:.3g} and differ from the model alike, by mean "
-        f"|d| {side.left.mean:.3g}: they are aligned, and --model is not what computed them"
+        f"|d| {side.left.mean:.3g}: they are aligned, and "
     )
+    if trial is None:
+        statement += "--model is not what computed them"
+    else:
+        statement += f"neither declares {trial.hypothesis.name}{_settings(trial.prediction.parameters)}"
     return _no_cause(side, statement)
 
 
@@ -179,25 +221,28 @@ def accepted_diagnosis(side: Examined, trial: Trial, runner_up: Trial | None, tr
     return _diagnosis(side, trials, cause, statement, trial.prediction.parameters, left, evidence)
 
 
-def _by_size(side: Examined, trials: list[Trial]) -> Diagnosis | None:
-    """Layers in fewer bits by another path: their noise cannot be predicted token by token, its size can."""
+def _suspects(side: Examined, trials: list[Trial]) -> list[Finding]:
+    """Layers in fewer bits by an unknown path: re-scoring does not remove their noise, but it has this size.
+
+    A suspect and no cause, because many faults make differences of that size.
+    """
     context, mean = side.context, side.left.mean
     others = [t.residual.mean for t in trials if t.hypothesis.cause != "body-dtype"]
     nothing_else = min(others, default=mean) > _NOTHING_ELSE * mean
-    if context.dtype != torch.float32 or not nothing_else or abs(side.left.bias) > _UNBIASED * mean:
-        return None
+    if side.others or context.dtype != torch.float32 or not nothing_else or abs(side.left.bias) > _UNBIASED * mean:
+        return []
     for dtype in (torch.bfloat16, torch.float16):
-        size = float((context.predict(context.hidden(dtype=dtype)) - side.as_is).abs().mean())
-        if not _SIZE[0] * size <= mean <= _SIZE[1] * size:
-            continue
-        name = str(dtype).removeprefix("torch.")
-        statement = (
-            f"The {side.name} side has layers in {name}, by the size of its differences: mean |d| {mean:.3g}, rounding "
-            f"this model to {name} makes {size:.3g}, they have no bias, and no other hypothesis comes closer"
-        )
-        parameters: dict[str, Scalar] = {"dtype": name, "rounding": size}
-        return _diagnosis(side, trials, "body-dtype", statement, parameters, mean, {"as_is": mean, **parameters})
-    return None
+        rounding = context.predict(context.hidden(dtype=dtype)) - side.as_is
+        size = float(rounding.abs().mean())
+        if _SIZE[0] * size <= mean <= _SIZE[1] * size:
+            alike = together(rounding, context.target - side.as_is)
+            message = (
+                f"layers in {_name(dtype)}, whose rounding makes differences of this size ({size:.3g}; correlation "
+                f"with the side's, token by token, {alike:.2f})"
+            )
+            evidence: dict[str, Scalar] = {"as_is": mean, "rounding": size, "correlation": alike}
+            return [finding("body-dtype", message, "warning", dtype=_name(dtype), **evidence)]
+    return []
 
 
 def _operator(side: Examined, trials: list[Trial]) -> Diagnosis:
@@ -247,11 +292,17 @@ def _is_weight_of(parameter: str, key: str) -> bool:
     return (not layer or f".layers.{layer}." in parameter) and f".{operator}." in parameter
 
 
-def unexplained_diagnosis(side: Examined, trials: list[Trial], why: str) -> Diagnosis:
+def unexplained_diagnosis(side: Examined, trials: list[Trial], why: str, suspects: Sequence[Finding] = ()) -> Diagnosis:
     """The diagnosis where nothing was accepted, with what was excluded."""
     off = f"the {side.name} side is {side.left.mean:.3g} off, the noise floor is {side.floor.mean:.3g}"
     statement = f"Unexplained: {off}; {why}"
-    return _diagnosis(side, trials, "unexplained", statement, {}, side.left.mean, {})
+    if suspects:
+        words = " or ".join(suspect.message for suspect in suspects)
+        statement += f". Suspected, but not confirmed by re-scoring: {words}"
+    found = _diagnosis(side, trials, "unexplained", statement, {}, side.left.mean, {})
+    causes = {suspect.cause for suspect in suspects}
+    excluded = [cause for cause in found.excluded if cause not in causes]
+    return found.model_copy(update={"suspects": list(suspects), "excluded": excluded})
 
 
 def _diagnosis(
@@ -296,6 +347,10 @@ def _result(side: Examined, trial: Trial) -> HypothesisResult:
 def _settings(parameters: dict[str, Scalar]) -> str:
     shown = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in parameters.items()]
     return f" ({', '.join(shown)})" if shown else ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _source(floor: Floor) -> str:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Context
 from rlkernel_drift.diagnose.hypothesis import Hypothesis, Prediction
-from rlkernel_drift.scoring.model import Head
+from rlkernel_drift.diagnose.noise import LAYOUTS
+from rlkernel_drift.diagnose.residual import together
+from rlkernel_drift.scoring.model import Head, Layout
 from rlkernel_drift.scoring.semantics import (
     Scaled,
     SortedLogits,
@@ -24,6 +26,8 @@ from rlkernel_drift.scoring.semantics import (
 )
 
 BF16, FP16 = torch.bfloat16, torch.float16
+_TOGETHER = 0.2
+_LAYOUTS = (("right padding", Layout("right")), *LAYOUTS)
 
 
 class Fit(Protocol):
@@ -79,16 +83,29 @@ def semantic_battery(context: Context, hidden: Tensor) -> Iterator[Hypothesis]:
         yield Hypothesis(f"renormalised over {name}", cause, filtered)
         implied = frozenset({"temperature"})
         yield Hypothesis(f"another temperature, and renormalised over {name}", cause, tempered, implied)
+    decimals = _decimals(base.own)
+    if decimals is not None:
+        name = f"log-probabilities rounded to {decimals} decimals"
+        digits = lambda c: Prediction(c.predict(hidden).round(decimals=decimals), {"decimals": decimals})
+        yield Hypothesis(name, "rounded-records", digits, rounds=True)
     yield Hypothesis("padding entries of the vocabulary in the sum", "padded-vocabulary", lambda _: _padded(base))
     for lag in (1, -1):
         way = "earlier" if lag > 0 else "later"
         yield Hypothesis(f"shifted by one token, {way}", "off-by-one", lambda _, lag=lag: _shifted(base, lag))  # type: ignore[misc]
 
 
+def _decimals(values: Tensor) -> int | None:
+    """Decimals that all values are rounded to, as fp32 holds such numbers; None where they are not, or zero alone."""
+    exact = values.double()
+    fits = lambda n: bool(((exact - exact.round(decimals=n)).abs() <= exact.abs() * 2.0**-24).all())
+    return next((n for n in range(1, _MOST_DECIMALS + 1) if fits(n)), None) if exact.any() else None
+
+
 def _kept(rows: Scaled, parameters: dict[str, float]) -> Tensor:
     return rows.processed(**parameters)  # type: ignore[arg-type]
 
 
+_MOST_DECIMALS = 5
 _TEMPERATURES = [0.3 * 1.1**i for i in range(24)]
 _FEW_ROWS, _VALLEYS = 160, 2
 
@@ -165,9 +182,43 @@ def precision_battery(context: Context, hidden: Tensor) -> Iterator[Hypothesis]:
     for dtype in (torch.float32, BF16, FP16):
         if dtype == context.dtype:
             continue
-        name = f"layers in {str(dtype).removeprefix('torch.')}"
-        rounded = context.hidden(dtype=dtype)
-        yield Hypothesis(name, "body-dtype", lambda c, x=rounded: Prediction(c.predict(x)))  # type: ignore[misc]
+        short = str(dtype).removeprefix("torch.")
+        name = f"layers in {short}"
+        rounded = _paths(context, hidden, dtype)
+        yield Hypothesis(name, "body-dtype", lambda c, x=rounded: _nearest(c, x, None), dtype=short)  # type: ignore[misc]
         if dtype != torch.float32:
-            native = lambda c, x=rounded, head=Head(logits=dtype): Prediction(c.predict(x, head))
-            yield Hypothesis(f"{name}, logits too", "body-dtype", native, frozenset({"bf16-logits"}))
+            native = lambda c, x=rounded, head=Head(logits=dtype): _nearest(c, x, head)
+            implied = frozenset({"bf16-logits"})
+            yield Hypothesis(f"{name}, logits too", "body-dtype", native, implied, dtype=short)
+
+
+def _paths(context: Context, hidden: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Hidden states in another dtype, by how they were computed.
+
+    Rounding depends on kernels, layout and cache: one path's errors do not remove another's. Paths behind the first are
+    computed only where that one's errors go with the side's differences.
+    """
+    found = {"": context.hidden(dtype=dtype)}
+    as_is = context.predict(hidden)
+    alike = together(context.predict(found[""]) - as_is, context.target - as_is)
+    if dtype == torch.float32 or alike <= _TOGETHER:
+        return found
+    model = context.model.in_dtype(dtype)
+    before = model.config._attn_implementation
+    try:
+        for kernel in context.model.kernels:
+            model.set_attn_implementation(kernel)
+            found |= {f"{kernel}, {name}": context.hidden(layout=layout, dtype=dtype) for name, layout in _LAYOUTS}
+            found[f"{kernel}, decoded with a cache"] = context.decoded(dtype)
+    finally:
+        model.set_attn_implementation(before)
+    return found
+
+
+def _nearest(context: Context, paths: dict[str, Tensor], head: Head | None) -> Prediction:
+    """The path that leaves least."""
+    known = torch.isfinite(context.target)
+    error = lambda values: distance(values[known], context.target[known])
+    values = {path: context.predict(hidden, head) for path, hidden in paths.items()}
+    best = min(values, key=lambda path: error(values[path]))
+    return Prediction(values[best], {"path": best} if best else {})

@@ -22,9 +22,11 @@ from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import match
 from rlkernel_drift.scoring.operators import stored
 from rlkernel_drift.scoring.weights import state_of
-from rlkernel_drift.verdict import Consequence, Diagnosis, LayerView, Status, Verdict
+from rlkernel_drift.verdict import Consequence, Diagnosis, Finding, Gate, LayerView, Status, Verdict
 
 _THETA = 1e-3
+_NO_LOGPROB = frozenset({"not-finite", "support", "above-zero"})
+"""Causes by which the statistics gate refuses values: a difference to them explains nothing."""
 
 
 def diagnose_verdict(
@@ -126,21 +128,29 @@ def _undecided(verdict: Verdict, found: Diagnosis) -> Verdict:
 
 
 def _answered(verdict: Verdict) -> Verdict:
-    """Without the advice to diagnose: that has been done."""
-    gates = [
-        gate.model_copy(
-            update={"findings": [f.model_copy(update={"fix": ""}) if f.cause == "drift" else f for f in gate.findings]}
+    """Without the advice to diagnose, and without hints that the diagnosis refuted: that has been done."""
+    excluded = verdict.diagnosis.excluded if verdict.diagnosis is not None else []
+
+    def answered(gate: Gate, found: Finding) -> Finding:
+        if found.cause == "drift":
+            return found.model_copy(update={"fix": ""})
+        if gate.name != "statistics" or found.severity != "warning" or found.cause not in excluded:
+            return found
+        return found.model_copy(
+            update={"severity": "note", "message": f"{found.message}; re-scoring excludes it", "fix": ""}
         )
-        for gate in verdict.gates
-    ]
+
+    gates = [gate.model_copy(update={"findings": [answered(gate, f) for f in gate.findings]}) for gate in verdict.gates]
     return verdict.model_copy(update={"gates": gates})
 
 
 def _from_gates(verdict: Verdict) -> Diagnosis | None:
     for gate in verdict.gates:
         errors = [f for f in gate.findings if f.severity == "error"]
-        if gate.name in INPUT_GATES and gate.status == "failed" and errors:
-            first = errors[0]
+        if gate.status != "failed" or not errors:
+            continue
+        first = errors[0]
+        if gate.name in INPUT_GATES or (gate.name == "statistics" and first.cause in _NO_LOGPROB):
             return Diagnosis(
                 cause=first.cause, statement=f"Named by the gate of {gate.title}: {first.message}", finding=first
             )

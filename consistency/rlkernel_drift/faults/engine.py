@@ -32,6 +32,7 @@ class Engine:
         hooks: context managers around its forwards (a faulty operator).
         head_weight: another head.
         extra_logits: padding entries of the vocabulary with logit zero.
+        decimals: recorded log-probabilities are rounded to as many.
         shift: recorded log-probabilities are moved by this many tokens.
         prefix: (model, tokens): keys and values of the first tokens come from another model.
         attend: left padding is attended to, at this multiple.
@@ -47,6 +48,7 @@ class Engine:
     edits: dict[str, Tensor] = field(default_factory=dict)
     head_weight: Tensor | None = None
     extra_logits: int = 0
+    decimals: int | None = None
     shift: int = 0
     prefix: tuple[ReferenceModel, int] | None = None
     attend: int = 0
@@ -95,6 +97,8 @@ class Engine:
         values = rows.processed(self.sampling.top_k, self.sampling.top_p, self.sampling.min_p)
         if self.head.logprobs is not None:
             values = values.to(self.head.logprobs).float()
+        if self.decimals is not None:
+            values = values.round(decimals=self.decimals)
         return _moved(values, sequences.owner, self.shift) if self.shift else values
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlkernel_drift.capsule import Capsule, Manifest, Sampling, build_capsule
 from rlkernel_drift.faults.tiny import LAYERS, VOCABULARY
 from rlkernel_drift.faults.world import World
-from rlkernel_drift.scoring.model import Head, ReferenceModel
+from rlkernel_drift.scoring.model import Head, ReferenceModel, replaced
 from rlkernel_drift.scoring.operators import points, watched
 from rlkernel_drift.scoring.weights import QUANTISATIONS, Adapter, linear_names, quantised
 
@@ -31,7 +31,7 @@ class Kind:
     """One kind of fault.
 
     Attributes:
-        group: semantics, weights, tokens, layout, precision or operators.
+        group: semantics, weights, tokens, layout, precision, settings, outside (of the battery) or operators.
         causes: verdicts that name it rightly. operator: the verdict must also name the planted operator.
         dtype: None draws it; some faults exist in one dtype only.
         previous: the diagnosis is given the version of the weights before.
@@ -418,6 +418,51 @@ def bfloat16_layers(world: World) -> None:
     world.rollout.dtype = torch.bfloat16
 
 
+@kind("rounded records", "precision", "rounded-records", dtype="float32")
+def rounded_records(world: World) -> None:
+    world.rollout.decimals = world.planted["decimals"] = world.rng.randint(1, 4)
+
+
+@kind("bfloat16 rotary frequencies", "precision", "rope-dtype", dtype="float32")
+def bfloat16_rotary(world: World) -> None:
+    engine = world.rollout
+    engine.hooks.append(lambda _: engine.model.rotary_rounded(torch.bfloat16, engine.dtype))
+
+
+# ---- settings of the model -----------------------------------------------------------------------------------------
+
+
+@kind("norm epsilon in every layer", "settings", "norm-epsilon")
+def every_norm_epsilon(world: World) -> None:
+    epsilon, engine = 10 ** world.rng.uniform(-4.0, -0.7), world.rollout
+    world.planted["epsilon"] = epsilon
+    engine.hooks.append(lambda _: engine.model.norm_epsilon(epsilon, engine.dtype))
+
+
+@kind("other GELU", "settings", "activation", dtype="float32")
+def other_gelu(world: World) -> None:
+    trained, engine = world.rng.choice(("none", "tanh")), world.rollout
+    world.planted["approximate"] = trained
+    for model in (world.base, engine.model.model):
+        for layer in model.base_model.layers:
+            layer.mlp.act_fn = torch.nn.GELU(approximate=trained)
+    engine.hooks.append(lambda _: replaced(engine.model.other_gelu(engine.dtype)))
+
+
+# ---- outside the battery: no hypothesis contains them, and "unexplained" is the right answer -----------------------
+
+
+@kind("eight-bit keys and values", "outside", "unexplained", dtype="float32")
+def eight_bit_cache(world: World) -> None:
+    names = {f"layers.{layer}.{name}" for layer in range(LAYERS) for name in ("k_proj", "v_proj")}
+
+    def hook(model: Any) -> contextlib.AbstractContextManager[None]:
+        where = [point for point in points(model) if point.name in names]
+        return watched(where, lambda _, value: quantised(value.flatten(0, 1), "int8 per row").view(value.shape))
+
+    world.rollout.hooks.append(hook)
+
+
 # ---- operators -----------------------------------------------------------------------------------------------------
 
 
@@ -502,17 +547,8 @@ def norm_epsilon(world: World) -> None:
     layer = _layer(world, "input_norm")
     epsilon = 10 ** world.rng.uniform(-1.7, -0.3)
     world.planted["epsilon"] = epsilon
-
-    @contextlib.contextmanager
-    def hook(model: Any) -> Iterator[None]:
-        norm = model.base_model.layers[layer].input_layernorm
-        before, norm.variance_epsilon = norm.variance_epsilon, epsilon
-        try:
-            yield
-        finally:
-            norm.variance_epsilon = before
-
-    world.rollout.hooks.append(hook)
+    norm = lambda model: model.base_model.layers[layer].input_layernorm
+    world.rollout.hooks.append(lambda model: replaced([(norm(model), "variance_epsilon", epsilon)]))
 
 
 @kind("attention scale in one layer", "operators", "operator", operator=True)
@@ -521,14 +557,9 @@ def attention_scale(world: World) -> None:
     factor = world.rng.choice((world.rng.uniform(0.4, 0.85), world.rng.uniform(1.2, 2.0)))
     world.planted["factor"] = factor
 
-    @contextlib.contextmanager
-    def hook(model: Any) -> Iterator[None]:
+    def hook(model: Any) -> contextlib.AbstractContextManager[None]:
         attention = model.base_model.layers[layer].self_attn
-        before, attention.scaling = attention.scaling, attention.scaling * factor
-        try:
-            yield
-        finally:
-            attention.scaling = before
+        return replaced([(attention, "scaling", attention.scaling * factor)])
 
     world.rollout.hooks.append(hook)
 
@@ -536,17 +567,8 @@ def attention_scale(world: World) -> None:
 @kind("activation in one layer", "operators", "operator", operator=True)
 def activation_function(world: World) -> None:
     layer = _layer(world, "activation")
-
-    @contextlib.contextmanager
-    def hook(model: Any) -> Iterator[None]:
-        mlp = model.base_model.layers[layer].mlp
-        before, mlp.act_fn = mlp.act_fn, torch.nn.GELU()
-        try:
-            yield
-        finally:
-            mlp.act_fn = before
-
-    world.rollout.hooks.append(hook)
+    mlp = lambda model: model.base_model.layers[layer].mlp
+    world.rollout.hooks.append(lambda model: replaced([(mlp(model), "act_fn", torch.nn.GELU())]))
 
 
 @kind("norm of queries in one layer", "operators", "operator", families=("qwen3",), operator=True)

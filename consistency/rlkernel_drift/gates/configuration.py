@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlkernel_drift.capsule import dtype_name
 from rlkernel_drift.gates.common import gate, skipped, some
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import Pair
@@ -35,7 +36,7 @@ def differences(pair: Pair) -> list[Difference]:
         weights |= {"attention_backend": "other"}
     rows = [_row("contract", a.contract, b.contract, "numerics")] if a.contract != b.contract else []
     for key in sorted(set(a.config) | set(b.config)):
-        left, right = a.config.get(key), b.config.get(key)
+        left, right = (_setting(key, side.config.get(key)) for side in (a, b))
         if left != right:
             rows.append(_row(key, left, right, weights.get(key, "other")))
     for key in sorted(set(a.versions) | set(b.versions)):
@@ -46,6 +47,13 @@ def differences(pair: Pair) -> list[Difference]:
             rows.append(_row(key, a.hardware.get(key), b.hardware.get(key), "other"))
     order = {"numerics": 0, "version": 1, "other": 2}
     return sorted(rows, key=lambda row: order[row.weight])
+
+
+def _setting(key: str, value: Scalar) -> Scalar:
+    """A dtype by its one name; `auto` says no more of layers and head than a record that is missing."""
+    if key not in ("dtype", "torch_dtype", "head_dtype", "logits_dtype"):
+        return value
+    return dtype_name(value) or (None if value == "auto" else value)
 
 
 def _row(key: str, rollout: Scalar, train: Scalar, weight: str) -> Difference:

@@ -83,7 +83,7 @@ def scored(source: Source, other: Source, engines: Engines | None = None) -> Sou
         return source
     if other.capsule is None:
         raise DriftError(f"{source.label} is a model: the other side must have tokens, a capsule, or be a model too")
-    from rlkernel_drift.capture.request import Request
+    from rlkernel_drift.capture.request import Request, own_dtype
     from rlkernel_drift.cli.capture import capture
 
     manifest = other.capsule.manifest
@@ -98,7 +98,7 @@ def scored(source: Source, other: Source, engines: Engines | None = None) -> Sou
         tokens=other.capsule,
         side="train",
         sampling=manifest.sampling,
-        dtype=engines.dtype or str(manifest.config.get("dtype", "float32")),
+        dtype=engines.dtype or manifest.dtype or own_dtype(source.model.path),
         device=engines.device,
         operators=_recorded(other),
         operator_sequences=1 << 30,

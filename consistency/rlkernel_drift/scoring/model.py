@@ -61,12 +61,14 @@ class ReferenceModel:
     Args:
         model: in fp32, or in its own dtype; copies in other dtypes are made when needed.
         path: where it came from, for its tokenizer.
+        own: dtype of the checkpoint; default that of `model`.
     """
 
-    def __init__(self, model: Any, path: Path | None = None) -> None:
+    def __init__(self, model: Any, path: Path | None = None, own: torch.dtype | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
         self.path = path
         self.config = model.config
+        self.own = own or next(model.parameters()).dtype
         self._copies: dict[torch.dtype, Any] = {next(model.parameters()).dtype: self.model}
         self._named: dict[torch.dtype, dict[str, torch.nn.Parameter]] = {}
 
@@ -75,12 +77,13 @@ class ReferenceModel:
         cls,
         path: str | Path,
         device: str = "cpu",
-        attention: str = "sdpa",
+        attention: str = "",
         dtype: torch.dtype = torch.float32,
     ) -> ReferenceModel:
         """Loads a model directory.
 
         Args:
+            attention: of transformers; "" is its default for the model, or eager where that default drops something.
             dtype: of the weights; fp32 lets hypotheses round them to others.
 
         Raises:
@@ -90,20 +93,26 @@ class ReferenceModel:
         if not (Path(path) / "config.json").is_file():
             raise DriftError(f"{path} is no model directory: it has no config.json")
         try:
-            from transformers import AutoModelForCausalLM
+            from transformers import AutoConfig, AutoModelForCausalLM
             from transformers.utils import logging
         except ImportError:
             raise DriftError("scoring needs transformers: pip install 'rlkernel[drift]'") from None
         logging.set_verbosity_error()
         logging.disable_progress_bar()
+        trusted: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(path), dtype=dtype, attn_implementation=attention, trust_remote_code=False, local_files_only=True
-            )
+            config = AutoConfig.from_pretrained(str(path), **trusted)
+            chosen = attention or ("eager" if _capped(config) else None)
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation=chosen, **trusted)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise DriftError(f"{path} cannot be loaded by transformers: {first}") from None
-        return cls(model.to(device), Path(path))
+        return cls(model.to(device), Path(path), config.dtype)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Attention kernels of transformers that compute this model; sdpa knows neither score caps nor sinks."""
+        return ("eager",) if _capped(self.config) or not self.model._supports_sdpa else ("sdpa", "eager")
 
     @property
     def device(self) -> torch.device:
@@ -130,10 +139,8 @@ class ReferenceModel:
 
     def _restore_rotary(self, made: Any) -> None:
         # `.to(dtype)` rounds the rotary frequencies; from_pretrained keeps them in fp32, and so do engines.
-        for (_, source), (_, target) in zip(_rotary(self.model), _rotary(made), strict=True):
-            for name in ("inv_freq", "original_inv_freq"):
-                if hasattr(source, name):
-                    setattr(target, name, getattr(source, name).clone())
+        for (_, name, frequencies), (target, _, _) in zip(_rotary(self.model), _rotary(made), strict=True):
+            setattr(target, name, frequencies.clone())
 
     # ---- forward ---------------------------------------------------------------------------------------------------
 
@@ -230,29 +237,34 @@ class ReferenceModel:
             for name, value in kept.items():
                 parameters[name].data = value
 
-    @contextlib.contextmanager
-    def rotary_base(self, theta: float, dtype: torch.dtype) -> Iterator[None]:
+    def rotary_base(self, theta: float, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
         """Another base of the rotary embedding for a while."""
-        modules = [module for _, module in _rotary(self.in_dtype(dtype))]
-        kept = [module.inv_freq for module in modules]
-        try:
-            for module in modules:
-                size = module.inv_freq.shape[0]
-                exponent = torch.arange(size, dtype=torch.float64) / size
-                module.inv_freq = (theta**-exponent).to(module.inv_freq)
-            yield
-        finally:
-            for module, frequencies in zip(modules, kept, strict=True):
-                module.inv_freq = frequencies
+        exponent = lambda f: torch.arange(len(f), dtype=torch.float64) / len(f)
+        return replaced([(m, n, (theta ** -exponent(f)).to(f)) for m, n, f in _rotary(self.in_dtype(dtype))])
+
+    def rotary_rounded(self, to: torch.dtype, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+        """Rotary frequencies rounded to a dtype for a while."""
+        return replaced([(m, n, f.to(to).to(f)) for m, n, f in _rotary(self.in_dtype(dtype))])
+
+    def norm_epsilon(self, epsilon: float, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+        """Another epsilon in every norm for a while."""
+        modules = list(self.in_dtype(dtype).modules())
+        names = [(m, n) for m in modules for n in ("variance_epsilon", "eps") if isinstance(getattr(m, n, None), float)]
+        return replaced([(module, name, epsilon) for module, name in names])
+
+    def other_gelu(self, dtype: torch.dtype) -> list[tuple[Any, str, Any]]:
+        """Changes for `replaced`: the exact GELU in place of its tanh approximation, or the reverse; empty without."""
+        changes = [(m, "act_fn", _other_gelu(m.act_fn)) for m in self.in_dtype(dtype).modules() if hasattr(m, "act_fn")]
+        return changes if all(new is not None for _, _, new in changes) else []
 
     @property
     def theta(self) -> float | None:
         """Base of the rotary embedding where it is the plain kind; None where frequencies are scaled."""
-        modules = [module for _, module in _rotary(self.model)]
-        if len(modules) != 1 or getattr(modules[0], "rope_type", "default") != "default":
+        found = [(module, f) for module, name, f in _rotary(self.model) if not name.endswith("original_inv_freq")]
+        if len(found) != 1 or getattr(found[0][0], "rope_type", "default") != "default":
             return None
-        size = modules[0].inv_freq.shape[0]
-        return float(modules[0].inv_freq[-1].double() ** (-size / (size - 1))) if size > 1 else None
+        size = len(found[0][1])
+        return float(found[0][1][-1].double() ** (-size / (size - 1))) if size > 1 else None
 
     def parameter(self, name: str) -> Tensor:
         """A parameter of the model as loaded."""
@@ -265,8 +277,38 @@ class ReferenceModel:
         return self._named[dtype]
 
 
-def _rotary(model: Any) -> list[tuple[str, Any]]:
-    return [(name, module) for name, module in model.named_modules() if hasattr(module, "inv_freq")]
+def _capped(config: Any) -> bool:
+    """Whether attention scores are capped, which transformers' sdpa leaves out in silence."""
+    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
+
+
+def _rotary(model: Any) -> list[tuple[Any, str, Tensor]]:
+    """Rotary frequencies as (module, attribute, value); some families have a set for each type of layer."""
+    buffers = ((m, name, value) for m in model.modules() for name, value in m.named_buffers(recurse=False))
+    return [(module, name, value) for module, name, value in buffers if name.endswith("inv_freq")]
+
+
+def _other_gelu(function: Any) -> torch.nn.Module | None:
+    """The GELU that `function` is not, by its values; None where it is neither."""
+    if list(getattr(function, "parameters", list)()):
+        return None
+    x = torch.linspace(-4, 4, 65)
+    forms = (torch.nn.GELU(), torch.nn.GELU(approximate="tanh"))
+    same = [torch.allclose(function(x), form(x), rtol=0, atol=1e-5) for form in forms]
+    return forms[0] if same[1] else forms[1] if same[0] else None
+
+
+@contextlib.contextmanager
+def replaced(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes of objects, as (object, name, value), for a while."""
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
 
 
 def _batches(sequences: Sequences, budget: int) -> Iterator[range]:

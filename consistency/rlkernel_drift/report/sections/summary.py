@@ -71,24 +71,23 @@ def _statement(verdict: Verdict) -> Child:
     return tag("p", prose(verdict.diagnosis.statement), class_="statement") if verdict.diagnosis else None
 
 
-def main_finding(verdict: Verdict) -> Finding | None:
-    """The diagnosed cause, else the first error that names one, else the first suspect."""
-    if verdict.diagnosis is not None and verdict.diagnosis.finding is not None:
-        return verdict.diagnosis.finding
+def _main_finding(verdict: Verdict) -> tuple[str, Finding | None]:
+    """The cause, else the suspect, else that a threshold was exceeded, with its title."""
+    if verdict.named is not None:
+        return "Cause", verdict.named
+    if verdict.suspect is not None:
+        return "Suspect, not diagnosed" if verdict.diagnosis is None else "Suspect, not confirmed", verdict.suspect
     errors = [f for f in verdict.findings if f.severity == "error"]
-    named = next((f for f in errors if f.cause != "drift"), None)
-    return named or next((f for f in verdict.findings if f.severity == "warning"), errors[0] if errors else None)
+    return "Cause", errors[0] if errors and verdict.diagnosis is None else None
 
 
 def _columns(verdict: Verdict) -> Markup | None:
     """Cause, fix, cost and beginning beside each other."""
     calm = verdict.status in (Status.ALIGNED, Status.UNUSABLE)
-    finding = None if calm else main_finding(verdict)
+    title, finding = ("", None) if calm else _main_finding(verdict)
     columns: list[Child] = []
     stated = verdict.diagnosis.statement if verdict.diagnosis else None
     if finding is not None:
-        certain = verdict.diagnosis is not None or finding.severity == "error"
-        title = "Cause" if certain else "Suspect, not diagnosed"
         cause = title_of(finding.cause)
         columns.append(
             tag(
