@@ -307,3 +307,19 @@ def test_throughput_is_of_whole_rounds_that_the_time_allows(
     arms = [bench_vllm.DEFAULT, "rlkernel"]
     found = bench_vllm.measure(tmp_path, arms, "nano", 1 << 30, 4, 1.0, seconds)
     assert found == {name: [2.0] * rounds for name in arms}
+
+
+def test_tests_of_peers_stand_with_a_reason() -> None:
+    import test_peers
+
+    stock = {"TestA::test_x[1]": ("passed", ""), "TestA::test_x[2]": ("passed", ""), "TestB::test_y": ("passed", "")}
+    stock["TestB::test_z"] = ("failed", "not here")
+    ours = {name: ("failed", "no gradient") for name in stock} | {"TestB::test_y": ("passed", "")}
+    first, second = test_peers.rows("suite", stock, ours, {"no gradient": "why"}.__getitem__)
+    assert (first["number"], first["reason"]) == (1, "")
+    assert (second["number"], second["reason"], second["tests"]) == (2, "why", "`test_x`")
+    assert second["note"] == ["TestA::test_x[1]", "TestA::test_x[2]"]
+    with pytest.raises(SystemExit, match=r"nothing written.*\n.*TestB::test_y: it was not run"):
+        test_peers.rows(
+            "suite", stock, {**ours, "TestB::test_y": ("failed", "it was not run")}, {"no gradient": "why"}.__getitem__
+        )
