@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-MARKS = ("accelerate_tests", "torch_compile_test", *(f"flash_attn{number}_test" for number in ("", "_3", "_4")))
+MARKS = (
+    "accelerate_tests",
+    "is_training_test",
+    "torch_compile_test",
+    *(f"flash_attn{number}_test" for number in ("", "_3", "_4")),
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -76,8 +76,10 @@ def folder() -> Path | None:
     return found if (found / "test_modeling_common.py").exists() else None
 
 
-def common() -> types.ModuleType:
-    """transformers' `test_modeling_common`. Two mixins that it imports are not in the source distribution."""
+def mixins() -> tuple[type, ...]:
+    """transformers' common tests of models, and its test of training. Two mixins that the former's module imports are
+    not in the source distribution.
+    """
     where = folder()
     assert where is not None
     for name in ("", ".exporters", ".generation"):
@@ -88,7 +90,11 @@ def common() -> types.ModuleType:
         module = types.ModuleType(f"transformers_tests.{place}")
         setattr(module, f"{mixin}Mixin", type(f"{mixin}Mixin", (), {}))
         sys.modules.setdefault(module.__name__, module)
-    return importlib.import_module("transformers_tests.test_modeling_common")
+    common, training = (
+        importlib.import_module(f"transformers_tests.{name}")
+        for name in ("test_modeling_common", "test_training_mixin")
+    )
+    return training.TrainingTesterMixin, common.ModelTesterMixin, common.GenerationTesterMixin
 
 
 class Tester:
@@ -159,9 +165,9 @@ def suite(family: str, apply: bool, stands: dict[str, str]) -> type[unittest.Tes
     Args:
         stands: names of tests that do not pass, and the pattern of the reason that they have to give.
     """
-    tests = common()
 
-    class Suite(tests.ModelTesterMixin, tests.GenerationTesterMixin, unittest.TestCase):  # type: ignore[misc, name-defined]
+    class Suite(*mixins(), unittest.TestCase):  # type: ignore[misc]
+        model_tester: Any = None
         all_model_classes = (getattr(transformers, f"{family}ForCausalLM"),)
 
         def setUp(self) -> None:
