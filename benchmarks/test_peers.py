@@ -49,7 +49,7 @@ def rows(suite: str, stock: Outcomes, ours: Outcomes, reason: Callable[[str], st
         outcome, message = ours.get(name, ("failed", "it was not run"))
         if outcome != "passed":
             try:
-                alone.setdefault(reason(message), []).append(name)
+                alone.setdefault(reason(f"{name}: {message}"), []).append(name)
             except KeyError:
                 unknown.append(f"{name}: {message[:300]}")
     if unknown:

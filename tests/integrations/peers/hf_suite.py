@@ -28,7 +28,7 @@ OTHERS = re.compile(  # tests of other modalities, of encoders, or for accelerat
     r"flash|flex|deepspeed|offload|parallel|_features_|vision|(?<!non_)composite|encoder|compile|kernels_|grouped|"
     r"global_device|position_vector|can_load_with_device"
 )
-REASONS = (  # what a test says where it stands, and why it does
+REASONS = (  # name and message of tests that stand, and why they do
     (
         r"output_attentions=True: the attention op keeps no weights",
         "`output_attentions=True` is refused: the attention op keeps no weights",
@@ -38,28 +38,31 @@ REASONS = (  # what a test says where it stands, and why it does
         "transformers lets a configuration ask for attention weights with `eager` attention alone; under `apply` they "
         "are asked for in the call",
     ),
-    (r"unexpectedly None", "attention weights are returned without a gradient: the op does not compute them"),
+    (
+        r"retain_grad\w+: .*unexpectedly None",
+        "attention weights are returned without a gradient: the op does not compute them",
+    ),
     (
         r"does not support output_attentions",
         "skipped: transformers reads from the signature of a forward whether it returns attention weights",
     ),
     (
-        r"_attn_implementation|False is not true",
+        r"(set_attention_dynamically|sdpa_can_dispatch\w+): .*False is not true",
         "the test reads `config._attn_implementation`, which `apply` sets to its own",
     ),
     (r"architectures is \['\w+Model'\]", "a base model's configuration names no `ForCausalLM`, and `apply` refuses it"),
     (
-        r"Missing `_tied_weights_keys`|Lists differ",
+        r"tied_weights_keys: .*Lists differ",
         "the weights of q, k, v (and of gate, up) are views of one buffer, which the test takes for tied weights; "
         "`apply(model, join_weights=False)` leaves them apart",
     ),
-    (r"3 != 2", "`output_hidden_states` as a list of layers returns all of them"),
+    (r"specific_layers_hidden_states: .*3 != 2", "`output_hidden_states` as a list of layers returns all of them"),
     (r"call apply\(model\) again", "layers that are put in after `apply` are refused until it is called again"),
 )
 
 
 def reason(message: str) -> str:
-    """Why a test stands that passes in stock.
+    """Why a test stands that passes in stock, by `name: message`.
 
     Raises:
         KeyError: no reason is known; the test is a defect.
@@ -197,7 +200,7 @@ def _standing(test: Any, why: str) -> Any:
         try:
             test(self)
         except (Exception, unittest.SkipTest) as error:
-            assert reason(str(error)) == why, error
+            assert reason(f"{test.__name__}: {error}") == why, error
         else:
             raise AssertionError(f"it passes, and {STALE}")
 

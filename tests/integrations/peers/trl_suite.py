@@ -66,7 +66,7 @@ REWARDS = {
     "tiny-LlamaForSequenceClassification-3.2": "Llama",
 }
 
-REASONS = (  # what a test says where it stands, and why it does
+REASONS = (  # name and message of tests that stand, and why they do
     (
         r"Parameter \S*norm\.weight has not changed",
         "the test asks for another value of every weight; its few steps are below the spacing of bf16 at 1 (the "
@@ -87,7 +87,7 @@ REASONS = (  # what a test says where it stands, and why it does
 
 
 def reason(message: str) -> str:
-    """Why a test stands that passes in stock.
+    """Why a test stands that passes in stock, by `name: message`.
 
     Raises:
         KeyError: no reason is known; the test is a defect.
