@@ -9,6 +9,8 @@ TRITON ?= triton==3.6.0
 PYTEST_ARGS ?=
 # vLLM for CPUs, TRL and transformers at fixed versions, for tests/integrations. Not beside a CUDA build of torch.
 INTEGRATIONS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo yes)
+# transformers' source distribution: its own tests of models, which tests/integrations/peers runs.
+SOURCES := $(shell sed -n 's/^transformers==/transformers-/p' integrations/requirements.txt)
 
 .PHONY: help demo test test-gpu bench sanitize docs lint setup setup-integrations chromium clean
 
@@ -28,6 +30,9 @@ setup-integrations: $(if $(INTEGRATIONS),$(VENV)/.integrations)  ## into the sam
 $(VENV)/.integrations: $(VENV)/.ready integrations/requirements.txt integrations/requirements-nodeps.txt
 	$(BIN)/python -m pip install --quiet -r integrations/requirements.txt "$(TORCH)" "numpy<2.4"
 	$(BIN)/python -m pip install --quiet --no-deps -r integrations/requirements-nodeps.txt
+	$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation --no-binary transformers --dest $(VENV)/share \
+	  $(SOURCES:transformers-%=transformers==%)
+	cd $(VENV)/share && tar -xzf $(SOURCES).tar.gz $(SOURCES)/tests && rm $(SOURCES).tar.gz
 	touch $@
 
 chromium:              ## for the tests of the drift report; installed by apt-get where root runs this

