@@ -238,7 +238,7 @@ def decoder_forward(
     inputs_embeds: Tensor | None = None,
     use_cache: bool | None = None,
     **kwargs: Any,
-) -> BaseModelOutputWithPast:
+) -> BaseModelOutputWithPast | tuple[Any, ...]:
     """Hidden states after the final norm [B, L, C], zero at padding; packed [T, C] for a caller that packed itself.
 
     States of `output_hidden_states` go through the caller's shape on their way, so that they receive gradients.
@@ -273,12 +273,13 @@ def decoder_forward(
     hidden = through(len(layers), self.norm(x, residual)[0])
     out = hidden if inside else states[len(layers)] if len(layers) in states else packed.scatter(hidden)
     found = tuple(states.get(i) for i in range(1 if some else 0, len(layers) + 1))
-    return BaseModelOutputWithPast(
+    result = BaseModelOutputWithPast(
         last_hidden_state=out,
         past_key_values=packed.cache,
         hidden_states=found if asked else None,
         attentions=tuple(attentions) if packed.weights else None,
     )
+    return result if inside or option(self, kwargs, "return_dict") else result.to_tuple()
 
 
 def _embed(decoder: Any, packed: Packed, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:  # [T, C]
@@ -379,7 +380,7 @@ def causal_lm_forward(
         hidden_states=inner.hidden_states,
         attentions=inner.attentions,
     )
-    return out if kwargs.get("return_dict", True) is not False else out.to_tuple()
+    return out if option(self, kwargs, "return_dict") else out.to_tuple()
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------

@@ -152,6 +152,7 @@ def test_loss_with_labels(case: str, compat: Any) -> None:
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     assert_bitwise(model(ids, attention_mask=mask, shift_labels=shifted).loss, evaluated.loss, "shift_labels")
     assert isinstance(model(ids, return_dict=False), tuple)
+    assert isinstance(model.model(ids, return_dict=False), tuple)
     compat.close("transformers", "loss and gradients of labels against stock, float32")
 
 
