@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 # vLLM for CPUs, TRL and transformers at fixed versions, for tests/integrations. Not beside a CUDA build of torch.
 INTEGRATIONS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo yes)
 
-.PHONY: help demo test test-gpu bench sanitize docs lint setup setup-integrations chromium clean
+.PHONY: help demo test test-gpu bench sanitize docs site lint setup setup-integrations chromium clean
 
 setup: $(VENV)/.ready  ## .venv with rlkernel, its tests and its linters
 
@@ -54,6 +54,13 @@ sanitize: setup        ## every op under compute-sanitizer (needs a GPU); writes
 
 docs: setup            ## tables of README and docs from benchmarks/results
 	$(BIN)/python benchmarks/tables.py
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	touch $@
+
+site: setup $(VENV)/.docs  ## the documentation as a site, in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: setup            ## style, types, layers
 	$(BIN)/ruff check .
