@@ -12,7 +12,7 @@ INTEGRATIONS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo yes)
 # transformers' source distribution: its own tests of models, which tests/integrations/peers runs.
 SOURCES := $(shell sed -n 's/^transformers==/transformers-/p' integrations/requirements.txt)
 
-.PHONY: help demo test test-gpu bench sanitize docs lint setup setup-integrations chromium clean
+.PHONY: help demo test test-gpu bench sanitize docs site lint setup setup-integrations chromium clean
 
 setup: $(VENV)/.ready  ## .venv with rlkernel, its tests and its linters
 
@@ -59,6 +59,13 @@ sanitize: setup        ## every op under compute-sanitizer (needs a GPU); writes
 
 docs: setup            ## tables of README and docs from benchmarks/results
 	$(BIN)/python benchmarks/tables.py
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	touch $@
+
+site: setup $(VENV)/.docs  ## the documentation as a site, in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: setup            ## style, types, layers
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkernel import ops
+from rlkernel import nvtx, ops
 from rlkernel.data.tokenizer import Tokenizer, local_directory
 from rlkernel.engine.block_manager import BlockManager
 from rlkernel.engine.graphs import DecodeGraphs, Recorder, wanted
@@ -342,11 +342,14 @@ class LLM:
                     f"{self.model.attention_variant!r} since; make a new LLM, or call "
                     f"model.set_attention_variant({self.attention!r})"
                 )
-            step = self.scheduler.schedule()
+            with nvtx.range("engine.schedule"):
+                step = self.scheduler.schedule()
             if step is None:
                 return []
-            result = self.runner.run(step)
-            ended = self.scheduler.commit(step, result.tokens, result.logps, result.kept)
+            with nvtx.range("engine.run"):
+                result = self.runner.run(step)
+            with nvtx.range("engine.commit"):
+                ended = self.scheduler.commit(step, result.tokens, result.logps, result.kept)
         except BaseException:
             # A page may be registered and unwritten, a row half booked: nothing of it may be reused.
             self.abort_all()

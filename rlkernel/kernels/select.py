@@ -1,15 +1,16 @@
 """Which implementation computes an op, decided once per (op, device type) and shown by `rlkernel doctor`.
 
 CPU: the C++ kernel; without a compiler the readable reference, with one warning (a failed build is an error).
-CUDA: certified schedules (`kernels/schedule.py`) where the op has some, else the Triton kernel. `use(...)` forces one
-implementation inside a block, for tests and certification.
+CUDA: certified schedules (`kernels/schedule.py`) where the op has some, else the Triton kernel. Other device types: the
+functions that another package registered (`ops.register_backend`). `use(...)` forces one implementation inside a block,
+for tests and certification.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -38,6 +39,7 @@ class NoImplementation(RuntimeError):
 
 
 _modules: dict[str, str] = {}
+_backends: dict[str, tuple[dict[str, Callable[..., Any]], bool]] = {}  # of other packages, see `register`
 _chosen: dict[tuple[str, str], Choice] = {}
 _forced = Switch[str | None](None)  # of `use`
 _warned = False
@@ -51,6 +53,30 @@ def declare(op: str, module: str) -> None:
 def declared() -> tuple[str, ...]:
     """Names of all declared ops, in order of declaration."""
     return tuple(_modules)
+
+
+def register(device: str, functions: Mapping[str, Callable[..., Any]], reference: bool) -> None:
+    """Takes another package's functions for a device type, and whether the reference computes the ops that it lacks.
+
+    `ops.register_backend` calls it and tells torch.
+
+    Raises:
+        ValueError: the device type has implementations already, or a name is not that of a declared op.
+        TypeError: a function cannot be called.
+    """
+    if device in ("cpu", "cuda") or device in _backends:
+        raise ValueError(
+            f"register_backend: device type {device!r} already has implementations; register a backend once, for a "
+            "device type other than cpu and cuda"
+        )
+    for op, fn in functions.items():
+        if op not in _modules:
+            raise ValueError(
+                f"register_backend: {op!r} is not an op; rlkernel.kernels.select.declared() lists the names"
+            )
+        if not callable(fn):
+            raise TypeError(f"register_backend: {op} is of type {type(fn).__name__}; expected a function")
+    _backends[device] = dict(functions), reference
 
 
 def _find(op: str, implementation: str) -> Callable[..., Any] | None:
@@ -74,7 +100,7 @@ def _why_no_cpp() -> str | None:
 
 
 def choose(op: str, device: str) -> Choice:
-    """The implementation of `op` on a device type ("cpu" or "cuda").
+    """The implementation of `op` on a device type: "cpu", "cuda" or that of a registered backend.
 
     Raises:
         NoImplementation: nothing can compute the op there.
@@ -93,6 +119,17 @@ def choose(op: str, device: str) -> Choice:
 
 def _decide(op: str, device: str) -> Choice:
     global _warned
+    if device in _backends:
+        functions, reference = _backends[device]
+        if op in functions:
+            return Choice(op, device, "registered", "given to register_backend by another package", functions[op])
+        fn = _find(op, "reference") if reference else None
+        if fn is None:
+            raise NoImplementation(
+                f"op {op!r} has no implementation on {device!r}: its backend lacks it; give the function to "
+                "register_backend, or pass reference=True"
+            )
+        return Choice(op, device, "reference", "the backend lacks it and was registered with reference=True", fn)
     if device == "cuda":
         fn = _find(op, "certified")
         if fn is not None:

@@ -1,6 +1,6 @@
 """The ops: the only API that models, engine, trainer and integrations call."""
 
-from rlkernel.ops._library import is_stock, stock
+from rlkernel.ops._library import is_stock, register_backend, stock
 from rlkernel.ops.adamw import GradNorm, adamw_, grad_norm
 from rlkernel.ops.attention import (
     attention,
@@ -55,6 +55,7 @@ __all__ = [
     "policy_loss",
     "qk_norm_rope",
     "qk_norm_rope_store",
+    "register_backend",
     "rms_norm",
     "rope",
     "sample",

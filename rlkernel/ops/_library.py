@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LEAST, MOST = 2.0**-149, torch.finfo(torch.float32).max
 """Smallest and largest positive number of fp32."""
 _stock = Switch(False)  # of `stock`
+_on: dict[str, Callable[[str], Callable[..., Any]]] = {}  # op -> its kernel for a device type
 
 
 def define(
@@ -74,6 +75,8 @@ def define(
 
         return call
 
+    if isinstance(module, str):
+        _on[name] = on
     direct = {"cpu": on("cpu"), "cuda": on("cuda")}
     _LIBRARY.impl(name, direct["cpu"], "CPU")
     _LIBRARY.impl(name, direct["cuda"], "CUDA")
@@ -122,6 +125,38 @@ def define(
         return output
 
     return call_on_one_device
+
+
+def register_backend(device: str, functions: Mapping[str, Callable[..., Any]], *, reference: bool = False) -> None:
+    """Makes another package's functions compute the ops on a device type that rlkernel has no kernels for.
+
+    Argument checks, autograd and fakes stay those of the ops. docs/accelerators.md says what the functions must keep.
+
+    Args:
+        device: torch's name of the device type without an index, such as "xpu"; not "cpu" or "cuda".
+        functions: name of a torch op (`rlkernel.kernels.select.declared()` lists them) -> a function with the arguments
+            and results of the function of that name in `rlkernel/kernels/reference`.
+        reference: whether that reference, on the device's own torch kernels, computes the ops that are left out. It is
+            slow, and for bring-up. If False, they raise `select.NoImplementation`.
+
+    Raises:
+        ValueError: the device type has implementations already, or a name is not that of an op.
+        TypeError: a function cannot be called. RuntimeError: torch knows no such device type.
+    """
+    if torch.device(device).type != device:
+        raise ValueError(f"register_backend: device={device!r} has an index; expected a device type, such as 'xpu'")
+    check_flag("register_backend", "reference", reference)
+    select.register(device, functions, reference)
+
+    def below_autograd(run: Callable[..., Any]) -> Callable[..., Any]:  # torch's own ops in a kernel record nothing
+        def call(*args: Any) -> Any:
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                return run(*args)
+
+        return call
+
+    for name, on in _on.items():
+        torch.library.impl(f"rlkernel::{name}", device, below_autograd(on(device)), lib=_LIBRARY)
 
 
 def once_differentiable(op: str, backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel import ops
+from rlkernel import nvtx, ops
 from rlkernel.contract import compare_bitwise
 from rlkernel.data.rewards import Scores, TrainerState
 from rlkernel.engine.sampling_params import mix_seed
@@ -52,7 +52,8 @@ def train_grpo(parts: Parts, run: Run, display: Display) -> dict[str, Any]:
     before = after = trainer.evaluate(0, display)
     display.start("grpo", settings.train.steps)
     for step in range(1, settings.train.steps + 1):
-        metrics, exact = trainer.step(step)
+        with nvtx.range(f"step {step}"):
+            metrics, exact = trainer.step(step)
         total.merge(exact)
         tokens += metrics["tokens"]
         run.log(step, metrics)
@@ -275,9 +276,10 @@ class Trainer:
     @contextmanager
     def _time(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
-        yield
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        with nvtx.range(name):
+            yield
+            if self.device == "cuda":
+                torch.cuda.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _keep_samples(
