@@ -150,9 +150,7 @@ def write(verdict: Verdict, args: argparse.Namespace) -> int:
     """Writes the verdict in every form that was asked for; returns its exit status."""
     from rich.console import Console
 
-    from rlkernel_drift.output.junit import write_junit
-    from rlkernel_drift.output.markdown import write_markdown
-    from rlkernel_drift.output.text import write_text
+    from rlkernel_drift.output import write_junit, write_markdown, write_text
 
     class Terminal(Console):
         def on_broken_pipe(self) -> None:  # rich would exit with 1, which says drift

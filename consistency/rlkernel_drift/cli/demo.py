@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from rlkernel_drift.cli.compare import write
     from rlkernel_drift.faults.kinds import KINDS
     from rlkernel_drift.faults.world import healthy_world, record_world
-    from rlkernel_drift.power.case import judge_pair
+    from rlkernel_drift.power import judge_pair
 
     # The models are so small that a second thread only waits.
     torch.set_num_threads(1)

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if args.path is None:
         raise DriftError("inspect needs the path of a capsule, or --schema")
     from rlkernel_drift.capsule import read_capsule
-    from rlkernel_drift.output.text import printable
+    from rlkernel_drift.output import printable
 
     capsule = read_capsule(args.path)
     m = capsule.manifest

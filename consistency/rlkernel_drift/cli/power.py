@@ -28,9 +28,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the matrix; 0 where at least 95% are named right, none is called aligned and nothing alarms falsely."""
     import torch
 
-    from rlkernel_drift.power.case import Case
-    from rlkernel_drift.power.matrix import plan, run_matrix, summary, write_result
-    from rlkernel_drift.power.tables import kinds
+    from rlkernel_drift.power import Case, plan, run_matrix, summary, write_result
+    from rlkernel_drift.power_tables import kinds
 
     torch.set_num_threads(1)
     cases = plan(args.seeds, args.healthy, args.kind)

@@ -38,8 +38,7 @@ def read_verdict(path: str) -> Verdict:
     """
     from pydantic import ValidationError
 
-    from rlkernel_drift.capsule.limits import DEFAULT_LIMITS
-    from rlkernel_drift.capsule.strict_json import parse_json
+    from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS, parse_json
     from rlkernel_drift.errors import DriftError
     from rlkernel_drift.verdict import Verdict
 
