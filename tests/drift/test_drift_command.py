@@ -22,8 +22,8 @@ from rlkernel_drift.capsule import (
     write_capsule,
 )
 from rlkernel_drift.cli.compare import read_floor
-from rlkernel_drift.cli.demo import DEMOS
 from rlkernel_drift.cli.main import build_parser, main
+from rlkernel_drift.cli.planted import DEMOS
 from rlkernel_drift.compare import compare
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.output import write_junit, write_markdown
