@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "consistency")]
 
 from results_io import write_result
 
-from rlkernel_drift.cli.demo import DEMOS
+from rlkernel_drift.cli.planted import DEMOS
 
 
 def run(name: str) -> dict[str, str | float]:

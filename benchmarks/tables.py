@@ -5,7 +5,7 @@ A table stands between `<!-- table: GLOB -->` and `<!-- /table -->` in a Markdow
 kernel and a column a target, `sums` one line for all tests and one for each kind of control, `stack=NAME` a line a
 feature of that stack and a column a run of the integrations' tests. `<!-- table: FOLDER/figures -->` compares with the
 targets (`figures.py`), `FOLDER/speed` has six rows for the README; the styles of the matrix of planted faults are in
-`rlkernel_drift.power.tables`. `--check` writes nothing and fails where a table is not what its files say.
+`rlkernel_drift.power_tables`. `--check` writes nothing and fails where a table is not what its files say.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "consistency")]
 from figures import FILES, figures, speed
 from results_io import kernel_sha
 
-from rlkernel_drift.power import tables as power
+from rlkernel_drift import power_tables as power
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(

@@ -16,13 +16,10 @@ from rlkernel_drift import __version__
 from rlkernel_drift.capsule import Capsule, Floor, Sampling
 from rlkernel_drift.consequences import Settings, consequences
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.gates.common import INPUT_GATES, TITLES, gate, skipped
-from rlkernel_drift.gates.configuration import configuration_gate, differences
-from rlkernel_drift.gates.hints import chain, hints, outlier
+from rlkernel_drift.gates.common import INPUT_GATES, TITLES, gate, schema_gate, skipped
 from rlkernel_drift.gates.layers import layers_gate
-from rlkernel_drift.gates.schema import schema_gate
-from rlkernel_drift.gates.semantics import semantics_gate
-from rlkernel_drift.gates.statistics import statistics_gate
+from rlkernel_drift.gates.settings import configuration_gate, differences, semantics_gate
+from rlkernel_drift.gates.statistics import chain, hints, outlier, statistics_gate
 from rlkernel_drift.gates.tokens import tokens_gate
 from rlkernel_drift.gates.weights import weights_gate
 from rlkernel_drift.inputs import Source, open_input, open_sides, train_side

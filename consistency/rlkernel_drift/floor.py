@@ -16,8 +16,7 @@ from rlkernel_drift.capsule import Capsule, Floor
 from rlkernel_drift.capture.request import Request
 from rlkernel_drift.diagnose.context import References, context_of
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.scoring.decoding import decoded_hidden
-from rlkernel_drift.scoring.model import DTYPES, Layout, ReferenceModel
+from rlkernel_drift.scoring.model import DTYPES, Layout, ReferenceModel, decoded_hidden
 from rlkernel_drift.statistics import Comparable, TokenStatistics, token_statistics
 
 

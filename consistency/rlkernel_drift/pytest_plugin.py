@@ -19,7 +19,7 @@ def assert_aligned() -> Callable[..., Verdict]:
         __tracebackhide__ = True
         from rlkernel_drift.compare import compare
         from rlkernel_drift.errors import DriftError
-        from rlkernel_drift.output.markdown import write_markdown
+        from rlkernel_drift.output import write_markdown
 
         try:
             verdict = compare(*args, **kwargs)

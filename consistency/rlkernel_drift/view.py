@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlkernel_drift.capsule import SpanKind
-from rlkernel_drift.gates.hints import position_profile
+from rlkernel_drift.gates.statistics import position_profile
 from rlkernel_drift.pair import Pair
 from rlkernel_drift.statistics import Comparable
 from rlkernel_drift.verdict import Histogram, Token, TokenView

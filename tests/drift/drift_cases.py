@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 
 from rlkernel_drift.capsule import Capsule, Manifest, Operators, Sampling, Tensor, build_capsule
-from rlkernel_drift.output.text import write_text
+from rlkernel_drift.output import write_text
 from rlkernel_drift.verdict import Verdict
 
 Side = Any

@@ -18,12 +18,11 @@ import torch
 from safetensors.torch import save_file
 
 from rlkernel_drift.capsule import read_capsule
-from rlkernel_drift.capture.overheard import cause, overheard
 from rlkernel_drift.capture.request import Request
-from rlkernel_drift.capture.vllm_engine import capture_vllm
+from rlkernel_drift.capture.vllm_engine import capture_vllm, cause, overheard
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.faults.tiny import tiny_model, updated
+from rlkernel_drift.faults.world import tiny_model, updated
 from rlkernel_drift.verdict import Verdict
 
 

@@ -22,12 +22,11 @@ from rlkernel_drift.capsule import (
     write_capsule,
 )
 from rlkernel_drift.cli.compare import read_floor
-from rlkernel_drift.cli.demo import DEMOS
 from rlkernel_drift.cli.main import build_parser, main
+from rlkernel_drift.cli.planted import DEMOS
 from rlkernel_drift.compare import compare
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.output.junit import write_junit
-from rlkernel_drift.output.markdown import write_markdown
+from rlkernel_drift.output import write_junit, write_markdown
 from rlkernel_drift.profiles import PROFILES, load_profile
 from rlkernel_drift.verdict import Status, Verdict, json_schema
 

@@ -16,11 +16,10 @@ from rlkernel_drift.compare import Options, compare_capsules
 from rlkernel_drift.diagnose.verdict import diagnose_verdict
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults.kinds import KINDS
-from rlkernel_drift.faults.tiny import tiny_model
-from rlkernel_drift.faults.world import Recorded, World, healthy_world, record_world, with_distribution
+from rlkernel_drift.faults.world import Recorded, World, healthy_world, record_world, tiny_model, with_distribution
 from rlkernel_drift.inputs import Source, open_input
 from rlkernel_drift.inputs.model import scored
-from rlkernel_drift.power.case import judge_pair
+from rlkernel_drift.power import judge_pair
 from rlkernel_drift.profiles import GENERAL
 from rlkernel_drift.report import write_html
 from rlkernel_drift.scoring.model import ReferenceModel

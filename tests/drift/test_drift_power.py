@@ -12,12 +12,11 @@ import torch
 
 from rlkernel_drift.capsule import Floor, Sampling
 from rlkernel_drift.cli.main import main
-from rlkernel_drift.diagnose.recorded import diagnose_recorded
+from rlkernel_drift.diagnose.verdict import diagnose_recorded
 from rlkernel_drift.faults.kinds import KINDS
 from rlkernel_drift.faults.world import healthy_world, record_world, with_distribution
-from rlkernel_drift.power.case import Case, run_case
-from rlkernel_drift.power.matrix import plan, run_matrix, summary, write_result
-from rlkernel_drift.power.tables import TABLES, kinds
+from rlkernel_drift.power import Case, plan, run_case, run_matrix, summary, write_result
+from rlkernel_drift.power_tables import TABLES, kinds
 from rlkernel_drift.scoring.sequences import sequences_of
 from rlkernel_drift.verdict import Verdict
 

@@ -23,13 +23,10 @@ from hypothesis import strategies as st
 from rlkernel_drift.capsule import Manifest, build_capsule, write_capsule
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import compare
-from rlkernel_drift.report import write_html
-from rlkernel_drift.report.charts.heat import heat_map
+from rlkernel_drift.report import MAX_BYTES, write_html
+from rlkernel_drift.report.charts.heat import SEQUENTIAL, heat_map, palette, png
 from rlkernel_drift.report.figure import write_png
-from rlkernel_drift.report.markup import Markup, tag, visible
-from rlkernel_drift.report.numbers import number, share
-from rlkernel_drift.report.page import MAX_BYTES
-from rlkernel_drift.report.raster import SEQUENTIAL, palette, png
+from rlkernel_drift.report.markup import Markup, number, share, tag, visible
 from rlkernel_drift.report.sections.tokens import colour, levels, sample
 from rlkernel_drift.statistics import Lattice
 from rlkernel_drift.verdict import (

@@ -1,9 +1,17 @@
 """Capsules: the trace format `rlkernel.trace/1`, safetensors and JSON, no pickle. See docs/drift/capsule.md."""
 
-from rlkernel_drift.capsule.build import build_capsule, describe_operators
-from rlkernel_drift.capsule.capsule import PHASES, STREAMS, Capsule, Distribution, Kept, Operators, SpanKind
+from rlkernel_drift.capsule.capsule import (
+    PHASES,
+    STREAMS,
+    Capsule,
+    Distribution,
+    Kept,
+    Operators,
+    SpanKind,
+    build_capsule,
+    describe_operators,
+)
 from rlkernel_drift.capsule.folder import check_target, is_capsule, read_capsule, redact, write_capsule
-from rlkernel_drift.capsule.limits import Limits
 from rlkernel_drift.capsule.manifest import (
     FORMAT,
     Floor,
@@ -16,6 +24,7 @@ from rlkernel_drift.capsule.manifest import (
     Weights,
     dtype_name,
 )
+from rlkernel_drift.capsule.strict_json import Limits
 from rlkernel_drift.capsule.tensor_file import Tensor
 
 __all__ = [

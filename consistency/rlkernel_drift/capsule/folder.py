@@ -18,9 +18,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from rlkernel_drift.capsule.capsule import Capsule, Distribution, Kept, Operators
-from rlkernel_drift.capsule.limits import DEFAULT_LIMITS, Limits
 from rlkernel_drift.capsule.manifest import FORMAT, File, Manifest
-from rlkernel_drift.capsule.strict_json import parse_json
+from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS, Limits, parse_json
 from rlkernel_drift.capsule.tensor_file import Array, Tensor, parse_tensors, read_bytes, write_tensors
 from rlkernel_drift.errors import CapsuleError, DriftError, Refusal
 

@@ -1,14 +1,45 @@
-"""JSON as strangers send it: size and depth checked first; duplicate keys, NaN, infinities and huge numbers refused."""
+"""JSON as strangers send it, and the limits that hold for everything they send.
+
+Size and depth are checked before anything is allocated; duplicate keys, NaN, infinities and huge numbers are refused.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
-from rlkernel_drift.capsule.limits import DEFAULT_LIMITS, Limits
 from rlkernel_drift.errors import CapsuleError, Refusal
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest sizes that are read.
+
+    Attributes:
+        file_bytes: of one tensor file.
+        header_bytes: of the JSON header of a tensor file.
+        json_bytes, json_depth: of the manifest, and nesting of any JSON.
+        tensors: in one file.
+        dims: of one tensor.
+        tokens: of all sequences.
+        string: characters of one string.
+    """
+
+    file_bytes: int = 4 << 30
+    header_bytes: int = 16 << 20
+    json_bytes: int = 64 << 20
+    json_depth: int = 16
+    tensors: int = 65536
+    dims: int = 8
+    tokens: int = 1 << 28
+    string: int = 1 << 16
+
+
+DEFAULT_LIMITS = Limits()
+
 
 # Possessive, and an unterminated string reaches to the end: a match never fails, so the scan is linear.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlkernel_drift.capsule.limits import DEFAULT_LIMITS, Limits
-from rlkernel_drift.capsule.strict_json import parse_json
+from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS, Limits, parse_json
 from rlkernel_drift.errors import CapsuleError, Refusal
 
 Array = NDArray[Any]

@@ -21,8 +21,7 @@ from rlkernel_drift.capsule import (
 from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, recorded_rows, weights_of
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.scoring.decoding import Decoding, decoded_hidden
-from rlkernel_drift.scoring.model import DTYPES, Head, ReferenceModel
+from rlkernel_drift.scoring.model import DTYPES, Decoding, Head, ReferenceModel, decoded_hidden
 from rlkernel_drift.scoring.operators import record
 from rlkernel_drift.scoring.semantics import SortedLogits
 from rlkernel_drift.scoring.sequences import Sequences, sequences_of

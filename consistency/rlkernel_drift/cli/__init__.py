@@ -1,1 +1,1 @@
-"""The command line, one file a command."""
+"""The command line; a command imports what it runs on when it runs."""

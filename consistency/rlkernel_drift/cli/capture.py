@@ -1,4 +1,7 @@
-"""`rlkernel-drift capture`: records a capsule with an engine, of prompts or of another capsule's tokens."""
+"""`rlkernel-drift capture` and `floor` run an engine: one records a capsule, the other the band that is normal for it.
+
+A capsule is of prompts or of another capsule's tokens; a floor is the engine against itself.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkernel_drift.cli.streams import at_least
+from rlkernel_drift.cli.streams import at_least, write_file
 
 if TYPE_CHECKING:
     from rlkernel_drift.capsule import Capsule
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 ENGINES = ("hf", "hf+rlkernel", "rlkernel", "vllm", "vllm+rlkernel")
 
 
-def add_parser(subparsers: Any) -> None:
+def add_capture(subparsers: Any) -> None:
     """Adds the `capture` command."""
     words = "record a capsule with an engine"
     parser = subparsers.add_parser("capture", help=words, description=words.capitalize() + ".")
@@ -34,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--no-weights", action="store_true", help="no fingerprints of the weights")
     parser.add_argument("--no-text", action="store_true", help="leave out token texts and the command")
     parser.add_argument("--max-mib", type=at_least(1), default=256, metavar="N", help="capsule's size; default 256")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_capture)
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +150,7 @@ def capture(engine: str, request: Request) -> Capsule:
     return capture_vllm(request, rlkernel=engine == "vllm+rlkernel")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_capture(args: argparse.Namespace) -> int:
     """Captures and writes; returns 0."""
     import time
 
@@ -160,4 +163,29 @@ def run(args: argparse.Namespace) -> int:
     size = sum(file.stat().st_size for file in folder.iterdir())
     seconds = time.perf_counter() - start
     print(f"{folder}: {int(capsule.mask.sum())} tokens, {', '.join(capsule.logprobs)}, {size} bytes, {seconds:.1f} s")
+    return 0
+
+
+def add_floor(subparsers: Any) -> None:
+    """Adds the `floor` command."""
+    words = "measure the noise of an engine against itself"
+    parser = subparsers.add_parser("floor", help=words, description=words.capitalize() + ".")
+    parser.add_argument("--engine", default="hf", choices=("hf", "rlkernel", "vllm", "vllm+rlkernel"))
+    parser.add_argument("--engine-args", default="{}", metavar="JSON", help="further arguments of vllm.LLM")
+    add_request(parser)
+    parser.add_argument("--out", metavar="FILE", help="write the floor as JSON, for compare --floor")
+    parser.set_defaults(run=run_floor)
+
+
+def run_floor(args: argparse.Namespace) -> int:
+    """Measures, prints, writes; returns 0."""
+    from rlkernel_drift.floor import measure_floor
+
+    measured = measure_floor(args.engine, request_of(args))
+    for name, s in measured.permutations.items():
+        print(f"{name:28} mean |d| {s.mean:.3g}  p99 {s.p99:.3g}  max {s.maximum:.3g}  k3 {s.k3:.3g}")
+    floor = measured.floor
+    print(f"floor: mean |d| {floor.mean:.3g}, p99 {floor.p99:.3g}, max {floor.maximum:.3g} ({floor.tokens} tokens)")
+    if args.out:
+        write_file(args.out, floor.model_dump_json(indent=1) + "\n")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from rlkernel_drift.cli.streams import at_least, discard_stdout, emit, whole
+from rlkernel_drift.cli.streams import at_least, discard_stdout, emit, whole, write_file
 
 if TYPE_CHECKING:
     from rlkernel_drift.compare import Options
@@ -18,7 +18,7 @@ _INPUT = (
 )
 
 
-def add_parser(subparsers: Any) -> None:
+def add_compare(subparsers: Any) -> None:
     """Adds the `compare` and `assert` commands."""
     for name, words in (
         ("compare", "compare two sides, gate by gate"),
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument("train", metavar="TRAIN", nargs="?", help="default: ROLLOUT, where it holds both sides")
         add_options(parser)
         add_engines(parser)
-        parser.set_defaults(run=run, quiet=name == "assert")
+        parser.set_defaults(run=run_compare, quiet=name == "assert")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +128,7 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", metavar="FILE", help="write a picture (needs matplotlib)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_compare(args: argparse.Namespace) -> int:
     """Compares, writes the verdict, returns its exit status."""
     from rlkernel_drift.compare import compare_sources, unusable
     from rlkernel_drift.errors import DriftError
@@ -150,9 +150,7 @@ def write(verdict: Verdict, args: argparse.Namespace) -> int:
     """Writes the verdict in every form that was asked for; returns its exit status."""
     from rich.console import Console
 
-    from rlkernel_drift.output.junit import write_junit
-    from rlkernel_drift.output.markdown import write_markdown
-    from rlkernel_drift.output.text import write_text
+    from rlkernel_drift.output import write_junit, write_markdown, write_text
 
     class Terminal(Console):
         def on_broken_pipe(self) -> None:  # rich would exit with 1, which says drift
@@ -189,12 +187,6 @@ def write_pictures(verdict: Verdict, args: argparse.Namespace) -> None:
 
         with whole(args.png) as path:
             write_png(verdict, path)
-
-
-def write_file(path: str, text: str) -> None:
-    """Writes a file that is there as a whole or not at all."""
-    with whole(path) as beside, open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def read_floor(path: str | None) -> Any:

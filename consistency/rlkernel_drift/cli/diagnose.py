@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rlkernel_drift.diagnose.context import References
 
 
-def add_parser(subparsers: Any) -> None:
+def add_diagnose(subparsers: Any) -> None:
     """Adds the `diagnose` command."""
     words = "name the cause of a difference, with the model"
     parser = subparsers.add_parser("diagnose", help=words, description=words.capitalize() + ".")
@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--adapter", metavar="DIR", help="LoRA adapter that the trainer applies to the model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
     add_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_diagnose)
 
 
 def _model(args: argparse.Namespace) -> str | None:
@@ -48,7 +48,7 @@ def references(args: argparse.Namespace) -> References:
     return References(model, previous, adapter)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_diagnose(args: argparse.Namespace) -> int:
     """Compares and diagnoses; returns the comparison's exit status."""
     from rlkernel_drift.cli.capture import device_of
     from rlkernel_drift.compare import compare_sources, unusable

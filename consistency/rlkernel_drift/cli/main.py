@@ -1,4 +1,4 @@
-"""`rlkernel-drift`: parses the command line and hands over to the command's module.
+"""`rlkernel-drift`: parses the command line and hands over to the command's function.
 
 Nothing here imports numpy or torch, so `--help` answers at once. Exit status: 0 aligned, 1 drift, 2 unusable input,
 3 inconclusive, 4 the inputs differ. An error that nobody foresaw is 2 as well: 1 would say that there is drift.
@@ -13,20 +13,24 @@ import traceback
 from collections.abc import Sequence
 
 from rlkernel_drift import __version__
-from rlkernel_drift.cli import capture, compare, demo, diagnose, floor, inspect, power, report
+from rlkernel_drift.cli.capture import add_capture, add_floor
+from rlkernel_drift.cli.compare import add_compare
+from rlkernel_drift.cli.diagnose import add_diagnose
+from rlkernel_drift.cli.planted import add_demo, add_power
+from rlkernel_drift.cli.read import add_inspect, add_report
 from rlkernel_drift.cli.streams import check_targets, complain, discard_stdout
 from rlkernel_drift.errors import DriftError
 
-COMMANDS = {
-    "compare": compare,
-    "diagnose": diagnose,
-    "floor": floor,
-    "capture": capture,
-    "inspect": inspect,
-    "report": report,
-    "demo": demo,
-    "power": power,
-}
+COMMANDS = (
+    add_compare,
+    add_diagnose,
+    add_floor,
+    add_capture,
+    add_inspect,
+    add_report,
+    add_demo,
+    add_power,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,8 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlkernel-drift {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS.values():
-        command.add_parser(subparsers)
+    for add_command in COMMANDS:
+        add_command(subparsers)
     for subparser in dict.fromkeys(subparsers.choices.values()):
         words = "show where an unexpected error comes from"
         subparser.add_argument("--traceback", action="store_true", help=words)

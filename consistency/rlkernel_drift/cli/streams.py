@@ -81,6 +81,12 @@ def whole(path: str) -> Iterator[str]:
             os.unlink(beside)
 
 
+def write_file(path: str, text: str) -> None:
+    """Writes a file that is there as a whole or not at all."""
+    with whole(path) as beside, open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
 def at_least(low: int) -> Callable[[str], int]:
     """A type of argparse: integers from `low` on."""
 

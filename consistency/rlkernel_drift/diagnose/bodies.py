@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Context
-from rlkernel_drift.diagnose.decide import NEAR_FLOOR
-from rlkernel_drift.diagnose.hypothesis import Hypothesis, Prediction
-from rlkernel_drift.diagnose.residual import residual
+from rlkernel_drift.diagnose.hypothesis import NEAR_FLOOR, Hypothesis, Prediction, residual
 from rlkernel_drift.scoring.model import Layout, replaced
 from rlkernel_drift.scoring.semantics import golden
 from rlkernel_drift.scoring.sequences import Sequences, joined

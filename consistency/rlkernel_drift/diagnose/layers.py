@@ -14,7 +14,7 @@ import torch
 
 from rlkernel_drift.capsule import Capsule, Tensor
 from rlkernel_drift.diagnose.context import Context
-from rlkernel_drift.locate.rows import layer_of
+from rlkernel_drift.locate import layer_of
 from rlkernel_drift.scoring.operators import as_torch, forward, replay, spliced
 
 _EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}

@@ -12,14 +12,12 @@ import torch
 from rlkernel_drift.capsule import Capsule, Floor
 from rlkernel_drift.diagnose.battery import run_battery
 from rlkernel_drift.diagnose.bodies import old_tensors, predict_with_old
-from rlkernel_drift.diagnose.context import Context, References, context_of, possible_dtypes
-from rlkernel_drift.diagnose.decide import Trial, decide, healthy
+from rlkernel_drift.diagnose.context import Context, References, context_of, noise_floor, possible_dtypes
+from rlkernel_drift.diagnose.hypothesis import Residual, Trial, decide, healthy, residual, together
 from rlkernel_drift.diagnose.layers import LocalErrors, local_errors, recorded_sequences, splice
-from rlkernel_drift.diagnose.noise import noise_floor
-from rlkernel_drift.diagnose.residual import Residual, residual, together
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.knowledge import CAUSES, finding
-from rlkernel_drift.locate.rows import layer_of
+from rlkernel_drift.locate import layer_of
 from rlkernel_drift.pair import match
 from rlkernel_drift.profiles import at_least
 from rlkernel_drift.verdict import Diagnosis, Finding, HypothesisResult, LayerView, Scalar

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_drift.capsule import Capsule, Manifest, Sampling, build_capsule
-from rlkernel_drift.faults.tiny import LAYERS, VOCABULARY
-from rlkernel_drift.faults.world import World
+from rlkernel_drift.faults.world import LAYERS, VOCABULARY, World
 from rlkernel_drift.scoring.model import Head, ReferenceModel, replaced
 from rlkernel_drift.scoring.operators import points, watched
 from rlkernel_drift.scoring.weights import QUANTISATIONS, Adapter, linear_names, quantised

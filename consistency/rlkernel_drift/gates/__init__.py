@@ -1,1 +1,1 @@
-"""The ladder of gates, one file each, in the order of `common.TITLES`."""
+"""The ladder of gates, in the order of `common.TITLES`."""

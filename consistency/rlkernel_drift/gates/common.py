@@ -1,9 +1,14 @@
-"""What a gate is: a function of a pair that returns its rung of the ladder."""
+"""What a gate is: a function of a pair that returns its rung of the ladder. And the first of them.
+
+Gate 1: are both sides there, of the format, with something to compare?
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlkernel_drift.knowledge import finding
+from rlkernel_drift.pair import Pair
 from rlkernel_drift.verdict import Finding, Gate
 
 TITLES = {
@@ -42,3 +47,54 @@ def some(names: Sequence[object], limit: int = 5) -> str:
     """The first few of many, in words."""
     shown = ", ".join(str(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def schema_gate(pair: Pair) -> Gate:
+    """Fails where a side has no log-probabilities of its own; says which sequences have no partner."""
+    findings = []
+    # vLLM's hidden states have none: they can still tell where two sides part.
+    located = bool(set(pair.rollout.operators.values) & set(pair.train.operators.values))
+    for name, side in (("rollout", pair.rollout), ("train", pair.train)):
+        if side.stream is None:
+            rest = ": its layers alone are compared" if located else ""
+            message = f"the {name} side has no log-probabilities{rest}"
+            findings.append(finding("nothing-compared", message, "warning" if located else "error"))
+        if side.manifest.left_out:
+            left = "; ".join(side.manifest.left_out)
+            findings.append(finding("nothing-compared", f"the {name} side left out: {left}", "note"))
+    if _same(pair):
+        message = "both sides are the same capsule, byte for byte: that they agree says nothing"
+        findings.append(finding("same-capsule", message))
+    elif _handed_over(pair):
+        message = (
+            "the train side holds the rollout's own recorded log-probabilities and none of training: that they agree "
+            "says nothing"
+        )
+        findings.append(finding("same-capsule", message))
+    if (pair.rollout.manifest.side, pair.train.manifest.side) == ("train", "rollout"):
+        message = "the first input says that it is training, the second that it is the rollout: all signs are reversed"
+        findings.append(finding("sides-exchanged", message, "warning"))
+    alone = [len(part) for part in pair.alone]
+    if all(alone) and not pair.matches:
+        message = "no sequence of the rollout has the id of one of the train side"
+        findings.append(finding("nothing-compared", message, rollout=alone[0], train=alone[1]))
+    elif any(alone):
+        message = f"{alone[0]} sequences of the rollout and {alone[1]} of the train side have no partner"
+        findings.append(finding("nothing-compared", message, "warning", rollout=alone[0], train=alone[1]))
+    return gate("schema", findings, f"rlkernel.trace/1 on both sides, {len(pair.matches)} sequences matched")
+
+
+def _handed_over(pair: Pair) -> bool:
+    """Whether all that the train side has is the rollout's recording, as a trainer carries it along with the tokens."""
+    streams = pair.streams()
+    if streams is None or pair.train.manifest.side != "train" or not streams[1].startswith("recorded."):
+        return False
+    compared = pair.compared(streams)
+    return streams[0] == streams[1] and compared is not None and bool(len(compared.d)) and not compared.d.any()
+
+
+def _same(pair: Pair) -> bool:
+    """Whether a stream is compared with itself; a capsule of both sides has two."""
+    a, b, streams = pair.rollout.manifest, pair.train.manifest, pair.streams()
+    one = pair.rollout is pair.train or (bool(a.files) and a == b)
+    return one and (streams is None or streams[0] == streams[1])

@@ -6,9 +6,7 @@ import numpy as np
 
 from rlkernel_drift.gates.common import gate, skipped, some
 from rlkernel_drift.knowledge import finding
-from rlkernel_drift.locate.accumulated import accumulated_view, repeated_operators
-from rlkernel_drift.locate.bitwise import describe, first_divergence
-from rlkernel_drift.locate.rows import Rows, common_rows
+from rlkernel_drift.locate import Rows, accumulated_view, common_rows, describe, first_divergence, repeated_operators
 from rlkernel_drift.pair import Pair
 from rlkernel_drift.verdict import Finding, Gate, LayerView
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.report.charts.layers import MAX_OPERATORS, at, excess
-from rlkernel_drift.report.markup import visible
-from rlkernel_drift.report.numbers import number
-from rlkernel_drift.report.sections.distribution import lattice_of
+from rlkernel_drift.report.markup import number, visible
+from rlkernel_drift.report.sections.measurements import lattice_of
 from rlkernel_drift.report.sections.summary import LOOK, headline, sentence
 from rlkernel_drift.verdict import Status, Verdict
 

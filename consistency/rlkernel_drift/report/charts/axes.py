@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rlkernel_drift.report.markup import Child, Markup, tag
-from rlkernel_drift.report.numbers import number
+from rlkernel_drift.report.markup import Child, Markup, number, tag
 
 _HUGE, _TINY = 1e100, 1e-300
 

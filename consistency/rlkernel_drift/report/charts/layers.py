@@ -21,8 +21,7 @@ from rlkernel_drift.report.charts.axes import (
     x_label,
     y_axis,
 )
-from rlkernel_drift.report.markup import Child, Markup, tag
-from rlkernel_drift.report.numbers import number, plural
+from rlkernel_drift.report.markup import Child, Markup, number, plural, tag
 from rlkernel_drift.verdict import LayerView
 
 MAX_OPERATORS = 400

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlkernel_drift.knowledge import CAUSES
-from rlkernel_drift.report.markup import Child, Markup, tag, visible
-from rlkernel_drift.report.numbers import number
+from rlkernel_drift.report.markup import Child, Markup, number, tag, visible
 from rlkernel_drift.verdict import Finding, Scalar, Thread
 
 TEXT = 600

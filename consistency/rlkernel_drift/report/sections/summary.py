@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from rlkernel_drift.profiles import LABELS
-from rlkernel_drift.report.markup import Child, Markup, tag
-from rlkernel_drift.report.numbers import number, share
+from rlkernel_drift.report.markup import Child, Markup, number, share, tag
 from rlkernel_drift.report.sections.common import clip, evidence, icon, prose, threads, title_of
 from rlkernel_drift.verdict import Finding, Metric, Status, Verdict
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from rlkernel_drift.report.markup import Child, Markup, tag, visible
-from rlkernel_drift.report.numbers import number, plural, signed
+from rlkernel_drift.report.markup import Child, Markup, number, plural, signed, tag, visible
 from rlkernel_drift.report.sections.common import Section, table
 from rlkernel_drift.verdict import Token, Verdict
 

@@ -1,4 +1,4 @@
-"""A matrix's result file as Markdown: what was named by kind, the confusion of causes, operators by depth, a sentence.
+"""The result file of `power` as Markdown: what was named, the confusion of causes, operators by depth, a sentence.
 
 Works on the JSON alone, without torch, so that the documentation can be made anywhere.
 """

@@ -1,4 +1,4 @@
-"""Statistics of two streams of log-probabilities of the same tokens, in fp64, in one pass over numpy arrays.
+"""Statistics of two streams of log-probabilities: over tokens, over sequences, in ulps, and lattices. numpy, in fp64.
 
 `d = train - rollout` throughout, so that `exp(d)` is the importance ratio. Values that are not finite are counted,
 never averaged in.
@@ -7,11 +7,14 @@ never averaged in.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
+
+from rlkernel_drift.capsule.tensor_file import Array, Tensor
 
 Floats = NDArray[np.float64]
 
@@ -224,3 +227,205 @@ def effective_sample_size(log_weights: Floats) -> float:
     """(sum w)^2 / (n sum w^2) of weights given by their logarithms."""
     weights = np.exp(log_weights - log_weights.max())
     return float(weights.sum() ** 2 / (len(weights) * (weights * weights).sum()))
+
+
+_FEW_IN_SEQUENCE = 8  # tokens: a standard error of fewer says little
+_ERRORS = 3.0
+
+
+class SequenceStatistics(BaseModel):
+    """Statistics over sequences.
+
+    Attributes:
+        sequences: with at least one compared token.
+        sum_mean, sum_max: of |sum of d|; sum_bias: mean of the sum.
+        ess: effective sample size of the sequence ratios, as a share of the sequences.
+        retention: share of sequences whose geometric mean ratio lies in a band.
+        mean_of_means: mean over sequences of their mean |d|; differs from the mean over tokens where lengths do.
+        worst_mean: the largest mean |d| of a sequence, less three of its standard errors; sequences of a few tokens
+            count in no other sum.
+        bias: |mean of d| over all tokens less three standard errors, 0 where chance explains it.
+    """
+
+    sequences: int = 0
+    sum_mean: float = 0.0
+    sum_max: float = 0.0
+    sum_bias: float = 0.0
+    ess: float = 1.0
+    retention: dict[str, float] = {}
+    mean_of_means: float = 0.0
+    worst_mean: float = 0.0
+    bias: float = 0.0
+
+
+class SequenceSums:
+    """Sums of each sequence.
+
+    Attributes:
+        sequence: [B'] numbers of the sequences that have compared tokens.
+        count: [B'] compared tokens.
+        total: [B'] sum of d; size: [B'] sum of |d|; square: [B'] sum of d^2.
+    """
+
+    def __init__(self, pair: Comparable, cu_seqlens: NDArray[np.int64]) -> None:
+        owner = np.searchsorted(cu_seqlens, pair.index, side="right") - 1
+        number = len(cu_seqlens) - 1
+        count = np.bincount(owner, minlength=number)
+        self.sequence = np.flatnonzero(count)
+        self.count: Floats = count[self.sequence].astype(np.float64)
+        self.total: Floats = np.bincount(owner, pair.d, number).astype(np.float64)[self.sequence]
+        self.size: Floats = np.bincount(owner, np.abs(pair.d), number).astype(np.float64)[self.sequence]
+        self.square: Floats = np.bincount(owner, pair.d * pair.d, number).astype(np.float64)[self.sequence]
+
+
+def sequence_statistics(sums: SequenceSums) -> SequenceStatistics:
+    """All sequence statistics."""
+    if not len(sums.sequence):
+        return SequenceStatistics()
+    geometric = np.exp(np.clip(sums.total / sums.count, -80, 80))
+    return SequenceStatistics(
+        sequences=len(sums.sequence),
+        sum_mean=float(np.abs(sums.total).mean()),
+        sum_max=float(np.abs(sums.total).max()),
+        sum_bias=float(sums.total.mean()),
+        ess=effective_sample_size(sums.total),
+        retention={
+            name: float(((geometric >= low) & (geometric <= high)).mean()) for name, (low, high) in BANDS.items()
+        },
+        mean_of_means=float((sums.size / sums.count).mean()),
+        worst_mean=_worst_mean(sums),
+        bias=_bias(sums),
+    )
+
+
+def _worst_mean(sums: SequenceSums) -> float:
+    long = sums.count >= _FEW_IN_SEQUENCE
+    count, mean = sums.count[long], sums.size[long] / sums.count[long]
+    error = np.sqrt(np.maximum(sums.square[long] / count - mean * mean, 0) / count)
+    return float(np.maximum(mean - _ERRORS * error, 0).max(initial=0.0))
+
+
+def _bias(sums: SequenceSums) -> float:
+    tokens = sums.count.sum()
+    mean = sums.total.sum() / tokens
+    # Tokens of one sequence may err together: the larger of the two errors, by tokens and by whole sequences.
+    by_token = max(float(sums.square.sum() / tokens - mean * mean), 0.0) / tokens
+    by_sequence = float(((sums.total - sums.count * mean) ** 2).sum()) / tokens**2
+    return float(max(abs(mean) - _ERRORS * np.sqrt(max(by_token, by_sequence)), 0.0))
+
+
+_SIGNED = {2: np.int16, 4: np.int32, 8: np.int64}
+_EDGES = [0, 1, 2, 3, 5, 9, 17, 65, 257, 1025, 65537, 1 << 24, 1 << 62]
+
+
+class UlpHistogram(BaseModel):
+    """Counts of distances.
+
+    Attributes:
+        equal: elements with the same bits.
+        bins: label ("1", "2", "3-4", ...) -> count, ascending.
+        maximum: largest distance; None where a NaN has none.
+    """
+
+    equal: int = 0
+    bins: dict[str, int] = {}
+    maximum: int | None = 0
+
+
+def ulp_distance(a: Array, b: Array) -> NDArray[np.int64]:
+    """|a - b| in units in the last place; +0 and -0 are one apart, NaN is far from everything but its own bits.
+
+    Args:
+        a, b: floating arrays of one dtype, or the bit patterns of bfloat16.
+    """
+    kind = _SIGNED[a.dtype.itemsize]
+    x, y = _ordered(np.ascontiguousarray(a).view(kind)), _ordered(np.ascontiguousarray(b).view(kind))
+    # Opposite signs of fp64 overflow the difference; halves of it do not.
+    far = np.abs(x // 2 - y // 2) > (1 << 61)
+    return np.where(far, np.iinfo(np.int64).max, np.abs(x - np.where(far, x, y)))
+
+
+def _ordered(bits: Array) -> NDArray[np.int64]:
+    """Sign and magnitude to integers in the order of the floats, -0 just below +0."""
+    wide = bits.astype(np.int64)
+    return np.where(wide >= 0, wide, -1 - (wide & int(np.iinfo(bits.dtype).max)))
+
+
+def ulp_histogram(distance: NDArray[np.int64]) -> UlpHistogram:
+    """Histogram with bins that double."""
+    if not len(distance):
+        return UlpHistogram()
+    counts = np.histogram(distance, np.array(_EDGES, np.int64))[0]
+    labels = [_label(low, high) for low, high in pairwise(_EDGES)]
+    bins = {label: int(count) for label, count in zip(labels[1:], counts[1:], strict=True) if count}
+    return UlpHistogram(equal=int(counts[0]), bins=bins, maximum=int(distance.max()))
+
+
+def _label(low: int, high: int) -> str:
+    if high == low + 1:
+        return str(low)
+    return f"{low}-{high - 1}" if high < 1 << 62 else f">={low}"
+
+
+def tensor_ulps(a: Tensor, b: Tensor) -> NDArray[np.int64] | None:
+    """Distances of two tensors of one shape and floating dtype; None where these differ."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.dtype not in ("F64", "F32", "F16", "BF16"):
+        return None
+    return ulp_distance(a.values, b.values)
+
+
+_STEPS = tuple(2.0**-k for k in range(1, 13))
+_MIN_TOKENS = 24
+_CONCENTRATION = 0.75
+_EXACT = 1e-3
+_ONE_MULTIPLE = 0.95
+
+
+class Lattice(BaseModel):
+    """A detected lattice: differences that are multiples of a power of two say that something was rounded coarsely.
+
+    bfloat16 logits just below 8 are multiples of 1/32: two sides that round them differ by 1/32 or by nothing, and the
+    log-sum-exp moves each difference a little. So the test looks for clusters around multiples, not for multiples only.
+
+    Attributes:
+        step: distance of neighbouring values, in nats.
+        concentration: 1 where all differences are multiples, 0 where they fall anywhere.
+        tokens: differences of at least half a step, on which the test rests.
+        exact: all of them are multiples to a thousandth of a step.
+    """
+
+    step: float
+    concentration: float
+    tokens: int
+    exact: bool
+
+    def __str__(self) -> str:
+        how = "are" if self.exact else "cluster around"
+        return f"differences {how} multiples of 1/{round(1 / self.step)} ({self.tokens} tokens)"
+
+
+def find_lattice(d: Floats) -> Lattice | None:
+    """The coarsest lattice that the differences lie on or cluster around; None where there is none.
+
+    Needs differences at several multiples: a cloud narrower than the step clusters around zero and shows nothing.
+    """
+    for step in _STEPS:
+        away = d[np.abs(d) > step / 2]
+        if len(away) < max(_MIN_TOKENS, 0.02 * len(d)):
+            continue
+        phase = np.exp(2j * math.pi * (away / step))
+        concentration = float(phase.mean().real)
+        # A shift of all tokens by one amount lies at one multiple of some step, whatever it is.
+        multiples = np.unique(np.round(away / step), return_counts=True)[1]
+        if multiples.max() > _ONE_MULTIPLE * len(away):
+            continue
+        # A smooth cloud concentrates on no step.
+        if concentration >= _CONCENTRATION:
+            residue = np.abs(away / step - np.round(away / step))
+            return Lattice(
+                step=step,
+                concentration=concentration,
+                tokens=len(away),
+                exact=bool((residue < _EXACT).all()),
+            )
+    return None

@@ -1,13 +1,16 @@
-"""Statistics beside their thresholds, then the rest; what was not compared; the chain of factors."""
+"""What was measured: metrics and their thresholds, pictures of the differences, layers and operators, trends."""
 
 from __future__ import annotations
 
+from rlkernel_drift.profiles import BITWISE, LABELS
 from rlkernel_drift.report.charts.axes import line, rect
-from rlkernel_drift.report.markup import Child, Markup, tag
-from rlkernel_drift.report.numbers import number, share, signed
+from rlkernel_drift.report.charts.distribution import by_position, scatter, signed_histogram, trend_chart, ulp_chart
+from rlkernel_drift.report.charts.heat import heat_map
+from rlkernel_drift.report.charts.layers import layer_chart, splice_chart
+from rlkernel_drift.report.markup import Child, Markup, number, plural, share, signed, tag
 from rlkernel_drift.report.sections.common import Section, clip, more, table
-from rlkernel_drift.statistics import TokenStatistics
-from rlkernel_drift.verdict import Metric, Verdict
+from rlkernel_drift.statistics import Lattice, TokenStatistics
+from rlkernel_drift.verdict import Divergence, Metric, Verdict
 
 _WORDS = {
     "ok": ("good", "✓ within"),
@@ -15,7 +18,7 @@ _WORDS = {
     "missing": ("none", "– missing"),
     "no threshold": ("none", ""),
 }
-_ROWS = 64
+_METRICS = 64
 _FACTORS = 12
 _SHARES = ("equal", "ess", "retention", "beyond_ln2")
 
@@ -28,8 +31,8 @@ def metrics(verdict: Verdict) -> Section | None:
         # Their zeros are those of an empty comparison.
         words = tag("p", "No token was compared, so there is no statistic.", class_="lead")
         return Section("metrics", "Metrics", tag("div", words, _left_out(verdict.statistics)))
-    judged = [m for m in verdict.metrics if m.status != "no threshold"][:_ROWS]
-    rest = [m for m in verdict.metrics if m.status == "no threshold"][:_ROWS]
+    judged = [m for m in verdict.metrics if m.status != "no threshold"][:_METRICS]
+    rest = [m for m in verdict.metrics if m.status == "no threshold"][:_METRICS]
     parts: list[Child] = []
     if judged:
         head = [
@@ -77,7 +80,7 @@ def _judged(metric: Metric) -> Markup:
         tag("th", clip(metric.label, 120), scope="row"),
         tag("td", value, class_="n"),
         tag("td", ", ".join(limit for limit in limits if limit) or "–", class_="n"),
-        tag("td", _bar(metric), class_="bar"),
+        tag("td", _limit_bar(metric), class_="bar"),
         tag("td", words, class_=f"mark {look}"),
         tag("td", _source(metric.source), class_="wide"),
     )
@@ -88,7 +91,7 @@ def _source(source: str) -> Markup:
     return clip(source.removeprefix("https://"), 100)
 
 
-def _bar(metric: Metric) -> Markup | None:
+def _limit_bar(metric: Metric) -> Markup | None:
     """The value as a part of its limit, which is the tick; twice the limit is the full width."""
     if metric.ratio is None:
         return None
@@ -160,3 +163,81 @@ def _factor(s: TokenStatistics) -> list[str]:
         signed(s.bias),
         number(s.k3),
     ]
+
+
+def lattice_of(verdict: Verdict) -> Lattice | None:
+    """The lattice, unless a verdict from elsewhere gives it a step that cannot be drawn."""
+    return verdict.lattice if verdict.lattice is not None and 1e-9 < verdict.lattice.step < 1e9 else None
+
+
+def distribution(verdict: Verdict) -> Section | None:
+    """The section; None without tokens."""
+    view = verdict.tokens
+    if view is None:
+        return None
+    of = verdict.statistics.tokens if verdict.statistics else len(view.scatter)
+    charts = [
+        scatter(view.scatter, of),
+        signed_histogram(view.signed, lattice_of(verdict)) if view.signed else None,
+        ulp_chart(verdict.ulps) if verdict.ulps else None,
+        by_position(view.by_position),
+    ]
+    shown = [chart for chart in charts if chart is not None]
+    return Section("distribution", "Distribution", tag("div", shown, class_="pairs")) if shown else None
+
+
+def layers(verdict: Verdict, data: dict[str, object]) -> Section | None:
+    """The section; None where no operator was recorded on both sides. Fills in what the script reads."""
+    view = verdict.layers
+    if view is None:
+        return None
+    parts: list[Child] = []
+    bits = verdict.profile == BITWISE.name or any(g.name == "layers" and g.status == "failed" for g in verdict.gates)
+    if view.first is not None and bits:
+        parts.append(_first_divergence(view.first))
+    parts.append(layer_chart(view, bits))
+    parts.append(splice_chart(view, verdict.statistics.mean if verdict.statistics else None))
+    heat = heat_map(view)
+    if heat is not None:
+        parts.append(heat[0])
+        data["heat"] = heat[1]
+    if not any(part is not None for part in parts):
+        parts.append(tag("p", "All recorded operators have equal bits.", class_="aside"))
+    return Section("layers", "Layers", tag("div", parts), plural(len(view.operators), "operator"))
+
+
+def _first_divergence(first: Divergence) -> Markup:
+    """The first divergence as facts."""
+    facts: list[tuple[str, str]] = [("operator", first.operator[:120])]
+    facts += [("layer", str(first.layer))] if first.layer is not None else []
+    facts += [("sequence", str(first.sequence)), ("token", str(first.index))]
+    facts += [("element", str(first.element))] if first.element is not None else []
+    facts += [("rollout", repr(first.rollout)), ("train", repr(first.train))] if first.rollout is not None else []
+    facts += [("apart", plural(first.ulps, "ulp"))] if first.ulps is not None else []
+    if first.of:
+        facts.append(
+            ("rows that differ", f"{first.rows:,} of {first.of:,} ({number(first.rows / first.of * 100, 3)}%)")
+        )
+    pairs = [tag("div", tag("dt", name), tag("dd", clip(value, 120))) for name, value in facts]
+    return tag("div", tag("h3", "First divergence"), tag("dl", pairs, class_="facts"))
+
+
+_TRENDS = 8
+
+
+def trends(verdict: Verdict) -> Section | None:
+    """The section; None for a single step."""
+    # Those with a change of level first: they are what a reader looks for.
+    ordered = sorted(verdict.trends, key=lambda t: t.change is None)[:_TRENDS]
+    charts = [trend_chart(trend, LABELS.get(trend.metric, trend.metric[:80])) for trend in ordered]
+    shown = [chart for chart in charts if chart is not None]
+    if not shown:
+        return None
+    changed = sum(t.change is not None for t in verdict.trends)
+    note = f"{changed} of {len(verdict.trends)} change level" if changed else "no change of level"
+    return Section(
+        "trend",
+        "Trend",
+        tag("div", tag("div", shown, class_="pairs"), more(len(shown), len(verdict.trends), "metrics")),
+        note,
+    )

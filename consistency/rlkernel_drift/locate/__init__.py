@@ -1,1 +1,0 @@
-"""First divergence: by bits, by replaying layers on recorded inputs, by splicing."""

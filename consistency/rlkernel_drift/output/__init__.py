@@ -1,1 +1,0 @@
-"""What a verdict is written as: text, Markdown, JSON (the model itself), JUnit."""
