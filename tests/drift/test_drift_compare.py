@@ -150,7 +150,12 @@ def test_a_stream_of_placeholders_is_no_evidence() -> None:
     verdict = compare(capsule(logprobs=zeros), capsule("train", logprobs=zeros))
     assert verdict.exit_code == 3 and "are one value: placeholders" in verdict.headline
     # On one side alone as well: no cause is read from them.
-    for sides in (capsule(), capsule("train", logprobs=zeros)), (capsule(logprobs=zeros), capsule("train")):
+    some_likely = [np.where(np.arange(len(v)) % 8 == 0, -0.01, v - 3) for v in sequences()[2]]
+    for sides in (
+        (capsule(), capsule("train", logprobs=zeros)),
+        (capsule(logprobs=zeros), capsule("train")),
+        (capsule(logprobs=some_likely), capsule("train", logprobs=zeros)),
+    ):
         verdict = compare(*sides)
         assert verdict.exit_code == 3 and "100% of the" in verdict.headline and verdict.findings == []
         assert {m.status for m in verdict.metrics} == {"missing"}

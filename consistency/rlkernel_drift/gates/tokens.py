@@ -173,14 +173,15 @@ def _observations(pair: Pair) -> list[Finding]:
     mask = pair.mask
     a, b = pair.rollout.logprobs[streams[0]], pair.from_train(pair.train.logprobs[streams[1]])
     for name, mine, other in (("rollout", a, b), ("train", b, a)):
-        dummy = mask & (mine == 0) & (other < -0.05)
+        zero = mask & (mine == 0)
+        dummy = zero & (other < -0.05)
         count = int(dummy.sum())
         # A token alone in its kept set has 0 as well, but it is a likely one on the other side.
         unlikely = count >= 3 and float(np.quantile(other[dummy], 0.25)) < _UNLIKELY
-        # Nothing but zeros is a placeholder, which the statistics say.
-        if unlikely and 0.001 * int(mask.sum()) <= count <= ONE_VALUE * int(mask.sum()):
+        # If nearly all are 0 they are placeholders, which the statistics gate calls inconclusive.
+        if unlikely and count >= 0.001 * int(mask.sum()) and int(zero.sum()) <= ONE_VALUE * int(mask.sum()):
             sequence, index = pair.rollout.place(int(np.flatnonzero(dummy)[0]))
-            message = f"{count} counted tokens have log-probability exactly 0 on the {name} side"
+            message = f"{count} counted tokens have log-probability exactly 0 on the {name} side, unlikely on the other"
             return [finding("observation-tokens", message, tokens=count, sequence=sequence, token=index)]
     return []
 
