@@ -122,6 +122,7 @@ def test_a_transformers_directory_generates(
     here("--prompt", "red", "--prompt", "blue", "--output", "two.jsonl")
     here("--prompt", "red", "--output", "one.jsonl", "--top-k", "320")
     two, one = read_jsonl(tmp_path / "two.jsonl"), read_jsonl(tmp_path / "one.jsonl")
+    assert (two[0].pop("sampling")["top_k"], one[0].pop("sampling")["top_k"]) == (0, 320)
     assert two[0] == one[0] and len(one[0]["logprobs"]) == len(one[0]["token_ids"])
     (tmp_path / "p.jsonl").write_text('{"prompt": [{"role": "user", "content": "hi"}]}\n')
     assert "> hi\n" in here("--prompts", "p.jsonl", "--backend", "torch")

@@ -21,7 +21,8 @@ pytest.importorskip("triton")
 from rlkernel.contract import assert_accurate, assert_bitwise
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    from rlkernel.kernels.triton import aot, attention
+    from rlkernel.kernels.triton import aot
+    from rlkernel.kernels.triton.aot import attention as table
     from rlkernel.kernels.triton.attention_tiles import DECODE_ROWS, Tile, forward_tile
 
     def test_in_the_interpreter() -> None:
@@ -36,7 +37,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         """Several tiles agree to the bit only where none spreads a row's sum over warps."""
         several = len(tiles(family, d)) > 1
         for tile in tiles(family, d):
-            variant = attention._variant("layout", "bf16", tile, d, (target,), paged=tile.rows == DECODE_ROWS)
+            variant = table._variant("layout", "bf16", tile, d, (target,), paged=tile.rows == DECODE_ROWS)
             ttgir = aot.compile_variant(variant, target).ttgir
             warps = re.findall(r"#ttg\.nvidia_mma<\{[^}]*warpsPerCTA = \[(\d+), (\d+)\]", ttgir)
             assert warps
@@ -44,7 +45,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_sees_a_row_spread_over_warps() -> None:
         """The control: mma.sync with a tile wider than tall."""
-        variant = attention._variant("wide", "bf16", attention.Tile(64, 4, 3), 128, ("sm_80",))
+        variant = table._variant("wide", "bf16", Tile(64, 4, 3), 128, ("sm_80",))
         assert "warpsPerCTA = [1, 4]" in aot.compile_variant(variant, "sm_80").ttgir
 
     @pytest.mark.parametrize("family", ("amd", "blackwell"))
