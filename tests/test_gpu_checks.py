@@ -1,14 +1,19 @@
-"""The checks of the GPU tests can fail: a schedule that does not run is seen, and only what was compared is counted."""
+"""The helpers of the GPU tests can fail: they detect a schedule that does not run, and count only what they compared.
+
+Also without a GPU: the order in which workers get the tests, and how a test waits for memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from gpu.gpu_checks import Compared, assert_rows_alone, faster_schedule, refusal, slices
+from gpu.workers import LONG, chunks, long_first, require_memory, rotated
 from torch import Tensor
 
 from rlkernel.kernels import clock, schedule
@@ -27,7 +32,7 @@ class Shape(NamedTuple):
 
 @pytest.fixture
 def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], ScheduledOp]:
-    """An op of two schedules that takes the times given for those of its candidates."""
+    """Makes an op with two schedules whose candidates take the given times."""
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(schedule, "_ops", {})
 
@@ -52,7 +57,7 @@ def test_a_faster_schedule_runs(op: Callable[[Times], ScheduledOp], one: float, 
 
 
 @pytest.mark.parametrize("without", ((), ("one",)), ids=("all off", "the fastest off"))
-def test_a_faster_schedule_that_does_not_run_is_seen(
+def test_a_faster_schedule_that_does_not_run_is_detected(
     op: Callable[[Times], ScheduledOp], without: tuple[str, ...]
 ) -> None:
     made, x = op({"anchor": 3.0, "one": 1.0, "two": 2.0}), torch.zeros(2)
@@ -64,13 +69,13 @@ def test_a_faster_schedule_that_does_not_run_is_seen(
         faster_schedule(made, run)
 
 
-def test_an_anchor_that_is_the_fastest_is_seen(op: Callable[[Times], ScheduledOp]) -> None:
+def test_an_anchor_that_is_the_fastest_is_detected(op: Callable[[Times], ScheduledOp]) -> None:
     made, x = op({"anchor": 1.0, "one": 2.0, "two": 2.0}), torch.zeros(2)
     with pytest.raises(AssertionError, match="the anchor ran"):
         faster_schedule(made, lambda: made(x))
 
 
-def test_what_was_compared_is_counted() -> None:
+def test_comparisons_are_counted() -> None:
     x, w = torch.randn(40, 8), torch.randn(8, 8)
     seen = assert_rows_alone(lambda x, y, z: (x * 2, z, y[:, :3]), (x, x, None), "twice")
     assert (seen.cases, seen.tokens, seen.elements) == (len(slices(40)), sum(s.stop - s.start for s in slices(40)), 0)
@@ -83,13 +88,13 @@ def test_what_was_compared_is_counted() -> None:
     assert (seen.cases, seen.tokens) == (len(slices(40)) + 3, sum(s.stop - s.start for s in slices(40)) + 45)
 
 
-def test_what_differs_fails_and_is_counted() -> None:
+def test_differences_fail_and_are_counted() -> None:
     x, seen = torch.zeros(4, 2), Compared()
     with pytest.raises(AssertionError, match="some rows, tensor 1: 2 of 8 elements differ"):
         seen.rows([x, x], [x, torch.tensor([[0.0, 1]] * 2 + [[0.0, 0]] * 2)], "some rows")
     assert seen.mismatches == 2 and seen.cases == 0
     with pytest.raises(AssertionError, match="rows 0:1 alone"):
-        assert_rows_alone(lambda x: x + len(x), (x,), "what knows its batch")
+        assert_rows_alone(lambda x: x + len(x), (x,), "an op that depends on the batch")
     with pytest.raises(ValueError):
         seen.rows([x], [x, x], "fewer outputs")
 
@@ -98,3 +103,38 @@ def test_a_refusal_is_recorded_as_one() -> None:
     first = {"index": [0, 1], "elements": 64, "mismatches": 60}
     assert refusal(first) == {"cases": 1, "elements": 64, "mismatches": 60, "refused": True}
     assert refusal(None) == {"cases": 1, "elements": 0, "mismatches": 0, "refused": True}
+
+
+# ---- workers.py ------------------------------------------------------------------------------------------------------
+
+
+def test_long_tests_are_the_first_of_each_chunk() -> None:
+    item = lambda file, marker=None: SimpleNamespace(path=Path(file), get_closest_marker=lambda name: marker)
+    short = [item(f"test_{i}.py") for i in range(17)]
+    long: list[Any] = [item(LONG[0]), item(LONG[0]), item("test_9.py", "gpu_memory"), item(LONG[2])]
+    ordered = long_first([*short[:5], *long, *short[5:]], 3)
+    assert chunks(21, 3) == [7, 7, 7] and chunks(23, 3) == [7, 8, 8]
+    assert [ordered[i] for i in (0, 1, 7, 14)] == [long[0], long[3], long[1], long[2]]
+    assert [x for x in ordered if x not in long] == short
+    assert long_first(long, 3) != [] and set(map(id, long_first(long, 9))) == set(map(id, long)), "none is lost"
+    assert rotated(["0", "1", "2"], "gw4") == ["1", "2", "0"]
+
+
+@pytest.mark.parametrize(
+    "free,reason",
+    (([80, 80], None), ([10, 20, 40], None), ([10] * 9, "needs 32 GiB of free"), ([8], "needs 32 GiB of GPU memory")),
+)
+def test_a_test_waits_for_memory_or_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, free: list[int], reason: str | None
+) -> None:
+    total, now = 80 if len(free) > 1 else 16, [0.0]
+    found = iter(free)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(found) << 30, total << 30))
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    if reason is None:
+        require_memory(32, patience=3.0)
+    else:
+        with pytest.raises(pytest.skip.Exception, match=reason):
+            require_memory(32, patience=3.0)

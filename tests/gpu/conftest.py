@@ -1,36 +1,34 @@
-"""GPU tests: `record` collects what each one compared; `benchmarks/test_gpu.py` writes it to a result file."""
+"""Settings of the GPU tests: `record` collects what each compared, for `benchmarks/test_gpu.py`; workers share the GPU.
+
+The rules of sharing, which can be tested without a GPU, are in `workers.py`.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu.workers import long_first, require_memory, rotated
 
 _ROWS: list[dict[str, Any]] = []
-LONG = ("test_vllm_gpu.py", "test_transfer_gpu.py", "test_schedules_of_model_gpu.py", "test_demo_gpu.py")
-
-
-def turned(devices: list[str], worker: str) -> list[str]:
-    """Devices in another order for each of pytest-xdist's workers, so that all do not fill the first one's memory."""
-    first = int(worker.removeprefix("gw")) % len(devices)
-    return devices[first:] + devices[:first]
-
+MOST_CACHED = 1 << 30  # bytes that torch's allocator may keep for the next test
 
 if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.device_count() > 1:  # which does not initialise CUDA
     _SEEN = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(torch.cuda.device_count()))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(turned(_SEEN.split(","), os.environ["PYTEST_XDIST_WORKER"]))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(rotated(_SEEN.split(","), os.environ["PYTEST_XDIST_WORKER"]))
 
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[..., None]:
     """`record(cases=, tokens=, elements=, mismatches=, ...)`: one row of the result file, named after the test.
 
-    What was compared, as `gpu_checks.Compared` counts it; `refused=True`: something wrong, which had to differ.
+    The counts are those of `gpu_checks.Compared`. `refused=True` marks a wrong schedule, which had to differ.
     """
 
     def add(**fields: Any) -> None:
@@ -39,20 +37,38 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
     return add
 
 
+@pytest.fixture(autouse=True)
+def gpu_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs tests marked `gpu_memory(gib)` one at a time, once so much is free, and bounds what each worker caches.
+
+    An H100 has 78 GiB, an H200 139 GiB, and more than a dozen processes share one of them.
+    """
+    marker = request.node.get_closest_marker("gpu_memory")
+    if marker is None:
+        yield
+    else:
+        with open(tmp_path_factory.getbasetemp().parent / "gpu_memory.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            require_memory(*marker.args)
+            yield
+            torch.cuda.empty_cache()
+    if torch.cuda.memory_reserved() > MOST_CACHED:
+        torch.cuda.empty_cache()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu_memory(gib): needs so many GiB of free GPU memory")
+    if "RLKERNEL_RECORD" in os.environ and getattr(config.option, "dist", "no") == "load":
+        config.option.dist = "worksteal"  # no worker is left with short tests behind a long one
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start vLLM take longest, or certify much: each comes first in what pytest-xdist hands a worker. So
-    does what needs most of a GPU's memory, while the others' processes hold little."""
-    long = [item for item in items if item.path.name in LONG or "2^31" in item.name]
-    if "RLKERNEL_RECORD" not in os.environ or not long:
-        return
-    step = max(len(items) // (4 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))), 2)
-    items[:] = [item for item in items if item not in long]
-    for i, item in enumerate(long):
-        items.insert(i * step, item)
+    if "RLKERNEL_RECORD" in os.environ:
+        items[:] = long_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     target = os.environ.get("RLKERNEL_RECORD")
     if target and _ROWS:
-        # pytest-xdist's workers each write a file of their own beside it.
+        # Each pytest-xdist worker writes a file of its own.
         Path(target + os.environ.get("PYTEST_XDIST_WORKER", "")).write_text(json.dumps(_ROWS))

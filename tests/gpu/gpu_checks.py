@@ -1,4 +1,7 @@
-"""What the GPU tests share: data, comparisons that count what they compared, rows alone against rows of a batch."""
+"""Helpers of the GPU tests: data, comparisons that count what they compared, rows alone against rows of a batch.
+
+`tests/test_gpu_checks.py` shows without a GPU that each of them can fail.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,21 @@ low_precision = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16)
 
 
 def data(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers on the GPU, the same everywhere."""
+    """Standard normal numbers on the GPU, drawn on the CPU so that they are the same on every machine."""
     return rand(seed, *shape, dtype=dtype).to(DEVICE)
 
 
 def slices(rows: int) -> list[slice]:
-    """Where to cut 1..1000 rows out of a batch: at its start, its end and an odd place."""
+    """Slices of 1 to 1000 rows at the start, at the end and at an odd place of a batch."""
     return [slice(at, at + m) for m in ROWS if m <= rows for at in {0, rows - m, min(37, rows - m)}]
 
 
 @dataclass
 class Compared:
-    """What a test has compared under the contract, for `record(**vars(seen))`: what was not compared does not count.
+    """Counts of what a test has compared bit for bit, for `record(**vars(seen))`.
 
-    A case is one comparison of two calls. Its tokens count once, whatever outputs the calls have; `elements` are
-    numbers that are not counted by tokens: gradients of weights, sums, an optimizer's tensors.
+    A case is one comparison of two calls. Its tokens count once, also where the calls have several outputs; `elements`
+    counts numbers that do not belong to a token: weight gradients, sums, optimizer state.
     """
 
     cases: int = 0
@@ -48,15 +51,15 @@ class Compared:
     mismatches: int = 0
 
     def rows(self, found: Outputs, expected: Outputs, what: str) -> None:
-        """Outputs of two calls, with a row a token, have the same bytes."""
+        """Asserts that outputs of two calls, with one row per token, have the same bytes."""
         self.add(tokens=self._equal(found, expected, what)[0].shape[0])
 
     def whole(self, found: Outputs, expected: Outputs, what: str) -> None:
-        """Outputs of two calls that have no row a token have the same bytes."""
+        """Asserts that outputs of two calls, without rows of tokens, have the same bytes."""
         self.add(elements=sum(t.numel() for t in self._equal(found, expected, what)))
 
     def add(self, tokens: int = 0, elements: int = 0, cases: int = 1) -> None:
-        """Counts what was compared otherwise."""
+        """Counts what the test compared by other means."""
         self.cases, self.tokens, self.elements = self.cases + cases, self.tokens + tokens, self.elements + elements
 
     def __iadd__(self, other: Compared) -> Compared:
@@ -76,32 +79,31 @@ class Compared:
 
 
 def refusal(first: dict[str, Any] | None) -> dict[str, Any]:
-    """What to record of something wrong that certification must refuse: the first comparison in which it differed."""
+    """The record of a wrong schedule that certification refused: the first comparison in which it differed."""
     counts = {name: (first or {}).get(name) or 0 for name in ("elements", "mismatches")}
     return {"cases": 1, **counts, "refused": True}
 
 
 def assert_rows_alone(run: Callable[..., Any], batch: tuple[Tensor | None, ...], what: str) -> Compared:
-    """`run` of some rows gives the bits that they have in `run` of the whole batch; returns what was compared."""
+    """Asserts that `run` on slices of the batch gives the bits of `run` on the whole batch; returns the counts."""
     whole = run(*batch)
     whole = (whole,) if isinstance(whole, Tensor) else tuple(whole)
     seen = Compared()
     for piece in slices(next(t.shape[0] for t in batch if t is not None)):
-        some = run(*(None if t is None else t[piece] for t in batch))
-        seen.rows(some, [None if w is None else w[piece] for w in whole],
+        alone = run(*(None if t is None else t[piece] for t in batch))
+        seen.rows(alone, [None if w is None else w[piece] for w in whole],
                   f"{what}, rows {piece.start}:{piece.stop} alone")  # fmt: skip
     return seen
 
 
 def forget() -> None:
-    """Every op with schedules decides anew, from the files."""
+    """Every op with schedules chooses again, from the verdict files."""
     for op in schedule.scheduled_ops():
         op.forget(verdicts=True)
 
 
 def ran_through() -> dict[str, set[str]]:
-    """Of each op the schedules that its calls ran through since all was decided anew (`forget`, the end of a block that
-    switches some off); the anchor apart."""
+    """The schedules, except the anchor, that each op's calls have used since `forget` or the last block `without`."""
     found: dict[str, set[str]] = {}
     for op in schedule.scheduled_ops():
         runs = list(op._runs.values())
@@ -111,8 +113,7 @@ def ran_through() -> dict[str, set[str]]:
 
 
 def faster_schedule(op: ScheduledOp, run: Callable[[], object]) -> str:
-    """The one schedule of `op` that `run` runs through, in strict mode; it must have been found faster than the anchor,
-    and no other one faster than it."""
+    """The one schedule of `op` that `run` uses in strict mode; asserts that it is the fastest, also against the anchor."""
     op.forget()
     with schedule.strict():
         run()

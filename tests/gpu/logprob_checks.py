@@ -1,4 +1,4 @@
-"""Targets, truths and settings of the tests of logprob and linear_logprob on a GPU."""
+"""Targets, fp64 truths and settings for the GPU tests of logprob and linear_logprob."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlkernel import ops
 
 
 def scored(tokens: int, v: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Targets, temperatures in [0.5, 2] and kept masks that hold the target of every row but the second."""
+    """Targets, temperatures in [0.5, 2], and kept masks that drop the target of the second row only."""
     generator = torch.Generator().manual_seed(11)
     targets = torch.randint(0, v, (tokens,), generator=generator)
     mask = torch.rand(tokens, v, generator=generator) < 0.5
@@ -36,7 +36,7 @@ def logprob_truth(z: Tensor, targets: Tensor, temperature: Tensor | None, kept: 
 
 
 def finite(out: ops.LogProb) -> tuple[Tensor, Tensor]:
-    """logp and entropy, a dropped target's logp as 0 so that it can be compared."""
+    """logp and entropy; logp of a dropped target is set to 0 so that it can be compared."""
     return out.logp.masked_fill(out.logp == -torch.inf, 0.0), out.entropy
 
 

@@ -1,4 +1,7 @@
-"""adamw_ and grad_norm on a GPU: the bits of the CPU, whatever the grouping, the stream, the alignment or a graph."""
+"""adamw_ and grad_norm on a GPU give the CPU's bits, in any grouping, alignment, block size, stream and CUDA graph.
+
+Control: one gradient that is a few ulps away, and stock torch, give other bits.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters")
 def state(
     device: str, grad: torch.dtype = F32, param: torch.dtype = F32, wild: bool = False, sizes: Sequence[int] = SIZES
 ) -> dict[str, list[Tensor]]:
-    """Parameters, gradients, moments and masters; wild: exponents over most of the range, denormals, zeros."""
+    """Parameters, gradients, moments and masters. `wild` spreads exponents over most of the range, with denormals and
+    zeros."""
     generator = torch.Generator().manual_seed(0)
     columns: list[list[Tensor]] = []
     for spread in (1.0, 3.0, 0.1, 0.1):
@@ -40,7 +44,7 @@ def state(
 
 
 def steps(s: dict[str, list[Tensor]], **options: Any) -> ops.GradNorm:
-    """Two updates, the second clipped; the state changes in place."""
+    """Two updates in place, the second one clipped."""
     ops.adamw_(**s, lr=1e-2, step=1, **options)
     found = ops.grad_norm(s["grads"], max_norm=1.0)
     ops.adamw_(**s, lr=1e-2, step=2, scale=found.scale, zero_grad=True, **options)
@@ -48,7 +52,7 @@ def steps(s: dict[str, list[Tensor]], **options: Any) -> ops.GradNorm:
 
 
 def compare(ours: dict[str, list[Tensor]], theirs: dict[str, list[Tensor]], what: str) -> tuple[int, int]:
-    """Elements and mismatches; a NaN equals any NaN, whose payload is the machine's."""
+    """Elements and mismatches. All NaNs count as equal, because their payload depends on the machine."""
     elements = mismatches = 0
     for name in NAMES:
         for a, b in zip(ours[name], theirs[name], strict=True):
@@ -63,7 +67,7 @@ def compare(ours: dict[str, list[Tensor]], theirs: dict[str, list[Tensor]], what
 def test_adamw_has_the_bits_of_the_cpu(record: Callable[..., None]) -> None:
     cases = elements = mismatches = 0
     for grad, param in ((F32, F32), (F32, BF16), (BF16, BF16), (F16, F16), (BF16, F32), (F32, F16)):
-        few = ((0.9, 0.999),)  # each kind of update is compiled anew
+        few = ((0.9, 0.999),)  # because each combination compiles another kernel
         for wild in (False, True):
             for betas in (*few, (0.4, 0.95), (0.0, 0.0)) if (grad, param) == (F32, F32) else few:
                 here, there = state("cuda", grad, param, wild), state("cpu", grad, param, wild)
@@ -75,7 +79,7 @@ def test_adamw_has_the_bits_of_the_cpu(record: Callable[..., None]) -> None:
     record(cases=cases, elements=elements, mismatches=mismatches)
 
 
-def test_the_norm_has_the_bits_of_the_cpu_in_mixed_dtypes() -> None:
+def test_grad_norm_of_mixed_dtypes_has_the_bits_of_the_cpu() -> None:
     columns = [state("cpu", dtype)["grads"] for dtype in (F32, BF16, F16)]
     grads = [g for row in zip(*columns, strict=True) for g in row]
     grads.append(grads[-1].repeat(SEGMENT))  # more segments than lanes
@@ -89,7 +93,7 @@ def test_the_norm_has_the_bits_of_the_cpu_in_mixed_dtypes() -> None:
             assert_bitwise(b, a, f"{name} under {options}")
 
 
-def test_grouping_alignment_and_blocks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_grouping_alignment_or_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = state("cuda", F32, BF16)
     expected = steps(whole)
     for groups in ([[7, 3], [0, 1, 2], [6, 5, 4]], [[i] for i in range(len(SIZES))]):
@@ -118,7 +122,7 @@ def test_grouping_alignment_and_blocks_are_free(monkeypatch: pytest.MonkeyPatch)
         compare(other, whole, f"blocks of {block}")
 
 
-def test_grouping_control() -> None:
+def test_control_another_gradient_and_stock_torch_differ() -> None:
     ours, other = state("cuda", F32, BF16), state("cuda", F32, BF16)
     other["grads"][6][50_000] *= 1 + 2.0**-22
     steps(ours)
@@ -131,16 +135,16 @@ def test_grouping_control() -> None:
         compare(stock, ours, "stock")
 
 
-def test_repeated_runs_give_the_same_bits() -> None:
+def test_grad_norm_is_deterministic() -> None:
     grads = state("cuda", sizes=[700_001] * 20)["grads"]
     first = ops.grad_norm(grads, max_norm=1.0)
     for _ in range(50):
         for a, b in zip(ops.grad_norm(grads, max_norm=1.0), first, strict=True):
-            assert_bitwise(a, b, "norm, run again")
+            assert_bitwise(a, b, "norm, repeated")
 
 
 @pytest.mark.parametrize("bad", (math.inf, math.nan))
-def test_a_gradient_that_is_not_finite_changes_no_weight(bad: float) -> None:
+def test_a_nonfinite_gradient_changes_no_weight(bad: float) -> None:
     s, before = state("cuda", F32, BF16), state("cuda", F32, BF16)
     s["grads"][6][99_999] = bad
     found = ops.grad_norm(s["grads"], max_norm=1.0)
@@ -174,14 +178,16 @@ def test_in_a_graph_and_on_another_stream() -> None:
     for name, tensors in saved.items():
         for t, old in zip(graphed[name], tensors, strict=True):
             t.copy_(old)
-    others = [state("cuda", sizes=[8]) for _ in range(adamw.TABLES)]  # more sets than are kept: the captured ones stay
+    others = [
+        state("cuda", sizes=[8]) for _ in range(adamw.TABLES)
+    ]  # more than are kept, except that captured ones stay
     for other in others:
         run(other)
     graph.replay()
     compare(graphed, eager, "in a graph")
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_adamw_does_not_synchronize() -> None:
     s = state("cuda", F32, BF16)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,7 @@
-"""Attention variant fa3 on a GPU: certified or refused, right, the same in rollout and training."""
+"""Attention variant fa3 on a GPU: certified or refused, accurate against fp64, with equal bits in rollout and training.
+
+Controls: head dimension 64 is refused, and log-probabilities of the variant `split` differ.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ Record = Callable[..., None]
 by_heads = pytest.mark.parametrize("heads,kv_heads", [(16, 8), (32, 8), (28, 4)])
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Verdicts are made here, not read."""
+    """The test certifies by itself instead of reading a stored verdict."""
     monkeypatch.setattr(verdicts, "verdict_dir", lambda: tmp_path / "schedules")
     attention_fa3.forget()
     yield
@@ -45,14 +48,14 @@ def shape(head_dim: int, heads: int, kv_heads: int, page: int = 16) -> attention
 
 @by_heads
 @pytest.mark.parametrize("page", [16, 128])
-def test_head_dim_128_is_certified(heads: int, kv_heads: int, page: int, record: Record) -> None:
+def test_head_dim_128_is_certified(heads: int, kv_heads: int, page: int, record: Record, fresh: None) -> None:
     found = attention_fa3.verdict(shape(128, heads, kv_heads, page))
     record(cases=found.calls, elements=found.elements, mismatches=found.differing, heads=f"{heads}/{kv_heads}")
     assert found.certified, (found.reason, found.first)
 
 
-def test_head_dim_64_is_refused(record: Record) -> None:
-    """Its block of keys depends on the longest query of the batch."""
+def test_head_dim_64_is_refused(record: Record, fresh: None) -> None:
+    """FlashAttention-3 chooses its block of keys by the longest query of the batch there."""
     found = attention_fa3.verdict(shape(64, 16, 8))
     record(**refusal(found.first))
     assert not found.certified and found.first is not None and found.first["index"] is not None
@@ -92,8 +95,8 @@ def test_gradients_do_not_depend_on_the_batch(heads: int, kv_heads: int) -> None
             assert_bitwise(a, b, name)
 
 
-def test_one_query_a_sequence_over_packed_keys() -> None:
-    """FlashAttention-3 drops the causal mask there and takes other blocks; the op does not let it."""
+def test_one_query_per_sequence_over_packed_keys() -> None:
+    """FlashAttention-3 would drop the causal mask and choose other blocks here; the op prevents it."""
     batch = sequences([700, 130], 2, 8, 128, BF16, device="cuda")
     whole = packed(batch, variant="fa3")
     q = torch.cat([s.q[-1:] for s in batch])
@@ -113,7 +116,7 @@ def model() -> Decoder:
 
 
 def trained(model: Decoder, outputs: list[RequestOutput], temperature: float) -> Tensor:
-    """Log-probabilities of all completion tokens through the packed forward, several sequences a batch."""
+    """Log-probabilities of all completion tokens through the packed forward, 7 sequences per batch."""
     found = []
     with torch.no_grad():
         for first in range(0, len(outputs), 7):
@@ -138,7 +141,7 @@ def test_decode_equals_the_training_forward(model: Decoder, record: Record) -> N
     for graphs in (False, True):
         llm = LLM(model, max_num_seqs=20, max_num_batched_tokens=1024, num_pages=4000, cuda_graphs=graphs,
                   attention="fa3")  # fmt: skip
-        for _ in range(1 + graphs):  # a shape is recorded when it comes up again
+        for _ in range(1 + graphs):  # a shape is recorded at its second use
             outputs = llm.generate(prompts, params)
             llm.weights_updated()
         found[graphs] = outputs
@@ -154,7 +157,7 @@ def test_decode_equals_the_training_forward(model: Decoder, record: Record) -> N
     alone = LLM(model, max_num_seqs=1, num_pages=4000).generate(prompts[:4], params[:4])
     for a, b in zip(alone, outputs, strict=False):
         assert_bitwise(a.outputs[0].logprobs_tensor, b.outputs[0].logprobs_tensor, "alone")
-    # Control: the other variant's training forward has other bits.
+    # Control: the training forward of the other variant gives other bits.
     model.set_attention_variant("split")
     assert int((trained(model, outputs, 0.8).view(torch.int32) != rollout[1].view(torch.int32)).sum()) > 0
     with pytest.raises(VariantError, match="made for attention variant 'fa3'"):

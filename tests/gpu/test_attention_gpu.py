@@ -1,4 +1,7 @@
-"""attention on a GPU: right against fp64; prefill, its chunks, decode from pages and training give the same bits."""
+"""attention on a GPU: accurate against fp64; prefill, its chunks, paged decode and training give the same bits.
+
+Control: decode on stock torch differs from prefill.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,7 @@ def test_decode_across_default_splits(d: int, record: Record) -> None:
     record(**vars(seen))
 
 
-def test_control() -> None:
+def test_control_stock_decode_differs_from_prefill() -> None:
     batch = batch_of([400, 333], 2, 8, 128, torch.bfloat16)
     run = lambda: same(paged(batch, [[390, *range(391, 401)], [333]], 16), packed(batch), "decode")
     run()
@@ -123,7 +126,7 @@ def test_control() -> None:
 
 @pytest.mark.parametrize("d", (64, 128))
 @pytest.mark.parametrize("split", (128, 2048))
-def test_tiles_are_free(d: int, split: int, record: Record) -> None:
+def test_bits_do_not_depend_on_tiles(d: int, split: int, record: Record) -> None:
     from rlkernel.kernels.triton.attention import attention
     from rlkernel.kernels.triton.attention_tiles import Tile, forward_tile
     from rlkernel.kernels.triton.common import family
@@ -144,7 +147,7 @@ def test_tiles_are_free(d: int, split: int, record: Record) -> None:
 
 
 @pytest.mark.parametrize(
-    "group,d,dtype,rooms",
+    "group,d,dtype,padded",
     (
         (1, 128, torch.bfloat16, False),
         (2, 128, torch.bfloat16, True),
@@ -152,8 +155,10 @@ def test_tiles_are_free(d: int, split: int, record: Record) -> None:
         (7, 64, torch.bfloat16, True),
     ),
 )
-def test_long_prefill_has_the_same_bits(group: int, d: int, dtype: torch.dtype, rooms: bool, record: Record) -> None:
-    """Hopper's own kernels against the common one, with partial splits and blocks; behind the keys lie NaNs."""
+def test_long_prefill_schedules_equal_the_anchor(
+    group: int, d: int, dtype: torch.dtype, padded: bool, record: Record
+) -> None:
+    """With partial splits and blocks, over packed and over padded keys; memory behind the keys holds NaN."""
     seen = Compared()
     for queries, keys in (
         ([5, 700, 1, 2049, 333, 3000], [5, 2900, 4100, 2049, 333, 6001]),
@@ -162,26 +167,29 @@ def test_long_prefill_has_the_same_bits(group: int, d: int, dtype: torch.dtype, 
         ([4096], [4096]),
     ):
         for split in (64, 128, 2048):
-            for room in (0, -(-max(keys) // 64) * 64) if rooms else (0,):
-                given = prefill_of(queries, keys, group, d, dtype, split, room)
-                seen += check_long_prefill(given, f"{queries} queries, {room} of room")
+            for stride in (0, -(-max(keys) // 64) * 64) if padded else (0,):
+                given = prefill_of(queries, keys, group, d, dtype, split, stride)
+                seen += check_long_prefill(given, f"{queries} queries, key stride {stride}")
     record(**vars(seen))
 
 
 def prefill_of(
-    queries: list[int], keys: list[int], group: int, d: int, dtype: torch.dtype, split: int, room: int
+    queries: list[int], keys: list[int], group: int, d: int, dtype: torch.dtype, split: int, stride: int
 ) -> list[Any]:
-    """Arguments of long prefill, with NaNs behind each sequence's keys that are not another one's."""
-    rows = room * len(keys) or sum(keys)
+    """Arguments of long prefill; rows behind the keys hold NaN.
+
+    Keys of sequence i start at row i * stride; with stride 0 they are packed.
+    """
+    rows = stride * len(keys) or sum(keys)
     q = rand(0, sum(queries), 2 * group, d, dtype=dtype, device=DEVICE)
     k, v = (rand(i, rows + 64, 2, d, dtype=dtype, device=DEVICE) for i in (1, 2))
     for x in (k, v):
         x[rows:] = torch.nan
-        for i, n in enumerate(keys if room else ()):
-            x[i * room + n : (i + 1) * room] = torch.nan
-    lens = torch.tensor(keys, dtype=torch.int32, device=DEVICE) if room else cu(keys, DEVICE)
+        for i, n in enumerate(keys if stride else ()):
+            x[i * stride + n : (i + 1) * stride] = torch.nan
+    lens = torch.tensor(keys, dtype=torch.int32, device=DEVICE) if stride else cu(keys, DEVICE)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=DEVICE)
-    return [q, k, v, cu(queries, DEVICE), lens, max(queries), max(keys), d**-0.5, split, room, out, lse]
+    return [q, k, v, cu(queries, DEVICE), lens, max(queries), max(keys), d**-0.5, split, stride, out, lse]
 
 
 def check_long_prefill(given: list[Any], what: str) -> Compared:
@@ -201,12 +209,12 @@ def check_long_prefill(given: list[Any], what: str) -> Compared:
     return seen
 
 
-on_hopper = pytest.mark.skipif(not HOPPER, reason="long prefill has kernels of its own on Hopper alone")
+on_hopper = pytest.mark.skipif(not HOPPER, reason="only Hopper has schedules for long prefill")
 
 
 @on_hopper
 def test_long_queries_without_keys() -> None:
-    """Values are undefined, but no schedule fails: a tensor map of 0 rows is refused, and would switch it off."""
+    """The values are undefined, but nothing fails, although CUDA refuses a tensor map of 0 rows."""
     q = torch.randn(2000, 16, 128, device=DEVICE).bfloat16()
     none = torch.empty(0, 8, 128, device=DEVICE, dtype=torch.bfloat16)
     borders = torch.tensor([0, 2000], dtype=torch.int32, device=DEVICE)
@@ -218,8 +226,7 @@ def test_long_queries_without_keys() -> None:
 
 @on_hopper
 def test_long_prefill_is_certified_and_chosen(record: Record) -> None:
-    """Through the ops, packed and from pages: schedules are offered, certified, faster than the anchor, so one of them
-    runs, and switched off without a trace."""
+    """Packed and from pages, a certified schedule faster than the anchor runs; switching it off changes no bit."""
     from rlkernel.kernels import schedule
     from rlkernel.kernels.cuda import attention as module
 
@@ -243,27 +250,27 @@ def test_long_prefill_is_certified_and_chosen(record: Record) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("room", (False, True), ids=("packed", "room"))
+@pytest.mark.parametrize("padded", (False, True), ids=("packed", "padded"))
 @pytest.mark.parametrize("d", (64, 128))
-def test_borders_that_do_not_fit_stay_inside_long_prefill(d: int, room: bool) -> None:
-    """Undefined values, but no write beside out and lse, which lie between sevens, and an end."""
+def test_invalid_cu_seqlens_write_nothing_outside_in_long_prefill(d: int, padded: bool) -> None:
+    """The values are undefined, but kernels end and write only to out and lse, which are allocated between sevens."""
     from rlkernel.kernels.cuda import attention as module
 
     t, low, high = 600, -(2**31), 2**31 - 1
-    given = prefill_of([200, 400], [900, 2500], 2, d, torch.bfloat16, 128, 2560 if room else 0)
+    given = prefill_of([200, 400], [900, 2500], 2, d, torch.bfloat16, 128, 2560 if padded else 0)
     framed = []
     for x in given[10:]:
         whole = torch.full((3 * x.numel(),), 7, dtype=x.dtype, device=DEVICE)
         framed.append(whole)
         given[10 + len(framed) - 1] = whole[x.numel() : 2 * x.numel()].view(x.shape)
-    lens = ([2560, 5000], [high, -3], [low, high]) if room else ([0, 900, 9000], [900, 100, 3400], [low, high, 5])
+    lens = ([2560, 5000], [high, -3], [low, high]) if padded else ([0, 900, 9000], [900, 100, 3400], [low, high, 5])
     key = module.prefill.family.shape(*given)
     for borders in ([0, 200, t], [0, 200, 900], [-30, 200, t], [t, 100, t], [700, high, t], [low, high, t]):
         for some in lens:
             given[3], given[4] = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (borders, some))
             for schedule in module.prefill.family.schedules:
                 if schedule.supports(key) and (schedule.name != "gluon" or max(map(abs, some)) < 10_000):
-                    schedule.bind(key)(*given)  # gluon: it fetches as many keys as borders say, which would take long
+                    schedule.bind(key)(*given)  # gluon loads as many keys as cu_seqlens says, which would take too long
                     for whole, x in zip(framed, given[10:], strict=True):
                         n = x.numel()
                         assert (whole[:n] == 7).all() and (whole[2 * n :] == 7).all(), (schedule.name, borders, some)
@@ -277,10 +284,10 @@ def test_long_prefill_at_any_address_and_in_a_graph() -> None:
     family = module.prefill.family
     family.anchor(*given)
     wanted = [x.clone() for x in given[10:]]
-    apart = torch.empty(given[0].numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(given[0].shape)
+    unaligned = torch.empty(given[0].numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(given[0].shape)
     for schedule in family.schedules:
         run = schedule.bind(family.shape(*given))
-        shifted = [apart.copy_(given[0]), *given[1:]]
+        shifted = [unaligned.copy_(given[0]), *given[1:]]
         run(*shifted)
         same([tuple(given[10:])], [tuple(wanted)], f"{schedule.name}, q at another address")
         run(*given)
@@ -303,7 +310,7 @@ def test_gradients_do_not_depend_on_packing(
     record(cases=len(LENS), tokens=sum(LENS), mismatches=0)
 
 
-def test_backward_tiles_are_free() -> None:
+def test_gradients_do_not_depend_on_tiles() -> None:
     q, k, v = batch_of([700], 2, 4, 128, torch.bfloat16)[0]
     at = cu([700], DEVICE)
     out, lse = ops.attention(q, k, v, at, max_seqlen_q=700)
@@ -318,12 +325,12 @@ def test_backward_tiles_are_free() -> None:
 
 
 @pytest.mark.parametrize("d", (64, 128))
-def test_memory_layout_is_free(d: int) -> None:
-    """Slices of a fused projection, and rows that the copy engine cannot fetch, against dense ones."""
+def test_bits_do_not_depend_on_memory_layout(d: int) -> None:
+    """Slices of a fused projection, and rows whose addresses TMA cannot read, against contiguous ones."""
     lens, heads = [200, 65], (8, 4, 4)
     at = cu(lens, DEVICE)
     fused = rand(0, sum(lens), sum(heads), d, dtype=torch.bfloat16, device=DEVICE)
-    apart = torch.empty(fused.numel() + 4, dtype=fused.dtype, device=DEVICE)[4:].view(fused.shape).copy_(fused)
+    unaligned = torch.empty(fused.numel() + 4, dtype=fused.dtype, device=DEVICE)[4:].view(fused.shape).copy_(fused)
     dout = rand(1, sum(lens), heads[0], d, dtype=torch.bfloat16, device=DEVICE)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -332,16 +339,16 @@ def test_memory_layout_is_free(d: int) -> None:
         return [out, lse, *torch.autograd.grad(out, leaves, dout)]
 
     expected = run(*(t.contiguous() for t in fused.split(heads, 1)))
-    for what, x in (("fused", fused), ("unaligned", apart)):
+    for what, x in (("fused", fused), ("unaligned", unaligned)):
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), run(*x.split(heads, 1)), expected, strict=True):
             assert_bitwise(a, b, f"{name} of {what} rows")
 
 
 @by_shape
-def test_a_sequence_does_not_see_its_neighbours(
+def test_a_sequence_does_not_depend_on_its_neighbours(
     group: int, hk: int, d: int, dtype: torch.dtype, window: int | None
 ) -> None:
-    """Fetched blocks reach past a sequence's end: a NaN there must not show."""
+    """Loaded blocks reach past a sequence's end, where a NaN must not change its result."""
     lens = [100, 130, 60]
     batch = batch_of(lens, group, hk, d, dtype)
     douts = [rand(900 + i, *s.q.shape, dtype=dtype, device=DEVICE) for i, s in enumerate(batch)]
@@ -366,14 +373,14 @@ def test_backward_is_deterministic(record: Record) -> None:
     record(cases=50, tokens=50 * sum(s.q.shape[0] for s in batch), mismatches=0)
 
 
-def test_larger_limits_change_nothing() -> None:
+def test_max_seqlen_may_exceed_the_longest_sequence() -> None:
     batch = batch_of([300, 5], 2, 4, 128, torch.bfloat16)
     q, k, v = (torch.cat(parts) for parts in zip(*batch, strict=True))
     out = ops.attention(q, k, v, cu([300, 5], DEVICE), max_seqlen_q=20000)
     same([out], [ops.attention(q, k, v, cu([300, 5], DEVICE), max_seqlen_q=300)], "max_seqlen 20000")
 
 
-def test_runs_in_a_graph_without_a_wait() -> None:
+def test_decode_runs_in_a_graph_and_does_not_synchronize() -> None:
     s = batch_of([64], 2, 4, 128, torch.bfloat16)[0]
     pages, page = 40, 16
     caches = [rand(i, pages, page, 4, 128, dtype=torch.bfloat16, device=DEVICE) for i in (1, 2)]
@@ -401,13 +408,11 @@ def test_runs_in_a_graph_without_a_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_offsets_beyond_2_31() -> None:
-    """A cache of more than 2^31 elements: the last pages are read where they are."""
+@pytest.mark.gpu_memory(13)
+def test_cache_of_more_than_2_to_the_31_elements() -> None:
+    """Offsets of the last pages do not fit into 32 bits."""
     page, hk, d = 16, 1, 128
     pages = (1 << 31) // (page * hk * d) + 8
-    free = torch.cuda.mem_get_info()[0]
-    if free < 3 * pages * page * hk * d * 2:
-        pytest.skip("needs 13 GiB of free GPU memory")
     caches = [torch.empty(pages, page, hk, d, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     s = batch_of([100], 2, hk, d, torch.bfloat16)[0]
     table = torch.arange(pages - 7, pages, dtype=torch.int32, device=DEVICE)[None]

@@ -1,4 +1,7 @@
-"""CUDA graphs change no bit: tokens and log-probabilities of replayed decode steps equal those of eager ones."""
+"""CUDA graphs change no bit: tokens and log-probabilities of replayed decode steps equal those of eager steps.
+
+Controls: every comparison asserts that graphs were recorded and replayed, and other weights give other outputs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def model() -> Decoder:
 
 
 def requests(model: Decoder, count: int = REQUESTS, longer: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Lengths on both sides of a split of attention, filters, kept sets, greedy, early stops, n > 1."""
+    """Lengths below and above one split of attention, filters, kept sets, greedy, early stops, n > 1."""
     rng = random.Random(0)
     vocab = model.config.vocab_size
     lengths = [rng.choice((1, 15, 16, 200, 700, 2040, 2600)) + rng.randint(0, 9) for _ in range(count)]
@@ -89,12 +92,12 @@ def test_graphs_change_no_bit(model: Decoder, record: Callable[..., None], name:
     assert facts(llm.generate(*requests(model, longer=sizes.get("longer", 0)))) == eager
 
 
-def test_weights(model: Decoder, record: Callable[..., None]) -> None:
-    """In-place updates keep the graphs, new addresses drop them; the weights that count are always the present ones."""
+def test_weight_updates(model: Decoder, record: Callable[..., None]) -> None:
+    """In-place updates keep the graphs, new addresses drop them, and replays always use the current weights."""
     llm = LLM(model, num_pages=6000, cuda_graphs=True, **SIZES)
     graphs = llm.runner.graphs
     assert graphs is not None
-    # Lengths that no weight changes: every run then has the shapes of the first two, which record them.
+    # The lengths do not depend on the weights, so every run has the shapes that the first two have recorded.
     prompts = requests(model, 16)[0]
     params = [SamplingParams(seed=i, max_tokens=20 + 3 * i, ignore_eos=True) for i in range(16)]
     seen = [facts(llm.generate(prompts, params))]
@@ -134,8 +137,8 @@ def test_stock_ops_run_eagerly(model: Decoder) -> None:
     assert graphs is not None and graphs.recorded == graphs.replayed == 0
 
 
-def test_memory_of_graphs(model: Decoder, record: Callable[..., None]) -> None:
-    """Graphs share one pool: more shapes take more launches to store, not more activations."""
+def test_graphs_share_one_memory_pool(model: Decoder, record: Callable[..., None]) -> None:
+    """More recorded shapes store more launches, not more activations."""
     llm = LLM(model, max_num_seqs=256, num_pages=6000, max_num_batched_tokens=8192, cuda_graphs=True)
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()

@@ -1,4 +1,7 @@
-"""rlkernel-drift on a GPU: row hashes recorded in a CUDA graph are those of the CPU, replay by replay."""
+"""rlkernel-drift on a GPU: row hashes that a CUDA graph computes equal those of the CPU at every replay.
+
+Control: each replay has new data, so hashes of the replay before would fail.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def test_hashes_in_a_cuda_graph(dtype: torch.dtype) -> None:
         recorder.see("qkv", x)
         recorder.see("sum", x, residual)
 
-    record()  # buffers exist before the graph is recorded
+    record()  # allocates the buffers before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         record()

@@ -1,6 +1,6 @@
-"""linear and its gradients on a GPU: right against fp64, the same bits in any batch and tile, on the CPU in fp32.
+"""linear and its gradients on a GPU: close to fp64, the same bits in any batch and tile, the CPU's bits in fp32.
 
-The schedules that may take the anchor's place: test_schedule_gpu.py.
+Control: stock linear depends on the batch. Certification of schedules is tested in test_schedule_gpu.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_linear_accuracy(m: int, n: int, k: int, chunks: int, dtype: torch.dtype
 
 @by_dtype
 @by_shape
-def test_linear_rows(n: int, k: int, chunks: int, dtype: torch.dtype, record: Record) -> None:
+def test_rows_do_not_depend_on_the_batch(n: int, k: int, chunks: int, dtype: torch.dtype, record: Record) -> None:
     x, w, b = data(0, 1100, k, dtype=dtype), data(1, n, k, dtype=dtype), data(2, n, dtype=dtype)
     seen = assert_rows_alone(lambda x: ops.linear(x, w, b, chunks=chunks), (x,), "linear")
     seen += assert_rows_alone(lambda x: ops.linear(x, w, chunks=chunks, out_dtype=torch.float32), (x,), "fp32 result")
@@ -44,15 +44,15 @@ def test_linear_rows(n: int, k: int, chunks: int, dtype: torch.dtype, record: Re
     record(**vars(seen))
 
 
-def test_stock_linear_depends_on_the_batch() -> None:
-    """The control: split-K, chosen by M, is what makes cuBLAS vary."""
+def test_control_stock_linear_depends_on_the_batch() -> None:
+    """cuBLAS chooses split-K by M."""
     x, w = data(0, 1100, 12288, dtype=torch.bfloat16), data(1, 4096, 12288, dtype=torch.bfloat16)
     with ops.stock():
         assert differs(lambda: assert_rows_alone(lambda x: ops.linear(x, w), (x,), "stock linear"))
 
 
 def offered() -> list[Any]:
-    """Tiles of more than 64 rows, with a width that they are offered for."""
+    """Triton tiles for more than 64 rows."""
     pytest.importorskip("triton")
     from rlkernel.kernels.cuda.linear import OFFERS
 
@@ -60,8 +60,8 @@ def offered() -> list[Any]:
 
 
 @pytest.mark.parametrize("offer", offered())
-def test_offered_tiles_have_the_anchors_bits(offer: Any, record: Record) -> None:
-    """Certification would refuse another one without a word."""
+def test_triton_tiles_equal_the_anchor(offer: Any, record: Record) -> None:
+    """Certification would refuse a tile with other bits silently, and only speed would be lost."""
     from rlkernel.kernels.triton.linear import gemm
 
     n, k, bf16 = max(offer.narrow - 1, 512) + 24, 3072, torch.bfloat16
@@ -74,8 +74,8 @@ def test_offered_tiles_have_the_anchors_bits(offer: Any, record: Record) -> None
     record(**vars(seen))
 
 
-def spelt() -> list[Any]:
-    """The algorithms of cuBLASLt that are spelt out, with the rows and a width that they are offered for."""
+def explicit_algorithms() -> list[Any]:
+    """cuBLASLt algorithms that are named by their settings, not by their place in the heuristic's list."""
     pytest.importorskip("triton")
     from rlkernel.kernels.cuda.linear import CHOICES
 
@@ -85,11 +85,11 @@ def spelt() -> list[Any]:
 
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0),
-    reason="offered to sm_90 alone",
+    reason="offered on sm_90 only",
 )
-@pytest.mark.parametrize("choice", spelt())
-def test_algorithms_that_are_spelt_out_have_the_anchors_bits(choice: Any, record: Record) -> None:
-    """Certification would refuse another one without a word; here one that cuBLASLt does not know is skipped."""
+@pytest.mark.parametrize("choice", explicit_algorithms())
+def test_explicit_cublaslt_algorithms_equal_the_anchor(choice: Any, record: Record) -> None:
+    """Certification would refuse an algorithm with other bits silently. One that this cuBLASLt lacks is skipped."""
     from rlkernel.kernels import build
     from rlkernel.kernels.cuda import linear as cuda
     from rlkernel.kernels.cuda import linear_shapes as shapes
@@ -107,7 +107,7 @@ def test_algorithms_that_are_spelt_out_have_the_anchors_bits(choice: Any, record
         try:
             run, algorithm = (cuda._head if s.is_head else cuda._product)(s, choice.which)
         except RuntimeError as error:
-            pytest.skip(f"cuBLASLt does not know it for {form}: {error}")
+            pytest.skip(f"this cuBLASLt does not have it for {form}: {error}")
         op = cuda.linear if forward else cuda.linear_dgrad
         for m in rows:
             a = data(0, m, k, dtype=bf16)
@@ -218,8 +218,8 @@ def test_input_gradient_of_a_head(dtype: torch.dtype, record: Record) -> None:
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="AMD has fp32 matrix instructions")
 @pytest.mark.parametrize("chunks", (1, 4))
-def test_float32_linear_is_the_cpus(chunks: int) -> None:
-    """Where there is no fp32 matrix instruction the chain is the CPU's own: one fma a step."""
+def test_fp32_linear_equals_the_cpu(chunks: int) -> None:
+    """NVIDIA GPUs have no fp32 matrix instruction, so the chain is the CPU's: one fma per step."""
     x, w, b = rand(0, 70, 328), rand(1, 90, 328), rand(2, 90)
     y = ops.linear(x.to(DEVICE), w.to(DEVICE), b.to(DEVICE), chunks=chunks)
     assert_bitwise(y, ops.linear(x, w, b, chunks=chunks), "GPU against CPU")
@@ -231,7 +231,7 @@ def test_float32_linear_is_the_cpus(chunks: int) -> None:
 @pytest.mark.parametrize("columns", (16, 32))
 @low_precision
 def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, record: Record) -> None:
-    """wgmma's chain is the anchor's: part of a piece, of a block's columns, of its rows; many pieces, NaN beside."""
+    """Hopper's kernel equals the anchor with partial k-pieces, columns and rows, and next to a row of NaN."""
     from rlkernel.kernels.certification import KINDS, values
     from rlkernel.kernels.cuda import linear_rows
     from rlkernel.kernels.triton.linear import gemm
@@ -250,10 +250,10 @@ def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, record: Re
     run = linear_rows.launcher(0, dtype, dtype, 16, columns)
     expected = run(dy, w)
     for _ in range(200):
-        seen.rows(run(dy, w), expected, "again")
+        seen.rows(run(dy, w), expected, "repeated")
     dy[1] = float("nan")
     with_nan = run(dy, w)
     assert with_nan[1].isnan().all()
-    seen.rows(with_nan[::2], expected[::2], "a row beside one of NaN")
-    seen.rows(run(dy[:1].as_strided((1, 6144), (1, 1)), w), expected[:1], "one row, whatever its stride")
+    seen.rows(with_nan[::2], expected[::2], "rows next to a row of NaN")
+    seen.rows(run(dy[:1].as_strided((1, 6144), (1, 1)), w), expected[:1], "one row with another stride")
     record(**vars(seen))

@@ -1,6 +1,7 @@
-"""linear_logprob on a GPU: right against fp64, the same bits in any batch, tile, block and schedule.
+"""linear_logprob on a GPU: accurate against fp64 computed on the GPU, the same bits in any batch, tile, block and
+schedule; the backward has the anchor's bits with and without the `dense` hint.
 
-Truths are computed in fp64 on the GPU; the backward has the anchors' bits with and without the `dense` hint.
+Control: test_logprob_gpu.py shows that log-probabilities of the stock head depend on the batch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def test_linear_logprob_is_logprob_of_linear(filtered: bool, dtype: torch.dtype,
         fused = lambda x, w, y=targets, o=options: ops.linear_logprob(x, w, y, **o)[:2]
         plain = lambda x, w, y=targets, o=options: ops.logprob(ops.linear(x, w, out_dtype=torch.float32), y, **o)[:2]
         upstream = (data(2, tokens), data(3, tokens))
-        for zeros in (False, True):  # tokens without a gradient: a run that begins and ends anywhere, and some by turns
+        for zeros in (
+            False,
+            True,
+        ):  # tokens without a gradient: a run at an odd place, and every third of the last quarter
             if zeros:
                 for up in upstream:
                     up[tokens // 5 : tokens // 2], up[3 * tokens // 4 :: 3] = 0.0, 0.0
@@ -98,7 +102,7 @@ def test_linear_logprob_in_every_tile_and_block(
 def test_linear_logprob_schedules_equal_the_anchor(
     temperature: bool, filtered: bool, entropy_gradient: bool, record: Record
 ) -> None:
-    """Hopper's kernel or any other schedule against Triton's, with prompts left out, to the bit."""
+    """With a run of tokens that have no gradient, as prompts have."""
     from rlkernel.kernels import select
 
     tokens, v, c = 1500, 9001 * 8, 520
@@ -111,7 +115,7 @@ def test_linear_logprob_schedules_equal_the_anchor(
     raw = torch.ops.rlkernel
 
     def run(keep: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """What has a row a token, and the gradients of the weight."""
+        """Results with one row per token, and the gradients of the weight."""
         op = raw.linear_logprob_probs if keep else raw.linear_logprob
         rows = op(x, w, targets, inverse, mask, False)
         kept_outputs = (*rows[4:], None, None)[:2]
@@ -132,7 +136,7 @@ def test_linear_logprob_schedules_equal_the_anchor(
 
 @pytest.mark.parametrize("filtered", (False, True))
 def test_linear_logprob_with_kept_logits(filtered: bool, record: Record) -> None:
-    """No bit depends on kept logits, nor on cuBLASLt's products where `dense` allows them."""
+    """No bit depends on kept logits, or on cuBLASLt's products, which `dense` allows."""
     from rlkernel.kernels import select
 
     tokens, v, c = 2100, 3 * 8192 + 1000, 520
@@ -146,7 +150,7 @@ def test_linear_logprob_with_kept_logits(filtered: bool, record: Record) -> None
     raw = torch.ops.rlkernel
 
     def run(width: int, dense: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-        """What has a row a token, and the gradients of the weight."""
+        """Results with one row per token, and the gradients of the weight."""
         if width:
             *rows, logits = raw.linear_logprob_logits(x, w, targets, inverse, mask, width, dense)
         else:
@@ -196,7 +200,7 @@ def test_linear_logprob_of_several_blocks_of_tokens(main: bool, record: Record) 
 
 
 def test_linear_logprob_without_any_gradient(record: Record) -> None:
-    """main_grad gets + 0, whose sign shows where it held -0."""
+    """The backward adds +0 to main_grad, which turns a -0 there into +0."""
     from rlkernel.kernels import select
 
     tokens, v, c = 600, 8192, 512
@@ -220,8 +224,8 @@ def test_linear_logprob_without_any_gradient(record: Record) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-def test_linear_logprob_reads_no_hidden_state_without_a_gradient(dtype: torch.dtype, record: Record) -> None:
-    """NaN and infinities of tokens that the loss leaves out, in whole groups and between others."""
+def test_linear_logprob_ignores_hidden_states_without_a_gradient(dtype: torch.dtype, record: Record) -> None:
+    """NaN and infinities in tokens without a gradient, in whole groups and between other tokens, change nothing."""
     from rlkernel.kernels import select
 
     tokens, v, c = 1100, 9000, 512
@@ -250,7 +254,7 @@ def test_linear_logprob_reads_no_hidden_state_without_a_gradient(dtype: torch.dt
 
 @pytest.mark.parametrize("v", (70000, 70001))
 def test_linear_logprob_of_wide_blocks_and_an_odd_vocabulary(v: int) -> None:
-    """A block wider than dweight was compared at is cut, and 70,001 is no multiple of 8."""
+    """dweight splits blocks wider than those it was compared at; 70,001 is not a multiple of 8."""
     from rlkernel.kernels import select
     from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
 
@@ -277,7 +281,7 @@ def test_linear_logprob_of_wide_blocks_and_an_odd_vocabulary(v: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "c"), ((410, 1024), (700, 1024), (1300, 1024), (410, 4096), (90, 8192)))
 def test_linear_logprob_of_few_tokens(tokens: int, c: int, record: Record) -> None:
-    """Chunks of the vocabulary in parallel, with clusters of tokens that have no gradient."""
+    """Chunks of the vocabulary run in parallel; clusters of tokens have no gradient."""
     from rlkernel.kernels import select
     from rlkernel.kernels.triton.linear_logprob_backward import chunks_beside
 
@@ -298,10 +302,10 @@ def test_linear_logprob_of_few_tokens(tokens: int, c: int, record: Record) -> No
 
 
 @pytest.mark.parametrize(("tokens", "c", "main"), ((4300, 1024, False), (2066, 2048, True), (9000, 1024, False)))
-def test_linear_logprob_products_beside_each_other(
+def test_linear_logprob_gradients_on_two_streams(
     tokens: int, c: int, main: bool, monkeypatch: pytest.MonkeyPatch, record: Record
 ) -> None:
-    """Two streams for the two products: no memory is taken early, eagerly or in a graph, and no bit moves."""
+    """Both products run at the same time, eagerly and in a graph: no memory is reused too early, and no bit changes."""
     from rlkernel.kernels.triton import linear_logprob_backward as loop
     from rlkernel.kernels.triton import streams
 
@@ -327,7 +331,7 @@ def test_linear_logprob_products_beside_each_other(
         with torch.cuda.stream(stream):
             for i in range(4):
                 found = run()
-                # Whatever was freed on this stream is written at once.
+                # Overwrites all memory that run() freed on this stream.
                 trash = [torch.full((n,), torch.nan, device=DEVICE) for n in (tokens * c, 2 * tokens * c, 8192 * c)]
                 seen.rows(found[:1], expected[:1], f"input gradient {i}, {stream}")
                 seen.whole(found[1:], expected[1:], f"weight gradient {i}, {stream}")
@@ -336,13 +340,13 @@ def test_linear_logprob_products_beside_each_other(
     with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), capture_error_mode="relaxed"):
         captured = run()
         assert forked and all(forked)
-        # outside the capture, which goes on; torch hands out the same few streams in turns
+        # a stream outside the running capture; torch hands out its few streams in turns
         eager = next(s for s in (torch.cuda.Stream() for _ in range(64)) if not streams._captured(s))
         with torch.cuda.stream(eager):
             found = run()
     torch.cuda.synchronize()
-    seen.rows(found[:1], expected[:1], "input gradient beside a capture")
-    seen.whole(found[1:], expected[1:], "weight gradient beside a capture")
+    seen.rows(found[:1], expected[:1], "input gradient during a capture")
+    seen.whole(found[1:], expected[1:], "weight gradient during a capture")
     for i in range(2):
         for t in captured:
             t.fill_(torch.nan)
@@ -353,7 +357,7 @@ def test_linear_logprob_products_beside_each_other(
 
 
 @pytest.mark.parametrize("tokens", (1, 8193))
-def test_linear_logprob_of_a_block_of_one_row(tokens: int, record: Record) -> None:
+def test_linear_logprob_with_a_block_of_one_row(tokens: int, record: Record) -> None:
     """The last block of the backward has one row, and the last chunk of the vocabulary an odd width."""
     from rlkernel.kernels import select
 
@@ -375,8 +379,8 @@ def test_linear_logprob_of_a_block_of_one_row(tokens: int, record: Record) -> No
     record(**vars(seen))
 
 
-def test_linear_logprob_in_a_new_thread_and_of_repeated_rows() -> None:
-    """A thread's first work finds the device's context; rows that overlap in memory go to the anchor."""
+def test_linear_logprob_in_a_new_thread_and_with_repeated_rows() -> None:
+    """A new thread has no CUDA context yet; rows that share memory run the anchor."""
     import threading
 
     x, w = data(0, 300, 256, dtype=torch.bfloat16), data(1, 1000, 256, dtype=torch.bfloat16)
@@ -416,8 +420,8 @@ def test_linear_logprob_memory_is_bounded() -> None:
         assert used < limit, f"{used >> 20} MiB for logits of {(tokens * v * 4) >> 20} MiB, {kept >> 20} MiB kept"
 
 
-def test_rows_are_those_tokens_alone(record: Record) -> None:
-    """`rows` has the bits of a call with these hidden states; its backward may use cuBLASLt."""
+def test_rows_equals_selecting_hidden_states(record: Record) -> None:
+    """`rows` gives the bits of a call with only these hidden states; its backward may use cuBLASLt."""
     tokens, v, c = 3000, 9001, 520
     x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
     rows = torch.arange(tokens, device=DEVICE)[torch.arange(tokens, device=DEVICE) % 3 != 0]

@@ -1,6 +1,6 @@
-"""logprob on a GPU: right against fp64, the same bits in any batch, tile and schedule.
+"""logprob on a GPU: accurate against fp64 computed on the GPU, the same bits in any batch, tile and schedule.
 
-Truths are computed in fp64 on the GPU; the control is the stock head, whose log-probabilities depend on the batch.
+Control: log-probabilities of the stock head depend on the batch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_logprob(filtered: bool, dtype: torch.dtype, record: Record) -> None:
     ),
 )
 def test_logprob_of_a_large_vocabulary(dtype: torch.dtype, filtered: bool, v: int, record: Record) -> None:
-    """From 256 rows on a program has a row of its own: those and fewer rows, and every width of loads, agree."""
+    """From 256 rows on each program computes one row; results equal those of fewer rows and of other load widths."""
     logits = data(3, 300, v, dtype=dtype) * 3
     logits[7, 300:700], logits[8, 999], logits[9, 1000] = -torch.inf, torch.inf, torch.nan
     targets, temperature, kept = scored(300, v)
@@ -61,7 +61,7 @@ def test_logprob_of_a_large_vocabulary(dtype: torch.dtype, filtered: bool, v: in
     run = lambda z, y, t, k: ops.logprob(z, y, temperature=1.0 if t is None else t, kept=k)
     seen = assert_rows_alone(run, batch, "logprob")
     unaligned = torch.empty(300, v + 1, dtype=dtype, device=DEVICE)[:, 1:].copy_(logits)
-    seen.rows(run(unaligned, *batch[1:]), run(*batch), "logits that no vector load can reach")
+    seen.rows(run(unaligned, *batch[1:]), run(*batch), "unaligned logits, without vector loads")
     if not filtered:  # 1/T = 1: the product changes no bit
         seen.rows(run(logits, targets, torch.ones_like(temperature), None), run(*batch), "a temperature of 1")
     rows = slice(10, 300)
@@ -74,13 +74,13 @@ def test_logprob_of_a_large_vocabulary(dtype: torch.dtype, filtered: bool, v: in
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("warm", (False, True), ids=("plain", "temperature"))
 def test_logprob_schedules_equal_the_anchor(dtype: torch.dtype, warm: bool, record: Record) -> None:
-    """Hopper's kernel, in every setting, against Triton's, to the bit: special rows, targets outside, in a graph."""
+    """Hopper's kernel in every setting, with special rows and targets out of range, eagerly and in a graph."""
     from rlkernel.kernels.cuda import logprob as cuda
     from rlkernel.kernels.cuda import logprob_rows
     from rlkernel.kernels.triton import logprob as anchor
 
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("a kernel of Hopper's")
+        pytest.skip("needs a Hopper GPU")
     seen = Compared()
     for rows, v in ((1060, 128 * 128), (301, 131 * VOCAB_TILE + 40), (528, 520 * VOCAB_TILE), (663, 151936)):
         logits = data(rows, rows, v, dtype=dtype) * 3
@@ -98,7 +98,7 @@ def test_logprob_schedules_equal_the_anchor(dtype: torch.dtype, warm: bool, reco
             for _ in range(2):
                 graph.replay()
                 found = {"graph": captured, "call": run(logits, targets, inverse, None),
-                         "rows apart": run(wide, targets, inverse, None)}  # fmt: skip
+                         "padded rows": run(wide, targets, inverse, None)}  # fmt: skip
                 for how, outputs in found.items():
                     seen.rows(outputs, expected, f"{setting}, {rows} x {v}, {how}: logp, entropy, lse, stats")
         verdict = cuda.logprob.verdict(logits, targets, inverse, None)
@@ -106,8 +106,8 @@ def test_logprob_schedules_equal_the_anchor(dtype: torch.dtype, warm: bool, reco
     record(**vars(seen))
 
 
-def test_stock_logprob_of_the_stock_head_depends_on_the_batch() -> None:
-    """The control: the head's product varies with M, and every log-probability with it."""
+def test_control_stock_logprob_depends_on_the_batch() -> None:
+    """The product of the stock head varies with M, and every log-probability with it."""
     x, w = data(0, 1100, 12288, dtype=torch.bfloat16), data(1, 4096, 12288, dtype=torch.bfloat16) / 100
     y = torch.randint(0, 4096, (1100,), device=DEVICE)
     with ops.stock():
@@ -125,11 +125,10 @@ def test_logprob_special_rows() -> None:
         assert torch.equal(torch.isinf(ours.cpu()), torch.isinf(reference)), name
 
 
-def test_offsets_past_2_to_the_31() -> None:
+@pytest.mark.gpu_memory(14)
+def test_more_than_2_to_the_31_logits() -> None:
     v = 151936
     tokens = 2**31 // v + 300
-    if torch.cuda.mem_get_info()[0] < 6 * tokens * v:
-        pytest.skip("needs 14 GB of free GPU memory")
     logits = torch.empty(tokens, v, dtype=torch.bfloat16, device=DEVICE).normal_(generator=torch.Generator(DEVICE))
     targets = torch.randint(0, v, (tokens,), device=DEVICE)
     last = slice(tokens - 3, tokens)

@@ -1,7 +1,7 @@
-"""The promise itself on CUDA: log-probabilities of decode equal those of the training forward, byte for byte.
+"""The main claim on CUDA: log-probabilities of decode equal those of the training forward, byte for byte.
 
-Qwen3-0.6B shapes with random weights, 64 requests of 200 to 1500 tokens, continuous batching, paged KV, prefix
-cache and chunked prefill on; the control shows that the same comparison on stock torch ops fails.
+Qwen3-0.6B shapes with random weights, 64 requests of 200 to 1500 tokens; continuous batching, paged KV, prefix cache
+and chunked prefill are on. Control: the same comparison on stock torch ops fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prompts(count: int, vocab: int, seed: int = 0) -> list[list[int]]:
 def train_logprobs(
     model: Decoder, sequences: list[list[int]], starts: list[int], temperature: float
 ) -> list[torch.Tensor]:
-    """Log-probabilities of tokens starts[i]: of sequence i through the packed training forward, 8 sequences a time."""
+    """Log-probabilities of tokens starts[i]: of sequence i by the packed training forward, 8 sequences per batch."""
     out = []
     for first in range(0, len(sequences), 8):
         part = sequences[first : first + 8]

@@ -1,5 +1,8 @@
-"""What an engine that is not ours needs, on a GPU: caches with keys and values side by side, results in place, the
-fused norm and rope."""
+"""What vLLM needs of the ops on a GPU: caches with keys and values in one tensor, `out=`, fused norm, rope and store;
+invalid block tables, cu_seqlens and positions touch no other memory.
+
+Control: what must not be read holds NaN, what must not be written holds sevens.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def batch(b: int, longest: int, page: int, hk: int, d: int) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("d", (64, 128))
 @pytest.mark.parametrize("b,longest", [(3, 5000), (80, 5000), (4, 300)])
-def test_halves_of_one_cache(d: int, b: int, longest: int) -> None:
+def test_keys_and_values_in_one_cache(d: int, b: int, longest: int) -> None:
     both, table, lengths = batch(b, longest, 16, 8, d)
     k, v = both[..., :d], both[..., d:]
     q, cu = rand(2, b, 16, d, dtype=torch.bfloat16).cuda(), torch.arange(b + 1).int().cuda()
@@ -39,8 +42,8 @@ def test_halves_of_one_cache(d: int, b: int, longest: int) -> None:
     found = ops.paged_attention(q, k, v, table, cu, lengths, **sizes, out=out)
     assert found[0].data_ptr() == out.data_ptr()
     for mine, other in zip(found, whole, strict=True):
-        assert_bitwise(mine, other, "halves of one cache")
-    for row in {0, b // 2, b - 1}:  # alone its splits run side by side, in a large batch one after another
+        assert_bitwise(mine, other, "keys and values in one cache")
+    for row in {0, b // 2, b - 1}:  # alone its splits run in parallel, in a large batch one after another
         alone = ops.paged_attention(
             q[row : row + 1], k, v, table[row : row + 1], cu[:2], lengths[row : row + 1], **sizes
         )  # fmt: skip
@@ -57,7 +60,7 @@ def test_qk_norm_rope(h: int, hk: int, d: int, dtype: torch.dtype) -> None:
     ours = ops.qk_norm_rope(q, k, wq, wk, 1e-6, positions, table)
     both = ops.rope(ops.rms_norm(q, wq, 1e-6), ops.rms_norm(k, wk, 1e-6), positions, table)
     for o, b in zip(ours, both, strict=True):
-        assert_bitwise(o, b, "fused and separate")
+        assert_bitwise(o, b, "fused against separate")
 
 
 @pytest.mark.parametrize("h,hk", [(16, 8), (32, 8), (6, 3)])
@@ -75,11 +78,11 @@ def test_qk_norm_rope_store(h: int, hk: int) -> None:
     ops.store_kv_(*wanted, k_wanted, v, slots)
     ours = ops.qk_norm_rope_store(q, k, v, *given, keys, values, slots)
     for o, r in zip((ours, keys, values), (q_wanted, *wanted), strict=True):
-        assert_bitwise(o, r, "stored and separate")
+        assert_bitwise(o, r, "fused against separate")
 
 
 @pytest.mark.parametrize("hk,d,queries,keys", [(8, 128, [600, 3], [4500, 90]), (2, 64, [5000], [5000])])
-def test_long_pages_laid_in_a_row(
+def test_gathered_pages_equal_paged_reads(
     hk: int, d: int, queries: list[int], keys: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = [-(-n // 16) for n in keys]
@@ -97,32 +100,32 @@ def test_long_pages_laid_in_a_row(
     ours = run()
     monkeypatch.setattr(attention, "GATHER_QUERIES", 1 << 30)
     for name, o, p in zip(("out", "lse"), ours, run(), strict=True):
-        assert_bitwise(o, p, f"{name}: in a row, and in pages")
+        assert_bitwise(o, p, f"{name}: gathered against paged")
 
 
 def framed(x: torch.Tensor) -> torch.Tensor:
-    """The same values between NaNs, as many as x has on either side."""
+    """A view of the same values, with len(x) rows of NaN before and after them in memory."""
     return torch.cat((torch.full_like(x, torch.nan), x, torch.full_like(x, torch.nan)))[len(x) : 2 * len(x)]
 
 
 @pytest.mark.parametrize("queries,keys", ((1, 100), (1, 5000), (40, 100), (600, 5000)))
-def test_pages_that_do_not_exist_are_not_read(queries: int, keys: int) -> None:
-    """Decode, over splits, prefill, pages laid in a row: a GPU cannot raise, so other pages of the cache are taken."""
+def test_invalid_page_numbers_read_only_the_cache(queries: int, keys: int) -> None:
+    """Decode, split decode, prefill and gathered pages: a kernel cannot raise, so it reads other pages of the cache."""
     page, pages = 16, -(-keys // 16)
     k, v = (framed(rand(i, pages, page, 2, 128, dtype=torch.bfloat16).cuda()) for i in (1, 2))
     table = torch.arange(pages).int().expand(2, -1).cuda().clone()
     table[0, ::3], table[1, 1::2] = -1, pages + 1
     q = rand(0, 2 * queries, 4, 128, dtype=torch.bfloat16).cuda()
     cu, sizes = torch.tensor([0, queries, 2 * queries]).int().cuda(), {"max_seqlen_q": queries, "max_seqlen_k": keys}
-    # Lengths beyond the table too, but for pages laid in a row: what lies past the table's end there is undefined.
+    # Also lengths beyond the table, except for gathered pages, whose entries past the table's end are undefined.
     for more in (0, 10**6) if queries < attention.GATHER_QUERIES else (0,):
         lens = torch.tensor([keys + more, keys]).int().cuda()
         for x in ops.paged_attention(q, k, v, table, cu, lens, **sizes):
             assert torch.isfinite(x).all()
 
 
-def test_borders_that_do_not_fit_leave_the_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undefined values, but no write beside what the op allocates, forward and backward: it all lies between sevens."""
+def test_invalid_cu_seqlens_write_nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values are undefined, but forward and backward write only to what they allocate, here between sevens."""
     t, d, frame = 64, 64, 4 * 64 * 2 * 64
     q, k, v = (rand(i, t, 2, d, dtype=torch.bfloat16).cuda().requires_grad_() for i in range(3))
     upstream = torch.ones_like(q)
@@ -145,9 +148,9 @@ def test_borders_that_do_not_fit_leave_the_neighbours_alone(monkeypatch: pytest.
         frames.clear()
 
 
-def test_positions_outside_the_table_do_not_leave_it() -> None:
+def test_rope_clamps_positions_outside_the_table() -> None:
     table = framed(rand(1, 8, 64).cuda())
     q, k = rand(0, 6, 4, 64).cuda(), rand(2, 6, 2, 64).cuda()
     outside, inside = torch.tensor([-1, 8, 3, 9, -7, 15]).cuda(), torch.tensor([0, 7, 3, 7, 0, 7]).cuda()
     for a, b in zip(ops.rope(q, k, outside, table), ops.rope(q, k, inside, table), strict=True):
-        assert_bitwise(a, b, "outside and inside")
+        assert_bitwise(a, b, "outside against clamped")

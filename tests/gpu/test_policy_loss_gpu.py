@@ -1,4 +1,7 @@
-"""policy_loss on a GPU: close to the CPU, and the gradient of a sequence has the same bits wherever it sits."""
+"""policy_loss on a GPU: close to the CPU, and a sequence's gradient has the same bits anywhere in any batch.
+
+Control: with invalid cu_seqlens the loss is NaN.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +57,12 @@ def test_against_the_cpu(loss_type: str, ratio_level: str) -> None:
             torch.testing.assert_close(gpu[name].cpu(), value, rtol=2e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
         again = run(everything, "cuda", **form)
         for name, value in gpu.items():
-            assert_bitwise(again[name], value, f"{name}, run twice")
+            assert_bitwise(again[name], value, f"{name}, repeated")
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("ratio_level", ("token", "sequence"))
-def test_position_is_free(loss_type: str, ratio_level: str, record: Callable[..., None]) -> None:
+def test_gradients_do_not_depend_on_the_batch(loss_type: str, ratio_level: str, record: Callable[..., None]) -> None:
     form = {"loss_type": loss_type, "ratio_level": ratio_level, "normalizer": 640.0}
     whole = run(list(range(len(SIZES))), "cuda", **form)
     borders = [0]
@@ -79,14 +82,14 @@ def test_position_is_free(loss_type: str, ratio_level: str, record: Callable[...
 
 @pytest.mark.parametrize("masked", (False, True), ids=("whole", "masked"))
 @pytest.mark.parametrize("loss_type", ("grpo", "dapo"))
-def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callable[..., None]) -> None:
-    """Hopper's kernels, in every setting, against Triton's, to the bit: odd borders and values, in a graph."""
+def test_policy_loss_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callable[..., None]) -> None:
+    """Hopper's kernels in every setting, with invalid cu_seqlens and special values, eagerly and in a graph."""
     from rlkernel.kernels.cuda import policy_loss as cuda
     from rlkernel.kernels.cuda import policy_loss_hopper
     from rlkernel.kernels.triton import policy_loss as anchor
 
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("kernels of Hopper's")
+        pytest.skip("needs a Hopper GPU")
     generator = torch.Generator("cuda").manual_seed(3)
     shape = cuda.Shape(torch.cuda.current_device(), True, masked, loss_type == "grpo", 1 << 18, 1 << 8)
     names = ("loss", "dlogp", "dentropy", "scale", "stats", "counts")
@@ -96,7 +99,9 @@ def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callab
             given = list(cuda.sample(shape, tokens, "normal", generator))
             if case == "broken":
                 given[3][len(given[3]) // 2] = -5
-                given[3][-3:] = torch.tensor([tokens, -(1 << 31), (1 << 31) - 1], device="cuda")  # no room between them
+                given[3][-3:] = torch.tensor(
+                    [tokens, -(1 << 31), (1 << 31) - 1], device="cuda"
+                )  # lengths overflow int32
             elif case == "nothing counts" and masked:
                 given[4][:] = False
             elif case.endswith("normalizer") or case.endswith("0"):
@@ -119,7 +124,7 @@ def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callab
                         pick = lambda *of, pairs=pairs: ([pairs[n][0] for n in of], [pairs[n][1] for n in of])
                         seen.whole(*pick("loss", "scale"), f"{what}: loss, scale")
                         if case == "broken":
-                            continue  # sequences overlap: who writes last is nobody's order
+                            continue  # sequences overlap, so several blocks write the same tokens in any order
                         seen.rows(*pick("dlogp", "dentropy"), f"{what}: dlogp, dentropy")
                         seen.whole(*pick("stats", "counts"), f"{what}: stats, counts")
     for length in (shape.length, 1 << 12):  # the second class has teams
@@ -129,7 +134,7 @@ def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callab
     record(**vars(seen))
 
 
-def test_broken_borders_are_nan() -> None:
+def test_control_invalid_cu_seqlens_give_nan() -> None:
     logp = torch.zeros(9, device="cuda")
     for borders in ([0, 5, 8], [1, 5, 9], [0, 12, 9]):
         cu_seqlens = torch.tensor(borders, dtype=torch.int32, device="cuda")

@@ -1,4 +1,7 @@
-"""rms_norm's gradients on Hopper: the CUDA kernel beside the Triton kernel, each of its settings, whatever the rows."""
+"""rms_norm's gradients on Hopper: the CUDA kernel has the bits of the Triton kernel in every setting, for any rows.
+
+Control: expected bits come from the anchor, which the test calls directly; accuracy is compared with plain torch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("dr", (False, True), ids=("one", "residual"))
 @pytest.mark.parametrize("channels", (520, 1024, 1032, 2048, 2560, 4096, 5120, 8192, 16384))
-def test_each_setting_has_the_anchors_bits(channels: int, dr: bool, record: Callable[..., None]) -> None:
+def test_rms_norm_schedules_equal_the_anchor(channels: int, dr: bool, record: Callable[..., None]) -> None:
     seen = Compared()
     settings = [groups for groups in rms_norm_hopper.RESIDENT if rms_norm_hopper.fits(channels, dr, groups)]
     w = rand(channels, seed=9)
@@ -48,17 +51,17 @@ def test_each_setting_has_the_anchors_bits(channels: int, dr: bool, record: Call
     record(**vars(seen))
 
 
-def test_what_is_odd() -> None:
-    """eps of 0 with rows of zeros, infinities and NaN; addresses that the copy engine cannot read; strides."""
+def test_special_values_addresses_and_strides() -> None:
+    """eps of 0 with rows of zeros, infinities and NaN; addresses that TMA cannot read; strided rows."""
     channels, rows = 2560, 4100
     w = rand(channels, seed=9)
     x, dy = rand(rows + 1, channels), rand(rows + 1, channels, seed=1)
     x[3], x[70, 5], x[71, 9], dy[90, 0] = 0.0, float("inf"), float("nan"), float("-inf")
     wide = torch.cat((dy[:rows], dy[:rows]), 1)
-    odd = torch.empty(rows * channels + 1, device="cuda", dtype=BF16)[1:].view(rows, channels).copy_(x[:rows])
+    unaligned = torch.empty(rows * channels + 1, device="cuda", dtype=BF16)[1:].view(rows, channels).copy_(x[:rows])
     run = rms_norm_hopper.launcher(0, channels, False, 4)
     for eps in (0.0, 1e-5):
-        for given in ((dy[:rows], x[:rows]), (wide[:, channels:], x[:rows]), (dy[:rows], odd)):
+        for given in ((dy[:rows], x[:rows]), (wide[:, channels:], x[:rows]), (dy[:rows], unaligned)):
             expected = anchor.gradients(given[0], None, given[1], w, eps)
             for found, wanted, what in zip(
                 run(given[0], None, given[1], w, eps), expected, ("dx", "sums"), strict=True
@@ -67,8 +70,8 @@ def test_what_is_odd() -> None:
 
 
 @pytest.mark.parametrize("channels", (1024, 5120))
-def test_micro_batches_and_switches(channels: int, record: Callable[..., None]) -> None:
-    """Weight gradients of 16,392 rows at once, in two calls, and with the schedules off: one sum, bit for bit."""
+def test_rms_norm_weight_gradient_in_micro_batches(channels: int, record: Callable[..., None]) -> None:
+    """16,392 rows in one call, in two, without schedules, with every setting, and in a graph give the same bits."""
     seen, w = Compared(), rand(channels, seed=9)
     rows = 2 * cuda.MANY + 8
     x, dy = rand(rows, channels), rand(rows, channels, seed=1)
@@ -84,7 +87,7 @@ def test_micro_batches_and_switches(channels: int, record: Callable[..., None]) 
     with schedule.without("hopper"):
         plain = summed(slice(None))
     others = [(again, "two calls"), (plain, "the anchor")]
-    for groups in rms_norm_hopper.RESIDENT:  # the kernel in front of the fold, which starts early
+    for groups in rms_norm_hopper.RESIDENT:  # the kernel before the fold, which is launched with PDL
         run = rms_norm_hopper.launcher(0, channels, False, groups)
         total = torch.zeros(channels, device="cuda")
         others.append(((anchor.rms_norm_grad_(total, dy, None, x, w, 1e-6, run), total), f"{groups} groups"))
@@ -101,7 +104,7 @@ def test_micro_batches_and_switches(channels: int, record: Callable[..., None]) 
 
 
 def test_close_to_fp64() -> None:
-    """Error of both gradients, no larger than twice that of plain torch in bf16."""
+    """The error of all gradients is at most twice that of plain torch in bf16."""
     rows, channels = 4096, 5120
     x, r, w, dy, dr = (rand(rows, channels, seed=i) if i != 2 else rand(channels, seed=2) for i in range(5))
 

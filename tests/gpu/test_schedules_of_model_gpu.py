@@ -1,7 +1,7 @@
-"""A model's log-probabilities and gradients, and what it samples, with certified schedules switched on and off.
+"""A model's log-probabilities, gradients and samples have the same bits with certified schedules on and off.
 
-Qwen3-0.6B's shapes in bf16, four layers. That fast schedules run at all is asserted too: a comparison of the anchor
-with itself proves nothing.
+Qwen3-0.6B's shapes in bf16, four layers. Control: on Hopper, schedules must have run, because a comparison of the
+anchor with itself proves nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def trained(model: Decoder) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_no_schedule_changes_a_log_probability_or_a_gradient(model: Decoder, record: Record) -> None:
-    """Each name of a schedule off in turn, in all ops that have it, then all."""
+    """Each schedule is switched off in turn, in all ops that have it, then all of them."""
     forget()
     model.requires_grad_(True)
     logp, gradients = trained(model)
@@ -67,8 +67,10 @@ def test_no_schedule_changes_a_log_probability_or_a_gradient(model: Decoder, rec
 
 
 def test_no_schedule_changes_what_is_sampled(model: Decoder, record: Record) -> None:
-    """Prefill, chunked prefill and decode in CUDA graphs, which keep the schedules that they were recorded with: each
-    group of schedules off in turn, then all."""
+    """Prefill, chunked prefill and decode; each group of schedules is switched off in turn, then all.
+
+    Each setting has an engine of its own, because CUDA graphs keep the schedules that they were recorded with.
+    """
     inputs = sequences(model, (1200, 700, 130, 40, 7, 300, 64, 1))
     settings = [SamplingParams(temperature=0.8, max_tokens=40, seed=i, ignore_eos=True) for i in range(len(inputs))]
 

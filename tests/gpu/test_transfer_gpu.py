@@ -1,5 +1,8 @@
-"""Weights that a trainer sends to a running vLLM server, over NCCL from another GPU and over CUDA IPC on the same one:
-the server's log-probabilities are the training forward's afterwards, and the fingerprints of both sides agree."""
+"""After a trainer sends weights to a running vLLM server, over NCCL or CUDA IPC, the server's log-probabilities equal
+the training forward's and the fingerprints of both sides agree.
+
+Control: before each transfer the fingerprints differ.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ pytestmark = [
 
 
 def _run(backend: str, folder: Path) -> dict[str, Any]:
-    """What `transfer_on_gpus.py` found, the trainer on the first GPU that this process sees, the server on the last."""
+    """Result of `transfer_on_gpus.py` with the trainer on the first visible GPU, the server (NCCL) on the last one."""
     count = torch.cuda.device_count()
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(count))).split(",")
     command = [sys.executable, str(Path(__file__).with_name("transfer_on_gpus.py")), backend, str(folder)]
@@ -36,7 +39,7 @@ def _run(backend: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_trainer_sends_over_nccl(tmp_path: Path, record: Any, compat: Any) -> None:
+def test_weights_over_nccl(tmp_path: Path, record: Any, compat: Any) -> None:
     """TRL's trainer in server mode: weights go to the other GPU after every step."""
     found = _run("nccl", tmp_path)
     record(cases=len(found["exact"]), tokens=found["tokens"], mismatches=found["mismatches"])
@@ -47,7 +50,7 @@ def test_trainer_sends_over_nccl(tmp_path: Path, record: Any, compat: Any) -> No
 
 
 def test_weights_over_ipc(tmp_path: Path, record: Any, compat: Any) -> None:
-    """Other weights by vLLM's IPC engine, in one message and in chunks."""
+    """Changed weights through vLLM's IPC engine, in one message and in chunks."""
     found = _run("ipc", tmp_path)
     pairs = found["pairs"]
     tokens, mismatches = sum(n for _, n in pairs.values()), sum(d for d, _ in pairs.values())

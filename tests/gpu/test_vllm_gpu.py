@@ -1,4 +1,8 @@
-"""vLLM with rlkernel on a GPU: CUDA graphs, V2 runner, sleeping; log-probabilities are the training forward's."""
+"""vLLM with rlkernel on a GPU: with CUDA graphs, the V2 runner and sleep mode, log-probabilities equal the training
+forward's.
+
+Control: tests/integrations/vllm shows that log-probabilities of vLLM without rlkernel differ.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ FEATURES = {
     "again, from the prefix cache": "prefix cache",
     "prompt": "prompt log-probabilities",
 }
-"""Names of these comparisons in the table of compatibility, where the CPU's tests have them too."""
+"""Names of these comparisons in the compatibility table, shared with the CPU tests."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A vLLM server with the plugin, and a trainer that sends it weights: `python transfer_on_gpus.py nccl|ipc FOLDER`.
 
-The trainer is on the GPU that this process sees, the server on SERVER_DEVICE. Prints a line of JSON.
+The trainer runs on the GPU that this process sees, the server on SERVER_DEVICE. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def server(model: Path, backend: str, folder: Path) -> Iterator[str]:
-    """Starts one; its address, once it answers."""
+    """Starts a server; yields its address once it answers."""
     from vllm_arms import entry_point
 
     with socket.socket() as free:
@@ -45,7 +45,7 @@ def server(model: Path, backend: str, folder: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--max-model-len", "128", "--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs"]
-    command += ["--enforce-eager"]  # graphs and compilation are tests/gpu/test_vllm_gpu.py's matter, and cost a minute
+    command += ["--enforce-eager"]  # CUDA graphs cost a minute and are tested in test_vllm_gpu.py
     command += ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)]
     command += ["--additional-config", '{"use_rl_kernel_backend": true}']
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
@@ -155,7 +155,7 @@ def compared(decoder: Any, batch: Any, url: str, model: str) -> list[int]:
 
 
 def stub_ray(folder: Path) -> None:
-    """vLLM 0.26 imports Ray for a transfer over HTTP too, which does not use it: an empty module will do for one."""
+    """Puts an empty module `ray` on the path: vLLM 0.26 imports Ray for a transfer over HTTP, which does not use it."""
     if importlib.util.find_spec("ray") is None:
         (folder / "stubs").mkdir()
         (folder / "stubs" / "ray.py").write_text("")

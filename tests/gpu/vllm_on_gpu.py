@@ -1,7 +1,7 @@
-"""vLLM on a GPU in a process of its own: `python vllm_on_gpu.py FOLDER ARGUMENTS` prints a line of JSON.
+"""vLLM on a GPU in a process of its own: `python vllm_on_gpu.py FOLDER ARGUMENTS` prints one line of JSON.
 
-V2 model runner, CUDA graphs, torch.compile; sampled and prompt log-probabilities against `rlkernel.models` on the same
-GPU, before and after sleeping. A comparison is [differing numbers, numbers].
+Compares sampled and prompt log-probabilities with `rlkernel.models` on the same GPU, before and after sleep mode, with
+the V2 model runner, CUDA graphs and torch.compile. Each comparison is [differing numbers, numbers].
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(folder: Path, attention: str, preset: str, layers: int, sleep: bool) -> 
     path = make_model(config, folder)
     llm = LLM(
         model=str(path), skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=32, seed=0,
-        gpu_memory_utilization=0.05, kv_cache_memory_bytes=4 << 30,  # other tests may have the rest
+        gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 30,  # other tests share the GPU
         enable_sleep_mode=sleep, logprobs_mode="processed_logprobs",
         compilation_config={"cudagraph_capture_sizes": [1, 8, 32]},
         additional_config={"use_rl_kernel_backend": True, "rl_kernel_attention": attention},
@@ -81,10 +81,12 @@ def run(folder: Path, attention: str, preset: str, layers: int, sleep: bool) -> 
         for level in (1, 2):
             try:
                 llm.sleep(level=level)
-            except AssertionError as error:  # vLLM counts the whole GPU's memory, other tests' included
+            except (
+                AssertionError
+            ) as error:  # vLLM measures the memory of all processes, and other tests may have allocated
                 if "Memory usage increased" not in str(error):
                     raise
-                llm.collective_rpc("wake_up")  # the workers sleep, but their executor does not know it
+                llm.collective_rpc("wake_up")  # the workers sleep, but the executor has not recorded it
             llm.wake_up()
             if level == 2:
                 llm.collective_rpc("reload_weights")

@@ -1,10 +1,11 @@
-"""What a Hopper tensor core computes for bf16 and fp16 with fp32 accumulation, in integers, on any CPU.
+"""A model, in integers on any CPU, of a Hopper tensor core: bf16 and fp16 products with fp32 accumulation.
 
 One instruction step (mma.sync m16n8k16, or a k16 slice of wgmma) adds 17 terms at once: 16 exact products and the fp32
 accumulator. The terms are aligned to the largest exponent among them, cut toward zero 25 bits below it, added exactly,
 and the sum is cut toward zero to fp32. A product's exponent is the sum of its factors' exponents, not normalised.
 
 Source: the bit models of MMA-Sim (arXiv 2511.10909) and of arXiv 2512.07004, which agree on these figures.
+Control: `tests/gpu/test_linear_oracle.py` shows that the GPU's bits differ with 24 or 26 fraction bits.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def mma_k16(a: Floats, b: Floats, c: Floats, fraction_bits: int = FRACTION_BITS)
     exponents = ea[:, None, :] + eb[None, :, :]
     top = np.maximum(exponents.max(-1), ec)  # [M, N]
     aligned = shift_toward_zero(products, 46 - fraction_bits + top[..., None] - exponents).sum(-1)
-    widened = sc << 8  # units of 2^(exponent - 31), so that the shift below only ever goes right
+    widened = sc << 8  # units of 2^(exponent - 31), so that the shift below is always to the right
     aligned += shift_toward_zero(widened, 31 - fraction_bits + top - ec)
     return compose(aligned, top - fraction_bits)
 
 
 def chain(x: Floats, w: Floats, start: Floats | None = None, fraction_bits: int = FRACTION_BITS) -> Floats:
-    """start [M, N] + x [M, K] w [N, K]^T, k ascending in groups of 16; the last group is filled with zeros."""
+    """start [M, N] + x [M, K] w [N, K]^T, k ascending in groups of 16; the last group is padded with zeros."""
     fill = -x.shape[1] % GROUP
     x, w = np.pad(x, ((0, 0), (0, fill))), np.pad(w, ((0, 0), (0, fill)))
     total = np.zeros((x.shape[0], w.shape[0]), np.float32) if start is None else start
