@@ -1,7 +1,7 @@
-"""For every test: `tests/` is on the import path (by this file's place), and torch runs one thread.
+"""Applies to every test: puts `tests/` on the import path, and limits torch to one thread.
 
-Test processes stand side by side, and OpenMP threads that outnumber the cores spin at barriers. A property over the
-number of threads sets its own. Where Triton's kernels run in its interpreter, their accesses to memory are checked.
+Test processes run in parallel, and OpenMP threads that outnumber the cores spin at barriers. A test of the number of
+threads sets its own. Triton kernels that run in the interpreter have their memory accesses checked (`memory_check.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import triton_interpreter
 
     memory_check.install()
-    triton_interpreter.quicken()
+    triton_interpreter.accelerate()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that run a whole file in a process of their own come first, so that no worker is left alone with one."""
+    """Tests that run a file in a process of its own take longest, so they come first."""
     items.sort(key=lambda item: item.name != "test_in_the_interpreter")
 
 

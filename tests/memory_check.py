@@ -1,8 +1,9 @@
-"""A memory checker for Triton kernels in Triton's interpreter; `install()` puts every launch of the process under it.
+"""A memory checker for Triton kernels in Triton's interpreter; `install()` applies it to every launch of the process.
 
-Every active lane of a load or a store must lie on an element of the tensor that its address was computed from, no
-program may touch what another program of the launch has written, nor write what another has read, no store may hold two
-values for one place, and memory that nobody has written holds NaN or the largest integer.
+Every active lane of a load or store must lie on an element of the tensor that its address was computed from. A program
+must not access what another program of the launch has written, or write what another has read. One store must not write
+two values to one address. Uninitialised memory holds NaN or the largest integer. `kernels/test_memory_check.py` holds
+the controls.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# A kernel is given addresses that do not exist, a range of 2^48 bytes an argument: whatever is computed from one
-# argument can then never be taken for another. Real addresses are below the first range.
+# Kernels get virtual addresses in a range of 2^48 bytes per argument, so that an address computed from one argument
+# never falls into another. Real addresses are below the first range.
 RANGE = 48
-LOW_BITS = (1 << 16) - 1  # of the real address, which are kept: alignment is theirs
+LOW_BITS = (1 << 16) - 1  # kept from the real address, because alignment depends on them
 SHARED = -1  # read by several programs
 LOADS, STORES, UPDATES = "loads", "stores", "updates"
 
@@ -30,19 +31,19 @@ class MemoryFault(BaseException):
 
 
 class Region(NamedTuple):
-    """Bytes of one tensor: its first address as kernels see it, and what to add for the real one."""
+    """Bytes of one tensor, with its first address as kernels see it and the distance to the real address."""
 
     name: str
     first: int
     size: int
     shift: int
     elements: np.ndarray[Any, Any] | None  # bytes that belong to an element; None where all do
-    memory: int  # what it is a part of, by its address
-    room: int
+    storage: int  # address of the tensor's storage
+    storage_bytes: int
 
 
 class Programs:
-    """Per byte of some memory the program that wrote it, and the one that read it; 0 is none."""
+    """For each byte of a storage, the program that wrote it and the program that read it; 0 for none."""
 
     def __init__(self, size: int) -> None:
         self.wrote = np.zeros(size, np.int32)
@@ -50,7 +51,7 @@ class Programs:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements lie side by side, each in a place of its own."""
+    """Whether the elements are contiguous in some order of dimensions, and none share an address."""
     expected = 1
     for s, n in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n > 1):
         if s != expected:
@@ -61,11 +62,11 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def elements_of(shape: tuple[int, ...], stride: tuple[int, ...], item: int) -> tuple[int, np.ndarray[Any, Any] | None]:
-    """Bytes from a tensor's first to its last element, and which of them belong to elements, None for all."""
+    """Bytes from a tensor's first to its last element, and a mask of those that belong to elements; None if all do."""
     if 0 in shape:
         return 0, None
     size = (sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1) * item
-    if is_dense(shape, stride):  # seen without a byte for each of theirs
+    if is_dense(shape, stride):  # decided without a mask
         return size, None
     held = np.zeros(size, bool)
     np.lib.stride_tricks.as_strided(held, (*shape, item), (*(s * item for s in stride), 1))[...] = True
@@ -74,12 +75,12 @@ def elements_of(shape: tuple[int, ...], stride: tuple[int, ...], item: int) -> t
 
 def region_of(name: str, tensor: Tensor, first: int) -> Region:
     size, elements = elements_of(tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size())
-    memory = tensor.untyped_storage()
-    return Region(name, first, size, address_of(tensor) - first, elements, memory.data_ptr(), memory.nbytes())
+    storage = tensor.untyped_storage()
+    return Region(name, first, size, address_of(tensor) - first, elements, storage.data_ptr(), storage.nbytes())
 
 
 class Launch:
-    """The arguments of the running launch, and what its programs have touched."""
+    """The arguments of the running launch, and which program has accessed which byte."""
 
     def __init__(self, kernel: str) -> None:
         self.kernel = kernel
@@ -100,12 +101,12 @@ class Launch:
             self.by_tensor[id(argument)] = self.regions[-1]
 
     def where(self) -> tuple[int, str]:
-        """The running program's number from 1 on, and how a message calls it."""
+        """The running program's number, from 1, and its name in messages."""
         (x, y, z), (_, ny, nz) = interpreter.interpreter_builder.grid_idx, interpreter.interpreter_builder.grid_dim
         return (x * ny + y) * nz + z + 1, f"{self.kernel}, program {(x, y, z)}"
 
     def find(self, address: int) -> Region | None:
-        """The argument that an address was computed from; for one out of a table, the tensor it lies in or behind."""
+        """The argument that an address was computed from; for an address loaded from a table, the nearest tensor."""
         index = (address >> RANGE) - 1
         if index >= 0:
             return self.regions[index] if index < len(self.regions) else None
@@ -118,7 +119,7 @@ class Launch:
         """Real addresses of the active lanes, each of `size` bytes.
 
         Raises:
-            MemoryFault: a lane lies on no element, or two programs meet in it.
+            MemoryFault: a lane lies outside the elements, or on one that another program accesses.
         """
         mask = np.asarray(mask, bool)
         at = ptrs if mask.all() else ptrs[np.broadcast_to(mask, ptrs.shape)]
@@ -142,7 +143,7 @@ class Launch:
             wrong = ~(region.elements[offset] & region.elements[offset + size - 1])
         if wrong is not None and wrong.any():
             self.fail(region, offset[wrong], size, access)
-        self.meet(region, offset, size, access)
+        self.note(region, offset, size, access)
         return ptrs + np.uint64(region.shift % (1 << 64))
 
     def fail(self, region: Region, offset: Any, size: int, access: str) -> None:
@@ -157,13 +158,13 @@ class Launch:
             f"and {offset.size} lanes miss them"
         )
 
-    def meet(self, region: Region, offset: Any, size: int, access: str) -> None:
-        """Notes that this program reads or writes there, and fails where another one has. Atomics may meet."""
-        programs = self.programs.get(region.memory)
+    def note(self, region: Region, offset: Any, size: int, access: str) -> None:
+        """Records the access of this program, and fails on a conflict with another one. Atomics do not conflict."""
+        programs = self.programs.get(region.storage)
         if programs is None:
-            programs = self.programs[region.memory] = Programs(region.room)
+            programs = self.programs[region.storage] = Programs(region.storage_bytes)
         me, name = self.where()
-        at = offset + (region.first + region.shift - region.memory)
+        at = offset + (region.first + region.shift - region.storage)
         wrote, read = programs.wrote[at], programs.read[at]
         other, what = (wrote != 0) & (wrote != me), "written"
         if access == LOADS:
@@ -185,7 +186,7 @@ launch = Launch("")
 
 
 class Memory:
-    """Triton's accesses to memory, checked; what is not one is handed through."""
+    """Triton's interpreter with checked memory accesses; other attributes are passed through."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
@@ -202,7 +203,7 @@ class Memory:
         value = np.ascontiguousarray(np.broadcast_to(value, ptrs.shape))
         kept = self._plain.load(ptrs, mask, value, value.dtype)
         if kept.tobytes() != value.tobytes():
-            raise MemoryFault(f"{launch.where()[1]}: stores several values at one place")
+            raise MemoryFault(f"{launch.where()[1]}: stores several values at one address")
 
     def atomic_rmw(self, op: Any, ptrs: Any, value: Any, mask: Any, order: Any) -> Any:
         return self._plain.atomic_rmw(op, launch.real(ptrs, mask, value.itemsize, UPDATES), value, mask, order)
@@ -212,20 +213,20 @@ class Memory:
 
 
 handed_out: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
-"""Tensors whose addresses were asked for, by address and extent: a kernel may find them in a table."""
+"""Tensors whose `data_ptr` was read, by address and size, because a kernel may load these addresses from a table."""
 
 address_of = Tensor.data_ptr
 
 
 def data_ptr(tensor: Tensor) -> int:
-    """`Tensor.data_ptr`, noted."""
+    """`Tensor.data_ptr`, which also records the tensor."""
     address = address_of(tensor)
     handed_out[address, tensor.nbytes] = tensor
     return address
 
 
 def install() -> None:
-    """Checks every launch of this process from now on, and fills what `torch.empty` and its like return."""
+    """Checks every launch of this process from now on, and fills the results of `torch.empty` and similar functions."""
     start, convert = interpreter.GridExecutor._init_args_hst, interpreter._implicit_cvt
 
     def begin(executor: Any, args: Any, kwargs: Any) -> Any:
@@ -244,7 +245,7 @@ def install() -> None:
 
     def set_attr(handle: Any, key: str, value: Any) -> None:
         if key == "tt.divisibility" and handle.data.size == 1 and int(handle.data.item()) % value[0]:
-            raise MemoryFault(f"{launch.where()[1]}: {int(handle.data.item()):#x} is no multiple of {value[0]}")
+            raise MemoryFault(f"{launch.where()[1]}: {int(handle.data.item()):#x} is not a multiple of {value[0]}")
         handle.attr[key] = value
 
     interpreter.GridExecutor._init_args_hst = begin

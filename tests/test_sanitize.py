@@ -1,4 +1,7 @@
-"""`benchmarks/sanitize.py`: what passes, what is counted apart, and that its calls reach every schedule."""
+"""`benchmarks/sanitize.py`: which reports pass, which races are counted separately, and that calls reach every schedule.
+
+Controls: an error, a missing verdict, a tool that misses its planted error and a kernel that never ran must all fail.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 import sanitize
 
 
-def test_sanitizer_passes_only_what_it_could_have_failed() -> None:
+def test_a_report_passes_only_with_a_verdict() -> None:
     good = {"what": "linear", "errors": 0, "exit_status": 0}
     assert sanitize.passed(good)
     for bad in ({"errors": 3}, {"errors": None}, {"exit_status": 1}, {"exit_status": None}):
@@ -48,7 +51,7 @@ def test_sanitizer_summaries(output: str, errors: int | None) -> None:
     assert (int(found[-1]) if found else None) == errors
 
 
-def test_races_inside_cublas_are_counted_apart() -> None:
+def test_races_inside_cublas_are_counted_separately() -> None:
     report = (
         "========= Error: Race reported between Write access at {}+0x10\n"
         "=========     and Read access at {}+0x20 [8 hazards]\n"
@@ -60,7 +63,7 @@ def test_races_inside_cublas_are_counted_apart() -> None:
     assert sanitize.races_in_cublas("========= Error: Race reported between something else") == 0
 
 
-def test_races_where_groups_of_warps_get_their_arguments_are_counted_apart() -> None:
+def test_races_in_tritons_argument_passing_to_warp_groups_are_counted_separately() -> None:
     report = (
         "========= Error: Race reported between Read access at prefill_kernel+0x100 in attention_hopper.py:{}\n"
         "=========     and Write access at prefill_kernel+0xd850 in attention_hopper.py:{} [15 hazards]\n"
@@ -80,7 +83,7 @@ def test_races_where_groups_of_warps_get_their_arguments_are_counted_apart() -> 
     assert sanitize.races_in_hand_over("========= RACECHECK SUMMARY: 0 hazards displayed") == 0
 
 
-def test_sanitizer_runs_the_anchor_then_every_schedule_on_memory_of_its_own() -> None:
+def test_the_anchor_runs_first_then_every_schedule_on_its_own_memory() -> None:
     code = """
 import torch, sanitize
 from collections import namedtuple
@@ -100,8 +103,8 @@ op, grad, x = ScheduledOp(family), torch.zeros(3), torch.ones(3)
 op.call(grad, x, False)
 op.call(grad, x, True)
 assert names == {"fake:cublaslt.0", "fake:other"} and torch.equal(grad, x)
-assert torch.equal(seen[0][0], x) and torch.equal(seen[1][0], x), "what the anchor left, where it counts"
-assert seen[0][1].isnan().all() and seen[2][1].isnan().all(), "the copy engine's memory is filled first"
+assert torch.equal(seen[0][0], x) and torch.equal(seen[1][0], x), "the mutated argument holds the anchor's result"
+assert seen[0][1].isnan().all() and seen[2][1].isnan().all(), "fresh memory is filled for schedules that store by TMA"
 def fails(grad, x, fresh):
     raise ValueError("status 13")
 try:
@@ -129,7 +132,7 @@ def run_with(
     arguments: list[str],
     capability: tuple[int, int] = (9, 0),
 ) -> tuple[int, dict[str, Any]]:
-    """Exit status and result file of the runner, whose processes `start` plays."""
+    """Exit status and result file of the runner, with `start` in place of its processes."""
     monkeypatch.setattr(sanitize, "start", start)
     monkeypatch.setattr(sanitize, "sanitizer", lambda: "compute-sanitizer")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -150,7 +153,7 @@ def sanitizer_run(
     unlaunched: tuple[str, ...] = (),
     capability: tuple[int, int] = (9, 0),
 ) -> tuple[int, dict[str, Any]]:
-    """Exit status and result file of the runner, with processes that print what `seen` says of a tool or a call."""
+    """Exit status and result file of the runner; `seen` gives the number of errors per tool or call."""
     from rlkernel.kernels.triton import aot
 
     def start(given: list[str], limit: float, tool: tuple[str, ...] = ()) -> tuple[str, int | None, float]:
@@ -175,11 +178,11 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert status == 0 and data["passed"] and set(data["schedules"]) == sanitize.offered((9, 0))
     unlaunched = ("linear_dgrad:triton.head.128x128x64", "linear_logprob_dhidden:cublaslt.3")
     status, data = run({}, (), (), unlaunched)
-    assert status == 1 and not data["passed"] and data["not_launched"] == list(unlaunched), "offered, never launched"
+    assert status == 1 and not data["passed"] and data["not_launched"] == list(unlaunched), "offered but never launched"
     groups = ("rows", "hopper", "gluon")
     of_hopper = [name for name in sanitize.offered((9, 0)) if name.split(":")[1].split(".")[0] in groups]
     assert len(of_hopper) == 20 and run({}, (), (), tuple(of_hopper))[0] == 1
-    assert run({}, (), (), tuple(of_hopper), (8, 0))[0] == 0, "not offered there"
+    assert run({}, (), (), tuple(of_hopper), (8, 0))[0] == 0, "not offered on that GPU"
     spelt = "linear:cublaslt.spelt out"
     assert spelt in sanitize.offered((9, 0)) and spelt not in sanitize.offered((8, 0))
     assert run({}, (), (), (spelt,))[0] == 1
@@ -197,7 +200,7 @@ def test_sanitizer_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_a_call_without_a_verdict_is_tried_once_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One with errors is not, and a second try without a verdict is the last."""
+    """A call with errors is not repeated, and there is no third try."""
     pytest.importorskip("triton")
     tries: list[tuple[str, str]] = []
     seen = {"rope": "2"}
@@ -219,14 +222,13 @@ def test_a_call_without_a_verdict_is_tried_once_more(monkeypatch: pytest.MonkeyP
     assert tries.count(("racecheck", "linear")) == 2 and tries.count(("memcheck", "rope")) == 1
 
 
-def test_what_a_tool_started_ends_with_it(tmp_path: Path) -> None:
-    """A tool that hangs is ended, and so is the process under it."""
+def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     alive = tmp_path / "pid"
     tool = ("sh", "-c", f"sleep 20 & echo $! > {alive}; echo started; wait", "tool")
     output, status, seconds = sanitize.start(["x"], 2.0, tool)
     assert (output, status) == ("started\n", None) and seconds < 15
     state = Path(f"/proc/{alive.read_text().strip()}/stat")
-    for _ in range(100):  # a killed process lasts until its parent has asked for it
+    for _ in range(100):  # a killed process remains a zombie until its parent waits for it
         if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] in "ZX":
             return
         time.sleep(0.05)
@@ -234,7 +236,7 @@ def test_what_a_tool_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_the_sanitizers_calls_reach_every_schedule_of_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By shapes: the ops run on the CPU, and their arguments are taken for those of a Hopper GPU."""
+    """The ops run on the CPU; `supports` of each schedule gets their shapes as on a Hopper GPU."""
     pytest.importorskip("triton")
     from torch.utils._python_dispatch import TorchDispatchMode
 

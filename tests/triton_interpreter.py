@@ -1,8 +1,8 @@
-"""Triton's interpreter for tests: a test file again in a process of its own, where kernels run in the interpreter.
+"""Triton's interpreter for tests: `run` runs a test file in a new process, whose kernels run in the interpreter.
 
-It is chosen when a kernel is defined. There, `conftest.py` puts every launch under `memory_check` and calls `quicken`:
-most of the interpreter's time goes into patching `triton.language` anew at each call of a device function, and into
-reductions element by element.
+A new process, because Triton chooses the interpreter when a kernel is defined. There, `conftest.py` installs
+`memory_check` and calls `accelerate`, because the interpreter spends most of its time on patching `triton.language` at
+each call of a device function and on reductions element by element.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import pytest
 
 
 def run(file: str, **environment: str) -> None:
-    """The tests of `file` that stand under TRITON_INTERPRET=1; fails where one of them does."""
+    """Runs the tests of `file` that are defined under TRITON_INTERPRET=1, and fails if one of them does."""
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
         env.pop(name, None)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
-    if done.returncode:  # an assertion's long text is cut
+    if done.returncode:
         pytest.fail(f"{done.stdout[-6000:]}{done.stderr[-2000:]}\nstatus {done.returncode}", pytrace=False)
 
 
-def quicken() -> None:
-    """The same results sooner: one patch of `triton.language` a launch, and reductions slice by slice."""
+def accelerate() -> None:
+    """Same results in less time: one patch of `triton.language` per launch, and reductions slice by slice."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch, slowly = interpreter._patch_lang, interpreter.ReduceOps.generic_reduce
-    scopes: list[Any] = []  # of the running launch: one for every set of modules that its functions see
+    patch, by_elements = interpreter._patch_lang, interpreter.ReduceOps.generic_reduce
+    scopes: list[Any] = []  # of the running launch, one for each set of modules that its functions import
     patched: set[frozenset[str]] = set()
 
     class Scope:
@@ -59,9 +59,9 @@ def quicken() -> None:
         return Scope
 
     def by_slices(self: Any, inputs: Any) -> Any:
-        """A left fold like Triton's, all other axes at once."""
+        """A left fold like Triton's, over all other axes at once."""
         if self.axis is None:
-            return slowly(self, inputs)
+            return by_elements(self, inputs)
         slices = [[self.to_tensor(x, t.dtype) for x in np.moveaxis(t.handle.data, self.axis, 0)] for t in inputs]
         total, *rest = zip(*slices, strict=True)
         for one in rest:

@@ -113,7 +113,7 @@ def ran_through() -> dict[str, set[str]]:
 
 
 def faster_schedule(op: ScheduledOp, run: Callable[[], object]) -> str:
-    """The one schedule of `op` that `run` uses in strict mode; asserts that it is the fastest, also against the anchor."""
+    """The one schedule of `op` that `run` uses in strict mode; asserts that it is faster than all others."""
     op.forget()
     with schedule.strict():
         run()

@@ -1,6 +1,6 @@
 """policy_loss on a GPU: close to the CPU, and a sequence's gradient has the same bits anywhere in any batch.
 
-Control: with invalid cu_seqlens the loss is NaN.
+Control: without a fixed normalizer the gradient depends on the batch.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ def test_gradients_do_not_depend_on_the_batch(loss_type: str, ratio_level: str, 
     record(**vars(seen))
 
 
+def test_control_gradients_without_a_normalizer_depend_on_the_batch() -> None:
+    alone, whole = (run(order, "cuda", loss_type="dapo")["dlogp"] for order in ([0], list(range(len(SIZES)))))
+    assert not torch.equal(alone, whole[: SIZES[0]])
+
+
 @pytest.mark.parametrize("masked", (False, True), ids=("whole", "masked"))
 @pytest.mark.parametrize("loss_type", ("grpo", "dapo"))
 def test_policy_loss_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callable[..., None]) -> None:
@@ -134,7 +139,7 @@ def test_policy_loss_schedules_equal_the_anchor(loss_type: str, masked: bool, re
     record(**vars(seen))
 
 
-def test_control_invalid_cu_seqlens_give_nan() -> None:
+def test_invalid_cu_seqlens_give_nan() -> None:
     logp = torch.zeros(9, device="cuda")
     for borders in ([0, 5, 8], [1, 5, 9], [0, 12, 9]):
         cu_seqlens = torch.tensor(borders, dtype=torch.int32, device="cuda")

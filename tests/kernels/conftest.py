@@ -1,4 +1,4 @@
-"""What tests of schedules share."""
+"""Fixtures of the tests of schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlkernel.kernels import certification, clock, schedule, verdicts
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, a clock that nothing bends, no sample twice, and afterwards the ops that there were before."""
+    """The verdict folder of an empty cache; times are fixed, small samples are not repeated, new ops are removed."""
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(clock, "milliseconds", milliseconds)
     monkeypatch.setattr(certification, "ENOUGH", 1)

@@ -1,4 +1,7 @@
-"""A product on the CPU, with schedules that keep its anchor's bits and others that do not."""
+"""A matrix product on the CPU for tests of certification: an anchor, equal schedules, and wrong ones (`WRONG`).
+
+Each wrong schedule has one fault that a library could have: another order of K, TF32, split-K, flushed denormals.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ K = 64
 
 
 class Launches:
-    """In place of a compiled kernel: keeps what it is given."""
+    """Stands in for a compiled kernel and records its arguments."""
 
     def __init__(self, ran: list[Any], *named: str, code: str = "0") -> None:
         self.ran, self.named, self.code = ran, named, code
@@ -26,7 +29,7 @@ class Launches:
 
 
 def classes_of(family: Family[Any], calls: Iterable[tuple[Any, ...]]) -> set[Any]:
-    """The shape classes of these calls; what a warm call looks up must decide the class."""
+    """The shape classes of these calls; asserts that `call_key` decides the class."""
     assert family.call_key is not None
     found: dict[Any, Any] = {}
     for given in calls:
@@ -75,7 +78,7 @@ def low_precision_sum(x: Tensor, w: Tensor) -> Tensor:
 
 
 def other_layout(x: Tensor, w: Tensor) -> Tensor:
-    """A row's sum over four lanes, added across at the end: what another distribution over warps does."""
+    """Sums of a row in four lanes that are added at the end, as with another distribution over warps."""
     lanes = [chain(x, w, range(lane, K, 4)) for lane in range(4)]
     return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])).to(x.dtype)
 
@@ -134,7 +137,7 @@ def arguments(m: int = 3, n: int = 5, dtype: torch.dtype = torch.float32) -> tup
 
 
 def milliseconds(candidates: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """In place of a clock, which a busy machine bends: an equal schedule wins, one called slow loses to the anchor."""
+    """Fixed times in place of the clock: schedules beat the anchor, except those with `slow` in their name."""
     return {name: 2.0 if name == ANCHOR else 4.0 if "slow" in name else 1.0 for name in candidates}
 
 
@@ -147,7 +150,7 @@ def counted(calls: list[int]) -> Callable[..., Tensor]:
 
 
 def built(missing: list[bool], runs: Callable[..., Tensor] = equal) -> Schedule:
-    """A schedule that wants a compiler while `missing` says so."""
+    """A schedule that cannot be built while `missing[0]` is true."""
 
     def bind(key: Any) -> Callable[..., Tensor]:
         if missing[0]:
