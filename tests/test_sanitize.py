@@ -1,4 +1,4 @@
-"""`benchmarks/sanitize.py`: which reports pass, which races are counted separately, and that calls reach every schedule.
+"""`benchmarks/sanitize.py`: which reports pass, which races count separately, and that calls reach every schedule.
 
 Controls: an error, a missing verdict, a tool that misses its planted error and a kernel that never ran must all fail.
 """
