@@ -74,6 +74,7 @@ def compare(
     return report.elements, report.mismatches, report.max_abs_diff
 
 
+@pytest.mark.gpu_memory(16)  # of which 11 GiB for the pages of all requests
 def test_decode_equals_training_forward(model: Decoder, record: Callable[..., None]) -> None:
     llm = LLM(model, max_num_seqs=REQUESTS, max_num_batched_tokens=2048, page_size=16, num_pages=64 * 96)
     inputs = prompts(REQUESTS, model.config.vocab_size)
@@ -88,13 +89,13 @@ def test_decode_equals_training_forward(model: Decoder, record: Callable[..., No
     [
         ("alone", {"max_num_seqs": 1}),
         ("small chunks", {"max_num_batched_tokens": 96}),
-        ("pages of 64", {"page_size": 64, "num_pages": 1024}),
+        ("pages of 64", {"page_size": 64, "num_pages": 256}),
         ("no prefix cache", {"prefix_caching": False}),
     ],
 )
 def test_engine_settings_change_no_bit(model: Decoder, record: Callable[..., None], name: str, options: dict) -> None:
     inputs = prompts(6, model.config.vocab_size, seed=1)
-    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "page_size": 16, "num_pages": 4096}
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "page_size": 16, "num_pages": 1024}
     params = [SamplingParams(temperature=0.8, max_tokens=48, seed=i, ignore_eos=True) for i in range(len(inputs))]
 
     def run(**changes: object) -> tuple[list[list[int]], torch.Tensor]:
@@ -113,7 +114,7 @@ def test_engine_settings_change_no_bit(model: Decoder, record: Callable[..., Non
 
 def test_control_stock_ops_differ(model: Decoder, record: Callable[..., None]) -> None:
     with ops.stock():
-        llm = LLM(model, max_num_seqs=16, max_num_batched_tokens=2048, page_size=16, num_pages=4096)
+        llm = LLM(model, max_num_seqs=16, max_num_batched_tokens=2048, page_size=16, num_pages=1280)
         tokens, mismatches, gap = compare(model, llm, prompts(16, model.config.vocab_size, seed=2), 1.0, 32)
     record(cases=16, tokens=tokens, mismatches=mismatches, max_abs_diff=gap, backend="torch")
     assert mismatches > 0

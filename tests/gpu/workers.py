@@ -42,7 +42,7 @@ def long_first(items: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
     return [*ordered, *others]
 
 
-def require_memory(gib: int, patience: float = 180.0) -> None:
+def require_memory(gib: int, patience: float = 300.0) -> None:
     """Waits until `gib` GiB of the current GPU are free; other processes may hold them for a while.
 
     Skips the test where the GPU is smaller, or after `patience` seconds.
