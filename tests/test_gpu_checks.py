@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gpu.gpu_checks import Compared, assert_rows_alone, faster_schedule, refusal, slices
+from gpu.gpu_checks import Compared, assert_rows_alone, faster_schedule, refusal, same_bits, slices
 from gpu.workers import LONG, chunks, long_first, require_memory, rotated
 from torch import Tensor
 
@@ -97,6 +97,20 @@ def test_differences_fail_and_are_counted() -> None:
         assert_rows_alone(lambda x: x + len(x), (x,), "an op that depends on the batch")
     with pytest.raises(ValueError):
         seen.rows([x], [x, x], "fewer outputs")
+    with pytest.raises(AssertionError, match="8 of 8 elements differ"):
+        seen.rows([x], [-x], "the sign of zero")
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.bool))
+def test_same_bits(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0, 0.0, 3.0], [0.0, 5.0, 6.0]]).to(dtype)
+    other = x.clone()
+    other[1, 2] = 0
+    assert same_bits(x, x.clone()) and same_bits(x.t(), x.t().contiguous()) and not same_bits(x, other)
+    assert not same_bits(x, x[:1]) and not same_bits(x, x.to(torch.float16)) and same_bits(x[0, 0], x[0, 0].clone())
+    if dtype.is_floating_point:
+        nan = torch.full_like(x, torch.nan)
+        assert same_bits(nan, nan.clone()) and not same_bits(0 * x, -0.0 * x)
 
 
 def test_a_refusal_is_recorded_as_one() -> None:

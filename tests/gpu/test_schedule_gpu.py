@@ -6,6 +6,7 @@ Controls: planted schedules with another order, TF32 or another start of the cha
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ WEIGHTS = (
     (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024), (6144, 4096), (4096, 4096), (24576, 4096),
     (4096, 12288),
 )  # fmt: skip
+# Each weight at two row counts; every row count with a small and a large weight, and the head.
+CALLS = [(m, *weight) for m in ROWS for weight in (WEIGHTS if m in (64, 2048) else (WEIGHTS[2], WEIGHTS[4], WEIGHTS[8]))]
 hopper = pytest.mark.skipif(not HOPPER, reason="cuBLASLt is known to keep the chain on sm_90 only")
 
 
@@ -53,8 +56,7 @@ def cublaslt(verdict: schedule.Verdict | None) -> list[Trial]:
 
 
 @hopper
-@pytest.mark.parametrize("n,k", WEIGHTS)
-@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("m,n,k", CALLS)
 def test_cublaslt_is_certified(m: int, n: int, k: int, record: Callable[..., None]) -> None:
     from rlkernel.kernels.cuda import linear
 
@@ -93,14 +95,17 @@ def test_an_explicit_algorithm_equals_the_heuristics_choice() -> None:
 
 
 @hopper
-@pytest.mark.parametrize("tokens", (33, 64, 5000, 8192))
+@pytest.mark.parametrize("counts", ((33,), (64,), (5000, 8192)), ids=str)  # of one shape class
 @pytest.mark.parametrize("n,k", ((1024, 3072), (6144, 4096), (19456, 1024)))
-def test_weight_gradients_are_certified(tokens: int, n: int, k: int, record: Callable[..., None]) -> None:
+def test_weight_gradients_are_certified(counts: tuple[int, ...], n: int, k: int, record: Callable[..., None]) -> None:
     from rlkernel.kernels.cuda import linear
     from rlkernel.kernels.triton import linear_grad as anchor
 
-    dy, x, seen = rand(tokens, n), rand(tokens, k), Compared()
-    for dtype, fresh in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, False)):
+    seen = Compared()
+    for tokens, (dtype, fresh) in itertools.product(
+        counts, ((torch.bfloat16, True), (torch.float32, True), (torch.float32, False))
+    ):
+        dy, x = rand(tokens, n), rand(tokens, k)
         start = torch.randn(n, k, device="cuda").to(dtype)
         verdict = linear.wgrad_chunk.verdict(start, dy, x, fresh)
         assert any(trial.certified for trial in cublaslt(verdict)), verdict
