@@ -33,7 +33,8 @@ WEIGHTS = (
     (4096, 12288),
 )  # fmt: skip
 # Each weight at two row counts; every row count with a small and a large weight, and the head.
-CALLS = [(m, *weight) for m in ROWS for weight in (WEIGHTS if m in (64, 2048) else (WEIGHTS[2], WEIGHTS[4], WEIGHTS[8]))]
+FEW_WEIGHTS = ((6144, 1024), (4096, 12288), (151936, 1024))
+CALLS = [(m, *weight) for m in ROWS for weight in (WEIGHTS if m in (64, 2048) else FEW_WEIGHTS)]
 hopper = pytest.mark.skipif(not HOPPER, reason="cuBLASLt is known to keep the chain on sm_90 only")
 
 
