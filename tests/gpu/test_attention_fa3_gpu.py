@@ -46,16 +46,18 @@ def shape(head_dim: int, heads: int, kv_heads: int, page: int = 16) -> attention
     return attention_fa3.Shape(torch.cuda.current_device(), BF16, heads, kv_heads, head_dim, page)
 
 
+@pytest.mark.usefixtures("fresh")
 @by_heads
 @pytest.mark.parametrize("page", [16, 128])
-def test_head_dim_128_is_certified(heads: int, kv_heads: int, page: int, record: Record, fresh: None) -> None:
+def test_head_dim_128_is_certified(heads: int, kv_heads: int, page: int, record: Record) -> None:
     found = attention_fa3.verdict(shape(128, heads, kv_heads, page))
     record(cases=found.calls, elements=found.elements, mismatches=found.differing, heads=f"{heads}/{kv_heads}")
     assert found.certified, (found.reason, found.first)
 
 
-def test_head_dim_64_is_refused(record: Record, fresh: None) -> None:
-    """FlashAttention-3 chooses its block of keys by the longest query of the batch there."""
+@pytest.mark.usefixtures("fresh")
+def test_head_dim_64_is_refused(record: Record) -> None:
+    """Its block of keys depends on the longest query of the batch."""
     found = attention_fa3.verdict(shape(64, 16, 8))
     record(**refusal(found.first))
     assert not found.certified and found.first is not None and found.first["index"] is not None

@@ -104,9 +104,7 @@ def test_policy_loss_schedules_equal_the_anchor(loss_type: str, masked: bool, re
             given = list(cuda.sample(shape, tokens, "normal", generator))
             if case == "broken":
                 given[3][len(given[3]) // 2] = -5
-                given[3][-3:] = torch.tensor(
-                    [tokens, -(1 << 31), (1 << 31) - 1], device="cuda"
-                )  # lengths overflow int32
+                given[3][-3:] = torch.tensor([tokens, -(1 << 31), (1 << 31) - 1], device="cuda")  # no room between them
             elif case == "nothing counts" and masked:
                 given[4][:] = False
             elif case.endswith("normalizer") or case.endswith("0"):

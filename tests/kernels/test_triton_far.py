@@ -69,7 +69,7 @@ else:
             pytest.skip(f"needs tensors of 9 GiB, nearly all of them addresses alone: {error}")
         monkeypatch.setattr(interpreter, "range", ends, raising=False)
         monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)  # a CPU's are the kernel's
-        monkeypatch.setattr(memory_check.Launch, "note", lambda *_: None)  # which counts by the byte
+        monkeypatch.setattr(memory_check.Launch, "meet", lambda *_: None)  # which counts by the byte
 
     def half(*shape: int) -> Tensor:
         return torch.randn(shape).half()
