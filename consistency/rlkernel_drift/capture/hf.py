@@ -1,9 +1,8 @@
-"""Capture from transformers: samples and decodes with a cache (rollout), or scores given tokens in one forward."""
+"""Capture from transformers: sampling with a KV cache (rollout), or scoring given tokens in one forward."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +14,26 @@ from rlkernel_drift.capsule import (
     Kept,
     Manifest,
     Operators,
+    Weights,
     build_capsule,
     describe_operators,
 )
 from rlkernel_drift.capsule import Tensor as Stored
-from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, recorded_rows, weights_of
+from rlkernel_drift.capture.request import (
+    Request,
+    Texts,
+    counted_sequences,
+    manifest_of,
+    read_prompts,
+    recorded_rows,
+    stream_of,
+    tokens_only,
+)
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.model import DTYPES, Decoding, Head, ReferenceModel, decoded_hidden
 from rlkernel_drift.scoring.operators import record
 from rlkernel_drift.scoring.semantics import SortedLogits
-from rlkernel_drift.scoring.sequences import Sequences, sequences_of
+from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.scoring.weights import fingerprints, state_of
 
 _CHUNK = 1 << 25
@@ -34,22 +43,17 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
     """Captures a capsule.
 
     Args:
-        request: what to record. model: loaded already; default the request's directory.
+        request: what to record.
+        model: a loaded model; default that of the request's directory.
 
     Raises:
-        DriftError: the model or the prompts cannot be read.
+        DriftError: the model or the prompts cannot be read, or no token counts.
     """
     dtype = DTYPES[request.dtype]
     loaded = model or ReferenceModel.load(request.model, request.device, request.attention, dtype)
     texts = Texts(request.model)
-    if request.tokens is None:
-        bare = sampled(request, loaded, texts, dtype)
-    else:
-        tokens = request.tokens
-        bare = replace(tokens, logprobs={}, operators=Operators(), distribution=None, manifest=Manifest())
-    sequences = sequences_of(bare)
-    if not sequences.counted:
-        raise DriftError("there is no token to score: every mask is empty")
+    bare = tokens_only(request.tokens) if request.tokens else sampled(request, loaded, texts, dtype)
+    sequences = counted_sequences(bare)
     streams: dict[str, np.ndarray] = {}
     if request.side == "rollout" and request.tokens is None:
         hidden = decoded_hidden(loaded.in_dtype(dtype), sequences)
@@ -70,7 +74,7 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
         request,
         "hf",
         config,
-        weights=weights_of(fingerprints(state_of(loaded))) if request.weights else None,
+        weights=Weights(tensors=fingerprints(state_of(loaded))) if request.weights else None,
         vocabulary=texts.vocabulary(bare.ids),
         operators=describe_operators(operators),
     )
@@ -84,7 +88,7 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
 
 
 def head_of(request: Request) -> Head:
-    """Precision of the head: transformers multiplies in the model's dtype and rounds the logits to it."""
+    """Precision of the head; transformers multiplies in the model's dtype and rounds the logits to it."""
     dtype = DTYPES[request.head or request.dtype]
     return Head() if dtype == torch.float32 else Head(dtype, dtype)
 
@@ -150,16 +154,14 @@ def _streams(
             processed.append(SortedLogits(logits, targets).at(temperature).processed(s.top_k, s.top_p, s.min_p))
             continue
         processed.append(z.gather(1, targets[:, None])[:, 0] - z.logsumexp(-1))
-    result = {}
-    for values, parts in (("processed", processed), ("raw", raw)):
-        stream = np.full(bare.tokens, np.nan, np.float32)
-        stream[sequences.token.numpy()] = torch.cat(parts).float().cpu().numpy()
-        result[f"{phase}.{values}"] = stream
-    return result
+    return {
+        f"{phase}.{values}": stream_of(bare, sequences, torch.cat(parts).float().cpu())
+        for values, parts in (("processed", processed), ("raw", raw))
+    }
 
 
 def _masked(z: Tensor, kept: Kept, tokens: Tensor) -> Tensor:
-    """Logits outside the recorded kept sets at minus infinity; an empty set keeps all."""
+    """Logits with minus infinity outside the recorded kept sets; an empty set keeps all."""
     z = z.clone()
     for row, token in enumerate(tokens.tolist()):
         ids = kept.ids[kept.offsets[token] : kept.offsets[token + 1]]
@@ -171,19 +173,17 @@ def _masked(z: Tensor, kept: Kept, tokens: Tensor) -> Tensor:
 
 
 def recorded_operators(request: Request, model: ReferenceModel, bare: Capsule, dtype: torch.dtype) -> Operators:
-    """Operator outputs as the request wants them, each sequence computed alone."""
+    """Operator outputs in the form that the request names; each sequence is computed alone."""
     if request.operators == "none":
         return Operators()
-    rows = recorded_rows(request, bare)
-    last = bare.sequences - 1 if rows is None else bare.place(int(rows[-1]))[0]
-    pairs: list[tuple[Any, Any]] = []
-    for i in range(last + 1):
-        part = bare.sequence(i)
-        ids, positions = bare.ids[part].astype(np.int64), bare.positions[part].astype(np.int64)
-        pairs.append((torch.from_numpy(ids), torch.from_numpy(positions)))
-    kind = "fingerprint" if request.operators == "fingerprint" else "full"
+    rows, count = recorded_rows(request, bare)
+    pairs = []
+    for part in map(bare.sequence, range(count)):
+        ids, positions = (torch.from_numpy(x[part].astype(np.int64)) for x in (bare.ids, bare.positions))
+        pairs.append((ids, positions))
     keep = None if rows is None else torch.tensor(rows)
-    return Operators(rows, record(model.in_dtype(dtype), pairs, kind, keep))  # type: ignore[arg-type]
+    hashed = request.operators == "fingerprint"
+    return Operators(rows, record(model.in_dtype(dtype), pairs, "fingerprint" if hashed else "full", keep))
 
 
 def _distribution(request: Request, model: ReferenceModel, sequences: Sequences, hidden: Tensor) -> Distribution | None:

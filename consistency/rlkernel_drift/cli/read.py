@@ -1,8 +1,4 @@
-"""`rlkernel-drift inspect` and `report` read what is there: a capsule, checked and described, or the JSON of a verdict.
-
-`inspect --schema` prints the JSON Schema of verdicts; `report VERDICT.json --html FILE` writes a report from one, and
-`--png FILE` a picture.
-"""
+"""`rlkernel-drift inspect` checks and describes a capsule; `report` writes HTML and PNG from the JSON of a verdict."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ if TYPE_CHECKING:
 
 def add_inspect(subparsers: Any) -> None:
     """Adds the `inspect` command."""
-    words = "check a capsule and say what is in it"
+    words = "check a capsule and describe its content"
     parser = subparsers.add_parser("inspect", help=words, description=words.capitalize() + ".")
     parser.add_argument("path", metavar="CAPSULE", nargs="?")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of a verdict instead")
@@ -25,7 +21,7 @@ def add_inspect(subparsers: Any) -> None:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Prints the summary; returns 0, or raises the reader's named error."""
+    """Prints the summary; returns 0."""
     import json
 
     from rlkernel_drift.errors import DriftError
@@ -76,7 +72,7 @@ def add_report(subparsers: Any) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Writes what was asked for; 0, whatever the verdict says: this command compares nothing."""
+    """Writes the requested files; returns 0 for every verdict, because this command compares nothing."""
     from rlkernel_drift.errors import DriftError
 
     if not (args.html or args.png):
@@ -86,10 +82,10 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def read_verdict(path: str) -> Verdict:
-    """A verdict from its JSON, with the bounds of every JSON that strangers send.
+    """A verdict from its JSON, which is not trusted.
 
     Raises:
-        DriftError, CapsuleError: unreadable, too large or deep, or no verdict; the message names the field.
+        DriftError, CapsuleError: unreadable, too large or deep, or not a verdict; the message names the field.
     """
     from pydantic import ValidationError
 
@@ -106,4 +102,4 @@ def read_verdict(path: str) -> Verdict:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise DriftError(f"{path} is no verdict of this version: {where}: {first['msg']}") from None
+        raise DriftError(f"{path} is not a verdict of this version: {where}: {first['msg']}") from None

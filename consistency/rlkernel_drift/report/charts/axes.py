@@ -175,7 +175,9 @@ class Plot:
         turn = f"translate(12 {sum(box.y) / 2:.0f}) rotate(-90)"
         self.parts.append(tag("text", y_label, transform=turn, text_anchor="middle", class_="axis"))
         self.parts += [line(*_row(box, self.base), "base"), x_label(box, x_label_)]
-        for value in self.x.ticks(6) if x_format else ():
+        if x_format is None:
+            return
+        for value in self.x.ticks(6):
             x = self.x(value)
             self.parts += [line(x, self.base, x, self.base + 4, "base"), text(x, self.base + 16, x_format(value))]
 
