@@ -14,22 +14,18 @@ from rlkernel_drift.capsule import (
     Kept,
     Manifest,
     Operators,
-    Weights,
     build_capsule,
-    describe_operators,
 )
 from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.capture.request import (
     Request,
-    Texts,
+    captured,
     counted_sequences,
-    manifest_of,
-    read_prompts,
+    prompt_ids,
     recorded_rows,
     stream_of,
     tokens_only,
 )
-from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.model import DTYPES, Decoding, Head, ReferenceModel, decoded_hidden
 from rlkernel_drift.scoring.operators import record
 from rlkernel_drift.scoring.semantics import SortedLogits
@@ -51,17 +47,15 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
     """
     dtype = DTYPES[request.dtype]
     loaded = model or ReferenceModel.load(request.model, request.device, request.attention, dtype)
-    texts = Texts(request.model)
-    bare = tokens_only(request.tokens) if request.tokens else sampled(request, loaded, texts, dtype)
+    bare = tokens_only(request.tokens) if request.tokens else _sampled(request, loaded, dtype)
     sequences = counted_sequences(bare)
     streams: dict[str, np.ndarray] = {}
     if request.side == "rollout" and request.tokens is None:
         hidden = decoded_hidden(loaded.in_dtype(dtype), sequences)
         streams |= _streams(request, loaded, bare, sequences, hidden, "recorded")
     prefill = loaded.hidden(sequences, dtype)
-    phase = "train" if request.side == "train" else "prefill"
-    streams |= _streams(request, loaded, bare, sequences, prefill, phase)
-    operators = recorded_operators(request, loaded, bare, dtype)
+    streams |= _streams(request, loaded, bare, sequences, prefill, request.phase)
+    operators = _operators(request, loaded, bare, dtype)
     config = {
         "dtype": request.dtype,
         "attention_backend": loaded.model.config._attn_implementation,
@@ -70,34 +64,20 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
         "tie_word_embeddings": loaded.tied,
         "rope_theta": loaded.theta and float(f"{loaded.theta:.6g}"),  # of fp32 frequencies
     }
-    manifest = manifest_of(
-        request,
-        "hf",
-        config,
-        weights=Weights(tensors=fingerprints(state_of(loaded))) if request.weights else None,
-        vocabulary=texts.vocabulary(bare.ids),
-        operators=describe_operators(operators),
-    )
-    return replace(
-        bare,
-        manifest=manifest,
-        logprobs=streams,
-        operators=operators,
-        distribution=_distribution(request, loaded, sequences, prefill),
-    )
+    weights = fingerprints(state_of(loaded)) if request.weights else None
+    bare = replace(bare, distribution=_distribution(request, loaded, sequences, prefill))
+    return captured(request, bare, streams, operators, "hf", config, weights)
 
 
-def head_of(request: Request) -> Head:
+def _head(request: Request) -> Head:
     """Precision of the head; transformers multiplies in the model's dtype and rounds the logits to it."""
     dtype = DTYPES[request.head or request.dtype]
     return Head() if dtype == torch.float32 else Head(dtype, dtype)
 
 
-def sampled(request: Request, model: ReferenceModel, texts: Texts, dtype: torch.dtype) -> Capsule:
+def _sampled(request: Request, model: ReferenceModel, dtype: torch.dtype) -> Capsule:
     """Samples completions of the prompts; returns their tokens and kept sets."""
-    if request.prompts is None:
-        raise DriftError("capture needs --prompts, or --tokens with a capsule")
-    prompts = [texts.ids(p) for p in read_prompts(request.prompts) for _ in range(request.samples)]
+    prompts = [ids for ids in prompt_ids(request) for _ in range(request.samples)]
     generator = torch.Generator().manual_seed(request.seed)
     state = Decoding(model.in_dtype(dtype), prompts)
     ends = getattr(model.config, "eos_token_id", None)
@@ -106,7 +86,7 @@ def sampled(request: Request, model: ReferenceModel, texts: Texts, dtype: torch.
     kept: list[list[list[int]]] = [[] for _ in prompts]
     running = [True] * len(prompts)
     for _ in range(request.max_tokens):
-        tokens, sets = _draw(request, model.head(state.hidden, head_of(request)), generator)
+        tokens, sets = _draw(request, model.head(state.hidden, _head(request)), generator)
         for i, token in enumerate(tokens.tolist()):
             if running[i]:
                 completions[i].append(token)
@@ -140,7 +120,7 @@ def _streams(
     step = max(1, _CHUNK // model.vocab_size)
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
-        logits = model.head(hidden[part], head_of(request))
+        logits = model.head(hidden[part], _head(request))
         if request.sampling.filters:
             logits = logits.cpu()
         targets, tokens = sequences.targets[part].to(logits.device), sequences.token[part]
@@ -172,7 +152,7 @@ def _masked(z: Tensor, kept: Kept, tokens: Tensor) -> Tensor:
     return z
 
 
-def recorded_operators(request: Request, model: ReferenceModel, bare: Capsule, dtype: torch.dtype) -> Operators:
+def _operators(request: Request, model: ReferenceModel, bare: Capsule, dtype: torch.dtype) -> Operators:
     """Operator outputs in the form that the request names; each sequence is computed alone."""
     if request.operators == "none":
         return Operators()
@@ -191,5 +171,5 @@ def _distribution(request: Request, model: ReferenceModel, sequences: Sequences,
         return None
     count = min(request.logits_rows, sequences.counted)
     chosen = torch.linspace(0, sequences.counted - 1, count).round().long().unique()
-    logits = model.head(hidden[chosen.to(hidden.device)], head_of(request)).cpu().numpy()
+    logits = model.head(hidden[chosen.to(hidden.device)], _head(request)).cpu().numpy()
     return Distribution(sequences.token[chosen].numpy(), Stored.of(logits))

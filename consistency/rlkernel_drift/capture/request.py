@@ -16,7 +16,17 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from rlkernel_drift.capsule import Capsule, Manifest, Model, Operators, Sampling, dtype_name
+from rlkernel_drift.capsule import (
+    Capsule,
+    Manifest,
+    Model,
+    Operators,
+    Sampling,
+    WeightFingerprint,
+    Weights,
+    describe_operators,
+    dtype_name,
+)
 from rlkernel_drift.capsule.fingerprint import digest
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.sequences import Sequences, sequences_of
@@ -60,6 +70,11 @@ class Request:
     weights: bool = True
     engine: dict[str, Any] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
+
+    @property
+    def phase(self) -> str:
+        """Phase of the log-probabilities of one forward over given tokens."""
+        return "train" if self.side == "train" else "prefill"
 
     @property
     def operator_count(self) -> int:
@@ -133,14 +148,20 @@ def _rows(request: Request, bare: Capsule) -> np.ndarray | None:
     return None if end == bare.tokens else np.arange(end)
 
 
-def read_prompts(path: Path | list[list[int]]) -> list[Any]:
-    """Prompts of a file; each is a text or a list of token ids.
+def prompt_ids(request: Request) -> list[list[int]]:
+    """Token ids of the request's prompts.
 
     Raises:
-        DriftError: unreadable, or without prompts.
+        DriftError: without prompts, or with one that the model cannot take.
     """
-    if not isinstance(path, Path):
-        return list(path)
+    if request.prompts is None:
+        raise DriftError("capture needs --prompts, or --tokens with a capsule")
+    texts = Texts(request.model)
+    prompts = _read_prompts(request.prompts) if isinstance(request.prompts, Path) else request.prompts
+    return [texts.ids(prompt) for prompt in prompts]
+
+
+def _read_prompts(path: Path) -> list[Any]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         if path.suffix in (".jsonl", ".json"):
@@ -288,19 +309,39 @@ def _template(path: Path) -> str | None:
     return digest(json.dumps(template, sort_keys=True).encode()) if template else None
 
 
-def manifest_of(request: Request, engine: str, config: dict[str, Any], **fields: Any) -> Manifest:
-    """The manifest of a capture: model, settings, versions, hardware, command."""
-    return Manifest(
+def captured(
+    request: Request,
+    bare: Capsule,
+    streams: dict[str, np.ndarray],
+    operators: Operators,
+    engine: str,
+    config: dict[str, Any],
+    weights: dict[str, WeightFingerprint] | None,
+    **fields: Any,
+) -> Capsule:
+    """The capsule of a capture.
+
+    Args:
+        bare: its tokens.
+        streams, operators: what the engine computed for them.
+        config: settings of the engine; those with the value None are left out.
+        fields: further fields of the manifest.
+    """
+    manifest = Manifest(
         side=request.side,
         engine=engine,
         model=describe_model(request.model),
+        weights=None if weights is None else Weights(tensors=weights),
         sampling=request.sampling,
         config={key: value for key, value in config.items() if value is not None},
         versions=versions(),
         hardware=hardware(request.device),
         command=request.command,
+        vocabulary=Texts(request.model).vocabulary(bare.ids),
+        operators=describe_operators(operators),
         **fields,
     )
+    return replace(bare, manifest=manifest, logprobs=streams, operators=operators)
 
 
 def versions() -> dict[str, str]:

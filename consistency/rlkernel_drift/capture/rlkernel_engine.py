@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkernel_drift.capsule import Capsule, Manifest, Operators, Weights, build_capsule, describe_operators
+from rlkernel_drift.capsule import Capsule, Manifest, Operators, build_capsule
 from rlkernel_drift.capsule.fingerprint import multipliers_torch, row_fingerprints_torch
 from rlkernel_drift.capture.request import (
     Request,
-    Texts,
+    captured,
     counted_sequences,
     kept_sets,
-    manifest_of,
-    read_prompts,
+    prompt_ids,
     recorded_rows,
     stream_of,
     tokens_only,
@@ -39,23 +38,12 @@ def capture_rlkernel(request: Request) -> Capsule:
     from rlkernel.models.checkpoint import hf_tensors
 
     model = _load(request)
-    texts = Texts(request.model)
-    bare = tokens_only(request.tokens) if request.tokens else _sampled(request, model, texts)
-    streams = dict(bare.logprobs)
-    phase = "train" if request.side == "train" else "prefill"
-    streams[f"{phase}.processed"] = _scored(request, model, bare)
+    bare = tokens_only(request.tokens) if request.tokens else _sampled(request, model)
+    streams = {**bare.logprobs, f"{request.phase}.processed": _scored(request, model, bare)}
     operators = _operators(request, model, bare)
-    weights = Weights(tensors=fingerprints(dict(hf_tensors(model)))) if request.weights else None
-    manifest = manifest_of(
-        request,
-        "rlkernel",
-        {"dtype": request.dtype, "attention_variant": model.attention_variant, "head_dtype": "float32"},
-        contract=model.contract,
-        weights=weights,
-        vocabulary=texts.vocabulary(bare.ids),
-        operators=describe_operators(operators),
-    )
-    return replace(bare, manifest=manifest, logprobs=streams, operators=operators)
+    config = {"dtype": request.dtype, "attention_variant": model.attention_variant, "head_dtype": "float32"}
+    weights = fingerprints(dict(hf_tensors(model))) if request.weights else None
+    return captured(request, bare, streams, operators, "rlkernel", config, weights, contract=model.contract)
 
 
 def _load(request: Request) -> Any:
@@ -68,14 +56,12 @@ def _load(request: Request) -> Any:
         raise DriftError(str(error)) from None
 
 
-def _sampled(request: Request, model: Any, texts: Texts) -> Capsule:
+def _sampled(request: Request, model: Any) -> Capsule:
     from rlkernel.engine import LLM, SamplingParams
     from rlkernel.engine.sampling_params import mix_seed
     from rlkernel.ops import kept_to_ids
 
-    if request.prompts is None:
-        raise DriftError("capture needs --prompts, or --tokens with a capsule")
-    ids = [texts.ids(prompt) for prompt in read_prompts(request.prompts)]
+    ids = prompt_ids(request)
     s = request.sampling
     params = [
         SamplingParams(
@@ -134,7 +120,7 @@ def _scored(request: Request, model: Any, bare: Capsule) -> np.ndarray:
 
 def tokens_of(request: Request) -> Capsule:
     """The tokens to score: those of the request's capsule, or newly sampled ones."""
-    return request.tokens or _sampled(request, _load(request), Texts(request.model))
+    return request.tokens or _sampled(request, _load(request))
 
 
 def scored_by_engine(request: Request, bare: Capsule, order: list[int], **engine: Any) -> Tensor:  # [N]

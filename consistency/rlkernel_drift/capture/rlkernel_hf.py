@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlkernel_drift.capsule import Capsule, Operators, Weights, describe_operators
+from rlkernel_drift.capsule import Capsule, Operators
 from rlkernel_drift.capsule.fingerprint import multipliers_torch, row_fingerprints_torch
 from rlkernel_drift.capture.request import (
     Request,
-    Texts,
+    captured,
     counted_sequences,
     kept_sets,
-    manifest_of,
     recorded_rows,
     stream_of,
     tokens_only,
@@ -43,25 +41,17 @@ def capture_rlkernel_hf(request: Request) -> Capsule:
     import rlkernel_transformers
 
     loaded = ReferenceModel.load(request.model, request.device, dtype=DTYPES[request.dtype])
-    weights = Weights(tensors=fingerprints(state_of(loaded))) if request.weights else None
+    weights = fingerprints(state_of(loaded)) if request.weights else None
     try:
         rlkernel_transformers.apply(loaded.model)
     except ValueError as error:
         raise DriftError(f"rlkernel does not support this model: {error}") from None
     bare = tokens_only(request.tokens)
     operators = _operators(request, loaded, bare)
-    phase = "train" if request.side == "train" else "prefill"
-    manifest = manifest_of(
-        request,
-        "hf+rlkernel",
-        {"dtype": request.dtype, "attention_backend": "rlkernel", "head_dtype": "float32"},
-        contract=str(rlkernel_transformers.status(loaded.model).contract),
-        weights=weights,
-        vocabulary=Texts(request.model).vocabulary(bare.ids),
-        operators=describe_operators(operators),
-    )
-    streams = {f"{phase}.processed": _scored(request, loaded, bare)}
-    return replace(bare, manifest=manifest, logprobs=streams, operators=operators)
+    streams = {f"{request.phase}.processed": _scored(request, loaded, bare)}
+    config = {"dtype": request.dtype, "attention_backend": "rlkernel", "head_dtype": "float32"}
+    contract = str(rlkernel_transformers.status(loaded.model).contract)
+    return captured(request, bare, streams, operators, "hf+rlkernel", config, weights, contract=contract)
 
 
 def _scored(request: Request, loaded: ReferenceModel, bare: Capsule) -> np.ndarray:

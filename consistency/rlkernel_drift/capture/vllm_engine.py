@@ -26,18 +26,15 @@ from rlkernel_drift.capsule import (
     Operators,
     Tensor,
     WeightFingerprint,
-    Weights,
     build_capsule,
-    describe_operators,
 )
 from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS
 from rlkernel_drift.capsule.tensor_file import parse_tensors, read_bytes
 from rlkernel_drift.capture.request import (
     Request,
-    Texts,
+    captured,
     counted_sequences,
-    manifest_of,
-    read_prompts,
+    prompt_ids,
     stream_of,
     tokens_only,
 )
@@ -121,33 +118,23 @@ def capture_vllm(request: Request, rlkernel: bool = False) -> Capsule:
     Raises:
         DriftError: vLLM is missing, does not start, or stops.
     """
-    texts, recording, operators = Texts(request.model), request.operators != "none", Operators()
+    recording, operators = request.operators != "none", Operators()
     with _started(request, rlkernel) as engine:
         if recording:
             engine.collective_rpc("rlkernel_drift_start", args=(request.operator_count,))
         if request.tokens is None:
-            bare = _sampled(request, engine, texts)
+            bare = _sampled(request, engine)
             if recording:  # saved before the same tokens are scored
                 operators = _operators(request, engine, bare)
         else:
             bare = tokens_only(request.tokens)
-        phase = "train" if request.side == "train" else "prefill"
-        streams = {**bare.logprobs, f"{phase}.raw": _scored(engine, bare)}
+        streams = {**bare.logprobs, f"{request.phase}.raw": _scored(engine, bare)}
         if recording and request.tokens is not None:
             operators = _operators(request, engine, bare)
-        about = engine.collective_rpc("rlkernel_drift_about")[0]
+        config = {**_config(engine), **engine.collective_rpc("rlkernel_drift_about")[0], "dtype": request.dtype}
         weights, left_out = _weights(request, engine)
-        manifest = manifest_of(
-            request,
-            "vllm",
-            {**_config(engine), **about, "dtype": request.dtype},
-            contract=_contract(engine),
-            weights=weights,
-            left_out=left_out,
-            vocabulary=texts.vocabulary(bare.ids),
-            operators=describe_operators(operators),
-        )
-    return replace(bare, manifest=manifest, logprobs=streams, operators=operators)
+        fields = {"contract": _contract(engine), "left_out": left_out}
+        return captured(request, bare, streams, operators, "vllm", config, weights, **fields)
 
 
 def _settings(request: Request, rlkernel: bool) -> dict[str, Any]:
@@ -261,24 +248,21 @@ def _contract(engine: Any) -> str | None:
     return str(status["contract"]) if status.get("exact") else None
 
 
-def _weights(request: Request, engine: Any) -> tuple[Weights | None, list[str]]:
+def _weights(request: Request, engine: Any) -> tuple[dict[str, WeightFingerprint] | None, list[str]]:
     """Fingerprints of the weights, of the model's files where the engine repacks them; and what was left out."""
     if not request.weights:
         return None, []
     held = engine.collective_rpc("rlkernel_drift_weights")[0]
     if held is None:
-        found = fingerprints(read_weights(request.model))
         reason = "fingerprints of the weights in memory (the engine repacks them; the model's files were hashed)"
-        return Weights(tensors=found), [reason]
-    return Weights(tensors={name: WeightFingerprint(**values) for name, values in held.items()}), []
+        return fingerprints(read_weights(request.model)), [reason]
+    return {name: WeightFingerprint(**values) for name, values in held.items()}, []
 
 
-def _sampled(request: Request, engine: Any, texts: Texts) -> Capsule:
+def _sampled(request: Request, engine: Any) -> Capsule:
     from vllm import SamplingParams
 
-    if request.prompts is None:
-        raise DriftError("capture needs --prompts, or --tokens with a capsule")
-    prompts = [texts.ids(p) for p in read_prompts(request.prompts) for _ in range(request.samples)]
+    prompts = [ids for ids in prompt_ids(request) for _ in range(request.samples)]
     s = request.sampling
     params = [
         SamplingParams(
@@ -340,7 +324,7 @@ def permuted(request: Request, rlkernel: bool = False) -> dict[str, np.ndarray]:
     """
     found: dict[str, np.ndarray] = {}
     with _started(request, rlkernel) as engine:
-        bare = request.tokens or _sampled(request, engine, Texts(request.model))
+        bare = request.tokens or _sampled(request, engine)
         token = sequences_of(bare).token.numpy()
         found["as it is"] = _scored(engine, bare)[token]
         found["other order"] = _scored(engine, bare, lambda rows: rows[::-1])[token]

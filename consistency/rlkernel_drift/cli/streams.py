@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,7 +53,7 @@ def check_targets(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str) -> Iterator[str]:
-    """Yields a temporary file that replaces `path` at the end and honours the umask; devices and pipes are yielded.
+    """Yields the path of a temporary file that replaces `path` at the end; devices and pipes are written directly.
 
     Raises:
         DriftError: the file cannot be written.
@@ -63,16 +62,9 @@ def atomic_file(path: str) -> Iterator[str]:
         yield path
         return
     target = os.path.realpath(path)
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=".rlkernel-drift-", dir=os.path.dirname(target))
-        os.close(handle)
-    except OSError as error:
-        raise _unwritable(path, error.strerror) from None
+    temporary = os.path.join(os.path.dirname(target), f".rlkernel-drift-{os.getpid()}")
     try:
         yield temporary
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, target)
     except OSError as error:
         raise _unwritable(path, error.strerror) from None
