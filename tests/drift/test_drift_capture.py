@@ -89,7 +89,7 @@ def test_diagnose_names_stale_weights(models: Path, tmp_path: Path) -> None:
     assert found is not None and found.cause == "stale-weights" and found.side == "rollout"
     assert found.finding is not None and found.finding.fix and found.finding.threads
     assert found.residual is not None and found.floor is not None and found.residual <= 2 * found.floor
-    # Without the older weights nothing explains it, and the verdict says so.
+    # without the older weights no hypothesis explains the difference
     assert main(["diagnose", str(rollout), str(train), "--model", str(models / "new"), "--json", str(out)]) == 1
     found = verdict(out).diagnosis
     assert found is not None and found.cause == "unexplained" and "temperature" in found.excluded
@@ -177,7 +177,7 @@ def test_random_prompts_fit_the_smaller_context(models: Path, tmp_path: Path, ca
     capsys.readouterr()
     assert main(["compare", f"rlkernel:{small}", f"hf:{small}"]) == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "small is 24 tokens, and --max-tokens 64 leaves no room for a prompt" in error
+    assert "small is 24 tokens, and --max-tokens 64 leaves no token for a prompt" in error
 
 
 @pytest.mark.parametrize(

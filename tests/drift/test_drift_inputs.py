@@ -68,7 +68,7 @@ def test_verdicts_from_metrics_files(tmp_path: Path) -> None:
     assert compare(good).exit_code == 0
     assert compare(good, profile="nemo").exit_code == 3  # its statistic is not in the file
     none = [{"training/rollout_probs_diff_mean": 0.0, "training/rollout_probs_diff_valid": 0}]
-    assert compare(jsonl(tmp_path / "none.jsonl", none)).exit_code == 3  # verl says that nothing was compared
+    assert compare(jsonl(tmp_path / "none.jsonl", none)).exit_code == 3  # verl reports an empty comparison
     nan = jsonl(tmp_path / "nan.jsonl", [{"mismatch_kl/all/mean": float("nan")}])
     verdict = compare(nan, profile="prime-rl")
     assert verdict.exit_code == 1 and "NaN or infinite at 1 of 1 steps" in verdict.headline
@@ -304,7 +304,7 @@ def test_lines_of_sequences(tmp_path: Path, form: Any) -> None:
     assert (verdict.exit_code, verdict.profile) == (0, "general") and verdict.coverage is not None
     assert verdict.coverage.sequences == 8 and verdict.statistics is not None and verdict.statistics.tokens == 348
     assert compare(str(b), str(a)).exit_code == 0
-    # A file beside a capsule, and a file that drifts.
+    # a file compared with a capsule, and a file that drifts
     assert compare(capsule(), str(b)).exit_code == 0 == compare(str(b), capsule("train")).exit_code
     c = jsonl(tmp_path / "c.jsonl", [form(row, i) for i, row in enumerate(records(0.3))])
     assert compare(str(a), str(c)).exit_code == 1

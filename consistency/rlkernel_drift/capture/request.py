@@ -193,7 +193,7 @@ def random_prompts(models: Sequence[Path], seed: int, max_tokens: int, longest: 
     most = 128 if limit is None else limit - max_tokens - 1
     if most < 1:
         raise DriftError(
-            f"{whose} is {limit} tokens, and --max-tokens {max_tokens} leaves no room for a prompt; "
+            f"{whose} is {limit} tokens, and --max-tokens {max_tokens} leaves no token for a prompt; "
             "choose a smaller --max-tokens"
         )
     vocabulary = min(describe_model(model).vocab_size or 256 for model in models)

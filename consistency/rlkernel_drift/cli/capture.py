@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlkernel_drift.capture import ENGINES
 from rlkernel_drift.cli.streams import at_least, write_file
+from rlkernel_drift.errors import DriftError
 
 if TYPE_CHECKING:
     from rlkernel_drift.capture.request import Request
 
 DTYPES = ("float32", "bfloat16", "float16")
+_RECORDING = ("operators", "operator_sequences", "operator_rows", "logits_rows")  # options of `capture` only
 
 
 def add_capture(subparsers: Any) -> None:
@@ -62,7 +64,6 @@ def request_of(args: argparse.Namespace) -> Request:
     """The request that the options describe."""
     from rlkernel_drift.capsule import Sampling, read_capsule
     from rlkernel_drift.capture.request import Request, check_ids, describe_model, sampling_of
-    from rlkernel_drift.errors import DriftError
 
     tokens = read_capsule(args.tokens) if args.tokens else None
     if not (Path(args.model) / "config.json").is_file():
@@ -87,13 +88,10 @@ def request_of(args: argparse.Namespace) -> Request:
         device=device_of(args.device),
         attention=args.attention,
         head=args.head_dtype,
-        operators=getattr(args, "operators", "none"),
-        operator_sequences=getattr(args, "operator_sequences", 2),
-        operator_rows=getattr(args, "operator_rows", 64),
-        logits_rows=getattr(args, "logits_rows", 0),
         weights=not getattr(args, "no_weights", False),
-        engine=engine_args(getattr(args, "engine_args", "{}")),
+        engine=engine_args(args.engine_args),
         command=args.typed,
+        **{name: getattr(args, name) for name in _RECORDING if name in args},
     )
 
 
@@ -104,8 +102,6 @@ def device_of(text: str) -> str:
         DriftError: it is not a device, or not available.
     """
     import torch
-
-    from rlkernel_drift.errors import DriftError
 
     try:
         device = torch.device(text)
@@ -119,8 +115,6 @@ def device_of(text: str) -> str:
 
 def engine_args(text: str) -> dict[str, Any]:
     """The JSON object of `--engine-args`."""
-    from rlkernel_drift.errors import DriftError
-
     try:
         values = json.loads(text)
     except ValueError as error:

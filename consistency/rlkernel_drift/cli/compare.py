@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkernel_drift.cli.capture import DTYPES, device_of, engine_args
 from rlkernel_drift.cli.streams import at_least, atomic_file, discard_stdout, emit, write_file
+from rlkernel_drift.errors import DriftError
 
 if TYPE_CHECKING:
     from rlkernel_drift.compare import Options
@@ -144,7 +145,6 @@ def _compared(args: argparse.Namespace) -> Verdict:
 def _finish(judge: Callable[[argparse.Namespace], Verdict], args: argparse.Namespace) -> int:
     """Writes the verdict, which for an unusable input says so; returns its exit status."""
     from rlkernel_drift.compare import unusable
-    from rlkernel_drift.errors import DriftError
 
     try:
         verdict = judge(args)
@@ -175,7 +175,6 @@ def run_diagnose(args: argparse.Namespace) -> int:
 def _diagnosed(args: argparse.Namespace) -> Verdict:
     from rlkernel_drift.compare import compare_sources
     from rlkernel_drift.diagnose.verdict import diagnose_verdict
-    from rlkernel_drift.errors import DriftError
     from rlkernel_drift.inputs import open_input
     from rlkernel_drift.inputs.model import Engines, scored
 
@@ -194,7 +193,6 @@ def _diagnosed(args: argparse.Namespace) -> Verdict:
 
 def _references(path: str | None, args: argparse.Namespace) -> References:
     from rlkernel_drift.diagnose.context import References
-    from rlkernel_drift.errors import DriftError
     from rlkernel_drift.scoring.model import ReferenceModel
     from rlkernel_drift.scoring.weights import read_adapter
 
@@ -255,7 +253,6 @@ def read_floor(path: str | None) -> Any:
     from pydantic import ValidationError
 
     from rlkernel_drift.capsule import Floor
-    from rlkernel_drift.errors import DriftError
 
     try:
         with open(path, encoding="utf-8") as file:

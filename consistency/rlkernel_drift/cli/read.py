@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from rlkernel_drift.cli.compare import add_pictures, write_pictures
+from rlkernel_drift.errors import DriftError
 
 if TYPE_CHECKING:
     from rlkernel_drift.verdict import Verdict
@@ -23,8 +24,6 @@ def add_inspect(subparsers: Any) -> None:
 def run_inspect(args: argparse.Namespace) -> int:
     """Prints the summary; returns 0."""
     import json
-
-    from rlkernel_drift.errors import DriftError
 
     if args.schema:
         from rlkernel_drift.verdict import json_schema
@@ -73,8 +72,6 @@ def add_report(subparsers: Any) -> None:
 
 def run_report(args: argparse.Namespace) -> int:
     """Writes the requested files; returns 0 for every verdict, because this command compares nothing."""
-    from rlkernel_drift.errors import DriftError
-
     if not (args.html or args.png):
         raise DriftError("report needs --html FILE or --png FILE")
     write_pictures(read_verdict(args.verdict), args)
@@ -90,7 +87,6 @@ def read_verdict(path: str) -> Verdict:
     from pydantic import ValidationError
 
     from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS, parse_json
-    from rlkernel_drift.errors import DriftError
     from rlkernel_drift.verdict import Verdict
 
     try:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rlkernel_drift.errors import DriftError
+
 
 def discard_stdout() -> None:
     """Discards the rest of standard output, including its buffer."""
@@ -92,7 +94,5 @@ def at_least(low: int) -> Callable[[str], int]:
     return parse
 
 
-def _unwritable(path: str | Path, why: str | None) -> Exception:
-    from rlkernel_drift.errors import DriftError
-
+def _unwritable(path: str | Path, why: str | None) -> DriftError:
     return DriftError(f"cannot write {path}: {why}")

@@ -156,7 +156,7 @@ def _words(verdict: Verdict, strips: list[list[Token]]) -> Markup:
         return tag("p", f"All {plural(of, 'token')} of {plural(len(strips), 'sequence')}.", class_="lead")
     which = plural(len(strips), "sequence") + (f" of {total:,}" if total > len(strips) else "")
     words = f"A sample: {shown:,} of {plural(of, 'token')}, from {which}"
-    return tag("p", f"{words}, those with the largest differences; long ones are windows around theirs.", class_="lead")
+    return tag("p", f"{words}: those with the largest differences, cut to windows around them.", class_="lead")
 
 
 def _worst(worst: list[Token], edges: list[float], place: dict[tuple[int, int], int]) -> Markup:
