@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from itertools import accumulate
 
@@ -106,9 +107,7 @@ def _text(token: Token) -> str:
 
 def _spaces(text: str) -> str:
     """Outer spaces as dots, because they are invisible in a cell."""
-    inner = text.strip(" ")
-    left = len(text) - len(text.lstrip(" "))
-    return "·" * left + inner + "·" * (len(text) - left - len(inner))
+    return re.sub("^ +| +$", lambda found: "·" * len(found[0]), text)
 
 
 def _strip(strip: list[Token], edges: list[float], start: int) -> Markup:
