@@ -146,7 +146,8 @@ def recordings(tokens: int, faulty: str, seed: int = 5) -> tuple[Operators, Oper
 def operator_fault() -> Verdict:
     """A faulty operator in layer 7: drift, localised, diagnosed."""
     faulty = "layers.7.down_proj"
-    recorded = "rlkernel-drift capture --engine example --model synthetic-12-layers --prompts prompts.jsonl".split()
+    model = ["--model", "synthetic-12-layers"]
+    recorded = ["rlkernel-drift", "capture", "--engine", "example", *model, "--prompts", "prompts.jsonl"]
     common = {"dtype": "bfloat16", "tensor_parallel": 1, "seed": 7}
     rollout = {
         "engine": "example-engine",
