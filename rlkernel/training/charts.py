@@ -1,16 +1,13 @@
-"""Line charts as inline SVG: no script, no style attribute, colours from the page's classes, a text alternative.
-
-Every chart comes with its numbers as a table, for readers who do not see it.
-"""
+"""Line charts as inline SVG without script or style attributes, each with a description and a table of its numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 480, 230  # about the size on the page, so that 12 px text is read as 12 px
+WIDTH, HEIGHT = 480, 230  # close to the size on the page, so that text is not scaled
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
 TABLE_ROWS = 40
 
@@ -23,15 +20,13 @@ class Series:
         name: shown in the legend.
         points: (x, y), ascending in x; points whose y is None or not finite are left out.
         role: CSS class of its colour: "one", "two" or "muted".
-        marks: draw the points themselves, not only the line through them.
-        line: draw the line.
+        marks: draw the points, not only the line through them.
     """
 
     name: str
     points: Sequence[tuple[float, float | None]]
     role: str = "one"
     marks: bool = False
-    line: bool = True
 
     def finite(self) -> list[tuple[float, float]]:
         """The points that can be drawn."""
@@ -39,7 +34,7 @@ class Series:
 
 
 def number(value: float | None) -> str:
-    """A figure for people: 4 significant digits, integers as they are, absent ones as a dash."""
+    """A number with 4 significant digits; integers in full, missing values as a dash."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == int(value) and abs(value) < 1e15:
@@ -61,20 +56,20 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 def line_chart(
     key: str, title: str, series: Sequence[Series], *, x_name: str, y_name: str, low: float | None = None
 ) -> str:
-    """The chart as a `<figure>`.
+    """The chart as a `<figure>`, or a sentence if there is no finite point.
 
     Args:
         key: unique within the page, used in ids.
         title: heading and text alternative.
-        series: the lines; without a single finite point a sentence stands in for the chart.
-        x_name, y_name: the axes, with units.
+        series: the lines.
+        x_name, y_name: names of the axes, with units.
         low: lower end of the y axis; default fits the data.
     """
-    points = [point for one in series for point in one.finite()]
     heading = f"<h3>{escape(title)}</h3>"
-    if not points:
+    xs = [x for one in series for x, _ in one.finite()]
+    ys = [y for one in series for _, y in one.finite()]
+    if not xs:
         return f'<figure class="chart">{heading}<p>No data in this run.</p></figure>'
-    xs, ys = [x for x, _ in points], [y for _, y in points]
     x_ticks = [tick for tick in ticks(min(xs), max(xs), 6) if tick >= min(xs) or tick == 0]
     y_ticks = ticks(min(ys) if low is None else min(low, *ys), max(ys))
     x_low, x_high = min(min(xs), x_ticks[0]), max(max(xs), x_ticks[-1])
@@ -104,21 +99,19 @@ def line_chart(
     for one in series:
         found = one.finite()
         placed = [place(x, y) for x, y in found]
-        if one.line and len(placed) > 1:
+        if len(placed) > 1:
             path = " ".join(f"{x},{y}" for x, y in placed)
             parts.append(f'<polyline class="line {one.role}" points="{path}"/>')
         if one.marks or len(placed) == 1:
-            for (x, y), (raw_x, raw_y) in zip(placed, found, strict=True):
-                tip = f"{one.name}: {number(raw_y)} at {x_name} {number(raw_x)}"
-                parts.append(
-                    f'<circle class="mark {one.role}" cx="{x}" cy="{y}" r="4"><title>{escape(tip)}</title></circle>'
-                )
+            for (x, y), point in zip(placed, found, strict=True):
+                tip = escape(f"{one.name}: {_point(point, x_name)}")
+                parts.append(f'<circle class="mark {one.role}" cx="{x}" cy="{y}" r="4"><title>{tip}</title></circle>')
     parts.append("</svg>")
     legend = "".join(f'<li><span class="key {one.role}"></span>{escape(one.name)}</li>' for one in series)
     caption = f'<p class="unit">{escape(y_name)}</p>'
     return (
         f'<figure class="chart">{heading}<ul class="legend">{legend}</ul>{caption}'
-        f"{''.join(parts)}{_table(series, x_name)}</figure>"
+        f"{''.join(parts)}{_numbers(series, x_name)}</figure>"
     )
 
 
@@ -128,33 +121,36 @@ def _short(value: float) -> str:
     return f"{value:.0e}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:g}"
 
 
+def _point(point: tuple[float, float], x_name: str) -> str:
+    return f"{number(point[1])} at {x_name} {number(point[0])}"
+
+
 def _describe(series: Sequence[Series], x_name: str, y_name: str) -> str:
-    lines = []
-    for one in series:
-        found = one.finite()
-        if found:
-            (x0, y0), (x1, y1) = found[0], found[-1]
-            lines.append(f"{one.name}: {number(y0)} at {x_name} {number(x0)}, {number(y1)} at {x_name} {number(x1)}")
+    ends = [(one.name, found[0], found[-1]) for one in series if (found := one.finite())]
+    lines = [f"{name}: {_point(first, x_name)}, {_point(last, x_name)}" for name, first, last in ends]
     return f"{y_name}. " + "; ".join(lines)
 
 
-def _table(series: Sequence[Series], x_name: str) -> str:
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A scrollable table whose cells are HTML; the first cell of each row is its header."""
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(
+        f'<tr><th scope="row">{row[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in row[1:]) + "</tr>" for row in rows
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption, quote=True)}">'
+        f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _numbers(series: Sequence[Series], x_name: str) -> str:
     columns = [dict(one.finite()) for one in series]
     xs = sorted({x for column in columns for x in column})
     if len(xs) > TABLE_ROWS:
-        # Rows that carry a mark (an evaluation) stay; of the others as many as fit, evenly.
+        # all rows with a mark (an evaluation), and evenly spaced ones of the others
         marked = {x for one, column in zip(series, columns, strict=True) if one.marks for x in column}
         keep = {xs[round(i * (len(xs) - 1) / (TABLE_ROWS - 1))] for i in range(TABLE_ROWS)}
         xs = [x for x in xs if x in keep or x in marked]
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in (x_name, *(one.name for one in series)))
-    body = "".join(
-        f'<tr><th scope="row">{number(x)}</th>'
-        + "".join(f"<td>{number(column.get(x)) if x in column else ''}</td>" for column in columns)
-        + "</tr>"
-        for x in xs
-    )
-    return (
-        "<details><summary>Numbers</summary>"
-        '<div class="scroll" tabindex="0" role="region" aria-label="Numbers of this chart">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>"
-    )
+    rows = [[number(x), *(number(column[x]) if x in column else "" for column in columns)] for x in xs]
+    head = [x_name, *(one.name for one in series)]
+    return f"<details><summary>Numbers</summary>{table('Numbers of this chart', head, rows)}</details>"

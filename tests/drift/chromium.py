@@ -179,7 +179,7 @@ class Browser:
 
     @property
     def requests(self) -> list[str]:
-        """Addresses asked for since the page was opened, data: addresses apart."""
+        """Addresses requested since the page was opened, except data: addresses."""
         sent = [
             event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"
         ]

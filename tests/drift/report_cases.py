@@ -146,48 +146,21 @@ def recordings(tokens: int, faulty: str, seed: int = 5) -> tuple[Operators, Oper
 def operator_fault() -> Verdict:
     """A faulty operator in layer 7: drift, localised, diagnosed."""
     faulty = "layers.7.down_proj"
+    model = ["--model", "synthetic-12-layers"]
+    recorded = ["rlkernel-drift", "capture", "--engine", "example", *model, "--prompts", "prompts.jsonl"]
+    common = {"dtype": "bfloat16", "tensor_parallel": 1, "seed": 7}
     rollout = {
         "engine": "example-engine",
-        "config": {
-            "dtype": "bfloat16",
-            "attention_backend": "FLASH_ATTN",
-            "quantization": "fp8",
-            "tensor_parallel": 1,
-            "seed": 7,
-        },
+        "config": {**common, "attention_backend": "FLASH_ATTN", "quantization": "fp8"},
         "versions": {"torch": "2.11.0", "example-engine": "1.4.0", "python": "3.12.4"},
-        "command": [
-            "rlkernel-drift",
-            "capture",
-            "--engine",
-            "example",
-            "--model",
-            "synthetic-12-layers",
-            "--prompts",
-            "prompts.jsonl",
-        ],
+        "command": recorded,
         "step": 140,
         "weights": Weights(version=35),
     }
     train = {
         "engine": "example-trainer",
-        "config": {
-            "dtype": "bfloat16",
-            "attention_backend": "sdpa",
-            "quantization": "none",
-            "tensor_parallel": 1,
-            "seed": 7,
-        },
-        "command": [
-            "rlkernel-drift",
-            "capture",
-            "--engine",
-            "example",
-            "--model",
-            "synthetic-12-layers",
-            "--prompts",
-            "prompts.jsonl",
-        ],
+        "config": {**common, "attention_backend": "sdpa", "quantization": "none"},
+        "command": recorded,
         "step": 140,
         "weights": Weights(version=35),
         "floor": Floor(mean=0.017, p99=0.09, maximum=0.6, k3=4e-4, tokens=4096, permutations=["batch", "padding"]),

@@ -107,14 +107,14 @@ def test_size_is_bounded_and_said(tmp_path: Path) -> None:
     write_capsule(example(), tmp_path / "c", max_bytes=400)
     capsule = read_capsule(tmp_path / "c")
     assert not capsule.operators.values and "3 operators" in capsule.manifest.left_out[0]
-    with pytest.raises(DriftError, match="take fewer sequences"):
+    with pytest.raises(DriftError, match="use fewer sequences"):
         write_capsule(example(), tmp_path / "d", max_bytes=10)
 
 
 def test_a_folder_of_something_else_is_kept(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "thesis.tex").write_text("dear")
-    with pytest.raises(DriftError, match="is no capsule"):
+    with pytest.raises(DriftError, match="is not a capsule"):
         write_capsule(example(), tmp_path / "c")
 
 

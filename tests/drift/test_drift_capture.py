@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from rlkernel_drift.capsule import read_capsule
 from rlkernel_drift.capture.request import Request
-from rlkernel_drift.capture.vllm_engine import capture_vllm, cause, overheard
+from rlkernel_drift.capture.vllm_engine import capture_vllm, root_cause, teed_output
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults.world import tiny_model, updated
@@ -89,7 +89,7 @@ def test_diagnose_names_stale_weights(models: Path, tmp_path: Path) -> None:
     assert found is not None and found.cause == "stale-weights" and found.side == "rollout"
     assert found.finding is not None and found.finding.fix and found.finding.threads
     assert found.residual is not None and found.floor is not None and found.residual <= 2 * found.floor
-    # Without the older weights nothing explains it, and the verdict says so.
+    # without the older weights no hypothesis explains the difference
     assert main(["diagnose", str(rollout), str(train), "--model", str(models / "new"), "--json", str(out)]) == 1
     found = verdict(out).diagnosis
     assert found is not None and found.cause == "unexplained" and "temperature" in found.excluded
@@ -177,7 +177,7 @@ def test_random_prompts_fit_the_smaller_context(models: Path, tmp_path: Path, ca
     capsys.readouterr()
     assert main(["compare", f"rlkernel:{small}", f"hf:{small}"]) == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "small is 24 tokens, and --max-tokens 64 leaves no room for a prompt" in error
+    assert "small is 24 tokens, and --max-tokens 64 leaves no token for a prompt" in error
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_bad_requests_are_refused(models: Path, tmp_path: Path, capsys: pytest.C
     for option in (["--temperature", "-1"], ["--top-p", "2"]):
         assert main([*command, "--model", new, *option]) == 2
         assert capsys.readouterr().err.startswith(f"rlkernel-drift: {option[0]} is ")
-    # A name that is mistyped is no name of a repository on the network.
+    # a mistyped name is not looked up on the network
     assert main([*command, "--model", "nosuch"]) == 2 and "no config.json" in capsys.readouterr().err
     assert main(["floor", "--model", "nosuch", "--prompts", prompts]) == 2 and "config.json" in capsys.readouterr().err
 
@@ -216,19 +216,19 @@ def test_bad_requests_are_refused(models: Path, tmp_path: Path, capsys: pytest.C
 def test_mistakes_are_found_before_anything_is_sampled(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rlkernel_drift.cli.capture.capture", lambda *_: pytest.fail("it was sampled"))
+    monkeypatch.setattr("rlkernel_drift.capture.run_engine", lambda *_: pytest.fail("it was sampled"))
     command = ["capture", "--engine", "hf", "--model", str(models / "new"), "--prompts", str(models / "prompts.jsonl")]
     taken = tmp_path / "taken"
     taken.write_text("mine")
     for out, options, words in (
-        (taken, [], "exists and is no capsule"),
-        (taken / "c", [], "no folder that can be written"),
-        (tmp_path / "c", ["--device", "cuda:99"], "CUDA devices here"),
-        (tmp_path / "c", ["--device", "gpu"], "is no device"),
+        (taken, [], "exists and is not a capsule"),
+        (taken / "c", [], "is not a writable folder"),
+        (tmp_path / "c", ["--device", "cuda:99"], "CUDA devices"),
+        (tmp_path / "c", ["--device", "gpu"], "is not a device"),
     ):
         assert main([*command, "--out", str(out), *options]) == 2 and words in capsys.readouterr().err
     assert main(["diagnose", "a", "b", "--model", str(models / "new"), "--device", "cuda:99"]) == 2
-    assert "CUDA devices here" in " ".join(capsys.readouterr().err.split())
+    assert "CUDA devices" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("engine", ["hf", "rlkernel"])
@@ -269,18 +269,18 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 
 
 def test_why_an_engine_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
-    with overheard() as heard:
+    with teed_output() as log:
         os.write(1, b"mine\n")  # pytest's sys.stdout does not go there
         subprocess.run([sys.executable, "-c", f"import sys; print({LOG!r}, file=sys.stderr)"], check=True)
-    assert cause(list(heard)) == "ValueError: too little memory: decrease it" and "mine" in heard
-    assert cause(["all is well", LOG.splitlines()[-1]]) is None
+    assert root_cause(log) == "ValueError: too little memory: decrease it" and "mine" in log
+    assert root_cause(["all is well", LOG.splitlines()[-1]]) is None
     os.write(1, b"after\n")
     out, err = capfd.readouterr()
     assert out.split() == ["mine", "after"] and err.strip() == LOG
 
 
 def test_a_started_process_goes_on_printing(capfd: pytest.CaptureFixture[str]) -> None:
-    with overheard():
+    with teed_output():
         child = subprocess.Popen([sys.executable, "-c", "input(); print('late')"], stdin=subprocess.PIPE)
     child.communicate(b"\n")
     out = ""

@@ -257,7 +257,7 @@ def test_counts_that_leave_nothing_are_refused(options: list[str]) -> None:
 def test_a_bad_floor_is_refused_in_one_line(tmp_path: Path, text: str, folders: tuple[str, str]) -> None:
     file = tmp_path / "floor.json"
     file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(DriftError, match="no noise floor") as caught:
+    with pytest.raises(DriftError, match="not a noise floor") as caught:
         read_floor(str(file))
     assert "\n" not in str(caught.value) and "pydantic" not in str(caught.value)
     assert main(["assert", *folders, "--floor", str(file)]) == 2

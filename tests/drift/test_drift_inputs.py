@@ -68,7 +68,7 @@ def test_verdicts_from_metrics_files(tmp_path: Path) -> None:
     assert compare(good).exit_code == 0
     assert compare(good, profile="nemo").exit_code == 3  # its statistic is not in the file
     none = [{"training/rollout_probs_diff_mean": 0.0, "training/rollout_probs_diff_valid": 0}]
-    assert compare(jsonl(tmp_path / "none.jsonl", none)).exit_code == 3  # verl says that nothing was compared
+    assert compare(jsonl(tmp_path / "none.jsonl", none)).exit_code == 3  # verl reports an empty comparison
     nan = jsonl(tmp_path / "nan.jsonl", [{"mismatch_kl/all/mean": float("nan")}])
     verdict = compare(nan, profile="prime-rl")
     assert verdict.exit_code == 1 and "NaN or infinite at 1 of 1 steps" in verdict.headline
@@ -198,7 +198,7 @@ def test_two_names_of_one_statistic_are_two_columns(tmp_path: Path) -> None:
     assert compare(jsonl(tmp_path / "m.jsonl", [{train: 0.002, val: 0.001}] * 3)).exit_code == 0
     metrics = read_metrics(tmp_path / "m.jsonl")
     assert metrics.columns == {train: [0.002] * 3, val: [0.001] * 3}
-    with pytest.raises(DriftError, match=r"line 1 is no JSON: .* is there twice"):
+    with pytest.raises(DriftError, match=r"line 1 is not JSON: .* occurs twice"):
         (tmp_path / "m.jsonl").write_text(f'{{"{K3}": 0.5, "{K3}": 0.001}}\n')
         read_metrics(tmp_path / "m.jsonl")
     with pytest.raises(DriftError, match="twice"):
@@ -244,7 +244,7 @@ def test_lines_that_are_cut(tmp_path: Path) -> None:
     verdict = compare(path)
     assert verdict.exit_code == 0 and "line 4 of m.jsonl is cut" in verdict.headline
     path.write_text(path.read_text() + "\n{}\n")
-    with pytest.raises(DriftError, match="line 4 is no JSON: Invalid control character"):
+    with pytest.raises(DriftError, match="line 4 is not JSON: Invalid control character"):
         read_metrics(path)
 
 
@@ -304,7 +304,7 @@ def test_lines_of_sequences(tmp_path: Path, form: Any) -> None:
     assert (verdict.exit_code, verdict.profile) == (0, "general") and verdict.coverage is not None
     assert verdict.coverage.sequences == 8 and verdict.statistics is not None and verdict.statistics.tokens == 348
     assert compare(str(b), str(a)).exit_code == 0
-    # A file beside a capsule, and a file that drifts.
+    # a file compared with a capsule, and a file that drifts
     assert compare(capsule(), str(b)).exit_code == 0 == compare(str(b), capsule("train")).exit_code
     c = jsonl(tmp_path / "c.jsonl", [form(row, i) for i, row in enumerate(records(0.3))])
     assert compare(str(a), str(c)).exit_code == 1
@@ -367,7 +367,7 @@ def test_sequences_that_mean_something_else(tmp_path: Path) -> None:
         ({"token_ids": "abc"}, r"token_ids is 'abc'; expected a list of token ids"),
         ({"token_ids": [1, True]}, r"token_ids\[1\] is True; expected a token id from 0 to 2147483647"),
         ({"token_ids": [1, -2]}, r"token_ids\[1\] is -2; expected a token id"),
-        ({"token_ids": None}, "has no token_ids: token ids are compared, texts are not"),
+        ({"token_ids": None}, "has no token_ids, which are compared instead of texts"),
         ({"logprobs": [-1.0]}, "logprobs has 1 values for 41 token ids; expected one for each"),
         ({"logprobs": ["x"] * 41}, r"logprobs\[0\] is 'x'; expected a number"),
         ({"logprobs": [{"7": -1.0}] * 41}, r"logprobs\[0\] has no value of token"),
@@ -376,7 +376,7 @@ def test_sequences_that_mean_something_else(tmp_path: Path) -> None:
         ({"id": [1]}, r"id is \[1\]; expected a text or an integer"),
         ({"mask": [1]}, r"mask is \[1\]; expected 41 times 0 or 1"),
         ({"prompt_token_ids": None}, "line 2 has no prompt_token_ids, and .*line 1 has one"),
-        ({"sampling": {"temperature": 0.5}}, "sampling is not that of the first record"),
+        ({"sampling": {"temperature": 0.5}}, "sampling differs from the first record"),
         ({"outputs": "x"}, "outputs is 'x'; expected a list of objects"),
     ],
 )
@@ -391,7 +391,7 @@ def test_files_with_nothing_in_them(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(DriftError, match=r"a\.jsonl is empty"):
         open_input(str(tmp_path / "a.jsonl"), "rollout")
-    with pytest.raises(DriftError, match=r"a\.jsonl, line 2 is no JSON object"):
+    with pytest.raises(DriftError, match=r"a\.jsonl, line 2 is not a JSON object"):
         open_input(str(jsonl(tmp_path / "a.jsonl", [records()[0], [1]])), "rollout")
     # A byte order mark and another name change nothing.
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf" + jsonl(tmp_path / "a.jsonl", records()).read_bytes())
@@ -523,7 +523,7 @@ def test_hidden_states_of_vllm(tmp_path: Path, order: str) -> None:
     assert compare(path, side).exit_code == 3  # no log-probabilities: it locates, it does not judge
     far = Tensor.of(side.ids[first].astype(np.int64) + (1 << 40))
     write_tensors(tmp_path / "far.safetensors", {"token_ids": far, "hidden_states": Tensor.bfloat16(shown)})
-    with pytest.raises(DriftError, match="no token ids"):
+    with pytest.raises(DriftError, match="token_ids must be integers"):
         open_input(str(tmp_path / "far.safetensors"), "rollout")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CapsuleError):

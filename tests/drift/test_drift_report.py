@@ -202,7 +202,7 @@ def test_trend_names_its_change(verdicts: dict[str, Verdict]) -> None:
 
 
 def test_the_example_is_current() -> None:
-    """`python tests/drift/report_cases.py docs/drift/examples operator` writes it anew."""
+    """`python tests/drift/report_cases.py docs/drift/examples operator` regenerates it."""
     html = (ROOT / "docs/drift/examples/operator.html").read_text(encoding="utf-8")
     page = check(html)
     assert page.text["style"][0] == STYLE

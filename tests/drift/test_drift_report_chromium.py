@@ -220,5 +220,5 @@ def test_the_page_is_drawn(browser: Browser, pages: dict[str, Path], tmp_path: P
     assert picture.width == 1280 and picture.height > 3000
     colours = picture.getcolors(1 << 24) or []
     assert len(colours) > 500
-    # The ground is the most frequent colour, and is what the theme says.
+    # the most frequent colour is the background of the theme
     assert max(colours)[1] == ((21, 23, 27) if dark else (251, 250, 247))

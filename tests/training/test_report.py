@@ -142,7 +142,7 @@ def test_the_report_has_every_part(tmp_path: Path) -> None:
         "stock torch, control rollouts",
         "Held-out prompts, before and after",
         "differs",
-        "Where a step's time goes",
+        "Time per step",
         "contract rlk-2",
         "cd 'a <b>' && python -m rlkernel.cli.main train grpo --config /r/config.yaml",
         "Settings (config.yaml)",

@@ -1,8 +1,7 @@
-"""A capsule in memory: packed sequences with their log-probabilities, and what else was recorded about them.
+"""A capsule in memory: packed sequences with their log-probabilities and other recordings.
 
-Arrays run over the T tokens of all sequences, one after another. `logprobs[stream][t]` belongs to token t given the
-tokens before it; `mask[t]` says whether that token counts. `build_capsule` makes one from Python lists, the way a
-trainer or an engine has its numbers.
+`logprobs[stream][t]` is the log-probability of token t given the tokens before it; `mask[t]` is whether the token
+counts. `build_capsule` makes a capsule from Python lists.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ STREAMS = tuple(f"{phase}.{values}" for phase in PHASES for values in VALUES)
 
 
 class SpanKind(IntEnum):
-    """What a run of tokens is."""
+    """Kind of a span of tokens."""
 
     TEXT = 0
     PROMPT = 1
@@ -38,7 +37,7 @@ class SpanKind(IntEnum):
 
 @dataclass(frozen=True)
 class Kept:
-    """Tokens that could be drawn: `ids[offsets[t]:offsets[t+1]]` for token t; an empty set means all."""
+    """Tokens that could be sampled: `ids[offsets[t]:offsets[t+1]]` for token t; an empty set means all."""
 
     ids: NDArray[np.int32]  # [N]
     offsets: NDArray[np.int64]  # [T+1]
@@ -46,10 +45,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Whole logits rows of some tokens, so that hypotheses about temperature and filters need no model.
+    """Logits rows of some tokens, with which temperature and filters can be diagnosed without the model.
 
     Attributes:
-        rows: [R] the tokens whose prediction they are, ascending.
+        rows: [R] the tokens that the logits predict, ascending.
         logits: [R, V] before temperature and filters.
     """
 
@@ -62,8 +61,8 @@ class Operators:
     """Recorded operator outputs by name, in the order of computation.
 
     Attributes:
-        rows: [R] the recorded tokens, ascending; None: all of them.
-        values: [R or T, width]; int64 [R or T] where fingerprints were taken.
+        rows: [R] the recorded tokens, ascending; None for all.
+        values: name -> [R or T, width], or int64 [R or T] fingerprints.
     """
 
     rows: NDArray[np.int64] | None = None
@@ -72,16 +71,16 @@ class Operators:
 
 @dataclass(frozen=True)
 class Capsule:
-    """See the head of this file.
+    """B sequences of T tokens in total, packed.
 
     Attributes:
-        manifest: the JSON half.
+        manifest: content of manifest.json.
         ids, positions: [T] int32.
         cu_seqlens: [B+1] int64, first token of each sequence, then T.
-        mask: [T] bool.
-        logprobs: stream ("recorded.processed", "train.raw", ...) -> [T] fp32; NaN where there is none.
-        spans: [S, 4] int32: sequence, begin, end (in the sequence), `SpanKind`.
-        sequence_ids: [B] int64 names of the sequences, to match two capsules in different order.
+        mask: [T] bool, tokens that count.
+        logprobs: stream ("recorded.processed", "train.raw", ...) -> [T] fp32, NaN for tokens without one.
+        spans: [S, 4] int32: sequence, begin and end within it, `SpanKind`.
+        sequence_ids: [B] int64 names of the sequences, to match capsules in different order.
     """
 
     manifest: Manifest
@@ -108,29 +107,29 @@ class Capsule:
 
     @property
     def stream(self) -> str | None:
-        """The stream that stands for this side: what was trained on or handed over, as sampled where it is known."""
+        """The stream that represents this side: that of its phase in training, processed rather than raw."""
         order = ("train", "recorded", "decode", "prefill") if self.manifest.side == "train" else PHASES
         names = (f"{phase}.{values}" for phase in order for values in VALUES)
         return next((name for name in names if name in self.logprobs), None)
 
     def sequence(self, index: int) -> slice:
-        """Tokens of one sequence."""
+        """Packed tokens of one sequence."""
         return slice(int(self.cu_seqlens[index]), int(self.cu_seqlens[index + 1]))
 
     def place(self, token: int) -> tuple[int, int]:
-        """Sequence of a packed token, and its index in it."""
+        """(sequence, index in the sequence) of a packed token."""
         sequence = int(np.searchsorted(self.cu_seqlens, token, side="right")) - 1
         return sequence, token - int(self.cu_seqlens[sequence])
 
     def text(self, token_id: int) -> str | None:
-        """Text of a token id where the capsule carries it."""
+        """Text of a token id, if the capsule has it."""
         return self.manifest.vocabulary.get(str(token_id))
 
     def validate(self) -> None:
-        """Checks that arrays fit each other and hold possible values.
+        """Checks shapes, dtypes and ranges of all arrays.
 
         Raises:
-            CapsuleError: naming the array and what is wrong with it.
+            CapsuleError: the message names the array and what is wrong with it.
         """
         tokens = self.tokens
         _vector("tokens.ids", self.ids, np.int32)
@@ -161,13 +160,11 @@ class Capsule:
                 raise CapsuleError(
                     Refusal.SHAPE, f"distribution.logits is {shape}; expected [{len(self.distribution.rows)}, V]"
                 )
+        lengths = np.diff(self.cu_seqlens)
         for media in self.manifest.media:
-            if media.sequence >= self.sequences or not media.begin < media.end <= self._length(media.sequence):
+            if media.sequence >= self.sequences or not media.begin < media.end <= lengths[media.sequence]:
                 raise CapsuleError(Refusal.VALUE, f"media at {media.begin} to {media.end} of sequence {media.sequence}")
         self._check_operators()
-
-    def _length(self, sequence: int) -> int:
-        return int(self.cu_seqlens[sequence + 1] - self.cu_seqlens[sequence])
 
     def _check_spans(self, spans: Array) -> None:
         if spans.ndim != 2 or spans.shape[1] != 4 or spans.dtype != np.int32:
@@ -178,7 +175,7 @@ class Capsule:
         _between("tokens.spans, kind", spans[:, 3], 0, max(SpanKind))
         lengths = np.diff(self.cu_seqlens)[spans[:, 0]]
         if ((spans[:, 1] < 0) | (spans[:, 1] >= spans[:, 2]) | (spans[:, 2] > lengths)).any():
-            raise CapsuleError(Refusal.VALUE, "tokens.spans: a span is empty or leaves its sequence")
+            raise CapsuleError(Refusal.VALUE, "tokens.spans: a span is empty or ends outside its sequence")
 
     def _check_operators(self) -> None:
         rows = self.operators.rows
@@ -217,7 +214,7 @@ def _offsets(name: str, values: Array, total: int, strictly: bool = False) -> No
 def _between(name: str, values: Array, low: int, high: int) -> None:
     if len(values) and (int(values.min()) < low or int(values.max()) > high):
         raise CapsuleError(
-            Refusal.VALUE, f"{name} goes from {int(values.min())} to {int(values.max())}; expected {low} to {high}"
+            Refusal.VALUE, f"{name} ranges from {int(values.min())} to {int(values.max())}; expected {low} to {high}"
         )
 
 
@@ -244,15 +241,15 @@ def build_capsule(
     Args:
         manifest: its `operators` are filled in from `operators`.
         prompts, completions: token ids.
-        logprobs: stream -> a sequence of numbers a completion.
+        logprobs: stream -> one sequence of numbers per completion.
         positions: of all tokens of each sequence; default 0, 1, 2, ...
-        masks: of the completions' tokens; default all count.
-        kept: ids that could be drawn, a list a completion token; empty: all.
+        masks: which tokens of the completions count; default all.
+        kept: ids that could be sampled, one list per completion token; an empty list means all.
         sequence_ids: names of the sequences.
         operators: recorded outputs.
 
     Raises:
-        CapsuleError: the parts do not fit each other.
+        CapsuleError: the parts do not match each other.
     """
     lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PART = 1 << 20
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-# Odd multipliers make each element's share a bijection of its bits; the sum is exact, so its order is free.
+# an odd multiplier is a bijection of an element's bits, and the wrapping integer sum does not depend on the order
 _STEP, _START = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
@@ -40,7 +40,7 @@ def weight_fingerprint(tensor: Tensor) -> WeightFingerprint:
 
 
 def row_fingerprints(values: Array) -> NDArray[np.int64]:  # [T, width] -> [T]
-    """64-bit hash of the bits of each row, in wrapping integers; `row_fingerprints_torch` has the same bits."""
+    """64-bit hash of the bits of each row in wrapping integers; `row_fingerprints_torch` returns the same bits."""
     bits = np.ascontiguousarray(values).view(_BITS[values.dtype.itemsize]).astype(np.uint64)
     with np.errstate(over="ignore"):
         multipliers = _multipliers(values.shape[1])
@@ -55,7 +55,7 @@ def _multipliers(width: int) -> NDArray[np.uint64]:
 
 
 def multipliers_torch(width: int, device: torch.device | str) -> torch.Tensor:
-    """[width] int64 multipliers of the hash; make them before a CUDA graph is recorded."""
+    """[width] int64 multipliers of the hash; call this before a CUDA graph is captured."""
     import torch
 
     return torch.from_numpy(_multipliers(width).view(np.int64).copy()).to(device)
@@ -64,10 +64,12 @@ def multipliers_torch(width: int, device: torch.device | str) -> torch.Tensor:
 def row_fingerprints_torch(
     values: torch.Tensor, multipliers: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The hash of `row_fingerprints` on the device: integer sums alone, no synchronisation, fit for a CUDA graph.
+    """The hash of `row_fingerprints` on the device, without synchronisation, so it can run in a CUDA graph.
 
     Args:
-        values: [T, width] of any floating dtype; multipliers: of `multipliers_torch`; out: [T] int64, written in place.
+        values: [T, width] of any floating dtype.
+        multipliers: those of `multipliers_torch`.
+        out: [T] int64, written in place.
     """
     import torch
 
@@ -77,7 +79,7 @@ def row_fingerprints_torch(
     if size in (2, 4):
         bits = bits & ((1 << (8 * size)) - 1)
     mixed = (bits + 1) * multipliers
-    # torch shifts int64 arithmetically; the mask makes the shift logical, as numpy's.
+    # torch shifts int64 arithmetically; the mask makes it the logical shift of numpy
     mixed = mixed ^ ((mixed >> 29) & ((1 << 35) - 1))
     result = (mixed * multipliers).sum(-1)
     if out is None:

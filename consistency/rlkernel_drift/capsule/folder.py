@@ -1,6 +1,6 @@
-"""Capsules on disk: a folder with manifest.json, tokens.safetensors and, where there are any, operators.safetensors.
+"""Capsules on disk: a folder with manifest.json, tokens.safetensors and, if recorded, operators.safetensors.
 
-Written beside the target and renamed at the end. Read strictly: only these files, no links, sizes and digests as said.
+Folders are written atomically. Reading accepts only these files, without links, with the sizes and digests recorded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -39,7 +38,7 @@ _OPTIONAL = (
 
 
 def is_capsule(path: Path) -> bool:
-    """Whether a path is a folder with a capsule's manifest, damaged or not: reading it says what is wrong."""
+    """Whether a folder has a capsule's manifest, damaged or not, because reading it then names the damage."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         return False
@@ -57,15 +56,16 @@ def write_capsule(capsule: Capsule, path: str | Path, *, max_bytes: int = 256 <<
 
     Args:
         capsule: checked before anything is written.
-        path: folder to create; an existing capsule there is replaced, anything else is an error.
-        max_bytes: operators and then logits rows are left out beyond this size, and the manifest says so.
-        text: False leaves out all text and the command (`--no-text`).
+        path: folder to create; an existing capsule is replaced, anything else is an error.
+        max_bytes: beyond this size operators and then logits rows are left out, which the manifest records.
+        text: False leaves out all texts and the command (`--no-text`).
 
     Returns:
         The folder.
 
     Raises:
-        CapsuleError: the capsule is not valid. DriftError: the folder cannot be written, or tokens alone are too large.
+        CapsuleError: the capsule is not valid.
+        DriftError: the folder cannot be written, or the tokens alone are too large.
     """
     target = Path(path)
     check_target(target)
@@ -75,7 +75,7 @@ def write_capsule(capsule: Capsule, path: str | Path, *, max_bytes: int = 256 <<
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise DriftError(f"cannot write beside {target}: {error.strerror}") from None
+        raise DriftError(f"cannot write {target}: {error.strerror}") from None
     try:
         work.chmod(0o755)
         write_tensors(work / TOKENS, _token_tensors(capsule))
@@ -96,16 +96,16 @@ def write_capsule(capsule: Capsule, path: str | Path, *, max_bytes: int = 256 <<
 
 
 def check_target(target: Path) -> None:
-    """Refuses a path where no capsule can be written, before one is made.
+    """Refuses a path where a capsule cannot be written, before it is computed.
 
     Raises:
-        DriftError: something else is there, or the folder around it cannot be written.
+        DriftError: something else exists there, or its parent folder is not writable.
     """
     if target.exists() and not is_capsule(target) and (not target.is_dir() or any(target.iterdir())):
-        raise DriftError(f"{target} exists and is no capsule; choose another path")
-    around = next(folder for folder in target.absolute().parents if folder.exists())
-    if not around.is_dir() or not os.access(around, os.W_OK):
-        raise DriftError(f"cannot write beside {target}: {around} is no folder that can be written")
+        raise DriftError(f"{target} exists and is not a capsule; choose another path")
+    parent = next(folder for folder in target.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise DriftError(f"cannot write {target}: {parent} is not a writable folder")
 
 
 def redact(capsule: Capsule) -> Capsule:
@@ -118,21 +118,22 @@ def _bounded(capsule: Capsule, max_bytes: int) -> Capsule:
     left_out = list(capsule.manifest.left_out)
     rest = max_bytes - sum(t.values.nbytes for t in _token_tensors(replace(capsule, distribution=None)).values())
     if rest < 0:
-        raise DriftError(f"the tokens alone take {max_bytes - rest} bytes, more than {max_bytes}; take fewer sequences")
-    rows = capsule.distribution
-    if rows is not None:
-        if rows.logits.values.nbytes > rest:
-            left_out.append(f"logits of {len(rows.rows)} tokens ({rows.logits.values.nbytes} bytes)")
-            capsule = replace(capsule, distribution=None)
+        raise DriftError(f"the tokens alone take {max_bytes - rest} bytes, more than {max_bytes}; use fewer sequences")
+    distribution, operators = capsule.distribution, capsule.operators
+    if distribution is not None:
+        size = distribution.logits.values.nbytes
+        if size > rest:
+            left_out.append(f"logits of {len(distribution.rows)} tokens ({size} bytes)")
+            distribution = None
         else:
-            rest -= rows.logits.values.nbytes
-    size = sum(tensor.values.nbytes for tensor in capsule.operators.values.values())
-    update: dict[str, Any] = {}
+            rest -= size
+    size = sum(tensor.values.nbytes for tensor in operators.values.values())
     if size > rest:
-        left_out.append(f"{len(capsule.operators.values)} operators ({size} bytes)")
-        capsule = replace(capsule, operators=Operators())
-        update["operators"] = []
-    return replace(capsule, manifest=capsule.manifest.model_copy(update=update | {"left_out": left_out}))
+        left_out.append(f"{len(operators.values)} operators ({size} bytes)")
+        operators = Operators()
+    described = capsule.manifest.operators if operators is capsule.operators else []
+    manifest = capsule.manifest.model_copy(update={"operators": described, "left_out": left_out})
+    return replace(capsule, manifest=manifest, distribution=distribution, operators=operators)
 
 
 def _token_tensors(capsule: Capsule) -> dict[str, Tensor]:
@@ -171,15 +172,15 @@ def read_capsule(path: str | Path, limits: Limits = DEFAULT_LIMITS) -> Capsule:
     """Reads and checks a capsule folder.
 
     Raises:
-        CapsuleError: with the reason's stable name in `refusal`.
+        CapsuleError: `refusal` is the stable name of the reason.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise CapsuleError(Refusal.MISSING, f"{folder} is no folder; a capsule is one, with {MANIFEST}")
+        raise CapsuleError(Refusal.MISSING, f"{folder} is not a folder; a capsule is a folder with {MANIFEST}")
     try:
         return _read(folder, limits)
     except CapsuleError as error:
-        # Two capsules are read for a comparison: which of them?
+        # a comparison reads two capsules, so the message names the one
         raise CapsuleError(error.refusal, f"{folder}: {error.reason}") from None
 
 
@@ -187,36 +188,34 @@ def _read(folder: Path, limits: Limits) -> Capsule:
     manifest = parse_manifest(read_bytes(folder / MANIFEST, limits.json_bytes, "the manifest"), limits)
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, file in manifest.files.items():
-        # A manifest is data: it may name these two files only, and no path.
+        # a manifest is not trusted, so it must not name other files or paths
         if name not in (TOKENS, OPERATORS):
-            raise CapsuleError(
-                Refusal.PATH, f"{MANIFEST} names the file {name[:80]!r}; expected {TOKENS} or {OPERATORS}"
-            )
+            message = f"{MANIFEST} names the file {name[:80]!r}; expected {TOKENS} or {OPERATORS}"
+            raise CapsuleError(Refusal.PATH, message)
         data = read_bytes(folder / name, limits.file_bytes, "named in the manifest")
         if len(data) != file.bytes:
             raise CapsuleError(Refusal.TRUNCATED, f"{name} has {len(data)} bytes; the manifest says {file.bytes}")
         if hashlib.sha256(data).hexdigest() != file.sha256:
-            raise CapsuleError(Refusal.DIGEST, f"{name} is not the file that was written; its SHA-256 differs")
+            raise CapsuleError(Refusal.DIGEST, f"{name} was changed: its SHA-256 is not the one in the manifest")
         tensors[name] = parse_tensors(data, name, limits)
     if TOKENS not in tensors:
-        raise CapsuleError(Refusal.MISSING, f"{MANIFEST} names no {TOKENS}")
+        raise CapsuleError(Refusal.MISSING, f"{MANIFEST} does not name {TOKENS}")
     return assemble(manifest, tensors[TOKENS], tensors.get(OPERATORS, {}), limits)
 
 
 def parse_manifest(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Manifest:
-    """The manifest of its bytes.
+    """Parses a manifest.
 
     Raises:
-        CapsuleError: malformed JSON, another format, an unknown key, a wrong value.
+        CapsuleError: malformed JSON, another format, an unknown key or an invalid value.
     """
     try:
         values = parse_json(data, MANIFEST, limits)
     except CapsuleError as error:
         if error.refusal != Refusal.JSON:
             raise
-        raise CapsuleError(
-            Refusal.JSON, f"{error.reason}; the file is damaged, write or copy the capsule again"
-        ) from None
+        message = f"{error.reason}; the file is damaged, write or copy the capsule again"
+        raise CapsuleError(Refusal.JSON, message) from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__
         raise CapsuleError(Refusal.FORMAT, f"{MANIFEST} has format {str(found)[:80]!r}; this version reads {FORMAT!r}")
@@ -225,15 +224,14 @@ def parse_manifest(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part)[:80] for part in first["loc"])
-        raise CapsuleError(
-            Refusal.MANIFEST, f"{MANIFEST}: {place}: {first['msg']} ({error.error_count()} errors)"
-        ) from None
+        message = f"{MANIFEST}: {place}: {first['msg']} ({error.error_count()} errors)"
+        raise CapsuleError(Refusal.MANIFEST, message) from None
 
 
 def assemble(
     manifest: Manifest, tokens: dict[str, Tensor], operators: dict[str, Tensor], limits: Limits = DEFAULT_LIMITS
 ) -> Capsule:
-    """Builds and checks a capsule from its parsed parts.
+    """Builds a capsule from its parsed parts and checks it.
 
     Raises:
         CapsuleError: as `read_capsule`.
@@ -245,14 +243,14 @@ def assemble(
     known = {*_REQUIRED, *_OPTIONAL, *(f"logprobs.{name}" for name in streams)}
     unknown = sorted(set(tokens) - known)
     if unknown:
-        raise CapsuleError(Refusal.TENSOR_UNKNOWN, f"{TOKENS} holds {unknown[0][:80]!r}, which {FORMAT} has not")
+        raise CapsuleError(Refusal.TENSOR_UNKNOWN, f"{TOKENS} holds {unknown[0][:80]!r}, which {FORMAT} lacks")
     if tokens["tokens.ids"].values.size > limits.tokens:
         raise CapsuleError(Refusal.COUNT, f"{tokens['tokens.ids'].values.size} tokens; at most {limits.tokens}")
     arrays = {name: _plain(name, tensor) for name, tensor in tokens.items() if name != "distribution.logits"}
     values = {n.removeprefix("operator/"): t for n, t in operators.items() if n.startswith("operator/")}
     unknown = sorted(set(operators) - {"operators.rows"} - {f"operator/{name}" for name in values})
     if unknown:
-        raise CapsuleError(Refusal.TENSOR_UNKNOWN, f"{OPERATORS} holds {unknown[0][:80]!r}, which {FORMAT} has not")
+        raise CapsuleError(Refusal.TENSOR_UNKNOWN, f"{OPERATORS} holds {unknown[0][:80]!r}, which {FORMAT} lacks")
     rows = operators.get("operators.rows")
     order = {operator.name: i for i, operator in enumerate(manifest.operators)}
     capsule = Capsule(
@@ -279,17 +277,17 @@ def _plain(name: str, tensor: Tensor) -> Array:
     if tensor.dtype in ("BF16", "F8_E4M3", "F8_E5M2"):
         raise CapsuleError(Refusal.DTYPE, f"{name} is {tensor.dtype}")
     if tensor.dtype == "BOOL" and tensor.values.size and np.ascontiguousarray(tensor.values).view(np.uint8).max() > 1:
-        raise CapsuleError(Refusal.VALUE, f"{name} holds bytes that are no booleans")
+        raise CapsuleError(Refusal.VALUE, f"{name} holds bytes that are not booleans")
     return tensor.values
 
 
 def _kept(arrays: dict[str, Array]) -> Kept | None:
     if ("kept.ids" in arrays) != ("kept.offsets" in arrays):
-        raise CapsuleError(Refusal.TENSOR_MISSING, "kept.ids and kept.offsets come together")
+        raise CapsuleError(Refusal.TENSOR_MISSING, "kept.ids and kept.offsets must both be present")
     return Kept(arrays["kept.ids"], arrays["kept.offsets"]) if "kept.ids" in arrays else None
 
 
 def _distribution(arrays: dict[str, Array], logits: Tensor | None) -> Distribution | None:
     if (logits is None) != ("distribution.rows" not in arrays):
-        raise CapsuleError(Refusal.TENSOR_MISSING, "distribution.rows and distribution.logits come together")
+        raise CapsuleError(Refusal.TENSOR_MISSING, "distribution.rows and distribution.logits must both be present")
     return None if logits is None else Distribution(arrays["distribution.rows"], logits)

@@ -1,7 +1,4 @@
-"""The JSON half of a capsule: who computed the numbers, from which weights, under which settings.
-
-Unknown keys are errors.
-"""
+"""manifest.json of a capsule: engine, model, weights and settings of the numbers. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ Count = Annotated[int, Field(ge=0, le=1 << 40)]
 
 
 def dtype_name(value: object) -> str | None:
-    """One name for the spellings of a dtype: "float32", "bfloat16" or "float16".
-
-    None where the value names none of them: nothing was recorded, `auto`, or a format that no layer computes in.
-    """
+    """ "float32", "bfloat16" or "float16" for any of their spellings; None for others, such as `auto` and "None"."""
     spelled = str(value).strip().lower().removeprefix("torch.")
     return next((name for name, spellings in _DTYPES.items() if spelled in spellings), None)
 
@@ -40,7 +34,7 @@ class Strict(BaseModel):
 
 
 class Sampling(Strict):
-    """How tokens were drawn; `top_k=0`, `top_p=1`, `min_p=0` keep all tokens."""
+    """Sampling settings; `top_k=0`, `top_p=1`, `min_p=0` keep all tokens."""
 
     temperature: float = Field(default=1.0, ge=0, le=1e6)
     top_k: int = Field(default=0, ge=0, le=1 << 31)
@@ -49,12 +43,12 @@ class Sampling(Strict):
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens could not be drawn."""
+        """Whether a filter excludes tokens from sampling."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Model(Strict):
-    """Which network; digests are those of the files' bytes."""
+    """The network; `tokenizer` and `chat_template` are digests of the files."""
 
     name: Name = ""
     family: Name = ""
@@ -70,8 +64,9 @@ class WeightFingerprint(Strict):
     """One tensor under its Hugging Face name.
 
     Attributes:
-        digest: of the bytes as stored in `dtype`; bf16: of the values rounded to bfloat16, to compare across dtypes.
-        norm: Euclidean; None where it is not finite.
+        digest: of the bytes as stored in `dtype`.
+        bf16: of the values rounded to bfloat16, to compare across dtypes.
+        norm: Euclidean norm; None if it is not finite.
     """
 
     dtype: Name
@@ -82,7 +77,7 @@ class WeightFingerprint(Strict):
 
 
 class Weights(Strict):
-    """Fingerprints of the weights that computed the numbers; `previous`: of the version before, where it is known."""
+    """Fingerprints of the weights that computed the numbers, and digests of the `previous` version, if known."""
 
     version: int | Name | None = None
     tensors: Annotated[dict[Name, WeightFingerprint], Field(max_length=65536)] = {}
@@ -91,11 +86,11 @@ class Weights(Strict):
 
 
 class Operator(Strict):
-    """One recorded tensor a layer and operator.
+    """One recorded tensor.
 
     Attributes:
         name: `embedding`, `layers.3.q_proj`, ..., in the order of computation.
-        kind: full (every token), rows (the tokens in `operators.rows`) or fingerprint (an int64 a token).
+        kind: full (every token), rows (the tokens in `operators.rows`) or fingerprint (one int64 per token).
     """
 
     name: Name
@@ -105,7 +100,7 @@ class Operator(Strict):
 
 
 class Media(Strict):
-    """An image, video or sound: where its tokens stand, and the digest of what the model saw."""
+    """An image, video or sound: the span of its tokens, and the digest of the model's input."""
 
     sequence: Count
     begin: Count
@@ -115,7 +110,7 @@ class Media(Strict):
 
 
 class Floor(Strict):
-    """Spread of an engine against itself (`rlkernel-drift floor`), of |difference| of log-probabilities."""
+    """Noise of an engine against itself (`rlkernel-drift floor`): |difference| of log-probabilities."""
 
     mean: float = Field(ge=0)
     p99: float = Field(ge=0)
@@ -126,7 +121,7 @@ class Floor(Strict):
 
 
 class File(Strict):
-    """A tensor file of the capsule."""
+    """Size and digest of a tensor file."""
 
     bytes: Count
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -136,12 +131,12 @@ class Manifest(Strict):
     """manifest.json.
 
     Attributes:
-        side: what this stack does in the run.
-        engine: what computed the numbers ("vllm", "hf", "rlkernel", ...).
+        side: role of this stack in the run.
+        engine: engine that computed the numbers ("vllm", "hf", "rlkernel", ...).
         config: settings that can change numbers: dtype, attention_backend, tensor_parallel, head_dtype, ...
-        vocabulary: text of the token ids that occur, by id; empty after redaction.
-        redacted: text was left out on purpose.
-        left_out: what did not fit into the capsule's size, in words.
+        vocabulary: texts of the token ids that occur, by id; empty after redaction.
+        redacted: texts were left out on purpose.
+        left_out: descriptions of parts that were left out.
     """
 
     format: Literal["rlkernel.trace/1"] = "rlkernel.trace/1"
@@ -166,5 +161,5 @@ class Manifest(Strict):
 
     @property
     def dtype(self) -> str | None:
-        """Dtype of the layers, by its one name; None where the record does not say."""
+        """Dtype of the layers as `dtype_name` spells it; None if it was not recorded."""
         return dtype_name(self.config.get("dtype")) or dtype_name(self.config.get("torch_dtype"))

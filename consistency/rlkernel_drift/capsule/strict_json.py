@@ -1,6 +1,6 @@
-"""JSON as strangers send it, and the limits that hold for everything they send.
+"""Parses JSON that is not trusted, and defines the size limits of all inputs that are not trusted.
 
-Size and depth are checked before anything is allocated; duplicate keys, NaN, infinities and huge numbers are refused.
+Size and depth are checked before parsing; duplicate keys, NaN, infinities and very long numbers are refused.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,13 @@ class Limits:
     """Largest sizes that are read.
 
     Attributes:
-        file_bytes: of one tensor file.
+        file_bytes: of a tensor file.
         header_bytes: of the JSON header of a tensor file.
-        json_bytes, json_depth: of the manifest, and nesting of any JSON.
-        tensors: in one file.
-        dims: of one tensor.
-        tokens: of all sequences.
-        string: characters of one string.
+        json_bytes: of other JSON.
+        json_depth: levels of nesting of any JSON.
+        tensors: in a file.
+        dims: of a tensor.
+        tokens: of all sequences of a capsule.
     """
 
     file_bytes: int = 4 << 30
@@ -35,13 +36,12 @@ class Limits:
     tensors: int = 65536
     dims: int = 8
     tokens: int = 1 << 28
-    string: int = 1 << 16
 
 
 DEFAULT_LIMITS = Limits()
 
 
-# Possessive, and an unterminated string reaches to the end: a match never fails, so the scan is linear.
+# possessive, and an unterminated string extends to the end: no match backtracks, so the scan takes linear time
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[{\]}]")
 _DIGITS = 40
@@ -51,11 +51,11 @@ def parse_json(data: bytes, where: str, limits: Limits = DEFAULT_LIMITS) -> Any:
     """The value of a JSON text.
 
     Args:
-        data: UTF-8 bytes; where: names the text in errors.
+        data: UTF-8 bytes.
+        where: name of the text in errors.
 
     Raises:
-        CapsuleError: too large, too deep, malformed, a key twice, NaN or Infinity, a number of absurd length or beyond
-            fp64.
+        CapsuleError: too large, too deep, malformed, duplicate keys, NaN or Infinity, very long numbers or beyond fp64.
     """
     if len(data) > limits.json_bytes:
         raise CapsuleError(Refusal.JSON_SIZE, f"{where} has {len(data)} bytes; at most {limits.json_bytes} are read")
@@ -63,10 +63,10 @@ def parse_json(data: bytes, where: str, limits: Limits = DEFAULT_LIMITS) -> Any:
     try:
         return json.loads(
             data.decode("utf-8"),
-            object_pairs_hook=_no_duplicates,
-            parse_constant=_no_constant,
-            parse_int=_short(int),
-            parse_float=_short(float),
+            object_pairs_hook=unique_keys,
+            parse_constant=_bounded,
+            parse_int=lambda text: int(_bounded(text)),
+            parse_float=lambda text: float(_bounded(text)),
         )
     except (ValueError, RecursionError) as error:
         raise CapsuleError(Refusal.JSON, f"{where}: {error}") from None
@@ -80,26 +80,18 @@ def _check_depth(data: bytes, where: str, limit: int) -> None:
             raise CapsuleError(Refusal.JSON_DEPTH, f"{where} nests deeper than {limit} levels")
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` of `json.loads` that raises ValueError for duplicate keys."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {twice[:80]!r} stands twice in one object")
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"key {counts.most_common(1)[0][0][:80]!r} occurs twice")
     return result
 
 
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON number")
-
-
-def _short(kind: Any) -> Any:
-    def convert(text: str) -> Any:
-        if len(text) > _DIGITS:
-            raise ValueError(f"a number of {len(text)} digits")
-        value = kind(text)
-        if not math.isfinite(value):
-            raise ValueError(f"{text} is beyond the range of numbers")
-        return value
-
-    return convert
+def _bounded(text: str) -> str:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return text

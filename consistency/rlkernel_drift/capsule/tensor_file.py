@@ -1,6 +1,6 @@
-"""safetensors files read with numpy alone, strictly: every byte of the data belongs to exactly one tensor.
+"""Reads and writes safetensors with numpy. Files are not trusted: each byte must belong to exactly one tensor.
 
-numpy has no bfloat16 and no float8; such tensors are kept as their bits, with the dtype's name beside them.
+Tensors in bfloat16 and float8, which numpy lacks, are kept as bit patterns with the name of their dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlkernel_drift.errors import CapsuleError, Refusal
 
 Array = NDArray[Any]
 
-# Name in the file -> dtype that holds the bits.
+# name in the file -> numpy dtype that holds the bits
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -45,11 +45,11 @@ _OF_NUMPY = {dtype: name for name, dtype in reversed(DTYPES.items()) if name not
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array and what its bits mean.
+    """An array and the dtype of its bits.
 
     Attributes:
         values: the array; for BF16 the unsigned 16-bit patterns.
-        dtype: safetensors' name.
+        dtype: name of the dtype in safetensors.
     """
 
     values: Array
@@ -57,7 +57,7 @@ class Tensor:
 
     @classmethod
     def of(cls, values: Any) -> Tensor:
-        """A numpy array as it is, in the file's byte order."""
+        """A numpy array, in little-endian byte order."""
         array = np.ascontiguousarray(values)
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
         if array.dtype not in _OF_NUMPY:
@@ -113,10 +113,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_bytes(path: Path, limit: int, what: str) -> bytes:
-    """Content of a regular file of at most `limit` bytes, never through a symbolic link.
+    """Content of a regular file of at most `limit` bytes; symbolic links are refused.
+
+    Args:
+        what: description of the file in errors.
 
     Raises:
-        CapsuleError: absent, a link, no regular file, too large.
+        CapsuleError: the file is missing, a link, not a regular file, or too large.
     """
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -128,8 +131,8 @@ def read_bytes(path: Path, limit: int, what: str) -> bytes:
         raise CapsuleError(Refusal.NOT_REGULAR, f"{path.name} cannot be opened: {error.strerror}") from None
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode):
-        os.close(handle)  # Python opens no file object of a folder
-        raise CapsuleError(Refusal.NOT_REGULAR, f"{path.name} is no regular file")
+        os.close(handle)
+        raise CapsuleError(Refusal.NOT_REGULAR, f"{path.name} is not a regular file")
     with os.fdopen(handle, "rb") as file:
         if status.st_size > limit:
             raise CapsuleError(Refusal.TOO_LARGE, f"{path.name} has {status.st_size} bytes; at most {limit} are read")
@@ -140,7 +143,7 @@ def parse_tensors(data: bytes, where: str, limits: Limits = DEFAULT_LIMITS) -> d
     """Tensors of the bytes of a safetensors file, as views of them.
 
     Raises:
-        CapsuleError: a header or an offset that does not describe the bytes exactly.
+        CapsuleError: the header does not describe the bytes exactly.
     """
     if len(data) < 8:
         raise CapsuleError(Refusal.TRUNCATED, f"{where} has {len(data)} bytes; a safetensors file has at least 8")
@@ -166,29 +169,24 @@ def _entries(header: Any, where: str, limits: Limits) -> Iterable[_Entry]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
+        this = f"{where}: {name[:80]!r}"
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise CapsuleError(
-                Refusal.HEADER, f"{where}: {name[:80]!r} must have dtype, shape and data_offsets, nothing else"
-            )
+            raise CapsuleError(Refusal.HEADER, f"{this} must have dtype, shape and data_offsets, nothing else")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise CapsuleError(Refusal.DTYPE, f"{where}: {name[:80]!r} has dtype {str(dtype)[:40]!r}")
+            raise CapsuleError(Refusal.DTYPE, f"{this} has dtype {str(dtype)[:40]!r}")
         if not _counts(shape) or len(shape) > limits.dims:
-            raise CapsuleError(Refusal.SHAPE, f"{where}: {name[:80]!r} has shape {str(shape)[:80]}")
+            raise CapsuleError(Refusal.SHAPE, f"{this} has shape {str(shape)[:80]}")
         if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise CapsuleError(Refusal.OFFSETS_RANGE, f"{where}: {name[:80]!r} has offsets {str(offsets)[:80]}")
-        # numpy refuses a shape whose dimensions beside a 0 overflow.
+            raise CapsuleError(Refusal.OFFSETS_RANGE, f"{this} has offsets {str(offsets)[:80]}")
+        # numpy refuses a shape such as (0, 2**62), although it has no elements
         if math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize > limits.file_bytes:
-            raise CapsuleError(Refusal.SHAPE, f"{where}: {name[:80]!r} has shape {str(shape)[:80]}, too large")
-        # Python's integers do not overflow, so an absurd shape cannot wrap around to a small size.
-        expected = math.prod(shape) * DTYPES[dtype].itemsize
-        if expected != offsets[1] - offsets[0]:
-            raise CapsuleError(
-                Refusal.SHAPE,
-                f"{where}: {name[:80]!r} of shape {shape} {dtype} needs {expected} bytes; its offsets hold "
-                f"{offsets[1] - offsets[0]}",
-            )
-        yield _Entry(name, dtype, tuple(shape), offsets[0], offsets[1])
+            raise CapsuleError(Refusal.SHAPE, f"{this} has shape {str(shape)[:80]}, too large")
+        expected, held = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
+        if expected != held:
+            message = f"{this} of shape {shape} {dtype} needs {expected} bytes; its offsets hold {held}"
+            raise CapsuleError(Refusal.SHAPE, message)
+        yield _Entry(name, dtype, tuple(shape), *offsets)
 
 
 def _counts(value: Any) -> bool:
@@ -198,14 +196,11 @@ def _counts(value: Any) -> bool:
 def _check_layout(entries: list[_Entry], size: int, where: str) -> None:
     at = 0
     for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
+        this = f"{where}: {entry.name[:80]!r}"
         if entry.end > size:
-            raise CapsuleError(
-                Refusal.OFFSETS_RANGE, f"{where}: {entry.name[:80]!r} ends at byte {entry.end} of {size}"
-            )
+            raise CapsuleError(Refusal.OFFSETS_RANGE, f"{this} ends at byte {entry.end} of {size}")
         if entry.begin < at:
-            raise CapsuleError(
-                Refusal.OFFSETS_OVERLAP, f"{where}: {entry.name[:80]!r} begins at {entry.begin}, inside another"
-            )
+            raise CapsuleError(Refusal.OFFSETS_OVERLAP, f"{this} begins at {entry.begin}, inside another")
         if entry.begin > at:
             raise CapsuleError(Refusal.OFFSETS_GAP, f"{where}: bytes {at} to {entry.begin} belong to no tensor")
         at = entry.end

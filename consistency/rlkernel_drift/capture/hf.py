@@ -1,9 +1,8 @@
-"""Capture from transformers: samples and decodes with a cache (rollout), or scores given tokens in one forward."""
+"""Capture from transformers: sampling with a KV cache (rollout), or scoring given tokens in one forward."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +15,21 @@ from rlkernel_drift.capsule import (
     Manifest,
     Operators,
     build_capsule,
-    describe_operators,
 )
 from rlkernel_drift.capsule import Tensor as Stored
-from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, recorded_rows, weights_of
-from rlkernel_drift.errors import DriftError
+from rlkernel_drift.capture.request import (
+    Request,
+    captured,
+    counted_sequences,
+    prompt_ids,
+    recorded_rows,
+    stream_of,
+    tokens_only,
+)
 from rlkernel_drift.scoring.model import DTYPES, Decoding, Head, ReferenceModel, decoded_hidden
 from rlkernel_drift.scoring.operators import record
 from rlkernel_drift.scoring.semantics import SortedLogits
-from rlkernel_drift.scoring.sequences import Sequences, sequences_of
+from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.scoring.weights import fingerprints, state_of
 
 _CHUNK = 1 << 25
@@ -34,30 +39,23 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
     """Captures a capsule.
 
     Args:
-        request: what to record. model: loaded already; default the request's directory.
+        request: what to record.
+        model: a loaded model; default that of the request's directory.
 
     Raises:
-        DriftError: the model or the prompts cannot be read.
+        DriftError: the model or the prompts cannot be read, or no token counts.
     """
     dtype = DTYPES[request.dtype]
     loaded = model or ReferenceModel.load(request.model, request.device, request.attention, dtype)
-    texts = Texts(request.model)
-    if request.tokens is None:
-        bare = sampled(request, loaded, texts, dtype)
-    else:
-        tokens = request.tokens
-        bare = replace(tokens, logprobs={}, operators=Operators(), distribution=None, manifest=Manifest())
-    sequences = sequences_of(bare)
-    if not sequences.counted:
-        raise DriftError("there is no token to score: every mask is empty")
+    bare = tokens_only(request.tokens) if request.tokens else _sampled(request, loaded, dtype)
+    sequences = counted_sequences(bare)
     streams: dict[str, np.ndarray] = {}
     if request.side == "rollout" and request.tokens is None:
         hidden = decoded_hidden(loaded.in_dtype(dtype), sequences)
         streams |= _streams(request, loaded, bare, sequences, hidden, "recorded")
     prefill = loaded.hidden(sequences, dtype)
-    phase = "train" if request.side == "train" else "prefill"
-    streams |= _streams(request, loaded, bare, sequences, prefill, phase)
-    operators = recorded_operators(request, loaded, bare, dtype)
+    streams |= _streams(request, loaded, bare, sequences, prefill, request.phase)
+    operators = _operators(request, loaded, bare, dtype)
     config = {
         "dtype": request.dtype,
         "attention_backend": loaded.model.config._attn_implementation,
@@ -66,34 +64,20 @@ def capture_hf(request: Request, model: ReferenceModel | None = None) -> Capsule
         "tie_word_embeddings": loaded.tied,
         "rope_theta": loaded.theta and float(f"{loaded.theta:.6g}"),  # of fp32 frequencies
     }
-    manifest = manifest_of(
-        request,
-        "hf",
-        config,
-        weights=weights_of(fingerprints(state_of(loaded))) if request.weights else None,
-        vocabulary=texts.vocabulary(bare.ids),
-        operators=describe_operators(operators),
-    )
-    return replace(
-        bare,
-        manifest=manifest,
-        logprobs=streams,
-        operators=operators,
-        distribution=_distribution(request, loaded, sequences, prefill),
-    )
+    weights = fingerprints(state_of(loaded)) if request.weights else None
+    bare = replace(bare, distribution=_distribution(request, loaded, sequences, prefill))
+    return captured(request, bare, streams, operators, "hf", config, weights)
 
 
-def head_of(request: Request) -> Head:
-    """Precision of the head: transformers multiplies in the model's dtype and rounds the logits to it."""
+def _head(request: Request) -> Head:
+    """Precision of the head; transformers multiplies in the model's dtype and rounds the logits to it."""
     dtype = DTYPES[request.head or request.dtype]
     return Head() if dtype == torch.float32 else Head(dtype, dtype)
 
 
-def sampled(request: Request, model: ReferenceModel, texts: Texts, dtype: torch.dtype) -> Capsule:
+def _sampled(request: Request, model: ReferenceModel, dtype: torch.dtype) -> Capsule:
     """Samples completions of the prompts; returns their tokens and kept sets."""
-    if request.prompts is None:
-        raise DriftError("capture needs --prompts, or --tokens with a capsule")
-    prompts = [texts.ids(p) for p in read_prompts(request.prompts) for _ in range(request.samples)]
+    prompts = [ids for ids in prompt_ids(request) for _ in range(request.samples)]
     generator = torch.Generator().manual_seed(request.seed)
     state = Decoding(model.in_dtype(dtype), prompts)
     ends = getattr(model.config, "eos_token_id", None)
@@ -102,7 +86,7 @@ def sampled(request: Request, model: ReferenceModel, texts: Texts, dtype: torch.
     kept: list[list[list[int]]] = [[] for _ in prompts]
     running = [True] * len(prompts)
     for _ in range(request.max_tokens):
-        tokens, sets = _draw(request, model.head(state.hidden, head_of(request)), generator)
+        tokens, sets = _draw(request, model.head(state.hidden, _head(request)), generator)
         for i, token in enumerate(tokens.tolist()):
             if running[i]:
                 completions[i].append(token)
@@ -136,7 +120,7 @@ def _streams(
     step = max(1, _CHUNK // model.vocab_size)
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
-        logits = model.head(hidden[part], head_of(request))
+        logits = model.head(hidden[part], _head(request))
         if request.sampling.filters:
             logits = logits.cpu()
         targets, tokens = sequences.targets[part].to(logits.device), sequences.token[part]
@@ -150,16 +134,14 @@ def _streams(
             processed.append(SortedLogits(logits, targets).at(temperature).processed(s.top_k, s.top_p, s.min_p))
             continue
         processed.append(z.gather(1, targets[:, None])[:, 0] - z.logsumexp(-1))
-    result = {}
-    for values, parts in (("processed", processed), ("raw", raw)):
-        stream = np.full(bare.tokens, np.nan, np.float32)
-        stream[sequences.token.numpy()] = torch.cat(parts).float().cpu().numpy()
-        result[f"{phase}.{values}"] = stream
-    return result
+    return {
+        f"{phase}.{values}": stream_of(bare, sequences, torch.cat(parts).float().cpu())
+        for values, parts in (("processed", processed), ("raw", raw))
+    }
 
 
 def _masked(z: Tensor, kept: Kept, tokens: Tensor) -> Tensor:
-    """Logits outside the recorded kept sets at minus infinity; an empty set keeps all."""
+    """Logits with minus infinity outside the recorded kept sets; an empty set keeps all."""
     z = z.clone()
     for row, token in enumerate(tokens.tolist()):
         ids = kept.ids[kept.offsets[token] : kept.offsets[token + 1]]
@@ -170,20 +152,18 @@ def _masked(z: Tensor, kept: Kept, tokens: Tensor) -> Tensor:
     return z
 
 
-def recorded_operators(request: Request, model: ReferenceModel, bare: Capsule, dtype: torch.dtype) -> Operators:
-    """Operator outputs as the request wants them, each sequence computed alone."""
+def _operators(request: Request, model: ReferenceModel, bare: Capsule, dtype: torch.dtype) -> Operators:
+    """Operator outputs in the form that the request names; each sequence is computed alone."""
     if request.operators == "none":
         return Operators()
-    rows = recorded_rows(request, bare)
-    last = bare.sequences - 1 if rows is None else bare.place(int(rows[-1]))[0]
-    pairs: list[tuple[Any, Any]] = []
-    for i in range(last + 1):
-        part = bare.sequence(i)
-        ids, positions = bare.ids[part].astype(np.int64), bare.positions[part].astype(np.int64)
-        pairs.append((torch.from_numpy(ids), torch.from_numpy(positions)))
-    kind = "fingerprint" if request.operators == "fingerprint" else "full"
+    rows, count = recorded_rows(request, bare)
+    pairs = []
+    for part in map(bare.sequence, range(count)):
+        ids, positions = (torch.from_numpy(x[part].astype(np.int64)) for x in (bare.ids, bare.positions))
+        pairs.append((ids, positions))
     keep = None if rows is None else torch.tensor(rows)
-    return Operators(rows, record(model.in_dtype(dtype), pairs, kind, keep))  # type: ignore[arg-type]
+    hashed = request.operators == "fingerprint"
+    return Operators(rows, record(model.in_dtype(dtype), pairs, "fingerprint" if hashed else "full", keep))
 
 
 def _distribution(request: Request, model: ReferenceModel, sequences: Sequences, hidden: Tensor) -> Distribution | None:
@@ -191,5 +171,5 @@ def _distribution(request: Request, model: ReferenceModel, sequences: Sequences,
         return None
     count = min(request.logits_rows, sequences.counted)
     chosen = torch.linspace(0, sequences.counted - 1, count).round().long().unique()
-    logits = model.head(hidden[chosen.to(hidden.device)], head_of(request)).cpu().numpy()
+    logits = model.head(hidden[chosen.to(hidden.device)], _head(request)).cpu().numpy()
     return Distribution(sequences.token[chosen].numpy(), Stored.of(logits))

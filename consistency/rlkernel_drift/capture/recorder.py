@@ -1,6 +1,6 @@
-"""Operator outputs of a running engine: row hashes in fixed buffers, or whole values; rows of chosen requests.
+"""Records operator outputs of a running engine for chosen requests: fingerprints of rows, or values.
 
-Hashes are integer sums on the device and need no synchronisation, so that recording works in a CUDA graph.
+Fingerprints are integer sums on the device without synchronisation, so recording works inside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ KINDS = ("fingerprint", "values")
 
 
 class Recorder:
-    """Holds what the last step computed, and the rows of the requests that are kept.
+    """Outputs of the last step, and the rows of the requests that are kept.
 
-    Hashes are written into buffers that exist before a CUDA graph is recorded; a replay fills them again.
+    Fingerprints go to buffers that are allocated before a CUDA graph is captured, and each replay fills them again.
 
     Args:
-        kind: of `KINDS`. rows: most tokens of a step.
+        kind: one of `KINDS`.
+        rows: largest number of tokens per step.
     """
 
     def __init__(self, kind: str, rows: int) -> None:
@@ -33,7 +34,7 @@ class Recorder:
         self.sequences = 0
 
     def see(self, name: str, value: Tensor, residual: Tensor | None = None) -> None:
-        """Takes an operator's output, [T, ...]; of a split residual stream both parts."""
+        """Records an operator's output, [T, ...]; the parts of a split residual stream are added."""
         value = value.reshape(value.shape[0], -1)
         if residual is not None:
             value = value + residual
@@ -46,13 +47,13 @@ class Recorder:
                 row_fingerprints_torch(x, self.multipliers(x.shape[1], x.device), out=out[: x.shape[0]])
 
     def see_tokens(self, ids: Tensor, positions: Tensor) -> None:
-        """Token ids and positions of the step."""
+        """Records token ids and positions of the step."""
         positions = positions if positions.dim() == 1 else positions[0]
         for name, value in (("ids", ids), ("positions", positions)):
             self.buffer(name, value.device)[: value.shape[0]].copy_(value)
 
     def buffer(self, name: str, device: torch.device) -> Tensor:  # [rows] int64
-        """Where a step's integers are written."""
+        """The buffer for a step's integers."""
         if name not in self.step:
             self.step[name] = torch.zeros(self.rows, dtype=torch.int64, device=device)
         return self.step[name]
@@ -64,14 +65,15 @@ class Recorder:
         return self._multipliers[key]
 
     def start(self, sequences: int) -> None:
-        """Forgets what was kept; from now on the rows of the first `sequences` requests are."""
+        """Clears the kept rows, and keeps those of the next `sequences` requests."""
         self.kept, self.requests, self.sequences, self.on = [], {}, sequences, True
 
     def keep(self, order: list[str], counts: dict[str, int]) -> None:
         """Copies the rows of this step that belong to chosen requests.
 
         Args:
-            order: requests in the order of their rows. counts: rows of each.
+            order: requests in the order of their rows.
+            counts: number of rows of each request.
         """
         chosen: list[int] = []
         owner: list[int] = []
@@ -90,7 +92,7 @@ class Recorder:
         self.kept.append({"request": torch.tensor(owner), **{name: self.step[name][rows].cpu() for name in names}})
 
     def save(self, path: str) -> list[str]:
-        """Writes all rows that were kept as safetensors; returns the tensors' names in the order of computation."""
+        """Writes the kept rows as safetensors; returns the names of the tensors in the order of computation."""
         from safetensors.torch import save_file
 
         names = list(self.kept[0]) if self.kept else []

@@ -1,4 +1,4 @@
-"""What a capture shall record, of which prompts or of which tokens, and what it says about itself."""
+"""The request of a capture (model, prompts or tokens, what to record), and the parts that all adapters share."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from pydantic import ValidationError
+from torch import Tensor
 
-from rlkernel_drift.capsule import Capsule, Manifest, Model, Sampling, WeightFingerprint, Weights, dtype_name
+from rlkernel_drift.capsule import (
+    Capsule,
+    Manifest,
+    Model,
+    Operators,
+    Sampling,
+    WeightFingerprint,
+    Weights,
+    describe_operators,
+    dtype_name,
+)
 from rlkernel_drift.capsule.fingerprint import digest
 from rlkernel_drift.errors import DriftError
+from rlkernel_drift.scoring.sequences import Sequences, sequences_of
 
 _PACKAGES = ("torch", "transformers", "vllm", "triton", "flash-attn", "flashinfer-python", "rlkernel", "tokenizers")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -27,13 +40,15 @@ class Request:
     """A capture.
 
     Attributes:
-        model: directory. prompts: file with a prompt a line, or JSON lines with the column `prompt`; or token ids.
+        model: directory.
+        prompts: file with one prompt per line, or JSON lines with the column `prompt`; or token ids.
         tokens: a capsule whose sequences are scored instead of sampling new ones.
-        operators: what is recorded of the operators; rows: of how many tokens (None: all), sequences: of how many.
-        logits_rows: tokens whose whole logits are recorded.
+        operators: form in which operator outputs are recorded.
+        operator_sequences: sequences of which they are recorded; `operator_rows`: tokens, for "rows".
+        logits_rows: tokens whose logits rows are recorded.
         weights: record fingerprints of the weights.
-        head: dtype of transformers' head and logits; "" is the model's own, as transformers computes it.
-        engine: further arguments of vLLM's engine.
+        head: dtype of transformers' head and logits; "" is the dtype of the model.
+        engine: further arguments of `vllm.LLM`.
     """
 
     model: Path
@@ -57,16 +72,21 @@ class Request:
     command: list[str] = field(default_factory=list)
 
     @property
+    def phase(self) -> str:
+        """Phase of the log-probabilities of one forward over given tokens."""
+        return "train" if self.side == "train" else "prefill"
+
+    @property
     def operator_count(self) -> int:
-        """Sequences whose operators are recorded; hashes are small, so all of them."""
+        """Sequences whose operators are recorded: all for fingerprints, because they are small."""
         return 1 << 30 if self.operators == "fingerprint" else self.operator_sequences
 
 
 def sampling_of(**settings: float) -> Sampling:
-    """Settings of a command line.
+    """Sampling settings of a command line.
 
     Raises:
-        DriftError: one that cannot be; the message names it.
+        DriftError: a value is out of range; the message names its option.
     """
     try:
         return Sampling(**settings)  # type: ignore[arg-type]
@@ -76,8 +96,50 @@ def sampling_of(**settings: float) -> Sampling:
         raise DriftError(f"{name} is {first['input']}: {first['msg']}") from None
 
 
-def recorded_rows(request: Request, bare: Capsule) -> np.ndarray | None:  # [R] int64, or None: all tokens
-    """Tokens whose operators are recorded: those of the capsule that is scored where it has some, else a sample."""
+def tokens_only(capsule: Capsule) -> Capsule:
+    """The sequences of a capsule without anything that was computed for them."""
+    return replace(capsule, logprobs={}, operators=Operators(), distribution=None, manifest=Manifest())
+
+
+def counted_sequences(bare: Capsule) -> Sequences:
+    """The sequences to score.
+
+    Raises:
+        DriftError: no token counts.
+    """
+    sequences = sequences_of(bare)
+    if not sequences.counted:
+        raise DriftError("there is no token to score: every mask is empty")
+    return sequences
+
+
+def stream_of(bare: Capsule, sequences: Sequences, values: Any) -> np.ndarray:  # [N] -> [T] fp32
+    """Values of the counted tokens as a log-probability stream of the capsule, NaN elsewhere."""
+    stream = np.full(bare.tokens, np.nan, np.float32)
+    stream[sequences.token.numpy()] = np.asarray(values, np.float32)
+    return stream
+
+
+def kept_sets(bare: Capsule, sequences: Sequences, vocab_size: int) -> tuple[Tensor, Tensor]:  # [M] int32, [N+1] int64
+    """Ids and offsets of the kept sets of the counted tokens; an empty set stands for the whole vocabulary."""
+    assert bare.kept is not None
+    ids, ends = bare.kept.ids, bare.kept.offsets
+    everything = np.arange(vocab_size, dtype=np.int32)
+    sets = [ids[ends[t] : ends[t + 1]] if ends[t] < ends[t + 1] else everything for t in sequences.token.tolist()]
+    offsets = torch.tensor(np.concatenate([[0], np.cumsum([len(kept) for kept in sets])]))
+    return torch.from_numpy(np.concatenate(sets)), offsets
+
+
+def recorded_rows(request: Request, bare: Capsule) -> tuple[np.ndarray | None, int]:  # [R] int64, or None: all tokens
+    """Tokens whose operators are recorded, and the number of sequences that contain them.
+
+    The tokens are those that the scored capsule recorded, where it recorded operators, else a sample.
+    """
+    rows = _rows(request, bare)
+    return rows, bare.sequences if rows is None else bare.place(int(rows[-1]))[0] + 1
+
+
+def _rows(request: Request, bare: Capsule) -> np.ndarray | None:
     end = bare.sequence(min(request.operator_count, bare.sequences) - 1).stop
     if request.operators in ("rows", "fingerprint") and request.tokens is not None and request.tokens.operators.values:
         return request.tokens.operators.rows
@@ -86,14 +148,20 @@ def recorded_rows(request: Request, bare: Capsule) -> np.ndarray | None:  # [R] 
     return None if end == bare.tokens else np.arange(end)
 
 
-def read_prompts(path: Path | list[list[int]]) -> list[Any]:
-    """Prompts of a file: a text or a list of token ids each.
+def prompt_ids(request: Request) -> list[list[int]]:
+    """Token ids of the request's prompts.
 
     Raises:
-        DriftError: unreadable, or without prompts.
+        DriftError: without prompts, or with one that the model cannot take.
     """
-    if not isinstance(path, Path):
-        return list(path)
+    if request.prompts is None:
+        raise DriftError("capture needs --prompts, or --tokens with a capsule")
+    texts = Texts(request.model)
+    prompts = _read_prompts(request.prompts) if isinstance(request.prompts, Path) else request.prompts
+    return [texts.ids(prompt) for prompt in prompts]
+
+
+def _read_prompts(path: Path) -> list[Any]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         if path.suffix in (".jsonl", ".json"):
@@ -101,18 +169,18 @@ def read_prompts(path: Path | list[list[int]]) -> list[Any]:
         else:
             prompts = lines
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DriftError(f"{path} holds no prompts (a line each, or JSON lines with `prompt`): {error}") from None
+        raise DriftError(f"{path} holds no prompts (one per line, or JSON lines with `prompt`): {error}") from None
     if not prompts:
         raise DriftError(f"{path} is empty; one prompt a line is needed")
     return prompts
 
 
 def random_prompts(models: Sequence[Path], seed: int, max_tokens: int, longest: int | None = None) -> list[list[int]]:
-    """Eight prompts of 16 to 128 random tokens, where no prompts were named: kernels round the same for every text.
+    """Eight prompts of 16 to 128 random tokens, for comparisons without prompts: rounding does not depend on the text.
 
     Args:
-        models: all that will compute them; prompt and completion fit the smallest context and vocabulary.
-        longest: a smaller context than the models', where an engine was given one.
+        models: prompt and completion fit the smallest of their contexts and vocabularies.
+        longest: context length that an engine was given, if any.
 
     Raises:
         DriftError: no prompt fits.
@@ -121,12 +189,12 @@ def random_prompts(models: Sequence[Path], seed: int, max_tokens: int, longest: 
     limit, whose = min(((n, f"the context of {m}") for m, n in contexts.items() if n), default=(None, ""))
     if longest is not None and (limit is None or longest < limit):
         limit, whose = longest, "max_model_len"
-    # An engine that scores a sequence as a prompt has to have room for one more token.
+    # an engine that scores a sequence as a prompt needs capacity for one more token
     most = 128 if limit is None else limit - max_tokens - 1
     if most < 1:
         raise DriftError(
-            f"{whose} is {limit} tokens, and --max-tokens {max_tokens} leaves no room for a prompt; "
-            "give a smaller --max-tokens"
+            f"{whose} is {limit} tokens, and --max-tokens {max_tokens} leaves no token for a prompt; "
+            "choose a smaller --max-tokens"
         )
     vocabulary = min(describe_model(model).vocab_size or 256 for model in models)
     generator = np.random.default_rng(seed)
@@ -136,23 +204,19 @@ def random_prompts(models: Sequence[Path], seed: int, max_tokens: int, longest: 
 
 def context_length(model: Path) -> int | None:
     """The longest sequence that a model directory declares; None where it declares none."""
-    config = _config(model)
-    text = config.get("text_config") or config
+    text = _text_config(_config(model))
     declared = text.get("max_position_embeddings") or text.get("n_positions")
     return declared if isinstance(declared, int) else None
 
 
 def own_dtype(model: Path) -> str:
     """The dtype that a model directory declares; float32 where it declares none that engines compute in."""
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DriftError(f"{model}: config.json cannot be read: {error}") from None
+    config = _config(model)
     return dtype_name(config.get("dtype")) or dtype_name(config.get("torch_dtype")) or "float32"
 
 
 class Texts:
-    """The model's tokenizer, where it has one; token ids need none."""
+    """The model's tokenizer, if it has one; prompts of token ids do not need it."""
 
     def __init__(self, model: Path) -> None:
         self.tokenizer: Any = None
@@ -166,7 +230,7 @@ class Texts:
         """Token ids of a prompt.
 
         Raises:
-            DriftError: a text without tokenizer, or an empty prompt.
+            DriftError: a text for a model without tokenizer, an id outside the vocabulary, or an empty prompt.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -180,7 +244,7 @@ class Texts:
         return ids
 
     def vocabulary(self, ids: np.ndarray) -> dict[str, str]:
-        """Texts of the ids that occur."""
+        """Texts of the ids that occur, by id."""
         if self.tokenizer is None:
             return {}
         texts = {int(i): self.tokenizer.decode([int(i)], skip_special_tokens=False) for i in np.unique(ids)}
@@ -188,10 +252,10 @@ class Texts:
 
 
 def check_ids(ids: list[int], vocab_size: int | None, where: str) -> None:
-    """Refuses token ids that the model does not have.
+    """Refuses token ids outside the vocabulary.
 
     Raises:
-        DriftError: it names the first of them.
+        DriftError: the message names the first one.
     """
     wrong = next((i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)), None)
     if wrong is not None:
@@ -199,13 +263,13 @@ def check_ids(ids: list[int], vocab_size: int | None, where: str) -> None:
 
 
 def describe_model(path: Path) -> Model:
-    """The model as its directory describes it, with digests of tokenizer and template.
+    """The model that a directory describes, with digests of tokenizer and chat template.
 
     Raises:
         DriftError: config.json is missing or malformed.
     """
     config = _config(path)
-    text = config.get("text_config") or config
+    text = _text_config(config)
     return Model(
         name=path.resolve().name,
         family=str(config.get("model_type", "")),
@@ -223,8 +287,13 @@ def _config(model: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DriftError(f"{model}: config.json cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise DriftError(f"{model}: config.json holds no JSON object")
+        raise DriftError(f"{model}: config.json is not a JSON object")
     return config
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a multimodal configuration."""
+    return config.get("text_config") or config
 
 
 def _digest(path: Path) -> str | None:
@@ -240,23 +309,43 @@ def _template(path: Path) -> str | None:
     return digest(json.dumps(template, sort_keys=True).encode()) if template else None
 
 
-def manifest_of(request: Request, engine: str, config: dict[str, Any], **fields: Any) -> Manifest:
-    """The manifest of a capture: model, settings, versions, hardware, command."""
-    return Manifest(
+def captured(
+    request: Request,
+    bare: Capsule,
+    streams: dict[str, np.ndarray],
+    operators: Operators,
+    engine: str,
+    config: dict[str, Any],
+    weights: dict[str, WeightFingerprint] | None,
+    **fields: Any,
+) -> Capsule:
+    """The capsule of a capture.
+
+    Args:
+        bare: its tokens.
+        streams, operators: what the engine computed for them.
+        config: settings of the engine; those with the value None are left out.
+        fields: further fields of the manifest.
+    """
+    manifest = Manifest(
         side=request.side,
         engine=engine,
         model=describe_model(request.model),
+        weights=None if weights is None else Weights(tensors=weights),
         sampling=request.sampling,
         config={key: value for key, value in config.items() if value is not None},
         versions=versions(),
         hardware=hardware(request.device),
         command=request.command,
+        vocabulary=Texts(request.model).vocabulary(bare.ids),
+        operators=describe_operators(operators),
         **fields,
     )
+    return replace(bare, manifest=manifest, logprobs=streams, operators=operators)
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that compute, and of Python."""
+    """Versions of Python and of the packages that compute."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -267,14 +356,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device: str) -> dict[str, str | int | float | bool | None]:
-    """The device that computed."""
+    """Name of the device, and its CUDA version or architecture."""
     if device.startswith("cuda"):
-        import torch
-
         return {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
     return {"device": "cpu", "machine": platform.machine()}
-
-
-def weights_of(fingerprints: dict[str, WeightFingerprint], adapter: str | None = None) -> Weights:
-    """The manifest's part about weights."""
-    return Weights(tensors=fingerprints, adapter=adapter)

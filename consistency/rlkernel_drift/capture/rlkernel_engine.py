@@ -1,7 +1,8 @@
-"""Capture from rlkernel: the engine samples (rollout), the training forward scores given tokens (train)."""
+"""Capture from rlkernel: the engine samples (rollout), and the training forward scores the tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,9 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkernel_drift.capsule import Capsule, Manifest, Operators, build_capsule, describe_operators
+from rlkernel_drift.capsule import Capsule, Manifest, Operators, build_capsule
 from rlkernel_drift.capsule.fingerprint import multipliers_torch, row_fingerprints_torch
-from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, recorded_rows, weights_of
+from rlkernel_drift.capture.request import (
+    Request,
+    captured,
+    counted_sequences,
+    kept_sets,
+    prompt_ids,
+    recorded_rows,
+    stream_of,
+    tokens_only,
+)
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.operators import stored
 from rlkernel_drift.scoring.sequences import sequences_of
@@ -28,26 +38,12 @@ def capture_rlkernel(request: Request) -> Capsule:
     from rlkernel.models.checkpoint import hf_tensors
 
     model = _load(request)
-    texts = Texts(request.model)
-    if request.tokens is None:
-        bare = _sampled(request, model, texts)
-    else:
-        bare = replace(request.tokens, logprobs={}, operators=Operators(), distribution=None, manifest=Manifest())
-    streams = dict(bare.logprobs)
-    phase = "train" if request.side == "train" else "prefill"
-    streams[f"{phase}.processed"] = _scored(request, model, bare)
+    bare = tokens_only(request.tokens) if request.tokens else _sampled(request, model)
+    streams = {**bare.logprobs, f"{request.phase}.processed": _scored(request, model, bare)}
     operators = _operators(request, model, bare)
-    weights = weights_of(fingerprints(dict(hf_tensors(model)))) if request.weights else None
-    manifest = manifest_of(
-        request,
-        "rlkernel",
-        {"dtype": request.dtype, "attention_variant": model.attention_variant, "head_dtype": "float32"},
-        contract=model.contract,
-        weights=weights,
-        vocabulary=texts.vocabulary(bare.ids),
-        operators=describe_operators(operators),
-    )
-    return replace(bare, manifest=manifest, logprobs=streams, operators=operators)
+    config = {"dtype": request.dtype, "attention_variant": model.attention_variant, "head_dtype": "float32"}
+    weights = fingerprints(dict(hf_tensors(model))) if request.weights else None
+    return captured(request, bare, streams, operators, "rlkernel", config, weights, contract=model.contract)
 
 
 def _load(request: Request) -> Any:
@@ -60,14 +56,12 @@ def _load(request: Request) -> Any:
         raise DriftError(str(error)) from None
 
 
-def _sampled(request: Request, model: Any, texts: Texts) -> Capsule:
+def _sampled(request: Request, model: Any) -> Capsule:
     from rlkernel.engine import LLM, SamplingParams
     from rlkernel.engine.sampling_params import mix_seed
     from rlkernel.ops import kept_to_ids
 
-    if request.prompts is None:
-        raise DriftError("capture needs --prompts, or --tokens with a capsule")
-    ids = [texts.ids(prompt) for prompt in read_prompts(request.prompts)]
+    ids = prompt_ids(request)
     s = request.sampling
     params = [
         SamplingParams(
@@ -106,42 +100,35 @@ def _scored(request: Request, model: Any, bare: Capsule) -> np.ndarray:
     from rlkernel.models import PackedBatch
     from rlkernel.ops import ids_to_kept
 
-    sequences = sequences_of(bare)
-    if not sequences.counted:
-        raise DriftError("there is no token to score: every mask is empty")
+    sequences = counted_sequences(bare)
     batch = PackedBatch.from_sequences([ids[:-1] for ids in sequences.ids], model.device)
     starts = np.concatenate([[0], np.cumsum([len(ids) - 1 for ids in sequences.ids])])
     rows = torch.cat([r + int(start) for r, start in zip(sequences.rows, starts, strict=False)])
     kept = None
     if bare.kept is not None:
-        vocab = model.config.vocab_size
-        sets = [bare.kept.ids[bare.kept.offsets[t] : bare.kept.offsets[t + 1]] for t in sequences.token.tolist()]
-        whole = np.arange(vocab, dtype=np.int32)
-        sets = [ids if len(ids) else whole for ids in sets]
-        offsets = torch.tensor(np.concatenate([[0], np.cumsum([len(ids) for ids in sets])]))
-        kept = ids_to_kept(torch.from_numpy(np.concatenate(sets)), offsets, vocab).to(model.device)
+        vocab_size = model.config.vocab_size
+        kept = ids_to_kept(*kept_sets(bare, sequences, vocab_size), vocab_size).to(model.device)
     with torch.no_grad():
         hidden = model(batch).index_select(0, rows.to(model.device))
         targets = sequences.targets.to(model.device)
         logp = model.logprob(hidden, targets, request.sampling.temperature or 1.0, kept).logp
-    stream = np.full(bare.tokens, np.nan, np.float32)
-    stream[sequences.token.numpy()] = logp.float().cpu().numpy()
-    return stream
+    return stream_of(bare, sequences, logp.float().cpu())
 
 
 # ---- the engine against itself -------------------------------------------------------------------------------------
 
 
 def tokens_of(request: Request) -> Capsule:
-    """The tokens to score: those of the request's capsule, or freshly sampled ones."""
-    return request.tokens or _sampled(request, _load(request), Texts(request.model))
+    """The tokens to score: those of the request's capsule, or newly sampled ones."""
+    return request.tokens or _sampled(request, _load(request))
 
 
 def scored_by_engine(request: Request, bare: Capsule, order: list[int], **engine: Any) -> Tensor:  # [N]
     """Log-probabilities of the counted tokens through the engine's paged forward.
 
     Args:
-        order: in which the sequences are queued. engine: arguments of `rlkernel.engine.LLM`.
+        order: in which the sequences are queued.
+        engine: arguments of `rlkernel.engine.LLM`.
     """
     from rlkernel.engine import LLM
 
@@ -166,11 +153,10 @@ def _operators(request: Request, model: Any, bare: Capsule) -> Operators:
         return Operators()
     from rlkernel.models import PackedBatch
 
-    rows = recorded_rows(request, bare)
-    last = bare.sequences - 1 if rows is None else bare.place(int(rows[-1]))[0]
-    parts = [torch.from_numpy(bare.ids[bare.sequence(i)].astype(np.int64)) for i in range(last + 1)]
+    rows, count = recorded_rows(request, bare)
+    parts = [torch.from_numpy(bare.ids[bare.sequence(i)].astype(np.int64)) for i in range(count)]
     values: dict[str, Tensor] = {}
-    handles = [h for point in _points(model) for h in point(values)]
+    handles = _attach(model, lambda name, value: values.update({name: value.detach().clone()}))
     try:
         with torch.no_grad():
             values["final_norm"] = model(PackedBatch.from_sequences(parts, model.device))
@@ -184,47 +170,40 @@ def _operators(request: Request, model: Any, bare: Capsule) -> Operators:
     return Operators(rows, {name: stored(value.cpu()[keep]) for name, value in values.items()})
 
 
-def _points(model: Any) -> list[Any]:
-    """Hooks a layer; fused projections are taken apart, both parts of the residual stream added."""
+def _attach(model: Any, put: Callable[[str, Tensor], object]) -> list[Any]:
+    """Hooks that call `put(name, value)`; fused projections are split, both parts of the residual stream added."""
     config = model.config
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    f = config.intermediate_size
+    fused = {
+        "self_attn.qkv_proj": ("input_norm", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
+        "self_attn.o_proj": ("attention", {"o_proj": config.hidden_size}),
+        "mlp.gate_up_proj": ("post_norm", dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)),
+        "mlp.down_proj": ("activation", {"down_proj": config.hidden_size}),
+    }
+    handles = []
+    for i, layer in enumerate(model.layers):
+        at = f"layers.{i}."
+        for path, (before, sizes) in fused.items():
+            handles.append(layer.get_submodule(path).register_forward_hook(around(put, at, before, sizes)))
 
-    def attach(layer: Any, i: int) -> Any:
-        def handles(values: dict[str, Tensor]) -> list[Any]:
-            def put(name: str, value: Tensor) -> None:
-                values[f"layers.{i}.{name}"] = value.detach().clone()
+        def residual(module: Any, args: Any, out: tuple[Tensor, Tensor], at: str = at) -> None:
+            put(f"{at}attention_residual", out[1])
+            put(f"{at}output", out[0] + out[1])
 
-            def qkv(module: Any, args: Any, out: Tensor) -> None:
-                put("input_norm", args[0])
-                for name, part in zip(("q_proj", "k_proj", "v_proj"), out.split((q, kv, kv), -1), strict=True):
-                    put(name, part)
+        handles.append(layer.register_forward_hook(residual))
+    return handles
 
-            def projection(module: Any, args: Any, out: Tensor) -> None:
-                put("attention", args[0])
-                put("o_proj", out)
 
-            def gate_up(module: Any, args: Any, out: Tensor) -> None:
-                put("post_norm", args[0])
-                for name, part in zip(("gate_proj", "up_proj"), out.split((f, f), -1), strict=True):
-                    put(name, part)
+def around(put: Callable[[str, Tensor], object], at: str, before: str, sizes: dict[str, int]) -> Any:
+    """A hook that records a module's input under one name, and parts of its output under others.
 
-            def down(module: Any, args: Any, out: Tensor) -> None:
-                put("activation", args[0])
-                put("down_proj", out)
+    Args:
+        sizes: name -> width of each part of the output.
+    """
 
-            def whole(module: Any, args: Any, out: tuple[Tensor, Tensor]) -> None:
-                put("attention_residual", out[1])
-                put("output", out[0] + out[1])
+    def hook(module: Any, args: Any, out: Tensor) -> None:
+        put(at + before, args[0])
+        for name, part in zip(sizes, out.split(list(sizes.values()), -1), strict=True):
+            put(at + name, part)
 
-            return [
-                layer.self_attn.qkv_proj.register_forward_hook(qkv),
-                layer.self_attn.o_proj.register_forward_hook(projection),
-                layer.mlp.gate_up_proj.register_forward_hook(gate_up),
-                layer.mlp.down_proj.register_forward_hook(down),
-                layer.register_forward_hook(whole),
-            ]
-
-        return handles
-
-    return [attach(layer, i) for i, layer in enumerate(model.layers)]
+    return hook

@@ -1,7 +1,6 @@
-"""Capture from a TRL run: what the rollout returned and what the update's own forward computes for the same tokens.
+"""Capture from a TRL run: log-probabilities of the rollout, and those of the update's own forward.
 
-`record(trainer, folder)` before `trainer.train()`. Every so many steps both sides are written as capsules, with a line
-of figures; `rlkernel-drift compare folder` reads the last of them and the trend.
+`record(trainer, folder)` before `trainer.train()` writes both sides as capsules every few steps, and a line of metrics.
 """
 
 from __future__ import annotations
@@ -33,12 +32,14 @@ logger = logging.getLogger("rlkernel_drift")
 def record(trainer: Any, folder: str | Path, *, every: int = 1, keep: int = 20, text: bool = True) -> None:
     """Makes a GRPO or RLOO trainer write capsules of its steps.
 
-    Only tokens whose rollout came from the weights of the step are taken; later updates on one generation are
+    Only tokens sampled with the weights of the step are recorded, because later updates on the same generation are
     off-policy by design. In distributed runs the first process writes its own sequences.
 
     Args:
-        folder: new or of an earlier run; `step-000012/rollout`, `step-000012/train` and `metrics.jsonl` go there.
-        every: steps between captures. keep: capsules of the last so many captures stay.
+        trainer: TRL's GRPOTrainer or a subclass.
+        folder: receives `step-000012/rollout`, `step-000012/train` and `metrics.jsonl`; may be of an earlier run.
+        every: steps between captures.
+        keep: number of captures whose capsules are kept.
         text: False leaves out token texts and the command.
 
     Raises:
@@ -53,7 +54,7 @@ def record(trainer: Any, folder: str | Path, *, every: int = 1, keep: int = 20, 
 
 
 class _Run:
-    """Rows of the step that is being computed, and where they go."""
+    """Sequences of the current step, and where they are written."""
 
     def __init__(self, trainer: Any, folder: Path, every: int, keep: int, text: bool) -> None:
         self.trainer, self.folder, self.every, self.keep, self.text = trainer, folder, every, keep, text
@@ -90,37 +91,34 @@ class _Run:
 
     @property
     def step(self) -> int:
-        """Updates made so far: the version of the weights."""
+        """Updates so far, which is the version of the weights."""
         return int(self.trainer.state.global_step)
 
     def take(self, inputs: dict[str, Any], trained: Tensor) -> None:
-        """Keeps a micro-batch: prompts and completions without padding, both log-probabilities, what counts."""
+        """Keeps a micro-batch without its padding: prompts, completions, masks, log-probabilities of both sides."""
         sampled = next((inputs[name] for name in _SAMPLED if inputs.get(name) is not None), None)
         if sampled is None:
             if not self.warned:
-                logger.warning("rlkernel-drift: the rollout returns no log-probabilities (use_vllm=True does)")
+                logger.warning("rlkernel-drift: the rollout returns no log-probabilities; use_vllm=True does")
             self.warned = True
             return
-        counted = inputs["completion_mask"].bool()
-        mask = counted & inputs["tool_mask"].bool() if "tool_mask" in inputs else counted
-        fresh = (inputs[_VERSION] == self.step).tolist()
-        lists = [x.cpu() for x in (inputs["prompt_ids"], inputs["prompt_mask"].bool(), inputs["completion_ids"])]
-        prompts, there, completions = lists
-        counted, mask, left, right = (x.cpu() for x in (counted, mask, sampled.float(), trained.float()))
-        for i in (i for i, new in enumerate(fresh) if new and bool(counted[i].any())):
+        counted = inputs["completion_mask"].bool().cpu()
+        mask = counted & inputs["tool_mask"].bool().cpu() if "tool_mask" in inputs else counted
+        prompts, present = inputs["prompt_ids"].cpu(), inputs["prompt_mask"].bool().cpu()
+        columns = {
+            "completion": inputs["completion_ids"].cpu(),
+            "mask": mask,
+            "rollout": sampled.float().cpu(),
+            "train": trained.float().cpu(),
+        }
+        current = (inputs[_VERSION] == self.step).cpu()
+        for i in (current & counted.any(1)).nonzero()[:, 0].tolist():
             width = int(counted[i].nonzero()[-1]) + 1
-            self.rows.append(
-                {
-                    "prompt": prompts[i][there[i]].tolist(),
-                    "completion": completions[i][:width].tolist(),
-                    "mask": mask[i][:width].tolist(),
-                    "rollout": left[i][:width].tolist(),
-                    "train": right[i][:width].tolist(),
-                }
-            )
+            row = {name: column[i][:width].tolist() for name, column in columns.items()}
+            self.rows.append({"prompt": prompts[i][present[i]].tolist(), **row})
 
     def write(self) -> None:
-        """Writes the step's capsules and its line of figures."""
+        """Writes the step's capsules and its line of metrics."""
         rows, self.rows = self.rows, []
         if not rows:
             return
@@ -131,7 +129,7 @@ class _Run:
         found = token_statistics(
             Comparable(rollout.logprobs["recorded.processed"], train.logprobs["train.processed"], rollout.mask)
         )
-        figures = {
+        row = {
             "step": self.step,
             "weights_version": self.step,
             "sampling/sampling_logp_difference/mean": found.mean,
@@ -140,7 +138,7 @@ class _Run:
             "exact_frac": found.equal,
         }
         with open(self.folder / METRICS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(figures) + "\n")
+            file.write(json.dumps(row) + "\n")
         for old in step_folders(self.folder)[: -self.keep]:
             shutil.rmtree(old)
 
@@ -160,7 +158,7 @@ class _Run:
         ours = getattr(trainer, "_rl_kernel", None) is not None
         model = trainer.accelerator.unwrap_model(trainer.model)
         config = model.config
-        # TRL's forward knows the temperature; it does not know which tokens sampling kept. Ours does.
+        # TRL's forward applies the temperature but does not know which tokens sampling kept; rlkernel's does
         known = side == "rollout" or ours
         sampling = Sampling(
             temperature=float(s.temperature),
@@ -188,7 +186,7 @@ class _Run:
                 hidden_size=getattr(config, "hidden_size", None),
                 vocab_size=getattr(config, "vocab_size", None),
             ),
-            # What an engine holds it does not say; a version that is assumed would hide a transfer that failed.
+            # an external engine does not report its weights, and an assumed version would hide a failed transfer
             weights=None if side == "rollout" and elsewhere else Weights(version=self.step),
             sampling=sampling,
             config={key: value for key, value in settings.items() if value is not None},
@@ -211,7 +209,7 @@ def _texts(trainer: Any, ids: list[int]) -> dict[str, str]:
 
 
 def _callback(run: _Run) -> Any:
-    """Writes between the last backward of a step and its update."""
+    """A callback that writes after the last backward of a step and before its update."""
     from transformers import TrainerCallback
 
     class Write(TrainerCallback):

@@ -1,9 +1,6 @@
-"""Capture from vLLM: samples with a seed a request, then scores its own tokens as prompts, without prefix cache.
+"""Capture from vLLM: samples with one seed per request, then scores the tokens as prompts, without a prefix cache.
 
-The model runs as the installed vLLM runs it; with the plugin of rlkernel installed and asked for, that is its model.
-Operators are recorded while it samples: hashes in the engine as it is, values in eager mode (`vllm_worker`). What this
-process and those that it starts print goes on to where it went before, and its end is kept: vLLM tells there alone why
-its engine does not start.
+Operators are recorded while it samples (`vllm_worker`): fingerprints in any mode, values in eager mode.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,30 +26,43 @@ from rlkernel_drift.capsule import (
     Operators,
     Tensor,
     WeightFingerprint,
-    Weights,
     build_capsule,
-    describe_operators,
 )
 from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS
 from rlkernel_drift.capsule.tensor_file import parse_tensors, read_bytes
-from rlkernel_drift.capture.request import Request, Texts, manifest_of, read_prompts, weights_of
+from rlkernel_drift.capture.request import (
+    Request,
+    captured,
+    counted_sequences,
+    prompt_ids,
+    stream_of,
+    tokens_only,
+)
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.scoring.sequences import sequences_of
 from rlkernel_drift.scoring.weights import fingerprints, read_weights
 
+_WORKER = "rlkernel_drift.capture.vllm_worker.Recording"
+_SETTINGS = ("VLLM_BATCH_INVARIANT", "VLLM_ATTENTION_BACKEND")
+_CHUNK = 16  # tokens per step of the chunked engine of a floor
+_STEP, _SEQUENCES = 1024, 128  # tokens and sequences per step where values are kept until its end
+
+# ---- the log of an engine that fails -------------------------------------------------------------------------------
+
 _LINES = 2000
 _CAUSE = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Interrupt)): (.+)")
-# What the processes around the one that failed say: that it failed.
+# the processes around the failed one only repeat that it failed
 _ECHO = re.compile(r"initialization failed|failed to start|See (?:stack trace|root cause)", re.IGNORECASE)
 
 
 @contextlib.contextmanager
-def overheard() -> Iterator[deque[str]]:
-    """Yields the last lines of standard output and standard error while the block runs.
+def teed_output() -> Iterator[deque[str]]:
+    """Yields the last lines of standard output and standard error, which still go where they went before.
 
-    Processes that the block starts keep writing through it afterwards.
+    File descriptors are redirected, because vLLM's processes write the reason why they fail to their log only.
+    Processes that the block starts keep writing through the pipes afterwards.
     """
-    heard: deque[str] = deque(maxlen=_LINES)
+    log: deque[str] = deque(maxlen=_LINES)
     threads = []
     kept = {}
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -61,45 +71,42 @@ def overheard() -> Iterator[deque[str]]:
         read, write = os.pipe()
         os.dup2(write, number)
         os.close(write)
-        threads.append(threading.Thread(target=_pass_on, args=(read, os.dup(kept[number]), heard), daemon=True))
+        threads.append(threading.Thread(target=_tee, args=(read, os.dup(kept[number]), log), daemon=True))
         threads[-1].start()
     try:
-        yield heard
+        yield log
     finally:
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
             os.dup2(kept[number], number)
             os.close(kept[number])
-        # A process that still runs holds its end open; one that failed has closed it.
+        # not joined without a limit, because a process that still runs keeps its end of the pipe open
         for thread in threads:
             thread.join(0.5)
 
 
-def _pass_on(read: int, target: int, heard: deque[str]) -> None:
+def _tee(read: int, target: int, log: deque[str]) -> None:
     rest = b""
     while part := os.read(read, 1 << 16):
-        # Nobody may wait because the reader of our own output has gone.
+        # a closed terminal must not block the processes that write
         with contextlib.suppress(OSError):
             os.write(target, part)
         *lines, rest = (rest + part).split(b"\n")
-        heard.extend(line.decode("utf-8", "replace") for line in lines)
+        log.extend(line.decode("utf-8", "replace") for line in lines)
         rest = rest[-(1 << 16) :]
-    heard.append(rest.decode("utf-8", "replace"))
+    log.append(rest.decode("utf-8", "replace"))
     os.close(read)
     os.close(target)
 
 
-def cause(lines: list[str]) -> str | None:
-    """The last error in lines of a log, what merely repeats that something failed left out; None without one."""
-    found = (match for line in reversed(lines) if (match := _CAUSE.search(line)) and not _ECHO.search(line))
+def root_cause(lines: Iterable[str]) -> str | None:
+    """The last error in a log that does not just report another one; None without one."""
+    found = (match for line in reversed(list(lines)) if (match := _CAUSE.search(line)) and not _ECHO.search(line))
     match = next(found, None)
     return None if match is None else f"{match[1]}: {match[2].strip()}"
 
 
-_SETTINGS = ("VLLM_BATCH_INVARIANT", "VLLM_ATTENTION_BACKEND")
-_WORKER = "rlkernel_drift.capture.vllm_worker.Recording"
-_CHUNK = 16  # tokens of a step of the chunked engine of a floor
-_STEP, _SEQUENCES = 1024, 128  # of a step where whole values are kept until its end
+# ---- capture -------------------------------------------------------------------------------------------------------
 
 
 def capture_vllm(request: Request, rlkernel: bool = False) -> Capsule:
@@ -109,44 +116,29 @@ def capture_vllm(request: Request, rlkernel: bool = False) -> Capsule:
         rlkernel: compute with rlkernel's plugin.
 
     Raises:
-        DriftError: vLLM is missing, or does not start.
+        DriftError: vLLM is missing, does not start, or stops.
     """
+    recording, operators = request.operators != "none", Operators()
     with _started(request, rlkernel) as engine:
-        return _captured(request, engine)
-
-
-def _captured(request: Request, engine: Any) -> Capsule:
-    texts = Texts(request.model)
-    recording = request.operators != "none"
-    if recording:
-        engine.collective_rpc("rlkernel_drift_start", args=(request.operator_count,))
-    if request.tokens is None:
-        bare = _sampled(request, engine, texts)
-    else:
-        bare = replace(request.tokens, logprobs={}, operators=Operators(), distribution=None, manifest=Manifest())
-    streams = dict(bare.logprobs)
-    phase = "train" if request.side == "train" else "prefill"
-    operators = _operators(request, engine, bare) if recording and request.tokens is None else None
-    streams[f"{phase}.raw"] = _scored(engine, bare)
-    if operators is None:
-        operators = _operators(request, engine, bare) if recording else Operators()
-    about = engine.collective_rpc("rlkernel_drift_about")[0]
-    weights, left_out = _weights(request, engine)
-    manifest = manifest_of(
-        request,
-        "vllm",
-        {**_config(engine), **about, "dtype": request.dtype},
-        contract=_contract(engine),
-        weights=weights,
-        left_out=left_out,
-        vocabulary=texts.vocabulary(bare.ids),
-        operators=describe_operators(operators),
-    )
-    return replace(bare, manifest=manifest, logprobs=streams, operators=operators)
+        if recording:
+            engine.collective_rpc("rlkernel_drift_start", args=(request.operator_count,))
+        if request.tokens is None:
+            bare = _sampled(request, engine)
+            if recording:  # saved before the same tokens are scored
+                operators = _operators(request, engine, bare)
+        else:
+            bare = tokens_only(request.tokens)
+        streams = {**bare.logprobs, f"{request.phase}.raw": _scored(engine, bare)}
+        if recording and request.tokens is not None:
+            operators = _operators(request, engine, bare)
+        config = {**_config(engine), **engine.collective_rpc("rlkernel_drift_about")[0], "dtype": request.dtype}
+        weights, left_out = _weights(request, engine)
+        fields = {"contract": _contract(engine), "left_out": left_out}
+        return captured(request, bare, streams, operators, "vllm", config, weights, **fields)
 
 
 def _settings(request: Request, rlkernel: bool) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; those of the request win."""
+    """Arguments of `vllm.LLM`; those of the request have precedence."""
     settings: dict[str, Any] = {
         "model": str(request.model.resolve()),
         "dtype": request.dtype,
@@ -172,37 +164,39 @@ def _started(request: Request, rlkernel: bool) -> Iterator[Any]:
     """An engine while the block runs.
 
     Raises:
-        DriftError: it does not start, or stops inside the block; its log says why.
+        DriftError: it does not start, or stops inside the block; the message holds the cause from its log.
     """
     try:
         from vllm import LLM
     except ImportError:
         raise DriftError("this engine needs vLLM: pip install 'rlkernel[vllm]'") from None
-    with overheard() as heard:
+    with teed_output() as log:
         try:
             engine = LLM(**_settings(request, rlkernel))
-        except Exception as failed:  # of whatever type vLLM raises: without an engine there is nothing to capture
+        except Exception as failed:  # vLLM raises many types here
             engine, error = None, failed
     if engine is None:
-        why = cause(list(heard)) or f"{type(error).__name__}: {error}"
+        why = root_cause(log) or f"{type(error).__name__}: {error}"
         hint = """--engine-args passes settings to it, as in --engine-args '{"gpu_memory_utilization": 0.5}'"""
         raise DriftError(f"vLLM does not start: {why} ({hint})")
     died = _died()
     try:
         if rlkernel and _contract(engine) is None:
-            raise DriftError("vLLM does not compute with rlkernel: is it installed, and does VLLM_PLUGINS allow it?")
+            raise DriftError(
+                "vLLM does not compute with rlkernel: check that it is installed and that VLLM_PLUGINS allows it"
+            )
         yield engine
     except died as error:
-        # The engine's own process goes on writing to what was listened to while it started.
+        # the engine's process still writes into the log of its start
         time.sleep(0.5)
-        why = cause(list(heard)) or f"{type(error).__name__}: {error}"
+        why = root_cause(log) or f"{type(error).__name__}: {error}"
         raise DriftError(f"vLLM stopped while it computed: {why}") from None
     finally:
         _stop(engine)
 
 
 def _died() -> tuple[type[Exception], ...]:
-    """What vLLM raises where its engine has stopped; none in versions that have no such class."""
+    """The exceptions that vLLM raises after its engine has stopped; empty for versions without these classes."""
     try:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
     except ImportError:
@@ -211,7 +205,7 @@ def _died() -> tuple[type[Exception], ...]:
 
 
 def _stop(engine: Any) -> None:
-    """Gives the device's memory back: the other side may be computed next."""
+    """Frees the device's memory, because the other side may be computed next."""
     import gc
 
     import torch
@@ -238,7 +232,7 @@ def _config(engine: Any) -> dict[str, Any]:
         "max_num_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
     }
     head = str(getattr(config.model_config, "head_dtype", config.model_config.dtype)).removeprefix("torch.")
-    if _contract(engine) is not None:  # rlkernel's logits are fp32 sums, never rounded
+    if _contract(engine) is not None:  # rlkernel computes logits in fp32
         head = "float32"
     found |= {"head_dtype": head, "logits_dtype": head}
     found |= {name.lower().removeprefix("vllm_"): os.environ[name] for name in _SETTINGS if name in os.environ}
@@ -246,31 +240,29 @@ def _config(engine: Any) -> dict[str, Any]:
 
 
 def _contract(engine: Any) -> str | None:
-    """The contract of the numbers where the plugin of rlkernel computes them."""
+    """rlkernel's contract, where its plugin computes the model."""
     try:
         status = engine.collective_rpc("rlkernel_status")[0]
-    except Exception:  # the method exists in workers that compute with rlkernel alone; executors wrap what they raise
+    except Exception:  # other workers lack the method, and executors wrap the error in types of their own
         return None
     return str(status["contract"]) if status.get("exact") else None
 
 
-def _weights(request: Request, engine: Any) -> tuple[Weights | None, list[str]]:
-    """Fingerprints of the weights in the worker, or of the files where the engine repacks them; what is missing."""
+def _weights(request: Request, engine: Any) -> tuple[dict[str, WeightFingerprint] | None, list[str]]:
+    """Fingerprints of the weights, of the model's files where the engine repacks them; and what was left out."""
     if not request.weights:
         return None, []
     held = engine.collective_rpc("rlkernel_drift_weights")[0]
     if held is None:
-        found = fingerprints(read_weights(request.model))
-        return weights_of(found), ["the engine repacks its weights: the files of its model were hashed instead"]
-    return weights_of({name: WeightFingerprint(**values) for name, values in held.items()}), []
+        reason = "fingerprints of the weights in memory (the engine repacks them; the model's files were hashed)"
+        return fingerprints(read_weights(request.model)), [reason]
+    return {name: WeightFingerprint(**values) for name, values in held.items()}, []
 
 
-def _sampled(request: Request, engine: Any, texts: Texts) -> Capsule:
+def _sampled(request: Request, engine: Any) -> Capsule:
     from vllm import SamplingParams
 
-    if request.prompts is None:
-        raise DriftError("capture needs --prompts, or --tokens with a capsule")
-    prompts = [texts.ids(p) for p in read_prompts(request.prompts) for _ in range(request.samples)]
+    prompts = [ids for ids in prompt_ids(request) for _ in range(request.samples)]
     s = request.sampling
     params = [
         SamplingParams(
@@ -297,16 +289,15 @@ def _sampled(request: Request, engine: Any, texts: Texts) -> Capsule:
 def _scored(
     engine: Any, bare: Capsule, order: Callable[[list[int]], list[int]] = list, alone: bool = False
 ) -> np.ndarray:
-    """Prompt log-probabilities of the counted tokens: always those of the raw logits.
+    """Prompt log-probabilities of the counted tokens, which vLLM computes from the raw logits.
 
     Args:
-        order: of the sequences in the queue. alone: one sequence at a time.
+        order: maps the numbers of the sequences to their order in the queue.
+        alone: score one sequence at a time.
     """
     from vllm import SamplingParams
 
-    sequences = sequences_of(bare)
-    if not sequences.counted:
-        raise DriftError("there is no token to score: every mask is empty")
+    sequences = counted_sequences(bare)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     ids = [s.tolist() for s in sequences.ids]
     queue = order(list(range(len(ids))))
@@ -320,9 +311,7 @@ def _scored(
         for o, tokens, rows in zip(outputs, ids, sequences.rows, strict=True)
         for row in rows
     ]
-    stream = np.full(bare.tokens, np.nan, np.float32)
-    stream[sequences.token.numpy()] = np.array(values, np.float32)
-    return stream
+    return stream_of(bare, sequences, values)
 
 
 # ---- the engine against itself -------------------------------------------------------------------------------------
@@ -331,11 +320,11 @@ def _scored(
 def permuted(request: Request, rlkernel: bool = False) -> dict[str, np.ndarray]:  # name -> [N]
     """Raw log-probabilities of the counted tokens, scored as prompts in several batches, orders and chunks.
 
-    Sampled tokens are decoded too, where nothing was scaled or filtered.
+    Those of decoding are included where temperature and filters do not change them.
     """
     found: dict[str, np.ndarray] = {}
     with _started(request, rlkernel) as engine:
-        bare = request.tokens or _sampled(request, engine, Texts(request.model))
+        bare = request.tokens or _sampled(request, engine)
         token = sequences_of(bare).token.numpy()
         found["as it is"] = _scored(engine, bare)[token]
         found["other order"] = _scored(engine, bare, lambda rows: rows[::-1])[token]
@@ -355,16 +344,16 @@ def permuted(request: Request, rlkernel: bool = False) -> dict[str, np.ndarray]:
 
 
 def _operators(request: Request, engine: Any, bare: Capsule) -> Operators:
-    """What the worker kept, in the capsule's order of tokens."""
+    """The rows that the worker recorded, in the capsule's order of tokens."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.safetensors"
         names = engine.collective_rpc("rlkernel_drift_save", args=(str(file),))[0]
         if not names:
-            raise DriftError("vLLM's worker recorded nothing; it runs in a way that hooks do not see")
+            raise DriftError("vLLM's worker recorded no operator: its model runs without calling the hooks")
         values = parse_tensors(read_bytes(file, 1 << 40, "recorded rows"), file.name, DEFAULT_LIMITS)
     owner, position, ids = (values[name].values.astype(np.int64) for name in ("request", "positions", "ids"))
     token = _tokens_of(bare, owner, position, ids)
-    # A request that was preempted computes rows again; the last counts.
+    # a preempted request computes rows again, and the last one counts
     token, row = np.unique(token[::-1], return_index=True)
     row = len(owner) - 1 - row
     if request.operators == "rows" and len(row) > request.operator_rows:
@@ -376,16 +365,18 @@ def _operators(request: Request, engine: Any, bare: Capsule) -> Operators:
 
 
 def _tokens_of(bare: Capsule, owner: np.ndarray, position: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """The capsule's token of each row; requests were numbered in the order of their sequences.
+    """The capsule's token of each row; requests are numbered in the order of the sequences.
 
     Raises:
-        DriftError: a row's token id is another than the sequence has there.
+        DriftError: the token id of a row is not the one that the sequence has there.
     """
     token = bare.cu_seqlens[owner] + position
     inside = token < bare.cu_seqlens[owner + 1]
     good = inside & (bare.ids[np.where(inside, token, 0)] == ids)
     if not good[inside].all():
-        raise DriftError("recorded rows and sampled tokens do not fit: this vLLM orders its batches in an unknown way")
+        raise DriftError(
+            "recorded rows do not match the sampled tokens: this version of vLLM orders its batches differently"
+        )
     return token
 
 
@@ -396,7 +387,7 @@ _ORDER = (
 
 
 def _computed(item: tuple[str, Tensor]) -> tuple[int, int]:
-    """Place of an operator in the order of computation."""
+    """Sort key: the place of an operator in the order of computation."""
     name = item[0]
     if not name.startswith("layers."):
         return (-1, 0) if name == "embedding" else (1 << 30, 0)

@@ -1,7 +1,7 @@
-"""What a vLLM worker records of every operator: row hashes (compiled, in CUDA graphs) or values (eager).
+"""Records the operators of a vLLM worker: fingerprints of rows in any mode, or values in eager mode.
 
 vLLM imports this in its workers: `worker_extension_cls="rlkernel_drift.capture.vllm_worker.Recording"`, with
-`additional_config={"rlkernel_drift": "fingerprint"}` (or "values"). Nothing is hooked where that key is missing.
+`additional_config={"rlkernel_drift": "fingerprint"}` (or "values"). Without that key nothing is hooked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _see_op(value: Tensor, residual: Tensor | None, name: str) -> Tensor:
 
 
 def _define_op() -> None:
-    # Under torch.compile the recording is an operator whose result is used further on, so that no compiler drops it.
+    # under torch.compile the recording is a custom op whose result the model uses, so that it is not eliminated
     library = torch.library.Library(KEY, "FRAGMENT")
     library.define("see(Tensor value, Tensor? residual, str name) -> Tensor")
     for key in ("CPU", "CUDA"):
@@ -44,7 +44,7 @@ def _define_op() -> None:
 
 
 def _seen(name: str, value: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Records; returns what the model goes on with."""
+    """Records a value; returns the one that the model continues with."""
     if torch.compiler.is_compiling():
         return torch.ops.rlkernel_drift.see(value, residual, name)
     assert _recorder is not None
@@ -53,7 +53,13 @@ def _seen(name: str, value: Tensor, residual: Tensor | None = None) -> Tensor:
 
 
 def _output(name: str, residual: str | None = None, add: str | None = None) -> Any:
-    """A hook for a module's output: its first part, and of a norm that adds the second, the residual stream."""
+    """A hook that records a module's output.
+
+    Args:
+        name: of the output, or of its first part.
+        residual: name of the second part, where a norm returns the residual stream.
+        add: name of the sum of both parts, which is then the only one recorded.
+    """
 
     def hook(module: Any, args: Any, out: Any) -> Any:
         if not isinstance(out, tuple):
@@ -74,7 +80,7 @@ def _input(name: str) -> Any:
 
 
 def attach(model: Any, recorder: Recorder) -> None:
-    """Hooks a decoder of vLLM: embedding, layers with fused projections, final norm; its inputs first.
+    """Hooks a vLLM decoder: its inputs, embedding, layers with fused projections, final norm.
 
     Raises:
         ValueError: the model has no list of layers.
@@ -114,7 +120,7 @@ def attach(model: Any, recorder: Recorder) -> None:
 
 
 def install() -> None:
-    """Lets workers of this process attach hooks after they have loaded a model, before anything is compiled."""
+    """Makes workers of this process attach hooks after they load a model, before it is compiled."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     stock = WorkerWrapperBase.init_device
@@ -160,7 +166,7 @@ def _watch(worker: Any, vllm_config: Any, kind: str) -> None:
 
 
 def _order(runner: Any, counts: dict[str, int]) -> list[str]:
-    """Requests in the order of their rows; the two model runners of vLLM keep it in different places."""
+    """Requests in the order of their rows, which vLLM's two model runners store in different places."""
     state = getattr(runner, "execute_model_state", None)
     held = [getattr(runner, "input_batch", None), getattr(state, "input_batch", None)]
     held += state if isinstance(state, tuple) else []
@@ -172,7 +178,7 @@ def _order(runner: Any, counts: dict[str, int]) -> list[str]:
 
 
 def hf_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Weights under their Hugging Face names: fused ones in parts, without padding of the vocabulary."""
+    """Weights under their Hugging Face names; fused ones are split, padding of the vocabulary is removed."""
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
@@ -189,7 +195,7 @@ def hf_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 class Recording:
-    """Methods of a worker that `collective_rpc` calls by name."""
+    """Worker methods that `collective_rpc` calls by name."""
 
     model_runner: Any
 
@@ -199,14 +205,14 @@ class Recording:
             _recorder.start(sequences)
 
     def rlkernel_drift_save(self, path: str) -> list[str]:
-        """Writes the rows that were kept, and stops; the names of what was written."""
+        """Writes the kept rows and stops recording; returns the names of the tensors."""
         if _recorder is None:
             return []
         _recorder.on = False
         return _recorder.save(path)
 
     def rlkernel_drift_weights(self) -> dict[str, dict[str, Any]] | None:
-        """Fingerprints of the weights that compute; None where the engine keeps them in another form."""
+        """Fingerprints of the weights in memory; None where the engine repacks them."""
         from rlkernel_drift.scoring.weights import fingerprints
 
         weights = dict(hf_weights(self.model_runner.get_model()))
@@ -215,7 +221,7 @@ class Recording:
         return {name: found.model_dump() for name, found in fingerprints(weights).items()}
 
     def rlkernel_drift_about(self) -> dict[str, str]:
-        """Attention and model as they run, which the configuration leaves to defaults."""
+        """The attention backend and model class in use, which the configuration may leave to defaults."""
         model = self.model_runner.get_model()
         kinds = {type(m.impl).__name__ for m in model.modules() if hasattr(m, "impl") and hasattr(m, "attn_backend")}
         return {"attention_backend": ", ".join(sorted(kinds)), "model_class": type(model).__name__}

@@ -1,1 +1,1 @@
-"""The command line; a command imports what it runs on when it runs."""
+"""The command line. Commands import numpy, torch and engines when they run, so that `--help` is fast."""

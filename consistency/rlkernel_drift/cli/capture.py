@@ -1,7 +1,4 @@
-"""`rlkernel-drift capture` and `floor` run an engine: one records a capsule, the other the band that is normal for it.
-
-A capsule is of prompts or of another capsule's tokens; a floor is the engine against itself.
-"""
+"""`rlkernel-drift capture` records a capsule with an engine; `floor` measures the noise of an engine against itself."""
 
 from __future__ import annotations
 
@@ -10,13 +7,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlkernel_drift.capture import ENGINES
 from rlkernel_drift.cli.streams import at_least, write_file
+from rlkernel_drift.errors import DriftError
 
 if TYPE_CHECKING:
-    from rlkernel_drift.capsule import Capsule
     from rlkernel_drift.capture.request import Request
 
-ENGINES = ("hf", "hf+rlkernel", "rlkernel", "vllm", "vllm+rlkernel")
+DTYPES = ("float32", "bfloat16", "float16")
+_RECORDING = ("operators", "operator_sequences", "operator_rows", "logits_rows")  # options of `capture` only
 
 
 def add_capture(subparsers: Any) -> None:
@@ -34,40 +33,41 @@ def add_capture(subparsers: Any) -> None:
     )
     parser.add_argument("--logits-rows", type=at_least(0), default=0, metavar="N", help="tokens with logits; default 0")
     parser.add_argument("--engine-args", default="{}", metavar="JSON", help="further arguments of vllm.LLM")
-    parser.add_argument("--no-weights", action="store_true", help="no fingerprints of the weights")
+    parser.add_argument("--no-weights", action="store_true", help="leave out fingerprints of the weights")
     parser.add_argument("--no-text", action="store_true", help="leave out token texts and the command")
-    parser.add_argument("--max-mib", type=at_least(1), default=256, metavar="N", help="capsule's size; default 256")
+    parser.add_argument(
+        "--max-mib", type=at_least(1), default=256, metavar="N", help="largest size of the capsule; default 256"
+    )
     parser.set_defaults(run=run_capture)
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
-    """What to compute."""
+    """Adds the options of a request: model, prompts or tokens, sampling, dtype, device."""
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
-    parser.add_argument("--prompts", metavar="FILE", help="a prompt a line, or JSON lines with the column `prompt`")
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt per line, or JSON lines with the column `prompt`")
     parser.add_argument("--tokens", metavar="CAPSULE", help="score the tokens of this capsule instead of sampling")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--max-tokens", type=at_least(1), default=64, metavar="N", help="default 64")
-    parser.add_argument("-n", type=at_least(1), default=1, metavar="N", help="completions a prompt; default 1")
+    parser.add_argument("-n", type=at_least(1), default=1, metavar="N", help="completions per prompt; default 1")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
     parser.add_argument("--attention", default="", help="attention kernels of transformers: sdpa, eager, ...")
     words = "head and logits of transformers; default the model's dtype"
-    parser.add_argument("--head-dtype", default="", choices=("float32", "bfloat16", "float16"), help=words)
+    parser.add_argument("--head-dtype", default="", choices=DTYPES, help=words)
 
 
 def request_of(args: argparse.Namespace) -> Request:
-    """The request of the options."""
+    """The request that the options describe."""
     from rlkernel_drift.capsule import Sampling, read_capsule
     from rlkernel_drift.capture.request import Request, check_ids, describe_model, sampling_of
-    from rlkernel_drift.errors import DriftError
 
     tokens = read_capsule(args.tokens) if args.tokens else None
     if not (Path(args.model) / "config.json").is_file():
-        raise DriftError(f"{args.model} is no model directory: it has no config.json")
+        raise DriftError(f"{args.model} is not a model directory: it has no config.json")
     sampling = sampling_of(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
     if tokens is not None and sampling == Sampling():
         sampling = tokens.manifest.sampling
@@ -88,66 +88,40 @@ def request_of(args: argparse.Namespace) -> Request:
         device=device_of(args.device),
         attention=args.attention,
         head=args.head_dtype,
-        operators=getattr(args, "operators", "none"),
-        operator_sequences=getattr(args, "operator_sequences", 2),
-        operator_rows=getattr(args, "operator_rows", 64),
-        logits_rows=getattr(args, "logits_rows", 0),
         weights=not getattr(args, "no_weights", False),
-        engine=engine_args(getattr(args, "engine_args", "{}")),
+        engine=engine_args(args.engine_args),
         command=args.typed,
+        **{name: getattr(args, name) for name in _RECORDING if name in args},
     )
 
 
 def device_of(text: str) -> str:
-    """The device of `--device`.
+    """Checks the device of `--device`.
 
     Raises:
-        DriftError: torch does not know it, or does not see it.
+        DriftError: it is not a device, or not available.
     """
     import torch
-
-    from rlkernel_drift.errors import DriftError
 
     try:
         device = torch.device(text)
     except RuntimeError:
-        raise DriftError(f"--device {text} is no device; expected cpu, cuda or cuda:N") from None
+        raise DriftError(f"--device {text} is not a device; expected cpu, cuda or cuda:N") from None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise DriftError(f"--device {text}: torch sees {count} CUDA devices here; --device cpu computes without one")
+        raise DriftError(f"--device {text} is not available: torch sees {count} CUDA devices; --device cpu needs none")
     return text
 
 
 def engine_args(text: str) -> dict[str, Any]:
     """The JSON object of `--engine-args`."""
-    from rlkernel_drift.errors import DriftError
-
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise DriftError(f"--engine-args is no JSON: {error}") from None
+        raise DriftError(f"--engine-args is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise DriftError(f"--engine-args must be a JSON object, as in '{{\"max_model_len\": 4096}}'; it is {text}")
     return values
-
-
-def capture(engine: str, request: Request) -> Capsule:
-    """Runs one engine's adapter; it alone imports the engine."""
-    if engine == "hf":
-        from rlkernel_drift.capture.hf import capture_hf
-
-        return capture_hf(request)
-    if engine == "hf+rlkernel":
-        from rlkernel_drift.capture.rlkernel_hf import capture_rlkernel_hf
-
-        return capture_rlkernel_hf(request)
-    if engine == "rlkernel":
-        from rlkernel_drift.capture.rlkernel_engine import capture_rlkernel
-
-        return capture_rlkernel(request)
-    from rlkernel_drift.capture.vllm_engine import capture_vllm
-
-    return capture_vllm(request, rlkernel=engine == "vllm+rlkernel")
 
 
 def run_capture(args: argparse.Namespace) -> int:
@@ -155,10 +129,11 @@ def run_capture(args: argparse.Namespace) -> int:
     import time
 
     from rlkernel_drift.capsule import check_target, write_capsule
+    from rlkernel_drift.capture import run_engine
 
     check_target(Path(args.out))
     start = time.perf_counter()
-    capsule = capture(args.engine, request_of(args))
+    capsule = run_engine(args.engine, request_of(args))
     folder = write_capsule(capsule, args.out, max_bytes=args.max_mib << 20, text=not args.no_text)
     size = sum(file.stat().st_size for file in folder.iterdir())
     seconds = time.perf_counter() - start

@@ -1,7 +1,4 @@
-"""`rlkernel-drift demo` and `power` plant faults in tiny models: one and its verdict, or every kind and what was named.
-
-`demo NAME --out` keeps the capsules and models; `power` says what was named, what missed, what alarmed falsely.
-"""
+"""`rlkernel-drift demo` plants a fault in a tiny model and shows the verdict; `power` measures detection of all."""
 
 from __future__ import annotations
 
@@ -49,17 +46,17 @@ def add_demo(subparsers: Any) -> None:
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Plants, compares, diagnoses, prints; returns the verdict's exit status."""
+    """Plants the fault, compares, diagnoses, prints; returns the verdict's exit status."""
     if args.name not in DEMOS:
-        what = "needs a NAME" if args.name is None else f"{args.name!r} is unknown"
-        raise DriftError(f"demo {what}; there are: {', '.join(DEMOS)}")
+        what = "needs a NAME" if args.name is None else f"has no {args.name!r}"
+        raise DriftError(f"demo {what}; choose one of: {', '.join(DEMOS)}")
     import torch
 
     from rlkernel_drift.faults.kinds import KINDS
     from rlkernel_drift.faults.world import healthy_world, record_world
     from rlkernel_drift.power import judge_pair
 
-    # The models are so small that a second thread only waits.
+    # the models are too small for more threads
     torch.set_num_threads(1)
     kind = KINDS.get(DEMOS[args.name])
     family = args.family if kind is None or args.family in kind.families else kind.families[0]
@@ -88,18 +85,20 @@ def add_power(subparsers: Any) -> None:
     """Adds the `power` command."""
     words = "measure what the diagnosis finds: planted faults and healthy pairs"
     parser = subparsers.add_parser("power", help=words, description=words.capitalize() + ".")
-    parser.add_argument("--seeds", type=at_least(0), default=5, metavar="N", help="seeds a fault and family; default 5")
+    parser.add_argument(
+        "--seeds", type=at_least(0), default=5, metavar="N", help="seeds per fault and family; default 5"
+    )
     parser.add_argument("--healthy", type=at_least(0), default=200, metavar="N", help="healthy pairs; default 200")
     parser.add_argument("--kind", action="append", metavar="NAME", help="only this fault; repeatable")
     parser.add_argument("--jobs", type=at_least(1), default=1, metavar="N", help="processes; default 1")
-    parser.add_argument("--log", metavar="FILE", help="cases as JSON lines; a run with the same file goes on")
+    parser.add_argument("--log", metavar="FILE", help="cases as JSON lines; a run with the same file resumes")
     parser.add_argument("--json", metavar="FILE", help="write summary and cases")
     parser.add_argument("--table", metavar="FILE", help="write the table as Markdown (- for standard output)")
     parser.set_defaults(run=run_power)
 
 
 def run_power(args: argparse.Namespace) -> int:
-    """Runs the matrix; 0 where at least 95% are named right, none is called aligned and nothing alarms falsely."""
+    """Runs all cases; returns 0 if 95% are named right, none is called aligned, and there is no false alarm."""
     import torch
 
     from rlkernel_drift.power import Case, plan, run_matrix, summary, write_result
@@ -108,16 +107,13 @@ def run_power(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     cases = plan(args.seeds, args.healthy, args.kind)
     if not cases:
-        raise DriftError("--seeds 0 and --healthy 0 leave no case to run: nothing measured is no pass")
-    count = 0
+        raise DriftError("--seeds 0 and --healthy 0 leave no case to run")
 
-    def tell(case: Case) -> None:
-        nonlocal count
-        count += 1
+    def show(case: Case) -> None:
         if not case.right and (case.above or case.group == "healthy"):
             print(f"{case.kind}, {case.family}, seed {case.seed}: named {case.named}", flush=True)
 
-    results = run_matrix(cases, args.jobs, Path(args.log) if args.log else None, tell)
+    results = run_matrix(cases, args.jobs, Path(args.log) if args.log else None, show)
     figures = write_result(Path(args.json), results, args.typed) if args.json else summary(results)
     if args.table == "-":
         print(kinds(figures))

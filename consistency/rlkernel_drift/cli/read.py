@@ -1,8 +1,4 @@
-"""`rlkernel-drift inspect` and `report` read what is there: a capsule, checked and described, or the JSON of a verdict.
-
-`inspect --schema` prints the JSON Schema of verdicts; `report VERDICT.json --html FILE` writes a report from one, and
-`--png FILE` a picture.
-"""
+"""`rlkernel-drift inspect` checks and describes a capsule; `report` writes HTML and PNG from the JSON of a verdict."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from rlkernel_drift.cli.compare import add_pictures, write_pictures
+from rlkernel_drift.errors import DriftError
 
 if TYPE_CHECKING:
     from rlkernel_drift.verdict import Verdict
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 
 def add_inspect(subparsers: Any) -> None:
     """Adds the `inspect` command."""
-    words = "check a capsule and say what is in it"
+    words = "check a capsule and describe its content"
     parser = subparsers.add_parser("inspect", help=words, description=words.capitalize() + ".")
     parser.add_argument("path", metavar="CAPSULE", nargs="?")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of a verdict instead")
@@ -25,10 +22,8 @@ def add_inspect(subparsers: Any) -> None:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Prints the summary; returns 0, or raises the reader's named error."""
+    """Prints the summary; returns 0."""
     import json
-
-    from rlkernel_drift.errors import DriftError
 
     if args.schema:
         from rlkernel_drift.verdict import json_schema
@@ -76,9 +71,7 @@ def add_report(subparsers: Any) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Writes what was asked for; 0, whatever the verdict says: this command compares nothing."""
-    from rlkernel_drift.errors import DriftError
-
+    """Writes the requested files; returns 0 for every verdict, because this command compares nothing."""
     if not (args.html or args.png):
         raise DriftError("report needs --html FILE or --png FILE")
     write_pictures(read_verdict(args.verdict), args)
@@ -86,15 +79,14 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def read_verdict(path: str) -> Verdict:
-    """A verdict from its JSON, with the bounds of every JSON that strangers send.
+    """A verdict from its JSON, which is not trusted.
 
     Raises:
-        DriftError, CapsuleError: unreadable, too large or deep, or no verdict; the message names the field.
+        DriftError, CapsuleError: unreadable, too large or deep, or not a verdict; the message names the field.
     """
     from pydantic import ValidationError
 
     from rlkernel_drift.capsule.strict_json import DEFAULT_LIMITS, parse_json
-    from rlkernel_drift.errors import DriftError
     from rlkernel_drift.verdict import Verdict
 
     try:
@@ -106,4 +98,4 @@ def read_verdict(path: str) -> Verdict:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise DriftError(f"{path} is no verdict of this version: {where}: {first['msg']}") from None
+        raise DriftError(f"{path} is not a verdict of this version: {where}: {first['msg']}") from None

@@ -1,4 +1,4 @@
-"""What is written: to streams whose reader has gone (`| head`), and to files that are whole or not there at all."""
+"""Writing: to streams whose reader may have closed (`| head`), and to files, atomically."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import argparse
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rlkernel_drift.errors import DriftError
+
 
 def discard_stdout() -> None:
-    """Sends the rest of standard output nowhere, what is in its buffer too."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Discards the rest of standard output, including its buffer."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def emit(text: str) -> None:
-    """Writes to standard output, whether or not somebody still reads."""
+    """Writes to standard output; a closed pipe is ignored."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -28,7 +29,7 @@ def emit(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Writes a line to standard error; where nobody reads it, the exit status alone speaks."""
+    """Writes a line to standard error; a closed pipe is ignored."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -37,10 +38,10 @@ _FILES = ("json", "markdown", "junit", "html", "png", "table", "log")
 
 
 def check_targets(args: argparse.Namespace) -> None:
-    """Refuses files that cannot be written, before minutes of work and before the first of several is written.
+    """Refuses output files that cannot be written, before any work is done.
 
     Raises:
-        DriftError: it names the file.
+        DriftError: the message names the file.
     """
     names = _FILES + (("out",) if args.command == "floor" else ())
     for path in (Path(value) for name in names if (value := getattr(args, name, None)) and value != "-"):
@@ -53,42 +54,35 @@ def check_targets(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def whole(path: str) -> Iterator[str]:
-    """A file beside `path` to write, which takes its place at the end; devices and pipes are written as they are.
+def atomic_file(path: str) -> Iterator[str]:
+    """Yields the path of a temporary file that replaces `path` at the end; devices and pipes are written directly.
 
     Raises:
-        DriftError: it cannot be written.
+        DriftError: the file cannot be written.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         yield path
         return
     target = os.path.realpath(path)
+    temporary = os.path.join(os.path.dirname(target), f".rlkernel-drift-{os.getpid()}")
     try:
-        number, beside = tempfile.mkstemp(prefix=".rlkernel-drift-", dir=os.path.dirname(target))
-        os.close(number)
-    except OSError as error:
-        raise _unwritable(path, error.strerror) from None
-    try:
-        yield beside
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(beside, 0o666 & ~mask)
-        os.replace(beside, target)
+        yield temporary
+        os.replace(temporary, target)
     except OSError as error:
         raise _unwritable(path, error.strerror) from None
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
 
 
 def write_file(path: str, text: str) -> None:
-    """Writes a file that is there as a whole or not at all."""
-    with whole(path) as beside, open(beside, "w", encoding="utf-8") as file:
+    """Writes a file atomically."""
+    with atomic_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """A type of argparse: integers from `low` on."""
+    """An argparse type for integers of at least `low`."""
 
     def parse(text: str) -> int:
         value = int(text)
@@ -100,7 +94,5 @@ def at_least(low: int) -> Callable[[str], int]:
     return parse
 
 
-def _unwritable(path: str | Path, why: str | None) -> Exception:
-    from rlkernel_drift.errors import DriftError
-
+def _unwritable(path: str | Path, why: str | None) -> DriftError:
     return DriftError(f"cannot write {path}: {why}")

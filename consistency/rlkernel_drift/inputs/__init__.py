@@ -1,6 +1,4 @@
-"""Opens what a user names: a capsule, a file of sequences, a run folder, vLLM's hidden states, a metrics file, or
-`ENGINE:MODEL_DIR`.
-"""
+"""Opens inputs: capsules, files of sequences, run folders, vLLM's hidden states, metrics files, `ENGINE:MODEL_DIR`."""
 
 from __future__ import annotations
 
@@ -10,18 +8,17 @@ from typing import Literal
 
 from rlkernel_drift.capsule import Capsule, is_capsule, read_capsule
 from rlkernel_drift.capsule.folder import MANIFEST, TOKENS
+from rlkernel_drift.capture import ENGINES
 from rlkernel_drift.errors import DriftError, UnknownInputError
 from rlkernel_drift.inputs.hidden_states import is_hidden_states, read_hidden_states, split_numbers
 from rlkernel_drift.inputs.metrics import Metrics, read_metrics
 from rlkernel_drift.inputs.run_folder import is_pair, is_run_folder, read_run_folder, read_run_metrics
 from rlkernel_drift.inputs.sequences import is_sequences, read_sequences
 
-ENGINES = ("hf", "hf+rlkernel", "rlkernel", "vllm", "vllm+rlkernel")
-
 
 @dataclass(frozen=True)
 class Model:
-    """A model directory and the engine that shall compute it."""
+    """A model directory and the engine that runs it."""
 
     engine: str
     path: Path
@@ -29,7 +26,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Source:
-    """An opened input; a run folder has both parts, a model none until the other side's tokens are known."""
+    """An opened input. A run folder has capsule and metrics; a model has neither until its engine has run."""
 
     label: str
     kind: Literal["capsule", "sequences", "run folder", "model", "metrics", "hidden states"]
@@ -38,31 +35,31 @@ class Source:
     model: Model | None = None
 
     def __post_init__(self) -> None:
-        # Names of files need not be UTF-8; what is written of them must be.
+        # file names need not be UTF-8, but outputs are
         object.__setattr__(self, "label", self.label.encode("utf-8", "backslashreplace").decode())
 
 
 def open_sides(rollout: str, train: str | None) -> tuple[Source, Source]:
-    """Opens both sides; `train` may be left out where the first input holds both.
+    """Opens both sides; `train` may be left out if the first input holds both.
 
     Raises:
-        CapsuleError, DriftError: as `open_input`, or there is one side only.
+        CapsuleError, DriftError: as `open_input`, or the input holds one side only.
     """
     first, second = open_input(rollout, "rollout"), open_input(train or rollout, "train")
     return first, second if train is not None or is_pair(Path(rollout)) else train_side(second)
 
 
 def train_side(source: Source) -> Source:
-    """The train side of an input that was named alone: one side compared with itself would always be aligned.
+    """The train side of a single input, which must hold both sides, because one side is always aligned with itself.
 
     Raises:
-        DriftError: it is an engine, or a capsule with one side's log-probabilities.
+        DriftError: it is a model, or a capsule with the log-probabilities of one side.
     """
     capsule = source.capsule
     if source.kind in ("run folder", "metrics"):
         return source
     if capsule is None or {name.startswith("train.") for name in capsule.logprobs} != {True, False}:
-        raise DriftError(f"{source.label} is one side only: name the other one too (ROLLOUT TRAIN)")
+        raise DriftError(f"{source.label} holds one side only; name both (ROLLOUT TRAIN)")
     manifest = capsule.manifest.model_copy(update={"side": "train"})
     return replace(source, capsule=replace(capsule, manifest=manifest))
 
@@ -72,15 +69,16 @@ def open_input(text: str, side: Literal["rollout", "train"]) -> Source:
 
     Args:
         text: a path, or `ENGINE:DIR` with one of `ENGINES`.
-        side: which side of a run folder is meant.
+        side: the side to take from a run folder.
 
     Raises:
-        CapsuleError, DriftError: it cannot be read. UnknownInputError: it is none of the known kinds.
+        CapsuleError, DriftError: it cannot be read.
+        UnknownInputError: it is not one of the known kinds.
     """
     engine, _, directory = text.partition(":")
     if engine in ENGINES and directory:
         if not (Path(directory) / "config.json").is_file():
-            raise DriftError(f"{directory} is no model directory: it has no config.json")
+            raise DriftError(f"{directory} is not a model directory: it has no config.json")
         return Source(Path(directory).name, "model", model=Model(engine, Path(directory)))
     path, numbers = Path(text), None
     if not path.exists():
@@ -100,7 +98,7 @@ def open_input(text: str, side: Literal["rollout", "train"]) -> Source:
         if (path / "config.json").is_file():
             raise UnknownInputError(f"{text} is a model directory; name its engine: hf:{text} or rlkernel:{text}")
         if any((path / name).is_file() for name in (MANIFEST, TOKENS)):
-            read_capsule(path)  # a part is missing or damaged, and the refusal names it
+            read_capsule(path)  # raises the error that names the missing or damaged part
         lost = [part for part in (path / "rollout", path / "train") if not is_capsule(part)]
         if len(lost) == 1:
             read_capsule(lost[0])

@@ -1,7 +1,7 @@
-"""Metrics files of TRL, verl, slime, miles, prime-rl, NeMo RL and rlkernel, read under the names that these write.
+"""Metrics files of TRL, verl, slime, miles, prime-rl, NeMo RL and others, under the names that they log.
 
-A file holds one comparison a step, made by the framework itself. Values keep the definitions of the framework: verl's
-differences are of probabilities, slime's of log-probabilities; each maps to the statistic of the same definition.
+A file holds the framework's own comparison at each step. Each name maps to the statistic of the same definition: verl's
+differences are of probabilities, slime's of log-probabilities.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlkernel_drift.capsule.strict_json import unique_keys
 from rlkernel_drift.errors import DriftError
 
 MAX_BYTES = 1 << 30
@@ -22,12 +23,13 @@ MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Name:
-    """A metric as a framework writes it.
+    """A metric of a framework.
 
     Attributes:
-        framework: who writes it. statistic: its name in `profiles.LABELS`.
-        names: in its files; "train/" or the like may stand before them.
-        label: on its console, where it has another name there.
+        framework: the framework that logs it.
+        statistic: its name in `profiles.LABELS`.
+        names: its names in files, where a prefix such as "train/" may precede them.
+        label: its name on the console, where it differs.
     """
 
     framework: str
@@ -67,11 +69,11 @@ _LABELS = {name.label: name.names[0] for name in NAMES if name.label}
 _NOTHING_COMPARED = "rollout_probs_diff_valid"
 _STEP = re.compile(r"(^|/)(global_step|step|_step)$")
 _VERSION = re.compile(r"(^|/)(weights?_version|policy_version|param_version)$")
-# `name:1.5`, `'name': 1.5`, `'name': '1.5'` and `name:np.float64(1.5)`: what verl, slime and TRL print.
+# verl, slime and TRL print `name:1.5`, `'name': 1.5`, `'name': '1.5'` and `name:np.float64(1.5)`
 _CONSOLE = re.compile(
     rf"(?:^|[\s{{,])['\"]?([\w./\-@:]*\w)['\"]?:\s?(?:(?:np\.|numpy\.)?[a-z]\w*\()?['\"]?({_NUMBER})(?=[\s,)}}'\"]|$)"
 )
-# prime-rl and NeMo RL print labels. A micro step's line is of one micro batch, and the step's own line follows.
+# prime-rl and NeMo RL print labels; lines of micro steps are ignored, because the line of the step follows
 _LABEL = re.compile(rf"\b({'|'.join(_LABELS)}):?\s+({_NUMBER})(?=\s|$)")
 _BANNER = re.compile(r"(?<!Micro )\b[Ss]tep (\d+)(?: ?\||/\d|: ?\{)|\btrain (\d+): ?\{")
 _MICRO = re.compile(r"\bMicro Step \d+/")
@@ -80,17 +82,19 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass
 class Metrics:
-    """Comparisons of a run, a row a step. Two names of one statistic are two columns: none hides another.
+    """Comparisons of a run, one row per step. Two names of one statistic are two columns, so neither hides the other.
 
     Attributes:
-        path: the file; frameworks: whose names were found.
+        path: the file.
+        frameworks: frameworks whose names were found.
         steps: numbers of the steps.
-        columns: name in the file -> a value a step, None where there is none.
+        columns: name in the file -> value at each step, or None.
         statistics: name in the file -> statistic.
-        versions: version of the weights a step, where there is one.
-        broken: name -> steps at which it was NaN or infinite; missing: steps at which it was null.
-        compared: rows with at least one value, those apart that say that nothing was compared.
-        cut: the last line, where the writer was stopped inside it.
+        versions: version of the weights at each step, or None.
+        broken: name -> steps at which it was NaN or infinite.
+        missing: name -> steps at which it was null.
+        compared: rows with at least one value, except those that report an empty comparison.
+        cut: place of the last line, if the writer was stopped inside it.
     """
 
     path: Path
@@ -105,7 +109,7 @@ class Metrics:
     cut: str = ""
 
     def names_of(self, statistic: str) -> list[str]:
-        """Names that a statistic has in the file."""
+        """Names of a statistic in the file."""
         return [name for name in self.columns if self.statistics[name] == statistic]
 
     @property
@@ -114,7 +118,7 @@ class Metrics:
         return {name: self.columns[self.names_of(name)[0]] for name in dict.fromkeys(self.statistics.values())}
 
     def summary(self) -> dict[str, float | None]:
-        """Mean over the steps of each statistic's first name; the extreme over all of those that are extremes."""
+        """Mean over the steps of each statistic's first name; for maxima and equal bits, the worst of all names."""
         result: dict[str, float | None] = {}
         for statistic, first in self.values.items():
             known = [value for value in first if value is not None]
@@ -135,7 +139,7 @@ def read_metrics(path: Path) -> Metrics:
     """Reads .jsonl, .json (TRL's trainer_state.json, or a list), .csv, or a console log.
 
     Raises:
-        DriftError: unreadable, too large, or without any metric that is known.
+        DriftError: unreadable, too large, or without a known metric.
     """
     if path.stat().st_size > MAX_BYTES:
         raise DriftError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
@@ -145,19 +149,18 @@ def read_metrics(path: Path) -> Metrics:
     except (OSError, UnicodeDecodeError, ValueError, RecursionError, csv.Error) as error:
         raise DriftError(f"{path} cannot be read as metrics: {error}") from None
     if not flat:
-        raise DriftError(f"{path} is empty; expected a framework's metrics, or a line for each sequence")
+        raise DriftError(f"{path} is empty; expected a framework's metrics, or one line per sequence")
     metrics = collect(path, flat)
     metrics.cut = cut
     if not metrics.columns:
         raise DriftError(
-            f"{path} holds neither lines of token_ids and logprobs nor a metric of drift that is known "
-            f"({known_names()})"
+            f"{path} has neither lines of token_ids and logprobs nor a known metric of drift ({known_names()})"
         )
     return metrics
 
 
 def known_names() -> str:
-    """The names that are read, by framework."""
+    """The known names, by framework."""
     found: dict[str, list[str]] = {}
     for name in NAMES:
         found.setdefault(name.framework, []).append(name.names[0])
@@ -165,16 +168,16 @@ def known_names() -> str:
 
 
 _SETTINGS = {
-    "verl": "rollout_corr/k3_kl comes with actor_rollout_ref.rollout.calculate_log_probs=True and "
+    "verl": "rollout_corr/k3_kl needs actor_rollout_ref.rollout.calculate_log_probs=True and "
     "algorithm.rollout_correction",
-    "TRL": "sampling/sampling_logp_difference comes with use_vllm=True and vllm_importance_sampling_correction=True",
-    "slime": "train_rollout_logprob_abs_diff comes with the rollout's log-probabilities; see --get-mismatch-metrics",
+    "TRL": "sampling/sampling_logp_difference needs use_vllm=True and vllm_importance_sampling_correction=True",
+    "slime": "train_rollout_logprob_abs_diff needs the rollout's log-probabilities; see --get-mismatch-metrics",
     "rlkernel": "name the run folder, or --profile bitwise: metrics.jsonl counts equal bits",
 }
 
 
 def how_to_log(frameworks: list[str]) -> str:
-    """Which setting of a framework writes what profiles ask for; "" where none is known."""
+    """Settings that make frameworks log the metrics of profiles; "" if none is known."""
     known = [f"{name}: {_SETTINGS[name]}" for name in frameworks if name in _SETTINGS]
     return "; ".join(known)
 
@@ -183,7 +186,7 @@ def collect(path: Path, rows: list[tuple[str, dict[str, Any]]]) -> Metrics:
     """Sorts flat rows, each with its place in the file, into columns.
 
     Raises:
-        DriftError: a value under a known name that is no number, or that its statistic cannot have.
+        DriftError: a value under a known name is not a number, or outside the range of its statistic.
     """
     metrics = Metrics(path)
     matched = {key: name for key in {key for _, row in rows for key in row} if (name := _match(key)) is not None}
@@ -220,13 +223,13 @@ def collect(path: Path, rows: list[tuple[str, dict[str, Any]]]) -> Metrics:
         for key, column in metrics.columns.items()
     }
     for key, step in null:
-        # Another row of the same step may have it.
+        # another row of the same step may have it
         if step not in there[key] and step not in metrics.broken.get(key, []):
             metrics.missing.setdefault(key, []).append(step)
     return metrics
 
 
-# Values that a statistic cannot have by its definition; beyond these by more than rounding, it is something else.
+# range of each statistic by its definition; a value further outside than rounding is another quantity
 _ROUNDING = 1e-5
 _RANGES = {
     "tokens.mean": (0.0, math.inf),
@@ -245,20 +248,20 @@ def _possible(value: float, statistic: str, where: str) -> None:
     low, high = _RANGES.get(statistic, (-math.inf, math.inf))
     if math.isfinite(value) and not low - _ROUNDING <= value <= high + _ROUNDING:
         bound = f"below {low:g}" if value < low else f"above {high:g}"
-        raise DriftError(f"{where} is {value:g}; it cannot be {bound}, so it is no {statistic.split('.')[1]}")
+        raise DriftError(f"{where} is {value:g}; it cannot be {bound}, so it is not a {statistic.split('.')[1]}")
 
 
 def _consistent(values: dict[str, float | None], where: str) -> None:
     equal, largest = values.get("tokens.equal"), values.get("tokens.maximum")
     if equal == 1 and largest is not None and largest > 0:
-        raise DriftError(f"{where}: all bits are equal and the largest difference is {largest:g}; one of them is wrong")
+        raise DriftError(f"{where}: all bits are equal and the largest difference is {largest:g}; one is wrong")
 
 
 def _value(value: Any, key: str, where: str) -> float | None:
-    """The number under a known name; None for null and an empty field.
+    """The number under a known name; None for null and empty fields.
 
     Raises:
-        DriftError: anything else.
+        DriftError: the value is something else.
     """
     if value is None or (isinstance(value, str) and value.strip().lower() in ("", "null", "none")):
         return None
@@ -273,13 +276,13 @@ def _match(key: str) -> Name | None:
 
 
 def _first(row: dict[str, Any], pattern: re.Pattern[str], convert: Callable[[Any], Any]) -> Any:
-    """The first value under a name that can be converted, None without one."""
+    """The first value under a matching name that can be converted; None without one."""
     found = (convert(value) for key, value in row.items() if pattern.search(key))
     return next((value for value in found if value is not None), None)
 
 
 def _number(value: Any) -> float | None:
-    """A number, or a number in a string, as transformers prints its logs; None for anything else."""
+    """A number, also one in a string, as in transformers' logs; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -303,7 +306,7 @@ def _version(value: Any) -> int | str | None:
 
 
 def flatten(row: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested objects as one, keys joined by "/"."""
+    """A nested object as a flat one, with keys joined by "/"."""
     if not isinstance(row, dict):
         return {}
     flat: dict[str, Any] = {}
@@ -316,14 +319,12 @@ def flatten(row: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _rows(path: Path) -> tuple[list[tuple[str, Any]], str]:
-    """Rows with their places in the file, and the place of a last line that was cut."""
+    """Rows with their places in the file, and the place of a last line that is cut off."""
     if path.suffix == ".csv":
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             names = reader.fieldnames or []
-            twice = [name for name in names if name and list(names).count(name) > 1]
-            if twice:
-                raise ValueError(f"the header names {twice[0]!r} twice")
+            unique_keys([(name, None) for name in names if name])
             rows: list[tuple[str, Any]] = []
             for row in reader:
                 if None in row:
@@ -334,7 +335,7 @@ def _rows(path: Path) -> tuple[list[tuple[str, Any]], str]:
         return json_lines(path)
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
-        value = json.loads(text, object_pairs_hook=_once)
+        value = json.loads(text, object_pairs_hook=unique_keys)
         if isinstance(value, dict) and isinstance(value.get("log_history"), list):
             value = value["log_history"]
         entries = value if isinstance(value, list) else [value]
@@ -343,10 +344,10 @@ def _rows(path: Path) -> tuple[list[tuple[str, Any]], str]:
 
 
 def json_lines(path: Path) -> tuple[list[tuple[str, Any]], str]:
-    """Values of a file of JSON lines with their places, and the place of a last line that was cut.
+    """Values of a file of JSON lines with their places, and the place of a last line that is cut off.
 
     Raises:
-        ValueError: another line that is no JSON; the message says which.
+        ValueError: another line is not JSON; the message names it.
     """
     with open(path, encoding="utf-8-sig", newline="\n") as file:
         lines = file.readlines()
@@ -355,22 +356,14 @@ def json_lines(path: Path) -> tuple[list[tuple[str, Any]], str]:
         if not line.strip():
             continue
         try:
-            rows.append((f"line {number}", json.loads(line, object_pairs_hook=_once)))
+            rows.append((f"line {number}", json.loads(line, object_pairs_hook=unique_keys)))
         except ValueError as error:
-            # A run that is killed while it writes leaves its last line without an end.
+            # a run that is killed while it writes leaves its last line incomplete
             if number == len(lines) and rows and not line.endswith("\n"):
                 return rows, f"line {number}"
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise ValueError(f"line {number} is no JSON: {reason}") from None
+            raise ValueError(f"line {number} is not JSON: {reason}") from None
     return rows, ""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)[:80]!r} is there twice")
-    return result
 
 
 def _console(text: str) -> list[tuple[str, Any]]:
@@ -384,14 +377,14 @@ def _console(text: str) -> list[tuple[str, Any]]:
                 rows.append((place, json.loads(line)))
                 continue
             except ValueError:
-                pass  # Python's notation, or a line that was cut
+                pass  # a printed dict, or a line that is cut off
         banner = _BANNER.search(line)
         if banner is not None:
             step = int(banner[1] or banner[2])
         row: dict[str, Any] = dict(_CONSOLE.findall(line))
         if not _MICRO.search(line):
             row |= {_LABELS[label]: value for label, value in _LABEL.findall(line)}
-        # A dict names its step in front of it; a pair of that name in the line itself comes first.
+        # the banner before a printed dict names the step, unless the line itself does
         if step is not None and row:
             row.setdefault("step", step)
         rows.append((place, row))

@@ -1,4 +1,4 @@
-"""A model directory as an input: its engine samples, or scores the other side's tokens; both results are capsules."""
+"""Model directories as inputs: an engine samples, or scores the tokens of the other side; both give capsules."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class Engines:
     """How engines are run.
 
     Attributes:
-        prompts: file; None: random token ids. dtype: "" is the other side's, or the model's own.
-        operators: what is recorded of them, where both sides are engines.
-        engine: further arguments of vLLM's engine.
+        prompts: file; None for random token ids.
+        dtype: "" is that of the other side, or else of the model.
+        operators: form of the recording where both sides are engines.
+        engine: further arguments of `vllm.LLM`.
     """
 
     prompts: Path | None = None
@@ -34,7 +35,7 @@ class Engines:
 
 
 def opened(rollout: Source, train: Source, engines: Engines) -> tuple[Source, Source]:
-    """Both sources with capsules where they are models; the rollout samples where both are.
+    """Both sources, with a capsule for each that is a model; if both are, the rollout samples.
 
     Raises:
         DriftError: an engine does not run, or the other side of a model has no tokens to score.
@@ -45,73 +46,69 @@ def opened(rollout: Source, train: Source, engines: Engines) -> tuple[Source, So
 
 
 def _sampled(source: Source, model: Model, scorer: Model, engines: Engines) -> Source:
-    from rlkernel_drift.capture.request import Request, own_dtype, random_prompts, sampling_of
-    from rlkernel_drift.cli.capture import capture
+    from rlkernel_drift.capture.request import own_dtype, random_prompts, sampling_of
 
     longest = engines.engine.get("max_model_len")
-    paths = [model.path, scorer.path]
-    prompts = engines.prompts or random_prompts(
-        paths, engines.seed, engines.max_tokens, longest if isinstance(longest, int) else None
-    )
-    request = Request(
-        model=model.path,
-        prompts=prompts,
-        seed=engines.seed,
-        max_tokens=engines.max_tokens,
+    limit = longest if isinstance(longest, int) else None
+    return _captured(
+        source,
+        model,
+        engines,
+        prompts=engines.prompts or random_prompts([model.path, scorer.path], engines.seed, engines.max_tokens, limit),
         sampling=sampling_of(temperature=engines.temperature),
         dtype=engines.dtype or own_dtype(model.path),
-        device=engines.device,
         operators=engines.operators,
-        weights=engines.weights,
-        engine=engines.engine,
-        command=list(engines.command),
     )
-    return replace(source, capsule=capture(model.engine, request))
+
+
+def _captured(source: Source, model: Model, engines: Engines, **fields: Any) -> Source:
+    from rlkernel_drift.capture import run_engine
+    from rlkernel_drift.capture.request import Request
+
+    request = Request(
+        model=model.path,
+        seed=engines.seed,
+        max_tokens=engines.max_tokens,
+        device=engines.device,
+        weights=engines.weights,
+        engine=engines.engine if model.engine.startswith("vllm") else {},
+        command=list(engines.command),
+        **fields,
+    )
+    return replace(source, capsule=run_engine(model.engine, request))
 
 
 def scored(source: Source, other: Source, engines: Engines | None = None) -> Source:
-    """The source with a capsule; other kinds of sources come back as they are.
+    """A model with the capsule of the other side's tokens; other sources are returned unchanged.
 
-    The engine runs in the dtype that the other side declares, at its sampling settings, and records the operators
-    that it recorded.
+    The engine uses the dtype and sampling settings of the other side, and records the same operators.
 
     Raises:
-        DriftError: the other side has no tokens to score.
+        DriftError: the other side has no tokens to score, or lacks its prompts.
     """
     engines = engines or Engines()
     if source.model is None or source.capsule is not None:
         return source
     if other.capsule is None:
-        raise DriftError(f"{source.label} is a model: the other side must have tokens, a capsule, or be a model too")
-    from rlkernel_drift.capture.request import Request, own_dtype
-    from rlkernel_drift.cli.capture import capture
+        raise DriftError(f"{source.label} is a model, so the other side must be a capsule or a model")
+    from rlkernel_drift.capture.request import own_dtype
 
     manifest = other.capsule.manifest
     starts = other.capsule.cu_seqlens[:-1]
     if other.capsule.stream is not None and other.capsule.mask[starts].any():
         raise DriftError(
             f"{other.label} has no prompt of sequence {int(other.capsule.mask[starts].argmax())}: its first token "
-            f"counts, and {source.label} can score no token without those before it; record prompt_token_ids"
+            f"counts, and {source.label} cannot score it without the tokens before it; record prompt_token_ids"
         )
-    request = Request(
-        model=source.model.path,
+    kinds = {operator.kind for operator in manifest.operators}
+    return _captured(
+        source,
+        source.model,
+        engines,
         tokens=other.capsule,
         side="train",
         sampling=manifest.sampling,
         dtype=engines.dtype or manifest.dtype or own_dtype(source.model.path),
-        device=engines.device,
-        operators=_recorded(other),
+        operators="none" if not kinds else "fingerprint" if kinds == {"fingerprint"} else "rows",
         operator_sequences=1 << 30,
-        weights=engines.weights,
-        engine=engines.engine if source.model.engine.startswith("vllm") else {},
-        command=list(engines.command),
     )
-    return replace(source, capsule=capture(source.model.engine, request))
-
-
-def _recorded(other: Source) -> Literal["none", "rows", "fingerprint"]:
-    """The same tokens' operators as the other side recorded."""
-    kinds = {operator.kind for operator in other.capsule.manifest.operators} if other.capsule is not None else set()
-    if not kinds:
-        return "none"
-    return "fingerprint" if kinds == {"fingerprint"} else "rows"

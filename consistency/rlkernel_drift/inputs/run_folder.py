@@ -1,7 +1,6 @@
-"""Run folders: of `rlkernel train` (metrics.jsonl, samples.jsonl with the bits of both sides), and of captured steps.
+"""Run folders of `rlkernel train` (metrics.jsonl, samples.jsonl) and of captured steps (`capture.trl_run`).
 
-A folder of captured steps holds `step-000012/rollout` and `step-000012/train`, capsules, and metrics.jsonl; see
-`capture.trl_run`. The last step stands for the run.
+Captured steps are capsules in `step-000012/rollout` and `step-000012/train`; the last step is compared.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ def _steps(path: Path) -> list[Path]:
 
 
 def step_folders(path: Path) -> list[Path]:
-    """Folders of captured steps, complete or not, in the order of their numbers."""
+    """Folders of captured steps, also incomplete ones, in the order of their numbers."""
     named = [(found, step) for step in path.glob("step-*") if (found := re.fullmatch(r"step-(\d{1,18})", step.name))]
     return [step for found, step in sorted(named, key=lambda item: (int(item[0][1]), item[1].name))]
 
 
 def read_run_metrics(path: Path) -> Metrics:
-    """The run's own comparisons, a row a step."""
+    """The comparisons that the run logged, one row per step."""
     rows, cut = _lines(path / "metrics.jsonl")
     metrics = collect(path / "metrics.jsonl", [(place, flatten(row)) for place, row in rows])
     metrics.cut = cut
@@ -46,10 +45,10 @@ def read_run_metrics(path: Path) -> Metrics:
 
 
 def read_run_folder(path: Path, side: Literal["rollout", "train"]) -> Capsule | None:
-    """One side of the tokens that the run kept; None where it kept none.
+    """One side of the tokens that the run saved; None if it saved none.
 
     Raises:
-        DriftError: a line that is not what the trainer writes.
+        DriftError: a line is not in the trainer's format.
     """
     steps = _steps(path)
     if steps:
@@ -57,8 +56,8 @@ def read_run_folder(path: Path, side: Literal["rollout", "train"]) -> Capsule | 
         if last != steps[-1]:
             lost = [name for name in ("rollout", "train") if not is_capsule(last / name)]
             raise DriftError(
-                f"{last} has no capsule {' and '.join(lost)}: the run was stopped while it wrote. Remove the folder, "
-                f"or name {steps[-1]}"
+                f"{last} has no capsule {' and '.join(lost)}, because the run was stopped while writing. Remove "
+                f"the folder, or name {steps[-1]}"
             )
         return read_capsule(steps[-1] / side)
     file = path / "samples.jsonl"
@@ -92,7 +91,7 @@ def read_run_folder(path: Path, side: Literal["rollout", "train"]) -> Capsule | 
             sequence_ids=list(range(len(rows))),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DriftError(f"{file} is not what `rlkernel train` writes: {error!r}") from None
+        raise DriftError(f"{file} is not in the format of `rlkernel train`: {error!r}") from None
 
 
 def _contract(path: Path) -> str | None:
@@ -111,5 +110,5 @@ def _lines(path: Path) -> tuple[list[tuple[str, dict[str, Any]]], str]:
         raise DriftError(f"{path} cannot be read: {error}") from None
     for place, row in rows:
         if not isinstance(row, dict):
-            raise DriftError(f"{path}, {place} is no JSON object")
+            raise DriftError(f"{path}, {place} is not a JSON object")
     return rows, cut

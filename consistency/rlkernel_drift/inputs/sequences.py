@@ -1,7 +1,6 @@
-"""JSON lines of sequences: token ids and their log-probabilities, as `rlkernel generate`, vLLM and trainers dump them.
+"""JSON lines of token ids and log-probabilities, as `rlkernel generate`, vLLM and trainers write them.
 
-A record has one sequence, or several under `outputs` (vLLM's RequestOutput) or `choices` (a completion of an
-OpenAI-style server).
+A record has one sequence, or several under `outputs` (vLLM's RequestOutput) or `choices` (OpenAI-style servers).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class _Sequence:
 
 
 def is_sequences(path: Path) -> bool:
-    """Whether the first line of a file is a record with token ids or log-probabilities, a list of them."""
+    """Whether the first line of a file is a record with lists of token ids or log-probabilities."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             first = json.loads(next((line for line in file if line.strip()), "null"))
@@ -54,10 +53,10 @@ def is_sequences(path: Path) -> bool:
 
 
 def read_sequences(path: Path) -> Capsule:
-    """The capsule of a file; see docs/drift/compare.md for its fields.
+    """The capsule of a file; docs/drift/compare.md lists the fields.
 
     Raises:
-        DriftError: names the line, the field, and what was expected.
+        DriftError: the message names the line, the field, and what was expected.
     """
     if path.stat().st_size > MAX_BYTES:
         raise DriftError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
@@ -78,7 +77,7 @@ def read_sequences(path: Path) -> Capsule:
     contract = contracts.pop() if len(contracts) == 1 else None
     sampling = _sampling(found)
     left_out = ([] if prompts else ["token ids of the prompts"]) + ([] if sampling else [NO_SAMPLING])
-    # The path stands for the file: equal files of two runs are two results, a file with itself is none.
+    # the path identifies the file: two equal files can be compared, a file with itself cannot
     identity = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
     return build_capsule(
         Manifest(
@@ -100,7 +99,7 @@ def read_sequences(path: Path) -> Capsule:
 def _sequences(row: Any, where: str) -> list[_Sequence]:
     """The sequences of a record."""
     if not isinstance(row, dict):
-        raise DriftError(f"{where} is no JSON object; expected one with token_ids and logprobs")
+        raise DriftError(f"{where} is not a JSON object; expected one with token_ids and logprobs")
     field = next((name for name in _SEVERAL if row.get(name) is not None), None)
     if field is None:
         return [_sequence(row, {}, where)]
@@ -112,7 +111,7 @@ def _sequences(row: Any, where: str) -> list[_Sequence]:
 def _sequence(part: dict[str, Any], around: dict[str, Any], where: str) -> _Sequence:
     field, ids = _find(_TOKENS, part)
     if field is None:
-        raise DriftError(f"{where} has no token_ids: token ids are compared, texts are not")
+        raise DriftError(f"{where} has no token_ids, which are compared instead of texts")
     ids = _ids(ids, f"{where}: {field}")
     field, values = _find(_LOGPROBS, part)
     if field is None:
@@ -125,8 +124,8 @@ def _sequence(part: dict[str, Any], around: dict[str, Any], where: str) -> _Sequ
     if field is None:
         mask = [True] * len(ids)
     elif not isinstance(mask, list) or len(mask) != len(ids) or any(v not in (0, 1) for v in mask):
-        raise DriftError(f"{where}: {field} is {_shown(mask)}; expected {len(ids)} times 0 or 1, one a token id")
-    # A server draws a new id for each response, so that it names no sequence.
+        raise DriftError(f"{where}: {field} is {_shown(mask)}; expected {len(ids)} times 0 or 1, one for each token id")
+    # a server's id is new for each response, so it cannot match sequences
     name = None if "choices" in around else {**around, **part}.get("id")
     if not isinstance(name, (str, int, type(None))):
         raise DriftError(f"{where}: id is {_shown(name)}; expected a text or an integer")
@@ -134,7 +133,7 @@ def _sequence(part: dict[str, Any], around: dict[str, Any], where: str) -> _Sequ
 
 
 def _find(names: Sequence[str], row: dict[str, Any]) -> tuple[str | None, Any]:
-    """The first of the names that has a value, and the value."""
+    """The first name with a value, and the value; (None, None) without one."""
     return next(((name, row[name]) for name in names if row.get(name) is not None), (None, None))
 
 
@@ -158,7 +157,7 @@ def _logprobs(value: Any, ids: list[int], where: str) -> list[float]:
 
 
 def _logprob(value: Any, token: int, where: str) -> float:
-    """A number, or the one of `token` in vLLM's or a server's object; null is how JSON writes NaN."""
+    """A number, or that of `token` in an object of vLLM or a server; null stands for NaN."""
     found = value
     if isinstance(found, dict) and "logprob" not in found:
         if str(token) not in found:
@@ -177,7 +176,7 @@ def _logprob(value: Any, token: int, where: str) -> float:
 
 
 def _all_or_none(found: list[_Sequence], field: str, values: list[Any]) -> list[Any] | None:
-    """The values, None where no record has one."""
+    """The values; None if no record has one."""
     there = [value is not None for value in values]
     if not any(there):
         return None
@@ -188,11 +187,11 @@ def _all_or_none(found: list[_Sequence], field: str, values: list[Any]) -> list[
 
 
 def _sampling(found: list[_Sequence]) -> Sampling | None:
-    """The settings under `sampling`, the same in all records; None where there are none."""
+    """The settings under `sampling`, which must be the same in all records; None without them."""
     first = found[0].record.get("sampling") if found else None
     other = next((s for s in found if s.record.get("sampling") != first), None)
     if other is not None:
-        raise DriftError(f"{other.where}: sampling is not that of the first record; compare one setting at a time")
+        raise DriftError(f"{other.where}: sampling differs from the first record; compare one setting at a time")
     if first is None:
         return None
     try:
@@ -204,7 +203,7 @@ def _sampling(found: list[_Sequence]) -> Sampling | None:
 
 
 def _vocabulary(found: list[_Sequence]) -> dict[str, str]:
-    """Texts of token ids, where the records have them under `tokens`."""
+    """Texts of token ids, from `tokens` of the records."""
     texts: dict[str, str] = {}
     for s in found:
         tokens = s.record.get("tokens")
@@ -214,7 +213,7 @@ def _vocabulary(found: list[_Sequence]) -> dict[str, str]:
 
 
 def _number_of(name: str | int) -> int:
-    """An id as the capsule's 64 bits: texts and integers of any size by their digest."""
+    """The digest of an id, because capsules store ids in 64 bits."""
     digest = hashlib.blake2b(json.dumps(name).encode(), digest_size=8).digest()
     return int.from_bytes(digest, signed=True)
 

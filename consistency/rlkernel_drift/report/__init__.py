@@ -1,6 +1,6 @@
-"""The report of a verdict for people: one HTML file that needs nothing else. The picture for an issue is in `figure`.
+"""The HTML report of a verdict: one file that needs no network. `figure` draws the PNG.
 
-The page works without any network, under a policy that allows its own style and script by hash alone.
+The page's content policy allows its own style and script, by hash, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-from rlkernel_drift.report.markup import Child, Markup, raw, tag, visible
+from rlkernel_drift.report.markup import Markup, raw, tag, visible
 from rlkernel_drift.report.sections.common import Section
 from rlkernel_drift.report.sections.findings import consequences, diagnosis, gates
 from rlkernel_drift.report.sections.measurements import distribution, layers, metrics, trends
@@ -26,7 +26,7 @@ MAX_BYTES = 2_000_000
 def write_html(verdict: Verdict) -> str:
     """The report of a verdict; the same verdict gives the same text.
 
-    Every list is bounded; findings and the token strip shrink further where the page would exceed `MAX_BYTES`.
+    Every list is bounded. Findings and the token strip shrink further where the page would exceed `MAX_BYTES`.
     """
     budget = 1.0
     while True:
@@ -81,17 +81,12 @@ def _page(verdict: Verdict, budget: float) -> str:
 
 
 def _bar(verdict: Verdict, sections: list[Section]) -> Markup:
-    """Name, sides, links to the sections, the choice of light or dark."""
-    items: list[Child] = [tag("li", tag("a", "Verdict", href="#verdict"))]
-    items += [tag("li", tag("a", section.title, href=f"#{section.key}")) for section in sections]
+    """The side bar: name, sides, links to the sections, theme button."""
+    links = [("verdict", "Verdict"), *((section.key, section.title) for section in sections)]
+    items = [tag("li", tag("a", title, href=f"#{key}")) for key, title in links]
+    name = tag("p", tag("b", "rlkernel-drift"), tag("span", _sides(verdict)), class_="name")
     button = tag("button", "Theme: system", type="button", id="theme", class_="js")
-    return tag(
-        "div",
-        tag("p", tag("b", "rlkernel-drift"), tag("span", _sides(verdict)), class_="name"),
-        tag("nav", tag("ul", items), aria_label="Sections"),
-        button,
-        class_="side",
-    )
+    return tag("div", name, tag("nav", tag("ul", items), aria_label="Sections"), button, class_="side")
 
 
 def _sides(verdict: Verdict) -> str:
@@ -100,7 +95,7 @@ def _sides(verdict: Verdict) -> str:
 
 
 def _json(data: dict[str, object]) -> str:
-    """JSON that no HTML parser can leave: no angle bracket, no ampersand, nothing outside ASCII."""
+    """ASCII JSON without `<`, `>` and `&`, so that it cannot end its script element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

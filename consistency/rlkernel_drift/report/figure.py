@@ -1,19 +1,17 @@
-"""The verdict as one picture for an issue: the answer, the gates, the numbers, and the plots that are there.
-
-matplotlib draws it; nothing of the HTML report needs it.
-"""
+"""The verdict as one PNG for an issue, drawn by matplotlib: status, gates, main numbers and plots."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.report.charts.layers import MAX_OPERATORS, at, excess
-from rlkernel_drift.report.markup import number, visible
+from rlkernel_drift.report.markup import fraction, number, visible
 from rlkernel_drift.report.sections.measurements import lattice_of
-from rlkernel_drift.report.sections.summary import LOOK, headline, sentence
+from rlkernel_drift.report.sections.summary import LOOK, MAIN_METRICS, headline, sentence
 from rlkernel_drift.verdict import Status, Verdict
 
 _INK, _SOFT, _RULE = "#1d1c1a", "#5c5952", "#d9d6ce"
@@ -31,7 +29,7 @@ _GATES = {
 
 
 def write_png(verdict: Verdict, path: str | Path) -> None:
-    """Writes the picture.
+    """Writes the PNG.
 
     Raises:
         DriftError: matplotlib is not installed, or the file cannot be written.
@@ -40,7 +38,7 @@ def write_png(verdict: Verdict, path: str | Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise DriftError("a PNG needs matplotlib: pip install 'rlkernel[drift]'; --html needs nothing") from None
+        raise DriftError("a PNG needs matplotlib: pip install 'rlkernel[drift]'; --html does not") from None
     plots = _plots(verdict)
     rows = math.ceil(len(plots) / 2)
     head = _START + _LINE * max(len(verdict.gates[:_LINES]), 1)
@@ -70,67 +68,43 @@ def _axes(figure: Any, place: Any) -> Any:
     return axes
 
 
-def _text(figure: Any, x: float, y: float, words: str, **style: Any) -> None:
-    """Text with no mathematics in it: a dollar sign of a stranger is a dollar sign."""
-    figure.text(x, y, words, parse_math=False, va="top", **style)
-
-
 def _wrap(words: str, width: int, lines: int) -> str:
-    import textwrap
-
     return textwrap.fill(visible(words, width * lines), width, max_lines=lines, placeholder=" …")
 
 
 def _words(figure: Any, verdict: Verdict) -> None:
+    """Status, title and scope at the top; gates on the left and metrics on the right below."""
     inches = figure.get_size_inches()[1]
-    y = lambda inch: 1 - inch / inches
-    tone = _TONES[LOOK[verdict.status][0]]
-    _text(
-        figure,
-        0.03,
-        y(0.2),
-        f"{LOOK[verdict.status][2]} · profile {visible(verdict.profile, 60) or 'none'}",
-        color=tone,
-        fontsize=10,
-        weight="bold",
-    )
-    diagnosed = verdict.diagnosis is not None and verdict.status != Status.ALIGNED
-    first = sentence(verdict.diagnosis.statement)[0] if diagnosed and verdict.diagnosis else headline(verdict)
-    title = _wrap(first, 88, 2)
-    _text(figure, 0.03, y(0.45), title, color=_INK, fontsize=14, weight="bold", linespacing=1.25)
-    second = headline(verdict) if diagnosed else verdict.scope
-    _text(figure, 0.03, y(1.02 if "\n" in title else 0.78), _wrap(second, 130, 1), color=_SOFT, fontsize=9.5)
+
+    def write(x: float, inch: float, words: str, size: float, color: str, **style: Any) -> None:
+        # parse_math=False, because untrusted text may contain dollar signs
+        figure.text(x, 1 - inch / inches, words, fontsize=size, color=color, parse_math=False, va="top", **style)
+
+    look, _, status = LOOK[verdict.status]
+    profile = visible(verdict.profile, 60) or "none"
+    write(0.03, 0.2, f"{status} · profile {profile}", 10, _TONES[look], weight="bold")
+    found = None if verdict.status == Status.ALIGNED else verdict.diagnosis
+    title = _wrap(sentence(found.statement)[0] if found else headline(verdict), 88, 2)
+    write(0.03, 0.45, title, 14, _INK, weight="bold", linespacing=1.25)
+    second = headline(verdict) if found else verdict.scope
+    write(0.03, 1.02 if "\n" in title else 0.78, _wrap(second, 130, 1), 9.5, _SOFT)
     for i, gate in enumerate(verdict.gates[:_LINES]):
         sign, colour = _GATES[gate.status]
-        _text(figure, 0.035, y(_START - 0.08 + _LINE * i), sign, color=colour, fontsize=10, weight="bold", ha="center")
-        _text(figure, 0.05, y(_START - 0.08 + _LINE * i), visible(gate.title, 40), color=_INK, fontsize=9.5)
-        _text(figure, 0.3, y(_START - 0.08 + _LINE * i), visible(gate.summary, 62), color=_SOFT, fontsize=8.5)
+        inch = _START - 0.08 + _LINE * i
+        write(0.035, inch, sign, 10, colour, weight="bold", ha="center")
+        write(0.05, inch, visible(gate.title, 40), 9.5, _INK)
+        write(0.3, inch, visible(gate.summary, 62), 8.5, _SOFT)
     judged = [m for m in verdict.metrics if m.status in ("ok", "over")]
-    others = [
-        m
-        for m in verdict.metrics
-        if m.name in ("tokens.mean", "tokens.maximum", "tokens.k3", "tokens.bias", "tokens.equal") and m not in judged
-    ]
+    others = [m for m in verdict.metrics if m.name in (*MAIN_METRICS, "tokens.equal") and m not in judged]
     for i, metric in enumerate((judged + others)[:7]):
-        over = metric.status == "over"
-        _text(figure, 0.74, y(_START - 0.08 + _LINE * i), metric.label, color=_SOFT, fontsize=8.5)
-        limit = (
-            ""
-            if metric.status not in ("ok", "over")
-            else f"  ≤ {number(metric.at_most)}"
-            if metric.at_most is not None
-            else f"  ≥ {number(metric.at_least)}"
-        )
-        _text(
-            figure,
-            0.97,
-            y(_START - 0.08 + _LINE * i),
-            number(metric.value) + limit,
-            color=_BAD if over else _INK,
-            fontsize=9,
-            weight="bold" if over else "normal",
-            ha="right",
-        )
+        inch, over = _START - 0.08 + _LINE * i, metric.status == "over"
+        limit = ""
+        if metric in judged:
+            upper = metric.at_most is not None
+            limit = f"  ≤ {number(metric.at_most)}" if upper else f"  ≥ {number(metric.at_least)}"
+        look, weight = (_BAD, "bold") if over else (_INK, "normal")
+        write(0.74, inch, metric.label, 8.5, _SOFT)
+        write(0.97, inch, number(metric.value) + limit, 9, look, weight=weight, ha="right")
 
 
 def _plots(verdict: Verdict) -> list[Any]:
@@ -168,12 +142,8 @@ def _signed(axes: Any, verdict: Verdict) -> None:
         if last - first <= 200:
             for k in range(first, last + 1):
                 axes.axvline(k * step, ymin=0.94, color=_HOT, linewidth=1.2)
-        title = f"Signed differences: multiples of {_fraction(step)}"
+        title = f"Signed differences: multiples of {fraction(step)}"
     _title(axes, title, "train - rollout (nats)", "tokens")
-
-
-def _fraction(step: float) -> str:
-    return f"1/{round(1 / step)}" if step < 1 else number(step)
 
 
 def _scatter(axes: Any, verdict: Verdict) -> None:
@@ -195,25 +165,21 @@ def _layers(axes: Any, verdict: Verdict) -> None:
         [at(values, i) or math.nan for i in range(count)] for values in (view.local, view.floor, view.accumulated)
     )
     if any(value == value for value in local):
-        axes.bar(
-            range(count), local, width=0.75, color=[_HOT if i == hot else _BAR for i in range(count)], label="local"
-        )
+        colours = [_HOT if i == hot else _BAR for i in range(count)]
+        axes.bar(range(count), local, width=0.75, color=colours, label="local")
     if any(value == value for value in floor):
         axes.step(range(count), floor, where="mid", color=_GOOD, linewidth=1, label="floor")
     if any(value == value for value in grown):
         axes.plot(range(count), grown, color=_INK, linewidth=1.2, label="accumulated")
     if view.first is not None and view.first.operator in view.operators[:count]:
-        axes.axvline(
-            view.operators.index(view.first.operator), color=_HOT, linewidth=1, linestyle="--", label="first divergence"
-        )
+        first = view.operators.index(view.first.operator)
+        axes.axvline(first, color=_HOT, linewidth=1, linestyle="--", label="first divergence")
     axes.set_yscale("log")
     axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper left")
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.15)
-    title = (
-        f"Error by operator, most over its floor: {visible(view.operators[hot], 40)}" if worst else "Error by operator"
-    )
-    _title(axes, title, "operators in the order of computation", "relative error")
+    most = f", most over its floor: {visible(view.operators[hot], 40)}" if worst else ""
+    _title(axes, f"Error by operator{most}", "operators in the order of computation", "relative error")
 
 
 def _trend(axes: Any, verdict: Verdict) -> None:

@@ -1,8 +1,6 @@
-"""HTML from parts, escaped unless it is markup already, and the numbers in it.
+"""HTML elements and formatted numbers. Plain strings are not trusted: they are escaped, hidden characters spelled out.
 
-Every plain string counts as text of a stranger: what a browser would hide, reorder or obey is spelled out, the rest is
-escaped. Inline styles and event handlers are refused, since the page's policy would drop them without a word. Numbers
-have four digits: no zero where there is something, no hundred percent where something is missing.
+Inline styles and event handlers are refused, because the page's policy would drop them silently.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import math
 import unicodedata
 from collections.abc import Iterable
 
-_MARKS_IN_A_ROW = 2
+_MAX_MARKS = 2
 _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
 _NAMED = {"\n": "↵", "\t": "⇥"}
 _VOID = frozenset({"meta", "link", "br", "col"})
@@ -25,14 +23,14 @@ class Markup(str):
 
 
 Child = object
-"""Markup, text, a number, None or False (nothing), or an iterable of these."""
+"""Markup, text, a number, an iterable of these, or None or False for nothing."""
 
 
 def visible(text: str, limit: int | None = None) -> str:
-    """Text with nothing hidden in it: controls, direction marks, blanks and surrogates become their code points.
+    """Text in which controls, direction marks, blanks and surrogates are spelled out as code points.
 
     Args:
-        limit: characters of the result; the rest is an ellipsis.
+        limit: characters of the result, beyond which an ellipsis stands for the rest.
     """
     parts: list[str] = []
     marks = size = 0
@@ -41,7 +39,7 @@ def visible(text: str, limit: int | None = None) -> str:
         category = unicodedata.category(character)
         if category[0] == "M":
             marks += 1
-            if marks > _MARKS_IN_A_ROW:
+            if marks > _MAX_MARKS:
                 part = _code_point(character)
             elif not parts:
                 part = "◌" + character
@@ -63,7 +61,7 @@ def _code_point(character: str) -> str:
 
 
 def escape(text: str) -> Markup:
-    """Text as HTML, for contents and for quoted attributes."""
+    """Text as HTML, for content and for quoted attributes."""
     return Markup(html.escape(visible(text)))
 
 
@@ -72,16 +70,11 @@ def raw(*parts: object) -> Markup:
     return Markup("".join(str(part) for part in parts))
 
 
-def join(children: Iterable[Child]) -> Markup:
-    """All children one after the other."""
-    return Markup("".join(_child(child) for child in children))
-
-
 def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
     """One element.
 
     Args:
-        attributes: `class_` is class, an inner underscore a hyphen; True stands alone; None and False are left out.
+        attributes: `class_` is class; underscores become hyphens; True has no value; None and False are left out.
     """
     words = [name]
     for key, value in attributes.items():
@@ -95,11 +88,11 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
             words.append(f'{key}="{escape(text)}"')
     if name in _VOID:
         return Markup(f"<{' '.join(words)}>")
-    return Markup(f"<{' '.join(words)}>{join(children)}</{name}>")
+    return Markup(f"<{' '.join(words)}>{_child(children)}</{name}>")
 
 
 def _short(value: float) -> str:
-    """A coordinate: a tenth of a pixel is enough."""
+    """A coordinate to a tenth of a pixel."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -108,13 +101,11 @@ def _child(child: Child) -> str:
         return ""
     if isinstance(child, Markup):
         return child
-    if isinstance(child, str):
-        return escape(child)
-    if isinstance(child, (int, float)):
+    if isinstance(child, (str, int, float)):
         return escape(str(child))
     if isinstance(child, Iterable):
-        return join(child)
-    raise TypeError(f"{type(child).__name__} is no child of an element")
+        return "".join(map(_child, child))
+    raise TypeError(f"{type(child).__name__} cannot be a child of an element")
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -138,13 +129,18 @@ def signed(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share in percent; only all is 100%, only none 0%."""
+    """A share in percent, never rounded to 0% or 100%."""
     if value is None:
         return "–"
     if value in (0, 1):
         return "100%" if value else "0%"
     text = f"{value:.2%}"
     return {"0.00%": "<0.01%", "100.00%": ">99.99%"}.get(text, text)
+
+
+def fraction(step: float) -> str:
+    """The step of a lattice, as 1/32 below one."""
+    return f"1/{round(1 / step)}" if 0 < step < 1 else number(step)
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:

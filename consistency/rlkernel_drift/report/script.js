@@ -1,5 +1,5 @@
 "use strict";
-// Readings under pointer and keys. Without it the page still says everything in words and tables.
+// Theme, copy button, and readings under pointer and keys. Words and tables of the page do not need it.
 (() => {
   const root = document.documentElement;
   const all = (query, from = document) => [...from.querySelectorAll(query)];
@@ -41,28 +41,34 @@
     });
   }
 
-  // ---- readings: one list of places a chart, walked by arrows, found by pointer ----
+  // ---- readings: the mark under the pointer, or chosen with arrow keys ----
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
   const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+  // Home, End, left and right; other keys stay with the browser
+  const walk = (key, place, count, put) => {
+    if (key === "Home") return put(0);
+    if (key === "End") return put(count - 1);
+    return key in steps && steps[key][0] ? put(clamp(place + steps[key][0], 0, count - 1)) : "";
+  };
 
   function reader(figure, show, move, hide) {
     const plot = figure.querySelector(".plot");
     const output = figure.querySelector(".read");
     const hint = output.textContent;
-    const say = (text) => {
+    const display = (text) => {
       output.textContent = text || hint;
       output.classList.toggle("live", Boolean(text));
     };
-    plot.addEventListener("pointermove", (event) => { const text = show(event); if (text) say(text); });
-    plot.addEventListener("pointerleave", () => { hide(); say(""); });
-    plot.addEventListener("blur", () => { hide(); say(""); });
+    plot.addEventListener("pointermove", (event) => { const text = show(event); if (text) display(text); });
+    plot.addEventListener("pointerleave", () => { hide(); display(""); });
+    plot.addEventListener("blur", () => { hide(); display(""); });
     plot.addEventListener("keydown", (event) => {
       const text = event.key === "Escape" ? (hide(), " ") : move(event.key);
-      if (text) { event.preventDefault(); say(text.trim()); }
+      if (text) { event.preventDefault(); display(text.trim()); }
     });
   }
 
-  // Bars and operators: transparent rectangles that carry their words.
+  // bars and operators: transparent rectangles with their reading in data-t
   for (const figure of all(".chart:not(.heat):not(.scatter)")) {
     const marks = all("[data-t]", figure);
     let place = -1;
@@ -77,12 +83,7 @@
       const mark = event.target.closest("[data-t]");
       return mark ? put(marks.indexOf(mark)) : "";
     };
-    const move = (key) => {
-      if (key === "Home") return put(0);
-      if (key === "End") return put(marks.length - 1);
-      return key in steps && steps[key][0] ? put(clamp(place + steps[key][0], 0, marks.length - 1)) : "";
-    };
-    reader(figure, show, move, () => put(-1));
+    reader(figure, show, (key) => walk(key, place, marks.length, put), () => put(-1));
   }
 
   const local = (svg, event) => new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
@@ -108,11 +109,9 @@
       return row >= 0 && row < rows && column >= 0 && column < columns ? put(row, column) : "";
     };
     const move = (key) => {
-      if (!at && (key in steps)) return put(0, 0);
-      if (key === "Home") return put(at ? at[0] : 0, 0);
-      if (key === "End") return put(at ? at[0] : 0, columns - 1);
-      if (!(key in steps)) return "";
-      return put(clamp(at[0] + steps[key][1], 0, rows - 1), clamp(at[1] + steps[key][0], 0, columns - 1));
+      const [row, column] = at ?? [0, 0];
+      if (at && key in steps && steps[key][1]) return put(clamp(row + steps[key][1], 0, rows - 1), column);
+      return !at && key in steps ? put(0, 0) : walk(key, column, columns, (next) => put(row, next));
     };
     reader(figure, show, move, () => { at = null; cursor.setAttribute("hidden", ""); });
   }
@@ -143,12 +142,7 @@
       });
       return best < 0 ? "" : put(best);
     };
-    const move = (key) => {
-      if (key === "Home") return put(0);
-      if (key === "End") return put(points.length - 1);
-      return key in steps && steps[key][0] ? put(clamp(place + steps[key][0], 0, points.length - 1)) : "";
-    };
-    reader(figure, show, move, () => { place = -1; cursor.setAttribute("hidden", ""); });
+    reader(figure, show, (key) => walk(key, place, points.length, put), () => { place = -1; cursor.setAttribute("hidden", ""); });
   }
 
   // ---- tokens ----
@@ -168,7 +162,7 @@
     });
     card.replaceChildren(text, list);
   };
-  const beside = (element) => {
+  const placeCard = (element) => {
     const spot = element.getBoundingClientRect();
     card.hidden = false;
     const below = spot.bottom + 8 + card.offsetHeight < innerHeight;
@@ -189,10 +183,10 @@
       token.classList.add("on");
       if (scroll) token.scrollIntoView({ block: "nearest" });
       fill(token);
-      beside(token);
+      placeCard(token);
       strip.setAttribute("aria-description", card.textContent);
     };
-    // Up and down go to the token nearest in the next line.
+    // up and down: the nearest token in the next line
     const vertical = (way) => {
       const here = tokens[place].getBoundingClientRect();
       const line = (token) => Math.round((token.getBoundingClientRect().top - here.top) / 10) * way;
@@ -209,7 +203,7 @@
     strip.addEventListener("pointerover", (event) => { const i = tokens.indexOf(event.target); if (i >= 0) put(i, false); });
     strip.addEventListener("pointerleave", () => put(-1, false));
     strip.addEventListener("blur", () => put(-1, false));
-    strip.addEventListener("scroll", () => { if (tokens[place]) beside(tokens[place]); });
+    strip.addEventListener("scroll", () => { if (tokens[place]) placeCard(tokens[place]); });
     strip.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       let next = null;

@@ -1,31 +1,15 @@
-"""Where it begins: accumulated line, local bars, the band of the floor, the first divergence; and the splices."""
+"""Charts over the operators of a model: accumulated and local error against the floor, and what an exchange removes."""
 
 from __future__ import annotations
 
 import math
 from itertools import groupby
 
-from rlkernel_drift.report.charts.axes import (
-    Box,
-    Scale,
-    drawable,
-    figure,
-    legend,
-    line,
-    linear,
-    logarithmic,
-    path,
-    rect,
-    svg,
-    text,
-    x_label,
-    y_axis,
-)
+from rlkernel_drift.report.charts.axes import Box, Plot, Scale, drawable, figure, line, linear, logarithmic, rect, text
 from rlkernel_drift.report.markup import Child, Markup, number, plural, tag
 from rlkernel_drift.verdict import LayerView
 
 MAX_OPERATORS = 400
-_HINT = "point at an operator, or focus and use the arrow keys"
 
 
 def layer_of(name: str) -> int | None:
@@ -35,7 +19,7 @@ def layer_of(name: str) -> int | None:
 
 
 def at(values: list[float | None], index: int) -> float | None:
-    """The value, None where the list is short or the value cannot be drawn."""
+    """The value; None where the list is too short or the value cannot be drawn."""
     value = values[index] if index < len(values) else None
     return value if drawable(value) else None
 
@@ -51,106 +35,85 @@ def excess(view: LayerView) -> list[tuple[float, int]]:
 
 
 def layer_chart(view: LayerView, bits: bool) -> Markup | None:
-    """The chart; None where no operator has an error. `bits`: the first divergence is a finding, not rounding."""
+    """Errors by operator; None where no operator has an error.
+
+    Args:
+        bits: equal bits were expected, so that the first divergence is a finding.
+    """
     names = view.operators[:MAX_OPERATORS]
     count = len(names)
     series = [*view.accumulated[:count], *view.local[:count], *view.floor[:count]]
     if not count or not any(value is not None for value in series):
         return None
     box = Box(940, 300, left=62, top=24, bottom=44)
-    y = logarithmic(series, *box.y)
-    width = (box.x[1] - box.x[0]) / count
-    x = lambda i: box.x[0] + (i + 0.5) * width
-    base = box.y[0]
+    plot = Plot(box, Scale(0, count, *box.x), logarithmic(series, *box.y))
+    _stripes(plot, names)
+    plot.axes("relative error", "operators in the order of computation, by layer", _power, None)
+    width = plot.x(1) - plot.x(0)
+    bar = max(min(width * 0.72, 18), 1)
+    positive = {
+        name: {i: value for i in range(count) if (value := at(values, i)) is not None and value > 0}
+        for name, values in (("accumulated", view.accumulated), ("local", view.local), ("floor", view.floor))
+    }
     worst = excess(view)
-    top = worst[0][1] if worst else None
-    parts: list[Child] = [*_layer_stripes(names, box, width), *y_axis(box, y, "relative error", _power)]
-    for i in range(count):
-        local = at(view.local, i)
-        if local is not None and local > 0:
-            bar = max(min(width * 0.72, 18), 1)
-            parts.append(rect(x(i) - bar / 2, y(local), bar, base - y(local), "bar hot" if i == top else "bar"))
-    parts.append(_band(view, count, y, x, width, base))
-    points: list[tuple[float, float] | None] = []
-    for i in range(count):
-        value = at(view.accumulated, i)
-        points.append((x(i), y(value)) if value is not None and value > 0 else None)
-    parts.append(path(points, "line"))
+    for i, value in positive["local"].items():
+        hot = " hot" if worst and i == worst[0][1] else ""
+        plot.bar(plot.x(i + 0.5) - bar / 2, bar, value, f"bar{hot}")
+    # The floor is drawn in steps, because it belongs to operators and not to the places between them.
+    band: list[Child] = []
+    for i, value in positive["floor"].items():
+        y = plot.y(value)
+        band += [rect(plot.x(i), y, width, plot.base - y, "band"), line(plot.x(i), y, plot.x(i + 1), y, "band-top")]
+    plot.parts.append(tag("g", band, shape_rendering="crispEdges"))
+    plot.curve((i + 0.5, positive["accumulated"].get(i)) for i in range(count))
     if count <= 60:
-        parts += [tag("circle", cx=p[0], cy=p[1], r=2.5, class_="dot") for p in points if p]
-    parts.append(line(box.x[0], base, box.x[1], base, "base"))
-    parts += _first(view, names, box, x)
-    parts += [rect(box.x[0] + i * width, box.top, width, base - box.top, "hit", _words(view, i)) for i in range(count)]
-    parts.append(x_label(box, "operators in the order of computation, by layer"))
-    items = [("k-line", "accumulated: both sides compute from the tokens on")] if _some(view.accumulated) else []
-    items += [("k-bar", "local: replayed on the other side's recorded input")] if _some(view.local) else []
-    items += [("k-band", "floor: normal without a fault")] if _some(view.floor) else []
-    return figure(
-        "layers",
-        "Error by operator",
-        _summary(view, bits),
-        svg(box, _plain(view), *parts),
-        legend=legend(*items),
-        hint=_HINT,
-    )
-
-
-def _some(values: list[float | None]) -> bool:
-    return any(value is not None and value > 0 for value in values)
+        for i, value in positive["accumulated"].items():
+            plot.dot(i + 0.5, value, 2.5)
+    if view.first is not None and view.first.operator in names:
+        place = names.index(view.first.operator) + 0.5
+        plot.flag(place, "first divergence")
+        plot.parts.append(tag("path", d=f"M{plot.x(place):.1f} {box.top - 3}l-5 -8h10z", class_="flag"))
+    for i in range(count):
+        plot.mark(plot.x(i), width, _reading(view, i))
+    legend = [
+        ("k-line", "accumulated: both sides compute from the tokens on", "accumulated"),
+        ("k-bar", "local: replayed on the other side's recorded input", "local"),
+        ("k-band", "floor: normal without a fault", "floor"),
+    ]
+    label = f"Relative errors of {plural(count, 'operator')}"
+    label += f"; most over its floor: {view.operators[worst[0][1]]}" if worst else ""
+    shown = [(key, words) for key, words, name in legend if positive[name]]
+    summary = _summary(view, bits, bool(positive["local"]))
+    return figure("layers", "Error by operator", summary, plot.svg(label), "an operator", shown)
 
 
 def _power(value: float) -> str:
     return number(value) if 1e-3 <= value < 1e4 else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
 
 
-def _layer_stripes(names: list[str], box: Box, width: float) -> list[Child]:
-    """Every second layer is shaded, and named below where there is room."""
-    parts: list[Child] = []
-    runs = [
-        (layer, [i for i, _ in run]) for layer, run in groupby(enumerate(names), key=lambda item: layer_of(item[1]))
-    ]
-    layers = [run for run in runs if run[0] is not None]
-    every = max(1, math.ceil(len(layers) * 22 / (box.x[1] - box.x[0])))
+def _stripes(plot: Plot, names: list[str]) -> None:
+    """Shades every second layer, and names layers below the axis where there is space."""
+    groups = groupby(range(len(names)), key=lambda i: layer_of(names[i]))
+    runs = [(layer, list(run)) for layer, run in groups]
+    layers = sum(layer is not None for layer, _ in runs)
+    every = max(1, math.ceil(layers * 22 / (plot.x.end - plot.x.start)))
     last_label = -100.0
     for layer, run in runs:
-        left, right = box.x[0] + run[0] * width, box.x[0] + (run[-1] + 1) * width
+        left, right = plot.x(run[0]), plot.x(run[-1] + 1)
         if layer is not None and layer % 2:
-            parts.append(rect(left, box.top, right - left, box.y[0] - box.top, "stripe"))
-        label = None if layer is None else str(layer) if layer % every == 0 else None
-        if layer is None and len(layers) < len(names):
-            label = names[run[0]] if len(run) == 1 and right - left > 6.2 * len(names[run[0]]) else None
+            plot.parts.append(rect(left, plot.box.top, right - left, plot.base - plot.box.top, "stripe"))
+        name = names[run[0]]
+        if layer is None:
+            label = name if layers < len(names) and len(run) == 1 and right - left > 6.2 * len(name) else ""
+        else:
+            label = "" if layer % every else str(layer)
         middle = (left + right) / 2
         if label and middle - last_label > 14:
-            parts.append(text(middle, box.y[0] + 16, label, class_="tick"))
+            plot.parts.append(text(middle, plot.base + 16, label))
             last_label = middle
-    return parts
 
 
-def _band(view: LayerView, count: int, y: Scale, x: object, width: float, base: float) -> Child:
-    """The floor as an area, in steps: it belongs to operators, not to places between them."""
-    parts: list[Child] = []
-    for i in range(count):
-        floor = at(view.floor, i)
-        if floor is not None and floor > 0:
-            middle = x(i)  # type: ignore[operator]
-            parts.append(rect(middle - width / 2, y(floor), width, base - y(floor), "band"))
-            parts.append(line(middle - width / 2, y(floor), middle + width / 2, y(floor), "band-top"))
-    return tag("g", *parts, shape_rendering="crispEdges")
-
-
-def _first(view: LayerView, names: list[str], box: Box, x: object) -> list[Child]:
-    if view.first is None or view.first.operator not in names:
-        return []
-    here = x(names.index(view.first.operator))  # type: ignore[operator]
-    left = here < (box.x[0] + box.x[1]) / 2
-    label = text(
-        here + (6 if left else -6), box.top - 8, "first divergence", at="start" if left else "end", class_="flag"
-    )
-    marker = tag("path", d=f"M{here:.1f} {box.top - 3}l-5 -8h10z", class_="flag")
-    return [line(here, box.top - 4, here, box.y[0], "flag"), marker, label]
-
-
-def _words(view: LayerView, i: int) -> str:
+def _reading(view: LayerView, i: int) -> str:
     parts = [view.operators[i]]
     for name, values in (("accumulated", view.accumulated), ("local", view.local), ("floor", view.floor)):
         if at(values, i) is not None:
@@ -163,33 +126,27 @@ def _words(view: LayerView, i: int) -> str:
     return " · ".join(parts)
 
 
-def _summary(view: LayerView, bits: bool) -> list[Child]:
+def _summary(view: LayerView, bits: bool, local: bool) -> list[Child]:
     words: list[Child] = []
     worst = excess(view)
     if worst and worst[0][0] > 1:
         words += ["Largest local error over its floor: ", tag("b", view.operators[worst[0][1]])]
         words.append(f", {number(worst[0][0], 3)} times.")
-    elif not bits and not _some(view.local):
-        words.append("Errors add up along the layers, so this line alone does not show a faulty one.")
+    elif not bits and not local:
+        words.append("Errors accumulate along the layers, so this line alone does not show a faulty one.")
     if view.first is not None:
         first = view.first
-        words += [" First bits that differ: ", tag("b", first.operator)]
+        words += [" First different bits: ", tag("b", first.operator)]
         words.append(f", sequence {first.sequence}, token {first.index}")
-        words.append(f", {plural(first.ulps, 'ulp')} apart" if first.ulps is not None else "")
-        words.append("." if bits else "; where both sides round, that is no finding.")
+        words.append(f", {plural(first.ulps, 'ulp')}" if first.ulps is not None else "")
+        words.append("." if bits else "; where both sides round, this is not a finding.")
     if len(view.operators) > MAX_OPERATORS:
         words.append(f" Showing the first {MAX_OPERATORS} of {len(view.operators):,} operators.")
     return words
 
 
-def _plain(view: LayerView) -> str:
-    worst = excess(view)
-    most = f"; most over its floor: {view.operators[worst[0][1]]}" if worst else ""
-    return f"Relative errors of {plural(min(len(view.operators), MAX_OPERATORS), 'operator')}{most}"
-
-
 def first_drop(values: list[float | None], as_is: float | None) -> int | None:
-    """The operator whose exchange takes away most beyond the one before it: what came before it was not to blame."""
+    """The operator whose exchange removes most compared with the exchange before it."""
     before, best, largest = as_is, None, 0.0
     for i, value in enumerate(values):
         if value is None:
@@ -201,36 +158,33 @@ def first_drop(values: list[float | None], as_is: float | None) -> int | None:
 
 
 def splice_chart(view: LayerView, as_is: float | None) -> Markup | None:
-    """What is left of the difference when the output of one layer is exchanged, and all that led to it with it."""
+    """The difference that remains when a layer's output, and so everything before it, is exchanged."""
     names = view.operators[:MAX_OPERATORS]
     values = [at(view.splice, i) for i in range(len(names))]
-    known = [value for value in values if value is not None]
+    known = {i: value for i, value in enumerate(values) if value is not None}
     if not known:
         return None
     box = Box(940, 190, left=62, top=16, bottom=44)
-    y = linear(0, max([*known, as_is or 0]) * 1.08 or 1.0, *box.y)
-    width = (box.x[1] - box.x[0]) / len(names)
-    hot = first_drop(values, as_is)
-    parts: list[Child] = [*_layer_stripes(names, box, width), *y_axis(box, y, "mean |d| left")]
+    y = linear(0, max([*known.values(), as_is or 0]) * 1.08 or 1.0, *box.y)
+    plot = Plot(box, Scale(0, len(names), *box.x), y)
+    _stripes(plot, names)
+    plot.axes("remaining mean |d|", "layer whose output is exchanged for the other side's", x_format=None)
     if as_is and drawable(as_is):
-        parts.append(line(box.x[0], y(as_is), box.x[1], y(as_is), "limit"))
-        parts.append(text(box.x[1], y(as_is) - 5, f"as it is: {number(as_is)}", at="end", class_="tick"))
-    parts.append(line(box.x[0], box.y[0], box.x[1], box.y[0], "base"))
-    x = lambda i: box.x[0] + (i + 0.5) * width
-    points = [(x(i), y(value), i) for i, value in enumerate(values) if value is not None]
-    parts.append(path([(px, py) for px, py, _ in points], "line"))
-    for px, py, i in points:
-        parts.append(tag("circle", cx=px, cy=py, r=4.5 if i == hot else 3.0, class_="dot hot" if i == hot else "dot"))
-    half = (box.x[1] - box.x[0]) / len(points) / 2
-    for px, _, i in points:
-        left = max(box.x[0], px - half)
-        parts.append(rect(left, box.top, min(2 * half, box.x[1] - left), box.y[0] - box.top, "hit", _words(view, i)))
-    parts.append(x_label(box, "layer whose output is exchanged for the other side's"))
-    words: list[Child] = ["An exchange removes what differs up to that layer. "]
+        plot.level(as_is, *box.x)
+        plot.parts.append(text(box.x[1], y(as_is) - 5, f"unchanged: {number(as_is)}", at="end"))
+    plot.curve((i + 0.5, value) for i, value in known.items())
+    hot = first_drop(values, as_is)
+    half = (box.x[1] - box.x[0]) / len(known) / 2
+    for i, value in known.items():
+        plot.dot(i + 0.5, value, *((4.5, "dot hot") if i == hot else (3.0,)))
+    for i in known:
+        left = max(box.x[0], plot.x(i + 0.5) - half)
+        plot.mark(left, min(2 * half, box.x[1] - left), _reading(view, i))
+    words: list[Child] = ["An exchange removes every difference up to that layer. "]
     if hot is None:
-        words.append("No exchange removes anything.")
+        words.append("No exchange reduces the difference.")
     else:
-        words += ["Most goes with ", tag("b", names[hot]), f": {number(values[hot])} of mean |d| is left"]
-        words.append(f", from {number(as_is)} as it is." if as_is else ".")
-    drawing = svg(box, "Mean difference left by layer", *parts)
-    return figure("splice", "What an exchange removes", words, drawing, hint=_HINT)
+        words += ["The largest drop is at ", tag("b", names[hot]), f": {number(values[hot])} of mean |d| remains"]
+        words.append(f", from {number(as_is)} without an exchange." if as_is else ".")
+    drawing = plot.svg("Remaining mean difference by layer")
+    return figure("splice", "What an exchange removes", words, drawing, "an operator")

@@ -1,1 +1,1 @@
-"""Sections of the report: each a function of the verdict, None where there is nothing to say."""
+"""Sections of the report. Each is a function of the verdict that returns None where it has no content."""

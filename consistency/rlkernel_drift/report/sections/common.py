@@ -1,13 +1,13 @@
-"""What several sections share: bounded text, findings, tables."""
+"""Parts that several sections share: bounded text, icons, facts, tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlkernel_drift.knowledge import CAUSES
 from rlkernel_drift.report.markup import Child, Markup, number, tag, visible
-from rlkernel_drift.verdict import Finding, Scalar, Thread
+from rlkernel_drift.verdict import Scalar, Thread
 
 TEXT = 600
 SHORT = 120
@@ -18,7 +18,9 @@ class Section:
     """A part of the page.
 
     Attributes:
-        key: its anchor; title: for heading and navigation; note: beside the heading.
+        key: its anchor.
+        title: for heading and navigation.
+        note: small text after the heading.
     """
 
     key: str
@@ -32,16 +34,16 @@ class Section:
         return tag("section", heading, self.body, id=self.key, aria_label=self.title)
 
 
-def clip(text: str, limit: int = TEXT) -> Markup:
-    """Text of a stranger, bounded."""
-    return tag("span", visible(text, limit)) if len(text) > limit else tag("span", text)
+def clip(text: str, limit: int = TEXT) -> str:
+    """Text from an input, bounded."""
+    return visible(text, limit) if len(text) > limit else text
 
 
 def prose(text: str, limit: int = TEXT) -> Markup:
-    """Sentences in which backticks stand around code."""
+    """Sentences that mark code with backticks."""
     parts = visible(text, limit).split("`")
     if len(parts) % 2 == 0:
-        return clip(text, limit)
+        return tag("span", clip(text, limit))
     return tag("span", [tag("code", part) if i % 2 else part for i, part in enumerate(parts)])
 
 
@@ -58,12 +60,12 @@ _ICONS = {
 
 
 def icon(name: str) -> Markup:
-    """A sign in the current colour, the same with every font."""
+    """A sign in the current colour, drawn so that it does not depend on a font."""
     return tag("svg", tag("path", d=_ICONS[name]), viewBox="0 0 16 16", class_="icon", aria_hidden="true")
 
 
 def scalar(value: Scalar | list[Scalar]) -> str:
-    """A setting or a number of evidence."""
+    """A setting or a value of evidence as text."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -75,13 +77,13 @@ def scalar(value: Scalar | list[Scalar]) -> str:
 
 
 def title_of(cause: str) -> str:
-    """A cause in words."""
+    """The title of a cause."""
     known = CAUSES.get(cause)
     return known.title if known else cause.replace("-", " ")
 
 
 def link(thread: Thread) -> Markup:
-    """Where a cause was seen; only https addresses become links."""
+    """A place where a cause was seen; only https addresses become links."""
     name = visible(thread.name, 80)
     if not thread.url.startswith("https://") or any(c in thread.url for c in "\"'<>\\ "):
         return tag("span", name)
@@ -98,30 +100,43 @@ def threads(found: Sequence[Thread]) -> Markup | None:
     return tag("div", tag("b", "Seen in"), tag("ul", items), class_="seen")
 
 
-def evidence(finding: Finding) -> Markup | None:
-    """The numbers behind a finding, by name."""
-    if not finding.evidence:
-        return None
-    pairs = [
-        tag("div", tag("dt", visible(key, 60).replace("_", " ")), tag("dd", scalar(value)))
-        for key, value in list(finding.evidence.items())[:12]
-    ]
-    return tag("dl", pairs, class_="facts")
+def facts(pairs: Iterable[tuple[str, Child]], class_: str = "facts") -> Markup:
+    """Names and values."""
+    return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs], class_=class_)
 
 
-def table(head: Sequence[tuple[str, str]], rows: Iterable[Child], class_: str = "") -> Markup:
-    """A table that scrolls by itself where it is too wide.
+def settings(values: Mapping[str, Scalar | list[Scalar]]) -> Markup | None:
+    """The first twelve named values, for evidence and parameters."""
+    shown = list(values.items())[:12]
+    return facts((visible(key, 60).replace("_", " "), scalar(value)) for key, value in shown) if shown else None
+
+
+def table(
+    columns: Sequence[tuple[str, str]], rows: Iterable[Iterable[Child]], class_: str, row_class: Sequence[str] = ()
+) -> Markup:
+    """A table that scrolls by itself where it is too wide; the first cell of each row is its header.
 
     Args:
-        head: (title, class of the column) pairs; an empty title is for screen readers alone.
+        columns: (title, class of the cells) pairs.
+        row_class: a class for each row; default none.
     """
-    cells = [tag("th", title, class_=name or None, scope="col") for title, name in head]
-    body = tag("table", tag("thead", tag("tr", cells)), tag("tbody", rows), class_=class_ or None)
-    return tag("div", body, class_="scroll", tabindex="0", role="region", aria_label=f"Table: {head[0][0] or class_}")
+    head = [tag("th", title, class_=name or None, scope="col") for title, name in columns]
+    body = []
+    for i, row in enumerate(rows):
+        first, *rest = row
+        cells = [tag("td", cell, class_=name or None) for cell, (_, name) in zip(rest, columns[1:], strict=True)]
+        body.append(tag("tr", tag("th", first, scope="row"), cells, class_=row_class[i] or None if row_class else None))
+    inner = tag("table", tag("thead", tag("tr", head)), tag("tbody", body), class_=class_)
+    return tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label=f"Table: {columns[0][0]}")
+
+
+def fold(title: str, *children: Child) -> Markup:
+    """Content that opens at a click."""
+    return tag("details", tag("summary", title), *children)
 
 
 def more(shown: int, of: int, what: str) -> Markup | None:
-    """Says what was left out."""
+    """A sentence about what was left out."""
     if shown >= of:
         return None
     return tag("p", f"Showing {shown:,} of {of:,} {what}; the JSON of the verdict has all.", class_="aside")

@@ -1,85 +1,79 @@
-"""What was found: the ladder of gates, the hypotheses that were tried, and what the drift costs.
-
-Every gate stands in order, with its findings. Of the diagnosis: how well each hypothesis explains the differences, and
-what was excluded. Costs are those under the corrections of the trainers.
-"""
+"""Sections with what was found: the gates in order, the hypotheses that were tried, and the cost of the drift."""
 
 from __future__ import annotations
 
 from rlkernel_drift.knowledge import CAUSES
-from rlkernel_drift.report.charts.axes import line, logarithmic, rect
+from rlkernel_drift.report.charts.axes import gauge, logarithmic
 from rlkernel_drift.report.markup import Child, Markup, number, share, tag
 from rlkernel_drift.report.sections.common import (
     Section,
     clip,
-    evidence,
+    fold,
     icon,
     more,
     prose,
     scalar,
+    settings,
     table,
     threads,
     title_of,
 )
 from rlkernel_drift.verdict import Consequence, Diagnosis, Finding, Gate, HypothesisResult, Verdict
 
+# status -> class, icon
 _LOOK = {
-    "passed": ("good", "check", "passed"),
-    "failed": ("bad", "cross", "failed"),
-    "warned": ("warn", "bang", "warned"),
-    "skipped": ("none", "dash", "skipped"),
-    "not reached": ("none", "dot", "not reached"),
+    "passed": ("good", "check"),
+    "failed": ("bad", "cross"),
+    "warned": ("warn", "bang"),
+    "skipped": ("none", "dash"),
+    "not reached": ("none", "dot"),
 }
-_FINDINGS = 24
+_MOST = 24
 
 
 def gates(verdict: Verdict, budget: float = 1.0) -> Section | None:
-    """The section; None for a verdict without gates. `budget`: share of the findings that the page has room for."""
+    """The section; None for a verdict without gates. `budget`: share of the findings that fits the page."""
     if not verdict.gates:
         return None
     counts = {status: sum(g.status == status for g in verdict.gates) for status in _LOOK}
     note = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    most, diagnosed = max(2, int(_FINDINGS * budget)), verdict.diagnosis is not None
+    most, diagnosed = max(2, int(_MOST * budget)), verdict.diagnosis is not None
     rungs = [_rung(gate, most, diagnosed) for gate in verdict.gates[:16]]
     return Section("gates", "Gates", tag("ol", rungs, class_="ladder"), note)
 
 
 def _rung(gate: Gate, most: int, diagnosed: bool) -> Markup:
-    look, sign, words = _LOOK[gate.status]
+    look, sign = _LOOK[gate.status]
     parts: list[Child] = [
         tag("span", icon(sign), class_="node"),
-        tag("div", tag("h3", clip(gate.title, 80)), tag("span", words, class_="word"), class_="rung"),
+        tag("div", tag("h3", clip(gate.title, 80)), tag("span", gate.status, class_="word"), class_="rung"),
         tag("p", prose(gate.summary)),
     ]
     found = gate.findings[:most]
     if found:
-        serious = any(f.severity != "note" for f in found)
-        title = "What was found" if len(found) == 1 else f"What was found ({len(gate.findings)})"
+        serious = gate.status in ("failed", "warned") and any(f.severity != "note" for f in found)
+        title = "Finding" if len(found) == 1 else f"Findings ({len(gate.findings)})"
         body: list[Child] = []
-        said = {"drift"} if diagnosed else set()  # the fix of drift as such is a diagnosis
+        advised = {"drift"} if diagnosed else set()  # after a diagnosis, its fix replaces the advice to diagnose
         for finding in found:
-            body.append(_finding(finding, gate.summary, finding.cause not in said))
-            said.add(finding.cause)
+            body.append(_finding(finding, gate.summary, finding.cause not in advised))
+            advised.add(finding.cause)
         body.append(more(len(found), len(gate.findings), "findings"))
-        parts.append(tag("details", tag("summary", title), body, open=serious and gate.status in ("failed", "warned")))
+        parts.append(tag("details", tag("summary", title), body, open=serious))
     return tag("li", parts, class_=look)
 
 
-def _finding(finding: Finding, summary: str, first: bool) -> Markup:
-    message = None if finding.message == summary else tag("p", prose(finding.message))
+def _finding(finding: Finding, summary: str, advise: bool) -> Markup:
     cause = title_of(finding.cause)
     return tag(
         "article",
         tag("h4", tag("span", finding.severity, class_=f"tagged {finding.severity}"), cause[:1].upper() + cause[1:]),
-        message,
-        evidence(finding),
-        tag("p", tag("b", "Fix: "), prose(finding.fix)) if finding.fix and first else None,
-        threads(finding.threads) if first else None,
+        None if finding.message == summary else tag("p", prose(finding.message)),
+        settings(finding.evidence),
+        tag("p", tag("b", "Fix: "), prose(finding.fix)) if finding.fix and advise else None,
+        threads(finding.threads) if advise else None,
         class_="finding",
     )
-
-
-_HYPOTHESES = 24
 
 
 def diagnosis(verdict: Verdict) -> Section | None:
@@ -88,79 +82,49 @@ def diagnosis(verdict: Verdict) -> Section | None:
     if found is None:
         return None
     parts: list[Child] = [tag("p", tag("b", prose(found.statement)))]
-    if found.parameters and (found.finding is None or not found.finding.evidence):
-        parts.append(_facts(found))
+    if found.finding is None or not found.finding.evidence:
+        parts.append(settings(found.parameters))
     if found.finding is not None:
-        parts += [evidence(found.finding), tag("p", prose(found.finding.fix)) if found.finding.fix else None]
+        parts += [settings(found.finding.evidence), tag("p", prose(found.finding.fix)) if found.finding.fix else None]
         parts.append(threads(found.finding.threads))
     if found.hypotheses:
-        head = [
-            ("hypothesis", ""),
-            ("side", ""),
-            ("with", ""),
-            ("left of |d|", "n"),
-            ("against the floor", "bar"),
-            ("times the floor", "n"),
-        ]
-        shown = found.hypotheses[:_HYPOTHESES]
+        columns = [("hypothesis", ""), ("side", ""), ("with", "")]
+        columns += [("remaining |d|", "n"), ("against the floor", "bar"), ("times the floor", "n")]
+        shown = found.hypotheses[:_MOST]
         accepted = next((h for h in shown if h.cause == found.cause and h.residual == found.residual), None)
+        rows = [_hypothesis(h, found, h is accepted) for h in shown]
         parts.append(tag("h3", "Hypotheses, best first"))
-        parts.append(table(head, [_hypothesis(h, found, h is accepted) for h in shown], "hypotheses"))
+        parts.append(table(columns, rows, "hypotheses", ["best" if h is accepted else "" for h in shown]))
         parts.append(more(len(shown), len(found.hypotheses), "hypotheses"))
         parts.append(_key(found))
     if found.excluded:
         items = [tag("li", prose(title_of(words) if words in CAUSES else words, 200)) for words in found.excluded[:40]]
-        parts.append(
-            tag("details", tag("summary", f"Excluded ({len(found.excluded)})"), tag("ul", items, class_="plain"))
-        )
+        parts.append(fold(f"Excluded ({len(found.excluded)})", tag("ul", items, class_="plain")))
     return Section("diagnosis", "Diagnosis", tag("div", parts), f"cause: {title_of(found.cause)}"[:120])
 
 
-def _facts(found: Diagnosis) -> Markup:
-    pairs = [tag("div", tag("dt", clip(k, 60)), tag("dd", scalar(v))) for k, v in list(found.parameters.items())[:12]]
-    return tag("dl", pairs, class_="facts")
-
-
 def _key(found: Diagnosis) -> Markup | None:
-    words = []
-    if found.as_is is not None:
-        words.append(f"As it is, mean |d| is {number(found.as_is)}.")
+    words = [] if found.as_is is None else [f"Without a hypothesis, mean |d| is {number(found.as_is)}."]
     if found.floor is not None:
-        words.append(
-            f"Normal here is {number(found.floor)}" + (f" ({found.floor_source[:160]})." if found.floor_source else ".")
-        )
-        words.append("The tick of each bar is the floor.")
+        source = f" ({found.floor_source[:160]})" if found.floor_source else ""
+        words.append(f"The noise floor is {number(found.floor)}{source}. It is the tick of each bar.")
     return tag("p", " ".join(words), class_="aside") if words else None
 
 
-def _hypothesis(result: HypothesisResult, found: Diagnosis, accepted: bool) -> Markup:
-    settings = ", ".join(f"{key} {scalar(value)}" for key, value in list(result.parameters.items())[:4])
-    mark = tag("span", "accepted", class_="tagged") if accepted else None
-    return tag(
-        "tr",
-        tag("th", clip(result.name, 80), " ", mark, scope="row"),
-        tag("td", clip(result.side, 20)),
-        tag("td", clip(settings, 80)),
-        tag("td", number(result.residual), class_="n"),
-        tag("td", _residual_bar(result.residual, found), class_="bar"),
-        tag("td", number(result.over_floor, 3), class_="n"),
-        class_="best" if accepted else None,
-    )
+def _hypothesis(result: HypothesisResult, found: Diagnosis, accepted: bool) -> list[Child]:
+    parameters = ", ".join(f"{key} {scalar(value)}" for key, value in list(result.parameters.items())[:4])
+    name = [clip(result.name, 80), " ", tag("span", "accepted", class_="tagged") if accepted else None]
+    bar, times = _residual_bar(result.residual, found), number(result.over_floor, 3)
+    return [name, clip(result.side, 20), clip(parameters, 80), number(result.residual), bar, times]
 
 
 def _residual_bar(residual: float, found: Diagnosis) -> Markup | None:
-    """The residual by orders of magnitude, up to what the difference is as it stands."""
+    """The residual by orders of magnitude, up to the difference without a hypothesis."""
     known = [value for value in (found.floor, found.as_is, *(h.residual for h in found.hypotheses)) if value]
     if not known:
         return None
     x = logarithmic(known, 0, 150)
-    parts: list[Child] = [rect(0, 4, 150, 8, "track"), rect(0, 4, x(residual) if residual > 0 else 0, 8, "within")]
-    if found.floor:
-        parts.append(line(x(found.floor), 1, x(found.floor), 15, "base"))
-    return tag("svg", parts, viewBox="0 0 150 16", width="150", height="16", aria_hidden="true")
-
-
-_CORRECTIONS = 24
+    return gauge(150, x(residual) if residual > 0 else 0, "within", x(found.floor) if found.floor else None)
 
 
 def consequences(verdict: Verdict) -> Section | None:
@@ -170,34 +134,16 @@ def consequences(verdict: Verdict) -> Section | None:
     if not any(c.tokens or c.sequences or c.cosine is not None for c in verdict.consequences):
         words = f"None of {len(verdict.consequences)} corrections and clips would touch a token or a sequence."
         return Section("cost", "Cost", tag("p", words, class_="aside"))
-    head = [
-        ("correction", ""),
-        ("setting", ""),
-        ("tokens", "n"),
-        ("", "bar"),
-        ("sequences", "n"),
-        ("", "bar"),
-        ("in words", ""),
-    ]
-    rows = [_correction(c) for c in verdict.consequences[:_CORRECTIONS]]
-    return Section("cost", "Cost", table(head, rows, "cost"), "what this run would lose to each correction")
+    columns = [("correction", ""), ("setting", ""), ("tokens", "n"), ("", "bar"), ("sequences", "n"), ("", "bar")]
+    rows = [_correction(c) for c in verdict.consequences[:_MOST]]
+    body = table([*columns, ("in words", "")], rows, "cost")
+    return Section("cost", "Cost", body, "what this run would lose to each correction")
 
 
-def _correction(consequence: Consequence) -> Markup:
-    cells: list[Child] = []
+def _correction(consequence: Consequence) -> list[Child]:
+    cells: list[Child] = [clip(consequence.name, 80), clip(consequence.setting, 100)]
     for value in (consequence.tokens, consequence.sequences):
-        cells += [tag("td", share(value), class_="n"), tag("td", _share_bar(value), class_="bar")]
-    return tag(
-        "tr",
-        tag("th", clip(consequence.name, 80), scope="row"),
-        tag("td", clip(consequence.setting, 100)),
-        cells,
-        tag("td", clip(consequence.words, 240)),
-    )
-
-
-def _share_bar(value: float | None) -> Markup | None:
-    if value is None:
-        return None
-    parts = [rect(0, 4, 60, 8, "track"), rect(0, 4, max(60 * min(value, 1), 1.5 if value > 0 else 0), 8, "over")]
-    return tag("svg", parts, viewBox="0 0 60 16", width="60", height="16", aria_hidden="true")
+        # a share above zero is at least visible
+        long = None if value is None else max(60 * min(value, 1), 1.5 if value > 0 else 0)
+        cells += [share(value), None if long is None else gauge(60, long, "over")]
+    return [*cells, clip(consequence.words, 240)]

@@ -1,12 +1,14 @@
-"""The token strip, coloured by difference, and the worst tokens. Texts are a model's output: written by strangers."""
+"""The token strip, coloured by difference, and the largest differences. Texts are a model's output, so not trusted."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
+from itertools import accumulate
 
 from rlkernel_drift.report.markup import Child, Markup, number, plural, signed, tag, visible
-from rlkernel_drift.report.sections.common import Section, table
+from rlkernel_drift.report.sections.common import Section, fold, table
 from rlkernel_drift.verdict import Token, Verdict
 
 MAX_STRIP = 2000
@@ -19,10 +21,10 @@ _ROUND = (1.0, 2.0, 5.0)
 
 
 def tokens(verdict: Verdict, data: dict[str, object], budget: float = 1.0) -> Section | None:
-    """The section; None without tokens. Fills in what the script reads.
+    """The section; None without tokens. Adds the script's part to `data`.
 
     Args:
-        budget: share of `MAX_STRIP` that the page has room for.
+        budget: share of `MAX_STRIP` that fits the page.
     """
     view = verdict.tokens
     if view is None or not (view.strip or view.worst):
@@ -32,15 +34,13 @@ def tokens(verdict: Verdict, data: dict[str, object], budget: float = 1.0) -> Se
     shown = [token for strip in strips for token in strip]
     data["tokens"] = [_row(token) for token in shown]
     parts: list[Child] = [_words(verdict, strips), _legend(edges)]
-    start = 0
-    hidden: list[Child] = []
-    place: dict[tuple[int, int], int] = {}
-    for number_, strip in enumerate(strips):
-        place |= {(token.sequence, token.index): start + i for i, token in enumerate(strip)}
-        (parts if number_ < _OPEN else hidden).append(_strip(strip, edges, start))
-        start += len(strip)
-    if hidden:
-        parts.append(tag("details", tag("summary", plural(len(hidden), "more sequence")), hidden, class_="fold"))
+    place = {(token.sequence, token.index): i for i, token in enumerate(shown)}
+    starts = accumulate(map(len, strips), initial=0)
+    drawn = [_strip(strip, edges, start) for strip, start in zip(strips, starts, strict=False)]
+    parts += drawn[:_OPEN]
+    if drawn[_OPEN:]:
+        title = plural(len(drawn) - _OPEN, "more sequence")
+        parts.append(tag("details", tag("summary", title), drawn[_OPEN:], class_="fold"))
     if view.worst:
         parts.append(_worst(view.worst, edges, place))
     note = f"{len(shown):,} shown" if shown else ""
@@ -69,11 +69,11 @@ def _finite(value: float | None) -> float | None:
 
 
 def levels(shown: Iterable[Token]) -> list[float]:
-    """Lower edges of the strengths of colour above the faintest: 1, 2 and 5 times powers of ten, up to the largest."""
+    """Lower edges of the colour strengths above the faintest: 1, 2 and 5 times powers of ten, up to the largest."""
     sizes = sorted(abs(d) for t in shown if (d := _finite(t.difference)))
     if not sizes:
         return []
-    # One outlier must not leave all others pale.
+    # a quantile instead of the maximum, because one outlier would leave all other tokens pale
     top = sizes[min(len(sizes) - 1, int(0.995 * len(sizes)))]
     decade = math.floor(math.log10(top))
     below = [m * 10.0**e for e in range(decade - 2, decade + 1) for m in _ROUND if m * 10.0**e <= top]
@@ -91,9 +91,14 @@ def colour(token: Token, edges: list[float]) -> str:
 
 
 def _row(token: Token) -> list[object]:
-    """What the card shows: texts as they are drawn, numbers as they are written."""
-    values = [number(_finite(token.rollout), 6), number(_finite(token.train), 6), signed(_finite(token.difference))]
-    return [token.sequence, token.index, token.position, token.id, *values, visible(token.span, 24)]
+    """The values that the script shows on the token's card."""
+    return [token.sequence, token.index, token.position, token.id, *_values(token, 6), visible(token.span, 24)]
+
+
+def _values(token: Token, digits: int) -> list[str]:
+    """Rollout, train and their difference."""
+    sides = [number(_finite(value), digits) for value in (token.rollout, token.train)]
+    return [*sides, signed(_finite(token.difference))]
 
 
 def _text(token: Token) -> str:
@@ -101,10 +106,8 @@ def _text(token: Token) -> str:
 
 
 def _spaces(text: str) -> str:
-    """Outer spaces as dots: alone in a cell they would not be seen."""
-    inner = text.strip(" ")
-    left = len(text) - len(text.lstrip(" "))
-    return "·" * left + inner + "·" * (len(text) - left - len(inner))
+    """Outer spaces as dots, because they are invisible in a cell."""
+    return re.sub("^ +| +$", lambda found: "·" * len(found[0]), text)
 
 
 def _strip(strip: list[Token], edges: list[float], start: int) -> Markup:
@@ -142,7 +145,7 @@ def _legend(edges: list[float]) -> Markup | None:
 
 
 def _words(verdict: Verdict, strips: list[list[Token]]) -> Markup:
-    """What of how much is shown, and why this part."""
+    """How many of how many tokens are shown, and how they were chosen."""
     shown = sum(map(len, strips))
     given = sum(map(len, verdict.tokens.strip)) if verdict.tokens else 0
     side = verdict.rollout
@@ -152,38 +155,20 @@ def _words(verdict: Verdict, strips: list[list[Token]]) -> Markup:
         return tag("p", f"All {plural(of, 'token')} of {plural(len(strips), 'sequence')}.", class_="lead")
     which = plural(len(strips), "sequence") + (f" of {total:,}" if total > len(strips) else "")
     words = f"A sample: {shown:,} of {plural(of, 'token')}, from {which}"
-    return tag("p", f"{words}, those with the largest differences; long ones are windows around theirs.", class_="lead")
+    return tag("p", f"{words}: those with the largest differences, cut to windows around them.", class_="lead")
 
 
 def _worst(worst: list[Token], edges: list[float], place: dict[tuple[int, int], int]) -> Markup:
-    head = [
-        ("token", ""),
-        ("sequence", "n"),
-        ("index", "n"),
-        ("id", "n"),
-        ("rollout", "n"),
-        ("train", "n"),
-        ("train - rollout", "n"),
-        ("span", ""),
-    ]
+    columns = [("token", ""), ("sequence", "n"), ("index", "n"), ("id", "n"), ("rollout", "n"), ("train", "n")]
+    columns += [("train - rollout", "n"), ("span", "")]
     rows = []
     for token in worst[:MAX_WORST]:
         here = place.get((token.sequence, token.index))
-        text = tag("b", _spaces(_text(token)), class_=colour(token, edges))
-        cell = text if here is None else tag("a", text, href=f"#t{here}", title="show in the strip")
-        numbers = [f"{token.sequence:,}", f"{token.index:,}", str(token.id)]
-        values = [number(_finite(token.rollout), 5), number(_finite(token.train), 5), signed(_finite(token.difference))]
-        cells = [tag("td", value, class_="n") for value in (*numbers, *values)]
-        rows.append(
-            tag(
-                "tr",
-                tag("td", tag("span", cell, class_="tokens", dir="ltr")),
-                cells,
-                tag("td", visible(token.span, 24)),
-            )
-        )
+        words = tag("b", _spaces(_text(token)), class_=colour(token, edges))
+        cell = words if here is None else tag("a", words, href=f"#t{here}", title="show in the strip")
+        first = tag("span", cell, class_="tokens", dir="ltr")
+        span = visible(token.span, 24)
+        rows.append([first, f"{token.sequence:,}", f"{token.index:,}", str(token.id), *_values(token, 5), span])
     few = 10
-    parts: list[Child] = [tag("h3", "Largest differences"), table(head, rows[:few], "worst")]
-    if len(rows) > few:
-        parts.append(tag("details", tag("summary", f"{len(rows) - few} more"), table(head, rows[few:], "worst")))
-    return tag("div", parts)
+    rest = fold(f"{len(rows) - few} more", table(columns, rows[few:], "worst")) if len(rows) > few else None
+    return tag("div", tag("h3", "Largest differences"), table(columns, rows[:few], "worst"), rest)
