@@ -21,9 +21,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from rlkernel_drift.compare import Options, compare_capsules
+from rlkernel_drift.diagnose.attach import diagnose_verdict
 from rlkernel_drift.diagnose.context import noise_floor
 from rlkernel_drift.diagnose.run import examine
-from rlkernel_drift.diagnose.verdict import diagnose_verdict
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults.kinds import KINDS, Kind
 from rlkernel_drift.faults.world import FAMILIES, Recorded, healthy_world, record_world

@@ -47,7 +47,7 @@ def test_one_ulp_fails_the_bitwise_profile_and_no_other() -> None:
     moved[3][7] = np.nextafter(moved[3][7], np.float32(0))
     train = capsule("train", logprobs=moved)
     verdict = compare(capsule(), train, profile="bitwise")
-    assert verdict.exit_code == 1 and verdict.statistics is not None and verdict.statistics.mismatched == 1
+    assert verdict.exit_code == 1 and verdict.statistics is not None and verdict.statistics.equal == 1 - 1 / 348
     assert verdict.ulps is not None and verdict.ulps.bins == {"1": 1}
     assert verdict.tokens is not None
     assert (verdict.tokens.worst[0].sequence, verdict.tokens.worst[0].index) == (3, 7 + len(prompts[3]))
@@ -482,7 +482,7 @@ def test_a_capsule_cannot_widen_its_own_bar() -> None:
     wide = Floor(mean=1000, p99=1000, maximum=1000)
     far = capsule("train", logprobs=[v - 200 for v in sequences()[2]], floor=wide)
     verdict = compare(capsule(), far)
-    assert verdict.exit_code == 1 and "the noise floor that the train capsule brings" in verdict.scope
+    assert verdict.exit_code == 1 and "the noise floor that the train capsule contains" in verdict.scope
     assert compare(capsule(floor=wide), capsule("train", noise=0.05)).exit_code == 1
     known = carried_floor(capsule().manifest, far.manifest)  # what `diagnose` calls normal
     assert known is not None and known.mean * FLOOR_FACTOR["mean"] <= 0.03 and known.p99 <= 0.3

@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drift_cases import with_logits
 
 from rlkernel_drift.capsule import Floor, Operators, Sampling, Tensor
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import Options, compare_capsules
-from rlkernel_drift.diagnose.verdict import diagnose_verdict
+from rlkernel_drift.diagnose.attach import diagnose_verdict
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults.kinds import KINDS
-from rlkernel_drift.faults.world import Recorded, World, healthy_world, record_world, tiny_model, with_distribution
+from rlkernel_drift.faults.world import Recorded, World, healthy_world, record_world, tiny_model
 from rlkernel_drift.inputs import Source, open_input
 from rlkernel_drift.inputs.model import scored
 from rlkernel_drift.power import judge_pair
 from rlkernel_drift.profiles import GENERAL
 from rlkernel_drift.report import write_html
 from rlkernel_drift.scoring.model import ReferenceModel
-from rlkernel_drift.scoring.sequences import sequences_of
 from rlkernel_drift.verdict import Status, Verdict
 
 
@@ -42,13 +42,6 @@ def diagnosed(pair: Recorded, floor: Floor | None = None, **options: object) -> 
     verdict = compare_capsules(pair.rollout, pair.train, Options(profile=GENERAL))
     references = None if options.get("files") else lambda: pair.world.references
     return diagnose_verdict(verdict, pair.rollout, pair.train, references, floor)
-
-
-def with_logits(pair: Recorded) -> Recorded:
-    sequences = sequences_of(pair.train)
-    logits = pair.world.trainer.model.logits(sequences).numpy()
-    keep = np.arange(0, sequences.counted, 3)
-    return dataclasses.replace(pair, train=with_distribution(pair.train, sequences.token.numpy()[keep], logits[keep]))
 
 
 @pytest.mark.parametrize("files", [True, False])
@@ -110,7 +103,10 @@ def test_another_model_is_refused_and_makes_no_drift(tmp_path: Path, capsys: pyt
     config = json.loads((tmp_path / "rope/config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 3210.0}
     (tmp_path / "rope/config.json").write_text(json.dumps(config))
-    for name, words in (("rope", "rope_theta 10000.0 where the capsule has 3210.0"), ("other", "tensors are others")):
+    for name, words in (
+        ("rope", "rope_theta 10000.0 where the capsule has 3210.0"),
+        ("other", "46 of 46 tensors differ"),
+    ):
         sides = captured(tmp_path, name)
         capsys.readouterr()
         assert main(["diagnose", *sides, "--model", str(tmp_path / "base")]) == 2

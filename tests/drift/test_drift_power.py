@@ -6,18 +6,17 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from drift_cases import with_logits
 
 from rlkernel_drift.capsule import Floor, Sampling
 from rlkernel_drift.cli.main import main
-from rlkernel_drift.diagnose.verdict import diagnose_recorded
+from rlkernel_drift.diagnose.attach import diagnose_recorded
 from rlkernel_drift.faults.kinds import KINDS
-from rlkernel_drift.faults.world import healthy_world, record_world, with_distribution
+from rlkernel_drift.faults.world import healthy_world, record_world
 from rlkernel_drift.power import Case, plan, run_case, run_matrix, summary, write_result
 from rlkernel_drift.power_tables import TABLES, kinds
-from rlkernel_drift.scoring.sequences import sequences_of
 from rlkernel_drift.verdict import Verdict
 
 # One or two of each group; `rlkernel-drift power` runs them all.
@@ -117,10 +116,7 @@ def test_two_files_alone_name_a_temperature(sampling: Sampling, cause: str) -> N
     torch.set_num_threads(1)
     world = healthy_world("llama", 4, "float32")
     recorded = record_world(world, lambda w: setattr(w.rollout, "sampling", sampling))
-    sequences = sequences_of(recorded.train)
-    logits = world.trainer.model.logits(sequences).numpy()
-    keep = np.arange(0, sequences.counted, 3)
-    train = with_distribution(recorded.train, sequences.token.numpy()[keep], logits[keep])
+    train = with_logits(recorded).train
     found = diagnose_recorded(recorded.rollout, train)
     assert found is not None and found.cause == cause
     if cause == "temperature":

@@ -52,7 +52,7 @@ def run_diagnose(args: argparse.Namespace) -> int:
     """Compares and diagnoses; returns the comparison's exit status."""
     from rlkernel_drift.cli.capture import device_of
     from rlkernel_drift.compare import compare_sources, unusable
-    from rlkernel_drift.diagnose.verdict import diagnose_verdict
+    from rlkernel_drift.diagnose.attach import diagnose_verdict
     from rlkernel_drift.errors import DriftError
     from rlkernel_drift.inputs import open_input
     from rlkernel_drift.inputs.model import Engines, scored

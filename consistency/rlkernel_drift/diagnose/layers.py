@@ -1,7 +1,7 @@
-"""Tolerance mode: each operator of the reference computed on the other side's recorded inputs, and layers spliced in.
+"""Replays each operator of the reference on the recorded inputs, and splices recorded layer outputs into its forward.
 
-An operator's local error is compared with the rounding of that very operator on that very input (its result in the
-recorded dtype against a wider one) and with its neighbours: the same operator in the other layers.
+An operator's local error is compared with its rounding on the same input: its result in the recorded dtype against a
+wider one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 
 from rlkernel_drift.capsule import Capsule, Tensor
 from rlkernel_drift.diagnose.context import Context
-from rlkernel_drift.locate import layer_of
 from rlkernel_drift.scoring.operators import as_torch, forward, replay, spliced
 
 _EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
@@ -39,7 +38,7 @@ class LocalErrors:
 
     @property
     def ratios(self) -> list[float]:
-        """Local error over rounding; about 1 for a healthy operator, infinite where it alone makes NaN."""
+        """Local error over rounding: about 1 for a healthy operator, infinite if it makes NaN of finite inputs."""
         return [a / b for a, b in zip(self.local, self.floor, strict=True)]
 
     def outliers(self) -> list[tuple[str, float]]:
@@ -49,7 +48,7 @@ class LocalErrors:
 
 
 def recorded_sequences(capsule: Capsule) -> list[tuple[int, np.ndarray]]:
-    """Sequences whose every token was recorded with values: (number, rows in the recording)."""
+    """Sequences of which every token was recorded with values: (number, rows in the recording)."""
     operators = capsule.operators
     values = [t for t in operators.values.values() if t.values.ndim == 2]
     if not values:
@@ -65,16 +64,14 @@ def recorded_sequences(capsule: Capsule) -> list[tuple[int, np.ndarray]]:
 
 
 def local_errors(context: Context, capsule: Capsule) -> LocalErrors | None:
-    """Replays the reference on the capsule's recording; None where no whole sequence was recorded."""
+    """Replays the reference on the capsule's recording; None if no sequence was recorded completely."""
     chosen = recorded_sequences(capsule)
     if not chosen:
         return None
     values = {n: t for n, t in capsule.operators.values.items() if t.values.ndim == 2}
     squares: dict[str, list[float]] = {}
-    adapter = context.references.adapter
-    edits = {} if adapter is None else adapter.merged(context.model)
     wide = _WIDE[context.dtype]
-    with context.model.edited(edits, context.dtype), context.model.edited(edits, wide):
+    with context.model.edited(context.merged, context.dtype), context.model.edited(context.merged, wide):
         for i, rows in chosen:
             part = capsule.sequence(i)
             ids = torch.from_numpy(capsule.ids[part].astype(np.int64))
@@ -95,10 +92,10 @@ def local_errors(context: Context, capsule: Capsule) -> LocalErrors | None:
 
 
 def _add(sums: list[float], recorded: torch.Tensor, narrow: torch.Tensor, exact: torch.Tensor) -> None:
-    # Where its inputs make the replay NaN too, the fault is an operator's before it.
+    # Where the inputs make the replay NaN as well, the fault is in an earlier operator.
     there = narrow.isfinite() & exact.isfinite()
     wide, narrow, exact = recorded.double()[there], narrow.double()[there], exact.double()[there]
-    # The nearer of both replays: an engine may keep more digits inside an operator than transformers does.
+    # The nearer replay counts, because an engine may keep more digits inside an operator than transformers does.
     error = min(float((wide - x).square().sum()) for x in (narrow, exact))
     sums[0] += error if math.isfinite(error) else math.inf
     sums[1] += float((narrow - exact).square().sum())
@@ -106,21 +103,20 @@ def _add(sums: list[float], recorded: torch.Tensor, narrow: torch.Tensor, exact:
 
 
 def splice(context: Context, capsule: Capsule) -> list[float]:
-    """Mean |difference| that is left when layer k's output is exchanged for the recorded one, for every layer.
+    """Mean |difference| that is left when layer k's output is replaced by the recorded one, for every layer.
 
-    The first entry is the difference without any exchange.
+    The first entry is the difference without a replacement.
 
     Args:
-        context: of the recorded sequences alone, in the order of `recorded_sequences`.
+        context: of the recorded sequences only, in the order of `recorded_sequences`.
     """
     layers = [n for n in capsule.operators.values if n.startswith("layers.") and n.endswith(".output")]
     rows_of = dict(recorded_sequences(capsule))
     sequences = context.sequences
     numbers = [capsule.place(int(sequences.token[sequences.owner == k][0]))[0] for k in range(len(sequences))]
-    adapter = context.references.adapter
     model = context.model.in_dtype(context.dtype)
     left = []
-    with context.model.edited({} if adapter is None else adapter.merged(context.model), context.dtype):
+    with context.model.edited(context.merged, context.dtype):
         for name in (None, *layers):
             hidden = []
             for k, number in enumerate(numbers):
@@ -130,7 +126,7 @@ def splice(context: Context, capsule: Capsule) -> list[float]:
                 else:
                     tensor = capsule.operators.values[name]
                     output = as_torch(Tensor(tensor.values[rows_of[number]], tensor.dtype))
-                    out = spliced(model, ids, positions, layer_of(name) or 0, output)
+                    out = spliced(model, ids, positions, name, output)
                 hidden.append(out[sequences.rows[k].to(out.device)])
             left.append(float((context.predict(torch.cat(hidden)) - context.target).abs().nanmean()))
     return left
