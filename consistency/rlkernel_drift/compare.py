@@ -49,7 +49,7 @@ from rlkernel_drift.statistics import (
     ulp_histogram,
 )
 from rlkernel_drift.trend import trends
-from rlkernel_drift.verdict import EXIT_CODES, Coverage, Finding, Gate, Metric, Side, Status, Verdict
+from rlkernel_drift.verdict import EXIT_CODES, Finding, Gate, Metric, Side, Status, Verdict
 from rlkernel_drift.view import token_view
 
 TOOL = f"rlkernel-drift {__version__}"
@@ -159,8 +159,8 @@ def _check_complete(rollout: Source, a: Capsule, train: Source, b: Capsule) -> N
         if NO_SAMPLING in mine.manifest.left_out and theirs.manifest.sampling != Sampling():
             declared = theirs.manifest.sampling.model_dump_json(exclude_defaults=True)
             raise DriftError(
-                f"{one.label} does not declare the sampling settings of its log-probabilities, and {other.label} does: "
-                f'add "sampling": {declared} to its records, or the settings with which they were computed'
+                f"{one.label} does not say how its log-probabilities were computed, but {other.label} does: add "
+                f'"sampling": {declared} to its records, or the settings with which they were computed'
             )
     for one, mine, other, theirs in ((rollout, a, train, b), (train, b, rollout, a)):
         bare = [bool(side.mask[side.cu_seqlens[:-1]].all()) for side in (mine, theirs)]
@@ -250,7 +250,7 @@ def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdi
     verdict.tokens = token_view(pair, compared)
     verdict.consequences = consequences(compared, sums, options.settings) if valid else []
     verdict.factors = _factors(pair)
-    verdict.coverage = _coverage(pair)
+    verdict.coverage = pair.coverage
     result = statistics_gate(
         verdict.statistics,
         verdict.metrics,
@@ -268,12 +268,6 @@ def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdi
         words = f"only {verdict.coverage} were compared; provide all of them on both sides, or pass --partial"
         return skipped("statistics", words)
     return result
-
-
-def _coverage(pair: Pair) -> Coverage:
-    sequences, of = pair.coverage
-    tokens, of_tokens = pair.token_coverage
-    return Coverage(sequences=sequences, of=of, tokens=tokens, of_tokens=of_tokens)
 
 
 def _links(profile: Profile, factors: dict[str, TokenStatistics]) -> list[Finding]:
@@ -313,7 +307,7 @@ def _scope(pair: Pair, compared: Comparable | None, profile: Profile) -> str:
     streams = pair.streams()
     which = f"{streams[0]} against {streams[1]}" if streams else "no log-probabilities"
     bar = f"; bar: {profile.title}" if profile.name == "floor" else ""
-    return f"{tokens} tokens, compared {_coverage(pair)}; {which}{bar}"
+    return f"{tokens} tokens, compared {pair.coverage}; {which}{bar}"
 
 
 # ---- metrics files -------------------------------------------------------------------------------------------------
@@ -427,8 +421,8 @@ def _with_metrics(verdict: Verdict, metrics: Metrics, profile: Profile) -> Verdi
         verdict = verdict.with_gate(own.model_copy(update={"status": "warned", "findings": findings}))
     step = verdict.rollout.step if verdict.rollout is not None else None
     kept = "the tokens that the run kept" if step is None else f"the tokens of step {step}"
-    words = f"these are {kept}; the run's own statistics of {metrics.compared} steps agree."
-    return verdict.model_copy(update={"headline": f"{verdict.headline.rstrip('.')}; {words}"})
+    words = f"{verdict.headline.rstrip('.')}; these are {kept}, its own figures of {metrics.compared} steps agree."
+    return verdict.model_copy(update={"headline": words})
 
 
 def _bounded(profile: Profile, metrics: Metrics) -> Gate:

@@ -27,6 +27,14 @@ def _cause(title: str, fix: str, *threads: str) -> Cause:
     return Cause(title, fix, tuple(found))
 
 
+def _filter(name: str, *threads: str) -> Cause:
+    return _cause(
+        f"one side renormalises over the tokens that {name} kept, the other over the whole vocabulary",
+        "Score over the kept sets on both sides, or record raw log-probabilities in the engine.",
+        *threads,
+    )
+
+
 CAUSES: dict[str, Cause] = {
     # ---- identity ----
     "weights-differ": _cause(
@@ -186,23 +194,14 @@ CAUSES: dict[str, Cause] = {
         "huggingface/trl#4159: temperature 0.6: first-token ratio of 2.0",
         "verl-project/verl#6240: raw or processed",
     ),
-    "top-p": _cause(
-        "one side renormalises over the tokens that top-p kept, the other over the whole vocabulary",
-        "Score over the kept sets on both sides, or record raw log-probabilities in the engine.",
+    "top-p": _filter(
+        "top-p",
         "huggingface/trl#6789: bias is minus the log of the surviving mass",
         "vllm-project/vllm#42259: processed_logprobs renormalise over survivors",
         "PrimeIntellect-ai/prime-rl#2979: replay of kept sets gives 3e-4 for 200 steps",
     ),
-    "top-k": _cause(
-        "one side renormalises over the tokens that top-k kept, the other over the whole vocabulary",
-        "Score over the kept sets on both sides, or record raw log-probabilities in the engine.",
-        "huggingface/trl#6789: truncated sampling renormalises",
-    ),
-    "min-p": _cause(
-        "one side renormalises over the tokens that min-p kept, the other over the whole vocabulary",
-        "Score over the kept sets on both sides, or record raw log-probabilities in the engine.",
-        "huggingface/trl#6789: truncated sampling renormalises",
-    ),
+    "top-k": _filter("top-k", "huggingface/trl#6789: truncated sampling renormalises"),
+    "min-p": _filter("min-p", "huggingface/trl#6789: truncated sampling renormalises"),
     "logprobs-mode": _cause(
         "one side has raw log-probabilities, the other those of the sampling distribution",
         "In vLLM set logprobs_mode=processed_logprobs; in the trainer apply the same temperature and kept sets.",
@@ -250,12 +249,6 @@ CAUSES: dict[str, Cause] = {
         "Run both sides in the same dtype.",
         "ServiceNow/Fast-LLM#525: table of precisions",
     ),
-    "kernel-noise": _cause(
-        "the differences are no larger than the noise floor of this stack",
-        "Batch-invariant operators on both sides reduce it to zero; see `rlkernel doctor`.",
-        "verl-project/verl#6280: micro-batch sizes differ",
-        "RLinf/RLinf#1534: 4.6% of the trust region spent on numerics",
-    ),
     "kernels": _cause(
         "two implementations of one operator round differently",
         "Use one batch-invariant implementation on both sides (`use_rl_kernel_backend`), or accept a measured floor.",
@@ -286,34 +279,19 @@ CAUSES: dict[str, Cause] = {
         "Run `rlkernel-drift diagnose` with the model to name the cause.",
         "verl-project/verl#2996: old_log_prob differs from log_prob on-policy",
     ),
-    "same-capsule": _cause(
-        "both sides are the same capsule",
-        "Name the other side's capsule, or capture it.",
-    ),
-    "sides-exchanged": _cause(
-        "the two inputs are in the wrong order",
-        "Name the rollout first and training second.",
-    ),
+    "same-capsule": _cause("both sides are the same capsule", "Name the other side's capsule, or capture it."),
+    "sides-exchanged": _cause("the two inputs are in the wrong order", "Name the rollout first and training second."),
     "nothing-compared": _cause(
-        "nothing could be compared",
-        "Record log-probabilities and masks on both sides for the same sequences.",
+        "nothing could be compared", "Record log-probabilities and masks on both sides for the same sequences."
     ),
 }
 
 
 def finding(
-    cause: str,
-    message: str,
-    severity: Literal["error", "warning", "note"] = "error",
-    **evidence: Scalar | list[Scalar],
+    cause: str, message: str, severity: Literal["error", "warning", "note"] = "error", **evidence: Scalar | list[Scalar]
 ) -> Finding:
     """A finding with the remedy and the threads of its cause."""
     known = CAUSES[cause]
     return Finding(
-        cause=cause,
-        message=message,
-        evidence=evidence,
-        fix=known.fix,
-        threads=list(known.threads),
-        severity=severity,
+        cause=cause, message=message, evidence=evidence, fix=known.fix, threads=list(known.threads), severity=severity
     )

@@ -89,12 +89,7 @@ def first_divergence(pair: Pair, rows: Rows) -> Divergence | None:
         row = int(np.argmax(wrong))
         sequence, index = pair.rollout.place(int(rows.token[row]))
         found = Divergence(
-            operator=name,
-            layer=layer_of(name),
-            sequence=sequence,
-            index=index,
-            rows=int(wrong.sum()),
-            of=len(wrong),
+            operator=name, layer=layer_of(name), sequence=sequence, index=index, rows=int(wrong.sum()), of=len(wrong)
         )
         return found if differs.ndim == 1 else found.model_copy(update=_element(a, b, differs, row))
     return None

@@ -13,13 +13,7 @@ from xml.etree import ElementTree
 
 from rlkernel_drift.verdict import Finding, Metric, Status, Verdict
 
-_STYLE = {
-    "passed": "green",
-    "failed": "bold red",
-    "warned": "yellow",
-    "skipped": "dim",
-    "not reached": "dim",
-}
+_STYLE = {"passed": "green", "failed": "bold red", "warned": "yellow", "skipped": "dim", "not reached": "dim"}
 _MARK = {"passed": "ok", "failed": "FAIL", "warned": "warn", "skipped": "skip", "not reached": "-"}
 _COLOUR = {Status.ALIGNED: "green", Status.INCONCLUSIVE: "yellow"}
 _KEY_METRICS = {f"tokens.{name}" for name in ("mean", "p99", "maximum", "bias", "k3", "chi_square", "ess")}

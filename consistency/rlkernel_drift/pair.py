@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rlkernel_drift.capsule import PHASES, Capsule
 from rlkernel_drift.statistics import Comparable, owners
+from rlkernel_drift.verdict import Coverage
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,15 @@ class Pair:
         return Comparable(self.rollout.logprobs[names[0]], self.from_train(self.train.logprobs[names[1]]), self.mask)
 
     @property
-    def coverage(self) -> tuple[int, int]:
-        """(sequences with tokens that count on both sides, sequences with counted tokens on the larger side)."""
-        sides = [_counted(side.mask, side) for side in (self.rollout, self.train)]
-        return _counted(self.mask, self.rollout), max(sides)
-
-    @property
-    def token_coverage(self) -> tuple[int, int]:
-        """(tokens that count on both sides, counted tokens of the larger side)."""
-        return int(self.mask.sum()), max(int(side.mask.sum()) for side in (self.rollout, self.train))
+    def coverage(self) -> Coverage:
+        """Sequences and tokens that count on both sides, out of those that count on the larger side."""
+        sides = (self.rollout, self.train)
+        return Coverage(
+            sequences=_counted(self.mask, self.rollout),
+            of=max(_counted(side.mask, side) for side in sides),
+            tokens=int(self.mask.sum()),
+            of_tokens=max(int(side.mask.sum()) for side in sides),
+        )
 
     def streams(self) -> tuple[str, str] | None:
         """The streams to compare, both processed or both raw if both sides have such streams."""

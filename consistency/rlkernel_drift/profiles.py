@@ -16,40 +16,20 @@ from rlkernel_drift.errors import DriftError
 from rlkernel_drift.statistics import SequenceStatistics, TokenStatistics
 from rlkernel_drift.verdict import Metric
 
-LABELS = {
-    "tokens.mean": "mean |d| (nats)",
-    "tokens.p50": "median |d|",
-    "tokens.p90": "90% of |d| below",
-    "tokens.p95": "95% of |d| below",
-    "tokens.p99": "99% of |d| below",
-    "tokens.p999": "99.9% of |d| below",
-    "tokens.maximum": "largest |d|",
-    "tokens.std": "standard deviation of d",
-    "tokens.bias": "bias (mean of d)",
-    "tokens.k1": "k1 KL",
-    "tokens.k3": "k3 KL",
-    "tokens.chi_square": "chi-square of the token ratios",
-    "tokens.multiplicative": "mean exp|d|",
-    "tokens.probability_mean": "mean difference of probabilities",
-    "tokens.probability_max": "largest difference of probabilities",
-    "tokens.pearson": "correlation of log-probabilities",
-    "tokens.pearson_probability": "correlation of probabilities",
-    "tokens.ess": "effective sample size, tokens",
-    "tokens.ratio_mean": "mean ratio",
-    "tokens.equal": "share of equal bits",
-    "tokens.outliers": "tokens too far off for rounding",
-    "tokens.beyond_ln2": "share beyond ln 2",
+
+def _titles(part: str, model: type[BaseModel]) -> dict[str, str]:
+    return {f"{part}.{name}": field.title for name, field in model.model_fields.items() if field.title}
+
+
+LABELS: dict[str, str] = {
+    **_titles("tokens", TokenStatistics),
     "tokens.retention.strict": "tokens with ratio in [0.999, 1.002]",
     "tokens.retention.1%": "tokens with ratio within 1%",
     "tokens.retention.5%": "tokens with ratio within 5%",
-    "sequences.sum_mean": "mean |sum of d| of a sequence",
-    "sequences.sum_max": "largest |sum of d| of a sequence",
-    "sequences.ess": "effective sample size, sequences",
-    "sequences.mean_of_means": "mean over sequences of their mean |d|",
-    "sequences.worst_mean": "worst sequence's mean |d|, less three standard errors",
-    "sequences.bias": "|bias| less three standard errors",
+    **_titles("sequences", SequenceStatistics),
     "sequences.retention.strict": "sequences with mean ratio in [0.999, 1.002]",
 }
+"""Every metric that a profile can judge, with its label."""
 
 _TWO_SIDED = ("tokens.bias", "tokens.k1", "tokens.ratio_mean")
 
@@ -72,7 +52,7 @@ class Threshold(BaseModel):
             raise ValueError(f"at_least {self.at_least:g} is above at_most {self.at_most:g}: no value lies between")
         if self.metric in _TWO_SIDED and None in (self.at_most, self.at_least):
             raise ValueError(
-                f"{self.metric} can err in both directions: give at_most and at_least (sequences.bias is a magnitude)"
+                f"{self.metric} can deviate to both sides: give at_most and at_least (sequences.bias is a magnitude)"
             )
         return self
 

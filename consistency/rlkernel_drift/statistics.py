@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from rlkernel_drift.capsule.tensor_file import Array, Tensor
 
@@ -33,7 +33,7 @@ _RELATIVE = 1 / 8  # of the log-probability: 32 roundings of a bfloat16 logit of
 
 
 class TokenStatistics(BaseModel):
-    """One comparison of two streams.
+    """One comparison of two streams; a field with a title is a metric for profiles.
 
     Attributes:
         tokens: compared tokens, which count and are finite on both sides.
@@ -42,21 +42,14 @@ class TokenStatistics(BaseModel):
         support_rollout, support_train: sampled tokens to which a side gives probability zero (-inf, or below -10,000).
         positive: log-probabilities above zero on either side.
         above_rollout, above_train: those above zero by more than rounding can cause.
-        equal: share of tokens with the same 32 bits.
         commonest_rollout, commonest_train: share of the most common value; commonest: the larger of the two.
-        outliers: tokens whose |d| is too large for rounding, see `outlying`.
-        mean, p50, p90, p95, p99, p999, maximum: of |d|, in nats.
-        std: of d.
-        bias: mean of d; positive if training finds the tokens more likely than the rollout did.
+        bias: positive if training finds the tokens more likely than the rollout did.
         k1, k3: estimates of KL(rollout || train) from the rollout's samples: -mean d, and mean(exp(d) - 1 - d).
         chi_square: mean(exp(2d)) - 1.
-        multiplicative: mean(exp(|d|)), NeMo-RL's token_mult_prob_error.
-        probability_mean, probability_max: of |exp(train) - exp(rollout)|, verl's rollout_probs_diff.
-        pearson, pearson_probability: correlation of the log-probabilities, and of the probabilities (as in verl).
-        ess: effective sample size of the token ratios, as a share of the tokens.
-        ratio_mean: mean of exp(d).
-        beyond_ln2: share of tokens with |d| > ln 2.
-        retention: share of tokens whose ratio lies in a band.
+        multiplicative: token_mult_prob_error of NeMo RL.
+        probability_mean, probability_max: rollout_probs_diff of verl; pearson_probability: its correlation.
+        ess: effective sample size as a share of the tokens.
+        retention: share of tokens whose ratio exp(d) lies in a band.
     """
 
     tokens: int = 0
@@ -70,31 +63,31 @@ class TokenStatistics(BaseModel):
     positive: int = 0
     above_rollout: int = 0
     above_train: int = 0
-    equal: float = 0.0
     commonest: float = 0.0
     commonest_rollout: float = 0.0
     commonest_train: float = 0.0
-    outliers: int = 0
-    mean: float = 0.0
-    p50: float = 0.0
-    p90: float = 0.0
-    p95: float = 0.0
-    p99: float = 0.0
-    p999: float = 0.0
-    maximum: float = 0.0
-    std: float = 0.0
-    bias: float = 0.0
-    k1: float = 0.0
-    k3: float = 0.0
-    chi_square: float = 0.0
-    multiplicative: float = 1.0
-    probability_mean: float = 0.0
-    probability_max: float = 0.0
-    pearson: float | None = None
-    pearson_probability: float | None = None
-    ess: float = 1.0
-    ratio_mean: float = 1.0
-    beyond_ln2: float = 0.0
+    mean: float = Field(default=0.0, title="mean |d| (nats)")
+    p50: float = Field(default=0.0, title="median |d|")
+    p90: float = Field(default=0.0, title="90% of |d| below")
+    p95: float = Field(default=0.0, title="95% of |d| below")
+    p99: float = Field(default=0.0, title="99% of |d| below")
+    p999: float = Field(default=0.0, title="99.9% of |d| below")
+    maximum: float = Field(default=0.0, title="largest |d|")
+    std: float = Field(default=0.0, title="standard deviation of d")
+    bias: float = Field(default=0.0, title="bias (mean of d)")
+    k1: float = Field(default=0.0, title="k1 KL")
+    k3: float = Field(default=0.0, title="k3 KL")
+    chi_square: float = Field(default=0.0, title="chi-square of the token ratios")
+    multiplicative: float = Field(default=1.0, title="mean exp|d|")
+    probability_mean: float = Field(default=0.0, title="mean difference of probabilities")
+    probability_max: float = Field(default=0.0, title="largest difference of probabilities")
+    pearson: float | None = Field(default=None, title="correlation of log-probabilities")
+    pearson_probability: float | None = Field(default=None, title="correlation of probabilities")
+    ess: float = Field(default=1.0, title="effective sample size, tokens")
+    ratio_mean: float = Field(default=1.0, title="mean ratio")
+    equal: float = Field(default=0.0, title="share of equal bits")
+    outliers: int = Field(default=0, title="tokens too far off for rounding")
+    beyond_ln2: float = Field(default=0.0, title="share beyond ln 2")
     retention: dict[str, float] = {}
 
     @property
@@ -230,28 +223,25 @@ _ERRORS = 3.0
 
 
 class SequenceStatistics(BaseModel):
-    """Statistics over sequences.
+    """Statistics over sequences with at least one compared token; a field with a title is a metric for profiles.
 
     Attributes:
-        sequences: with at least one compared token.
-        sum_mean, sum_max: of |sum of d|; sum_bias: mean of the sum.
         ess: effective sample size of the sequence ratios, as a share of the sequences.
         retention: share of sequences whose geometric mean ratio lies in a band.
-        mean_of_means: mean over sequences of their mean |d|; differs from the mean over tokens if lengths differ.
-        worst_mean: largest mean |d| of a sequence, less three of its standard errors, without sequences of a few
-            tokens.
-        bias: |mean of d| over all tokens, less three standard errors; 0 if chance explains it.
+        mean_of_means: differs from the mean over tokens if lengths differ.
+        worst_mean: without sequences of a few tokens.
+        bias: 0 if chance explains it.
     """
 
     sequences: int = 0
-    sum_mean: float = 0.0
-    sum_max: float = 0.0
     sum_bias: float = 0.0
-    ess: float = 1.0
+    sum_mean: float = Field(default=0.0, title="mean |sum of d| of a sequence")
+    sum_max: float = Field(default=0.0, title="largest |sum of d| of a sequence")
+    ess: float = Field(default=1.0, title="effective sample size, sequences")
+    mean_of_means: float = Field(default=0.0, title="mean over sequences of their mean |d|")
+    worst_mean: float = Field(default=0.0, title="worst sequence's mean |d|, less three standard errors")
+    bias: float = Field(default=0.0, title="|bias| less three standard errors")
     retention: dict[str, float] = {}
-    mean_of_means: float = 0.0
-    worst_mean: float = 0.0
-    bias: float = 0.0
 
 
 class SequenceSums:
@@ -417,9 +407,6 @@ def find_lattice(d: Floats) -> Lattice | None:
         if concentration >= _CONCENTRATION:
             residue = np.abs(away / step - np.round(away / step))
             return Lattice(
-                step=step,
-                concentration=concentration,
-                tokens=len(away),
-                exact=bool((residue < _EXACT).all()),
+                step=step, concentration=concentration, tokens=len(away), exact=bool((residue < _EXACT).all())
             )
     return None

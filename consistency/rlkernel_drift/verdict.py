@@ -26,13 +26,7 @@ class Status(StrEnum):
     INPUTS_DIFFER = "inputs differ"
 
 
-EXIT_CODES = {
-    Status.ALIGNED: 0,
-    Status.DRIFT: 1,
-    Status.UNUSABLE: 2,
-    Status.INCONCLUSIVE: 3,
-    Status.INPUTS_DIFFER: 4,
-}
+EXIT_CODES = {Status.ALIGNED: 0, Status.DRIFT: 1, Status.UNUSABLE: 2, Status.INCONCLUSIVE: 3, Status.INPUTS_DIFFER: 4}
 
 
 class Part(BaseModel):

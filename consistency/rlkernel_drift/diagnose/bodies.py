@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ _SHIFTS = (*range(1, 17), 24, 32, 48, 64, 96, 128, -1, -2, -3, -4, -8)
 _MULTIPLES = (1, 8, 16, 32, 64, 128)
 
 Hidden = Callable[[Context, float], Tensor]
-Change = Callable[[Sequences, float], Sequences]
+Change = Callable[[Sequences, Any], Sequences]
 
 
 def body_battery(context: Context) -> Iterator[Hypothesis]:
@@ -55,7 +57,7 @@ def _scanned(name: str, cause: str, parameter: str, change: Change, values: Iter
         errors = _scan(c, change, values)
         if not errors:
             return None
-        best = int(min(errors, key=errors.__getitem__))
+        best = min(errors, key=errors.__getitem__)
         return predicted(c, c.hidden(change(c.sequences, best)), {parameter: best})
 
     return Hypothesis(name, cause, predict)
@@ -149,22 +151,12 @@ def _inside(c: Context, change: contextlib.AbstractContextManager[None]) -> Tens
 
 def _tokens(context: Context) -> Iterator[Hypothesis]:
     longest = min(_PREFIXES, max(context.sequences.prompt, default=1) - 1)
+    beginning, end = "the beginning of the prompt is missing", "the end of the prompt is missing"
     if longest >= 1:
-        yield _plain("the first prompt token is missing", "missing-bos", lambda c: c.hidden(c.sequences.drop_first(1)))
-        yield _scanned(
-            "the beginning of the prompt is missing",
-            "chat-template",
-            "tokens",
-            lambda s, k: s.drop_first(int(k)),
-            range(2, longest + 1),
-        )
-        yield _scanned(
-            "the end of the prompt is missing",
-            "chat-template",
-            "tokens",
-            lambda s, k: s.drop_prompt_end(int(k)),
-            range(1, longest + 1),
-        )
+        first = lambda c: c.hidden(c.sequences.drop_first(1))
+        yield _plain("the first prompt token is missing", "missing-bos", first)
+        yield _scanned(beginning, "chat-template", "tokens", Sequences.drop_first, range(2, longest + 1))
+        yield _scanned(end, "chat-template", "tokens", Sequences.drop_prompt_end, range(1, longest + 1))
     bos = context.bos
     if bos is not None:
         yield _plain("a second first token", "missing-bos", lambda c: c.hidden(c.sequences.prepend(bos)))
@@ -175,37 +167,29 @@ def _tokens(context: Context) -> Iterator[Hypothesis]:
 
 def restart_positions(sequences: Sequences) -> Sequences:
     """Positions that restart at zero where the response begins."""
-    return sequences.with_positions(
-        [torch.cat([p[:n], p[n:] - p[n : n + 1]]) for p, n in zip(sequences.positions, sequences.prompt, strict=True)]
-    )
+    return _with_response(sequences, lambda positions: positions - positions[:1])
 
 
 def shift_positions(sequences: Sequences, amount: int) -> Sequences:
     """Positions of the response moved by an amount."""
-    return sequences.with_positions(
-        [
-            torch.cat([p[:n], (p[n:] + amount).clamp(min=0)])
-            for p, n in zip(sequences.positions, sequences.prompt, strict=True)
-        ]
-    )
+    return _with_response(sequences, lambda positions: (positions + amount).clamp(min=0))
+
+
+def _with_response(sequences: Sequences, change: Callable[[Tensor], Tensor]) -> Sequences:
+    starts = zip(sequences.positions, sequences.prompt, strict=True)
+    return replace(sequences, positions=[torch.cat([p[:n], change(p[n:])]) for p, n in starts])
 
 
 def scale_positions(sequences: Sequences, factor: float) -> Sequences:
     """Positions divided by a factor, as linear rope scaling does."""
-    return sequences.with_positions([p.float() / factor for p in sequences.positions])
+    return replace(sequences, positions=[p.float() / factor for p in sequences.positions])
 
 
 def _layout(context: Context) -> Iterator[Hypothesis]:
-    yield _plain(
-        "positions restart with the response", "positions-restart", lambda c: c.hidden(restart_positions(c.sequences))
-    )
-    yield _scanned(
-        "positions jump where the response begins",
-        "positions-shift",
-        "positions",
-        lambda s, amount: shift_positions(s, int(amount)),
-        _SHIFTS,
-    )
+    restart = lambda c: c.hidden(restart_positions(c.sequences))
+    yield _plain("positions restart with the response", "positions-restart", restart)
+    jump = "positions jump where the response begins"
+    yield _scanned(jump, "positions-shift", "positions", shift_positions, _SHIFTS)
 
     def padded(c: Context) -> Iterator[tuple[Scalar, Tensor]]:
         # The width is that of the whole batch, so this cannot be tried on a few sequences.
@@ -382,9 +366,7 @@ def _embeddings(context: Context) -> Iterator[Hypothesis]:
             "the head is the embedding", "tied-embedding", lambda c: predicted(c, c.hidden(), weight=embedding)
         )
         yield _plain(
-            "the embedding is the head",
-            "tied-embedding",
-            lambda c: c.hidden(edits={"model.embed_tokens.weight": head}),
+            "the embedding is the head", "tied-embedding", lambda c: c.hidden(edits={"model.embed_tokens.weight": head})
         )
     elif context.references.previous is not None:
         weight = _previous_head(context)

@@ -7,7 +7,7 @@ wider one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,29 +22,17 @@ OUTLIER = 3.0
 _MAX_SEQUENCES = 4
 
 
-@dataclass
-class LocalErrors:
-    """Local errors of recorded operators.
+@dataclass(frozen=True)
+class LocalError:
+    """Relative error of an operator replayed on recorded inputs, and its rounding on the same inputs."""
 
-    Attributes:
-        names: operators, in the order of computation.
-        local: relative error of each output, replayed on recorded inputs.
-        floor: rounding of the same operator on the same inputs.
-    """
-
-    names: list[str] = field(default_factory=list)
-    local: list[float] = field(default_factory=list)
-    floor: list[float] = field(default_factory=list)
+    error: float
+    rounding: float
 
     @property
-    def ratios(self) -> list[float]:
-        """Local error over rounding: about 1 for a healthy operator, infinite if it makes NaN of finite inputs."""
-        return [a / b for a, b in zip(self.local, self.floor, strict=True)]
-
-    def outliers(self) -> list[tuple[str, float]]:
-        """Operators far above their rounding, worst first."""
-        found = [(name, ratio) for name, ratio in zip(self.names, self.ratios, strict=True) if ratio > OUTLIER]
-        return sorted(found, key=lambda item: -item[1])
+    def ratio(self) -> float:
+        """About 1 for a healthy operator, infinite for one that makes NaN of finite inputs."""
+        return self.error / self.rounding
 
 
 def recorded_sequences(capsule: Capsule) -> list[tuple[int, np.ndarray]]:
@@ -63,8 +51,8 @@ def recorded_sequences(capsule: Capsule) -> list[tuple[int, np.ndarray]]:
     return found[:_MAX_SEQUENCES]
 
 
-def local_errors(context: Context, capsule: Capsule) -> LocalErrors | None:
-    """Replays the reference on the capsule's recording; None if no sequence was recorded completely."""
+def local_errors(context: Context, capsule: Capsule) -> dict[str, LocalError] | None:
+    """Local errors of the recorded operators, in their order; None if no sequence was recorded completely."""
     chosen = recorded_sequences(capsule)
     if not chosen:
         return None
@@ -82,12 +70,11 @@ def local_errors(context: Context, capsule: Capsule) -> LocalErrors | None:
             for name, value in recorded.items():
                 if name in narrow:
                     _add(squares.setdefault(name, [0.0] * 3), value, narrow[name].cpu(), exact[name].cpu())
-    result = LocalErrors()
+    result = {}
     for name, (error, rounding, norm) in squares.items():
         scale = max(norm, 1e-60)
-        result.names.append(name)
-        result.local.append((error / scale) ** 0.5)
-        result.floor.append(max((rounding / scale) ** 0.5, _EPS[context.dtype] / 2))
+        least = _EPS[context.dtype] / 2
+        result[name] = LocalError((error / scale) ** 0.5, max((rounding / scale) ** 0.5, least))
     return result
 
 

@@ -22,7 +22,7 @@ from rlkernel_drift.diagnose.context import (
     residual,
 )
 from rlkernel_drift.diagnose.hypothesis import Trial, decide
-from rlkernel_drift.diagnose.layers import LocalErrors, local_errors, recorded_sequences, splice
+from rlkernel_drift.diagnose.layers import OUTLIER, LocalError, local_errors, recorded_sequences, splice
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.knowledge import CAUSES, finding
 from rlkernel_drift.locate import layer_of
@@ -53,7 +53,7 @@ class Examined:
     hidden: torch.Tensor
     left: Residual
     floor: Floor
-    local: LocalErrors | None = None
+    local: dict[str, LocalError] | None = None
     others: list[Examined] = field(default_factory=list)
 
     @property
@@ -69,7 +69,8 @@ class Examined:
     @property
     def outliers(self) -> list[tuple[str, float]]:
         """Operators with errors of their own, worst first."""
-        return self.local.outliers() if self.local else []
+        found = [(name, local.ratio) for name, local in (self.local or {}).items() if local.ratio > OUTLIER]
+        return sorted(found, key=lambda item: -item[1])
 
 
 def diagnose(
@@ -262,7 +263,7 @@ def _operator(side: Examined, trials: list[Trial]) -> Diagnosis:
     name, ratio = outliers[0]
     kind = name.split(".")[-1]
     layers = {layer_of(n) for n, _ in outliers if n.split(".")[-1] == kind} - {None}
-    total = len({layer_of(n) for n in side.local.names} - {None})
+    total = len({layer_of(n) for n in side.local} - {None})
     where = f"{kind} in every layer" if layers and len(layers) == total > 1 else name
     finite = math.isfinite(ratio)
     size = f"its error on its own recorded input is {ratio:.1f} times its rounding"
@@ -373,8 +374,8 @@ def _view(sides: list[Examined]) -> LayerView | None:
         left = splice(replace(side.context, sequences=small.sequences, target=small.target), side.capsule)
     numbered = {f"layers.{k}.output": value for k, value in enumerate(left[1:])}
     return LayerView(
-        operators=side.local.names,
-        local=[value if math.isfinite(value) else None for value in side.local.local],
-        floor=list(side.local.floor),
-        splice=[numbered.get(name) for name in side.local.names],
+        operators=list(side.local),
+        local=[local.error if math.isfinite(local.error) else None for local in side.local.values()],
+        floor=[local.rounding for local in side.local.values()],
+        splice=[numbered.get(name) for name in side.local],
     )

@@ -66,6 +66,13 @@ def kind(name: str, group: str, *causes: str, **options: Any) -> Callable[[Plant
     return register
 
 
+def _set(world: World, attribute: str, value: Any, planted: str = "") -> None:
+    """Sets an attribute of the rollout engine, and records the value under the name `planted`."""
+    setattr(world.rollout, attribute, value)
+    if planted:
+        world.planted[planted] = value
+
+
 def _away_from(world: World, low: float, high: float, centre: float, gap: float) -> float:
     """A value drawn from a range, at least `gap` away from its harmless centre."""
     while True:
@@ -106,22 +113,16 @@ def raw_against_processed(world: World) -> None:
     world.edits.append(lambda c: replace(c, logprobs={"recorded.raw": c.logprobs["recorded.processed"]}))
 
 
-@kind("padded vocabulary", "semantics", "padded-vocabulary")
-def padded_vocabulary(world: World) -> None:
-    world.rollout.extra_logits = world.planted["entries"] = world.rng.randint(24, 400)
-
-
-@kind("off by one", "semantics", "off-by-one")
-def off_by_one(world: World) -> None:
-    world.rollout.shift = world.planted["tokens"] = world.rng.choice((1, -1))
+kind("padded vocabulary", "semantics", "padded-vocabulary")(
+    lambda w: _set(w, "extra_logits", w.rng.randint(24, 400), "entries")
+)
+kind("off by one", "semantics", "off-by-one")(lambda w: _set(w, "shift", w.rng.choice((1, -1)), "tokens"))
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
 
 
-@kind("stale weights", "weights", "stale-weights", previous=True)
-def stale_weights(world: World) -> None:
-    _replace_model(world, world.previous)
+kind("stale weights", "weights", "stale-weights", previous=True)(lambda w: _replace_model(w, w.previous))
 
 
 @kind("stale fingerprints", "weights", "stale-weights", "weights-differ", previous=True, visible=True)
@@ -162,9 +163,9 @@ def lora_scale(world: World) -> None:
     world.rollout.edits |= world.adapter.merged(world.rollout.model, factor)
 
 
-@kind("head is the embedding", "weights", "tied-embedding", families=UNTIED)
-def tied_embedding(world: World) -> None:
-    world.rollout.head_weight = world.base.get_input_embeddings().weight.data
+kind("head is the embedding", "weights", "tied-embedding", families=UNTIED)(
+    lambda w: _set(w, "head_weight", w.base.get_input_embeddings().weight.data)
+)
 
 
 @kind("swapped projections", "weights", "swapped-weights")
@@ -222,11 +223,7 @@ def _inputs(world: World, parameter: str, value: Any, change: Callable[[Sequence
     world.rollout.inputs = lambda sequences: change(sequences, value)
 
 
-@kind("dropped first token", "tokens", "missing-bos")
-def dropped_first_token(world: World) -> None:
-    world.rollout.inputs = lambda s: s.drop_first(1)
-
-
+kind("dropped first token", "tokens", "missing-bos")(lambda w: _set(w, "inputs", lambda s: s.drop_first(1)))
 kind("dropped system prompt", "tokens", "chat-template")(
     lambda w: _inputs(w, "tokens", w.rng.randint(3, 8), Sequences.drop_first)
 )
@@ -235,9 +232,9 @@ kind("dropped generation prompt", "tokens", "chat-template")(
 )
 
 
-@kind("no first token in the files", "tokens", "missing-bos", visible=True)
-def no_first_token(world: World) -> None:
-    world.edits.append(lambda c: _rebuilt(c, lambda p, a: (p[1:], a)))
+kind("no first token in the files", "tokens", "missing-bos", visible=True)(
+    lambda w: w.edits.append(lambda c: _rebuilt(c, lambda p, a: (p[1:], a)))
+)
 
 
 @kind("other template in the files", "tokens", "chat-template", visible=True)
@@ -315,11 +312,7 @@ def _rebuilt(capsule: Capsule, change: Callable[[list[int], list[int]], tuple[li
 # ---- layout --------------------------------------------------------------------------------------------------------
 
 
-@kind("positions restart", "layout", "positions-restart")
-def positions_restart(world: World) -> None:
-    world.rollout.inputs = restart_positions
-
-
+kind("positions restart", "layout", "positions-restart")(lambda w: _set(w, "inputs", restart_positions))
 kind("positions jump", "layout", "positions-shift")(
     lambda w: _inputs(w, "positions", w.rng.randint(3, 14), shift_positions)
 )
@@ -337,16 +330,10 @@ def positions_in_the_files(world: World) -> None:
     world.edits.append(edit)
 
 
-@kind("attended padding", "layout", "padding-side")
-def attended_padding(world: World) -> None:
-    world.rollout.attend = world.planted["multiple"] = world.rng.choice((1, 8, 16, 32, 64))
-
-
-@kind("rope base", "layout", "rope-base")
-def rope_base(world: World) -> None:
-    world.rollout.theta = world.planted["theta"] = 10 ** _away_from(world, 2.6, 6.5, 4.0, 0.4)
-
-
+kind("attended padding", "layout", "padding-side")(
+    lambda w: _set(w, "attend", w.rng.choice((1, 8, 16, 32, 64)), "multiple")
+)
+kind("rope base", "layout", "rope-base")(lambda w: _set(w, "theta", 10 ** _away_from(w, 2.6, 6.5, 4.0, 0.4), "theta"))
 kind("rope scaling", "layout", "rope-scaling")(lambda w: _inputs(w, "factor", w.rng.uniform(1.4, 8.0), scale_positions))
 
 
@@ -359,24 +346,16 @@ def stale_prefix_cache(world: World) -> None:
 # ---- precision -----------------------------------------------------------------------------------------------------
 
 
-@kind("bfloat16 logits", "precision", "bf16-logits", dtype="float32")
-def bfloat16_logits(world: World) -> None:
-    world.rollout.head = Head(inputs=world.rng.choice((None, torch.bfloat16)), logits=torch.bfloat16)
-
-
-@kind("bfloat16 head", "precision", "head-dtype", dtype="float32")
-def bfloat16_head(world: World) -> None:
-    world.rollout.head = Head(inputs=torch.bfloat16)
-
-
-@kind("bfloat16 layers", "precision", "body-dtype", dtype="float32")
-def bfloat16_layers(world: World) -> None:
-    world.rollout.dtype = torch.bfloat16
-
-
-@kind("rounded records", "precision", "rounded-records", dtype="float32")
-def rounded_records(world: World) -> None:
-    world.rollout.decimals = world.planted["decimals"] = world.rng.randint(1, 4)
+kind("bfloat16 logits", "precision", "bf16-logits", dtype="float32")(
+    lambda w: _set(w, "head", Head(inputs=w.rng.choice((None, torch.bfloat16)), logits=torch.bfloat16))
+)
+kind("bfloat16 head", "precision", "head-dtype", dtype="float32")(
+    lambda w: _set(w, "head", Head(inputs=torch.bfloat16))
+)
+kind("bfloat16 layers", "precision", "body-dtype", dtype="float32")(lambda w: _set(w, "dtype", torch.bfloat16))
+kind("rounded records", "precision", "rounded-records", dtype="float32")(
+    lambda w: _set(w, "decimals", w.rng.randint(1, 4), "decimals")
+)
 
 
 @kind("bfloat16 rotary frequencies", "precision", "rope-dtype", dtype="float32")

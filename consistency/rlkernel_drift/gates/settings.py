@@ -6,7 +6,7 @@ settings that differ: they are the first suspects for what the later gates find.
 
 from __future__ import annotations
 
-from rlkernel_drift.capsule import Capsule, Sampling, dtype_name
+from rlkernel_drift.capsule import Sampling, dtype_name
 from rlkernel_drift.gates import first_few, gate, skipped
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import Pair
@@ -56,16 +56,12 @@ def _processed(pair: Pair) -> list[Finding]:
 
 
 def _vocabulary(pair: Pair) -> list[Finding]:
-    widths = [_width(side) for side in (pair.rollout, pair.train)]
+    models = (pair.rollout.manifest.model, pair.train.manifest.model)
+    widths = [model.padded_vocab_size or model.vocab_size for model in models]
     if None in widths or widths[0] == widths[1]:
         return []
     message = f"the rollout sums over {widths[0]} vocabulary entries, the train side over {widths[1]}"
     return [finding("padded-vocabulary", message, rollout=widths[0], train=widths[1])]
-
-
-def _width(capsule: Capsule) -> int | None:
-    model = capsule.manifest.model
-    return model.padded_vocab_size or model.vocab_size
 
 
 # Settings that change the bits of log-probabilities, and the cause to which a difference points.

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlkernel_drift.gates import gate, skipped
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import Pair
-from rlkernel_drift.statistics import Comparable, Lattice, SequenceSums, TokenStatistics, outlying, owners
+from rlkernel_drift.statistics import Comparable, Lattice, SequenceSums, TokenStatistics, outlying, owners, pearson
 from rlkernel_drift.verdict import Finding, Gate, Metric
 
 
@@ -97,7 +96,7 @@ def hints(pair: Pair, compared: Comparable, lattice: Lattice | None) -> list[Fin
     """Notes and warnings about the cause, the most specific first."""
     if len(compared.d) < _MIN_TOKENS:
         return []
-    found = _shift(pair, compared) or _proportional(compared)
+    found = _shift(compared) or _proportional(compared)
     found += [*_one_signed(compared), *_template(compared), *_concentrated(pair, compared)]
     if lattice is not None:
         found.append(
@@ -132,23 +131,14 @@ def chain(factors: dict[str, TokenStatistics]) -> list[Finding]:
     return [finding("drift", message, "warning", link=links[0][0].split()[0])]
 
 
-def lag_correlation(x: NDArray[np.float64], y: NDArray[np.float64], lag: int) -> float:
-    """Correlation of x[t] with y[t + lag]."""
-    if lag > 0:
-        x, y = x[:-lag], y[lag:]
-    elif lag < 0:
-        x, y = x[-lag:], y[:lag]
-    return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and x.std() > 0 and y.std() > 0 else 0.0
-
-
-def _shift(pair: Pair, compared: Comparable) -> list[Finding]:
+def _shift(compared: Comparable) -> list[Finding]:
     """The train stream fits the rollout's better if shifted by one token."""
-    here = lag_correlation(compared.r, compared.t, 0)
-    best = max((1, -1), key=lambda lag: lag_correlation(compared.r, compared.t, lag))
-    there = lag_correlation(compared.r, compared.t, best)
+    here = pearson(compared.r, compared.t) or 0.0
+    later, earlier = pearson(compared.r[:-1], compared.t[1:]) or 0.0, pearson(compared.r[1:], compared.t[:-1]) or 0.0
+    there = max(later, earlier)
     if there < 0.9 or there < here + 0.3:
         return []
-    way = "later" if best > 0 else "earlier"
+    way = "later" if there == later else "earlier"
     message = f"the train stream fits the rollout's one token {way}: correlation {there:.3f}, in place {here:.3f}"
     return [finding("off-by-one", message, "warning", shifted=there, in_place=here)]
 
@@ -157,13 +147,13 @@ def _proportional(compared: Comparable) -> list[Finding]:
     """A temperature scales logits, so the differences correlate with the log-probabilities, unlike noise."""
     if float(np.abs(compared.d).mean()) < _ROUNDING:
         return []
-    together = lag_correlation(compared.r, compared.d, 0)
-    if abs(together) < _PROPORTIONAL:
+    correlation = pearson(compared.r, compared.d) or 0.0
+    if abs(correlation) < _PROPORTIONAL:
         return []
-    slope = together * float(compared.d.std() / compared.r.std())
+    slope = correlation * float(compared.d.std() / compared.r.std())
     message = (
         f"the differences are proportional to the log-probabilities: {slope:+.2g} per nat (correlation "
-        f"{together:.2f}), as under another temperature"
+        f"{correlation:.2f}), as under another temperature"
     )
     return [finding("temperature", message, "warning", slope=slope)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
@@ -217,18 +218,19 @@ def _moved(sequence: int, left: tuple[Any, ...] | None, right: tuple[Any, ...] |
     return finding("moved-media", message, sequence=sequence)
 
 
-def _media_of(capsule: Capsule) -> dict[int, list[tuple[int, int, str, str]]]:
+def _media_of(capsule: Capsule) -> dict[int, list[tuple[Any, ...]]]:
     """(begin, end, kind, digest) of the media of each sequence, in the order of their tokens."""
-    found: dict[int, list[tuple[int, int, str, str]]] = {}
-    for m in capsule.manifest.media:
-        found.setdefault(m.sequence, []).append((m.begin, m.end, m.kind, m.digest))
-    return {sequence: sorted(media) for sequence, media in found.items()}
+    return _by_sequence((m.sequence, m.begin, m.end, m.kind, m.digest) for m in capsule.manifest.media)
 
 
-def _media_spans(capsule: Capsule) -> dict[int, list[tuple[int, int, str]]]:
+def _media_spans(capsule: Capsule) -> dict[int, list[tuple[Any, ...]]]:
     """(begin, end, kind) of the media spans of each sequence."""
-    found: dict[int, list[tuple[int, int, str]]] = {}
-    for sequence, begin, end, kind in [] if capsule.spans is None else capsule.spans.tolist():
-        if kind >= SpanKind.IMAGE:
-            found.setdefault(sequence, []).append((begin, end, SpanKind(kind).name.lower()))
-    return {sequence: sorted(spans) for sequence, spans in found.items()}
+    spans = [] if capsule.spans is None else capsule.spans.tolist()
+    return _by_sequence((i, b, e, SpanKind(kind).name.lower()) for i, b, e, kind in spans if kind >= SpanKind.IMAGE)
+
+
+def _by_sequence(rows: Iterable[tuple[Any, ...]]) -> dict[int, list[tuple[Any, ...]]]:
+    found: dict[int, list[tuple[Any, ...]]] = {}
+    for sequence, *row in sorted(rows):
+        found.setdefault(sequence, []).append(tuple(row))
+    return found

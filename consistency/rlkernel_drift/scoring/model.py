@@ -80,11 +80,7 @@ class ReferenceModel:
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        device: str = "cpu",
-        attention: str = "",
-        dtype: torch.dtype = torch.float32,
+        cls, path: str | Path, device: str = "cpu", attention: str = "", dtype: torch.dtype = torch.float32
     ) -> ReferenceModel:
         """Loads a model directory.
 
@@ -157,8 +153,8 @@ class ReferenceModel:
         highest = max((int(ids.max()) for ids in sequences.ids if len(ids)), default=0)
         if highest >= self.vocab_size:
             raise DriftError(
-                f"token id {highest} is outside the vocabulary ({self.vocab_size}) of {self.path or 'the model'}; name "
-                "the model that these tokens were sampled from"
+                f"token id {highest} is outside the vocabulary of {self.vocab_size} entries of "
+                f"{self.path or 'the model'}; name the model from which the tokens were sampled"
             )
         parts: list[Tensor] = []
         for batch in _batches(sequences, 1 if layout.pad == "none" else _BATCH_TOKENS):

@@ -42,10 +42,6 @@ class Sequences:
         """N."""
         return int(self.targets.shape[0])
 
-    def with_positions(self, positions: list[Tensor]) -> Sequences:
-        """The same tokens at other positions."""
-        return replace(self, positions=positions)
-
     def drop_first(self, count: int) -> Sequences:
         """Drops the first `count` tokens of each sequence; positions keep their first value."""
         return self._shortened(count, lambda ids, _, cut: ids[cut:])
