@@ -47,7 +47,7 @@ def capsule(side: Side = "rollout", noise: float = 0.0, seed: int = 0, logprobs:
 
 
 def operators(tokens: int, change: tuple[str, int, int] | None = None) -> Operators:
-    """Recorded outputs of two layers, one element of one operator changed by an ulp where asked for."""
+    """Recorded outputs of two layers; `change` moves one element of an operator by one ulp."""
     rng = np.random.default_rng(3)
     names = ["embedding", *(f"layers.{i}.{o}" for i in range(2) for o in ("q_proj", "output")), "final_norm"]
     values = {name: Tensor.of(rng.normal(size=(tokens, 4)).astype(np.float32)) for name in names}
