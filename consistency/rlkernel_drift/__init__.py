@@ -1,6 +1,6 @@
-"""rlkernel-drift: do rollout and training log-probabilities drift apart, where does it begin, why, what does it cost.
+"""rlkernel-drift: whether rollout and training log-probabilities drift apart, where that begins, why, and its cost.
 
-Reads capsules (`rlkernel.trace/1`), run folders and metrics files; imports no engine. See docs/drift.
+Reads capsules (`rlkernel.trace/1`), run folders and metrics files without importing an engine. See docs/drift.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Capsule", "compare", "read_capsule", "write_capsule"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for, so that `rlkernel-drift --help` needs neither numpy nor pydantic.
+    # Lazy, so that `rlkernel-drift --help` imports neither numpy nor pydantic.
     if name in _HOMES:
         from importlib import import_module
 

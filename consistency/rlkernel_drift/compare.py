@@ -1,6 +1,6 @@
 """The comparison: gates in order, stopping at the first that fails, and one verdict.
 
-Nothing compared is never a pass: a verdict of `aligned` needs tokens, on both sides, inside every threshold.
+Nothing compared is never a pass: `aligned` requires compared tokens or logged statistics within every threshold.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rlkernel_drift import __version__
 from rlkernel_drift.capsule import Capsule, Floor, Sampling
 from rlkernel_drift.consequences import Settings, consequences
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.gates.common import INPUT_GATES, TITLES, gate, schema_gate, skipped
+from rlkernel_drift.gates import INPUT_GATES, TITLES, gate, schema_gate, skipped
 from rlkernel_drift.gates.layers import layers_gate
 from rlkernel_drift.gates.settings import configuration_gate, differences, semantics_gate
 from rlkernel_drift.gates.statistics import chain, hints, outlier, statistics_gate
@@ -48,11 +49,12 @@ from rlkernel_drift.statistics import (
     ulp_histogram,
 )
 from rlkernel_drift.trend import trends
-from rlkernel_drift.verdict import EXIT_CODES, Coverage, Finding, Gate, Metric, Side, Status, Verdict
+from rlkernel_drift.verdict import EXIT_CODES, Finding, Gate, Metric, Side, Status, Verdict
 from rlkernel_drift.view import token_view
 
+TOOL = f"rlkernel-drift {__version__}"
 _MAX_ULP_TOKENS = 4_000_000
-_LARGEST = 700.0  # exp of more is no double
+_LARGEST = 700.0  # exp of a larger value overflows fp64
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,13 @@ class Options:
     """How to compare.
 
     Attributes:
-        profile: None chooses: `floor`, else bits where both sides declare one contract, else the floor that a capsule
-            carries, else `general`.
-        keep_going: go on behind a failed gate.
+        profile: None chooses `floor` if given, else bits if both sides declare one contract, else the floor that a
+            capsule contains, else `general`.
+        keep_going: continue after a failed gate.
         floor: measured by `rlkernel-drift floor`.
-        settings: corrections whose cost is wanted.
+        settings: corrections whose cost is reported.
         command: as typed, for the report.
-        partial: one side may have few of the other's sequences; else the profile says how many must be compared.
+        partial: one side may have few of the other's sequences; else the profile sets how many must be compared.
     """
 
     profile: Profile | None = None
@@ -87,10 +89,10 @@ def compare(
     settings: Settings | None = None,
     partial: bool = False,
 ) -> Verdict:
-    """Compares two inputs (see docs/drift/compare.md for what they can be).
+    """Compares two inputs; docs/drift/compare.md lists their kinds.
 
     Args:
-        train: None where `rollout` holds both sides: a run folder, or a metrics file.
+        train: None if `rollout` holds both sides, as a run folder or a metrics file does.
 
     Raises:
         DriftError, CapsuleError: an input cannot be used (exit status 2 of the command).
@@ -116,68 +118,57 @@ def _source(value: str | Path | Capsule, side: Literal["rollout", "train"]) -> S
 
 
 def compare_sources(rollout: Source, train: Source, options: Options) -> Verdict:
-    """Compares two opened inputs; models must have been turned into capsules before."""
+    """Compares two opened inputs; a model must already have scored its capsule."""
     for source in (rollout, train):
         if source.model is not None and source.capsule is None:
-            raise DriftError(f"{source.label} is a model: it needs a capsule on the other side, or --prompts")
+            raise DriftError(f"{source.label} is a model, which needs a capsule on the other side, or --prompts")
     if rollout.capsule is not None and train.capsule is not None:
-        _fitting(rollout, train)
+        _check_complete(rollout, rollout.capsule, train, train.capsule)
         verdict = compare_capsules(rollout.capsule, train.capsule, options)
-        sides = [_side(s, s.capsule) for s in (rollout, train)]
-        update: dict[str, object] = {"rollout": sides[0], "train": sides[1]}
         series = {s.metrics.path: s.metrics for s in (rollout, train) if s.metrics is not None}
-        if series:
-            update["trends"] = [trend for own in series.values() for trend in trends(own)]
+        update = {
+            "rollout": _side(rollout, rollout.capsule),
+            "train": _side(train, train.capsule),
+            "trends": [trend for metrics in series.values() for trend in trends(metrics)],
+        }
         verdict = verdict.model_copy(update=update)
-        for own in series.values():
-            verdict = _with_metrics(verdict, own, _profile(rollout.capsule, train.capsule, options))
+        for metrics in series.values():
+            verdict = _with_metrics(verdict, metrics, _profile(rollout.capsule, train.capsule, options))
         return verdict
-    if rollout.metrics is not None or train.metrics is not None:
-        _alone(rollout, train)
-    metrics = rollout.metrics or train.metrics
-    if metrics is None:
-        raise DriftError(f"{rollout.label} and {train.label} cannot be compared: one has no tokens, none has metrics")
-    source = rollout if rollout.metrics is metrics else train
-    return compare_metrics(source, metrics, options)
-
-
-def _fitting(rollout: Source, train: Source) -> None:
-    """Whether a file of sequences says all that the other side's meaning asks for.
-
-    Raises:
-        DriftError: it has no prompts or no sampling settings, and the other side has.
-    """
-    for one, other in ((rollout, train), (train, rollout)):
-        assert one.capsule is not None and other.capsule is not None
-        sampling = other.capsule.manifest.sampling
-        if NO_SAMPLING in one.capsule.manifest.left_out and sampling != Sampling():
-            declared = sampling.model_dump_json(exclude_defaults=True)
-            raise DriftError(
-                f"{one.label} does not say how its log-probabilities were computed, and {other.label} does: add "
-                f'"sampling": {declared} to its records, or what they were computed with'
-            )
-    bare = [s for s in (rollout, train) if s.capsule is not None and s.capsule.mask[s.capsule.cu_seqlens[:-1]].all()]
-    if len(bare) == 1 and bare[0].kind == "sequences":
-        other = train if bare[0] is rollout else rollout
+    source = rollout if rollout.metrics is not None else train
+    if source.metrics is None:
         raise DriftError(
-            f"{bare[0].label} has no prompt_token_ids, and {other.label} has prompts; write prompt_token_ids into "
-            "both, or leave the prompts out of both"
+            f"{rollout.label} and {train.label} cannot be compared: they have neither tokens on both sides nor metrics"
         )
-
-
-def _alone(rollout: Source, train: Source) -> None:
-    """A metrics file holds a comparison already; a second input beside it would not be looked at.
-
-    Raises:
-        DriftError: there is a second input.
-    """
-    paths = {s.metrics.path if s.metrics is not None else None for s in (rollout, train)}
-    if len(paths) > 1:
+    if len({s.metrics.path if s.metrics is not None else None for s in (rollout, train)}) > 1:
         first = rollout if rollout.kind == "metrics" else train
         raise DriftError(
-            f"{rollout.label} and {train.label} cannot be compared: {first.label} is a metrics file, which holds both "
-            "sides' comparison; name one metrics file alone"
+            f"{rollout.label} and {train.label} cannot be compared: {first.label} is a metrics file, which already "
+            "holds the comparison of both sides; name one metrics file alone"
         )
+    return compare_metrics(source, source.metrics, options)
+
+
+def _check_complete(rollout: Source, a: Capsule, train: Source, b: Capsule) -> None:
+    """Refuses a file of sequences that lacks prompts or sampling settings which the other side has.
+
+    Raises:
+        DriftError: it names the missing field.
+    """
+    for one, mine, other, theirs in ((rollout, a, train, b), (train, b, rollout, a)):
+        if NO_SAMPLING in mine.manifest.left_out and theirs.manifest.sampling != Sampling():
+            declared = theirs.manifest.sampling.model_dump_json(exclude_defaults=True)
+            raise DriftError(
+                f"{one.label} does not say how its log-probabilities were computed, but {other.label} does: add "
+                f'"sampling": {declared} to its records, or the settings with which they were computed'
+            )
+    for one, mine, other, theirs in ((rollout, a, train, b), (train, b, rollout, a)):
+        bare = [bool(side.mask[side.cu_seqlens[:-1]].all()) for side in (mine, theirs)]
+        if bare == [True, False] and one.kind == "sequences":
+            raise DriftError(
+                f"{one.label} has no prompt_token_ids, and {other.label} has prompts; write prompt_token_ids into "
+                "both, or leave the prompts out of both"
+            )
 
 
 # ---- capsules ------------------------------------------------------------------------------------------------------
@@ -188,17 +179,12 @@ def compare_capsules(rollout: Capsule, train: Capsule, options: Options) -> Verd
     pair = match(rollout, train)
     profile = _profile(rollout, train, options)
     compared = pair.compared()
-    verdict = Verdict(
-        tool=f"rlkernel-drift {__version__}",
-        status=Status.INCONCLUSIVE,
-        exit_code=3,
-        headline="",
-        profile=profile.name,
-        profile_source=profile.source,
+    verdict = _new_verdict(
+        profile,
+        options,
         rollout=_side(Source(rollout.manifest.engine or "rollout", "capsule"), rollout),
         train=_side(Source(train.manifest.engine or "train", "capsule"), train),
         differences=differences(pair),
-        command=options.command or list(sys.argv),
     )
     ladder: dict[str, Callable[[], Gate]] = {
         "schema": lambda: schema_gate(pair),
@@ -212,15 +198,28 @@ def compare_capsules(rollout: Capsule, train: Capsule, options: Options) -> Verd
     stopped = False
     for name, run in ladder.items():
         if stopped:
-            reason = "an earlier gate failed; --keep-going goes on"
+            reason = "an earlier gate failed; --keep-going continues"
             verdict.gates.append(Gate(name=name, title=TITLES[name], status="not reached", summary=reason))
             continue
         result = run()
         verdict.gates.append(result)
-        # A failed statistics gate asks where it begins, so the layers follow it in any case.
+        # After a failed statistics gate the layers show where the difference begins.
         stopped = result.status == "failed" and name != "statistics" and not options.keep_going
     verdict.scope = _scope(pair, compared, profile)
     return conclude(verdict)
+
+
+def _new_verdict(profile: Profile, options: Options, **parts: Any) -> Verdict:
+    return Verdict(
+        tool=TOOL,
+        status=Status.INCONCLUSIVE,
+        exit_code=3,
+        headline="",
+        profile=profile.name,
+        profile_source=profile.source,
+        command=options.command or list(sys.argv),
+        **parts,
+    )
 
 
 def _profile(rollout: Capsule, train: Capsule, options: Options) -> Profile:
@@ -228,11 +227,10 @@ def _profile(rollout: Capsule, train: Capsule, options: Options) -> Profile:
         return options.profile
     if options.floor is not None:
         return floor_profile(options.floor)
-    sides = rollout.manifest, train.manifest
-    contracts = {side.contract for side in sides}
-    if len(contracts) == 1 and None not in contracts:
+    a, b = rollout.manifest, train.manifest
+    if a.contract is not None and a.contract == b.contract:
         return BITWISE
-    return carried_profile(*sides) or GENERAL
+    return carried_profile(a, b) or GENERAL
 
 
 def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdict: Verdict, options: Options) -> Gate:
@@ -241,7 +239,7 @@ def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdi
     sums = SequenceSums(compared, pair.rollout.cu_seqlens)
     verdict.statistics = token_statistics(compared)
     verdict.sequence_statistics = sequence_statistics(sums)
-    # Of placeholders no statistic is judged, and of values that no log-probability can have no cause is read.
+    # Statistics of placeholders are not judged, and invalid values are not evidence for a cause.
     judged = bool(verdict.statistics.tokens) and not verdict.statistics.constant
     valid = judged and not verdict.statistics.invalid
     values = metric_values(verdict.statistics, verdict.sequence_statistics) if judged else {}
@@ -252,7 +250,7 @@ def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdi
     verdict.tokens = token_view(pair, compared)
     verdict.consequences = consequences(compared, sums, options.settings) if valid else []
     verdict.factors = _factors(pair)
-    verdict.coverage = _coverage(pair)
+    verdict.coverage = pair.coverage
     result = statistics_gate(
         verdict.statistics,
         verdict.metrics,
@@ -267,46 +265,35 @@ def _statistics(pair: Pair, compared: Comparable | None, profile: Profile, verdi
         count = "1 token was" if tokens == 1 else f"{tokens} tokens were"
         return skipped("statistics", f"only {count} compared; at least {profile.tokens} are needed to call it aligned")
     if verdict.coverage.share < (0.0 if options.partial else profile.coverage):
-        words = f"only {verdict.coverage} were compared; --partial accepts a part, or name the whole of both sides"
+        words = f"only {verdict.coverage} were compared; provide all of them on both sides, or pass --partial"
         return skipped("statistics", words)
     return result
 
 
-def _coverage(pair: Pair) -> Coverage:
-    sequences, of = pair.coverage
-    tokens, of_tokens = pair.token_coverage
-    return Coverage(sequences=sequences, of=of, tokens=tokens, of_tokens=of_tokens)
-
-
 def _links(profile: Profile, factors: dict[str, TokenStatistics]) -> list[Finding]:
-    """Links of the chain that the profile would not let pass, whatever the streams do that are judged."""
+    """Links of the chain that exceed the profile, even if the judged streams do not."""
     found = []
     for name, link in factors.items():
         over = [m for m in judge(profile, metric_values(link, None)) if m.status == "over"] if link.tokens else []
         if over:
-            message = f"{name}: {over[0].label} is {over[0].value:.4g}, more than the profile allows of what is judged"
+            message = f"{name}: {over[0].label} is {over[0].value:.4g}, which the profile would not allow"
             found.append(finding("drift", message, "warning", link=name))
     return found
 
 
 def _factors(pair: Pair) -> dict[str, TokenStatistics]:
-    """The chain train - prefill - decode - recorded, each link apart, where the streams are there."""
+    """Statistics of each link of the chain train, prefill, decode, recorded for which both streams exist."""
     found = {}
-    rollout = pair.rollout
     for values in ("processed", "raw"):
-        train = f"train.{values}"
-        prefill, decode, recorded = (f"{phase}.{values}" for phase in ("prefill", "decode", "recorded"))
-        if train in pair.train.logprobs and prefill in rollout.logprobs:
-            compared = pair.compared((prefill, train))
+        known = {p: pair.rollout.logprobs.get(f"{p}.{values}") for p in ("prefill", "decode", "recorded")}
+        streams = {phase: stream for phase, stream in known.items() if stream is not None}
+        if "prefill" in streams and f"train.{values}" in pair.train.logprobs:
+            compared = pair.compared((f"prefill.{values}", f"train.{values}"))
             if compared is not None:
                 found[f"train/prefill ({values})"] = token_statistics(compared)
-        for left, right in ((prefill, decode), (decode, recorded), (prefill, recorded)):
-            if left in rollout.logprobs and right in rollout.logprobs:
-                if (left, right) == (prefill, recorded) and decode in rollout.logprobs:
-                    continue
-                link = Comparable(rollout.logprobs[right], rollout.logprobs[left], rollout.mask)
-                name = f"{left.split('.')[0]}/{right.split('.')[0]} ({values})"
-                found[name] = token_statistics(link)
+        for left, right in pairwise(streams):
+            link = Comparable(streams[right], streams[left], pair.rollout.mask)
+            found[f"{left}/{right} ({values})"] = token_statistics(link)
     return found
 
 
@@ -320,27 +307,22 @@ def _scope(pair: Pair, compared: Comparable | None, profile: Profile) -> str:
     streams = pair.streams()
     which = f"{streams[0]} against {streams[1]}" if streams else "no log-probabilities"
     bar = f"; bar: {profile.title}" if profile.name == "floor" else ""
-    return f"{tokens} tokens, compared {_coverage(pair)}; {which}{bar}"
+    return f"{tokens} tokens, compared {pair.coverage}; {which}{bar}"
 
 
 # ---- metrics files -------------------------------------------------------------------------------------------------
 
 
 def compare_metrics(source: Source, metrics: Metrics, options: Options) -> Verdict:
-    """A verdict from the numbers that a framework logged itself: statistics and trends alone."""
+    """A verdict from the statistics that a framework logged, without tokens."""
     profile = options.profile or _metrics_profile(metrics.summary())
-    verdict = Verdict(
-        tool=f"rlkernel-drift {__version__}",
-        status=Status.INCONCLUSIVE,
-        exit_code=3,
-        headline="",
-        profile=profile.name,
-        profile_source=profile.source,
+    verdict = _new_verdict(
+        profile,
+        options,
         rollout=Side(label=source.label, kind="metrics", engine=", ".join(metrics.frameworks)),
         metrics=_judged(profile, metrics),
         trends=trends(metrics),
         scope=f"{metrics.compared} steps of {source.label}, as logged by {', '.join(metrics.frameworks)}; no tokens",
-        command=options.command or list(sys.argv),
     )
     own = _metrics_gate(metrics, verdict.metrics)
     verdict.gates = [own if name == "statistics" else skipped(name, "a metrics file has no tokens") for name in TITLES]
@@ -348,9 +330,9 @@ def compare_metrics(source: Source, metrics: Metrics, options: Options) -> Verdi
 
 
 def _metrics_profile(values: dict[str, float | None]) -> Profile:
-    """Bits where the file counts equal bits; else those of the general bars and NeMo RL's whose statistic it has.
+    """Bits if the file counted only equal bits, else the thresholds of `general` and `nemo` whose statistics it has.
 
-    NeMo RL alone writes its statistic. A band of the mean ratio is no general bar: healthy runs leave it.
+    The band of the mean ratio (`mlperf`) is not included, because healthy runs leave it.
     """
     if values.get("tokens.equal") == 1.0:
         return BITWISE
@@ -360,12 +342,12 @@ def _metrics_profile(values: dict[str, float | None]) -> Profile:
 
 
 def _judged(profile: Profile, metrics: Metrics) -> list[Metric]:
-    """Each threshold beside the worst of the steps: a mean over steps would hide that a run broke at its end."""
+    """Judges each threshold at the worst step, because a mean over steps would hide that a run broke at its end."""
     known: dict[str, list[tuple[float, int, str]]] = {name: [] for name in metrics.values}
     for key, column in metrics.columns.items():
         pairs = zip(column, metrics.steps, strict=True)
         known[metrics.statistics[key]] += [(value, step, key) for value, step in pairs if value is not None]
-    # Ties go to the first step.
+    # The smallest and the largest value of each statistic; ties go to the first step.
     ends = [
         {name: pick(found, key=lambda item: item[0]) if found else None for name, found in known.items()}
         for pick in (min, max)
@@ -401,7 +383,7 @@ def _metrics_gate(metrics: Metrics, judged: list[Metric]) -> Gate:
     if broken:
         return gate("statistics", [*broken, *statistics_gate(None, judged).findings], "")
     if not metrics.compared:
-        return skipped("statistics", "the framework says that nothing was compared at any step")
+        return skipped("statistics", "the framework logged that nothing was compared at any step")
     result = statistics_gate(None, judged)
     if result.status == "skipped":
         advice = how_to_log(metrics.frameworks)
@@ -412,10 +394,10 @@ def _metrics_gate(metrics: Metrics, judged: list[Metric]) -> Gate:
     for name, steps in metrics.missing.items():
         words.append(f"{name} has no value at {len(steps)} of {len(metrics.steps)} steps, last at step {steps[-1]}")
         if steps[-1] == metrics.steps[-1]:
-            # A run that breaks logs NaN, which pandas and others write as null.
+            # A broken run logs NaN, which pandas and others write as null.
             return skipped("statistics", f"{words[-1]}, the end of the run")
     if metrics.cut:
-        words.append(f"{metrics.cut} of {metrics.path.name} is cut and was left out")
+        words.append(f"{metrics.cut} of {metrics.path.name} is cut off and was left out")
     return result.model_copy(
         update={
             "status": "warned" if words else result.status,
@@ -426,21 +408,17 @@ def _metrics_gate(metrics: Metrics, judged: list[Metric]) -> Gate:
 
 
 def _with_metrics(verdict: Verdict, metrics: Metrics, profile: Profile) -> Verdict:
-    """A run's own tally covers all its steps and tokens, what it kept only some: the tally may fail the gate too."""
+    """Also judges the run's own statistics, which cover all its steps and tokens; the run kept only some tokens."""
     judged = [m for m in _judged(profile, metrics) if m.status not in ("no threshold", "missing")]
     own = _metrics_gate(metrics, judged) if judged or metrics.broken else _bounded(profile, metrics)
     if own.status in ("failed", "skipped") and not (own.status == "skipped" and verdict.status != Status.ALIGNED):
-        gates = [own if g.name == "statistics" else g for g in verdict.gates]
-        return conclude(verdict.model_copy(update={"gates": gates, "metrics": judged + verdict.metrics}))
+        update = {"metrics": judged + verdict.metrics}
+        return conclude(verdict.with_gate(own).model_copy(update=update))
     if verdict.status != Status.ALIGNED:
         return verdict
     if own.findings:
-        update = {"status": "warned", "summary": own.summary}
-        gates = [
-            g.model_copy(update=update | {"findings": [*g.findings, *own.findings]}) if g.name == "statistics" else g
-            for g in verdict.gates
-        ]
-        verdict = verdict.model_copy(update={"gates": gates})
+        findings = [*verdict.gate("statistics").findings, *own.findings]
+        verdict = verdict.with_gate(own.model_copy(update={"status": "warned", "findings": findings}))
     step = verdict.rollout.step if verdict.rollout is not None else None
     kept = "the tokens that the run kept" if step is None else f"the tokens of step {step}"
     words = f"{verdict.headline.rstrip('.')}; these are {kept}, its own figures of {metrics.compared} steps agree."
@@ -448,7 +426,7 @@ def _with_metrics(verdict: Verdict, metrics: Metrics, profile: Profile) -> Verdi
 
 
 def _bounded(profile: Profile, metrics: Metrics) -> Gate:
-    """For a tally of equal bits and the largest difference alone: what the profile's statistics are at most."""
+    """Judges upper bounds of the statistics, for a run that logged only equal bits and the largest difference."""
     values = metrics.summary()
     share = 1.0 - (values.get("tokens.equal") or 0.0)
     largest = values.get("tokens.maximum")
@@ -465,8 +443,8 @@ def _bounded(profile: Profile, metrics: Metrics) -> Gate:
     found = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)
     return skipped(
         "statistics",
-        f"the run's own figures (worst step: {found or 'none'}) do not say whether profile {profile.name} held at "
-        "every step; the tokens that it kept are only some",
+        f"the run's own statistics (worst step: {found or 'none'}) do not show whether profile {profile.name} held at "
+        "every step, and the run kept only some tokens",
     )
 
 
@@ -476,14 +454,13 @@ def _bounded(profile: Profile, metrics: Metrics) -> Gate:
 def conclude(verdict: Verdict) -> Verdict:
     """Status, exit code and headline from the gates."""
     failed = [g for g in verdict.gates if g.status == "failed"]
-    by_name = {g.name: g for g in verdict.gates}
-    if by_name["schema"].status == "failed":
+    if verdict.gate("schema").status == "failed":
         status = Status.INCONCLUSIVE
     elif any(g.name in INPUT_GATES for g in failed):
         status = Status.INPUTS_DIFFER
     elif failed:
         status = Status.DRIFT
-    elif by_name["statistics"].status in ("passed", "warned"):
+    elif verdict.gate("statistics").status in ("passed", "warned"):
         status = Status.ALIGNED
     else:
         status = Status.INCONCLUSIVE
@@ -493,14 +470,13 @@ def conclude(verdict: Verdict) -> Verdict:
 
 
 def _headline(verdict: Verdict, status: Status, failed: list[Gate]) -> str:
-    by_name = {g.name: g for g in verdict.gates}
     coverage = verdict.coverage
     part = f"; compared {coverage}" if coverage is not None and coverage.share < 1 else ""
     if status == Status.ALIGNED:
         statistics = verdict.statistics
         if statistics is None:
-            said = by_name["statistics"]
-            less = f" that has one; {said.findings[0].message}" if said.status == "warned" and said.findings else ""
+            own = verdict.gate("statistics")
+            less = f" that has one; {own.findings[0].message}" if own.status == "warned" and own.findings else ""
             return f"Aligned: every logged statistic is within profile {verdict.profile} at every step{less}."
         if statistics.equal == 1:
             return f"Aligned: all {statistics.tokens} log-probabilities have equal bits{part}."
@@ -519,9 +495,7 @@ def _headline(verdict: Verdict, status: Status, failed: list[Gate]) -> str:
     return f"{words} ({failed[0].title}): {failed[0].summary}{''.join(begins[:1])}{part}."
 
 
-def _side(source: Source, capsule: Capsule | None) -> Side:
-    if capsule is None:
-        return Side(label=source.label, kind=source.kind)
+def _side(source: Source, capsule: Capsule) -> Side:
     m = capsule.manifest
     return Side(
         label=source.label,
@@ -543,9 +517,9 @@ def _side(source: Source, capsule: Capsule | None) -> Side:
 
 
 def unusable(error: DriftError, command: list[str]) -> Verdict:
-    """The verdict of an input that cannot be used, so that JSON and JUnit have one in any case."""
+    """The verdict of an input that cannot be used, so that JSON and JUnit outputs exist for it too."""
     return Verdict(
-        tool=f"rlkernel-drift {__version__}",
+        tool=TOOL,
         status=Status.UNUSABLE,
         exit_code=2,
         headline=f"Unusable input: {error}.".encode("utf-8", "backslashreplace").decode(),

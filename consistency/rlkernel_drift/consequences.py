@@ -1,6 +1,6 @@
-"""What the drift costs this run: tokens clipped and sequences dropped by the corrections that trainers apply.
+"""What the drift costs a run: tokens clipped and sequences dropped by the corrections that trainers apply.
 
-The ratio of a token is exp(train - rollout). Settings are the user's; defaults are those of the named trainers.
+The ratio of a token is exp(train - rollout).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Settings:
     """Corrections and clips.
 
     Attributes:
-        tis_cap: token ratios are truncated here (truncated importance sampling).
-        sequence_cap: sequence ratios (products) are masked beyond it; TRL's default is 3.
-        geometric_low, geometric_high: sequences are masked whose geometric mean ratio leaves the band.
-        clip_low, clip_high: PPO's and GRPO's clip of the token ratio.
-        gspo_low, gspo_high: GSPO's clip of the geometric mean ratio.
+        tis_cap: cap of the token ratio in truncated importance sampling.
+        sequence_cap: sequences whose ratio (a product over tokens) is larger are masked; TRL's default is 3.
+        geometric_low, geometric_high: sequences whose geometric mean ratio leaves this band are masked.
+        clip_low, clip_high: clip of the token ratio in PPO and GRPO.
+        gspo_low, gspo_high: clip of the geometric mean ratio in GSPO.
 
     Raises:
-        DriftError: a cap or a clip that no trainer could have.
+        DriftError: a cap or a clip is out of range.
     """
 
     tis_cap: float = 2.0
@@ -60,42 +60,43 @@ def consequences(compared: Comparable, sums: SequenceSums, settings: Settings) -
     product = np.exp(np.clip(sums.total, -80, 80))
     geometric = np.exp(np.clip(sums.total / sums.count, -80, 80))
     share = lambda condition: float(np.mean(condition))
-    tis = share(ratio > settings.tis_cap)
+    outside = lambda values, low, high: share((values < low) | (values > high))
+    clip, gspo = (1 - settings.clip_low, 1 + settings.clip_high), (1 - settings.gspo_low, 1 + settings.gspo_high)
+    band = (settings.geometric_low, settings.geometric_high)
+    cut = share(ratio > settings.tis_cap)
     masked = share(product > settings.sequence_cap)
-    band = share((geometric < settings.geometric_low) | (geometric > settings.geometric_high))
-    clip = share((ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high))
-    gspo = share((geometric < 1 - settings.gspo_low) | (geometric > 1 + settings.gspo_high))
-    lost = sums.count[product > settings.sequence_cap].sum() / sums.count.sum()
+    lost = float(sums.count[product > settings.sequence_cap].sum() / sums.count.sum())
+    dropped, clipped, clipped_sequences = outside(geometric, *band), outside(ratio, *clip), outside(geometric, *gspo)
     return [
         Consequence(
             name="truncated importance sampling",
             setting=f"cap {settings.tis_cap:g}",
-            tokens=tis,
-            words=f"{tis:.2%} of the tokens have their weight cut",
+            tokens=cut,
+            words=f"{cut:.2%} of the tokens have their weight truncated",
         ),
         Consequence(
             name="sequence mask",
             setting=f"product above {settings.sequence_cap:g}",
-            tokens=float(lost),
+            tokens=lost,
             sequences=masked,
-            words=f"{masked:.2%} of the sequences are dropped, {lost:.2%} of the tokens with them",
+            words=f"{masked:.2%} of the sequences are dropped, and with them {lost:.2%} of the tokens",
         ),
         Consequence(
             name="geometric mask",
-            setting=f"mean ratio outside [{settings.geometric_low:g}, {settings.geometric_high:g}]",
-            sequences=band,
-            words=f"{band:.2%} of the sequences are dropped",
+            setting="mean ratio outside [{:g}, {:g}]".format(*band),
+            sequences=dropped,
+            words=f"{dropped:.2%} of the sequences are dropped",
         ),
         Consequence(
             name="token clip",
-            setting=f"ratio outside [{1 - settings.clip_low:g}, {1 + settings.clip_high:g}]",
-            tokens=clip,
-            words=f"{clip:.2%} of the tokens are clipped before the first update",
+            setting="ratio outside [{:g}, {:g}]".format(*clip),
+            tokens=clipped,
+            words=f"{clipped:.2%} of the tokens are clipped before the first update",
         ),
         Consequence(
             name="GSPO clip",
-            setting=f"mean ratio outside [{1 - settings.gspo_low:g}, {1 + settings.gspo_high:g}]",
-            sequences=gspo,
-            words=f"{gspo:.2%} of the sequences are clipped before the first update",
+            setting="mean ratio outside [{:g}, {:g}]".format(*gspo),
+            sequences=clipped_sequences,
+            words=f"{clipped_sequences:.2%} of the sequences are clipped before the first update",
         ),
     ]

@@ -1,4 +1,4 @@
-"""What can be wrong with an input. Every error has a stable name, so that scripts and tests can tell them apart."""
+"""Errors of inputs; each reason has a stable name for scripts and tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Refusal(StrEnum):
-    """Why a capsule is refused."""
+    """The reason for which a capsule is refused."""
 
     MISSING = "file-missing"
     SYMLINK = "symlink"
@@ -38,7 +38,7 @@ class DriftError(Exception):
 
 
 class CapsuleError(DriftError):
-    """A capsule that is refused.
+    """A refused capsule.
 
     Attributes:
         refusal: the reason's stable name; reason: the rest of the message.
@@ -50,4 +50,4 @@ class CapsuleError(DriftError):
 
 
 class UnknownInputError(DriftError):
-    """A path that is neither capsule, run folder, model directory nor metrics file."""
+    """A path that is not a capsule, run folder, model directory or metrics file."""

@@ -1,6 +1,6 @@
-"""The noise floor: one engine against itself, same tokens and weights, in other batches, padding, chunks and orders.
+"""Measures the noise floor: one engine against itself with other batches, padding, chunks and orders.
 
-What it shows is normal for this stack; a comparison is judged against it (`--floor FILE`).
+A comparison can be judged against it (`--floor FILE`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlkernel_drift.statistics import Comparable, TokenStatistics, token_statist
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured floor: the band, and what each permutation did."""
+    """A measured floor, and the statistics of each permutation."""
 
     floor: Floor
     permutations: dict[str, TokenStatistics]
@@ -35,7 +35,7 @@ def measure_floor(engine: str, request: Request) -> Measured:
         engine: "hf", "rlkernel", "vllm" or "vllm+rlkernel". request: model, prompts or tokens, dtype, device.
 
     Raises:
-        DriftError: another engine, or nothing to score.
+        DriftError: the engine is unknown, or there is nothing to score.
     """
     if engine == "hf":
         names = _hf(request)
@@ -46,7 +46,7 @@ def measure_floor(engine: str, request: Request) -> Measured:
 
         names = {name: torch.from_numpy(v) for name, v in permuted(request, engine == "vllm+rlkernel").items()}
     else:
-        raise DriftError(f"floor runs engines hf, rlkernel, vllm and vllm+rlkernel, not {engine!r}")
+        raise DriftError(f"floor does not support engine {engine!r}; use hf, rlkernel, vllm or vllm+rlkernel")
     base = names.pop("as it is")
     whole = np.ones(len(base), np.bool_)
     found = {name: token_statistics(Comparable(base.numpy(), values.numpy(), whole)) for name, values in names.items()}
@@ -89,7 +89,7 @@ def _hf(request: Request) -> dict[str, Tensor]:
 
 
 def _rlkernel(request: Request) -> dict[str, Tensor]:
-    from rlkernel_drift.capture.rlkernel_engine import scored_by_engine, tokens_of
+    from rlkernel_drift.capture.rlkernel_engine import scored_by_engine, scored_by_training, tokens_of
 
     capsule: Capsule = tokens_of(request)
     order = list(range(capsule.sequences))
@@ -99,11 +99,5 @@ def _rlkernel(request: Request) -> dict[str, Tensor]:
         "each sequence alone": scored_by_engine(request, capsule, order, max_num_seqs=1),
         "chunked prefill": scored_by_engine(request, capsule, order, max_num_batched_tokens=7),
         "no prefix cache": scored_by_engine(request, capsule, order, prefix_caching=False),
-        "training forward": torch.from_numpy(_training(request, capsule)),
+        "training forward": torch.from_numpy(scored_by_training(request, capsule)),
     }
-
-
-def _training(request: Request, capsule: Capsule) -> np.ndarray:
-    from rlkernel_drift.capture.rlkernel_engine import scored_by_training
-
-    return scored_by_training(request, capsule)

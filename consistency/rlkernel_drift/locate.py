@@ -1,7 +1,7 @@
-"""Where two sides first part: the rows that both recorded, the first bit that differs, the error of every operator.
+"""Where two sides first diverge: the rows that both recorded, the first differing bit, the error of every operator.
 
-Accumulated errors grow from the first layer on and hardly move at a faulty one: they are for chart and heat map. Which
-operator is faulty, `diagnose.layers` finds.
+Accumulated errors grow from the first layer on and hardly change at a faulty one, so they serve only the charts;
+`diagnose.layers` finds the faulty operator.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rows:
     operators: list[str]
 
     def values(self, pair: Pair, name: str) -> tuple[Tensor, Tensor]:
-        """The common rows of an operator, on both sides; fingerprints of both where one side has only those."""
+        """The common rows of an operator on both sides, as fingerprints if one side has only those."""
         a, b = pair.rollout.operators.values[name], pair.train.operators.values[name]
         a, b = Tensor(a.values[self.rollout], a.dtype), Tensor(b.values[self.train], b.dtype)
         if a.values.ndim != b.values.ndim:
@@ -44,7 +44,7 @@ class Rows:
 
 
 def common_rows(pair: Pair) -> Rows | None:
-    """Rows and operators that both sides recorded; None where there are none."""
+    """Rows and operators that both sides recorded; None if there are none."""
     train = pair.train.operators.values
     names = [name for name, tensor in pair.rollout.operators.values.items() if _same_kind(tensor, train.get(name))]
     if not names:
@@ -70,15 +70,15 @@ def _same_kind(a: Tensor, b: Tensor | None) -> bool:
 
 
 def layer_of(operator: str) -> int | None:
-    """Number of the layer in an operator's name."""
+    """The layer number in an operator's name; None outside the layers."""
     parts = operator.split(".")
     return int(parts[1]) if len(parts) > 2 and parts[0] == "layers" and parts[1].isdigit() else None
 
 
 def first_divergence(pair: Pair, rows: Rows) -> Divergence | None:
-    """Operator, token, element and ulps of the first difference; None where all recorded bits are equal.
+    """Operator, token, element and ulps of the first difference; None if all recorded bits are equal.
 
-    Operators of different dtypes, and those recorded in part on one side only, are compared by their values.
+    Operators that were recorded in different dtypes are compared by value.
     """
     for name in rows.operators:
         a, b = rows.values(pair, name)
@@ -89,12 +89,7 @@ def first_divergence(pair: Pair, rows: Rows) -> Divergence | None:
         row = int(np.argmax(wrong))
         sequence, index = pair.rollout.place(int(rows.token[row]))
         found = Divergence(
-            operator=name,
-            layer=layer_of(name),
-            sequence=sequence,
-            index=index,
-            rows=int(wrong.sum()),
-            of=len(wrong),
+            operator=name, layer=layer_of(name), sequence=sequence, index=index, rows=int(wrong.sum()), of=len(wrong)
         )
         return found if differs.ndim == 1 else found.model_copy(update=_element(a, b, differs, row))
     return None
@@ -120,11 +115,11 @@ def _element(a: Tensor, b: Tensor, differs: NDArray[np.bool_], row: int) -> dict
 
 
 def describe(found: Divergence) -> str:
-    """The divergence in one sentence."""
+    """The divergence as a sentence."""
     where = f"{found.operator}, sequence {found.sequence}, token {found.index}"
     if found.element is None:
         return f"first difference: {where} ({found.rows} of {found.of} fingerprints differ)"
-    apart = "other dtypes" if found.ulps is None else f"{found.ulps} ulp{'s' if found.ulps != 1 else ''} apart"
+    apart = "different dtypes" if found.ulps is None else f"{found.ulps} ulp{'s' if found.ulps != 1 else ''} apart"
     return (
         f"first difference: {where}, element {found.element}: rollout {found.rollout!r}, train {found.train!r}, "
         f"{apart} ({found.rows} of {found.of} rows differ)"
@@ -142,7 +137,7 @@ def relative_error(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 
 
 def accumulated_view(pair: Pair, rows: Rows) -> LayerView:
-    """Relative errors of all operators with recorded values; fingerprints have none."""
+    """Relative errors of all operators with recorded values, not only fingerprints."""
     sides = (pair.rollout.operators.values, pair.train.operators.values)
     names = [name for name in rows.operators if all(side[name].values.ndim == 2 for side in sides)]
     groups = np.array_split(np.arange(len(rows.token)), min(_COLUMNS, len(rows.token)))
@@ -152,14 +147,14 @@ def accumulated_view(pair: Pair, rows: Rows) -> LayerView:
         view.accumulated.append(relative_error(a, b))
         error = np.linalg.norm(a - b, axis=1)
         scale = np.maximum(np.linalg.norm(b, axis=1), 1e-30)
-        with np.errstate(invalid="ignore"):  # infinite on both sides: a cell without colour
+        with np.errstate(invalid="ignore"):  # infinite on both sides gives NaN, a cell without colour
             cells = [float((error[group] / scale[group]).max()) for group in groups]
         view.heat.append([float(np.log10(cell)) if cell > 0 else None for cell in cells])
     return view
 
 
 def repeated_operators(pair: Pair) -> list[str]:
-    """Layer outputs of one side that are bit for bit one another: a recording of one buffer, not of the layers."""
+    """Layer outputs that equal the previous layer's bit for bit, because one buffer was recorded for all layers."""
     suspects = []
     for side in (pair.rollout, pair.train):
         outputs = [n for n in side.operators.values if n.startswith("layers.") and n.endswith(".output")]

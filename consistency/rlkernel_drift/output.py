@@ -1,30 +1,26 @@
-"""What a verdict is written as: text on a terminal, Markdown for an issue, JUnit XML. JSON is the model itself.
+"""Writes a verdict as text for a terminal, Markdown for an issue, or JUnit XML; JSON is the model itself.
 
-Texts in it come from strangers: a terminal is shown control characters and never sent them, and Markdown keeps foreign
-text in code spans that it cannot leave.
+The texts are untrusted: control characters are printed as escapes and never sent to a terminal, and Markdown and HTML
+syntax is escaped.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from rlkernel_drift.verdict import Finding, Status, Verdict
+from rlkernel_drift.verdict import Finding, Metric, Status, Verdict
 
-_STYLE = {
-    "passed": "green",
-    "failed": "bold red",
-    "warned": "yellow",
-    "skipped": "dim",
-    "not reached": "dim",
-}
+_STYLE = {"passed": "green", "failed": "bold red", "warned": "yellow", "skipped": "dim", "not reached": "dim"}
 _MARK = {"passed": "ok", "failed": "FAIL", "warned": "warn", "skipped": "skip", "not reached": "-"}
 _COLOUR = {Status.ALIGNED: "green", Status.INCONCLUSIVE: "yellow"}
+_KEY_METRICS = {f"tokens.{name}" for name in ("mean", "p99", "maximum", "bias", "k3", "chi_square", "ess")}
 
 
 def printable(text: str) -> str:
-    """Text without control characters, which could move a terminal's cursor or change its colours."""
+    """Text with control characters escaped, because they could move a terminal's cursor or change its colours."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
@@ -33,36 +29,55 @@ def write_text(verdict: Verdict, console: Any, *, details: bool = True) -> None:
 
     Args:
         console: a `rich.console.Console`.
-        details: tables of metrics and of the worst tokens too.
+        details: whether to print the tables of metrics and of the worst tokens as well.
     """
-    from rich.table import Table
     from rich.text import Text
 
-    style = _COLOUR.get(verdict.status, "red")
-    console.print(Text(printable(verdict.headline), style=f"bold {style}"))
+    show = lambda text, style="": console.print(Text(printable(text), style=style))
+    show(verdict.headline, f"bold {_COLOUR.get(verdict.status, 'red')}")
     if verdict.diagnosis is not None:
-        console.print(Text(printable(verdict.diagnosis.statement), style="bold"))
+        show(verdict.diagnosis.statement, "bold")
     if verdict.scope:
-        profile = f"profile {verdict.profile}" if verdict.profile else ""
-        console.print(Text(printable(f"{verdict.scope}; {profile}"), style="dim"))
+        show(f"{verdict.scope}; {f'profile {verdict.profile}' if verdict.profile else ''}", "dim")
     if verdict.gates:
-        table = Table(box=None, pad_edge=False, show_header=False)
+        table = _table(None, ("", "", ""), ("",))
         for gate in verdict.gates:
             mark = Text(_MARK[gate.status], style=_STYLE[gate.status])
             table.add_row(mark, Text(gate.title), Text(printable(gate.summary)))
         console.print(table)
-    said: set[str] = set()
+    shown: set[str] = set()
     for finding in _worth_showing(verdict):
-        console.print(Text(f"\n{printable(finding.message)}"))
-        if finding.fix in said:
+        console.print()
+        show(finding.message)
+        if finding.fix in shown:
             continue
-        said.add(finding.fix)
+        shown.add(finding.fix)
         if finding.fix:
-            console.print(Text(f"  fix: {finding.fix}", style="cyan"))
+            show(f"  fix: {finding.fix}", "cyan")
         for thread in finding.threads[:2]:
-            console.print(Text(f"  seen: {thread.url} ({thread.seen})", style="dim"))
-    if details:
-        _details(verdict, console, Table, Text)
+            show(f"  seen: {thread.url} ({thread.seen})", "dim")
+    if not details:
+        return
+    _metrics_table(verdict, console)
+    if verdict.consequences and verdict.status == Status.DRIFT:
+        console.print()
+        for c in verdict.consequences:
+            show(f"{c.name}, {c.setting}: {c.words}", "magenta")
+    for trend in verdict.trends:
+        if trend.change is not None:
+            show(f"{trend.metric}: {trend.words}", "magenta")
+    _worst_tokens(verdict, console)
+    if verdict.lattice is not None:
+        show(str(verdict.lattice), "magenta")
+
+
+def _table(title: str | None, columns: Sequence[str], left: Sequence[str]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=title is not None)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
 
 
 def _worth_showing(verdict: Verdict) -> list[Finding]:
@@ -72,51 +87,38 @@ def _worth_showing(verdict: Verdict) -> list[Finding]:
     return found[:8]
 
 
-def _details(verdict: Verdict, console: Any, table_of: Any, text_of: Any) -> None:
-    judged = [m for m in verdict.metrics if m.status != "no threshold"]
-    keys = (
-        "tokens.mean",
-        "tokens.p99",
-        "tokens.maximum",
-        "tokens.bias",
-        "tokens.k3",
-        "tokens.chi_square",
-        "tokens.ess",
-    )
-    named = {m.name for m in judged}
-    rows = judged + [m for m in verdict.metrics if m.name in keys and m.name not in named]
-    if rows:
-        table = table_of(title="statistics", title_justify="left", box=None, pad_edge=False)
-        for column in ("metric", "value", "threshold", "ratio", ""):
-            table.add_column(column, justify="left" if column in ("metric", "") else "right")
-        for m in rows:
-            limit = m.at_most if m.at_most is not None else m.at_least
-            value = "-" if m.value is None else f"{m.value:.4g}"
-            ratio = "-" if m.ratio is None else f"{m.ratio:.2f}"
-            state = {"over": "over", "ok": "ok", "missing": "missing"}.get(m.status, "")
-            table.add_row(m.label, value, "-" if limit is None else f"{limit:g}", ratio, state)
+def _limit(metric: Metric) -> float | None:
+    return metric.at_most if metric.at_most is not None else metric.at_least
+
+
+def _metrics_table(verdict: Verdict, console: Any) -> None:
+    table = _table("statistics", ("metric", "value", "threshold", "ratio", ""), ("metric", ""))
+    for m in verdict.metrics:
+        if m.status == "no threshold" and m.name not in _KEY_METRICS:
+            continue
+        limit, state = _limit(m), "" if m.status == "no threshold" else m.status
+        value = "-" if m.value is None else f"{m.value:.4g}"
+        ratio = "-" if m.ratio is None else f"{m.ratio:.2f}"
+        table.add_row(m.label, value, "-" if limit is None else f"{limit:g}", ratio, state)
+    if table.row_count:
         console.print()
         console.print(table)
-    if verdict.consequences and verdict.status == Status.DRIFT:
-        console.print()
-        for c in verdict.consequences:
-            console.print(text_of(f"{c.name}, {c.setting}: {c.words}", style="magenta"))
-    for trend in verdict.trends:
-        if trend.change is not None:
-            console.print(text_of(printable(f"{trend.metric}: {trend.words}"), style="magenta"))
+
+
+def _worst_tokens(verdict: Verdict, console: Any) -> None:
+    from rich.text import Text
+
     worst = verdict.tokens.worst[:5] if verdict.tokens else []
-    if worst and verdict.status != Status.ALIGNED:
-        table = table_of(title="worst tokens", title_justify="left", box=None, pad_edge=False)
-        for column in ("sequence", "token", "id", "text", "rollout", "train", "train - rollout"):
-            table.add_column(column, justify="left" if column == "text" else "right")
-        for t in worst:
-            numbers = ["-" if v is None else f"{v:.5f}" for v in (t.rollout, t.train, t.difference)]
-            text = printable(t.text) if t.text else ""
-            table.add_row(str(t.sequence), str(t.index), str(t.id), text_of(text[:24]), *numbers)
-        console.print()
-        console.print(table)
-    if verdict.lattice is not None:
-        console.print(text_of(str(verdict.lattice), style="magenta"))
+    if not worst or verdict.status == Status.ALIGNED:
+        return
+    columns = ("sequence", "token", "id", "text", "rollout", "train", "train - rollout")
+    table = _table("worst tokens", columns, ("text",))
+    for t in worst:
+        numbers = ["-" if v is None else f"{v:.5f}" for v in (t.rollout, t.train, t.difference)]
+        text = printable(t.text) if t.text else ""
+        table.add_row(str(t.sequence), str(t.index), str(t.id), Text(text[:24]), *numbers)
+    console.print()
+    console.print(table)
 
 
 _WORD = {"passed": "pass", "failed": "**FAIL**", "warned": "warn", "skipped": "skipped", "not reached": "not reached"}
@@ -125,7 +127,7 @@ _ESCAPES = {c: f"\\{c}" for c in "\\`*_[]#"} | {c: f"&#{ord(c)};" for c in "<>&|
 
 
 def write_markdown(verdict: Verdict) -> str:
-    """Markdown of a verdict to paste in an issue: under sixty lines."""
+    """Markdown of a verdict, to paste into an issue; under sixty lines."""
     lines = [f"## {plain(verdict.headline)}", ""]
     if verdict.diagnosis is not None:
         lines += [f"**{plain(verdict.diagnosis.statement)}**", ""]
@@ -147,8 +149,7 @@ def write_markdown(verdict: Verdict) -> str:
     if rows:
         lines += ["", "| metric | value | threshold | ratio |", "|---|---:|---:|---:|"]
         for m in rows:
-            limit = m.at_most if m.at_most is not None else m.at_least
-            cells = ["-" if v is None else f"{v:.4g}" for v in (m.value, limit, m.ratio)]
+            cells = ["-" if v is None else f"{v:.4g}" for v in (m.value, _limit(m), m.ratio)]
             lines.append(f"| {plain(m.label)} | {' | '.join(cells)} |")
     numerics = [d for d in verdict.differences if d.weight != "other"][:8]
     if numerics:
@@ -161,7 +162,7 @@ def write_markdown(verdict: Verdict) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that Markdown and HTML leave alone."""
+    """Text with Markdown and HTML syntax escaped."""
     return "".join(_ESCAPES.get(c, c) for c in printable(text.replace("\n", " ")))
 
 
@@ -169,9 +170,9 @@ _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 
 
 def write_junit(verdict: Verdict) -> str:
-    """XML text, a test case a gate, so that CI systems show the ladder.
+    """XML text with one test case per gate.
 
-    A failed gate is a failure, an unusable input an error, a gate without evidence is skipped.
+    A failed gate is a failure, an unusable input an error, and a gate without evidence is skipped.
     """
     gates = verdict.gates
     failed = sum(g.status == "failed" for g in gates)

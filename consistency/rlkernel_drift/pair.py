@@ -1,4 +1,4 @@
-"""Two capsules side by side: sequences matched, and the train side brought into the order of the rollout's tokens."""
+"""Two capsules with matched sequences, the train side in the order of the rollout's tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlkernel_drift.capsule import PHASES, Capsule
-from rlkernel_drift.statistics import Comparable
+from rlkernel_drift.statistics import Comparable, owners
+from rlkernel_drift.verdict import Coverage
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Pair:
     Attributes:
         matches: (sequence of rollout, sequence of train) in the rollout's order.
         alone: sequences of (rollout, train) without a partner.
-        train_token: [T of rollout] the train side's token with the same place, -1 where the sequence has no partner
+        train_token: [T of rollout] the corresponding token of the train side, -1 where the sequence has no partner
             with the same ids.
     """
 
@@ -38,32 +39,32 @@ class Pair:
         return mask
 
     def from_train(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """A stream of the train side in the rollout's order; NaN where there is no partner."""
+        """A stream of the train side in the rollout's order; NaN without a partner."""
         result = np.full(self.rollout.tokens, np.nan, np.float32)
         there = self.train_token >= 0
         result[there] = values[self.train_token[there]]
         return result
 
     def compared(self, streams: tuple[str, str] | None = None) -> Comparable | None:
-        """The tokens of two streams that can be compared; None where a side has no log-probabilities."""
+        """The comparable tokens of two streams; None if a side has no log-probabilities."""
         names = streams or self.streams()
         if names is None:
             return None
         return Comparable(self.rollout.logprobs[names[0]], self.from_train(self.train.logprobs[names[1]]), self.mask)
 
     @property
-    def coverage(self) -> tuple[int, int]:
-        """Sequences with tokens that count: on both sides, and on the side that has more of them."""
-        sides = [_counted(side.mask, side) for side in (self.rollout, self.train)]
-        return _counted(self.mask, self.rollout), max(sides)
-
-    @property
-    def token_coverage(self) -> tuple[int, int]:
-        """Tokens that count: on both sides, and on the side that has more of them."""
-        return int(self.mask.sum()), max(int(side.mask.sum()) for side in (self.rollout, self.train))
+    def coverage(self) -> Coverage:
+        """Sequences and tokens that count on both sides, out of those that count on the larger side."""
+        sides = (self.rollout, self.train)
+        return Coverage(
+            sequences=_counted(self.mask, self.rollout),
+            of=max(_counted(side.mask, side) for side in sides),
+            tokens=int(self.mask.sum()),
+            of_tokens=max(int(side.mask.sum()) for side in sides),
+        )
 
     def streams(self) -> tuple[str, str] | None:
-        """The streams to compare: of one meaning (both processed, or both raw) where both sides have it."""
+        """The streams to compare, both processed or both raw if both sides have such streams."""
         for values in ("processed", "raw"):
             left, right = _stream(self.rollout, values), _stream(self.train, values)
             if left and right:
@@ -74,12 +75,11 @@ class Pair:
 
 def _counted(mask: NDArray[np.bool_], capsule: Capsule) -> int:
     """Sequences with a token in the mask."""
-    owner = np.searchsorted(capsule.cu_seqlens, np.flatnonzero(mask), side="right")
-    return len(np.unique(owner))
+    return len(np.unique(owners(capsule.cu_seqlens, np.flatnonzero(mask))))
 
 
 def _stream(capsule: Capsule, values: str) -> str | None:
-    """The side's own stream of a meaning; where nothing was scaled or filtered, raw and processed are one."""
+    """The side's stream, processed or raw; without temperature and filters the two are equal."""
     order = ("train", "recorded", "decode", "prefill") if capsule.manifest.side == "train" else PHASES
     sampling = capsule.manifest.sampling
     names = [values]
@@ -89,7 +89,7 @@ def _stream(capsule: Capsule, values: str) -> str | None:
 
 
 def _numbered(ids: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Each id with how often it stood before: several completions of a prompt share one."""
+    """Each id with its number of earlier occurrences, because completions of one prompt may share an id."""
     seen: Counter[int] = Counter()
     found = []
     for key in ids.tolist():
@@ -99,7 +99,7 @@ def _numbered(ids: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def match(rollout: Capsule, train: Capsule) -> Pair:
-    """Matches the sequences by their ids where both sides have them, equal ids in their order; else all by order."""
+    """Matches sequences by id (equal ids in their order) if both sides have ids, else by order."""
     a, b = rollout.sequence_ids, train.sequence_ids
     if a is not None and b is not None:
         place = {key: i for i, key in enumerate(_numbered(b))}

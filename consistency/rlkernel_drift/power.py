@@ -1,7 +1,7 @@
-"""Detection power: every kind of fault on every family and seed, and healthy pairs; what was named, what was missed.
+"""Detection power: every kind of fault on every family and seed, and healthy pairs; which were named, which missed.
 
-A case is planted (or not), recorded, compared, diagnosed and judged; the matrix runs its cases in parallel, writes each
-as it ends, and sums them up.
+Each case plants a fault (or none), records both sides, compares and diagnoses them. The matrix runs the cases in
+parallel and logs each when it ends.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from rlkernel_drift.compare import Options, compare_capsules
+from rlkernel_drift.diagnose.attach import diagnose_verdict
 from rlkernel_drift.diagnose.context import noise_floor
 from rlkernel_drift.diagnose.run import examine
-from rlkernel_drift.diagnose.verdict import diagnose_verdict
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults.kinds import KINDS, Kind
 from rlkernel_drift.faults.world import FAMILIES, Recorded, healthy_world, record_world
@@ -31,19 +31,19 @@ from rlkernel_drift.profiles import floor_profile
 from rlkernel_drift.verdict import Status, Verdict
 
 ABOVE = 1.5
-"""A fault is above the floor where it moves the mean |d| by more than this many times the noise floor."""
+"""A fault is above the floor if it moves the mean |d| by more than this many times the noise floor."""
 HEALTHY = "healthy"
 
 
 class Case(BaseModel):
-    """What came of one case.
+    """The result of one case.
 
     Attributes:
-        effect: mean |difference| that the fault makes by itself; floor: of these tokens and this dtype.
-        above: whether the fault counts as above the floor; files: it shows in the files, whatever its size.
-        named: cause in the verdict, "none" where it found no drift.
-        right: named rightly; missed: called aligned.
-        seconds, cpu_seconds: wall time (with whatever else ran), and this process's own. code: hash of what ran.
+        effect: mean |difference| that the fault causes by itself; floor: noise floor of these tokens and this dtype.
+        above: whether the fault counts as above the floor; files: whether it shows in the files, at any size.
+        named: cause in the verdict, "none" if it found no drift.
+        right: whether the cause is the planted one; missed: whether the pair was called aligned.
+        seconds, cpu_seconds: wall time, and CPU time of this process. code: hash of the package's modules.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -71,7 +71,7 @@ class Case(BaseModel):
 
 @functools.cache
 def code_hash() -> str:
-    """First 16 hex digits of SHA-256 over this package's modules: which code a case came from."""
+    """First 16 hex digits of SHA-256 over the modules of this package, to identify the code of a case."""
     package = Path(__file__).resolve().parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -126,7 +126,7 @@ def run_case(kind: str, family: str, seed: int) -> Case:
 
 
 def judge_pair(recorded: Recorded) -> Verdict:
-    """What a user gets: the comparison under the stack's own floor, then the diagnosis."""
+    """The verdict that a user gets: the comparison under the stack's own floor, then the diagnosis."""
     references = recorded.world.references
     train = examine("train", recorded.train, references, "train.processed")
     floor = train.floor if train.floor.tokens else noise_floor(train.context, train.as_is)
@@ -147,19 +147,19 @@ Key = tuple[str, str, int]
 
 
 def plan(seeds: int, healthy: int, kinds: Iterable[str] | None = None) -> list[Key]:
-    """Cases: every kind on each of its families and `seeds` seeds, then healthy pairs, the families in turn."""
+    """Cases: every kind on each of its families and `seeds` seeds, then healthy pairs of the families in turn."""
     chosen = list(KINDS) if kinds is None else list(kinds)
     unknown = [name for name in chosen if name not in KINDS]
     if unknown:
-        raise DriftError(f"no fault is called {unknown[0]!r}; there are: {', '.join(KINDS)}")
+        raise DriftError(f"fault {unknown[0]!r} is unknown; known are: {', '.join(KINDS)}")
     faults = [(name, family, seed) for name in chosen for family in KINDS[name].families for seed in range(seeds)]
     return faults + [(HEALTHY, FAMILIES[i % len(FAMILIES)], i) for i in range(healthy)]
 
 
 def run_matrix(
-    cases: list[Key], jobs: int, log: Path | None = None, tell: Callable[[Case], None] = lambda _: None
+    cases: list[Key], jobs: int, log: Path | None = None, report: Callable[[Case], None] = lambda _: None
 ) -> list[Case]:
-    """Runs the cases; those that `log` holds already are read from it, so that a stopped run goes on."""
+    """Runs the cases, except those that `log` already holds, so that a stopped run can be continued."""
     done = {(c.kind, c.family, c.seed): c for c in read_cases(log)} if log is not None else {}
     left = [key for key in cases if key not in done]
     for case in _run(left, jobs):
@@ -167,7 +167,7 @@ def run_matrix(
         if log is not None:
             with open(log, "a", encoding="utf-8") as file:
                 file.write(case.model_dump_json() + "\n")
-        tell(case)
+        report(case)
     return [done[key] for key in cases]
 
 
@@ -176,7 +176,7 @@ def _run(cases: list[Key], jobs: int) -> Iterator[Case]:
         yield from (run_case(*key) for key in cases)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    code_hash()  # before the workers are made: all of them name the code that this run began with
+    code_hash()  # cached before the workers start, so that all of them record the code with which this run began
     with ProcessPoolExecutor(jobs, initializer=_one_thread) as pool:
         for future in as_completed([pool.submit(run_case, *key) for key in cases]):
             yield future.result()
@@ -189,7 +189,7 @@ def _one_thread() -> None:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Cases of a log; a last line that was cut off is left out."""
+    """Cases of a log, without a last line that was cut off."""
     if not path.is_file():
         return []
     cases = []
@@ -202,7 +202,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def summary(cases: list[Case]) -> dict[str, Any]:
-    """Figures of the matrix, by kind and in all, and the confusion of causes."""
+    """Totals of the matrix, the same by kind, and the confusion of causes."""
     faults = [c for c in cases if c.kind != HEALTHY]
     above = [c for c in faults if c.above]
     healthy = [c for c in cases if c.kind == HEALTHY]

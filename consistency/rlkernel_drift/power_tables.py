@@ -1,6 +1,6 @@
-"""The result file of `power` as Markdown: what was named, the confusion of causes, operators by depth, a sentence.
+"""Markdown tables of the result file of `power`: kinds, confusion of causes, operators by depth, a sentence.
 
-Works on the JSON alone, without torch, so that the documentation can be made anywhere.
+Needs only the JSON and not torch, so that the documentation can be built anywhere.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _ANOTHER = "another operator"
 
 
 def _markdown(columns: list[str], lines: list[list[str]], numbers: int) -> str:
-    """A table; the last `numbers` columns are set to the right."""
+    """A table whose last `numbers` columns are aligned right."""
     rule = ["---"] * (len(columns) - numbers) + ["--:"] * numbers
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *lines)) + "\n"
 
 
 def kinds(result: dict[str, Any]) -> str:
-    """One line a kind of fault: cases above the floor, named rightly, called aligned, and what else was named."""
+    """One line per kind of fault: cases above the floor, named rightly, called aligned, and other named causes."""
     columns = ["fault", "group", "named otherwise", "above the floor", "named right", "called aligned"]
     lines = []
     for row in result["by_kind"]:
@@ -31,7 +31,7 @@ def kinds(result: dict[str, Any]) -> str:
 
 
 def confusion(result: dict[str, Any]) -> str:
-    """Planted kinds against named causes, of the cases above the floor and the healthy pairs."""
+    """Planted kinds against named causes, for the cases above the floor and the healthy pairs."""
     counts: dict[str, Counter[str]] = {}
     for row in result["rows"]:
         if row["above"] or row["group"] == "healthy":
@@ -44,7 +44,7 @@ def confusion(result: dict[str, Any]) -> str:
 
 
 def _named(row: dict[str, Any]) -> str:
-    """The cause in the verdict; an operator that is not the planted one is a cause of its own."""
+    """The cause in the verdict; a wrong operator counts as a cause of its own."""
     wrong = row["named"] == "operator" and not row["right"]
     return _ANOTHER if wrong else str(row["named"])
 
@@ -74,7 +74,7 @@ def _layer(row: dict[str, Any]) -> str:
 
 
 def sentence(result: dict[str, Any]) -> str:
-    """The figures of the matrix in words."""
+    """The totals of the matrix as a sentence."""
     families, seeds = len({row["family"] for row in result["rows"]}), len({r["seed"] for r in _faults(result)})
     above, right = result["above_floor"], result["named_right"]
     return (
@@ -86,7 +86,7 @@ def sentence(result: dict[str, Any]) -> str:
 
 
 def source(result: dict[str, Any]) -> str:
-    """Where the figures come from."""
+    """The hardware, versions and command of the figures."""
     seconds = result["cpu_seconds"] / len(result["rows"])
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
     groups = {name: dict.fromkeys(r["group"] for r in result["rows"] if r["code"] == name) for name in result["code"]}

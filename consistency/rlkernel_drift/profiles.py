@@ -1,4 +1,4 @@
-"""Acceptance profiles: which statistic may be how large, and who published the number.
+"""Acceptance profiles: thresholds on statistics, and who published them.
 
 A profile is a list of thresholds; `--profile FILE` reads one from TOML with the same fields.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,46 +16,26 @@ from rlkernel_drift.errors import DriftError
 from rlkernel_drift.statistics import SequenceStatistics, TokenStatistics
 from rlkernel_drift.verdict import Metric
 
-LABELS = {
-    "tokens.mean": "mean |d| (nats)",
-    "tokens.p50": "median |d|",
-    "tokens.p90": "90% of |d| below",
-    "tokens.p95": "95% of |d| below",
-    "tokens.p99": "99% of |d| below",
-    "tokens.p999": "99.9% of |d| below",
-    "tokens.maximum": "largest |d|",
-    "tokens.std": "standard deviation of d",
-    "tokens.bias": "bias (mean of d)",
-    "tokens.k1": "k1 KL",
-    "tokens.k3": "k3 KL",
-    "tokens.chi_square": "chi-square of the token ratios",
-    "tokens.multiplicative": "mean exp|d|",
-    "tokens.probability_mean": "mean difference of probabilities",
-    "tokens.probability_max": "largest difference of probabilities",
-    "tokens.pearson": "correlation of log-probabilities",
-    "tokens.pearson_probability": "correlation of probabilities",
-    "tokens.ess": "effective sample size, tokens",
-    "tokens.ratio_mean": "mean ratio",
-    "tokens.equal": "share of equal bits",
-    "tokens.outliers": "tokens too far off for rounding",
-    "tokens.beyond_ln2": "share beyond ln 2",
+
+def _titles(part: str, model: type[BaseModel]) -> dict[str, str]:
+    return {f"{part}.{name}": field.title for name, field in model.model_fields.items() if field.title}
+
+
+LABELS: dict[str, str] = {
+    **_titles("tokens", TokenStatistics),
     "tokens.retention.strict": "tokens with ratio in [0.999, 1.002]",
     "tokens.retention.1%": "tokens with ratio within 1%",
     "tokens.retention.5%": "tokens with ratio within 5%",
-    "sequences.sum_mean": "mean |sum of d| of a sequence",
-    "sequences.sum_max": "largest |sum of d| of a sequence",
-    "sequences.ess": "effective sample size, sequences",
-    "sequences.mean_of_means": "mean over sequences of their mean |d|",
-    "sequences.worst_mean": "worst sequence's mean |d|, less three standard errors",
-    "sequences.bias": "|bias| less three standard errors",
+    **_titles("sequences", SequenceStatistics),
     "sequences.retention.strict": "sequences with mean ratio in [0.999, 1.002]",
 }
+"""Every metric that a profile can judge, with its label."""
 
 _TWO_SIDED = ("tokens.bias", "tokens.k1", "tokens.ratio_mean")
 
 
 class Threshold(BaseModel):
-    """A bound, or both, on a statistic of `LABELS`."""
+    """An upper bound, a lower bound, or both, on a statistic of `LABELS`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -72,7 +52,7 @@ class Threshold(BaseModel):
             raise ValueError(f"at_least {self.at_least:g} is above at_most {self.at_most:g}: no value lies between")
         if self.metric in _TWO_SIDED and None in (self.at_most, self.at_least):
             raise ValueError(
-                f"{self.metric} errs to both sides: give at_most and at_least (sequences.bias is its size alone)"
+                f"{self.metric} can deviate to both sides: give at_most and at_least (sequences.bias is a magnitude)"
             )
         return self
 
@@ -81,8 +61,8 @@ class Profile(BaseModel):
     """A named set of thresholds; all of them must hold.
 
     Attributes:
-        coverage: share of the larger side's sequences that must have been compared.
-        tokens: that must have been compared; with fewer, placeholders and chance look like agreement.
+        coverage: share of the larger side's sequences and counted tokens that must be compared.
+        tokens: number of tokens that must be compared; with fewer, placeholders and chance look like agreement.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -96,10 +76,6 @@ class Profile(BaseModel):
     threshold: Annotated[list[Threshold], Field(min_length=1)]
 
 
-def _github(path: str) -> str:
-    return f"https://github.com/{path}"
-
-
 BITWISE = Profile(
     name="bitwise",
     title="every log-probability has the same bits",
@@ -108,66 +84,52 @@ BITWISE = Profile(
     threshold=[Threshold(metric="tokens.equal", at_least=1.0, source="docs/contract.md")],
 )
 
+
+def _published(name: str, title: str, source: str, metric: str, **limits: float) -> Profile:
+    threshold = Threshold(metric=metric, source=source, at_most=limits.get("at_most"), at_least=limits.get("at_least"))
+    return Profile(name=name, title=title, source=source, threshold=[threshold])
+
+
 PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
         BITWISE,
-        Profile(
-            name="prime-rl",
-            title="prime-rl's bar for merging",
-            source=_github("PrimeIntellect-ai/prime-rl/blob/main/docs/development.md"),
-            threshold=[
-                Threshold(
-                    metric="tokens.k3",
-                    at_most=0.015,
-                    source=_github("PrimeIntellect-ai/prime-rl/blob/main/docs/development.md"),
-                )
-            ],
+        _published(
+            "prime-rl",
+            "prime-rl's bar for merging",
+            "https://github.com/PrimeIntellect-ai/prime-rl/blob/main/docs/development.md",
+            "tokens.k3",
+            at_most=0.015,
         ),
-        Profile(
-            name="nemo",
-            title="NeMo RL's bar for new models",
-            source="https://docs.nvidia.com/nemo/rl/0.6.0/adding-new-models.html",
-            threshold=[
-                Threshold(
-                    metric="tokens.multiplicative",
-                    at_most=1.05,
-                    source="https://docs.nvidia.com/nemo/rl/0.6.0/adding-new-models.html",
-                )
-            ],
+        _published(
+            "nemo",
+            "NeMo RL's bar for new models",
+            "https://docs.nvidia.com/nemo/rl/0.6.0/adding-new-models.html",
+            "tokens.multiplicative",
+            at_most=1.05,
         ),
-        Profile(
-            name="miles",
-            title="miles' check in CI",
-            source=_github("radixark/miles"),
-            threshold=[Threshold(metric="tokens.mean", at_most=0.03, source=_github("radixark/miles"))],
-        ),
-        Profile(
-            name="mlperf",
-            title="mean ratio in the strict band [0.999, 1.002] that MaxText quotes for MLPerf",
-            source=_github("AI-Hypercomputer/maxtext/pull/5231"),
-            threshold=[
-                Threshold(
-                    metric="tokens.ratio_mean",
-                    at_least=0.999,
-                    at_most=1.002,
-                    source=_github("AI-Hypercomputer/maxtext/pull/5231"),
-                )
-            ],
+        _published("miles", "miles' check in CI", "https://github.com/radixark/miles", "tokens.mean", at_most=0.03),
+        _published(
+            "mlperf",
+            "mean ratio in the strict band [0.999, 1.002] that MaxText quotes for MLPerf",
+            "https://github.com/AI-Hypercomputer/maxtext/pull/5231",
+            "tokens.ratio_mean",
+            at_least=0.999,
+            at_most=1.002,
         ),
     )
 }
 
-_NO_OUTLIER = Threshold(metric="tokens.outliers", at_most=0, source="what rounding to bfloat16 can do")
+_NO_OUTLIER = Threshold(metric="tokens.outliers", at_most=0, source="what rounding to bfloat16 can cause")
 
 GENERAL = Profile(
     name="general",
-    title="no floor known: the bars of miles and prime-rl together, also for the bias and for the worst sequence",
+    title="no noise floor known: the bars of miles and prime-rl, also for the bias and for the worst sequence",
     source="profiles miles and prime-rl",
     threshold=[
         *PROFILES["miles"].threshold,
         *PROFILES["prime-rl"].threshold,
-        # E[d] is the KL that k3 estimates, but for its sign.
+        # E[d] is minus the KL that k3 estimates.
         Threshold(metric="sequences.bias", at_most=0.015, source="the bar on k3"),
         Threshold(metric="sequences.worst_mean", at_most=2.5 * 0.03, source="2.5 times the bar on the mean"),
         _NO_OUTLIER,
@@ -175,15 +137,15 @@ GENERAL = Profile(
 )
 
 FLOOR_FACTOR = {"mean": 1.6, "p99": 2.5, "bias": 0.3, "worst_mean": 2.5}
-"""How far above a measured noise floor a healthy pair may lie; see docs/drift/power.md for how often it does."""
+"""Multiples of a measured noise floor within which healthy pairs lie; docs/drift/power.md measures how often."""
 FLOOR_MIN = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 2e-4}
-"""Mean |difference| below which no two engines of a dtype are told apart, in nats."""
-_SMALLEST_BIAS = 1e-5  # nats; two log-softmaxes in fp32 may round all tokens to one side
+"""Smallest mean |difference| in nats that counts as a difference between two engines of a dtype."""
+_SMALLEST_BIAS = 1e-5  # nats; two fp32 log-softmaxes may round all tokens in one direction
 _LARGEST_CARRIED = {"mean": 0.03 / FLOOR_FACTOR["mean"], "p99": 0.3 / FLOOR_FACTOR["p99"], "k3": 0.015 / 2}
 
 
-def at_least(floor: Floor, dtype: str) -> Floor:
-    """A given floor, no lower than what two engines of a dtype differ by: an exact engine measures zero."""
+def raise_floor(floor: Floor, dtype: str) -> Floor:
+    """The floor, raised to the smallest difference of two engines of a dtype, because an exact engine measures zero."""
     least = FLOOR_MIN.get(dtype, 1e-5)
     lowest = {"mean": least, "p99": 4 * least, "maximum": 8 * least}
     return floor.model_copy(update={key: max(getattr(floor, key), value) for key, value in lowest.items()})
@@ -192,7 +154,7 @@ def at_least(floor: Floor, dtype: str) -> Floor:
 def floor_profile(floor: Floor) -> Profile:
     """Thresholds from a stack's own noise (`rlkernel-drift floor`)."""
     source = f"noise floor of {floor.tokens} tokens"
-    least = at_least(floor, "float32")  # a floor does not say its dtype
+    least = raise_floor(floor, "float32")  # a floor does not record its dtype
     mean, p99 = least.mean, least.p99
     bias = max(FLOOR_FACTOR["bias"] * mean, 2 * floor.k3, _SMALLEST_BIAS)
     limits = {
@@ -213,9 +175,9 @@ def floor_profile(floor: Floor) -> Profile:
 
 
 def carried_floor(rollout: Manifest, train: Manifest) -> Floor | None:
-    """The floor that a capsule brings, the train side's first.
+    """The floor that a capsule contains, the train side's first.
 
-    It widens no bar beyond those of `GENERAL`: a capsule may come from strangers.
+    It cannot widen a bar beyond those of `GENERAL`, because a capsule may come from an untrusted source.
     """
     floor = train.floor or rollout.floor
     if floor is None:
@@ -225,12 +187,14 @@ def carried_floor(rollout: Manifest, train: Manifest) -> Floor | None:
 
 
 def carried_profile(rollout: Manifest, train: Manifest) -> Profile | None:
-    """Thresholds from the floor that a capsule brings, and that of prime-rl on k3."""
+    """Thresholds from the floor that a capsule contains, and prime-rl's on k3."""
     floor = carried_floor(rollout, train)
     if floor is None:
         return None
     profile = floor_profile(floor)
-    title = f"the noise floor that the {'train' if train.floor else 'rollout'} capsule brings, at most that of general"
+    title = (
+        f"the noise floor that the {'train' if train.floor else 'rollout'} capsule contains, at most that of general"
+    )
     threshold = [*profile.threshold, *PROFILES["prime-rl"].threshold]
     return profile.model_copy(update={"title": title, "threshold": threshold})
 
@@ -239,13 +203,13 @@ def load_profile(name: str) -> Profile:
     """A built-in profile, or one from a TOML file.
 
     Raises:
-        DriftError: no such profile or file, or a bad one; the message names the field.
+        DriftError: the profile is unknown, or its file is missing or invalid; the message names the field.
     """
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)
     if not path.is_file():
-        raise DriftError(f"profile {name!r} is neither one of {', '.join(PROFILES)} nor a file")
+        raise DriftError(f"profile {name!r} is neither a file nor one of {', '.join(PROFILES)}")
     try:
         profile = Profile.model_validate({"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))})
     except ValidationError as error:
@@ -264,15 +228,15 @@ def metric_values(tokens: TokenStatistics, sequences: SequenceStatistics | None)
     parts = {"tokens": tokens.model_dump(), "sequences": {} if sequences is None else sequences.model_dump()}
     values: dict[str, float | None] = {}
     for name in LABELS:
-        node: object = parts
+        node: Any = parts
         for key in name.split(".", 2):
-            node = node.get(key) if isinstance(node, dict) else None
+            node = node.get(key, {})
         values[name] = float(node) if isinstance(node, (int, float)) else None
     return values
 
 
 def judge(profile: Profile, values: dict[str, float | None]) -> list[Metric]:
-    """All statistics beside their thresholds, those with a threshold first."""
+    """All statistics with their thresholds, those that have one first."""
     judged = [_judge(threshold, values.get(threshold.metric)) for threshold in profile.threshold]
     named = {metric.name for metric in judged}
     rest = [

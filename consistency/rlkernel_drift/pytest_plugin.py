@@ -1,4 +1,4 @@
-"""pytest fixture `assert_aligned`: fails a test with the verdict where two sides drift apart."""
+"""pytest fixture `assert_aligned`: fails a test with the verdict if two sides drift apart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def assert_aligned() -> Callable[..., Verdict]:
-    """A function with the arguments of `rlkernel_drift.compare`; returns the verdict, or fails with it."""
+    """A function with the arguments of `rlkernel_drift.compare` that returns the verdict or fails the test with it."""
 
     def check(*args: Any, **kwargs: Any) -> Verdict:
         __tracebackhide__ = True
@@ -24,11 +24,7 @@ def assert_aligned() -> Callable[..., Verdict]:
         try:
             verdict = compare(*args, **kwargs)
         except DriftError as error:
-            unusable = f"unusable input: {error}"
-        else:
-            unusable = ""
-        if unusable:
-            pytest.fail(unusable, pytrace=False)
+            pytest.fail(f"unusable input: {error}", pytrace=False)
         if verdict.exit_code != 0:
             pytest.fail(write_markdown(verdict), pytrace=False)
         return verdict

@@ -1,18 +1,19 @@
-"""Statistics of two streams of log-probabilities: over tokens, over sequences, in ulps, and lattices. numpy, in fp64.
+"""Statistics of two streams of log-probabilities in fp64: over tokens, over sequences, in ulps, and lattices.
 
-`d = train - rollout` throughout, so that `exp(d)` is the importance ratio. Values that are not finite are counted,
-never averaged in.
+`d` is always train - rollout, so that `exp(d)` is the importance ratio. Values that are not finite are counted and
+never averaged.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from rlkernel_drift.capsule.tensor_file import Array, Tensor
 
@@ -20,42 +21,35 @@ Floats = NDArray[np.float64]
 
 BANDS = {"strict": (0.999, 1.002), "1%": (0.99, 1.01), "5%": (0.95, 1.05)}
 _SUPPORT = -1e4  # engines write -inf, -9999 or fp32's lowest for a token outside the kept set
-_ABOVE = 0.05  # a head in TF32 beside a sum in fp32 lifts a certain token by less
+_ABOVE = 0.05  # a TF32 head with an fp32 log-sum-exp raises a token of probability one by less
 
-ONE_VALUE = 0.98  # a stream with one value at more than this share of its tokens is a placeholder
+ONE_VALUE = 0.98  # a stream in which one value has a larger share of the tokens is a placeholder
 _FEW = 8
 
-# Rounding in bfloat16 has heavy tails, so one token that is far off says something only far beyond all of these.
+# Rounding in bfloat16 has heavy tails, so a single token is evidence only beyond all of these bounds.
 _OUTLYING = 1.0  # nats
 _SPREAD = 20.0  # times the 90% quantile of |d|, in 1000 tokens
 _RELATIVE = 1 / 8  # of the log-probability: 32 roundings of a bfloat16 logit of that size
 
 
 class TokenStatistics(BaseModel):
-    """One comparison of two streams.
+    """One comparison of two streams; a field with a title is a metric for profiles.
 
     Attributes:
-        tokens: compared: masked in on both sides and finite on both.
-        masked_out: tokens that do not count on either side.
-        nan_rollout, nan_train, inf_rollout, inf_train: masked-in values that are not finite (-inf: see the next ones).
-        support_rollout, support_train: sampled tokens that a side calls impossible (-inf, or below -10,000).
-        positive: log-probabilities above zero, of both sides.
-        above_rollout, above_train: those above zero by more than rounding can do.
-        equal: share of tokens with the same 32 bits.
-        commonest: share of the commonest value, on the side where it is larger; commonest_rollout, commonest_train.
-        outliers: tokens whose |d| is too large for rounding, see `outlying`.
-        mean, p50, p90, p95, p99, p999, maximum: of |d|, in nats.
-        std: of d.
-        bias: mean of d; above zero, training finds the tokens more likely than the rollout did.
+        tokens: compared tokens, which count and are finite on both sides.
+        masked_out: tokens that do not count on both sides.
+        nan_rollout, nan_train, inf_rollout, inf_train: counted tokens that are NaN or +inf.
+        support_rollout, support_train: sampled tokens to which a side gives probability zero (-inf, or below -10,000).
+        positive: log-probabilities above zero on either side.
+        above_rollout, above_train: those above zero by more than rounding can cause.
+        commonest_rollout, commonest_train: share of the most common value; commonest: the larger of the two.
+        bias: positive if training finds the tokens more likely than the rollout did.
         k1, k3: estimates of KL(rollout || train) from the rollout's samples: -mean d, and mean(exp(d) - 1 - d).
         chi_square: mean(exp(2d)) - 1.
-        multiplicative: mean(exp(|d|)), NeMo-RL's token_mult_prob_error.
-        probability_mean, probability_max: of |exp(train) - exp(rollout)|, verl's rollout_probs_diff.
-        pearson, pearson_probability: correlation of the log-probabilities, and of the probabilities (as verl has it).
-        ess: effective sample size of the token ratios, as a share of the tokens.
-        ratio_mean: mean of exp(d).
-        beyond_ln2: share of tokens with |d| > ln 2.
-        retention: share of tokens whose ratio lies in a band.
+        multiplicative: token_mult_prob_error of NeMo RL.
+        probability_mean, probability_max: rollout_probs_diff of verl; pearson_probability: its correlation.
+        ess: effective sample size as a share of the tokens.
+        retention: share of tokens whose ratio exp(d) lies in a band.
     """
 
     tokens: int = 0
@@ -69,56 +63,51 @@ class TokenStatistics(BaseModel):
     positive: int = 0
     above_rollout: int = 0
     above_train: int = 0
-    equal: float = 0.0
     commonest: float = 0.0
     commonest_rollout: float = 0.0
     commonest_train: float = 0.0
-    outliers: int = 0
-    mean: float = 0.0
-    p50: float = 0.0
-    p90: float = 0.0
-    p95: float = 0.0
-    p99: float = 0.0
-    p999: float = 0.0
-    maximum: float = 0.0
-    std: float = 0.0
-    bias: float = 0.0
-    k1: float = 0.0
-    k3: float = 0.0
-    chi_square: float = 0.0
-    multiplicative: float = 1.0
-    probability_mean: float = 0.0
-    probability_max: float = 0.0
-    pearson: float | None = None
-    pearson_probability: float | None = None
-    ess: float = 1.0
-    ratio_mean: float = 1.0
-    beyond_ln2: float = 0.0
+    mean: float = Field(default=0.0, title="mean |d| (nats)")
+    p50: float = Field(default=0.0, title="median |d|")
+    p90: float = Field(default=0.0, title="90% of |d| below")
+    p95: float = Field(default=0.0, title="95% of |d| below")
+    p99: float = Field(default=0.0, title="99% of |d| below")
+    p999: float = Field(default=0.0, title="99.9% of |d| below")
+    maximum: float = Field(default=0.0, title="largest |d|")
+    std: float = Field(default=0.0, title="standard deviation of d")
+    bias: float = Field(default=0.0, title="bias (mean of d)")
+    k1: float = Field(default=0.0, title="k1 KL")
+    k3: float = Field(default=0.0, title="k3 KL")
+    chi_square: float = Field(default=0.0, title="chi-square of the token ratios")
+    multiplicative: float = Field(default=1.0, title="mean exp|d|")
+    probability_mean: float = Field(default=0.0, title="mean difference of probabilities")
+    probability_max: float = Field(default=0.0, title="largest difference of probabilities")
+    pearson: float | None = Field(default=None, title="correlation of log-probabilities")
+    pearson_probability: float | None = Field(default=None, title="correlation of probabilities")
+    ess: float = Field(default=1.0, title="effective sample size, tokens")
+    ratio_mean: float = Field(default=1.0, title="mean ratio")
+    equal: float = Field(default=0.0, title="share of equal bits")
+    outliers: int = Field(default=0, title="tokens too far off for rounding")
+    beyond_ln2: float = Field(default=0.0, title="share beyond ln 2")
     retention: dict[str, float] = {}
 
     @property
     def constant(self) -> bool:
-        """Whether nearly all values of a side are one value: a placeholder, no log-probability."""
+        """Whether nearly all values of a side are equal, as in a placeholder."""
         return self.tokens >= _FEW and self.commonest > ONE_VALUE
 
     @property
     def invalid(self) -> bool:
-        """Whether a side has values that no log-probability of a sampled token can have; see gate 6."""
+        """Whether a side has values that no log-probability of a sampled token can have."""
         names = ("nan", "inf", "support", "above")
         return any(getattr(self, f"{name}_{side}") for name in names for side in ("rollout", "train"))
 
-    @property
-    def mismatched(self) -> int:
-        """Compared tokens whose bits differ."""
-        return self.tokens - round(self.equal * self.tokens)
-
 
 class Comparable:
-    """The tokens of two streams that can be compared, and counts of the others.
+    """The comparable tokens of two streams, and counts of the others.
 
     Attributes:
-        index: [N] packed tokens that are finite on both sides and masked in.
-        d: [N] fp64.
+        index: [N] packed tokens that count and are finite on both sides.
+        r, t: [N] rollout and train log-probabilities in fp64; d: [N] t - r.
     """
 
     def __init__(
@@ -129,8 +118,7 @@ class Comparable:
     ) -> None:
         self.rollout, self.train, self.mask = rollout, train, mask
         impossible = [mask & (values <= _SUPPORT) for values in (rollout, train)]
-        self.support = impossible[0] | impossible[1]
-        finite = np.isfinite(rollout) & np.isfinite(train) & mask & ~self.support
+        finite = np.isfinite(rollout) & np.isfinite(train) & mask & ~impossible[0] & ~impossible[1]
         self.index = np.flatnonzero(finite)
         self.r = rollout[self.index].astype(np.float64)
         self.t = train[self.index].astype(np.float64)
@@ -138,16 +126,21 @@ class Comparable:
         self.counts: dict[str, Any] = {
             "tokens": len(self.index),
             "masked_out": int((~mask).sum()),
-            "nan_rollout": int((np.isnan(rollout) & mask).sum()),
-            "nan_train": int((np.isnan(train) & mask).sum()),
-            "inf_rollout": int((np.isposinf(rollout) & mask).sum()),
-            "inf_train": int((np.isposinf(train) & mask).sum()),
-            "support_rollout": int(impossible[0].sum()),
-            "support_train": int(impossible[1].sum()),
             "positive": int((self.r > 0).sum() + (self.t > 0).sum()),
-            "above_rollout": int((self.r > _ABOVE).sum()),
-            "above_train": int((self.t > _ABOVE).sum()),
         }
+        sides = (("rollout", rollout, impossible[0], self.r), ("train", train, impossible[1], self.t))
+        for side, values, support, known in sides:
+            self.counts |= {
+                f"nan_{side}": int((np.isnan(values) & mask).sum()),
+                f"inf_{side}": int((np.isposinf(values) & mask).sum()),
+                f"support_{side}": int(support.sum()),
+                f"above_{side}": int((known > _ABOVE).sum()),
+            }
+
+
+def owners(cu_seqlens: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sequence of each packed token."""
+    return np.searchsorted(cu_seqlens, tokens, side="right") - 1
 
 
 def token_statistics(pair: Comparable) -> TokenStatistics:
@@ -155,12 +148,12 @@ def token_statistics(pair: Comparable) -> TokenStatistics:
     if not len(pair.d):
         return TokenStatistics(**pair.counts)
     d, size = pair.d, np.abs(pair.d)
-    # Ratios beyond e^80 would overflow their squares; such a token is a finding long before.
+    # The square of a ratio beyond e^80 could overflow; such a token is reported anyway.
     ratio = np.exp(np.clip(d, -80, 80))
     same = pair.rollout[pair.index].view(np.int32) == pair.train[pair.index].view(np.int32)
     probability = np.abs(np.exp(np.minimum(pair.t, 0)) - np.exp(np.minimum(pair.r, 0)))
-    commonest = _commonest(pair.r), _commonest(pair.t)
-    p50, p90, p95, p99, p999 = np.quantile(size, (0.5, 0.9, 0.95, 0.99, 0.999))
+    commonest = [float(np.unique(values, return_counts=True)[1].max() / len(d)) for values in (pair.r, pair.t)]
+    quantiles = np.quantile(size, (0.5, 0.9, 0.95, 0.99, 0.999)).tolist()
     return TokenStatistics(
         **pair.counts,
         equal=float(same.mean()),
@@ -169,11 +162,7 @@ def token_statistics(pair: Comparable) -> TokenStatistics:
         commonest_train=commonest[1],
         outliers=int(outlying(pair).sum()),
         mean=float(size.mean()),
-        p50=float(p50),
-        p90=float(p90),
-        p95=float(p95),
-        p99=float(p99),
-        p999=float(p999),
+        **dict(zip(("p50", "p90", "p95", "p99", "p999"), quantiles, strict=True)),
         maximum=float(size.max()),
         std=float(d.std()),
         bias=float(d.mean()),
@@ -188,26 +177,26 @@ def token_statistics(pair: Comparable) -> TokenStatistics:
         ess=effective_sample_size(d),
         ratio_mean=float(ratio.mean()),
         beyond_ln2=float((size > math.log(2)).mean()),
-        retention={name: float(((ratio >= low) & (ratio <= high)).mean()) for name, (low, high) in BANDS.items()},
+        retention=_retention(ratio),
     )
 
 
-def outlying(pair: Comparable) -> NDArray[np.bool_]:  # [N]
-    """Tokens that are too far off for rounding: beyond a nat, the spread of the others and their own size.
+def _retention(ratios: Floats) -> dict[str, float]:
+    return {name: float(((ratios >= low) & (ratios <= high)).mean()) for name, (low, high) in BANDS.items()}
 
-    The largest of n draws from a tail that falls with the cube grows with the cube root of n, and so does the bound.
+
+def outlying(pair: Comparable) -> NDArray[np.bool_]:  # [N]
+    """Tokens whose |d| is too large for rounding: above a nat, far above the others' spread and relative to their size.
+
+    The largest of n draws from a tail that decays with the cube grows with the cube root of n, and so does the bound.
     """
     size = np.abs(pair.d)
     if not len(size):
         return np.zeros(0, np.bool_)
-    # The lower quantile: in a few tokens the other one would mix in the outlier itself.
+    # The lower quantile, because interpolation between a few tokens would include the outlier itself.
     spread = float(np.quantile(size, 0.9, method="lower"))
     least = max(_OUTLYING, _SPREAD * spread * max(1.0, len(size) / 1000) ** (1 / 3))
     return size > np.maximum(least, _RELATIVE * np.maximum(np.abs(pair.r), np.abs(pair.t)))
-
-
-def _commonest(values: Floats) -> float:
-    return float(np.unique(values, return_counts=True)[1].max() / len(values))
 
 
 def k3(d: Floats) -> float:
@@ -217,7 +206,7 @@ def k3(d: Floats) -> float:
 
 
 def pearson(x: Floats, y: Floats) -> float | None:
-    """Correlation; None where a side is constant."""
+    """Correlation; None if a side is constant."""
     a, b = x - x.mean(), y - y.mean()
     scale = math.sqrt(float(a @ a) * float(b @ b))
     return float(a @ b) / scale if scale > 0 else None
@@ -229,37 +218,34 @@ def effective_sample_size(log_weights: Floats) -> float:
     return float(weights.sum() ** 2 / (len(weights) * (weights * weights).sum()))
 
 
-_FEW_IN_SEQUENCE = 8  # tokens: a standard error of fewer says little
+_FEW_IN_SEQUENCE = 8  # tokens; the standard error of fewer is unreliable
 _ERRORS = 3.0
 
 
 class SequenceStatistics(BaseModel):
-    """Statistics over sequences.
+    """Statistics over sequences with at least one compared token; a field with a title is a metric for profiles.
 
     Attributes:
-        sequences: with at least one compared token.
-        sum_mean, sum_max: of |sum of d|; sum_bias: mean of the sum.
         ess: effective sample size of the sequence ratios, as a share of the sequences.
         retention: share of sequences whose geometric mean ratio lies in a band.
-        mean_of_means: mean over sequences of their mean |d|; differs from the mean over tokens where lengths do.
-        worst_mean: the largest mean |d| of a sequence, less three of its standard errors; sequences of a few tokens
-            count in no other sum.
-        bias: |mean of d| over all tokens less three standard errors, 0 where chance explains it.
+        mean_of_means: differs from the mean over tokens if lengths differ.
+        worst_mean: without sequences of a few tokens.
+        bias: 0 if chance explains it.
     """
 
     sequences: int = 0
-    sum_mean: float = 0.0
-    sum_max: float = 0.0
     sum_bias: float = 0.0
-    ess: float = 1.0
+    sum_mean: float = Field(default=0.0, title="mean |sum of d| of a sequence")
+    sum_max: float = Field(default=0.0, title="largest |sum of d| of a sequence")
+    ess: float = Field(default=1.0, title="effective sample size, sequences")
+    mean_of_means: float = Field(default=0.0, title="mean over sequences of their mean |d|")
+    worst_mean: float = Field(default=0.0, title="worst sequence's mean |d|, less three standard errors")
+    bias: float = Field(default=0.0, title="|bias| less three standard errors")
     retention: dict[str, float] = {}
-    mean_of_means: float = 0.0
-    worst_mean: float = 0.0
-    bias: float = 0.0
 
 
 class SequenceSums:
-    """Sums of each sequence.
+    """Sums over each sequence.
 
     Attributes:
         sequence: [B'] numbers of the sequences that have compared tokens.
@@ -268,14 +254,14 @@ class SequenceSums:
     """
 
     def __init__(self, pair: Comparable, cu_seqlens: NDArray[np.int64]) -> None:
-        owner = np.searchsorted(cu_seqlens, pair.index, side="right") - 1
-        number = len(cu_seqlens) - 1
-        count = np.bincount(owner, minlength=number)
+        owner = owners(cu_seqlens, pair.index)
+        count = np.bincount(owner)
         self.sequence = np.flatnonzero(count)
+        sums: Callable[[Floats], Floats] = lambda values: np.bincount(owner, values)[self.sequence].astype(np.float64)
         self.count: Floats = count[self.sequence].astype(np.float64)
-        self.total: Floats = np.bincount(owner, pair.d, number).astype(np.float64)[self.sequence]
-        self.size: Floats = np.bincount(owner, np.abs(pair.d), number).astype(np.float64)[self.sequence]
-        self.square: Floats = np.bincount(owner, pair.d * pair.d, number).astype(np.float64)[self.sequence]
+        self.total: Floats = sums(pair.d)
+        self.size: Floats = sums(np.abs(pair.d))
+        self.square: Floats = sums(pair.d * pair.d)
 
 
 def sequence_statistics(sums: SequenceSums) -> SequenceStatistics:
@@ -289,9 +275,7 @@ def sequence_statistics(sums: SequenceSums) -> SequenceStatistics:
         sum_max=float(np.abs(sums.total).max()),
         sum_bias=float(sums.total.mean()),
         ess=effective_sample_size(sums.total),
-        retention={
-            name: float(((geometric >= low) & (geometric <= high)).mean()) for name, (low, high) in BANDS.items()
-        },
+        retention=_retention(geometric),
         mean_of_means=float((sums.size / sums.count).mean()),
         worst_mean=_worst_mean(sums),
         bias=_bias(sums),
@@ -308,7 +292,7 @@ def _worst_mean(sums: SequenceSums) -> float:
 def _bias(sums: SequenceSums) -> float:
     tokens = sums.count.sum()
     mean = sums.total.sum() / tokens
-    # Tokens of one sequence may err together: the larger of the two errors, by tokens and by whole sequences.
+    # Errors of tokens in one sequence may correlate, so the larger error counts: by tokens or by sequences.
     by_token = max(float(sums.square.sum() / tokens - mean * mean), 0.0) / tokens
     by_sequence = float(((sums.total - sums.count * mean) ** 2).sum()) / tokens**2
     return float(max(abs(mean) - _ERRORS * np.sqrt(max(by_token, by_sequence)), 0.0))
@@ -324,7 +308,7 @@ class UlpHistogram(BaseModel):
     Attributes:
         equal: elements with the same bits.
         bins: label ("1", "2", "3-4", ...) -> count, ascending.
-        maximum: largest distance; None where a NaN has none.
+        maximum: largest distance; None if a NaN makes it undefined.
     """
 
     equal: int = 0
@@ -333,26 +317,26 @@ class UlpHistogram(BaseModel):
 
 
 def ulp_distance(a: Array, b: Array) -> NDArray[np.int64]:
-    """|a - b| in units in the last place; +0 and -0 are one apart, NaN is far from everything but its own bits.
+    """|a - b| in units in the last place; +0 and -0 differ by one, NaN is far from everything except its own bits.
 
     Args:
         a, b: floating arrays of one dtype, or the bit patterns of bfloat16.
     """
     kind = _SIGNED[a.dtype.itemsize]
     x, y = _ordered(np.ascontiguousarray(a).view(kind)), _ordered(np.ascontiguousarray(b).view(kind))
-    # Opposite signs of fp64 overflow the difference; halves of it do not.
+    # The difference of fp64 values of opposite sign can overflow; half of it cannot.
     far = np.abs(x // 2 - y // 2) > (1 << 61)
     return np.where(far, np.iinfo(np.int64).max, np.abs(x - np.where(far, x, y)))
 
 
 def _ordered(bits: Array) -> NDArray[np.int64]:
-    """Sign and magnitude to integers in the order of the floats, -0 just below +0."""
+    """Maps sign and magnitude to integers in the order of the floats, -0 just below +0."""
     wide = bits.astype(np.int64)
     return np.where(wide >= 0, wide, -1 - (wide & int(np.iinfo(bits.dtype).max)))
 
 
 def ulp_histogram(distance: NDArray[np.int64]) -> UlpHistogram:
-    """Histogram with bins that double."""
+    """Histogram of distances in bins of growing width."""
     if not len(distance):
         return UlpHistogram()
     counts = np.histogram(distance, np.array(_EDGES, np.int64))[0]
@@ -368,7 +352,7 @@ def _label(low: int, high: int) -> str:
 
 
 def tensor_ulps(a: Tensor, b: Tensor) -> NDArray[np.int64] | None:
-    """Distances of two tensors of one shape and floating dtype; None where these differ."""
+    """Distances of two tensors; None unless they have one shape and one floating dtype."""
     if a.dtype != b.dtype or a.shape != b.shape or a.dtype not in ("F64", "F32", "F16", "BF16"):
         return None
     return ulp_distance(a.values, b.values)
@@ -382,16 +366,16 @@ _ONE_MULTIPLE = 0.95
 
 
 class Lattice(BaseModel):
-    """A detected lattice: differences that are multiples of a power of two say that something was rounded coarsely.
+    """A detected lattice: differences at multiples of a power of two, as coarse rounding makes them.
 
-    bfloat16 logits just below 8 are multiples of 1/32: two sides that round them differ by 1/32 or by nothing, and the
-    log-sum-exp moves each difference a little. So the test looks for clusters around multiples, not for multiples only.
+    bfloat16 logits just below 8 are multiples of 1/32, so that two sides that round them differ by multiples of 1/32,
+    and the log-sum-exp moves each difference slightly. The test therefore looks for clusters around the multiples.
 
     Attributes:
-        step: distance of neighbouring values, in nats.
-        concentration: 1 where all differences are multiples, 0 where they fall anywhere.
-        tokens: differences of at least half a step, on which the test rests.
-        exact: all of them are multiples to a thousandth of a step.
+        step: distance between neighbouring values, in nats.
+        concentration: 1 if all differences are multiples, 0 if they are spread evenly.
+        tokens: number of differences of at least half a step, on which the test rests.
+        exact: whether all of them are multiples to a thousandth of a step.
     """
 
     step: float
@@ -405,9 +389,9 @@ class Lattice(BaseModel):
 
 
 def find_lattice(d: Floats) -> Lattice | None:
-    """The coarsest lattice that the differences lie on or cluster around; None where there is none.
+    """The coarsest lattice on or around which the differences lie; None without one.
 
-    Needs differences at several multiples: a cloud narrower than the step clusters around zero and shows nothing.
+    It needs differences at several multiples, because a distribution narrower than the step clusters around zero.
     """
     for step in _STEPS:
         away = d[np.abs(d) > step / 2]
@@ -415,17 +399,14 @@ def find_lattice(d: Floats) -> Lattice | None:
             continue
         phase = np.exp(2j * math.pi * (away / step))
         concentration = float(phase.mean().real)
-        # A shift of all tokens by one amount lies at one multiple of some step, whatever it is.
+        # A shift of all tokens by one amount is a multiple of some step, but of only one.
         multiples = np.unique(np.round(away / step), return_counts=True)[1]
         if multiples.max() > _ONE_MULTIPLE * len(away):
             continue
-        # A smooth cloud concentrates on no step.
+        # A smooth distribution concentrates on no step.
         if concentration >= _CONCENTRATION:
             residue = np.abs(away / step - np.round(away / step))
             return Lattice(
-                step=step,
-                concentration=concentration,
-                tokens=len(away),
-                exact=bool((residue < _EXACT).all()),
+                step=step, concentration=concentration, tokens=len(away), exact=bool((residue < _EXACT).all())
             )
     return None

@@ -1,4 +1,4 @@
-"""A metric over steps: is there a step from which on it is at another level, and which weights came with it?"""
+"""A metric over steps: the step at which its level changes, and the weight version of that step."""
 
 from __future__ import annotations
 
@@ -19,34 +19,26 @@ _EXTREMES = ("tokens.maximum", "tokens.probability_max")
 
 
 def trends(metrics: Metrics) -> list[Trend]:
-    """A trend for each statistic of the file, extremes apart: they change level by chance."""
+    """The trend of each statistic of the file, except extremes, which change level by chance."""
     return [
-        trend(_title(metrics, name), metrics.steps, column, metrics.versions)
+        _trend(metrics, name, column)
         for name, column in metrics.columns.items()
         if metrics.statistics[name] not in _EXTREMES and sum(value is not None for value in column) >= 2
     ]
 
 
-def _title(metrics: Metrics, name: str) -> str:
-    """The statistic; where the file has it under several names, with the name."""
-    statistic = metrics.statistics[name]
-    return statistic if len(metrics.names_of(statistic)) == 1 else f"{statistic} ({name})"
-
-
-def trend(
-    metric: str, steps: list[int], values: list[float | None], versions: list[int | str | None] | None = None
-) -> Trend:
-    """The metric's course, and its change point where there is one."""
-    keep = [i for i, value in enumerate(values) if value is not None]
-    y = np.array([values[i] for i in keep], np.float64)
+def _trend(metrics: Metrics, name: str, values: list[float | None]) -> Trend:
+    steps, title = metrics.steps, metrics.statistics[name]
+    if len(metrics.names_of(title)) > 1:
+        title = f"{title} ({name})"
     thin = max(1, len(steps) // _MAX_POINTS)
-    result = Trend(metric=metric, steps=steps[::thin], values=values[::thin], words="no change of level")
-    found = change_point(y)
+    result = Trend(metric=title, steps=steps[::thin], values=values[::thin], words="no change of level")
+    keep = [i for i, value in enumerate(values) if value is not None]
+    found = change_point(np.array([values[i] for i in keep], np.float64))
     if found is None:
         return result
     at, before, after = found
-    step = steps[keep[at]]
-    version = versions[keep[at]] if versions else None
+    step, version = steps[keep[at]], metrics.versions[keep[at]] if metrics.versions else None
     words = f"level changes from {before:.3g} to {after:.3g} at step {step}"
     if version is not None:
         words += f", with version {version} of the weights"
@@ -56,11 +48,11 @@ def trend(
 
 
 def change_point(y: np.ndarray) -> tuple[int, float, float] | None:
-    """Best split of a series into two levels: (first index of the second, both levels), None without a clear one.
+    """Best split of a series into two levels: (first index of the second, both levels); None without a clear split.
 
-    A split is clear where the levels differ by half and by four standard errors of the noise around them, and where
-    most values behind it lie at the second level: a spike is no level. The last value alone may be one: a run that
-    breaks is stopped soon.
+    A split is clear if the levels differ by half and by four standard errors of the noise around them, and if most
+    values behind it lie at the second level, unlike after a spike. The last value alone may be a level, because a run
+    that breaks is soon stopped.
     """
     n = len(y)
     if n < _MIN_STEPS:

@@ -1,6 +1,6 @@
-"""The verdict: one JSON-serialisable model that every output is written from (text, Markdown, JSON, JUnit, HTML).
+"""The verdict: the JSON-serialisable model from which every output is written (text, Markdown, JSON, JUnit, HTML).
 
-Lists are bounded where they are made, so that a verdict of any run fits into a report.
+Lists are bounded where they are built, so that the verdict of any run fits into a report.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Scalar = str | int | float | bool | None
 
 
 class Status(StrEnum):
-    """What came out."""
+    """The result of a comparison."""
 
     ALIGNED = "aligned"
     DRIFT = "drift"
@@ -26,23 +26,17 @@ class Status(StrEnum):
     INPUTS_DIFFER = "inputs differ"
 
 
-EXIT_CODES = {
-    Status.ALIGNED: 0,
-    Status.DRIFT: 1,
-    Status.UNUSABLE: 2,
-    Status.INCONCLUSIVE: 3,
-    Status.INPUTS_DIFFER: 4,
-}
+EXIT_CODES = {Status.ALIGNED: 0, Status.DRIFT: 1, Status.UNUSABLE: 2, Status.INCONCLUSIVE: 3, Status.INPUTS_DIFFER: 4}
 
 
 class Part(BaseModel):
-    """Base of all parts: unknown keys are errors, numbers that are not finite become null in JSON."""
+    """Base of all parts: unknown keys are errors, and numbers that are not finite become null in JSON."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
 
 
 class Thread(Part):
-    """A public place where the cause was seen."""
+    """A public thread in which the cause was seen."""
 
     name: str
     url: str
@@ -50,14 +44,14 @@ class Thread(Part):
 
 
 class Finding(Part):
-    """One thing that was found.
+    """One finding of a gate or of the diagnosis.
 
     Attributes:
         cause: key of `knowledge.CAUSES`.
-        message: what was found, in one sentence with its numbers.
+        message: one sentence with the numbers.
         evidence: the numbers by name.
-        fix: what to change; threads: where others met it.
-        severity: error fails its gate; warning and note do not.
+        fix: the remedy; threads: where others saw the cause.
+        severity: an error fails its gate; warnings and notes do not.
     """
 
     cause: str
@@ -72,7 +66,7 @@ GateStatus = Literal["passed", "failed", "warned", "skipped", "not reached"]
 
 
 class Gate(Part):
-    """One rung of the ladder."""
+    """The result of one gate."""
 
     name: str
     title: str
@@ -82,10 +76,10 @@ class Gate(Part):
 
 
 class Metric(Part):
-    """A statistic beside its threshold.
+    """A statistic and its threshold.
 
     Attributes:
-        ratio: value over limit; above 1 it is too large (for lower limits, limit over value).
+        ratio: value over limit (limit over value for a lower limit); above 1 the threshold is exceeded.
         source: where the threshold was published.
     """
 
@@ -100,7 +94,7 @@ class Metric(Part):
 
 
 class Side(Part):
-    """What one input says about itself."""
+    """What one input declares about itself."""
 
     label: str
     kind: Literal["capsule", "sequences", "run folder", "model", "metrics", "hidden states"]
@@ -120,7 +114,7 @@ class Side(Part):
 
 
 class Difference(Part):
-    """One setting on both sides."""
+    """A setting that differs between the sides."""
 
     key: str
     rollout: Scalar
@@ -132,8 +126,8 @@ class Token(Part):
     """One compared token.
 
     Attributes:
-        sequence, index: its place; position: the one given to the model.
-        text: None without vocabulary. difference: train - rollout.
+        sequence, index: sequence, and index in it; position: position id that the model received.
+        text: None without a vocabulary. difference: train - rollout.
     """
 
     sequence: int
@@ -155,7 +149,7 @@ class Histogram(Part):
 
 
 class Coverage(Part):
-    """Sequences with counted tokens that were compared, and counted tokens, of those of the larger side."""
+    """Compared sequences and counted tokens, out of those of the larger side."""
 
     sequences: int
     of: int
@@ -164,7 +158,7 @@ class Coverage(Part):
 
     @property
     def share(self) -> float:
-        """The smaller of the two shares: the long sequences may be those that are missing."""
+        """The smaller of the two shares, because the missing sequences may be the long ones."""
         return min(self.sequences / max(1, self.of), self.tokens / max(1, self.of_tokens))
 
     def __str__(self) -> str:
@@ -173,7 +167,7 @@ class Coverage(Part):
 
 
 class TokenView(Part):
-    """Tokens to look at: the worst ones, whole sequences for the strip, a sample for the scatter plot."""
+    """Tokens for the report: the worst ones, sequences for the strip, a sample for the scatter plot."""
 
     worst: list[Token] = []
     strip: list[list[Token]] = []
@@ -186,10 +180,10 @@ class Divergence(Part):
     """The first place where two recordings differ.
 
     Attributes:
-        operator: name; layer: its number, None outside the layers.
+        layer: number of the layer, None outside the layers.
         sequence, index: the token; element: index in the row, None for fingerprints.
-        rollout, train: the values there; ulps: their distance.
-        rows, of: differing rows, and compared ones.
+        rollout, train: the values; ulps: their distance.
+        rows, of: number of differing and of compared rows.
     """
 
     operator: str
@@ -208,12 +202,11 @@ class LayerView(Part):
     """Operators in the order of computation.
 
     Attributes:
-        operators: names.
-        accumulated: relative error of each output, both sides computing from the tokens on.
-        local: relative error of the output where one side replays on the other's recorded input.
-        floor: what `local` is without a fault, by the neighbours.
-        splice: mean |difference| of the log-probabilities that is left when the layer's output is exchanged.
-        heat: log10 of the relative error, a row an operator, a column a group of tokens.
+        accumulated: relative error of each output if both sides compute from the tokens.
+        local: relative error of each output if the reference replays the operator on the recorded input.
+        floor: rounding error of the operator on that input.
+        splice: mean |difference| of the log-probabilities that is left when the layer's output is replaced.
+        heat: log10 of the relative error, one row per operator and one column per group of tokens.
         heat_tokens: first token of each column.
     """
 
@@ -228,7 +221,11 @@ class LayerView(Part):
 
 
 class HypothesisResult(Part):
-    """One hypothesis and how well it explains the differences."""
+    """A hypothesis and how well it explains the differences.
+
+    Attributes:
+        residual, tail: mean and 99% quantile of the |difference| that is left; over_floor: mean over noise floor.
+    """
 
     name: str
     cause: str
@@ -244,11 +241,13 @@ class Diagnosis(Part):
 
     Attributes:
         cause: key of `knowledge.CAUSES`, "none" (aligned) or "unexplained".
-        side: which side differs from the definition.
-        statement: the verdict in words.
-        floor: mean |difference| that is normal here, and where the number is from.
+        side: the side that differs from the reference.
+        statement: the diagnosis as a sentence.
+        residual, as_is: mean |difference| under the cause, and as the side declares itself.
+        floor: mean |difference| of the noise; floor_source: how it was measured.
         hypotheses: best first.
-        suspects: causes of unexplained differences that evidence points to and re-scoring did not confirm.
+        excluded: causes that re-scoring ruled out.
+        suspects: causes of unexplained differences to which evidence points but which re-scoring did not confirm.
     """
 
     cause: str
@@ -266,11 +265,11 @@ class Diagnosis(Part):
 
 
 class Consequence(Part):
-    """What the drift costs under one correction or clip, or to the gradient.
+    """The cost of the drift under one correction or clip, or to the gradient.
 
     Attributes:
-        tokens, sequences: shares that are touched.
-        cosine: between the gradient with and without the mismatch. length: of the second, the first being 1.
+        tokens, sequences: affected shares.
+        cosine: between the gradients with and without the mismatch; length: of the latter relative to the former.
     """
 
     name: str
@@ -286,9 +285,9 @@ class Trend(Part):
     """A metric over steps.
 
     Attributes:
-        change: step at which the level changes, None where it does not.
-        version: version of the weights at that step, where it is known.
-        before, after: levels on both sides of the change.
+        change: step at which the level changes, None if it does not.
+        version: version of the weights at that step, if known.
+        before, after: levels before and after the change.
     """
 
     metric: str
@@ -302,11 +301,12 @@ class Trend(Part):
 
 
 class Verdict(Part):
-    """Everything that a comparison found.
+    """The result of a comparison.
 
     Attributes:
         headline: the answer in one sentence.
-        scope: what was compared and what was not, in words.
+        scope: what was compared.
+        factors: statistics of each link of the chain train, prefill, decode, recorded.
     """
 
     schema_id: str = Field(default=SCHEMA, alias="schema")
@@ -342,16 +342,25 @@ class Verdict(Part):
         """All findings, in the order of the gates."""
         return [finding for gate in self.gates for finding in gate.findings]
 
+    def gate(self, name: str) -> Gate:
+        """The result of a gate, by its name."""
+        return next(gate for gate in self.gates if gate.name == name)
+
+    def with_gate(self, new: Gate) -> Verdict:
+        """The verdict with another result of one gate."""
+        gates = [new if gate.name == new.name else gate for gate in self.gates]
+        return self.model_copy(update={"gates": gates})
+
     @property
     def named(self) -> Finding | None:
-        """The established cause: by the diagnosis, or where there is none or it found nothing wrong, by a gate."""
+        """The established cause: of the diagnosis, or of a gate if there is no diagnosis or it found no cause."""
         if self.diagnosis is not None and (self.diagnosis.finding is not None or self.diagnosis.cause != "none"):
             return self.diagnosis.finding
         return next((f for f in self.findings if f.severity == "error" and f.cause != "drift"), None)
 
     @property
     def suspect(self) -> Finding | None:
-        """Where no cause is named, the first one that evidence points to and the diagnosis did not exclude."""
+        """If no cause is named, the first one to which evidence points and which the diagnosis did not exclude."""
         found = self.diagnosis
         if self.named is not None or (found is not None and found.cause == "none"):
             return None

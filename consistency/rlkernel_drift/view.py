@@ -1,4 +1,4 @@
-"""Tokens for people to look at: the worst ones, whole sequences, a scatter sample, a histogram; all bounded."""
+"""Tokens for the report: the worst ones, complete sequences, a scatter sample, a histogram; all bounded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from rlkernel_drift.capsule import SpanKind
 from rlkernel_drift.gates.statistics import position_profile
 from rlkernel_drift.pair import Pair
-from rlkernel_drift.statistics import Comparable
+from rlkernel_drift.statistics import Comparable, owners
 from rlkernel_drift.verdict import Histogram, Token, TokenView
 
 WORST = 50
@@ -27,7 +27,7 @@ def token_view(pair: Pair, compared: Comparable) -> TokenView:
     train = np.full(pair.rollout.tokens, np.nan)
     train[compared.index] = compared.t
     make = lambda token: _token(pair, int(token), compared, difference, train)
-    owner = np.searchsorted(pair.rollout.cu_seqlens, compared.index[worst], side="right") - 1
+    owner = owners(pair.rollout.cu_seqlens, compared.index[worst])
     sequences = list(dict.fromkeys(int(i) for i in owner))[:STRIP_SEQUENCES]
     strips = [[make(t) for t in _window(pair, i, compared.index[worst], owner)] for i in sequences]
     step = max(1, len(compared.d) // SCATTER)
@@ -43,7 +43,7 @@ def token_view(pair: Pair, compared: Comparable) -> TokenView:
 
 
 def _window(pair: Pair, sequence: int, worst: np.ndarray, owner: np.ndarray) -> range:
-    """The sequence's tokens, or those around its worst one where they are too many."""
+    """The tokens of a sequence, or those around its worst one if the sequence is too long."""
     tokens = pair.rollout.sequence(sequence)
     if tokens.stop - tokens.start <= STRIP_TOKENS:
         return range(tokens.start, tokens.stop)

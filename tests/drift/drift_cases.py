@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from rlkernel_drift.capsule import Capsule, Manifest, Operators, Sampling, Tensor, build_capsule
+from rlkernel_drift.capsule import Capsule, Distribution, Manifest, Operators, Sampling, Tensor, build_capsule
+from rlkernel_drift.faults.world import Recorded
 from rlkernel_drift.output import write_text
+from rlkernel_drift.scoring.sequences import sequences_of
 from rlkernel_drift.verdict import Verdict
 
 Side = Any
@@ -44,7 +47,7 @@ def capsule(side: Side = "rollout", noise: float = 0.0, seed: int = 0, logprobs:
 
 
 def operators(tokens: int, change: tuple[str, int, int] | None = None) -> Operators:
-    """Recorded outputs of two layers, one element of one operator changed by an ulp where asked for."""
+    """Recorded outputs of two layers; `change` moves one element of an operator by one ulp."""
     rng = np.random.default_rng(3)
     names = ["embedding", *(f"layers.{i}.{o}" for i in range(2) for o in ("q_proj", "output")), "final_norm"]
     values = {name: Tensor.of(rng.normal(size=(tokens, 4)).astype(np.float32)) for name in names}
@@ -54,6 +57,16 @@ def operators(tokens: int, change: tuple[str, int, int] | None = None) -> Operat
         array[row, element] = np.nextafter(array[row, element], np.float32(np.inf))
         values[name] = Tensor.of(array)
     return Operators(None, values)
+
+
+def with_logits(pair: Recorded) -> Recorded:
+    """The pair with the trainer's logits of every third counted token in the train capsule."""
+    sequences = sequences_of(pair.train)
+    model = pair.world.trainer.model
+    logits = model.head(model.hidden(sequences)).numpy()
+    keep = np.arange(0, sequences.counted, 3)
+    rows = Distribution(sequences.token.numpy()[keep], Tensor.of(logits[keep]))
+    return dataclasses.replace(pair, train=dataclasses.replace(pair.train, distribution=rows))
 
 
 SAMPLED = Sampling(temperature=0.7)

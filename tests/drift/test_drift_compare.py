@@ -1,4 +1,4 @@
-"""The comparison: each gate passes and fails, order and exit codes."""
+"""The comparison: every gate passes and fails; the order of gates and the exit codes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_one_ulp_fails_the_bitwise_profile_and_no_other() -> None:
     moved[3][7] = np.nextafter(moved[3][7], np.float32(0))
     train = capsule("train", logprobs=moved)
     verdict = compare(capsule(), train, profile="bitwise")
-    assert verdict.exit_code == 1 and verdict.statistics is not None and verdict.statistics.mismatched == 1
+    assert verdict.exit_code == 1 and verdict.statistics is not None and verdict.statistics.equal == 1 - 1 / 348
     assert verdict.ulps is not None and verdict.ulps.bins == {"1": 1}
     assert verdict.tokens is not None
     assert (verdict.tokens.worst[0].sequence, verdict.tokens.worst[0].index) == (3, 7 + len(prompts[3]))
@@ -63,7 +63,7 @@ def test_drift_fails_every_profile(name: str) -> None:
     assert verdict.consequences and all(c.words for c in verdict.consequences)
 
 
-def test_sides_in_the_wrong_order_are_said() -> None:
+def test_sides_in_the_wrong_order_are_reported() -> None:
     verdict = compare(capsule("train", noise=0.01), capsule())
     assert verdict.exit_code == 0 and [f.cause for f in verdict.findings] == ["sides-exchanged"]
     assert gate(verdict, "schema").status == "warned"
@@ -91,7 +91,7 @@ def test_values_that_are_not_numbers_fail() -> None:
 
 @pytest.mark.parametrize("value, cause", [(np.nan, "not-finite"), (-np.inf, "support"), (3.0, "above-zero")])
 def test_invalid_values_leave_no_other_cause(value: float, cause: str) -> None:
-    # All else looks like another temperature, on a lattice.
+    # The other values look like another temperature, on a lattice.
     rows = [np.round(v * np.float32(1.5) * 32) / 32 for v in sequences()[2]]
     assert {"drift", "temperature"} <= {f.cause for f in compare(capsule(), capsule("train", logprobs=rows)).findings}
     rows[2][5] = value
@@ -114,7 +114,7 @@ def part_of(count: int, **parts: Any) -> Any:
     return capsule("train", prompts=prompts, completions=completions, logprobs=logprobs, **parts)
 
 
-def test_few_of_the_sequences_say_little(tmp_path: Path) -> None:
+def test_few_of_the_sequences_are_inconclusive(tmp_path: Path) -> None:
     some, few = compare(capsule(), part_of(5)), compare(capsule(), part_of(3))
     assert some.exit_code == 0 and some.headline.endswith("; compared 5 of 8 sequences with 210 of 348 tokens.")
     assert few.exit_code == 3 and "only 3 of 8 sequences with 123 of 348 tokens were compared" in few.headline
@@ -124,11 +124,11 @@ def test_few_of_the_sequences_say_little(tmp_path: Path) -> None:
     file.write_text('coverage = 0.25\n[[threshold]]\nmetric = "tokens.k3"\nat_most = 1\n')
     assert compare(capsule(), part_of(3), profile=str(file)).exit_code == 0
     assert compare(capsule(), part_of(1), profile=str(file)).exit_code == 3
-    assert compare(capsule(), part_of(3, noise=0.3)).exit_code == 1  # drift is drift in any part
+    assert compare(capsule(), part_of(3, noise=0.3)).exit_code == 1  # drift in a part is drift
     write_capsule(capsule(), tmp_path / "rollout")
     write_capsule(part_of(2), tmp_path / "train")
     assert main(["assert", str(tmp_path)]) == 3 and main(["assert", str(tmp_path), "--partial"]) == 0
-    # What both sides mask out is meant to be left out.
+    # Tokens that both sides mask out do not reduce the coverage.
     masks = [[i < 2] * len(c) for i, c in enumerate(sequences()[1])]
     verdict = compare(capsule(masks=masks), capsule("train", masks=masks))
     assert verdict.exit_code == 0 and "compared" not in verdict.headline
@@ -144,12 +144,12 @@ def test_coverage_counts_tokens_as_well() -> None:
     assert verdict.exit_code == 3 and "4 of 8 sequences with 40 of 20040 tokens" in verdict.headline
 
 
-def test_a_stream_of_placeholders_is_no_evidence() -> None:
+def test_a_stream_of_placeholders_is_not_evidence() -> None:
     zeros = [np.zeros_like(v) for v in sequences()[2]]
     zeros[0][0] = -0.5  # a token that was counted by mistake
     verdict = compare(capsule(logprobs=zeros), capsule("train", logprobs=zeros))
     assert verdict.exit_code == 3 and "are one value: placeholders" in verdict.headline
-    # On one side alone as well: no cause is read from them.
+    # Placeholders on one side only are not evidence for a cause either.
     some_likely = [np.where(np.arange(len(v)) % 8 == 0, -0.01, v - 3) for v in sequences()[2]]
     for sides in (
         (capsule(), capsule("train", logprobs=zeros)),
@@ -162,7 +162,7 @@ def test_a_stream_of_placeholders_is_no_evidence() -> None:
 
 
 @pytest.mark.parametrize("count, exit_code", [(1, 3), (7, 3), (8, 0)])
-def test_a_handful_of_tokens_is_too_little(tmp_path: Path, count: int, exit_code: int) -> None:
+def test_a_handful_of_tokens_is_inconclusive(tmp_path: Path, count: int, exit_code: int) -> None:
     masks = [[i == 0 and t < count for t in range(len(c))] for i, c in enumerate(sequences()[1])]
     sides = capsule(masks=masks), capsule("train", masks=masks)
     for profile in (None, "bitwise"):
@@ -173,12 +173,12 @@ def test_a_handful_of_tokens_is_too_little(tmp_path: Path, count: int, exit_code
     assert compare(*sides, profile=str(file)).exit_code == 0
 
 
-def test_a_capsule_with_itself_is_no_pass(tmp_path: Path) -> None:
+def test_a_capsule_compared_with_itself_does_not_pass(tmp_path: Path) -> None:
     a = str(write_capsule(capsule(), tmp_path / "a"))
     same = [compare(a, a), compare(capsule(), capsule("train"))]
     assert [[f.cause for f in gate(v, "schema").findings] for v in same] == [["same-capsule"], []]
     assert gate(same[0], "schema").status == "failed" and same[0].exit_code == 3
-    # A trainer that hands on the rollout's own log-probabilities has computed nothing.
+    # A trainer that passes on the rollout's own log-probabilities has computed nothing.
     carried = compare(capsule(), relabel(capsule("train"), "recorded.processed"))
     assert carried.exit_code == 3 and "rollout's own recorded" in carried.headline
     both = dataclasses.replace(capsule(), logprobs={**capsule().logprobs, **capsule("train").logprobs})
@@ -241,7 +241,7 @@ def test_weights_that_hardly_moved_are_named(still: str, words: str) -> None:
     assert found.status == "warned" and words in found.summary
 
 
-def test_few_common_names_are_no_evidence() -> None:
+def test_few_common_names_are_not_evidence() -> None:
     other = weights({"a": 1, **{f"x{i}": i for i in range(9)}})
     found = gate(compare(capsule(weights=other), capsule("train", weights=weights(NEW))), "weights")
     assert found.status == "skipped" and "only 1 of 13 tensors" in found.summary
@@ -249,7 +249,7 @@ def test_few_common_names_are_no_evidence() -> None:
     assert found.status == "skipped" and "only 0 of 5" in found.summary
 
 
-def test_an_adapter_beside_a_side_that_says_nothing_is_a_warning() -> None:
+def test_an_adapter_is_a_warning_if_the_other_side_declares_nothing() -> None:
     verdict = compare(capsule(), capsule("train", weights=Weights(adapter="lora")))
     found = gate(verdict, "weights")
     assert (verdict.exit_code, found.status) == (0, "warned") and "of the rollout: unknown" in found.summary
@@ -375,7 +375,7 @@ def test_spans_of_media_at_other_tokens() -> None:
     assert verdict.exit_code == 4 and causes(verdict, "tokens") == ["moved-media"]
     assert "image at tokens 0 to 2 in the rollout, image at tokens 1 to 3" in verdict.headline
     assert compare(left, with_spans(capsule("train"), (1, 0, 3, 4))).exit_code == 0
-    assert compare(left, capsule("train")).exit_code == 0  # no spans of media at all: it does not record them
+    assert compare(left, capsule("train")).exit_code == 0  # a side without media spans does not record them
 
 
 def picture(sequence: int) -> Media:
@@ -482,18 +482,18 @@ def test_a_capsule_cannot_widen_its_own_bar() -> None:
     wide = Floor(mean=1000, p99=1000, maximum=1000)
     far = capsule("train", logprobs=[v - 200 for v in sequences()[2]], floor=wide)
     verdict = compare(capsule(), far)
-    assert verdict.exit_code == 1 and "the noise floor that the train capsule brings" in verdict.scope
+    assert verdict.exit_code == 1 and "the noise floor that the train capsule contains" in verdict.scope
     assert compare(capsule(floor=wide), capsule("train", noise=0.05)).exit_code == 1
     known = carried_floor(capsule().manifest, far.manifest)  # what `diagnose` calls normal
     assert known is not None and known.mean * FLOOR_FACTOR["mean"] <= 0.03 and known.p99 <= 0.3
-    # A floor that a person names is theirs to judge.
+    # A floor that the user provides is not capped.
     assert compare(capsule(), far, floor=wide.model_copy(update={"tokens": 9})).exit_code == 0
     for value in (np.inf, np.nan):
         with pytest.raises(ValueError, match="finite"):
             Floor(mean=value, p99=1, maximum=1)
 
 
-def test_a_floor_by_name_wins_over_a_common_contract() -> None:
+def test_a_given_floor_takes_precedence_over_a_common_contract() -> None:
     floor = Floor(mean=0.01, p99=0.04, maximum=0.1, tokens=500)
     sides = capsule(contract="rlk-2"), capsule("train", noise=0.01, contract="rlk-2")
     assert compare(*sides).exit_code == 1
@@ -524,7 +524,7 @@ def test_a_temperature_is_hinted_at_within_the_bar() -> None:
     assert compare(capsule(), capsule("train", noise=0.02)).gates[5].status == "passed"
 
 
-def test_factors_are_reported_apart() -> None:
+def test_each_link_of_the_chain_is_reported() -> None:
     from dataclasses import replace
 
     rollout = capsule()
@@ -549,7 +549,7 @@ def test_factors_are_reported_apart() -> None:
     assert "train/prefill equal bits" in link.message
 
 
-def test_a_bad_link_is_said_where_the_ends_agree() -> None:
+def test_a_bad_link_is_reported_if_the_ends_agree() -> None:
     rollout = capsule()
     values = rollout.logprobs["recorded.processed"]
     rollout = dataclasses.replace(
@@ -561,7 +561,7 @@ def test_a_bad_link_is_said_where_the_ends_agree() -> None:
     assert "prefill/recorded" in printed(verdict)
 
 
-def test_what_systematic_and_concentrated_drift_does_to_the_general_bar() -> None:
+def test_systematic_and_concentrated_drift_fail_the_general_profile() -> None:
     _, _, logprobs = sequences()
     shifted = compare(capsule(), capsule("train", logprobs=[v - np.float32(0.029) for v in logprobs]))
     assert (shifted.profile, shifted.exit_code) == ("general", 1) and "bias" in shifted.headline
@@ -576,16 +576,16 @@ def test_what_systematic_and_concentrated_drift_does_to_the_general_bar() -> Non
     assert compare(*sides).exit_code == 1 and "worst sequence" in compare(*sides).headline
     floor = Floor(mean=0.01, p99=0.1, maximum=1, tokens=99)
     assert compare(*sides, floor=floor).exit_code == 1
-    # A published bar lets it pass, with a word.
+    # A published profile lets it pass with a warning.
     published = compare(*sides, profile="miles")
     assert published.exit_code == 0 and "1 of 200 sequences carry the difference" in printed(published)
 
 
-def test_noise_of_short_sequences_passes_the_general_bar() -> None:
+def test_noise_of_short_sequences_passes_the_general_profile() -> None:
     rng = np.random.default_rng(0)
     for seed in range(20):
         rows = [-rng.exponential(1.0, n).astype(np.float32) for n in rng.integers(1, 60, 64)]
-        # As bf16 has it: heavy tails, a mean of 0.025.
+        # Noise as in bf16: heavy tails, a mean of 0.025.
         far = [v + (rng.standard_t(3, len(v)) * 0.023).astype(np.float32) for v in rows]
         side = lambda name, stream, values: build_capsule(
             Manifest(side=name), [[1]] * 64, [[2] * len(v) for v in values], {stream: values}
@@ -597,7 +597,7 @@ def test_noise_of_short_sequences_passes_the_general_bar() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 1e-6, 0.005, 0.02])
 @pytest.mark.parametrize("away", [-3.0, 3.0])
-def test_one_token_far_off_is_no_rounding(noise: float, away: float) -> None:
+def test_one_token_far_off_is_not_rounding(noise: float, away: float) -> None:
     rng = np.random.default_rng(0)
     rows = [-rng.exponential(1.0, 40).astype(np.float32) - 4 for _ in range(60)]
     far = [v + rng.normal(0, noise, 40).astype(np.float32) for v in rows]
@@ -610,7 +610,7 @@ def test_one_token_far_off_is_no_rounding(noise: float, away: float) -> None:
         verdict = compare(*sides, floor=floor)
         assert verdict.exit_code == 1 and causes(verdict, "statistics") == ["drift"]
         assert "1 token is too far off for rounding: sequence 17, token 24, is" in verdict.headline
-    # A published bar lets it pass, with a word.
+    # A published profile lets it pass with a warning.
     assert (published := compare(*sides, profile="miles")).exit_code == 0 and "too far off" in printed(published)
 
 
@@ -643,7 +643,7 @@ def test_an_operator_that_is_finite_on_one_side_only_fails(side: str, profile: s
     assert f"layers.1.q_proj is NaN or infinite on the {side} side" in gate(verdict, "layers").summary
 
 
-def test_one_buffer_recorded_for_all_layers_is_no_evidence() -> None:
+def test_one_buffer_recorded_for_all_layers_is_not_evidence() -> None:
     tokens = capsule().tokens
     ops = operators(tokens)
     ops.values["layers.1.output"] = ops.values["layers.0.output"]

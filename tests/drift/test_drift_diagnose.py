@@ -1,4 +1,4 @@
-"""What a diagnosis may not do: contradict its verdict, die of a floor, judge by another model, overlook NaN."""
+"""A diagnosis agrees with its verdict, accepts a floor of zero, refuses another model and notices NaN."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drift_cases import with_logits
 
 from rlkernel_drift.capsule import Floor, Operators, Sampling, Tensor
 from rlkernel_drift.cli.main import main
 from rlkernel_drift.compare import Options, compare_capsules
-from rlkernel_drift.diagnose.verdict import diagnose_verdict
+from rlkernel_drift.diagnose.attach import diagnose_verdict
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.faults.kinds import KINDS
-from rlkernel_drift.faults.world import Recorded, World, healthy_world, record_world, tiny_model, with_distribution
+from rlkernel_drift.faults.world import Recorded, World, healthy_world, record_world, tiny_model
 from rlkernel_drift.inputs import Source, open_input
 from rlkernel_drift.inputs.model import scored
 from rlkernel_drift.power import judge_pair
 from rlkernel_drift.profiles import GENERAL
 from rlkernel_drift.report import write_html
 from rlkernel_drift.scoring.model import ReferenceModel
-from rlkernel_drift.scoring.sequences import sequences_of
 from rlkernel_drift.verdict import Status, Verdict
 
 
@@ -44,13 +44,6 @@ def diagnosed(pair: Recorded, floor: Floor | None = None, **options: object) -> 
     return diagnose_verdict(verdict, pair.rollout, pair.train, references, floor)
 
 
-def with_logits(pair: Recorded) -> Recorded:
-    sequences = sequences_of(pair.train)
-    logits = pair.world.trainer.model.logits(sequences).numpy()
-    keep = np.arange(0, sequences.counted, 3)
-    return dataclasses.replace(pair, train=with_distribution(pair.train, sequences.token.numpy()[keep], logits[keep]))
-
-
 @pytest.mark.parametrize("files", [True, False])
 def test_a_named_cause_is_never_aligned(files: bool) -> None:
     pair = with_logits(recorded(temperature=0.985))
@@ -60,7 +53,7 @@ def test_a_named_cause_is_never_aligned(files: bool) -> None:
     assert verdict.exit_code == 1 and "temperature" in verdict.headline
 
 
-def test_unexplained_beside_a_guessed_floor_is_inconclusive() -> None:
+def test_unexplained_with_a_guessed_floor_is_inconclusive() -> None:
     pair = with_logits(recorded())
     noise = np.random.default_rng(0).normal(0, 1e-3, pair.rollout.tokens).astype(np.float32)
     (name,) = pair.rollout.logprobs
@@ -71,7 +64,7 @@ def test_unexplained_beside_a_guessed_floor_is_inconclusive() -> None:
 
 
 @pytest.mark.parametrize("files", [True, False])
-def test_the_floor_of_an_exact_engine_serves(files: bool) -> None:
+def test_the_floor_of_an_exact_engine_is_usable(files: bool) -> None:
     zero = Floor(mean=0.0, p99=0.0, maximum=0.0, tokens=100, permutations=["batch"])
     assert diagnosed(with_logits(recorded()), zero, files=files).exit_code == 0
     verdict = diagnosed(with_logits(recorded(temperature=0.8)), zero, files=files)
@@ -103,20 +96,23 @@ def captured(folder: Path, model: str, *weights: str) -> tuple[str, str]:
     return rollout, train
 
 
-def test_another_model_is_refused_and_makes_no_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_model_is_refused_and_is_not_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("qwen3", 5).save_pretrained(tmp_path / "base")
     tiny_model("qwen3", 6).save_pretrained(tmp_path / "other")
     tiny_model("qwen3", 5).save_pretrained(tmp_path / "rope")
     config = json.loads((tmp_path / "rope/config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 3210.0}
     (tmp_path / "rope/config.json").write_text(json.dumps(config))
-    for name, words in (("rope", "rope_theta 10000.0 where the capsule has 3210.0"), ("other", "tensors are others")):
+    for name, words in (
+        ("rope", "rope_theta 10000.0 where the capsule has 3210.0"),
+        ("other", "46 of 46 tensors differ"),
+    ):
         sides = captured(tmp_path, name)
         capsys.readouterr()
         assert main(["diagnose", *sides, "--model", str(tmp_path / "base")]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
         assert main(["diagnose", *sides, "--model", str(tmp_path / name)]) == 0
-    # Without fingerprints the model cannot be told apart, but two sides of equal bits do not drift.
+    # Without fingerprints another model cannot be recognised, but two sides of equal bits do not drift.
     sides = captured(tmp_path, "other", "--no-weights")
     capsys.readouterr()
     assert main(["diagnose", *sides, "--model", str(tmp_path / "base")]) == 0
@@ -151,7 +147,7 @@ def noisy(pair: Recorded, size: float) -> Recorded:
     return dataclasses.replace(pair, rollout=dataclasses.replace(pair.rollout, logprobs={name: values}))
 
 
-def test_size_alone_makes_a_suspect_and_no_cause() -> None:
+def test_size_alone_makes_a_suspect_and_not_a_cause() -> None:
     verdict = diagnosed(noisy(recorded(), 0.03))
     found = verdict.diagnosis
     assert found is not None and found.cause == "unexplained" and found.finding is None and verdict.named is None
@@ -162,7 +158,7 @@ def test_size_alone_makes_a_suspect_and_no_cause() -> None:
 
 
 def test_the_card_prints_no_cause_that_the_diagnosis_excluded() -> None:
-    # The differences go with the log-probabilities, which hints at a temperature; re-scoring refutes it.
+    # The differences are proportional to the log-probabilities, which hints at a temperature; re-scoring excludes it.
     pair = recorded(operators=False)
     (name,) = pair.rollout.logprobs
     values = pair.rollout.logprobs[name] * np.float32(1.1)
@@ -180,7 +176,7 @@ def test_the_card_prints_no_cause_that_the_diagnosis_excluded() -> None:
 
 
 @pytest.mark.parametrize("value, cause", [(np.nan, "not-finite"), (0.5, "above-zero"), (-np.inf, "support")])
-def test_a_diagnosis_repeats_what_the_gate_says_of_impossible_values(value: float, cause: str) -> None:
+def test_a_diagnosis_repeats_what_the_gate_found_about_impossible_values(value: float, cause: str) -> None:
     pair = recorded()
     (name,) = pair.rollout.logprobs
     values = pair.rollout.logprobs[name].copy()
@@ -200,7 +196,7 @@ def bfloat16_pair(seed: int, config: dict[str, object], plant: object = None) ->
     return record_world(world, plant)  # type: ignore[arg-type]
 
 
-# Seed 0 decodes with sdpa, seed 3 is a forward with eager attention: re-scoring resembles it less.
+# Seed 0 decodes with sdpa; seed 3 is a forward with eager attention, which re-scoring matches less closely.
 SPELLINGS = [(3, {"dtype": "bf16"}), (3, {"dtype": "torch.bfloat16"}), (3, {"torch_dtype": "bfloat16"})]
 
 
@@ -227,7 +223,7 @@ def test_an_undeclared_dtype_hides_no_fault() -> None:
 
 
 @pytest.mark.parametrize("dtype, files", [("float32", True), ("float32", False), ("bfloat16", False)])
-def test_a_temperature_that_both_sides_leave_out_is_no_fault_of_one(dtype: str, files: bool) -> None:
+def test_a_temperature_that_neither_side_declares_is_not_drift(dtype: str, files: bool) -> None:
     for seed in (1, 3):
         world = healthy_world("llama", seed, dtype)
         world.rollout.sampling = world.trainer.sampling = Sampling(temperature=0.5)

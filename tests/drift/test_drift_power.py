@@ -1,4 +1,4 @@
-"""A subset of the matrix of planted faults, every demo that is quick, and diagnosis from two files alone."""
+"""A subset of the matrix of planted faults, a demo, and diagnosis from two files without a model."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from drift_cases import with_logits
 
 from rlkernel_drift.capsule import Floor, Sampling
 from rlkernel_drift.cli.main import main
-from rlkernel_drift.diagnose.verdict import diagnose_recorded
+from rlkernel_drift.diagnose.attach import diagnose_recorded
 from rlkernel_drift.faults.kinds import KINDS
-from rlkernel_drift.faults.world import healthy_world, record_world, with_distribution
+from rlkernel_drift.faults.world import healthy_world, record_world
 from rlkernel_drift.power import Case, plan, run_case, run_matrix, summary, write_result
 from rlkernel_drift.power_tables import TABLES, kinds
-from rlkernel_drift.scoring.sequences import sequences_of
 from rlkernel_drift.verdict import Verdict
 
 # One or two of each group; `rlkernel-drift power` runs them all.
@@ -52,16 +51,16 @@ def test_the_matrix_covers_enough() -> None:
     assert {k.group for k in KINDS.values()} == set(groups.split())
 
 
-def test_a_stopped_matrix_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_matrix_is_continued(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     cases = plan(1, 0, ["other mask"])
     first = run_matrix(cases[:1], 1, log)
     with open(log, "a") as file:
         file.write('{"kind": "cut off')
-    told = []
+    reported = []
     (tmp_path / "log.jsonl").write_text(log.read_text().rsplit("\n", 1)[0] + "\n")
-    results = run_matrix(cases, 1, log, told.append)
-    assert results[0] == first[0] and len(told) == len(cases) - 1
+    results = run_matrix(cases, 1, log, reported.append)
+    assert results[0] == first[0] and len(reported) == len(cases) - 1
     figures = write_result(tmp_path / "r.json", results, ["rlkernel-drift", "power"])
     assert figures == summary(results) and figures["named_right"] == len(cases) == figures["above_floor"]
     assert "| other mask | tokens |" in kinds(figures)
@@ -76,7 +75,7 @@ def case(kind: str, named: str, planted: dict[str, object], right: bool, above: 
     )  # fmt: skip
 
 
-def test_tables_say_what_the_rows_say(tmp_path: Path) -> None:
+def test_tables_agree_with_the_rows(tmp_path: Path) -> None:
     final, query = {"operator": "final_norm", "size": 0.1}, {"operator": "layers.2.q_proj", "size": 0.25}
     cases = [
         case("top-p", "top-p", {}, True),
@@ -113,14 +112,11 @@ def test_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sampling, cause", [(Sampling(temperature=0.73), "temperature"), (Sampling(), "none")])
-def test_two_files_alone_name_a_temperature(sampling: Sampling, cause: str) -> None:
+def test_two_files_without_a_model_name_a_temperature(sampling: Sampling, cause: str) -> None:
     torch.set_num_threads(1)
     world = healthy_world("llama", 4, "float32")
     recorded = record_world(world, lambda w: setattr(w.rollout, "sampling", sampling))
-    sequences = sequences_of(recorded.train)
-    logits = world.trainer.model.logits(sequences).numpy()
-    keep = np.arange(0, sequences.counted, 3)
-    train = with_distribution(recorded.train, sequences.token.numpy()[keep], logits[keep])
+    train = with_logits(recorded).train
     found = diagnose_recorded(recorded.rollout, train)
     assert found is not None and found.cause == cause
     if cause == "temperature":

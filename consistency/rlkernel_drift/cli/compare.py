@@ -174,7 +174,7 @@ def run_diagnose(args: argparse.Namespace) -> int:
 
 def _diagnosed(args: argparse.Namespace) -> Verdict:
     from rlkernel_drift.compare import compare_sources
-    from rlkernel_drift.diagnose.verdict import diagnose_verdict
+    from rlkernel_drift.diagnose.attach import diagnose_verdict
     from rlkernel_drift.inputs import open_input
     from rlkernel_drift.inputs.model import Engines, scored
 

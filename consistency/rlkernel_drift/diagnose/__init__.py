@@ -1,1 +1,1 @@
-"""Diagnosis: a battery of hypotheses, each scored against one side's log-probabilities; see docs/drift/diagnose.md."""
+"""Names the cause of a drift by re-scoring one side under a battery of hypotheses."""

@@ -1,22 +1,26 @@
 """Hypotheses about what the model was given and what it held: tokens, positions, padding, rope, weights, caches.
 
-Integer parameters are scanned on a few sequences first; the best one is computed on all.
+Each is built by `_plain` (no parameter), `_scanned` (an integer), `_fitted` (a real number) or `_variants` (a choice).
+Parameters are searched on a few sequences first; the best value is computed on all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel_drift.diagnose.context import Context
-from rlkernel_drift.diagnose.hypothesis import NEAR_FLOOR, Hypothesis, Prediction, residual
-from rlkernel_drift.scoring.model import Layout, replaced
+from rlkernel_drift.diagnose.hypothesis import NEAR_FLOOR, Hypothesis, Prediction, predicted
+from rlkernel_drift.scoring.model import Layout, prefixed_hidden, replaced
 from rlkernel_drift.scoring.semantics import golden
 from rlkernel_drift.scoring.sequences import Sequences, joined
 from rlkernel_drift.scoring.weights import QUANTISATIONS, linear_names, quantised
+from rlkernel_drift.verdict import Scalar
 
 _SCAN_SEQUENCES = 3
 _PROMISING = 0.92
@@ -26,41 +30,8 @@ _PREFIXES = 48
 _SHIFTS = (*range(1, 17), 24, 32, 48, 64, 96, 128, -1, -2, -3, -4, -8)
 _MULTIPLES = (1, 8, 16, 32, 64, 128)
 
-
-def few(context: Context, count: int = _SCAN_SEQUENCES) -> Context:
-    """The context of the first sequences, for scans."""
-    s = context.sequences
-    count = min(count, len(s))
-    keep = s.owner < count
-    part = replace(
-        s,
-        ids=s.ids[:count],
-        positions=s.positions[:count],
-        rows=s.rows[:count],
-        prompt=s.prompt[:count],
-        targets=s.targets[keep],
-        owner=s.owner[keep],
-        token=s.token[keep],
-    )
-    return replace(context, sequences=part, target=context.target[keep], prompt_lengths=s.prompt[:count])
-
-
-def error_of(context: Context, values: Tensor) -> float:
-    """Mean residual of a prediction."""
-    return residual(values, context.target, context.sequences.owner, len(context.sequences)).mean
-
-
-Score = Callable[[Context, float], Tensor]
-Change = Callable[[Sequences, float], Sequences]
-
-
-def scan_sequences(context: Context, change: Change, values: Iterable[float]) -> dict[float, float]:
-    """Errors on a few sequences for each value of a change of tokens or positions, all in one batch."""
-    small = few(context)
-    values = list(values)
-    variants = [change(small.sequences, value) for value in values]
-    hidden = small.hidden(joined(variants)).split(small.sequences.counted)
-    return {v: error_of(small, small.predict(h)) for v, h in zip(values, hidden, strict=True)}
+Hidden = Callable[[Context, float], Tensor]
+Change = Callable[[Sequences, Any], Sequences]
 
 
 def body_battery(context: Context) -> Iterator[Hypothesis]:
@@ -72,176 +43,74 @@ def body_battery(context: Context) -> Iterator[Hypothesis]:
     yield from _weights(context)
 
 
-def _scanned(name: str, cause: str, parameter: str, change: Change, values: list[int]) -> Hypothesis:
+# ---- builders ------------------------------------------------------------------------------------------------------
+
+
+def _plain(name: str, cause: str, hidden: Callable[[Context], Tensor]) -> Hypothesis:
+    return Hypothesis(name, cause, lambda c: predicted(c, hidden(c)))
+
+
+def _scanned(name: str, cause: str, parameter: str, change: Change, values: Iterable[int]) -> Hypothesis:
+    """A change of tokens or positions by an integer."""
+
     def predict(c: Context) -> Prediction | None:
-        if not values:
+        errors = _scan(c, change, values)
+        if not errors:
             return None
-        errors = scan_sequences(c, change, values)
-        best = int(min(errors, key=errors.__getitem__))
-        hidden = c.hidden(change(c.sequences, best))
-        return Prediction(c.predict(hidden), {parameter: best}, hidden)
+        best = min(errors, key=errors.__getitem__)
+        return predicted(c, c.hidden(change(c.sequences, best)), {parameter: best})
 
     return Hypothesis(name, cause, predict)
 
 
-def _plain(name: str, cause: str, change: Callable[[Context], Tensor]) -> Hypothesis:
-    def predict(c: Context) -> Prediction:
-        hidden = change(c)
-        return Prediction(c.predict(hidden), {}, hidden)
-
-    return Hypothesis(name, cause, predict)
-
-
-# ---- tokens --------------------------------------------------------------------------------------------------------
-
-
-def _tokens(context: Context) -> Iterator[Hypothesis]:
-    longest = min(_PREFIXES, max(context.prompt_lengths, default=1) - 1)
-    if longest >= 1:
-        yield _plain(
-            "the first prompt token is missing", "missing-bos", lambda c: c.hidden(c.sequences.without_head(1))
-        )
-        yield _scanned(
-            "the beginning of the prompt is missing",
-            "chat-template",
-            "tokens",
-            lambda s, k: s.without_head(int(k)),
-            list(range(2, longest + 1)),
-        )
-        yield _scanned(
-            "the end of the prompt is missing",
-            "chat-template",
-            "tokens",
-            lambda s, k: s.without_prompt_tail(int(k)),
-            list(range(1, longest + 1)),
-        )
-    if context.bos is not None:
-        bos = context.bos
-        yield _plain("a second first token", "missing-bos", lambda c: c.hidden(c.sequences.with_head(bos)))
+def _scan(context: Context, change: Change, values: Iterable[float]) -> dict[float, float]:
+    """Error on a few sequences for each value of a change of tokens or positions, all in one batch."""
+    small, values = context.first(_SCAN_SEQUENCES), list(values)
+    if not values:
+        return {}
+    variants = joined([change(small.sequences, value) for value in values])
+    hidden = small.hidden(variants).split(small.sequences.counted)
+    return {value: _error(small, h) for value, h in zip(values, hidden, strict=True)}
 
 
-# ---- positions, padding --------------------------------------------------------------------------------------------
+def _error(context: Context, hidden: Tensor) -> float:
+    return context.residual(context.predict(hidden)).mean
 
 
-def restarted(sequences: Sequences) -> Sequences:
-    """Positions that start at zero again where the response begins."""
-    return sequences.with_positions(
-        [torch.cat([p[:n], p[n:] - p[n : n + 1]]) for p, n in zip(sequences.positions, sequences.prompt, strict=True)]
-    )
+def _fitted(
+    name: str,
+    cause: str,
+    parameter: str,
+    hidden: Hidden,
+    grid: list[float],
+    scale: Callable[[float], float] = lambda x: x,
+    change: Change | None = None,
+) -> Hypothesis:
+    """A continuous parameter.
 
-
-def shifted(sequences: Sequences, amount: int) -> Sequences:
-    """Positions of the response moved by an amount."""
-    return sequences.with_positions(
-        [
-            torch.cat([p[:n], (p[n:] + amount).clamp(min=0)])
-            for p, n in zip(sequences.positions, sequences.prompt, strict=True)
-        ]
-    )
-
-
-def scaled(sequences: Sequences, factor: float) -> Sequences:
-    """Positions divided by a factor, as linear scaling of rope does."""
-    return sequences.with_positions([p.float() / factor for p in sequences.positions])
-
-
-def _layout(context: Context) -> Iterator[Hypothesis]:
-    yield _plain("positions restart with the response", "positions-restart", lambda c: c.hidden(restarted(c.sequences)))
-    yield _scanned(
-        "positions jump where the response begins",
-        "positions-shift",
-        "positions",
-        lambda s, amount: shifted(s, int(amount)),
-        list(_SHIFTS),
-    )
-
-    def padded(c: Context) -> Prediction:
-        # The width is that of the whole batch, so that this cannot be tried on a few sequences.
-        found = []
-        longest = max(len(ids) for ids in c.sequences.ids)
-        by_width = {-(-longest // multiple) * multiple: multiple for multiple in reversed(_MULTIPLES)}
-        for multiple in by_width.values():
-            hidden = c.hidden(layout=Layout("left", True, multiple, c.pad))
-            values = c.predict(hidden)
-            found.append((error_of(c, values), multiple, values, hidden))
-        _, multiple, values, hidden = min(found, key=lambda item: item[0])
-        return Prediction(values, {"multiple": multiple}, hidden)
-
-    yield Hypothesis("left padding is attended to", "padding-side", padded)
-
-
-# ---- rope ----------------------------------------------------------------------------------------------------------
-
-
-def _rope(context: Context) -> Iterator[Hypothesis]:
-    theta = context.model.theta
-    if theta is not None:
-
-        def base(c: Context) -> Prediction | None:
-            def score(d: Context, exponent: float) -> Tensor:
-                with d.model.rotary_base(10**exponent, d.dtype):
-                    return d.hidden()
-
-            best = _fit(c, score, [2.25 + i / 4 for i in range(20)])
-            if best is None:
-                return None
-            hidden = score(c, best)
-            return Prediction(c.predict(hidden), {"theta": 10**best}, hidden)
-
-        yield Hypothesis("another rope base", "rope-base", base)
-
-    def scaling(c: Context) -> Prediction | None:
-        score = lambda d, x: d.hidden(scaled(d.sequences, 2**x))
-        grid = [i / 3 for i in range(-6, 16) if i]
-        best = _fit(c, score, grid, list(scan_sequences(c, lambda s, x: scaled(s, 2**x), grid).values()))
-        if best is None:
-            return None
-        hidden = score(c, best)
-        return Prediction(c.predict(hidden), {"factor": 2**best}, hidden)
-
-    yield Hypothesis("rotary positions scaled", "rope-scaling", scaling)
-
-
-def _operators(context: Context) -> Iterator[Hypothesis]:
-    """Settings of operators that every layer shares."""
-
-    def epsilon(c: Context) -> Prediction | None:
-        def score(d: Context, exponent: float) -> Tensor:
-            with d.model.norm_epsilon(10**exponent, d.dtype):
-                return d.hidden()
-
-        best = _fit(c, score, [i / 2 for i in range(-16, 1)])
-        if best is None:
-            return None
-        hidden = score(c, best)
-        return Prediction(c.predict(hidden), {"epsilon": 10**best}, hidden)
-
-    yield Hypothesis("another epsilon in the norms", "norm-epsilon", epsilon)
-
-    def rounded(c: Context) -> Tensor:
-        with c.model.rotary_rounded(torch.bfloat16, c.dtype):
-            return c.hidden()
-
-    yield _plain("rotary frequencies rounded to bfloat16", "rope-dtype", rounded)
-    if context.model.other_gelu(context.dtype):
-
-        def gelu(c: Context) -> Tensor:
-            with replaced(c.model.other_gelu(c.dtype)):
-                return c.hidden()
-
-        yield _plain("the exact GELU for its tanh approximation, or the reverse", "activation", gelu)
-
-
-def _fit(context: Context, score: Score, grid: list[float], errors: list[float] | None = None) -> float | None:
-    """A continuous parameter: a grid on a few sequences, then golden sections around its two best points.
-
-    Two, because the error is bumpy away from its minimum. None where nothing on the grid comes any closer; fitted to
-    the end only where it could be accepted.
+    Args:
+        hidden: hidden states at x; `scale(x)` is the parameter.
+        change: the same variation as a change of the sequences, with which the grid is scanned in one batch.
     """
-    small = few(context)
-    error = lambda x: error_of(small, small.predict(score(small, x)))
+
+    def predict(c: Context) -> Prediction | None:
+        errors = None if change is None else list(_scan(c, change, grid).values())
+        best = _fit(c, hidden, grid, errors)
+        return None if best is None else predicted(c, hidden(c, best), {parameter: scale(best)})
+
+    return Hypothesis(name, cause, predict)
+
+
+def _fit(context: Context, hidden: Hidden, grid: list[float], errors: list[float] | None) -> float | None:
+    """Scans a grid on a few sequences, then runs golden sections around its two best points.
+
+    It takes two points because the error is bumpy away from its minimum. None where no point of the grid is any closer
+    than the declared computation; the last digits are fitted only where the hypothesis could be accepted.
+    """
+    small = context.first(_SCAN_SEQUENCES)
+    error = lambda x: _error(small, hidden(small, x))
     values = [error(x) for x in grid] if errors is None else errors
-    as_is = error_of(small, small.predict(small.hidden()))
+    as_is = _error(small, small.hidden())
     order = sorted(range(len(grid)), key=values.__getitem__)
     if values[order[0]] > _PROMISING * as_is:
         return None
@@ -260,34 +129,153 @@ def _fit(context: Context, score: Score, grid: list[float], errors: list[float] 
     return golden(error, place - width, place + width, _FINE_STEPS)[0]
 
 
+def _variants(
+    name: str, cause: str, parameter: str, variants: Callable[[Context], Iterable[tuple[Scalar, Tensor]]]
+) -> Hypothesis:
+    """The best of several (value of the parameter, hidden states)."""
+
+    def predict(c: Context) -> Prediction | None:
+        found = (predicted(c, hidden, {parameter: value}) for value, hidden in variants(c))
+        return min(found, key=lambda p: c.residual(p.values).mean, default=None)
+
+    return Hypothesis(name, cause, predict)
+
+
+def _inside(c: Context, change: contextlib.AbstractContextManager[None]) -> Tensor:
+    with change:
+        return c.hidden()
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
+
+
+def _tokens(context: Context) -> Iterator[Hypothesis]:
+    longest = min(_PREFIXES, max(context.sequences.prompt, default=1) - 1)
+    beginning, end = "the beginning of the prompt is missing", "the end of the prompt is missing"
+    if longest >= 1:
+        first = lambda c: c.hidden(c.sequences.drop_first(1))
+        yield _plain("the first prompt token is missing", "missing-bos", first)
+        yield _scanned(beginning, "chat-template", "tokens", Sequences.drop_first, range(2, longest + 1))
+        yield _scanned(end, "chat-template", "tokens", Sequences.drop_prompt_end, range(1, longest + 1))
+    bos = context.bos
+    if bos is not None:
+        yield _plain("a second first token", "missing-bos", lambda c: c.hidden(c.sequences.prepend(bos)))
+
+
+# ---- positions, padding --------------------------------------------------------------------------------------------
+
+
+def restart_positions(sequences: Sequences) -> Sequences:
+    """Positions that restart at zero where the response begins."""
+    return _with_response(sequences, lambda positions: positions - positions[:1])
+
+
+def shift_positions(sequences: Sequences, amount: int) -> Sequences:
+    """Positions of the response moved by an amount."""
+    return _with_response(sequences, lambda positions: (positions + amount).clamp(min=0))
+
+
+def _with_response(sequences: Sequences, change: Callable[[Tensor], Tensor]) -> Sequences:
+    starts = zip(sequences.positions, sequences.prompt, strict=True)
+    return replace(sequences, positions=[torch.cat([p[:n], change(p[n:])]) for p, n in starts])
+
+
+def scale_positions(sequences: Sequences, factor: float) -> Sequences:
+    """Positions divided by a factor, as linear rope scaling does."""
+    return replace(sequences, positions=[p.float() / factor for p in sequences.positions])
+
+
+def _layout(context: Context) -> Iterator[Hypothesis]:
+    restart = lambda c: c.hidden(restart_positions(c.sequences))
+    yield _plain("positions restart with the response", "positions-restart", restart)
+    jump = "positions jump where the response begins"
+    yield _scanned(jump, "positions-shift", "positions", shift_positions, _SHIFTS)
+
+    def padded(c: Context) -> Iterator[tuple[Scalar, Tensor]]:
+        # The width is that of the whole batch, so this cannot be tried on a few sequences.
+        longest = max(len(ids) for ids in c.sequences.ids)
+        by_width = {-(-longest // multiple) * multiple: multiple for multiple in reversed(_MULTIPLES)}
+        for multiple in by_width.values():
+            yield multiple, c.hidden(layout=Layout("left", True, multiple, c.pad))
+
+    yield _variants("left padding is attended to", "padding-side", "multiple", padded)
+
+
+# ---- settings of the model -----------------------------------------------------------------------------------------
+
+
+def _rope(context: Context) -> Iterator[Hypothesis]:
+    if context.model.theta is not None:
+        yield _fitted(
+            "another rope base",
+            "rope-base",
+            "theta",
+            lambda c, x: _inside(c, c.model.rotary_base(10**x, c.dtype)),
+            [2.25 + i / 4 for i in range(20)],
+            lambda x: 10**x,
+        )
+    scaled: Change = lambda s, x: scale_positions(s, 2**x)
+    yield _fitted(
+        "rotary positions scaled",
+        "rope-scaling",
+        "factor",
+        lambda c, x: c.hidden(scaled(c.sequences, x)),
+        [i / 3 for i in range(-6, 16) if i],
+        lambda x: 2**x,
+        scaled,
+    )
+
+
+def _operators(context: Context) -> Iterator[Hypothesis]:
+    """Settings of operators that all layers share."""
+    yield _fitted(
+        "another epsilon in the norms",
+        "norm-epsilon",
+        "epsilon",
+        lambda c, x: _inside(c, c.model.norm_epsilon(10**x, c.dtype)),
+        [i / 2 for i in range(-16, 1)],
+        lambda x: 10**x,
+    )
+    yield _plain(
+        "rotary frequencies rounded to bfloat16",
+        "rope-dtype",
+        lambda c: _inside(c, c.model.rotary_rounded(torch.bfloat16, c.dtype)),
+    )
+    if context.model.other_gelu(context.dtype):
+        yield _plain(
+            "the exact GELU for its tanh approximation, or the reverse",
+            "activation",
+            lambda c: _inside(c, replaced(c.model.other_gelu(c.dtype))),
+        )
+
+
 # ---- weights -------------------------------------------------------------------------------------------------------
+
+_SCALES = [0.1, 0.25, 0.5, 0.7, 0.9, 1.1, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0]
+_PAIRS = (("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_norm", "k_norm"), ("q_proj", "o_proj"))
 
 
 def _weights(context: Context) -> Iterator[Hypothesis]:
     if context.references.previous is not None:
-        yield Hypothesis("the version of the weights before", "stale-weights", _stale)
-        yield Hypothesis("some tensors of the version before", "partial-sync", _partial)
-        yield Hypothesis("prefixes cached with the weights before", "prefix-cache", _prefix)
-    if context.references.adapter is not None:
-        yield _plain("no LoRA adapter", "lora-missing", lambda c: c.edited(_adapter(c, 0.0)))
-        yield Hypothesis("the LoRA adapter at another scale", "lora-scale", _lora_scale)
+        yield Hypothesis("the previous version of the weights", "stale-weights", _stale)
+        yield Hypothesis("some tensors of the previous version", "partial-sync", _partial)
+        yield Hypothesis("prefixes cached with the previous weights", "prefix-cache", _prefix)
+    adapter = context.references.adapter
+    if adapter is not None:
+        scaled: Hidden = lambda c, factor: c.hidden(edits=adapter.merged(c.model, factor))
+        yield _plain("no LoRA adapter", "lora-missing", lambda c: scaled(c, 0.0))
+        yield _fitted("the LoRA adapter at another scale", "lora-scale", "factor", scaled, _SCALES)
     yield from _embeddings(context)
-    yield Hypothesis("weights rounded to eight bits", "quantised-weights", _quantised)
-    yield Hypothesis("two projections exchanged in every layer", "swapped-weights", _swapped)
+    yield _variants("weights rounded to eight bits", "quantised-weights", "rounding", _quantised)
+    yield _variants("two projections exchanged in every layer", "swapped-weights", "tensors", _swapped)
 
 
 def _stale(c: Context) -> Prediction:
-    hidden, weight = _previous(c), _previous_head(c)
-    return Prediction(c.predict(hidden, weight=weight), {}, hidden, weight)
-
-
-def _previous(c: Context) -> Tensor:
     assert c.references.previous is not None
-    adapter = c.references.adapter
-    model = c.references.previous
-    edits = {} if adapter is None else {n: model.parameter(n) + u for n, u in adapter.updates.items()}
-    with model.edited(edits, c.dtype):
-        return model.hidden(c.sequences, c.dtype)
+    adapter, old = c.references.adapter, c.references.previous
+    with old.edited({} if adapter is None else adapter.merged(old), c.dtype):
+        hidden = old.hidden(c.sequences, c.dtype)
+    return predicted(c, hidden, weight=_previous_head(c))
 
 
 def _previous_head(c: Context) -> Tensor:
@@ -296,31 +284,40 @@ def _previous_head(c: Context) -> Tensor:
 
 
 def old_tensors(c: Context) -> dict[str, Tensor]:
-    """Tensors of the version before that differ from the model's, by name."""
+    """Tensors of the previous version that differ from the model's, by name."""
     assert c.references.previous is not None
     old = dict(c.references.previous.model.named_parameters())
     new = dict(c.model.model.named_parameters())
     return {n: v.data for n, v in old.items() if n in new and v.shape == new[n].shape and not v.equal(new[n])}
 
 
-def _partial(c: Context) -> Prediction | None:
-    """Greedy: the tensor, then the next, whose old value explains most; stops where the next one does not help.
+def predict_with_old(c: Context, tensors: dict[str, Tensor]) -> Tensor:  # [N]
+    """Log-probabilities with these tensors of the previous version in place of the model's."""
+    head = tensors.get("lm_head.weight")
+    if c.model.tied:
+        head = tensors.get("model.embed_tokens.weight", head)
+    body = {n: v for n, v in tensors.items() if n != "lm_head.weight"}
+    return c.predict(c.hidden(edits=body), weight=head)
 
-    None where all of them together leave only noise: that is the whole version before.
+
+def _partial(c: Context) -> Prediction | None:
+    """Greedy: adds the tensor whose old value explains most until the next one does not help.
+
+    None where all old tensors together leave only noise, because then the whole version is old.
     """
     old = old_tensors(c)
     if len(old) < 2:
         return None
-    small = few(c)
+    small = c.first(_SCAN_SEQUENCES)
     enough = 0.0 if c.floor is None else NEAR_FLOOR * c.floor.mean
     chosen: dict[str, Tensor] = {}
-    error = error_of(small, small.predict(small.hidden()))
-    if error_of(small, _stale(small).values) <= enough:
+    error = _error(small, small.hidden())
+    if small.residual(_stale(small).values).mean <= enough:
         return None
     groups = _groups(old)
     while len(chosen) < len(old) // 2 and error > enough:
         trials = {
-            key: error_of(small, predict_with_old(small, chosen | {n: old[n] for n in names}))
+            key: small.residual(predict_with_old(small, chosen | {n: old[n] for n in names})).mean
             for key, names in groups.items()
             if not set(names) <= set(chosen)
         }
@@ -335,12 +332,11 @@ def _partial(c: Context) -> Prediction | None:
             groups = {n: [n] for n in old}
     if not chosen:
         return None
-    names = sorted(chosen)
-    return Prediction(predict_with_old(c, chosen), {"tensors": len(names), "first": names[0]})
+    return Prediction(predict_with_old(c, chosen), {"tensors": len(chosen), "first": min(chosen)})
 
 
 def _groups(old: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Single tensors in a small model; in a deep one layers first, or the scan would take hours."""
+    """Single tensors in a small model; whole layers first in a deep one, because the scan would take hours."""
     if len(old) <= 128:
         return {name: [name] for name in old}
     groups: dict[str, list[str]] = {}
@@ -350,103 +346,45 @@ def _groups(old: dict[str, Tensor]) -> dict[str, list[str]]:
     return groups
 
 
-def predict_with_old(c: Context, tensors: dict[str, Tensor]) -> Tensor:
-    """Log-probabilities with these tensors of the version before in place of the model's."""
-    head = next((tensors[n] for n in ("lm_head.weight",) if n in tensors), None)
-    if c.model.tied and "model.embed_tokens.weight" in tensors:
-        head = tensors["model.embed_tokens.weight"]
-    body = {n: v for n, v in tensors.items() if n != "lm_head.weight"}
-    return c.predict(c.edited(body), weight=head)
-
-
 def _prefix(c: Context) -> Prediction | None:
-    """The first tokens' keys and values from the weights before, the rest on top of them with the new ones."""
-    longest = min(_PREFIXES, min(c.prompt_lengths))
-    if longest < 2:
-        return None
-    small = few(c, 2)
-    errors = {k: error_of(small, small.predict(_cached(small, k))) for k in range(1, longest)}
-    best = min(errors, key=errors.__getitem__)
-    return Prediction(c.predict(_cached(c, best)), {"tokens": best})
-
-
-@torch.no_grad()
-def _cached(c: Context, prefix: int) -> Tensor:
+    """Keys and values of the first tokens from the previous weights, the rest computed on top with the new ones."""
     assert c.references.previous is not None
     old, new = c.references.previous.in_dtype(c.dtype), c.model.in_dtype(c.dtype)
-    parts = []
-    for ids, positions, rows in zip(c.sequences.ids, c.sequences.positions, c.sequences.rows, strict=True):
-        device = c.model.device
-        first = old.base_model(
-            input_ids=ids[None, :prefix].to(device), position_ids=positions[None, :prefix].to(device), use_cache=True
-        )
-        rest = new.base_model(
-            input_ids=ids[None, prefix:].to(device),
-            position_ids=positions[None, prefix:].to(device),
-            past_key_values=first.past_key_values,
-            use_cache=True,
-        ).last_hidden_state[0]
-        parts.append(rest[(rows - prefix).to(device)])
-    return torch.cat(parts)
-
-
-def _adapter(c: Context, factor: float) -> dict[str, Tensor]:
-    assert c.references.adapter is not None
-    return c.references.adapter.merged(c.model, factor)
-
-
-def _lora_scale(c: Context) -> Prediction | None:
-    score = lambda d, f: d.edited(_adapter(d, f))
-    best = _fit(c, score, [0.1, 0.25, 0.5, 0.7, 0.9, 1.1, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0])
-    if best is None:
-        return None
-    hidden = score(c, best)
-    return Prediction(c.predict(hidden), {"factor": best}, hidden)
+    cached = lambda d, count: d.predict(prefixed_hidden(old, new, d.sequences, count))
+    small = c.first(2)
+    counts = range(1, min(_PREFIXES, *c.sequences.prompt))
+    best = min(counts, key=lambda count: small.residual(cached(small, count)).mean, default=None)
+    return None if best is None else Prediction(cached(c, best), {"tokens": best})
 
 
 def _embeddings(context: Context) -> Iterator[Hypothesis]:
-    """The head takes the embedding where it has weights of its own, or an old copy where they are tied."""
-    embedding = context.model.model.get_input_embeddings().weight.data
+    """An untied head and the embedding taken for one another, or an old copy of a tied head."""
     if not context.model.tied:
-
-        def tied(c: Context) -> Prediction:
-            hidden = c.hidden()
-            return Prediction(c.predict(hidden, weight=embedding), {}, hidden, embedding)
-
-        yield Hypothesis("the head is the embedding", "tied-embedding", tied)
-
-        def reverse(c: Context) -> Prediction:
-            head = c.model.model.get_output_embeddings().weight.data
-            hidden = c.edited({"model.embed_tokens.weight": head})
-            return Prediction(c.predict(hidden), {}, hidden)
-
-        yield Hypothesis("the embedding is the head", "tied-embedding", reverse)
+        embedding = context.model.model.get_input_embeddings().weight.data
+        head = context.model.model.get_output_embeddings().weight.data
+        yield Hypothesis(
+            "the head is the embedding", "tied-embedding", lambda c: predicted(c, c.hidden(), weight=embedding)
+        )
+        yield _plain(
+            "the embedding is the head", "tied-embedding", lambda c: c.hidden(edits={"model.embed_tokens.weight": head})
+        )
     elif context.references.previous is not None:
+        weight = _previous_head(context)
+        yield Hypothesis(
+            "the tied head is of the previous version",
+            "tied-embedding",
+            lambda c: Prediction(c.predict(c.hidden(), weight=weight), weight=weight),
+        )
 
-        def stale(c: Context) -> Prediction:
-            weight = _previous_head(c)
-            return Prediction(c.predict(c.hidden(), weight=weight), {}, None, weight)
 
-        yield Hypothesis("the tied head is of the version before", "tied-embedding", stale)
-
-
-def _quantised(c: Context) -> Prediction:
+def _quantised(c: Context) -> Iterator[tuple[Scalar, Tensor]]:
     names = linear_names(c.model)
-    found = []
     for how in QUANTISATIONS:
-        hidden = c.edited({name: quantised(c.model.parameter(name), how) for name in names})
-        values = c.predict(hidden)
-        found.append((error_of(c, values), how, values, hidden))
-    _, how, values, hidden = min(found, key=lambda item: item[0])
-    return Prediction(values, {"rounding": how}, hidden)
+        yield how, c.hidden(edits={name: quantised(c.model.parameter(name), how) for name in names})
 
 
-_PAIRS = (("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_norm", "k_norm"), ("q_proj", "o_proj"))
-
-
-def _swapped(c: Context) -> Prediction | None:
+def _swapped(c: Context) -> Iterator[tuple[Scalar, Tensor]]:
     names = [name for name, _ in c.model.model.named_parameters()]
-    found = []
     for left, right in _PAIRS:
         edits: dict[str, Tensor] = {}
         for name in names:
@@ -456,10 +394,4 @@ def _swapped(c: Context) -> Prediction | None:
                 if a.shape == b.shape:
                     edits |= {name: b, other: a}
         if edits:
-            hidden = c.edited(edits)
-            values = c.predict(hidden)
-            found.append((error_of(c, values), f"{left} and {right}", values, hidden))
-    if not found:
-        return None
-    _, pair, values, hidden = min(found, key=lambda item: item[0])
-    return Prediction(values, {"tensors": pair}, hidden)
+            yield f"{left} and {right}", c.hidden(edits=edits)

@@ -1,20 +1,19 @@
-"""Tolerance mode: each operator of the reference computed on the other side's recorded inputs, and layers spliced in.
+"""Replays each operator of the reference on the recorded inputs, and splices recorded layer outputs into its forward.
 
-An operator's local error is compared with the rounding of that very operator on that very input (its result in the
-recorded dtype against a wider one) and with its neighbours: the same operator in the other layers.
+An operator's local error is compared with its rounding on the same input: its result in the recorded dtype against a
+wider one.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from rlkernel_drift.capsule import Capsule, Tensor
 from rlkernel_drift.diagnose.context import Context
-from rlkernel_drift.locate import layer_of
 from rlkernel_drift.scoring.operators import as_torch, forward, replay, spliced
 
 _EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
@@ -23,33 +22,21 @@ OUTLIER = 3.0
 _MAX_SEQUENCES = 4
 
 
-@dataclass
-class LocalErrors:
-    """Local errors of recorded operators.
+@dataclass(frozen=True)
+class LocalError:
+    """Relative error of an operator replayed on recorded inputs, and its rounding on the same inputs."""
 
-    Attributes:
-        names: operators, in the order of computation.
-        local: relative error of each output, replayed on recorded inputs.
-        floor: rounding of the same operator on the same inputs.
-    """
-
-    names: list[str] = field(default_factory=list)
-    local: list[float] = field(default_factory=list)
-    floor: list[float] = field(default_factory=list)
+    error: float
+    rounding: float
 
     @property
-    def ratios(self) -> list[float]:
-        """Local error over rounding; about 1 for a healthy operator, infinite where it alone makes NaN."""
-        return [a / b for a, b in zip(self.local, self.floor, strict=True)]
-
-    def outliers(self) -> list[tuple[str, float]]:
-        """Operators far above their rounding, worst first."""
-        found = [(name, ratio) for name, ratio in zip(self.names, self.ratios, strict=True) if ratio > OUTLIER]
-        return sorted(found, key=lambda item: -item[1])
+    def ratio(self) -> float:
+        """About 1 for a healthy operator, infinite for one that makes NaN of finite inputs."""
+        return self.error / self.rounding
 
 
 def recorded_sequences(capsule: Capsule) -> list[tuple[int, np.ndarray]]:
-    """Sequences whose every token was recorded with values: (number, rows in the recording)."""
+    """Sequences of which every token was recorded with values: (number, rows in the recording)."""
     operators = capsule.operators
     values = [t for t in operators.values.values() if t.values.ndim == 2]
     if not values:
@@ -64,17 +51,15 @@ def recorded_sequences(capsule: Capsule) -> list[tuple[int, np.ndarray]]:
     return found[:_MAX_SEQUENCES]
 
 
-def local_errors(context: Context, capsule: Capsule) -> LocalErrors | None:
-    """Replays the reference on the capsule's recording; None where no whole sequence was recorded."""
+def local_errors(context: Context, capsule: Capsule) -> dict[str, LocalError] | None:
+    """Local errors of the recorded operators, in their order; None if no sequence was recorded completely."""
     chosen = recorded_sequences(capsule)
     if not chosen:
         return None
     values = {n: t for n, t in capsule.operators.values.items() if t.values.ndim == 2}
     squares: dict[str, list[float]] = {}
-    adapter = context.references.adapter
-    edits = {} if adapter is None else adapter.merged(context.model)
     wide = _WIDE[context.dtype]
-    with context.model.edited(edits, context.dtype), context.model.edited(edits, wide):
+    with context.model.edited(context.merged, context.dtype), context.model.edited(context.merged, wide):
         for i, rows in chosen:
             part = capsule.sequence(i)
             ids = torch.from_numpy(capsule.ids[part].astype(np.int64))
@@ -85,20 +70,19 @@ def local_errors(context: Context, capsule: Capsule) -> LocalErrors | None:
             for name, value in recorded.items():
                 if name in narrow:
                     _add(squares.setdefault(name, [0.0] * 3), value, narrow[name].cpu(), exact[name].cpu())
-    result = LocalErrors()
+    result = {}
     for name, (error, rounding, norm) in squares.items():
         scale = max(norm, 1e-60)
-        result.names.append(name)
-        result.local.append((error / scale) ** 0.5)
-        result.floor.append(max((rounding / scale) ** 0.5, _EPS[context.dtype] / 2))
+        least = _EPS[context.dtype] / 2
+        result[name] = LocalError((error / scale) ** 0.5, max((rounding / scale) ** 0.5, least))
     return result
 
 
 def _add(sums: list[float], recorded: torch.Tensor, narrow: torch.Tensor, exact: torch.Tensor) -> None:
-    # Where its inputs make the replay NaN too, the fault is an operator's before it.
+    # Where the inputs make the replay NaN as well, the fault is in an earlier operator.
     there = narrow.isfinite() & exact.isfinite()
     wide, narrow, exact = recorded.double()[there], narrow.double()[there], exact.double()[there]
-    # The nearer of both replays: an engine may keep more digits inside an operator than transformers does.
+    # The nearer replay counts, because an engine may keep more digits inside an operator than transformers does.
     error = min(float((wide - x).square().sum()) for x in (narrow, exact))
     sums[0] += error if math.isfinite(error) else math.inf
     sums[1] += float((narrow - exact).square().sum())
@@ -106,21 +90,20 @@ def _add(sums: list[float], recorded: torch.Tensor, narrow: torch.Tensor, exact:
 
 
 def splice(context: Context, capsule: Capsule) -> list[float]:
-    """Mean |difference| that is left when layer k's output is exchanged for the recorded one, for every layer.
+    """Mean |difference| that is left when layer k's output is replaced by the recorded one, for every layer.
 
-    The first entry is the difference without any exchange.
+    The first entry is the difference without a replacement.
 
     Args:
-        context: of the recorded sequences alone, in the order of `recorded_sequences`.
+        context: of the recorded sequences only, in the order of `recorded_sequences`.
     """
     layers = [n for n in capsule.operators.values if n.startswith("layers.") and n.endswith(".output")]
     rows_of = dict(recorded_sequences(capsule))
     sequences = context.sequences
     numbers = [capsule.place(int(sequences.token[sequences.owner == k][0]))[0] for k in range(len(sequences))]
-    adapter = context.references.adapter
     model = context.model.in_dtype(context.dtype)
     left = []
-    with context.model.edited({} if adapter is None else adapter.merged(context.model), context.dtype):
+    with context.model.edited(context.merged, context.dtype):
         for name in (None, *layers):
             hidden = []
             for k, number in enumerate(numbers):
@@ -130,7 +113,7 @@ def splice(context: Context, capsule: Capsule) -> list[float]:
                 else:
                     tensor = capsule.operators.values[name]
                     output = as_torch(Tensor(tensor.values[rows_of[number]], tensor.dtype))
-                    out = spliced(model, ids, positions, layer_of(name) or 0, output)
+                    out = spliced(model, ids, positions, name, output)
                 hidden.append(out[sequences.rows[k].to(out.device)])
             left.append(float((context.predict(torch.cat(hidden)) - context.target).abs().nanmean()))
     return left

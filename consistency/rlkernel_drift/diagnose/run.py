@@ -1,4 +1,4 @@
-"""`diagnose`: each side against the reference model, the battery where it does not fit, the layers where that fails."""
+"""Diagnoses two capsules with a reference model: each side as declared, then the battery, then the layers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from rlkernel_drift.capsule import Capsule, Floor
 from rlkernel_drift.diagnose.battery import run_battery
 from rlkernel_drift.diagnose.bodies import old_tensors, predict_with_old
-from rlkernel_drift.diagnose.context import Context, References, context_of, noise_floor, possible_dtypes
-from rlkernel_drift.diagnose.hypothesis import Residual, Trial, decide, healthy, residual, together
-from rlkernel_drift.diagnose.layers import LocalErrors, local_errors, recorded_sequences, splice
+from rlkernel_drift.diagnose.context import (
+    Context,
+    References,
+    Residual,
+    context_of,
+    correlation,
+    noise_floor,
+    possible_dtypes,
+    residual,
+)
+from rlkernel_drift.diagnose.hypothesis import Trial, decide
+from rlkernel_drift.diagnose.layers import OUTLIER, LocalError, local_errors, recorded_sequences, splice
 from rlkernel_drift.errors import DriftError
 from rlkernel_drift.knowledge import CAUSES, finding
 from rlkernel_drift.locate import layer_of
-from rlkernel_drift.pair import match
-from rlkernel_drift.profiles import at_least
+from rlkernel_drift.pair import Pair, match
+from rlkernel_drift.profiles import raise_floor
+from rlkernel_drift.scoring.model import name_of
+from rlkernel_drift.statistics import owners
 from rlkernel_drift.verdict import Diagnosis, Finding, HypothesisResult, LayerView, Scalar
 
 _SHOWN = 12
@@ -32,7 +42,8 @@ class Examined:
     """One side after its examination.
 
     Attributes:
-        others: the side in the other dtypes that it may have, where it declares none.
+        as_is, hidden: prediction and hidden states of the declared computation; left: what it leaves unexplained.
+        others: the side in the other dtypes that it may have, if it declares none.
     """
 
     name: str
@@ -42,18 +53,24 @@ class Examined:
     hidden: torch.Tensor
     left: Residual
     floor: Floor
-    local: LocalErrors | None = None
+    local: dict[str, LocalError] | None = None
     others: list[Examined] = field(default_factory=list)
 
     @property
     def healthy(self) -> bool:
         """Whether the reference, as declared, explains the side's log-probabilities."""
-        return healthy(self.left, self.floor)
+        return self.left.healthy(self.floor)
+
+    @property
+    def over_floor(self) -> float:
+        """What the declared computation leaves, in multiples of the noise floor."""
+        return self.left.mean / self.floor.mean
 
     @property
     def outliers(self) -> list[tuple[str, float]]:
-        """Operators with errors of their own."""
-        return self.local.outliers() if self.local else []
+        """Operators with errors of their own, worst first."""
+        found = [(name, local.ratio) for name, local in (self.local or {}).items() if local.ratio > OUTLIER]
+        return sorted(found, key=lambda item: -item[1])
 
 
 def diagnose(
@@ -63,19 +80,20 @@ def diagnose(
 
     Args:
         references: the trainer's model, and what else hypotheses may use.
-        floor: measured noise; default calibrated here, for these tokens.
+        floor: measured noise; default calibrated here for these tokens.
 
     Raises:
         DriftError: a side has no log-probabilities of counted tokens.
     """
-    streams = match(rollout, train).streams()
+    pair = match(rollout, train)
+    streams = pair.streams()
     if streams is None:
         raise DriftError("diagnose needs log-probabilities on both sides")
     first = examine("rollout", rollout, references, streams[0], floor)
     sides = [first, examine("train", train, references, streams[1], floor, like=first)]
     while wrong := [side for side in sides if not side.healthy]:
-        side = max(wrong, key=lambda s: s.left.mean / s.floor.mean)
-        if len(wrong) == 2 and _agree(rollout, train, streams, side.floor):
+        side = max(wrong, key=lambda s: s.over_floor)
+        if len(wrong) == 2 and _agree(pair, streams, side.floor):
             return alike(side), _view([side])
         fitting = next((other for other in side.others if other.healthy), None)
         whys: list[tuple[list[Trial], str]] = []
@@ -85,13 +103,13 @@ def diagnose(
                 trials = [trial for trial in trials if trial.hypothesis.cause != "body-dtype"]
             accepted, runner_up, why = decide(trials, tried.left, tried.floor)
             if accepted is not None:
-                if len(wrong) == 2 and _agree(rollout, train, streams, tried.floor, accepted.noise):
+                if len(wrong) == 2 and _agree(pair, streams, tried.floor, accepted.noise):
                     return alike(tried, accepted), _view([tried])
                 return accepted_diagnosis(tried, accepted, runner_up, trials), _view([tried])
             whys.append((trials, why))
         if fitting is None:
             trials, why = whys[0]
-            # In a dtype that is not the side's every operator is off.
+            # In a dtype that is not the side's, every operator has a large error.
             replayed = min([side, *side.others], key=lambda s: len(s.outliers))
             if replayed.outliers:
                 return _operator(replayed, trials), _view([replayed])
@@ -110,10 +128,10 @@ def examine(
 ) -> Examined:
     """Scores one side with the reference as the side declares itself, and calibrates the noise floor.
 
-    A side that declares no dtype is taken in the checkpoint's own, unless another is clearly closer.
+    A side that declares no dtype is scored in the checkpoint's, unless another dtype is clearly closer.
 
     Args:
-        like: a side examined before; where it declares the same computation of the same tokens, its scores serve.
+        like: a side examined before; its scores are reused if it declares the same computation of the same tokens.
     """
     found: list[Examined] = []
     for dtype in possible_dtypes(capsule, references.model):
@@ -139,14 +157,23 @@ def _examined(name: str, capsule: Capsule, context: Context, floor: Floor | None
     else:
         hidden = context.hidden()
         as_is = context.predict(hidden)
-        noise = noise_floor(context, as_is) if floor is None else at_least(floor, _name(context.dtype))
+        noise = noise_floor(context, as_is) if floor is None else raise_floor(floor, name_of(context.dtype))
     context.floor = noise
-    left = residual(as_is, context.target, context.sequences.owner, len(context.sequences))
     local = local_errors(context, capsule) if capsule.operators.values else None
-    return Examined(name, capsule, context, as_is, hidden, left, noise, local)
+    return Examined(name, capsule, context, as_is, hidden, context.residual(as_is), noise, local)
 
 
-# ---- verdicts ------------------------------------------------------------------------------------------------------
+def _agree(pair: Pair, streams: tuple[str, str], floor: Floor, noise: float = 1.0) -> bool:
+    """Whether the sides differ by no more than `noise` times the noise floor, however far they are from the model."""
+    floor = floor.model_copy(update={"mean": noise * floor.mean, "p99": noise * floor.p99})
+    compared = pair.compared(streams)
+    assert compared is not None
+    owner = torch.from_numpy(owners(pair.rollout.cu_seqlens, compared.index))
+    left, right = (torch.from_numpy(x[compared.index].copy()) for x in (compared.rollout, compared.train))
+    return len(compared.index) > 0 and residual(left, right, owner, pair.rollout.sequences).healthy(floor)
+
+
+# ---- diagnoses -----------------------------------------------------------------------------------------------------
 
 
 def _no_cause(side: Examined, statement: str) -> Diagnosis:
@@ -161,68 +188,54 @@ def _no_cause(side: Examined, statement: str) -> Diagnosis:
 
 
 def _without_drift(sides: list[Examined]) -> Diagnosis:
-    worst = max(sides, key=lambda s: s.left.mean / s.floor.mean)
     suspects = [side for side in sides if side.outliers]
     if suspects:
         return _operator(suspects[0], [])
+    worst = max(sides, key=lambda s: s.over_floor)
     statement = (
-        f"Both sides are the model as they declare it: mean |d| {worst.left.mean:.3g} against a noise floor of "
+        f"Both sides match the model as they declare it: mean |d| {worst.left.mean:.3g} against a noise floor of "
         f"{worst.floor.mean:.3g}"
     )
     for side in sides:
         if side.others:
-            statement += f"; the {side.name} side declares no dtype and fits {_name(side.context.dtype)}"
+            statement += f"; the {side.name} side declares no dtype and fits {name_of(side.context.dtype)}"
     return _no_cause(worst, statement)
 
 
-def _agree(rollout: Capsule, train: Capsule, streams: tuple[str, str], floor: Floor, noise: float = 1.0) -> bool:
-    """Whether the sides are no further apart than the noise floor, `noise` times as loud, whatever the model says."""
-    floor = floor.model_copy(update={"mean": noise * floor.mean, "p99": noise * floor.p99})
-    compared = match(rollout, train).compared(streams)
-    assert compared is not None
-    owner = np.searchsorted(rollout.cu_seqlens, compared.index, side="right") - 1
-    left, right = (torch.from_numpy(x[compared.index].copy()) for x in (compared.rollout, compared.train))
-    return len(compared.index) > 0 and healthy(residual(left, right, torch.from_numpy(owner), rollout.sequences), floor)
-
-
 def alike(side: Examined, trial: Trial | None = None) -> Diagnosis:
+    """The diagnosis of two sides that agree with each other and not with the model."""
     statement = (
         f"Both sides agree within the noise floor of {side.floor.mean:.3g} and differ from the model alike, by mean "
         f"|d| {side.left.mean:.3g}: they are aligned, and "
     )
     if trial is None:
-        statement += "--model is not what computed them"
+        statement += "--model did not compute them"
     else:
-        statement += f"neither declares {trial.hypothesis.name}{_settings(trial.prediction.parameters)}"
+        statement += f"neither declares {trial.hypothesis.name}{_shown(trial.prediction.parameters)}"
     return _no_cause(side, statement)
 
 
 def accepted_diagnosis(side: Examined, trial: Trial, runner_up: Trial | None, trials: list[Trial]) -> Diagnosis:
     """The diagnosis of an accepted hypothesis."""
-    hypothesis, left = trial.hypothesis, trial.residual.mean
-    cause = hypothesis.cause
-    settings = _settings(trial.prediction.parameters)
+    left, parameters = trial.residual.mean, trial.prediction.parameters
     statement = (
-        f"The {side.name} side is explained by: {hypothesis.name}{settings}. Mean |d| falls from {side.left.mean:.3g} "
-        f"to {left:.3g} (noise floor {side.floor.mean:.3g}"
+        f"The {side.name} side is explained by: {trial.hypothesis.name}{_shown(parameters)}. Mean |d| falls from "
+        f"{side.left.mean:.3g} to {left:.3g} (noise floor {side.floor.mean:.3g}"
     )
     if runner_up is not None:
         statement += f"; runner-up {runner_up.hypothesis.name} leaves {runner_up.residual.mean:.3g}"
-    statement += ")"
     evidence: dict[str, Scalar] = {
-        "as_is": side.left.mean,
         "residual": left,
         "floor": side.floor.mean,
         "runner_up": runner_up.residual.mean if runner_up else None,
-        **trial.prediction.parameters,
     }
-    return _diagnosis(side, trials, cause, statement, trial.prediction.parameters, left, evidence)
+    return _diagnosis(side, trials, trial.hypothesis.cause, f"{statement})", parameters, left, evidence)
 
 
 def _suspects(side: Examined, trials: list[Trial]) -> list[Finding]:
-    """Layers in fewer bits by an unknown path: re-scoring does not remove their noise, but it has this size.
+    """Layers in fewer bits on an unknown path, if their rounding has the size of the side's differences.
 
-    A suspect and no cause, because many faults make differences of that size.
+    They are only a suspect: re-scoring does not remove the difference, and many faults make differences of that size.
     """
     context, mean = side.context, side.left.mean
     others = [t.residual.mean for t in trials if t.hypothesis.cause != "body-dtype"]
@@ -233,41 +246,40 @@ def _suspects(side: Examined, trials: list[Trial]) -> list[Finding]:
         rounding = context.predict(context.hidden(dtype=dtype)) - side.as_is
         size = float(rounding.abs().mean())
         if _SIZE[0] * size <= mean <= _SIZE[1] * size:
-            alike = together(rounding, context.target - side.as_is)
+            correlated = correlation(rounding, context.target - side.as_is)
             message = (
-                f"layers in {_name(dtype)}, whose rounding makes differences of this size ({size:.3g}; correlation "
-                f"with the side's, token by token, {alike:.2f})"
+                f"layers in {name_of(dtype)}, whose rounding makes differences of this size ({size:.3g}; token by "
+                f"token their correlation is {correlated:.2f})"
             )
-            evidence: dict[str, Scalar] = {"as_is": mean, "rounding": size, "correlation": alike}
-            return [finding("body-dtype", message, "warning", dtype=_name(dtype), **evidence)]
+            evidence: dict[str, Scalar] = {"as_is": mean, "rounding": size, "correlation": correlated}
+            return [finding("body-dtype", message, "warning", dtype=name_of(dtype), **evidence)]
     return []
 
 
 def _operator(side: Examined, trials: list[Trial]) -> Diagnosis:
-    """The worst operator; where it fails in every layer alike, the operator as such."""
+    """The diagnosis of the worst operator; it says so if the operator fails in every layer."""
     assert side.local is not None
     outliers = side.outliers
     name, ratio = outliers[0]
     kind = name.split(".")[-1]
-    layers = sorted({layer_of(n) for n, _ in outliers if n.split(".")[-1] == kind and layer_of(n) is not None})  # type: ignore[type-var]
-    total = len({layer_of(n) for n in side.local.names} - {None})
+    layers = {layer_of(n) for n, _ in outliers if n.split(".")[-1] == kind} - {None}
+    total = len({layer_of(n) for n in side.local} - {None})
     where = f"{kind} in every layer" if layers and len(layers) == total > 1 else name
-    stale = _stale_operator(side, outliers)
-    cause = "partial-sync" if stale else "operator"
+    finite = math.isfinite(ratio)
     size = f"its error on its own recorded input is {ratio:.1f} times its rounding"
-    if not math.isfinite(ratio):
-        size = "values are NaN or infinite where its recorded input makes finite ones"
-    statement = f"On the {side.name} side {where} computes something else: {size}"
+    if not finite:
+        size = "values are NaN or infinite although its recorded input makes finite ones"
+    statement = f"On the {side.name} side {where} computes a different function: {size}"
+    stale = _stale_operator(side, outliers)
     if stale:
-        statement += f", and the weights before explain it ({', '.join(stale[:3])})"
+        statement += f", and the previous weights explain it ({', '.join(stale[:3])})"
     parameters: dict[str, Scalar] = {
         "operator": name,
         "layer": layer_of(name),
-        "ratio": ratio if math.isfinite(ratio) else None,
+        "ratio": ratio if finite else None,
         "layers": len(layers),
     }
-    left = side.left.mean
-    return _diagnosis(side, trials, cause, statement, parameters, left, {"as_is": left, **parameters})
+    return _diagnosis(side, trials, "partial-sync" if stale else "operator", statement, parameters, side.left.mean, {})
 
 
 def _stale_operator(side: Examined, outliers: list[tuple[str, float]]) -> list[str]:
@@ -275,24 +287,22 @@ def _stale_operator(side: Examined, outliers: list[tuple[str, float]]) -> list[s
     if side.context.references.previous is None:
         return []
     old = old_tensors(side.context)
-    keys = [f".{name.removeprefix('layers.')}." for name, _ in outliers]
-    names = [n for n in old if any(_is_weight_of(n, key) for key in keys)]
+    operators = [name.removeprefix("layers.") for name, _ in outliers]
+    names = [n for n in old if any(_is_weight_of(n, operator) for operator in operators)]
     if not names:
         return []
-    prediction = predict_with_old(side.context, {n: old[n] for n in names})
-    context = side.context
-    left = residual(prediction, context.target, context.sequences.owner, len(context.sequences))
+    left = side.context.residual(predict_with_old(side.context, {n: old[n] for n in names}))
     return names if left.mean <= 2 * side.floor.mean else []
 
 
-def _is_weight_of(parameter: str, key: str) -> bool:
-    layer, operator = key.strip(".").split(".", 1) if key.count(".") > 1 else ("", key.strip("."))
-    return (not layer or f".layers.{layer}." in parameter) and f".{operator}." in parameter
+def _is_weight_of(parameter: str, operator: str) -> bool:
+    layer, _, name = operator.rpartition(".")
+    return (not layer or f".layers.{layer}." in parameter) and f".{name}." in parameter
 
 
 def unexplained_diagnosis(side: Examined, trials: list[Trial], why: str, suspects: Sequence[Finding] = ()) -> Diagnosis:
-    """The diagnosis where nothing was accepted, with what was excluded."""
-    off = f"the {side.name} side is {side.left.mean:.3g} off, the noise floor is {side.floor.mean:.3g}"
+    """The diagnosis where nothing was accepted, with the causes that were excluded."""
+    off = f"the {side.name} side differs by {side.left.mean:.3g}, the noise floor is {side.floor.mean:.3g}"
     statement = f"Unexplained: {off}; {why}"
     if suspects:
         words = " or ".join(suspect.message for suspect in suspects)
@@ -312,8 +322,7 @@ def _diagnosis(
     left: float,
     evidence: dict[str, Scalar],
 ) -> Diagnosis:
-    order = sorted(trials, key=lambda t: t.residual.mean)
-    excluded = sorted({t.hypothesis.cause for t in trials if not t.near(side.floor)} - {cause})
+    evidence = {"as_is": side.left.mean, **evidence, **parameters}
     return Diagnosis(
         cause=cause,
         side=side.name,
@@ -323,16 +332,16 @@ def _diagnosis(
         as_is=side.left.mean,
         floor=side.floor.mean,
         floor_source=_source(side.floor),
-        hypotheses=[_result(side, trial) for trial in order[:_SHOWN]],
-        excluded=excluded,
+        hypotheses=[_result(side, trial) for trial in sorted(trials, key=lambda t: t.residual.mean)[:_SHOWN]],
+        excluded=sorted({t.hypothesis.cause for t in trials if not t.near(side.floor)} - {cause}),
         finding=finding(cause, statement, **evidence) if cause in CAUSES else None,  # type: ignore[arg-type]
     )
 
 
 def _result(side: Examined, trial: Trial) -> HypothesisResult:
-    some = "" if trial.affected is None else f" ({len(trial.affected)} sequences)"
+    affected = "" if trial.affected is None else f" ({len(trial.affected)} sequences)"
     return HypothesisResult(
-        name=trial.hypothesis.name + some,
+        name=trial.hypothesis.name + affected,
         cause=trial.hypothesis.cause,
         side=side.name,
         parameters=trial.prediction.parameters,
@@ -342,13 +351,9 @@ def _result(side: Examined, trial: Trial) -> HypothesisResult:
     )
 
 
-def _settings(parameters: dict[str, Scalar]) -> str:
+def _shown(parameters: dict[str, Scalar]) -> str:
     shown = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in parameters.items()]
     return f" ({', '.join(shown)})" if shown else ""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _source(floor: Floor) -> str:
@@ -360,17 +365,17 @@ def _view(sides: list[Examined]) -> LayerView | None:
     side = next((s for s in sides if s.local is not None), None)
     if side is None or side.local is None:
         return None
-    chosen = [i for i, _ in recorded_sequences(side.capsule)]
     left: list[float] = []
     if not side.healthy:
+        chosen = [i for i, _ in recorded_sequences(side.capsule)]
         stream = match(side.capsule, side.capsule).streams()
         assert stream is not None
         small = context_of(side.capsule, side.context.references, stream[0], chosen=chosen)
         left = splice(replace(side.context, sequences=small.sequences, target=small.target), side.capsule)
     numbered = {f"layers.{k}.output": value for k, value in enumerate(left[1:])}
     return LayerView(
-        operators=side.local.names,
-        local=[value if math.isfinite(value) else None for value in side.local.local],
-        floor=list(side.local.floor),
-        splice=[numbered.get(name) for name in side.local.names],
+        operators=list(side.local),
+        local=[local.error if math.isfinite(local.error) else None for local in side.local.values()],
+        floor=[local.rounding for local in side.local.values()],
+        splice=[numbered.get(name) for name in side.local],
     )

@@ -1,1 +1,1 @@
-"""Planted faults: tiny models, an engine that can be wrong in known ways, and the kinds of faults that it can have."""
+"""Planted faults: tiny models, an engine that can be wrong in known ways, and the kinds of faults."""

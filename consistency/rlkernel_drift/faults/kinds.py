@@ -1,13 +1,14 @@
-"""Kinds of faults, each planted with values drawn at random, and the causes that name it rightly.
+"""The kinds of planted faults: each draws its values at random and lists the causes that count as right.
 
-`visible` faults show in the files and are named by a gate; the others only in the log-probabilities, or in an operator.
+A `visible` fault shows in the files and is named by a gate; the others show only in the log-probabilities or operators.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkernel_drift.capsule import Capsule, Manifest, Sampling, build_capsule
+from rlkernel_drift.capsule import Capsule, Sampling, build_capsule
+from rlkernel_drift.diagnose.bodies import restart_positions, scale_positions, shift_positions
 from rlkernel_drift.faults.world import LAYERS, VOCABULARY, World
 from rlkernel_drift.scoring.model import Head, ReferenceModel, replaced
-from rlkernel_drift.scoring.operators import points, watched
+from rlkernel_drift.scoring.operators import changed
+from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.scoring.weights import QUANTISATIONS, Adapter, linear_names, quantised
 
 ALL = ("qwen3", "llama", "qwen2")
 UNTIED = ("llama", "qwen2")
+
+Plant = Callable[[World], None]
+Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,15 +37,16 @@ class Kind:
 
     Attributes:
         group: semantics, weights, tokens, layout, precision, settings, outside (of the battery) or operators.
-        causes: verdicts that name it rightly. operator: the verdict must also name the planted operator.
-        dtype: None draws it; some faults exist in one dtype only.
-        previous: the diagnosis is given the version of the weights before.
+        causes: verdicts that count as right.
+        operator: whether the verdict must also name the planted operator.
+        dtype: the only dtype in which the fault exists; None draws one.
+        previous: whether the diagnosis is given the previous version of the weights.
     """
 
     name: str
     group: str
     causes: frozenset[str]
-    plant: Callable[[World], None]
+    plant: Plant
     families: tuple[str, ...] = ALL
     dtype: str | None = None
     previous: bool = False
@@ -50,17 +57,23 @@ class Kind:
 KINDS: dict[str, Kind] = {}
 
 
-def kind(name: str, group: str, *causes: str, **options: Any) -> Callable[[Callable[[World], None]], Kind]:
-    """Registers a planting function as a kind."""
+def kind(name: str, group: str, *causes: str, **options: Any) -> Callable[[Plant], None]:
+    """Registers a planting function as a kind; without `causes` the kind's own name is the cause."""
 
-    def register(plant: Callable[[World], None]) -> Kind:
+    def register(plant: Plant) -> None:
         KINDS[name] = Kind(name, group, frozenset(causes or (name,)), plant, **options)
-        return KINDS[name]
 
     return register
 
 
-def apart(world: World, low: float, high: float, centre: float, gap: float) -> float:
+def _set(world: World, attribute: str, value: Any, planted: str = "") -> None:
+    """Sets an attribute of the rollout engine, and records the value under the name `planted`."""
+    setattr(world.rollout, attribute, value)
+    if planted:
+        world.planted[planted] = value
+
+
+def _away_from(world: World, low: float, high: float, centre: float, gap: float) -> float:
     """A value drawn from a range, at least `gap` away from its harmless centre."""
     while True:
         value = world.rng.uniform(low, high)
@@ -71,77 +84,45 @@ def apart(world: World, low: float, high: float, centre: float, gap: float) -> f
 # ---- semantics -----------------------------------------------------------------------------------------------------
 
 
-@kind("temperature", "semantics")
-def temperature(world: World) -> None:
-    value = apart(world, 0.4, 1.6, 1.0, 0.08)
-    world.planted["temperature"] = value
-    world.rollout.sampling = Sampling(temperature=value)
+def _sample(world: World, **settings: Any) -> None:
+    world.planted |= settings
+    world.rollout.sampling = Sampling(**settings)
 
 
-@kind("top-p", "semantics")
-def top_p(world: World) -> None:
-    value = world.rng.uniform(0.5, 0.96)
-    world.planted["top_p"] = value
-    world.rollout.sampling = Sampling(top_p=value)
-
-
-@kind("top-k", "semantics")
-def top_k(world: World) -> None:
-    value = world.rng.randint(3, 60)
-    world.planted["top_k"] = value
-    world.rollout.sampling = Sampling(top_k=value)
-
-
-@kind("min-p", "semantics")
-def min_p(world: World) -> None:
-    value = world.rng.uniform(0.01, 0.3)
-    world.planted["min_p"] = value
-    world.rollout.sampling = Sampling(min_p=value)
-
-
-@kind("temperature and top-p", "semantics", "top-p")
-def temperature_and_top_p(world: World) -> None:
-    t, p = apart(world, 0.5, 1.4, 1.0, 0.12), world.rng.uniform(0.6, 0.93)
-    world.planted |= {"temperature": t, "top_p": p}
-    world.rollout.sampling = Sampling(temperature=t, top_p=p)
+kind("temperature", "semantics")(lambda w: _sample(w, temperature=_away_from(w, 0.4, 1.6, 1.0, 0.08)))
+kind("top-p", "semantics")(lambda w: _sample(w, top_p=w.rng.uniform(0.5, 0.96)))
+kind("top-k", "semantics")(lambda w: _sample(w, top_k=w.rng.randint(3, 60)))
+kind("min-p", "semantics")(lambda w: _sample(w, min_p=w.rng.uniform(0.01, 0.3)))
+kind("temperature and top-p", "semantics", "top-p")(
+    lambda w: _sample(w, temperature=_away_from(w, 0.5, 1.4, 1.0, 0.12), top_p=w.rng.uniform(0.6, 0.93))
+)
 
 
 @kind("declared temperature", "semantics", "temperature", visible=True)
 def declared_temperature(world: World) -> None:
-    value = apart(world, 0.4, 1.6, 1.0, 0.05)
-    world.planted["temperature"] = value
-    world.rollout.sampling = Sampling(temperature=value)
-    world.declared = (Sampling(temperature=value), Sampling())
+    _sample(world, temperature=_away_from(world, 0.4, 1.6, 1.0, 0.05))
+    world.declared = (world.rollout.sampling, Sampling())
 
 
 @kind("raw against processed", "semantics", "logprobs-mode", visible=True)
 def raw_against_processed(world: World) -> None:
-    value = apart(world, 0.4, 1.6, 1.0, 0.05)
+    value = _away_from(world, 0.4, 1.6, 1.0, 0.05)
     world.planted["temperature"] = value
     world.trainer.sampling = Sampling(temperature=value)
     world.declared = (Sampling(temperature=value), Sampling(temperature=value))
     world.edits.append(lambda c: replace(c, logprobs={"recorded.raw": c.logprobs["recorded.processed"]}))
 
 
-@kind("padded vocabulary", "semantics", "padded-vocabulary")
-def padded_vocabulary(world: World) -> None:
-    value = world.rng.randint(24, 400)
-    world.planted["entries"] = value
-    world.rollout.extra_logits = value
-
-
-@kind("off by one", "semantics", "off-by-one")
-def off_by_one(world: World) -> None:
-    world.rollout.shift = world.rng.choice((1, -1))
-    world.planted["tokens"] = world.rollout.shift
+kind("padded vocabulary", "semantics", "padded-vocabulary")(
+    lambda w: _set(w, "extra_logits", w.rng.randint(24, 400), "entries")
+)
+kind("off by one", "semantics", "off-by-one")(lambda w: _set(w, "shift", w.rng.choice((1, -1)), "tokens"))
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
 
 
-@kind("stale weights", "weights", "stale-weights", previous=True)
-def stale_weights(world: World) -> None:
-    _replace_model(world, world.previous)
+kind("stale weights", "weights", "stale-weights", previous=True)(lambda w: _replace_model(w, w.previous))
 
 
 @kind("stale fingerprints", "weights", "stale-weights", "weights-differ", previous=True, visible=True)
@@ -155,7 +136,7 @@ def one_stale_tensor(world: World) -> None:
     name = _random_projection(world)
     old = dict(world.previous.named_parameters())[name].data
     new = dict(world.base.named_parameters())[name].data
-    # A tensor left behind for several versions: its old value lies further away than one update.
+    # The tensor missed several updates, so its old value is further away than one update.
     far = new + (old - new) * world.rng.uniform(4, 8)
     dict(world.previous.named_parameters())[name].data = far.bfloat16().float()
     world.rollout.edits[name] = far.bfloat16().float()
@@ -170,24 +151,21 @@ def one_stale_fingerprint(world: World) -> None:
 
 @kind("missing LoRA", "weights", "lora-missing")
 def missing_lora(world: World) -> None:
-    adapter = _adapter(world)
-    world.adapter = adapter
-    world.trainer.edits |= adapter.merged(world.trainer.model)
+    world.adapter = _adapter(world)
+    world.trainer.edits |= world.adapter.merged(world.trainer.model)
 
 
 @kind("LoRA scale", "weights", "lora-scale")
 def lora_scale(world: World) -> None:
-    adapter = _adapter(world)
-    factor = world.rng.choice((world.rng.uniform(0.2, 0.7), world.rng.uniform(1.5, 6.0)))
-    world.planted["factor"] = factor
-    world.adapter = adapter
-    world.trainer.edits |= adapter.merged(world.trainer.model)
-    world.rollout.edits |= adapter.merged(world.rollout.model, factor)
+    world.adapter = _adapter(world)
+    factor = world.planted["factor"] = world.rng.choice((world.rng.uniform(0.2, 0.7), world.rng.uniform(1.5, 6.0)))
+    world.trainer.edits |= world.adapter.merged(world.trainer.model)
+    world.rollout.edits |= world.adapter.merged(world.rollout.model, factor)
 
 
-@kind("head is the embedding", "weights", "tied-embedding", families=UNTIED)
-def tied_embedding(world: World) -> None:
-    world.rollout.head_weight = world.base.get_input_embeddings().weight.data
+kind("head is the embedding", "weights", "tied-embedding", families=UNTIED)(
+    lambda w: _set(w, "head_weight", w.base.get_input_embeddings().weight.data)
+)
 
 
 @kind("swapped projections", "weights", "swapped-weights")
@@ -203,23 +181,19 @@ def swapped_projections(world: World) -> None:
 
 @kind("eight-bit weights", "weights", "quantised-weights", dtype="float32")
 def eight_bit_weights(world: World) -> None:
-    how = world.rng.choice(QUANTISATIONS)
-    world.planted["rounding"] = how
+    how = world.planted["rounding"] = world.rng.choice(QUANTISATIONS)
     for name in linear_names(world.trainer.model):
         world.rollout.edits[name] = quantised(world.trainer.model.parameter(name), how)
 
 
 def _replace_model(world: World, model: Any) -> None:
-    import copy
-
     engine = copy.deepcopy(model)
     engine.set_attn_implementation(world.rollout.model.model.config._attn_implementation)
     world.rollout.model = ReferenceModel(engine)
 
 
 def _random_projection(world: World) -> str:
-    name = world.rng.choice(linear_names(world.trainer.model))
-    world.planted["tensor"] = name
+    name = world.planted["tensor"] = world.rng.choice(linear_names(world.trainer.model))
     return name
 
 
@@ -244,28 +218,23 @@ def _adapter(world: World) -> Adapter:
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
-@kind("dropped first token", "tokens", "missing-bos")
-def dropped_first_token(world: World) -> None:
-    world.rollout.inputs = lambda s: s.without_head(1)
+def _inputs(world: World, parameter: str, value: Any, change: Callable[[Sequences, Any], Sequences]) -> None:
+    world.planted[parameter] = value
+    world.rollout.inputs = lambda sequences: change(sequences, value)
 
 
-@kind("dropped system prompt", "tokens", "chat-template")
-def dropped_system_prompt(world: World) -> None:
-    count = world.rng.randint(3, 8)
-    world.planted["tokens"] = count
-    world.rollout.inputs = lambda s: s.without_head(count)
+kind("dropped first token", "tokens", "missing-bos")(lambda w: _set(w, "inputs", lambda s: s.drop_first(1)))
+kind("dropped system prompt", "tokens", "chat-template")(
+    lambda w: _inputs(w, "tokens", w.rng.randint(3, 8), Sequences.drop_first)
+)
+kind("dropped generation prompt", "tokens", "chat-template")(
+    lambda w: _inputs(w, "tokens", w.rng.randint(2, 6), Sequences.drop_prompt_end)
+)
 
 
-@kind("dropped generation prompt", "tokens", "chat-template")
-def dropped_generation_prompt(world: World) -> None:
-    count = world.rng.randint(2, 6)
-    world.planted["tokens"] = count
-    world.rollout.inputs = lambda s: s.without_prompt_tail(count)
-
-
-@kind("no first token in the files", "tokens", "missing-bos", visible=True)
-def no_first_token(world: World) -> None:
-    world.edits.append(lambda c: _rebuilt(c, lambda p, a: (p[1:], a)))
+kind("no first token in the files", "tokens", "missing-bos", visible=True)(
+    lambda w: w.edits.append(lambda c: _rebuilt(c, lambda p, a: (p[1:], a)))
+)
 
 
 @kind("other template in the files", "tokens", "chat-template", visible=True)
@@ -276,7 +245,7 @@ def other_template(world: World) -> None:
 
 @kind("retokenised", "tokens", "retokenised", visible=True)
 def retokenised(world: World) -> None:
-    """Two tokens of a completion become another two with the same text."""
+    """Two tokens of a completion become two others with the same text."""
     at = world.rng.randint(2, 8)
 
     def edit(capsule: Capsule) -> Capsule:
@@ -323,37 +292,30 @@ def observation_tokens(world: World) -> None:
     world.edits.append(edit)
 
 
+def _response_start(capsule: Capsule, sequence: int) -> int:
+    part = capsule.sequence(sequence)
+    return part.start + int(np.flatnonzero(capsule.mask[part])[0])
+
+
 def _rebuilt(capsule: Capsule, change: Callable[[list[int], list[int]], tuple[list[int], list[int]]]) -> Capsule:
     prompts, completions, values = [], [], []
     stream = capsule.logprobs["recorded.processed"]
     for i in range(capsule.sequences):
-        part = capsule.sequence(i)
-        start = part.start + int(np.flatnonzero(capsule.mask[part])[0])
+        part, start = capsule.sequence(i), _response_start(capsule, i)
         p, a = change(capsule.ids[part.start : start].tolist(), capsule.ids[start : part.stop].tolist())
         prompts.append(p)
         completions.append(a)
         values.append(stream[start : start + len(a)])
-    manifest: Manifest = capsule.manifest
-    return build_capsule(manifest, prompts, completions, {"recorded.processed": values})
+    return build_capsule(capsule.manifest, prompts, completions, {"recorded.processed": values})
 
 
 # ---- layout --------------------------------------------------------------------------------------------------------
 
 
-@kind("positions restart", "layout", "positions-restart")
-def positions_restart(world: World) -> None:
-    from rlkernel_drift.diagnose.bodies import restarted
-
-    world.rollout.inputs = restarted
-
-
-@kind("positions jump", "layout", "positions-shift")
-def positions_jump(world: World) -> None:
-    from rlkernel_drift.diagnose.bodies import shifted
-
-    amount = world.rng.randint(3, 14)
-    world.planted["positions"] = amount
-    world.rollout.inputs = lambda s: shifted(s, amount)
+kind("positions restart", "layout", "positions-restart")(lambda w: _set(w, "inputs", restart_positions))
+kind("positions jump", "layout", "positions-shift")(
+    lambda w: _inputs(w, "positions", w.rng.randint(3, 14), shift_positions)
+)
 
 
 @kind("positions in the files", "layout", "positions-restart", "positions-shift", visible=True)
@@ -361,65 +323,39 @@ def positions_in_the_files(world: World) -> None:
     def edit(capsule: Capsule) -> Capsule:
         positions = capsule.positions.copy()
         for i in range(capsule.sequences):
-            part = capsule.sequence(i)
-            start = part.start + int(np.flatnonzero(capsule.mask[part])[0])
-            positions[start : part.stop] -= positions[start]
+            start = _response_start(capsule, i)
+            positions[start : capsule.sequence(i).stop] -= positions[start]
         return replace(capsule, positions=positions)
 
     world.edits.append(edit)
 
 
-@kind("attended padding", "layout", "padding-side")
-def attended_padding(world: World) -> None:
-    world.rollout.attend = world.rng.choice((1, 8, 16, 32, 64))
-    world.planted["multiple"] = world.rollout.attend
-
-
-@kind("rope base", "layout", "rope-base")
-def rope_base(world: World) -> None:
-    theta = 10 ** apart(world, 2.6, 6.5, 4.0, 0.4)
-    world.planted["theta"] = theta
-    world.rollout.theta = theta
-
-
-@kind("rope scaling", "layout", "rope-scaling")
-def rope_scaling(world: World) -> None:
-    from rlkernel_drift.diagnose.bodies import scaled
-
-    factor = world.rng.uniform(1.4, 8.0)
-    world.planted["factor"] = factor
-    world.rollout.inputs = lambda s: scaled(s, factor)
+kind("attended padding", "layout", "padding-side")(
+    lambda w: _set(w, "attend", w.rng.choice((1, 8, 16, 32, 64)), "multiple")
+)
+kind("rope base", "layout", "rope-base")(lambda w: _set(w, "theta", 10 ** _away_from(w, 2.6, 6.5, 4.0, 0.4), "theta"))
+kind("rope scaling", "layout", "rope-scaling")(lambda w: _inputs(w, "factor", w.rng.uniform(1.4, 8.0), scale_positions))
 
 
 @kind("stale prefix cache", "layout", "prefix-cache", previous=True)
 def stale_prefix_cache(world: World) -> None:
-    count = world.rng.randint(4, 9)
-    world.planted["tokens"] = count
+    count = world.planted["tokens"] = world.rng.randint(4, 9)
     world.rollout.prefix = (ReferenceModel(world.previous), count)
 
 
 # ---- precision -----------------------------------------------------------------------------------------------------
 
 
-@kind("bfloat16 logits", "precision", "bf16-logits", dtype="float32")
-def bfloat16_logits(world: World) -> None:
-    inputs = world.rng.choice((None, torch.bfloat16))
-    world.rollout.head = Head(inputs=inputs, logits=torch.bfloat16)
-
-
-@kind("bfloat16 head", "precision", "head-dtype", dtype="float32")
-def bfloat16_head(world: World) -> None:
-    world.rollout.head = Head(inputs=torch.bfloat16)
-
-
-@kind("bfloat16 layers", "precision", "body-dtype", dtype="float32")
-def bfloat16_layers(world: World) -> None:
-    world.rollout.dtype = torch.bfloat16
-
-
-@kind("rounded records", "precision", "rounded-records", dtype="float32")
-def rounded_records(world: World) -> None:
-    world.rollout.decimals = world.planted["decimals"] = world.rng.randint(1, 4)
+kind("bfloat16 logits", "precision", "bf16-logits", dtype="float32")(
+    lambda w: _set(w, "head", Head(inputs=w.rng.choice((None, torch.bfloat16)), logits=torch.bfloat16))
+)
+kind("bfloat16 head", "precision", "head-dtype", dtype="float32")(
+    lambda w: _set(w, "head", Head(inputs=torch.bfloat16))
+)
+kind("bfloat16 layers", "precision", "body-dtype", dtype="float32")(lambda w: _set(w, "dtype", torch.bfloat16))
+kind("rounded records", "precision", "rounded-records", dtype="float32")(
+    lambda w: _set(w, "decimals", w.rng.randint(1, 4), "decimals")
+)
 
 
 @kind("bfloat16 rotary frequencies", "precision", "rope-dtype", dtype="float32")
@@ -448,25 +384,21 @@ def other_gelu(world: World) -> None:
     engine.hooks.append(lambda _: replaced(engine.model.other_gelu(engine.dtype)))
 
 
-# ---- outside the battery: no hypothesis contains them, and "unexplained" is the right answer -----------------------
+# ---- outside the battery: no hypothesis contains these, so that "unexplained" is the right answer ------------------
 
 
 @kind("eight-bit keys and values", "outside", "unexplained", dtype="float32")
 def eight_bit_cache(world: World) -> None:
     names = {f"layers.{layer}.{name}" for layer in range(LAYERS) for name in ("k_proj", "v_proj")}
-
-    def hook(model: Any) -> contextlib.AbstractContextManager[None]:
-        where = [point for point in points(model) if point.name in names]
-        return watched(where, lambda _, value: quantised(value.flatten(0, 1), "int8 per row").view(value.shape))
-
-    world.rollout.hooks.append(hook)
+    rounded = lambda value: quantised(value.flatten(0, 1), "int8 per row").view(value.shape)
+    world.rollout.hooks.append(lambda model: changed(model, names, rounded))
 
 
 # ---- operators -----------------------------------------------------------------------------------------------------
 
 
 def _layer(world: World, operator: str) -> int:
-    # Kinds share their worlds; without a generator of its own each would have the same layer and size.
+    # Kinds share their worlds: with the world's own generator each kind would draw the same layer and size.
     world.rng = random.Random(f"{operator}/{world.family}/{world.seed}")
     layer = world.rng.randrange(LAYERS)
     world.planted["operator"] = f"layers.{layer}.{operator}"
@@ -474,78 +406,57 @@ def _layer(world: World, operator: str) -> int:
     return layer
 
 
-@contextlib.contextmanager
-def _changed(model: Any, name: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    where = [point for point in points(model) if point.name == name]
-    with watched(where, lambda _, value: change(value)):
-        yield
-
-
-def _operator_kind(name: str, operator: str, draw: Callable[[World], Callable[[Tensor], Tensor]]) -> None:
+def _operator_kind(name: str, operator: str, draw: Callable[[World], Change], **options: Any) -> None:
     """Registers a fault that changes an operator's output in one layer drawn at random."""
 
-    @kind(f"{name} in one layer", "operators", "operator", operator=True)
+    @kind(f"{name} in one layer", "operators", "operator", operator=True, **options)
     def plant(world: World) -> None:
         layer = _layer(world, operator)
         change = draw(world)
-        world.rollout.hooks.append(lambda model: _changed(model, f"layers.{layer}.{operator}", change))
+        world.rollout.hooks.append(lambda model: changed(model, {f"layers.{layer}.{operator}"}, change))
 
 
-def _scale(low: float, high: float) -> Callable[[World], Callable[[Tensor], Tensor]]:
-    def draw(world: World) -> Callable[[Tensor], Tensor]:
-        factor = 1 + world.rng.choice((-1, 1)) * world.rng.uniform(low, high)
-        world.planted["factor"] = factor
-        return lambda x: (x.float() * factor).to(x.dtype)
-
-    return draw
+def _scale(world: World) -> Change:
+    factor = 1 + world.rng.choice((-1, 1)) * world.rng.uniform(0.03, 0.25)
+    world.planted["factor"] = factor
+    return lambda x: (x.float() * factor).to(x.dtype)
 
 
-def _noise(low: float, high: float) -> Callable[[World], Callable[[Tensor], Tensor]]:
-    def draw(world: World) -> Callable[[Tensor], Tensor]:
-        size = world.rng.uniform(low, high)
-        world.planted["size"] = size
-        generator = torch.Generator().manual_seed(world.seed)
-        direction = torch.randn(4096, generator=generator)
-
-        def change(x: Tensor) -> Tensor:
-            wide = x.float()
-            tilt = direction[: x.shape[-1]]
-            return (wide + size * wide.square().mean(-1, keepdim=True).sqrt() * tilt).to(x.dtype)
-
-        return change
-
-    return draw
-
-
-def _heads(world: World) -> Callable[[Tensor], Tensor]:
-    """Two heads exchanged: a wrong mapping of grouped queries."""
+def _noise(world: World) -> Change:
+    size = world.planted["size"] = world.rng.uniform(0.03, 0.3)
+    direction = torch.randn(4096, generator=torch.Generator().manual_seed(world.seed))
 
     def change(x: Tensor) -> Tensor:
-        parts = x.unflatten(-1, (4, -1))
-        return parts[..., [1, 0, 2, 3], :].flatten(-2)
+        wide = x.float()
+        rms = wide.square().mean(-1, keepdim=True).sqrt()
+        return (wide + size * rms * direction[: x.shape[-1]]).to(x.dtype)
 
     return change
 
 
-_operator_kind("scale of the norm before attention", "input_norm", _scale(0.03, 0.25))
-_operator_kind("scale of the norm before the MLP", "post_norm", _scale(0.03, 0.25))
-_operator_kind("error of the query projection", "q_proj", _noise(0.03, 0.3))
-_operator_kind("error of the key projection", "k_proj", _noise(0.03, 0.3))
-_operator_kind("error of the value projection", "v_proj", _noise(0.03, 0.3))
+def _heads(world: World) -> Change:
+    """Two heads are exchanged, as by a wrong mapping of grouped queries."""
+    return lambda x: x.unflatten(-1, (4, -1))[..., [1, 0, 2, 3], :].flatten(-2)
+
+
+_operator_kind("scale of the norm before attention", "input_norm", _scale)
+_operator_kind("scale of the norm before the MLP", "post_norm", _scale)
+_operator_kind("error of the query projection", "q_proj", _noise)
+_operator_kind("error of the key projection", "k_proj", _noise)
+_operator_kind("error of the value projection", "v_proj", _noise)
 _operator_kind("exchanged heads", "attention", _heads)
-_operator_kind("error of the output projection", "o_proj", _noise(0.03, 0.3))
-_operator_kind("error of the gate projection", "gate_proj", _noise(0.03, 0.3))
-_operator_kind("error of the up projection", "up_proj", _noise(0.03, 0.3))
-_operator_kind("scale of the activation", "activation", _scale(0.03, 0.25))
-_operator_kind("error of the down projection", "down_proj", _noise(0.03, 0.3))
-_operator_kind("scale of the residual", "output", _scale(0.03, 0.25))
+_operator_kind("error of the output projection", "o_proj", _noise)
+_operator_kind("error of the gate projection", "gate_proj", _noise)
+_operator_kind("error of the up projection", "up_proj", _noise)
+_operator_kind("scale of the activation", "activation", _scale)
+_operator_kind("error of the down projection", "down_proj", _noise)
+_operator_kind("scale of the residual", "output", _scale)
 
 
 @kind("norm epsilon in one layer", "operators", "operator", operator=True)
 def norm_epsilon(world: World) -> None:
     layer = _layer(world, "input_norm")
-    epsilon = 10 ** world.rng.uniform(-1.7, -0.3)
-    world.planted["epsilon"] = epsilon
+    epsilon = world.planted["epsilon"] = 10 ** world.rng.uniform(-1.7, -0.3)
     norm = lambda model: model.base_model.layers[layer].input_layernorm
     world.rollout.hooks.append(lambda model: replaced([(norm(model), "variance_epsilon", epsilon)]))
 
@@ -553,8 +464,7 @@ def norm_epsilon(world: World) -> None:
 @kind("attention scale in one layer", "operators", "operator", operator=True)
 def attention_scale(world: World) -> None:
     layer = _layer(world, "attention")
-    factor = world.rng.choice((world.rng.uniform(0.4, 0.85), world.rng.uniform(1.2, 2.0)))
-    world.planted["factor"] = factor
+    factor = world.planted["factor"] = world.rng.choice((world.rng.uniform(0.4, 0.85), world.rng.uniform(1.2, 2.0)))
 
     def hook(model: Any) -> contextlib.AbstractContextManager[None]:
         attention = model.base_model.layers[layer].self_attn
@@ -570,16 +480,12 @@ def activation_function(world: World) -> None:
     world.rollout.hooks.append(lambda model: replaced([(mlp(model), "act_fn", torch.nn.GELU())]))
 
 
-@kind("norm of queries in one layer", "operators", "operator", families=("qwen3",), operator=True)
-def query_norm(world: World) -> None:
-    layer = _layer(world, "q_norm")
-    change = _scale(0.03, 0.25)(world)
-    world.rollout.hooks.append(lambda model: _changed(model, f"layers.{layer}.q_norm", change))
+_operator_kind("norm of queries", "q_norm", _scale, families=("qwen3",))
 
 
 @kind("final norm", "operators", "operator", operator=True)
 def final_norm(world: World) -> None:
     world.operators = True
     world.planted["operator"] = "final_norm"
-    change = _noise(0.03, 0.3)(world)
-    world.rollout.hooks.append(lambda model: _changed(model, "final_norm", change))
+    change = _noise(world)
+    world.rollout.hooks.append(lambda model: changed(model, {"final_norm"}, change))

@@ -1,7 +1,6 @@
-"""A tiny model, an engine on it and a trainer, and what they record: healthy as made, wrong once a fault is planted.
+"""A rollout engine and a trainer on one tiny model, and what they record; healthy until a fault is planted.
 
-Models are of three families with random weights, peaked enough that sampled tokens differ in probability. An engine
-samples and scores, decoding with a cache or in one forward, rightly or wrongly.
+The weights are random, but peaked enough that sampled tokens differ in probability.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from torch import Tensor
 
 from rlkernel_drift.capsule import (
     Capsule,
-    Distribution,
-    Kept,
     Manifest,
     Model,
     Operators,
@@ -29,10 +26,9 @@ from rlkernel_drift.capsule import (
     build_capsule,
     describe_operators,
 )
-from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.diagnose.context import References
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.scoring.model import Decoding, Head, Layout, ReferenceModel, decoded_hidden
+from rlkernel_drift.scoring.model import Decoding, Head, Layout, ReferenceModel, decoded_hidden, prefixed_hidden
 from rlkernel_drift.scoring.operators import record
 from rlkernel_drift.scoring.semantics import SortedLogits
 from rlkernel_drift.scoring.sequences import Sequences, sequences_of
@@ -48,7 +44,7 @@ def tiny_model(family: str, seed: int, attention: str = "sdpa") -> Any:
     """A model of 0.2 million parameters in fp32.
 
     Args:
-        family: one of `FAMILIES`. Qwen3 here ties its head to the embedding, the others do not.
+        family: one of `FAMILIES`; only Qwen3 ties its head to the embedding.
     """
     try:
         import transformers
@@ -97,7 +93,7 @@ def tiny_model(family: str, seed: int, attention: str = "sdpa") -> Any:
 
 
 def updated(model: Any, seed: int, size: float) -> Any:
-    """The model after "one policy update": every tensor moved by noise of a share of its own spread."""
+    """The model after one imitated policy update: each tensor plus noise of `size` times its standard deviation."""
     new = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -106,11 +102,6 @@ def updated(model: Any, seed: int, size: float) -> Any:
             step = torch.randn(p.shape, generator=generator) * spread * size
             p.copy_((p + step).bfloat16().float())
     return new
-
-
-def reference(model: Any) -> ReferenceModel:
-    """The model as a reference for scoring."""
-    return ReferenceModel(model)
 
 
 Path = Literal["decode", "alone", "left", "right"]
@@ -122,17 +113,17 @@ class Engine:
     """How a side computes.
 
     Attributes:
-        model: what computes, in `dtype`; edited and hooked as the fault wants.
-        path: decode token by token with a cache, or one forward in a layout.
-        sampling: what its log-probabilities really are.
-        inputs: what it does to tokens and positions before scoring.
-        hooks: context managers around its forwards (a faulty operator).
-        head_weight: another head.
-        extra_logits: padding entries of the vocabulary with logit zero.
-        decimals: recorded log-probabilities are rounded to as many.
-        shift: recorded log-probabilities are moved by this many tokens.
+        path: "decode" computes token by token with a cache, the others one forward in a layout.
+        sampling: the settings that its log-probabilities really have.
+        inputs: change of tokens and positions before scoring.
+        hooks: context managers around its forwards, such as a faulty operator; edits: replaced parameters.
+        head_weight: weight of the head, if it is not the model's.
+        extra_logits: number of padding entries of the vocabulary, with logit zero.
+        decimals: decimals to which recorded log-probabilities are rounded.
+        shift: tokens by which recorded log-probabilities are shifted.
         prefix: (model, tokens): keys and values of the first tokens come from another model.
-        attend: left padding is attended to, at this multiple.
+        attend: multiple to which left padding is added and attended to; 0 for none.
+        theta: base of the rotary embedding, if it is not the model's.
     """
 
     model: ReferenceModel
@@ -153,7 +144,7 @@ class Engine:
 
     @contextlib.contextmanager
     def active(self) -> Any:
-        """The model with its edits and hooks in place, for a while."""
+        """The model with its edits and hooks applied inside the context."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.model.edited(self.edits, self.dtype))
             if self.theta is not None:
@@ -163,7 +154,7 @@ class Engine:
             yield self.model.in_dtype(self.dtype)
 
     def sample(self, prompts: list[list[int]], length: int, seed: int) -> list[list[int]]:
-        """Completions, and nothing recorded: `logprobs` scores them."""
+        """Samples completions; `logprobs` scores them."""
         generator = torch.Generator().manual_seed(seed)
         with self.active() as model:
             state = Decoding(model, prompts)
@@ -175,11 +166,11 @@ class Engine:
         return [[int(step[i]) for step in chosen] for i in range(len(prompts))]
 
     def logprobs(self, sequences: Sequences) -> Tensor:  # [N]
-        """Recorded log-probabilities of the counted tokens, as this engine computes them."""
+        """Log-probabilities of the counted tokens as this engine computes and records them."""
         given = self.inputs(sequences)
         with self.active() as model:
             if self.prefix is not None:
-                hidden = _with_prefix(model, self.prefix[0].in_dtype(self.dtype), given, self.prefix[1])
+                hidden = prefixed_hidden(self.prefix[0].in_dtype(self.dtype), model, given, self.prefix[1])
             elif self.attend:
                 hidden = self.model.hidden(given, self.dtype, Layout("left", True, self.attend))
             elif self.path == "decode":
@@ -197,21 +188,6 @@ class Engine:
         if self.decimals is not None:
             values = values.round(decimals=self.decimals)
         return _moved(values, sequences.owner, self.shift) if self.shift else values
-
-
-@torch.no_grad()
-def _with_prefix(model: Any, old: Any, sequences: Sequences, count: int) -> Tensor:
-    parts = []
-    for ids, positions, rows in zip(sequences.ids, sequences.positions, sequences.rows, strict=True):
-        first = old.base_model(input_ids=ids[None, :count], position_ids=positions[None, :count], use_cache=True)
-        rest = model.base_model(
-            input_ids=ids[None, count:],
-            position_ids=positions[None, count:],
-            past_key_values=first.past_key_values,
-            use_cache=True,
-        )
-        parts.append(rest.last_hidden_state[0, rows - count])
-    return torch.cat(parts)
 
 
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
@@ -238,13 +214,14 @@ class World:
     """One rollout and its training forward.
 
     Attributes:
-        rng: draws every value that is planted.
-        base: the trainer's weights without adapter; previous: the version before.
-        rollout, trainer: the two engines. sampled: what the tokens are drawn with.
-        declared: sampling settings that the capsules claim. config: what they claim of the configuration.
-        edits: changes of the rollout's capsule (a fault that is visible in the files).
-        operators: record operator outputs of the rollout. fingerprints: record those of the weights.
-        planted: the values, for the record.
+        rng: draws every planted value.
+        base: the trainer's weights without adapter; previous: the previous version.
+        rollout, trainer: the two engines.
+        declared: sampling settings that the (rollout, train) capsules declare; config: configuration that they declare.
+        edits: changes of the rollout's capsule, for faults that are visible in the files.
+        operators: whether operator outputs of the rollout are recorded.
+        fingerprints: side -> weights whose fingerprints are recorded.
+        planted: the planted values, for the record.
     """
 
     family: str
@@ -265,17 +242,17 @@ class World:
 
     @property
     def references(self) -> References:
-        """What a diagnosis may use: the trainer's model, the version before, the adapter."""
+        """What a diagnosis may use: the trainer's model, its previous version, the adapter."""
         previous = None if self.previous is None else ReferenceModel(self.previous)
         return References(ReferenceModel(self.base), previous, self.adapter)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Both capsules of a world, and how large the planted fault is.
+    """Both capsules of a world.
 
     Attributes:
-        effect: mean |difference| between the faulty and the healthy engine on the same path; None: not planted.
+        effect: mean |difference| between the faulty and the healthy engine on the same path; None without a fault.
     """
 
     world: World
@@ -285,7 +262,7 @@ class Recorded:
 
 
 def healthy_world(family: str, seed: int, dtype: str | None = None, *, with_previous: bool = False) -> World:
-    """A world without fault; dtype, kernels and path of the rollout are drawn."""
+    """A world without a fault; dtype, attention implementation and path of the rollout are drawn at random."""
     rng = random.Random(f"{family}/{seed}")
     dtype = dtype or rng.choice(("float32", "bfloat16"))
     base = tiny_model(family, seed)
@@ -307,7 +284,7 @@ def healthy_world(family: str, seed: int, dtype: str | None = None, *, with_prev
 
 
 def record_world(world: World, plant: Callable[[World], None] | None = None) -> Recorded:
-    """Plants the fault, samples, scores on both sides, and makes the capsules."""
+    """Plants the fault, samples, scores on both sides, and builds the capsules."""
     healthy = replace(world.rollout, hooks=[], edits={})
     if plant is not None:
         plant(world)
@@ -370,13 +347,3 @@ def _record(world: World, bare: Capsule) -> Operators:
     with world.rollout.active() as model:
         values = record(model, pairs)
     return Operators(np.arange(parts[-1].stop), values)
-
-
-def with_distribution(capsule: Capsule, rows: np.ndarray, logits: np.ndarray) -> Capsule:
-    """The capsule with whole logits rows."""
-    return replace(capsule, distribution=Distribution(rows, Stored.of(logits)))
-
-
-def with_kept(capsule: Capsule, kept: Kept) -> Capsule:
-    """The capsule with kept sets."""
-    return replace(capsule, kept=kept)

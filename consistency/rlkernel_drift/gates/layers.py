@@ -1,29 +1,29 @@
-"""Gate 7: where does it begin? Bit for bit where the profile asks for bits, else the accumulated errors as evidence."""
+"""Gate 7: where does the difference begin? By bits under a bitwise profile, else by accumulated errors as evidence."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from rlkernel_drift.gates.common import gate, skipped, some
+from rlkernel_drift.gates import first_few, gate, skipped
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.locate import Rows, accumulated_view, common_rows, describe, first_divergence, repeated_operators
 from rlkernel_drift.pair import Pair
 from rlkernel_drift.verdict import Finding, Gate, LayerView
 
-# Units in the last place of each stored dtype, relative: what one rounding may move a value by.
+# Relative unit in the last place of each stored dtype: the largest change by one rounding.
 _ROUNDING = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
 
 
 def layers_gate(pair: Pair, bitwise: bool) -> tuple[Gate, LayerView | None]:
-    """Compares recorded operators; fails on a differing bit under a bitwise profile, on NaN or infinity that one side
-    alone has under any.
+    """Compares recorded operators; fails on a differing bit under a bitwise profile, and under any profile on values
+    that are NaN or infinite on one side only.
     """
     rows = common_rows(pair)
     if rows is None:
         return skipped("layers", "no operator was recorded on both sides for the same tokens"), None
     repeated = repeated_operators(pair)
     if repeated:
-        message = f"{some(repeated)} repeat the layer before bit for bit: one buffer was recorded, not the layers"
+        message = f"{first_few(repeated)} equal the previous layer bit for bit: one buffer was recorded for all layers"
         return gate("layers", [finding("nothing-compared", message, "warning")], ""), None
     view = accumulated_view(pair, rows)
     view.first = first_divergence(pair, rows)
@@ -35,12 +35,12 @@ def layers_gate(pair: Pair, bitwise: bool) -> tuple[Gate, LayerView | None]:
     message = describe(view.first)
     if bitwise:
         return gate("layers", [_first(message, pair, rows, view)], ""), view
-    words = f"{message}; with rounding on both sides this says little, `diagnose --model` replays the layers"
+    words = f"{message}; both sides round, so this is weak evidence; `diagnose --model` replays the layers"
     return gate("layers", [finding("operator", words, "note", operator=view.first.operator)], words), view
 
 
 def _one_side_broken(pair: Pair, rows: Rows) -> Finding | None:
-    """The first operator with values that are finite on one side only: no rounding makes a NaN of a number."""
+    """The first operator with values that are finite on one side only, which rounding cannot cause."""
     for name in rows.operators:
         tensors = rows.values(pair, name)
         if any(tensor.dtype == "I64" for tensor in tensors):
@@ -49,20 +49,19 @@ def _one_side_broken(pair: Pair, rows: Rows) -> Finding | None:
         wrong = (finite[0] != finite[1]).any(axis=1)
         if not wrong.any():
             continue
-        token = int(rows.token[np.argmax(wrong)])
-        sequence, index = pair.rollout.place(token)
+        sequence, index = pair.rollout.place(int(rows.token[np.argmax(wrong)]))
+        count = int(wrong.sum())
         side = "rollout" if (finite[1] & ~finite[0]).any() else "train"
         message = (
             f"{name} is NaN or infinite on the {side} side and finite on the other, first at sequence {sequence}, "
-            f"token {index} ({int(wrong.sum())} of {len(wrong)} rows)"
+            f"token {index} ({count} of {len(wrong)} rows)"
         )
-        rows_wrong = int(wrong.sum())
-        return finding("not-finite", message, operator=name, sequence=sequence, token=index, rows=rows_wrong)
+        return finding("not-finite", message, operator=name, sequence=sequence, token=index, rows=count)
     return None
 
 
 def _first(message: str, pair: Pair, rows: Rows, view: LayerView) -> Finding:
-    """What the first difference means: all recorded before it is equal, so its error is its own."""
+    """What the first difference means: everything recorded before it is equal, so the error is its own."""
     assert view.first is not None
     name = view.first.operator
     if name not in view.operators:

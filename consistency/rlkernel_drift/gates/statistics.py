@@ -1,7 +1,7 @@
 """Gate 6: how far apart are the log-probabilities, and is that too far for the profile?
 
-Hints go with it, also where every threshold holds: what two streams alone say about the cause, without a model (shifts,
-scales, signs, growth, lattices). They are evidence, not a diagnosis: `diagnose` re-scores with the model.
+It adds hints about the cause that need no model: shifts, scales, signs, growth, lattices. They are evidence, not a
+diagnosis; `diagnose` re-scores with the model.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rlkernel_drift.gates.common import gate, skipped
+from rlkernel_drift.gates import gate, skipped
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import Pair
-from rlkernel_drift.statistics import Comparable, Lattice, TokenStatistics, outlying
+from rlkernel_drift.statistics import Comparable, Lattice, SequenceSums, TokenStatistics, outlying, owners, pearson
 from rlkernel_drift.verdict import Finding, Gate, Metric
 
 
@@ -26,28 +25,28 @@ def statistics_gate(
     links: Sequence[Finding] = (),
     outlier: Finding | None = None,
 ) -> Gate:
-    """Fails where a threshold is exceeded, or where a side has values that no log-probability can have.
+    """Fails if a threshold is exceeded, or if a side has values that no log-probability can have.
 
     Args:
-        hints: what the streams say about a cause; they warn where every threshold holds too.
-        links: of the chain that are worse than what is judged; said where nothing fails.
-        outlier: the tokens that are too far off for rounding, a warning; an error where the profile judges them.
+        hints: evidence about the cause, reported even if every threshold holds.
+        links: links of the chain that exceed the profile, reported if the judged streams do not.
+        outlier: tokens too far off for rounding: an error if the profile judges them, else a warning.
     """
     if statistics is not None and statistics.invalid:
-        # Statistics and hints of the other tokens would name a cause that these values contradict.
+        # Hints from the other tokens would point to a cause that these values contradict.
         return gate("statistics", _invalid(statistics), "")
     if statistics is not None and statistics.tokens == 0:
         return skipped("statistics", "no token counts on both sides with a log-probability")
     if statistics is not None and statistics.constant:
         side = "rollout" if statistics.commonest_rollout >= statistics.commonest_train else "train"
         words = f"{statistics.commonest:.0%} of the {side} side's {statistics.tokens} log-probabilities are one value"
-        return skipped("statistics", f"{words}: placeholders, no evidence")
+        return skipped("statistics", f"{words}: placeholders, not evidence")
     judged = [metric for metric in metrics if metric.status != "no threshold"]
     findings = []
     missing = [metric.label for metric in judged if metric.status == "missing"]
     over = [metric for metric in judged if metric.status == "over"]
     if not over and (missing or not judged):
-        return skipped("statistics", f"statistics that the profile asks for are not there: {', '.join(missing)}")
+        return skipped("statistics", f"statistics that the profile requires are missing: {', '.join(missing)}")
     for metric in over:
         if metric.name == "tokens.outliers" and outlier is not None:
             findings.append(outlier.model_copy(update={"severity": "error"}))
@@ -61,54 +60,53 @@ def statistics_gate(
 
 
 def _words(metric: Metric) -> str:
-    limits = [f"at most {metric.at_most:g}" if metric.at_most is not None else ""]
-    limits.append(f"at least {metric.at_least:g}" if metric.at_least is not None else "")
+    bounds = (("at most", metric.at_most), ("at least", metric.at_least))
+    limits = ", ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
     value = "missing" if metric.value is None else f"{metric.value:.4g}"
-    return f"{metric.label} is {value} ({', '.join(limit for limit in limits if limit)})"
+    return f"{metric.label} is {value} ({limits})"
 
 
 def _invalid(statistics: TokenStatistics) -> list[Finding]:
     found = []
     for side in ("rollout", "train"):
-        nan, inf = getattr(statistics, f"nan_{side}"), getattr(statistics, f"inf_{side}")
+        nan, inf, support, above = (
+            getattr(statistics, f"{name}_{side}") for name in ("nan", "inf", "support", "above")
+        )
         if nan or inf:
             message = f"{nan} NaN and {inf} infinite log-probabilities of counted tokens on the {side} side"
             found.append(finding("not-finite", message, nan=nan, inf=inf))
-    for side in ("rollout", "train"):
-        support = getattr(statistics, f"support_{side}")
         if support:
-            message = f"the {side} side gives {support} sampled tokens no probability at all"
+            message = f"the {side} side gives {support} sampled tokens probability zero"
             found.append(finding("support", message, tokens=support))
-    for side in ("rollout", "train"):
-        above = getattr(statistics, f"above_{side}")
         if above:
             message = f"{above} log-probabilities of counted tokens are above zero on the {side} side"
             found.append(finding("above-zero", message, tokens=above))
-    return found
+    order = ("not-finite", "support", "above-zero")
+    return sorted(found, key=lambda f: order.index(f.cause))
 
 
 _MIN_TOKENS = 32
 _LINK = 5.0  # times the next link of the chain
-_ROUNDING = 1e-5  # nats; one-signed differences below it come from how a log-softmax rounds, not from kept sets
+_ROUNDING = 1e-5  # nats; smaller differences of one sign come from the rounding of a log-softmax, not from kept sets
 _PROPORTIONAL = 0.8  # a temperature of 0.985 or 1.02 gives 0.9; every other fault of the power matrix less than 0.75
-_LARGE = 0.01  # nats a token; below it a sequence that stands out may have been computed on another path
+_LARGE = 0.01  # nats per token; a sequence below it may merely have been computed on another path
 
 
 def hints(pair: Pair, compared: Comparable, lattice: Lattice | None) -> list[Finding]:
-    """Findings of severity note or warning, the most telling first."""
+    """Notes and warnings about the cause, the most specific first."""
     if len(compared.d) < _MIN_TOKENS:
         return []
-    found = _shift(pair, compared) or _proportional(compared)
+    found = _shift(compared) or _proportional(compared)
     found += [*_one_signed(compared), *_template(compared), *_concentrated(pair, compared)]
     if lattice is not None:
         found.append(
-            finding("bf16-logits", f"{lattice}: something was rounded to few bits", "warning", step=lattice.step)
+            finding("bf16-logits", f"{lattice}: values were rounded to few bits", "warning", step=lattice.step)
         )
     return [*found, *_growth(pair, compared)]
 
 
 def outlier(pair: Pair, compared: Comparable) -> Finding | None:
-    """A warning of the tokens that are too far off for rounding, with the place of the worst one."""
+    """A warning about tokens that are too far off for rounding, with the position of the worst one."""
     far = np.flatnonzero(outlying(compared))
     if not len(far):
         return None
@@ -123,7 +121,7 @@ def outlier(pair: Pair, compared: Comparable) -> Finding | None:
 
 
 def chain(factors: dict[str, TokenStatistics]) -> list[Finding]:
-    """Which link of train, prefill, decode, recorded the difference is in, where one is far above the others."""
+    """The link of train, prefill, decode, recorded in which the difference arises, if one is far above the others."""
     known = [(name, s) for name, s in factors.items() if name.endswith("(processed)") and s.tokens]
     links = sorted(known, key=lambda link: -link[1].mean)
     if len(links) < 2 or links[0][1].mean <= _LINK * links[1][1].mean:
@@ -133,41 +131,35 @@ def chain(factors: dict[str, TokenStatistics]) -> list[Finding]:
     return [finding("drift", message, "warning", link=links[0][0].split()[0])]
 
 
-def lag_correlation(x: NDArray[np.float64], y: NDArray[np.float64], lag: int) -> float:
-    """Correlation of x[t] with y[t + lag]."""
-    if lag > 0:
-        x, y = x[:-lag], y[lag:]
-    elif lag < 0:
-        x, y = x[-lag:], y[:lag]
-    return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and x.std() > 0 and y.std() > 0 else 0.0
-
-
-def _shift(pair: Pair, compared: Comparable) -> list[Finding]:
-    """The train stream fits the rollout's better one token earlier or later."""
-    here = lag_correlation(compared.r, compared.t, 0)
-    best = max((1, -1), key=lambda lag: lag_correlation(compared.r, compared.t, lag))
-    there = lag_correlation(compared.r, compared.t, best)
+def _shift(compared: Comparable) -> list[Finding]:
+    """The train stream fits the rollout's better if shifted by one token."""
+    here = pearson(compared.r, compared.t) or 0.0
+    later, earlier = pearson(compared.r[:-1], compared.t[1:]) or 0.0, pearson(compared.r[1:], compared.t[:-1]) or 0.0
+    there = max(later, earlier)
     if there < 0.9 or there < here + 0.3:
         return []
-    way = "later" if best > 0 else "earlier"
-    message = f"the train stream is the rollout's one token {way}: correlation {there:.3f}, in place {here:.3f}"
+    way = "later" if there == later else "earlier"
+    message = f"the train stream fits the rollout's one token {way}: correlation {there:.3f}, in place {here:.3f}"
     return [finding("off-by-one", message, "warning", shifted=there, in_place=here)]
 
 
 def _proportional(compared: Comparable) -> list[Finding]:
-    """A temperature scales logits: the differences go with the log-probabilities, which noise does not."""
+    """A temperature scales logits, so the differences correlate with the log-probabilities, unlike noise."""
     if float(np.abs(compared.d).mean()) < _ROUNDING:
         return []
-    together = lag_correlation(compared.r, compared.d, 0)
-    if abs(together) < _PROPORTIONAL:
+    correlation = pearson(compared.r, compared.d) or 0.0
+    if abs(correlation) < _PROPORTIONAL:
         return []
-    slope = together * float(compared.d.std() / compared.r.std())
-    message = f"the differences go with the log-probabilities, {slope:+.2g} a nat (correlation {together:.2f})"
-    return [finding("temperature", f"{message}, as under another temperature", "warning", slope=slope)]
+    slope = correlation * float(compared.d.std() / compared.r.std())
+    message = (
+        f"the differences are proportional to the log-probabilities: {slope:+.2g} per nat (correlation "
+        f"{correlation:.2f}), as under another temperature"
+    )
+    return [finding("temperature", message, "warning", slope=slope)]
 
 
 def _one_signed(compared: Comparable) -> list[Finding]:
-    """Renormalising over kept tokens makes every log-probability larger, never smaller."""
+    """Renormalising over kept tokens only ever makes log-probabilities larger."""
     size = float(np.abs(compared.d).mean())
     large = compared.d[np.abs(compared.d) > 0.25 * size]
     if len(large) < _MIN_TOKENS or size < _ROUNDING:
@@ -176,53 +168,50 @@ def _one_signed(compared: Comparable) -> list[Finding]:
     if max(share, 1 - share) < 0.98:
         return []
     side = "rollout" if share > 0.5 else "train"
-    message = f"{max(share, 1 - share):.1%} of the differences have one sign: the {side} side is always the larger"
+    message = f"{max(share, 1 - share):.1%} of the differences have one sign: the {side} side is larger"
     return [finding("top-p", f"{message}, as after renormalising over kept tokens", "warning", share=share)]
 
 
 def _template(compared: Comparable) -> list[Finding]:
-    """miles' rule of thumb: about 0.8 nats a token on an instruction model is almost always the chat template."""
+    """miles' rule of thumb: about 0.8 nats per token on an instruction model is almost always the chat template."""
     size = float(np.abs(compared.d).mean())
     if not 0.5 < size < 2.0:
         return []
-    message = f"{size:.2f} nats a token is a different input, not arithmetic: template, tokens or weights"
+    message = f"{size:.2f} nats per token means different inputs, not arithmetic: template, tokens or weights"
     return [finding("chat-template", message, "note", mean=size)]
 
 
 def _concentrated(pair: Pair, compared: Comparable) -> list[Finding]:
-    """Most of the difference lies in few sequences: those were computed otherwise, not all of them slightly so."""
-    owner = np.searchsorted(pair.rollout.cu_seqlens, compared.index, side="right") - 1
-    count = np.bincount(owner)
-    sums = np.bincount(owner, np.abs(compared.d))
-    there = count > 0
-    if there.sum() < 4:
+    """Most of the difference lies in few sequences, which were computed differently from the others."""
+    sums = SequenceSums(compared, pair.rollout.cu_seqlens)
+    count = len(sums.sequence)
+    if count < 4:
         return []
-    means = sums[there] / count[there]
-    typical = float(np.median(means))
-    outliers = np.flatnonzero(there)[means > 8 * max(typical, 1e-9)]
-    if not 0 < len(outliers) <= there.sum() // 3:
+    means = sums.size / sums.count
+    outliers = sums.sequence[means > 8 * max(float(np.median(means)), 1e-9)]
+    if not 0 < len(outliers) <= count // 3:
         return []
-    message = f"{len(outliers)} of {int(there.sum())} sequences carry the difference, first sequence {int(outliers[0])}"
+    message = f"{len(outliers)} of {count} sequences carry the difference, first sequence {int(outliers[0])}"
     severity: Literal["warning", "note"] = "warning" if float(means.max()) > _LARGE else "note"
     return [finding("drift", message, severity, sequences=[int(i) for i in outliers[:20]])]
 
 
 def _growth(pair: Pair, compared: Comparable) -> list[Finding]:
-    """Later tokens differ more: cache, positions or a long context, not the head."""
+    """Later tokens differ more, which points to the cache, positions or a long context instead of the head."""
     places = position_profile(pair, compared)
     if len(places) < 4:
         return []
     first, last = places[0][1], places[-1][1]
     if last < 3 * max(first, 1e-9):
         return []
-    message = f"differences grow along the sequence, from {first:.2g} in its first to {last:.2g} in its last tokens"
+    message = f"differences grow along the sequence, from {first:.2g} in the first to {last:.2g} in the last tokens"
     return [finding("drift", message, "note", first=first, last=last)]
 
 
 def position_profile(pair: Pair, compared: Comparable, parts: int = 10) -> list[tuple[float, float]]:
     """(mean index in the sequence, mean |d|) of tokens grouped by their index, at most `parts` groups."""
-    owner = np.searchsorted(pair.rollout.cu_seqlens, compared.index, side="right") - 1
-    index = compared.index - pair.rollout.cu_seqlens[owner]
+    starts = pair.rollout.cu_seqlens
+    index = compared.index - starts[owners(starts, compared.index)]
     order = np.argsort(index, kind="stable")
     groups = [group for group in np.array_split(order, parts) if len(group) >= 8]
     return [(float(index[group].mean()), float(np.abs(compared.d[group]).mean())) for group in groups]

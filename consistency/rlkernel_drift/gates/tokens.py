@@ -1,17 +1,18 @@
-"""Gate 3: the same tokens, positions and masks? Names the first differing span, decoded both ways."""
+"""Gate 3: do tokens, positions, masks and media agree? Shows the first differing span, decoded on both sides."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from rlkernel_drift.capsule import Capsule, SpanKind
-from rlkernel_drift.gates.common import gate
+from rlkernel_drift.gates import gate
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import Pair
-from rlkernel_drift.statistics import ONE_VALUE
+from rlkernel_drift.statistics import ONE_VALUE, owners
 from rlkernel_drift.verdict import Finding, Gate
 
 _CONTEXT = 8
@@ -22,9 +23,8 @@ def tokens_gate(pair: Pair) -> Gate:
     """Compares ids, positions, masks, templates, tokenizers and media of all matched sequences."""
     findings = [*_models(pair), *_ids(pair), *_positions(pair), *_masks(pair), *_media(pair), *_observations(pair)]
     same = int((pair.train_token >= 0).sum())
-    return gate(
-        "tokens", findings, f"{same} tokens of {len(pair.matches)} sequences are equal, positions and masks too"
-    )
+    words = f"{same} tokens of {len(pair.matches)} sequences are equal, and so are their positions and masks"
+    return gate("tokens", findings, words)
 
 
 def _models(pair: Pair) -> list[Finding]:
@@ -58,7 +58,9 @@ def _ids(pair: Pair) -> list[Finding]:
     begin, end_a, end_b = difference_span(a, b)
     where = f"sequence {i}, from token {begin}"
     left, right = _decode(pair.rollout, a, begin, end_a), _decode(pair.train, b, begin, end_b)
-    message = f"{len(bad)} of {len(pair.matches)} sequences have other tokens; {where}: rollout {left}, train {right}"
+    message = (
+        f"{len(bad)} of {len(pair.matches)} sequences have different tokens; {where}: rollout {left}, train {right}"
+    )
     return [
         finding(
             cause,
@@ -76,7 +78,7 @@ def _ids(pair: Pair) -> list[Finding]:
 
 
 def difference_span(a: np.ndarray, b: np.ndarray) -> tuple[int, int, int]:
-    """First differing token, and the ends of the differing spans of both, after which the tails are equal."""
+    """(first differing token, end of the differing span in a, end in b); the tails behind the spans are equal."""
     n = min(len(a), len(b))
     unequal = np.flatnonzero(a[:n] != b[:n])
     begin = int(unequal[0]) if len(unequal) else n
@@ -133,13 +135,14 @@ def _positions(pair: Pair) -> list[Finding]:
     gap[there] = pair.train.positions[pair.train_token[there]].astype(np.int64) - pair.rollout.positions[there]
     if not gap.any():
         return []
-    owner = np.searchsorted(pair.rollout.cu_seqlens, np.arange(pair.rollout.tokens), side="right") - 1
+    owner = owners(pair.rollout.cu_seqlens, np.arange(pair.rollout.tokens))
     steps = np.diff(gap, prepend=gap[:1])
     inside = (steps != 0) & (owner == np.concatenate([owner[:1], owner[:-1]]))
     if not inside.any():
-        message = f"all positions of a sequence are shifted by one amount (up to {int(np.abs(gap).max())})"
-        words = message + "; rotary embeddings do not see it, learned and scaled ones do"
-        return [finding("positions", words, "warning", shift=int(np.abs(gap).max()))]
+        shift = int(np.abs(gap).max())
+        message = f"all positions of a sequence are shifted by one amount (up to {shift}), which changes the result of "
+        message += "learned and scaled position embeddings but not of rotary ones"
+        return [finding("positions", message, "warning", shift=shift)]
     token = int(np.flatnonzero(inside)[0])
     sequence, index = pair.rollout.place(token)
     mine, other = int(pair.rollout.positions[token]), int(pair.train.positions[pair.train_token[token]])
@@ -166,7 +169,7 @@ def _masks(pair: Pair) -> list[Finding]:
 
 
 def _observations(pair: Pair) -> list[Finding]:
-    """Runs of log-probabilities that are exactly 0 on one side: dummies of tokens that nobody sampled."""
+    """Log-probabilities of exactly 0 on one side: placeholders of tokens that the policy did not sample."""
     streams = pair.streams()
     if streams is None:
         return []
@@ -176,9 +179,9 @@ def _observations(pair: Pair) -> list[Finding]:
         zero = mask & (mine == 0)
         dummy = zero & (other < -0.05)
         count = int(dummy.sum())
-        # A token alone in its kept set has 0 as well, but it is a likely one on the other side.
+        # A token alone in its kept set has log-probability 0 too, but is likely on the other side.
         unlikely = count >= 3 and float(np.quantile(other[dummy], 0.25)) < _UNLIKELY
-        # If nearly all are 0 they are placeholders, which the statistics gate calls inconclusive.
+        # If nearly all are 0, the statistics gate calls the stream a placeholder.
         if unlikely and count >= 0.001 * int(mask.sum()) and int(zero.sum()) <= ONE_VALUE * int(mask.sum()):
             sequence, index = pair.rollout.place(int(np.flatnonzero(dummy)[0]))
             message = f"{count} counted tokens have log-probability exactly 0 on the {name} side, unlikely on the other"
@@ -192,16 +195,16 @@ def _media(pair: Pair) -> list[Finding]:
         left, right = a.get(i, []), b.get(j, [])
         if [digest for *_, digest in left] != [digest for *_, digest in right]:
             swapped = sorted(digest for *_, digest in left) == sorted(digest for *_, digest in right)
-            what = "in another order" if swapped else "not the same"
+            what = "in another order" if swapped else "different"
             message = f"sequence {i}: the media are {what} ({len(left)} in the rollout, {len(right)} in training)"
             bare = next((name for name, side in (("rollout", a), ("train", b)) if not side), None)
             if bare is not None:
-                message += f"; the {bare} side names no media at all"
+                message += f"; the {bare} side names no media"
             return [finding("swapped-media", message, sequence=i, same_set=swapped)]
         if left != right:
             return [_moved(i, *next((m, n) for m, n in zip(left, right, strict=True) if m != n))]
     x, y = _media_spans(pair.rollout), _media_spans(pair.train)
-    for i, j in pair.matches if x and y else []:  # spans are optional: a side may say nothing of its media
+    for i, j in pair.matches if x and y else []:  # spans are optional, so a side may not declare its media
         spans = zip_longest(x.get(i, []), y.get(j, []))
         moved = next(((m, n) for m, n in spans if m != n), None)
         if moved is not None:
@@ -215,18 +218,19 @@ def _moved(sequence: int, left: tuple[Any, ...] | None, right: tuple[Any, ...] |
     return finding("moved-media", message, sequence=sequence)
 
 
-def _media_of(capsule: Capsule) -> dict[int, list[tuple[int, int, str, str]]]:
-    """(begin, end, kind, digest) of the media of each sequence that has some, in the order of their tokens."""
-    found: dict[int, list[tuple[int, int, str, str]]] = {}
-    for m in capsule.manifest.media:
-        found.setdefault(m.sequence, []).append((m.begin, m.end, m.kind, m.digest))
-    return {sequence: sorted(media) for sequence, media in found.items()}
+def _media_of(capsule: Capsule) -> dict[int, list[tuple[Any, ...]]]:
+    """(begin, end, kind, digest) of the media of each sequence, in the order of their tokens."""
+    return _by_sequence((m.sequence, m.begin, m.end, m.kind, m.digest) for m in capsule.manifest.media)
 
 
-def _media_spans(capsule: Capsule) -> dict[int, list[tuple[int, int, str]]]:
-    """(begin, end, kind) of the spans of media, of each sequence that has some."""
-    found: dict[int, list[tuple[int, int, str]]] = {}
-    for sequence, begin, end, kind in [] if capsule.spans is None else capsule.spans.tolist():
-        if kind >= SpanKind.IMAGE:
-            found.setdefault(sequence, []).append((begin, end, SpanKind(kind).name.lower()))
-    return {sequence: sorted(spans) for sequence, spans in found.items()}
+def _media_spans(capsule: Capsule) -> dict[int, list[tuple[Any, ...]]]:
+    """(begin, end, kind) of the media spans of each sequence."""
+    spans = [] if capsule.spans is None else capsule.spans.tolist()
+    return _by_sequence((i, b, e, SpanKind(kind).name.lower()) for i, b, e, kind in spans if kind >= SpanKind.IMAGE)
+
+
+def _by_sequence(rows: Iterable[tuple[Any, ...]]) -> dict[int, list[tuple[Any, ...]]]:
+    found: dict[int, list[tuple[Any, ...]]] = {}
+    for sequence, *row in sorted(rows):
+        found.setdefault(sequence, []).append(tuple(row))
+    return found

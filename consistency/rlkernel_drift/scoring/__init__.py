@@ -1,1 +1,1 @@
-"""Scoring with a reference model (transformers, CPU or GPU): the trainer's side again, under variations."""
+"""Re-scoring with a reference model (transformers, CPU or GPU): the trainer's forward and variations of it."""

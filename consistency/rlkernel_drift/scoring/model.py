@@ -1,7 +1,7 @@
-"""A reference model: the forward of transformers, with dtype, padding, positions, head and rotary base under control.
+"""A reference model: the transformers forward with a chosen dtype, padding, positions, head and rotary base.
 
-The head is applied here, to the hidden states of the counted rows alone, so that its precision can be chosen. Decoding
-with a cache is here as well, as rollouts do it: prompts padded on the left, then one token a sequence at a time.
+The head is applied here, only to the hidden states of the counted rows, so that its precision can be chosen.
+`Decoding` decodes with a cache as rollouts do: left-padded prompts, then one token per sequence and step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ _BATCH_TOKENS = 16384
 _LOGITS = 1 << 26
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """The key of a dtype in `DTYPES`."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Head:
     """Precision of the head.
 
     Attributes:
-        inputs: hidden states and weight are rounded to it first; None: as they are.
-        logits: logits are rounded to it; None: fp32 as accumulated.
-        logprobs: log-probabilities are rounded to it.
+        inputs: dtype to which hidden states and weight are rounded; None leaves them unchanged.
+        logits: dtype to which logits are rounded; None keeps fp32.
+        logprobs: dtype to which log-probabilities are rounded; None keeps fp32.
     """
 
     inputs: torch.dtype | None = None
@@ -45,7 +50,7 @@ class Layout:
 
     Attributes:
         pad: side of the padding; "none" computes each sequence alone.
-        attend: padding tokens are attended to and counted by positions, the fault that a lost mask makes.
+        attend: whether padding tokens are attended to and advance positions, as when the mask is lost.
         multiple: padded lengths are multiples of it.
         token: the padding token.
     """
@@ -57,11 +62,11 @@ class Layout:
 
 
 class ReferenceModel:
-    """A causal language model of transformers and variations of it.
+    """A causal language model of transformers, and variations of it.
 
     Args:
-        model: in fp32, or in its own dtype; copies in other dtypes are made when needed.
-        path: where it came from, for its tokenizer.
+        model: in fp32 or in the checkpoint's dtype; copies in other dtypes are made when needed.
+        path: directory of the model, for its tokenizer.
         own: dtype of the checkpoint; default that of `model`.
     """
 
@@ -75,24 +80,21 @@ class ReferenceModel:
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        device: str = "cpu",
-        attention: str = "",
-        dtype: torch.dtype = torch.float32,
+        cls, path: str | Path, device: str = "cpu", attention: str = "", dtype: torch.dtype = torch.float32
     ) -> ReferenceModel:
         """Loads a model directory.
 
         Args:
-            attention: of transformers; "" is its default for the model, or eager where that default drops something.
-            dtype: of the weights; fp32 lets hypotheses round them to others.
+            attention: attention implementation; "" is the default of transformers, or eager for models whose score
+                caps that default ignores.
+            dtype: of the weights; fp32 lets hypotheses round them to other dtypes.
 
         Raises:
-            DriftError: transformers is missing, or the directory cannot be loaded. Code in it is never run, and a name
-                that is no directory is not looked up elsewhere.
+            DriftError: transformers is missing, or the directory cannot be loaded. Code in the directory is never run,
+                and a name that is not a directory is not looked up on the Hugging Face Hub.
         """
         if not (Path(path) / "config.json").is_file():
-            raise DriftError(f"{path} is no model directory: it has no config.json")
+            raise DriftError(f"{path} is not a model directory: it has no config.json")
         try:
             from transformers import AutoConfig, AutoModelForCausalLM
             from transformers.utils import logging
@@ -112,12 +114,12 @@ class ReferenceModel:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Attention kernels of transformers that compute this model; sdpa knows neither score caps nor sinks."""
+        """Attention implementations that compute this model; sdpa supports neither score caps nor sinks."""
         return ("eager",) if _capped(self.config) or not self.model._supports_sdpa else ("sdpa", "eager")
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the parameters."""
         return next(self.model.parameters()).device
 
     @property
@@ -131,17 +133,13 @@ class ReferenceModel:
         return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
 
     def in_dtype(self, dtype: torch.dtype) -> Any:
-        """The model in a dtype; a copy that is kept."""
+        """The model in a dtype; copies are cached."""
         if dtype not in self._copies:
-            made = copy.deepcopy(self.model).to(dtype)
-            self._restore_rotary(made)
-            self._copies[dtype] = made
+            made = self._copies[dtype] = copy.deepcopy(self.model).to(dtype)
+            # `.to(dtype)` rounds the rotary frequencies; from_pretrained and engines keep them in fp32.
+            for (_, name, frequencies), (target, _, _) in zip(_rotary(self.model), _rotary(made), strict=True):
+                setattr(target, name, frequencies.clone())
         return self._copies[dtype]
-
-    def _restore_rotary(self, made: Any) -> None:
-        # `.to(dtype)` rounds the rotary frequencies; from_pretrained keeps them in fp32, and so do engines.
-        for (_, name, frequencies), (target, _, _) in zip(_rotary(self.model), _rotary(made), strict=True):
-            setattr(target, name, frequencies.clone())
 
     # ---- forward ---------------------------------------------------------------------------------------------------
 
@@ -155,8 +153,8 @@ class ReferenceModel:
         highest = max((int(ids.max()) for ids in sequences.ids if len(ids)), default=0)
         if highest >= self.vocab_size:
             raise DriftError(
-                f"token id {highest} is outside the vocabulary of {self.vocab_size} of {self.path or 'the model'}: "
-                "is it the model that these tokens were sampled from?"
+                f"token id {highest} is outside the vocabulary of {self.vocab_size} entries of "
+                f"{self.path or 'the model'}; name the model from which the tokens were sampled"
             )
         parts: list[Tensor] = []
         for batch in _batches(sequences, 1 if layout.pad == "none" else _BATCH_TOKENS):
@@ -165,7 +163,6 @@ class ReferenceModel:
 
     def _batch(self, model: Any, sequences: Sequences, batch: range, layout: Layout) -> list[Tensor]:
         longest = max(len(sequences.ids[i]) for i in batch)
-        # A lost mask shows the width of the whole batch; padding by itself does not change which tokens are real.
         width = -(-longest // layout.multiple) * layout.multiple
         ids = torch.full((len(batch), width), layout.token)
         positions = torch.zeros((len(batch), width), dtype=sequences.positions[batch[0]].dtype)
@@ -181,8 +178,8 @@ class ReferenceModel:
         if layout.attend:
             mask[:] = 1
             positions = torch.arange(width).expand(len(batch), width).contiguous()
-        # The mask is given even where it hides nothing: without one, transformers takes positions that start again for
-        # the beginning of another packed sequence.
+        # A mask is passed even when it hides nothing: without one, transformers takes positions that restart for the
+        # beginning of another packed sequence.
         out = model.base_model(
             input_ids=ids.to(self.device),
             position_ids=positions.to(self.device),
@@ -193,7 +190,7 @@ class ReferenceModel:
 
     @torch.no_grad()
     def head(self, hidden: Tensor, head: Head | None = None, weight: Tensor | None = None) -> Tensor:  # [N, V] fp32
-        """Logits of hidden states: fp32 products of the values as they are, unless `head` says otherwise."""
+        """Logits of hidden states, computed in fp32 from the values as they are unless `head` rounds them."""
         head = head or Head()
         module = self.in_dtype(hidden.dtype).get_output_embeddings()
         w = module.weight if weight is None else weight.to(hidden.dtype)
@@ -209,25 +206,15 @@ class ReferenceModel:
             logits = torch.tanh(logits / cap) * cap
         return logits if head.logits is None else logits.to(head.logits).float()
 
-    def logits(
-        self,
-        sequences: Sequences,
-        dtype: torch.dtype = torch.float32,
-        layout: Layout | None = None,
-        head: Head | None = None,
-    ) -> Tensor:  # [N, V] fp32
-        """Logits of all counted rows; `rows_that_fit` says how many may be asked for."""
-        return self.head(self.hidden(sequences, dtype, layout), head)
-
     def rows_that_fit(self) -> int:
-        """Counted tokens whose logits take a quarter of a gigabyte."""
+        """Counted tokens whose fp32 logits take 256 MiB."""
         return max(64, _LOGITS // self.vocab_size)
 
     # ---- variations ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def edited(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[None]:
-        """Parameters replaced for a while, in the copy of a dtype."""
+        """Replaces parameters of the copy of a dtype inside the context."""
         parameters = self._parameters(dtype)
         kept = {name: parameters[name].data for name in tensors}
         try:
@@ -239,28 +226,28 @@ class ReferenceModel:
                 parameters[name].data = value
 
     def rotary_base(self, theta: float, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-        """Another base of the rotary embedding for a while."""
+        """Another base of the rotary embedding inside the context."""
         exponent = lambda f: torch.arange(len(f), dtype=torch.float64) / len(f)
         return replaced([(m, n, (theta ** -exponent(f)).to(f)) for m, n, f in _rotary(self.in_dtype(dtype))])
 
     def rotary_rounded(self, to: torch.dtype, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-        """Rotary frequencies rounded to a dtype for a while."""
+        """Rotary frequencies rounded to a dtype inside the context."""
         return replaced([(m, n, f.to(to).to(f)) for m, n, f in _rotary(self.in_dtype(dtype))])
 
     def norm_epsilon(self, epsilon: float, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-        """Another epsilon in every norm for a while."""
+        """Another epsilon in every norm inside the context."""
         modules = list(self.in_dtype(dtype).modules())
         names = [(m, n) for m in modules for n in ("variance_epsilon", "eps") if isinstance(getattr(m, n, None), float)]
         return replaced([(module, name, epsilon) for module, name in names])
 
     def other_gelu(self, dtype: torch.dtype) -> list[tuple[Any, str, Any]]:
-        """Changes for `replaced`: the exact GELU in place of its tanh approximation, or the reverse; empty without."""
+        """Changes for `replaced` that swap exact GELU and tanh approximation; empty if the model uses neither."""
         changes = [(m, "act_fn", _other_gelu(m.act_fn)) for m in self.in_dtype(dtype).modules() if hasattr(m, "act_fn")]
         return changes if all(new is not None for _, _, new in changes) else []
 
     @property
     def theta(self) -> float | None:
-        """Base of the rotary embedding where it is the plain kind; None where frequencies are scaled."""
+        """Base of the rotary embedding; None where its frequencies are scaled."""
         found = [(module, f) for module, name, f in _rotary(self.model) if not name.endswith("original_inv_freq")]
         if len(found) != 1 or getattr(found[0][0], "rope_type", "default") != "default":
             return None
@@ -272,25 +259,25 @@ class ReferenceModel:
         return self._parameters(next(self.model.parameters()).dtype)[name].data
 
     def _parameters(self, dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
-        """Parameters of the copy of a dtype, by name; listed once, as fits that edit weights ask for them each time."""
+        """Parameters of the copy of a dtype by name, cached because fits of weights look them up at each step."""
         if dtype not in self._named:
             self._named[dtype] = dict(self.in_dtype(dtype).named_parameters())
         return self._named[dtype]
 
 
 def _capped(config: Any) -> bool:
-    """Whether attention scores are capped, which transformers' sdpa leaves out in silence."""
+    """Whether attention scores are capped; transformers' sdpa silently ignores the cap."""
     return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
 
 
 def _rotary(model: Any) -> list[tuple[Any, str, Tensor]]:
-    """Rotary frequencies as (module, attribute, value); some families have a set for each type of layer."""
+    """Rotary frequencies as (module, attribute, value); some families have one set per type of layer."""
     buffers = ((m, name, value) for m in model.modules() for name, value in m.named_buffers(recurse=False))
     return [(module, name, value) for module, name, value in buffers if name.endswith("inv_freq")]
 
 
 def _other_gelu(function: Any) -> torch.nn.Module | None:
-    """The GELU that `function` is not, by its values; None where it is neither."""
+    """The other of exact GELU and tanh approximation, recognised by values; None if `function` is neither."""
     if list(getattr(function, "parameters", list)()):
         return None
     x = torch.linspace(-4, 4, 65)
@@ -301,7 +288,7 @@ def _other_gelu(function: Any) -> torch.nn.Module | None:
 
 @contextlib.contextmanager
 def replaced(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Attributes of objects, as (object, name, value), for a while."""
+    """Sets attributes, given as (object, name, value), inside the context."""
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
@@ -323,7 +310,7 @@ def _batches(sequences: Sequences, budget: int) -> Iterator[range]:
 
 
 class Decoding:
-    """State of a decoded batch.
+    """A batch that is decoded token by token with a cache.
 
     Args:
         model: of transformers. prompts: token ids. positions: of each sequence; default 0, 1, 2, ...
@@ -360,7 +347,7 @@ class Decoding:
         self.cache, self.hidden = out.past_key_values, out.last_hidden_state[:, -1]
 
     def feed(self, tokens: Tensor, positions: Tensor | None = None) -> None:
-        """One more token a sequence, [B]."""
+        """Appends one token to each sequence, [B]."""
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
         self._run(tokens[:, None], (self.next if positions is None else positions)[:, None])
         self.next = self.next + 1
@@ -380,3 +367,21 @@ def decoded_hidden(model: Any, sequences: Sequences) -> Tensor:  # [N, C]
         steps.append(state.hidden)
     table = torch.stack(steps)
     return torch.cat([table[(rows - int(rows[0])).to(table.device), i] for i, rows in enumerate(sequences.rows)])
+
+
+@torch.no_grad()
+def prefixed_hidden(old: Any, new: Any, sequences: Sequences, count: int) -> Tensor:  # [N, C]
+    """Hidden states of the counted rows where the keys and values of the first `count` tokens come from `old`."""
+    device = next(new.parameters()).device
+    parts = []
+    for ids, positions, rows in zip(sequences.ids, sequences.positions, sequences.rows, strict=True):
+        ids, positions = ids[None].to(device), positions[None].to(device)
+        first = old.base_model(input_ids=ids[:, :count], position_ids=positions[:, :count], use_cache=True)
+        rest = new.base_model(
+            input_ids=ids[:, count:],
+            position_ids=positions[:, count:],
+            past_key_values=first.past_key_values,
+            use_cache=True,
+        )
+        parts.append(rest.last_hidden_state[0, (rows - count).to(device)])
+    return torch.cat(parts)

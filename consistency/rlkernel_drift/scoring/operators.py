@@ -1,25 +1,24 @@
-"""Outputs of every operator of a transformers decoder: recorded, replayed on another side's recording, spliced in.
+"""Records every operator output of a transformers decoder, replays operators on a recording, and splices outputs in.
 
-Operators have engine-neutral names (`layers.3.q_proj`). Attention and activation are not modules: their outputs are the
-inputs of the projection behind them.
+Operators have engine-neutral names (`layers.3.q_proj`). Attention and activation are not modules, so their outputs are
+read as the inputs of the projections that follow them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlkernel_drift.capsule import Operators
 from rlkernel_drift.capsule import Tensor as Stored
 from rlkernel_drift.capsule.fingerprint import multipliers_torch, row_fingerprints_torch
 from rlkernel_drift.errors import DriftError
 
-# Attribute of a layer -> (operator, what it is of the module), in the order of computation.
+# (submodule of a layer, operator, whether it is the submodule's input or output), in the order of computation.
 _LAYER: tuple[tuple[str, str, Literal["in", "out"]], ...] = (
     ("input_layernorm", "input_norm", "out"),
     ("self_attn.q_proj", "q_proj", "out"),
@@ -40,7 +39,7 @@ _LAYER: tuple[tuple[str, str, Literal["in", "out"]], ...] = (
 
 @dataclass(frozen=True)
 class Point:
-    """Where an operator's output can be seen: the output of a module, or its input."""
+    """Where an operator's output appears: as the output of a module, or as its input."""
 
     name: str
     module: Any
@@ -48,7 +47,7 @@ class Point:
 
 
 def points(model: Any) -> list[Point]:
-    """All points of a decoder of transformers, in the order of computation.
+    """All points of a transformers decoder, in the order of computation.
 
     Raises:
         DriftError: the model has no list of layers.
@@ -77,7 +76,7 @@ def _attribute(module: Any, path: str) -> Any:
 
 @contextlib.contextmanager
 def watched(where: list[Point], see: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
-    """Calls `see(name, value)` at each point of a forward; a tensor that it returns takes the value's place."""
+    """Calls `see(name, value)` at each point of a forward; a returned tensor replaces the value."""
 
     def before(name: str) -> Any:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,18 +113,23 @@ def watched(where: list[Point], see: Callable[[str, Tensor], Tensor | None]) -> 
             handle.remove()
 
 
+def changed(model: Any, names: Set[str], change: Callable[[Tensor], Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Replaces the outputs of the named operators by `change` of them."""
+    return watched([point for point in points(model) if point.name in names], lambda _, value: change(value))
+
+
 def flat(value: Tensor, length: int) -> Tensor:
-    """[1, L, ...] as [L, width]; heads before tokens ([1, H, L, D]) are brought behind them."""
+    """[1, L, ...] as [L, width]; the heads of [1, H, L, D] move behind the tokens."""
     x = value[0]
     if x.shape[0] != length and x.dim() == 3 and x.shape[1] == length:
         x = x.transpose(0, 1)
     return x.reshape(length, -1)
 
 
-def forward(model: Any, ids: Tensor, positions: Tensor) -> Tensor:  # [L], [L] -> [L, C]
+def forward(model: Any, ids: Tensor, positions: Tensor, *, grad: bool = False) -> Tensor:  # [L], [L] -> [L, C]
     """Hidden states of one sequence alone, without padding."""
     device = next(model.parameters()).device
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         return model.base_model(
             input_ids=ids[None].to(device),
             position_ids=positions[None].to(device),
@@ -144,7 +148,7 @@ def record(
 
     Args:
         sequences: (ids, positions) of each.
-        kind: values, or a fingerprint a row, hashed where the model is.
+        kind: values, or one fingerprint per row, hashed on the model's device.
         rows: packed tokens to keep, ascending; default all.
     """
     where = points(model)
@@ -174,7 +178,7 @@ def record(
 
 
 def stored(value: Tensor) -> Stored:
-    """A torch tensor as a capsule holds it."""
+    """A torch tensor in the form that a capsule stores."""
     value = value.detach().contiguous().cpu()
     if value.dtype == torch.bfloat16:
         return Stored(value.view(torch.uint16).numpy(), "BF16")
@@ -182,7 +186,7 @@ def stored(value: Tensor) -> Stored:
 
 
 def as_torch(value: Stored) -> Tensor:
-    """A capsule's tensor as torch has it."""
+    """A tensor of a capsule as a torch tensor."""
     tensor = torch.from_numpy(value.values.copy())
     return tensor.view(torch.bfloat16) if value.dtype == "BF16" else tensor
 
@@ -193,9 +197,9 @@ def as_torch(value: Stored) -> Tensor:
 def replay(
     model: Any, ids: Tensor, positions: Tensor, recorded: dict[str, Tensor]
 ) -> dict[str, Tensor]:  # name -> [L, width]
-    """Every operator computed on the recorded outputs of the operators before it, in one forward.
+    """Computes every operator on the recorded outputs of the operators before it, in one forward.
 
-    What an operator returns is kept and then replaced by what was recorded, so that no error travels on.
+    Each result is kept and then replaced by the recorded value, so that no error propagates.
 
     Args:
         recorded: name -> [L, width], all tokens of this sequence.
@@ -217,14 +221,7 @@ def replay(
     return results
 
 
-def spliced(model: Any, ids: Tensor, positions: Tensor, layer: int, output: Tensor) -> Tensor:  # [L, C]
-    """Hidden states where one layer's output is another side's: what is left of the difference is behind that layer."""
-    name = f"layers.{layer}.output"
-    where = [point for point in points(model) if point.name == name]
-    with watched(where, lambda _, value: output.to(device=value.device, dtype=value.dtype).view(value.shape)):
+def spliced(model: Any, ids: Tensor, positions: Tensor, name: str, output: Tensor) -> Tensor:  # [L, C]
+    """Hidden states with one operator's output replaced: a difference that remains arises behind that operator."""
+    with changed(model, {name}, lambda value: output.to(device=value.device, dtype=value.dtype).view(value.shape)):
         return forward(model, ids, positions)
-
-
-def to_operators(values: dict[str, Stored], rows: Tensor | None) -> Operators:
-    """The recording as a capsule holds it."""
-    return Operators(None if rows is None else rows.numpy(), values)

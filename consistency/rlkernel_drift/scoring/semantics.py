@@ -1,6 +1,6 @@
-"""From logits to log-probabilities: temperature, top-k, top-p, min-p, and fits of these settings to a target.
+"""Log-probabilities under temperature, top-k, top-p and min-p, and fits of these settings to a target.
 
-Sorting does not depend on the temperature, so a fit sorts once and works on cumulative sums.
+The order of logits does not depend on the temperature, so a fit sorts once and works on cumulative sums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkernel_drift.capsule import Sampling
 
 IMPOSSIBLE = -20.0
-"""Stands for minus infinity: a side that calls its own token impossible."""
+"""Stands for minus infinity, where a side gives its own sampled token probability zero."""
 
 
 class SortedLogits:
@@ -68,10 +68,7 @@ class Scaled:
         return count.clamp(min=1)
 
     def processed(self, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:  # [N]
-        """Log-probabilities renormalised over the kept tokens.
-
-        The sampled token was kept: where rounding puts it beyond the edge, the set is taken to reach it.
-        """
+        """Log-probabilities renormalised over the kept tokens, which always include the sampled one."""
         if not top_k and top_p >= 1 and not min_p:
             return self.logp
         count = torch.maximum(self.kept(top_k, top_p, min_p), self.rank + 1)
@@ -80,7 +77,7 @@ class Scaled:
 
 
 def processed(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:  # [N, V], [N] -> [N]
-    """Log-probabilities of the sampled tokens under sampling settings; temperature 0 counts as 1."""
+    """Log-probabilities of the sampled tokens under sampling settings; temperature 0 is treated as 1."""
     temperature = sampling.temperature or 1.0
     if not sampling.filters:
         z = logits / temperature
@@ -93,7 +90,7 @@ def processed(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:  #
 
 
 def golden(error: Callable[[float], float], low: float, high: float, steps: int = 40) -> tuple[float, float]:
-    """Minimum of a function of one variable within a bracket, by golden sections: (place, value)."""
+    """Golden-section search for the minimum within a bracket: (place, value)."""
     ratio = (5**0.5 - 1) / 2
     a, b = high - ratio * (high - low), low + ratio * (high - low)
     fa, fb = error(a), error(b)
@@ -110,7 +107,7 @@ def golden(error: Callable[[float], float], low: float, high: float, steps: int 
 
 
 def scan(error: Callable[[float], float], grid: list[float], steps: int = 40) -> tuple[float, float]:
-    """Best of a grid, refined between its neighbours."""
+    """The best point of a grid, refined by golden sections between its neighbours: (place, value)."""
     values = [error(x) for x in grid]
     best = min(range(len(grid)), key=values.__getitem__)
     low, high = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
@@ -119,17 +116,17 @@ def scan(error: Callable[[float], float], grid: list[float], steps: int = 40) ->
 
 
 def distance(prediction: Tensor, target: Tensor) -> float:
-    """Mean |difference|, at most 20 nats a token."""
+    """Mean |difference|, each token clamped to 20 nats."""
     return float((prediction - target).abs().clamp(max=-IMPOSSIBLE).mean())
 
 
 TEMPERATURES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 5.0]
 _RANKS = 4096
-"""Ranks at which the edge of a kept set is looked for; a larger set is fitted as the whole vocabulary."""
+"""Largest kept set that is fitted; a larger one counts as the whole vocabulary."""
 
 
 def fit_temperature(rows: SortedLogits, target: Tensor) -> tuple[dict[str, float], Tensor]:
-    """The temperature that comes closest, without filters."""
+    """The temperature that leaves the smallest distance, without filters, and its log-probabilities."""
     lse = lambda t: (rows.sorted / t).logsumexp(-1)
     error = lambda t: distance(rows.own / t - lse(t), target)
     best, _ = scan(error, TEMPERATURES)
@@ -137,28 +134,28 @@ def fit_temperature(rows: SortedLogits, target: Tensor) -> tuple[dict[str, float
 
 
 def fit_top_p(rows: Scaled, target: Tensor) -> tuple[dict[str, float], float]:
-    """The top-p that comes closest, and its distance, exactly."""
+    """The top-p of the smallest distance, exactly, and that distance."""
     size = min(rows.cumulative.shape[1], _RANKS)
     edge, error = _edge(rows, target, rows.cumulative[:, : size - 1])
     return {"top_p": min(max(edge, 0.0), 1.0)}, error
 
 
 def fit_min_p(rows: Scaled, target: Tensor) -> tuple[dict[str, float], float]:
-    """The min-p that comes closest, and its distance, exactly."""
+    """The min-p of the smallest distance, exactly, and that distance."""
     size = min(rows.cumulative.shape[1], _RANKS)
     edge, error = _edge(rows, target, -rows.probabilities[:, 1:size] / rows.probabilities[:, :1])
     return {"min_p": min(max(-edge, 0.0), 1.0)}, error
 
 
 def fit_top_k(rows: Scaled, target: Tensor) -> tuple[dict[str, float], float]:
-    """The top-k that comes closest, and its distance, exactly."""
+    """The top-k of the smallest distance, exactly, and that distance."""
     error = _errors(rows, target).double().mean(0)
     best = int(error.argmin())
     return {"top_k": best + 1}, float(error[best])
 
 
 def _errors(rows: Scaled, target: Tensor) -> Tensor:  # [N, K]
-    """|difference| of each row where its kept set has 1, 2, ... tokens, and the sampled one in any case."""
+    """|difference| of each row for kept sets of 1, 2, ... tokens, each extended to the sampled token."""
     limit = min(rows.cumulative.shape[1], _RANKS)
     last = torch.arange(limit, device=rows.rank.device)[None, :]
     mass = rows.cumulative.gather(1, torch.maximum(last, rows.rank[:, None]))
@@ -166,9 +163,9 @@ def _errors(rows: Scaled, target: Tensor) -> Tensor:  # [N, K]
 
 
 def _edge(rows: Scaled, target: Tensor, keys: Tensor) -> tuple[float, float]:
-    """The edge that comes closest, between two neighbouring keys.
+    """The edge of the smallest distance, between two neighbouring keys, and that distance.
 
-    The error has steps: it changes only where the edge passes a key, so that all its values are sums over sorted keys.
+    The error changes only where the edge passes a key, so that all its values are cumulative sums over sorted keys.
 
     Args:
         keys: [N, K - 1] ascending; a row's set grows from k to k + 1 tokens where the edge passes its key k - 1.

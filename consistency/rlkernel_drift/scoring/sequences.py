@@ -1,7 +1,8 @@
-"""Token sequences of a capsule, and the rows whose next token counts."""
+"""Token sequences of a capsule, and the rows that predict its counted tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +19,7 @@ class Sequences:
     Attributes:
         ids: token ids of each sequence, [L_i] int64.
         positions: of each sequence, [L_i] int64 (or float, where positions are scaled).
-        rows: of each sequence, [n_i]: indices t - 1 of the counted tokens t, whose row predicts them.
+        rows: of each sequence, [n_i]: t - 1 for each counted token t, the row that predicts it.
         targets: [N] the counted tokens.
         owner: [N] sequence of each counted token.
         prompt: tokens before the first counted one, of each sequence.
@@ -41,38 +42,26 @@ class Sequences:
         """N."""
         return int(self.targets.shape[0])
 
-    def with_positions(self, positions: list[Tensor]) -> Sequences:
-        """The same tokens at other positions."""
-        return replace(self, positions=positions)
+    def drop_first(self, count: int) -> Sequences:
+        """Drops the first `count` tokens of each sequence; positions keep their first value."""
+        return self._shortened(count, lambda ids, _, cut: ids[cut:])
 
-    def without_head(self, count: int) -> Sequences:
-        """The first `count` tokens of each sequence left out; positions start at their old beginning."""
-        cut = [min(count, self.prompt[i] - 1) for i in range(len(self))]
+    def drop_prompt_end(self, count: int) -> Sequences:
+        """Drops the last `count` tokens of each prompt."""
+        return self._shortened(count, lambda ids, prompt, cut: torch.cat([ids[: prompt - cut], ids[prompt:]]))
+
+    def _shortened(self, count: int, shorten: Callable[[Tensor, int, int], Tensor]) -> Sequences:
+        cut = [min(count, n - 1) for n in self.prompt]
         return replace(
             self,
-            ids=[ids[c:] for ids, c in zip(self.ids, cut, strict=True)],
+            ids=[shorten(*each) for each in zip(self.ids, self.prompt, cut, strict=True)],
             positions=[p[: len(p) - c] for p, c in zip(self.positions, cut, strict=True)],
             rows=[rows - c for rows, c in zip(self.rows, cut, strict=True)],
             prompt=[n - c for n, c in zip(self.prompt, cut, strict=True)],
         )
 
-    def without_prompt_tail(self, count: int) -> Sequences:
-        """The last `count` tokens of each prompt left out."""
-        ids: list[Tensor] = []
-        positions: list[Tensor] = []
-        rows: list[Tensor] = []
-        prompt: list[int] = []
-        for i in range(len(self)):
-            cut = min(count, self.prompt[i] - 1)
-            end = self.prompt[i]
-            ids.append(torch.cat([self.ids[i][: end - cut], self.ids[i][end:]]))
-            positions.append(self.positions[i][: len(ids[-1])])
-            rows.append(self.rows[i] - cut)
-            prompt.append(end - cut)
-        return replace(self, ids=ids, positions=positions, rows=rows, prompt=prompt)
-
-    def with_head(self, token: int) -> Sequences:
-        """A token put in front of each sequence."""
+    def prepend(self, token: int) -> Sequences:
+        """Prepends a token to each sequence."""
         extra = torch.tensor([token])
         return replace(
             self,
@@ -84,7 +73,7 @@ class Sequences:
 
 
 def joined(parts: list[Sequences]) -> Sequences:
-    """Several sets of sequences as one batch."""
+    """Concatenates several sets of sequences into one."""
     offset, owner = 0, []
     for part in parts:
         owner.append(part.owner + offset)
@@ -104,7 +93,7 @@ def sequences_of(capsule: Capsule, budget: int = 1 << 62, chosen: list[int] | No
     """Sequences of a capsule with at least one counted token.
 
     Args:
-        budget: counted tokens at most; whole sequences are left out beyond it, the first one never.
+        budget: largest number of counted tokens; sequences beyond it are left out, except the first.
         chosen: numbers of the sequences; default all.
     """
     ids: list[Tensor] = []

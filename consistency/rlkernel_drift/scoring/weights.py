@@ -1,4 +1,4 @@
-"""Edits of weights that hypotheses need: an older version, an adapter at another scale, rounding, exchanged tensors."""
+"""Weights on disk and edits of weights that hypotheses need: fingerprints, quantisation, LoRA adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """All tensors of a model directory's safetensors files, on the CPU.
 
     Raises:
-        DriftError, CapsuleError: no such file, or a malformed one.
+        DriftError, CapsuleError: a file is missing or malformed.
     """
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -41,15 +41,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def fingerprints(tensors: dict[str, Tensor]) -> dict[str, WeightFingerprint]:
-    """Fingerprints under the names as they are."""
+    """Fingerprint of each tensor."""
     named = sorted(tensors.items())
-    with ThreadPoolExecutor() as pool:  # hashing and numpy leave the interpreter's lock
+    with ThreadPoolExecutor() as pool:  # hashing and numpy release the GIL
         found = pool.map(lambda item: weight_fingerprint(stored(item[1])), named)
         return {name: value for (name, _), value in zip(named, found, strict=True)}
 
 
 def state_of(model: ReferenceModel) -> dict[str, Tensor]:
-    """Weights as they are stored: a head that is the embedding is no tensor of its own."""
+    """Weights as a checkpoint stores them: a tied head is not a tensor of its own."""
     state = dict(model.model.state_dict())
     if model.tied:
         state.pop("lm_head.weight", None)
@@ -66,7 +66,7 @@ def linear_names(model: ReferenceModel) -> list[str]:
 
 
 def quantised(weight: Tensor, how: Quantisation) -> Tensor:  # [N, K] -> [N, K]
-    """The weight after rounding to eight bits and back."""
+    """The weight rounded to eight bits and converted back."""
     w = weight.float()
     if how == "fp8":
         return w.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).to(weight.dtype)
@@ -87,7 +87,7 @@ class Adapter:
     scale: float
 
     def merged(self, model: ReferenceModel, factor: float = 1.0) -> dict[str, Tensor]:
-        """Weights with the update at `factor` times its scale; the model's own are those without adapter."""
+        """Weights of the model plus `factor` times the adapter's update."""
         return {name: model.parameter(name) + factor * update for name, update in self.updates.items()}
 
 
@@ -95,12 +95,12 @@ def read_adapter(path: Path, model: ReferenceModel) -> Adapter:
     """A PEFT adapter directory.
 
     Raises:
-        DriftError: files are missing, or name modules that the model has not.
+        DriftError: files are missing, or name modules that the model does not have.
     """
     try:
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DriftError(f"{path} is no adapter: {error}") from None
+        raise DriftError(f"{path} is not a LoRA adapter: {error}") from None
     rank, alpha = float(config["r"]), float(config["lora_alpha"])
     scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
     tensors = read_weights(path)
@@ -112,7 +112,7 @@ def read_adapter(path: Path, model: ReferenceModel) -> Adapter:
         b = tensors.get(key.replace(".lora_A", ".lora_B"))
         name = key.split(".lora_A")[0].removeprefix("base_model.model.") + ".weight"
         if b is None or name not in names:
-            raise DriftError(f"{path}: {key} fits no weight of the model")
+            raise DriftError(f"{path}: {key} matches no weight of the model")
         updates[name] = scale * (b.float() @ a.float())
     if not updates:
         raise DriftError(f"{path} holds no LoRA tensors")

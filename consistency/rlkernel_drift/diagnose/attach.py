@@ -1,9 +1,7 @@
-"""Puts a diagnosis into a verdict: a failed input gate has named the cause already, the battery names the rest.
+"""Adds a diagnosis to a verdict: a failed input gate has already named the cause, the battery names the others.
 
-From two files alone the train side's recorded logits rows stand in for the model. They decide what is said about
-temperature, kept tokens, padded vocabulary, rounded logits and shifts; hypotheses that need another forward need the
-model. With it comes what the mismatch does to the gradient: the tokens were drawn from the rollout's distribution, and
-a trainer that takes them for its own computes another one.
+Without a model, the logits rows that the train side recorded stand in for it; they decide about temperature, kept
+tokens, padded vocabulary and rounded logits. With a model, the cost of a drift to the policy gradient is measured too.
 """
 
 from __future__ import annotations
@@ -20,26 +18,26 @@ from torch import Tensor
 from rlkernel_drift.capsule import Capsule, Floor, Sampling, WeightFingerprint
 from rlkernel_drift.capsule.fingerprint import weight_fingerprint
 from rlkernel_drift.compare import conclude
-from rlkernel_drift.diagnose.battery import semantic_battery, trial_of
-from rlkernel_drift.diagnose.context import Context, References, context_of
-from rlkernel_drift.diagnose.hypothesis import decide, healthy, residual
+from rlkernel_drift.diagnose.battery import semantic_battery
+from rlkernel_drift.diagnose.context import Context, References, context_of, possible, residual
+from rlkernel_drift.diagnose.hypothesis import Trial, decide
 from rlkernel_drift.diagnose.run import Examined, accepted_diagnosis, alike, diagnose, unexplained_diagnosis
 from rlkernel_drift.errors import DriftError
-from rlkernel_drift.gates.common import INPUT_GATES, skipped, some
+from rlkernel_drift.gates import INPUT_GATES, first_few, skipped
 from rlkernel_drift.gates.weights import same_weight
 from rlkernel_drift.knowledge import finding
 from rlkernel_drift.pair import match
-from rlkernel_drift.profiles import FLOOR_MIN, at_least, carried_floor
+from rlkernel_drift.profiles import FLOOR_MIN, carried_floor, raise_floor
 from rlkernel_drift.scoring.model import Head
-from rlkernel_drift.scoring.operators import stored
-from rlkernel_drift.scoring.semantics import IMPOSSIBLE
+from rlkernel_drift.scoring.operators import forward, stored
 from rlkernel_drift.scoring.sequences import Sequences
 from rlkernel_drift.scoring.weights import state_of
+from rlkernel_drift.statistics import owners
 from rlkernel_drift.verdict import Consequence, Diagnosis, Finding, Gate, LayerView, Status, Verdict
 
 _THETA = 1e-3
 _NO_LOGPROB = frozenset({"not-finite", "support", "above-zero"})
-"""Causes by which the statistics gate refuses values: a difference to them explains nothing."""
+"""Causes of values that are not log-probabilities, from whose differences nothing can be diagnosed."""
 
 
 def diagnose_verdict(
@@ -52,52 +50,39 @@ def diagnose_verdict(
     """The verdict with a diagnosis.
 
     Args:
-        references: loads the models; not called where a gate has named the cause. None: there is no model, and the
-            train side's recorded logits stand in.
+        references: loads the models; not called if a gate has named the cause. None if there is no model, so that the
+            train side's recorded logits stand in for it.
     """
-    found = _diagnosed(verdict, rollout, train, references, floor)
-    return found if found.diagnosis is None else _answered(found)
-
-
-def _diagnosed(
-    verdict: Verdict,
-    rollout: Capsule,
-    train: Capsule,
-    references: Callable[[], References] | None,
-    floor: Floor | None,
-) -> Verdict:
-    named = _from_gates(verdict)
-    if named is not None:
-        return verdict.model_copy(update={"diagnosis": named})
-    if verdict.statistics is None or not verdict.statistics.tokens:
-        return verdict
-    if references is None:
-        found = diagnose_recorded(rollout, train, floor)
-        if found is None:
+    found = _from_gates(verdict)
+    update: dict[str, object] = {}
+    if found is None:
+        if verdict.statistics is None or not verdict.statistics.tokens:
             return verdict
-        result = verdict.model_copy(update={"diagnosis": found})
-    else:
-        models = references()
-        check_model(models, train)
-        found, layers = diagnose(rollout, train, models, floor)
-        update: dict[str, object] = {"diagnosis": found, "layers": _merged(verdict.layers, layers)}
-        if verdict.status == Status.DRIFT:
-            cost = _gradient(rollout, train, models)
-            update["consequences"] = verdict.consequences + ([cost] if cost else [])
-        result = verdict.model_copy(update=update)
-    if found.cause == "none" or verdict.status != Status.ALIGNED:
-        return result
-    if found.cause == "unexplained" and found.floor_source == GUESSED:
-        return _undecided(result, found)
-    # The profile lets it pass; a cause was found all the same, and that is drift.
-    return _failed(result, found)
+        if references is None:
+            found = diagnose_recorded(rollout, train, floor)
+            if found is None:
+                return verdict
+        else:
+            models = references()
+            check_model(models, train)
+            found, layers = diagnose(rollout, train, models, floor)
+            update["layers"] = _merged(verdict.layers, layers)
+            if verdict.status == Status.DRIFT:
+                cost = _gradient(rollout, train, models)
+                update["consequences"] = verdict.consequences + ([cost] if cost else [])
+    result = verdict.model_copy(update={**update, "diagnosis": found})
+    if found.cause != "none" and verdict.status == Status.ALIGNED:
+        # The profile lets the comparison pass, but a named cause is drift all the same.
+        guessed = found.cause == "unexplained" and found.floor_source == GUESSED
+        result = _undecided(result, found) if guessed else _failed(result, found)
+    return _without_answered(result, found)
 
 
 def check_model(models: References, train: Capsule) -> None:
-    """Refuses a model that did not compute the train side: its own deviation would be taken for drift.
+    """Refuses a model that did not compute the train side, because its own deviation would be taken for drift.
 
     Raises:
-        DriftError: it has another shape, rotary base or other weights than the capsule says.
+        DriftError: its shape, rotary base or weights differ from those of the capsule.
     """
     model, manifest = models.model, train.manifest
     theta = manifest.config.get("rope_theta")
@@ -113,20 +98,20 @@ def check_model(models: References, train: Capsule) -> None:
     state = state_of(model)
     merged = set(models.adapter.updates) if models.adapter else set()
     common = [name for name in known if name in state and name not in merged]
-    with ThreadPoolExecutor() as pool:  # hashing and numpy leave the interpreter's lock
+    with ThreadPoolExecutor() as pool:  # hashing and numpy release the GIL
         held = [] if words else list(pool.map(lambda name: _holds(known[name], state[name]), common))
     differ = [name for name, same in zip(common, held, strict=False) if not same]
     if differ:
-        words = [f"{len(differ)} of {len(common)} tensors are others ({some(differ)})"]
+        words = [f"{len(differ)} of {len(common)} tensors differ ({first_few(differ)})"]
     if words:
         raise DriftError(
-            f"--model is not the model that computed the train capsule: {'; '.join(words)}. Name the directory that "
-            "the train side was captured from"
+            f"--model is not the model that computed the train capsule: {'; '.join(words)}. Name the directory from "
+            "which the train side was captured"
         )
 
 
 def _holds(known: WeightFingerprint, value: Tensor) -> bool:
-    """Whether a weight is the one of a fingerprint, in its dtype; true for dtypes that are not judged."""
+    """Whether a weight, in the dtype of a fingerprint, matches it; true for dtypes that cannot be compared."""
     dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     if known.dtype not in dtypes:
         return True
@@ -134,24 +119,21 @@ def _holds(known: WeightFingerprint, value: Tensor) -> bool:
 
 
 def _undecided(verdict: Verdict, found: Diagnosis) -> Verdict:
-    """Nothing fits, but no noise floor was measured: neither aligned nor drift."""
+    """Nothing fits, but no noise floor was measured, so the pair is neither aligned nor drifting."""
     words = f"{found.statement}; the floor is a guess, measure one (`rlkernel-drift floor`) or name --model"
-    gates = [skipped("statistics", words) if gate.name == "statistics" else gate for gate in verdict.gates]
-    return conclude(verdict.model_copy(update={"gates": gates}))
+    return conclude(verdict.with_gate(skipped("statistics", words)))
 
 
-def _answered(verdict: Verdict) -> Verdict:
-    """Without the advice to diagnose, and without hints that the diagnosis refuted: that has been done."""
-    excluded = verdict.diagnosis.excluded if verdict.diagnosis is not None else []
+def _without_answered(verdict: Verdict, diagnosis: Diagnosis) -> Verdict:
+    """Removes the advice to diagnose, and turns hints that the diagnosis excluded into notes."""
 
     def answered(gate: Gate, found: Finding) -> Finding:
         if found.cause == "drift":
             return found.model_copy(update={"fix": ""})
-        if gate.name != "statistics" or found.severity != "warning" or found.cause not in excluded:
+        if gate.name != "statistics" or found.severity != "warning" or found.cause not in diagnosis.excluded:
             return found
-        return found.model_copy(
-            update={"severity": "note", "message": f"{found.message}; re-scoring excludes it", "fix": ""}
-        )
+        message = f"{found.message}; re-scoring excludes it"
+        return found.model_copy(update={"severity": "note", "message": message, "fix": ""})
 
     gates = [gate.model_copy(update={"findings": [answered(gate, f) for f in gate.findings]}) for gate in verdict.gates]
     return verdict.model_copy(update={"gates": gates})
@@ -164,9 +146,8 @@ def _from_gates(verdict: Verdict) -> Diagnosis | None:
             continue
         first = errors[0]
         if gate.name in INPUT_GATES or (gate.name == "statistics" and first.cause in _NO_LOGPROB):
-            return Diagnosis(
-                cause=first.cause, statement=f"Named by the gate of {gate.title}: {first.message}", finding=first
-            )
+            statement = f"Named by the gate of {gate.title}: {first.message}"
+            return Diagnosis(cause=first.cause, statement=statement, finding=first)
     return None
 
 
@@ -175,7 +156,7 @@ def _gradient(rollout: Capsule, train: Capsule, models: References) -> Consequen
     streams = pair.streams()
     if streams is None:
         return None
-    # Both sides in the rollout's order, so that one set of sequences serves for both.
+    # Both sides in the rollout's order, so that one set of sequences serves both.
     context = context_of(rollout, models, streams[0])
     other = torch.from_numpy(pair.from_train(train.logprobs[streams[1]]))[context.sequences.token]
     return gradient_consequence(context, context.target, other)
@@ -183,17 +164,13 @@ def _gradient(rollout: Capsule, train: Capsule, models: References) -> Consequen
 
 def _failed(verdict: Verdict, found: Diagnosis) -> Verdict:
     error = found.finding or finding("drift", found.statement)
-    gates = [
-        gate.model_copy(update={"status": "failed", "summary": found.statement, "findings": [*gate.findings, error]})
-        if gate.name == "statistics"
-        else gate
-        for gate in verdict.gates
-    ]
-    return conclude(verdict.model_copy(update={"gates": gates}))
+    before = verdict.gate("statistics")
+    update = {"status": "failed", "summary": found.statement, "findings": [*before.findings, error]}
+    return conclude(verdict.with_gate(before.model_copy(update=update)))
 
 
 def _merged(before: LayerView | None, local: LayerView | None) -> LayerView | None:
-    """Accumulated errors of the comparison beside the local ones of the replay."""
+    """The local errors of the replay with the accumulated errors of the comparison."""
     if before is None or local is None:
         return local or before
     accumulated = dict(zip(before.operators, before.accumulated, strict=True))
@@ -212,19 +189,19 @@ _LEAST_ROWS = 16
 _NOISIEST = max(FLOOR_MIN, key=FLOOR_MIN.__getitem__)
 _BY_DTYPE = "none measured; by dtype"
 GUESSED = f"0 tokens under {_BY_DTYPE}"
-"""`Diagnosis.floor_source` where no floor was measured."""
+"""`Diagnosis.floor_source` if no floor was measured."""
 
 
 class RecordedLogits:
-    """Stands for a reference model whose logits are known: its hidden states are the logits themselves."""
+    """Stands in for a reference model: the recorded logits take the place of its hidden states."""
 
     def head(self, hidden: Tensor, head: Head | None = None, weight: Tensor | None = None) -> Tensor:
-        """The recorded logits, rounded where asked for."""
+        """The recorded logits, rounded if `head` says so."""
         return hidden if head is None or head.logits is None else hidden.to(head.logits).float()
 
 
 def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = None) -> Diagnosis | None:
-    """Names a cause from recorded logits; None where the train side recorded too few."""
+    """Names a cause from recorded logits; None if the train side recorded too few."""
     pair = match(rollout, train)
     streams = pair.streams()
     rows = train.distribution
@@ -237,10 +214,8 @@ def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = No
         return None
     tokens = torch.tensor([i for _, i in keep])
     logits = torch.from_numpy(rows.logits.float32()[[k for k, _ in keep]].copy())
-    target = torch.from_numpy(np.array(rollout.logprobs[streams[0]], np.float32))[tokens]
-    target = torch.where(torch.isneginf(target), torch.full_like(target, IMPOSSIBLE), target)
-    owner = np.searchsorted(rollout.cu_seqlens, tokens.numpy(), side="right") - 1
-    _, dense = np.unique(owner, return_inverse=True)
+    target = possible(torch.from_numpy(np.array(rollout.logprobs[streams[0]], np.float32))[tokens])
+    _, dense = np.unique(owners(rollout.cu_seqlens, tokens.numpy()), return_inverse=True)
     count = int(dense.max()) + 1
     ids = torch.from_numpy(rollout.ids.astype(np.int64))[tokens]
     sequences = Sequences([torch.zeros(0)] * count, [], [], ids, torch.from_numpy(dense), [], tokens)
@@ -248,19 +223,19 @@ def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = No
     sampling = Sampling() if streams[1].endswith(".raw") else train.manifest.sampling
     context = Context(References(model), sequences, target, sampling, torch.float32, Head())
     as_is = context.predict(logits)
-    left = residual(as_is, target, sequences.owner, count)
+    left = context.residual(as_is)
     measured = floor or carried_floor(rollout.manifest, train.manifest)
-    known = _least(rollout, train) if measured is None else at_least(measured, train.manifest.dtype or "float32")
+    known = _least(rollout, train) if measured is None else raise_floor(measured, train.manifest.dtype or "float32")
     side = Examined("rollout", rollout, context, as_is, logits, left, known)
-    if healthy(left, known):
+    if side.healthy:
         statement = (
             f"The rollout fits the train side's recorded logits: mean |d| {left.mean:.3g} over {len(keep)} tokens"
         )
         return Diagnosis(cause="none", statement=statement, residual=left.mean, floor=known.mean)
     trials = [
-        trial_of(context, hypothesis, prediction)
+        Trial(hypothesis, prediction, context.residual(prediction.values))
         for hypothesis in semantic_battery(context, logits)
-        # Recorded rows need not be neighbours, so that nothing can be said about shifts.
+        # Recorded rows need not be neighbours, so a shift cannot be recognised.
         if hypothesis.cause != "off-by-one" and (prediction := hypothesis.predict(context)) is not None
     ]
     accepted, runner_up, why = decide(trials, left, known)
@@ -274,7 +249,7 @@ def diagnose_recorded(rollout: Capsule, train: Capsule, floor: Floor | None = No
 
 
 def _least(rollout: Capsule, train: Capsule) -> Floor:
-    """Without a measured floor: what engines of the declared dtypes differ by, at least ten times the smallest."""
+    """The floor where none was measured: ten times the smallest difference of two engines of the declared dtypes."""
     least = 10 * max(FLOOR_MIN[side.manifest.dtype or _NOISIEST] for side in (rollout, train))
     return Floor(mean=least, p99=4 * least, maximum=8 * least, permutations=[_BY_DTYPE])
 
@@ -284,7 +259,9 @@ _MAX_TOKENS = 512
 
 
 def gradient_consequence(context: Context, rollout: Tensor, train: Tensor, seed: int = 0) -> Consequence | None:
-    """Cosine of the two gradients, with advantages of one sign a sequence drawn at random.
+    """Cosine between the policy gradient with true ratios and the one that takes rollout and training for equal.
+
+    The advantages are +1 or -1, drawn at random for each sequence.
 
     Args:
         context: of the train side; rollout, train: [N] log-probabilities of its counted tokens.
@@ -329,21 +306,16 @@ def gradient_consequence(context: Context, rollout: Tensor, train: Tensor, seed:
         setting=f"{seen} tokens, advantages of random sign",
         cosine=cosine,
         length=length,
-        words=f"cosine {cosine:.4f} between the gradient and the one with true ratios, {length:.3f} times as long",
+        words=f"cosine {cosine:.4f} between the gradient and the one with true ratios, {length:.3f} times its length",
     )
 
 
-def _logp(context: Context, model: object, i: int) -> Tensor:
+def _logp(context: Context, model: Any, i: int) -> Tensor:
     sequences = context.sequences
     device = context.model.device
-    out = model.base_model(  # type: ignore[attr-defined]
-        input_ids=sequences.ids[i][None].to(device),
-        position_ids=sequences.positions[i][None].to(device),
-        attention_mask=torch.ones_like(sequences.ids[i][None]).to(device),
-        use_cache=False,
-    ).last_hidden_state[0]
-    head = model.get_output_embeddings()  # type: ignore[attr-defined]
+    out = forward(model, sequences.ids[i], sequences.positions[i], grad=True)
+    head = model.get_output_embeddings()
     logits = torch.nn.functional.linear(out[sequences.rows[i].to(device)].float(), head.weight.float(), head.bias)
-    logits = logits / (context.sampling.temperature or 1.0)
+    logits = logits / context.temperature
     targets = sequences.targets[sequences.owner == i].to(device)
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
