@@ -94,8 +94,8 @@ def test_tables_say_what_the_rows_say(tmp_path: Path) -> None:
     assert "| top-p | 1 | 1 |  |  |  |" in made["confusion"] and "| healthy |  |  |  |  | 1 |" in made["confusion"]
     assert "| final norm | 0.1 to 0.1 |  | 1 of 1 |" in made["depths"]
     assert "| error of the query projection in one layer | 0.25 to 0.25 | 0 of 1 |  |" in made["depths"]
-    assert "of 4 above the noise floor 2 were named rightly (50.0%)" in made["sentence"]
-    assert "1 s of CPU time a case" in made["source"]
+    assert "of 4 faults above the noise floor 2 were named correctly (50.0%)" in made["sentence"]
+    assert "1 s of CPU time per case" in made["source"]
 
 
 @pytest.mark.slow
