@@ -77,45 +77,32 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
-def test_kernel_sha_is_that_of_the_definition(benchmarks: None) -> None:
-    import hashlib
-
-    from results_io import kernel_sha
-
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "csrc", "rlkernel/kernels", "rlkernel/ops"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    ).stdout.split()
-    digest = hashlib.sha256()
-    for path in sorted(listed, key=str.encode):
-        digest.update(path.encode() + b"\0" + (ROOT / path).read_bytes() + b"\0")
-    assert kernel_sha() == digest.hexdigest()[:16]
-
-
-@pytest.mark.parametrize("git", (True, False), ids=("git", "files alone"))
-def test_a_sha_changes_with_what_decides_bits(benchmarks: None, tmp_path: Path, git: bool) -> None:
-    """Kernels, also one that git does not know yet; not other packages."""
-    from results_io import kernel_sha
+def test_records_notice_changed_kernels(benchmarks: None, tmp_path: Path) -> None:
+    """Both kernel_sha, which a record carries, and git's comparison with the record's commit."""
+    from results_io import commit, has_current_kernels, kernel_sha
 
     kernels, contract = tmp_path / "rlkernel" / "kernels", tmp_path / "rlkernel" / "contract"
-    for path in (kernels / "kernel.py", contract / "other.py"):
+    for path in (
+        kernels / "kernel.py",
+        contract / "other.py",
+        tmp_path / "csrc" / "k.cpp",
+        tmp_path / "rlkernel/ops/op.py",
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("CHUNK = 1\n")
-    (tmp_path / ".gitignore").write_text("__pycache__/\n")
-    if git:
-        for words in (["init", "-q"], ["add", "."]):
-            subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    seen = [kernel_sha(tmp_path)]
+    identity = ["-c", "user.name=t", "-c", "user.email=t"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    recorded, sha = commit(tmp_path), kernel_sha(tmp_path)
     for path, changes in (
-        (contract / "other.py", False), (kernels / "kernel.py", True), (kernels / "new.py", True),
-        (kernels / "__pycache__" / "kernel.pyc", False),
+        (contract / "other.py", False), (kernels / "__pycache__" / "kernel.pyc", False), (kernels / "kernel.py", True)
     ):  # fmt: skip
         path.parent.mkdir(exist_ok=True)
         path.write_text("CHUNK = 2\n")
-        seen.append(kernel_sha(tmp_path))
-        assert (seen[-1] != seen[-2]) == changes, path.name
+        has_current_kernels.cache_clear()
+        assert has_current_kernels(recorded, tmp_path) is not changes, path.name
+        assert (kernel_sha(tmp_path) != sha) == changes, path.name
+    assert not has_current_kernels("0" * 40, tmp_path) and not has_current_kernels(None, tmp_path)
 
 
 def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -> None:
