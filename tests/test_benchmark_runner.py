@@ -18,7 +18,7 @@ import run
 
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of benchmarks: one says what it got, one fails, one does not end; and the figures."""
+    """A folder of benchmarks: one prints its arguments, one fails, one hangs; and figures.py."""
     says = "import os, sys\nprint(sys.argv[1:], 'on', os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
     for name, text in {
         "bench_says": says, "bench_tells": says, "bench_vllm": says, "bench_vllm_exact": says,
@@ -47,7 +47,9 @@ def test_benchmarks_run_one_after_the_other(
     assert status == 1 and "[] on None" in out and "failed: fails (exit status 3)" in out
     with pytest.raises(SystemExit):
         ran(monkeypatch, capfd, "nothing")
-    assert "no benchmark nothing; there are fails, hangs, says, tells, vllm, vllm_exact" in capfd.readouterr().err
+    assert (
+        "unknown benchmark nothing; choose from fails, hangs, says, tells, vllm, vllm_exact" in capfd.readouterr().err
+    )
 
 
 def test_benchmarks_run_one_a_gpu(
@@ -69,11 +71,11 @@ def test_a_gpu_is_one_of_the_allocations(
     status, out = ran(monkeypatch, capfd, "--gpus", "1", "says")
     assert status == 0 and (scripts / "logs" / "0-says.log").read_text() == "[] on GPU-5\n" and "says, GPU GPU-5" in out
     for gpus, message in (
-        ("0,", "--gpus: '' in '0,' is no GPU"),
-        ("", "--gpus: '' in '' is no GPU"),
-        ("x", "--gpus: 'x' in 'x' is no GPU"),
+        ("0,", "--gpus: '' in '0,' is not a GPU"),
+        ("", "--gpus: '' in '' is not a GPU"),
+        ("x", "--gpus: 'x' in 'x' is not a GPU"),
         ("0,2", "--gpus: 2, but CUDA_VISIBLE_DEVICES='4,GPU-5' has 2; count in it from 0"),
-        ("1,0,1", "--gpus: '1,0,1' has a GPU twice"),
+        ("1,0,1", "--gpus: '1,0,1' names a GPU twice"),
     ):
         with pytest.raises(SystemExit):
             ran(monkeypatch, capfd, "--gpus", gpus, "says")
@@ -97,7 +99,7 @@ def test_two_runs_of_one_result_file_are_refused(
     ):
         with pytest.raises(SystemExit):
             ran(monkeypatch, capfd, one, "tells", other)
-        assert f"{one} and {other} would write one result file, {file}.json" in capfd.readouterr().err
+        assert f"{one} and {other} would write the same result file, {file}.json" in capfd.readouterr().err
     assert ran(monkeypatch, capfd, small, large, f"{small} --workload long", "vllm_exact")[0] == 0
     with pytest.raises(SystemExit):
         ran(monkeypatch, capfd, "says", "vllm --preset nothing")

@@ -1,4 +1,4 @@
-"""What the benchmarks promise of their figures: nothing is made up, and a tool that saw nothing passes nothing."""
+"""Benchmarks: figures are not made up, and a tool that saw nothing is not a pass."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_machine_without_a_gpu_leaves_the_records_of_others_alone(
     assert bench_drift.main() == 0
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")] == [f"{here}/bench_drift.json"]
     monkeypatch.setattr(sys, "argv", ["figures.py", "--here"])
-    for folder, share, said in (("nvidia-h200", 0.9, "none of the files"), (here, 0.7, "0.7")):
+    for folder, share, said in (("nvidia-h200", 0.9, "none of the result files"), (here, 0.7, "0.7")):
         row = {"op": "rope", "share_of_roofline": share}
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "bench_memory_bound.json").write_text(json.dumps({"rows": [row]}))
