@@ -146,7 +146,7 @@ def figures(folder: Path) -> list[Row]:
         lines[-1]["copy"] = ", ".join(f"{row['copy_ms']:.3g} ms" for row in found if row.get("copy_ms"))
     cases = [(op, [row for row in rows if row["op"].split()[0] == op])
              for op in ("rms_norm", "swiglu", "rope", "policy_loss", "adamw", "grad_norm", "embedding")]  # fmt: skip
-    # The largest shape has a line of its own, because small shapes are launch-bound.
+    # The largest shape has its own line, because small shapes are launch-bound.
     for name in ("policy_loss", "rope", "swiglu", "rms_norm"):
         at, (_, of_op) = next((i, case) for i, case in enumerate(cases) if case[0] == name)
         largest = max((row.get("shape", []) for row in of_op), key=math.prod, default=[])

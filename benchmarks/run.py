@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
 import os
 import queue
 import shlex
@@ -58,23 +57,17 @@ def chosen(numbers: str, visible: str | None) -> list[str]:
     """GPUs of `--gpus` as CUDA_VISIBLE_DEVICES names them. If that variable is set, numbers are indices into its list.
 
     Raises:
-        ValueError: an entry is not a number, appears twice, or is outside the list.
+        ValueError: an entry is not the number of a visible GPU.
     """
-    entries = [entry.strip() for entry in numbers.split(",")]
-    for entry in entries:
-        if not (entry.isascii() and entry.isdigit()):
-            raise ValueError(f"{entry!r} in {numbers!r} is not a GPU; expected comma-separated numbers such as 0,1")
-    places = [int(entry) for entry in entries]
-    if len(set(places)) < len(places):
-        raise ValueError(f"{numbers!r} names a GPU twice; name each once")
+    names = numbers.split(",")
+    if not all(name.isdecimal() for name in names):
+        raise ValueError(f"expected comma-separated numbers such as 0,1, got {numbers!r}")
     if visible is None:
-        return [str(place) for place in places]
-    # CUDA reads the list up to the first empty or negative entry
-    offered = list(itertools.takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
-    for place in places:
-        if place >= len(offered):
-            raise ValueError(f"{place}, but CUDA_VISIBLE_DEVICES={visible!r} has {len(offered)}; count in it from 0")
-    return [offered[place] for place in places]
+        return names
+    offered = visible.split(",") if visible else []
+    if max(map(int, names)) >= len(offered):
+        raise ValueError(f"{numbers}, but CUDA_VISIBLE_DEVICES={visible!r} has {len(offered)}, counted from 0")
+    return [offered[int(name)] for name in names]
 
 
 def main() -> int:

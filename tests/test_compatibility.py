@@ -1,4 +1,4 @@
-"""The table of compatibility says what tests found, and nothing else."""
+"""The compatibility tables contain what the tests found."""
 
 from __future__ import annotations
 

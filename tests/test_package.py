@@ -1,4 +1,4 @@
-"""The package as a user gets it: light imports, a wheel that carries its sources, result files and tables."""
+"""The package as users install it: light imports, a wheel with its sources; result files and tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_import_adds_nothing_heavy() -> None:
     assert not loaded_by("import rlkernel") & {"torch", *HEAVY}
 
 
-def test_ops_need_torch_alone() -> None:
+def test_ops_import_only_torch() -> None:
     before = loaded_by("import torch")
     assert not (loaded_by("import rlkernel.ops") - before) & (HEAVY - {"numpy"})
 
@@ -39,8 +39,8 @@ def test_help_imports_no_torch() -> None:
     assert not loaded_by(code) & {"torch", *HEAVY}
 
 
-def test_wheel_carries_sources_and_types(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"  # a copy, since a build leaves folders beside the sources
+def test_wheel_contains_sources_and_types(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"  # a copy, because a build writes to the source tree
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         tree.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tree)
@@ -115,8 +115,8 @@ def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -
     assert data["contract"] == "rlk-2"
 
 
-def test_no_test_lies_beside_the_integrations_folders() -> None:
-    """pytest puts a test's folder on the path: `tests/integrations/vllm` would then pass for an installed vLLM."""
+def test_no_test_is_in_the_root_of_the_integration_tests() -> None:
+    """pytest puts a test's folder on the path, so `tests/integrations/vllm` would be imported as vLLM."""
     assert not list((ROOT / "tests" / "integrations").glob("*.py"))
 
 

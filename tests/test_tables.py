@@ -1,4 +1,4 @@
-"""Tables of the documentation: what they say of records, and which figures are reached."""
+"""The generated tables of the documentation, and the targets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_wide_table_has_a_column_an_implementation(tmp_path: Path, monkeypatch: 
     assert "| T | 8 | 1.5, 0.25 GiB | 3 | out of memory |" in text and "Left out: d is not installed." in text
 
 
-def test_a_record_says_what_never_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_names_what_never_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     rows = [{"tool": "memcheck", "what": "linear", "errors": 0}]
     text = tables.table(result(tmp_path, "sanitize", rows, passed=False, not_launched=["linear:cublaslt.3"]))
@@ -53,7 +53,7 @@ def test_a_record_says_what_never_ran(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "launched" not in tables.table(result(tmp_path, "sanitize", rows, passed=True, not_launched=[]))
 
 
-def test_sums_keep_controls_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_separate_controls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     row = {"test": "test_a", "cases": 2, "tokens": 10, "mismatches": 0, "max_abs_diff": 0.0}
     control = {**row, "test": "test_control_differs", "mismatches": 9, "max_abs_diff": 0.5}
@@ -72,7 +72,7 @@ def test_sums_keep_controls_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_sums_are_of_what_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of no one token lie apart, and wrong schedules that were refused add nothing to what was equal."""
+    """Numbers that belong to no token are summed separately, and refused schedules do not count as equal."""
     import importlib
 
     monkeypatch.setattr(tables, "ROOT", tmp_path)

@@ -27,13 +27,9 @@ def kinds(result: dict[str, Any]) -> str:
 
 
 def confusion(result: dict[str, Any]) -> str:
-    """Planted kinds against named causes, of the cases above the floor and the healthy pairs."""
-    counts = result["confusion"]
-    names = list(dict.fromkeys(name for found in counts.values() for name in found))
-    columns = ["planted", *(str(i) for i, _ in enumerate(names, 1))]
-    lines = [[kind, *(str(found.get(name, "")) for name in names)] for kind, found in counts.items()]
-    legend = ", ".join(f"{i} {name}" for i, name in enumerate(names, 1))
-    return f"Named: {legend}.\n\n" + _markdown(columns, lines, len(names))
+    """The causes named for each planted kind, of the cases above the floor and the healthy pairs."""
+    named = lambda counts: ", ".join(f"{name} ({count})" for name, count in counts.items())
+    return _markdown(["planted", "named"], [[kind, named(counts)] for kind, counts in result["confusion"].items()], 0)
 
 
 def depths(result: dict[str, Any]) -> str:
