@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,46 @@ def _rows(folder: Path, name: str) -> list[Row]:
     return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
-def _line(op: str, anchor: str, target: str, found: list[Row], value: Callable[[Row], float | None],
-          good: Callable[[float], bool]) -> Row:  # fmt: skip
+Target = tuple[str, Callable[[float], bool]]
+
+
+def at_least(low: float, unit: str) -> Target:
+    return f">= {low}{unit}", lambda value: value >= low
+
+
+def at_most(high: float, unit: str) -> Target:
+    return f"<= {high}{unit}", lambda value: value <= high
+
+
+def below(high: float, unit: str) -> Target:
+    return f"< {high}{unit}", lambda value: value < high
+
+
+def _line(op: str, anchor: str, target: Target, found: list[Row], value: Callable[[Row], float | None]) -> Row:
     """One line of the table, from the rows of its cases. A case without a value does not reach the target."""
+    text, good = target
     values = [value(row) for row in found]
     present = [v for v in values if v is not None]
     enough = [v is not None and good(v) for v in values]
 
     def shown(v: float) -> str:
         """At least three digits, and more if rounding would move the value to the other side of the target."""
-        return next(text for n in range(3, 18) if good(float(text := f"{v:.{n}g}")) == good(v))
+        return next(digits for n in range(3, 18) if good(float(digits := f"{v:.{n}g}")) == good(v))
 
     return {
         "op": op,
         "anchor": anchor,
-        "target": target,
+        "target": text,
         "least": shown(min(present)) if present else "",
         "most": shown(max(present)) if present else "",
         "cases": f"{sum(enough)}/{len(values)}" if values else "",
         "copy": "",
         "reached": ("yes" if all(enough) else "no") if values else "",
     }
+
+
+def _ratio(row: Row) -> float | None:
+    return row["ratio"]  # type: ignore[no-any-return]
 
 
 def _time(row: Row) -> float | None:
@@ -61,6 +80,72 @@ def _without_gradients(row: Row) -> float:
     """Peak GiB less the two bf16 gradients that the call returns."""
     t, c, v = row["shape"]
     return float(row["peak_gib"] - 2 * (t + v) * c / 2**30)
+
+
+def _linear(rows: list[Row]) -> Iterator[Row]:
+    for op, what in (
+        ("linear", "forward"),
+        ("linear_between", "forward, intermediate row counts"),
+        ("linear_dgrad", "input gradient"),
+    ):
+        for kind, low in (("geometric mean", 0.98), ("smallest", 0.9)):
+            found = [row for row in rows if row["op"] == f"{op}: {kind}"]
+            yield _line(f"linear, {what}, {kind}", "torch's cuBLAS", at_least(low, "x of its speed"), found, _ratio)
+
+
+def _attention(rows: list[Row]) -> Iterator[Row]:
+    for op, by, what, anchor, low in (
+        ("attention forward", "triton", "attention forward, Triton anchor", "FlashAttention-3", 0.6),
+        ("attention forward", "certified", "attention forward, certified schedule", "FlashAttention-3", 0.6),
+        ("attention backward", "triton", "attention backward", "cuDNN", 0.55),
+        ("paged decode", "triton", "paged decode", "FlashAttention-3", 0.9),
+    ):
+        found = [row for row in rows if row["op"] == op and row["ours"].split(":")[0] == by]
+        found = [row for row in found if row["anchor"] in (anchor, None)]
+        yield _line(what, anchor, at_least(low, "x of its speed"), found, _ratio)
+
+
+def _linear_logprob(rows: list[Row]) -> Iterator[Row]:
+    rows = [r for r in rows if r["op"].startswith("linear_logprob fwd+bwd") and r["anchor"].startswith("TRL")]
+    of = lambda op, ours: [r for r in rows if r["op"] == f"linear_logprob fwd+bwd{op}" and r["ours"] == ours]
+    for ours, op, high, known, memory in (
+        ("rlkernel", "linear_logprob", 0.9, "inputs and gradients", _without_gradients),
+        ("rlkernel, main_grad", "linear_logprob, main_grad", 0.9, "inputs and main_grad", lambda row: row["peak_gib"]),
+        ("rlkernel, keep_probs", "linear_logprob, keep_probs", 0.72, "", None),
+    ):
+        for suffix, how in (("", ""), (", without rest", ", no pause between samples")):
+            name = f"{op}, forward + backward{how}"
+            yield _line(name, "TRL chunked", at_most(high, "x of its time"), of(suffix, ours), _time)
+        if memory is not None:
+            yield _line(f"{op}, memory beyond {known}", "", at_most(MEMORY_GIB, " GiB"), of("", ours), memory)
+    for what, found in (
+        ("with rows, TRL on the same rows",
+         [r for r in rows if r["op"].endswith("rows left out") and r["ours"] == "rlkernel"]),
+        ("without rows, TRL on the rows of the loss", [r for r in rows if r["anchor"].endswith("rows left out")]),
+    ):  # fmt: skip
+        yield _line(f"linear_logprob {what}", "TRL chunked", below(1, "x of its time"), found, _time)
+
+
+def _memory_bound(rows: list[Row]) -> Iterator[Row]:
+    for op, high in (("logprob", 0.33), ("logprob fwd+bwd", 0.75)):
+        found = [row for row in rows if row["op"] == op]
+        copy = ", ".join(f"{row['copy_ms']:.3g} ms" for row in found if row.get("copy_ms"))
+        yield _line(f"{op}, 4096 x 151936", "HBM", at_most(high, " ms"), found, lambda r: r["ours_ms"]) | {"copy": copy}
+    roofline = "bytes / 4.3 TB/s", at_least(SHARE, " of the roofline")
+    for name in ("rms_norm", "swiglu", "rope", "policy_loss", "adamw", "grad_norm", "embedding"):
+        cases = {name: [row for row in rows if row["op"].split()[0] == name]}
+        # The largest shape has its own line, because small shapes are launch-bound.
+        largest = max((row.get("shape", []) for row in cases[name]), key=math.prod, default=[])
+        at_largest = [row for row in cases[name] if row.get("shape", []) == largest]
+        if name in ("policy_loss", "rope", "swiglu", "rms_norm") and len(at_largest) < len(cases[name]):
+            size = " x ".join(map(str, largest)) if len(largest) > 1 else f"{largest[0]:,} tokens"
+            cases[f"{name}, {size} (largest shape)"] = at_largest
+        for what, found in cases.items():
+            shares = [row["copy_share_of_roofline"] for row in found if row.get("copy_share_of_roofline")]
+            copy = f"{min(shares):.3g} to {max(shares):.3g}" if shares else ""
+            yield _line(what, *roofline, found, lambda row: row["share_of_roofline"]) | {"copy": copy}
+            if incremental := _incremental(found):
+                yield _line(f"{what}, incremental bytes", *roofline, incremental, lambda row: row["share"])
 
 
 def _incremental(found: list[Row]) -> list[Row]:
@@ -85,84 +170,16 @@ def figures(folder: Path) -> list[Row]:
 
     "copy" is torch's copy of the same bytes: its milliseconds, or its smallest and largest share of the roofline.
     """
-    lines = []
-    rows = _rows(folder, "bench_linear")
-    for op, what in (
-        ("linear", "forward"),
-        ("linear_between", "forward, intermediate row counts"),
-        ("linear_dgrad", "input gradient"),
-    ):
-        for kind, low in (("geometric mean", 0.98), ("smallest", 0.90)):
-            found = [row for row in rows if row["op"] == f"{op}: {kind}"]
-            lines.append(_line(f"linear, {what}, {kind}", "torch's cuBLAS", f">= {low}x of its speed", found,
-                               lambda row: row["ratio"], lambda v, low=low: v >= low))  # fmt: skip
-
-    lines.append(_line("dispatch overhead of a warm call", "", "< 1 us", _rows(folder, "bench_dispatch"),
-                       lambda row: row["ours_ms"] * 1e3, lambda v: v < 1.0))  # fmt: skip
-
-    rows = _rows(folder, "bench_attention")
-    for op, by, what, anchor, low in (
-        ("attention forward", "triton", "attention forward, Triton anchor", "FlashAttention-3", 0.60),
-        ("attention forward", "certified", "attention forward, certified schedule", "FlashAttention-3", 0.60),
-        ("attention backward", "triton", "attention backward", "cuDNN", 0.55),
-        ("paged decode", "triton", "paged decode", "FlashAttention-3", 0.90),
-    ):
-        found = [row for row in rows if row["op"] == op and row["ours"].split(":")[0] == by]
-        found = [row for row in found if row["anchor"] in (anchor, None)]
-        lines.append(_line(what, anchor, f">= {low}x of its speed", found,
-                           lambda row: row["ratio"], lambda v, low=low: v >= low))  # fmt: skip
-
-    rows = [row for row in _rows(folder, "bench_linear_logprob") if row["op"].startswith("linear_logprob fwd+bwd")]
-    against = [row for row in rows if row["anchor"].startswith("TRL")]
-    trl = [row for row in against if row["op"] == "linear_logprob fwd+bwd"]
-    hot = [row for row in against if row["op"] == "linear_logprob fwd+bwd, without rest"]
-    for ours, op, high, known, memory in (
-        ("rlkernel", "linear_logprob", 0.90, "inputs and gradients", _without_gradients),
-        ("rlkernel, main_grad", "linear_logprob, main_grad", 0.90, "inputs and main_grad", lambda row: row["peak_gib"]),
-        ("rlkernel, keep_probs", "linear_logprob, keep_probs", 0.72, "", None),
-    ):
-        for found, how in ((trl, ""), (hot, ", no pause between samples")):
-            lines.append(_line(f"{op}, forward + backward{how}", "TRL chunked", f"<= {high}x of its time",
-                               [row for row in found if row["ours"] == ours], _time,
-                               lambda v, high=high: v <= high))  # fmt: skip
-        if memory is not None:
-            found = [row for row in trl if row["ours"] == ours]
-            lines.append(_line(f"{op}, memory beyond {known}", "", f"<= {MEMORY_GIB} GiB", found, memory,
-                               lambda v: v <= MEMORY_GIB))  # fmt: skip
-
-    without = [row for row in against if row["op"].endswith("rows left out") and row["ours"] == "rlkernel"]
-    within = [row for row in against if row["anchor"].endswith("rows left out")]
-    for what, found in (
-        ("linear_logprob with rows, TRL on the same rows", without),
-        ("linear_logprob without rows, TRL on the rows of the loss", within),
-    ):
-        lines.append(_line(what, "TRL chunked", "< 1x of its time", found, _time, lambda v: v < 1.0))
-
-    rows = _rows(folder, "bench_memory_bound")
-    for op, high in (("logprob", 0.33), ("logprob fwd+bwd", 0.75)):
-        found = [row for row in rows if row["op"] == op]
-        lines.append(_line(f"{op}, 4096 x 151936", "HBM", f"<= {high} ms", found,
-                           lambda row: row["ours_ms"], lambda v, high=high: v <= high))  # fmt: skip
-        lines[-1]["copy"] = ", ".join(f"{row['copy_ms']:.3g} ms" for row in found if row.get("copy_ms"))
-    cases = [(op, [row for row in rows if row["op"].split()[0] == op])
-             for op in ("rms_norm", "swiglu", "rope", "policy_loss", "adamw", "grad_norm", "embedding")]  # fmt: skip
-    # The largest shape has its own line, because small shapes are launch-bound.
-    for name in ("policy_loss", "rope", "swiglu", "rms_norm"):
-        at, (_, of_op) = next((i, case) for i, case in enumerate(cases) if case[0] == name)
-        largest = max((row.get("shape", []) for row in of_op), key=math.prod, default=[])
-        at_largest = [row for row in of_op if row.get("shape", []) == largest]
-        if len(at_largest) < len(of_op):
-            size = " x ".join(map(str, largest)) if len(largest) > 1 else f"{largest[0]:,} tokens"
-            cases.insert(at + 1, (f"{name}, {size} (largest shape)", at_largest))
-    for name, found in cases:
-        lines.append(_line(name, "bytes / 4.3 TB/s", f">= {SHARE} of the roofline", found,
-                           lambda row: row["share_of_roofline"], lambda v: v >= SHARE))  # fmt: skip
-        copies = [row["copy_share_of_roofline"] for row in found if row.get("copy_share_of_roofline")]
-        lines[-1]["copy"] = f"{min(copies):.3g} to {max(copies):.3g}" if copies else ""
-        if incremental := _incremental(found):
-            lines.append(_line(f"{name}, incremental bytes", "bytes / 4.3 TB/s", f">= {SHARE} of the roofline",
-                               incremental, lambda row: row["share"], lambda v: v >= SHARE))  # fmt: skip
-    return lines
+    of = {name: _rows(folder, name) for name in FILES}
+    dispatch = _line("dispatch overhead of a warm call", "", below(1, " us"), of["bench_dispatch"],
+                     lambda row: row["ours_ms"] * 1e3)  # fmt: skip
+    return [
+        *_linear(of["bench_linear"]),
+        dispatch,
+        *_attention(of["bench_attention"]),
+        *_linear_logprob(of["bench_linear_logprob"]),
+        *_memory_bound(of["bench_memory_bound"]),
+    ]
 
 
 def speed(folder: Path) -> list[Row]:

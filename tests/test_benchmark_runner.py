@@ -38,7 +38,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arg
     return status, capfd.readouterr().out
 
 
-def test_benchmarks_run_one_after_the_other(
+def test_benchmarks_run_sequentially(
     scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, out = ran(monkeypatch, capfd, "says --rounds 3", "tells")
@@ -52,7 +52,7 @@ def test_benchmarks_run_one_after_the_other(
     )
 
 
-def test_benchmarks_run_one_a_gpu(
+def test_benchmarks_run_one_per_gpu(
     scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Two GPUs: while one benchmark hangs, the other GPU takes all the rest."""
@@ -84,7 +84,7 @@ def test_gpus_are_indices_into_the_allocation(
     assert "CUDA_VISIBLE_DEVICES='' has 0" in capfd.readouterr().err
 
 
-def test_two_runs_of_one_result_file_are_refused(
+def test_two_runs_with_the_same_result_file_are_refused(
     scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     small, large = "vllm --preset qwen3-0.6b", "vllm --preset qwen3-8b"

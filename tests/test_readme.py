@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if "://" not in link:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -71,7 +71,7 @@ def test_sums_separate_controls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "unknown commit (older kernels)" in tables.sums(unknown)
 
 
-def test_sums_are_of_what_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_count_what_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that belong to no token are summed separately, and refused schedules do not count as equal."""
     import importlib
 
@@ -98,7 +98,7 @@ def line(folder: Path, op: str) -> dict[str, Any]:
     return next(row for row in figures.figures(folder) if row["op"] == op)
 
 
-def test_the_figures_say_at_which_commit_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_name_the_commit_of_each_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "has_current_kernels", lambda commit: commit == "def5678")
     of = {"linear": ("abc1234", "01"), "attention": ("def5678", "02"), "linear_logprob": ("abc1234", "01")}
     for name, (commit, day) in of.items():
@@ -111,14 +111,16 @@ def test_the_figures_say_at_which_commit_they_were_measured(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("share,reached", (((0.86, 0.9), "yes"), ((0.86, 0.84), "no"), ((0.9, None), "no")))
-def test_a_figure_is_reached_in_every_case_or_not(tmp_path: Path, share: tuple[float, float], reached: str) -> None:
+def test_a_target_is_reached_only_if_every_case_reaches_it(
+    tmp_path: Path, share: tuple[float, float], reached: str
+) -> None:
     assert line(tmp_path, "rope")["reached"] == "" and line(tmp_path, "rope")["cases"] == ""
     result(tmp_path, "bench_memory_bound", [{"op": "rope", "share_of_roofline": s} for s in share])
     assert line(tmp_path, "rope")["reached"] == reached
 
 
-def test_incremental_bytes_are_a_figure_of_their_own(tmp_path: Path) -> None:
-    """The two largest of three sizes, whose every byte takes as long after a fixed 4 us."""
+def test_incremental_bytes_have_their_own_target(tmp_path: Path) -> None:
+    """Uses the two largest of three sizes, which have a fixed cost of 4 us and a constant bandwidth."""
     at = lambda tokens, ms, floor: {
         "op": "rope", "shape": [tokens, 8], "ours_ms": ms, "share_of_roofline": floor / ms
     }  # fmt: skip
@@ -132,17 +134,16 @@ def test_incremental_bytes_are_a_figure_of_their_own(tmp_path: Path) -> None:
     assert line(tmp_path, "rope, incremental bytes")["reached"] == "no"
 
 
-def test_a_figure_just_short_of_the_line_does_not_look_reached() -> None:
-    line = lambda *values: figures._line(
-        "op", "", ">= 0.85", [{"v": v} for v in values], lambda r: r["v"], lambda v: v >= 0.85
-    )
+def test_a_value_just_below_the_target_is_not_rounded_up_to_it() -> None:
+    rows = lambda values: [{"v": v} for v in values]
+    line = lambda *values: figures._line("op", "", figures.at_least(0.85, ""), rows(values), lambda row: row["v"])
     assert line(0.84951)["least"] == "0.8495" and line(0.84951)["reached"] == "no"
     assert line(0.85049)["least"] == "0.85" and line(0.85049)["reached"] == "yes"
     some = line(0.84951, 0.9, 0.88, 0.9, None)
     assert (some["least"], some["most"], some["cases"]) == ("0.8495", "0.9", "3/5")
 
 
-def test_a_figure_says_what_a_copy_takes(tmp_path: Path) -> None:
+def test_a_target_shows_the_copys_value(tmp_path: Path) -> None:
     shares = ((0.9, 0.95), (0.6, 0.7), (0.8, 0.9), (0.7, 0.8))
     rows = [{"op": "rope", "share_of_roofline": a, "copy_share_of_roofline": b} for a, b in shares]
     result(tmp_path, "bench_memory_bound", [*rows, {"op": "logprob", "ours_ms": 0.34, "copy_ms": 0.3}])
@@ -150,7 +151,7 @@ def test_a_figure_says_what_a_copy_takes(tmp_path: Path) -> None:
     assert line(tmp_path, "logprob, 4096 x 151936")["copy"] == "0.3 ms"
 
 
-def test_the_largest_shape_has_a_line_of_its_own(tmp_path: Path) -> None:
+def test_the_largest_shape_has_its_own_line(tmp_path: Path) -> None:
     cases = (([8, 4], 0.7), ([16, 4], 0.9), ([16, 4], 0.86), ([32, 1], 0.6))
     rows = [{"op": "rope", "shape": n, "share_of_roofline": s} for n, s in cases]
     result(tmp_path, "bench_memory_bound", rows)
@@ -159,7 +160,7 @@ def test_the_largest_shape_has_a_line_of_its_own(tmp_path: Path) -> None:
     assert line(tmp_path, "rope")["reached"] == "no"
 
 
-def test_policy_loss_is_judged_by_all_its_cases_and_by_the_largest(tmp_path: Path) -> None:
+def test_policy_loss_has_lines_for_all_cases_and_for_the_largest(tmp_path: Path) -> None:
     assert line(tmp_path, "policy_loss")["cases"] == ""
     cases = [(2048, 0.002), (1 << 24, 0.9), (131_072, 0.18)]
     rows = [{"op": "policy_loss fwd+bwd", "shape": [n], "share_of_roofline": s} for n, s in cases]
@@ -189,7 +190,7 @@ def test_figures_take_times_of_the_right_rows(tmp_path: Path) -> None:
     assert line(tmp_path, "linear_logprob, keep_probs, forward + backward")["cases"] == ""
 
 
-def test_the_anchors_figure_of_attention_is_its_own(tmp_path: Path) -> None:
+def test_the_anchor_of_attention_has_its_own_target(tmp_path: Path) -> None:
     row = {"op": "attention forward", "anchor": "FlashAttention-3"}
     rows = [
         {**row, "ours": "certified: hopper.skip", "ratio": 0.83},
