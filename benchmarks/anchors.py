@@ -1,7 +1,6 @@
-"""The libraries that the figures are measured against, called as their own trainers call them.
+"""The libraries that rlkernel is compared with, called as their own trainers call them.
 
-A library that is not installed, or does not run here, is left out: `MISSING` says which and why, for the printed output
-and the result file.
+A library that is not installed or does not run here is left out; `MISSING` lists the reasons for the result file.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ import torch
 from torch import Tensor
 
 TRL_CHUNK = 32768
-"""Vocabulary entries of a tile: the width that TRL 1.16's trainers pass."""
+"""Vocabulary entries per tile, as TRL 1.16's trainers pass it."""
 
 MISSING: list[str] = []
-"""One sentence for each library that is left out."""
+"""One sentence per library that is left out."""
 
 
 def missing(reason: str) -> None:
-    """Notes a library or a case that is left out."""
+    """Records and prints that a library or a case is left out."""
     MISSING.append(reason)
     print(f"note: {reason}", flush=True)
 
 
 def _find(package: str, load: Callable[[], Any]) -> tuple[str, Any] | None:
-    """(version, what `load` returns), or None, with a note."""
+    """(version, result of `load`), or None after recording the reason."""
     try:
         return metadata.version(package), load()
     except metadata.PackageNotFoundError:
@@ -42,7 +41,7 @@ def _find(package: str, load: Callable[[], Any]) -> tuple[str, Any] | None:
 def trl() -> tuple[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] | None:
     """(name, f(hidden, weight, targets) -> (logp, entropy)): TRL's chunked log-probability.
 
-    Its GRPO trainer asks for both outputs, and passes the tokens that count alone.
+    Its GRPO trainer requests both outputs and passes only the tokens that count.
     """
 
     def load() -> Any:
@@ -65,8 +64,8 @@ def trl() -> tuple[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
 def liger(reduction: str) -> tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]] | None:
     """(name, f(hidden, weight, targets) -> loss): Liger's fused linear cross-entropy with its defaults.
 
-    "none" takes an upstream gradient a token, as reinforcement learning needs; with "mean" the gradients are made in
-    the forward, which a scalar upstream gradient allows.
+    "none" takes one upstream gradient per token, as reinforcement learning needs. "mean" computes the gradients in the
+    forward, which a scalar upstream gradient allows.
     """
 
     def load() -> Any:
@@ -86,6 +85,6 @@ def liger(reduction: str) -> tuple[str, Callable[[Tensor, Tensor, Tensor], Tenso
 
 
 def materialised(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Log-probabilities by plain torch: bf16 logits, widened, log-sum-exp, gather."""
+    """Log-probabilities in plain torch: bf16 logits, converted to fp32, log-sum-exp, gather."""
     logits = (hidden @ weight.T).float()
     return logits.gather(1, targets[:, None])[:, 0] - torch.logsumexp(logits, 1)

@@ -1,10 +1,8 @@
-"""attention against the fastest libraries that keep no contract: FlashAttention-3 and cuDNN, interleaved.
+"""attention against FlashAttention-3 (from vLLM) for forward and paged decode, and cuDNN for backward.
 
-Forward and paged decode beside FlashAttention-3 (which vLLM brings), backward beside cuDNN through torch; head dim 128,
-causal, bf16. An anchor that is not installed leaves its columns empty. A ratio above 1 means rlkernel is faster.
-
-"ours" names what ran: "triton", the common kernel, or "certified: NAME", a schedule that took its place; such a line is
-followed by the common kernel's own, timed in the same rounds with all schedules switched off.
+Head dim 128, causal, bf16. The columns of an anchor that is not installed stay empty. A ratio above 1 means rlkernel is
+faster. "ours" is "certified: NAME" for a schedule or "triton" for the Triton kernel. After a schedule's line comes the
+Triton kernel's, timed in the same rounds with all schedules switched off.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """One or two lines of the table; `flops` or, for decode, `moved` bytes turn times into rates."""
+    """One or two lines of the table. Rates come from `flops`, or for decode from `moved` bytes."""
 
     op: str
     shape: tuple[int, ...]  # B, T, H, HK, D
@@ -50,11 +48,11 @@ class Case:
     anchor_name: str
     flops: float
     moved: float
-    ran: str  # what `ours` runs: "cpp" on a CPU, "triton", "certified: NAME"
+    ran: str  # implementation of `ours`: "cpp" on a CPU, "triton", "certified: NAME"
 
 
 def ran(op: str, device: str, call: Callable[[Callable[..., None]], object] | None = None) -> str:
-    """What computes an op here; `call(long)` calls the Triton kernel's function, with `long` for long prefill."""
+    """The implementation of an op here; `call(long)` calls the Triton launcher with the function for long prefill."""
     implementation = select.choose(op, device).implementation
     if implementation != "certified" or call is None:
         return implementation
@@ -67,17 +65,17 @@ def ran(op: str, device: str, call: Callable[[Callable[..., None]], object] | No
 
 
 def flash_attention_3() -> Callable[..., Any] | None:
-    """FlashAttention-3's varlen function, or None with a note."""
+    """FlashAttention-3's varlen function; None, with a message, if it does not load."""
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
-    except Exception as e:  # a build for another torch or GPU fails in its own ways
-        print(f"FlashAttention-3 is not here ({type(e).__name__}: {str(e)[:120]}): its columns stay empty")
+    except Exception as e:  # a build for another torch or GPU can raise anything
+        print(f"FlashAttention-3 does not load ({type(e).__name__}: {str(e)[:120]}): its columns stay empty")
         return None
     return flash_attn_varlen_func
 
 
 def torch_attention(cuda: bool) -> AbstractContextManager[Any]:
-    """cuDNN on CUDA, whatever torch has on a CPU."""
+    """cuDNN on CUDA, torch's default on a CPU."""
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cuda else nullcontext()
 
 
@@ -108,7 +106,7 @@ def prefill(
     )  # fmt: skip
     out, lse = ops.attention(q, k, v, cu, max_seqlen_q=t)
     saved = (dout, q, k, v, out, lse, cu, cu, t, t, SCALE, None)
-    # torch's attention takes batched heads; keys and values are repeated, as its cuDNN path has no grouped backward.
+    # Keys and values are repeated because torch's cuDNN attention has no backward for grouped heads.
     wide = [x.view(b, t, -1, D).transpose(1, 2).repeat_interleave(h // x.shape[1], 1) for x in (q, k, v)]
     leaves = [x.contiguous().requires_grad_() for x in wide]
     with torch_attention(cuda):
@@ -149,7 +147,7 @@ def decode(
 
 
 def cases(device: str, dtype: torch.dtype, fa3: Callable[..., Any] | None) -> Iterator[Case]:
-    """All lines; tensors of one shape are gone before the next one's are made."""
+    """All lines; the tensors of one shape are freed before the next shape's are created."""
     small = device == "cpu"
     for b, t, h, hk in ((2, 256, 4, 2),) if small else PREFILL:
         yield from prefill(b, t, h, hk, dtype, device, fa3)
@@ -158,13 +156,13 @@ def cases(device: str, dtype: torch.dtype, fa3: Callable[..., Any] | None) -> It
 
 
 def without_schedules(run: Run) -> Run:
-    """`run` with every schedule switched off: the common kernel."""
+    """`run` with all schedules switched off."""
 
-    def common() -> object:
+    def anchor() -> object:
         with schedule.without():
             return run()
 
-    return common
+    return anchor
 
 
 def row(case: Case, dtype: torch.dtype, ours_ms: float, anchor_ms: float | None) -> dict[str, Any]:
@@ -186,7 +184,7 @@ def row(case: Case, dtype: torch.dtype, ours_ms: float, anchor_ms: float | None)
 
 
 def measure(case: Case, dtype: torch.dtype, cuda: bool, rounds: int) -> list[dict[str, Any]]:
-    """The case's line; where a schedule ran, then the common kernel's, of the same rounds."""
+    """The case's line; if a schedule ran, then also the Triton kernel's from the same rounds."""
     lines = [case]
     if case.ran.startswith("certified"):
         lines.append(replace(case, ours=without_schedules(case.ours), ran="triton"))
@@ -197,7 +195,7 @@ def measure(case: Case, dtype: torch.dtype, cuda: bool, rounds: int) -> list[dic
 
 
 def main() -> None:
-    """Prints a line a case and writes `bench_attention.json`."""
+    """Prints one line per case and writes `bench_attention.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_device(parser)
     parser.add_argument("--rounds", type=int, default=21)

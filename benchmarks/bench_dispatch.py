@@ -1,7 +1,7 @@
-"""What certified schedules cost on the host: a warm call of a scheduled op less the call of what it chose.
+"""Host overhead of certified schedules: time of a warm call of a scheduled op less the call of its chosen schedule.
 
-The chosen callable is replaced by one that does nothing, so the tensors may lie anywhere; times are the smallest of
-many short runs, which take turns, on one thread. Whether addresses are aligned is asked by the schedules, not in here.
+The chosen schedule is replaced by an empty function, so the tensors can be on any device. Times are minima over many
+short runs that alternate on one thread. Schedules check alignment themselves, so that check is not included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CALLS = 200
 
 
 def seconds(fn: Callable[..., object], arguments: tuple[Any, ...]) -> float:
-    """Of one call, in a short run of them."""
+    """Seconds per call, averaged over a short run."""
     start = time.perf_counter()
     for _ in range(CALLS):
         fn(*arguments)
@@ -35,18 +35,18 @@ def seconds(fn: Callable[..., object], arguments: tuple[Any, ...]) -> float:
 
 
 def nothing(*_: object) -> None:
-    """What the chosen callable is replaced by."""
+    """Replaces the chosen schedule."""
 
 
 def warm(op: ScheduledOp, arguments: tuple[Any, ...]) -> Callable[..., object]:
-    """The call of an op whose schedule is `nothing`."""
+    """The op's call, with `nothing` as its schedule."""
     assert op.family.call_key is not None
     op._runs[op.family.call_key(*arguments)] = nothing
     return op.call
 
 
 def main() -> None:
-    """Prints a line an op and writes `bench_dispatch.json`."""
+    """Prints one line per op and writes `bench_dispatch.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_device(parser)
     parser.add_argument("--rounds", type=int, default=500)
@@ -83,7 +83,7 @@ def main() -> None:
     )
     calls = [(op.family.op + "".join(what), warm(op, arguments), arguments) for op, arguments, *what in cases]
     best = [[float("inf")] * 2 for _ in calls]
-    for _ in range(args.rounds):  # in turns: a host whose clock changes treats all alike
+    for _ in range(args.rounds):  # alternating, so that changes of the host's clock affect all alike
         for least, (_, call, arguments) in zip(best, calls, strict=True):
             for i, fn in enumerate((call, nothing)):
                 least[i] = min(least[i], seconds(fn, arguments))

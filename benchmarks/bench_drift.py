@@ -1,7 +1,7 @@
-"""`rlkernel-drift compare` end to end, as a user types it: two engines on a model, and two files of 100,000 tokens.
+"""`rlkernel-drift compare` end to end as a user runs it: two engines on one model, and two files of 100,000 tokens.
 
-vLLM's default against transformers' default, and both with rlkernel under them, at Qwen3-0.6B's shape with random
-weights on a GPU; on a CPU the two files alone. `--reports DIR` keeps the verdicts and pages.
+On a GPU, at Qwen3-0.6B's shape with random weights: vLLM and transformers with their defaults, and both with rlkernel.
+On a CPU only the two files. `--reports DIR` keeps the verdicts and pages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Case:
     """A comparison of two engines.
 
     Attributes:
-        name: of the report; words: of the row. alone: nothing else runs beside it, so that its time counts.
+        name: of the report; words: of the row. alone: nothing else runs at the same time, so that its time is valid.
         engine: further arguments of vLLM's engine.
     """
 
@@ -69,7 +69,7 @@ CASES = (
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of a comparison from this checkout."""
+    """Environment variables of a comparison that runs from this checkout."""
     paths = (entry_point(folder), ROOT, ROOT / "integrations", ROOT / "consistency", os.environ.get("PYTHONPATH", ""))
     return {
         **os.environ,
@@ -83,13 +83,13 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def command(rollout: str, train: str, name: str, *options: str) -> list[str]:
-    """A comparison whose inputs and outputs lie in the working directory, so that a report names no other place."""
+    """A comparison with inputs and outputs in the working directory, so that a report contains no absolute paths."""
     files = ["--json", f"{name}.json", "--html", f"{name}.html"]
     return [sys.executable, "-m", "rlkernel_drift", "compare", rollout, train, *options, *files]
 
 
 def run(commands: dict[str, list[str]], env: dict[str, str], folder: Path) -> dict[str, tuple[float, int]]:
-    """Seconds and exit status of commands that run together; those that last too long are ended."""
+    """Seconds and exit status of commands that run in parallel; they are killed after TIMEOUT seconds."""
     start = time.perf_counter()
     logs = {name: (folder / f"{name}.log").open("w") for name in commands}
     running = {
@@ -112,9 +112,9 @@ def run(commands: dict[str, list[str]], env: dict[str, str], folder: Path) -> di
     return done
 
 
-def row(words: str, name: str, seconds: float, status: int, reports: Path, beside: int = 0) -> dict[str, Any]:
-    """What a verdict says, as a row of the result."""
-    found: dict[str, Any] = {"comparison": words, "seconds": round(seconds, 2), "beside": beside, "exit": status}
+def row(words: str, name: str, seconds: float, status: int, reports: Path, parallel: int = 0) -> dict[str, Any]:
+    """A verdict as a row of the result."""
+    found: dict[str, Any] = {"comparison": words, "seconds": round(seconds, 2), "parallel": parallel, "exit": status}
     if not (reports / f"{name}.json").is_file():
         return found
     verdict = json.loads((reports / f"{name}.json").read_text())
@@ -123,8 +123,8 @@ def row(words: str, name: str, seconds: float, status: int, reports: Path, besid
     layers = next((g for g in verdict["gates"] if g["name"] == "layers"), {"status": "", "summary": ""})
     at = ""
     if first is not None:
-        apart = "" if first["ulps"] is None else f", {first['ulps']} ulp"
-        at = f"{first['operator']}{apart}, {first['rows']} of {first['of']} rows"
+        distance = "" if first["ulps"] is None else f", {first['ulps']} ulp"
+        at = f"{first['operator']}{distance}, {first['rows']} of {first['of']} rows"
     return {
         **found,
         "status": verdict["status"],
@@ -140,12 +140,12 @@ def row(words: str, name: str, seconds: float, status: int, reports: Path, besid
 
 
 def engines(names: list[str], reports: Path) -> Iterator[dict[str, Any]]:
-    """The comparisons of two engines; those whose time counts run alone, the others beside each other."""
+    """The comparisons of two engines. Those whose time counts run alone, the others in parallel."""
     folder = Path(temporary_folder())
     model = make_model(PRESET, folder)
     chosen = [case for case in CASES if case.name in names]
     together = [case for case in chosen if not case.alone]
-    # Those beside each other come first: the others then find vLLM's caches as a second run of a user does.
+    # The parallel ones run first, so that the timed ones find warm vLLM caches, as in a user's second run.
     for group in [*([together] if together else []), *([case] for case in chosen if case.alone)]:
         env = environment(folder)
         commands = {}
@@ -163,7 +163,7 @@ def engines(names: list[str], reports: Path) -> Iterator[dict[str, Any]]:
 
 
 def files() -> dict[str, Any]:
-    """Two capsules of 100,000 counted tokens with bf16 noise between them, on two cores."""
+    """Two capsules of 100,000 counted tokens that differ by bf16 noise, compared on two cores."""
     import numpy as np
 
     from rlkernel_drift.capsule import Manifest, Sampling, build_capsule, write_capsule
@@ -191,7 +191,7 @@ def files() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prints and writes `bench_drift.json`; 1 where a verdict is not the expected one."""
+    """Prints and writes `bench_drift.json`; returns 1 if a verdict is not the expected one."""
     names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", nargs="+", choices=names, default=names)
@@ -205,7 +205,7 @@ def main() -> int:
         reports = args.reports or Path(temporary)
         reports.mkdir(parents=True, exist_ok=True)
         if not torch.cuda.is_available():
-            print("bench_drift: torch sees no CUDA GPU; two files are compared")
+            print("bench_drift: torch sees no CUDA GPU, so only the two files are compared")
             rows = [files()]
             print(f"wrote {write_result('bench_drift', rows, folder=args.folder)}")
             return 0
@@ -216,7 +216,7 @@ def main() -> int:
         for found in engines(args.case, reports):
             print(found, flush=True)
             rows.append(found)
-            # after each, for a run that is cut short
+            # after each comparison, in case the run is stopped
             path = write_result("bench_drift", rows, folder=args.folder, **versions)
     print(f"wrote {path}")
     return int(any(r["exit"] != (0 if "with rlkernel" in r["comparison"] else 1) for r in rows[1:]))

@@ -1,6 +1,6 @@
 """Rollout throughput: 256 requests of 100-1024 tokens in and out on Qwen3-0.6B shapes, CUDA graphs against eager.
 
-The workload is nano-vllm's benchmark (random token ids, random weights). Needs a GPU.
+The workload is nano-vllm's benchmark with random token ids and random weights. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def main() -> int:
     pages = REQUESTS * 2048 // 16
     settings = {"max_num_seqs": REQUESTS, "max_num_batched_tokens": 16384, "page_size": 16, "num_pages": pages}
     engines = {on: LLM(model, prefix_caching=False, cuda_graphs=on, **settings) for on in (True, False)}
-    engines[True].generate(prompts, params)  # kernels compile, schedules are certified, graphs are recorded
+    engines[True].generate(prompts, params)  # compiles kernels, certifies schedules, captures graphs
     engines[False].generate(prompts[:8], params[:8])
-    measured = [(on, seconds(engines[on])) for on in (True, False, *[True] * (ROUNDS - 1))]  # eager is slow: once
+    order = (True, False, *[True] * (ROUNDS - 1))  # eager only once, because it is slow
+    measured = [(on, seconds(engines[on])) for on in order]
     taken = {on: statistics.median(s for was, s in measured if was == on) for on in engines}
     for on, value in taken.items():
         print(f"graphs {on}: {tokens / value:,.0f} tokens/s ({tokens} tokens, {value:.2f} s)")

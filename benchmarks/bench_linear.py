@@ -1,9 +1,8 @@
 """linear and its gradients against torch's default cuBLAS: 9 Qwen3 weights x 6 row counts, interleaved.
 
-The forward also at row counts between them ("linear_between"), which a decoding batch goes through as it shrinks.
-
-Each side is one CUDA graph, so that the device's time counts, at decode sizes too. On a CPU the weights are small and
-nothing is captured. A ratio above 1 means rlkernel is faster; the last rows are the geometric means and the smallest.
+"linear_between" is the forward at intermediate row counts, which occur while a decoding batch shrinks. Each side is one
+CUDA graph, so that launch times do not count at decode sizes. On a CPU the weights are small and nothing is captured. A
+ratio above 1 means rlkernel is faster; the last rows are geometric means and minima.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ WEIGHTS = (
 
 
 def graph(fn: Callable[[], Tensor]) -> Callable[[], object]:
-    """fn as one CUDA graph, captured after it has run."""
+    """fn as a CUDA graph, captured after warm-up calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -100,7 +99,7 @@ def measure(op: str, name: str, m: int, n: int, k: int, dtype: torch.dtype, cuda
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Geometric mean and smallest ratio, an op."""
+    """Geometric mean and smallest ratio of each op."""
     lines = []
     for op in dict.fromkeys(row["op"].split()[0] for row in rows):
         ratios = [row["ratio"] for row in rows if row["op"].split()[0] == op]
@@ -110,7 +109,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Prints a line a case and writes `bench_linear.json`."""
+    """Prints one line per case and writes `bench_linear.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_device(parser)
     parser.add_argument("--rounds", type=int, default=21)

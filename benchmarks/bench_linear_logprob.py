@@ -1,10 +1,9 @@
 """linear_logprob against TRL's chunked log-probability, Liger's fused cross-entropy and logits in memory.
 
-Three published shapes, bf16, forward and forward + backward; prompts (rows without upstream gradient: the first ones of
-sequences of 1024 tokens), the entropy's gradient, kept probabilities. Where every row has a gradient, ours passes
-`rows`, as the trainers do. Memory counts everything beyond the inputs:
-results, gradients, buffers. TFLOP/s count the products that any implementation needs (one forward, two backward), not
-those that it makes.
+Three published shapes in bf16: forward, forward + backward, prompts (rows without upstream gradient at the start of
+sequences of 1024 tokens), the entropy's gradient, kept probabilities. If every row has a gradient, ours passes `rows`,
+as the trainers do. Memory counts everything beyond the inputs. TFLOP/s count the three products that any implementation
+needs, not the recomputation.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ SMALL = ((96, 64, 1024),)
 OURS, MAIN, KEPT = "rlkernel", "rlkernel, main_grad", "rlkernel, keep_probs"
 SEQUENCE = 1024
 REST = 0.03
-"""Seconds before a timing of forward and backward: these products run at the power limit, and what ran before decides
-a tenth of the time. The table also has the same without rest."""
+"""Pause in seconds before each sample of forward + backward. These products run at the power limit, so without a pause
+the previous candidate changes the time by up to a tenth. The table also has lines without the pause."""
 
 
 class Bench:
-    """One shape: its inputs, and the rows of each case."""
+    """The inputs of one shape and the result rows of its cases."""
 
     def __init__(self, shape: tuple[int, int, int], cuda: bool, rounds: int):
         t, c, v = self.shape = shape
@@ -55,7 +54,7 @@ class Bench:
         self.trl, self.liger, self.liger_mean = anchors.trl(), anchors.liger("none"), anchors.liger("mean")
 
     def add(self, op: str, candidates: dict[str, Callable[[], object]], products: float, rest: float = 0.0) -> None:
-        """Times the candidates and adds a row an anchor for ours, and one against TRL for each further way of ours."""
+        """Times the candidates; adds one row per anchor, and one row against TRL for each further variant of ours."""
         t, c, v = self.shape
         found = compare(candidates, self.cuda, self.rounds, rest)
         ours = [name for name in found if name.startswith(OURS)]
@@ -66,7 +65,7 @@ class Bench:
         self.lines += rows(op, self.shape, self.dtype, found, pairs, products * 2 * t * c * v, moved)
 
     def given(self, upstream: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states, targets and upstream gradient of all rows or of those that `kept` [N] int64 names."""
+        """Hidden states, targets and upstream gradient of all rows, or of the rows `kept` [N] int64."""
         of = (lambda x: x) if kept is None else (lambda x: x.index_select(0, kept))
         return of(self.hidden), of(self.targets), of(upstream)
 
@@ -88,17 +87,17 @@ class Bench:
     def ways(
         self, upstream: Tensor, entropy: bool = False, kept: Tensor | None = None
     ) -> dict[str, Callable[[], object]]:
-        """Our ways to forward and backward."""
+        """Our variants of forward and backward."""
         found = {
             OURS: self.ours(upstream, self.weight, entropy, kept),
             MAIN: self.ours(upstream, self.into_main, entropy, kept),
         }
-        if not entropy:  # the entropy's gradient needs more than a kept probability
+        if not entropy:  # the entropy's gradient recomputes the logits
             found[KEPT] = self.ours(upstream, self.weight, kept=kept, keep_probs=True)
         return found
 
     def chunked(self, upstream: Tensor, kept: Tensor | None = None, entropy: bool = False) -> Callable[[], object]:
-        """TRL's forward and backward over all rows, or over the `kept` ones alone, as its trainer calls it."""
+        """TRL's forward and backward over all rows, or only over the `kept` ones, as its trainer calls it."""
         assert self.trl is not None
         logprob = self.trl[1]
 
@@ -113,7 +112,7 @@ class Bench:
     def grad_of(
         self, loss: Callable[..., Tensor], upstream: Tensor, kept: Tensor | None = None
     ) -> Callable[[], object]:
-        """Forward and backward of an anchor that gives one result."""
+        """Forward and backward of an anchor with one result."""
 
         def run() -> object:
             hidden, targets, grad = self.given(upstream, kept)
@@ -152,12 +151,12 @@ class Bench:
         self.add("linear_logprob fwd+bwd, without rest", candidates, 3)
 
     def prompts(self, share: float, scattered: bool = False) -> None:
-        """A share of the rows has no upstream gradient: the first ones of each sequence, or any.
+        """A share of the rows has no upstream gradient: the first ones of each sequence, or `scattered` ones.
 
-        Over all rows, and without these rows, as TRL's trainer and rlkernel's call of a Hugging Face model do it.
+        Measured over all rows and without these rows, as TRL's trainer and rlkernel's transformers backend call it.
         """
         upstream = torch.where((self.random if scattered else self.place) >= share, self.upstream, 0.0)
-        kept = upstream.nonzero().squeeze(1)  # here, as it waits for the GPU
+        kept = upstream.nonzero().squeeze(1)  # not in the timed call, because it synchronises
         candidates = self.ways(upstream)
         if self.trl:
             candidates[self.trl[0]] = self.chunked(upstream)
@@ -190,7 +189,7 @@ class Bench:
 
 
 def main() -> None:
-    """Prints a line a pair and writes `bench_linear_logprob.json`."""
+    """Prints one line per pair and writes `bench_linear_logprob.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_device(parser)
     parser.add_argument("--rounds", type=int, default=5)
@@ -207,7 +206,7 @@ def main() -> None:
         bench.prompts(0.5)
         bench.prompts(0.9)
         bench.prompts(0.5, scattered=True)
-        bench.prompts(0.8, scattered=True)  # as a loss over the tokens of high entropy alone has them
+        bench.prompts(0.8, scattered=True)  # as in a loss over high-entropy tokens only
         bench.entropy()
         lines += bench.lines
         del bench

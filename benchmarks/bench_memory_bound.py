@@ -1,10 +1,9 @@
-"""Ops that memory bounds: time against the bytes they must move, a copy of them, and torch, compiled where fair.
+"""Memory-bound ops against the roofline of their bytes, a copy of as many bytes, and torch (compiled where possible).
 
-Floor: what an op reads once and writes once, at the measured 4.3 TB/s of an H200; forward and backward are two passes,
-and the second reads again. "share of roofline" is the floor over our time. A short pass cannot reach the floor, as an
-empty kernel takes time too: so a line also has torch's `copy_` of as many bytes, one a pass, timed in turns with ours,
-and "loses to" names what was faster than us. What "after a copy" was timed had the cache evicted by a copy in place of
-a write, see `timing.interleaved`. Compiling takes seconds a shape, so one of the four shapes meets torch.
+The roofline counts what an op reads and writes once, at the measured 4.3 TB/s of an H200; a backward reads its inputs
+again. Short passes cannot reach it because a launch takes time, so each line also has torch's `copy_` of as many bytes,
+one per pass, alternating with ours. "loses to" names what was faster. For the "after copy" columns a copy evicted the
+cache instead of a write (`timing.interleaved`). Compiling takes seconds per shape, so torch runs one of four shapes.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from rlkernel.kernels import stock
 TOKENS, HIDDEN = (8192, 16384), (1024, 4096)
 VOCABULARY = 151936
 LOSS_TOKENS = (8192, 16384, 1 << 20, 1 << 24, 1 << 26)
-"""A loss over 8192 tokens moves 160 kB: launches bound it; the long ones show the kernel's own speed."""
+"""A loss over 8192 tokens moves 160 kB and is launch-bound; the long ones show the kernel's own speed."""
 LOSS_LENGTHS, LONG_LOSSES = (1024, 4096), 1 << 24
-"""Tokens of a sequence; losses of at least so many tokens are measured with both."""
+"""Sequence lengths, and the number of tokens from which losses are measured with both lengths."""
 
 
 @dataclass
 class Case:
-    """One line: our way, an anchor and its name, and the bytes that each pass must move."""
+    """One line: our call, an anchor and its name, and the bytes that each pass must move."""
 
     op: str
     shape: tuple[int, ...]
@@ -48,7 +47,7 @@ class Case:
     moved: tuple[float, ...]  # of each pass
     dtype: torch.dtype | None = None  # the maker's
     against_floor: bool = False
-    """Whether the anchor is left out."""
+    """Whether torch is left out, so that only the roofline and a copy are compared."""
 
 
 class Maker:
@@ -71,8 +70,8 @@ class Maker:
 
 
 def with_backward(fn: Callable[..., object], *leaves: Tensor) -> Callable[[], object]:
-    """Forward and backward with a random upstream gradient for each result. What the op is given is no leaf but
-    another op's result, as in a model."""
+    """Forward and backward with a random upstream gradient for each result. The op's inputs are results of another op,
+    as in a model, and not leaves."""
     upstream: list[Tensor] = []
     inputs = [leaf.clone() for leaf in leaves]
 
@@ -136,7 +135,7 @@ def of_tokens(make: Maker, t: int, c: int) -> Iterator[Case]:
 
 
 def embedding(make: Maker, t: int, c: int) -> Iterator[Case]:
-    """Backward onto an fp32 main_grad; torch's way onto the same buffer is index_add_, which uses atomics."""
+    """Backward onto an fp32 main_grad; torch's equivalent is index_add_, which uses atomics."""
     v = VOCABULARY if make.device == "cuda" else 1024
     row = t * c * make.size
     weight, ids = make.leaf(v, c, scale=0.02), make.ids(v, t)
@@ -147,7 +146,7 @@ def embedding(make: Maker, t: int, c: int) -> Iterator[Case]:
     yield Case("embedding", (t, c, v), lambda: ops.embedding(ids, fixed), anchor, "torch", (2 * row,))
 
     def ours() -> None:
-        ops.embedding(ids, weight).backward(upstream)  # autograd.grad would make a gradient beside main_grad
+        ops.embedding(ids, weight).backward(upstream)  # autograd.grad would also allocate a gradient
 
     def atomics() -> None:
         anchor()
@@ -168,7 +167,7 @@ def policy_loss(make: Maker, t: int, length: int) -> Iterator[Case]:
     owner = torch.repeat_interleave(torch.arange(b, device=make.device), cu.diff().long(), output_size=t)
 
     def plain(logp: Tensor) -> Tensor:
-        """The loss alone, without statistics: what a trainer writes."""
+        """The loss without statistics, as in a plain trainer."""
         ratio, a = torch.exp(logp - old), advantages[owner]
         loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) * mask
         return (loss.view(b, -1).sum(1) / mask.view(b, -1).sum(1).clamp(min=1)).mean()
@@ -218,7 +217,7 @@ def optimizer(make: Maker) -> Iterator[Case]:
 
 
 def copying(moved: tuple[float, ...], device: str) -> Callable[[], object]:
-    """Copies that read and write as many bytes as each pass, without allocating."""
+    """Copies that read and write as many bytes as each pass, without allocation."""
     halves = [int(size) // 8 for size in moved]  # of fp32 elements
     source, target = torch.randn(max(halves), device=device), torch.empty(max(halves), device=device)
     pairs = [(target[:n], source[:n]) for n in halves]
@@ -231,7 +230,7 @@ def copying(moved: tuple[float, ...], device: str) -> Callable[[], object]:
 
 
 def against_copy(line: dict[str, Any], copy_ms: float | None) -> dict[str, Any]:
-    """The line with what a copy of its bytes reaches, whether the share asked for is reached, and what is faster."""
+    """The line, with the copy's share of the roofline, whether SHARE is reached, and what is faster."""
     ours, share = line["ours_ms"], line["share_of_roofline"]
     faster = [
         name for name, ms in ((line["anchor"], line["anchor_ms"]), ("copy", copy_ms)) if ms and ours and ms < ours
@@ -248,7 +247,7 @@ def against_copy(line: dict[str, Any], copy_ms: float | None) -> dict[str, Any]:
 
 
 def after_copy(ms: float, copy_ms: float, moved: float) -> dict[str, Any]:
-    """Fields of what ours and a copy take where a copy evicted the cache."""
+    """Fields for the times of ours and the copy after a copy evicted the cache."""
     return {
         "ms_after_copy": ms,
         "copy_ms_after_copy": copy_ms,
@@ -258,7 +257,7 @@ def after_copy(ms: float, copy_ms: float, moved: float) -> dict[str, Any]:
 
 
 def cases(make: Maker) -> Iterator[Case]:
-    """Every case; a maker's tensors live as long as its case is measured."""
+    """Every case; tensors are freed after their case was measured."""
     cuda = make.device == "cuda"
     yield from logprob(make, *((4096, VOCABULARY) if cuda else (64, 1024)))
     for t in TOKENS if cuda else (64, 128):
@@ -273,7 +272,7 @@ def cases(make: Maker) -> Iterator[Case]:
 
 
 def main() -> None:
-    """Prints a line a case and writes `bench_memory_bound.json`."""
+    """Prints one line per case and writes `bench_memory_bound.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_device(parser)
     parser.add_argument("--rounds", type=int, default=21)

@@ -1,6 +1,6 @@
-"""Ops that no other benchmark measures, against plain torch: linear with its weight gradient, and sampling.
+"""Linear with its weight gradient, and sampling, against plain torch.
 
-`python benchmarks/bench_ops.py` uses the GPU where there is one (bf16), else the CPU (fp32, smaller shapes). A ratio
+`python benchmarks/bench_ops.py` uses the GPU (bf16) if there is one, otherwise the CPU (fp32, smaller shapes). A ratio
 above 1 means rlkernel is faster.
 """
 
@@ -62,7 +62,7 @@ def samples(device: str, small: bool) -> Iterator[Case]:
 
 
 def main() -> None:
-    """Prints a line a case and writes `bench_ops.json`."""
+    """Prints one line per case and writes `bench_ops.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_device(parser)
     parser.add_argument("--rounds", type=int, default=15)

@@ -1,7 +1,7 @@
-"""What a "share of roofline" is a share of: a large bf16 matrix product of torch's cuBLAS, and a large copy.
+"""The peaks behind "share of roofline": a large bf16 matrix product with torch's cuBLAS, and a large copy.
 
-`timing.PEAKS` holds the numbers that shares are computed with; this measures them again on the machine at hand. They
-are what torch reaches there on random data, no limits of the chip: a product of another shape can be a little faster.
+`timing.PEAKS` holds the numbers from which shares are computed; this script measures them again on this machine. They
+are what torch reaches on random data and not limits of the chip, so another shape can be slightly faster.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ BYTES = 1 << 32
 
 
 def main() -> int:
-    """Prints a line a measurement and writes `bench_peaks.json`."""
+    """Prints one line per measurement and writes `bench_peaks.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("there is no GPU here: nothing is measured")
+        print("bench_peaks: torch sees no CUDA GPU; nothing is measured")
         return 1
     a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source = torch.randint(0, 256, (BYTES,), device="cuda", dtype=torch.uint8)

@@ -1,8 +1,8 @@
 """How time and memory grow with tokens T, vocabulary V and group size G, against TRL, Liger and logits in memory.
 
-One axis at a time around Qwen3-0.6B (C = 1024, V = 151936): linear_logprob, forward + backward; for a group also
-policy_loss over its G completions, and group_advantages. What runs out of memory has no time, and its row says so.
-Three rounds, one from 65536 tokens on, so that the whole script takes about a minute on an H200.
+One axis at a time around Qwen3-0.6B (C = 1024, V = 151936): linear_logprob, forward + backward; for groups also
+policy_loss over the G completions, and group_advantages. Candidates that run out of memory have a note instead of a
+time. Three rounds, and one from 65536 tokens, so that the script takes about a minute on an H200.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ TOKENS = (300, 1024, 2066, 4096, 4300, 16384, 65536, 262144)
 VOCABULARIES = (32768, 65536, 131072, 262144)
 GROUPS = (8, 32, 128, 512, 1024)
 COMPLETION = 128
-"""Tokens a completion."""
+"""Tokens per completion."""
 
 LONG = 6 * 65536 * C * V
-"""Products of this size take longer than any noise."""
+"""Products of this size take so long that one round suffices."""
 
 Candidates = dict[str, Callable[[], object]]
 
@@ -50,7 +50,7 @@ class Inputs:
         self.upstream = torch.randn(t, device=self.device)
 
     def logp(self) -> dict[str, Callable[[], Tensor]]:
-        """Every way to the log-probabilities (Liger's has the other sign)."""
+        """Every implementation of the log-probabilities (Liger's has the opposite sign)."""
         args = self.hidden, self.weight, self.targets
         found: dict[str, Callable[[], Tensor]] = {"rlkernel": lambda: ops.linear_logprob(*args).logp}
         trl, liger = anchors.trl(), anchors.liger("none")
@@ -65,7 +65,7 @@ class Inputs:
 
 
 def linear_logprob(x: Inputs) -> Candidates:
-    """Forward and backward of every way."""
+    """Forward and backward of every implementation."""
     return {name: lambda fn=fn: x.grads(fn(), x.upstream) for name, fn in x.logp().items()}  # type: ignore[misc]
 
 
@@ -129,7 +129,7 @@ def sweeps(cuda: bool) -> Iterator[tuple[str, tuple[int, ...], Candidates, torch
 
 
 def main() -> None:
-    """Prints a line a pair and writes `bench_scaling.json`."""
+    """Prints one line per pair and writes `bench_scaling.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_device(parser)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,8 +1,8 @@
 """A GRPO step of TRL at the shape of Qwen3-0.6B: flag on, with vLLM or with rlkernel's engine, against flag off.
 
-8 prompts x 8 completions x 1024 tokens, random weights with healthy gradients, the rollout in the trainer's process.
-Each arm is a process of its own on the one GPU; their steps take turns, so that clocks and neighbours treat them
-alike. `--tiny` runs it on a CPU, to try it.
+8 prompts x 8 completions x 1024 tokens, random weights with finite gradients, the rollout in the trainer's process.
+Each arm is a separate process on the same GPU. Their steps alternate, so that clocks and other load affect them
+alike. `--tiny` is a trial run on a CPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ TINY = {
 
 
 def make_model(folder: str, tiny: bool) -> None:
-    """A random Qwen3 whose logits have a deviation of about 3 and whose gradients are finite, with a tokenizer."""
+    """A random Qwen3 with a tokenizer; its logits have a standard deviation of about 3, and its gradients are
+    finite."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -78,14 +79,14 @@ def make_model(folder: str, tiny: bool) -> None:
 
 
 def worker(arm: str, folder: str, steps: int, tiny: bool) -> None:
-    """One arm: builds the trainer, then makes a step for every line on standard input and answers with its figures."""
+    """One arm: builds the trainer, then runs one step per line on standard input and prints its figures."""
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
 
     from rlkernel_trl import GRPOConfig, GRPOTrainer, rollout_func
 
-    if tiny and arm == "off":  # stock vLLM on a CPU repacks weights, which TRL cannot update then
+    if tiny and arm == "off":  # stock vLLM on a CPU repacks weights, so TRL could not update them
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
         keep = lambda self, layer: setattr(layer, "cpu_linear", torch.nn.functional.linear)
@@ -113,7 +114,7 @@ def worker(arm: str, folder: str, steps: int, tiny: bool) -> None:
         return call
 
     class Turns(TrainerCallback):
-        """Waits for a line before each step, and reports after it."""
+        """Waits for a line before each step and reports after it."""
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             sys.stdin.readline()
@@ -206,7 +207,7 @@ class Arm:
         )
 
     def wait(self, mark: str) -> str:
-        """The next line that starts with `mark`, without it."""
+        """The next line that starts with `mark`, without the mark."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(mark):
@@ -214,7 +215,7 @@ class Arm:
         raise RuntimeError(f"arm {self.name} ended: {Path(self.log.name).read_text()[-3000:]}")
 
     def step(self) -> dict[str, float]:
-        """Makes one step; returns its figures."""
+        """Runs one step and returns its figures."""
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
@@ -223,11 +224,13 @@ class Arm:
 
 
 def main() -> int:
-    """Prints every step and writes `bench_trl.json`; exit status 1 where a log-probability differed under the flag."""
+    """Prints every step and writes `bench_trl.json`; returns 1 if a log-probability differed under the flag."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=WARM_UP + 6, help=f"of each arm, {WARM_UP} of them to warm up")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU; writes no result")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="default: all; figures need off")
+    parser.add_argument(
+        "--steps", type=int, default=WARM_UP + 6, help=f"steps of each arm, including {WARM_UP} for warm-up"
+    )
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model on the CPU and write no result")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="default: all; a result needs off")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -240,12 +243,12 @@ def main() -> int:
         print("bench_trl: torch sees no CUDA GPU; nothing is measured")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        # In a process of its own: this one must not hold the GPU.
+        # In a separate process, because this one must not hold the GPU.
         code = f"import sys; sys.path[:0] = {PATHS!r}; import bench_trl; bench_trl.make_model({folder!r}, {args.tiny})"
         subprocess.run([sys.executable, "-c", code], check=True)
         start = time.perf_counter()
         arms = {}
-        for name in args.arms:  # one after the other: vLLM measures free memory while it starts
+        for name in args.arms:  # sequentially, because vLLM measures free memory while it starts
             arms[name] = Arm(name, folder, args.steps, args.tiny)
             arms[name].wait("READY")
             print(f"[{time.perf_counter() - start:5.0f} s] {name} is up", flush=True)
@@ -262,13 +265,14 @@ def main() -> int:
     print(json.dumps(rows, indent=1))
     if not args.tiny:
         from results_io import write_result
+        from test_integrations import versions
 
         print(f"wrote {write_result('bench_trl', rows, versions=versions())}")
     return int(any(row["difference"] != 0 or row["exact_frac"] != 1 for row in rows))
 
 
 def result(name: str, all_on: list[dict[str, float]], off: list[dict[str, float]]) -> dict[str, Any]:
-    """A line of the result file: medians of the measured steps; equality over all steps of the flag's arm."""
+    """A row of the result: medians over the measured steps; equality over all steps with the flag."""
     on = all_on[WARM_UP:]
     median = lambda rows, name: statistics.median(row.get(name, 0.0) for row in rows)
     ours, anchor = median(on, "seconds") * 1e3, median(off, "seconds") * 1e3
@@ -294,19 +298,6 @@ def result(name: str, all_on: list[dict[str, float]], off: list[dict[str, float]
         "tokens": int(sum(64 * row["completions/mean_length"] for row in all_on)),
         "rounds": len(on),
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions that the figures depend on."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in ("torch", "triton", "trl", "vllm", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Rollout throughput of vLLM: as it comes, batch-invariant, and with rlkernel under it, in turns on one GPU.
+"""Rollout throughput of vLLM with its defaults, batch-invariant, and with rlkernel, alternating on one GPU.
 
 Workloads: nano-vllm's benchmark (256 requests of 100-1024 tokens in and out), and 4 requests of 32k tokens. Random
-weights at published shapes. Where three engines do not fit together, two are up at a time, vLLM's default among them.
+weights at published shapes. If three engines do not fit into memory, vLLM's default runs with one other at a time.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 CASES = (("qwen3-0.6b", "nano"), ("qwen3-8b", "nano"), ("qwen3-0.6b", "long"), ("qwen3-8b", "long"))
 VOCABULARY = 120000
-"""Ids are drawn below it; every preset has them."""
+"""Token ids are drawn below this number, which is valid for every preset."""
 RESERVE = 10 << 30
-"""Bytes of an engine beside weights and cache: CUDA, activations, graphs."""
+"""Bytes of an engine in addition to weights and cache: CUDA context, activations, graphs."""
 
 
 def peak_tokens(prompt: tuple[int, int], output: tuple[int, int]) -> float:
-    """Most tokens in the cache a request, on average, where all start at once and lengths are uniform."""
+    """Maximum over time of the mean number of cached tokens per request; all start at once, lengths are uniform."""
     least, most = output
     alive = lambda t: 1.0 if t <= least else (most - t) / (most - least)
     return max(alive(t) * (sum(prompt) / 2 + t) for t in range(most + 1))
 
 
 def groups(arms: Sequence[str], weights: int, cache: int, total: int) -> list[list[str]]:
-    """Arms that are up together: all, or the default with one other at a time."""
+    """Arms that run at the same time: all, or the default with one other."""
     if len(arms) * (weights + cache + RESERVE) <= total:
         return [list(arms)]
     return [[DEFAULT, arm] for arm in arms if arm != DEFAULT]
@@ -50,10 +50,10 @@ def groups(arms: Sequence[str], weights: int, cache: int, total: int) -> list[li
 def measure(
     model: Path, arms: list[str], workload: str, cache: int, rounds: int, scale: float, end: float
 ) -> dict[str, list[float]]:
-    """Tokens per second of each arm, a number a round; the arms take turns.
+    """Tokens per second of each arm in each round; the arms alternate.
 
-    No round but the first begins that would end past `end`, in seconds of `time.monotonic`, were it as long as the
-    longest before it.
+    A round after the first starts only if, with the duration of the longest round so far, it would finish before `end`
+    (in seconds of `time.monotonic`).
     """
     asked, settings = WORKLOADS[workload]
     asked = {**asked, "seed": 0, "vocabulary": VOCABULARY, "requests": max(1, int(asked["requests"] * scale))}
@@ -68,13 +68,13 @@ def measure(
             arm.answer()
             print(f"{arm.name}: up", flush=True)
         sampling = {"temperature": 0.6}
-        for arm in running:  # kernels compile
+        for arm in running:  # compiles kernels
             arm.ask(workload={**asked, "output": (8, 8)}, sampling=sampling)
         longest = 0.0
         for i in range(rounds):
             begin = time.monotonic()
             if i > 0 and begin + longest > end:
-                print(f"round {i} and later ones are left out: no time for them", flush=True)
+                print(f"round {i} and later are skipped for lack of time", flush=True)
                 break
             for arm in running[i % len(running) :] + running[: i % len(running)]:
                 found = arm.ask(workload=asked, sampling=sampling)
@@ -85,7 +85,7 @@ def measure(
 
 
 def rows(preset: str, workload: str, rates: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """A row an arm: medians over the rounds, and the ratio of each round to the default's of that round."""
+    """One row per arm: medians over the rounds, and the median of the rounds' ratios to the default."""
     out = []
     for name, found in rates.items():
         if name == DEFAULT:
@@ -114,7 +114,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no further round that would end later"
+        "--seconds", type=float, default=float("inf"), help="time limit: rounds that would end later are skipped"
     )
     return parser
 
@@ -122,7 +122,7 @@ def options() -> argparse.ArgumentParser:
 def result_name(args: argparse.Namespace) -> str:
     """`bench_vllm`, or `bench_vllm_<preset>_<workload>` for one case.
 
-    Where the arms leave "rlkernel" out, the name ends with the others: it does not replace rlkernel's record.
+    Without the arm "rlkernel" the name ends with the other arms, so that it does not replace rlkernel's record.
     """
     without = [] if "rlkernel" in args.arms else [arm.replace(" ", "-") for arm in args.arms if arm != DEFAULT]
     return "_".join(filter(None, ("bench_vllm", args.preset, args.workload, *without)))

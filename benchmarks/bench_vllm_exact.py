@@ -1,7 +1,7 @@
-"""How many sampled log-probabilities of vLLM equal the training forward of transformers, with rlkernel and without.
+"""How many sampled log-probabilities of vLLM equal transformers' training forward, with and without rlkernel.
 
-At least 50,000 sampled tokens a model, temperature 1: vLLM with rlkernel against transformers with rlkernel, and vLLM's
-default against transformers' default. Random weights at published shapes.
+At least 50,000 sampled tokens per model at temperature 1: vLLM against transformers, both with rlkernel and both with
+their defaults. Random weights at published shapes.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ PAIRS: dict[str, tuple[str | None, str]] = {
     "rlkernel fa3": ("fa3", "transformers with rlkernel, fa3"),
     "vllm default": (None, "transformers, sdpa"),
 }
-"""By engine: our variant of attention, None where nothing is ours, and the training forward beside it."""
+"""By engine: our variant of attention (None without rlkernel), and the training forward to compare with."""
 USUAL = ("rlkernel", "vllm default")
 BATCH = 8
-"""Sequences of a training forward."""
+"""Sequences per training forward."""
 
 
 def packed(sequences: list[list[int]]) -> Iterator[list[list[int]]]:
-    """Sequences of similar length together, so that little is padding."""
+    """Batches of sequences with similar length, to avoid padding."""
     order = sorted(sequences, key=len)
     return (order[i : i + BATCH] for i in range(0, len(order), BATCH))
 
 
 def training_scores(model: Path, sequences: list[list[int]], ours: str | None) -> dict[tuple[int, ...], Any]:
-    """Log-probability of every token after the first of each sequence, by transformers in bf16, padded right."""
+    """Log-probability of every token after the first of each sequence, by transformers in bf16, right-padded."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -75,7 +75,7 @@ def training_scores(model: Path, sequences: list[list[int]], ours: str | None) -
 
 
 def samples(model: Path, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What each engine samples, with its log-probabilities; the engines start together, as that takes longest."""
+    """Samples and log-probabilities of each engine; the engines start in parallel, because starting takes longest."""
     settings = {
         "model": str(model), "skip_tokenizer_init": True, "seed": 0, "max_model_len": 2048, "max_num_seqs": 128,
         "logprobs_mode": "processed_logprobs", **memory(24 << 30),
@@ -97,12 +97,12 @@ def compare(model: Path, answer: dict[str, Any], ours: str | None) -> dict[str, 
     scores = training_scores(model, sequences, ours)
     sampled = torch.tensor([x for row in answer["logprobs"] for x in row])
     trained = torch.cat([scores[tuple(s)][len(p) - 1 :] for p, s in zip(prompts, sequences, strict=True)])
-    apart = (sampled - trained).abs()
+    difference = (sampled - trained).abs()
     return {
         "tokens": sampled.numel(),
         "mismatches": int((sampled != trained).sum()),
-        "mean_abs": float(apart.mean()),
-        "max_abs": float(apart.max()),
+        "mean_abs": float(difference.mean()),
+        "max_abs": float(difference.max()),
     }
 
 
@@ -114,7 +114,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def result_name(args: argparse.Namespace) -> str:
-    """`bench_vllm_exact`, with the presets and the arms where they are not the usual ones."""
+    """`bench_vllm_exact`, with presets and arms if they are not the usual ones."""
     parts = [] if set(args.preset) == set(PRESETS) else list(args.preset)
     parts += [] if set(args.arms) == set(USUAL) else [arm.replace(" ", "-") for arm in args.arms]
     return "_".join(("bench_vllm_exact", *parts))

@@ -1,8 +1,7 @@
-"""The figures to reach on an NVIDIA H200, and what the result files say: measured, and reached or not.
+"""Performance targets on an NVIDIA H200, compared with the result files; as a script, prints them for a folder.
 
-A line without its result file has no numbers. A ratio of times is ours over the anchor's, a share is the roofline's
-time over ours. "cases" counts those that reach the target, of all; "reached" is yes where all do. As a script it prints
-them for a folder of results.
+A ratio of times is ours over the anchor's; a share is the roofline's time over ours. "cases" counts the cases that
+reach the target, and "reached" is yes if all do. A line has no numbers if its result file is missing.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 FILES = ("bench_linear", "bench_dispatch", "bench_attention", "bench_linear_logprob", "bench_memory_bound")
-"""The result files that the figures are read from."""
+"""Result files that the targets are read from."""
 MEMORY_GIB = 1.5
-"""Most memory that a bounded linear_logprob may need beside inputs, the input gradient and main_grad."""
+"""Limit of linear_logprob's memory beyond inputs, input gradient and weight gradient."""
 SHARE = 0.85
-"""Least share of the memory roofline of an op that memory bounds."""
+"""Smallest accepted share of the memory roofline, for memory-bound ops."""
 
 
 def _rows(folder: Path, name: str) -> list[Row]:
@@ -30,27 +29,46 @@ def _rows(folder: Path, name: str) -> list[Row]:
     return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
-def _line(op: str, anchor: str, target: str, found: list[Row], value: Callable[[Row], float | None],
-          good: Callable[[float], bool]) -> Row:  # fmt: skip
-    """One line of the table over the rows of its cases; a case without a value does not reach the target."""
+Target = tuple[str, Callable[[float], bool]]
+
+
+def at_least(low: float, unit: str) -> Target:
+    return f">= {low}{unit}", lambda value: value >= low
+
+
+def at_most(high: float, unit: str) -> Target:
+    return f"<= {high}{unit}", lambda value: value <= high
+
+
+def below(high: float, unit: str) -> Target:
+    return f"< {high}{unit}", lambda value: value < high
+
+
+def _line(op: str, anchor: str, target: Target, found: list[Row], value: Callable[[Row], float | None]) -> Row:
+    """One line of the table, from the rows of its cases. A case without a value does not reach the target."""
+    text, good = target
     values = [value(row) for row in found]
-    there = [v for v in values if v is not None]
+    present = [v for v in values if v is not None]
     enough = [v is not None and good(v) for v in values]
 
     def shown(v: float) -> str:
-        """Three digits, and as many more as it takes not to look like the other side of the target."""
-        return next(text for n in range(3, 18) if good(float(text := f"{v:.{n}g}")) == good(v))
+        """At least three digits, and more if rounding would move the value to the other side of the target."""
+        return next(digits for n in range(3, 18) if good(float(digits := f"{v:.{n}g}")) == good(v))
 
     return {
         "op": op,
         "anchor": anchor,
-        "target": target,
-        "least": shown(min(there)) if there else "",
-        "most": shown(max(there)) if there else "",
+        "target": text,
+        "least": shown(min(present)) if present else "",
+        "most": shown(max(present)) if present else "",
         "cases": f"{sum(enough)}/{len(values)}" if values else "",
-        "a copy": "",
+        "copy": "",
         "reached": ("yes" if all(enough) else "no") if values else "",
     }
+
+
+def _ratio(row: Row) -> float | None:
+    return row["ratio"]  # type: ignore[no-any-return]
 
 
 def _time(row: Row) -> float | None:
@@ -59,14 +77,80 @@ def _time(row: Row) -> float | None:
 
 
 def _without_gradients(row: Row) -> float:
-    """GiB without the gradients of hidden states and weight, in bf16, which the call returns."""
+    """Peak GiB less the two bf16 gradients that the call returns."""
     t, c, v = row["shape"]
     return float(row["peak_gib"] - 2 * (t + v) * c / 2**30)
 
 
-def _further(found: list[Row]) -> list[Row]:
-    """For each case the `share` of the roofline of the bytes by which the largest size exceeds the second largest: how
-    fast the op moves data once its fixed time is paid."""
+def _linear(rows: list[Row]) -> Iterator[Row]:
+    for op, what in (
+        ("linear", "forward"),
+        ("linear_between", "forward, intermediate row counts"),
+        ("linear_dgrad", "input gradient"),
+    ):
+        for kind, low in (("geometric mean", 0.98), ("smallest", 0.9)):
+            found = [row for row in rows if row["op"] == f"{op}: {kind}"]
+            yield _line(f"linear, {what}, {kind}", "torch's cuBLAS", at_least(low, "x of its speed"), found, _ratio)
+
+
+def _attention(rows: list[Row]) -> Iterator[Row]:
+    for op, by, what, anchor, low in (
+        ("attention forward", "triton", "attention forward, Triton anchor", "FlashAttention-3", 0.6),
+        ("attention forward", "certified", "attention forward, certified schedule", "FlashAttention-3", 0.6),
+        ("attention backward", "triton", "attention backward", "cuDNN", 0.55),
+        ("paged decode", "triton", "paged decode", "FlashAttention-3", 0.9),
+    ):
+        found = [row for row in rows if row["op"] == op and row["ours"].split(":")[0] == by]
+        found = [row for row in found if row["anchor"] in (anchor, None)]
+        yield _line(what, anchor, at_least(low, "x of its speed"), found, _ratio)
+
+
+def _linear_logprob(rows: list[Row]) -> Iterator[Row]:
+    rows = [r for r in rows if r["op"].startswith("linear_logprob fwd+bwd") and r["anchor"].startswith("TRL")]
+    of = lambda op, ours: [r for r in rows if r["op"] == f"linear_logprob fwd+bwd{op}" and r["ours"] == ours]
+    for ours, op, high, known, memory in (
+        ("rlkernel", "linear_logprob", 0.9, "inputs and gradients", _without_gradients),
+        ("rlkernel, main_grad", "linear_logprob, main_grad", 0.9, "inputs and main_grad", lambda row: row["peak_gib"]),
+        ("rlkernel, keep_probs", "linear_logprob, keep_probs", 0.72, "", None),
+    ):
+        for suffix, how in (("", ""), (", without rest", ", no pause between samples")):
+            name = f"{op}, forward + backward{how}"
+            yield _line(name, "TRL chunked", at_most(high, "x of its time"), of(suffix, ours), _time)
+        if memory is not None:
+            yield _line(f"{op}, memory beyond {known}", "", at_most(MEMORY_GIB, " GiB"), of("", ours), memory)
+    for what, found in (
+        ("with rows, TRL on the same rows",
+         [r for r in rows if r["op"].endswith("rows left out") and r["ours"] == "rlkernel"]),
+        ("without rows, TRL on the rows of the loss", [r for r in rows if r["anchor"].endswith("rows left out")]),
+    ):  # fmt: skip
+        yield _line(f"linear_logprob {what}", "TRL chunked", below(1, "x of its time"), found, _time)
+
+
+def _memory_bound(rows: list[Row]) -> Iterator[Row]:
+    for op, high in (("logprob", 0.33), ("logprob fwd+bwd", 0.75)):
+        found = [row for row in rows if row["op"] == op]
+        copy = ", ".join(f"{row['copy_ms']:.3g} ms" for row in found if row.get("copy_ms"))
+        yield _line(f"{op}, 4096 x 151936", "HBM", at_most(high, " ms"), found, lambda r: r["ours_ms"]) | {"copy": copy}
+    roofline = "bytes / 4.3 TB/s", at_least(SHARE, " of the roofline")
+    for name in ("rms_norm", "swiglu", "rope", "policy_loss", "adamw", "grad_norm", "embedding"):
+        cases = {name: [row for row in rows if row["op"].split()[0] == name]}
+        # The largest shape has its own line, because small shapes are launch-bound.
+        largest = max((row.get("shape", []) for row in cases[name]), key=math.prod, default=[])
+        at_largest = [row for row in cases[name] if row.get("shape", []) == largest]
+        if name in ("policy_loss", "rope", "swiglu", "rms_norm") and len(at_largest) < len(cases[name]):
+            size = " x ".join(map(str, largest)) if len(largest) > 1 else f"{largest[0]:,} tokens"
+            cases[f"{name}, {size} (largest shape)"] = at_largest
+        for what, found in cases.items():
+            shares = [row["copy_share_of_roofline"] for row in found if row.get("copy_share_of_roofline")]
+            copy = f"{min(shares):.3g} to {max(shares):.3g}" if shares else ""
+            yield _line(what, *roofline, found, lambda row: row["share_of_roofline"]) | {"copy": copy}
+            if incremental := _incremental(found):
+                yield _line(f"{what}, incremental bytes", *roofline, incremental, lambda row: row["share"])
+
+
+def _incremental(found: list[Row]) -> list[Row]:
+    """For each case the `share` of the roofline for the bytes that the largest size moves more than the second largest,
+    which excludes fixed costs such as launches."""
     sizes: dict[tuple[Any, ...], list[Row]] = {}
     for row in found:
         if row.get("shape") and row.get("ours_ms") and row["share_of_roofline"]:
@@ -74,7 +158,7 @@ def _further(found: list[Row]) -> list[Row]:
     cases = []
     for rows in sizes.values():
         two = sorted(rows, key=lambda row: row["shape"][0])[-2:]
-        smaller, larger = two[0], two[-1]  # the same one where there is one size
+        smaller, larger = two[0], two[-1]  # equal if there is only one size
         if smaller["ours_ms"] < larger["ours_ms"]:
             floor = [row["ours_ms"] * row["share_of_roofline"] for row in (smaller, larger)]
             cases.append({"share": (floor[1] - floor[0]) / (larger["ours_ms"] - smaller["ours_ms"])})
@@ -82,93 +166,24 @@ def _further(found: list[Row]) -> list[Row]:
 
 
 def figures(folder: Path) -> list[Row]:
-    """The table of a results folder: op, anchor, target, least, most, cases, a copy, reached.
+    """The table of a results folder: op, anchor, target, least, most, cases, copy, reached.
 
-    "a copy" is a copy of the same bytes: its milliseconds, or its least and most share of the roofline.
+    "copy" is torch's copy of the same bytes: its milliseconds, or its smallest and largest share of the roofline.
     """
-    lines = []
-    rows = _rows(folder, "bench_linear")
-    for op, what in (
-        ("linear", "forward"),
-        ("linear_between", "forward, row counts between"),
-        ("linear_dgrad", "input gradient"),
-    ):
-        for kind, low in (("geometric mean", 0.98), ("smallest", 0.90)):
-            found = [row for row in rows if row["op"] == f"{op}: {kind}"]
-            lines.append(_line(f"linear, {what}, {kind}", "torch's cuBLAS", f">= {low}x of its speed", found,
-                               lambda row: row["ratio"], lambda v, low=low: v >= low))  # fmt: skip
-
-    lines.append(_line("dispatch of a warm call (the dispatcher alone)", "", "< 1 us", _rows(folder, "bench_dispatch"),
-                       lambda row: row["ours_ms"] * 1e3, lambda v: v < 1.0))  # fmt: skip
-
-    rows = _rows(folder, "bench_attention")
-    for op, by, what, anchor, low in (
-        ("attention forward", "triton", "attention, Triton anchor, forward", "FlashAttention-3", 0.60),
-        ("attention forward", "certified", "the same, certified kernel", "FlashAttention-3", 0.60),
-        ("attention backward", "triton", "attention, backward", "cuDNN", 0.55),
-        ("paged decode", "triton", "paged decode", "FlashAttention-3", 0.90),
-    ):
-        found = [row for row in rows if row["op"] == op and row["ours"].split(":")[0] == by]
-        found = [row for row in found if row["anchor"] in (anchor, None)]
-        lines.append(_line(what, anchor, f">= {low}x of its speed", found,
-                           lambda row: row["ratio"], lambda v, low=low: v >= low))  # fmt: skip
-
-    rows = [row for row in _rows(folder, "bench_linear_logprob") if row["op"].startswith("linear_logprob fwd+bwd")]
-    against = [row for row in rows if row["anchor"].startswith("TRL")]
-    trl = [row for row in against if row["op"] == "linear_logprob fwd+bwd"]
-    hot = [row for row in against if row["op"] == "linear_logprob fwd+bwd, without rest"]
-    for ours, op, high, known, memory in (
-        ("rlkernel", "linear_logprob, forward + backward", 0.90, "inputs and gradients", _without_gradients),
-        ("rlkernel, main_grad", "the same with main_grad", 0.90, "inputs and main_grad", lambda row: row["peak_gib"]),
-        ("rlkernel, keep_probs", "the same, bf16 probabilities kept", 0.72, "", None),
-    ):
-        for found, how in ((trl, ""), (hot, ", without rest between timings")):
-            lines.append(_line(op + how, "TRL chunked", f"<= {high}x of its time",
-                               [row for row in found if row["ours"] == ours], _time,
-                               lambda v, high=high: v <= high))  # fmt: skip
-        if memory is not None:
-            found = [row for row in trl if row["ours"] == ours]
-            lines.append(_line(f"{op}, memory beyond {known}", "", f"<= {MEMORY_GIB} GiB", found, memory,
-                               lambda v: v <= MEMORY_GIB))  # fmt: skip
-
-    # Prompts: callers pass the rows that have a gradient, as both trainers do, or all rows.
-    without = [row for row in against if row["op"].endswith("rows left out") and row["ours"] == "rlkernel"]
-    within = [row for row in against if row["anchor"].endswith("rows left out")]
-    for what, found in (
-        ("linear_logprob, both with the rows of the loss only", without),
-        ("linear_logprob over all rows, TRL with the rows of the loss only", within),
-    ):
-        lines.append(_line(what, "TRL chunked", "< 1x of its time", found, _time, lambda v: v < 1.0))
-
-    rows = _rows(folder, "bench_memory_bound")
-    for op, high in (("logprob", 0.33), ("logprob fwd+bwd", 0.75)):
-        found = [row for row in rows if row["op"] == op]
-        lines.append(_line(f"{op}, 4096 x 151936", "HBM", f"<= {high} ms", found,
-                           lambda row: row["ours_ms"], lambda v, high=high: v <= high))  # fmt: skip
-        lines[-1]["a copy"] = ", ".join(f"{row['copy_ms']:.3g} ms" for row in found if row.get("copy_ms"))
-    cases = [(op, [row for row in rows if row["op"].split()[0] == op])
-             for op in ("rms_norm", "swiglu", "rope", "policy_loss", "adamw", "grad_norm", "embedding")]  # fmt: skip
-    # Launches bound the short ones.
-    for name in ("policy_loss", "rope", "swiglu", "rms_norm"):
-        at, (_, of_op) = next((i, case) for i, case in enumerate(cases) if case[0] == name)
-        largest = max((row.get("shape", []) for row in of_op), key=math.prod, default=[])
-        those = [row for row in of_op if row.get("shape", []) == largest]
-        if len(those) < len(of_op):
-            size = " x ".join(map(str, largest)) if len(largest) > 1 else f"{largest[0]:,} tokens"
-            cases.insert(at + 1, (f"{name}, {size} (the largest)", those))
-    for name, found in cases:
-        lines.append(_line(name, "bytes / 4.3 TB/s", f">= {SHARE} of the floor", found,
-                           lambda row: row["share_of_roofline"], lambda v: v >= SHARE))  # fmt: skip
-        copies = [row["copy_share_of_roofline"] for row in found if row.get("copy_share_of_roofline")]
-        lines[-1]["a copy"] = f"{min(copies):.3g} to {max(copies):.3g}" if copies else ""
-        if further := _further(found):
-            lines.append(_line(f"{name}, further bytes", "bytes / 4.3 TB/s", f">= {SHARE} of the floor", further,
-                               lambda row: row["share"], lambda v: v >= SHARE))  # fmt: skip
-    return lines
+    of = {name: _rows(folder, name) for name in FILES}
+    dispatch = _line("dispatch overhead of a warm call", "", below(1, " us"), of["bench_dispatch"],
+                     lambda row: row["ours_ms"] * 1e3)  # fmt: skip
+    return [
+        *_linear(of["bench_linear"]),
+        dispatch,
+        *_attention(of["bench_attention"]),
+        *_linear_logprob(of["bench_linear_logprob"]),
+        *_memory_bound(of["bench_memory_bound"]),
+    ]
 
 
 def speed(folder: Path) -> list[Row]:
-    """Six rows for the README, whole steps first: what, against what, and our speed over theirs, least to most."""
+    """Six rows for the README, whole steps first: what, against which anchor, and the range of ratios of speed."""
     rollouts = [row for path in sorted(folder.glob("bench_vllm_qwen*_nano.json")) for row in _rows(folder, path.stem)]
     losses = [row for row in _rows(folder, "bench_linear_logprob") if row["op"] == "linear_logprob fwd+bwd"]
     attention = [row for row in _rows(folder, "bench_attention") if row["anchor"] == "FlashAttention-3"]
@@ -193,11 +208,11 @@ def speed(folder: Path) -> list[Row]:
 
 
 def main() -> int:
-    """Prints the figures of the folder given, by default the H200's, with --here this machine's."""
+    """Prints the targets of a folder: the one given, this machine's with --here, else the H200's."""
     root = Path(os.environ.get("RLKERNEL_RESULTS", Path(__file__).resolve().parent / "results"))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--here", action="store_true", help="of this machine's folder")
+    parser.add_argument("--here", action="store_true", help="use the folder of this machine's hardware")
     args = parser.parse_args()
     given, folder = args.folder, args.folder or root / "nvidia-h200"
     if args.here and not given:
@@ -207,12 +222,12 @@ def main() -> int:
         from rlkernel.environment import environment
 
         folder = root / gpu_folder(environment()["hardware"])
-        print(f"figures of {folder}")
+        print(f"targets of {folder}")
         if not any((folder / f"{name}.json").exists() for name in FILES):
-            print("none of the files that they are read from is there")
+            print("it has none of the result files that the targets are read from")
             return 0
     if given and not given.is_dir():
-        parser.error(f"{folder} is no folder of results; benchmarks/results has one a GPU")
+        parser.error(f"{folder} is not a folder of results; benchmarks/results has one per GPU")
     for line in figures(folder):
         numbers = " ".join(f"{line[name]:>8}" for name in ("least", "most", "cases"))
         print(f"{line['op']:64} {line['target']:22} {numbers} {line['reached']}")

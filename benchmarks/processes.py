@@ -1,4 +1,4 @@
-"""Processes that end with all they have started, whatever ends the script that runs them."""
+"""Child processes that are killed with all their descendants when the script ends for any reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Groups:
-    """Processes, each the head of a group of its own: what it started ends with it, engines and trainers too."""
+    """Processes that each lead a process group, so that the engines and trainers they start are killed with them."""
 
     def __init__(self) -> None:
         self.lock, self.running, self.over = threading.Lock(), set[subprocess.Popen[bytes]](), False
@@ -31,19 +31,19 @@ class Groups:
         finally:
             with self.lock:
                 self.running.discard(process)
-                self._end(process)  # also where it ended by itself: a crash leaves what it started behind
+                self._end(process)  # also after a normal exit, because a crashed process can leave children
             status = process.wait()
         return status
 
     def end(self) -> None:
-        """Ends them all; none is started afterwards."""
+        """Kills all of them and prevents new ones."""
         with self.lock:
             self.over = True
             for process in self.running:
                 self._end(process)
 
     def _wait(self, process: subprocess.Popen[bytes], limit: float | None) -> None:
-        """Returns once it has ended, and leaves its status there: until that is taken, no other group has its number.
+        """Returns when the process has ended. It stays a zombie, so that its group id cannot be reused before `_end`.
 
         Raises TimeoutExpired.
         """
@@ -55,15 +55,15 @@ class Groups:
             time.sleep(0.05)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        if process.returncode is None:  # not waited for: the number is still its own
+        if process.returncode is None:  # not reaped, so the pid is still its own
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def pool_of(jobs: int, groups: Groups) -> Iterator[ThreadPoolExecutor]:
-    """Threads that wait for processes of `groups`. Where the block ends by an exception these end first: no signal of
-    the keyboard's reaches them, and the pool waits for its threads."""
+    """Threads that wait for processes of `groups`. On an exception the processes are killed first: they do not receive
+    the terminal's signals, and the pool waits for its threads."""
     with ThreadPoolExecutor(jobs) as pool:
         try:
             yield pool
@@ -74,9 +74,9 @@ def pool_of(jobs: int, groups: Groups) -> Iterator[ThreadPoolExecutor]:
 
 
 def exit_on_signals() -> None:
-    """Leaves as on an exception where the process is told to end, so that what it runs can be ended too."""
+    """Turns SIGTERM and SIGHUP into SystemExit, so that child processes are killed too."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, _stop)
 
 

@@ -1,13 +1,14 @@
-"""Result files of GPU tests and benchmarks: one JSON a name under `benchmarks/results/<gpu>/`.
+"""Result files of GPU tests and benchmarks: `benchmarks/results/<gpu>/<name>.json`.
 
 Every file carries command, commit, kernel_sha, hardware, driver, versions and contract id, so that a figure in the
-documentation can be traced to what produced it.
+documentation can be traced to the run that produced it.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -21,38 +22,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BENCHMARKS = ROOT / "benchmarks"
-HASHED = ("csrc", "rlkernel/kernels", "rlkernel/ops")
+KERNELS = ("csrc", "rlkernel/kernels", "rlkernel/ops")
 """Folders whose code decides bits and times."""
 
 
-def _tracked(root: Path) -> list[str]:
-    """Files under HASHED that git tracks or would track, as new ones decide bits and times too."""
-    try:
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *HASHED],
-            cwd=root,
-            capture_output=True,
-            check=True,
-        ).stdout.decode()
-        paths = [p for p in listed.split("\0") if p and (root / p).is_file()]
-        if paths:
-            return paths
-    except (OSError, subprocess.CalledProcessError):
-        pass
-    found = (p for top in HASHED for p in (root / top).rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    return [p.relative_to(root).as_posix() for p in found]
-
-
 def kernel_sha(root: Path = ROOT) -> str:
-    """First 16 hex digits of SHA-256 over the kernel and op files, in byte order of their paths."""
+    """First 16 hex digits of SHA-256 over the kernel and op files, which also shows uncommitted changes."""
     digest = hashlib.sha256()
-    for path in sorted(_tracked(root), key=os.fsencode):
-        digest.update(path.encode() + b"\0" + (root / path).read_bytes() + b"\0")
+    files = (path for top in KERNELS for path in (root / top).rglob("*") if path.is_file())
+    names = (path.relative_to(root).as_posix() for path in files if "__pycache__" not in path.parts)
+    for name in sorted(names, key=os.fsencode):
+        digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """`$RLKERNEL_COMMIT`, for a tree that travels without git; else the commit of the checkout; else None."""
+    """`$RLKERNEL_COMMIT`, for a copy of the tree without git; else the commit of the checkout; else None."""
     named = os.environ.get("RLKERNEL_COMMIT")
     if named:
         return named
@@ -64,24 +49,33 @@ def commit(root: Path = ROOT) -> str | None:
         return None
 
 
+@functools.cache
+def has_current_kernels(recorded: str | None, root: Path = ROOT) -> bool:
+    """Whether git finds the kernel and op files unchanged since a record's commit; False for an unknown commit."""
+    if recorded is None:
+        return False
+    command = ["git", "diff", "--quiet", recorded, "--", *KERNELS]
+    return subprocess.run(command, cwd=root, capture_output=True).returncode == 0
+
+
 def own_cache(name: str) -> dict[str, str]:
-    """For the environment of processes that are many to a GPU, or under a tool: the choices that certification times
-    there stay out of the user's cache."""
+    """Environment for processes that share a GPU or run under a tool: times are distorted there, so schedules chosen by
+    them must not reach the user's cache."""
     return {"RLKERNEL_CACHE": str(ROOT / "build" / f"cache-{name}")}
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds `--device cpu|cuda`, by default cuda where there is a GPU; without one `--device cuda` is an error."""
+    """Adds `--device cpu|cuda`, by default cuda if there is a GPU; `--device cuda` without a GPU is an error."""
     import torch
 
-    there = torch.cuda.is_available()
+    available = torch.cuda.is_available()
 
     def known(name: str) -> str:
-        if name == "cuda" and not there:
+        if name == "cuda" and not available:
             raise argparse.ArgumentTypeError("cuda, but torch sees no CUDA GPU; leave the option out or use cpu")
         return name
 
-    parser.add_argument("--device", type=known, choices=("cpu", "cuda"), default="cuda" if there else "cpu")
+    parser.add_argument("--device", type=known, choices=("cpu", "cuda"), default="cuda" if available else "cpu")
 
 
 def gpu_folder(hardware: str) -> str:
@@ -96,19 +90,19 @@ def write_result(
 
     Args:
         name: file stem and `name` in the file.
-        rows: one dict a measurement: `{op, shape, dtype, ours, anchor, ours_ms, anchor_ms, ratio, share_of_roofline,
+        rows: one dict per measurement: `{op, shape, dtype, ours, anchor, ours_ms, anchor_ms, ratio, share_of_roofline,
             peak_gib}` for benchmarks, `{test, cases, tokens, elements, mismatches}` for tests.
         out: root folder, default `$RLKERNEL_RESULTS` or `benchmarks/results`.
-        folder: folder in it, default the hardware's.
-        extra: further fields of the file, or other values of those it has.
+        folder: subfolder of `out`, default the hardware's.
+        extra: further fields of the file, or values that replace the default fields.
     """
     from rlkernel.contract import contract_id
     from rlkernel.environment import environment
 
     env = environment()
     root = out or Path(os.environ.get("RLKERNEL_RESULTS", RESULTS))
-    place = root / (folder or gpu_folder(env["hardware"]))
-    place.mkdir(parents=True, exist_ok=True)
+    folder_path = root / (folder or gpu_folder(env["hardware"]))
+    folder_path.mkdir(parents=True, exist_ok=True)
     data = {
         "name": name,
         "command": shlex.join(["python", *sys.argv]),
@@ -120,8 +114,8 @@ def write_result(
         **extra,
         "rows": rows,
     }
-    path = place / f"{name}.json"
-    whole = place / f"{name}.{os.getpid()}.tmp"  # another process may be writing the same name
-    whole.write_text(json.dumps(data, indent=1) + "\n")
-    os.replace(whole, path)
+    path = folder_path / f"{name}.json"
+    temporary = folder_path / f"{name}.{os.getpid()}.tmp"  # another process may be writing the same name
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(temporary, path)
     return path

@@ -1,15 +1,14 @@
-"""Runs every `benchmarks/bench_*.py`, or those named, in a process of its own; exit status 1 where one fails.
+"""Runs every `benchmarks/bench_*.py`, or those named, in separate processes; exit status 1 if one fails.
 
-`python benchmarks/run.py linear_logprob "linear --rounds 9"` runs two, the second with arguments of its own; with
-`--gpus 0,1` a GPU takes the next one when it is free, and what they print goes to `build/benchmarks/`. Afterwards the
-figures to reach are printed, of this machine's results.
+`python benchmarks/run.py linear_logprob "linear --rounds 9"` runs two, the second with arguments. With `--gpus 0,1`
+each free GPU takes the next one, and output goes to `build/benchmarks/`. Finally the targets are printed for this
+machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
 import os
 import queue
 import shlex
@@ -25,13 +24,13 @@ from processes import Groups, exit_on_signals, pool_of
 
 LOGS = HERE.parent / "build" / "benchmarks"
 OWN_FILES = ("vllm", "vllm_exact")
-"""Benchmarks whose result file is named after some of their arguments, by `result_name` of their own."""
+"""Benchmarks whose own `result_name` derives the name of the result file from their arguments."""
 
 
 def start(
     groups: Groups, script: Path, arguments: list[str], gpu: str | None, log: Path | None, limit: float | None
 ) -> str:
-    """Runs a script, on one GPU where that is named, and returns what went wrong: "" where nothing did."""
+    """Runs a script, on the given GPU if any, and returns the problem, or "" on success."""
     environment = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
     out = None if log is None else log.open("w")
     try:
@@ -46,7 +45,7 @@ def start(
 
 
 def writes(name: str, arguments: list[str]) -> str:
-    """Stem of the result file of a benchmark with these arguments; exits where it does not take them."""
+    """Stem of the result file of a benchmark with these arguments; exits if they are invalid."""
     if name not in OWN_FILES:
         return f"bench_{name}"
     benchmark = importlib.import_module(f"bench_{name}")
@@ -55,44 +54,38 @@ def writes(name: str, arguments: list[str]) -> str:
 
 
 def chosen(numbers: str, visible: str | None) -> list[str]:
-    """GPUs of `--gpus` as CUDA_VISIBLE_DEVICES names them; under an allocation a number counts in its list.
+    """GPUs of `--gpus` as CUDA_VISIBLE_DEVICES names them. If that variable is set, numbers are indices into its list.
 
     Raises:
-        ValueError: an entry is no number, is there twice, or lies outside the allocation.
+        ValueError: an entry is not the number of a visible GPU.
     """
-    entries = [entry.strip() for entry in numbers.split(",")]
-    for entry in entries:
-        if not (entry.isascii() and entry.isdigit()):
-            raise ValueError(f"{entry!r} in {numbers!r} is no GPU; expected numbers with commas, as 0,1")
-    places = [int(entry) for entry in entries]
-    if len(set(places)) < len(places):
-        raise ValueError(f"{numbers!r} has a GPU twice; name each once")
+    names = numbers.split(",")
+    if not all(name.isdecimal() for name in names):
+        raise ValueError(f"expected comma-separated numbers such as 0,1, got {numbers!r}")
     if visible is None:
-        return [str(place) for place in places]
-    # CUDA reads the list up to its first entry that is none
-    offered = list(itertools.takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
-    for place in places:
-        if place >= len(offered):
-            raise ValueError(f"{place}, but CUDA_VISIBLE_DEVICES={visible!r} has {len(offered)}; count in it from 0")
-    return [offered[place] for place in places]
+        return names
+    offered = visible.split(",") if visible else []
+    if max(map(int, names)) >= len(offered):
+        raise ValueError(f"{numbers}, but CUDA_VISIBLE_DEVICES={visible!r} has {len(offered)}, counted from 0")
+    return [offered[int(name)] for name in names]
 
 
 def main() -> int:
     scripts = {path.stem.removeprefix("bench_"): path for path in sorted(HERE.glob("bench_*.py"))}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(scripts)}; default: all")
-    parser.add_argument("--gpus", help="their numbers, with commas; default: one after the other on what is visible")
-    parser.add_argument("--limit", type=float, help="seconds that one may take")
+    parser.add_argument("--gpus", help="comma-separated numbers; default: sequentially on the visible GPU")
+    parser.add_argument("--limit", type=float, help="time limit of each, in seconds")
     args = parser.parse_args()
     work = [shlex.split(name) for name in args.names] or [[name] for name in scripts]
     unknown = [" ".join(words) for words in work if not words or words[0] not in scripts]
     if unknown:
-        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(scripts)}")
+        parser.error(f"unknown benchmark {', '.join(unknown)}; choose from {', '.join(scripts)}")
     files = [writes(name, arguments) for name, *arguments in work]
     for file in dict.fromkeys(files):
         same = [shlex.join(words) for words, other in zip(work, files, strict=True) if other == file]
         if len(same) > 1:
-            parser.error(f"{' and '.join(same)} would write one result file, {file}.json; run one of them")
+            parser.error(f"{' and '.join(same)} would write the same result file, {file}.json; run one of them")
     gpus: list[str | None] = [None]
     if args.gpus is not None:
         try:

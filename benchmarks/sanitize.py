@@ -1,8 +1,8 @@
 """Every op under compute-sanitizer: memcheck, racecheck, initcheck over small and larger calls; writes sanitize.json.
 
-`python benchmarks/sanitize.py` starts each tool on every op, forward and backward with all of its schedules, and on a
-planted error of the tool's kind. A pass needs no error in the first and one in the second: a tool that does not work on
-this host passes nothing. Every Triton kernel and every schedule that is offered must have run (of `SPELT` one an op).
+Runs each tool on every op, forward and backward with all of its schedules, and on a planted error of the tool's kind. A
+pass needs no errors in the ops and one in the planted kernel, so a tool that does not work on this host fails. Every
+Triton kernel and every offered schedule must run (of those that match `SPELT`, one per op).
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ PLANTED = {
         _COPY,
     ),
 }
-"""Kernels of 64 threads on 1024 floats that were never written: one wrong thing each, or, last, none: what Hopper's
-copy engine stores and the second kernel then reads."""
+"""Kernels of 64 threads on 1024 uninitialised floats, with one error each. The last pair is correct: the first kernel
+stores by TMA what the second reads."""
 COPY_ENGINE = ("cublaslt", "hopper")
-"""Groups of schedules that store through the copy engine. initcheck takes what it stores for never written."""
+"""Groups of schedules that store by TMA, which initcheck does not see, so it takes their results for uninitialised."""
 SPELT, ONE = re.compile(r"(:cublaslt\.)\d+x.*"), r"\1spelt out"
-"""cuBLASLt's algorithms that are spelt out count as one schedule of their op: they differ in its own kernel alone."""
+"""cuBLASLt's explicit algorithms count as one schedule per op, because they differ only inside cuBLASLt's kernel."""
 _RACE, _AT = re.compile(r"Race reported between"), re.compile(r"access at (?:void )?(\w+)")
 _LINE = re.compile(r"access at [^\n]* in (\w+\.py):(\d+)")
 HAND_OVER = ("def ", "gl.warp_specialize(")
-"""Source lines to which Triton attributes what hands the arguments of a kernel's groups of warps over."""
+"""Source lines to which Triton attributes the code that passes arguments to a kernel's warp groups."""
 
 
 # ---- the calls -----------------------------------------------------------------------------------
@@ -88,9 +88,9 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
     def ids(high: int, n: int = t) -> Any:
         return torch.randint(0, high, (n,), device=device)
 
-    # Every schedule runs, and tools take seconds for each kernel of cuBLASLt: few calls, and no more than a tile and a
-    # bit in each dimension. N = 5128 and K = 136 are on both sides of what the offers of tiles ask for, and N is more
-    # than the shared memory of the kernel for few rows holds.
+    # Tools take seconds for each cuBLASLt kernel, so there are few calls with little more than a tile per dimension.
+    # N = 5128 and K = 136 are above and below the limits of the offered tiles, and N exceeds the shared memory of the
+    # kernel for few rows.
     def linear() -> None:
         for m in (1, 130) if large else (16, 33):
             x, w = leaf(m, 136), leaf(5128, 136, scale=0.1)
@@ -103,12 +103,12 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         w.main_grad = torch.zeros_like(w, dtype=torch.float32)
         backward(ops.linear(x, w), x, w)
 
-    def linear_chunks() -> None:  # several chunks of the two gradients: of vocabulary entries, of tokens
+    def linear_chunks() -> None:  # several chunks in both gradients: vocabulary entries, tokens
         for m, n in () if large else ((33, DGRAD_WHOLE + 8), (WGRAD_TOKENS + 12, 16)):
             x, w = leaf(m, 16), leaf(n, 16, scale=0.1)
             backward(ops.linear(x, w), x, w)
 
-    # What the calls above leave out of the tiles: of products with more than 2048 columns, of few, of a head.
+    # The tiles that the calls above do not reach: more than 2048 columns, few columns, a head.
     def linear_tiles() -> None:
         if large:
             ops.linear(leaf(33, 136).detach(), leaf(264, 136).detach())
@@ -128,16 +128,15 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         torch.ops.rlkernel.linear_dgrad(leaf(m, n).detach(), leaf(n, k, scale=0.1).detach(), 1)
 
     def linear_logprob_dhidden() -> None:
-        # Rows of dz as long as whole chunks of the input gradient, which cuBLASLt asks for: two side by side, or one.
-        # The second backward knows from the first that all tokens have a gradient. How many algorithms cuBLASLt has
-        # depends on the shape.
+        # cuBLASLt needs rows of dz as long as complete chunks of the input gradient: two parallel chunks, or one. The
+        # number of cuBLASLt's algorithms depends on the shape.
         for t, c, chunks in ((80, 256, 2), (80, 256, 2), (96, 1024, 1)) if large else ():
             hidden, weight = leaf(t, c), leaf(chunks * LOGPROB_DGRAD_CHUNK, c, scale=0.1).detach()
             backward(ops.linear_logprob(hidden, weight, ids(99, t)).logp, hidden)
             torch.cuda.synchronize()
 
     def linear_logprob() -> None:
-        # Hopper's kernel is slow under the tools: two clusters of tokens, five of entries, the last ones in part.
+        # The Hopper kernel is slow under the tools: two clusters of tokens, five of entries, the last ones partial.
         t, c, v = (300, 136, 1032) if large else (37, 64, 520)
         hidden, weight, targets = leaf(t, c), leaf(v, c, scale=0.1), ids(v, t)
         kept = ops.pack_kept(torch.rand(t, v, device=device) < 0.7)
@@ -157,13 +156,13 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         backward(scored[0], hidden, weight)
 
     def logprob() -> None:
-        for width in (v, v + 1):  # rows at 16-byte addresses, and not
+        for width in (v, v + 1):  # rows with and without 16-byte alignment
             logits = leaf(t, width)
             scored = ops.logprob(logits, ids(width), temperature=0.7)
             backward((scored.logp, scored.entropy), logits)
             kept = ops.pack_kept(torch.rand(t, width, device=device) < 0.7)
             backward(ops.logprob(logits, ids(width), kept=kept).logp, logits)
-        for width, n in ((16392, 529), (65544, 257)) if large else ():  # a program a row; four rows of a block and one
+        for width, n in ((16392, 529), (65544, 257)) if large else ():  # one program per row; a partial block
             logits = leaf(n, width)
             for options in ({}, {"temperature": 0.7}):
                 backward(ops.logprob(logits, ids(width, n), **options).logp, logits)
@@ -175,7 +174,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
             backward(ops.rms_norm(x, w, 1e-6, r), x, r, w)
         x, w = leaf(t, heads, d), leaf(d)
         backward(ops.rms_norm(x, w, 1e-6), x, w)
-        for n, width in ((1031, 1024), (8213, 1024), (4099, 2568)) if large else ():  # leaves lack rows, pairs a leaf
+        for n, width in ((1031, 1024), (8213, 1024), (4099, 2568)) if large else ():  # incomplete leaves and pairs
             x, r, w = leaf(n, width), leaf(n, width), leaf(width)
             backward(ops.rms_norm(x, w, 1e-6), x, w)
             backward(ops.rms_norm(x, w, 1e-6, r), x, r, w)
@@ -190,7 +189,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
         ops.qk_norm_rope(q.detach(), k.detach(), scale, scale, 1e-6, positions, table)
         weight = leaf(v, c)
         backward(ops.embedding(ids(v // 8), weight), weight)
-        backward(ops.embedding(ids(3, 6 * EMBEDDING_WINDOW + 5), weight), weight)  # tokens that come often
+        backward(ops.embedding(ids(3, 6 * EMBEDDING_WINDOW + 5), weight), weight)  # tokens with many occurrences
 
     def attention() -> None:
         lengths = (t // 2, t // 4, 1, t - t // 2 - t // 4 - 1)
@@ -213,7 +212,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
                     max_seqlen_q=each, max_seqlen_k=longest, split=256,
                 )  # fmt: skip
 
-    def attention_prefill() -> None:  # a tile of few positions; of a sequence one split, or several
+    def attention_prefill() -> None:  # a tile of few positions; one split per sequence, or several
         for dim, split in ((64, 2048), (128, 2048), (64, 128), (128, 128)) if large else ():
             cu_q, cu_k = (torch.tensor(n, device=device, dtype=torch.int32) for n in ([0, 130, 133], [0, 300, 370]))
             q, k, val = leaf(133, 8, dim), leaf(370, 1, dim), leaf(370, 1, dim)
@@ -221,7 +220,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
                 q.detach(), k.detach(), val.detach(), cu_q, cu_k, max_seqlen_q=130, max_seqlen_k=300, split=split
             )  # fmt: skip
 
-    def attention_pages() -> None:  # so long that pages are laid in a row first
+    def attention_pages() -> None:  # so long that pages are gathered into contiguous memory first
         queries, keys, page = (512, 4096, 16) if large else (5, 80, 16)
         cache = [torch.randn(keys // page, page, 1, 128, device=device).to(dtype) for _ in range(2)]
         table = torch.randperm(keys // page, device=device).to(torch.int32).view(1, -1)
@@ -241,7 +240,7 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
                 rollout_logp=vector(), loss_type=loss_type, kl_coef=0.1, entropy_coef=0.1, tis_cap=2.0,
             )  # fmt: skip
             backward(found.loss, logp, entropy)
-        # Many plain tokens, the last of which the copy engine may not fetch; short sequences and long ones.
+        # Many tokens without options, the last of which TMA must not load; short and long sequences.
         for n, rows in ((66000, 98), (65537, 98), (65537, 7)) if large else ():
             cu = torch.linspace(0, n, rows + 1, device=device).to(torch.int32)
             logp, old, each = vector(n).requires_grad_(), vector(n), vector(rows)
@@ -279,9 +278,9 @@ def calls(device: str, dtype: Any, large: bool) -> dict[str, Callable[[], object
 
 
 def every_schedule() -> set[str]:
-    """From here on an op with schedules runs its anchor, then each of them, and nothing is certified.
+    """Makes every op with schedules run its anchor and then each schedule, without certification.
 
-    Returns a set that fills with the names of the schedules that ran.
+    Returns a set to which the names of the schedules that ran are added.
     """
     import torch
 
@@ -312,12 +311,12 @@ def every_schedule() -> set[str]:
                 names.add(name)
                 own = list(args)
                 group = name.split(":", 1)[1].split(".", 1)[0]
-                for i in self.family.mutates:  # the anchor has written them; where that does not count, nobody has
+                for i in self.family.mutates:  # written by the anchor: pass fresh memory or a copy
                     if isinstance(own[i], torch.Tensor):
                         own[i] = torch.empty_like(own[i]) if fresh else own[i].clone()
-                        if fresh and group == "cublaslt":  # whose sum torch rounds afterwards
+                        if fresh and group == "cublaslt":  # torch rounds its sum afterwards
                             own[i].fill_(float("nan"))
-                # Of its own memory a schedule may read what the copy engine has stored.
+                # initcheck does not see what TMA has stored in memory that the schedule allocates and reads back.
                 with mock.patch.object(torch, "empty", filled if group in COPY_ENGINE else empty):
                     schedule(*own)
             return found
@@ -329,7 +328,7 @@ def every_schedule() -> set[str]:
 
 
 def offered(capability: tuple[int, int]) -> set[str]:
-    """Names, as in `every_schedule` but for `SPELT`, of all schedules that this compute capability is offered."""
+    """Names of all schedules offered for a compute capability, with those that match `SPELT` merged."""
     from rlkernel.kernels.cuda import attention, linear, linear_logprob, logprob, policy_loss, rms_norm
     from rlkernel.kernels.schedule import ScheduledOp
 
@@ -342,7 +341,7 @@ def offered(capability: tuple[int, int]) -> set[str]:
 
 
 def launched() -> set[str]:
-    """A set that fills with the names of the Triton kernels that are launched from here on."""
+    """Returns a set to which the names of all Triton kernels launched from now on are added."""
     from triton.runtime.jit import JITFunction
 
     names: set[str] = set()
@@ -357,13 +356,13 @@ def launched() -> set[str]:
 
 
 def make_calls(only: list[str]) -> None:
-    """Makes the calls and prints, in one line, which Triton kernels and schedules ran."""
+    """Runs the calls and prints one line with the Triton kernels and schedules that ran."""
     import torch
 
     kernels, schedules = launched(), every_schedule()
     torch.manual_seed(0)
-    # Backward in this thread: autograd's own may still free Python objects when the interpreter ends, which ends it
-    # inside C++ ("terminate called without an active exception").
+    # Run backward in this thread: autograd's threads may still free Python objects when the interpreter exits, which
+    # aborts it ("terminate called without an active exception").
     torch.autograd.set_multithreading_enabled(False)
     for dtype, large in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
         for name, call in calls("cuda", dtype, large).items():
@@ -377,7 +376,7 @@ def make_calls(only: list[str]) -> None:
 
 
 def plant(name: str) -> int:
-    """The kernels of `PLANTED[name]`, one after the other."""
+    """Launches the kernels of `PLANTED[name]` in order."""
     import torch
 
     p = torch.empty(1024, device="cuda")
@@ -392,7 +391,7 @@ def plant(name: str) -> int:
 
 
 def sanitizer() -> str | None:
-    """Path of compute-sanitizer: on PATH, or in the CUDA toolkit."""
+    """Path of compute-sanitizer, from PATH or the CUDA toolkit."""
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
     return shutil.which("compute-sanitizer") or (str(toolkit) if toolkit.is_file() else None)
 
@@ -401,8 +400,8 @@ groups = Groups()
 
 
 def start(arguments: list[str], limit: float, tool: tuple[str, ...] = ()) -> tuple[str, int | None, float]:
-    """(output, exit status or None after `limit` seconds, seconds) of this script in a process, under a tool."""
-    # Without torch's pool every tensor is an allocation of its own, and reading beyond one is seen.
+    """Runs this script under a tool; returns output, exit status (None after `limit` seconds) and seconds."""
+    # Without torch's caching allocator every tensor is a separate allocation, so out-of-bounds reads are detected.
     environment = {
         **os.environ, **own_cache("sanitize"), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
@@ -410,7 +409,7 @@ def start(arguments: list[str], limit: float, tool: tuple[str, ...] = ()) -> tup
     command = [*tool, sys.executable, str(Path(__file__).resolve()), *arguments]
     status = None
     with tempfile.TemporaryFile("w+", errors="replace") as out:
-        # The process under the tool ends with it: it would stay on the GPU.
+        # Groups kills the process under the tool too, which would otherwise stay on the GPU.
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = groups.run(command, limit, env=environment, stdout=out, stderr=subprocess.STDOUT)
         seconds = time.perf_counter() - begin
@@ -419,20 +418,20 @@ def start(arguments: list[str], limit: float, tool: tuple[str, ...] = ()) -> tup
 
 
 def races_in_cublas(output: str) -> int:
-    """How many of racecheck's reports have both accesses in cuBLASLt's own kernels on Hopper (`nvjet_...`).
+    """Number of racecheck reports with both accesses in cuBLASLt's kernels on Hopper (`nvjet_...`).
 
-    The tool does not know their barriers. Both ends of such a race lie in one kernel's shared memory, which no argument
-    of ours can reach, and the source is not ours to mend: these reports are counted apart.
+    The tool does not know their barriers. Both accesses are in one kernel's shared memory, which no argument of ours
+    reaches, so these reports are counted separately.
     """
     found = [set(_AT.findall(report.split("Race reported", 1)[0])) for report in _RACE.split(output)[1:]]
     return sum(bool(kernels) and all(name.startswith("nvjet_") for name in kernels) for kernels in found)
 
 
 def races_in_hand_over(output: str) -> int:
-    """How many of racecheck's reports have both accesses where a kernel hands its groups of warps their arguments.
+    """Number of racecheck reports with both accesses in the code that passes arguments to warp groups.
 
-    Triton's compiler writes them between barriers of all threads (PTX `barrier.sync 1` on either side of the reads), to
-    which the groups come from different places in the code. No access of a kernel's source has these lines.
+    Triton's compiler separates their writes and reads by barriers of all threads (PTX `barrier.sync 1`), which the
+    groups reach at different places in the code. No access in a kernel's own source has these lines.
     """
 
     def hands_over(file: str, line: str) -> bool:
@@ -445,23 +444,23 @@ def races_in_hand_over(output: str) -> int:
 
 
 def check(program: str, tool: str, what: str, limit: float) -> dict[str, Any]:
-    """One tool on one call, or on what is planted; errors is None where the tool gave no verdict."""
+    """Runs one tool on one call or planted kernel; errors is None if the tool gave no verdict."""
     planted = {PLANT: tool, COPY: "copy engine"}.get(what)
     arguments = ["--plant", planted] if planted else ["--calls", "--only", what]
     command = (
         program, "--tool", tool, "--target-processes", "application-only", "--show-backtrace", "no",
-        "--launch-timeout", "120",  # of seconds; with many jobs Python may take more than the default of 10 to start
+        "--launch-timeout", "120",  # seconds; with many jobs Python may need more than the default of 10 to start
         "--print-limit", "500" if tool == "racecheck" else "5",
     )  # fmt: skip
     output, status, seconds = start(arguments, limit, command)
     summary = SUMMARY.findall(output)
     errors = int(summary[-1]) if summary and status is not None else None
     row = {"tool": tool, "what": what, "errors": errors, "exit_status": status, "seconds": round(seconds, 1)}
-    apart = {"in_cublas": races_in_cublas(output), "in_hand_over": races_in_hand_over(output)}
-    apart = {name: count for name, count in apart.items() if count and tool == "racecheck"}
-    if errors is not None and apart:
-        row |= {"errors": errors - sum(apart.values()), **apart}
-    more = "".join(f"  ({count} more {name})" for name, count in apart.items())
+    false = {"in_cublas": races_in_cublas(output), "in_hand_over": races_in_hand_over(output)}
+    false = {name: count for name, count in false.items() if count and tool == "racecheck"}
+    if errors is not None and false:
+        row |= {"errors": errors - sum(false.values()), **false}
+    more = "".join(f"  ({count} more {name})" for name, count in false.items())
     print(f"{tool:10} {what:16} errors {row['errors']}{more}  exit {status}  {seconds:.0f} s", flush=True)
     if not passed(row):
         print("\n".join(line[:200] for line in output.splitlines()[-40:]), flush=True)
@@ -469,7 +468,7 @@ def check(program: str, tool: str, what: str, limit: float) -> dict[str, Any]:
 
 
 def passed(row: dict[str, Any]) -> bool:
-    """A call: no error and a clean exit. A planted error: seen. The copy engine's stores: whatever the tool says."""
+    """A call needs 0 errors and exit status 0, a planted error must be found, and the TMA stores need any verdict."""
     if row["what"] == PLANT:
         return bool(row["errors"])
     if row["what"] == COPY:
@@ -478,14 +477,14 @@ def passed(row: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Exit status 0 where every tool worked and found nothing, and every kernel and every offered schedule ran."""
+    """Returns 0 if every tool worked and found no errors, and every kernel and every offered schedule ran."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--only", nargs="*", default=[], help="names of calls, as printed")
-    parser.add_argument("--limit", type=float, default=300, help="seconds that a tool may take for a call")
+    parser.add_argument("--limit", type=float, default=300, help="time limit of a tool for one call, in seconds")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
-    parser.add_argument("--calls", action="store_true", help="make the calls in this process, without a tool")
-    parser.add_argument("--plant", choices=tuple(PLANTED), help="launch what is planted under this name")
+    parser.add_argument("--calls", action="store_true", help="run the calls in this process, without a tool")
+    parser.add_argument("--plant", choices=tuple(PLANTED), help="launch the planted kernels of this name")
     args = parser.parse_args()
     if args.plant:
         return plant(args.plant)
@@ -504,7 +503,7 @@ def main() -> int:
     names = args.only or list(calls("cpu", torch.float32, large=False))
     ran: dict[str, set[str]] = {"kernels": set(), "schedules": set()}
     with pool_of(args.jobs, groups) as pool:
-        # Kernels compile outside of the tools, which would otherwise follow the compiler.
+        # Kernels are compiled before the tools run, because the tools would also trace the compiler.
         for name, (output, status, seconds) in zip(
             names, pool.map(lambda name: start(["--calls", "--only", name], args.limit), names), strict=True
         ):
@@ -520,7 +519,7 @@ def main() -> int:
         slow_first = sorted(work, key=lambda item: item[0] != "racecheck")
         rows = list(pool.map(lambda item: check(program, *item, args.limit), slow_first))
     for row in rows:
-        if row["errors"] is None:  # no verdict on the call, of which a crowded host may be the cause: once more, alone
+        if row["errors"] is None:  # no verdict, perhaps because the host was busy: try once more, alone
             row.update(check(program, row["tool"], row["what"], args.limit), tries=2)
     rows.sort(key=lambda row: work.index((row["tool"], row["what"])))
     wanted = {variant.kernel.fn.__name__ for variant in aot.variants()} | offered(torch.cuda.get_device_capability())

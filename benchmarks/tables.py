@@ -1,11 +1,10 @@
 """Turns the JSON files under `benchmarks/results/` into the tables of README and docs.
 
-A table stands between `<!-- table: GLOB -->` and `<!-- /table -->` in a Markdown file, GLOB relative to
-`benchmarks/results`. `<!-- table: GLOB wide -->` has one line a case and a column an implementation, `kernels` a line a
-kernel and a column a target, `sums` one line for all tests and one for each kind of control, `stack=NAME` a line a
-feature of that stack and a column a run of the integrations' tests. `<!-- table: FOLDER/figures -->` compares with the
-targets (`figures.py`), `FOLDER/speed` has six rows for the README; the styles of the matrix of planted faults are in
-`rlkernel_drift.power_tables`. `--check` writes nothing and fails where a table is not what its files say.
+A table stands between `<!-- table: GLOB STYLE -->` and `<!-- /table -->`, with GLOB relative to `benchmarks/results`.
+Without a style it has the rows of the files. `wide` has one line per case and one column per implementation; `kernels`
+one line per kernel and one column per target; `sums` one line for all tests and one per kind of control; `stack=NAME`
+one line per feature of that stack and one column per run. `FOLDER/figures` holds the targets and `FOLDER/speed` the
+README's rows (`figures.py`); the other styles are in `rlkernel_drift.power_tables`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "consistency")]
 
 from figures import FILES, figures, speed
-from results_io import kernel_sha
+from results_io import has_current_kernels
 
 from rlkernel_drift import power_tables as power
 
@@ -56,25 +55,25 @@ def _markdown(columns: list[str], lines: list[list[Any]]) -> list[str]:
 
 
 def _made_with(data: dict[str, Any]) -> str:
-    """Machine, versions, commit (and whether the kernels are others by now) and date of a result."""
+    """Machine, versions, commit (and whether kernels have changed since) and date of a result."""
     version = ", ".join(f"{name} {number}" for name, number in data["versions"].items() if name in ("torch", "triton"))
-    commit = f"commit `{data['commit'][:7]}`" if data.get("commit") else f"kernel_sha `{data['kernel_sha']}`"
-    older = "" if data["kernel_sha"] == kernel_sha() else " (older kernels)"
+    commit = f"commit `{data['commit'][:7]}`" if data.get("commit") else "unknown commit"
+    older = "" if has_current_kernels(data.get("commit")) else " (older kernels)"
     return f"{data['hardware']}, {version}, contract {data['contract']}, {commit}{older}, {data['date'][:10]}"
 
 
 def _source(data: dict[str, Any], path: Path) -> list[str]:
-    """What was left out, and where the figures come from."""
+    """Lines below a table: what was left out, and where the figures come from."""
     notes = [f"Left out: {'; '.join(data['notes'])}.", ""] if data.get("notes") else []
     if data.get("not_launched"):
         notes += [f"Not passed; never launched: {', '.join(data['not_launched'])}.", ""]
     elif data.get("passed") is False:
-        notes += ["Not passed: a tool gave no verdict on a call, or found an error in it.", ""]
+        notes += ["Not passed: a tool found an error in a call or gave no verdict on it.", ""]
     return ["", *notes, f"{_made_with(data)}: `{data['command']}` from `{path.relative_to(ROOT).as_posix()}`"]
 
 
 def table(path: Path) -> str:
-    """Markdown of one result file: its rows, then the line that says where they come from."""
+    """Markdown of one result file: its rows, then their source."""
     data = json.loads(path.read_text())
     columns: list[str] = []
     for row in data["rows"]:
@@ -84,7 +83,7 @@ def table(path: Path) -> str:
 
 
 def wide(path: Path) -> str:
-    """One line a case (op and shape); for each implementation milliseconds and GiB, or why it has none."""
+    """One line per case (op and shape): milliseconds and GiB of each implementation, or why there are none."""
     data = json.loads(path.read_text())
     cases: dict[tuple[str, str], dict[str, str]] = {}
     for row in data["rows"]:
@@ -102,7 +101,7 @@ def wide(path: Path) -> str:
 
 
 def kernels(path: Path) -> str:
-    """One line a compiled kernel, one column a target: registers a thread, shared memory of a block, spills."""
+    """One line per kernel, one column per target: registers per thread, shared memory per block, spills."""
     data = json.loads(path.read_text())
     found: dict[str, dict[str, str]] = {}
     for row in data["rows"]:
@@ -119,53 +118,45 @@ def kernels(path: Path) -> str:
 
 
 SKIPPED = re.compile(r"^.*?::\w+(?:\[.*\])?: ")
-"""The name in front of the reason why a test was skipped."""
+"""The test's name before the reason for skipping it."""
 COUNTED = (
-    "Tokens counts tokens compared, once for each pair of calls. Other numbers counts compared values that belong to "
-    "no token, such as weight gradients and optimizer state."
+    "Tokens are counted once per pair of calls. Other numbers are compared values that belong to no token, such as "
+    "weight gradients."
 )
 
 
 def sums(path: Path) -> str:
-    """Of a test run's records: what was compared under the contract, and what had to differ: the controls with stock
-    ops, and wrong schedules at the first comparison in which certification saw them differ."""
+    """Sums over a GPU test run: what was compared under the contract, and the controls that had to differ.
+
+    The controls are stock ops, and wrong schedules at the first comparison in which certification saw a difference.
+    """
     data = json.loads(path.read_text())
-    kinds = {"rlkernel": [], "control: stock ops": [], "control: wrong schedules, refused": []}
+    kinds: dict[str, list[Any]] = {"rlkernel": [], "control: stock ops": [], "control: wrong schedules, refused": []}
     for row in data["rows"]:
         kind = 2 if row.get("refused") else 1 if "control" in row["test"] else 0
         kinds[list(kinds)[kind]].append(row)
-    counts = ["cases", "tokens", "mismatches"]
-    apart = all("elements" in row for row in data["rows"])  # not so in older records
-    counts[2:2] = ["elements"] if apart else []
+    names = {"cases": "cases", "tokens": "tokens", "elements": "other numbers", "mismatches": "differing"}
     lines = []
-    for what, rows in kinds.items():
+    for kind_name, rows in kinds.items():
         if rows:
             worst = max((row["max_abs_diff"] for row in rows if "max_abs_diff" in row), default=None)
-            lines.append([what, len(rows), *(sum(row[name] for row in rows) for name in counts), worst])
+            lines.append([kind_name, len(rows), *(sum(row.get(name, 0) for row in rows) for name in names), worst])
+    columns = ["log-probabilities and op results of", "tests", *names.values(), "max abs diff"]
     run = data["pytest"]
-    passed = run["tests"] - run["failures"] - run["errors"] - run["skipped"]
-    names = {"mismatches": "differing", "elements": "other numbers"}
-    columns = [
-        "log-probabilities and op results of",
-        "tests",
-        *(names.get(name, name) for name in counts),
-        "max abs diff",
-    ]
-    head, *rest = _source(data, path)
     failed = run["failures"] + run["errors"]
-    at = f" at {data['commit'][:7]}" if data["commit"] else ""
-    whys = dict.fromkeys(SKIPPED.sub("", entry) for entry in data.get("skipped", []))
-    why = f" ({'; '.join(whys)})" if whys else ""
-    result = f"pytest{at}: {passed} passed, {failed} failed, {run['skipped']} skipped{why}."
-    note = ["", COUNTED] if apart else []
-    return "\n".join([*_markdown(columns, lines), *note, head, result, *rest]) + "\n"
+    reasons = "; ".join(dict.fromkeys(SKIPPED.sub("", entry) for entry in data.get("skipped", [])))
+    result = (
+        f"{run['tests'] - failed - run['skipped']} tests passed, {failed} failed, "
+        f"{run['skipped']} skipped{f' ({reasons})' if reasons else ''}."
+    )
+    return "\n".join([*_markdown(columns, lines), "", COUNTED, "", f"{result} {_made_with(data)}"]) + "\n"
 
 
 VERDICTS = ("exact", "close", "reported", "refused", "differs")
 
 
 def compatibility(paths: list[Path], stack: str) -> str:
-    """One line a feature of the stack, one column a run of its tests: the verdict, and differing of all numbers."""
+    """One line per feature of the stack, one column per test run: the verdict, and "differing of compared numbers"."""
     cells: dict[str, dict[str, str]] = {}
     order: dict[str, tuple[int, str]] = {}
     sources: list[str] = []
@@ -192,8 +183,8 @@ def compatibility(paths: list[Path], stack: str) -> str:
 
 
 def reach(folder: Path) -> str:
-    """The targets against what a folder's files say, and at which commit and day each file was measured."""
-    columns = ["op", "anchor", "target", "least", "most", "cases", "a copy", "reached"]
+    """The targets of a results folder, then commit and date of each file that they were read from."""
+    columns = ["op", "anchor", "target", "least", "most", "cases", "copy", "reached"]
     cells = [[line[c] for c in columns] for line in figures(folder)]
     made: dict[str, list[str]] = {}
     for path in (folder / f"{name}.json" for name in FILES):
@@ -228,9 +219,9 @@ def render(text: str) -> str:
 
 
 def main() -> int:
-    """Fills (or with --check compares) the tables of README.md and docs/**/*.md."""
+    """Fills the tables of README.md and docs/**/*.md, or with --check compares them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a table is out of date")
     args = parser.parse_args()
     stale = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:

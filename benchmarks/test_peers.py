@@ -1,8 +1,8 @@
-"""Runs other projects' own tests in stock and under rlkernel, and writes every test that passes in stock alone.
+"""Runs other projects' own tests without and with rlkernel, and records the tests that pass only without it.
 
-`python benchmarks/test_peers.py` runs transformers' common tests of models, before and after `apply`, and writes
-`benchmarks/results/cpu/peers-transformers.json`. `--trl FOLDER` runs TRL's tests of its trainers in a checkout of TRL,
-without the flag and with it, and writes `peers-trl.json`. Nothing is written where a test stands without a reason.
+`python benchmarks/test_peers.py` runs transformers' common tests of models without and with `apply`, and writes
+`benchmarks/results/cpu/peers-transformers.json`. `--trl FOLDER` runs TRL's tests of its trainers in a checkout of TRL
+without and with the flag, and writes `peers-trl.json`. Nothing is written if a listed test has no reason.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def outcomes(report: Path) -> Outcomes:
 
 
 def rows(suite: str, stock: Outcomes, ours: Outcomes, reason: Callable[[str], str]) -> list[dict[str, Any]]:
-    """One row of the tests that pass in both, then one for each reason why others do not.
+    """One row for the tests that pass in both, then one row per reason why others do not.
 
     Raises:
-        SystemExit: names tests that stand and whose message has no reason.
+        SystemExit: a test fails only with rlkernel, and its message matches no known reason.
     """
     passed = sorted(name for name, (outcome, _) in stock.items() if outcome == "passed")
     alone: dict[str, list[str]] = {}
@@ -53,7 +53,9 @@ def rows(suite: str, stock: Outcomes, ours: Outcomes, reason: Callable[[str], st
             except KeyError:
                 unknown.append(f"{name}: {message[:300]}")
     if unknown:
-        raise SystemExit("\n".join(["nothing written; tests that pass in stock alone, without a reason:", *unknown]))
+        raise SystemExit(
+            "\n".join(["nothing written; tests that pass only without rlkernel, for no known reason:", *unknown])
+        )
     both = len(passed) - sum(map(len, alone.values()))
     total = f"pass in both, of {len(passed):,} that pass in stock"
     found: list[dict[str, Any]] = [{"suite": suite, "tests": total, "number": both, "reason": ""}]
@@ -65,10 +67,10 @@ def rows(suite: str, stock: Outcomes, ours: Outcomes, reason: Callable[[str], st
 
 
 def run(mode: str, report: Path, folder: Path, arguments: list[str]) -> Outcomes:
-    """What pytest reports, run in a folder with RLKERNEL_PEERS set to the mode.
+    """Outcomes of pytest, run in a folder with RLKERNEL_PEERS set to the mode.
 
     Raises:
-        SystemExit: it did not run the tests.
+        SystemExit: pytest did not run the tests.
     """
     paths = [str(SUITES), str(ROOT), str(ROOT / "consistency"), str(ROOT / "integrations")]
     path = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -84,14 +86,14 @@ def run(mode: str, report: Path, folder: Path, arguments: list[str]) -> Outcomes
 
 
 def main() -> int:
-    """1 where a test stands without a reason."""
+    """Writes the record; exits with 1 if a test fails for no known reason."""
     import hf_suite
     import trl_suite
     from results_io import write_result
     from test_integrations import versions
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trl", type=Path, help="a checkout of TRL: run its tests in place of transformers'")
+    parser.add_argument("--trl", type=Path, help="a checkout of TRL; run its tests instead of transformers'")
     args, options = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
         here = Path(temporary)

@@ -1,7 +1,6 @@
-"""Interleaved timing of several callables: medians on one machine in one process, with the clocks warm.
+"""Interleaved timing of several callables: medians on one machine, in one process, after warm-up.
 
-`compare` also measures memory and leaves out, with the reason, what runs out of it; `rows` turns its result into the
-lines of a result file.
+`compare` also measures memory and notes candidates that run out of it; `rows` makes lines of a result file.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import torch
 PEAKS = {"NVIDIA H200": {"bf16_flops": 791e12, "bytes": 4.3e12}}
 
 LAUNCH_CYCLES, MOST_CYCLES = 12_000_000, 96_000_000
-"""About 6 ms at 1.98 GHz, longer than the host needs to queue most candidates, and the longest that the GPU waits: a
-candidate that itself waits for the GPU is never queued before."""
+"""First and longest wait of the GPU. The first, about 6 ms at 1.98 GHz, is longer than the host needs to queue most
+candidates; a candidate that synchronises can never be queued in time."""
 
 
 def _once(fn: Callable[[], object], cuda: bool, cycles: int) -> tuple[float, bool]:
-    """Milliseconds of a call, and whether they are the GPU's alone: it still waited when the host had queued all."""
+    """Milliseconds of a call, and whether they are GPU time only: the GPU still waited when the host had queued all."""
     if not cuda:
         start = time.perf_counter()
         fn()
@@ -47,18 +46,20 @@ def interleaved(
     rest: float = 0.0,
     by_copy: bool = False,
 ) -> list[float]:
-    """Median milliseconds of each candidate; they take turns, so that clocks and caches treat them alike.
+    """Median milliseconds of each candidate. They alternate in random order, so that clocks and caches affect all
+    alike.
 
-    Every round has an order of its own, and `rest` seconds may pass before each timing: where power is the limit, a
-    candidate behind a hot one is up to a tenth slower. On CUDA a 128 MiB write before every timing evicts the L2
-    cache, and the GPU is kept waiting while the host queues the work: what is measured is the time on the GPU, as under
-    a CUDA graph. A sample that was not hidden so is taken again behind a longer wait, and from then on all candidates
-    wait as long: a GPU that rested more has more power. What was measured behind a shorter wait is thrown away, and
-    those rounds begin anew, three times at most. A candidate that the longest wait does not hide twice in a row, as it
-    waits for the GPU itself, is measured behind the longest; once may be a pause of the host.
+    `rest` is a pause in seconds before each sample: at the power limit, a candidate is up to a tenth slower after a
+    demanding one. On CUDA a 128 MiB write before every sample evicts the L2 cache, and the GPU waits while the host
+    queues the work, so that GPU time is measured, as under a CUDA graph.
 
-    That write leaves a cache full of what is not in memory yet, and the candidate's reads wait until it is. `by_copy`:
-    a copy of 128 MiB evicts the cache instead, and leaves it as an op does that reads as much as it writes.
+    If the host was not done queueing when the wait ended, the sample is retaken with twice the wait, and all rounds
+    start again with that wait for all candidates, because a GPU that rested longer has more power. If the longest wait
+    fails twice in a row, the candidate itself synchronises and is always measured with the longest wait; a single
+    failure may be a pause of the host.
+
+    The eviction by a write leaves dirty lines, and the candidate waits for their write-back. With `by_copy` a copy of
+    128 MiB evicts the cache instead, which leaves it like an op that reads as much as it writes.
     """
     flush = torch.zeros(32 << 20, dtype=torch.int32, device="cuda") if cuda else None
     source = flush.clone() if flush is not None and by_copy else None
@@ -66,7 +67,7 @@ def interleaved(
         for fn in candidates:
             fn()
     times: list[list[float]] = [[] for _ in candidates]
-    cycles, never = LAUNCH_CYCLES, set[int]()  # the wait of all, and whose launches no wait hides
+    cycles, never = LAUNCH_CYCLES, set[int]()  # wait of all candidates; those that no wait hides
 
     def sample(i: int) -> float:
         nonlocal cycles
@@ -105,7 +106,7 @@ def interleaved(
 
 
 def peak_gib(fn: Callable[[], object], cuda: bool) -> float | None:
-    """Device memory that fn needs beyond what was allocated before, in GiB; None on the CPU."""
+    """Peak GPU memory of fn beyond what was allocated before, in GiB; None on the CPU."""
     if not cuda:
         return None
     torch.cuda.synchronize()
@@ -117,7 +118,7 @@ def peak_gib(fn: Callable[[], object], cuda: bool) -> float | None:
 
 
 class Timed(NamedTuple):
-    """What `compare` found for one candidate; ms is None where it did not run, and `problem` then says why."""
+    """Result of `compare` for one candidate. If it did not run, ms is None and `problem` has the reason."""
 
     ms: float | None
     peak_gib: float | None
@@ -127,10 +128,10 @@ class Timed(NamedTuple):
 def compare(
     candidates: Mapping[str, Callable[[], object]], cuda: bool, rounds: int = 11, rest: float = 0.0
 ) -> dict[str, Timed]:
-    """Time and memory of each candidate, taking turns; one that runs out of memory is left out, and says so.
+    """Time and memory of each candidate, interleaved. One that runs out of memory has a `problem` instead.
 
-    Each runs three times before it is timed, the third time for its memory: what a second call certifies, because the
-    first one taught it something, is no part of it.
+    Each candidate runs three times before it is timed. The third call measures memory, because the first two may
+    compile kernels and certify schedules.
     """
     peaks: dict[str, float | None] = {}
     problems: dict[str, str] = {}
@@ -159,9 +160,9 @@ def rows(
     flops: float = 0,
     moved: float = 0,
 ) -> list[dict[str, Any]]:
-    """Lines of a result file: one a pair (ours, anchor) of candidates, printed as they are made.
+    """Lines of a result file, one per pair (ours, anchor); they are also printed.
 
-    `flops` and `moved` (bytes) are what the op needs at the least; TFLOP/s count those alone.
+    `flops` and `moved` (bytes) are the minimum that the op needs; TFLOP/s count only those.
     """
     lines = []
     for ours, anchor in pairs:
@@ -194,7 +195,7 @@ def rows(
 
 
 def share_of_roofline(ms: float, flops: float, moved_bytes: float) -> float | None:
-    """Time the larger of arithmetic and memory needs at the measured ceilings, over the time taken."""
+    """Roofline time (the larger of arithmetic and memory time at the measured peaks) over the time taken."""
     if not torch.cuda.is_available():
         return None
     peak = PEAKS.get(torch.cuda.get_device_name())

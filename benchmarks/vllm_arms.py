@@ -1,7 +1,7 @@
-"""Arms of a vLLM benchmark: engines in processes of their own, which are up together and measured in turns.
+"""Arms of a vLLM benchmark: engines in separate processes that run at the same time and are measured alternately.
 
-`python vllm_arms.py ARM` is one arm: it builds its engine, then answers a line of JSON with a line of JSON. A random
-model is made once, at a published shape.
+`python vllm_arms.py SETTINGS` is one arm: it builds an engine with these JSON settings, then answers each line of JSON
+on standard input with a line of JSON.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def memory(cache: int) -> dict[str, Any]:
-    """Settings of an engine with `cache` bytes of keys and values that looks at no other process's memory.
+    """Settings of an engine with a KV cache of `cache` bytes that ignores the memory of other processes.
 
-    vLLM refuses to start where less than its share of the GPU is free, even if it then takes the bytes it was given.
+    vLLM refuses to start if less than its share of the GPU is free, even with a fixed number of bytes.
     """
     return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": 0.05}
 
 
 def entry_point(folder: Path) -> Path:
-    """A folder with the metadata by which vLLM finds the plugin, where rlkernel is a checkout that is not installed."""
+    """A folder with the metadata by which vLLM finds the plugin if rlkernel is a checkout and not installed."""
     info = folder / "entry" / "rlkernel-0.0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rlkernel\nVersion: 0.0.0\n")
@@ -51,7 +51,8 @@ def entry_point(folder: Path) -> Path:
 
 
 def make_model(config: Any, folder: Path) -> Path:
-    """Saves a model of random weights; its logits have a deviation of about 3, so that a sampler has a choice.
+    """Saves a model with random weights; its logits have a standard deviation of about 3, so that sampling is not
+    trivial.
 
     Args:
         config: a `ModelConfig`, or the name of a preset.
@@ -78,7 +79,7 @@ def make_model(config: Any, folder: Path) -> Path:
 
 
 def temporary_folder() -> str:
-    """In memory where that is a file system: models of 16 GB are read by several processes."""
+    """A folder in memory if possible, because several processes read models of 16 GB."""
     return tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
@@ -87,8 +88,8 @@ class Arm:
 
     Args:
         name: a key of `ARMS`.
-        folder: for caches; verdicts are kept in the user's own.
-        settings: of `vllm.LLM`, for all arms.
+        folder: for vLLM's caches; certification uses the user's cache.
+        settings: arguments of `vllm.LLM` for all arms.
     """
 
     def __init__(self, name: str, folder: Path, settings: dict[str, Any]) -> None:
@@ -121,17 +122,14 @@ class Arm:
         self._process.wait()
 
     def ask(self, **question: Any) -> dict[str, Any]:
-        """Sends a question, waits for the answer."""
-        self.send(**question)
-        return self.answer()
-
-    def send(self, **question: Any) -> None:
+        """Sends a question and waits for the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
+        return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """The next line that is an answer.
+        """The next answer; other output is printed.
 
         Raises:
             RuntimeError: the process has ended.
@@ -146,7 +144,7 @@ class Arm:
 
 
 def requests(workload: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
-    """Prompts of random ids, and the number of tokens to sample for each."""
+    """Prompts of random token ids, and the number of tokens to sample for each."""
     rng = random.Random(workload["seed"])
     draw = lambda limits: rng.randint(*limits)
     prompts = [
@@ -157,7 +155,7 @@ def requests(workload: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
 
 
 def _serve() -> None:
-    """The arm's process."""
+    """Main loop of the arm's process."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(**json.loads(sys.argv[1]))
@@ -165,7 +163,7 @@ def _serve() -> None:
     def reply(**found: Any) -> None:
         print("ANSWER " + json.dumps(found), flush=True)
 
-    reply(up=True, seconds=time.process_time())
+    reply(up=True)
     for line in sys.stdin:
         question = json.loads(line)
         if "workload" in question:

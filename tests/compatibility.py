@@ -1,8 +1,8 @@
-"""What tests of the integrations found, as rows of the table of compatibility: stack, feature, verdict, numbers.
+"""Records the findings of integration tests as rows of the compatibility tables: stack, feature, verdict, numbers.
 
-A row travels with its test's report (so also from pytest-xdist's workers) and counts where the test passed.
-`benchmarks/test_integrations.py` and `benchmarks/test_gpu.py` write the rows to result files; every other run on a CPU
-compares its rows with the file, so that a table cannot say what the tests no longer do.
+A row is part of its test's report (which pytest-xdist's workers send) and counts if the test passed.
+`benchmarks/test_integrations.py` and `benchmarks/test_gpu.py` write the rows to result files. Every other run on a CPU
+compares its rows with the file, so that the tables cannot become outdated.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _stale: list[str] = []
 
 
 class Compat:
-    """The fixture `compat`: each call is a row, and follows the assertion that it stands for.
+    """The fixture `compat`: each call adds a row, after the assertion that it records.
 
-    Verdicts follow from numbers where there are numbers: "exact" is 0 differing of more than none. A row of one stack
-    and feature from several tests or parameters is added up.
+    If there are counts, the verdict follows from them: "exact" means 0 differing of at least one. Rows of one stack and
+    feature from several tests or parameters are summed.
     """
 
     def __init__(self, item: pytest.Item) -> None:
         self._item, self._test = item, item.name.split("[", 1)[0]
 
     def compared(self, stack: str, feature: str, differing: int, numbers: int) -> None:
-        """`differing` of `numbers` compared have other bits; the test decides whether that is what it wants."""
+        """`differing` of `numbers` compared values have different bits; the test asserts whether that is expected."""
         assert numbers > 0, f"{feature}: nothing was compared"
         self._add(stack, feature, "exact" if differing == 0 else "differs", differing=differing, numbers=numbers)
 
@@ -52,12 +52,12 @@ class Compat:
         self.compared(stack, feature, 0, expected.numel())
 
     def exact(self, stack: str, *features: str) -> None:
-        """The test found every number equal; it did not count them."""
+        """The test found all values equal, without counting them."""
         for feature in features:
             self._add(stack, feature, "exact")
 
     def close(self, stack: str, feature: str) -> None:
-        """Equal within the tolerance that the test states."""
+        """The values are equal within the test's tolerance."""
         self._add(stack, feature, "close")
 
     def refused(self, stack: str, feature: str, error: object, naming: str | None = None) -> None:
@@ -67,7 +67,7 @@ class Compat:
         self._add(stack, feature, "refused")
 
     def audited(self, stack: str, feature: str, findings: Sequence[Any]) -> None:
-        """Let through, and listed in a report."""
+        """The feature runs and a report lists it as not exact."""
         assert findings
         self._add(stack, feature, "reported")
 
@@ -82,7 +82,7 @@ def compat(request: pytest.FixtureRequest) -> Compat:
 
 
 def merged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a stack and feature, sorted by stack; counts added up, tests listed.
+    """One row per stack and feature, sorted by stack, with summed counts and a list of tests.
 
     Raises:
         ValueError: tests disagree about a verdict.
@@ -101,7 +101,7 @@ def merged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def stale(rows: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, Any]], whole: bool) -> list[str]:
-    """Where the rows of a run are not those on file; `whole`: the run had every test, so the file may have no more."""
+    """Differences between rows of a run and the file. `whole`: all tests ran, so the file may not have more rows."""
 
     def claims(of: Sequence[Mapping[str, Any]]) -> set[tuple[str, str, str, str]]:
         return {(row["stack"], row["feature"], row["verdict"], test) for row in of for test in row["tests"]}
@@ -124,14 +124,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     if hasattr(config, "workerinput"):
-        return  # the process that started this worker has all reports
+        return  # the controller process has all reports
     target = os.environ.get("RLKERNEL_COMPATIBILITY")
     if target:
         Path(target).write_text(json.dumps(merged(_rows)))
     elif _rows and session.exitstatus == 0 and not torch.cuda.is_available():
         options = config.option
         whole = config.args == config.getini("testpaths") and options.markexpr in ("", "not gpu")
-        chosen = ("keyword", "deselect", "ignore", "ignore_glob", "lf")  # "lf" is there with pytest's cache alone
+        chosen = ("keyword", "deselect", "ignore", "ignore_glob", "lf")  # "lf" needs pytest's cache plugin
         whole &= not any(getattr(options, name, None) for name in chosen)
         whole &= bool(os.environ.get("RLKERNEL_TEST_INTEGRATIONS"))
         recorded = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []

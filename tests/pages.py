@@ -1,4 +1,4 @@
-"""The lines to paste at the head of the pages of the integrations, for a model that is at hand."""
+"""The first example of each integration page, adapted to a local model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs" / "integrations"
 
 
 def first_lines(page: str, model: Path | str, **others: str) -> str:
-    """The first Python block of a page, with `model` in place of Qwen3-0.6B and `others` of further texts."""
+    """The first Python block of a page, with `model` instead of Qwen3-0.6B and further replacements `others`."""
     found = re.search(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
     assert found is not None
     code = found[1]

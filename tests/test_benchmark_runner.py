@@ -18,7 +18,7 @@ import run
 
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of benchmarks: one says what it got, one fails, one does not end; and the figures."""
+    """A folder of benchmarks: one prints its arguments, one fails, one hangs; and figures.py."""
     says = "import os, sys\nprint(sys.argv[1:], 'on', os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
     for name, text in {
         "bench_says": says, "bench_tells": says, "bench_vllm": says, "bench_vllm_exact": says,
@@ -38,7 +38,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arg
     return status, capfd.readouterr().out
 
 
-def test_benchmarks_run_one_after_the_other(
+def test_benchmarks_run_sequentially(
     scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, out = ran(monkeypatch, capfd, "says --rounds 3", "tells")
@@ -47,10 +47,12 @@ def test_benchmarks_run_one_after_the_other(
     assert status == 1 and "[] on None" in out and "failed: fails (exit status 3)" in out
     with pytest.raises(SystemExit):
         ran(monkeypatch, capfd, "nothing")
-    assert "no benchmark nothing; there are fails, hangs, says, tells, vllm, vllm_exact" in capfd.readouterr().err
+    assert (
+        "unknown benchmark nothing; choose from fails, hangs, says, tells, vllm, vllm_exact" in capfd.readouterr().err
+    )
 
 
-def test_benchmarks_run_one_a_gpu(
+def test_benchmarks_run_one_per_gpu(
     scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Two GPUs: while one benchmark hangs, the other GPU takes all the rest."""
@@ -62,18 +64,16 @@ def test_benchmarks_run_one_a_gpu(
     assert f"hangs, GPU {'25'.replace(other, '')}, " in out and str(scripts / "logs" / "3-fails.log") in out
 
 
-def test_a_gpu_is_one_of_the_allocations(
+def test_gpus_are_indices_into_the_allocation(
     scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5")
     status, out = ran(monkeypatch, capfd, "--gpus", "1", "says")
     assert status == 0 and (scripts / "logs" / "0-says.log").read_text() == "[] on GPU-5\n" and "says, GPU GPU-5" in out
     for gpus, message in (
-        ("0,", "--gpus: '' in '0,' is no GPU"),
-        ("", "--gpus: '' in '' is no GPU"),
-        ("x", "--gpus: 'x' in 'x' is no GPU"),
-        ("0,2", "--gpus: 2, but CUDA_VISIBLE_DEVICES='4,GPU-5' has 2; count in it from 0"),
-        ("1,0,1", "--gpus: '1,0,1' has a GPU twice"),
+        ("0,", "--gpus: expected comma-separated numbers such as 0,1, got '0,'"),
+        ("x", "--gpus: expected comma-separated numbers such as 0,1, got 'x'"),
+        ("0,2", "--gpus: 0,2, but CUDA_VISIBLE_DEVICES='4,GPU-5' has 2, counted from 0"),
     ):
         with pytest.raises(SystemExit):
             ran(monkeypatch, capfd, "--gpus", gpus, "says")
@@ -84,7 +84,7 @@ def test_a_gpu_is_one_of_the_allocations(
     assert "CUDA_VISIBLE_DEVICES='' has 0" in capfd.readouterr().err
 
 
-def test_two_runs_of_one_result_file_are_refused(
+def test_two_runs_with_the_same_result_file_are_refused(
     scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     small, large = "vllm --preset qwen3-0.6b", "vllm --preset qwen3-8b"
@@ -97,7 +97,7 @@ def test_two_runs_of_one_result_file_are_refused(
     ):
         with pytest.raises(SystemExit):
             ran(monkeypatch, capfd, one, "tells", other)
-        assert f"{one} and {other} would write one result file, {file}.json" in capfd.readouterr().err
+        assert f"{one} and {other} would write the same result file, {file}.json" in capfd.readouterr().err
     assert ran(monkeypatch, capfd, small, large, f"{small} --workload long", "vllm_exact")[0] == 0
     with pytest.raises(SystemExit):
         ran(monkeypatch, capfd, "says", "vllm --preset nothing")
@@ -114,7 +114,7 @@ time.sleep(60)
 
 
 def ended(path: Path) -> bool:
-    """Whether the process whose number a file has ends within ten seconds, waited for or not."""
+    """Whether the process whose pid is in the file ends within ten seconds; a zombie counts as ended."""
     state = Path("/proc") / path.read_text().strip() / "stat"
     for _ in range(100):
         if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
@@ -134,7 +134,7 @@ def test_a_benchmark_that_is_stopped_leaves_no_process(
 
 @pytest.mark.parametrize("limit", ((), ("--limit", "60")))
 @pytest.mark.parametrize("status", (0, 3))
-def test_a_benchmark_that_ends_by_itself_leaves_no_process(
+def test_a_benchmark_that_exits_leaves_no_process(
     status: int,
     limit: tuple[str, ...],
     scripts: Path,

@@ -1,4 +1,4 @@
-"""What the benchmarks promise of their figures: nothing is made up, and a tool that saw nothing passes nothing."""
+"""Benchmarks: figures are not made up, and a tool that saw nothing is not a pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fails() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 37 GiB. GPU 0 has a total capacity of 139 GiB")
 
 
-def test_what_runs_out_of_memory_has_no_time_and_says_so() -> None:
+def test_running_out_of_memory_is_a_note_instead_of_a_time() -> None:
     found = timing.compare({"ours": lambda: None, "big": fails}, cuda=False, rounds=1)
     (row,) = timing.rows("op", (1,), torch.float32, found, [("ours", "big")], flops=1.0)
     assert row["ours_ms"] is not None and row["anchor_ms"] is None and row["ratio"] is None
@@ -40,9 +40,7 @@ def test_what_runs_out_of_memory_has_no_time_and_says_so() -> None:
         timing.compare({"broken": lambda: 1 / 0}, cuda=False, rounds=1)
 
 
-def test_two_processes_that_write_one_result_do_not_share_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_can_write_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace, whole = os.replace, []
 
     def other_first(source: Path, target: Path) -> None:
@@ -59,7 +57,7 @@ def test_two_processes_that_write_one_result_do_not_share_a_file(
 
 
 @pytest.mark.parametrize("name", WITH_DEVICE)
-def test_a_gpu_that_is_not_there_is_an_error_of_the_command_line(
+def test_device_cuda_without_a_gpu_is_a_command_line_error(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import importlib
@@ -73,10 +71,10 @@ def test_a_gpu_that_is_not_there_is_an_error_of_the_command_line(
     assert "--device: cuda, but torch sees no CUDA GPU; leave the option out or use cpu" in capsys.readouterr().err
 
 
-def test_a_machine_without_a_gpu_leaves_the_records_of_others_alone(
+def test_a_machine_without_a_gpu_keeps_other_machines_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its results go to a folder of its own, and the figures printed are of that folder."""
+    """Its results go to a separate folder, and `figures.py --here` reads that folder."""
     import bench_drift
 
     from rlkernel.environment import environment
@@ -89,7 +87,7 @@ def test_a_machine_without_a_gpu_leaves_the_records_of_others_alone(
     assert bench_drift.main() == 0
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")] == [f"{here}/bench_drift.json"]
     monkeypatch.setattr(sys, "argv", ["figures.py", "--here"])
-    for folder, share, said in (("nvidia-h200", 0.9, "none of the files"), (here, 0.7, "0.7")):
+    for folder, share, said in (("nvidia-h200", 0.9, "none of the result files"), (here, 0.7, "0.7")):
         row = {"op": "rope", "share_of_roofline": share}
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "bench_memory_bound.json").write_text(json.dumps({"rows": [row]}))
@@ -98,7 +96,7 @@ def test_a_machine_without_a_gpu_leaves_the_records_of_others_alone(
 
 
 @pytest.mark.parametrize("name,ran", (("hopper.skip", "certified: hopper.skip"), ("anchor", "triton")))
-def test_attention_lines_name_the_schedule_of_their_call(name: str, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_lines_name_the_schedule_that_ran(name: str, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     import bench_attention as bench
 
@@ -106,18 +104,20 @@ def test_attention_lines_name_the_schedule_of_their_call(name: str, ran: str, mo
     from rlkernel.kernels.triton import attention as triton
 
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(triton, "descriptors", lambda *_: (object(), object()))  # keys that the copy engine can fetch
+    monkeypatch.setattr(triton, "descriptors", lambda *_: (object(), object()))  # keys that TMA can load
     monkeypatch.setattr(prefill, "chosen", lambda *given: asked.append(prefill.family.shape(*given)) or name)
     t, cu = 1024, torch.tensor([0, 1024], dtype=torch.int32)
     q, k, v = (torch.zeros(t, heads, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
     call = lambda long: triton.attention(q, k, v, cu, cu, t, t, 0.1, None, 2048, long=long)
     assert bench.ran("attention", "cuda", call) == ran and len(asked) == 1
-    assert bench.ran("attention", "cuda", lambda long: None) == "triton", "decode: long prefill has no part in it"
+    assert bench.ran("attention", "cuda", lambda long: None) == "triton", (
+        "decode does not use the schedules of long prefill"
+    )
     assert bench.ran("attention_backward", "cuda") == "triton"
     assert bench.ran("attention", "cpu", call) in ("cpp", "reference")
 
 
-def test_a_schedules_line_of_attention_is_followed_by_the_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_anchors_line_follows_a_schedules_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_attention as bench
 
     from rlkernel.kernels import schedule
@@ -133,7 +133,7 @@ def test_a_schedules_line_of_attention_is_followed_by_the_anchors(monkeypatch: p
     assert row["ours"] == "triton" and row["anchor"] is row["ratio"] is None
 
 
-def test_the_way_with_main_grad_writes_it_and_makes_no_other_gradient() -> None:
+def test_the_main_grad_variant_creates_no_other_gradient() -> None:
     import bench_linear_logprob
 
     bench = bench_linear_logprob.Bench((24, 16, 512), False, 1)
@@ -154,7 +154,7 @@ def test_geometric_mean_of_linear() -> None:
     assert math.isclose(means["linear: geometric mean"], 1.0) and means["linear_dgrad: smallest"] == 0.5
 
 
-def test_a_line_says_what_was_faster() -> None:
+def test_a_line_names_what_was_faster() -> None:
     import bench_memory_bound
 
     line = {"anchor": "torch", "anchor_ms": 2.0, "ours_ms": 1.0, "share_of_roofline": 0.6}
@@ -167,8 +167,8 @@ def test_a_line_says_what_was_faster() -> None:
     assert bench_memory_bound.against_copy({**line, "anchor_ms": 0.9}, 0.8)["loses_to"] == "torch, copy"
 
 
-def test_a_sample_whose_launches_show_is_taken_again_behind_a_longer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All candidates then wait as long, but for one that waits for the GPU itself: no wait hides its launches."""
+def test_a_sample_with_visible_launches_is_retaken_with_a_longer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All candidates then use that wait, except one that synchronises, whose launches no wait can hide."""
     needs = {"short": timing.LAUNCH_CYCLES, "long": 3 * timing.LAUNCH_CYCLES, "waits": 1 << 40}
     asked: list[tuple[str, int]] = []
 
@@ -178,27 +178,31 @@ def test_a_sample_whose_launches_show_is_taken_again_behind_a_longer_wait(monkey
 
     monkeypatch.setattr(timing, "_once", once)
     found = timing.interleaved([lambda name=name: name for name in needs], False, rounds=9, warm_up=0)
-    assert found == [4 * timing.LAUNCH_CYCLES] * 2 + [timing.MOST_CYCLES], "one wait for all that a wait hides"
+    assert found == [4 * timing.LAUNCH_CYCLES] * 2 + [timing.MOST_CYCLES], (
+        "one wait for all candidates whose launches it hides"
+    )
     assert [sum(name == n for n, _ in asked) for name in ("short", "long")] == [10, 12]
     waits = [timing.LAUNCH_CYCLES << i for i in range(4)]
     assert [cycles for name, cycles in asked if name == "waits"][-9:] == [timing.MOST_CYCLES] * 9
     last = max(i for i, (name, c) in enumerate(asked) if name != "waits" and c != 4 * timing.LAUNCH_CYCLES)
-    assert last < 12, "from the second round on"
+    assert last < 12, "all use the longer wait from the second round"
     asked.clear()
     needs.pop("long")
     found = timing.interleaved([lambda name=name: name for name in needs], False, rounds=3, warm_up=0)
-    assert found == [timing.LAUNCH_CYCLES, timing.MOST_CYCLES], "one that no wait hides lets nobody else wait"
+    assert found == [timing.LAUNCH_CYCLES, timing.MOST_CYCLES], (
+        "a candidate that synchronises does not change the wait of others"
+    )
     assert [cycles for name, cycles in asked if name == "waits"] == [*waits, *[timing.MOST_CYCLES] * 3]
 
 
 @pytest.mark.parametrize(
     "long,paused,wait",
     (
-        (timing.MOST_CYCLES, 1, timing.MOST_CYCLES),  # the first sample behind the wait that it needs
+        (timing.MOST_CYCLES, 1, timing.MOST_CYCLES),  # the first sample with the required wait
         (timing.LAUNCH_CYCLES, 3, 2 * timing.LAUNCH_CYCLES),  # the third round
     ),
 )
-def test_a_pause_of_the_host_leaves_all_behind_one_wait(
+def test_after_a_pause_of_the_host_all_use_one_wait(
     long: int, paused: int, wait: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs, asked = {"short": timing.LAUNCH_CYCLES, "long": long}, []
@@ -213,7 +217,7 @@ def test_a_pause_of_the_host_leaves_all_behind_one_wait(
     assert found == [wait] * 2 and [cycles for _, cycles in asked[-6:]] == [wait] * 6
 
 
-def test_choices_timed_beside_other_processes_stay_out_of_the_users_cache(
+def test_choices_timed_on_a_shared_gpu_do_not_reach_the_users_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
@@ -236,7 +240,7 @@ def test_choices_timed_beside_other_processes_stay_out_of_the_users_cache(
         test_gpu.main()
 
 
-def test_the_records_of_compatibility_are_of_the_versions_that_ci_installs() -> None:
+def test_compatibility_records_have_the_versions_of_ci() -> None:
     pinned = "".join((ROOT / "integrations" / f).read_text() for f in ("requirements.txt", "requirements-nodeps.txt"))
     for record in (RECORD, *sorted(RECORD.parent.glob("peers-*.json"))):
         versions = json.loads(record.read_text())["versions"]
@@ -251,7 +255,7 @@ def test_the_records_of_compatibility_are_of_the_versions_that_ci_installs() -> 
     assert {row["stack"] for row in json.loads(RECORD.read_text())["rows"]} == {"vLLM", "TRL", "transformers"}
 
 
-def test_the_record_of_gpu_tests_names_what_failed_and_what_was_skipped(tmp_path: Path) -> None:
+def test_the_gpu_record_names_failed_and_skipped_tests(tmp_path: Path) -> None:
     import importlib
 
     report = tmp_path / "report.xml"
@@ -271,10 +275,10 @@ def test_the_record_of_gpu_tests_names_what_failed_and_what_was_skipped(tmp_path
 
 
 @pytest.mark.parametrize("seconds,rounds", ((0.0, 1), (25.0, 2), (1e9, 4)))
-def test_throughput_is_of_whole_rounds_that_the_time_allows(
+def test_throughput_counts_complete_rounds_within_the_time_limit(
     seconds: float, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run with little time ends with as many rounds of every arm, not in the middle of one."""
+    """A run with little time ends with the same number of rounds for every arm."""
     clock = [0.0]
 
     class Arm:
@@ -299,7 +303,7 @@ def test_throughput_is_of_whole_rounds_that_the_time_allows(
     assert found == {name: [2.0] * rounds for name in arms}
 
 
-def test_tests_of_peers_stand_with_a_reason() -> None:
+def test_peer_tests_need_a_reason_to_fail() -> None:
     import test_peers
 
     stock = {"TestA::test_x[1]": ("passed", ""), "TestA::test_x[2]": ("passed", ""), "TestB::test_y": ("passed", "")}

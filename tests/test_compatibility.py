@@ -1,4 +1,4 @@
-"""The table of compatibility says what tests found, and nothing else."""
+"""The compatibility tables contain what the tests found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_verdicts_follow_from_numbers() -> None:
     assert len(item.user_properties) == 3
 
 
-def test_a_run_that_found_something_else_is_noticed() -> None:
+def test_a_run_with_different_findings_is_noticed() -> None:
     recorded = merged([ROW, {**ROW, "test": "test_b", "numbers": 7}])
     assert recorded[0]["numbers"] == 12 and recorded[0]["tests"] == ["test_a", "test_b"]
     assert stale([ROW], recorded, whole=False) == []
@@ -48,7 +48,7 @@ def test_a_run_that_found_something_else_is_noticed() -> None:
         merged([ROW, {**ROW, "verdict": "differs", "test": "test_c"}])
 
 
-def test_a_column_a_run_and_not_tested_where_it_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_column_per_run_and_not_tested_for_missing_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     common = {"contract": "c", "kernel_sha": "s", "date": "2026-01-01", "command": "x", "versions": {"vllm": "0.31.0"}}
     paths = []

@@ -1,4 +1,4 @@
-"""The package as a user gets it: light imports, a wheel that carries its sources, result files and tables."""
+"""The package as users install it: light imports, a wheel with its sources; result files and tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_import_adds_nothing_heavy() -> None:
     assert not loaded_by("import rlkernel") & {"torch", *HEAVY}
 
 
-def test_ops_need_torch_alone() -> None:
+def test_ops_import_only_torch() -> None:
     before = loaded_by("import torch")
     assert not (loaded_by("import rlkernel.ops") - before) & (HEAVY - {"numpy"})
 
@@ -39,8 +39,8 @@ def test_help_imports_no_torch() -> None:
     assert not loaded_by(code) & {"torch", *HEAVY}
 
 
-def test_wheel_carries_sources_and_types(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"  # a copy, since a build leaves folders beside the sources
+def test_wheel_contains_sources_and_types(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"  # a copy, because a build writes to the source tree
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         tree.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tree)
@@ -77,45 +77,32 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
-def test_kernel_sha_is_that_of_the_definition(benchmarks: None) -> None:
-    import hashlib
-
-    from results_io import kernel_sha
-
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "csrc", "rlkernel/kernels", "rlkernel/ops"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    ).stdout.split()
-    digest = hashlib.sha256()
-    for path in sorted(listed, key=str.encode):
-        digest.update(path.encode() + b"\0" + (ROOT / path).read_bytes() + b"\0")
-    assert kernel_sha() == digest.hexdigest()[:16]
-
-
-@pytest.mark.parametrize("git", (True, False), ids=("git", "files alone"))
-def test_a_sha_changes_with_what_decides_bits(benchmarks: None, tmp_path: Path, git: bool) -> None:
-    """Kernels, also one that git does not know yet; not other packages."""
-    from results_io import kernel_sha
+def test_records_notice_changed_kernels(benchmarks: None, tmp_path: Path) -> None:
+    """Both kernel_sha, which a record carries, and git's comparison with the record's commit."""
+    from results_io import commit, has_current_kernels, kernel_sha
 
     kernels, contract = tmp_path / "rlkernel" / "kernels", tmp_path / "rlkernel" / "contract"
-    for path in (kernels / "kernel.py", contract / "other.py"):
+    for path in (
+        kernels / "kernel.py",
+        contract / "other.py",
+        tmp_path / "csrc" / "k.cpp",
+        tmp_path / "rlkernel/ops/op.py",
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("CHUNK = 1\n")
-    (tmp_path / ".gitignore").write_text("__pycache__/\n")
-    if git:
-        for words in (["init", "-q"], ["add", "."]):
-            subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    seen = [kernel_sha(tmp_path)]
+    identity = ["-c", "user.name=t", "-c", "user.email=t"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    recorded, sha = commit(tmp_path), kernel_sha(tmp_path)
     for path, changes in (
-        (contract / "other.py", False), (kernels / "kernel.py", True), (kernels / "new.py", True),
-        (kernels / "__pycache__" / "kernel.pyc", False),
+        (contract / "other.py", False), (kernels / "__pycache__" / "kernel.pyc", False), (kernels / "kernel.py", True)
     ):  # fmt: skip
         path.parent.mkdir(exist_ok=True)
         path.write_text("CHUNK = 2\n")
-        seen.append(kernel_sha(tmp_path))
-        assert (seen[-1] != seen[-2]) == changes, path.name
+        has_current_kernels.cache_clear()
+        assert has_current_kernels(recorded, tmp_path) is not changes, path.name
+        assert (kernel_sha(tmp_path) != sha) == changes, path.name
+    assert not has_current_kernels("0" * 40, tmp_path) and not has_current_kernels(None, tmp_path)
 
 
 def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -> None:
@@ -128,8 +115,8 @@ def test_result_file_has_the_promised_fields(benchmarks: None, tmp_path: Path) -
     assert data["contract"] == "rlk-2"
 
 
-def test_no_test_lies_beside_the_integrations_folders() -> None:
-    """pytest puts a test's folder on the path: `tests/integrations/vllm` would then pass for an installed vLLM."""
+def test_no_test_is_in_the_root_of_the_integration_tests() -> None:
+    """pytest puts a test's folder on the path, so `tests/integrations/vllm` would be imported as vLLM."""
     assert not list((ROOT / "tests" / "integrations").glob("*.py"))
 
 

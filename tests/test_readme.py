@@ -1,4 +1,4 @@
-"""What README and docs say holds: links lead somewhere, commands parse, the Python examples run."""
+"""README and docs: links resolve, commands parse, Python examples run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if "://" not in link:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
@@ -37,7 +37,7 @@ def test_commands_parse() -> None:
         build_parser().parse_args(shlex.split(line, comments=True)[1:])
 
 
-def test_how_to_install_beside_other_stacks() -> None:
+def test_extras_of_the_install_lines_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("pip install")]
     named = set(re.findall(r"\w+", "".join(re.findall(r"\[[\w,]+\]", "".join(lines)))))
@@ -54,7 +54,7 @@ def test_every_op_has_a_page() -> None:
 # ---- examples ------------------------------------------------------------------------------------
 
 ELSEWHERE = re.compile(r'"fa3"|vllm|trl|rlkernel_transformers|assert_aligned')
-"""Blocks that need a GPU, or another stack: those of the integrations' pages run in the integrations' tests."""
+"""Blocks that need a GPU or another stack. The integration tests run those of the integrations' pages."""
 STAND_INS = {
     "Qwen3-0.6B": "model",
     '"DIR"': '"model"',
@@ -73,7 +73,7 @@ def examples(page: Path) -> list[str]:
     ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Python blocks of a page, one after another, as they stand but for the model and the GPU."""
+    """Runs the Python blocks of a page in order, with replacements for model and GPU."""
     monkeypatch.chdir(tmp_path)
     code = "\n".join(examples(page))
     if any(name in code for name in ("Qwen3-0.6B", '"DIR"')):

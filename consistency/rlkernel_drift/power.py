@@ -223,11 +223,14 @@ def summary(cases: list[Case]) -> dict[str, Any]:
             }
         )
     confusion: dict[str, Counter[str]] = {}
-    for c in above:
-        confusion.setdefault(c.kind, Counter())[c.named] += 1
+    for c in above + healthy:
+        wrong_operator = c.named == "operator" and not c.right
+        confusion.setdefault(c.kind, Counter())["another operator" if wrong_operator else c.named] += 1
     return {
         "above_floor_means": f"effect > {ABOVE} x noise floor, or visible in the files",
         "kinds": len(kinds),
+        "families": len({c.family for c in cases}),
+        "seeds": len({c.seed for c in faults}),
         "cases": len(faults),
         "above_floor": len(above),
         "named_right": sum(c.right for c in above),
@@ -241,11 +244,28 @@ def summary(cases: list[Case]) -> dict[str, Any]:
         "code": sorted({c.code for c in cases}),
         "by_kind": kinds,
         "confusion": {name: dict(counts) for name, counts in confusion.items()},
+        "operators": _by_layer([c for c in faults if c.group == "operators"]),
     }
 
 
+def _by_layer(cases: list[Case]) -> list[dict[str, Any]]:
+    """For each kind of faulty operator: smallest and largest fault, and by layer [named right, above the floor]."""
+    found = []
+    for kind in dict.fromkeys(c.kind for c in cases):
+        mine = [c for c in cases if c.kind == kind]
+        sizes = [c.planted[key] for c in mine for key in ("factor", "size", "epsilon") if key in c.planted]
+        layers: dict[str, list[int]] = {}
+        for c in mine:
+            name = str(c.planted["operator"]).split(".")  # layers.2.q_proj, or final_norm
+            counts = layers.setdefault(name[1] if len(name) == 3 else "", [0, 0])
+            counts[0] += c.right and c.above
+            counts[1] += c.above
+        found.append({"kind": kind, "sizes": [min(sizes), max(sizes)] if sizes else [], "layers": layers})
+    return found
+
+
 def write_result(path: Path, cases: list[Case], command: list[str]) -> dict[str, Any]:
-    """Writes summary and cases as JSON; returns the summary."""
+    """Writes the summary as JSON and returns it; `run_matrix` logs the cases."""
     from rlkernel_drift.capture.request import hardware, versions
 
     figures = summary(cases)
@@ -256,7 +276,6 @@ def write_result(path: Path, cases: list[Case], command: list[str]) -> dict[str,
         "versions": versions(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **figures,
-        "rows": [case.model_dump(mode="json") for case in cases],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -89,12 +89,12 @@ def test_tables_agree_with_the_rows(tmp_path: Path) -> None:
     write_result(path, cases, ["rlkernel-drift", "power"])
     made = {name: make(json.loads(path.read_text())) for name, make in TABLES.items()}
     assert "| top-p | semantics | min-p (1) | 2 of 3 | 1 | 0 |" in made["kinds"]
-    assert "Named: 1 top-p, 2 min-p, 3 operator, 4 another operator, 5 none." in made["confusion"]
-    assert "| top-p | 1 | 1 |  |  |  |" in made["confusion"] and "| healthy |  |  |  |  | 1 |" in made["confusion"]
+    assert "| top-p | top-p (1), min-p (1) |" in made["confusion"] and "| healthy | none (1) |" in made["confusion"]
+    assert "| another operator (1) |" in made["confusion"]
     assert "| final norm | 0.1 to 0.1 |  | 1 of 1 |" in made["depths"]
     assert "| error of the query projection in one layer | 0.25 to 0.25 | 0 of 1 |  |" in made["depths"]
-    assert "of 4 above the noise floor 2 were named rightly (50.0%)" in made["sentence"]
-    assert "1 s of CPU time a case" in made["source"]
+    assert "of 4 faults above the noise floor 2 were named correctly (50.0%)" in made["sentence"]
+    assert "1 s of CPU time per case" in made["source"]
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def add_power(subparsers: Any) -> None:
     parser.add_argument("--kind", action="append", metavar="NAME", help="only this fault; repeatable")
     parser.add_argument("--jobs", type=at_least(1), default=1, metavar="N", help="processes; default 1")
     parser.add_argument("--log", metavar="FILE", help="cases as JSON lines; a run with the same file resumes")
-    parser.add_argument("--json", metavar="FILE", help="write summary and cases")
+    parser.add_argument("--json", metavar="FILE", help="write the summary; the cases are in --log")
     parser.add_argument("--table", metavar="FILE", help="write the table as Markdown (- for standard output)")
     parser.set_defaults(run=run_power)
 
