@@ -16,8 +16,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
+import aot
 from results_io import write_result
 
 from rlkernel.kernels import build
@@ -31,7 +33,6 @@ from rlkernel.kernels.cuda import (
 )
 from rlkernel.kernels.cuda.driver import compile_cuda, compiler
 from rlkernel.kernels.errors import BuildError
-from rlkernel.kernels.triton import aot
 
 SHORT = re.compile(r"(mma\.sync|wgmma|tcgen05|mfma)|m\d+n\d+k\d+|\d+x\d+x\d+")
 """What a table shows of an instruction's name: the family, and the shape where the name has it."""

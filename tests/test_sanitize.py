@@ -62,11 +62,11 @@ def test_races_inside_cublas_are_counted_apart() -> None:
 
 def test_races_where_groups_of_warps_get_their_arguments_are_counted_apart() -> None:
     report = (
-        "========= Error: Race reported between Read access at prefill_kernel+0x100 in attention_hopper.py:{}\n"
-        "=========     and Write access at prefill_kernel+0xd850 in attention_hopper.py:{} [15 hazards]\n"
-        "=========     and Write access at prefill_kernel+0x19f50 in attention_hopper.py:{} [29 hazards]\n"
+        "========= Error: Race reported between Read access at prefill_kernel+0x100 in attention_gluon.py:{}\n"
+        "=========     and Write access at prefill_kernel+0xd850 in attention_gluon.py:{} [15 hazards]\n"
+        "=========     and Write access at prefill_kernel+0x19f50 in attention_gluon.py:{} [29 hazards]\n"
     )
-    source = (sanitize.TRITON / "attention_hopper.py").read_text().splitlines()
+    source = (sanitize.TRITON / "attention_gluon.py").read_text().splitlines()
     start, groups, store = (
         next(i for i, line in enumerate(source, 1) if line.strip().startswith(begin))
         for begin in ("def prefill_kernel", "gl.warp_specialize(", "q_tile.store(")
@@ -75,7 +75,7 @@ def test_races_where_groups_of_warps_get_their_arguments_are_counted_apart() -> 
     for lines in ((start, start, store), (store, store, store), (start, groups, 10**6)):
         assert sanitize.races_in_hand_over(report.format(*lines)) == 0
     assert (
-        sanitize.races_in_hand_over(report.format(start, start, groups).replace(" in attention_hopper.py", "", 1)) == 0
+        sanitize.races_in_hand_over(report.format(start, start, groups).replace(" in attention_gluon.py", "", 1)) == 0
     )
     assert sanitize.races_in_hand_over("========= RACECHECK SUMMARY: 0 hazards displayed") == 0
 
@@ -151,7 +151,7 @@ def sanitizer_run(
     capability: tuple[int, int] = (9, 0),
 ) -> tuple[int, dict[str, Any]]:
     """Exit status and result file of the runner, with processes that print what `seen` says of a tool or a call."""
-    from rlkernel.kernels.triton import aot
+    import aot
 
     def start(given: list[str], limit: float, tool: tuple[str, ...] = ()) -> tuple[str, int | None, float]:
         if not tool:

@@ -21,8 +21,9 @@ pytest.importorskip("triton")
 from rlkernel.contract import assert_accurate, assert_bitwise
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    from rlkernel.kernels.triton import aot
-    from rlkernel.kernels.triton.aot import attention as table
+    import aot
+    from aot import attention as table
+
     from rlkernel.kernels.triton.attention_tiles import DECODE_ROWS, Tile, forward_tile
 
     def test_in_the_interpreter() -> None:

@@ -12,9 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 if os.environ.get("TRITON_INTERPRET") != "1":
+    from aot import SHARED_LIMIT, compile_variant, variants
     from triton_interpreter import run
-
-    from rlkernel.kernels.triton.aot import SHARED_LIMIT, compile_variant, variants
 
     def test_in_the_interpreter() -> None:
         run(__file__)

@@ -1,7 +1,7 @@
 """attention on CUDA: long prefill by Hopper's own kernels, where they equal the Triton kernel to the bit.
 
 The anchor, and all that is not long prefill, are those of kernels/triton/attention.py; here are the schedules that may
-take the anchor's place (cuda/attention_prefill.py, triton/attention_hopper.py) and their certification.
+take the anchor's place (cuda/attention_prefill.py, triton/attention_gluon.py) and their certification.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlkernel.kernels.triton import attention_backward as backward  # by its own
 from rlkernel.kernels.triton.launch import KNOWN
 
 if KNOWN:  # Gluon is no stable interface
-    from rlkernel.kernels.triton import attention_hopper
+    from rlkernel.kernels.triton import attention_gluon
 
 SPANS = (2048, 8192, 16384)  # keys of the longest sequence, by which classes differ in speed; the last one is open
 RAGGED = (1, 5, 129, 640)  # queries of the sequences compared first
@@ -166,8 +166,8 @@ def _gluon_bind(s: Shape) -> Run:
         q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
         room: int, out: Tensor, lse: Tensor,
     ) -> None:  # fmt: skip
-        boxes = backward.descriptors(k, v, attention_hopper.KEYS.value)
-        attention_hopper.prefill(q, boxes, k.shape[1], cu_q, lens, max_q, scale, split, room, out, lse)
+        boxes = backward.descriptors(k, v, attention_gluon.KEYS.value)
+        attention_gluon.prefill(q, boxes, k.shape[1], cu_q, lens, max_q, scale, split, room, out, lse)
 
     return prefill
 

@@ -34,12 +34,12 @@ from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
     cdiv,
-    early,
     exp2,
     family,
     next_power_of_2,
     on_device,
     options,
+    pdl,
     rows_of_heads,
 )
 from rlkernel.kernels.triton.launch import direct
@@ -212,9 +212,9 @@ def attention_kernel(
     BRANCH: tl.constexpr,  # Hopper, two bytes: blocks on the diagonal in the main loop. Elsewhere a branch behind the
     # scores would hide from the compiler that a second product follows, and spread a row over warps.
     ROOM: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -388,7 +388,7 @@ def _forward(
             TURNS=mode == PARTIAL.value and splits > side_by_side,
             HAS_WINDOW=window is not None, PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
             BRANCH=branches(kind, q), ROOM=room > 0,
-            **(early(q) if mode == PARTIAL.value else {"EARLY": False}),
+            **(pdl(q) if mode == PARTIAL.value else {"PDL": False}),
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
         if mode == PARTIAL.value and splits > 1:
@@ -397,7 +397,7 @@ def _forward(
             merge_kernel[(max_q, programs, batch)](
                 o_parts, lse_parts, cu_q, lens, out, lse, t, window or 0, split, splits,
                 H=h, D=d, HEADS=heads, BLOCK_D=block_d, HAS_WINDOW=window is not None,
-                LENGTHS=table is not None or room > 0, num_warps=1, **early(q), **options(),
+                LENGTHS=table is not None or room > 0, num_warps=1, **pdl(q), **options(),
             )  # fmt: skip
     return out, lse
 

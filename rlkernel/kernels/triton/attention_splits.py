@@ -94,10 +94,10 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     LENGTHS: tl.constexpr,  # `lens` holds keys [B], not their borders [B + 1]
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merges the splits of a few heads of one query, ascending: the formula of `merged`."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0)
     sequence = tl.program_id(2)

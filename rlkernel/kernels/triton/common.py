@@ -97,13 +97,13 @@ def fold_rows(x):
 @triton.jit(do_not_specialize=["SEGMENTS"])
 def add_partials_kernel(
     partials, grad, SEGMENTS, WIDTH, FRESH: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """grad [WIDTH] += partials [SEGMENTS, WIDTH], segments ascending: the second pass of a two-pass sum.
 
     FRESH: from zero, whatever grad holds, and rounded once to its dtype.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -164,14 +164,14 @@ def family(t: Tensor) -> str:
     return {9: "hopper", 10: "blackwell", 11: "blackwell"}.get(_capability(t.device.index), "ampere")
 
 
-def early(tensor: Tensor) -> dict[str, Any]:
-    """Launch options of a short kernel that waits for the one in front of it itself (`EARLY`: `gdc_wait` comes first).
+def pdl(tensor: Tensor) -> dict[str, Any]:
+    """Launch options of a short kernel that waits for the one in front of it itself (`PDL`: `gdc_wait` comes first).
 
     Its launch then overlaps that one's end. NVIDIA GPUs from Hopper on; elsewhere a launch like any other.
     """
     if IS_HIP or not tensor.is_cuda or _capability(tensor.device.index) < 9:
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @functools.cache
@@ -192,7 +192,7 @@ def add_partials_(grad: Tensor, partials: Tensor, fresh: bool = False) -> None:
     """grad [width] fp32 += partials [segments, width], segments ascending; `fresh` starts at zero, any dtype."""
     segments, width = partials.shape
     add_partials_kernel[(cdiv(width, 32),)](
-        partials, grad, segments, width, FRESH=fresh, UNROLL=16, BLOCK=32, num_warps=1, **early(grad), **options()
+        partials, grad, segments, width, FRESH=fresh, UNROLL=16, BLOCK=32, num_warps=1, **pdl(grad), **options()
     )
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import EMBEDDING_WINDOW
-from rlkernel.kernels.triton.common import IS_HIP, early, negative_zeros, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import IS_HIP, negative_zeros, next_power_of_2, on_device, options, pdl
 
 RUN, MOST_RUNS = 256, 128
 """Tokens that a program sorts by comparing every pair, and so many of these runs at most; torch sorts more tokens."""
@@ -39,9 +39,9 @@ def embedding_kernel(
     weight_col,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token_id = tl.load(ids + row, mask=row < T, other=0)
@@ -61,10 +61,10 @@ def sort_runs_kernel(
     T,
     RUN: tl.constexpr,
     STEP: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A token's place in its run is the number of tokens with a smaller id, or the same id and an earlier position."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     first = tl.program_id(0) * RUN
     i = tl.arange(0, RUN)
@@ -91,10 +91,10 @@ def merge_runs_kernel(
     RUN: tl.constexpr,
     TOKENS: tl.constexpr,
     LISTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A token's place is the number of tokens before it: in its own run known, in the others found by halving."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     run = tl.program_id(0) * TOKENS // RUN
@@ -182,10 +182,10 @@ def window_sums_kernel(
     WINDOWS: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sums of each window of the hot ids; an id's are stored under the first multiple of STRIDE that it covers."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
     place = slot * STRIDE
@@ -239,9 +239,9 @@ def embedding_wgrad_kernel(
     PLACES: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < C
@@ -302,7 +302,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     with on_device(weight):
         embedding_kernel[(triton.cdiv(tokens, rows), triton.cdiv(c, block))](
             ids.contiguous(), weight, out, tokens, vocabulary, c, weight.stride(0), weight.stride(1),
-            ROWS=rows, BLOCK=block, num_warps=1, sanitize_overflow=False, **early(weight), **options(),
+            ROWS=rows, BLOCK=block, num_warps=1, sanitize_overflow=False, **pdl(weight), **options(),
         )  # fmt: skip
     return out
 
@@ -318,7 +318,7 @@ def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     new = lambda size: (torch.empty(size, dtype=torch.int32, device=ids.device) for _ in range(2))
     run_ids, run_source = new(runs * RUN)
     sort_runs_kernel[(runs,)](
-        ids, run_ids, run_source, tokens, RUN=RUN, STEP=16, num_warps=8, **early(ids), **options()
+        ids, run_ids, run_source, tokens, RUN=RUN, STEP=16, num_warps=8, **pdl(ids), **options()
     )  # fmt: skip
     if runs == 1:
         return run_ids[:tokens], run_source[:tokens]
@@ -326,7 +326,7 @@ def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     lists = 8 if runs <= 8 else 64
     merge_runs_kernel[(triton.cdiv(tokens, 32),)](
         run_ids, run_source, ascending, source, tokens, runs, RUN=RUN, TOKENS=32, LISTS=lists,
-        num_warps=lists // 8, **early(ids), **options(),
+        num_warps=lists // 8, **pdl(ids), **options(),
     )  # fmt: skip
     return ascending, source
 
@@ -341,7 +341,7 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     few = windows <= WINDOWS  # which the owner of an id sums in no time
     block = min(512 if few else 1024, next_power_of_2(c, 32))
     blocks = triton.cdiv(c, block)
-    meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **early(dy), **options()}
+    meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **pdl(dy), **options()}
     with on_device(dy):
         ascending, source = sort_ids(ids)
         sums = None

@@ -86,12 +86,12 @@ class DirectKernel(JITFunction):  # type: ignore[misc]
             return None
         constants = tuple(meta[name] for name in names)
         launch, function, packed = launcher.launch, found.function, found.packed_metadata
-        cooperative, early = launcher.launch_cooperative_grid, launcher.launch_pdl
+        cooperative, pdl = launcher.launch_cooperative_grid, launcher.launch_pdl
         stream_of = torch._C._cuda_getCurrentRawStream
 
         def run(x: int, y: int, z: int, device: int, values: list[Any]) -> None:
             launch(
-                x, y, z, stream_of(device), function, cooperative, early, None, None, packed, None, None, None,
+                x, y, z, stream_of(device), function, cooperative, pdl, None, None, packed, None, None, None,
                 *values, *constants,
             )  # fmt: skip
 

@@ -18,12 +18,12 @@ from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
     cdiv,
-    early,
     exp2,
     log2,
     next_power_of_2,
     on_device,
     options,
+    pdl,
 )
 from rlkernel.kernels.triton.launch import direct
 from rlkernel.kernels.triton.logprob_backward import is_kept, rows_of
@@ -345,10 +345,10 @@ def logprob_combine_kernel(
     TILES,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows from `first` on."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     row = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < T
@@ -380,7 +380,7 @@ class TileBuffers:
         if first < n:
             logprob_combine_kernel[(cdiv(n - first, rows),)](
                 self.maximum, self.sum, self.entropy, self.target, logp, entropy, lse, stats, first, n, self.tiles,
-                ROWS=rows, CHUNK=chunk, num_warps=8, **early(logp), **options(),
+                ROWS=rows, CHUNK=chunk, num_warps=8, **pdl(logp), **options(),
             )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from rlkernel.kernels.policy_loss import (
     form_code,
     sequence_mean,
 )
-from rlkernel.kernels.triton.common import aligned, early, on_device, options
+from rlkernel.kernels.triton.common import aligned, on_device, options, pdl
 from rlkernel.kernels.triton.policy_loss_batch import (
     EXTREMES,
     PARTIAL_COUNTS,
@@ -60,10 +60,10 @@ def scale_kernel(
     T,
     HAS_BONUS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Gradients times scale, then times dloss; nothing is touched where both are 1."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     s, d = tl.load(scale), tl.load(dloss)
     if (s != 1.0) | (d != 1.0):
@@ -161,5 +161,5 @@ def policy_loss_scale_(dlogp: Tensor, dentropy: Tensor, scale: Tensor, dloss: Te
         with on_device(dlogp):
             scale_kernel[(min(264, triton.cdiv(tokens, 2048)),)](
                 dlogp, dentropy, scale, dloss, tokens, HAS_BONUS=dentropy.numel() > 0, BLOCK=2048, num_warps=8,
-                **early(dlogp), **options(),
+                **pdl(dlogp), **options(),
             )  # fmt: skip

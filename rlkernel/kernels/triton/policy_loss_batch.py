@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import SEGMENT
-from rlkernel.kernels.triton.common import early, next_power_of_2, options
+from rlkernel.kernels.triton.common import next_power_of_2, options, pdl
 
 SUMS, PARTIAL_COUNTS, EXTREMES = 9, 5, 3
 LOSS, RATIO, K1, K3, KL, ENTROPY, TIS, DRIFT, SLOPE = (tl.constexpr(i) for i in range(SUMS))
@@ -177,11 +177,11 @@ def batch_kernel(
     SEGMENT: tl.constexpr,
     LANES: tl.constexpr,
     UNROLL: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program each: 0 to 6 means, 7 the loss, 8 to 10 extremes, 11 to 14 clipped and capped tokens."""
     what = tl.program_id(0)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     if what < 8:
         part = sums + tl.where(what == 7, LOSS, what + RATIO) * places
@@ -232,7 +232,7 @@ def add_over_batch(
         cu_seqlens, sums, counts, extremes, normalizer, loss, scale, stats, totals, tokens, batch, sums.shape[1],
         divisor, DIVIDE_BY=divide_by, SEQUENCE_MEAN=sequence_mean, BY_TOKENS=by_tokens, SEGMENT=SEGMENT, LANES=lanes,
         UNROLL=1 if batch <= lanes else UNROLL,
-        num_warps=max(1, lanes // 32), **early(loss), **options(),
+        num_warps=max(1, lanes // 32), **pdl(loss), **options(),
     )  # fmt: skip
 
 

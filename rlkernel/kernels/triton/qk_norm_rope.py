@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.common import early, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 from rlkernel.kernels.triton.rms_norm import inverse_root, rms_norm, row_sum
 from rlkernel.kernels.triton.rope import halves, near_heads, rope, rotate, row_of
@@ -67,9 +67,9 @@ def qk_norm_rope_kernel(
     K_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     STORE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     position = row_of(tl.load(positions + token), P)
@@ -122,7 +122,7 @@ def _launch(
         qk_norm_rope_kernel[(tokens,)](
             q, k, q_weight.contiguous(), k_weight.contiguous(), positions.contiguous(), cos_sin.contiguous(), q_out,
             k_out, v, v_out, slots, eps, cos_sin.shape[0], h, hk, q.stride(0), q.stride(1), k.stride(0),
-            k.stride(1), v_row, v_head, *places, **_tile(h, hk, d), STORE=slots is not None, **early(q), **options(),
+            k.stride(1), v_row, v_head, *places, **_tile(h, hk, d), STORE=slots is not None, **pdl(q), **options(),
         )  # fmt: skip
     return q_out
 

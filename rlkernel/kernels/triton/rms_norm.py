@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import WGRAD_TOKENS
-from rlkernel.kernels.triton.common import add_partials_, cdiv, early, fold_rows, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import add_partials_, cdiv, fold_rows, next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -69,9 +69,9 @@ def rms_norm_kernel(
     C: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -105,14 +105,14 @@ def rms_norm_grad_kernel(
     PAIR: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """dx; partials: sums of dy * round(x * rstd), the rows of a step folded in halves, STEPS of them ascending a leaf.
 
     A program takes one leaf of the tree over a chunk of rows or, where PAIR is not 0, a leaf and the one PAIR further:
     the tree adds halves, so these are added first.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     column = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -156,13 +156,13 @@ def rms_norm_grad_kernel(
 @triton.jit(do_not_specialize=["ROWS"])
 def fold_kernel(
     partials, sums, ROWS, C, CHUNKS: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """sums [ROWS / (CHUNKS * CHUNK), C]: each CHUNK rows of partials [ROWS, C] folded in halves, CHUNKS of them added.
 
     From zero or, where ADD, from what sums holds; rounded to the dtype of sums.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     out = sums + tl.cast(tl.program_id(1), tl.int64) * C + column
@@ -213,7 +213,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         grid, meta = _shape(rows, x.shape[-1])
         with on_device(x):
             rms_norm_kernel[grid](
-                x, residual, weight, y, r, rows, eps, HAS_RESIDUAL=residual is not None, **meta, **early(x)
+                x, residual, weight, y, r, rows, eps, HAS_RESIDUAL=residual is not None, **meta, **pdl(x)
             )  # fmt: skip
     return y, r
 
@@ -273,7 +273,7 @@ def _backward(
         with on_device(x):
             rms_norm_grad_kernel[(programs,)](
                 dy, dr, x, weight, dx, partials, tokens, eps, HAS_DR=dr is not None, HAS_PARTIALS=with_partials,
-                ROWS=rows, STEPS=steps, PAIR=pair, **meta, **early(x), **options(),
+                ROWS=rows, STEPS=steps, PAIR=pair, **meta, **pdl(x), **options(),
             )  # fmt: skip
     return dx, partials
 
@@ -287,7 +287,7 @@ def _add_chunks_(grad: Tensor, partials: Tensor, tokens: int, fresh: bool) -> No
     block = 16
     fold_kernel[(cdiv(c, block), chunks // at_once)](
         partials, sums, programs, c, CHUNKS=at_once, ADD=sums is grad and not fresh, CHUNK=per_chunk, BLOCK=block,
-        num_warps=4, **early(partials), **options(),
+        num_warps=4, **pdl(partials), **options(),
     )  # fmt: skip
     if sums is not grad:
         add_partials_(grad, sums, fresh)

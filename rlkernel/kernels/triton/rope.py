@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.common import early, negated, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import negated, next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -68,9 +68,9 @@ def rope_kernel(
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
@@ -119,6 +119,6 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool
     with on_device(q):
         rope_kernel[(tokens * meta["GROUPS"],)](
             q, k, positions, cos_sin, q_out, k_out, cos_sin.shape[0], h, hk, q.stride(0), q.stride(1),
-            k.stride(0), k.stride(1), INVERSE=inverse, **meta, **early(q), **options(),
+            k.stride(0), k.stride(1), INVERSE=inverse, **meta, **pdl(q), **options(),
         )  # fmt: skip
     return q_out, k_out

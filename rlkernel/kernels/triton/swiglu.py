@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.common import cdiv, early, exp, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import cdiv, exp, next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -28,9 +28,9 @@ def place(F, BLOCK: tl.constexpr):
 
 @direct
 @triton.jit
-def swiglu_kernel(gate_up, out, F, KEEP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def swiglu_kernel(gate_up, out, F, KEEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """gate_up [T, 2F] -> out [T, F]; one program a token and block of channels."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     token, j = place(F, BLOCK)
     inside = j < F
@@ -77,7 +77,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return out
     grid, meta = _launch(tokens, f)
     with on_device(gate_up):
-        swiglu_kernel[grid](gate_up, out, f, KEEP=out.nbytes <= KEPT_BYTES, **meta, **early(gate_up))
+        swiglu_kernel[grid](gate_up, out, f, KEEP=out.nbytes <= KEPT_BYTES, **meta, **pdl(gate_up))
     return out
 
 

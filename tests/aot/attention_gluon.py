@@ -1,9 +1,9 @@
-"""Variants of `attention_hopper` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/attention_gluon.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant
-from rlkernel.kernels.triton.attention_hopper import BLOCK_M, BOX, KEYS, STAGES, prefill_kernel
+from aot import Variant
+from rlkernel.kernels.triton.attention_gluon import BLOCK_M, BOX, KEYS, STAGES, prefill_kernel
 
 
 def _variant(name: str, kind: str, d: int, *, room: bool = False) -> Variant:

@@ -1,9 +1,10 @@
-"""Variants of `adamw` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/adamw.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
+from aot import Variant
 from rlkernel.contract.orders import NORM_SEGMENT, SEGMENT
 from rlkernel.kernels.triton.adamw import (
     BLOCK,
@@ -16,7 +17,6 @@ from rlkernel.kernels.triton.adamw import (
     squares_kernel,
     tensors_kernel,
 )
-from rlkernel.kernels.triton.aot import Variant
 
 
 def _variant(name: str, grad: tl.dtype, param: tl.dtype | None, aligned: bool = True) -> Variant:

@@ -1,8 +1,8 @@
-"""Variants of `logprob_backward` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/logprob_backward.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant
+from aot import Variant
 from rlkernel.kernels.triton.logprob_backward import DGRAD_BLOCK, logprob_dgrad_kernel
 
 # Types of what both directions are given.

@@ -1,8 +1,8 @@
-"""Variants of `qk_norm_rope` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/qk_norm_rope.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant, early_too
+from aot import Variant, with_pdl
 from rlkernel.kernels.triton.qk_norm_rope import _tile, qk_norm_rope_kernel
 
 
@@ -22,7 +22,7 @@ def _variant(h: int, hk: int, store: bool = False) -> Variant:
 
 
 AOT: tuple[Variant, ...] = (
-    *early_too(_variant(16, 8)),
-    *early_too(_variant(32, 8)),
-    *early_too(_variant(32, 8, store=True)),
+    *with_pdl(_variant(16, 8)),
+    *with_pdl(_variant(32, 8)),
+    *with_pdl(_variant(32, 8, store=True)),
 )

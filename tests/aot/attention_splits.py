@@ -1,11 +1,11 @@
-"""Variants of `attention_splits` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/attention_splits.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant, early_too
+from aot import Variant, with_pdl
 from rlkernel.kernels.triton.attention_splits import merge_kernel
 
-AOT: tuple[Variant, ...] = early_too(
+AOT: tuple[Variant, ...] = with_pdl(
     Variant(
         "attention merge", merge_kernel,
         {"o_parts": "*fp32:16", "lse_parts": "*fp32:16", "cu_q": "*i32:16", "lens": "*i32:16", "out": "*bf16:16",

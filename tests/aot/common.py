@@ -1,11 +1,11 @@
-"""Variants of `common` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/common.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant, early_too
+from aot import Variant, with_pdl
 from rlkernel.kernels.triton.common import add_partials_kernel
 
-AOT: tuple[Variant, ...] = early_too(
+AOT: tuple[Variant, ...] = with_pdl(
     Variant(
         "add_partials", add_partials_kernel,
         {"partials": "*fp32:16", "grad": "*fp32:16", "SEGMENTS": "i32", "WIDTH": "i32:16"},

@@ -1,8 +1,8 @@
-"""Variants of `linear_logprob_backward` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/linear_logprob_backward.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant
+from aot import Variant
 from rlkernel.kernels.triton.linear_logprob_backward import (
     COLUMNS,
     linear_logprob_logits_kernel,

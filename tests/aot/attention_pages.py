@@ -1,8 +1,8 @@
-"""Variants of `attention_pages` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/attention_pages.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant
+from aot import Variant
 from rlkernel.kernels.triton.attention_pages import gather_kernel, store_kv_kernel
 
 AOT: tuple[Variant, ...] = (

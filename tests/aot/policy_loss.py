@@ -1,13 +1,13 @@
-"""Variants of `policy_loss` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/policy_loss.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from aot import Variant, with_pdl
+from aot.policy_loss_batch import AOT as BATCH_AOT
 from rlkernel.contract.orders import SEGMENT
 from rlkernel.kernels.policy_loss import CISPO, CLIPPED
-from rlkernel.kernels.triton.aot import Variant, early_too
-from rlkernel.kernels.triton.aot.policy_loss_batch import AOT as BATCH_AOT
 from rlkernel.kernels.triton.policy_loss import scale_kernel
 from rlkernel.kernels.triton.policy_loss_batch import TENSOR
 from rlkernel.kernels.triton.policy_loss_tokens import LANES, REGISTERS, count_kernel, spread_kernel, token_kernel
@@ -53,7 +53,7 @@ AOT: tuple[Variant, ...] = (
          "counts": "*i32:16", "kl_coef": "fp32", "divisor": "fp32", "PER_ROW": "i32"},
         {"SEQUENCE_MEAN": True, "DIVIDE_BY": TENSOR, "HAS_MASK": True, "HAS_KL": True, **_CUT}, num_warps=1,
     ),
-    *early_too(
+    *with_pdl(
         Variant(
             "policy_loss scale", scale_kernel,
             {**dict.fromkeys(("dlogp", "dentropy", "scale", "dloss"), "*fp32:16"), "T": "i32"},

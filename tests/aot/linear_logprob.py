@@ -1,10 +1,10 @@
-"""Variants of `linear_logprob` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/linear_logprob.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from rlkernel.kernels.triton.aot import Variant
+from aot import Variant
 from rlkernel.kernels.triton.linear_logprob import linear_logprob_dz_kernel, linear_logprob_kernel, logits_schedule
 from rlkernel.kernels.triton.matrix import Tile
 

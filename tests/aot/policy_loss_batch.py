@@ -1,11 +1,11 @@
-"""Variants of `policy_loss_batch` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/policy_loss_batch.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from aot import Variant, with_pdl
 from rlkernel.contract.orders import SEGMENT
-from rlkernel.kernels.triton.aot import Variant, early_too
 from rlkernel.kernels.triton.policy_loss_batch import TENSOR, UNROLL, batch_kernel
 
 
@@ -20,4 +20,4 @@ def _variant(lanes: int, unroll: int) -> Variant:
     return Variant(f"policy_loss batch {lanes}", batch_kernel, types, constants, num_warps=max(1, lanes // 32))
 
 
-AOT: tuple[Variant, ...] = (*early_too(_variant(SEGMENT, UNROLL)), *early_too(_variant(64, 1)))
+AOT: tuple[Variant, ...] = (*with_pdl(_variant(SEGMENT, UNROLL)), *with_pdl(_variant(64, 1)))

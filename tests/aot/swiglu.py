@@ -1,12 +1,12 @@
-"""Variants of `swiglu` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/swiglu.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant, early_too
+from aot import Variant, with_pdl
 from rlkernel.kernels.triton.swiglu import swiglu_grad_kernel, swiglu_kernel
 
 AOT: tuple[Variant, ...] = (
-    *early_too(
+    *with_pdl(
         Variant(
             "swiglu", swiglu_kernel, {"gate_up": "*bf16:16", "out": "*bf16:16", "F": "i32:16"},
             {"KEEP": True, "BLOCK": 512}, num_warps=2, main=True,

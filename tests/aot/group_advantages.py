@@ -1,8 +1,8 @@
-"""Variants of `group_advantages` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/group_advantages.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant
+from aot import Variant
 from rlkernel.kernels.triton.group_advantages import _LONG, _TILE, deviation_kernel, group_advantages_kernel
 
 _TYPES = {"rewards": "*fp32:16", "out": "*fp32:16", "N": "i32", "G": "i32", "eps": "fp32"}

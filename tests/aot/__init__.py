@@ -1,8 +1,6 @@
-"""Ahead-of-time compilation of every Triton kernel for every GPU family, without a GPU: for tests and benchmarks.
+"""Compiles every Triton kernel ahead of time for every GPU family, without a GPU: for tests and benchmarks.
 
-Each module here lists the `Variant`s of the kernel module of the same name in `AOT`; `compile_variant` compiles one,
-`Compiled` answers questions about the machine code: instructions, registers, spills, shared memory. No kernel imports
-this package.
+Each module lists the `Variant`s of the kernel module of the same name in `AOT`. `compile_variant` compiles one.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ TARGETS: dict[str, GPUTarget] = {
 }
 NVIDIA = tuple(name for name, target in TARGETS.items() if target.backend == "cuda")
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx90a": 65536}
-"""Bytes of shared memory that one block may have."""
+"""Bytes of shared memory that one thread block may use."""
 MATRIX = re.compile(r"mma\.sync[.\w]*|wgmma\.mma_async[.\w]*|tcgen05\.mma[.\w]*|v_mfma_\w+|v_smfmac\w+")
 
 MODULES = (
@@ -44,7 +42,7 @@ MODULES = (
     "rope",
     "swiglu",
     "attention",
-    "attention_hopper",
+    "attention_gluon",
     "attention_pages",
     "attention_splits",
     "attention_backward",
@@ -58,7 +56,7 @@ MODULES = (
     "group_advantages",
     "adamw",
 )
-"""Modules with kernels; the module of that name in this package has a tuple `AOT`."""
+"""Modules of this package, in the order of docs/kernels.md."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,15 @@ class Variant:
     Attributes:
         name: shown in tests and reports.
         kernel: the `@triton.jit` function.
-        types: Triton type of each run-time argument; `:16` at its end says that pointer or integer is a multiple of 16.
-        constants: every other argument.
-        num_warps, num_stages: as at the launch.
-        matmul: whether the launch uses the options of matrix kernels.
-        main: a configuration that speed depends on: it may not spill.
+        types: Triton type of each run-time argument; the suffix `:16` marks a pointer or integer that is a multiple
+            of 16.
+        constants: value of every other argument.
+        num_warps, num_stages: as in the launch.
+        matmul: whether the launch uses `common.options(matmul=True)`.
+        main: whether speed depends on this variant; it must not spill then.
         targets: names of `TARGETS` it is compiled for.
-        stack: bytes that a main configuration may spill all the same, as they lie outside its loops.
-        maxnreg: registers a thread that the launch allows on NVIDIA's GPUs; by default the compiler's choice.
+        stack: bytes that a main variant may spill because the spills lie outside its loops.
+        maxnreg: registers per thread that the launch allows on NVIDIA GPUs; None leaves the choice to the compiler.
     """
 
     name: str
@@ -91,12 +90,12 @@ class Variant:
     maxnreg: int | None = None
 
 
-def early_too(variant: Variant) -> tuple[Variant, Variant]:
-    """The variant without `EARLY`, and for the GPUs that have it (`common.early`) with it."""
-    plain, early = ({**variant.constants, "EARLY": on} for on in (False, True))
+def with_pdl(variant: Variant) -> tuple[Variant, Variant]:
+    """The variant without programmatic dependent launch, and with it (", early") for the GPUs that support it."""
+    plain, pdl = ({**variant.constants, "PDL": on} for on in (False, True))
     targets = tuple(t for t in variant.targets if t in ("sm_90", "sm_100"))
     return replace(variant, constants=plain), replace(
-        variant, name=f"{variant.name}, early", constants=early, targets=targets
+        variant, name=f"{variant.name}, early", constants=pdl, targets=targets
     )
 
 
@@ -108,15 +107,15 @@ class Compiled:
     target: str
     text: str  # PTX or AMD assembly
     cubin: bytes | None
-    shared: int  # bytes of shared memory a block needs
-    ttgir: str = ""  # Triton's GPU dialect: which thread holds which element
+    shared: int  # bytes of shared memory per thread block
+    ttgir: str  # Triton's GPU dialect: which thread holds which element
 
     def matrix(self) -> set[str]:
-        """Names of the matrix instructions in the machine code."""
+        """Names of the matrix instructions in `text`."""
         return set(MATRIX.findall(self.text))
 
     def resources(self) -> dict[str, int]:
-        """`registers` per thread, and bytes of `stack`, `spill_stores`, `spill_loads` (CUDA), or AMD's counts."""
+        """`registers` per thread, bytes of `stack`, and counts of `spill_stores` and `spill_loads`."""
         if self.cubin is None:
             found = {
                 "registers": r"\.vgpr_count:\s+(\d+)",
@@ -128,21 +127,26 @@ class Compiled:
 
 
 def cuda_resources(cubin: bytes, function: str = "") -> dict[str, int]:
-    """`registers` per thread and bytes of `stack` of a function, of the only one where none is named, and the
-    instructions `spill_stores` and `spill_loads` of a whole cubin."""
-    usage = _tool("cuobjdump", "-res-usage", cubin).partition(f"Function {function}")[2]
-    sass = _tool("cuobjdump", "-sass", cubin)
+    """`registers` per thread and bytes of `stack` of a function (default: the only one), and how many `spill_stores`
+    and `spill_loads` the cubin contains."""
+    usage = _cuobjdump("-res-usage", cubin).partition(f"Function {function}")[2]
+    code = sass(cubin)
     registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
     return {
         "registers": int(registers.group(1)) if registers else 0,
         "stack": int(stack.group(1)) if stack else 0,
-        "spill_stores": len(re.findall(r"\bSTL", sass)),
-        "spill_loads": len(re.findall(r"\bLDL", sass)),
+        "spill_stores": len(re.findall(r"\bSTL", code)),
+        "spill_loads": len(re.findall(r"\bLDL", code)),
     }
 
 
-def _tool(name: str, flag: str, cubin: bytes) -> str:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+def sass(cubin: bytes) -> str:
+    """Disassembly of a cubin."""
+    return _cuobjdump("-sass", cubin)
+
+
+def _cuobjdump(flag: str, cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
         file.write(cubin)
     try:
@@ -153,13 +157,13 @@ def _tool(name: str, flag: str, cubin: bytes) -> str:
 
 
 def variants(*modules: str) -> list[Variant]:
-    """Every variant of the named modules, or of all of `MODULES`, in order."""
+    """Every variant of the named modules (default: all of `MODULES`), in order."""
     names = modules or MODULES
     return [v for name in names for v in import_module(f"{__name__}.{name}").AOT]
 
 
 def compile_variant(variant: Variant, target: str) -> Compiled:
-    """Compiles one variant for a name of `TARGETS`.
+    """Compiles one variant for a key of `TARGETS`.
 
     Raises:
         KeyError: unknown target.
@@ -182,7 +186,7 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
         "num_stages": variant.num_stages,
         "enable_fp_fusion": False,
     }
-    if variant.kernel.debug:  # its assertions stay
+    if variant.kernel.debug:  # keeps the kernel's assertions
         options |= {"debug": True, "sanitize_overflow": False}
     if variant.maxnreg is not None and gpu.backend == "cuda":
         options["maxnreg"] = variant.maxnreg

@@ -1,9 +1,9 @@
-"""Variants of `rms_norm` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/rms_norm.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
+from aot import Variant, with_pdl
 from rlkernel.contract.orders import WGRAD_TOKENS
-from rlkernel.kernels.triton.aot import Variant, early_too
 from rlkernel.kernels.triton.rms_norm import _tile, fold_kernel, leaves, rms_norm_grad_kernel, rms_norm_kernel
 
 _ROW = {"T": "i32", "eps": "fp32"}
@@ -27,24 +27,24 @@ def _grad_variant(name: str, c: int, with_partials: bool, has_dr: bool) -> Varia
 
 
 AOT: tuple[Variant, ...] = (
-    *early_too(
+    *with_pdl(
         Variant(
             "add_rms_norm", rms_norm_kernel, _types("x", "residual", "weight", "y", "r"),
             {"HAS_RESIDUAL": True, "C": 4096, "ROWS": 1, "BLOCK": 4096}, num_warps=8, main=True,
         )
     ),
-    *early_too(
+    *with_pdl(
         Variant(
             "rms_norm heads", rms_norm_kernel, _types("x", "weight", "y"),
             {"residual": None, "r": None, "HAS_RESIDUAL": False, "C": 128, "ROWS": 16, "BLOCK": 128}, num_warps=4,
             main=True,
         )
     ),
-    *early_too(_grad_variant("rms_norm_grad", 1024, True, False)),
-    *early_too(_grad_variant("add_rms_norm_grad", 4096, True, True)),
-    *early_too(_grad_variant("rms_norm_grad heads", 128, True, False)),
-    *early_too(_grad_variant("rms_norm_dgrad", 4096, False, True)),
-    *early_too(
+    *with_pdl(_grad_variant("rms_norm_grad", 1024, True, False)),
+    *with_pdl(_grad_variant("add_rms_norm_grad", 4096, True, True)),
+    *with_pdl(_grad_variant("rms_norm_grad heads", 128, True, False)),
+    *with_pdl(_grad_variant("rms_norm_dgrad", 4096, False, True)),
+    *with_pdl(
         Variant(
             "rms_norm_grad fold", fold_kernel,
             {"partials": "*fp32:16", "sums": "*fp32:16", "ROWS": "i32", "C": "i32:16"},

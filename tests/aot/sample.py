@@ -1,8 +1,8 @@
-"""Variants of `sample` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/sample.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant
+from aot import Variant
 from rlkernel.kernels.triton.sample import (
     WORDS_PER_PROGRAM,
     sample_pick_kernel,

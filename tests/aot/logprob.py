@@ -1,9 +1,9 @@
-"""Variants of `logprob` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/logprob.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant, early_too
-from rlkernel.kernels.triton.aot.logprob_backward import INPUTS, SIZES
+from aot import Variant, with_pdl
+from aot.logprob_backward import INPUTS, SIZES
 from rlkernel.kernels.triton.logprob import (
     SHARE_GROUPS,
     logprob_combine_kernel,
@@ -38,7 +38,7 @@ AOT: tuple[Variant, ...] = (
     *_forward_variants("packed", _PLAIN, _NVIDIA),
     *_forward_variants("plain", {**_PLAIN, "PACKED": False}, _AMD),
     *_forward_variants("filtered", _FILTER, _NVIDIA + _AMD),
-    *early_too(
+    *with_pdl(
         Variant(
             "logprob combine", logprob_combine_kernel,
             {"tile_max": "*fp32:16", "tile_sum": "*i32:16", "tile_entropy": "*i32:16", "target_z": "*fp32:16",

@@ -1,9 +1,9 @@
-"""Variants of `linear_logprob_rows` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/linear_logprob_rows.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
+from aot import Variant
 from rlkernel.contract.orders import K_GROUP, WGRAD_TOKENS
-from rlkernel.kernels.triton.aot import Variant
 from rlkernel.kernels.triton.linear_logprob_rows import (
     CHANNELS,
     WARPS,

@@ -1,11 +1,11 @@
-"""Variants of `linear_grad` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/linear_grad.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from aot import TARGETS, Variant
 from rlkernel.contract.orders import SUM_TOKENS
-from rlkernel.kernels.triton.aot import TARGETS, Variant
 from rlkernel.kernels.triton.linear_grad import ascend_kernel, ascending_kernel, bias_grad_kernel
 from rlkernel.kernels.triton.matrix import Tile
 

@@ -1,10 +1,10 @@
-"""Variants of `attention_backward` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/attention_backward.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rlkernel.kernels.triton.aot import Variant
+from aot import Variant
 from rlkernel.kernels.triton.attention_backward import backward_tiles, delta_kernel, dkv_kernel, dq_kernel
 from rlkernel.kernels.triton.common import next_power_of_2
 

@@ -1,11 +1,11 @@
-"""Variants of `linear` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/linear.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from rlkernel.kernels.triton.aot import TARGETS, Variant
+from aot import TARGETS, Variant
 from rlkernel.kernels.triton.linear import fold_kernel, gemm_kernel
 from rlkernel.kernels.triton.matrix import Tile
 

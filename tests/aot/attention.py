@@ -1,10 +1,10 @@
-"""Variants of `attention` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/attention.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlkernel.kernels.triton.aot import Variant
+from aot import Variant
 from rlkernel.kernels.triton.attention import MERGE, PARTIAL, attention_kernel
 from rlkernel.kernels.triton.attention_splits import KEYS
 from rlkernel.kernels.triton.attention_tiles import Tile, forward_tile
@@ -27,7 +27,7 @@ def _variant(name: str, kind: str, tile: Tile, d: int, targets: tuple[str, ...],
     constants = {
         "HK": 8, "GROUP": 2, "D": d, "KV_HEAD": 2 * d if halves else d, "BLOCK_D": next_power_of_2(d, 16),
         "BLOCK_M": tile.rows, "MODE": mode, "TURNS": turns, "HAS_WINDOW": window, "PAGE": 16 if paged else 0,
-        "ROOM": room, "EARLY": waits,
+        "ROOM": room, "PDL": waits,
     }  # fmt: skip
     tma = not paged and kind != "fp32" and d == next_power_of_2(d) and targets == ("sm_90",)
     branch = kind != "fp32" and targets == ("sm_90",)

@@ -1,8 +1,8 @@
-"""Variants of `rope` that are compiled ahead of time."""
+"""Variants of `rlkernel/kernels/triton/rope.py` that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from rlkernel.kernels.triton.aot import Variant, early_too
+from aot import Variant, with_pdl
 from rlkernel.kernels.triton.rope import _tile, rope_kernel
 
 
@@ -15,4 +15,4 @@ def _variant(h: int, hk: int) -> Variant:
     return Variant(f"rope {h} + {hk}", rope_kernel, types, {"INVERSE": False, **meta}, num_warps=warps, main=True)
 
 
-AOT: tuple[Variant, ...] = (*early_too(_variant(16, 8)), *early_too(_variant(32, 8)))
+AOT: tuple[Variant, ...] = (*with_pdl(_variant(16, 8)), *with_pdl(_variant(32, 8)))
