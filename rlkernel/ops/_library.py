@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def define(
     backward: Callable[..., Any] | None = None,
     differentiable_twice: bool = False,
     for_backward: int = 0,
+    inputs: Callable[[tuple[Any, ...]], Any] | None = None,
 ) -> Callable[..., Any]:
     """Registers `rlkernel::<schema>` and returns a function that calls it with tensors of one device.
 
@@ -51,6 +52,7 @@ def define(
         setup_context, backward: autograd, as in `torch.library.register_autograd`.
         differentiable_twice: whether `backward` is itself made of differentiable ops; else a second derivative raises.
         for_backward: number of trailing arguments that only `setup_context` reads; implementations do not get them.
+        inputs: builds a NamedTuple from the op's arguments, which implementations then get as their only argument.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
@@ -65,10 +67,11 @@ def define(
             choice = select.choose(name, device)
             if for_backward:
                 args = args[:-for_backward]
+            given = args if inputs is None else (inputs(args),)
             try:
                 if choice.implementation == "reference":
-                    return _in_plain_torch(choice.fn, args)
-                return choice.fn(*args)
+                    return _in_plain_torch(choice.fn, given)
+                return choice.fn(*given)
             except RuntimeError:  # looked for only now: each tensor of each call would take its time
                 refuse_sparse(name, names, args)
                 raise
@@ -336,10 +339,15 @@ def _function(
 _default_dtype = Setting(torch.get_default_dtype, torch.set_default_dtype, inside=lambda found: torch.float32)
 
 
+def _leaves(args: Iterable[Any]) -> Iterator[Any]:
+    """The arguments, with lists and tuples replaced by their elements."""
+    for arg in args:
+        yield from _leaves(arg) if isinstance(arg, (list, tuple)) else (arg,)
+
+
 def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls the reference with torch's default dtype and device as it was written for, whatever the user's are."""
-    flat = (a[0] if isinstance(a, (list, tuple)) and a else a for a in args)
-    place = next(a.device for a in flat if isinstance(a, Tensor))
+    place = next(a.device for a in _leaves(args) if isinstance(a, Tensor))
     with _default_dtype.changed(), place:
         return fn(*args)
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rlkernel.kernels import stock
+from rlkernel.kernels.adamw import AdamwInputs
 from rlkernel.ops._library import _PLAIN, check, check_flag, check_number, define, is_stock, is_whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +53,7 @@ _adamw = define(
     "bool zero_grad) -> ()",
     "adamw",
     fake=lambda *args: None,
+    inputs=AdamwInputs._make,
 )
 _grad_norm = define(
     "grad_norm(Tensor[] grads, Tensor? loss_scale, float? max_norm) -> (Tensor, Tensor, Tensor)",
@@ -142,8 +144,8 @@ def checked(
     weight_decay: float,
     scale: Tensor | None,
     zero_grad: bool,
-) -> list[tuple[Any, ...]]:
-    """The arguments of the calls that `run` makes for `adamw_`; raises what `adamw_` does and writes nothing."""
+) -> list[AdamwInputs]:
+    """The calls of the torch op that make up `adamw_`, for `run`. Raises the errors of `adamw_` and writes nothing."""
     _check_lists("adamw_", params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
     check(len(params) > 0, lambda: "adamw_: params is empty; pass at least one parameter")
     if masters is None:
@@ -187,21 +189,23 @@ def checked(
     for kind in sorted(set(own)):
         chosen = [o == kind for o in own]
         w, g, m, v, p = (list(compress(ts, chosen)) for ts in (masters, grads, exp_avgs, exp_avg_sqs, params))
-        # A parameter that is its own master is written once.
-        calls.append((w, g, m, v, [] if kind else p, scale, lr, *map(float, betas), eps, weight_decay, step, zero_grad))
+        p = [] if kind else p  # a parameter that is its own master is written once
+        calls.append(AdamwInputs(w, g, m, v, p, scale, lr, *map(float, betas), eps, weight_decay, step, zero_grad))
     return calls
 
 
 @torch.no_grad()
-def run(calls: Sequence[tuple[Any, ...]]) -> None:
-    """The update that `checked` returned."""
-    op = stock.adamw_ if is_stock() else _adamw
+def run(calls: Sequence[AdamwInputs]) -> None:
+    """Runs the calls that `checked` returned."""
     for call in calls:
-        op(*call)
-        if not torch.compiler.is_compiling():  # autograd then notices a backward through what has changed
-            masters, grads, exp_avgs, exp_avg_sqs, params = call[:5]
-            zeroed = grads if call[-1] else ()
-            torch.autograd.graph.increment_version([*masters, *exp_avgs, *exp_avg_sqs, *params, *zeroed])
+        if is_stock():
+            stock.adamw_(call)
+        else:
+            _adamw(*call)
+        if not torch.compiler.is_compiling():  # makes autograd reject a backward through tensors that have changed
+            zeroed = call.grads if call.zero_grad else ()
+            written = (*call.masters, *call.exp_avgs, *call.exp_avg_sqs, *call.params, *zeroed)
+            torch.autograd.graph.increment_version(written)
 
 
 @torch.no_grad()

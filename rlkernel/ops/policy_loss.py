@@ -1,7 +1,7 @@
 """policy_loss: the reinforcement-learning loss of log-probability vectors, its gradients and statistics in one pass.
 
-Contract: orders.py, `policy_loss`. The gradients are computed in the forward pass. Backward scales them in place, and
-on a GPU touches nothing where the upstream gradient is 1.
+Contract: orders.py, `policy_loss`. The forward pass computes the gradients; backward scales them in place. On a GPU it
+reads no gradient if both factors are 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS
+from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS, Outputs, PolicyLossInputs
 from rlkernel.ops._library import (
     MOST,
     check,
@@ -40,50 +40,51 @@ class PolicyLoss(NamedTuple):
 
 
 POSITIVE = "positive and finite in float32"
-LONGEST = (1 << 31) - 1  # tokens of a completion: borders are int32
+LONGEST = (1 << 31) - 1  # tokens of a completion: cu_seqlens is int32
 _CONSTANTS = ("old_logp", "advantages", "ref_logp", "rollout_logp", "normalizer")
-_ENTROPY, _ENTROPY_COEF = 6, 16  # places among the op's arguments
+_TENSORS = PolicyLossInputs._fields.index("normalizer") + 1  # the tensors come first among the op's arguments
 
 
-def _fake(
-    logp: Tensor, old: Tensor, advantages: Tensor, cu: Tensor, mask: Any, ref: Any, entropy: Any, *rest: Any
-) -> Any:
-    has_bonus = entropy is not None and rest[_ENTROPY_COEF - 7] != 0.0
+def _fake(*args: Any) -> Outputs:
+    x = PolicyLossInputs(*args)
     return (
-        logp.new_empty(()),
-        logp.new_empty(logp.shape),
-        logp.new_empty(logp.shape if has_bonus else (0,)),
-        logp.new_empty(()),
-        logp.new_empty((len(STATS),)),
-        logp.new_empty((len(COUNTS),), dtype=torch.int64),
+        x.logp.new_empty(()),
+        x.logp.new_empty(x.logp.shape),
+        x.logp.new_empty(x.logp.shape if x.has_bonus else (0,)),
+        x.logp.new_empty(()),
+        x.logp.new_empty((len(STATS),)),
+        x.logp.new_empty((len(COUNTS),), dtype=torch.int64),
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     _, dlogp, dentropy, scale, stats, counts = output
     ctx.mark_non_differentiable(dlogp, dentropy, scale, stats, counts)
     ctx.set_materialize_grads(False)
-    ctx.gradients = dlogp, dentropy, scale  # no saved tensors: backward changes them
-    ctx.save_for_backward(*inputs[:9])
-    ctx.rest = inputs[9:]
+    ctx.gradients = dlogp, dentropy, scale  # not saved tensors, because backward changes them
+    ctx.save_for_backward(*inputs[:_TENSORS])
+    ctx.rest = inputs[_TENSORS:]
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
-    grads: list[Tensor | None] = [None] * (9 + len(ctx.rest))
+    x = PolicyLossInputs(*ctx.saved_tensors, *ctx.rest)
+    needs = PolicyLossInputs(*ctx.needs_input_grad)
+    grads: dict[str, Tensor | None] = dict.fromkeys(PolicyLossInputs._fields)
     if dloss is not None:
-        if ctx.gradients is None:  # a second backward pass: the first gave its gradients away
-            _, *again, _, _ = _policy_loss(*ctx.saved_tensors, *ctx.rest)
+        if ctx.gradients is None:  # a second backward pass: the first returned its gradients and changed them
+            _, *again, _, _ = _policy_loss(*x)
             ctx.gradients = tuple(again)
         dlogp, dentropy, scale = ctx.gradients
         ctx.gradients = None
         if type(dlogp) is Tensor:
             _scale(dlogp, dentropy, scale, dloss)
-        else:  # traced by torch.compile, which may hand the forward's outputs on
+        else:  # traced by torch.compile, which may return the forward's outputs to other users
             dlogp, dentropy = dlogp * scale * dloss, dentropy * scale * dloss
-        grads[0] = dlogp if ctx.needs_input_grad[0] else None
-        has_bonus = ctx.rest[_ENTROPY_COEF - 9] != 0.0
-        grads[_ENTROPY] = dentropy if has_bonus and ctx.needs_input_grad[_ENTROPY] else None
-    return tuple(grads)
+        if needs.logp:
+            grads["logp"] = dlogp
+        if needs.entropy and x.has_bonus:
+            grads["entropy"] = dentropy
+    return tuple(grads.values())
 
 
 _scale = define(
@@ -100,6 +101,7 @@ _policy_loss = define(
     fake=_fake,
     setup_context=_setup,
     backward=_backward,
+    inputs=PolicyLossInputs._make,
 )
 
 
@@ -234,8 +236,7 @@ def policy_loss(
     if entropy is not None and entropy_coef == 0.0:
         entropy = entropy.detach()  # statistics only: the log-probability kernel then skips its entropy gradient
 
-    op = stock.policy_loss if is_stock() else _policy_loss
-    loss, *_, stats, counts = op(
+    inputs = PolicyLossInputs(
         logp,
         old_logp,
         advantages,
@@ -256,25 +257,25 @@ def policy_loss(
         tis_cap,
         divisor,
     )
-    return PolicyLoss(loss, _named(stats, counts, ref_logp, entropy, rollout_logp, tis_cap))
+    loss, *_, stats, counts = stock.policy_loss(inputs) if is_stock() else _policy_loss(*inputs)
+    return PolicyLoss(loss, _named(stats, counts, inputs))
 
 
-def _named(
-    stats: Tensor, counts: Tensor, ref_logp: Any, entropy: Any, rollout_logp: Any, tis_cap: float | None
-) -> dict[str, Tensor]:
+def _named(stats: Tensor, counts: Tensor, inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """The statistics by name, without those of absent inputs."""
     value = dict(zip(STATS, stats.unbind(), strict=True))
     count = dict(zip(COUNTS, counts.unbind(), strict=True))
     out = {"tokens": count["tokens"], "sequences": count["sequences"]}
     shared = ["clip_fraction_low", "clip_fraction_high", "clip_fraction_dual"]
     shared += ["ratio_mean", "ratio_min", "ratio_max", "kl_old_k1", "kl_old_k3"]
     out |= {name: value[name] for name in shared}
-    if ref_logp is not None:
+    if inputs.ref_logp is not None:
         out["kl_ref"] = value["kl_ref"]
-    if entropy is not None:
+    if inputs.entropy is not None:
         out["entropy"] = value["entropy"]
-    if rollout_logp is not None:
+    if inputs.rollout_logp is not None:
         out |= {name: value[name] for name in ("drift_mean", "drift_max")}
-    if tis_cap is not None:
+    if inputs.tis_cap is not None:
         out |= {name: value[name] for name in ("tis_mean", "tis_fraction")}
     return out
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +27,7 @@ from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import build
 from rlkernel.kernels.certification import KINDS, values
 from rlkernel.kernels.cuda import policy_loss, policy_loss_hopper, rms_norm_hopper
+from rlkernel.kernels.policy_loss import PolicyLossInputs
 from rlkernel.kernels.reference import policy_loss as reference
 from rlkernel.kernels.triton import rms_norm as norm
 
@@ -102,19 +102,15 @@ def one_nan(x: Tensor) -> Tensor:
 def of_losses(
     folder: Path,
     setting: policy_loss_hopper.Setting,
-    given: tuple[Any, ...],
+    x: PolicyLossInputs,
     seed: int,
     planted: tuple[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    logp, old_logp, advantages, borders, mask = given[:5]
-    normalizer, loss_type, _, *clips = given[8:13]
-    masked, batch, t = mask is not None, len(borders) - 1, len(logp)
+    masked, batch, t = x.mask is not None, len(x.cu_seqlens) - 1, len(x.logp)
     macros = tuple(policy_loss_hopper.macros(setting, masked).items())
     library = built(folder, policy_loss_hopper.source(setting), macros, planted)
     parts = shared(batch, 8) if setting.team else shared(11, 128)
-    arguments, _ = policy_loss_hopper.arguments(
-        logp, old_logp, advantages, borders, mask, normalizer, parts, loss_type, *clips, given[18]
-    )  # fmt: skip
+    arguments, _ = policy_loss_hopper.arguments(x, parts)
     out = {
         "loss": shared(1),
         "dlogp": shared(t),
@@ -122,30 +118,29 @@ def of_losses(
         "stats": shared(14),
         "totals": shared(6, dtype=torch.int64),
     }
-    for name, x in out.items():
-        setattr(arguments, name, x.data_ptr())
+    for name, result in out.items():
+        setattr(arguments, name, result.data_ptr())
     blocks = (batch, 8) if setting.team else (128, 1)
     sizes = (blocks[0], 32 * setting.warps, blocks[1], 128)
-    status = launch(library, arguments, sizes, seed, logp, old_logp, mask)
+    status = launch(library, arguments, sizes, seed, x.logp, x.old_logp, x.mask)
     assert status == 0, f"exit status {status}"
     assert all(map(guards_hold, (parts, *out.values())))
     return out
 
 
-def odd(given: tuple[Any, ...], case: str) -> tuple[tuple[Any, ...], bool]:
+def odd(given: PolicyLossInputs, case: str) -> tuple[PolicyLossInputs, bool]:
     """A sample with something changed, and whether its borders are broken."""
-    changed, tokens = list(given), len(given[0])
-    borders = given[3].clone()
+    tokens, borders = len(given.logp), given.cu_seqlens.clone()
     if case == "one long":
-        changed[2], borders = given[2][:2], torch.tensor([0, 5, tokens], dtype=torch.int32)
+        given = given._replace(advantages=given.advantages[:2])
+        borders = torch.tensor([0, 5, tokens], dtype=torch.int32)
     elif case in KINDS:
         pass
     else:
         borders[{"first": 0}.get(case, len(borders) // 2)] = {
             "first": 1, "falls": -5, "past": tokens + 7, "least": -(1 << 31), "most": (1 << 31) - 1
         }[case]  # fmt: skip
-    changed[3] = borders
-    return tuple(changed), case in ("first", "falls", "past", "least", "most")
+    return given._replace(cu_seqlens=borders), case in ("first", "falls", "past", "least", "most")
 
 
 @pytest.mark.parametrize("mean", (False, True), ids=("sums", "means"))
@@ -156,7 +151,7 @@ def test_teams_have_the_bits_of_warps(masked: bool, mean: bool, tmp_path: Path) 
     cases = (*KINDS, "one long", "first", "falls", "past", "least", "most")
     for turn, (case, setting) in enumerate(zip(cases, itertools.cycle(policy_loss_hopper.TEAMS), strict=False)):
         kind = case if case in KINDS else "normal"
-        drawn = policy_loss.sample(shape, sum(policy_loss.RAGGED), kind, torch.Generator().manual_seed(turn))
+        (drawn,) = policy_loss.sample(shape, sum(policy_loss.RAGGED), kind, torch.Generator().manual_seed(turn))
         given, broken = odd(drawn, case)
         ours = of_losses(tmp_path, setting, given, turn)
         warps = policy_loss_hopper.SETTINGS[turn % len(policy_loss_hopper.SETTINGS)]
@@ -165,7 +160,7 @@ def test_teams_have_the_bits_of_warps(masked: bool, mean: bool, tmp_path: Path) 
             assert_bitwise(one_nan(ours[name]), one_nan(theirs[name]), f"{case}, team of {setting.warps}: {name}")
         assert bool(ours["loss"].isnan()) == (broken or case == "wide")
         if kind == "normal" and not broken:
-            truth = reference.policy_loss(*given)
+            truth = reference.policy_loss(given)
             torch.testing.assert_close(ours["loss"][0], truth[0], rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(ours["dlogp"], truth[1], rtol=1e-4, atol=1e-9)
             known = [i for i in range(14) if i != 9]  # the largest drift of a rollout that there is not
@@ -175,7 +170,7 @@ def test_teams_have_the_bits_of_warps(masked: bool, mean: bool, tmp_path: Path) 
 
 def test_a_team_that_does_not_wait_is_seen(tmp_path: Path) -> None:
     shape = policy_loss.Shape(-1, True, True, False, 1 << 18, 1 << 12)
-    given = policy_loss.sample(shape, sum(policy_loss.RAGGED), "normal", torch.Generator().manual_seed(1))
+    (given,) = policy_loss.sample(shape, sum(policy_loss.RAGGED), "normal", torch.Generator().manual_seed(1))
     of_losses(tmp_path, policy_loss_hopper.TEAMS[0], given, 1)
     planted = ("      barrier_wait(barrier, turn & 1);\n", "")
     with pytest.raises(AssertionError, match="exit status 3"):

@@ -23,29 +23,25 @@ from rlkernel.kernels.certification import KINDS, Schedule
 from rlkernel.kernels.cuda import driver, policy_loss_hopper
 from rlkernel.kernels.cuda import policy_loss as cuda
 from rlkernel.kernels.errors import BuildError
-from rlkernel.kernels.policy_loss import LOSS_TYPES
+from rlkernel.kernels.policy_loss import LOSS_TYPES, PolicyLossInputs
 from rlkernel.kernels.reference import policy_loss as reference
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.triton import policy_loss as anchor
 from rlkernel.kernels.verdicts import ANCHOR
 
 SHAPE = cuda.Shape(-1, True, True, True, 1 << 18, 1 << 10)
-NAMES = (
-    "logp", "old_logp", "advantages", "cu_seqlens", "mask", "ref_logp", "entropy", "rollout_logp", "normalizer",
-    "loss_type", "sequence_ratio", "clip_low", "clip_high", "clip_dual", "kl_coef", "kl_type", "entropy_coef",
-    "tis_cap", "divisor",
-)  # fmt: skip
 
 
-def call(tokens: int = 1 << 17, batch: int = 128, **more: Any) -> tuple[Any, ...]:
+def call(tokens: int = 1 << 17, batch: int = 128, **more: Any) -> tuple[PolicyLossInputs]:
     """Arguments whose tensors have sizes and no values."""
     empty = lambda n: torch.empty(1).expand(n)
     given = {
-        **dict.fromkeys(NAMES), "logp": empty(tokens), "old_logp": empty(tokens), "advantages": empty(batch),
-        "cu_seqlens": empty(batch + 1), "mask": empty(tokens), "loss_type": "grpo", "sequence_ratio": False,
+        **dict.fromkeys(PolicyLossInputs._fields), "logp": empty(tokens), "old_logp": empty(tokens),
+        "advantages": empty(batch), "cu_seqlens": empty(batch + 1), "mask": empty(tokens),
+        "loss_type": "grpo", "sequence_ratio": False,
         "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "kl_type": "k3", "entropy_coef": 0.0, **more,
     }  # fmt: skip
-    return tuple(given[name] for name in NAMES)
+    return (PolicyLossInputs(**given),)
 
 
 @pytest.mark.parametrize("masked", (False, True))
@@ -56,7 +52,7 @@ def test_a_sample_is_of_its_class(kind: str, mean: bool, masked: bool) -> None:
     few, more, many = cuda.rows_of(shape)
     for tokens in (few, more, many):
         given = cuda.sample(shape, tokens, kind, torch.Generator().manual_seed(0))
-        logp, _, advantages, borders, mask, *_ = given
+        logp, _, advantages, borders, mask, *_ = given[0]
         assert (len(logp), int(borders[0]), int(borders[-1])) == (tokens, 0, tokens)
         sizes = borders.diff()
         assert bool((sizes >= 0).all()) and int(sizes.max()) > 1024 and bool((sizes % 4 != 0).any())
@@ -85,16 +81,16 @@ def test_samples_are_of_every_form_of_their_class(mean: bool) -> None:
     found, bounds = set(), set()
     for kind in KINDS:
         for tokens in cuda.rows_of(shape)[:2] + [1 << 17]:
-            given = dict(zip(NAMES, cuda.sample(shape, tokens, kind, torch.Generator().manual_seed(0)), strict=True))
-            way = (given["normalizer"] is not None) + 2 * (given["divisor"] is not None)
+            (given,) = cuda.sample(shape, tokens, kind, torch.Generator().manual_seed(0))
+            way = (given.normalizer is not None) + 2 * (given.divisor is not None)
             if kind != "wide":  # whose sums are NaN
-                found.add((given["loss_type"], way))
-                bounds.add((given["clip_low"], given["clip_high"]))
+                found.add((given.loss_type, way))
+                bounds.add((given.clip_low, given.clip_high))
     assert bounds == set(cuda.CLIPS) and {0.0, math.inf} < {bound for pair in bounds for bound in pair}
     assert found == set(itertools.product(named, (0, 1, 2)))
-    first = cuda.sample(shape, 1 << 17, KINDS[0], torch.Generator())
-    assert (first[9], first[8], first[18]) == ("grpo" if mean else "dapo", None, None), "what is timed"
-    assert first[11:13] == (0.2, 0.28)
+    (first,) = cuda.sample(shape, 1 << 17, KINDS[0], torch.Generator())
+    assert (first.loss_type, first.normalizer, first.divisor) == ("grpo" if mean else "dapo", None, None), "timed"
+    assert (first.clip_low, first.clip_high) == (0.2, 0.28)
 
 
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
@@ -197,15 +193,15 @@ def test_the_kernel_is_chosen_where_it_is_equal(op: Any) -> None:
         made.call(*given)
 
 
-PLANTS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "tensor": lambda given: given["normalizer"] is not None,
-    "number": lambda given: given["divisor"] is not None,
-    "type": lambda given: given["loss_type"] not in ("grpo", "dapo"),
-    "bounds": lambda given: given["clip_low"] != 0.2,
-    "no upper bound": lambda given: given["clip_high"] == math.inf,
-    "no lower bound": lambda given: given["clip_low"] == math.inf,
-    "type, number": lambda given: given["loss_type"] not in ("grpo", "dapo") and given["divisor"] is not None,
-    "type, tensor": lambda given: given["loss_type"] not in ("grpo", "dapo") and given["normalizer"] is not None,
+PLANTS: dict[str, Callable[[PolicyLossInputs], bool]] = {
+    "tensor": lambda given: given.normalizer is not None,
+    "number": lambda given: given.divisor is not None,
+    "type": lambda given: given.loss_type not in ("grpo", "dapo"),
+    "bounds": lambda given: given.clip_low != 0.2,
+    "no upper bound": lambda given: given.clip_high == math.inf,
+    "no lower bound": lambda given: given.clip_low == math.inf,
+    "type, number": lambda given: given.loss_type not in ("grpo", "dapo") and given.divisor is not None,
+    "type, tensor": lambda given: given.loss_type not in ("grpo", "dapo") and given.normalizer is not None,
 }
 
 
@@ -215,9 +211,9 @@ PLANTS: dict[str, Callable[[dict[str, Any]], bool]] = {
 def test_a_loss_that_is_wrong_for_one_form_is_refused(plant: str, mean: bool, masked: bool, op: Any) -> None:
     """However the sum is divided and whatever the class admits: it has been compared."""
 
-    def planted(*given: Any) -> tuple[Tensor, ...]:
-        out = reference.policy_loss(*given)
-        return (out[0] * 2, *out[1:]) if PLANTS[plant](dict(zip(NAMES, given, strict=True))) else out
+    def planted(given: PolicyLossInputs) -> tuple[Tensor, ...]:
+        out = reference.policy_loss(given)
+        return (out[0] * 2, *out[1:]) if PLANTS[plant](given) else out
 
     made = op(Schedule("planted", lambda key: planted))
     (trial,) = made.verdict_of(SHAPE._replace(mean=mean, masked=masked)).trials
@@ -241,8 +237,8 @@ def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytes
     logp, old_logp = (x[first : first + 300] for x in storage)
     mask = torch.ones(320, dtype=torch.bool)[first : first + 300] if masked else None
     advantages, borders = torch.ones(6)[::2], torch.tensor([0, 100, 200, 300], dtype=torch.int32)
-    given = [None] * 14
-    found = run(logp, old_logp, advantages, borders, mask, None, None, None, None, "dapo", False, 0.2, 0.3, *given[:6])
+    tensors = (logp, old_logp, advantages, borders, mask, None, None, None, None)
+    found = run(PolicyLossInputs(*tensors, "dapo", False, 0.2, 0.3, None, 0.0, "k3", 0.0, None, None))
     if which == "unaligned":
         assert ran == ["anchor"]
         return

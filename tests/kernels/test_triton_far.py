@@ -33,6 +33,7 @@ else:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    from rlkernel.kernels.adamw import AdamwInputs
     from rlkernel.kernels.triton import (
         adamw,
         attention,
@@ -282,7 +283,7 @@ else:
     def test_adamw() -> None:
         def step(*tensors: Tensor) -> tuple[Tensor, ...]:
             w, g, m, v = tensors
-            adamw.adamw_([w], [g], [m], [v], [], None, 1e-3, 0.9, 0.99, 1e-8, 0.1, 3, True)
+            adamw.adamw_(AdamwInputs([w], [g], [m], [v], [], None, 1e-3, 0.9, 0.99, 1e-8, 0.1, 3, True))
             return tensors
 
         same(step, *(torch.rand(4096, 1) for _ in range(4)), what="adamw")

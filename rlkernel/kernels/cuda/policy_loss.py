@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from rlkernel.contract import orders
 from rlkernel.kernels import policy_loss as shared
 from rlkernel.kernels.certification import KINDS, Family, Run, Schedule, values
 from rlkernel.kernels.cuda import driver, policy_loss_hopper
+from rlkernel.kernels.policy_loss import PolicyLossInputs
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import policy_loss as anchor
@@ -50,35 +50,25 @@ def _power(x: int, least: int, most: int) -> int:
     return int(1 << min(max(bits + (bits - least) % 2, least), most))
 
 
-def shape_of(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
-    ref_logp: Tensor | None, entropy: Tensor | None, rollout_logp: Tensor | None, normalizer: Tensor | None,
-    loss_type: str, sequence_ratio: bool, clip_low: float, clip_high: float, clip_dual: float | None,
-    kl_coef: float, kl_type: str, entropy_coef: float, tis_cap: float | None, divisor: float | None,
-) -> Shape:  # fmt: skip
-    tokens, batch = logp.shape[0], cu_seqlens.shape[0] - 1
+def shape_of(x: PolicyLossInputs) -> Shape:
+    tokens, batch = x.logp.shape[0], x.cu_seqlens.shape[0] - 1
     plain = (
-        ref_logp is None and entropy is None and rollout_logp is None and clip_dual is None and tis_cap is None
-        and not sequence_ratio and shared.form_code(loss_type) == shared.CLIPPED and advantages.shape[0] == batch
+        x.ref_logp is x.entropy is x.rollout_logp is x.clip_dual is x.tis_cap is None and not x.sequence_ratio
+        and shared.form_code(x.loss_type) == shared.CLIPPED and x.advantages.shape[0] == batch
         and tokens > 1 << (LEAST - 2) and tokens <= policy_loss_hopper.MOST_TOKENS
         and 0 < batch <= policy_loss_hopper.MOST_SEQUENCES
     )  # fmt: skip
     if not plain:
-        return Shape(logp.get_device(), False, False, False, 0, 0)
+        return Shape(x.logp.get_device(), False, False, False, 0, 0)
     length = _power(common.cdiv(tokens, batch), SHORTEST, LONGEST)
-    mean = shared.sequence_mean(loss_type)
-    return Shape(logp.get_device(), True, mask is not None, mean, _power(tokens, LEAST, MOST), length)
+    mean = shared.sequence_mean(x.loss_type)
+    return Shape(x.logp.get_device(), True, x.mask is not None, mean, _power(tokens, LEAST, MOST), length)
 
 
-def call_key(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
-    ref_logp: Tensor | None, entropy: Tensor | None, rollout_logp: Tensor | None, normalizer: Tensor | None,
-    loss_type: str, sequence_ratio: bool, clip_low: float, clip_high: float, clip_dual: float | None,
-    kl_coef: float, kl_type: str, entropy_coef: float, tis_cap: float | None, divisor: float | None,
-) -> Hashable:  # fmt: skip
+def call_key(x: PolicyLossInputs) -> Hashable:
     return (
-        logp.numel(), cu_seqlens.numel(), advantages.numel(), logp.get_device(), mask is None, loss_type,
-        sequence_ratio, ref_logp is entropy is rollout_logp is clip_dual is tis_cap is None,
+        x.logp.numel(), x.cu_seqlens.numel(), x.advantages.numel(), x.logp.get_device(), x.mask is None, x.loss_type,
+        x.sequence_ratio, x.ref_logp is x.entropy is x.rollout_logp is x.clip_dual is x.tis_cap is None,
     )  # fmt: skip
 
 
@@ -102,7 +92,7 @@ def _form(s: Shape, times: int, kind: str) -> tuple[str, str, tuple[float, float
     return *forms[(times * len(finite) + turn) % len(forms)], CLIPS[(times + turn) % len(CLIPS)]
 
 
-def sample(s: Shape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def sample(s: Shape, tokens: int, kind: str, generator: torch.Generator) -> tuple[PolicyLossInputs]:
     device = generator.device
     times = next((n for n in TIMES if tokens == n * sum(RAGGED)), 0)
     if times:
@@ -129,10 +119,11 @@ def sample(s: Shape, tokens: int, kind: str, generator: torch.Generator) -> tupl
             mask[odd] = False  # else the batch's sums are NaN
     loss_type, way, clips = _form(s, times, kind)
     normalizer = torch.full((), 0.37 * tokens, dtype=torch.float32, device=device) if way == "tensor" else None
-    return (
+    inputs = PolicyLossInputs(
         logp, old_logp, advantages, cu_seqlens, mask, None, None, None, normalizer, loss_type, False, *clips, None,
         0.0, "k3", 0.0, None, 0.61 * tokens if way == "number" else None,
     )  # fmt: skip
+    return (inputs,)
 
 
 # ---- schedules -----------------------------------------------------------------------------------

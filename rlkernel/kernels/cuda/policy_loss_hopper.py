@@ -17,7 +17,7 @@ from torch import Tensor
 from rlkernel.contract.orders import SEGMENT
 from rlkernel.kernels import build
 from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, noted
-from rlkernel.kernels.policy_loss import COUNTS, STATS, divides_by_tokens, sequence_mean
+from rlkernel.kernels.policy_loss import COUNTS, STATS, Outputs, PolicyLossInputs, divides_by_tokens, sequence_mean
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import policy_loss as anchor
 from rlkernel.kernels.triton.policy_loss_batch import how_divided
@@ -26,8 +26,6 @@ SOURCE, TEAMS_SOURCE = "policy_loss_sm90.cu", "policy_loss_teams_sm90.cu"
 BLOCKS, SUMS, COUNTED = 128, 4, 7
 CLUSTER, LANES, RECORD = 8, 128, 8  # blocks and threads of the teams' second kernel; words that a sequence leaves it
 MOST_SEQUENCES, MOST_TOKENS = 1 << 16, 1 << 30  # whose sums fit in shared memory; that an int counts
-
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Setting(NamedTuple):
@@ -84,7 +82,7 @@ def _kernels(device: int, setting: Setting, masked: bool) -> tuple[Kernel, Kerne
 
 
 def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outputs]:
-    """A function with the arguments of the anchor, `triton.policy_loss.policy_loss`, for a clipped loss of tokens with
+    """A function with the argument of the anchor, `triton.policy_loss.policy_loss`, for a clipped loss of tokens with
     an advantage a sequence, MOST_SEQUENCES and MOST_TOKENS at most, and none of the further vectors and bounds.
 
     Raises:
@@ -94,25 +92,14 @@ def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outpu
         torch.cuda.current_stream()  # the device's context exists from here on
         first, second = _kernels(device, setting, masked)
 
-    def policy_loss(
-        logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
-        ref_logp: Tensor | None, entropy: Tensor | None, rollout_logp: Tensor | None, normalizer: Tensor | None,
-        loss_type: str, sequence_ratio: bool, clip_low: float, clip_high: float, clip_dual: float | None,
-        kl_coef: float, kl_type: str, entropy_coef: float, tis_cap: float | None, divisor: float | None,
-    ) -> Outputs:  # fmt: skip
-        logp, old_logp, advantages, cu_seqlens = (x.contiguous() for x in (logp, old_logp, advantages, cu_seqlens))
-        mask = None if mask is None else mask.contiguous()
-        if (logp.data_ptr() | old_logp.data_ptr() | (0 if mask is None else mask.data_ptr())) & 15:
-            return anchor.policy_loss(
-                logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, normalizer, loss_type,
-                sequence_ratio, clip_low, clip_high, clip_dual, kl_coef, kl_type, entropy_coef, tis_cap, divisor,
-            )  # fmt: skip
-        batch = cu_seqlens.shape[0] - 1
-        parts = logp.new_empty((batch, RECORD) if setting.team else (SUMS + COUNTED, BLOCKS))
-        given, out = arguments(
-            logp, old_logp, advantages, cu_seqlens, mask, normalizer, parts, loss_type, clip_low, clip_high, divisor
-        )  # fmt: skip
-        with common.on_device(logp):
+    def policy_loss(x: PolicyLossInputs) -> Outputs:
+        x = PolicyLossInputs(*(None if v is None else v.contiguous() for v in x[:5]), *x[5:])
+        if (x.logp.data_ptr() | x.old_logp.data_ptr() | (0 if x.mask is None else x.mask.data_ptr())) & 15:
+            return anchor.policy_loss(x)
+        batch = x.cu_seqlens.shape[0] - 1
+        parts = x.logp.new_empty((batch, RECORD) if setting.team else (SUMS + COUNTED, BLOCKS))
+        given, out = arguments(x, parts)
+        with common.on_device(x.logp):
             first(batch if setting.team else BLOCKS, 32 * setting.warps, given)
             if setting.team:
                 second(CLUSTER, LANES, given, early=True)
@@ -124,21 +111,19 @@ def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outpu
     return noted(policy_loss, first)
 
 
-def arguments(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
-    normalizer: Tensor | None, parts: Tensor, loss_type: str, clip_low: float, clip_high: float, divisor: float | None,
-) -> tuple[Arguments, Outputs]:  # fmt: skip
-    """What the kernels are given, of which the first leaves `parts` to the second, and what they write."""
-    tokens, batch = logp.shape[0], cu_seqlens.shape[0] - 1
-    by_tokens = divides_by_tokens(loss_type)
-    divide_by, divisor = how_divided(normalizer, divisor, by_tokens, mask is not None, tokens, batch)
+def arguments(x: PolicyLossInputs, parts: Tensor) -> tuple[Arguments, Outputs]:
+    """The kernels' arguments, with `parts` for the partial sums of the first kernel, and the outputs."""
+    logp, tokens, batch = x.logp, x.logp.shape[0], x.cu_seqlens.shape[0] - 1
+    by_tokens = divides_by_tokens(x.loss_type)
+    divide_by, divisor = how_divided(x.normalizer, x.divisor, by_tokens, x.mask is not None, tokens, batch)
     dlogp = torch.empty_like(logp)
     loss, scale, stats = logp.new_empty(()), logp.new_empty(()), logp.new_empty(len(STATS))
     counts = logp.new_empty(len(COUNTS), dtype=torch.int64)
     given = Arguments(
-        *(None if x is None else x.data_ptr() for x in (
-            logp, old_logp, advantages, cu_seqlens, mask, normalizer, dlogp, parts, loss, scale, stats, counts,
+        *(None if v is None else v.data_ptr() for v in (
+            *x[:5], x.normalizer, dlogp, parts, loss, scale, stats, counts,
         )),
-        tokens, batch, sequence_mean(loss_type), by_tokens, divide_by, 1.0 - clip_low, 1.0 + clip_high, divisor or 0.0,
+        tokens, batch, sequence_mean(x.loss_type), by_tokens, divide_by, 1.0 - x.clip_low, 1.0 + x.clip_high,
+        divisor or 0.0,
     )  # fmt: skip
     return given, (loss, dlogp, logp.new_empty(0), scale, stats, counts)

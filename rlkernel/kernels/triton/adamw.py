@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import NORM_SEGMENT, SEGMENT
-from rlkernel.kernels.adamw import coefficients
+from rlkernel.kernels.adamw import AdamwInputs, coefficients
 from rlkernel.kernels.triton.common import on_device, options
 
 BLOCK, WARPS = 1024, 8
@@ -308,37 +308,24 @@ def kinds(*lists: Sequence[Tensor]) -> Iterator[list[int]]:
     return iter(found.values())
 
 
-def adamw_(
-    masters: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    params: list[Tensor],
-    scale: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    zero_grad: bool,
-) -> None:
-    near_mean, *numbers = coefficients(lr, beta1, beta2, eps, weight_decay, step)
-    lists = [grads, masters, exp_avgs, exp_avg_sqs, *([params] if params else [])]
+def adamw_(x: AdamwInputs) -> None:
+    near_mean, *numbers = coefficients(x)
+    params = x.params or x.masters
+    lists = [x.grads, x.masters, x.exp_avgs, x.exp_avg_sqs, *([x.params] if x.params else [])]
     addresses = tuple([tuple([t.data_ptr() for t in tensors]) for tensors in lists])
-    sizes = tuple([t.numel() for t in masters])
-    device = masters[0].device
+    sizes = tuple([t.numel() for t in x.masters])
+    device = x.masters[0].device
 
     def build() -> tuple[Launch, ...]:
-        return tuple(place(device, kind, sizes, BLOCK, addresses) for kind in kinds(grads, params or masters))
+        return tuple(place(device, kind, sizes, BLOCK, addresses) for kind in kinds(x.grads, params))
 
-    with on_device(masters[0]):
-        key = (device, BLOCK, sizes, addresses, tuple([t.dtype for t in (*grads, *params)]))
+    with on_device(x.masters[0]):
+        key = (device, BLOCK, sizes, addresses, tuple([t.dtype for t in (*x.grads, *x.params)]))
         for each in launches(device, key, build):
             adamw_kernel[(each.blocks,)](
-                each.table, scale, each.count, *numbers, NEAR_MEAN=near_mean, ZERO_GRAD=zero_grad,
-                HAS_SCALE=scale is not None, HAS_PARAM=bool(params), GRAD_TYPE=TYPES[grads[each.first].dtype],
-                PARAM_TYPE=TYPES[(params or masters)[each.first].dtype], ALIGNED=each.aligned, BLOCK=BLOCK,
+                each.table, x.scale, each.count, *numbers, NEAR_MEAN=near_mean, ZERO_GRAD=x.zero_grad,
+                HAS_SCALE=x.scale is not None, HAS_PARAM=bool(x.params), GRAD_TYPE=TYPES[x.grads[each.first].dtype],
+                PARAM_TYPE=TYPES[params[each.first].dtype], ALIGNED=each.aligned, BLOCK=BLOCK,
                 num_warps=WARPS, **options(),
             )  # fmt: skip
 
