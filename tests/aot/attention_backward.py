@@ -32,7 +32,7 @@ def _variant(name: str, kernel: Any, kind: str, d: int, launch: dict[str, int], 
         elif box in kernel.arg_names:
             constants[box] = None
     launched = (launch["num_warps"], launch["num_stages"])
-    # dkv on Hopper takes every register: what is kept for its end alone goes to the stack.
+    # dkv on Hopper uses every register, so values that only its epilogue needs are spilled
     stack = 16 if kernel is dkv_kernel and targets == ("sm_90",) else 0
     return Variant(name, kernel, types, constants, *launched, matmul=True, main=main, targets=targets, stack=stack)
 

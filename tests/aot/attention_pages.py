@@ -9,7 +9,7 @@ AOT: tuple[Variant, ...] = (
     Variant(
         "attention gather", gather_kernel,
         {"k": "*bf16:16", "v": "*bf16:16", "table": "*i32:16", "lens": "*i32:16", "k_out": "*bf16:16",
-         "v_out": "*bf16:16", "COLUMNS": "i32", "PAGES": "i32", "ROOM": "i32"},
+         "v_out": "*bf16:16", "COLUMNS": "i32", "PAGES": "i32", "CAPACITY": "i32"},
         {"HK": 8, "D": 128, "KV_HEAD": 256, "PAGE": 16, "BLOCK": 1024},
     ),
     Variant(

@@ -21,12 +21,12 @@ def _token_variant(name: str, form: int, sequence_ratio: bool, kl_type: int, ext
     (given if sequence_ratio else absent).append("log_ratios")
     (given if extras else absent).extend(("ref_logp", "entropy", "rollout_logp", "dentropy"))
     types = {**dict.fromkeys(given, "*fp32:16"), **_SIZES, "mask": "*u8:16", "counts": "*i32:16"}
-    types |= {"places": "i32", "PER_ROW": "i32"}
+    types |= {"slots": "i32", "PER_ROW": "i32"}
     types |= dict.fromkeys(("low", "high", "dual", "kl_coef", "entropy_coef", "tis_cap", "divisor"), "fp32")
     constants: dict[str, Any] = {
         "FORM": form, "KL_TYPE": kl_type, "SEQUENCE_RATIO": sequence_ratio, "SEQUENCE_MEAN": True, "DIVIDE_BY": TENSOR,
         "PER_TOKEN": False, "HAS_MASK": True, "HAS_COUNTS": sequence_ratio, "HAS_DUAL": extras,
-        "AHEAD": 1 if extras else 2, **_CUT,
+        "PREFETCH": 1 if extras else 2, **_CUT,
         **dict.fromkeys(("HAS_REF", "HAS_KL", "HAS_ENTROPY", "HAS_BONUS", "HAS_ROLLOUT", "HAS_TIS"), extras),
     }  # fmt: skip
     (types if sequence_ratio else constants)["row_counts"] = "*i32:16" if sequence_ratio else None

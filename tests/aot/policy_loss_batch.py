@@ -12,7 +12,7 @@ from rlkernel.kernels.triton.policy_loss_batch import TENSOR, UNROLL, batch_kern
 def _variant(lanes: int, unroll: int) -> Variant:
     types: dict[str, Any] = dict.fromkeys(("sums", "extremes", "normalizer", "loss", "scale", "stats"), "*fp32:16")
     types |= {"cu_seqlens": "*i32:16", "counts": "*i32:16", "totals": "*i64:16", "divisor": "fp32"}
-    types |= dict.fromkeys(("T", "B", "places"), "i32")
+    types |= dict.fromkeys(("T", "B", "slots"), "i32")
     constants = {
         "DIVIDE_BY": TENSOR, "SEQUENCE_MEAN": True, "BY_TOKENS": False, "SEGMENT": SEGMENT, "LANES": lanes,
         "UNROLL": unroll,

@@ -35,7 +35,7 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
-    caches = (common._capability, matrix._has_copy_engine)
+    caches = (common._capability, matrix._has_tma)
     for cache in caches:
         cache.cache_clear()
     yield request.param
@@ -174,7 +174,7 @@ def test_kernels_know_the_chip(chip: tuple[int, int]) -> None:
         is_cuda, device = True, torch.device("cuda", 0)
 
     assert common.family(OnGpu()) == CHIPS[chip]  # type: ignore[arg-type]
-    assert matrix._has_copy_engine(0) == (chip >= (9, 0))
+    assert matrix._has_tma(0) == (chip >= (9, 0))
 
 
 @pytest.mark.parametrize("chip", CHIPS, indirect=True)

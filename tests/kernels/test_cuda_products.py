@@ -314,9 +314,9 @@ def test_what_adds_in_several_launches_takes_its_workspace_before_the_first(
 def test_as_many_chunks_are_side_by_side_as_fill_a_gpu_and_no_more_than_were_compared(c: int) -> None:
     loop = scored.loop
     for tokens in (1, 77, 256, 257, 410, 512, 513, 1000, 1024, 1025, 2048, 2049, 4096, 8192):
-        beside = loop.chunks_beside(tokens, c)
-        assert beside & (beside - 1) == 0 and 1 <= beside <= loop.MOST_BESIDE
-        assert beside == loop.MOST_BESIDE or max(256, tokens) * max(512, c) * beside * 2 > loop.FILLED, (
+        beside = loop.parallel_chunks(tokens, c)
+        assert beside & (beside - 1) == 0 and 1 <= beside <= loop.MOST_PARALLEL_CHUNKS
+        assert beside == loop.MOST_PARALLEL_CHUNKS or max(256, tokens) * max(512, c) * beside * 2 > loop.FILLED, (
             "a GPU is filled"
         )
         assert beside == 1 or max(256, tokens) * c * beside <= loop.FILLED, "and the sums stay small"
@@ -324,11 +324,11 @@ def test_as_many_chunks_are_side_by_side_as_fill_a_gpu_and_no_more_than_were_com
         s = GRAD._replace(c=c, row=0, few=beside > 1)
         rows = scored.rows_of_dhidden(s)
         assert tokens <= max(rows) <= scored.WGRAD_TOKENS
-        assert all((loop.chunks_beside(m, c) > 1) == s.few for m in rows) and min(rows) <= max(77, tokens)
-        assert loop.chunks_beside(min(rows), c) >= beside, "compared with as many"
+        assert all((loop.parallel_chunks(m, c) > 1) == s.few for m in rows) and min(rows) <= max(77, tokens)
+        assert loop.parallel_chunks(min(rows), c) >= beside, "compared with as many"
         row = scored.SAMPLE_BLOCK * beside
         timed = scored.rows_of_dhidden(s._replace(row=row))[-1]
-        assert not s.few or loop.chunks_beside(timed, c) == beside, "timed as calls come"
+        assert not s.few or loop.parallel_chunks(timed, c) == beside, "timed as calls come"
 
 
 @pytest.mark.parametrize("c", (64, 1024, 4096, 8192))
@@ -351,6 +351,6 @@ def test_samples_of_dhidden_have_the_chunks_that_calls_have(c: int, row: int, mo
             assert max(m, c) * entries * 2 <= scored.SAMPLE_BYTES
             seen.append(-(-entries // chunk))
             if m in (min(rows), rows[-1]):
-                asked = scored.loop.chunks_beside(m, c) if few else 1
+                asked = scored.loop.parallel_chunks(m, c) if few else 1
                 assert seen[-1] == min(asked, -(-(row or chunk * asked) // chunk)), "as many chunks as are side by side"
         assert 1 in seen, "one alone, as a block's last call has"

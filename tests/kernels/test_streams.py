@@ -48,7 +48,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_work_beside_waits_and_is_waited_for(said: list[str]) -> None:
     with Fork(GPU, True) as fork:
         for i in range(2):
-            with fork.beside():
+            with fork.side_stream():
                 said.append(f"beside {i}")
             said.append(f"here {i}")
             fork.join()
@@ -59,7 +59,7 @@ def test_work_beside_waits_and_is_waited_for(said: list[str]) -> None:
 def test_an_exception_joins_and_is_what_the_caller_sees(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers are freed on the way out: work beside may still use them, and a broken capture must not hide why."""
     with pytest.raises(ValueError, match="why"), Fork(GPU, True) as fork:
-        with fork.beside():
+        with fork.side_stream():
             said.append("beside")
         raise ValueError("why")
     assert said[-1] == "main waits for side"
@@ -70,17 +70,17 @@ def test_an_exception_joins_and_is_what_the_caller_sees(said: list[str], monkeyp
 
     monkeypatch.setattr(FakeStream, "wait_stream", broken)
     with pytest.raises(ValueError, match="why"), Fork(GPU, True) as fork:
-        with fork.beside():
+        with fork.side_stream():
             pass
         raise ValueError("why")
-    with pytest.raises(RuntimeError, match="capture"), Fork(GPU, True) as fork, fork.beside():
+    with pytest.raises(RuntimeError, match="capture"), Fork(GPU, True) as fork, fork.side_stream():
         pass
 
 
 @pytest.mark.parametrize(("device", "wanted"), ((torch.device("cpu"), True), (GPU, False)))
 def test_all_on_the_current_stream(device: torch.device, wanted: bool, said: list[str]) -> None:
     with Fork(device, wanted) as fork:
-        with fork.beside():
+        with fork.side_stream():
             said.append("beside")
         fork.join()
     assert said == ["beside"]

@@ -146,7 +146,7 @@ else:
         assert not seen
         monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
         monkeypatch.setattr(forward, "GATHER_KEYS", 1)
-        monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+        monkeypatch.setattr(forward, "can_tma_load_keys", lambda q: True)
         run(paged_attention, *paged)
         assert len(seen) == on_hopper and all(x[9] == 192 for x in seen), "keys of room"
 
@@ -197,7 +197,7 @@ else:
             assert_bitwise(a, b, f"{name} from pages")
         monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
         monkeypatch.setattr(forward, "GATHER_KEYS", 1)
-        monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+        monkeypatch.setattr(forward, "can_tma_load_keys", lambda q: True)
         in_a_row = paged_attention(q, *caches, table, cu_q, lens, max_q, max_k, scale, window, split)
         for name, a, b in zip(("out", "lse"), in_a_row, found, strict=True):
             assert_bitwise(a, b, f"{name} from pages laid in a row")
@@ -255,7 +255,7 @@ else:
         found = paged_attention(*given)
         monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
         monkeypatch.setattr(forward, "GATHER_KEYS", 1)
-        monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+        monkeypatch.setattr(forward, "can_tma_load_keys", lambda q: True)
         for name, a, b in zip(("out", "lse"), paged_attention(*given), found, strict=True):
             assert_accurate(a, b, None, name)
 
@@ -303,7 +303,7 @@ else:
             if rows_in_a_row:
                 monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
                 monkeypatch.setattr(forward, "GATHER_KEYS", 1)
-                monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+                monkeypatch.setattr(forward, "can_tma_load_keys", lambda q: True)
             out, lse = paged_attention(rand(0, 1, 1, 16), k, v, table, cu([1]), lens, 1, most, 0.25, None, 64)
             assert torch.isfinite(out).all() and torch.isfinite(lse).all()
         monkeypatch.setattr(torch, "empty", empty)
@@ -342,7 +342,7 @@ else:
         if rows_in_a_row:
             monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
             monkeypatch.setattr(forward, "GATHER_KEYS", 1)
-            monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+            monkeypatch.setattr(forward, "can_tma_load_keys", lambda q: True)
         k, v = (framed(rand(i, 6, page, 1, 16), torch.nan) for i in (1, 2))
         table, lens = torch.arange(6, dtype=torch.int32).view(2, 3), torch.tensor([3 * page, 3 * page - 5]).int()
         if bad == "table":

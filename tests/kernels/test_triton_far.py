@@ -271,13 +271,13 @@ else:
         for ours, expected in zip(found, alone, strict=True):
             assert_bitwise(ours[-1:], expected, far)
         if far == "pages":
-            k, _ = attention_pages.in_a_row(*caches, table, lens, 64, d)
+            k, _ = attention_pages.gather_pages(*caches, table, lens, 64, d)
             assert_bitwise(k[:keys], last[0].view(-1, h, d)[:keys], "laid in a row")
 
     def test_pages_in_rows_far_apart() -> None:
         h, d, page, batch, room = 2, 64, 16, 200, 1 << 17
         k, table = half(4, page, h, d), torch.zeros(batch, room // page, dtype=torch.int32)
-        laid, _ = attention_pages.in_a_row(k, k, table, torch.full((batch,), page, dtype=torch.int32), room, d)
+        laid, _ = attention_pages.gather_pages(k, k, table, torch.full((batch,), page, dtype=torch.int32), room, d)
         assert_bitwise(laid[-room:][:page], k[0], "in the last room")
 
     def test_adamw() -> None:

@@ -105,7 +105,7 @@ def sample(s: Shape, rows: int, kind: str, generator: torch.Generator) -> tuple[
     queries, keys = lengths(s, rows)
     ragged = rows == sum(RAGGED)
     apart = ragged and not s.room  # rows lie apart, as those of one projection to queries, keys and values do
-    room = anchor.room_for(max(keys)) if s.room else 0
+    room = anchor.capacity_for(max(keys)) if s.room else 0
     total = room * len(keys) if s.room else sum(keys)
     # Scores far beyond 2^24 are NaN: scale and maximum are fused. float16's ranges stay below that.
     dtype = s.dtype if kind == "denormal" else torch.float16

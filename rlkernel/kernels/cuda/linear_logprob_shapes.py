@@ -187,7 +187,7 @@ def dhidden_shape(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, acti
     row = active.row if weight.is_contiguous() else 0
     return GradShape(
         dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, row,
-        weight.shape[0] % 8 == 0, loop.chunks_beside(*running.shape) > 1,
+        weight.shape[0] % 8 == 0, loop.parallel_chunks(*running.shape) > 1,
     )  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def rows_of_dhidden(s: GradShape) -> list[int]:
     if s.few:
         most = min(most, border)
         timed = loop.FILLED // (columns * max(1, -(-s.row // SAMPLE_BLOCK)))
-    elif loop.chunks_beside(border, s.c) > 1:
+    elif loop.parallel_chunks(border, s.c) > 1:
         fewest = least = max(least, border + 1)
     last = min(max(timed, least), most)
     counts = (fewest, least, least + 52, max(least, 1000), WGRAD_TOKENS)
@@ -278,7 +278,7 @@ def dhidden_sample(s: GradShape, m: int, kind: str, generator: torch.Generator) 
     """Many tokens: one chunk of the vocabulary. Few: the largest number of parallel chunks at one row, at the fewest
     other rows and at the row count that is timed; else one chunk, as in a block's last call, and three. dz and the
     weight have at most SAMPLE_BYTES."""
-    rows, chunks = rows_of_dhidden(s), loop.chunks_beside(m, s.c) if s.few else 1
+    rows, chunks = rows_of_dhidden(s), loop.parallel_chunks(m, s.c) if s.few else 1
     fewest, second = ((sorted({*rows} - {1}) or [1]) * 2)[:2]
     if m not in (1, fewest, rows[-1]):
         chunks = 1 if m == second else min(3, chunks)

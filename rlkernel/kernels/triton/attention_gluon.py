@@ -1,7 +1,7 @@
-"""attention forward of prefill across splits, on Hopper: one warp fetches keys, two groups of four warps take 64 rows.
+"""attention forward of long prefill on Hopper in Gluon: a TMA producer warp, two consumer warp groups of 64 rows each.
 
-The numbers are those of `attention.py`, in its order; only what waits for what differs. A group's softmax runs beside
-its own product with the values and beside the other group's products, so the tensor cores rarely wait.
+Same arithmetic and order as `attention.py`; only the synchronisation differs. The softmax of a warp group overlaps its
+own product with V and the products of the other group, so the tensor cores rarely wait.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlkernel.contract.orders import ATTENTION_BLOCK
-from rlkernel.kernels.triton.attention_splits import closed, merged
+from rlkernel.kernels.triton.attention_splits import merge_splits, normalised
 from rlkernel.kernels.triton.common import LN2, LOG2E, cdiv, exp2, on_device, options
 
 NEGATIVE_INFINITY = gl.constexpr(float("-inf"))
 KEYS = gl.constexpr(ATTENTION_BLOCK)
-ROWS = gl.constexpr(64)  # of a group of four warps, as many as a wgmma has
+ROWS = gl.constexpr(64)  # per warp group, as in a wgmma
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
-# Both groups of four warps may have 240 registers a thread and the fetching warp 24: 504 are there for the three.
-REGISTERS, FETCH_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+# setmaxnreg: 240 registers per thread of both consumer groups and 24 of the producer, of 504 for the three
+REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
 
 # ---- kernels -------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def fetch(k_box, v_box, k_tiles, v_tiles, k_full, v_full, k_free, v_free, first, column, stop, STAGES: gl.constexpr,
+def tma_load(k_box, v_box, k_tiles, v_tiles, k_full, v_full, k_free, v_free, first, column, stop, STAGES: gl.constexpr,
           BYTES: gl.constexpr):  # fmt: skip
-    """Keys and values [0, stop) of a sequence, block after block, into the tiles that both groups have left."""
+    """Producer: loads the keys and values [0, stop) of a sequence into the tiles that both groups have released."""
     for at in range(0, stop, KEYS):
         i = at // KEYS
         slot = i % STAGES
@@ -53,15 +53,15 @@ def fetch(k_box, v_box, k_tiles, v_tiles, k_full, v_full, k_free, v_free, first,
 
 
 @gluon.jit
-def hidden(raw, first, position, S: gl.constexpr):
-    """Scores of the keys from `first` on, -inf where a row does not see the key."""
+def mask_scores(raw, first, position, S: gl.constexpr):
+    """Scores of the keys [first, first + KEYS), -inf where the causal mask hides a key from a row."""
     at = first + gl.arange(0, KEYS, gl.SliceLayout(0, S))
     return gl.where(at[None, :] <= position[:, None], raw, NEGATIVE_INFINITY)
 
 
 @gluon.jit
 def softmax(raw, m, l, scale_log2e):
-    """(p, factor of what came before, m, l) of one block: `add_block` of `attention.py`."""
+    """(p, factor of the running sums, m, l) of one block: `add_block` of `attention.py`."""
     top = gl.maximum(m, gl.max(raw, 1) * scale_log2e)
     now = gl.where(top == NEGATIVE_INFINITY, 0.0, top)
     p = exp2(gl.fma(raw, scale_log2e, -now[:, None]))
@@ -71,16 +71,16 @@ def softmax(raw, m, l, scale_log2e):
 
 @gluon.jit
 def clear(values, first, keys, cleared, CLEARS: gl.constexpr):
-    """Values past the sequence's end become 0: 0 times what follows in memory may be NaN.
+    """Sets values past the sequence's end to 0, because memory there may hold infinities and 0 * inf is NaN.
 
-    A program has at most one such tile, and both groups come to it. One clears it, the other one waits. Nothing waits
-    for that one meanwhile: it holds only this tile and the one before, fewer than there are stages.
+    A program has at most one such tile. One group (CLEARS) clears it, the other one waits. The waiting group holds this
+    tile and the one before, fewer than STAGES, so the producer does not wait for it.
     """
     if not CLEARS:
         mbarrier.wait(cleared, 0)
         return
     B: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    for j in gl.static_range(KEYS // 16):  # 16 rows at a time: more would not fit beside what a group holds
+    for j in gl.static_range(KEYS // 16):  # 16 rows at a time, to fit in the registers
         part = values.slice(16 * j, 16)
         x = part.load(B)
         at = first + 16 * j + gl.arange(0, 16, gl.SliceLayout(1, B))
@@ -90,9 +90,9 @@ def clear(values, first, keys, cleared, CLEARS: gl.constexpr):
 
 
 @gluon.jit
-def closed_split(q, k_tiles, v_tiles, k_full, v_full, k_free, v_free, cleared, begin, stop, whole, keys, position,
+def attend_split(q, k_tiles, v_tiles, k_full, v_full, k_free, v_free, cleared, begin, stop, unmasked, keys, position,
                  scale_log2e, CLEARS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """(o, log2-sum-exp) of the keys [begin, stop), normalised; every row sees all keys below `whole`."""
+    """(o, log2-sum-exp) of the keys [begin, stop), normalised; the causal mask hides no key below `unmasked`."""
     D: gl.constexpr = q.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -107,8 +107,8 @@ def closed_split(q, k_tiles, v_tiles, k_full, v_full, k_free, v_free, cleared, b
     raw = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(k_free.index(slot), count=1)
-    if begin >= whole:
-        raw = hidden(raw, begin, position, S)
+    if begin >= unmasked:
+        raw = mask_scores(raw, begin, position, S)
     p, factor, m, l = softmax(raw, m, l, scale_log2e)
     x = gl.convert_layout(p.to(q.dtype), P)
     mbarrier.wait(v_full.index(slot), i // STAGES % 2)
@@ -123,10 +123,10 @@ def closed_split(q, k_tiles, v_tiles, k_full, v_full, k_free, v_free, cleared, b
         sums = warpgroup_mma(x, v_tiles.index(back), acc, is_async=True)
         raw = warpgroup_mma_wait(1, deps=[raw])
         mbarrier.arrive(k_free.index(slot), count=1)
-        if at >= whole:
-            raw = hidden(raw, at, position, S)
+        if at >= unmasked:
+            raw = mask_scores(raw, at, position, S)
         p, factor, m, l = softmax(raw, m, l, scale_log2e)
-        # Without this loop in front of it, the compiler would move the wait for the sums ahead of the softmax.
+        # This mbarrier wait keeps the compiler from moving the wait for the sums ahead of the softmax.
         mbarrier.wait(v_full.index(slot), i // STAGES % 2)
         if at + KEYS > keys:
             clear(v_tiles.index(slot), at, keys, cleared, CLEARS)
@@ -138,39 +138,39 @@ def closed_split(q, k_tiles, v_tiles, k_full, v_full, k_free, v_free, cleared, b
     sums = warpgroup_mma(x, v_tiles.index(last), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[sums])
     mbarrier.arrive(v_free.index(last), count=1)
-    return closed(acc, gl.convert_layout(m, gl.SliceLayout(1, A)), gl.convert_layout(l, gl.SliceLayout(1, A)))
+    return normalised(acc, gl.convert_layout(m, gl.SliceLayout(1, A)), gl.convert_layout(l, gl.SliceLayout(1, A)))
 
 
 @gluon.jit
 def rows_of_tile(q, q_tile, first, k_tiles, v_tiles, k_full, v_full, k_free, v_free, cleared, out, lse, q_first,
                  queries, keys, q_stride, stop, SPLIT, scale_log2e, head, CLEARS: gl.constexpr, HK: gl.constexpr,
                  GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The rows [first, first + ROWS) of a sequence, from the loads of the queries to the stores."""
+    """Consumer: the rows [first, first + ROWS) of a sequence, from the loads of the queries to the epilogue."""
     D: gl.constexpr = q_tile.shape[1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     B: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    past = keys - queries
+    offset = keys - queries
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, B))
     token = row // GROUP
     column = gl.arange(0, D, gl.SliceLayout(0, B))
     from_q = token[:, None].to(gl.int64) * q_stride + (row % GROUP * D)[:, None] + column[None, :]
     q_tile.store(gl.load(q + from_q, mask=(token < queries)[:, None], other=0.0))
     fence_async_shared()
-    position = past + (first + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP
-    whole = (past + first // GROUP + 1) // KEYS * KEYS
+    position = offset + (first + gl.arange(0, ROWS, gl.SliceLayout(1, S))) // GROUP
+    unmasked = (offset + first // GROUP + 1) // KEYS * KEYS
     o = gl.zeros((ROWS, D), gl.float32, A)
     top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, A))
     for begin in range(0, stop, SPLIT):
-        o_split, top_split = closed_split(
+        o_split, top_split = attend_split(
             q_tile, k_tiles, v_tiles, k_full, v_full, k_free, v_free, cleared, begin, gl.minimum(begin + SPLIT, stop),
-            whole, keys, position, scale_log2e, CLEARS, STAGES,
+            unmasked, keys, position, scale_log2e, CLEARS, STAGES,
         )  # fmt: skip
-        if begin == 0:  # the first split is taken as it is
+        if begin == 0:  # merging with an empty split would change nothing
             o = o_split
             top = top_split
         else:
-            o, top = merged(o, top, o_split, top_split)
+            o, top = merge_splits(o, top, o_split, top_split)
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, A))
     token = row // GROUP
     inside = token < queries
@@ -183,22 +183,22 @@ def rows_of_tile(q, q_tile, first, k_tiles, v_tiles, k_full, v_full, k_free, v_f
 @gluon.jit(do_not_specialize=["T"])
 def prefill_kernel(
     q,  # [T, H, D]
-    k_box,  # descriptors of k and v as [S, HK * D]
+    k_box,  # TMA descriptors of k and v as [S, HK * D]
     v_box,
     cu_q,  # [B + 1]
-    lens,  # cumulative keys [B + 1], or keys [B] with ROOM
+    lens,  # cumulative keys [B + 1], or keys [B] with HAS_CAPACITY
     out,  # [T, H, D]
     lse,  # [T, H] natural log
     T,
     q_stride,
-    COLUMNS,  # keys of room of each sequence, with ROOM
+    COLUMNS,  # with HAS_CAPACITY: sequences start at multiples of COLUMNS keys
     SPLIT,
     scale_log2e,
     HK: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
     BLOCK_M: gl.constexpr,
-    ROOM: gl.constexpr,
+    HAS_CAPACITY: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     gl.static_assert(BLOCK_M == 2 * ROWS)
@@ -206,17 +206,16 @@ def prefill_kernel(
     sequence = gl.program_id(2)
     q_first = gl.load(cu_q + sequence)
     q_last = gl.load(cu_q + sequence + 1)
-    # Borders come from the caller, and a GPU cannot raise: a sequence that leaves q has no queries. Keys are fetched by
-    # the copy engine, which stays inside their tensor.
+    # A GPU cannot raise, so a sequence outside q counts as empty. TMA never reads outside the keys' tensor.
     queries = gl.where((q_first < 0) | (q_last < 0) | (q_last > T), 0, q_last - q_first)
-    if ROOM:
+    if HAS_CAPACITY:
         k_first = sequence * COLUMNS
-        keys = gl.minimum(gl.load(lens + sequence), COLUMNS)  # more only where `max_seqlen_k` is too small
+        keys = gl.minimum(gl.load(lens + sequence), COLUMNS)  # longer only if `max_seqlen_k` is too small
     else:
         k_first = gl.load(lens + sequence)
         keys = gl.load(lens + sequence + 1) - k_first
-    first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK_M  # the longest rows first
-    stop = gl.minimum(keys, keys - queries + (first + BLOCK_M - 1) // GROUP + 1)  # keys that any row sees: [0, stop)
+    first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK_M  # the tiles with most keys first
+    stop = gl.minimum(keys, keys - queries + (first + BLOCK_M - 1) // GROUP + 1)  # the rows see keys in [0, stop)
     stop = gl.where(first < queries * GROUP, stop, 0)
     q += q_first.to(gl.int64) * q_stride + head * (GROUP * D)
     dtype: gl.constexpr = q.dtype.element_ty
@@ -243,11 +242,11 @@ def prefill_kernel(
             (rows_of_tile, (q, q_tiles.index(1), first + ROWS, k_tiles, v_tiles, k_full, v_full, k_free, v_free,
                             cleared, out, lse, q_first, queries, keys, q_stride, stop, SPLIT, scale_log2e, head, False,
                             HK, GROUP, STAGES)),
-            (fetch, (k_box, v_box, k_tiles, v_tiles, k_full, v_full, k_free, v_free, k_first, head * D, stop, STAGES,
+            (tma_load, (k_box, v_box, k_tiles, v_tiles, k_full, v_full, k_free, v_free, k_first, head * D, stop, STAGES,
                      KEYS * D * 2)),
         ],
         [4, 1],
-        [REGISTERS, FETCH_REGISTERS],
+        [REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
@@ -258,14 +257,14 @@ BLOCK_M, STAGES = 128, 4
 
 def prefill(
     q: Tensor, boxes: tuple[Any, Any], hk: int, cu_q: Tensor, lens: Tensor, max_q: int, scale: float, split: int,
-    room: int, out: Tensor, lse: Tensor,
+    capacity: int, out: Tensor, lse: Tensor,
 ) -> None:  # fmt: skip
-    """Writes `out` and `lse`; the arguments are those of `attention._forward`, `boxes` its descriptors of k and v."""
+    """Writes `out` and `lse`; arguments as in `attention._forward`, `boxes` are its descriptors of k and v."""
     h, d = q.shape[1:]
     k_box, v_box = (TensorDescriptor(x.base, x.shape, x.strides, x.block_shape, BOX) for x in boxes)
     with on_device(q):
         prefill_kernel[(cdiv(max_q * (h // hk), BLOCK_M), hk, cu_q.shape[0] - 1)](
-            q, k_box, v_box, cu_q, lens, out, lse, q.shape[0], q.stride(0), room, split, scale * LOG2E.value,
-            HK=hk, GROUP=h // hk, D=d, BLOCK_M=BLOCK_M, ROOM=room > 0, STAGES=STAGES,
+            q, k_box, v_box, cu_q, lens, out, lse, q.shape[0], q.stride(0), capacity, split, scale * LOG2E.value,
+            HK=hk, GROUP=h // hk, D=d, BLOCK_M=BLOCK_M, HAS_CAPACITY=capacity > 0, STAGES=STAGES,
             num_warps=4, **options(matmul=True),
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Sums of chunks in ascending order on GPUs: linear's weight and bias gradients, the input gradient of a head.
+"""Products whose chunks of K are added ascending: linear's weight and bias gradients, the input gradient of an LM head.
 
-Contract: orders.py, `linear`. A chunk is a chain from 0, in one program or one a program; what adds the chunks, onto
-what was there before, is one fp32 sum.
+Contract: orders.py, `linear`. A chunk is a chain from 0. One fp32 sum adds the chunks to the initial value; a program
+computes all chunks, or one chunk each (split-K).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlkernel.contract.orders import SUM_TOKENS, WGRAD_TOKENS
 from rlkernel.kernels.triton.common import add_partials_, negative_zeros, on_device, options
 from rlkernel.kernels.triton.matrix import (
     Tile,
-    can_fetch,
+    can_use_tma,
     chain,
     corner_of,
     descriptor,
@@ -37,8 +37,8 @@ def ascending_kernel(
     M,
     N,
     K,
-    SPAN,  # k per chunk; no constant, so that the loop inside a chunk stays a loop
-    SHARE,  # k per program(1): all of K, or SPAN
+    SPAN,  # k per chunk; a run-time value, so that the loop inside a chunk is not unrolled
+    SHARE,  # k per program: all of K, or SPAN (split-K)
     a_row,
     a_k,
     b_k,
@@ -55,9 +55,9 @@ def ascending_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile, owned by this program: chunks of SPAN, each a chain from 0, added ascending onto start.
+    """One output tile: chunks of SPAN, each a chain from 0, added ascending to start.
 
-    Without start the sum begins at -0, the one identity of fp32 addition: the first chunk as it is.
+    Without start the sum begins at -0, the identity of fp32 addition, so that it equals the first chunk.
     """
     tile_m, tile_n = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     split = tl.program_id(1)
@@ -88,7 +88,7 @@ def ascending_kernel(
 
 @triton.jit(do_not_specialize=["COUNT"])
 def ascend_kernel(partials, start, out, COUNT, SIZE, HAS_START: tl.constexpr, BLOCK: tl.constexpr):
-    """out [SIZE] = start + partials [COUNT, SIZE], ascending, one rounding: the second pass of `ascending_kernel`."""
+    """out [SIZE] = start + partials [COUNT, SIZE], ascending, rounded once: the second pass of `ascending_kernel`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
     if HAS_START:
@@ -117,7 +117,7 @@ def bias_grad_kernel(dy, partials, T, N, dy_row, dy_col, TOKENS: tl.constexpr, B
 
 
 def ascending_tile(m: int, n: int, element_size: int, chunks: int) -> Tile:
-    """Schedule of an [m, n] product whose chunks are added ascending; `split` is 1 or `chunks`."""
+    """Tile of an [m, n] product whose chunks are added ascending; `split` is 1 or `chunks`."""
     if element_size == 4:
         tile = Tile(64, 64, 16, 8, 3)
     elif m <= 16:
@@ -139,9 +139,9 @@ def ascending(
     start: Tensor | None = None,  # [M, N] fp32, strides of out, may be `out`
     tile: Tile | None = None,
 ) -> Tensor:
-    """out = start + chains over `span` of K each, ascending, in fp32 until the one rounding to out's dtype.
+    """out = start + chains over `span` of K each, added ascending in fp32 and rounded once to out's dtype.
 
-    Without start the first chain is taken as it is. K is at least 1.
+    Without start the sum begins with the first chain. K is at least 1.
     """
     (m, k), n, size = a.shape, b.shape[1], a.element_size()
     if out.numel() == 0:
@@ -153,14 +153,14 @@ def ascending(
         tile = tile._replace(split=1)
     a_by_k, b_by_k = a.stride(1) != 1, b.stride(1) == 1
     stored = (a.t() if a_by_k else a, b if b_by_k else b.t())
-    tma = tile.tma and (span % tile.k == 0 or chunks == 1) and can_fetch(*stored)
+    tma = tile.tma and (span % tile.k == 0 or chunks == 1) and can_use_tma(*stored)
     with on_device(a):
         target = out
         if tile.split > 1:
             try:
                 target = torch.empty(tile.split, m, n, dtype=torch.float32, device=a.device)
             except torch.OutOfMemoryError:
-                if asked:  # a schedule: its anchor runs
+                if asked:  # called by a schedule, whose dispatcher then runs the anchor
                     raise
                 tile = tile._replace(split=1)
         operands = (a, b)
@@ -182,7 +182,7 @@ def ascending(
 
 
 def ascend(partials: Tensor, start: Tensor | None, out: Tensor) -> None:
-    """out [M, N] = start + partials [count, M, N] fp32, ascending, one rounding; all contiguous."""
+    """out [M, N] = start + partials [count, M, N] fp32, ascending, rounded once; all contiguous."""
     size = out.numel()
     ascend_kernel[(triton.cdiv(size, 256),)](
         partials, start, out, partials.shape[0], size, HAS_START=start is not None, BLOCK=256, num_warps=4, **options(),

@@ -1,9 +1,7 @@
-"""policy_loss in Triton: one pass over the tokens for loss, statistics and gradients, a small kernel for the batch.
+"""policy_loss on GPUs: one pass over the tokens for loss, statistics and gradients, then a small kernel for the batch.
 
-GPU order of a sum: a sequence is cut into segments of SEGMENT tokens from its first one; lane j of LANES takes tokens
-j, j + LANES, ... of a segment, ascending; lanes are folded in halves; segments are added ascending. Sequences are added
-the same way, over SEGMENT lanes. A fold adds pairs, so no layout and no number of warps can change a bit.
-Hopper has a kernel of its own for many plain tokens, with these bits: `cuda/policy_loss.py`, whose anchor is this.
+Contract: orders.py, `policy_loss`, with the GPU's order of a sum described below. `policy_loss` is the anchor of the
+schedules in `cuda/policy_loss.py`.
 """
 
 from __future__ import annotations
@@ -38,16 +36,20 @@ from rlkernel.kernels.triton.policy_loss_batch import (
 )
 from rlkernel.kernels.triton.policy_loss_tokens import (
     LANES,
-    ahead,
     count_kernel,
+    prefetch,
     spread_kernel,
     token_kernel,
 )
 
+# Order of a sum on GPUs: a sequence is cut into segments of SEGMENT tokens; lane j of LANES adds the tokens j,
+# j + LANES, ... of a segment, ascending; lanes are folded in halves; segments are added ascending. The batch adds its
+# sequences the same way, with SEGMENT lanes. A fold adds pairs, so neither layout nor num_warps changes a bit.
+
 PROGRAMS = 2048
-"""Programs that the sequences of a small batch are spread over."""
-COUNT_HERE = 8192
-"""Average tokens a sequence up to which every program counts its whole sequence; above, a pass of its own does."""
+"""Programs over which the sequences of a small batch are spread."""
+INLINE_COUNT_TOKENS = 8192
+"""Average tokens per sequence up to which every program counts its whole sequence; above, count_kernel runs first."""
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -64,7 +66,7 @@ def scale_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gradients times scale, then times dloss; nothing is touched where both are 1."""
+    """Multiplies the gradients by scale, then by dloss; writes nothing if both are 1."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     s, d = tl.load(scale), tl.load(dloss)
@@ -88,15 +90,15 @@ def policy_loss(x: PolicyLossInputs) -> Outputs:
     divide_by, divisor = how_divided(x.normalizer, x.divisor, by_tokens, mask is not None, tokens, batch)
     sequence_ratio, per_token = x.sequence_ratio, advantages.shape[0] != batch
     through_mean = sequence_ratio and form == CLIPPED
-    has_counts = sequence_ratio or (mask is not None and averaged and tokens > COUNT_HERE * batch)
+    has_counts = sequence_ratio or (mask is not None and averaged and tokens > INLINE_COUNT_TOKENS * batch)
 
     dlogp = torch.empty_like(logp)
     dentropy = torch.empty_like(logp) if x.has_bonus else logp.new_empty(0)
-    places = batch + tokens // SEGMENT + 1
-    sums, extremes = logp.new_empty(SUMS, places), logp.new_empty(EXTREMES, places)
-    partial_counts = logp.new_empty(PARTIAL_COUNTS, places, dtype=torch.int32)
-    log_ratios = logp.new_empty(places) if sequence_ratio else None
-    row_counts = logp.new_empty(places, dtype=torch.int32) if has_counts else None
+    slots = batch + tokens // SEGMENT + 1
+    sums, extremes = logp.new_empty(SUMS, slots), logp.new_empty(EXTREMES, slots)
+    partial_counts = logp.new_empty(PARTIAL_COUNTS, slots, dtype=torch.int32)
+    log_ratios = logp.new_empty(slots) if sequence_ratio else None
+    row_counts = logp.new_empty(slots, dtype=torch.int32) if has_counts else None
     loss, scale, stats = logp.new_empty(()), logp.new_empty(()), logp.new_empty(len(STATS))
     counts = logp.new_empty(len(COUNTS), dtype=torch.int64)
 
@@ -113,13 +115,13 @@ def policy_loss(x: PolicyLossInputs) -> Outputs:
         if grid[0]:
             token_kernel[grid](
                 logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, x.normalizer, log_ratios,
-                row_counts, dlogp, dentropy, sums, partial_counts, extremes, tokens, batch, per_row, places,
+                row_counts, dlogp, dentropy, sums, partial_counts, extremes, tokens, batch, per_row, slots,
                 1.0 - x.clip_low, 1.0 + x.clip_high, float("inf") if x.clip_dual is None else x.clip_dual, x.kl_coef,
                 x.entropy_coef, x.tis_cap or 0.0, divisor, FORM=form, KL_TYPE=KL_TYPES.index(x.kl_type),
                 SEQUENCE_RATIO=sequence_ratio, SEQUENCE_MEAN=averaged, DIVIDE_BY=divide_by, PER_TOKEN=per_token,
                 HAS_MASK=mask is not None, HAS_COUNTS=has_counts, HAS_DUAL=x.clip_dual is not None, HAS_REF=has_ref,
                 HAS_KL=x.has_kl, HAS_ENTROPY=has_entropy, HAS_BONUS=x.has_bonus, HAS_ROLLOUT=has_rollout,
-                HAS_TIS=x.tis_cap is not None, **ahead(has_ref or has_entropy or has_rollout or per_token),
+                HAS_TIS=x.tis_cap is not None, **prefetch(has_ref or has_entropy or has_rollout or per_token),
                 num_warps=1, **cut,
             )  # fmt: skip
         add_over_batch(

@@ -1,6 +1,6 @@
-"""rope on GPUs: a program rotates heads of a token, queries and keys, with one look at the table.
+"""rope on GPUs: a program rotates query and key heads of a token with one load of the table.
 
-Contract: orders.py, `rope`. Elementwise with an explicit fma, so any schedule gives the same bits.
+Contract: orders.py, `rope`. Elementwise with an explicit fma, so the launch configuration changes no bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlkernel.kernels.triton.launch import direct
 
 @triton.jit
 def halves(x, row, head_stride, first, heads, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Both halves [HEADS, BLOCK] of a token's heads from `first` on, fp32."""
+    """Both halves [HEADS, BLOCK] of a token's heads from `first` on, in fp32."""
     head, j = first + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (j < D // 2)
     at = x + row + head * head_stride + j
@@ -42,7 +42,7 @@ def rotate(
 
 @triton.jit
 def row_of(position, P):
-    """Row of the table for a position; the first or the last where it has no such one, as a GPU cannot raise."""
+    """Row of the table for a position, clamped to the table because a GPU cannot raise."""
     return tl.maximum(tl.minimum(position, P - 1), 0)
 
 
@@ -75,7 +75,7 @@ def rope_kernel(
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     position = row_of(tl.load(positions + token), P)
-    # The heads are on their way while the table waits for the position.
+    # the loads of the heads overlap the dependent loads of position and table
     q1, q2 = halves(q, token * q_row, q_head, group * Q_HEADS, H, D, Q_HEADS, BLOCK)
     k1, k2 = halves(k, token * k_row, k_head, group * K_HEADS, HK, D, K_HEADS, BLOCK)
     j = tl.arange(0, BLOCK)
@@ -92,12 +92,12 @@ def rope_kernel(
 
 
 def near_heads(x: Tensor) -> Tensor:
-    """x [T, heads, D], whose heads lie dense and so near that 32 bits hold the way from the first to any of them."""
+    """x [T, heads, D], copied unless its heads are contiguous and the offsets between them fit in 32 bits."""
     return x if x.stride(2) == 1 and abs(x.stride(1)) * x.shape[1] < 1 << 31 else x.contiguous()
 
 
 PROGRAM = 1024
-"""Elements of the queries' first halves that a program has at most, so that a multiprocessor has many programs."""
+"""Most elements of the queries' first halves per program, so that an SM runs many programs."""
 
 
 def _tile(h: int, hk: int, d: int) -> dict[str, Any]:
