@@ -1,6 +1,6 @@
-"""Plain torch for every op: the control arm (`--backend torch`) and the baseline of the accuracy tests.
+"""Plain torch for every op: the control (`ops.stock()`, `--backend torch`) and the baseline of the accuracy tests.
 
-Nothing here keeps the contract. Inputs and outputs are those of the public ops.
+These functions do not follow the contract. Arguments and results are those of the public ops.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def grad_norm(grads: list[Tensor], loss_scale: Tensor | None, max_norm: float | 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """torch's scaled_dot_product_attention, sequence by sequence; those of one shape share a call."""
+    """torch's scaled_dot_product_attention per sequence; sequences of one shape share a call."""
     cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     shapes: dict[tuple[int, int], list[int]] = {}
     for b in range(len(cu_q) - 1):
@@ -189,7 +189,7 @@ def attention(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-    """out and log-sum-exp of [n,H,Lq,D] against [n,HK,Lk,D]; the queries are the last tokens of the keys."""
+    """out and log-sum-exp of queries [n,H,Lq,D], which are the last tokens of the keys [n,HK,Lk,D]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     nq, nk = q.shape[2], k.shape[2]

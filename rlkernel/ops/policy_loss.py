@@ -136,7 +136,7 @@ def policy_loss(
         cispo:                             -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A logp
         reinforce:                         -A logp
 
-    times min(exp(old_logp - rollout_logp), tis_cap) where `tis_cap` is given, plus kl_coef KL, minus
+    times min(exp(old_logp - rollout_logp), tis_cap) if `tis_cap` is given, plus kl_coef KL, minus
     entropy_coef entropy. The batch's loss is
 
         grpo, gspo:           sum over sequences of the mean over counted tokens / B
@@ -144,22 +144,22 @@ def policy_loss(
         dr_grpo:              sum over counted tokens / (B max_completion_length)
         reinforce:            sum over counted tokens / B
 
-    B counts every sequence, also one without counted tokens. Where no token counts, loss and gradients are 0.
+    B counts every sequence, also those without counted tokens. If no token counts, loss and gradients are 0.
 
     Args:
         logp: log-probabilities of the completion tokens under the policy; the gradient flows here.
         old_logp: the same under the policy before the update, a constant. None: logp itself (ratio exactly 1).
-        advantages: one a sequence [B] or one a token [T], a constant. Where T equals B it is read as [B].
-        cu_seqlens: borders of the sequences: starts at 0, ends at T. Prompt tokens are either left out or masked.
-        mask: True where a token counts. Others contribute nothing, whatever their values (NaN, -inf).
+        advantages: one per sequence [B] or one per token [T], a constant. If T equals B, it is read as [B].
+        cu_seqlens: offsets of the sequences, from 0 to T. Prompt tokens are left out or masked.
+        mask: True where a token counts. Other tokens contribute nothing, even if their values are NaN or -inf.
         ref_logp: log-probabilities under the reference policy, a constant.
-        entropy: entropy of the policy at each token, in nats; receives gradient where entropy_coef is not 0.
-        rollout_logp: log-probabilities that the rollout engine reported, a constant: drift statistics, TIS.
+        entropy: entropy of the policy at each token, in nats; receives gradient if entropy_coef is not 0.
+        rollout_logp: log-probabilities that the rollout engine reported, a constant, for drift statistics and TIS.
         loss_type: see above. "gspo" is "grpo" with ratio_level "sequence".
         ratio_level: "token" or "sequence".
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; inf switches a side off.
-        clip_dual: where A < 0 a ratio above it counts as clip_dual and has no gradient (dual clip). Must exceed
-            1 + clip_high.
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; inf turns a bound off.
+        clip_dual: for A < 0, ratios above clip_dual are replaced by it and have no gradient (dual clip). It must
+            exceed 1 + clip_high.
         kl_coef, kl_type: coefficient and form of the KL against ref_logp, with d = logp - ref_logp: "k1" d,
             "k2" d^2 / 2, "k3" exp(-d) - 1 + d. Differentiated as written.
         entropy_coef: coefficient of the entropy bonus, averaged by the rule of the loss type.
@@ -167,20 +167,20 @@ def policy_loss(
         max_completion_length: denominator of "dr_grpo", a whole number of tokens.
         normalizer: replaces the denominator of the batch (B, number of counted tokens, B max_completion_length), so
             that the losses of micro-batches add up to that of the batch. A positive number, or a 0-dim tensor on the
-            device of logp (its value is looked at on a CPU; on CUDA looking would wait for the device).
+            device of logp (checked only on a CPU, because reading it on CUDA would wait for the device).
 
     Returns:
-        PolicyLoss(loss, stats). stats, over counted tokens, fp32 unless said otherwise: tokens, sequences (int64
+        PolicyLoss(loss, stats). stats, over counted tokens, fp32 unless noted: tokens, sequences (int64
         counts), clip_fraction_low, clip_fraction_high, clip_fraction_dual, ratio_mean, ratio_min, ratio_max,
         kl_old_k1, kl_old_k3 (KL of the old policy from this one, token level); with ref_logp kl_ref (of kl_type);
         with entropy entropy; with rollout_logp drift_mean, drift_max of |logp - rollout_logp|; with tis_cap
-        tis_mean, tis_fraction. All 0 where no token counts.
+        tis_mean, tis_fraction. All 0 if no token counts.
 
     Raises:
-        ValueError: shapes, names, ranges or combinations do not fit; the message names the argument.
-        TypeError: a vector is not fp32, cu_seqlens not int32, mask not bool, one of them no tensor, or
-            max_completion_length not whole.
-        RuntimeError: a constant (old_logp, advantages, ref_logp, rollout_logp, normalizer) asks for a gradient.
+        ValueError: a shape, name, range or combination is invalid; the message names the argument.
+        TypeError: a vector is not fp32, cu_seqlens not int32, mask not bool, one of them not a tensor, or
+            max_completion_length not an integer.
+        RuntimeError: a constant (old_logp, advantages, ref_logp, rollout_logp, normalizer) requires a gradient.
 
     Source:
         PPO arXiv:1707.06347, dual clip 1912.09729, GRPO 2402.03300, RLOO 2402.14740, Dr. GRPO 2503.20783, DAPO
@@ -218,7 +218,7 @@ def policy_loss(
     )
     _check_vector("cu_seqlens", cu_seqlens, (batch + 1,), torch.int32, logp.device)
     check(
-        # no `in`: torch.compile takes it for False where one of them is dynamic
+        # not `in`, which torch.compile evaluates to False if one of them is dynamic
         advantages.dim() == 1 and (advantages.shape[0] == batch or advantages.shape[0] == tokens),
         lambda: f"policy_loss: advantages is {tuple(advantages.shape)}, expected [B]=[{batch}] or [T]=[{tokens}]",
     )
@@ -234,7 +234,7 @@ def policy_loss(
         normalizer = float(max(1, batch) * max_completion_length)
     tensor, divisor = _denominator(normalizer, logp, mask)
     if entropy is not None and entropy_coef == 0.0:
-        entropy = entropy.detach()  # statistics only: the log-probability kernel then skips its entropy gradient
+        entropy = entropy.detach()  # only for statistics, so the log-probability kernel skips its entropy gradient
 
     inputs = PolicyLossInputs(
         logp,
@@ -300,7 +300,7 @@ def _check_vector(name: str, x: Tensor, shape: Any, dtype: torch.dtype, device: 
 def _checked_length(value: Any) -> int:
     expected = f"a whole number of tokens from 1 to {LONGEST}, or None"
     length = check_whole("policy_loss", "max_completion_length", value, expected, 1, LONGEST)
-    # compiled, check_whole takes every int for a symbol; dynamo may compile it alone, so its range is looked at in both
+    # compiled, check_whole treats every int as symbolic; dynamo may compile it alone, so both cases check the range
     if torch.compiler.is_compiling() or isinstance(length, torch.SymInt):
         from torch.fx.experimental.symbolic_shapes import guard_or_true  # takes 0.6 s
 
@@ -321,7 +321,7 @@ def _checked_options(
     tis_cap: float | None,
     vectors: dict[str, Tensor | None],
 ) -> tuple[float, float, float | None, float, float, float | None]:
-    """The numbers among them as floats; raises where one does not fit."""
+    """The options as floats; raises if one is invalid."""
     expected = "at least 0; inf switches it off"
     clip_low = check_number("policy_loss", "clip_low", clip_low, expected, 0.0, math.inf)
     clip_high = check_number("policy_loss", "clip_high", clip_high, expected, 0.0, math.inf)
@@ -360,7 +360,7 @@ def _checked_options(
 def _denominator(
     normalizer: float | Tensor | None, logp: Tensor, mask: Tensor | None
 ) -> tuple[Tensor | None, float | None]:
-    """The normalizer as a tensor, or as a number: a number costs no launch."""
+    """The normalizer as a tensor or as a number, which needs no launch."""
     if normalizer is None:
         return None, None
     if isinstance(normalizer, Tensor):
@@ -377,7 +377,7 @@ def _denominator(
         )
         if normalizer.device.type == "cpu" and not torch.compiler.is_compiling():
             value = normalizer.item()
-            if logp.numel() > 0 if mask is None else bool(mask.any()):  # else it divides nothing
+            if logp.numel() > 0 if mask is None else bool(mask.any()):  # otherwise it is not used
                 check_number("policy_loss", "normalizer", value, POSITIVE)
         return normalizer.detach().reshape(()).to(torch.float32), None
     return None, check_number("policy_loss", "normalizer", normalizer, POSITIVE)

@@ -1,4 +1,4 @@
-"""qk_norm_rope on the CPU: the two C++ kernels one after the other."""
+"""qk_norm_rope on the CPU: the C++ kernel of rms_norm, then that of rope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""qk_norm_rope, spelled out: the two references one after the other."""
+"""Reference of qk_norm_rope: rms_norm of every head, then rope."""
 
 from __future__ import annotations
 
