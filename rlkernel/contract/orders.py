@@ -94,8 +94,8 @@ ORDERS: dict[str, Order] = {
             "attention",
             f"keys from each sequence's first one in blocks of {ATTENTION_BLOCK}; online softmax in base 2, always "
             f"rescaling; P rounded to the value dtype; splits of {ATTENTION_SPLIT} keys normalised and merged "
-            "ascending by LSE. Backward: P and dS rounded to the operand dtype; dQ one chain over the keys, dK and dV one over "
-            "the queries (heads of the group inside), ascending, each owned by one program, no atomics",
+            "ascending by LSE. Backward: P and dS rounded to the operand dtype; dQ one chain over the keys, dK and dV "
+            "one over the queries (heads of the group inside), ascending, each owned by one program, no atomics",
             "query tile, packing, page size, number of CTAs, chunked prefill",
         ),
         Order(

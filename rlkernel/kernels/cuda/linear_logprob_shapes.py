@@ -148,7 +148,7 @@ def _active(
     targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, vocab: int,
     row: int,
 ) -> Active:  # fmt: skip
-    return token_rows.rows_of(targets, kept, stats, dlogp, dentropy, vocab, len(targets)).active(0, len(targets), row)
+    return token_rows.row_order(targets, kept, stats, dlogp, dentropy, vocab, len(targets)).active(0, len(targets), row)
 
 
 def dz_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from rlkernel.kernels.triton.attention_splits import sequence_bounds
 from rlkernel.kernels.triton.common import (
     LOG2E,
     aligned,
+    cdiv,
     exp2,
     family,
     next_power_of_2,
@@ -414,13 +415,13 @@ def attention_backward(
     )  # fmt: skip
     kind = family(q)
     for_dq, for_dkv = tiles or backward_tiles(d, q.element_size(), kind)
-    tiles_q = triton.cdiv(max_seqlen_q * group, for_dq["BLOCK_M"])
-    tiles_k = triton.cdiv(max_seqlen_k, for_dkv["BLOCK_M"])
+    tiles_q = cdiv(max_seqlen_q * group, for_dq["BLOCK_M"])
+    tiles_k = cdiv(max_seqlen_k, for_dkv["BLOCK_M"])
     check_grid(batch, max(tiles_q, tiles_k) * hk, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     with on_device(q):
         boxes: Any = (None, None)
         if t > 0:
-            delta_kernel[(triton.cdiv(t * group, 32), hk)](
+            delta_kernel[(cdiv(t * group, 32), hk)](
                 dout, out, lse, top, delta, t, **shape, BLOCK_M=32, num_warps=4, **options()
             )
             boxes = descriptors(k, v, for_dq["BLOCK_N"])

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import EMBEDDING_WINDOW
-from rlkernel.kernels.triton.common import IS_HIP, negative_zeros, next_power_of_2, on_device, options, pdl
+from rlkernel.kernels.triton.common import IS_HIP, cdiv, negative_zeros, next_power_of_2, on_device, options, pdl
 
 RUN, MOST_RUNS = 256, 128
 """Tokens per run, which a program sorts by comparing every pair, and the most runs; torch sorts more tokens."""
@@ -300,7 +300,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     block = min(GATHER_BYTES // weight.element_size(), next_power_of_2(c, 32))
     rows = GATHER_ROWS * GATHER_BYTES // (block * weight.element_size())
     with on_device(weight):
-        embedding_kernel[(triton.cdiv(tokens, rows), triton.cdiv(c, block))](
+        embedding_kernel[(cdiv(tokens, rows), cdiv(c, block))](
             ids.contiguous(), weight, out, tokens, vocabulary, c, weight.stride(0), weight.stride(1),
             ROWS=rows, BLOCK=block, num_warps=1, sanitize_overflow=False, **pdl(weight), **options(),
         )  # fmt: skip
@@ -310,7 +310,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     """ids [T] int64 -> (ids ascending [T] int32, packed position of each); equal ids keep their order."""
     tokens = ids.shape[0]
-    runs = triton.cdiv(tokens, RUN)
+    runs = cdiv(tokens, RUN)
     if runs > MOST_RUNS:
         ascending, source = torch.sort(ids.to(torch.int32), stable=True)
         return ascending, source
@@ -324,7 +324,7 @@ def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
         return run_ids[:tokens], run_source[:tokens]
     ascending, source = new(tokens)
     lists = 8 if runs <= 8 else 64
-    merge_runs_kernel[(triton.cdiv(tokens, 32),)](
+    merge_runs_kernel[(cdiv(tokens, 32),)](
         run_ids, run_source, ascending, source, tokens, runs, RUN=RUN, TOKENS=32, LISTS=lists,
         num_warps=lists // 8, **pdl(ids), **options(),
     )  # fmt: skip
@@ -335,23 +335,23 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     tokens, c = dy.shape
     if dy.numel() == 0:
         return
-    windows = triton.cdiv(tokens, EMBEDDING_WINDOW)
+    windows = cdiv(tokens, EMBEDDING_WINDOW)
     stride = HOT * windows
-    slots = triton.cdiv(tokens, stride)
+    slots = cdiv(tokens, stride)
     few = windows <= WINDOWS  # few enough for the owner of an id to sum them
     block = min(512 if few else 1024, next_power_of_2(c, 32))
-    blocks = triton.cdiv(c, block)
+    blocks = cdiv(c, block)
     meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **pdl(dy), **options()}
     with on_device(dy):
         ascending, source = sort_ids(ids)
         sums = None
         if not few:
             sums = torch.empty(slots, windows, c, dtype=torch.float32, device=dy.device)
-            window_sums_kernel[(slots, triton.cdiv(windows, WINDOWS), blocks)](
+            window_sums_kernel[(slots, cdiv(windows, WINDOWS), blocks)](
                 ascending, source, dy, sums, tokens, c, windows, stride, dy.stride(0), dy.stride(1),
                 WINDOWS=WINDOWS, num_warps=max(1, block // 128), **meta,
             )  # fmt: skip
-        embedding_wgrad_kernel[(triton.cdiv(tokens, PLACES), blocks)](
+        embedding_wgrad_kernel[(cdiv(tokens, PLACES), blocks)](
             ascending, source, dy, sums, grad, tokens, c, windows, stride, dy.stride(0), dy.stride(1),
             grad.stride(0), grad.stride(1), HAS_SUMS=sums is not None, PLACES=PLACES,
             num_warps=max(1, block * PLACES // (512 if few else 1024)), **meta,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.kernels.reference.group_advantages import LANES
-from rlkernel.kernels.triton.common import on_device, options
+from rlkernel.kernels.triton.common import cdiv, on_device, options
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std:
     with on_device(rewards):
         if spread is not None:
             deviation_kernel[(1,)](rewards, spread, rewards.shape[0], num_warps=1, **_LONG, **options())
-        group_advantages_kernel[(triton.cdiv(groups, rows),)](
+        group_advantages_kernel[(cdiv(groups, rows),)](
             rewards, spread, out, groups, group_size, eps, LEAVE_ONE_OUT=leave_one_out, NORMALIZE=normalize,
             ROWS=rows, num_warps=1, **_TILE, **options(),
         )  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE
-from rlkernel.kernels.triton.common import negative_zeros, on_device, options
+from rlkernel.kernels.triton.common import cdiv, negative_zeros, on_device, options
 from rlkernel.kernels.triton.linear_grad import ascending, bias_grad_, linear_wgrad, linear_wgrad_
 from rlkernel.kernels.triton.matrix import (
     Tile,
@@ -157,13 +157,13 @@ def forward_tile(m: int, n: int, element_size: int, chunks: int, limit: int) -> 
         tile = Tile(64, 64, 128, 4, 4)
     elif m <= 128:
         tile = Tile(128, 64, 64, 4, 4)
-    elif chunks == 1 and limit > 200_000 and triton.cdiv(m, 128) * triton.cdiv(n, 256) >= 128:
+    elif chunks == 1 and limit > 200_000 and cdiv(m, 128) * cdiv(n, 256) >= 128:
         tile = Tile(128, 256, 64, 8, 3)
     elif chunks <= 2 or (chunks <= 4 and limit > 200_000):
         tile = Tile(128, 128, 64, 8, 3)
     else:
         tile = Tile(128, 64, 64, 8, 3)
-    programs = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    programs = cdiv(m, tile.m) * cdiv(n, tile.n)
     split = max(1, chunks // 8)  # at most 8 chunks per program: three pending tiles
     while split < chunks and programs * split < 128:
         split *= 2
@@ -206,7 +206,7 @@ def gemm(
         if tma:
             box = (tile.k, tile.n) if by_k else (tile.n, tile.k)
             operands = (descriptor(a, tile.m, tile.k), descriptor(b if by_k else b.t(), *box))
-        gemm_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.split)](
+        gemm_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n), tile.split)](
             *operands, bias, start, target, m, n, span, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
             LEVELS=levels, HAS_BIAS=bias is not None and tile.split == 1, HAS_START=start is not None,
             EVEN=even, TMA=tma, B_BY_K=by_k, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8 * (m > tile.m),
@@ -223,7 +223,7 @@ def fold_partials(partials: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     leaves = min(8, count)
     last = leaves == count
     to = out if last else torch.empty(count // leaves, *out.shape, dtype=torch.float32, device=out.device)
-    fold_kernel[(triton.cdiv(size, 512), count // leaves)](
+    fold_kernel[(cdiv(size, 512), count // leaves)](
         partials, bias, to, size, out.shape[1],
         LEVELS=leaves.bit_length() - 1, HAS_BIAS=last and bias is not None, BLOCK=512, num_warps=4, **options(),
     )  # fmt: skip

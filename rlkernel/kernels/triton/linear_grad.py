@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import SUM_TOKENS, WGRAD_TOKENS
-from rlkernel.kernels.triton.common import add_partials_, negative_zeros, on_device, options
+from rlkernel.kernels.triton.common import add_partials_, cdiv, negative_zeros, on_device, options
 from rlkernel.kernels.triton.matrix import (
     Tile,
     can_use_tma,
@@ -122,11 +122,11 @@ def ascending_tile(m: int, n: int, element_size: int, chunks: int) -> Tile:
         tile = Tile(64, 64, 16, 8, 3)
     elif m <= 16:
         tile = Tile(16, 64, 128, 4, 4)
-    elif triton.cdiv(m, 128) * triton.cdiv(n, 128) >= 128:
+    elif cdiv(m, 128) * cdiv(n, 128) >= 128:
         tile = Tile(128, 128, 64, 8, 3)
     else:
         tile = Tile(64, 64, 64, 4, 4)
-    few = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) < 128
+    few = cdiv(m, tile.m) * cdiv(n, tile.n) < 128
     return tile._replace(split=chunks if few else 1)
 
 
@@ -147,7 +147,7 @@ def ascending(
     if out.numel() == 0:
         return out
     a, b = strided(a), strided(b)
-    chunks, asked = triton.cdiv(k, span), tile is not None
+    chunks, asked = cdiv(k, span), tile is not None
     tile = fit(tile or ascending_tile(m, n, size, chunks), min(span, k), size, shared_limit(a))
     if not out.is_contiguous():
         tile = tile._replace(split=1)
@@ -169,7 +169,7 @@ def ascending(
                 descriptor(stored[0], *((tile.k, tile.m) if a_by_k else (tile.m, tile.k))),
                 descriptor(stored[1], *((tile.k, tile.n) if b_by_k else (tile.n, tile.k))),
             )
-        ascending_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.split)](
+        ascending_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n), tile.split)](
             *operands, start if target is out else None, target, m, n, k, span, k if tile.split == 1 else span,
             a.stride(0), a.stride(1), b.stride(0), b.stride(1), target.stride(-2), target.stride(-1),
             HAS_START=start is not None and target is out, EVEN=span % tile.k == 0 and k % tile.k == 0, TMA=tma,
@@ -184,7 +184,7 @@ def ascending(
 def ascend(partials: Tensor, start: Tensor | None, out: Tensor) -> None:
     """out [M, N] = start + partials [count, M, N] fp32, ascending, rounded once; all contiguous."""
     size = out.numel()
-    ascend_kernel[(triton.cdiv(size, 256),)](
+    ascend_kernel[(cdiv(size, 256),)](
         partials, start, out, partials.shape[0], size, HAS_START=start is not None, BLOCK=256, num_warps=4, **options(),
     )  # fmt: skip
 
@@ -214,10 +214,10 @@ def bias_grad_(grad: Tensor, dy: Tensor) -> None:
     tokens, n = dy.shape
     if dy.numel() == 0:
         return
-    segments = triton.cdiv(tokens, SUM_TOKENS)
+    segments = cdiv(tokens, SUM_TOKENS)
     partials = torch.empty(segments, n, dtype=torch.float32, device=dy.device)
     with on_device(dy):
-        bias_grad_kernel[(triton.cdiv(n, 128), segments)](
+        bias_grad_kernel[(cdiv(n, 128), segments)](
             dy, partials, tokens, n, dy.stride(0), dy.stride(1),
             TOKENS=SUM_TOKENS, BLOCK=128, num_warps=4, **options(),
         )  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE
-from rlkernel.kernels.triton.common import exp, on_device, options
+from rlkernel.kernels.triton.common import cdiv, exp, on_device, options
 from rlkernel.kernels.triton.linear_grad import add_dgrad_, wgrad_
 from rlkernel.kernels.triton.linear_logprob_backward import Products, gradients
 from rlkernel.kernels.triton.linear_logprob_rows import Active
@@ -252,7 +252,7 @@ def forward(
     if width:
         kept_outputs = (torch.empty(tokens, width, dtype=torch.float32, device=hidden.device),)
     if keep_probs:
-        tiles = triton.cdiv(vocab, VOCAB_TILE)
+        tiles = cdiv(vocab, VOCAB_TILE)
         kept_outputs = (
             torch.empty(tokens, vocab, dtype=weight.dtype, device=hidden.device),
             torch.empty(tokens, tiles, dtype=torch.float32, device=hidden.device),
@@ -295,9 +295,9 @@ def tile_statistics(
     wide = can_use_tma(hidden, weight)  # operands loaded by TMA need no registers, which the wider tile uses
     shape = fit(tile or logits_schedule(n, size, wide), c, size, shared_limit(hidden))
     x, w, tma = operands(hidden, weight, shape)
-    linear_logprob_kernel[(triton.cdiv(n, shape.m) * triton.cdiv(vocab, shape.n),)](
+    linear_logprob_kernel[(cdiv(n, shape.m) * cdiv(vocab, shape.n),)](
         x, w, targets, inv_temperature, kept, buffers.maximum, buffers.sum, buffers.entropy, buffers.target, probs,
-        logits, n, vocab, c, buffers.tiles, triton.cdiv(vocab, 32), 0 if logits is None else logits.shape[1],
+        logits, n, vocab, c, buffers.tiles, cdiv(vocab, 32), 0 if logits is None else logits.shape[1],
         hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
         HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, HAS_PROBS=probs is not None,
         HAS_LOGITS=logits is not None, EVEN=c % shape.k == 0, TMA=tma,
@@ -326,9 +326,9 @@ def dz_block(
     shape = fit(logits_schedule(n, size), c, size, shared_limit(hidden))
     with on_device(hidden):
         x, w, tma = operands(hidden, weight, shape)
-        linear_logprob_dz_kernel[(triton.cdiv(n, shape.m) * triton.cdiv(columns, shape.n),)](
+        linear_logprob_dz_kernel[(cdiv(n, shape.m) * cdiv(columns, shape.n),)](
             x, w, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active.order, dz,
-            n, columns, c, first, triton.cdiv(vocab_size, 32), dz.stride(0),
+            n, columns, c, first, cdiv(vocab_size, 32), dz.stride(0),
             hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
             HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, EVEN=c % shape.k == 0, TMA=tma,

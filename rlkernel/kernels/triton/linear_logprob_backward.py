@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
-from rlkernel.kernels.triton.common import exp, on_device, options
-from rlkernel.kernels.triton.linear_logprob_rows import Active, gather, rows_of, scatter
+from rlkernel.kernels.triton.common import cdiv, exp, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.linear_logprob_rows import Active, gather, row_order, scatter
 from rlkernel.kernels.triton.logprob import TILE, part
 from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept
 from rlkernel.kernels.triton.matrix import strided
@@ -149,7 +149,7 @@ def logits_block(
     n, span = dz.shape
     words = 0 if kept is None else kept.shape[1]
     with on_device(dz):
-        linear_logprob_logits_kernel[(n, triton.cdiv(span, COLUMNS))](
+        linear_logprob_logits_kernel[(n, cdiv(span, COLUMNS))](
             logits, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, order, dz,
             span, first, words, logits.stride(0), dz.stride(0),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
@@ -172,9 +172,9 @@ def probs_block(
     """dz of a block from kept probabilities, if the entropy has no gradient."""
     (n, span), vocab = dz.shape, probs.shape[1]
     with on_device(probs):
-        linear_logprob_probs_kernel[(n, triton.cdiv(span, COLUMNS))](
+        linear_logprob_probs_kernel[(n, cdiv(span, COLUMNS))](
             probs, tile_max, targets, inv_temperature, kept, stats, dlogp, order, dz,
-            vocab, span, first, tile_max.shape[1], triton.cdiv(vocab, 32), dz.stride(0),
+            vocab, span, first, tile_max.shape[1], cdiv(vocab, 32), dz.stride(0),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, BLOCK=COLUMNS,
             num_warps=4, **options(),
         )  # fmt: skip
@@ -193,7 +193,7 @@ class Products(NamedTuple):
 
 def chunks_of_dz(tokens: int, entries: int) -> int:
     """Chunks of the input gradient's order per block of dz: the power of two for which dz has about `entries`."""
-    return triton.next_power_of_2(triton.cdiv(entries, max(1, tokens) * LOGPROB_DGRAD_CHUNK))
+    return next_power_of_2(cdiv(entries, max(1, tokens) * LOGPROB_DGRAD_CHUNK))
 
 
 def parallel_chunks(tokens: int, c: int) -> int:
@@ -247,7 +247,7 @@ def gradients(
     chunks = max(chunks, parallel_chunks(most_tokens, c))
     width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
     have = 0 if logits is None else min(vocab, logits.shape[1])
-    rows = rows_of(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS)
+    rows = row_order(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS)
     row = width if dense else 0
     # All memory is allocated before the first launch. The ordered hidden states share the memory of dhidden.
     ordered = dhidden if needs_input else torch.empty(tokens, c, dtype=hidden.dtype, device=device)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import K_GROUP
-from rlkernel.kernels.triton.common import on_device, options
+from rlkernel.kernels.triton.common import cdiv, next_power_of_2, on_device, options
 from rlkernel.kernels.triton.logprob_backward import row_active
 
 CHANNELS = 1024  # per program that moves hidden states
@@ -154,7 +154,7 @@ class Rows(NamedTuple):
         return Active(self.order[start:stop], self.counts[block : block + 1], row)
 
 
-def rows_of(
+def row_order(
     targets: Tensor,  # [T]
     kept: Tensor | None,
     stats: Tensor,
@@ -165,9 +165,9 @@ def rows_of(
 ) -> Rows:
     """Row order of all tokens. A token has a gradient if it has an upstream one, a kept target and a kept entry."""
     t, device = targets.shape[0], stats.device
-    groups = triton.next_power_of_2(triton.cdiv(min(t, tokens), K_GROUP))
+    groups = next_power_of_2(cdiv(min(t, tokens), K_GROUP))
     order = torch.empty(t, dtype=torch.int32, device=device)
-    counts = torch.empty(triton.cdiv(t, tokens), dtype=torch.int32, device=device)
+    counts = torch.empty(cdiv(t, tokens), dtype=torch.int32, device=device)
     words = 0 if kept is None else kept.shape[1]
     with on_device(stats):
         linear_logprob_order_kernel[(len(counts),)](
@@ -182,7 +182,7 @@ def gather(hidden: Tensor, order: Tensor, out: Tensor, block: int) -> Tensor:
     """out [T, C] = rows of hidden [T, C] in `Rows.order` of blocks of `block` tokens; 0 without a gradient."""
     tokens, c = hidden.shape
     with on_device(hidden):
-        linear_logprob_gather_kernel[(tokens, triton.cdiv(c, CHANNELS))](
+        linear_logprob_gather_kernel[(tokens, cdiv(c, CHANNELS))](
             hidden, order, out, c, block, hidden.stride(0), hidden.stride(1), BLOCK=CHANNELS, num_warps=4,
             **options(),
         )  # fmt: skip
@@ -193,6 +193,6 @@ def scatter(totals: Tensor, order: Tensor, dhidden: Tensor, block: int) -> None:
     """Rounds the fp32 sums of the rows of `gather` to the rows of their tokens in dhidden [T, C]."""
     tokens, c = totals.shape
     with on_device(totals):
-        linear_logprob_scatter_kernel[(tokens, triton.cdiv(c, CHANNELS))](
+        linear_logprob_scatter_kernel[(tokens, cdiv(c, CHANNELS))](
             totals, order, dhidden, c, block, BLOCK=CHANNELS, num_warps=4, **options(),
         )  # fmt: skip

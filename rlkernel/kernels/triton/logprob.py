@@ -25,7 +25,7 @@ from rlkernel.kernels.triton.common import (
     pdl,
 )
 from rlkernel.kernels.triton.launch import direct
-from rlkernel.kernels.triton.logprob_backward import is_kept, rows_of
+from rlkernel.kernels.triton.logprob_backward import dense_rows, is_kept
 from rlkernel.kernels.triton.logprob_backward import logprob_dgrad as logprob_dgrad
 
 TILE = tl.constexpr(VOCAB_TILE)
@@ -399,7 +399,7 @@ def part(t: Tensor | None, start: int, stop: int) -> Tensor | None:
 def logprob(
     logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    logits, targets = rows_of(logits), targets.contiguous()
+    logits, targets = dense_rows(logits), targets.contiguous()
     inv_temperature = None if inv_temperature is None else inv_temperature.contiguous()
     kept = None if kept is None else kept.contiguous()
     tokens, vocab = logits.shape

@@ -109,7 +109,7 @@ def logprob_dgrad_kernel(
 # ---- launchers ----------------------------------------------------------------------------------
 
 
-def rows_of(t: Tensor) -> Tensor:
+def dense_rows(t: Tensor) -> Tensor:
     """The matrix, copied unless its rows are contiguous."""
     return t if t.stride(1) == 1 else t.contiguous()
 
@@ -124,7 +124,7 @@ def logprob_dgrad(
     dlogp: Tensor | None,
     dentropy: Tensor | None,
 ) -> Tensor:
-    logits = rows_of(logits)
+    logits = dense_rows(logits)
     tokens, vocab = logits.shape
     dlogits = torch.empty(tokens, vocab, dtype=logits.dtype, device=logits.device)
     if dlogits.numel() == 0:

@@ -25,7 +25,7 @@ from rlkernel.kernels.policy_loss import (
     form_code,
     sequence_mean,
 )
-from rlkernel.kernels.triton.common import aligned, on_device, options, pdl
+from rlkernel.kernels.triton.common import aligned, cdiv, on_device, options, pdl
 from rlkernel.kernels.triton.policy_loss_batch import (
     EXTREMES,
     PARTIAL_COUNTS,
@@ -102,7 +102,7 @@ def policy_loss(x: PolicyLossInputs) -> Outputs:
     loss, scale, stats = logp.new_empty(()), logp.new_empty(()), logp.new_empty(len(STATS))
     counts = logp.new_empty(len(COUNTS), dtype=torch.int64)
 
-    per_row = max(1, min(triton.cdiv(tokens, SEGMENT), PROGRAMS // max(1, batch)))
+    per_row = max(1, min(cdiv(tokens, SEGMENT), PROGRAMS // max(1, batch)))
     grid = (batch * per_row,)
     cut: dict[str, Any] = {"SEGMENT": SEGMENT, "LANES": LANES, **options()}
     has_ref, has_entropy, has_rollout = (v is not None for v in (ref_logp, entropy, rollout_logp))
@@ -141,7 +141,7 @@ def policy_loss_scale_(dlogp: Tensor, dentropy: Tensor, scale: Tensor, dloss: Te
     tokens = dlogp.shape[0]
     if tokens:
         with on_device(dlogp):
-            scale_kernel[(min(264, triton.cdiv(tokens, 2048)),)](
+            scale_kernel[(min(264, cdiv(tokens, 2048)),)](
                 dlogp, dentropy, scale, dloss, tokens, HAS_BONUS=dentropy.numel() > 0, BLOCK=2048, num_warps=8,
                 **pdl(dlogp), **options(),
             )  # fmt: skip

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlkernel.kernels.reference.qk_norm_rope import norm_then_rope
 from rlkernel.kernels.triton.common import next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 from rlkernel.kernels.triton.rms_norm import inverse_root, rms_norm, row_sum
@@ -131,11 +132,8 @@ def _launch(
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    d = q.shape[2]
-    if not computes(d):
-        q_normed = rms_norm(q.reshape(-1, d), q_weight, eps).view(q.shape)
-        k_normed = rms_norm(k.reshape(-1, d), k_weight, eps).view(k.shape)
-        return rope(q_normed, k_normed, positions, cos_sin, False)
+    if not computes(q.shape[2]):
+        return norm_then_rope(rms_norm, rope, q, k, q_weight, k_weight, eps, positions, cos_sin)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     q_out = _launch(q, k, q_weight, k_weight, eps, positions, cos_sin, k_out, None, None, None, (0, 0, 0))
     return q_out, k_out
