@@ -235,7 +235,7 @@ else:
         has = g != 0
         if kept is not None:
             has &= ~((torch.arange(tokens) % 5 == 0) & (targets == 3)) & (targets < v)
-        made = linear_logprob_rows.rows_of(targets, kept, stats, g, None, v, block)
+        made = linear_logprob_rows.row_order(targets, kept, stats, g, None, v, block)
         for i in range(-(-tokens // block)):
             here = has[i * block : (i + 1) * block]
             groups = list(torch.arange(len(here)).split(16))
