@@ -1,7 +1,7 @@
 """Registers, shared memory, spills and matrix instructions of every GPU kernel on every GPU family, without a GPU.
 
-Compiles all registered Triton variants ahead of time, as `tests/kernels/test_triton_aot.py` does (whose kernels it
-finds in Triton's cache), and the CUDA sources; writes `benchmarks/results/aot/kernels.json`.
+Compiles the Triton variants of `tests/aot` ahead of time (or finds them in Triton's cache after
+`tests/kernels/test_triton_aot.py`) and the CUDA sources; writes `benchmarks/results/aot/kernels.json`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rlkernel.kernels.cuda.driver import compile_cuda, compiler
 from rlkernel.kernels.errors import BuildError
 
 SHORT = re.compile(r"(mma\.sync|wgmma|tcgen05|mfma)|m\d+n\d+k\d+|\d+x\d+x\d+")
-"""What a table shows of an instruction's name: the family, and the shape where the name has it."""
+"""The parts of an instruction's name that a table shows: family and shape."""
 
 
 def measure(index: int, target: str) -> dict[str, Any]:
-    """One variant for one target."""
+    """Row of the record for one variant and target."""
     variant = aot.variants()[index]
     compiled = aot.compile_variant(variant, target)
     usage = {"registers": 0, "stack": 0, "spill_stores": 0, "spill_loads": 0, **compiled.resources()}
@@ -103,7 +103,7 @@ def measure_cuda() -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Exit status 1 where a variant does not compile; it is named."""
+    """Exit status 1 if a variant does not compile; its name is printed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
