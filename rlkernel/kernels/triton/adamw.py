@@ -27,10 +27,10 @@ ROWS, NORM_WARPS = 8, 4
 """grad_norm: rows of SEGMENT elements in flight at a time, and warps."""
 LEVELS = SEGMENT.bit_length() - 1
 
-FIRST, SIZE, GRAD, MASTER, MEAN, SQUARE, PARAM = range(7)
-"""Rows of the table: first block, elements, addresses. grad_norm stores the slot of the first partial sum in MASTER."""
-_FIRST, _SIZE, _GRAD, _MASTER, _MEAN, _SQUARE, _PARAM = (tl.constexpr(row) for row in range(7))
-_SLOT = tl.constexpr(MASTER)
+FIRST, SIZE, GRAD, MASTER, MEAN, SQUARE, PARAM = (tl.constexpr(row) for row in range(7))
+"""Rows of adamw_'s table: first block and number of elements of each tensor, then addresses."""
+SLOT = tl.constexpr(3)
+"""Row of grad_norm's table with the slot of a tensor's first partial sum; FIRST, SIZE and GRAD as in adamw_'s."""
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -103,13 +103,13 @@ def adamw_kernel(
 ):
     block = tl.program_id(0)
     i = owner(table, COUNT, block)
-    begin = (block - tl.load(table + _FIRST * COUNT + i)) * BLOCK
-    left = tl.load(table + _SIZE * COUNT + i) - begin
-    grad = address(table, COUNT, _GRAD, i, GRAD_TYPE, ALIGNED) + begin
-    master = address(table, COUNT, _MASTER, i, tl.float32, ALIGNED) + begin
-    mean = address(table, COUNT, _MEAN, i, tl.float32, ALIGNED) + begin
-    square = address(table, COUNT, _SQUARE, i, tl.float32, ALIGNED) + begin
-    param = address(table, COUNT, _PARAM, i, PARAM_TYPE, ALIGNED) + begin if HAS_PARAM else master
+    begin = (block - tl.load(table + FIRST * COUNT + i)) * BLOCK
+    left = tl.load(table + SIZE * COUNT + i) - begin
+    grad = address(table, COUNT, GRAD, i, GRAD_TYPE, ALIGNED) + begin
+    master = address(table, COUNT, MASTER, i, tl.float32, ALIGNED) + begin
+    mean = address(table, COUNT, MEAN, i, tl.float32, ALIGNED) + begin
+    square = address(table, COUNT, SQUARE, i, tl.float32, ALIGNED) + begin
+    param = address(table, COUNT, PARAM, i, PARAM_TYPE, ALIGNED) + begin if HAS_PARAM else master
     s = 1.0
     if HAS_SCALE:
         s = tl.load(scale)
@@ -155,10 +155,10 @@ def squares_kernel(
     """Sum of squares of one segment: lane j adds the elements j, j + LANES, ... ascending."""
     block = tl.program_id(0)
     i = owner(table, COUNT, block)
-    segment = block - tl.load(table + _FIRST * COUNT + i)
-    left = tl.load(table + _SIZE * COUNT + i) - segment * SEGMENT
-    slot = tl.load(table + _SLOT * COUNT + i) + segment
-    grad = address(table, COUNT, _GRAD, i, GRAD_TYPE, ALIGNED) + segment * SEGMENT
+    segment = block - tl.load(table + FIRST * COUNT + i)
+    left = tl.load(table + SIZE * COUNT + i) - segment * SEGMENT
+    slot = tl.load(table + SLOT * COUNT + i) + segment
+    grad = address(table, COUNT, GRAD, i, GRAD_TYPE, ALIGNED) + segment * SEGMENT
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), tl.float64)
     if left >= SEGMENT:
