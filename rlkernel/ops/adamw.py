@@ -185,12 +185,13 @@ def checked(
                 f"adamw_: {shared[0]} and {shared[1]} share memory; each tensor needs its own, and a parameter that "
                 "layers share is passed once"
             )
+    beta1, beta2 = map(float, betas)
     calls = []
     for kind in sorted(set(own)):
         chosen = [o == kind for o in own]
         w, g, m, v, p = (list(compress(ts, chosen)) for ts in (masters, grads, exp_avgs, exp_avg_sqs, params))
         p = [] if kind else p  # a parameter that is its own master is written once
-        calls.append(AdamwInputs(w, g, m, v, p, scale, lr, *map(float, betas), eps, weight_decay, step, zero_grad))
+        calls.append(AdamwInputs(w, g, m, v, p, scale, lr, beta1, beta2, eps, weight_decay, step, zero_grad))
     return calls
 
 

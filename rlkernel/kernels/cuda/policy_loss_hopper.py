@@ -93,7 +93,7 @@ def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outpu
         first, second = _kernels(device, setting, masked)
 
     def policy_loss(x: PolicyLossInputs) -> Outputs:
-        x = PolicyLossInputs(*(None if v is None else v.contiguous() for v in x[:5]), *x[5:])
+        x = PolicyLossInputs._make([*(None if v is None else v.contiguous() for v in x[:5]), *x[5:]])
         if (x.logp.data_ptr() | x.old_logp.data_ptr() | (0 if x.mask is None else x.mask.data_ptr())) & 15:
             return anchor.policy_loss(x)
         batch = x.cu_seqlens.shape[0] - 1
