@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def define(
             given = args if inputs is None else (inputs(args),)
             try:
                 if choice.implementation == "reference":
-                    return _in_plain_torch(choice.fn, given)
+                    return _in_plain_torch(lambda *_: choice.fn(*given), args)
                 return choice.fn(*given)
             except RuntimeError:  # looked for only now: each tensor of each call would take its time
                 refuse_sparse(name, names, args)
@@ -339,15 +339,10 @@ def _function(
 _default_dtype = Setting(torch.get_default_dtype, torch.set_default_dtype, inside=lambda found: torch.float32)
 
 
-def _leaves(args: Iterable[Any]) -> Iterator[Any]:
-    """The arguments, with lists and tuples replaced by their elements."""
-    for arg in args:
-        yield from _leaves(arg) if isinstance(arg, (list, tuple)) else (arg,)
-
-
 def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls the reference with torch's default dtype and device as it was written for, whatever the user's are."""
-    place = next(a.device for a in _leaves(args) if isinstance(a, Tensor))
+    flat = (a[0] if isinstance(a, (list, tuple)) and a else a for a in args)
+    place = next(a.device for a in flat if isinstance(a, Tensor))
     with _default_dtype.changed(), place:
         return fn(*args)
 
