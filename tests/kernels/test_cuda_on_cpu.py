@@ -265,7 +265,7 @@ def test_norms_gradients_are_in_the_contracts_order(channels: int, dr: bool, gro
     (
         ("    barrier_wait(barriers + step % STAGES * 8, step / STAGES & 1);\n", ""),
         ("    if (rows <= 0) return barrier_arrive(barrier);\n", "    if (rows <= 0) return;\n"),
-        ("    if (thread == 0) bring(step + STAGES);\n", ""),
+        ("    if (thread == 0) load_step(step + STAGES);\n", ""),
         ("lane >> BIT & 1) * (N / 2)", "lane >> BIT & 1) * (N / 4)"),
     ),
     ids=("nobody waits", "a phase is left out", "nothing is brought", "sums change places"),
