@@ -1,7 +1,7 @@
 """policy_loss on CUDA: clipped losses of many tokens by Hopper's own kernel, where it has the Triton kernels' bits.
 
 The anchor is that of kernels/triton/policy_loss.py, which also computes every other form; here are the schedules that
-may take its place (cuda/policy_loss_hopper.py) and their certification.
+may take its place (cuda/policy_loss_sm90.py) and their certification.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from rlkernel.contract import orders
 from rlkernel.kernels import policy_loss as shared
 from rlkernel.kernels.certification import KINDS, Family, Run, Schedule, values
-from rlkernel.kernels.cuda import driver, policy_loss_hopper
+from rlkernel.kernels.cuda import driver, policy_loss_sm90
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import policy_loss as anchor
@@ -33,7 +33,7 @@ CLIPS = ((0.2, 0.28), (0.0, 0.1), (0.3, math.inf), (math.inf, 0.0))  # clip_low 
 # ---- shape classes -------------------------------------------------------------------------------
 
 
-class Shape(NamedTuple):
+class PolicyLossShape(NamedTuple):
     """Shape class of policy_loss. The bits of a token's gradient know neither T nor B beyond the denominator."""
 
     device: int  # index, -1 for the CPU
@@ -55,19 +55,19 @@ def shape_of(
     ref_logp: Tensor | None, entropy: Tensor | None, rollout_logp: Tensor | None, normalizer: Tensor | None,
     loss_type: str, sequence_ratio: bool, clip_low: float, clip_high: float, clip_dual: float | None,
     kl_coef: float, kl_type: str, entropy_coef: float, tis_cap: float | None, divisor: float | None,
-) -> Shape:  # fmt: skip
+) -> PolicyLossShape:  # fmt: skip
     tokens, batch = logp.shape[0], cu_seqlens.shape[0] - 1
     plain = (
         ref_logp is None and entropy is None and rollout_logp is None and clip_dual is None and tis_cap is None
         and not sequence_ratio and shared.form_code(loss_type) == shared.CLIPPED and advantages.shape[0] == batch
-        and tokens > 1 << (LEAST - 2) and tokens <= policy_loss_hopper.MOST_TOKENS
-        and 0 < batch <= policy_loss_hopper.MOST_SEQUENCES
+        and tokens > 1 << (LEAST - 2) and tokens <= policy_loss_sm90.MOST_TOKENS
+        and 0 < batch <= policy_loss_sm90.MOST_SEQUENCES
     )  # fmt: skip
     if not plain:
-        return Shape(logp.get_device(), False, False, False, 0, 0)
+        return PolicyLossShape(logp.get_device(), False, False, False, 0, 0)
     length = _power(common.cdiv(tokens, batch), SHORTEST, LONGEST)
     mean = shared.sequence_mean(loss_type)
-    return Shape(logp.get_device(), True, mask is not None, mean, _power(tokens, LEAST, MOST), length)
+    return PolicyLossShape(logp.get_device(), True, mask is not None, mean, _power(tokens, LEAST, MOST), length)
 
 
 def call_key(
@@ -82,11 +82,11 @@ def call_key(
     )  # fmt: skip
 
 
-def rows_of(s: Shape) -> list[int]:
+def rows_of(s: PolicyLossShape) -> list[int]:
     return [*(n * sum(RAGGED) for n in TIMES), s.tokens - 13]
 
 
-def forms_of(s: Shape) -> list[tuple[str, str]]:
+def forms_of(s: PolicyLossShape) -> list[tuple[str, str]]:
     """Loss types that a class admits, with each of `WAYS`."""
     types = [
         x for x in shared.LOSS_TYPES if shared.form_code(x) == shared.CLIPPED and shared.sequence_mean(x) == s.mean
@@ -95,14 +95,14 @@ def forms_of(s: Shape) -> list[tuple[str, str]]:
     return list(product(types, WAYS))
 
 
-def _form(s: Shape, times: int, kind: str) -> tuple[str, str, tuple[float, float]]:
+def _form(s: PolicyLossShape, times: int, kind: str) -> tuple[str, str, tuple[float, float]]:
     """The form of a sample, and its bounds. Whatever is drawn, all of both have a sample of finite sums."""
     finite = [k for k in KINDS if k != "wide"]
     forms, turn = forms_of(s), 0 if kind == "wide" else finite.index(kind)
     return *forms[(times * len(finite) + turn) % len(forms)], CLIPS[(times + turn) % len(CLIPS)]
 
 
-def sample(s: Shape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def sample(s: PolicyLossShape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     device = generator.device
     times = next((n for n in TIMES if tokens == n * sum(RAGGED)), 0)
     if times:
@@ -138,12 +138,12 @@ def sample(s: Shape, tokens: int, kind: str, generator: torch.Generator) -> tupl
 # ---- schedules -----------------------------------------------------------------------------------
 
 
-def _hopper(setting: policy_loss_hopper.Setting) -> Schedule[Shape]:
-    def supports(s: Shape) -> bool:
+def _hopper(setting: policy_loss_sm90.Setting) -> Schedule[PolicyLossShape]:
+    def supports(s: PolicyLossShape) -> bool:
         return s.plain and driver.on_hopper(s.device) and (s.length > orders.SEGMENT or not setting.team)
 
-    def bind(s: Shape) -> Run:
-        return policy_loss_hopper.launcher(s.device, s.masked, setting)
+    def bind(s: PolicyLossShape) -> Run:
+        return policy_loss_sm90.launcher(s.device, s.masked, setting)
 
     name = f"team{setting.warps}" if setting.team else f"{setting.warps}x{setting.stages}"
     return Schedule(f"hopper.{name}", bind, supports)
@@ -153,6 +153,6 @@ policy_loss = ScheduledOp(
     Family(
         op="policy_loss", anchor=anchor.policy_loss, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
         versions=lambda: {"cuda compiler": driver.compiler()},
-        schedules=tuple(map(_hopper, (*policy_loss_hopper.SETTINGS, *policy_loss_hopper.TEAMS))),
+        schedules=tuple(map(_hopper, (*policy_loss_sm90.SETTINGS, *policy_loss_sm90.TEAMS))),
     )
 )  # fmt: skip

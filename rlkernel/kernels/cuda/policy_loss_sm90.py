@@ -1,22 +1,19 @@
-"""policy_loss on Hopper in CUDA C++: launches of csrc/cuda/policy_loss_sm90.cu and, for long sequences,
-csrc/cuda/policy_loss_teams_sm90.cu.
+"""Launcher of csrc/cuda/policy_loss_sm90.cu and, for long sequences, policy_loss_teams_sm90.cu.
 
-cuda/policy_loss.py offers it to certification, as any schedule; what the copy engine cannot read runs the anchor.
+Schedules of cuda/policy_loss.py; inputs that TMA cannot load run the anchor.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import SEGMENT
-from rlkernel.kernels import build
-from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, noted
+from rlkernel.kernels.cuda.driver import load, noted
 from rlkernel.kernels.policy_loss import COUNTS, STATS, divides_by_tokens, sequence_mean
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import policy_loss as anchor
@@ -24,8 +21,8 @@ from rlkernel.kernels.triton.policy_loss_batch import how_divided
 
 SOURCE, TEAMS_SOURCE = "policy_loss_sm90.cu", "policy_loss_teams_sm90.cu"
 BLOCKS, SUMS, COUNTED = 128, 4, 7
-CLUSTER, LANES, RECORD = 8, 128, 8  # blocks and threads of the teams' second kernel; words that a sequence leaves it
-MOST_SEQUENCES, MOST_TOKENS = 1 << 16, 1 << 30  # whose sums fit in shared memory; that an int counts
+CLUSTER, LANES, RECORD = 8, 128, 8  # the teams' second kernel: blocks, threads, words per sequence's record
+MOST_SEQUENCES, MOST_TOKENS = 1 << 16, 1 << 30  # limits: sums in shared memory; counts in an int
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -34,9 +31,9 @@ class Setting(NamedTuple):
     """How a block is divided; changes no bit."""
 
     warps: int
-    stages: int  # pieces that a warp has in shared memory
-    piece: int  # tokens, which make up segments
-    team: bool = False  # a block's warps share a sequence; else each has its own
+    stages: int  # pieces per warp in shared memory
+    piece: int  # tokens; divides a segment
+    team: bool = False  # a block's warps share a sequence; else each warp has its own
 
 
 SETTINGS = (Setting(8, 2, 1024), Setting(24, 1, 1024), Setting(20, 2, 512))
@@ -62,13 +59,12 @@ def source(setting: Setting) -> str:
 
 def macros(setting: Setting, masked: bool) -> dict[str, int]:
     """The macros of a variant."""
-    if setting.team:
-        return {"WARPS": setting.warps, "MASKED": int(masked)}
-    return {"WARPS": setting.warps, "STAGES": setting.stages, "PIECE": setting.piece, "MASKED": int(masked)}
+    warps, stages, piece, team = setting
+    return {"WARPS": warps, "MASKED": masked, **({} if team else {"STAGES": stages, "PIECE": piece})}
 
 
 def shared_bytes(setting: Setting, masked: bool, batch: int) -> int:
-    """Stages, their barriers and what is told of them, counts of the block, sums of its sequences."""
+    """Stages with their mbarriers and piece infos, the block's counts, sums of its sequences."""
     stage = 2 * (setting.piece + 4) * 4 + (SEGMENT + 16 if masked else 0)
     if setting.team:
         return setting.warps * (stage + 8)
@@ -76,37 +72,21 @@ def shared_bytes(setting: Setting, masked: bool, batch: int) -> int:
     return held + 4 * (COUNTED + 1) + common.cdiv(batch, BLOCKS) * 4 * SUMS
 
 
-@functools.cache
-def _kernels(device: int, setting: Setting, masked: bool) -> tuple[Kernel, Kernel]:
-    cubin = compile_cuda(build.source_dir() / "cuda" / source(setting), "90a", macros(setting, masked))
-    most = shared_bytes(setting, masked, MOST_SEQUENCES)
-    return Kernel(cubin, "rlk_policy_loss_tokens", most), Kernel(cubin, "rlk_policy_loss_batch", 0)
-
-
 def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outputs]:
-    """A function with the arguments of the anchor, `triton.policy_loss.policy_loss`, for a clipped loss of tokens with
-    an advantage a sequence, MOST_SEQUENCES and MOST_TOKENS at most, and none of the further vectors and bounds.
-
-    Raises:
-        BuildError: there is no compiler for the kernels.
-    """
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the device's context exists from here on
-        first, second = _kernels(device, setting, masked)
+    """A function with the arguments of the anchor, `triton.policy_loss.policy_loss`, for token-level clipped losses
+    with one advantage per sequence, at most MOST_SEQUENCES and MOST_TOKENS, without the further vectors and bounds."""
+    variant, most = macros(setting, masked), shared_bytes(setting, masked, MOST_SEQUENCES)
+    first = load(device, source(setting), "rlk_policy_loss_tokens", most, **variant)
+    second = load(device, source(setting), "rlk_policy_loss_batch", 0, **variant)
 
     def policy_loss(
-        logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
-        ref_logp: Tensor | None, entropy: Tensor | None, rollout_logp: Tensor | None, normalizer: Tensor | None,
-        loss_type: str, sequence_ratio: bool, clip_low: float, clip_high: float, clip_dual: float | None,
-        kl_coef: float, kl_type: str, entropy_coef: float, tis_cap: float | None, divisor: float | None,
-    ) -> Outputs:  # fmt: skip
+        logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None, *rest: Any
+    ) -> Outputs:
         logp, old_logp, advantages, cu_seqlens = (x.contiguous() for x in (logp, old_logp, advantages, cu_seqlens))
         mask = None if mask is None else mask.contiguous()
         if (logp.data_ptr() | old_logp.data_ptr() | (0 if mask is None else mask.data_ptr())) & 15:
-            return anchor.policy_loss(
-                logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, normalizer, loss_type,
-                sequence_ratio, clip_low, clip_high, clip_dual, kl_coef, kl_type, entropy_coef, tis_cap, divisor,
-            )  # fmt: skip
+            return anchor.policy_loss(logp, old_logp, advantages, cu_seqlens, mask, *rest)
+        *_, normalizer, loss_type, _, clip_low, clip_high, _, _, _, _, _, divisor = rest
         batch = cu_seqlens.shape[0] - 1
         parts = logp.new_empty((batch, RECORD) if setting.team else (SUMS + COUNTED, BLOCKS))
         given, out = arguments(
@@ -114,10 +94,7 @@ def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outpu
         )  # fmt: skip
         with common.on_device(logp):
             first(batch if setting.team else BLOCKS, 32 * setting.warps, given)
-            if setting.team:
-                second(CLUSTER, LANES, given, early=True)
-            else:
-                second(1, 32 * SUMS, given, early=True)
+            second(*((CLUSTER, LANES) if setting.team else (1, 32 * SUMS)), given, pdl=True)
         del parts  # must live until both are queued
         return out
 
@@ -128,7 +105,7 @@ def arguments(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor | None,
     normalizer: Tensor | None, parts: Tensor, loss_type: str, clip_low: float, clip_high: float, divisor: float | None,
 ) -> tuple[Arguments, Outputs]:  # fmt: skip
-    """What the kernels are given, of which the first leaves `parts` to the second, and what they write."""
+    """The kernels' arguments, with `parts` for the first one's partial sums, and their outputs."""
     tokens, batch = logp.shape[0], cu_seqlens.shape[0] - 1
     by_tokens = divides_by_tokens(loss_type)
     divide_by, divisor = how_divided(normalizer, divisor, by_tokens, mask is not None, tokens, batch)
