@@ -82,13 +82,13 @@ def test_position_is_free(loss_type: str, ratio_level: str, record: Callable[...
 def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callable[..., None]) -> None:
     """Hopper's kernels, in every setting, against Triton's, to the bit: odd borders and values, in a graph."""
     from rlkernel.kernels.cuda import policy_loss as cuda
-    from rlkernel.kernels.cuda import policy_loss_hopper
+    from rlkernel.kernels.cuda import policy_loss_sm90
     from rlkernel.kernels.triton import policy_loss as anchor
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("kernels of Hopper's")
     generator = torch.Generator("cuda").manual_seed(3)
-    shape = cuda.Shape(torch.cuda.current_device(), True, masked, loss_type == "grpo", 1 << 18, 1 << 8)
+    shape = cuda.PolicyLossShape(torch.cuda.current_device(), True, masked, loss_type == "grpo", 1 << 18, 1 << 8)
     names = ("loss", "dlogp", "dentropy", "scale", "stats", "counts")
     seen = Compared()
     for tokens in (sum(cuda.RAGGED), 70003, 262144):
@@ -110,8 +110,8 @@ def test_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callab
                 names_of = ("logp", "old_logp", "mask") if masked else ("logp", "old_logp")
                 given = given._replace(**{n: torch.cat((x[:1], x))[1:] for n in names_of for x in [getattr(given, n)]})
             expected = anchor.policy_loss(given)
-            for setting in (*policy_loss_hopper.SETTINGS, *policy_loss_hopper.TEAMS):
-                run = policy_loss_hopper.launcher(shape.device, masked, setting)
+            for setting in (*policy_loss_sm90.SETTINGS, *policy_loss_sm90.TEAMS):
+                run = policy_loss_sm90.launcher(shape.device, masked, setting)
                 with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
                     captured = run(given)
                 for _ in range(2):

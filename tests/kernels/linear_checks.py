@@ -19,7 +19,7 @@ from rlkernel.kernels.triton.linear_logprob_rows import Active, Rows
 
 def forward_shape(
     x: Tensor, w: Tensor, bias: Tensor | None = None, chunks: int = 1, out: torch.dtype | None = None
-) -> shapes.Shape:
+) -> shapes.LinearShape:
     return shapes.linear_shape(x, w, bias, chunks, 1, out)._replace(device=0)
 
 

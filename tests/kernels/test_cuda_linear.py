@@ -105,7 +105,7 @@ def test_the_gradients_of_one_class() -> None:
     assert not on(shapes.wgrad_shape(grad.bfloat16(), dy, x, False)), "a sum that goes on is fp32"
     assert not on(shapes.wgrad_shape(grad.t().contiguous().t(), dy, x, False))
     weight = torch.Size((shapes.DGRAD_WHOLE + 8, 64))
-    head = shapes.Shape(0, 16, weight, torch.bfloat16, None, False, 1, True, "dgrad")
+    head = shapes.LinearShape(0, 16, weight, torch.bfloat16, None, False, 1, True, "dgrad")
     assert head.is_head and not head._replace(chunks=2).is_head and not head._replace(form="forward").is_head
 
 
@@ -168,15 +168,15 @@ def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
     assert len({(choice.name, choice.which) for choice in cuda.CHOICES}) == len({c.name for c in cuda.CHOICES})
 
 
-SHAPE = shapes.Shape(0, 32, torch.Size((1024, 512)), torch.bfloat16, None, False, 1, True, "forward")
+SHAPE = shapes.LinearShape(0, 32, torch.Size((1024, 512)), torch.bfloat16, None, False, 1, True, "forward")
 
 
-def offered_for(s: shapes.Shape) -> list[str]:
+def offered_for(s: shapes.LinearShape) -> list[str]:
     op = {"forward": cuda.linear, "dgrad": cuda.linear_dgrad, "wgrad": cuda.wgrad_chunk}[s.form]
     return offers(op, s)
 
 
-def spelt_for(s: shapes.Shape) -> list[str]:
+def spelt_for(s: shapes.LinearShape) -> list[str]:
     """Names of the algorithms of cuBLASLt that are spelt out for a class."""
     return [name.removeprefix("cublaslt.") for name in offered_for(s) if re.match(r"cublaslt\.\d+x", name)]
 
@@ -257,7 +257,7 @@ def dtypes(arguments: tuple) -> list[torch.dtype | None]:
 
 @pytest.mark.parametrize("many, probs", ((True, False), (False, False), (False, True)))
 def test_what_is_no_part_of_a_class_of_scoring_differs_between_its_samples(many: bool, probs: bool) -> None:
-    s = scored.Shape(-1, many, 16, torch.bfloat16, True, False, True, probs, not probs, False, False)
+    s = scored.LinearLogprobShape(-1, many, 16, torch.bfloat16, True, False, True, probs, not probs, False, False)
     given = [scored.forward_sample(s, m, "normal", torch.Generator().manual_seed(0)) for m in scored.rows_of(s)]
     for (hidden, weight, targets, _, kept, _, width), m in zip(given, scored.rows_of(s), strict=True):
         assert scored.forward_shape(hidden, weight, targets, None, kept, probs, width) == s
@@ -272,7 +272,7 @@ def test_what_is_no_part_of_a_class_of_scoring_differs_between_its_samples(many:
 def test_a_block_of_dz_has_any_width_and_keeps_its_rows_apart(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_order(monkeypatch)
     monkeypatch.setattr(scored.anchor, "forward", lambda hidden, *_: (None, hidden[:, 0], None, hidden[:, :2]))
-    s = scored.Shape(-1, many, 16, torch.bfloat16, True, False, False, False, False, True, False)
+    s = scored.LinearLogprobShape(-1, many, 16, torch.bfloat16, True, False, False, False, False, True, False)
     widths = []
     for m in scored.rows_of(s):
         given = scored.dz_sample(s, m, "normal", torch.Generator().manual_seed(0))
@@ -298,7 +298,7 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
         scored.GradShape(-1, 64, torch.bfloat16, torch.float32, True, fresh, row, whole)
         for fresh, row, whole in ((True, 0, True), (False, 88, False))
     ]
-    whole = scored.Shape(-1, False, 64, torch.bfloat16, True, True, True, False, False, True, True)
+    whole = scored.LinearLogprobShape(-1, False, 64, torch.bfloat16, True, True, True, False, False, True, True)
     monkeypatch.setattr(scored, "SAMPLE_BLOCK", 64)
     monkeypatch.setattr(scored, "SAMPLE_BYTES", 1 << 14)
     samples = (
@@ -353,7 +353,7 @@ def test_heads_are_compared_at_both_ends_of_what_they_get(form: str, c: int, out
     for low, high in itertools.pairwise(shapes.BUCKETS):
         if form == "wgrad" and high > cuda.WGRAD_TOKENS:
             continue
-        s = shapes.Shape(0, high, torch.Size((n, c)), torch.bfloat16, out, False, 1, True, form)
+        s = shapes.LinearShape(0, high, torch.Size((n, c)), torch.bfloat16, out, False, 1, True, form)
         rows, width = shapes.rows_of(s), n * (2 if out is None or form != "forward" else 4)
         assert rows == sorted(set(rows)) and rows[-1] == shapes.most_rows(s) <= 16384
         if high * width <= shapes.SAMPLE_BYTES or form == "wgrad":
@@ -361,5 +361,5 @@ def test_heads_are_compared_at_both_ends_of_what_they_get(form: str, c: int, out
         else:
             assert len(rows) == 2 and 0.95 * shapes.SAMPLE_BYTES < rows[-1] * width <= shapes.SAMPLE_BYTES
             assert rows[0] == min(low + 1, rows[-1] // 2 - 7), "the fewest of a piece"
-    s = shapes.Shape(0, 16384, torch.Size((4096, 4096)), torch.bfloat16, None, False, 1, True, "forward")
+    s = shapes.LinearShape(0, 16384, torch.Size((4096, 4096)), torch.bfloat16, None, False, 1, True, "forward")
     assert shapes.rows_of(s) == [8185, 12285, 16384]

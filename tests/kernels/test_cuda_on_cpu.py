@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import build
 from rlkernel.kernels.certification import KINDS, values
-from rlkernel.kernels.cuda import policy_loss, policy_loss_hopper, rms_norm_hopper
+from rlkernel.kernels.cuda import policy_loss, policy_loss_sm90, rms_norm_grad_sm90
 from rlkernel.kernels.policy_loss import PolicyLossInputs
 from rlkernel.kernels.reference import policy_loss as reference
 from rlkernel.kernels.triton import rms_norm as norm
@@ -54,7 +54,7 @@ def built(
         text = text.replace(*planted)
     (place / source).write_text(text)
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", f'-DSOURCE="{source}"']
-    flags += [f"-D{name}={value}" for name, value in macros] + ["-DNORM"] * source.startswith("rms")
+    flags += [f"-D{name}={int(value)}" for name, value in macros] + ["-DNORM"] * source.startswith("rms")
     subprocess.run(["g++", *flags, "launch.cpp", "-o", "kernel.so"], cwd=place, check=True)
     return ctypes.CDLL(str(place / "kernel.so"))
 
@@ -101,16 +101,16 @@ def one_nan(x: Tensor) -> Tensor:
 
 def of_losses(
     folder: Path,
-    setting: policy_loss_hopper.Setting,
+    setting: policy_loss_sm90.Setting,
     x: PolicyLossInputs,
     seed: int,
     planted: tuple[str, str] | None = None,
 ) -> dict[str, Tensor]:
     masked, batch, t = x.mask is not None, len(x.cu_seqlens) - 1, len(x.logp)
-    macros = tuple(policy_loss_hopper.macros(setting, masked).items())
-    library = built(folder, policy_loss_hopper.source(setting), macros, planted)
+    macros = tuple(policy_loss_sm90.macros(setting, masked).items())
+    library = built(folder, policy_loss_sm90.source(setting), macros, planted)
     parts = shared(batch, 8) if setting.team else shared(11, 128)
-    arguments, _ = policy_loss_hopper.arguments(x, parts)
+    arguments, _ = policy_loss_sm90.arguments(x, parts)
     out = {
         "loss": shared(1),
         "dlogp": shared(t),
@@ -147,14 +147,14 @@ def odd(given: PolicyLossInputs, case: str) -> tuple[PolicyLossInputs, bool]:
 @pytest.mark.parametrize("masked", (False, True), ids=("whole", "masked"))
 def test_teams_have_the_bits_of_warps(masked: bool, mean: bool, tmp_path: Path) -> None:
     """The kernel that the GPU's records are of, and that of long sequences, on the samples of certification."""
-    shape = policy_loss.Shape(-1, True, masked, mean, 1 << 18, 1 << 12)
+    shape = policy_loss.PolicyLossShape(-1, True, masked, mean, 1 << 18, 1 << 12)
     cases = (*KINDS, "one long", "first", "falls", "past", "least", "most")
-    for turn, (case, setting) in enumerate(zip(cases, itertools.cycle(policy_loss_hopper.TEAMS), strict=False)):
+    for turn, (case, setting) in enumerate(zip(cases, itertools.cycle(policy_loss_sm90.TEAMS), strict=False)):
         kind = case if case in KINDS else "normal"
         (drawn,) = policy_loss.sample(shape, sum(policy_loss.RAGGED), kind, torch.Generator().manual_seed(turn))
         given, broken = odd(drawn, case)
         ours = of_losses(tmp_path, setting, given, turn)
-        warps = policy_loss_hopper.SETTINGS[turn % len(policy_loss_hopper.SETTINGS)]
+        warps = policy_loss_sm90.SETTINGS[turn % len(policy_loss_sm90.SETTINGS)]
         theirs = of_losses(tmp_path, warps, given, turn)
         for name in ("loss", "scale") if broken else ours:  # else who writes last is nobody's order
             assert_bitwise(one_nan(ours[name]), one_nan(theirs[name]), f"{case}, team of {setting.warps}: {name}")
@@ -169,12 +169,12 @@ def test_teams_have_the_bits_of_warps(masked: bool, mean: bool, tmp_path: Path) 
 
 
 def test_a_team_that_does_not_wait_is_seen(tmp_path: Path) -> None:
-    shape = policy_loss.Shape(-1, True, True, False, 1 << 18, 1 << 12)
+    shape = policy_loss.PolicyLossShape(-1, True, True, False, 1 << 18, 1 << 12)
     (given,) = policy_loss.sample(shape, sum(policy_loss.RAGGED), "normal", torch.Generator().manual_seed(1))
-    of_losses(tmp_path, policy_loss_hopper.TEAMS[0], given, 1)
+    of_losses(tmp_path, policy_loss_sm90.TEAMS[0], given, 1)
     planted = ("      barrier_wait(barrier, turn & 1);\n", "")
     with pytest.raises(AssertionError, match="exit status 3"):
-        of_losses(tmp_path, policy_loss_hopper.TEAMS[0], given, 1, planted)
+        of_losses(tmp_path, policy_loss_sm90.TEAMS[0], given, 1, planted)
 
 
 # ---- rms_norm --------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def in_order(
 ) -> tuple[Tensor, Tensor]:
     """The contract's order, written down once more: dx, and the partial sums of blocks that have one leaf or two."""
     rows, channels = x.shape
-    block = max(rms_norm_hopper.LEAST, norm.next_power_of_2(channels))
+    block = max(rms_norm_grad_sm90.LEAST, norm.next_power_of_2(channels))
     leaves, step = -(-rows // norm.LEAF), max(1, 2048 // block)
     full = lambda t: np.pad(t.float().numpy(), ((0, leaves * norm.LEAF - rows), (0, block - channels)))
     h, up, w = full(x), full(dy), np.pad(weight.float().numpy(), (0, block - channels))
@@ -224,8 +224,8 @@ def norms(
     folder: Path, channels: int, groups: int, dr: bool, planted: tuple[str, str] | None = None
 ) -> Iterator[tuple[int, str, Tensor, Tensor]]:
     """(exit status, which, found, expected) for rows and distances of leaves of every sort."""
-    macros = rms_norm_hopper.macros(channels, dr, groups)
-    library = built(folder, rms_norm_hopper.SOURCE, tuple(macros.items()), planted)
+    macros = rms_norm_grad_sm90.macros(channels, dr, groups)
+    library = built(folder, rms_norm_grad_sm90.SOURCE, tuple(macros.items()), planted)
     for rows, pair in ((1, 0), (37, 0), (64, 2), (33, 2), (37, 2), (47, 2), (55, 2), (171, 2)):
         draw = torch.Generator().manual_seed(rows)
         kind = "zeros" if rows == 47 else "normal"  # of both signs
@@ -234,11 +234,11 @@ def norms(
         programs = leaves // (2 * pair) * pair + min(leaves % (2 * pair), pair) if pair else leaves
         dx, partials = shared(rows, channels, dtype=BF16), shared(programs, channels)
         also = second if dr else None
-        arguments = rms_norm_hopper.Arguments(
+        arguments = rms_norm_grad_sm90.Arguments(
             dy.data_ptr(), second.data_ptr() if dr else 0, x.data_ptr(), weight.data_ptr(), dx.data_ptr(),
             partials.data_ptr(), rows, pair, 1e-6,
         )  # fmt: skip
-        sizes = (programs, rms_norm_hopper.threads(channels, groups), 0, 0)
+        sizes = (programs, rms_norm_grad_sm90.threads(channels, groups), 0, 0)
         status = launch(library, arguments, sizes, rows, x, dy, also)
         assert guards_hold(dx) and guards_hold(partials)
         for name, found, expected in zip(
@@ -247,7 +247,7 @@ def norms(
             yield status, f"{name} of {rows} rows, {channels} channels, leaves {pair} apart", found, expected
 
 
-@pytest.mark.parametrize("groups", rms_norm_hopper.RESIDENT)
+@pytest.mark.parametrize("groups", rms_norm_grad_sm90.RESIDENT)
 @pytest.mark.parametrize(("channels", "dr"), ((1024, True), (1032, False), (2568, True)))
 def test_norms_gradients_are_in_the_contracts_order(channels: int, dr: bool, groups: int, tmp_path: Path) -> None:
     for status, what, found, expected in norms(tmp_path, channels, groups, dr):
@@ -260,7 +260,7 @@ def test_norms_gradients_are_in_the_contracts_order(channels: int, dr: bool, gro
     (
         ("    barrier_wait(barriers + step % STAGES * 8, step / STAGES & 1);\n", ""),
         ("    if (rows <= 0) return barrier_arrive(barrier);\n", "    if (rows <= 0) return;\n"),
-        ("    if (thread == 0) bring(step + STAGES);\n", ""),
+        ("    if (thread == 0) load_step(step + STAGES);\n", ""),
         ("lane >> BIT & 1) * (N / 2)", "lane >> BIT & 1) * (N / 4)"),
     ),
     ids=("nobody waits", "a phase is left out", "nothing is brought", "sums change places"),

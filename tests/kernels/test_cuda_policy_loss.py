@@ -20,8 +20,8 @@ pytest.importorskip("triton")
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import clock, schedule, select
 from rlkernel.kernels.certification import KINDS, Schedule
-from rlkernel.kernels.cuda import driver, policy_loss_hopper
 from rlkernel.kernels.cuda import policy_loss as cuda
+from rlkernel.kernels.cuda import policy_loss_sm90
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.policy_loss import LOSS_TYPES, PolicyLossInputs
 from rlkernel.kernels.reference import policy_loss as reference
@@ -29,7 +29,7 @@ from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.triton import policy_loss as anchor
 from rlkernel.kernels.verdicts import ANCHOR
 
-SHAPE = cuda.Shape(-1, True, True, True, 1 << 18, 1 << 10)
+SHAPE = cuda.PolicyLossShape(-1, True, True, True, 1 << 18, 1 << 10)
 
 
 def call(tokens: int = 1 << 17, batch: int = 128, **more: Any) -> tuple[PolicyLossInputs]:
@@ -66,7 +66,7 @@ def test_a_sample_is_of_its_class(kind: str, mean: bool, masked: bool) -> None:
             assert bool((counted == 0).any()) and bool((counted > 0).any())
     assert cuda.shape_of(*given) == shape and tokens % 16, "the copy engine may not fetch the last tokens"
     assert 0 in cuda.RAGGED and max(cuda.RAGGED) > 2048, "empty sequences, and ones of several segments"
-    turn = 1024 * max(setting.warps for setting in policy_loss_hopper.TEAMS)
+    turn = 1024 * max(setting.warps for setting in policy_loss_sm90.TEAMS)
     assert max(cuda.RAGGED) > 2 * turn, "a team comes to its third turn"
 
 
@@ -121,7 +121,7 @@ def test_what_is_plain() -> None:
         {"advantages": torch.empty(1).expand(1 << 17)},
     )  # fmt: skip
     for more in others:
-        assert shape(*call(**more)) == cuda.Shape(-1, False, False, False, 0, 0), more
+        assert shape(*call(**more)) == cuda.PolicyLossShape(-1, False, False, False, 0, 0), more
     sizes = {(1 << 16) + 1: 18, 1 << 18: 18, (1 << 18) + 1: 20, 1 << 20: 20, 3 << 20: 22, 1 << 24: 24, 1 << 30: 24}
     for tokens, power in sizes.items():
         assert shape(*call(tokens=tokens)).tokens == 1 << power
@@ -225,13 +225,12 @@ def test_a_loss_that_is_wrong_for_one_form_is_refused(plant: str, mean: bool, ma
 def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     same = contextlib.nullcontext()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: same)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(policy_loss_hopper.common, "on_device", lambda t: same)
-    monkeypatch.setattr(policy_loss_hopper, "_kernels", lambda *_: (Launches(ran, "tokens"), Launches(ran, "batch")))
+    monkeypatch.setattr(policy_loss_sm90.common, "on_device", lambda t: same)
+    load = lambda device, source, entry, shared, **variant: Launches(ran, entry)
+    monkeypatch.setattr(policy_loss_sm90, "load", load)
     monkeypatch.setattr(anchor, "policy_loss", lambda *given: ran.append("anchor"))
-    setting = policy_loss_hopper.TEAMS[0] if which == "team" else policy_loss_hopper.Setting(12, 2, 1024)
-    run = policy_loss_hopper.launcher(0, masked, setting)
+    setting = policy_loss_sm90.TEAMS[0] if which == "team" else policy_loss_sm90.Setting(12, 2, 1024)
+    run = policy_loss_sm90.launcher(0, masked, setting)
     first = 1 if which == "unaligned" else 16
     storage = [torch.zeros(320) for _ in range(2)]
     logp, old_logp = (x[first : first + 300] for x in storage)
@@ -245,9 +244,9 @@ def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytes
     assert [tuple(t.shape) for t in found] == [(), (300,), (0,), (), (14,), (6,)]
     (_, blocks, threads, arguments, how), (_, *second) = ran
     if which == "team":  # a block a sequence; one cluster
-        assert (blocks, threads, how) == (3, 64, {}) and second == [8, 128, arguments, {"early": True}]
+        assert (blocks, threads, how) == (3, 64, {}) and second == [8, 128, arguments, {"pdl": True}]
     else:
-        assert (blocks, threads, how) == (128, 384, {}) and second == [1, 128, arguments, {"early": True}]
+        assert (blocks, threads, how) == (128, 384, {}) and second == [1, 128, arguments, {"pdl": True}]
     passed = {name: getattr(arguments, name) for name, _ in arguments._fields_}
     for name, t in {"logp": logp, "old_logp": old_logp, "borders": borders, "mask": mask, "loss": found[0],
                     "dlogp": found[1], "scale": found[3], "stats": found[4], "totals": found[5]}.items():  # fmt: skip
@@ -259,28 +258,17 @@ def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytes
 
 
 def test_shared_memory_holds_what_the_source_lays_out() -> None:
-    for setting in policy_loss_hopper.TEAMS:
+    for setting in policy_loss_sm90.TEAMS:
         for masked in (False, True):
-            held = policy_loss_hopper.shared_bytes(setting, masked, 300)
+            held = policy_loss_sm90.shared_bytes(setting, masked, 300)
             assert held == setting.warps * (8 * 1024 + 32 + 1040 * masked + 8) <= 227 << 10
-    for setting in policy_loss_hopper.SETTINGS:
-        most = policy_loss_hopper.shared_bytes(setting, True, policy_loss_hopper.MOST_SEQUENCES)
+    for setting in policy_loss_sm90.SETTINGS:
+        most = policy_loss_sm90.shared_bytes(setting, True, policy_loss_sm90.MOST_SEQUENCES)
         assert most <= 227 << 10 and setting.warps <= 32 and 1024 % setting.piece == setting.piece % 128 == 0
         for masked in (False, True):
             held = setting.warps * setting.stages
             expected = held * (8 * setting.piece + 32 + 1040 * masked + 8 + 20) + 32 + 3 * 16
-            assert policy_loss_hopper.shared_bytes(setting, masked, 300) == expected
-
-
-def test_the_source_has_these_arguments() -> None:
-    """A field more or less, or in another place, would be read as another one."""
-    text = (driver.build.source_dir() / "cuda" / "policy_loss.cuh").read_text()
-    body = text.split("struct Arguments {", 1)[1].split("};", 1)[0]
-    named = []
-    for line in body.splitlines():
-        statement = line.split(";", 1)[0].split("//")[0].replace("const", "").replace("*", "").split()
-        named += [x.strip(",") for x in statement[1:]]
-    assert named == [name for name, *_ in policy_loss_hopper.Arguments._fields_]
+            assert policy_loss_sm90.shared_bytes(setting, masked, 300) == expected
 
 
 def test_the_scaling_is_the_anchors() -> None:

@@ -22,8 +22,8 @@ from rlkernel.kernels import schedule
 from rlkernel.kernels.cuda import cublaslt
 from rlkernel.kernels.cuda import linear as cuda
 from rlkernel.kernels.cuda import linear_logprob as scoring
-from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
+from rlkernel.kernels.cuda import linear_logprob_sm90 as hopper
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.schedule import ScheduledOp
 
@@ -108,7 +108,10 @@ def test_a_misaligned_operand_of_linear_runs_the_anchor(monkeypatch: pytest.Monk
     tiles: list[Any] = []
     monkeypatch.setattr(cublaslt, "plan", lambda *args: cublaslt.Plan(0, 0, "none"))
     monkeypatch.setattr(cublaslt, "launcher", lambda device, which: lambda *_: ran.append("schedule"))
-    monkeypatch.setattr(cuda.linear_rows, "launcher", lambda *_: lambda *_: ran.append("schedule"))
+    kernel = lambda *_: ran.append("schedule")
+    monkeypatch.setattr(cuda.linear_dgrad_rows_sm90, "load", lambda *_, **variant: kernel)
+    monkeypatch.setattr(cuda.linear_dgrad_rows_sm90, "noted", lambda run, *_: run)
+    monkeypatch.setattr(cuda.linear_dgrad_rows_sm90, "tensor_map", lambda *_: None)
     monkeypatch.setattr(shapes, "DGRAD_WHOLE", 64)
     for module, name in (
         (cuda.anchor, "gemm"), (cuda.anchor, "linear_dgrad"), (cuda.linear_grad, "ascending"),

@@ -20,14 +20,14 @@ pytest.importorskip("triton")
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import build, clock, schedule
 from rlkernel.kernels.certification import KINDS, NONFINITE, Schedule
-from rlkernel.kernels.cuda import driver, rms_norm_hopper
+from rlkernel.kernels.cuda import driver, rms_norm_grad_sm90
 from rlkernel.kernels.cuda import rms_norm as cuda
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import rms_norm as anchor
 from rlkernel.kernels.verdicts import ANCHOR
 
 BF16 = torch.bfloat16
-SHAPE = cuda.Shape(-1, BF16, 1024, True, cuda.FEW)
+SHAPE = cuda.RMSNormShape(-1, BF16, 1024, True, cuda.FEW)
 
 
 def call(rows: int, channels: int, dtype: torch.dtype = BF16, dr: bool = False) -> tuple[Any, ...]:
@@ -151,12 +151,10 @@ def test_the_kernel_is_chosen_where_it_is_equal(tmp_path: Path, monkeypatch: pyt
 def test_what_the_kernel_is_given(dr: bool, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     same = contextlib.nullcontext()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: same)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(rms_norm_hopper.common, "on_device", lambda t: same)
-    monkeypatch.setattr(rms_norm_hopper, "_kernel", lambda *_: Launches(ran, "kernel"))
+    monkeypatch.setattr(rms_norm_grad_sm90.common, "on_device", lambda t: same)
+    monkeypatch.setattr(rms_norm_grad_sm90, "load", lambda *_, **variant: Launches(ran, "kernel"))
     monkeypatch.setattr(anchor, "gradients", lambda *given: ran.append("anchor"))
-    run = rms_norm_hopper.launcher(0, 4096, dr, 2)
+    run = rms_norm_grad_sm90.launcher(0, 4096, dr, 2)
     memory = torch.zeros(3, 40 * 4096 + 8, dtype=BF16)
     x, dy, second = (row[0 if which == "fits" else 1 :][: 40 * 4096].view(40, 4096) for row in memory)
     weight = torch.ones(4096, dtype=BF16)
@@ -166,7 +164,7 @@ def test_what_the_kernel_is_given(dr: bool, which: str, monkeypatch: pytest.Monk
         return
     dx, partials = found
     (name, blocks, threads, given, more), *rest = ran
-    assert (name, threads, more, rest) == ("kernel", 256, {"early": True}, [])
+    assert (name, threads, more, rest) == ("kernel", 256, {"pdl": True}, [])
     assert blocks == len(partials) == 3 and partials.shape == (3, 4096) and dx.shape == x.shape
     assert (given.x, given.dy, given.weight) == (x.data_ptr(), dy.data_ptr(), weight.data_ptr())
     assert (given.dx, given.partials) == (dx.data_ptr(), partials.data_ptr())
@@ -177,29 +175,29 @@ def test_what_the_kernel_is_given(dr: bool, which: str, monkeypatch: pytest.Monk
 def test_shared_memory_and_threads_are_within_a_multiprocessors() -> None:
     for channels in (520, 1024, 2560, 4096, 5120, 8192, 16384):
         for dr in (False, True):
-            for groups in rms_norm_hopper.RESIDENT:
-                if not rms_norm_hopper.fits(channels, dr, groups):
+            for groups in rms_norm_grad_sm90.RESIDENT:
+                if not rms_norm_grad_sm90.fits(channels, dr, groups):
                     continue
                 macros, threads = (
-                    rms_norm_hopper.macros(channels, dr, groups),
-                    rms_norm_hopper.threads(channels, groups),
+                    rms_norm_grad_sm90.macros(channels, dr, groups),
+                    rms_norm_grad_sm90.threads(channels, groups),
                 )
                 assert macros["RESIDENT"] * threads <= 2048 and threads % 32 == 0
-                held = macros["RESIDENT"] * (rms_norm_hopper.shared_bytes(channels, dr) + 1024)
+                held = macros["RESIDENT"] * (rms_norm_grad_sm90.shared_bytes(channels, dr) + 1024)
                 assert macros["RESIDENT"] == 1 or held <= 228 << 10
-    assert rms_norm_hopper.fits(1024, True, 4) and rms_norm_hopper.fits(8192, True, 4)
-    assert not rms_norm_hopper.fits(512, True, 4) and not rms_norm_hopper.fits(16384, True, 4)
+    assert rms_norm_grad_sm90.fits(1024, True, 4) and rms_norm_grad_sm90.fits(8192, True, 4)
+    assert not rms_norm_grad_sm90.fits(512, True, 4) and not rms_norm_grad_sm90.fits(16384, True, 4)
 
 
 @needs_compiler
-@pytest.mark.parametrize("groups", rms_norm_hopper.RESIDENT)
+@pytest.mark.parametrize("groups", rms_norm_grad_sm90.RESIDENT)
 @pytest.mark.parametrize(("channels", "dr"), ((1024, True), (2560, False), (4096, True), (8192, False)))
 def test_it_compiles_without_spills(
     channels: int, dr: bool, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
-    macros = rms_norm_hopper.macros(channels, dr, groups)
-    driver.compile_cuda(build.source_dir() / "cuda" / rms_norm_hopper.SOURCE, "90a", macros)
+    macros = rms_norm_grad_sm90.macros(channels, dr, groups)
+    driver.compile_cuda(build.source_dir() / "cuda" / rms_norm_grad_sm90.SOURCE, "90a", macros)
     (kept,) = (tmp_path / "cuda").iterdir()
     sass = tool("cuobjdump", "-sass", str(kept))
     assert "UBLKCP" in sass and not re.search(r"\b(STL|LDL)\b", sass), "spills"

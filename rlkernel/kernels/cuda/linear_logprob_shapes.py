@@ -29,7 +29,7 @@ NARROW = (1, 9, FEW_TOKENS)  # tokens at which `dweight` is compared in a narrow
 # ---- the forward and dz --------------------------------------------------------------------------
 
 
-class Shape(NamedTuple):
+class LinearLogprobShape(NamedTuple):
     """Shape class of both ops. The kernel's arithmetic knows neither T nor V, so they are no part of it."""
 
     device: int  # index, -1 for the CPU
@@ -53,9 +53,9 @@ def _fetchable(*matrices: Tensor) -> bool:
 def forward_shape(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
     keep_probs: bool, width: int,
-) -> Shape:  # fmt: skip
+) -> LinearLogprobShape:  # fmt: skip
     dense = _fetchable(hidden, weight) and not (keep_probs and weight.shape[0] % 8)
-    return Shape(
+    return LinearLogprobShape(
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype, dense,
         inv_temperature is not None, kept is not None, keep_probs, width > 0, False, False,
     )  # fmt: skip
@@ -65,8 +65,8 @@ def dz_shape(
     dz: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
     stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, active: Active, first: int,
     vocab_size: int,
-) -> Shape:  # fmt: skip
-    return Shape(
+) -> LinearLogprobShape:  # fmt: skip
+    return LinearLogprobShape(
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype,
         hidden.shape[1] % 8 == 0 and _fetchable(weight), inv_temperature is not None, kept is not None, False, False,
         dlogp is not None, dentropy is not None,
@@ -103,7 +103,7 @@ def dz_call(
     )  # fmt: skip
 
 
-def rows_of(s: Shape) -> list[int]:
+def rows_of(s: LinearLogprobShape) -> list[int]:
     return [LEAST_TOKENS, 1000, 4096] if s.many else [1, 77, LEAST_TOKENS - 1]
 
 
@@ -112,7 +112,7 @@ def _apart(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 8), value=float("nan"))[:, : x.shape[1]]
 
 
-def forward_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def forward_sample(s: LinearLogprobShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     device = generator.device
     hidden = values(kind, m, s.c, s.dtype, generator)
     weight = values(finite(kind), SAMPLE_ENTRIES, s.c, s.dtype, generator, second=True) * (4 * s.c**-0.5)
@@ -151,7 +151,7 @@ def _active(
     return token_rows.row_order(targets, kept, stats, dlogp, dentropy, vocab, len(targets)).active(0, len(targets), row)
 
 
-def dz_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def dz_sample(s: LinearLogprobShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     hidden, weight, targets, inverse, kept, *_ = forward_sample(s, m, kind, generator)
     _, entropy, _, stats = anchor.forward(hidden, weight, targets, inverse, kept)
     g = _upstream(m, generator)

@@ -21,7 +21,7 @@ BUCKETS = (0, 1, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512, 1024, 2048, 4
 SAMPLE_BYTES = 3 << 30  # limit on the largest matrix of a comparison, 8192 rows of a head; a call with more is cut
 
 
-class Shape(NamedTuple):
+class LinearShape(NamedTuple):
     """Shape class of a call.
 
     `form` says which product it is: "forward" x [M,K] w^T, "dgrad" dy [M,N] w, "wgrad" dy^T x, where `rows` counts
@@ -79,22 +79,24 @@ def _dense(*operands: Tensor) -> bool:
 
 def linear_shape(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
-) -> Shape:
+) -> LinearShape:
     dense = _dense(x, weight)
-    return Shape(
+    return LinearShape(
         x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks, dense, "forward"
     )
 
 
-def dgrad_shape(dy: Tensor, weight: Tensor, chunks: int) -> Shape:
+def dgrad_shape(dy: Tensor, weight: Tensor, chunks: int) -> LinearShape:
     dense = _dense(dy, weight)
-    return Shape(dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, dense, "dgrad")
+    return LinearShape(
+        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, dense, "dgrad"
+    )
 
 
-def wgrad_shape(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Shape:
+def wgrad_shape(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> LinearShape:
     dense = _dense(grad, dy, x)
     rows = bucket(dy.shape[0])
-    return Shape(dy.get_device(), rows, grad.shape, dy.dtype, grad.dtype, False, 1, dense, "wgrad", fresh)
+    return LinearShape(dy.get_device(), rows, grad.shape, dy.dtype, grad.dtype, False, 1, dense, "wgrad", fresh)
 
 
 # What a warm call looks up. Each attribute of a tensor costs a tenth of a microsecond: of operands that share a
@@ -124,7 +126,7 @@ def wgrad_call(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Hashable:
     )  # fmt: skip
 
 
-def _row_bytes(s: Shape) -> int:
+def _row_bytes(s: LinearShape) -> int:
     """Bytes of a row of the largest matrix of a call."""
     if s.form == "wgrad":
         return sum(s.weight) * s.dtype.itemsize
@@ -132,14 +134,14 @@ def _row_bytes(s: Shape) -> int:
     return max(s.k * s.dtype.itemsize, s.n * s.out.itemsize, partials)
 
 
-def most_rows(s: Shape) -> int:
+def most_rows(s: LinearShape) -> int:
     """The most rows that a schedule is compared at, and therefore the most that it gets at once."""
     if s.form == "wgrad":  # one chain over the tokens of a chunk: nothing to cut
         return s.rows
     return min(s.rows, max(8, SAMPLE_BYTES // max(_row_bytes(s), 1) // 8 * 8))
 
 
-def rows_of(s: Shape) -> list[int]:
+def rows_of(s: LinearShape) -> list[int]:
     """The lowest and the highest row count that a schedule gets, and one between unless that takes gigabytes."""
     high = most_rows(s)
     low = BUCKETS[max(BUCKETS.index(s.rows) - 1, 0)] + 1
@@ -158,19 +160,19 @@ def cut(m: int, most: int) -> list[slice]:
     return [slice(first, last) for first, last in pairwise(at)]
 
 
-def linear_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def linear_sample(s: LinearShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     x = values(kind, m, s.k, s.dtype, generator)
     weight = values(kind, s.n, s.k, s.dtype, generator, second=True)
     bias = values("normal", 1, s.n, s.dtype, generator)[0] if s.bias else None
     return x, weight, bias, s.chunks, 1, s.out_dtype
 
 
-def dgrad_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def dgrad_sample(s: LinearShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     dy = values(kind, m, s.k, s.dtype, generator)
     return dy, values(kind, s.n, s.k, s.dtype, generator, second=True).t().contiguous(), s.chunks
 
 
-def wgrad_sample(s: Shape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def wgrad_sample(s: LinearShape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     n, k = s.weight
     dy = values(kind, n, tokens, s.dtype, generator).t().contiguous()
     x = values(kind, k, tokens, s.dtype, generator, second=True).t().contiguous()

@@ -1,7 +1,7 @@
 """policy_loss on CUDA: clipped losses of many tokens by Hopper's own kernel, where it has the Triton kernels' bits.
 
 The anchor is that of kernels/triton/policy_loss.py, which also computes every other form; here are the schedules that
-may take its place (cuda/policy_loss_hopper.py) and their certification.
+may take its place (cuda/policy_loss_sm90.py) and their certification.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from rlkernel.contract import orders
 from rlkernel.kernels import policy_loss as shared
 from rlkernel.kernels.certification import KINDS, Family, Run, Schedule, values
-from rlkernel.kernels.cuda import driver, policy_loss_hopper
+from rlkernel.kernels.cuda import driver, policy_loss_sm90
 from rlkernel.kernels.policy_loss import PolicyLossInputs
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common
@@ -33,7 +33,7 @@ CLIPS = ((0.2, 0.28), (0.0, 0.1), (0.3, math.inf), (math.inf, 0.0))  # clip_low 
 # ---- shape classes -------------------------------------------------------------------------------
 
 
-class Shape(NamedTuple):
+class PolicyLossShape(NamedTuple):
     """Shape class of policy_loss. The bits of a token's gradient know neither T nor B beyond the denominator."""
 
     device: int  # index, -1 for the CPU
@@ -50,19 +50,19 @@ def _power(x: int, least: int, most: int) -> int:
     return int(1 << min(max(bits + (bits - least) % 2, least), most))
 
 
-def shape_of(x: PolicyLossInputs) -> Shape:
+def shape_of(x: PolicyLossInputs) -> PolicyLossShape:
     tokens, batch = x.logp.shape[0], x.cu_seqlens.shape[0] - 1
     plain = (
         x.ref_logp is x.entropy is x.rollout_logp is x.clip_dual is x.tis_cap is None and not x.sequence_ratio
         and shared.form_code(x.loss_type) == shared.CLIPPED and x.advantages.shape[0] == batch
-        and tokens > 1 << (LEAST - 2) and tokens <= policy_loss_hopper.MOST_TOKENS
-        and 0 < batch <= policy_loss_hopper.MOST_SEQUENCES
+        and tokens > 1 << (LEAST - 2) and tokens <= policy_loss_sm90.MOST_TOKENS
+        and 0 < batch <= policy_loss_sm90.MOST_SEQUENCES
     )  # fmt: skip
     if not plain:
-        return Shape(x.logp.get_device(), False, False, False, 0, 0)
+        return PolicyLossShape(x.logp.get_device(), False, False, False, 0, 0)
     length = _power(common.cdiv(tokens, batch), SHORTEST, LONGEST)
     mean = shared.sequence_mean(x.loss_type)
-    return Shape(x.logp.get_device(), True, x.mask is not None, mean, _power(tokens, LEAST, MOST), length)
+    return PolicyLossShape(x.logp.get_device(), True, x.mask is not None, mean, _power(tokens, LEAST, MOST), length)
 
 
 def call_key(x: PolicyLossInputs) -> Hashable:
@@ -72,11 +72,11 @@ def call_key(x: PolicyLossInputs) -> Hashable:
     )  # fmt: skip
 
 
-def rows_of(s: Shape) -> list[int]:
+def rows_of(s: PolicyLossShape) -> list[int]:
     return [*(n * sum(RAGGED) for n in TIMES), s.tokens - 13]
 
 
-def forms_of(s: Shape) -> list[tuple[str, str]]:
+def forms_of(s: PolicyLossShape) -> list[tuple[str, str]]:
     """Loss types that a class admits, with each of `WAYS`."""
     types = [
         x for x in shared.LOSS_TYPES if shared.form_code(x) == shared.CLIPPED and shared.sequence_mean(x) == s.mean
@@ -85,14 +85,14 @@ def forms_of(s: Shape) -> list[tuple[str, str]]:
     return list(product(types, WAYS))
 
 
-def _form(s: Shape, times: int, kind: str) -> tuple[str, str, tuple[float, float]]:
+def _form(s: PolicyLossShape, times: int, kind: str) -> tuple[str, str, tuple[float, float]]:
     """The form of a sample, and its bounds. Whatever is drawn, all of both have a sample of finite sums."""
     finite = [k for k in KINDS if k != "wide"]
     forms, turn = forms_of(s), 0 if kind == "wide" else finite.index(kind)
     return *forms[(times * len(finite) + turn) % len(forms)], CLIPS[(times + turn) % len(CLIPS)]
 
 
-def sample(s: Shape, tokens: int, kind: str, generator: torch.Generator) -> tuple[PolicyLossInputs]:
+def sample(s: PolicyLossShape, tokens: int, kind: str, generator: torch.Generator) -> tuple[PolicyLossInputs]:
     device = generator.device
     times = next((n for n in TIMES if tokens == n * sum(RAGGED)), 0)
     if times:
@@ -129,12 +129,12 @@ def sample(s: Shape, tokens: int, kind: str, generator: torch.Generator) -> tupl
 # ---- schedules -----------------------------------------------------------------------------------
 
 
-def _hopper(setting: policy_loss_hopper.Setting) -> Schedule[Shape]:
-    def supports(s: Shape) -> bool:
+def _hopper(setting: policy_loss_sm90.Setting) -> Schedule[PolicyLossShape]:
+    def supports(s: PolicyLossShape) -> bool:
         return s.plain and driver.on_hopper(s.device) and (s.length > orders.SEGMENT or not setting.team)
 
-    def bind(s: Shape) -> Run:
-        return policy_loss_hopper.launcher(s.device, s.masked, setting)
+    def bind(s: PolicyLossShape) -> Run:
+        return policy_loss_sm90.launcher(s.device, s.masked, setting)
 
     name = f"team{setting.warps}" if setting.team else f"{setting.warps}x{setting.stages}"
     return Schedule(f"hopper.{name}", bind, supports)
@@ -144,6 +144,6 @@ policy_loss = ScheduledOp(
     Family(
         op="policy_loss", anchor=anchor.policy_loss, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
         versions=lambda: {"cuda compiler": driver.compiler()},
-        schedules=tuple(map(_hopper, (*policy_loss_hopper.SETTINGS, *policy_loss_hopper.TEAMS))),
+        schedules=tuple(map(_hopper, (*policy_loss_sm90.SETTINGS, *policy_loss_sm90.TEAMS))),
     )
 )  # fmt: skip

@@ -1,12 +1,13 @@
-"""linear_logprob's products on Hopper: launches of csrc/cuda/linear_logprob_sm90.cu, forward and backward.
+"""Launcher of csrc/cuda/linear_logprob_sm90.cu, linear_logprob's products on Hopper, forward and backward.
 
-Each has the signature of its anchor in kernels/triton/linear_logprob.py, and gives way to it where an operand does not
-begin at a 16-byte address, or the logits that are kept end inside a tile.
+Each function has the signature of its anchor in kernels/triton/linear_logprob.py and calls it if an operand is not at a
+16-byte address or the stored logits end inside a tile.
 """
 
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 from typing import Any
 
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK
-from rlkernel.kernels import build
 from rlkernel.kernels.cuda import driver
-from rlkernel.kernels.cuda.driver import Kernel, TensorMap, compile_cuda, tensor_map
+from rlkernel.kernels.cuda.driver import Kernel, TensorMap, load, tensor_map
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton.linear_grad import ascend
@@ -24,10 +24,17 @@ from rlkernel.kernels.triton.linear_logprob_rows import Active
 from rlkernel.kernels.triton.logprob import TileBuffers
 
 SOURCE = "linear_logprob_sm90.cu"
-STATISTICS, GRADIENT, PROBS, DHIDDEN, DWEIGHT = range(5)  # MODE of the source
-SHARED_BYTES = 4 * 48 * 1024 + 1024 + 64  # four pieces of both operands, barriers, and alignment
-COLUMNS = 256  # of a tile, all of which it stores where logits are kept
-STAGING_BYTES = 4 * 8192  # pieces of output on their way to memory
+COLUMNS = 256  # per tile; logits are stored in whole tiles
+
+
+class Pass(enum.IntEnum):
+    """`enum class Pass` of the source."""
+
+    STATISTICS = 0
+    DZ = 1
+    PROBABILITIES = 2
+    DHIDDEN = 3
+    DWEIGHT = 4
 
 
 class Arguments(ctypes.Structure):
@@ -44,19 +51,28 @@ class Arguments(ctypes.Structure):
     )  # fmt: skip
 
 
+def macros(which: Pass, temperature: bool = False, kept: bool = False, dentropy: bool = False) -> dict[str, int]:
+    """The macros of a variant."""
+    return {"PASS": which, "HAS_TEMPERATURE": temperature, "HAS_KEPT": kept, "HAS_DENTROPY": dentropy}
+
+
+def shared_bytes(which: Pass) -> int:
+    """Four k blocks of both operands, mbarriers, alignment, and the staging pieces of a stored output."""
+    return 4 * 48 * 1024 + 1024 + 64 + (4 * 8192 if which in (Pass.DZ, Pass.PROBABILITIES) else 0)
+
+
 @functools.cache
-def kernel(device: int, mode: int, temperature: bool, kept: bool, dentropy: bool) -> Kernel:
-    macros = {"MODE": mode, "HAS_TEMPERATURE": temperature, "HAS_KEPT": kept, "HAS_DENTROPY": dentropy}
-    cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", {name: int(v) for name, v in macros.items()})
-    return Kernel(cubin, "rlk_linear_logprob", SHARED_BYTES + (STAGING_BYTES if mode in (GRADIENT, PROBS) else 0))
+def kernel(device: int, which: Pass, temperature: bool = False, kept: bool = False, dentropy: bool = False) -> Kernel:
+    variant = macros(which, temperature, kept, dentropy)
+    return load(device, SOURCE, "rlk_linear_logprob", shared_bytes(which), **variant)
 
 
 def _launch(
     kernel: Kernel, shape: tuple[int, int, int], device: torch.device, maps: tuple[TensorMap, ...], parts: int = 1,
     **rest: Any,
 ) -> None:  # fmt: skip
-    """A result of shape[0] rows and shape[1] columns from shape[2] products each, or one each of `parts` of these, all
-    but the last of LOGPROB_DGRAD_CHUNK products."""
+    """Computes shape[0] rows and shape[1] columns from shape[2] products each; with several `parts`, one result per
+    chunk of LOGPROB_DGRAD_CHUNK products."""
     given = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in rest.items() if v is not None}
     clusters = parts * -(-shape[0] // 256) * -(-shape[1] // 256)
     most = driver.multiprocessors(device.index) // 2
@@ -83,9 +99,9 @@ def statistics(
     maps = [tensor_map(hidden, 128, 64), tensor_map(weight, 128, 64)]
     if probs is not None:
         maps.append(tensor_map(probs, 64, 64))
-    mode = STATISTICS if probs is None else PROBS
+    which = Pass.STATISTICS if probs is None else Pass.PROBABILITIES
     _launch(
-        kernel(hidden.get_device(), mode, inv_temperature is not None, kept is not None, False),
+        kernel(hidden.get_device(), which, inv_temperature is not None, kept is not None),
         (len(hidden), *weight.shape), hidden.device, tuple(maps), targets=targets, inv_temperature=inv_temperature,
         kept=kept, tile_max=buffers.maximum, tile_sum=buffers.sum, tile_entropy=buffers.entropy,
         target_z=buffers.target, logits=logits, width=None if logits is None else logits.shape[1],
@@ -115,9 +131,7 @@ def dz_block(
         )  # fmt: skip
     with common.on_device(hidden):
         _launch(
-            kernel(
-                hidden.get_device(), GRADIENT, inv_temperature is not None, kept is not None, dentropy is not None
-            ),
+            kernel(hidden.get_device(), Pass.DZ, inv_temperature is not None, kept is not None, dentropy is not None),
             (len(hidden), *weight.shape), hidden.device,
             (tensor_map(hidden, 128, 64), tensor_map(weight, 128, 64), tensor_map(dz, 64, 64)),
             targets=targets, inv_temperature=inv_temperature, kept=kept, stats=stats, entropy=entropy, dlogp=dlogp,
@@ -131,7 +145,7 @@ def dhidden_block(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, acti
     parts = -(-len(weight) // LOGPROB_DGRAD_CHUNK)
     with common.on_device(dz):
         launch = functools.partial(
-            _launch, kernel(dz.get_device(), DHIDDEN, False, False, False), (*running.shape, len(weight)), dz.device,
+            _launch, kernel(dz.get_device(), Pass.DHIDDEN), (*running.shape, len(weight)), dz.device,
             (tensor_map(dz, 128, 64), tensor_map(weight, 64, 64)), parts, count=active.count,
         )  # fmt: skip
         if parts == 1:
@@ -147,7 +161,7 @@ def dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active:
     rounded = grad.dtype != torch.float32
     with common.on_device(dz):
         _launch(
-            kernel(dz.get_device(), DWEIGHT, False, False, False), (*grad.shape, len(hidden)), dz.device,
+            kernel(dz.get_device(), Pass.DWEIGHT), (*grad.shape, len(hidden)), dz.device,
             (tensor_map(dz, 64, 64), tensor_map(hidden, 64, 64)),
             count=active.count, sum=None if rounded else grad, rounded=grad if rounded else None, fresh=fresh,
         )  # fmt: skip

@@ -1,13 +1,11 @@
-"""policy_loss on Hopper in CUDA C++: launches of csrc/cuda/policy_loss_sm90.cu and, for long sequences,
-csrc/cuda/policy_loss_teams_sm90.cu.
+"""Launcher of csrc/cuda/policy_loss_sm90.cu and, for long sequences, policy_loss_teams_sm90.cu.
 
-cuda/policy_loss.py offers it to certification, as any schedule; what the copy engine cannot read runs the anchor.
+Schedules of cuda/policy_loss.py; inputs that TMA cannot load run the anchor.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,8 +13,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import SEGMENT
-from rlkernel.kernels import build
-from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, noted
+from rlkernel.kernels.cuda.driver import load, noted
 from rlkernel.kernels.policy_loss import COUNTS, STATS, Outputs, PolicyLossInputs, divides_by_tokens, sequence_mean
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import policy_loss as anchor
@@ -24,17 +21,17 @@ from rlkernel.kernels.triton.policy_loss_batch import how_divided
 
 SOURCE, TEAMS_SOURCE = "policy_loss_sm90.cu", "policy_loss_teams_sm90.cu"
 BLOCKS, SUMS, COUNTED = 128, 4, 7
-CLUSTER, LANES, RECORD = 8, 128, 8  # blocks and threads of the teams' second kernel; words that a sequence leaves it
-MOST_SEQUENCES, MOST_TOKENS = 1 << 16, 1 << 30  # whose sums fit in shared memory; that an int counts
+CLUSTER, LANES, RECORD = 8, 128, 8  # the teams' second kernel: blocks, threads, words per sequence's record
+MOST_SEQUENCES, MOST_TOKENS = 1 << 16, 1 << 30  # limits: sums in shared memory; counts in an int
 
 
 class Setting(NamedTuple):
     """How a block is divided; changes no bit."""
 
     warps: int
-    stages: int  # pieces that a warp has in shared memory
-    piece: int  # tokens, which make up segments
-    team: bool = False  # a block's warps share a sequence; else each has its own
+    stages: int  # pieces per warp in shared memory
+    piece: int  # tokens; divides a segment
+    team: bool = False  # a block's warps share a sequence; else each warp has its own
 
 
 SETTINGS = (Setting(8, 2, 1024), Setting(24, 1, 1024), Setting(20, 2, 512))
@@ -60,13 +57,12 @@ def source(setting: Setting) -> str:
 
 def macros(setting: Setting, masked: bool) -> dict[str, int]:
     """The macros of a variant."""
-    if setting.team:
-        return {"WARPS": setting.warps, "MASKED": int(masked)}
-    return {"WARPS": setting.warps, "STAGES": setting.stages, "PIECE": setting.piece, "MASKED": int(masked)}
+    warps, stages, piece, team = setting
+    return {"WARPS": warps, "MASKED": masked, **({} if team else {"STAGES": stages, "PIECE": piece})}
 
 
 def shared_bytes(setting: Setting, masked: bool, batch: int) -> int:
-    """Stages, their barriers and what is told of them, counts of the block, sums of its sequences."""
+    """Stages with their mbarriers and piece infos, the block's counts, sums of its sequences."""
     stage = 2 * (setting.piece + 4) * 4 + (SEGMENT + 16 if masked else 0)
     if setting.team:
         return setting.warps * (stage + 8)
@@ -74,23 +70,12 @@ def shared_bytes(setting: Setting, masked: bool, batch: int) -> int:
     return held + 4 * (COUNTED + 1) + common.cdiv(batch, BLOCKS) * 4 * SUMS
 
 
-@functools.cache
-def _kernels(device: int, setting: Setting, masked: bool) -> tuple[Kernel, Kernel]:
-    cubin = compile_cuda(build.source_dir() / "cuda" / source(setting), "90a", macros(setting, masked))
-    most = shared_bytes(setting, masked, MOST_SEQUENCES)
-    return Kernel(cubin, "rlk_policy_loss_tokens", most), Kernel(cubin, "rlk_policy_loss_batch", 0)
-
-
 def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outputs]:
-    """A function with the argument of the anchor, `triton.policy_loss.policy_loss`, for a clipped loss of tokens with
-    an advantage a sequence, MOST_SEQUENCES and MOST_TOKENS at most, and none of the further vectors and bounds.
-
-    Raises:
-        BuildError: there is no compiler for the kernels.
-    """
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the device's context exists from here on
-        first, second = _kernels(device, setting, masked)
+    """A function with the argument of the anchor, `triton.policy_loss.policy_loss`, for token-level clipped losses
+    with one advantage per sequence, at most MOST_SEQUENCES and MOST_TOKENS, without the further vectors and bounds."""
+    variant, most = macros(setting, masked), shared_bytes(setting, masked, MOST_SEQUENCES)
+    first = load(device, source(setting), "rlk_policy_loss_tokens", most, **variant)
+    second = load(device, source(setting), "rlk_policy_loss_batch", 0, **variant)
 
     def policy_loss(x: PolicyLossInputs) -> Outputs:
         x = PolicyLossInputs._make([*(None if v is None else v.contiguous() for v in x[:5]), *x[5:]])
@@ -101,10 +86,7 @@ def launcher(device: int, masked: bool, setting: Setting) -> Callable[..., Outpu
         given, out = arguments(x, parts)
         with common.on_device(x.logp):
             first(batch if setting.team else BLOCKS, 32 * setting.warps, given)
-            if setting.team:
-                second(CLUSTER, LANES, given, early=True)
-            else:
-                second(1, 32 * SUMS, given, early=True)
+            second(*((CLUSTER, LANES) if setting.team else (1, 32 * SUMS)), given, pdl=True)
         del parts  # must live until both are queued
         return out
 

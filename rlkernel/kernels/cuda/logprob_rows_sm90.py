@@ -1,12 +1,11 @@
-"""logprob of many rows of a large vocabulary on Hopper in CUDA C++: launches of csrc/cuda/logprob_rows_sm90.cu.
+"""Launcher of csrc/cuda/logprob_rows_sm90.cu, logprob of many rows of a large vocabulary on Hopper.
 
-cuda/logprob.py offers it to certification, as any schedule; what the copy engine cannot read runs the anchor.
+A schedule of cuda/logprob.py; logits that TMA cannot load run the anchor.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import VOCAB_TILE
-from rlkernel.kernels import build
 from rlkernel.kernels.cuda import driver
-from rlkernel.kernels.cuda.driver import Kernel, compile_cuda, noted
+from rlkernel.kernels.cuda.driver import load, noted
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import logprob as anchor
 
@@ -24,11 +22,11 @@ SOURCE = "logprob_rows_sm90.cu"
 
 
 class Setting(NamedTuple):
-    """How a block reads: `lanes` that hold a tile of the vocabulary decide the size of a piece."""
+    """How a block is divided; changes no bit."""
 
-    warps: int
-    pieces: int  # of a warp, under way at a time
-    lanes: int
+    warps: int  # reader warps
+    pieces: int  # buffers per warp
+    lanes: int  # lanes per vocabulary tile: 32 / lanes tiles make up a piece
 
 
 SETTINGS = (Setting(15, 1, 1), Setting(23, 2, 2))
@@ -48,7 +46,7 @@ class Arguments(ctypes.Structure):
 
 
 def shared_bytes(setting: Setting, vocab: int, turns: int | None = None) -> int:
-    """Pieces, statistics of as many rows as take turns, and barriers."""
+    """Pieces, statistics of `turns` rows, and mbarriers."""
     held, turns = setting.warps * setting.pieces, turns or turns_of(setting, vocab)
     piece = 32 // setting.lanes * VOCAB_TILE * 2
     return held * (piece + 8) + turns * (12 * common.cdiv(vocab, VOCAB_TILE) + 16)
@@ -59,40 +57,36 @@ def _fits(setting: Setting, vocab: int, turns: int) -> bool:
 
 
 def fits(setting: Setting, vocab: int) -> bool:
-    """Whether shared memory holds the statistics of a vocabulary."""
+    """Whether shared memory holds the statistics of two rows."""
     return _fits(setting, vocab, 2)
 
 
 def turns_of(setting: Setting, vocab: int) -> int:
-    """Rows whose statistics shared memory holds: of a small vocabulary warps are in several rows at once."""
+    """Rows with statistics in shared memory: four for a small vocabulary, where warps work on several rows at once."""
     return 4 if _fits(setting, vocab, 4) else 2
 
 
 def macros(setting: Setting, vocab: int, half: bool, temperature: bool) -> dict[str, int]:
     """The macros of a variant."""
-    return {"WARPS": setting.warps, "PIECES": setting.pieces, "LANES": setting.lanes,
-            "TURNS": turns_of(setting, vocab), "HALF": int(half), "HAS_TEMPERATURE": int(temperature)}  # fmt: skip
-
-
-@functools.cache
-def _kernel(device: int, setting: Setting, vocab: int, half: bool, temperature: bool) -> Kernel:
-    cubin = compile_cuda(build.source_dir() / "cuda" / SOURCE, "90a", macros(setting, vocab, half, temperature))
-    return Kernel(cubin, "rlk_logprob_rows", shared_bytes(setting, vocab))
+    warps, pieces, lanes = setting
+    turns = turns_of(setting, vocab)
+    return {
+        "WARPS": warps,
+        "PIECES": pieces,
+        "LANES": lanes,
+        "TURNS": turns,
+        "HALF": half,
+        "HAS_TEMPERATURE": temperature,
+    }
 
 
 def launcher(
     device: int, dtype: torch.dtype, vocab: int, temperature: bool, setting: Setting
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """A function with the arguments of the anchor, `triton.logprob.logprob`, for logits [T, vocab] with dense rows a
-    multiple of 16 bytes apart, and no kept sets.
-
-    Raises:
-        BuildError: there is no compiler for the kernel.
-    """
-    tiles = common.cdiv(vocab, VOCAB_TILE)
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the device's context exists from here on
-        kernel = _kernel(device, setting, vocab, dtype == torch.float16, temperature)
+    """A function with the arguments of the anchor, `triton.logprob.logprob`, for logits [T, vocab] with contiguous rows
+    at a stride that is a multiple of 16 bytes, without kept sets."""
+    tiles, variant = common.cdiv(vocab, VOCAB_TILE), macros(setting, vocab, dtype == torch.float16, temperature)
+    kernel = load(device, SOURCE, "rlk_logprob_rows", shared_bytes(setting, vocab), **variant)
     most = driver.multiprocessors(device)
 
     def logprob(
@@ -109,7 +103,7 @@ def launcher(
             return out
         shared = tokens % blocks
         with common.on_device(logits):
-            # Rows that do not come out even: every block takes as much of them, and the anchor's kernel combines.
+            # The remaining rows are split evenly across the blocks, and the anchor's kernel combines their statistics.
             buffers = anchor.TileBuffers(shared, vocab, logits.device) if shared else None
             parts = (buffers.maximum, buffers.sum, buffers.entropy, buffers.target) if buffers else ()
             arguments = Arguments(
