@@ -5,7 +5,7 @@ from __future__ import annotations
 from aot import Variant
 from rlkernel.kernels.triton.logprob_backward import DGRAD_BLOCK, logprob_dgrad_kernel
 
-# Types of what both directions are given.
+# types of the arguments that the forward and backward kernels share
 INPUTS = {"logits": "*bf16:16", "targets": "*i64:16", "inv_temperature": "*fp32:16", "kept": "*i32:16"}
 SIZES = {"V": "i32:16", "WORDS": "i32", "logits_row": "i32:16"}
 AOT: tuple[Variant, ...] = (

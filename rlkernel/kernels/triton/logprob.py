@@ -145,7 +145,7 @@ def group_stats(
 
 @triton.jit
 def store_stats(memory, PLANE, first, end, m, s, e):
-    """Stores statistics [G] of tiles [first, first + G), those below `end`, to the three planes of `memory`."""
+    """Stores statistics [G] of tiles [first, first + G), those below `end`, in the three planes of `memory`."""
     i = tl.arange(0, 4 * m.shape[0])
     tile, plane = first + (i >> 2), i & 3
     # one tensor, because three would each need a layout change with two barriers
