@@ -1,4 +1,4 @@
-"""Certification of attention variant fa3 with fakes: exact, dependent on batch or paging; loading."""
+"""Attention variant fa3 with fake libraries: certification, refusals, stored verdicts, and loading the library."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_exact_library_is_certified_once(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(attention_fa3, "certify", lambda *_: pytest.fail("certified again"))
     attention_fa3.forget()
     assert attention_fa3.require(SHAPE) is library and attention_fa3.verdict(SHAPE) == found
-    assert schedule.report(torch.device("cpu")) == [], "a variant is no schedule"
+    assert schedule.report(torch.device("cpu")) == [], "a variant is not a schedule"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def pair(q: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
 
 
 def modules(monkeypatch: pytest.MonkeyPatch, **found: Any) -> None:
-    """Exactly these modules are importable among those that are looked for."""
+    """Makes only these of the modules that the library search tries importable."""
     for name in ("vllm", "flash_attn_interface", "flash_attn_3"):
         for part in [part for part in sys.modules if part.startswith(f"{name}.")]:  # another test may have imported it
             monkeypatch.delitem(sys.modules, part)

@@ -1,4 +1,4 @@
-"""Long prefill's schedules without a GPU: shape classes, samples, the choice, and where one cannot be built."""
+"""Schedules of long prefill without a GPU: shape classes, samples, the choice, and a schedule that does not build."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def test_what_is_no_part_of_a_class_differs_between_its_samples() -> None:
     ]
     scales = {scale for *_, scale, _, _, _, _ in given}
     assert len(scales) == len(SCALES) and any(math.frexp(scale)[0] != 0.5 for scale in scales)
-    assert given[1][7] == 64**-0.5, "what is timed"
+    assert given[1][7] == 64**-0.5, "the timed sample"
     for i in range(3):
-        assert {x[i].is_contiguous() for x in given} == {True, False}, "rows that lie apart"
+        assert {x[i].is_contiguous() for x in given} == {True, False}, "contiguous and strided rows"
     assert not given[0][0].is_contiguous() and given[0][10].is_contiguous()
 
 
 @pytest.mark.parametrize("heads", ((64, 8), (28, 4), (32, 32), (16, 8), (40, 8), (32, 4), (128, 128), (14, 2)), ids=str)
 def test_both_orders_of_tiles_are_compared(heads: tuple[int, int]) -> None:
-    """The kernel numbers its tiles in one of two ways, by the longest sequence's queries."""
+    """The kernel orders its tiles in one of two ways, depending on the longest sequence's queries."""
     group = heads[0] // heads[1]
     for shape in CLASSES:
         s = shape._replace(heads=heads[0], kv_heads=heads[1])
@@ -89,14 +89,14 @@ def test_both_orders_of_tiles_are_compared(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_compared_is_finite(kind: str) -> None:
-    """NaN for NaN would say little."""
+    """Comparing NaN with NaN would prove little."""
     q, k, v, *_ = cuda.sample(SHAPE, 775, kind, torch.Generator().manual_seed(1))
     assert (q.double() @ k[: len(k) - 64, 0].double().T).abs().max() * 64**-0.5 * 1.45 < 2**24
     assert v[: len(v) - 64].isfinite().all()
 
 
 def test_infinities_and_nans_lie_where_the_op_defines_what_they_do() -> None:
-    """Of a key behind a row a tile may multiply the value by zero: values are finite, queries and some keys are not."""
+    """A tile may multiply a masked key's value by zero, so values are finite; queries and some keys are not."""
     shape = SHAPE._replace(heads=4, kv_heads=2)
     q, k, v, *_ = cuda.sample(shape, 775, NONFINITE, torch.Generator().manual_seed(1))
     total = len(k) - 64
@@ -114,7 +114,7 @@ def test_classes_meet_what_they_are_chosen_by() -> None:
 
 
 def test_classes_of_an_engine_are_those_of_its_calls() -> None:
-    """What is settled at the start is what calls over pages ask for later."""
+    """The classes certified at startup are those that paged calls use later."""
 
     def spans(tokens: int, longest: int) -> list[int]:
         return [s.span for s in cuda.paged_classes(0, torch.bfloat16, 4, 2, 128, tokens, longest)]
@@ -137,7 +137,7 @@ def test_a_warm_call_is_known_by_its_class() -> None:
         for keys in (1, 64, 65, 2048, 2049, 8192, 8193, 16384, 99999)
     ]
     family = cuda.prefill.family
-    assert len(classes_of(family, calls)) == len({family.call_key(*given) for given in calls}), "no more keys either"
+    assert len(classes_of(family, calls)) == len({family.call_key(*given) for given in calls}), "one call key per class"
 
 
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
@@ -155,12 +155,12 @@ def test_who_is_offered_what(chip: tuple[int, int], monkeypatch: pytest.MonkeyPa
     assert names(d=64) == names(several=False) == hopper
     assert names(d=80) == names(d=256) == names(dtype=torch.float32) == names(device=-1) == names(split=8192) == []
     monkeypatch.setattr(cuda, "KNOWN", False)
-    assert names() == hopper, "another Triton"
+    assert names() == hopper, "another Triton version"
 
 
 @pytest.fixture
 def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the op on a CPU with an anchor that only marks what it was given."""
+    """Makes the op on a CPU with an anchor that only fills its outputs."""
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(clock, "milliseconds", milliseconds)
     monkeypatch.setattr(cuda, "TIMED", 600)
@@ -209,7 +209,7 @@ def test_kernels_that_differ_are_refused(op: Any) -> None:
     verdict = made.verdict(*given)
     assert [t.certified for t in verdict.trials] == [False, False] and made.chosen(*given) == ANCHOR
     assert verdict.trials[0].first["result"] == 1, "the log-sum-exp"
-    assert "nan" in verdict.trials[1].first["actual"], "what was not written"
+    assert "nan" in verdict.trials[1].first["actual"], "unwritten output"
 
 
 @pytest.mark.parametrize("what", ("fits", "q", "out", "stride", "tiles"))

@@ -38,10 +38,10 @@ def logits(rows: int = 256, vocab: int = V, dtype: torch.dtype = torch.bfloat16)
 def test_a_sample_is_of_its_class(kind: str, temperature: bool) -> None:
     shape = SHAPE._replace(temperature=temperature)
     given = cuda.sample(shape, 397, kind, torch.Generator().manual_seed(0))
-    assert cuda.shape_of(*given) == shape and given[0].stride(0) == 1008, "rows that lie apart"
+    assert cuda.shape_of(*given) == shape and given[0].stride(0) == 1008, "strided rows"
     z, targets, inverse, _ = given
     rows = reference.logprob(z.float(), targets.clamp(0, 999), inverse, None)[2]
-    assert rows.isnan().sum() >= 6 and (rows == -torch.inf).sum() >= 3, "rows of every special kind"
+    assert rows.isnan().sum() >= 6 and (rows == -torch.inf).sum() >= 3, "rows with NaN and with -inf"
     assert rows.isfinite().sum() >= (350 if kind == NONFINITE else 380) and not {-1, 1000}.isdisjoint(targets.tolist())
 
 
@@ -96,7 +96,7 @@ def test_a_warm_call_is_known_by_its_class() -> None:
 
 @pytest.fixture
 def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the op on a CPU, the reference its anchor."""
+    """Makes the op on a CPU with the reference as its anchor."""
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(clock, "milliseconds", milliseconds)
     monkeypatch.setattr(cuda, "SAMPLE_BYTES", 1 << 10)
@@ -115,7 +115,7 @@ def plain(z: Tensor, targets: Tensor, inverse: Tensor | None, kept: Tensor | Non
 
 
 def wrong(z: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The last row's statistics are those of the one before."""
+    """A wrong kernel: the last row gets the statistics of the row before."""
     out = plain(z, targets, *rest)
     out[3][-1] = out[3][-2] + 1
     return out
@@ -185,7 +185,7 @@ def test_what_the_kernel_is_given(which: str, rows: int, monkeypatch: pytest.Mon
 
 def test_shared_memory_holds_what_the_source_lays_out() -> None:
     for setting in logprob_rows_sm90.SETTINGS:
-        assert (setting.warps + 1) % 4 == 0, "the warps of a block use the registers of all four partitions alike"
+        assert (setting.warps + 1) % 4 == 0, "the warps of a block fill the four SM partitions evenly"
         assert [logprob_rows_sm90.turns_of(setting, v) for v in (32000, 230000)] == [4, 4 if setting.warps == 15 else 2]
         pieces = setting.warps * setting.pieces * 8192 // setting.lanes
         for vocab, tiles in ((257, 3), (151936, 1187)):

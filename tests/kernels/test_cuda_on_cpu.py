@@ -1,6 +1,6 @@
-"""Kernels of Hopper's, their own sources, run on a CPU by cuda_on_cpu/sm90.cuh: bits, memory, what waits for what.
+"""Runs sources of Hopper kernels on a CPU with cuda_on_cpu/sm90.cuh: bits, memory accesses and synchronisation.
 
-An exponential is the C library's there, and a NaN has the sign that the CPU gives it. Everything else is the kernel's.
+The exponential is the C library's, and NaNs have the CPU's sign; everything else is the kernel's own code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GUARD = 64  # elements on either side of what a kernel writes
 def built(
     folder: Path, source: str, macros: tuple[tuple[str, int], ...], planted: tuple[str, str] | None
 ) -> ctypes.CDLL:
-    """The kernel compiled for this machine, with a part of its source replaced where something is planted."""
+    """The kernel compiled for this CPU, with a part of its source replaced by `planted`."""
     place = folder / f"{abs(hash((source, macros, planted)))}"
     place.mkdir()
     for header in (HERE / "sm90.cuh", HERE / "launch.cpp", build.source_dir() / "cuda" / "policy_loss.cuh"):
@@ -60,7 +60,7 @@ def built(
 
 
 def in_child(run: Callable[[], object]) -> int:
-    """Exit status of a process of its own, whose shared memory is seen here."""
+    """Exit status of a forked process, whose writes to shared memory are visible here."""
     child = os.fork()
     if child == 0:
         run()
@@ -81,7 +81,7 @@ def launch(
 
 
 def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory with guards around it that a child can write."""
+    """Shared memory between guards, which a child process can write."""
     whole = torch.full((GUARD + int(np.prod(shape)) + GUARD,), 3, dtype=dtype).share_memory_()
     return whole[GUARD:-GUARD].view(shape)
 
@@ -129,7 +129,7 @@ def of_losses(
 
 
 def odd(given: PolicyLossInputs, case: str) -> tuple[PolicyLossInputs, bool]:
-    """A sample with something changed, and whether its borders are broken."""
+    """A modified sample, and whether its borders are invalid."""
     tokens, borders = len(given.logp), given.cu_seqlens.clone()
     if case == "one long":
         given = given._replace(advantages=given.advantages[:2])
@@ -146,7 +146,7 @@ def odd(given: PolicyLossInputs, case: str) -> tuple[PolicyLossInputs, bool]:
 @pytest.mark.parametrize("mean", (False, True), ids=("sums", "means"))
 @pytest.mark.parametrize("masked", (False, True), ids=("whole", "masked"))
 def test_teams_have_the_bits_of_warps(masked: bool, mean: bool, tmp_path: Path) -> None:
-    """The kernel that the GPU's records are of, and that of long sequences, on the samples of certification."""
+    """The kernel of the GPU records and the kernel for long sequences agree on certification's samples."""
     shape = policy_loss.PolicyLossShape(-1, True, masked, mean, 1 << 18, 1 << 12)
     cases = (*KINDS, "one long", "first", "falls", "past", "least", "most")
     for turn, (case, setting) in enumerate(zip(cases, itertools.cycle(policy_loss_sm90.TEAMS), strict=False)):
@@ -156,14 +156,16 @@ def test_teams_have_the_bits_of_warps(masked: bool, mean: bool, tmp_path: Path) 
         ours = of_losses(tmp_path, setting, given, turn)
         warps = policy_loss_sm90.SETTINGS[turn % len(policy_loss_sm90.SETTINGS)]
         theirs = of_losses(tmp_path, warps, given, turn)
-        for name in ("loss", "scale") if broken else ours:  # else who writes last is nobody's order
+        for name in (
+            ("loss", "scale") if broken else ours
+        ):  # with invalid borders sequences overlap, and the last writer is unspecified
             assert_bitwise(one_nan(ours[name]), one_nan(theirs[name]), f"{case}, team of {setting.warps}: {name}")
         assert bool(ours["loss"].isnan()) == (broken or case == "wide")
         if kind == "normal" and not broken:
             truth = reference.policy_loss(given)
             torch.testing.assert_close(ours["loss"][0], truth[0], rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(ours["dlogp"], truth[1], rtol=1e-4, atol=1e-9)
-            known = [i for i in range(14) if i != 9]  # the largest drift of a rollout that there is not
+            known = [i for i in range(14) if i != 9]  # largest drift; there is no rollout here
             torch.testing.assert_close(ours["stats"][known], truth[4][known], rtol=1e-4, atol=1e-6)
             assert torch.equal(ours["totals"], truth[5])
 
@@ -181,21 +183,21 @@ def test_a_team_that_does_not_wait_is_seen(tmp_path: Path) -> None:
 
 
 def tree(x: np.ndarray) -> np.ndarray:
-    """Sums of rows: neighbours, then neighbouring sums."""
+    """Pairwise sums of rows: neighbours, then neighbouring sums."""
     while x.shape[1] > 1:
         x = x[:, 0::2] + x[:, 1::2]
     return x[:, 0]
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Rounded once: 64 bits of a long double hold what a product of two floats and a float need, or nearly."""
+    """Rounded once: the 64-bit mantissa of a long double holds a product of two floats plus a float, or nearly."""
     return (a.astype(np.longdouble) * b + c).astype(np.float32)
 
 
 def in_order(
     dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float, pair: int, programs: int
 ) -> tuple[Tensor, Tensor]:
-    """The contract's order, written down once more: dx, and the partial sums of blocks that have one leaf or two."""
+    """An independent version of the contract's order: dx, and the partial sums of blocks with one leaf or two."""
     rows, channels = x.shape
     block = max(rms_norm_grad_sm90.LEAST, norm.next_power_of_2(channels))
     leaves, step = -(-rows // norm.LEAF), max(1, 2048 // block)
@@ -223,7 +225,7 @@ def in_order(
 def norms(
     folder: Path, channels: int, groups: int, dr: bool, planted: tuple[str, str] | None = None
 ) -> Iterator[tuple[int, str, Tensor, Tensor]]:
-    """(exit status, which, found, expected) for rows and distances of leaves of every sort."""
+    """(exit status, case, found, expected) for full and partial leaves, single and paired."""
     macros = rms_norm_grad_sm90.macros(channels, dr, groups)
     library = built(folder, rms_norm_grad_sm90.SOURCE, tuple(macros.items()), planted)
     for rows, pair in ((1, 0), (37, 0), (64, 2), (33, 2), (37, 2), (47, 2), (55, 2), (171, 2)):
@@ -263,7 +265,7 @@ def test_norms_gradients_are_in_the_contracts_order(channels: int, dr: bool, gro
         ("    if (thread == 0) load_step(step + STAGES);\n", ""),
         ("lane >> BIT & 1) * (N / 2)", "lane >> BIT & 1) * (N / 4)"),
     ),
-    ids=("nobody waits", "a phase is left out", "nothing is brought", "sums change places"),
+    ids=("no wait", "missing phase", "missing load", "swapped sums"),
 )
 def test_it_shows_what_is_wrong(planted: tuple[str, str], tmp_path: Path) -> None:
     wrong = [

@@ -33,7 +33,7 @@ SHAPE = cuda.PolicyLossShape(-1, True, True, True, 1 << 18, 1 << 10)
 
 
 def call(tokens: int = 1 << 17, batch: int = 128, **more: Any) -> tuple[PolicyLossInputs]:
-    """Arguments whose tensors have sizes and no values."""
+    """Arguments whose tensors have sizes but no storage of that size."""
     empty = lambda n: torch.empty(1).expand(n)
     given = {
         **dict.fromkeys(PolicyLossInputs._fields), "logp": empty(tokens), "old_logp": empty(tokens),
@@ -60,14 +60,14 @@ def test_a_sample_is_of_its_class(kind: str, mean: bool, masked: bool) -> None:
         assert bool(logp.isnan().any()) == (masked or kind == "wide")
         loss, *_, stats, _ = reference.policy_loss(*given)
         finite = bool(loss.isfinite()) and bool(stats[:3].isfinite().all())
-        assert finite == (kind != "wide"), "sums that show a wrong order"
+        assert finite == (kind != "wide"), "finite sums, which reveal a wrong order"
         if mask is not None:
             counted = torch.cat((torch.zeros(1), mask.cumsum(0)))[borders.long()].diff()
             assert bool((counted == 0).any()) and bool((counted > 0).any())
-    assert cuda.shape_of(*given) == shape and tokens % 16, "the copy engine may not fetch the last tokens"
-    assert 0 in cuda.RAGGED and max(cuda.RAGGED) > 2048, "empty sequences, and ones of several segments"
+    assert cuda.shape_of(*given) == shape and tokens % 16, "TMA may not load the last tokens"
+    assert 0 in cuda.RAGGED and max(cuda.RAGGED) > 2048, "empty sequences and sequences of several segments"
     turn = 1024 * max(setting.warps for setting in policy_loss_sm90.TEAMS)
-    assert max(cuda.RAGGED) > 2 * turn, "a team comes to its third turn"
+    assert max(cuda.RAGGED) > 2 * turn, "a team needs a third round"
 
 
 @pytest.mark.parametrize("mean", (False, True))
@@ -76,20 +76,22 @@ def test_samples_are_of_every_form_of_their_class(mean: bool) -> None:
     named = ("grpo", "gspo") if mean else ("bnpo", "dr_grpo", "dapo")
     for loss_type in named:
         given = call(loss_type=loss_type)
-        assert cuda.shape_of(*given) == shape, "the class admits it"
+        assert cuda.shape_of(*given) == shape, "the sample belongs to its class"
     assert {cuda.shape_of(*call(loss_type=x)) for x in set(LOSS_TYPES) - set(named)}.isdisjoint({shape})
     found, bounds = set(), set()
     for kind in KINDS:
         for tokens in cuda.rows_of(shape)[:2] + [1 << 17]:
             (given,) = cuda.sample(shape, tokens, kind, torch.Generator().manual_seed(0))
             way = (given.normalizer is not None) + 2 * (given.divisor is not None)
-            if kind != "wide":  # whose sums are NaN
+            if kind != "wide":  # its sums are NaN
                 found.add((given.loss_type, way))
                 bounds.add((given.clip_low, given.clip_high))
     assert bounds == set(cuda.CLIPS) and {0.0, math.inf} < {bound for pair in bounds for bound in pair}
     assert found == set(itertools.product(named, (0, 1, 2)))
     (first,) = cuda.sample(shape, 1 << 17, KINDS[0], torch.Generator())
-    assert (first.loss_type, first.normalizer, first.divisor) == ("grpo" if mean else "dapo", None, None), "timed"
+    assert (first.loss_type, first.normalizer, first.divisor) == ("grpo" if mean else "dapo", None, None), (
+        "the timed sample"
+    )
     assert (first.clip_low, first.clip_high) == (0.2, 0.28)
 
 
@@ -142,7 +144,7 @@ def test_a_warm_call_is_known_by_its_class() -> None:
 
 @pytest.fixture
 def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the op on a CPU, the reference its anchor."""
+    """Makes the op on a CPU with the reference as its anchor."""
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(clock, "milliseconds", milliseconds)
     monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
@@ -158,7 +160,7 @@ def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def wrong(*given: Any) -> tuple[Tensor, ...]:
-    """One token's gradient is another one's."""
+    """A wrong kernel: one token gets another token's gradient."""
     out = reference.policy_loss(*given)
     out[1][-1] += 1
     return out
@@ -209,7 +211,7 @@ PLANTS: dict[str, Callable[[PolicyLossInputs], bool]] = {
 @pytest.mark.parametrize("mean", (False, True))
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_loss_that_is_wrong_for_one_form_is_refused(plant: str, mean: bool, masked: bool, op: Any) -> None:
-    """However the sum is divided and whatever the class admits: it has been compared."""
+    """Every denominator and loss type of a class occurs in a sample."""
 
     def planted(given: PolicyLossInputs) -> tuple[Tensor, ...]:
         out = reference.policy_loss(given)
@@ -243,7 +245,7 @@ def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytes
         return
     assert [tuple(t.shape) for t in found] == [(), (300,), (0,), (), (14,), (6,)]
     (_, blocks, threads, arguments, how), (_, *second) = ran
-    if which == "team":  # a block a sequence; one cluster
+    if which == "team":  # one block per sequence, then one cluster
         assert (blocks, threads, how) == (3, 64, {}) and second == [8, 128, arguments, {"pdl": True}]
     else:
         assert (blocks, threads, how) == (128, 384, {}) and second == [1, 128, arguments, {"pdl": True}]
@@ -251,7 +253,7 @@ def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytes
     for name, t in {"logp": logp, "old_logp": old_logp, "borders": borders, "mask": mask, "loss": found[0],
                     "dlogp": found[1], "scale": found[3], "stats": found[4], "totals": found[5]}.items():  # fmt: skip
         assert passed[name] == (None if t is None else t.data_ptr()), name
-    assert passed["advantages"] != advantages.data_ptr(), "a dense copy"
+    assert passed["advantages"] != advantages.data_ptr(), "a contiguous copy"
     assert (passed["tokens"], passed["batch"], passed["mean"], passed["by_tokens"]) == (300, 3, 0, 1)
     assert (passed["divide_by"], passed["divisor"]) == ((0, 300.0) if masked else (1, 300.0))
     assert passed["low"] == pytest.approx(0.8) and passed["high"] == pytest.approx(1.3)

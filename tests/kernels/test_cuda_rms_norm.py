@@ -1,4 +1,4 @@
-"""The schedules of rms_norm's gradients without a GPU: shape classes, samples, the choice, what the kernel is given."""
+"""Schedules of rms_norm's gradients without a GPU: shape classes, samples, the choice, the kernel's arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE = cuda.RMSNormShape(-1, BF16, 1024, True, cuda.FEW)
 
 
 def call(rows: int, channels: int, dtype: torch.dtype = BF16, dr: bool = False) -> tuple[Any, ...]:
-    """Arguments whose tensors have sizes and no values."""
+    """Arguments whose tensors have sizes but no storage of that size."""
     x = torch.empty(1, dtype=dtype).expand(rows, channels)
     return x, x if dr else None, x, torch.empty(channels, dtype=dtype), 1e-6
 
@@ -75,7 +75,7 @@ def test_a_sample_is_of_its_class(least: int, kind: str) -> None:
     counts = cuda.rows_of(shape)
     assert any(rows % anchor.LEAF for rows in counts) and counts[-1] % cuda.MANY == 0
     pair = anchor.leaves(counts[1], 4096)[1] * anchor.LEAF
-    assert 0 < counts[1] % cuda.MANY - pair < 2 * anchor.LEAF, "of a pair's later leaf a few rows"
+    assert 0 < counts[1] % cuda.MANY - pair < 2 * anchor.LEAF, "the later leaf of a pair has a few rows"
     for rows in counts[:2]:
         given = cuda.sample(shape, rows, kind, torch.Generator().manual_seed(0))
         assert cuda.shape_of(*given) == shape and given[0].shape == given[1].shape == given[2].shape == (rows, 1024)
@@ -93,7 +93,7 @@ def test_samples_have_rows_of_zeros_without_eps() -> None:
 
 
 def test_programs_have_all_leaves() -> None:
-    """Whatever is short of rows, a block's leaves, as the source of the kernel counts them, are those of a tree."""
+    """For any row count, the leaves per block as the kernel's source computes them form the contract's tree."""
     for channels in (1024, 2560, 4096):
         for tokens in (1, 15, 16, 17, 4096, 8191, 8192, 8193, 8192 + 4096 + 5, 16384):
             per_chunk = anchor.leaves(tokens, channels)[0]
@@ -118,7 +118,7 @@ def plain(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) 
 
 
 def wrong(*given: Any) -> tuple[Tensor, Tensor]:
-    """The last channel's partial sum is another's."""
+    """A wrong kernel: the last channel gets another channel's partial sum."""
     dx, partials = plain(*given)
     partials[:, -1] = partials[:, -2] + 1
     return dx, partials
@@ -201,5 +201,7 @@ def test_it_compiles_without_spills(
     (kept,) = (tmp_path / "cuda").iterdir()
     sass = tool("cuobjdump", "-sass", str(kept))
     assert "UBLKCP" in sass and not re.search(r"\b(STL|LDL)\b", sass), "spills"
-    sums = 2 * max(1, 2048 // macros["BLOCK"]) * groups  # of a thread, for which five shuffles each would be taken
-    assert len(re.findall(r"SHFL\.BFLY", sass)) <= 2 * (sums + 4), "lanes exchange halves; twice, as a warp may diverge"
+    sums = 2 * max(1, 2048 // macros["BLOCK"]) * groups  # per thread; a plain butterfly takes five shuffles each
+    assert len(re.findall(r"SHFL\.BFLY", sass)) <= 2 * (sums + 4), (
+        "lanes exchange halves; twice, because the code exists for a diverged warp too"
+    )

@@ -178,7 +178,7 @@ def _gluon_bind(s: AttentionShape) -> Run:
 prefill = ScheduledOp(
     Family(
         op="attention_prefill", anchor=anchor.prefill, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
-        versions=lambda: {"cuda compiler": driver.compiler()}, mutates=(10, 11), kinds=(*KINDS, NONFINITE),
+        versions=driver.versions, mutates=(10, 11), kinds=(*KINDS, NONFINITE),
         schedules=(
             _hopper("hopper", False), _hopper("hopper.skip", True), Schedule("gluon", _gluon_bind, _gluon_supports),
         ),

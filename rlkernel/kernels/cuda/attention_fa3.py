@@ -182,9 +182,7 @@ class Sequences:
 
     def _tokens(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
         """first, first + 1, ... of all (first, count), one after another."""
-        first, count = torch.tensor(ranges).unbind(1)
-        within = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
-        return (first.repeat_interleave(count) + within).to(self.q.device)
+        return torch.cat([torch.arange(first, first + count) for first, count in ranges]).to(self.q.device)
 
 
 def _dense(library: Library, *tensors: Tensor, max_q: int, max_k: int, scale: float) -> Pair:

@@ -87,6 +87,11 @@ def compiler() -> str:
     return "none"
 
 
+def versions() -> dict[str, str]:
+    """Versions of this module that a verdict depends on."""
+    return {"cuda compiler": compiler()}
+
+
 def _run_nvcc(nvcc: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run([nvcc, *arguments], capture_output=True, text=True, errors="replace")

@@ -82,7 +82,7 @@ class Choice(NamedTuple):
     wide: int = ANY
 
 
-def _spelt(
+def _explicit(
     features: int, tokens: int, cluster: str, custom: int, least: int, most: int, narrow: int, wide: int,
     swizzle: int = 0,
 ) -> Choice:  # fmt: skip
@@ -96,7 +96,7 @@ def _cut_in(parts: int, features: int, cluster: str, custom: int, *span: int) ->
     """One tile per bucket of rows in a span (least, most, narrow, wide): 1 / `parts` of the rows, rounded up to 8."""
     least, most, *widths = span
     return [
-        _spelt(features, -(-high // (8 * parts)) * 8, cluster, custom, low + 1, high, *widths)
+        _explicit(features, -(-high // (8 * parts)) * 8, cluster, custom, low + 1, high, *widths)
         for low, high in itertools.pairwise(shapes.BUCKETS)
         if least <= low + 1 and high <= most
     ]
@@ -107,18 +107,18 @@ def _cut_in(parts: int, features: int, cluster: str, custom: int, *span: int) ->
 # timed, is a multiple of the tile. Custom options are those that the heuristic pairs with each cluster.
 CHOICES = (
     *(Choice(str(rank), rank) for rank in range(cublaslt.RANKS)),
-    _spelt(16, 64, "4x1", 0, 17, 64, 1, 2048),
-    _spelt(32, 64, "4x1", 0, 17, 64, 1, 2048),
-    _spelt(64, 16, "4x2", 3, 17, 32, 1, 2048, swizzle=2),
+    _explicit(16, 64, "4x1", 0, 17, 64, 1, 2048),
+    _explicit(32, 64, "4x1", 0, 17, 64, 1, 2048),
+    _explicit(64, 16, "4x2", 3, 17, 32, 1, 2048, swizzle=2),
     *_cut_in(4, 64, "1x2", 3, 65, 256, 1, 2048),
     *_cut_in(8, 64, "1x2", 3, 65, 256, 1, 1024),
     *_cut_in(1, 64, "2x1", 1, 17, 64, 2049, 8448),
     *_cut_in(2, 64, "1x2", 3, 17, 256, 2049, 4224),
     *_cut_in(4, 128, "2x1", 1, 65, 256, 2049, 4224),
     *_cut_in(4, 128, "1x2", 3, 129, 256, 2049, 4224),
-    _spelt(128, 64, "1x1", 0, 225, 256, 2049, 4224),
+    _explicit(128, 64, "1x1", 0, 225, 256, 2049, 4224),
     *_cut_in(2, 128, "1x2", 3, 17, 256, 4225, 8448),
-    _spelt(128, 128, "1x2", 3, 513, 2048, 1, 2048),
+    _explicit(128, 128, "1x2", 3, 513, 2048, 1, 2048),
 )
 
 

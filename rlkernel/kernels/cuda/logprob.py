@@ -1,7 +1,6 @@
-"""logprob on CUDA: many rows of a large vocabulary by a kernel of Hopper's, where it has the Triton kernel's bits.
+"""Schedules of logprob for many rows of a large vocabulary on Hopper (logprob_rows_sm90.py).
 
-The anchor is that of kernels/triton/logprob.py, which also computes few rows, small vocabularies and kept sets; here
-are the schedules that may take its place (cuda/logprob_rows_sm90.py) and their certification.
+The anchor, kernels/triton/logprob.py, also computes few rows, small vocabularies and kept sets.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from rlkernel.kernels.cuda import driver, logprob_rows_sm90
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import logprob as anchor
 
-MANY = 1024  # rows, from which on a class is another: below it a kernel's start and end count
-TIMED, TIMED_OF_MANY = 512, 4096  # rows, at most
-SAMPLE_BYTES = 1 << 29  # of the logits that are timed, at most
-RAGGED = 397  # rows that leave some for all blocks to share
+MANY = 1024  # rows of the upper class; below, a kernel's prologue and tail matter
+TIMED, TIMED_OF_MANY = 512, 4096  # most rows of the timed sample
+SAMPLE_BYTES = 1 << 29  # most bytes of the timed logits
+RAGGED = 397  # rows that do not divide evenly among the blocks
 
 # ---- shape classes -------------------------------------------------------------------------------
 
 
 class LogprobShape(NamedTuple):
-    """Shape class of logprob. A row's bits know neither the others nor its place."""
+    """Shape class of logprob. A row's bits depend neither on other rows nor on its index."""
 
     device: int  # index, -1 for the CPU
     dtype: torch.dtype
     vocab: int
-    rows: int  # at least so many: 0, the anchor's ROWS_FROM, or MANY
-    dense: bool  # TMA can load the rows, if they begin at 16-byte addresses
+    rows: int  # lower bound: 0, the anchor's ROWS_FROM, or MANY
+    dense: bool  # TMA can load the rows if they start at 16-byte addresses
     temperature: bool
     kept: bool
 
@@ -64,7 +63,7 @@ def rows_of(s: LogprobShape) -> list[int]:
 def sample(s: LogprobShape, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     device = generator.device
     logits = values(kind, rows, s.vocab, s.dtype, generator)
-    if rows == RAGGED:  # with a gap between rows
+    if rows == RAGGED:  # strided rows
         logits = torch.nn.functional.pad(logits, (0, 8), value=float("nan"))[:, : s.vocab]
     odd = torch.arange(0, rows, 29, device=device)
     for i, value in enumerate((float("nan"), float("inf"))):
@@ -84,12 +83,9 @@ def sample(s: LogprobShape, rows: int, kind: str, generator: torch.Generator) ->
 
 def _rows(setting: logprob_rows_sm90.Setting) -> Schedule[LogprobShape]:
     def supports(s: LogprobShape) -> bool:
-        if not driver.on_hopper(s.device):
-            return False
-        large = s.vocab >= anchor.TILES_FROM * orders.VOCAB_TILE
-        return s.dtype.itemsize == 2 and s.rows > 0 and s.dense and large and not s.kept and logprob_rows_sm90.fits(
-            setting, s.vocab
-        )  # fmt: skip
+        large = s.vocab >= anchor.TILES_FROM * orders.VOCAB_TILE and logprob_rows_sm90.fits(setting, s.vocab)
+        plain = s.dtype.itemsize == 2 and s.rows > 0 and s.dense and not s.kept
+        return plain and large and driver.on_hopper(s.device)
 
     def bind(s: LogprobShape) -> Run:
         return logprob_rows_sm90.launcher(s.device, s.dtype, s.vocab, s.temperature, setting)
@@ -100,7 +96,7 @@ def _rows(setting: logprob_rows_sm90.Setting) -> Schedule[LogprobShape]:
 logprob = ScheduledOp(
     Family(
         op="logprob", anchor=anchor.logprob, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
-        versions=lambda: {"cuda compiler": driver.compiler()}, schedules=tuple(map(_rows, logprob_rows_sm90.SETTINGS)),
+        versions=driver.versions, schedules=tuple(map(_rows, logprob_rows_sm90.SETTINGS)),
         kinds=(*KINDS, NONFINITE),
     )
 )  # fmt: skip

@@ -1,7 +1,6 @@
-"""policy_loss on CUDA: clipped losses of many tokens by Hopper's own kernel, where it has the Triton kernels' bits.
+"""Schedules of policy_loss for clipped losses of many tokens on Hopper (policy_loss_sm90.py).
 
-The anchor is that of kernels/triton/policy_loss.py, which also computes every other form; here are the schedules that
-may take its place (cuda/policy_loss_sm90.py) and their certification.
+The anchor, kernels/triton/policy_loss.py, also computes every other form.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import policy_loss as anchor
 
-LEAST, MOST = 18, 24  # powers of two of the tokens by which classes differ, every second one; fewer have no schedule
-SHORTEST, LONGEST = 8, 14  # the same of a sequence's average
+LEAST, MOST = 18, 24  # buckets of tokens: up to 2^18, 2^20, ..., 2^24; at most 2^16 tokens have no schedule
+SHORTEST, LONGEST = 8, 14  # the same for the average sequence length
 RAGGED = (700, 1, 0, 1024, 1500, 37, 5000, 1025, 3, 4, 0, 1023, 130, 2048, 17000)
-TIMES = (1, 2)  # that the ragged sequences are compared: with the class's own, more samples than a class has forms
-WAYS = ("count", "number", "tensor")  # by which the sum is divided: an own count, what a caller says
+TIMES = (1, 2)  # repetitions of RAGGED in the first samples, which give more samples than a class has forms
+WAYS = ("count", "number", "tensor")  # denominators: counted by the kernel, given as a number, given as a tensor
 
-CLIPS = ((0.2, 0.28), (0.0, 0.1), (0.3, math.inf), (math.inf, 0.0))  # clip_low and clip_high; the first are timed
+CLIPS = ((0.2, 0.28), (0.0, 0.1), (0.3, math.inf), (math.inf, 0.0))  # (clip_low, clip_high); the first is timed
 
 # ---- shape classes -------------------------------------------------------------------------------
 
 
 class PolicyLossShape(NamedTuple):
-    """Shape class of policy_loss. The bits of a token's gradient know neither T nor B beyond the denominator."""
+    """Shape class. A token's gradient depends on T and B only through the denominator."""
 
     device: int  # index, -1 for the CPU
-    plain: bool  # a clipped loss of tokens, an advantage a sequence, no further vectors or bounds
+    plain: bool  # token-level clipped loss, one advantage per sequence, no further vectors or bounds
     masked: bool
-    mean: bool  # over a sequence's tokens
-    tokens: int  # at most, of the powers of two; 0: fewer than have a schedule
-    length: int  # of a sequence on average, at most
+    mean: bool  # per-sequence means
+    tokens: int  # upper bound, a power of two; 0 if not plain
+    length: int  # upper bound of the average sequence length
 
 
 def _power(x: int, least: int, most: int) -> int:
-    """The power of two, every second one from 2^least to 2^most, that is at least x where one is."""
+    """The smallest of 2^least, 2^(least + 2), ..., 2^most that is at least x, or 2^most."""
     bits = (x - 1).bit_length()
     return int(1 << min(max(bits + (bits - least) % 2, least), most))
 
@@ -77,16 +76,16 @@ def rows_of(s: PolicyLossShape) -> list[int]:
 
 
 def forms_of(s: PolicyLossShape) -> list[tuple[str, str]]:
-    """Loss types that a class admits, with each of `WAYS`."""
+    """The loss types of a class with each of `WAYS`."""
     types = [
         x for x in shared.LOSS_TYPES if shared.form_code(x) == shared.CLIPPED and shared.sequence_mean(x) == s.mean
     ]
-    types.sort(key=lambda x: x not in ("grpo", "dapo"))  # the usual ones are timed
+    types.sort(key=lambda x: x not in ("grpo", "dapo"))  # the most used ones are timed
     return list(product(types, WAYS))
 
 
 def _form(s: PolicyLossShape, times: int, kind: str) -> tuple[str, str, tuple[float, float]]:
-    """The form of a sample, and its bounds. Whatever is drawn, all of both have a sample of finite sums."""
+    """The form and the clip bounds of a sample. Each of them occurs in a sample with finite sums."""
     finite = [k for k in KINDS if k != "wide"]
     forms, turn = forms_of(s), 0 if kind == "wide" else finite.index(kind)
     return *forms[(times * len(finite) + turn) % len(forms)], CLIPS[(times + turn) % len(CLIPS)]
@@ -97,13 +96,15 @@ def sample(s: PolicyLossShape, tokens: int, kind: str, generator: torch.Generato
     times = next((n for n in TIMES if tokens == n * sum(RAGGED)), 0)
     if times:
         sizes = torch.tensor(RAGGED * times)
-    else:  # between nothing and twice the average
+    else:  # lengths from zero to twice the average
         sizes = torch.rand(common.cdiv(tokens, s.length), device=device, generator=generator).cpu()
-    ends = sizes.double().cumsum(0)  # on the host: of a GPU's, torch's deterministic mode has none
+    ends = sizes.double().cumsum(0)  # on the host: a GPU cumsum has no deterministic version
     cu_seqlens = torch.cat((ends[:1] * 0, ends * (tokens / ends[-1]))).round().to(device, torch.int32)
     batch = len(sizes)
     apart, logp = (values(kind, 1, tokens, torch.float32, generator)[0] for _ in range(2))
-    old_logp = logp - (apart if kind == "wide" else apart.clamp(-60.0, 60.0)) * 0.3  # ratios beyond fp32 are for "wide"
+    old_logp = (
+        logp - (apart if kind == "wide" else apart.clamp(-60.0, 60.0)) * 0.3
+    )  # only "wide" has ratios beyond fp32
     odd = torch.arange(7, tokens, 4099, device=device)
     if s.masked or kind == "wide":
         for i, value in enumerate((float("nan"), float("inf"), float("-inf"))):
@@ -116,7 +117,7 @@ def sample(s: PolicyLossShape, tokens: int, kind: str, generator: torch.Generato
         mask = torch.rand(tokens, device=device, generator=generator) < 0.8
         mask[int(cu_seqlens[batch // 2]) : int(cu_seqlens[batch // 2 + 1])] = False
         if kind != "wide":
-            mask[odd] = False  # else the batch's sums are NaN
+            mask[odd] = False  # else the sums over the batch are NaN
     loss_type, way, clips = _form(s, times, kind)
     normalizer = torch.full((), 0.37 * tokens, dtype=torch.float32, device=device) if way == "tensor" else None
     inputs = PolicyLossInputs(
@@ -143,7 +144,7 @@ def _hopper(setting: policy_loss_sm90.Setting) -> Schedule[PolicyLossShape]:
 policy_loss = ScheduledOp(
     Family(
         op="policy_loss", anchor=anchor.policy_loss, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
-        versions=lambda: {"cuda compiler": driver.compiler()},
+        versions=driver.versions,
         schedules=tuple(map(_hopper, (*policy_loss_sm90.SETTINGS, *policy_loss_sm90.TEAMS))),
     )
 )  # fmt: skip

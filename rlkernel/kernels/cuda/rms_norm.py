@@ -82,7 +82,7 @@ def _hopper(groups: int) -> Schedule[RMSNormShape]:
 gradients = ScheduledOp(
     Family(
         op="rms_norm_grad", anchor=anchor.gradients, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
-        versions=lambda: {"cuda compiler": driver.compiler()}, kinds=(*KINDS, NONFINITE),
+        versions=driver.versions, kinds=(*KINDS, NONFINITE),
         schedules=tuple(map(_hopper, rms_norm_grad_sm90.RESIDENT)),
     )
 )  # fmt: skip
