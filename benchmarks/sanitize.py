@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 from processes import Groups, exit_on_signals, pool_of
 from results_io import own_cache, write_result
 
-TRITON = Path(__file__).resolve().parent.parent / "rlkernel" / "kernels" / "triton"
+TRITON = ROOT / "rlkernel" / "kernels" / "triton"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*?(\d+) (?:error|hazard)")
 PLANT, COPY, RAN = "planted error", "copy engine's stores", "RAN "
@@ -498,7 +499,7 @@ def main() -> int:
         reason = "torch sees no CUDA GPU" if program else "compute-sanitizer is not on PATH or in CUDA_HOME"
         print(f"sanitize: {reason}")
         return 1
-    from rlkernel.kernels.triton import aot
+    import aot
 
     names = args.only or list(calls("cpu", torch.float32, large=False))
     ran: dict[str, set[str]] = {"kernels": set(), "schedules": set()}

@@ -65,11 +65,11 @@ def test_races_inside_cublas_are_counted_separately() -> None:
 
 def test_races_in_tritons_argument_passing_to_warp_groups_are_counted_separately() -> None:
     report = (
-        "========= Error: Race reported between Read access at prefill_kernel+0x100 in attention_hopper.py:{}\n"
-        "=========     and Write access at prefill_kernel+0xd850 in attention_hopper.py:{} [15 hazards]\n"
-        "=========     and Write access at prefill_kernel+0x19f50 in attention_hopper.py:{} [29 hazards]\n"
+        "========= Error: Race reported between Read access at prefill_kernel+0x100 in attention_gluon.py:{}\n"
+        "=========     and Write access at prefill_kernel+0xd850 in attention_gluon.py:{} [15 hazards]\n"
+        "=========     and Write access at prefill_kernel+0x19f50 in attention_gluon.py:{} [29 hazards]\n"
     )
-    source = (sanitize.TRITON / "attention_hopper.py").read_text().splitlines()
+    source = (sanitize.TRITON / "attention_gluon.py").read_text().splitlines()
     start, groups, store = (
         next(i for i, line in enumerate(source, 1) if line.strip().startswith(begin))
         for begin in ("def prefill_kernel", "gl.warp_specialize(", "q_tile.store(")
@@ -78,7 +78,7 @@ def test_races_in_tritons_argument_passing_to_warp_groups_are_counted_separately
     for lines in ((start, start, store), (store, store, store), (start, groups, 10**6)):
         assert sanitize.races_in_hand_over(report.format(*lines)) == 0
     assert (
-        sanitize.races_in_hand_over(report.format(start, start, groups).replace(" in attention_hopper.py", "", 1)) == 0
+        sanitize.races_in_hand_over(report.format(start, start, groups).replace(" in attention_gluon.py", "", 1)) == 0
     )
     assert sanitize.races_in_hand_over("========= RACECHECK SUMMARY: 0 hazards displayed") == 0
 
@@ -154,7 +154,7 @@ def sanitizer_run(
     capability: tuple[int, int] = (9, 0),
 ) -> tuple[int, dict[str, Any]]:
     """Exit status and result file of the runner, with processes that print what `seen` says of a tool or a call."""
-    from rlkernel.kernels.triton import aot
+    import aot
 
     def start(given: list[str], limit: float, tool: tuple[str, ...] = ()) -> tuple[str, int | None, float]:
         if not tool:

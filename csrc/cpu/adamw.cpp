@@ -1,5 +1,5 @@
 // adamw_ and grad_norm over many tensors: AdamW elementwise in chunks, sums of squares in fp64 in the fixed order.
-// The twin of rlkernel/kernels/reference/adamw.py, operation for operation.
+// Same operations as rlkernel/kernels/reference/adamw.py, so the same bits.
 #include <algorithm>
 #include <vector>
 #include "common.h"
@@ -8,13 +8,13 @@ using namespace rlk;
 namespace {
 
 constexpr int64_t kLaneCount = 1024, kSegment = 16384;  // SEGMENT and NORM_SEGMENT of rlkernel/contract/orders.py
-constexpr int64_t kBlock = 1024;                        // elements whose gradient is held in fp32 at a time
+constexpr int64_t kBlock = 1024;                        // elements whose gradient is converted to fp32 at a time
 
 struct Coefficients { float weight, beta2, fresh, inverse_root, eps, rate, decay; };
 
 struct Piece { int64_t tensor, begin, end; };
 
-// All tensors cut into pieces of `length` elements, in order.
+// Splits all tensors into pieces of `length` elements, in order.
 std::vector<Piece> cut(const int64_t* sizes, int64_t count, int64_t length) {
     std::vector<Piece> pieces;
     for (int64_t i = 0; i < count; ++i)
@@ -41,7 +41,7 @@ double fold(double* lanes) {
     return lanes[0];
 }
 
-// Sum of f(i) for i in [0, n): element i goes to lane i % kLaneCount, ascending; lanes are added by neighbours.
+// Sum of f(i) for i in [0, n): element i goes to lane i % kLaneCount, ascending; a tree of neighbours adds the lanes.
 template <class F> double lane_sum(int64_t n, F f) {
     double lanes[kLaneCount] = {};
     int64_t i = 0;
@@ -53,9 +53,9 @@ template <class F> double lane_sum(int64_t n, F f) {
 
 }  // namespace
 
-// Tensor i has sizes[i] elements; masters, exp_avgs and exp_avg_sqs are fp32, grads and params of grad_dtypes[i] and
-// param_dtypes[i]. params may be null; scale is null or points to one number: where that is not finite nothing is
-// updated. coefficients: weight, beta2, fresh, inverse_root, eps, rate, decay.
+// Tensor i has sizes[i] elements; masters, exp_avgs and exp_avg_sqs are fp32, grads and params have grad_dtypes[i] and
+// param_dtypes[i]. params may be null; scale is null or points to one number, and nothing is updated unless it is
+// finite. coefficients: weight, beta2, fresh, inverse_root, eps, rate, decay.
 RLK_API void rlk_adamw(const int64_t* sizes, float* const* masters, void* const* grads, const int32_t* grad_dtypes,
                        float* const* exp_avgs, float* const* exp_avg_sqs, void* const* params, const int32_t* param_dtypes,
                        const float* scale, const float* coefficients, int64_t count, int32_t near_mean, int32_t zero_grad,
@@ -91,8 +91,8 @@ RLK_API void rlk_adamw(const int64_t* sizes, float* const* masters, void* const*
     });
 }
 
-// Out: squares [count], the sums of squares; norm, their root over *loss_scale (null: 1); scale, the factor that clips to
-// max_norm (infinite: none) and takes the loss's scale out, NaN where the norm is not finite.
+// Out: squares [count], the sums of squares; norm, the root of their sum over *loss_scale (null: 1); scale, the factor
+// that clips to max_norm (infinite: no limit) and divides by the loss scale, NaN unless the norm is finite.
 RLK_API void rlk_grad_norm(const int64_t* sizes, void* const* grads, const int32_t* dtypes, const float* loss_scale,
                            double* squares, double* norm, float* scale, int64_t count, float max_norm, int32_t threads) {
     PlainFloats plain;

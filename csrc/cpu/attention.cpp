@@ -1,17 +1,17 @@
-// attention: forward over packed or paged keys, backward, and the write into pages, by the contract's order.
-// Rows of work are (position, head of the group) pairs, so a block of keys is unpacked once for all query heads that
-// read it. Scores are vectorised over keys with the chain over d sequential, values over d with the keys sequential.
-// A key that a row does not see takes no part in its chains: neither tile nor packing can change a bit.
+// attention: forward over packed or paged keys, backward, and the store into pages, in the contract's order.
+// Rows are (position, head of the group) pairs, so a block of keys is unpacked once for all query heads that read it.
+// Scores are vectorised over keys with a sequential chain over d, values over d with a sequential chain over keys.
+// A key that is hidden from a row is not part of its chains, so neither tile nor packing changes a bit.
 #include <vector>
 #include "gemm.h"
 using namespace rlk;
 
 namespace {
 
-constexpr int64_t kBlock = 64;       // contract: keys of an online-softmax block
-constexpr int64_t kTileRows = 96;    // rows of a work item; a multiple of kRows on every machine, free
+constexpr int64_t kBlock = 64;       // contract: keys per online-softmax block
+constexpr int64_t kTileRows = 96;    // rows per work item: a multiple of kRows on every machine; changes no bit
 
-// c[R][W] continues its chains over k in [0, n): c(i, :) += a(i, k) * b(k, :) with a(i, k) = a[i * RS + k * KS].
+// Continues the chains c[R][W] over k in [0, n): c(i, :) += a(i, k) * b(k, :) with a(i, k) = a[i * RS + k * KS].
 template <int R, int W, int RS, int KS>
 inline void micro_strided(const float* a, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t n) {
     Vec acc[R][W];
@@ -34,7 +34,7 @@ inline void micro_strided(const float* a, const float* b, int64_t ldb, float* c,
         for (int w = 0; w < W; ++w) acc[i][w].store(c + i * ldc + w * kVec);
 }
 
-// As above for any number of rows and a width that is a multiple of kCols; few rows take wider tiles.
+// The same for any number of rows and a width that is a multiple of kCols; few rows use wider tiles.
 template <int RS, int KS>
 inline void chain_tile(int rows, const float* a, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t width,
                        int64_t n) {
@@ -63,7 +63,7 @@ inline void chain_tile(int rows, const float* a, const float* b, int64_t ldb, fl
     }
 }
 
-// Row i takes part over k in [lo[i], hi[i]) alone: what all rows share runs as a tile, the ends row by row.
+// Row i has only k in [lo[i], hi[i]): the range that all rows share runs as a tile, the rest row by row.
 template <int RS, int KS>
 inline void chain_ranges(int rows, const float* a, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t width,
                          const int* lo, const int* hi) {
@@ -83,7 +83,7 @@ inline void chain_ranges(int rows, const float* a, const float* b, int64_t ldb, 
         chain_tile<RS, KS>(1, a + i * RS + last * KS, b + last * ldb, ldb, c + i * ldc, ldc, width, hi[i] - last);
 }
 
-// Rows [n, D] of one head: token j of a sequence lies at row(j); paged where `table` is set.
+// Rows [n, D] of one head: row(j) is token j of a sequence; paged if `table` is set.
 template <class T> struct Tokens {
     const T* data;
     int64_t stride;                  // elements between tokens
@@ -94,14 +94,14 @@ template <class T> struct Tokens {
     }
 };
 
-// The query rows of one (sequence, kv head): row r is position r / group + past, head r % group.
+// The query rows of one (sequence, kv head): row r is query r / group of head r % group.
 template <class T> struct Queries {
     const T* data;                   // head 0 of the group at the first query
     int64_t stride, group, d;
     const T* row(int64_t r) const { return data + (r / group) * stride + (r % group) * d; }
 };
 
-// A scratch area a thread keeps between calls, cut into arrays.
+// A buffer that a thread keeps between calls, from which arrays are taken.
 struct Scratch {
     std::vector<float> store;
     size_t used = 0;
@@ -121,7 +121,7 @@ struct Scratch {
 inline int64_t padded(int64_t n) { return (n + kCols - 1) / kCols * kCols; }
 inline int64_t row_stride(int64_t d) { return d <= 32 ? 32 : d <= 64 ? 64 : d <= 128 ? 128 : 256; }
 
-// Keys [first, first + n) as columns: out[D][kBlock]; up to the next multiple of kCols, columns from n on are zero.
+// Keys [first, first + n) as columns: out[D][kBlock]; columns from n to the next multiple of kCols are zero.
 template <class T> void load_columns(const Tokens<T>& from, int64_t first, int64_t n, int64_t d, float* out) {
     static const T zeros[256] = {};
     const int64_t wide = padded(n);
@@ -141,7 +141,7 @@ template <class T> void load_columns(const Tokens<T>& from, int64_t first, int64
             for (int j = 0; j < kVec; ++j) out[e * kBlock + j0 + j] = to_float(rows[j][e]);
     }
 }
-// Rows [first, first + n) as they are: out[n][row_stride(d)], columns from d on are zero.
+// Rows [first, first + n): out[n][row_stride(d)], columns from d on are zero.
 template <class Source> void load_rows(const Source& from, int64_t first, int64_t n, int64_t d, float* out) {
     const int64_t stride = row_stride(d);
     for (int64_t j = 0; j < n; ++j) {
@@ -151,11 +151,11 @@ template <class Source> void load_rows(const Source& from, int64_t first, int64_
         for (int64_t e = d; e < stride; ++e) to[e] = 0.0f;
     }
 }
-// s[rows][kBlock] = the chains over d of rows [rows][row_stride(d)] against columns [D][kBlock], the first n of them.
+// s[rows][kBlock] = the chains over d of rows a [rows][row_stride(d)] and the first n of columns [D][kBlock].
 inline void scores(int rows, const float* a, const float* columns, int64_t d, int64_t n, float* s) {
     const int64_t wide = padded(n);
     for (int i = 0; i < rows; ++i) std::memset(s + i * kBlock, 0, wide * sizeof(float));
-    switch (row_stride(d)) {      // a constant stride lets the tile address its rows from one register
+    switch (row_stride(d)) {      // with a constant stride one register addresses all rows of the tile
         case 32: return chain_tile<32, 1>(rows, a, columns, kBlock, s, kBlock, wide, d);
         case 64: return chain_tile<64, 1>(rows, a, columns, kBlock, s, kBlock, wide, d);
         case 128: return chain_tile<128, 1>(rows, a, columns, kBlock, s, kBlock, wide, d);
@@ -163,7 +163,7 @@ inline void scores(int rows, const float* a, const float* columns, int64_t d, in
     }
 }
 
-// The keys [lo, hi) of block [first, first + n) that position `at` sees, relative to the block; lo <= hi.
+// Keys [lo, hi), relative to the block [first, first + n), that position `at` sees; lo <= hi.
 inline void visible(int64_t at, int64_t window, int64_t first, int64_t n, int* lo, int* hi) {
     *lo = window > 0 ? int(std::min(n, std::max<int64_t>(0, at - window + 1 - first))) : 0;
     *hi = int(std::min(n, std::max<int64_t>(*lo, at + 1 - first)));
@@ -175,8 +175,8 @@ struct Shape {
     int64_t group() const { return heads / kv_heads; }
 };
 
-// One block of keys into a row's running softmax: p[kBlock] becomes the rounded probabilities, the result is the
-// factor by which the row's values so far are multiplied.
+// Adds a block of keys to a row's running softmax: p[kBlock] becomes the rounded probabilities. Returns the factor that
+// rescales the row's sum of values.
 template <class T> inline float online_softmax(float* p, int64_t n, int lo, int hi, float c, float* m, float* l) {
     float top = -std::numeric_limits<float>::infinity();
     for (int j = lo; j < hi; ++j) top = p[j] > top ? p[j] : top;
@@ -226,7 +226,7 @@ void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const
     const int64_t stop = position(rows - 1) + 1;
     const int64_t start = s.window > 0 ? std::max<int64_t>(0, position(0) - s.window + 1) / kBlock * kBlock : 0;
     std::fill(top, top + rows, none);
-    std::fill(o, o + rows * wide, 0.0f);          // what a row keeps whose scores leave no probability
+    std::fill(o, o + rows * wide, 0.0f);          // the result of a row without any probability
     for (int64_t split = start / s.split * s.split; split < stop; split += s.split) {
         std::fill(m, m + rows, none);
         std::fill(l, l + rows, 0.0f);
@@ -254,16 +254,16 @@ void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const
                 chain_ranges<kBlock, 1>(count, p, values, stride, acc + g * kRows * wide, wide, wide, lo, hi);
             }
         }
-        for (int64_t r = 0; r < rows; ++r) {      // close the split
-            if (l[r] == 0.0f) continue;           // no key of the split is seen, or none has a probability
-            float* mine = acc + r * wide;
-            for (int64_t e = 0; e < d; ++e) mine[e] = mine[e] / l[r];
-            const float closed = m[r] + log2(l[r]);
+        for (int64_t r = 0; r < rows; ++r) {      // normalise the split
+            if (l[r] == 0.0f) continue;           // the row sees no key of the split, or none has a probability
+            float* o_split = acc + r * wide;
+            for (int64_t e = 0; e < d; ++e) o_split[e] = o_split[e] / l[r];
+            const float top_split = m[r] + log2(l[r]);
             if (top[r] == none) {
-                std::memcpy(o + r * wide, mine, d * sizeof(float));
-                top[r] = closed;
+                std::memcpy(o + r * wide, o_split, d * sizeof(float));
+                top[r] = top_split;
             } else {
-                merge(o + r * wide, top + r, mine, closed, d);
+                merge(o + r * wide, top + r, o_split, top_split, d);
             }
         }
     }
@@ -274,7 +274,7 @@ void forward_tile(const Shape& s, const Queries<T>& q, const Tokens<T>& k, const
     }
 }
 
-// p and ds [kBlock] hold a row's q k and dout v; they become the rounded probabilities and score gradients.
+// Turns p = q k and ds = dout v [kBlock] of a row into the rounded probabilities and score gradients.
 template <class T>
 inline void gradients_of_scores(float* p, float* ds, int64_t n, int lo, int hi, float c, float top, float delta) {
     const int wide = int((n + kLanes - 1) / kLanes * kLanes);
@@ -287,8 +287,8 @@ inline void gradients_of_scores(float* p, float* ds, int64_t n, int lo, int hi, 
     }
 }
 
-// Gradients of all rows of one (sequence, kv head). Key blocks ascending outside, rows ascending inside: dq continues
-// its chain over the keys from block to block, dk and dv are finished block by block.
+// Gradients of all rows of one (sequence, kv head). The outer loop is over key blocks, the inner loop over rows, both
+// ascending: dq continues its chain over the keys from block to block, dk and dv are complete after their block.
 template <class T>
 void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& dout, const Queries<T>& out,
                        const float* lse, const Tokens<T>& k, const Tokens<T>& v, int64_t queries, int64_t keys, float scale,
@@ -328,29 +328,29 @@ void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& do
             load_rows(q, r0, count, d, q_rows);
             load_rows(dout, r0, count, d, dout_rows);
             for (int64_t i0 = 0; i0 < count; i0 += kRows) {
-                const int some = int(std::min<int64_t>(kRows, count - i0));
+                const int tile_rows = int(std::min<int64_t>(kRows, count - i0));
                 int lo[kRows], hi[kRows];
                 float *p_rows = p + i0 * kBlock, *ds_rows = ds + i0 * kBlock;
-                scores(some, q_rows + i0 * stride, k_columns, d, n, p_rows);
-                scores(some, dout_rows + i0 * stride, v_columns, d, n, ds_rows);
-                for (int i = 0; i < some; ++i) {
+                scores(tile_rows, q_rows + i0 * stride, k_columns, d, n, p_rows);
+                scores(tile_rows, dout_rows + i0 * stride, v_columns, d, n, ds_rows);
+                for (int i = 0; i < tile_rows; ++i) {
                     const int64_t r = r0 + i0 + i;
                     visible(past + r / q.group, s.window, first, n, lo + i, hi + i);
                     gradients_of_scores<T>(p_rows + i * kBlock, ds_rows + i * kBlock, n, lo[i], hi[i], s.scale_log2e, top[r],
                                            delta[r]);
                 }
-                chain_ranges<kBlock, 1>(some, ds_rows, k_rows, stride, dq_sum + (r0 + i0) * wide, wide, wide, lo, hi);
+                chain_ranges<kBlock, 1>(tile_rows, ds_rows, k_rows, stride, dq_sum + (r0 + i0) * wide, wide, wide, lo, hi);
             }
             for (int64_t j0 = 0; j0 < n; j0 += kRows) {
-                const int some = int(std::min<int64_t>(kRows, n - j0));
+                const int tile_rows = int(std::min<int64_t>(kRows, n - j0));
                 int lo[kRows], hi[kRows];
-                for (int j = 0; j < some; ++j) {       // rows of the tile that see the key
+                for (int j = 0; j < tile_rows; ++j) {       // rows [lo, hi) of the tile see the key
                     const int64_t from = (first + j0 + j - past) * q.group - r0;
                     lo[j] = int(std::min(count, std::max<int64_t>(0, from)));
                     hi[j] = s.window > 0 ? int(std::min(count, std::max<int64_t>(lo[j], from + s.window * q.group))) : int(count);
                 }
-                chain_ranges<1, kBlock>(some, ds + j0, q_rows, stride, dk_sum + j0 * wide, wide, wide, lo, hi);
-                chain_ranges<1, kBlock>(some, p + j0, dout_rows, stride, dv_sum + j0 * wide, wide, wide, lo, hi);
+                chain_ranges<1, kBlock>(tile_rows, ds + j0, q_rows, stride, dk_sum + j0 * wide, wide, wide, lo, hi);
+                chain_ranges<1, kBlock>(tile_rows, p + j0, dout_rows, stride, dv_sum + j0 * wide, wide, wide, lo, hi);
             }
         }
         for (int64_t j = 0; j < n; ++j)
@@ -365,7 +365,7 @@ void backward_sequence(const Shape& s, const Queries<T>& q, const Queries<T>& do
             dq[(r / q.group * s.heads + r % q.group) * d + e] = from_float<T>(dq_sum[r * wide + e] * scale);
 }
 
-// Runs f(i) for i in [0, n); items differ in length, so threads take them one after the other.
+// Runs f(i) for i in [0, n) with dynamic scheduling, because items differ in length.
 template <class F> void for_items(int64_t n, int threads, F f) {
     if (threads <= 1 || n <= 1) {
         PlainFloats plain;
@@ -382,8 +382,8 @@ template <class F> void for_items(int64_t n, int threads, F f) {
 
 }  // namespace
 
-// q [T,H,D], out [T,H,D], lse [T,H] fp32; k, v [S,HK,D], or pages where `page` > 0 (then seqlens_k holds lengths [B]
-// and `table` is [B][columns], else seqlens_k is cumulative [B+1]). window 0: none.
+// q [T,H,D], out [T,H,D], lse [T,H] fp32. page = 0: k, v [S,HK,D] and seqlens_k cumulative [B+1]. page > 0: k, v are
+// pages, seqlens_k holds lengths [B] and `table` is [B][columns]. window 0: no window.
 RLK_API void rlk_attention(const void* q, const void* k, const void* v, const int32_t* table, const int32_t* cu_q,
                            const int32_t* seqlens_k, void* out, float* lse, int64_t batch, int64_t heads, int64_t kv_heads,
                            int64_t d, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t page, int64_t columns,

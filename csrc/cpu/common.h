@@ -1,7 +1,7 @@
-// Arithmetic that every CPU kernel shares: dtype conversion, exp2, log2, the fixed row sum, parallel loops.
-// Each function is the twin of one in rlkernel/kernels/reference/arith.py, operation for operation. An fma is
-// written out where the contract has one (-ffp-contract=off keeps the compiler from adding others), so the bits
-// do not depend on vector width, on AVX2 against AVX-512, or on the number of threads.
+// Arithmetic shared by the CPU kernels: dtype conversion, exp2, log2, the fixed row sum, parallel loops.
+// Each function has the same operations as its namesake in rlkernel/kernels/reference/arith.py. An fma is explicit
+// where the contract has one (-ffp-contract=off keeps the compiler from adding others), so the bits depend neither on
+// the vector width (AVX2, AVX-512) nor on the number of threads.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -47,7 +47,7 @@ template <class T> RLK_INLINE float round_to(float x) { return to_float(from_flo
 
 RLK_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-// 2^x: results below 2^-126 are +0.
+// 2^x; results below 2^-126 are +0.
 RLK_INLINE float exp2(float x) {
     float c = x < -127.0f ? -127.0f : (x > 128.0f ? 128.0f : x);
     float whole = std::nearbyintf(c);
@@ -84,7 +84,7 @@ RLK_INLINE float log2_parts(float r, float exponent) {
 }
 // Exponent of a positive normal number such that its mantissa lies in [sqrt(1/2), sqrt(2)).
 RLK_INLINE int32_t log2_exponent(float x) { return (int32_t(as_bits(x)) - 0x3f3504f3) >> 23; }
-// log2 of a positive normal number; +0 gives -inf, inf and NaN stay.
+// log2 of a positive normal number; +0 gives -inf, inf gives inf, NaN gives NaN.
 RLK_INLINE float log2(float x) {
     int32_t exponent = log2_exponent(x);
     float r = as_float(as_bits(x) - uint32_t(exponent) * (1u << 23)) - 1.0f;
@@ -100,7 +100,7 @@ RLK_INLINE float lane_fold(float* lanes) {
     return lanes[0];
 }
 
-// sum of f(i) for i in [0, n): element i goes to lane i % 16, lanes are folded in halves.
+// Sum of f(i) for i in [0, n): element i goes to lane i % 16, lanes are folded in halves.
 template <class F> RLK_INLINE float row_sum(int64_t n, F f) {
     float lanes[kLanes] = {};
     int64_t i = 0;
@@ -109,7 +109,7 @@ template <class F> RLK_INLINE float row_sum(int64_t n, F f) {
     for (int j = 0; i + j < n; ++j) lanes[j] += f(i + j);
     return lane_fold(lanes);
 }
-// sum of f(i) * g(i): each lane is a chain of fma.
+// Sum of f(i) * g(i); each lane is a chain of fma.
 template <class F, class G> RLK_INLINE float row_dot(int64_t n, F f, G g) {
     float lanes[kLanes] = {};
     int64_t i = 0;
@@ -119,8 +119,8 @@ template <class F, class G> RLK_INLINE float row_dot(int64_t n, F f, G g) {
     return lane_fold(lanes);
 }
 
-// While it lives, its thread rounds to nearest and keeps denormal numbers. torch.set_flush_denormal and libraries built
-// with -ffast-math set some threads of a process to zero them: a number would then depend on the thread.
+// RAII: rounds to nearest and keeps denormals in the current thread. torch.set_flush_denormal and libraries built with
+// -ffast-math make some threads of a process flush denormals, so that a result would depend on the thread.
 class PlainFloats {
 #if defined(__SSE2__)
     unsigned before = _mm_getcsr();
@@ -143,7 +143,7 @@ public:
     PlainFloats(const PlainFloats&) = delete;
 };
 
-// Runs f(i) for i in [0, n) on `threads` threads; below `grain` iterations a thread, on the calling thread alone.
+// Runs f(i) for i in [0, n) on `threads` threads, or on the calling thread if there are at most `grain` iterations.
 template <class F> static inline void parallel_for(int64_t n, int64_t grain, int threads, F f) {
     if (threads <= 1 || n <= grain) {
         PlainFloats plain;

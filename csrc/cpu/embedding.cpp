@@ -1,16 +1,16 @@
-// embedding: rows of the weight by id, and the weight gradient: per id, dy added over the tokens, ascending.
+// embedding: a gather of weight rows, and the weight gradient, which adds dy per id with the tokens ascending.
 #include <algorithm>
 #include "common.h"
 using namespace rlk;
 
-// ids [T], weight [V,C] of `bytes` bytes a row -> y [T,C]. A copy: the dtype does not matter.
+// ids [T], weight [V,C] with `bytes` bytes per row -> y [T,C], of any dtype.
 RLK_API void rlk_embedding(const int64_t* ids, const void* weight, void* y, int64_t T, int64_t bytes, int32_t threads) {
     parallel_for(T, std::max<int64_t>(1, 262144 / std::max<int64_t>(1, bytes)), threads, [&](int64_t t) {
         std::memcpy(static_cast<char*>(y) + t * bytes, static_cast<const char*>(weight) + ids[t] * bytes, bytes);
     });
 }
 
-// dw [V,C] fp32 += dy [T,C] by id: every thread walks all tokens and owns a block of channels, so no two threads meet.
+// dw [V,C] fp32 += dy [T,C] by id. A thread owns a block of channels and loops over all tokens, so threads never collide.
 RLK_API void rlk_embedding_wgrad(const int64_t* ids, const void* dy, float* dw, int64_t T, int64_t C, int32_t dtype,
                                  int32_t threads) {
     constexpr int64_t kBlock = 64;

@@ -1,11 +1,11 @@
-// One GEMM for linear, its gradients and the fused log-probability: every output element is one fp32 chain of fma
-// over k ascending, cut into P chunks that a balanced binary tree adds. Vectorised over n with k sequential, so no
-// tile, batch size or thread count can change a bit. Operands are strided views, packed to fp32 panels.
+// The GEMM of linear, its gradients and linear_logprob: every output element is an ascending fp32 chain of fma over k,
+// cut into P chunks that a balanced binary tree adds. It is vectorised over n with k sequential, so neither tile nor
+// batch size nor thread count changes a bit. Operands are strided views, packed into fp32 panels.
 #pragma once
 #include <algorithm>
 #include <memory>
 #if defined(__AVX2__) || defined(__AVX512F__)
-// GCC 12's own header reads "undefined" vectors that it never uses, and warns of it once per inlined shuffle.
+// GCC 12 warns about its own header: _mm512_undefined vectors in every inlined shuffle.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -27,7 +27,7 @@ struct Vec {
     static Vec load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
     void store(float* p) const { _mm512_storeu_ps(p, v); }
     void fma(float s, Vec b) { v = _mm512_fmadd_ps(_mm512_set1_ps(s), b.v, v); }
-    // r[i][j] becomes r[j][i]: pairs, quads within 128-bit lanes, then the lanes themselves.
+    // Transposes r in place: pairs, then quads within 128-bit lanes, then the lanes.
     static inline __attribute__((always_inline)) void transpose(Vec* r) {
         __m512 t[16];
         for (int i = 0; i < 8; ++i) {
@@ -61,7 +61,7 @@ struct Vec {
     static Vec load(const f16* p) { Vec r; for (int i = 0; i < kVec; ++i) r.v[i] = to_float(p[i]); return r; }
     void store(float* p) const { _mm256_storeu_ps(p, v); }
     void fma(float s, Vec b) { v = _mm256_fmadd_ps(_mm256_set1_ps(s), b.v, v); }
-    // r[i][j] becomes r[j][i]: pairs, quads within 128-bit lanes, then the lanes themselves.
+    // Transposes r in place: pairs, then quads within 128-bit lanes, then the lanes.
     static inline __attribute__((always_inline)) void transpose(Vec* r) {
         __m256 q[8];
         for (int i = 0; i < 8; i += 4) {
@@ -92,14 +92,14 @@ struct Vec {
 constexpr int kCols = 2 * kVec;
 constexpr int kTile = kRows * kCols;
 
-// Strided matrix view; element (i, j) lies at data[i * row + j * col].
+// Strided matrix view: element (i, j) is data[i * row + j * col].
 template <class T> struct View {
     const T* data;
     int64_t row, col;
     float at(int64_t i, int64_t j) const { return to_float(data[i * row + j * col]); }
 };
 
-// c[R][kCols] continues its chains over k in [k0, k1); a is packed [K][kRows], b [K][kCols].
+// Continues the chains c[R][kCols] over k in [k0, k1); a is packed as [K][kRows], b as [K][kCols].
 template <int R> static inline void micro(const float* a, const float* b, float* c, int64_t k0, int64_t k1) {
     Vec acc[R][2];
     for (int i = 0; i < R; ++i)
@@ -120,7 +120,7 @@ static inline void micro_rows(int rows, const float* a, const float* b, float* c
     else if (rows <= 8 && kRows > 8) micro<std::min(8, kRows)>(a, b, c, k0, k1);
     else micro<kRows>(a, b, c, k0, k1);
 }
-// Sum over chunks [lo, hi) of `span` k each, as a balanced binary tree; the first chain continues what c holds.
+// Adds the chunks [lo, hi) of `span` k each to c as a balanced binary tree; the first chain starts from c.
 // chain(k0, k1, c) continues c over one chunk.
 template <class Chain> static inline void tree(float* c, int64_t span, int lo, int hi, Chain chain) {
     if (hi - lo == 1) { chain(lo * span, hi * span, c); return; }
@@ -144,7 +144,7 @@ template <class T> static inline void pack_b(View<T> b, int64_t K, int64_t N, in
         return;
     }
     int64_t full = 0;
-    if (b.row == 1) {  // a row-major weight: squares are transposed in registers, one half panel's rows at a time
+    if (b.row == 1) {  // a row-major weight: kVec x kVec squares are transposed in registers
         full = K / kVec * kVec;
         for (int half = 0; half < kCols; half += kVec)
             for (int64_t k0 = 0; k0 < full; k0 += kVec) {
@@ -169,7 +169,7 @@ template <class T> static inline void pack_a(View<T> a, int64_t M, int64_t K, in
     }
 }
 
-// gemm for at most kRows rows: what is read of B is used once, so it is packed in strips that stay in the L1 cache.
+// gemm for at most kRows rows: B is used once, so it is packed in strips that stay in the L1 cache.
 template <class TA, class TB, class Init, class Done>
 static void gemm_few_rows(int64_t M, int64_t N, int64_t K, int chunks, View<TA> a, View<TB> b, int threads, Init init, Done done) {
     constexpr int64_t kStrip = 128;
@@ -191,16 +191,16 @@ static void gemm_few_rows(int64_t M, int64_t N, int64_t K, int chunks, View<TA> 
     });
 }
 
-// For every tile: init(m, n, rows, cols, c) fills the starting values (c is zeroed before), then the chains run over
-// a(m, k) * b(k, n), then done(m, n, rows, cols, c) consumes c[rows][kCols].
+// For every tile: init(m, n, rows, cols, c) sets the initial values (c is zero before), the chains add a(m, k) * b(k, n),
+// and the epilogue done(m, n, rows, cols, c) reads c[rows][kCols].
 template <class TA, class TB, class Init, class Done>
 static void gemm(int64_t M, int64_t N, int64_t K, int chunks, View<TA> a, View<TB> b, int threads, Init init, Done done) {
     if (M == 0 || N == 0) return;
     const int64_t width = std::max<int64_t>(1, K);
     const int used = 2 * M * N * width < 200000 ? 1 : threads;
     if (M <= kRows) return gemm_few_rows(M, N, K, chunks, a, b, used, init, done);
-    const int64_t panels = std::max<int64_t>(1, (int64_t(1) << 21) / (width * kCols));   // packed B: 8 MiB at most
-    const int64_t blocks = std::max<int64_t>(1, (int64_t(1) << 20) / (width * kRows));   // packed A: 4 MiB at most
+    const int64_t panels = std::max<int64_t>(1, (int64_t(1) << 21) / (width * kCols));   // packed B: at most 8 MiB
+    const int64_t blocks = std::max<int64_t>(1, (int64_t(1) << 20) / (width * kRows));   // packed A: at most 4 MiB
     const int64_t all_panels = (N + kCols - 1) / kCols, all_blocks = (M + kRows - 1) / kRows;
     std::unique_ptr<float[]> pb(new float[std::min(panels, all_panels) * width * kCols]);
     std::unique_ptr<float[]> pa(new float[std::min(blocks, all_blocks) * width * kRows]);

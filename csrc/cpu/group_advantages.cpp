@@ -1,13 +1,13 @@
-// group_advantages: rewards minus their group's mean, over the group's or the batch's standard deviation.
-// Rows are centred on their first element before anything is added. The twin of
-// rlkernel/kernels/reference/group_advantages.py, operation for operation, at denormal numbers too.
+// group_advantages: rewards minus their group's mean, over the standard deviation of the group or the batch.
+// Rows are shifted by their first element before they are summed. Same operations, also on denormals, as
+// rlkernel/kernels/reference/group_advantages.py.
 #include <algorithm>
 #include "common.h"
 using namespace rlk;
 
 namespace {
 
-// Order of rlkernel/ops/group_advantages.py, MODES; "none" needs no kernel.
+// Codes of _MODES in rlkernel/kernels/cpu/group_advantages.py; "none" needs no kernel.
 enum Mode : int32_t { kGroup = 0, kLeaveOneOut = 1, kBatch = 2 };
 
 float over(float x, int64_t count) { return x / float(std::max<int64_t>(1, count)); }
@@ -29,7 +29,7 @@ float deviation(const float* row, int64_t n) {
 RLK_API void rlk_group_advantages(const float* rewards, float* out, int64_t B, int64_t n, int32_t mode, int32_t normalize_std,
                                   float eps, int32_t threads) {
     PlainFloats plain;
-    const float whole = normalize_std && mode == kBatch ? deviation(rewards, B) : 0.0f;
+    const float batch_deviation = normalize_std && mode == kBatch ? deviation(rewards, B) : 0.0f;
     parallel_for(B / n, std::max<int64_t>(1, 4096 / n), threads, [=](int64_t group) {
         const float* row = rewards + group * n;
         float* to = out + group * n;
@@ -39,7 +39,7 @@ RLK_API void rlk_group_advantages(const float* rewards, float* out, int64_t B, i
             return;
         }
         const float mean = mean_from_first(row, n);
-        const float spread = (mode == kBatch ? whole : normalize_std ? deviation(row, n) : 0.0f) + eps;
+        const float spread = (mode == kBatch ? batch_deviation : normalize_std ? deviation(row, n) : 0.0f) + eps;
         for (int64_t i = 0; i < n; ++i) {
             const float centred = (row[i] - row[0]) - mean;
             to[i] = normalize_std ? centred / spread : centred;

@@ -1,4 +1,4 @@
-// linear: y = x w^T + bias, its input gradient and its weight gradient, by the contract's chain (gemm.h).
+// linear: y = x w^T + bias, its input gradient and its weight gradient, with the contract's chain (gemm.h).
 #include "gemm.h"
 using namespace rlk;
 
@@ -24,7 +24,7 @@ RLK_API void rlk_linear(const void* x, const void* w, const void* bias, void* y,
     });
 }
 
-// dx [M,K] = dy [M,N] w [N,K]: the chain runs over n, cut into `chunks`.
+// dx [M,K] = dy [M,N] w [N,K]; the chain is over n, in `chunks` chunks.
 RLK_API void rlk_linear_dgrad(const void* dy, const void* w, void* dx, int64_t M, int64_t N, int64_t K, int32_t chunks,
                               int32_t dtype, int32_t threads) {
     dispatch(dtype, [&](auto tag) {
@@ -38,7 +38,7 @@ RLK_API void rlk_linear_dgrad(const void* dy, const void* w, void* dx, int64_t M
     });
 }
 
-// dw [N,K] fp32 += dy^T x: each element continues its chain over the tokens, ascending.
+// dw [N,K] fp32 += dy^T x; each element continues its chain over the tokens, ascending.
 RLK_API void rlk_linear_wgrad(const void* dy, const void* x, float* dw, int64_t M, int64_t N, int64_t K, int32_t dtype,
                               int32_t threads) {
     dispatch(dtype, [&](auto tag) {
@@ -54,7 +54,7 @@ RLK_API void rlk_linear_wgrad(const void* dy, const void* x, float* dw, int64_t 
     });
 }
 
-// db [N] fp32 += sum over tokens of dy, ascending.
+// db [N] fp32 += dy summed over the tokens, ascending.
 RLK_API void rlk_bias_grad(const void* dy, float* db, int64_t M, int64_t N, int32_t dtype, int32_t threads) {
     dispatch(dtype, [&](auto tag) {
         using T = decltype(tag);

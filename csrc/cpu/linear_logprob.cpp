@@ -1,17 +1,17 @@
-// linear_logprob: log-probabilities and their gradients from hidden states and the head's weight, by blocks of rows and
-// vocabulary. The logits are gemm.h's chain, the rest is logprob.h, so the bits are those of linear and logprob; no
-// [T, V] tensor exists, but for the probabilities that a forward may keep for its backward.
+// linear_logprob: log-probabilities and their gradients from hidden states and the LM head's weight, in blocks of rows
+// and vocabulary. Logits are gemm.h's chain and the rest is logprob.h, so the bits are those of linear and logprob. No
+// [T, V] tensor exists, except the probabilities that a forward may keep for its backward.
 #include "gemm.h"
 #include "logprob.h"
 using namespace rlk;
 
-// Blocks: at most kBlockRows x kBlockVocab logits at a time (2 MiB), twice the rows where the vocabulary is smaller.
+// Blocks: at most kBlockRows x kBlockVocab logits at a time (2 MiB); twice the rows if the vocabulary is smaller.
 constexpr int64_t kBlockRows = 512, kBlockVocab = 1024;
 static int64_t block_vocab(int64_t V) { return std::min(V, kBlockVocab); }
 static int64_t block_rows(int64_t T, int64_t V) { return std::min(T, block_vocab(V) < kBlockVocab ? 2 * kBlockRows : kBlockRows); }
 
-// Buffers of a calling thread, kept between calls: fresh pages for every call would cost more than a small product.
-// Beside the 2 MiB of logits, a call uses block_rows x (2 C + 3 tiles) numbers.
+// Buffers of the calling thread, kept between calls because fresh pages would cost more than a small product.
+// In addition to 2 MiB of logits, a call uses block_rows x (2 C + 3 tiles) numbers.
 static float* scratch(int which, int64_t count) {
     static thread_local std::vector<float> buffers[3];
     if (int64_t(buffers[which].size()) < count) buffers[which].resize(count);
@@ -39,7 +39,7 @@ static void add_product(View<float> a, View<T> b, float* sums, int64_t M, int64_
          });
 }
 
-// The tile's maximum (NaN where one is inside), and p[0, n) = exp(z - maximum), rounded once; z [0, padded).
+// Returns the maximum of the tile z [0, padded) (NaN if it contains one); p[0, n) = exp(z - maximum), rounded once.
 template <class T> static float tile_probs(const float* z, int n, int padded, T* p) {
     float m = -kInf;
     for (int i = 0; i < padded; ++i) m = z[i] > m || z[i] != z[i] ? z[i] : m;
@@ -49,7 +49,7 @@ template <class T> static float tile_probs(const float* z, int n, int padded, T*
     return m;
 }
 
-// z[0, n) = gradient of row t's logits, entries from v0 on, from its kept probabilities, rounded to T.
+// z[0, n) = gradient of the logits [v0, v0 + n) of row t from its kept probabilities, rounded to T.
 template <class T>
 static void kept_grads(const Upstream& up, int64_t t, const T* probs, const float* tile_max, int64_t v0, int64_t n, float* z) {
     const float inv = up.inv ? up.inv[t] : 1.0f, g = up.g(t), m = up.stats[2 * t], log_s = up.stats[2 * t + 1];
@@ -70,13 +70,13 @@ static void kept_grads(const Upstream& up, int64_t t, const T* probs, const floa
             if (!is_kept(kept, v0 + i)) z[i] = 0.0f;
 }
 
-// hidden [T,C], weight [V,C]; the rest as rlk_logprob. probs [T,V] of their dtype and tile_max [T,tiles], or null.
+// hidden [T,C], weight [V,C]; probs [T,V] of their dtype and tile_max [T,tiles], or null; the rest as rlk_logprob.
 RLK_API void rlk_linear_logprob(const void* hidden, const void* weight, const int64_t* targets, const float* inv,
                                 const uint32_t* kept, float* logp, float* entropy, float* lse, float* stats, void* probs,
                                 float* tile_max, int64_t T, int64_t V, int64_t C, int32_t dtype, int32_t threads) {
     if (T == 0) return;
     const int64_t tiles = vocab_tiles(V), words = (V + 31) / 32;
-    const int64_t height = block_rows(T, V), width = block_vocab(V), ld = width + 16;   // + 16: rows not a power of two apart
+    const int64_t height = block_rows(T, V), width = block_vocab(V), ld = width + 16;   // + 16: the stride is not a power of two
     const Outputs outputs{logp, entropy, lse, stats};
     float *z = scratch(0, height * ld), *folds = scratch(1, height * tiles * 3), *target = scratch(2, height);
     dispatch(dtype, [&](auto tag) {
@@ -117,8 +117,8 @@ RLK_API void rlk_linear_logprob(const void* hidden, const void* weight, const in
     });
 }
 
-// grad [V,C] fp32 (continued) or null; dhidden [T,C] or null. Tokens without a gradient are left out. With probs and
-// tile_max, a forward's, no logits are computed.
+// grad [V,C] fp32 (added to) or null; dhidden [T,C] or null. Tokens without a gradient are skipped. With the forward's
+// probs and tile_max, no logits are computed.
 RLK_API void rlk_linear_logprob_grad(float* grad, const void* hidden, const void* weight, const int64_t* targets,
                                      const float* inv, const uint32_t* kept, const float* stats, const float* entropy,
                                      const float* dlogp, const float* dentropy, const void* probs, const float* tile_max,

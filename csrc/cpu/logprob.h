@@ -1,5 +1,5 @@
-// The log-probability's arithmetic, shared by logprob and linear_logprob: statistics of one vocabulary tile, the fold
-// over tiles, the gradient of a logit. Inside a tile sums are integers, so neither vector width nor order shows.
+// Arithmetic shared by logprob and linear_logprob: statistics of a vocabulary tile, the fold over tiles, the gradient of
+// a logit. Sums are integers, so neither vector width nor order changes a bit.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -16,8 +16,8 @@ constexpr float kRowUnits = float(int64_t(1) << 40);
 static inline int64_t vocab_tiles(int64_t V) { return (V + kVocabTile - 1) / kVocabTile; }
 static inline bool is_kept(const uint32_t* kept, int64_t v) { return !kept || (kept[v >> 5] >> (v & 31) & 1); }
 
-// z[0, padded) = x[0, n) * inv with dropped and missing entries -inf; returns padded, n rounded up to whole lanes.
-// `kept` points at the tile's own words, or is null.
+// z[0, padded) = x[0, n) * inv with dropped and missing entries -inf. Returns padded, n rounded up to kLanes.
+// `kept` points to the tile's words, or is null.
 template <class T> RLK_INLINE int load_tile(const T* x, int n, float inv, const uint32_t* kept, float* z) {
     const int padded = (n + kLanes - 1) / kLanes * kLanes;
 #pragma omp simd
@@ -31,7 +31,7 @@ template <class T> RLK_INLINE int load_tile(const T* x, int n, float inv, const 
     return padded;
 }
 
-// Statistics of one tile: exact maximum (-inf: empty; NaN: a NaN or +inf inside), sum of p, sum of p * -d.
+// Statistics of a tile: exact maximum (-inf: empty; NaN: contains NaN or +inf), sum of p, sum of p * -d.
 struct Tile { float m, s, e; };
 RLK_INLINE Tile tile_stats(const float* z, int padded) {
     float m = -kInf;
@@ -58,7 +58,7 @@ RLK_INLINE Tile tile_stats(const float* z, int padded) {
 }
 
 struct Row { float m, log_s, entropy; };
-// Combines a row's tiles: weighted sums in units of 2^-40, so the order is free.
+// Combines a row's tiles by integer sums in units of 2^-40, whose order changes no bit.
 static inline Row fold_tiles(int64_t tiles, const float* m, const float* s, const float* e) {
     float top = -kInf;
     for (int64_t t = 0; t < tiles; ++t) {
@@ -73,16 +73,16 @@ static inline Row fold_tiles(int64_t tiles, const float* m, const float* s, cons
         float w = exp(m[t] - top);
         float a = w * s[t], b = w * fma(s[t], top - m[t], e[t]);
         sums += int64_t(std::nearbyint(a * kRowUnits));
-        aways += w == 0.0f ? 0 : int64_t(std::nearbyint(b * kRowUnits));  // the distance may be infinite
+        aways += w == 0.0f ? 0 : int64_t(std::nearbyint(b * kRowUnits));  // because the distance may be infinite
     }
     const float sum = float(sums) / kRowUnits, away = float(aways) / kRowUnits;
     const float log_s = log(sum);
     return {top, log_s, log_s + away / sum};
 }
 
-// Results of a forward, a number a row.
+// Results of a forward, one number per row (two in stats).
 struct Outputs { float *logp, *entropy, *lse, *stats; };
-// `target` is the target's logit times 1/T, `kept` whether it was kept.
+// `target` is the target's logit times 1/T; `kept` says whether the target was kept.
 static inline void finish_row(const Outputs& out, int64_t t, const Row& row, float target, bool kept) {
     out.stats[2 * t] = row.m;
     out.stats[2 * t + 1] = row.log_s;
@@ -92,7 +92,7 @@ static inline void finish_row(const Outputs& out, int64_t t, const Row& row, flo
     out.logp[t] = kept || row.m != row.m ? logp : -kInf;
 }
 
-// Upstream of a backward; a null pointer is a gradient of zero.
+// Upstream gradients and saved tensors of a backward; a null gradient is zero.
 struct Upstream {
     const int64_t* targets;
     const float *inv, *stats, *entropy, *dlogp, *dentropy;
@@ -101,13 +101,13 @@ struct Upstream {
     const uint32_t* row_kept(int64_t t) const { return kept ? kept + t * words : nullptr; }
     float g(int64_t t) const { return dlogp ? dlogp[t] : 0.0f; }
     float h(int64_t t) const { return dentropy ? dentropy[t] : 0.0f; }
-    // Whether row t has a gradient at all.
+    // Whether row t has a gradient.
     bool active(int64_t t) const {
         return (g(t) != 0.0f || h(t) != 0.0f) && stats[2 * t] != -kInf && is_kept(row_kept(t), targets[t]);
     }
 };
 
-// out[0, n) = gradient of the logits x[0, n) of row t, entries from v0 on, rounded to R; out may be x.
+// out[0, n) = gradient of the logits x[0, n) of row t, which are entries [v0, v0 + n), rounded to R; out may be x.
 template <class R, class T, class O>
 static void logit_grads(const Upstream& up, int64_t t, const T* x, int64_t v0, int64_t n, O* out) {
     const float inv = up.inv ? up.inv[t] : 1.0f, g = up.g(t), h = up.h(t), entropy = up.entropy[t];

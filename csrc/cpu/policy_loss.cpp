@@ -1,6 +1,6 @@
 // policy_loss: loss, gradients and statistics of log-probability vectors in one pass over each sequence.
-// Sums: segments of kSegment tokens from a sequence's first one, row_sum inside, segments ascending; sequences are
-// then added the same way. The twin of rlkernel/kernels/reference/policy_loss.py, operation for operation.
+// A sequence is cut into segments of kSegment tokens; row_sum adds inside a segment, segments are added ascending, and
+// the batch adds its sequences the same way. Same operations as rlkernel/kernels/reference/policy_loss.py.
 #include <algorithm>
 #include <vector>
 #include "common.h"
@@ -46,10 +46,10 @@ RLK_INLINE float phi(float x) {
     return std::fabs(x) <= 0.5f ? (x * x) * p : (exp(x) - 1.0f) - x;
 }
 
-RLK_INLINE float lower(float a, float b) { return b < a || b != b ? b : a; }   // NaN stays, as in torch.min
+RLK_INLINE float lower(float a, float b) { return b < a || b != b ? b : a; }   // propagates NaN, as torch.min does
 RLK_INLINE float higher(float a, float b) { return b > a || b != b ? b : a; }
 
-// One sequence [begin, end): fills dlogp with the unscaled gradient and returns its sums, counts and extremes.
+// Returns the sums, counts and extremes of a sequence and writes its unscaled gradient to dlogp.
 Partial sequence(const Inputs& in, const Options& opt, int64_t row, float* dlogp) {
     const int64_t begin = in.cu_seqlens[row], end = in.cu_seqlens[row + 1];
     auto counts = [&](int64_t t) { return !in.mask || in.mask[t]; };
@@ -122,7 +122,7 @@ Partial sequence(const Inputs& in, const Options& opt, int64_t row, float* dlogp
             if (in.entropy && opt.entropy_coef != 0.0f) loss = fma(-opt.entropy_coef, entropy, loss);
 
             const bool through_mean = opt.sequence_ratio && opt.form == kClipped;
-            if (through_mean) dlogp[t] = dkl;       // the policy part needs the whole sequence's slope
+            if (through_mean) dlogp[t] = dkl;       // the policy's gradient needs the slope of the whole sequence
             else dlogp[t] = in.ref_logp && opt.kl_coef != 0.0f ? fma(opt.kl_coef, dkl, slope) : slope;
             terms[kLoss][i] = loss;
             terms[kRatio][i] = ratio;
@@ -163,7 +163,7 @@ template <class F> float batch_sum(int64_t batch, F f) {
 
 }  // namespace
 
-// Vectors of T tokens; advantages [T] or [B]; optional ones are null. flags: advantage_per_token, form, kl_type,
+// Vectors of T tokens; advantages [T] or [B]; absent inputs are null. flags: advantage_per_token, form, kl_type,
 // sequence_ratio, sequence_mean, divide_by_tokens. scalars: low, high, dual, kl_coef, entropy_coef, tis_cap.
 // Out: loss [1], dlogp [T], dentropy [T] or null, stats [14], counts [6].
 RLK_API void rlk_policy_loss(const float* logp, const float* old_logp, const float* advantages, const int32_t* cu_seqlens,
@@ -212,7 +212,7 @@ RLK_API void rlk_policy_loss(const float* logp, const float* old_logp, const flo
     });
 }
 
-// x [n] = (x * scale) * dloss, in place; both are one number.
+// x [n] = (x * scale) * dloss in place; scale and dloss point to one number each.
 RLK_API void rlk_policy_loss_scale(float* x, const float* scale, const float* dloss, int64_t n, int32_t threads) {
     constexpr int64_t kBlock = 4096;
     parallel_for((n + kBlock - 1) / kBlock, 8, threads, [=](int64_t block) {

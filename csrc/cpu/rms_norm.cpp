@@ -5,7 +5,7 @@
 #include "common.h"
 using namespace rlk;
 
-// Rows per thread below which a second thread costs more than it saves.
+// Rows up to which more threads cost more than they save.
 static int64_t grain(int64_t C) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, C)); }
 
 template <class T> static inline float inverse_rms(const T* r, int64_t C, float eps) {
@@ -13,7 +13,7 @@ template <class T> static inline float inverse_rms(const T* r, int64_t C, float 
     return 1.0f / std::sqrt(row_dot(C, at, at) / float(C) + eps);
 }
 
-// x, residual (or null) [rows,C], weight [C] -> y [rows,C], r [rows,C] (null where residual is null).
+// x, residual (or null) [rows,C], weight [C] -> y [rows,C], r [rows,C] (null if residual is null).
 RLK_API void rlk_rms_norm(const void* x, const void* residual, const void* weight, void* y, void* r, int64_t rows, int64_t C,
                           float eps, int32_t dtype, int32_t threads) {
     dispatch(dtype, [&](auto tag) {
@@ -57,7 +57,7 @@ RLK_API void rlk_rms_norm_dgrad(const void* dy, const void* dr, const void* x, c
     });
 }
 
-// dw [C] fp32 = fma(dy, round(x * rstd), dw), rows ascending; a block of channels belongs to one thread.
+// dw [C] fp32 = fma(dy, round(x * rstd), dw), rows ascending; each thread owns blocks of channels.
 RLK_API void rlk_rms_norm_wgrad(const void* dy, const void* x, float* dw, int64_t rows, int64_t C, float eps, int32_t dtype,
                                 int32_t threads) {
     constexpr int64_t kBlock = 64;

@@ -1,5 +1,5 @@
 // rope: rotation of the pairs (x[j], x[j + D/2]) by the angle of an absolute position; one fma form, one rounding.
-// The gradient is the rotation by the negative angle, the same code with the sine's sign flipped.
+// The gradient is the rotation by the negative angle: the same code with a negative sine.
 #include <algorithm>
 #include "common.h"
 using namespace rlk;

@@ -1,5 +1,5 @@
 // sample: the kept set of top-k, top-p and min-p, and Gumbel-max over it with noise keyed by seed, position and token.
-// Masses are integers, so thresholds need no order; noise knows neither row nor thread.
+// Masses are integers, so thresholds do not depend on the order, and noise depends on neither row nor thread.
 #include <cmath>
 #include "logprob.h"
 using namespace rlk;
@@ -22,7 +22,7 @@ struct Key {
     inline __attribute__((always_inline)) uint32_t hash(uint32_t token) const { return mix(mix(token ^ a) + b); }
 };
 
-// -log(-log(u)), u = (h + 0.5) / 2^32. Above one half 1 - u is the number fp32 can hold.
+// -log(-log(u)) with u = (h + 0.5) / 2^32; for u > 1/2 it computes with 1 - u, which fp32 represents accurately.
 RLK_INLINE float gumbel(uint32_t h) {
     const bool high = h >= 0x80000000u;
     const float s = (float(int32_t(high ? ~h : h)) + 0.5f) * 0x1p-32f;
@@ -36,7 +36,7 @@ RLK_INLINE float gumbel(uint32_t h) {
 
 // A value and its weight: 1 for top-k, the mass for top-p.
 struct Item { float z; int64_t weight; };
-// The value at which the weights, added from the largest value down, reach `limit` (at most their sum, at least 1).
+// The value at which the weights, added in descending order of values, reach `limit` (1 to their sum): quickselect.
 static float reach(std::vector<Item>& items, int64_t limit) {
     int64_t lo = 0, hi = int64_t(items.size()), above = 0;
     for (;;) {
@@ -87,7 +87,7 @@ static void filter(const float* z, int64_t V, float top, Filters f, uint32_t* ke
     }
 }
 
-// Gumbel-max over the kept entries of z [V]; noise is left out for a greedy row.
+// Gumbel-max over the kept entries of z [V]; a greedy row has no noise.
 static int64_t argmax(const float* z, int64_t V, const uint32_t* kept, bool greedy, Key key) {
     float best = -kInf;
     int64_t token = 0;
@@ -108,8 +108,8 @@ static int64_t argmax(const float* z, int64_t V, const uint32_t* kept, bool gree
     return token;
 }
 
-// logits [B,V]; tokens [B]; kept [B, ceil(V/32)] or null where there is no filter; bad [B]: 1 where a row of logits has
-// no distribution (NaN, +inf, or -inf alone).
+// logits [B,V]; tokens [B]; kept [B, ceil(V/32)] or null without a filter; bad [B]: 1 if a row of logits defines no
+// distribution (contains NaN or +inf, or only -inf).
 RLK_API void rlk_sample(const float* logits, const int64_t* seeds, const int64_t* positions, const float* temperature,
                         const int32_t* top_k, const float* top_p, const float* min_p, int64_t* tokens, uint32_t* kept,
                         int32_t* bad, int64_t B, int64_t V, int32_t threads) {

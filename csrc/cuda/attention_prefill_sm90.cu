@@ -1,10 +1,10 @@
-// attention forward of prefill on Hopper: persistent blocks, groups of four warps with 64 rows each, four warps that
-// fetch. Bits: those of kernels/triton/attention.py (docs/ops/attention.md); what waits for what is this file's own.
+// attention forward of prefill on Hopper: persistent blocks of two math warpgroups, 64 rows each, and one warpgroup that
+// loads. Its bits are those of kernels/triton/attention.py (docs/ops/attention.md); the synchronisation is its own.
 //
-// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. Rows are (position, head of the group) pairs. A group's softmax
-// of a block of 64 keys runs beside the other group's products: the two take turns to queue theirs, the scores of the
-// next block and the product of this one with its values. A tile's queries stay in registers: with both operands of the
-// scores in shared memory, its bandwidth would be the limit.
+// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. Rows are (position, query head of the KV head) pairs. As in
+// FlashAttention-3's ping-pong schedule, one warpgroup's softmax of a block of 64 keys overlaps the other's wgmma: they
+// take turns issuing the scores of the next block and the product of this block with its values. A tile's queries stay in
+// registers, because reading both operands of the scores from shared memory would be bound by its bandwidth.
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -12,27 +12,27 @@
 #ifndef HALF
 #define HALF 0  // operands are fp16, else bf16
 #endif
-#ifndef ROOM
-#define ROOM 0  // lens are the keys of each sequence, which has `room` of them in k and v; else borders
+#ifndef PADDED
+#define PADDED 0  // k and v hold `capacity` keys per sequence, of which `lens` count; else `lens` is cumulative
 #endif
 #ifndef SKIP
-#define SKIP 0  // sums are not multiplied where all factors of a warp are 1, which changes no bit
+#define SKIP 0  // skips rescaling where all factors of a warp are 1, which changes no bit
 #endif
 
-#include "sm90.cuh"
+#include "wgmma.cuh"
 
 struct Arguments {
   const u16* q;     // [T, H, D]
   const int* cu_q;  // [B + 1]
-  const int* lens;  // cumulative keys [B + 1], or keys [B] with ROOM
+  const int* lens;  // cumulative keys [B + 1], or keys [B] with PADDED
   u16* out;         // [T, H, D]
   float* lse;       // [T, H] natural log
-  int* next;        // [1] zero: the tile that the next free block takes, behind the first ones
+  int* next;        // [1] zero: queue of tiles behind the first one of each block
   i64 q_stride;
   int tiles;        // of the longest sequence
-  int hk, group, batch, room, split;
-  int across;       // heads whose tiles of a kind follow one another: hk or 1
-  int tokens, keys;  // rows of q, and of k without ROOM: borders beyond them end there
+  int hk, group, batch, capacity, split;
+  int interleave;    // heads whose tiles of equal length are adjacent in the queue: hk or 1
+  int tokens, keys;  // rows of q, and of k unless PADDED; larger cumulative lengths are clamped to these
   float scale_log2e;
 };
 
@@ -42,22 +42,17 @@ constexpr int kGroups = 2, kStages = 4;
 constexpr int kKeys = 64, kRows = 64, kSteps = HEAD_DIM / 16, kBoxes = HEAD_DIM / 64;
 constexpr int kBox = kKeys * 128, kTile = kBoxes * kBox;  // bytes; a box has 64 rows of 64 elements
 constexpr int kBlockRows = kGroups * kRows;
-constexpr int kFetchers = 96;  // threads that fetch queries
-constexpr int kRegisters = 232, kFetchRegisters = 40;  // a thread: 64,512 of an SM's 65,536
+constexpr int kQueryLoaders = 96;                         // threads that load queries
+constexpr int kRegisters = 232, kProducerRegisters = 40;  // per thread: 64,512 of an SM's 65,536 in all
 constexpr int kSums = kGroups * kRows * HEAD_DIM * 4;  // bytes of the merged splits
-#if HALF
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
 
 // ---- instructions --------------------------------------------------------------------------------
 
-// 16 bytes of the queries, or zeros.
-__device__ __forceinline__ void fetch16(u32 to, const u16* from, bool inside) {
+// Copies 16 bytes asynchronously, or writes zeros.
+__device__ __forceinline__ void cp_async16(u32 to, const u16* from, bool inside) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
-__device__ __forceinline__ void fetch16_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ void store16(u32 to, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
@@ -67,7 +62,7 @@ __device__ __forceinline__ void load16(float (&d)[4], u32 from) {
                : "r"(from)
                : "memory");
 }
-__device__ __forceinline__ void load_matrix(u32 (&to)[4], u32 from) {
+__device__ __forceinline__ void ldmatrix(u32 (&to)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(from)
@@ -79,76 +74,23 @@ __device__ __forceinline__ void sync(int which, int threads) {
 __device__ __forceinline__ void arrive(int which, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(which), "r"(threads) : "memory");
 }
-// threadIdx.x, and what follows from it, where it is asked for: ahead of a loop it would be kept, in registers that the
-// loop has not.
-__device__ __forceinline__ int thread_now() {
+// Re-reads %tid.x, because hoisted out of the loop it would cost a register and spill.
+__device__ __forceinline__ int read_tid() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 r;
-  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  asm("cvt.rn." OPERAND "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
-}
-
-#define F4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
-#define F16(x, i) F4(x, i), F4(x, i + 4), F4(x, i + 8), F4(x, i + 12)
-#define F32(x) F16(x, 0), F16(x, 16)
-#define F64(x) F16(x, 0), F16(x, 16), F16(x, 32), F16(x, 48)
-#define D32                                                                                                       \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31}"
-#define D64                                                                                                       \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "  \
-  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
-
-// d [64, 64] = a [64, 16] b [64, 16]^T (+ d)
-template <bool ADD>
-__device__ __forceinline__ void scores(float (&d)[32], const u32 (&a)[4], u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " D32
-               ", {%32, %33, %34, %35}, %36, %37, 1, 1, 0;\n"
-               : F32(d)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(ADD)));
-}
-// d [64, HEAD_DIM] += piece j of x [64, 64] times b [16, HEAD_DIM]
-__device__ __forceinline__ void sums(float (&d)[32], const u32 (&x)[16], int j, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " D32
-               ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
-               : F32(d)
-               : "r"(x[4 * j]), "r"(x[4 * j + 1]), "r"(x[4 * j + 2]), "r"(x[4 * j + 3]), "l"(b));
-}
-__device__ __forceinline__ void sums(float (&d)[64], const u32 (&x)[16], int j, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " D64
-               ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
-               : F64(d)
-               : "r"(x[4 * j]), "r"(x[4 * j + 1]), "r"(x[4 * j + 2]), "r"(x[4 * j + 3]), "l"(b));
-}
-// Waits until at most N groups are under way; the registers named are theirs.
-template <int N>
-__device__ __forceinline__ void products_wait(float (&d)[32]) {
-  asm volatile("wgmma.wait_group.sync.aligned %32;" : F32(d) : "n"(N) : "memory");
-}
-template <int N>
-__device__ __forceinline__ void products_wait(float (&d)[64]) {
-  asm volatile("wgmma.wait_group.sync.aligned %64;" : F64(d) : "n"(N) : "memory");
-}
-
-// Keeps what was computed before from being computed behind: products under way own their registers.
-__device__ __forceinline__ void pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
-__device__ __forceinline__ void pin(float (&d)[32]) { asm volatile("" : F32(d)::"memory"); }
-__device__ __forceinline__ void pin(float (&d)[64]) { asm volatile("" : F64(d)::"memory"); }
-__device__ __forceinline__ void pin(u32 (&x)[16]) {
-#pragma unroll
-  for (int j = 0; j < 16; ++j) asm volatile("" : "+r"(x[j])::"memory");
 }
 
 // ---- arithmetic ----------------------------------------------------------------------------------
 
-__device__ __forceinline__ float lanes(float x, int apart) { return __shfl_xor_sync(0xffffffffu, x, apart); }
+__device__ __forceinline__ float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
-// x / y by r = 1 / y: `attention_splits.divided`
+// x / y from r = 1 / y, as `attention_splits.divided`.
 __device__ __forceinline__ float divided(float x, float y, float r) {
   const float about = x * r;
   float near = __fmaf_rn(__fmaf_rn(-about, y, x), r, about);
@@ -168,18 +110,19 @@ __device__ __forceinline__ float largest(const float (&s)[32], int i) {
   return t[0];
 }
 
-__device__ __forceinline__ int clamped(int border, int most) { return max(0, min(border, most)); }
+__device__ __forceinline__ int clamp_border(int border, int most) { return max(0, min(border, most)); }
 
-// A tile as the fetching warps tell it; `blocks` below 0: there is none left.
-struct Told {
+// One tile, published by the TMA producer; `blocks` below 0 ends the loop.
+struct TileMessage {
   int blocks, q_first, queries, keys, first, head;
 };
 
-struct Row {  // of the two that a thread shares with three others
+// Softmax state of one row. A thread has two rows, each shared with three other threads.
+struct Row {
   float m, l, factor, part;
 };
 
-// p in place of the scores, m and the factor; the sum stays a thread's part.
+// Replaces the scores by p and updates m and the factor; `part` is the thread's share of the sum.
 __device__ __forceinline__ void softmax(float (&s)[32], Row (&rows)[2], float scale) {
   float best[2];
 #pragma unroll
@@ -187,7 +130,7 @@ __device__ __forceinline__ void softmax(float (&s)[32], Row (&rows)[2], float sc
 #pragma unroll
   for (int apart = 2; apart > 0; apart >>= 1)
 #pragma unroll
-    for (int i = 0; i < 2; ++i) best[i] = fmaxf(best[i], lanes(best[i], apart));
+    for (int i = 0; i < 2; ++i) best[i] = fmaxf(best[i], shuffle_xor(best[i], apart));
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float top = fmaxf(rows[i].m, best[i] * scale);
@@ -210,8 +153,8 @@ __device__ __forceinline__ void softmax(float (&s)[32], Row (&rows)[2], float sc
 __device__ __forceinline__ void add_sum(Row (&rows)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float sum = rows[i].part + lanes(rows[i].part, 2);
-    sum = sum + lanes(sum, 1);
+    float sum = rows[i].part + shuffle_xor(rows[i].part, 2);
+    sum = sum + shuffle_xor(sum, 1);
     rows[i].l = __fmaf_rn(rows[i].l, rows[i].factor, sum);
   }
 }
@@ -221,15 +164,15 @@ __device__ __forceinline__ void pack_all(u32 (&x)[16], const float (&s)[32]) {
   for (int j = 0; j < 16; ++j) x[j] = pack(s[2 * j], s[2 * j + 1]);
 }
 
-// The first of a thread's two rows in the tile; the other one lies 8 further.
+// The first of a thread's two rows in the tile; the second is 8 below.
 __device__ __forceinline__ int row_of(int thread) { return thread / 32 * 16 + (thread & 31) / 4; }
 
-// -inf for keys that a row does not see.
-__device__ __forceinline__ void hide(float (&s)[32], int first_key, const volatile Told& tile, int members) {
-  const int thread = thread_now();
+// Sets the scores of masked keys to -inf.
+__device__ __forceinline__ void mask_keys(float (&s)[32], int first_key, const volatile TileMessage& tile, int group) {
+  const int thread = read_tid();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int position = tile.keys - tile.queries + (tile.first + row_of(thread) + 8 * i) / members;
+    const int position = tile.keys - tile.queries + (tile.first + row_of(thread) + 8 * i) / group;
     const int last = position - first_key - 2 * (thread & 3);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
@@ -239,65 +182,65 @@ __device__ __forceinline__ void hide(float (&s)[32], int first_key, const volati
   }
 }
 
-// ---- what a group does ---------------------------------------------------------------------------
+// ---- math warpgroup ------------------------------------------------------------------------------
 
-struct Group {
+struct MathWarpgroup {
   u32 k_tiles, v_tiles, q_tile, k_full, v_full, k_free, v_free;
   int lane;
-  int before;  // blocks of keys of earlier tiles
+  int before;  // key blocks of earlier tiles
 
   __device__ __forceinline__ u32 slot(int b) const { return static_cast<u32>(before + b) % kStages; }
   __device__ __forceinline__ u32 parity(int b) const { return static_cast<u32>(before + b) / kStages & 1; }
 
-  __device__ __forceinline__ void queue_scores(float (&s)[32], const u32 (&q)[kSteps][4], int b) const {
+  __device__ __forceinline__ void issue_scores(float (&s)[32], const u32 (&q)[kSteps][4], int b) const {
     const u32 tile = k_tiles + slot(b) * kTile;
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
       const u64 right = descriptor<false>(tile + (j >> 2) * kBox) + 2 * (j & 3);
-      j == 0 ? scores<false>(s, q[j], right) : scores<true>(s, q[j], right);
+      j == 0 ? wgmma_m64n64k16<false>(s, q[j], right) : wgmma_m64n64k16<true>(s, q[j], right);
     }
   }
-  __device__ __forceinline__ void queue_sums(float (&acc)[HEAD_DIM / 2], const u32 (&x)[16], int b) const {
+  __device__ __forceinline__ void issue_sums(float (&acc)[HEAD_DIM / 2], const u32 (&x)[16], int b) const {
     const u64 right = descriptor<true>(v_tiles + slot(b) * kTile);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sums(acc, x, j, right + 128 * j);
+    for (int j = 0; j < 4; ++j) wgmma_m64nNk16(acc, x, j, right + 128 * j);
   }
   __device__ __forceinline__ void release(u32 barriers, int b) const {
     if (lane == 0) barrier_arrive(barriers + 8 * slot(b));
   }
-  // Group 0; known to be one for a warp.
-  __device__ __forceinline__ bool is_first() const { return __shfl_sync(0xffffffffu, thread_now(), 0) < 128; }
-  // Values past the sequence's end become 0: 0 times what follows in memory may be NaN. Group 0 does it for both: it has
-  // rows in every tile, and group 1 queues its product with these values behind group 0's turn.
-  __device__ __forceinline__ void clear(int b, int keys) const {
+  // Whether this is warpgroup 0; warp-uniform.
+  __device__ __forceinline__ bool is_first() const { return __shfl_sync(0xffffffffu, read_tid(), 0) < 128; }
+  // Zeroes the values past the sequence's end, because 0 times the memory behind it may be NaN. Warpgroup 0 does it for
+  // both: it has rows in every tile, and warpgroup 1 issues its product with these values after warpgroup 0's turn.
+  __device__ __forceinline__ void zero_values(int b, int keys) const {
     const int from = keys - b * kKeys;
     const u32 tile = v_tiles + slot(b) * kTile;
-    for (int unit = thread_now() & 127; unit < kTile / 16; unit += 128) {
+    for (int unit = read_tid() & 127; unit < kTile / 16; unit += 128) {
       const int row = (unit & (kBox / 16 - 1)) >> 3;
       if (row >= from) store16(tile + 16 * unit, 0.0f, 0.0f, 0.0f, 0.0f);
     }
-    stores_fence();
+    fence_proxy_async();
     sync(3, 128);
   }
-  // Between these two a group alone queues products. The turn of group i is barrier 1 + i.
-  __device__ __forceinline__ void turn_begin() const { sync(1 + thread_now() / 128, 256); }
-  __device__ __forceinline__ void turn_end() const { arrive(2 - thread_now() / 128, 256); }
+  // Between these two calls only one warpgroup issues wgmma. Named barrier 1 + i is the turn of warpgroup i.
+  __device__ __forceinline__ void turn_wait() const { sync(1 + read_tid() / 128, 256); }
+  __device__ __forceinline__ void turn_pass() const { arrive(2 - read_tid() / 128, 256); }
 
-  // Softmax of block b, of which s are the scores, and the product with its values; under way is that of b - 1, unless b
-  // is the first of a split. MORE: queues the scores of b + 1 into s.
+  // Softmax of block b, whose scores are s, and the product with its values. The product of b - 1 is in flight unless b is
+  // the first block of a split. MORE: also issues the scores of b + 1 into s.
   template <bool MORE>
   __device__ __forceinline__ void step(float (&s)[32], float (&acc)[HEAD_DIM / 2], u32 (&x)[16], Row (&rows)[2],
-                                       const u32 (&q)[kSteps][4], int b, bool first, const volatile Told& tile,
-                                       int whole, int members, float scale) const {
+                                       const u32 (&q)[kSteps][4], int b, bool first, const volatile TileMessage& tile,
+                                       int unmasked, int group, float scale) const {
     release(k_free, b);
-    if (b >= whole) hide(s, b * kKeys, tile, members);
+    if (b >= unmasked) mask_keys(s, b * kKeys, tile, group);
     softmax(s, rows, scale);
     pin(s);
     pin(rows[0].part);
     pin(rows[1].part);
-    barrier_wait(v_full + 8 * slot(b), parity(b));  // its loop keeps the wait for the sums behind the softmax
-    if (b >= whole && (b + 1) * kKeys > tile.keys && is_first()) clear(b, tile.keys);
-    products_wait<0>(acc);
+    barrier_wait(v_full + 8 * slot(b), parity(b));  // this loop keeps ptxas from moving wgmma_wait ahead of the softmax
+    if (b >= unmasked && (b + 1) * kKeys > tile.keys && is_first()) zero_values(b, tile.keys);
+    wgmma_wait<0>(acc);
     if (!first) release(v_free, b - 1);
     pack_all(x, s);
     pin(x);
@@ -307,28 +250,28 @@ struct Group {
     }
     if (MORE) barrier_wait(k_full + 8 * slot(b + 1), parity(b + 1));
     pin(acc);
-    turn_begin();
-    products_begin();
+    turn_wait();
+    wgmma_fence();
     if (MORE) {
-      queue_scores(s, q, b + 1);
-      products_queued();
+      issue_scores(s, q, b + 1);
+      wgmma_commit();
     }
-    queue_sums(acc, x, b);
-    products_queued();
-    turn_end();
+    issue_sums(acc, x, b);
+    wgmma_commit();
+    turn_pass();
     add_sum(rows);
   }
 };
 
-// Sums of two closed splits into one; an empty side leaves the other as it is.
+// Merges two closed splits into `acc`; an empty one leaves the other unchanged.
 template <bool EMPTY>
 __device__ __forceinline__ void merge(float (&acc)[HEAD_DIM / 2], const float (&w)[2], const float (&w_split)[2],
                                       const float (&y)[2], const float (&r)[2], const bool (&empty)[2],
-                                      const bool (&fresh)[2], u32 kept_at) {
+                                      const bool (&fresh)[2], u32 saved_at) {
 #pragma unroll
   for (int j = 0; j < HEAD_DIM / 2; j += 4) {
     float o[4];
-    load16(o, kept_at + 512 * j);
+    load16(o, saved_at + 512 * j);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int i = e >> 1;
@@ -338,8 +281,8 @@ __device__ __forceinline__ void merge(float (&acc)[HEAD_DIM / 2], const float (&
   }
 }
 
-// Closes a split and merges it with those before it, whose sums each thread keeps for itself in shared memory.
-__device__ __forceinline__ void close(float (&acc)[HEAD_DIM / 2], const Row (&rows)[2], float (&top)[2], u32 kept_at,
+// Closes a split and merges it with the earlier ones, whose sums each thread saves in its own shared memory.
+__device__ __forceinline__ void close_split(float (&acc)[HEAD_DIM / 2], const Row (&rows)[2], float (&top)[2], u32 saved_at,
                                       bool only) {
   float y[2], r[2], top_split[2];
   bool none[2];
@@ -379,19 +322,19 @@ __device__ __forceinline__ void close(float (&acc)[HEAD_DIM / 2], const Row (&ro
     top[i] = empty[i] ? top[i] : fresh[i] ? top_split[i] : both;
   }
   if (__any_sync(0xffffffffu, empty[0] || empty[1] || fresh[0] || fresh[1])) {
-    merge<true>(acc, w, w_split, y, r, empty, fresh, kept_at);
+    merge<true>(acc, w, w_split, y, r, empty, fresh, saved_at);
   } else {  // nearly always
-    merge<false>(acc, w, w_split, y, r, empty, fresh, kept_at);
+    merge<false>(acc, w, w_split, y, r, empty, fresh, saved_at);
   }
 }
 
-__device__ __forceinline__ void keep(const float (&acc)[HEAD_DIM / 2], u32 kept_at) {
+__device__ __forceinline__ void save_split(const float (&acc)[HEAD_DIM / 2], u32 saved_at) {
 #pragma unroll
   for (int j = 0; j < HEAD_DIM / 2; j += 4)
-    store16(kept_at + 512 * j, acc[j], acc[j + 1], acc[j + 2], acc[j + 3]);
+    store16(saved_at + 512 * j, acc[j], acc[j + 1], acc[j + 2], acc[j + 3]);
 }
 
-__device__ __forceinline__ void start(float (&acc)[HEAD_DIM / 2], Row (&rows)[2]) {
+__device__ __forceinline__ void reset(float (&acc)[HEAD_DIM / 2], Row (&rows)[2]) {
 #pragma unroll
   for (int j = 0; j < HEAD_DIM / 2; ++j) acc[j] = 0.0f;
 #pragma unroll
@@ -406,12 +349,13 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
   extern __shared__ char raw[];
   const u32 memory = (shared_address(raw) + 1023) & ~1023u;
   const u32 k_tiles = memory, v_tiles = k_tiles + kStages * kTile, q_tiles = v_tiles + kStages * kTile;
-  const u32 kept = q_tiles + kGroups * kTile;
-  const u32 k_full = kept + kSums, v_full = k_full + 8 * kStages;
+  const u32 saved = q_tiles + kGroups * kTile;
+  const u32 k_full = saved + kSums, v_full = k_full + 8 * kStages;
   const u32 k_free = v_full + 8 * kStages, v_free = k_free + 8 * kStages;
-  const u32 q_full = v_free + 8 * kStages, q_free = q_full + 8, told = q_free + 8, heard = told + 16;
-  volatile Told* const info = reinterpret_cast<volatile Told*>(raw + (heard + 16 - shared_address(raw)));
-  const int group_of = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);  // known to be one for a warp
+  const u32 q_full = v_free + 8 * kStages, q_free = q_full + 8, published = q_free + 8, received = published + 16;
+  volatile TileMessage* const messages =
+      reinterpret_cast<volatile TileMessage*>(raw + (received + 16 - shared_address(raw)));
+  const int group_of = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);  // warp-uniform
   const int lane = threadIdx.x & 31;
 
   if (threadIdx.x == 0) {
@@ -421,156 +365,158 @@ extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
       barrier_init(k_free + 8 * i, 4 * kGroups);
       barrier_init(v_free + 8 * i, 4 * kGroups);
     }
-    barrier_init(q_full, kFetchers);
+    barrier_init(q_full, kQueryLoaders);
     barrier_init(q_free, 4 * kGroups);
     for (int i = 0; i < 2; ++i) {
-      barrier_init(told + 8 * i, 1);
-      barrier_init(heard + 8 * i, 4 * kGroups + 3);
+      barrier_init(published + 8 * i, 1);
+      barrier_init(received + 8 * i, 4 * kGroups + 3);
     }
-    barriers_made();
+    fence_barrier_init();
   }
   __syncthreads();
 
   const int total = args.tiles * args.hk * args.batch;
   if (group_of == kGroups) {
-    fewer_registers<kFetchRegisters>();
+    setmaxnreg_dec<kProducerRegisters>();
     const int thread = threadIdx.x - 128 * kGroups;
-    if (thread == 0) {  // chooses tiles, fetches keys and values
+    if (thread == 0) {  // TMA producer: chooses tiles, loads keys and values
       u32 n = 0;
       int index = blockIdx.x;
       for (int turn = 0;; ++turn) {
         int q_first = 0, queries = 0, keys = 0, k_first = 0, first = 0, head = 0, blocks = -1;
         while (index < total) {
-          // The longest rows first, of `across` heads side by side.
-          const int run = index / (args.tiles * args.across), place = index - run * args.tiles * args.across;
-          const int tile = args.tiles - 1 - place / args.across, pair = run * args.across + place % args.across;
+          // Longest rows first; `interleave` heads are adjacent.
+          const int run = index / (args.tiles * args.interleave), place = index - run * args.tiles * args.interleave;
+          const int tile = args.tiles - 1 - place / args.interleave;
+          const int pair = run * args.interleave + place % args.interleave;
           const int sequence = pair / args.hk;
           head = pair - sequence * args.hk;
-          q_first = clamped(args.cu_q[sequence], args.tokens);
-          queries = clamped(args.cu_q[sequence + 1], args.tokens) - q_first;
+          q_first = clamp_border(args.cu_q[sequence], args.tokens);
+          queries = clamp_border(args.cu_q[sequence + 1], args.tokens) - q_first;
           first = tile * kBlockRows;
           const int rows = max(0, queries) * args.group;
-          if (first >= rows)  // a shorter sequence: past all tiles that it lacks at once
-            atomicMax(args.next, (run + 1) * args.tiles * args.across -
-                                     (rows + kBlockRows - 1) / kBlockRows * args.across - static_cast<int>(gridDim.x));
+          if (first >= rows)  // a shorter sequence: skips all its missing tiles at once
+            atomicMax(args.next, (run + 1) * args.tiles * args.interleave -
+                                     (rows + kBlockRows - 1) / kBlockRows * args.interleave - static_cast<int>(gridDim.x));
           index = gridDim.x + atomicAdd(args.next, 1);
           if (first >= rows) continue;
-          k_first = ROOM ? sequence * args.room : clamped(args.lens[sequence], args.keys);
-          keys = ROOM ? min(args.lens[sequence], args.room) : clamped(args.lens[sequence + 1], args.keys) - k_first;
+          k_first = PADDED ? sequence * args.capacity : clamp_border(args.lens[sequence], args.keys);
+          keys = PADDED ? min(args.lens[sequence], args.capacity)
+                        : clamp_border(args.lens[sequence + 1], args.keys) - k_first;
           const int stop = min(keys, keys - queries + (first + kBlockRows - 1) / args.group + 1);
           blocks = max(0, (stop + kKeys - 1) / kKeys);
           break;
         }
-        barrier_wait(heard + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
-        volatile Told& tell = info[turn & 1];
-        tell.blocks = blocks;
-        tell.q_first = q_first;
-        tell.queries = queries;
-        tell.keys = keys;
-        tell.first = first;
-        tell.head = head;
-        barrier_arrive(told + 8 * (turn & 1));
+        barrier_wait(received + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
+        volatile TileMessage& message = messages[turn & 1];
+        message.blocks = blocks;
+        message.q_first = q_first;
+        message.queries = queries;
+        message.keys = keys;
+        message.first = first;
+        message.head = head;
+        barrier_arrive(published + 8 * (turn & 1));
         if (blocks < 0) break;
         const int column = head * HEAD_DIM;
 #pragma unroll 1
         for (int b = 0; b < blocks; ++b, ++n) {
           const u32 slot = n % kStages, parity = n / kStages & 1;
           barrier_wait(k_free + 8 * slot, parity ^ 1);
-          barrier_expect(k_full + 8 * slot, kTile);
+          barrier_arrive_expect_tx(k_full + 8 * slot, kTile);
 #pragma unroll
           for (int i = 0; i < kBoxes; ++i)
-            fetch(k_tiles + slot * kTile + i * kBox, &k, column + 64 * i, k_first + b * kKeys, k_full + 8 * slot);
+            tma_load(k_tiles + slot * kTile + i * kBox, &k, column + 64 * i, k_first + b * kKeys, k_full + 8 * slot);
           barrier_wait(v_free + 8 * slot, parity ^ 1);
-          barrier_expect(v_full + 8 * slot, kTile);
+          barrier_arrive_expect_tx(v_full + 8 * slot, kTile);
 #pragma unroll
           for (int i = 0; i < kBoxes; ++i)
-            fetch(v_tiles + slot * kTile + i * kBox, &v, column + 64 * i, k_first + b * kKeys, v_full + 8 * slot);
+            tma_load(v_tiles + slot * kTile + i * kBox, &v, column + 64 * i, k_first + b * kKeys, v_full + 8 * slot);
         }
       }
-    } else if (thread >= 32) {  // three warps fetch the queries of the next tile
+    } else if (thread >= 32) {  // three warps load the queries of the next tile
       for (int turn = 0;; ++turn) {
-        barrier_wait(told + 8 * (turn & 1), turn >> 1 & 1);
-        const volatile Told& said = info[turn & 1];
-        const int blocks = said.blocks, q_first = said.q_first, queries = said.queries;
-        const int first = said.first, head = said.head;
+        barrier_wait(published + 8 * (turn & 1), turn >> 1 & 1);
+        const volatile TileMessage& message = messages[turn & 1];
+        const int blocks = message.blocks, q_first = message.q_first, queries = message.queries;
+        const int first = message.first, head = message.head;
         __syncwarp();
-        if (lane == 0) barrier_arrive(heard + 8 * (turn & 1));
+        if (lane == 0) barrier_arrive(received + 8 * (turn & 1));
         if (blocks < 0) break;
         barrier_wait(q_free, (turn & 1) ^ 1);
         const u16* const base = args.q + q_first * args.q_stride + head * args.group * HEAD_DIM;
-        for (int unit = thread - 32; unit < kBlockRows * (HEAD_DIM / 8); unit += kFetchers) {
+        for (int unit = thread - 32; unit < kBlockRows * (HEAD_DIM / 8); unit += kQueryLoaders) {
           const int row = unit / (HEAD_DIM / 8), c = unit % (HEAD_DIM / 8);
           const int token = (first + row) / args.group, member = (first + row) - token * args.group;
           const bool inside = token < queries;
           const u16* const at = base + (inside ? token : 0) * args.q_stride + member * HEAD_DIM + 8 * c;
           const u32 line = q_tiles + (row >> 6) * kTile + (c >> 3) * kBox + (row & 63) * 128;
           const u32 to = line + (((c & 7) ^ (row & 7)) << 4);
-          fetch16(to, at, inside);
+          cp_async16(to, at, inside);
         }
-        fetch16_wait();
-        stores_fence();
+        cp_async_wait();
+        fence_proxy_async();
         barrier_arrive(q_full);
       }
     }
-  } else {
-    more_registers<kRegisters>();
-    Group group{k_tiles, v_tiles, q_tiles + group_of * kTile, k_full, v_full, k_free, v_free, lane, 0};
-    const u32 kept_at = kept + group_of * (kSums / kGroups) + 16 * (threadIdx.x & 127);
+  } else {  // math warpgroups
+    setmaxnreg_inc<kRegisters>();
+    MathWarpgroup group{k_tiles, v_tiles, q_tiles + group_of * kTile, k_full, v_full, k_free, v_free, lane, 0};
+    const u32 saved_at = saved + group_of * (kSums / kGroups) + 16 * (threadIdx.x & 127);
     const float scale = args.scale_log2e;
     float s[32], acc[HEAD_DIM / 2];
     u32 x[16], q[kSteps][4];
-    if (group_of == 1) group.turn_end();  // the first turn is group 0's
+    if (group_of == 1) group.turn_pass();  // the first turn is group 0's
     for (int turn = 0;; ++turn) {
-      barrier_wait(told + 8 * (turn & 1), turn >> 1 & 1);
-      const volatile Told& tile = info[turn & 1];
+      barrier_wait(published + 8 * (turn & 1), turn >> 1 & 1);
+      const volatile TileMessage& tile = messages[turn & 1];
       const int blocks = tile.blocks;
       if (blocks < 0) break;
       const int past = tile.keys - tile.queries;
-      const int whole = (past + (tile.first + group_of * kRows) / args.group + 1) / kKeys;  // all rows see what is below
+      const int unmasked = (past + (tile.first + group_of * kRows) / args.group + 1) / kKeys;  // blocks that no row masks
       barrier_wait(q_full, turn & 1);
-      const int thread = thread_now(), line = (thread & 127) / 32 * 16 + (thread & 15);
+      const int thread = read_tid(), line = (thread & 127) / 32 * 16 + (thread & 15);
 #pragma unroll
       for (int j = 0; j < kSteps; ++j) {
         const int c = 2 * (j & 3) + (thread >> 4 & 1);
-        load_matrix(q[j], group.q_tile + (j >> 2) * kBox + line * 128 + ((c ^ (line & 7)) << 4));
+        ldmatrix(q[j], group.q_tile + (j >> 2) * kBox + line * 128 + ((c ^ (line & 7)) << 4));
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(q_free);
       float top[2] = {minus_infinity(), minus_infinity()};
       Row rows[2];
-      start(acc, rows);
+      reset(acc, rows);
       pin(acc);
-      int b = 0, first = 0;  // block, and the first of its split
+      int b = 0, first = 0;  // block, and the first block of its split
       if (blocks > 0) {
         barrier_wait(k_full + 8 * group.slot(0), group.parity(0));
-        products_begin();
-        group.queue_scores(s, q, 0);
-        products_queued();
-        products_wait<0>(s);
+        wgmma_fence();
+        group.issue_scores(s, q, 0);
+        wgmma_commit();
+        wgmma_wait<0>(s);
         while (b + 1 < blocks) {
-          group.step<true>(s, acc, x, rows, q, b, b == first, tile, whole, args.group, scale);
-          products_wait<1>(s);
+          group.step<true>(s, acc, x, rows, q, b, b == first, tile, unmasked, args.group, scale);
+          wgmma_wait<1>(s);
           ++b;
           if ((b - first) * kKeys == args.split) {
-            products_wait<0>(acc);
+            wgmma_wait<0>(acc);
             group.release(v_free, b - 1);
-            close(acc, rows, top, kept_at, first == 0);
-            keep(acc, kept_at);
+            close_split(acc, rows, top, saved_at, first == 0);
+            save_split(acc, saved_at);
             first = b;
-            start(acc, rows);
+            reset(acc, rows);
           }
         }
-        group.step<false>(s, acc, x, rows, q, b, b == first, tile, whole, args.group, scale);
+        group.step<false>(s, acc, x, rows, q, b, b == first, tile, unmasked, args.group, scale);
         ++b;
-        products_wait<0>(acc);
+        wgmma_wait<0>(acc);
         group.release(v_free, b - 1);
-        close(acc, rows, top, kept_at, first == 0);
+        close_split(acc, rows, top, saved_at, first == 0);
       }
       group.before += blocks;
-      const int first_row = tile.first + row_of(thread_now()), queries = tile.queries, head = tile.head;
+      const int first_row = tile.first + row_of(read_tid()), queries = tile.queries, head = tile.head;
       const i64 q_first = tile.q_first;
       __syncwarp();
-      if (lane == 0) barrier_arrive(heard + 8 * (turn & 1));
+      if (lane == 0) barrier_arrive(received + 8 * (turn & 1));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = first_row + 8 * i, token = row / args.group;

@@ -1,6 +1,6 @@
-// Matrix products through cuBLASLt, with every algorithm excluded that splits K over CTAs and adds the parts afterwards.
-// What is left adds in one chain; whether it is the contract's chain is certified, never assumed. Plain C interface;
-// cuBLASLt itself is found at run time (the copy torch has loaded), so nothing is linked against CUDA.
+// Matrix products through cuBLASLt without its split-K algorithms. The others add in one chain; certification checks whether
+// it is the contract's chain. Plain C interface; cuBLASLt is opened at run time (the copy that torch has loaded), so nothing
+// links against CUDA.
 #include <cublasLt.h>
 #include <dlfcn.h>
 
@@ -19,7 +19,6 @@
 
 namespace {
 
-// Functions of cuBLASLt that are used here.
 #define RLK_FUNCTIONS(F)                                                                                             \
   F(cublasLtCreate)                                                                                                  \
   F(cublasLtGetVersion)                                                                                              \
@@ -73,11 +72,11 @@ bool ok(cublasStatus_t status, const char* call) {
 // dtype codes of the CPU library: 0 float32, 1 bfloat16, 2 float16.
 cudaDataType_t data_type(int32_t code) { return code == 0 ? CUDA_R_32F : code == 1 ? CUDA_R_16BF : CUDA_R_16F; }
 
-// An algorithm spelt out: its number, then what it is configured with, as cuBLASLt counts them.
+// An explicit algorithm: its number, then its configuration in cuBLASLt's numbering.
 enum { kId, kTile, kStages, kCluster, kCustom, kSwizzle, kInner, kSettings };
 using Settings = std::array<int32_t, kSettings>;
 
-// What an algorithm is chosen for, everything of a product but its addresses, and how. m and k may be others when it runs.
+// A product without its addresses, and how its algorithm is chosen. The product may run with other m and k.
 struct Shape {
   int32_t device;
   int64_t m, n, k;
@@ -86,7 +85,7 @@ struct Shape {
   int32_t a_by_k;        // a is stored [K, M]; else [M, K]
   int32_t b_by_n;        // b is stored [N, K]; else [K, N]
   int32_t dtype, out_dtype, bias;
-  int32_t rank;  // which of the heuristic's answers; below 0: none, `settings` count
+  int32_t rank;  // index among the heuristic's answers; below 0: `settings` name the algorithm
   Settings settings;
   auto key() const {
     return std::tie(device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, dtype, out_dtype, bias, rank, settings);
@@ -102,7 +101,7 @@ struct Plan {
   char text[160];
 };
 
-// Descriptors of one call; freed with it. Row-major out [M, N] is column-major [N, M], so b comes first.
+// Descriptors of one call. Row-major out [M, N] is column-major [N, M], so b comes first.
 struct Call {
   cublasLtMatmulDesc_t product = nullptr;
   cublasLtMatrixLayout_t b = nullptr, a = nullptr, out = nullptr;
@@ -132,7 +131,7 @@ struct Call {
     if (!RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_TRANSA, &op_b, sizeof op_b) ||
         !RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_TRANSB, &op_a, sizeof op_a))
       return false;
-    if (s.bias) {  // has the dtype of out: added in fp32 before the one rounding, which certification checks
+    if (s.bias) {  // same dtype as out; certification checks that it is added in fp32 before rounding
       const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
       const int32_t type = data_type(s.out_dtype);
       if (!RLK_CALL(cublasLtMatmulDescSetAttribute, product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
@@ -149,7 +148,7 @@ struct Call {
   }
 };
 
-// cuBLASLt's handles belong to the device that is current when they are made; there is one a device.
+// One handle per device: a handle belongs to the device that is current when it is created.
 cublasLtHandle_t handle_of(int32_t device) {
   static std::map<int32_t, cublasLtHandle_t> handles;
   auto found = handles.find(device);
@@ -174,13 +173,13 @@ bool one_chain(const cublasLtMatmulAlgo_t& algorithm) {
          setting<uint32_t>(algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) == CUBLASLT_REDUCTION_SCHEME_NONE;
 }
 
-// 0 is every setting's default, and all that an algorithm without the setting takes.
+// Skips 0, the default of every setting, because an algorithm may not support the setting.
 template <class T>
 bool set(cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t name, T value) {
   return value == 0 || RLK_CALL(cublasLtMatmulAlgoConfigSetAttribute, &algorithm, name, &value, sizeof value);
 }
 
-// The algorithm that the settings spell out, where cuBLASLt has it for this product.
+// Configures the algorithm named by the settings, if cuBLASLt supports it for this product.
 bool configure(Plan& plan, const Call& call, int64_t most_workspace) {
   const Settings& to = plan.shape.settings;
   const cudaDataType_t type = data_type(plan.shape.dtype), out = data_type(plan.shape.out_dtype);
@@ -208,7 +207,7 @@ bool configure(Plan& plan, const Call& call, int64_t most_workspace) {
   return false;
 }
 
-// The heuristic's answer of the asked rank, those that split K left out.
+// Takes the heuristic's answer number `rank` among those without split-K.
 bool ask(Plan& plan, const Call& call, int64_t most_workspace) {
   cublasLtMatmulPreference_t preference = nullptr;
   if (!RLK_CALL(cublasLtMatmulPreferenceCreate, &preference)) return false;
@@ -235,14 +234,14 @@ bool ask(Plan& plan, const Call& call, int64_t most_workspace) {
     plan.workspace = static_cast<int64_t>(found[i].workspaceSize);
     return true;
   }
-  fail("cuBLASLt offers %d algorithms without split-K here, number %d was asked for", rank, plan.shape.rank);
+  fail("cuBLASLt offers %d algorithms without split-K here, number %d was requested", rank, plan.shape.rank);
   return false;
 }
 
 bool choose(Plan& plan, int64_t most_workspace) {
   const Shape& s = plan.shape;
   Call call;
-  alignas(16) static const char somewhere[16] = {};  // the bias's address counts only when the product runs
+  alignas(16) static const char somewhere[16] = {};  // placeholder; the bias is read only when the product runs
   if (!call.make(s, s.m, s.k, somewhere)) return false;
   if (!(s.rank < 0 ? configure : ask)(plan, call, most_workspace)) return false;
   std::snprintf(plan.text, sizeof plan.text, "algorithm %d, tile %u, stages %u, swizzle %u, custom %u, inner %u, cluster %u",
@@ -258,13 +257,13 @@ bool choose(Plan& plan, int64_t most_workspace) {
 
 }  // namespace
 
-// What the last failed call of this thread says.
+// Message of this thread's last failed call.
 RLK_EXPORT const char* rlk_lt_error() { return message; }
 
-// The status with which cuBLASLt failed there; 0 where it was not cuBLASLt that did.
+// cuBLASLt's status in that call; 0 if the failure was not cuBLASLt's.
 RLK_EXPORT int32_t rlk_lt_status() { return status_met; }
 
-// Finds cuBLASLt's functions in the library at `path`. 0: done, 1: see rlk_lt_error.
+// Opens cuBLASLt at `path`. 0: success, 1: see rlk_lt_error.
 RLK_EXPORT int32_t rlk_lt_open(const char* path) {
   std::lock_guard<std::mutex> lock(mutex);
   if (lt.loaded) return 0;
@@ -287,9 +286,9 @@ RLK_EXPORT int32_t rlk_lt_open(const char* path) {
 
 RLK_EXPORT int64_t rlk_lt_version() { return lt.loaded ? static_cast<int64_t>(lt.cublasLtGetVersion()) : -1; }
 
-// The plan of a shape on the current device, which must be `device`; asked from cuBLASLt once and kept. Either `settings`
-// (`Settings`) spell the algorithm out, or they are null and it is the heuristic's answer of this rank. Null: see
-// rlk_lt_error. Nothing is launched, so this may run under graph capture.
+// The plan of a shape on the current device, which must be `device`; cached. `settings` (as `Settings`) names the algorithm;
+// null takes the heuristic's answer number `rank`. Returns null on failure, see rlk_lt_error. Launches nothing, so it may
+// run under graph capture.
 RLK_EXPORT const void* rlk_lt_plan(int32_t device, int64_t m, int64_t n, int64_t k, int64_t batch, int64_t a_row,
                                    int64_t b_row, int32_t a_by_k, int32_t b_by_n, int32_t dtype, int32_t out_dtype,
                                    int32_t bias, int32_t rank, const int32_t* settings,
@@ -314,8 +313,8 @@ RLK_EXPORT const void* rlk_lt_plan(int32_t device, int64_t m, int64_t n, int64_t
 RLK_EXPORT int64_t rlk_lt_workspace(const void* plan) { return static_cast<const Plan*>(plan)->workspace; }
 RLK_EXPORT const char* rlk_lt_describe(const void* plan) { return static_cast<const Plan*>(plan)->text; }
 
-// out [batch, m, N] = a b (+ bias [N]) (+ out, where `add`) on `stream`, any m, any k that the batch leaves. 0:
-// launched, 1: see rlk_lt_error.
+// out [batch, m, N] = a b (+ bias [N]) (+ out if `add`) on `stream`; m and k may differ from the plan's.
+// 0: launched, 1: see rlk_lt_error.
 RLK_EXPORT int32_t rlk_lt_run(const void* plan_, int64_t m, int64_t k, const void* a, const void* b, const void* bias,
                               int32_t add, void* out, void* workspace, int64_t workspace_bytes, void* stream) {
   const Plan& plan = *static_cast<const Plan*>(plan_);

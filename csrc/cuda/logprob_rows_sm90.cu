@@ -1,10 +1,10 @@
-// logprob of many rows of a large vocabulary on Hopper: persistent blocks that read their rows once, by the copy engine.
-// Bits: those of kernels/triton/logprob.py (docs/ops/logprob.md); maxima and integer sums have no order to keep.
+// logprob of many rows of a large vocabulary on Hopper: persistent blocks that read their rows once, by TMA bulk copies.
+// Its bits are those of kernels/triton/logprob.py (docs/ops/logprob.md); maxima and integer sums do not depend on order.
 //
-// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. Warps share nothing but the statistics of a row: each has pieces
-// of shared memory of its own, takes every WARPS-th piece of the block's rows, and asks for its next one as soon as it
-// holds this one in registers, so that most of shared memory is always under way. One more warp combines a row while the
-// others are in the next ones.
+// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. Each reader warp owns PIECES buffers in shared memory, takes every
+// WARPS-th piece of the block's rows, and issues its next load as soon as the current piece is in registers, so that most
+// of shared memory is always in flight. The warps share only the tile statistics of a row; one more warp combines them
+// while the readers are in later rows.
 
 #ifndef HALF
 #define HALF 0  // logits are fp16, else bf16
@@ -13,16 +13,16 @@
 #define HAS_TEMPERATURE 0
 #endif
 #ifndef WARPS
-#define WARPS 16  // that read
+#define WARPS 16  // reader warps
 #endif
 #ifndef PIECES
-#define PIECES 1  // of a warp, in shared memory
+#define PIECES 1  // buffers per warp
 #endif
 #ifndef LANES
-#define LANES 1  // that hold a tile of the vocabulary: 1 or 2
+#define LANES 1  // lanes per vocabulary tile: 1 or 2
 #endif
 #ifndef TURNS
-#define TURNS 2  // rows whose statistics shared memory holds: a power of two
+#define TURNS 2  // rows with statistics in shared memory: a power of two
 #endif
 
 #include "sm90.cuh"
@@ -35,23 +35,23 @@ struct Arguments {
   float* entropy;                // [T]
   float* lse;                    // [T]
   float* stats;                  // [T, 2]
-  float* tile_max;               // [shared, tiles]: of the rows that all blocks share, which another kernel combines
+  float* tile_max;               // [shared, tiles]: tile statistics of the shared rows, which another kernel combines
   int* tile_sum;                 // [shared, tiles]
   int* tile_entropy;             // [shared, tiles]
   float* target_z;               // [shared]
   i64 logits_row;
   int vocab, tiles;
-  int shared, whole;  // rows: the first ones, which all blocks share, then `whole` rows a block
+  int shared, whole;  // leading rows split across all blocks; then `whole` rows per block
 };
 
 namespace {
 
-constexpr int kTile = 128;                        // of the vocabulary
-constexpr int kTiles = 32 / LANES;                // of a piece
-constexpr int kPiece = kTiles * kTile * 2;        // bytes
-constexpr int kLoads = 2 * kTile / 16 / LANES;    // of 16 bytes, by a thread
+constexpr int kTile = 128;                       // vocabulary entries
+constexpr int kTiles = 32 / LANES;               // per piece
+constexpr int kPiece = kTiles * kTile * 2;       // bytes
+constexpr int kLoads = 2 * kTile / 16 / LANES;   // 16-byte loads per thread and piece
 constexpr int kThreads = 32 * (WARPS + 1);
-constexpr u32 kOnes = 0u - kTile * 0x3f800000u;   // less the bits of 128 ones
+constexpr u32 kOnes = 0u - kTile * 0x3f800000u;  // minus 128 times the bits of 1.0f
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kUnit = 1.0f / 8388608.0f, kRowUnits = 1099511627776.0f;  // 2^-23, 2^40
 constexpr u32 kMinusInfinities = HALF ? 0xfc00fc00u : 0xff80ff80u;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void load16(u32* to, u32 from) {
                : "memory");
 }
 
-__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
+__device__ __forceinline__ u32 max_nan_pair(u32 a, u32 b) {
   u32 c;
 #if HALF
   asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
@@ -83,7 +83,7 @@ __device__ __forceinline__ float widen(u16 x) {
 #endif
   return y;
 }
-// a * b, clamped to [0, 1]; NaN, which is 0 * inf here, counts as 0.
+// a * b clamped to [0, 1]; NaN (0 * inf here) becomes 0.
 __device__ __forceinline__ float clamped_product(float a, float b) {
   float c;
   asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
@@ -92,29 +92,29 @@ __device__ __forceinline__ float clamped_product(float a, float b) {
 
 // ---- arithmetic ----------------------------------------------------------------------------------
 
-// Two packed logits, as fp32.
+// The halves of two packed logits as fp32.
 __device__ __forceinline__ float low(u32 pair) { return widen(static_cast<u16>(pair)); }
 __device__ __forceinline__ float high(u32 pair) {
   return HALF ? widen(static_cast<u16>(pair >> 16)) : __int_as_float(static_cast<int>(pair & 0xffff0000u));
 }
 
-// `whole_units`: x in units of 2^-40, rounded to nearest even.
+// x in units of 2^-40, rounded to nearest even; `whole_units` of the Triton kernels.
 __device__ __forceinline__ u64 whole_units(float x) {
   x = x * kRowUnits;
   return static_cast<u64>(static_cast<i64>(x < 8388608.0f ? (x + 8388608.0f) - 8388608.0f : x));
 }
 
-// The largest of a thread's packed logits, as a pair.
+// Maxima of a thread's packed logits: of the low halves, and of the high halves.
 __device__ __forceinline__ u32 largest(const u32 (&x)[4 * kLoads]) {
   u32 t[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) t[i] = x[i];
 #pragma unroll
-  for (int i = 4; i < 4 * kLoads; ++i) t[i & 3] = larger_pair(t[i & 3], x[i]);
-  return larger_pair(larger_pair(t[0], t[1]), larger_pair(t[2], t[3]));
+  for (int i = 4; i < 4 * kLoads; ++i) t[i & 3] = max_nan_pair(t[i & 3], x[i]);
+  return max_nan_pair(max_nan_pair(t[0], t[1]), max_nan_pair(t[2], t[3]));
 }
 
-// Adds the bits of 1 + exp(z - m) and of 1 + exp(z - m) * (m - z): `units`
+// Adds the bits of 1 + exp(z - m) and of 1 + exp(z - m) * (m - z); `units` of the Triton kernels.
 __device__ __forceinline__ void add_units(u32& s, u32& e, u32 pair, float m, float inverse) {
   float z[2] = {low(pair), high(pair)};
   u32 p_bits[2], q_bits[2];
@@ -129,10 +129,10 @@ __device__ __forceinline__ void add_units(u32& s, u32& e, u32 pair, float m, flo
   e += q_bits[0] + q_bits[1];
 }
 
-// ---- what a block does ---------------------------------------------------------------------------
+// ---- work of a block -----------------------------------------------------------------------------
 
-// Tiles of one row. Segments 0 and 1 are the block's share of the first rows, two as the share may lie across a border;
-// from segment 2 on each is a row of its own.
+// Tiles of one row. Segments 0 and 1 are the block's part of the shared rows, which may cross one row boundary; each segment
+// from 2 on is one whole row.
 struct Segment {
   int row, first, end, pieces;
 };
@@ -152,7 +152,7 @@ __device__ __forceinline__ Share share_of(const Arguments& args) {
   return {{{row, first, here, pieces_of(here - first)}, {row + 1, 0, beyond, pieces_of(beyond)}}};
 }
 
-// The block's i-th row of its own.
+// The block's i-th whole row.
 __device__ __forceinline__ int whole_row(const Arguments& args, int i) {
   return args.shared + static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
 }
@@ -163,7 +163,7 @@ __device__ __forceinline__ Segment segment_of(const Arguments& args, const Share
   return {whole_row(args, number - 2), 0, args.tiles, pieces_of(args.tiles)};
 }
 
-// A warp's place in the segments; it takes every WARPS-th piece.
+// A warp's position in the segments; it takes every WARPS-th piece.
 struct Place {
   int number, piece;
   Segment segment;
@@ -178,7 +178,7 @@ struct Statistics {
   int *sum, *entropy;
 };
 
-// Of the block's i-th row, in shared memory; row i + TURNS takes its place.
+// Shared-memory statistics of the block's i-th whole row; row i + TURNS reuses them.
 __device__ __forceinline__ int turn_of(int i) { return i & (TURNS - 1); }
 __device__ __forceinline__ u32 phase_of(int i) { return static_cast<u32>(i / TURNS) & 1; }
 __device__ __forceinline__ Statistics statistics_of(float* memory, int tiles, int i) {
@@ -186,11 +186,11 @@ __device__ __forceinline__ Statistics statistics_of(float* memory, int tiles, in
   return {at, reinterpret_cast<int*>(at + tiles), reinterpret_cast<int*>(at + 2 * tiles)};
 }
 
-// Moves on to a piece that exists. With statistics to write, every lane tells of each row that it leaves and waits before
-// each that it enters, its own or not: a row ends once all have left it, and no phase of a barrier can be missed, however
-// far a warp falls behind.
+// Advances to the next piece that exists. WRITES: every lane arrives at `complete` for each row that it leaves and waits for
+// `combined` before each row that it enters, even if it has no piece there. A row is complete once all lanes have left it,
+// and a slow warp cannot miss a barrier phase.
 template <bool WRITES>
-__device__ __forceinline__ void settle(const Arguments& args, const Share& share, Place& place, u32 complete,
+__device__ __forceinline__ void advance(const Arguments& args, const Share& share, Place& place, u32 complete,
                                        u32 combined) {
   while (inside(args, place) && place.piece >= place.segment.pieces) {
     if (WRITES && place.number >= 2) barrier_arrive(complete + 8 * turn_of(place.number - 2));
@@ -202,21 +202,21 @@ __device__ __forceinline__ void settle(const Arguments& args, const Share& share
   }
 }
 
-// Entries of a place's piece.
+// Vocabulary entries of the piece.
 __device__ __forceinline__ int entries_of(const Arguments& args, const Place& place) {
   const int first = place.segment.first + place.piece * kTiles;
   return min(min(kTiles, place.segment.end - first) * kTile, args.vocab - first * kTile);
 }
 
-__device__ __forceinline__ void fetch_piece(const Arguments& args, const Place& place, u32 to, u32 barrier) {
+__device__ __forceinline__ void tma_load_piece(const Arguments& args, const Place& place, u32 to, u32 barrier) {
   const u32 bytes = 2 * entries_of(args, place);
   const i64 first = place.segment.row * args.logits_row + (place.segment.first + place.piece * kTiles) * kTile;
-  barrier_expect(barrier, bytes);
-  fetch(to, args.logits + first, bytes, barrier);
+  barrier_arrive_expect_tx(barrier, bytes);
+  tma_load(to, args.logits + first, bytes, barrier);
 }
 
-// A thread's tile, or half of one. Lanes begin at different 16 bytes, so that eight of them read from all banks; which
-// entry lies in which register is of no concern.
+// Loads a thread's tile (LANES 1) or half tile into registers. Lanes start at different 16-byte units to avoid bank
+// conflicts; the order of entries in registers does not matter.
 template <bool WHOLE>
 __device__ __forceinline__ void load_piece(u32 (&x)[4 * kLoads], u32 from, int lane, int entries) {
   const u32 at = from + lane * (16 * kLoads) + ((lane & 7) << 4);
@@ -241,20 +241,21 @@ __device__ __forceinline__ float target_logit(const Arguments& args, int row) {
 
 __device__ __forceinline__ float warp_sum(u64 x) {
 #pragma unroll
-  for (int apart = 16; apart > 0; apart >>= 1) x += __shfl_xor_sync(0xffffffffu, x, apart);
+  for (int mask = 16; mask > 0; mask >>= 1) x += __shfl_xor_sync(0xffffffffu, x, mask);
   return static_cast<float>(static_cast<i64>(x)) * (1.0f / kRowUnits);
 }
 
-// `finish_rows` of one row, by a warp; its lanes tell `read` once the statistics may be overwritten.
+// Combines the tile statistics of one row with one warp, as `finish_rows` of the Triton kernels. The lanes arrive at `read`
+// once the statistics may be overwritten.
 __device__ __forceinline__ void combine(const Arguments& args, const Statistics& tiles, int row, float z, int lane,
                                         u32 read) {
   float top = minus_infinity();
 #pragma unroll 8
-  for (int t = lane; t < args.tiles; t += 32) top = larger(top, tiles.max[t]);
+  for (int t = lane; t < args.tiles; t += 32) top = max_nan(top, tiles.max[t]);
 #pragma unroll
-  for (int apart = 16; apart > 0; apart >>= 1) top = larger(top, __shfl_xor_sync(0xffffffffu, top, apart));
+  for (int mask = 16; mask > 0; mask >>= 1) top = max_nan(top, __shfl_xor_sync(0xffffffffu, top, mask));
   top = top + 0.0f;
-  u64 sum = 0, away = 0;  // of a row with NaN they are nothing, and may wrap
+  u64 sum = 0, away = 0;  // may wrap in a row with NaN, where they are not used
 #pragma unroll 8
   for (int t = lane; t < args.tiles; t += 32) {
     const float s = static_cast<float>(tiles.sum[t]) * kUnit, e = static_cast<float>(tiles.entropy[t]) * kUnit;
@@ -281,26 +282,26 @@ __device__ __forceinline__ void combine(const Arguments& args, const Statistics&
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) rlk_logprob_rows(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  // Pieces; statistics of TURNS rows; barriers: a piece has arrived, a row is complete, a row was combined. Where memory
-  // passes from warp to warp all lanes arrive, not one for all behind __syncwarp, which racecheck does not follow.
+  // Layout: pieces, statistics of TURNS rows, mbarriers (piece arrived, row complete, row combined). Where warps pass memory
+  // to each other all lanes arrive, because racecheck does not follow one arrival after __syncwarp.
   float* const statistics = reinterpret_cast<float*>(memory + WARPS * PIECES * kPiece);
   const u32 arrived = shared_address(statistics) + TURNS * 12 * args.tiles;
   const u32 complete = arrived + 8 * WARPS * PIECES, combined = complete + 8 * TURNS;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
 
-  if (warp == WARPS) {
+  if (warp == WARPS) {  // combining warp
     if (lane == 0) {
       for (int i = 0; i < TURNS; ++i) {
         barrier_init(complete + 8 * i, 32 * WARPS);
         barrier_init(combined + 8 * i, 32);
       }
-      barriers_made();
+      fence_barrier_init();
       if (static_cast<int>(blockIdx.x) < args.shared) args.target_z[blockIdx.x] = target_logit(args, blockIdx.x);
     }
     __syncthreads();
     float z = 0.0f;
     for (int i = 0; i < args.whole; ++i) {
-      // Of 32 rows at once, one a lane: of two loads the second waits for the first, which is long beside a short row.
+      // 32 rows at once, one per lane, because the two dependent loads take long compared with a short row.
       if (i % 32 == 0 && i + lane < args.whole) z = target_logit(args, whole_row(args, i + lane));
       const float own = __shfl_sync(0xffffffffu, z, i % 32);
       barrier_wait(complete + 8 * turn_of(i), phase_of(i));
@@ -309,24 +310,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) rlk_logprob_rows(const
     return;
   }
 
+  // reader warps
   const Share share = share_of(args);
   const u32 pieces = shared_address(memory) + warp * PIECES * kPiece, own = arrived + 8 * PIECES * warp;
   Place next = {0, warp, segment_of(args, share, 0)}, here = next;
-  settle<false>(args, share, next, 0, 0);
+  advance<false>(args, share, next, 0, 0);
   if (lane == 0) {
     for (int i = 0; i < PIECES; ++i) barrier_init(own + 8 * i, 1);
-    barriers_made();
+    fence_barrier_init();
   }
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) {
     if (!inside(args, next)) break;
-    if (lane == 0) fetch_piece(args, next, pieces + i * kPiece, own + 8 * i);
+    if (lane == 0) tma_load_piece(args, next, pieces + i * kPiece, own + 8 * i);
     next.piece += WARPS;
-    settle<false>(args, share, next, 0, 0);
+    advance<false>(args, share, next, 0, 0);
   }
   __syncthreads();
-  settle<true>(args, share, here, complete, combined);
+  advance<true>(args, share, here, complete, combined);
 
   int piece = 0;
   u32 parity = 0;
@@ -345,22 +347,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) rlk_logprob_rows(const
     else
       load_piece<false>(x, pieces + piece * kPiece, lane, entries);
     u32 top = largest(x);
-    if (LANES == 2) top = larger_pair(top, __shfl_xor_sync(0xffffffffu, top, 1));
-    // All of the piece is in registers: a vote on what became of it, as the copy engine could overtake a load that nothing
-    // waits for. No maximum is this NaN. A vote orders no memory.
+    if (LANES == 2) top = max_nan_pair(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    // The vote depends on every load of the piece, so all of it is in registers before TMA overwrites the buffer. No
+    // maximum has this NaN payload. __syncwarp follows, because a vote does not order memory.
     const bool loaded = __all_sync(0xffffffffu, top != 0xffffffffu);
     __syncwarp();
     if (inside(args, next)) {
-      if (lane == 0 && loaded) fetch_piece(args, next, pieces + piece * kPiece, own + 8 * piece);
+      if (lane == 0 && loaded) tma_load_piece(args, next, pieces + piece * kPiece, own + 8 * piece);
       next.piece += WARPS;
-      settle<false>(args, share, next, 0, 0);
+      advance<false>(args, share, next, 0, 0);
     } else {
-      next_may_start();
+      griddepcontrol_launch_dependents();
     }
     if (++piece == PIECES) piece = 0, parity ^= 1;
 
-    float m = larger(low(top), high(top));
-    if (HAS_TEMPERATURE) m = m * inverse;  // exact: multiplying is monotone
+    float m = max_nan(low(top), high(top));
+    if (HAS_TEMPERATURE) m = m * inverse;  // exact, because multiplication is monotonic
     u32 s = 0, e = 0;
 #pragma unroll
     for (int i = 0; i < 4 * kLoads; ++i) add_units(s, e, x[i], m, inverse);
@@ -368,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) rlk_logprob_rows(const
       s += __shfl_xor_sync(0xffffffffu, s, 1);
       e += __shfl_xor_sync(0xffffffffu, e, 1);
     }
-    const bool empty = m == minus_infinity();  // then the distances are NaN
+    const bool empty = m == minus_infinity();  // the differences are NaN then
     s = empty ? 0u : s + kOnes;
     e = empty ? 0u : e + kOnes;
 
@@ -388,6 +390,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) rlk_logprob_rows(const
       args.tile_entropy[at] = static_cast<int>(e);
     }
     here.piece += WARPS;
-    settle<true>(args, share, here, complete, combined);
+    advance<true>(args, share, here, complete, combined);
   }
 }

@@ -1,51 +1,51 @@
-// What both kernels of policy_loss on Hopper share: arguments, a token's arithmetic, sums of lanes, how a piece of a sequence
-// is brought, its mask counted and its tokens added, and what becomes of the batch's sums. Bits: those of
-// kernels/triton/policy_loss.py (docs/ops/policy_loss.md).
+// Shared by the two policy_loss kernels on Hopper: arguments, per-token arithmetic, lane sums, loading and summing one piece
+// of a sequence, and the final statistics. Its bits are those of kernels/triton/policy_loss.py (docs/ops/policy_loss.md).
 #pragma once
 #include "sm90.cuh"
 
 #ifndef MASKED
-#define MASKED 1  // not every token counts
+#define MASKED 1  // there is a token mask
 #endif
 #ifndef PIECE
-#define PIECE 1024  // tokens that the copy engine brings at a time, of a segment of 1024
+#define PIECE 1024  // tokens per TMA load; divides a segment of 1024
 #endif
 
 typedef unsigned char u8;
 
 struct Arguments {
-  const float* logp;        // [T], as old_logp, mask and dlogp; 16-byte aligned
+  const float* logp;        // [T], like old_logp, mask and dlogp; 16-byte aligned
   const float* old_logp;
   const float* advantages;  // [B]
   const int* borders;       // [B + 1]
   const u8* mask;
   const float* normalizer;  // []
   float* dlogp;             // out
-  float* parts;             // what the first kernel leaves to the second, which the source says
+  float* parts;             // partial sums from the first kernel to the second; layout in the .cu
   float* loss;              // out []
-  float* scale;             // out []: what the gradients are multiplied by in the backward pass
+  float* scale;             // out []: factor of the gradients in the backward pass
   float* stats;             // out [14]
   i64* totals;              // out [6]
   int tokens, batch;
-  int mean;       // the loss adds the sequences' means
-  int by_tokens;  // and is divided by counted tokens, else by sequences
-  int divide_by;  // 0: so, when they are known; 1: by divisor; 2: by normalizer
+  int mean;       // the loss sums per-sequence means
+  int by_tokens;  // the denominator is the number of counted tokens, else of sequences
+  int divide_by;  // 0: that denominator; 1: `divisor`; 2: `normalizer`
   float low, high, divisor;
 };
 
 namespace {
 
 constexpr int kSegment = 1024, kPiece = PIECE, kLanes = 128, kSums = 4, kCounts = 7;
-constexpr int kValues = (kPiece + 4) * 4, kFlags = MASKED ? kSegment + 16 : 0;  // bytes, with what aligns the first token
-constexpr int kStage = 2 * kValues + kFlags;                                    // of a piece in shared memory
-enum { kLoss, kRatio, kK1, kK3 };                                                // sums
-enum { kTokens, kLow, kHigh, kSequences, kFalls, kLeast, kMost };  // counts of many sequences
+// Bytes of one piece in shared memory, padded so that loads may start at aligned addresses.
+constexpr int kValues = (kPiece + 4) * 4, kFlags = MASKED ? kSegment + 16 : 0;
+constexpr int kStage = 2 * kValues + kFlags;
+enum { kLoss, kRatio, kK1, kK3 };  // sums
+enum { kTokens, kLow, kHigh, kSequences, kDescending, kLeast, kMost };  // counts
 constexpr u32 kAll = 0xFFFFFFFFu, kInfinity = 0x7F800000u, kNan = 0x7FFFFFFFu;
 
-// ---- a token -------------------------------------------------------------------------------------
+// ---- one token -----------------------------------------------------------------------------------
 
-// Adds a token, cut if `more` > `less`, without a branch: the compiler would make one of `if`, and tokens would wait for
-// each other. Returns its gradient.
+// Adds a token, clipped if `more` > `less`, and returns its gradient. PTX predicates, because nvcc turns an `if` into a
+// branch, which serialises the tokens.
 __device__ __forceinline__ float add_token(float& s_loss, float& s_ratio, float& s_k1, float& s_k3, u32& hits, u32& least,
                                            u32& most, u32 counts, float power, float x, float k3, float more, float less,
                                            float clipped, float advantage, float weight) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ float add_token(float& s_loss, float& s_ratio, float&
       : "+f"(s_loss), "+f"(s_ratio), "+f"(s_k1), "+f"(s_k3), "+r"(hits), "+r"(least), "+r"(most), "=&f"(gradient)
       : "r"(counts), "f"(power), "f"(x), "f"(k3), "f"(more), "f"(less), "f"(clipped), "f"(advantage), "f"(weight),
         "r"(__float_as_uint(power)));
-#else  // the same for tests that run this on a CPU
+#else  // for tests that run this source on a CPU
   const bool on = counts != 0, cut = on && more > less;
   const float loss = 0.0f - (cut ? clipped : power) * advantage;
   gradient = on ? (cut ? 0.0f : loss) * weight : 0.0f;
@@ -102,47 +102,47 @@ __device__ __forceinline__ float phi(float x, float power) {
 
 // ---- sums ----------------------------------------------------------------------------------------
 
-// Sum of 128 values in halves; a lane holds those 32 apart.
+// Sum of 128 values by folding halves; a lane holds the values at a stride of 32.
 __device__ __forceinline__ float fold(const float (&x)[4]) {
   float y = (x[0] + x[2]) + (x[1] + x[3]);
 #pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) y = y + __shfl_xor_sync(kAll, y, apart);
+  for (int mask = 16; mask > 0; mask /= 2) y = y + __shfl_xor_sync(kAll, y, mask);
   return y;
 }
 
-// What a warp keeps of a segment: sums of its lanes' tokens, how many count and how many of those are cut, and the
-// least and largest ratio as words, which order as ratios do, NaN above all.
+// A lane's state of a segment: sums, the number of counted (low 16 bits) and clipped (high 16 bits) tokens, and the smallest
+// and largest ratio as integers, which order like non-negative floats with NaN on top.
 struct Lanes {
   float loss[4], ratio[4], k1[4], k3[4];
   u32 hits, least, most;
 };
 
-// Two counts of a kind.
-__device__ __forceinline__ u32 joined(int kind, u32 a, u32 b) {
-  return kind == kLeast ? min(a, b) : kind == kMost || kind == kFalls ? max(a, b) : a + b;
+// Combines two values of one count.
+__device__ __forceinline__ u32 combine_counts(int kind, u32 a, u32 b) {
+  return kind == kLeast ? min(a, b) : kind == kMost || kind == kDescending ? max(a, b) : a + b;
 }
 
 __device__ __forceinline__ u32 over_warp(int kind, u32 x) {
   return kind == kLeast                     ? __reduce_min_sync(kAll, x)
-         : kind == kMost || kind == kFalls ? __reduce_max_sync(kAll, x)
+         : kind == kMost || kind == kDescending ? __reduce_max_sync(kAll, x)
                                             : __reduce_add_sync(kAll, x);
 }
 
 // ---- pieces --------------------------------------------------------------------------------------
 
-// Tokens [start, start + count) on their way into a stage, and `counts` bytes of the mask, as many or more; of a warp. What
-// the copy engine would fetch beyond the last token, the threads copy instead.
-__device__ __forceinline__ void bring(const Arguments& a, char* stage, u32 barrier, int start, int count, int counts,
-                                      int lane) {
+// A warp loads tokens [start, start + count) and at least as many bytes `counts` of the mask into a stage. Threads copy
+// where the aligned TMA load would read beyond the last token.
+__device__ __forceinline__ void tma_load_tokens(const Arguments& a, char* stage, u32 barrier, int start, int count,
+                                                int counts, int lane) {
   int first = start & ~3, stop = (start + count + 3) & ~3;
   int first_flag = start & ~15, stop_flag = (start + counts + 15) & ~15;
   bool whole = (MASKED ? stop_flag : stop) <= a.tokens;
   if (whole && lane == 0 && count > 0) {
     u32 to = shared_address(stage), values = (stop - first) * 4, flags = MASKED ? stop_flag - first_flag : 0;
-    barrier_expect(barrier, 2 * values + flags);
-    fetch(to, a.logp + first, values, barrier);
-    fetch(to + kValues, a.old_logp + first, values, barrier);
-    if (MASKED) fetch(to + 2 * kValues, a.mask + first_flag, flags, barrier);
+    barrier_arrive_expect_tx(barrier, 2 * values + flags);
+    tma_load(to, a.logp + first, values, barrier);
+    tma_load(to + kValues, a.old_logp + first, values, barrier);
+    if (MASKED) tma_load(to + 2 * kValues, a.mask + first_flag, flags, barrier);
   }
   if (!whole) {
     float* values = reinterpret_cast<float*>(stage);
@@ -153,13 +153,13 @@ __device__ __forceinline__ void bring(const Arguments& a, char* stage, u32 barri
     if (MASKED)
       for (int t = start + lane; t < start + counts; t += 32)
         reinterpret_cast<u8*>(stage)[2 * kValues + t - first_flag] = a.mask[t];
-    stores_fence();
+    fence_proxy_async();
     __syncwarp();
   }
   if ((!whole || count <= 0) && lane == 0) barrier_arrive(barrier);
 }
 
-// Bytes that are not 0 among bytes [from, stop), of a lane: words that end inside and the bytes behind, in turns.
+// A lane's count of nonzero bytes in [from, stop): every 32nd word, then at most one trailing byte.
 __device__ __forceinline__ int counted(const u8* bytes, int from, int stop, int lane) {
   const u32* words = reinterpret_cast<const u32*>(bytes);
   const int whole = max(from, stop & ~3);
@@ -173,8 +173,8 @@ __device__ __forceinline__ int counted(const u8* bytes, int from, int stop, int 
   return n + (whole + lane < stop && bytes[whole + lane] != 0);
 }
 
-// What is the same for a sequence's tokens. A ratio is cut if `side` times it is above `bound`: where the advantage is
-// negative both are, and one comparison does for either side.
+// Constants of a sequence. A ratio is clipped if side * ratio > bound; both change sign with the advantage, so that one
+// comparison serves both sides.
 struct Sequence {
   float advantage, weight, side, bound, clipped;
 };
@@ -185,7 +185,7 @@ __device__ __forceinline__ Sequence sequence(const Arguments& a, float advantage
   return of;
 }
 
-// 128 tokens; kTail: some do not exist.
+// Adds 128 tokens; kTail: only the first `left` (relative to the lane) exist.
 template <bool kTail>
 __device__ __forceinline__ void add_tokens(Lanes& s, const Sequence& of, const float* logp, const float* old_logp,
                                            const u8* mask, float* dlogp, int left) {
@@ -214,8 +214,8 @@ __device__ __forceinline__ void add_piece(Lanes& s, const Sequence& of, const fl
 
 // ---- the batch -----------------------------------------------------------------------------------
 
-// Loss, scale and statistics from the batch's sums, one of which each of four threads has, and counts. `fits`: the borders
-// are those of the tokens; `given`: what the loss is divided by where that is known.
+// Writes loss, scale and statistics from the batch's sums and counts; each of four threads has one sum, number `which`.
+// `fits`: the borders cover the tokens; `given`: the denominator unless divide_by is 0.
 __device__ __forceinline__ void finish(const Arguments& a, int which, float sum, const u32 (&count)[kCounts], bool fits,
                                        float given) {
   const int n = static_cast<int>(count[kTokens]);
@@ -224,8 +224,8 @@ __device__ __forceinline__ void finish(const Arguments& a, int which, float sum,
   if (which == kLoss) {
     float denominator = a.by_tokens ? shared : static_cast<float>(max(a.batch, 1));
     if (n > 0 && a.divide_by != 0) denominator = given;
-    // A GPU cannot raise: borders that do not fit make the loss and every gradient NaN.
-    const bool broken = !fits || count[kFalls] != 0;
+    // Invalid borders make the loss and every gradient NaN, because a kernel cannot raise.
+    const bool broken = !fits || count[kDescending] != 0;
     const float nan = __uint_as_float(0x7FC00000u);
     *a.loss = broken ? nan : __fdiv_rn(sum, denominator);
     *a.scale = broken ? nan : a.divide_by == 0 ? __fdiv_rn(1.0f, denominator) : 1.0f;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void finish(const Arguments& a, int which, float sum,
     const bool none = count[kMost] > kInfinity;  // a counted ratio is NaN
     a.stats[7] = __uint_as_float(n == 0 ? 0u : none ? kNan : count[kLeast]);
     a.stats[8] = __uint_as_float(n == 0 ? 0u : none ? kNan : count[kMost]);
-    a.stats[9] = __uint_as_float(n == 0 ? 0u : 0xFF800000u);  // of no rollout
+    a.stats[9] = __uint_as_float(n == 0 ? 0u : 0xFF800000u);  // no rollout log-probabilities
     for (int i = 3; i < 7; ++i) a.stats[i] = 0.0f;
   }
   if (which == kK1) {

@@ -1,40 +1,39 @@
-// policy_loss on Hopper: clipped ratios of tokens, one advantage a sequence, no further vectors; loss, statistics and
-// gradients in one pass. Bits: those of kernels/triton/policy_loss.py (docs/ops/policy_loss.md); what waits for what is
-// this file's own.
+// policy_loss on Hopper for token-level clipped ratios with one advantage per sequence and no further vectors: loss,
+// statistics and gradients in one pass. Its bits are those of kernels/triton/policy_loss.py (docs/ops/policy_loss.md).
 //
-// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. Block p of 128 takes the sequences p, p + 128, ...: they make up
-// the lanes p, p + 128, ... of the sum over the batch, whose fold in halves pairs those with each other before any others.
-// So a block leaves one number a sum, and 128 of them are all that is left to add. A warp takes a sequence at a time, whose
-// tokens the copy engine has brought: registers hold none that is under way.
+// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. Block p of 128 takes the sequences p, p + 128, ..., which are lanes
+// p, p + 128, ... of the contract's sum over the batch. Its fold in halves pairs these lanes first, so a block reduces each
+// sum to one number and the second kernel adds 128 of them. Each warp processes one sequence at a time from shared memory,
+// filled by TMA, so no loads in flight occupy registers.
 
 #ifndef WARPS
 #define WARPS 12
 #endif
 #ifndef STAGES
-#define STAGES 2  // pieces that a warp has in shared memory
+#define STAGES 2  // pieces per warp in shared memory
 #endif
 #include "policy_loss.cuh"
 
 namespace {
 
 static_assert(kSegment % kPiece == 0, "pieces make up segments");
-constexpr int kBlocks = 128;  // `parts` is [4, kBlocks], then as many words of counts
+constexpr int kBlocks = 128;  // `parts` is [4, kBlocks] sums, then [7, kBlocks] words of counts
 
-// A piece in shared memory, and the sequence it is of.
-struct Part {
+// A piece in shared memory and its sequence.
+struct PieceInfo {
   int unit, begin, end, start;
   float advantage;
 };
-// A sequence, before its borders are looked at.
-struct Unit {
+// A claimed sequence; its borders are not validated yet.
+struct Claim {
   int number, left, right;
   float advantage;
 };
 
 // ---- pieces --------------------------------------------------------------------------------------
 
-__device__ __forceinline__ Unit take(const Arguments& a, int* next, int units, int lane) {
-  Unit u;
+__device__ __forceinline__ Claim claim(const Arguments& a, int* next, int units, int lane) {
+  Claim u;
   u.number = 0;
   if (lane == 0) u.number = atomicAdd(next, 1);
   u.number = __shfl_sync(kAll, u.number, 0);
@@ -51,12 +50,12 @@ __device__ __forceinline__ Unit take(const Arguments& a, int* next, int units, i
 
 // ---- the batch -----------------------------------------------------------------------------------
 
-// Loss, scale and statistics from what each block left; of four warps, a sum each.
+// Adds the blocks' results; each of four warps has one sum.
 __device__ __forceinline__ void add_over_batch(const Arguments& a, int warp, int lane) {
-  // What no block writes is under way already while they end.
+  // Inputs that the first kernel does not write are loaded before the wait.
   const bool fits = a.borders[0] == 0 && a.borders[a.batch] == a.tokens;
   const float given = a.divide_by == 2 ? *a.normalizer : a.divisor;
-  wait_for_previous();
+  griddepcontrol_wait();
   const u32* counted = reinterpret_cast<const u32*>(a.parts) + kSums * kBlocks;
   float x[4];
   u32 counts[kCounts];
@@ -67,7 +66,7 @@ __device__ __forceinline__ void add_over_batch(const Arguments& a, int warp, int
     u32 of[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) of[i] = __ldcg(counted + c * kBlocks + 32 * i + lane);
-    counts[c] = over_warp(c, joined(c, joined(c, of[0], of[1]), joined(c, of[2], of[3])));
+    counts[c] = over_warp(c, combine_counts(c, combine_counts(c, of[0], of[1]), combine_counts(c, of[2], of[3])));
   }
   const float total = fold(x);
   if (lane == 0) finish(a, warp, total, counts, fits, given);
@@ -77,21 +76,21 @@ __device__ __forceinline__ void add_over_batch(const Arguments& a, int warp, int
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_tokens(const __grid_constant__ Arguments a) {
   DYNAMIC_SHARED(raw);
-  // stages, barriers, parts, counts of the block, the next sequence, sums of the block's sequences
+  // Layout: stages, mbarriers, piece infos, the block's counts, the next sequence, sums of the block's sequences.
   u64* barriers = reinterpret_cast<u64*>(raw + WARPS * STAGES * kStage);
-  Part* parts = reinterpret_cast<Part*>(barriers + WARPS * STAGES);
+  PieceInfo* parts = reinterpret_cast<PieceInfo*>(barriers + WARPS * STAGES);
   u32* counts = reinterpret_cast<u32*>(parts + WARPS * STAGES);
   int* next = reinterpret_cast<int*>(counts + kCounts);
   float* sums = reinterpret_cast<float*>(next + 1);  // [units, kSums]
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int units = (a.batch - static_cast<int>(blockIdx.x) + kBlocks - 1) / kBlocks;
-  next_may_start();
+  griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < WARPS * STAGES; ++i) barrier_init(shared_address(barriers + i), 1);
     for (int i = 0; i < kCounts; ++i) counts[i] = i == kLeast ? kInfinity : 0;
     *next = 0;
-    barriers_made();
-    stores_fence();
+    fence_barrier_init();
+    fence_proxy_async();
   }
   __syncthreads();
 
@@ -99,21 +98,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_toke
   char* const stages = raw + warp * STAGES * kStage;
   barriers += warp * STAGES;
   parts += warp * STAGES;
-  int falls = 0, tokens = 0, low = 0, high = 0, sequences = 0;  // of the warp
-  Unit now = take(a, next, units, lane), then = take(a, next, units, lane);
-  int brought = 0, begin = 0, end = 0, at = 0;
-  bool inside = false;  // of a sequence, of which `at` comes next
+  int descending = 0, tokens = 0, low = 0, high = 0, sequences = 0;  // of this warp
+  Claim now = claim(a, next, units, lane), then = claim(a, next, units, lane);
+  int issued = 0, begin = 0, end = 0, at = 0;
+  bool inside = false;  // of a sequence that continues at token `at`
 
-  // The next piece that there is, into the stage that is free. A sequence's first one has the mask of its segment.
-  auto bring_next = [&]() {
+  // Loads the next piece into the free stage. The first piece of a sequence includes the mask of its whole segment.
+  auto load_next = [&]() {
     if (!inside) {
       if (now.number >= units) return;
-      falls |= now.left > now.right;
+      descending |= now.left > now.right;
       begin = min(max(now.left, 0), a.tokens);
       end = max(begin, min(now.right, a.tokens));
       at = begin;
     }
-    int slot = brought % STAGES;
+    int slot = issued % STAGES;
     if (lane == 0) {
       parts[slot].unit = now.number;
       parts[slot].begin = begin;
@@ -122,16 +121,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_toke
       parts[slot].advantage = now.advantage;
     }
     const int left = max(0, end - at), counts = a.mean && at == begin ? kSegment : kPiece;
-    bring(a, stages + slot * kStage, shared_address(barriers + slot), at, min(kPiece, left), min(counts, left), lane);
+    tma_load_tokens(a, stages + slot * kStage, shared_address(barriers + slot), at, min(kPiece, left), min(counts, left),
+                    lane);
     at += kPiece;
     inside = at < end;
     if (!inside) {
       now = then;
-      then = take(a, next, units, lane);
+      then = claim(a, next, units, lane);
     }
-    ++brought;
+    ++issued;
   };
-  for (int i = 0; i < STAGES; ++i) bring_next();
+  for (int i = 0; i < STAGES; ++i) load_next();
 
   Lanes s;
   s.least = kInfinity;
@@ -139,13 +139,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_toke
   Sequence of = {};
   float whole[kSums] = {0.0f, 0.0f, 0.0f, 0.0f};
   int n = 0;
-  for (int done = 0; done < brought; ++done) {
+  for (int done = 0; done < issued; ++done) {
     int slot = done % STAGES;
     __syncwarp();
-    const Part part = parts[slot];
+    const PieceInfo part = parts[slot];
     const char* stage = stages + slot * kStage;
     const int left = max(0, part.end - part.start);
-    const int within = kPiece == kSegment ? 0 : (part.start - part.begin) % kSegment;  // the segment
+    const int within = kPiece == kSegment ? 0 : (part.start - part.begin) % kSegment;  // offset in the segment
     const u8* mask = reinterpret_cast<const u8*>(stage) + 2 * kValues;
     barrier_wait(shared_address(barriers + slot), done / STAGES & 1);
     if (part.start == part.begin) {
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_toke
     const u8* flags = mask + (part.start & 15) + lane;
     add_piece(s, of, logp, logp + kValues / 4, flags, a.dlogp + part.start + lane, min(kPiece, left), lane);
     __syncwarp();
-    bring_next();
+    load_next();
     if (within + kPiece < kSegment && left > kPiece) continue;
 
     const float of_segment[kSums] = {fold(s.loss), fold(s.ratio), fold(s.k1), fold(s.k3)};
@@ -196,24 +196,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) rlk_policy_loss_toke
     atomicAdd(counts + kLow, static_cast<u32>(low));
     atomicAdd(counts + kHigh, static_cast<u32>(high));
     atomicAdd(counts + kSequences, static_cast<u32>(sequences));
-    atomicMax(counts + kFalls, static_cast<u32>(falls));
+    atomicMax(counts + kDescending, static_cast<u32>(descending));
     atomicMin(counts + kLeast, least);
     atomicMax(counts + kMost, most);
   }
   __syncthreads();
   if (warp == 0) {
-    // Lane k of 8 is lane p + 128 k of the batch's 1024.
+    // Lane k of 8 is lane p + 128 k of the contract's 1024.
     float total = 0.0f;
 #pragma unroll 4
     for (int i = lane % 8; i < units; i += 8) total = total + sums[i * kSums + lane / 8];
 #pragma unroll
-    for (int apart = 4; apart > 0; apart /= 2) total = total + __shfl_xor_sync(kAll, total, apart);
+    for (int mask = 4; mask > 0; mask /= 2) total = total + __shfl_xor_sync(kAll, total, mask);
     if (lane % 8 == 0) a.parts[lane / 8 * kBlocks + blockIdx.x] = total;
     if (lane < kCounts) reinterpret_cast<u32*>(a.parts)[(kSums + lane) * kBlocks + blockIdx.x] = counts[lane];
   }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kSums, 1) rlk_policy_loss_batch(const __grid_constant__ Arguments a) {
-  next_may_start();
+  griddepcontrol_launch_dependents();
   add_over_batch(a, threadIdx.x / 32, threadIdx.x % 32);
 }

@@ -1,47 +1,48 @@
-// policy_loss on Hopper as in policy_loss_sm90.cu, for long sequences: a block of warps has one, and the GPU hands out blocks
-// as its multiprocessors, which are not equally fast, get free. Bits: those of kernels/triton/policy_loss.py.
+// policy_loss on Hopper as in policy_loss_sm90.cu, for long sequences: one block (a team of warps) per sequence, which the
+// hardware schedules, because SMs are not equally fast. Its bits are those of kernels/triton/policy_loss.py.
 //
-// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. A block's warps take the sequence's segments in turn, which the copy
-// engine has brought. A sequence leaves a record of 32 bytes; a second kernel, one cluster, adds those of the batch.
+// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. A block's warps take the sequence's segments round-robin, loaded by
+// TMA. Each sequence leaves a record of 32 bytes; a second kernel, one cluster, adds the records of the batch.
 
 #ifndef WARPS
-#define WARPS 4  // of a block
+#define WARPS 4  // per block
 #endif
 #include "policy_loss.cuh"
 
 namespace {
 
 constexpr int kTurn = kSegment * WARPS;
-static_assert(kPiece == kSegment, "a warp brings whole segments");
-constexpr int kBlocks = 8, kOwn = kLanes / kBlocks;  // of the cluster; lanes of 128 that a block has
-constexpr u32 kFallen = 1u << 31;                    // beside a sequence's tokens: its borders fall
-enum { kCut = 1, kSmallest, kLargest };              // counts of a record, after kTokens; cut ones below 0 where the advantage is
+static_assert(kPiece == kSegment, "a warp loads whole segments");
+constexpr int kBlocks = 8, kOwn = kLanes / kBlocks;  // blocks of the cluster; lanes of 128 per block
+constexpr u32 kInvalid = 1u << 31;                   // flag in a sequence's token count: its borders descend
+// Counts of a record, after kTokens; kCut (clipped tokens) is negated where the advantage is negative.
+enum { kCut = 1, kSmallest, kLargest };
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) rlk_policy_loss_tokens(const __grid_constant__ Arguments a) {
-  DYNAMIC_SHARED(raw);  // a stage of each warp, their barriers
-  __shared__ float segments[2][WARPS][kSums];  // sums of a turn's segments, in turns
-  __shared__ u32 parts[WARPS][kSums];          // counts of each warp's
-  __shared__ int seen[WARPS];                  // its tokens that count
+  DYNAMIC_SHARED(raw);  // one stage per warp, then their mbarriers
+  __shared__ float segments[2][WARPS][kSums];  // sums of a round's segments, double-buffered
+  __shared__ u32 parts[WARPS][kSums];          // counts per warp
+  __shared__ int seen[WARPS];                  // counted tokens per warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x;
   char* const stage = raw + warp * kStage;
   const u32 barrier = shared_address(raw + WARPS * kStage) + 8 * warp;
-  next_may_start();
+  griddepcontrol_launch_dependents();
   const int left = a.borders[row], right = a.borders[row + 1];
   const int begin = min(max(left, 0), a.tokens), end = max(begin, min(right, a.tokens));
-  const int first = begin + kSegment * warp;  // of the warp's
+  const int first = begin + kSegment * warp;  // of this warp's first segment
   if (lane == 0) {
     barrier_init(barrier, 1);
-    barriers_made();
-    stores_fence();
+    fence_barrier_init();
+    fence_proxy_async();
   }
   __syncwarp();
-  const auto bring_segment = [&](int start) {
+  const auto load_segment = [&](int start) {
     const int count = min(kSegment, end - start);
-    if (count > 0) bring(a, stage, barrier, start, count, count, lane);
+    if (count > 0) tma_load_tokens(a, stage, barrier, start, count, count, lane);
   };
-  bring_segment(first);
+  load_segment(first);
 
   Sequence of = sequence(a, a.advantages[row]);
   const u8* mask = reinterpret_cast<const u8*>(stage) + 2 * kValues;
@@ -67,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rlk_policy_loss_tokens(
   Lanes s;
   s.least = kInfinity;
   s.most = 0;
-  float whole = 0.0f;  // lane i of the first warp: sum i
+  float whole = 0.0f;  // in warp 0, lane i has sum i
   u32 n = 0, cuts = 0;
   int turn = 0;
 #pragma unroll 1
@@ -82,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rlk_policy_loss_tokens(
                 min(kSegment, end - at), lane);
     }
     __syncwarp();
-    bring_segment(at + kTurn);
+    load_segment(at + kTurn);
     const float sums[kSums] = {fold(s.loss), fold(s.ratio), fold(s.k1), fold(s.k3)};
     const u32 hits = __reduce_add_sync(kAll, s.hits);
     n += hits & 0xFFFF;
@@ -112,25 +113,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rlk_policy_loss_tokens(
       count = lane == kSmallest ? min(count, other) : lane == kLargest ? max(count, other) : count + other;
     }
     if (lane == kLoss && a.mean) whole = __fdiv_rn(whole, static_cast<float>(max(static_cast<int>(count), 1)));
-    if (lane == kTokens && left > right) count |= kFallen;
+    if (lane == kTokens && left > right) count |= kInvalid;
     if (lane == kCut && of.advantage < 0.0f) count = 0u - count;
     reinterpret_cast<float2*>(a.parts)[kSums * row + lane] = make_float2(whole, __uint_as_float(count));
   }
 }
 
-// One cluster of 8 blocks. The batch's sum has 1024 lanes, which take the sequences in turn; block c has the lanes l with
-// l % 128 in [16 c, 16 c + 16), adds those 512, 256 and 128 apart, and leaves the rest to block 0.
+// One cluster of 8 blocks. The contract's sum over the batch has 1024 lanes, to which sequences belong round-robin. Block c
+// has the lanes l with l % 128 in [16 c, 16 c + 16), adds those at distances 512, 256 and 128, and block 0 adds the rest.
 extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kLanes, 1)
     rlk_policy_loss_batch(const __grid_constant__ Arguments a) {
   __shared__ float sums[kSums][kLanes], rest[kSums][kLanes];
   __shared__ u32 of_warps[kCounts][4], of_blocks[kCounts][kBlocks];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, block = blockIdx.x;
-  next_may_start();
+  griddepcontrol_launch_dependents();
   cluster_arrive();
-  // What no sequence leaves is under way already while they end.
+  // Inputs that the first kernel does not write are loaded before the wait.
   const bool fits = a.borders[0] == 0 && a.borders[a.batch] == a.tokens;
   const float given = a.divide_by == 2 ? *a.normalizer : a.divisor;
-  wait_for_previous();
+  griddepcontrol_wait();
 
   float total[kSums] = {0.0f, 0.0f, 0.0f, 0.0f};
   u32 count[kCounts];
@@ -146,9 +147,9 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kLa
     total[kRatio] = total[kRatio] + front.z;
     total[kK1] = total[kK1] + back.x;
     total[kK3] = total[kK3] + back.z;
-    count[kTokens] += n & ~kFallen;
-    count[kSequences] += (n & ~kFallen) != 0;
-    count[kFalls] |= n >> 31;
+    count[kTokens] += n & ~kInvalid;
+    count[kSequences] += (n & ~kInvalid) != 0;
+    count[kDescending] |= n >> 31;
     count[kLow] += max(-cut, 0);
     count[kHigh] += max(cut, 0);
     count[kLeast] = min(count[kLeast], __float_as_uint(back.y));
@@ -162,16 +163,17 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kLa
     if (lane == 0) of_warps[c][warp] = x;
   }
   __syncthreads();
-  cluster_wait();  // block 0 is there
+  cluster_wait();  // block 0 has started, so its shared memory may be written
   if (thread < kSums * kOwn) {
     const float* x = sums[thread / kOwn] + thread % kOwn;
-    store_in_first(&rest[thread / kOwn][kOwn * block + thread % kOwn],
+    store_to_block0(&rest[thread / kOwn][kOwn * block + thread % kOwn],
                    __float_as_uint(((x[0] + x[4 * kOwn]) + (x[2 * kOwn] + x[6 * kOwn])) +
                                    ((x[kOwn] + x[5 * kOwn]) + (x[3 * kOwn] + x[7 * kOwn]))));
   }
   if (thread < kCounts) {
     const u32* x = of_warps[thread];
-    store_in_first(&of_blocks[thread][block], joined(thread, joined(thread, x[0], x[1]), joined(thread, x[2], x[3])));
+    store_to_block0(&of_blocks[thread][block], combine_counts(thread, combine_counts(thread, x[0], x[1]),
+                                                              combine_counts(thread, x[2], x[3])));
   }
   __syncwarp();
   cluster_arrive();
@@ -183,7 +185,7 @@ extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kLa
 #pragma unroll
   for (int c = 0; c < kCounts; ++c) {
     count[c] = of_blocks[c][0];
-    for (int b = 1; b < kBlocks; ++b) count[c] = joined(c, count[c], of_blocks[c][b]);
+    for (int b = 1; b < kBlocks; ++b) count[c] = combine_counts(c, count[c], of_blocks[c][b]);
   }
   if (lane == 0) finish(a, warp, sum, count, fits, given);
 }

@@ -1,48 +1,48 @@
-// rms_norm's gradients on Hopper: dx, and the partial sums of the weight's, one a program of kernels/triton/rms_norm.py,
-// whose bits these are (docs/ops/rms_norm.md).
+// rms_norm's gradients on Hopper: dx, and one partial sum of the weight gradient per block. Its bits are those of
+// kernels/triton/rms_norm.py (docs/ops/rms_norm.md).
 //
-// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. A block has a leaf of the weight gradient's tree, 16 rows, or the
-// two leaves that the tree adds first. The copy engine brings rows ahead of it, and a thread holds the same columns of
-// each, in groups of eight neighbours.
+// Compiled by NVRTC or nvcc for sm_90a with -fmad=false. A block computes one leaf of the weight gradient's tree (16 rows)
+// or the two leaves that the tree adds first. TMA loads rows ahead of the math, and a thread holds the same columns of
+// every row, in groups of eight neighbours.
 
 #ifndef CHANNELS
 #define CHANNELS 4096  // C, a multiple of 8
 #endif
 #ifndef BLOCK
-#define BLOCK 4096  // the power of two from C on: 1024 or more
+#define BLOCK 4096  // C rounded up to a power of two, at least 1024
 #endif
 #ifndef GROUPS
-#define GROUPS 4  // of eight neighbouring columns that a thread has
+#define GROUPS 4  // groups of eight neighbouring columns per thread
 #endif
 #ifndef HAS_DR
-#define HAS_DR 1  // a second gradient is added
+#define HAS_DR 1  // dx adds a second gradient
 #endif
 #ifndef STAGES
-#define STAGES 2  // steps that are in shared memory at a time
+#define STAGES 2  // steps in shared memory
 #endif
 #ifndef RESIDENT
-#define RESIDENT 2  // blocks of a multiprocessor, at least
+#define RESIDENT 2  // least blocks per SM
 #endif
 #include "sm90.cuh"
 
 struct Arguments {
-  const char* dy;      // [T, C] bf16, as x, dr and dx; 16-byte aligned
+  const char* dy;      // [T, C] bf16, like x, dr and dx; 16-byte aligned
   const char* dr;
   const char* x;
   const char* weight;  // [C]
   char* dx;            // out
   float* partials;     // out [programs, C]
   i64 tokens;
-  int pair;  // leaves that a block's two lie apart; 0: it has one
+  int pair;  // distance between a block's two leaves; 0: one leaf per block
   float eps;
 };
 
 namespace {
 
-constexpr int kGroups = GROUPS, kWarps = BLOCK / (kGroups * 256), kThreads = 32 * kWarps;  // of a thread, of a block
-constexpr int kLeaf = 16, kRows = BLOCK >= 2048 ? 1 : 2048 / BLOCK;  // rows of a leaf, of a step: parts of the order
+constexpr int kGroups = GROUPS, kWarps = BLOCK / (kGroups * 256), kThreads = 32 * kWarps;
+constexpr int kLeaf = 16, kRows = BLOCK >= 2048 ? 1 : 2048 / BLOCK;  // rows per leaf and per step, fixed by the contract
 constexpr int kSteps = kLeaf / kRows, kTensors = 2 + HAS_DR, kLine = CHANNELS * 2, kStage = kRows * kTensors * kLine;
-constexpr int kSums = 2 * kRows * kGroups;  // of a thread: squares and products of each row's groups
+constexpr int kSums = 2 * kRows * kGroups;  // per thread: squares and products of each row's groups
 constexpr u32 kAll = 0xFFFFFFFFu;
 static_assert(CHANNELS % 8 == 0 && CHANNELS <= BLOCK && kWarps >= 1, "channels come in groups of eight");
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 
 __device__ __forceinline__ u32 word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 __device__ __forceinline__ float element(const uint4& x, int i) { return i & 1 ? high(word(x, i / 2)) : low(word(x, i / 2)); }
 
-// Neighbours are added, then neighbouring sums.
+// Pairwise tree sum: neighbours, then neighbouring sums.
 template <int N>
 __device__ __forceinline__ float tree(const float* x) {
   if constexpr (N == 1) return x[0];
@@ -59,11 +59,11 @@ __device__ __forceinline__ float tree(const float* x) {
 }
 
 __device__ __forceinline__ float per_channel(float sum) {
-  if constexpr ((CHANNELS & (CHANNELS - 1)) == 0) return sum * (1.0f / CHANNELS);  // a power of two: as exact as the quotient
+  if constexpr ((CHANNELS & (CHANNELS - 1)) == 0) return sum * (1.0f / CHANNELS);  // exact like the quotient
   else return __fdiv_rn(sum, static_cast<float>(CHANNELS));
 }
 
-// Each of the N values summed over a warp, neighbours first; a lane is left with the one of `held`. While there are several
+// Sums each of N values over a warp, neighbours first; a lane ends with the value number `held`. While several values remain,
 // two lanes exchange halves of them.
 template <int N, int BIT = 0>
 __device__ __forceinline__ float over_lanes(const float* x, int lane) {
@@ -98,39 +98,39 @@ __device__ __forceinline__ void store(float4* to, const float (&x)[8]) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) rlk_rms_norm_grad(const __grid_constant__ Arguments a) {
-  DYNAMIC_SHARED(raw);  // stages, their barriers, the weight, sums of the leaf that was first
-  alignas(16) __shared__ float sums[2][kSums][kWarps];  // over warps, in turns
+  DYNAMIC_SHARED(raw);  // stages, their mbarriers, the weight, sums of the first leaf
+  alignas(16) __shared__ float sums[2][kSums][kWarps];  // per warp, double-buffered
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const u32 barriers = shared_address(raw + STAGES * kStage);
   uint4* const weight = reinterpret_cast<uint4*>(raw + STAGES * kStage + (STAGES * 8 + 15) / 16 * 16);
   float4* const first = reinterpret_cast<float4*>(weight + CHANNELS / 8);
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) barrier_init(barriers + 8 * i, 1);
-    barriers_made();
-    stores_fence();
+    fence_barrier_init();
+    fence_proxy_async();
   }
-  wait_for_previous();
+  griddepcontrol_wait();
 
-  // The later leaf is first: what the op in front wrote last may still be in the L2 cache.
+  // The later leaf comes first, because the end of the preceding op's output may still be in L2.
   const i64 block = blockIdx.x, leaf = a.pair ? block + block / a.pair * a.pair : block;
   const int leaves = a.pair && (leaf + a.pair) * kLeaf < a.tokens ? 2 : 1, steps = leaves * kSteps;
   const auto row_of = [&](int step) {
     return (leaf + (step < steps - kSteps ? a.pair : 0)) * kLeaf + step % kSteps * kRows;
   };
-  const auto bring = [&](int step) {  // of one thread; every step is a phase of its stage's barrier
+  const auto load_step = [&](int step) {  // one thread; every step is one phase of its stage's mbarrier
     if (step >= steps) return;
     const i64 row = row_of(step);
     const int rows = static_cast<int>(min(static_cast<i64>(kRows), a.tokens - row));
     const u32 to = shared_address(raw + step % STAGES * kStage), barrier = barriers + step % STAGES * 8;
     if (rows <= 0) return barrier_arrive(barrier);
     const u32 bytes = rows * kLine;
-    barrier_expect(barrier, kTensors * bytes);
-    fetch(to, a.x + row * kLine, bytes, barrier);
-    fetch(to + kRows * kLine, a.dy + row * kLine, bytes, barrier);
-    if (HAS_DR) fetch(to + 2 * kRows * kLine, a.dr + row * kLine, bytes, barrier);
+    barrier_arrive_expect_tx(barrier, kTensors * bytes);
+    tma_load(to, a.x + row * kLine, bytes, barrier);
+    tma_load(to + kRows * kLine, a.dy + row * kLine, bytes, barrier);
+    if (HAS_DR) tma_load(to + 2 * kRows * kLine, a.dr + row * kLine, bytes, barrier);
   };
   if (thread == 0)
-    for (int i = 0; i < STAGES; ++i) bring(i);
+    for (int i = 0; i < STAGES; ++i) load_step(i);
   for (int i = thread; i < CHANNELS / 8; i += kThreads) weight[i] = reinterpret_cast<const uint4*>(a.weight)[i];
   __syncthreads();
 
@@ -152,13 +152,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) rlk_rms_norm_gr
 #pragma unroll
       for (int k = 0; k < kGroups; ++k) {
         const int group = thread + kThreads * k;
-        const bool some = row + r < a.tokens && inside(group);
-        const uint4 none = {0, 0, 0, 0};
+        const bool exists = row + r < a.tokens && inside(group);
+        const uint4 zero = {0, 0, 0, 0};
         const uint4* at = stage + r * (CHANNELS / 8) + group;
-        x[r][k] = some ? at[0] : none;
-        up[r][k] = some ? at[kRows * (CHANNELS / 8)] : none;
-        if (HAS_DR) dr[r][k] = some ? at[2 * kRows * (CHANNELS / 8)] : none;
-        const uint4 w = inside(group) ? weight[group] : none;
+        x[r][k] = exists ? at[0] : zero;
+        up[r][k] = exists ? at[kRows * (CHANNELS / 8)] : zero;
+        if (HAS_DR) dr[r][k] = exists ? at[2 * kRows * (CHANNELS / 8)] : zero;
+        const uint4 w = inside(group) ? weight[group] : zero;
         float squares[8], products[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -173,18 +173,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) rlk_rms_norm_gr
     const float over = over_lanes<kSums>(of_thread, lane);
     if (lane < kSums) sums[step & 1][held<kSums>(lane)][warp] = over;
     __syncthreads();
-    if (thread == 0) bring(step + STAGES);
+    if (thread == 0) load_step(step + STAGES);
 
     float rstd[kRows], mean[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      float square[kGroups], dot[kGroups];  // over warps, then over groups
+      float square[kGroups], dot[kGroups];  // summed over warps, then over groups
 #pragma unroll
       for (int k = 0; k < kGroups; ++k) {
         square[k] = tree<kWarps>(sums[step & 1][2 * r * kGroups + k]);
         dot[k] = tree<kWarps>(sums[step & 1][(2 * r + 1) * kGroups + k]);
       }
-      // With eps = 0 a row that is none would be 0 / 0, and its weight gradient NaN.
+      // A missing row gets 1, because with eps = 0 it would be 0 / 0 and make the weight gradient NaN.
       const float all = row + r < a.tokens ? tree<kGroups>(square) : 1.0f;
       rstd[r] = __fdiv_rn(1.0f, __fsqrt_rn(per_channel(all) + a.eps));
       mean[r] = per_channel(tree<kGroups>(dot) * rstd[r]);
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) rlk_rms_norm_gr
       }
     }
   }
-  next_may_start();
+  griddepcontrol_launch_dependents();
 
 #pragma unroll
   for (int k = 0; k < kGroups; ++k) {

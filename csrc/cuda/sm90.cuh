@@ -1,5 +1,5 @@
-// What the kernels for Hopper share: types, barriers in shared memory, the copy engine, and instructions that C++ has no
-// words for. Compiled by NVRTC or nvcc for sm_90a and without further headers. `barrier` and `to` are shared addresses.
+// Shared by the Hopper kernels: types, mbarriers, TMA, programmatic dependent launch, clusters, register reallocation and
+// arithmetic. Compiled by NVRTC or nvcc for sm_90a without other headers. `barrier` and `to` are shared-memory addresses.
 #pragma once
 
 typedef unsigned short u16;
@@ -7,10 +7,10 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// The shared memory that a launch asks for.
+// The dynamic shared memory of a launch.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
 
-// The driver's descriptor of a matrix.
+// CUtensorMap: the driver's TMA descriptor of a matrix.
 struct alignas(64) TensorMap {
   char opaque[128];
 };
@@ -19,14 +19,14 @@ namespace {
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// ---- barriers ------------------------------------------------------------------------------------
+// ---- mbarriers -----------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
-// The copy engine sees the barriers made so far.
-__device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+// Makes initialised barriers visible to TMA and to the cluster.
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
@@ -42,38 +42,65 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
-// ---- copy engine ---------------------------------------------------------------------------------
+// ---- TMA -----------------------------------------------------------------------------------------
 
-// A box of a matrix, to this block's shared memory.
-__device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+// Loads one box of a matrix into this block's shared memory.
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
-// Contiguous bytes, a multiple of 16 at a multiple of 16. Without a hint for the L2 cache: that these lines may leave it
-// first made the reading slower.
-__device__ __forceinline__ void fetch(u32 to, const void* from, u32 bytes, u32 barrier) {
+// Loads one box into the shared memory of both blocks of a cluster of two.
+__device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+  const unsigned short mask = 3;
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
+      : "memory");
+}
+// Stores one box as a bulk group of its own.
+__device__ __forceinline__ void tma_store(const TensorMap* map, int column, int row, u32 from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n" ::"l"(map), "r"(column),
+               "r"(row), "r"(from)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Bulk copy of contiguous bytes; both addresses and the size are multiples of 16. No L2 evict-first hint: it measured
+// slower.
+__device__ __forceinline__ void tma_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-// Stores by threads come before what tensor cores and the copy engine read.
-__device__ __forceinline__ void stores_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders this thread's shared-memory stores before later reads by TMA and wgmma (the async proxy).
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- launches ------------------------------------------------------------------------------------
+// ---- programmatic dependent launch (PDL) ---------------------------------------------------------
 
-// A kernel that was launched to wait for this one may take its place on the GPU.
-__device__ __forceinline__ void next_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// What the kernels in front have written is there.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Lets the dependent kernel's blocks be scheduled.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Waits until the preceding kernels are complete and their writes visible.
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- clusters ------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Into the shared memory of the cluster's first block, where the same variable lies.
-__device__ __forceinline__ void store_in_first(void* to, u32 x) {
+// Arrives at the same barrier of the cluster's block `rank`.
+__device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+// Stores x to the same variable in the shared memory of the cluster's block 0.
+__device__ __forceinline__ void store_to_block0(void* to, u32 x) {
   asm volatile(
       "{\n.reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, 0;\n"
@@ -82,28 +109,15 @@ __device__ __forceinline__ void store_in_first(void* to, u32 x) {
       : "memory");
 }
 
-// ---- tensor cores --------------------------------------------------------------------------------
+// ---- register reallocation -----------------------------------------------------------------------
 
-// Descriptor of an operand in lines of 128 swizzled bytes, eight of them a unit of 1024. A line holds 64 elements of k,
-// or, TRANSPOSED, 64 of the result's columns; then the next 64 lie a box of 64 lines further.
-template <bool TRANSPOSED>
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return static_cast<u64>((address & 0x3ffff) >> 4) | (TRANSPOSED ? 512ull : 1ull) << 16 | 64ull << 32 | 1ull << 62;
-}
 template <int N>
-__device__ __forceinline__ void fewer_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N>
-__device__ __forceinline__ void more_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_queued() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// All but the last N groups are done.
-template <int N>
-__device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
 // ---- numbers -------------------------------------------------------------------------------------
@@ -115,20 +129,20 @@ __device__ __forceinline__ float exp2_of(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Both rounded to bf16, `low` in the lower half.
+// Rounds both to bf16; `low` goes to the lower half.
 __device__ __forceinline__ u32 bf16_pair(float low, float high) {
   u32 pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// NaN where one of them is.
-__device__ __forceinline__ float larger(float a, float b) {
+// Maximum; NaN if either is NaN.
+__device__ __forceinline__ float max_nan(float a, float b) {
   float c;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
   return c;
 }
 
-// log2 of positive normal numbers: `common.log2` of the Triton kernels
+// log2 of positive normal numbers, the polynomial of kernels/triton/common.py `log2`.
 __device__ __forceinline__ float log2_of(float x) {
   const int bits = __float_as_int(x), exponent = (bits - 0x3F3504F3) >> 23;
   const float r = __int_as_float(bits - (exponent << 23)) - 1.0f;

@@ -129,19 +129,18 @@ def _attention_fa3(device: str) -> dict[str, Any]:
     """Verdicts on attention variant fa3 for common heads in bf16, certified now where there are none; why none."""
     import torch
 
-    from rlkernel.kernels.cuda import attention_fa3
+    from rlkernel.kernels.cuda import attention_fa3, fa3_library
 
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    reason = attention_fa3.unavailable(place)
+    reason = fa3_library.unavailable(place)
     rows = []
     for d, heads, kv_heads in () if reason else _HEADS:
         index = -1 if place.index is None else place.index
-        shape = attention_fa3.Shape(index, torch.bfloat16, heads, kv_heads, d, attention_fa3.PAGE)
-        found = attention_fa3.verdict(shape)
-        rows.append({
-            "shape": shape.describe(), "certified": found.certified, "reason": found.reason, "calls": found.calls,
-            "differing": found.differing, "first": found.first,
-        })  # fmt: skip
+        shape = attention_fa3.FA3Shape(index, torch.bfloat16, heads, kv_heads, d, attention_fa3.PAGE)
+        (found,) = attention_fa3.verdict(shape).trials
+        rows.append(
+            {"shape": shape.describe(), "certified": found.certified, "reason": found.reason, "first": found.first}
+        )
     return {"unavailable": reason, "rows": rows}
 
 
@@ -166,15 +165,15 @@ def _schedules() -> dict[str, Any]:
         linear.wgrad_chunk.verdict(torch.zeros_like(w, dtype=torch.float32), dy, x, False)
     device = torch.device("cuda", torch.cuda.current_device())
     for span, several in _PREFILLS:
-        heads = attention.Shape(device.index, bf16, 16, 8, 128, ATTENTION_SPLIT, several, False, span)
+        heads = attention.AttentionShape(device.index, bf16, 16, 8, 128, ATTENTION_SPLIT, several, False, span)
         generator = torch.Generator(device).manual_seed(0)
         attention.prefill.verdict(*attention.sample(heads, attention.rows_of(heads)[0], "normal", generator))
     for vocab in _SCORED:
-        logprob.logprob.verdict_of(logprob.Shape(device.index, bf16, vocab, logprob.MANY, True, False, False))
+        logprob.logprob.verdict_of(logprob.LogprobShape(device.index, bf16, vocab, logprob.MANY, True, False, False))
     for channels in _NORMS:
-        rms_norm.gradients.verdict_of(rms_norm.Shape(device.index, bf16, channels, True, rms_norm.FEW))
+        rms_norm.gradients.verdict_of(rms_norm.RMSNormShape(device.index, bf16, channels, True, rms_norm.FEW))
     for tokens, length in _LOSSES:
-        policy_loss.policy_loss.verdict_of(policy_loss.Shape(device.index, True, True, True, tokens, length))
+        policy_loss.policy_loss.verdict_of(policy_loss.PolicyLossShape(device.index, True, True, True, tokens, length))
     _train_a_head()
     uncertified = [
         {"op": op.family.op, "shape": shape, "reason": why}

@@ -1,6 +1,6 @@
-"""What a number is: the contract id, the orders, the tolerances and the bitwise comparison.
+"""The contract: its id, the orders of all reductions, tolerances and the bitwise comparison.
 
-The only layer that every other one may read; it imports torch and nothing of rlkernel.
+The lowest layer: every other layer may import it, and it imports nothing from rlkernel.
 """
 
 from rlkernel.contract.bitwise import BitwiseReport, assert_bitwise, compare_bitwise

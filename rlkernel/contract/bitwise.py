@@ -1,7 +1,7 @@
-"""Comparison of tensors by their bytes, with coordinates, values and the distance in ulps.
+"""Comparison of tensors by their bytes, which reports coordinates, values and the distance in ulps.
 
-`assert_bitwise` is the one comparison that tests, the trainer and the certifier use, so that a failure
-always reads the same: how many elements, where the first one is, both values, how far apart.
+Tests, the trainer and certification use the same comparison, so that all failures have the same form: number of
+elements, coordinate of the first one, both values, distance.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _INT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class BitwiseReport:
-    """Result of comparing two tensors of one shape and dtype byte for byte.
+    """Result of comparing two tensors of one shape and dtype by their bytes.
 
     Attributes:
         mismatches: number of elements whose bytes differ.
         elements: number of elements compared.
         first: coordinate of the first differing element in row-major order, or None.
-        actual, expected: the two values there (as Python numbers), or None.
-        ulps: distance there in units in the last place; None for non-floating dtypes and NaN.
+        actual, expected: the two values at `first` as Python numbers, or None.
+        ulps: their distance in units in the last place; None for non-floating dtypes and NaN.
         max_ulps: the largest such distance over all differing elements, or None.
-        max_abs_diff: the largest absolute difference in fp64, NaN where a side is NaN.
+        max_abs_diff: the largest absolute difference in fp64, NaN if either side is NaN.
     """
 
     mismatches: int
@@ -55,20 +55,20 @@ def _ordered(bits: Tensor) -> Tensor:
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b| in int64; where fp64 numbers of opposite signs overflow it, the largest int64."""
+    """|a - b| in int64, clamped to the largest int64 where fp64 numbers of opposite signs overflow."""
     difference = a - b
     wrapped = ((a < 0) != (b < 0)) & ((difference < 0) != (a < 0))
     return torch.where(wrapped, torch.iinfo(torch.int64).max, difference.abs())
 
 
 def compare_bitwise(actual: Tensor, expected: Tensor) -> BitwiseReport:
-    """Compares two tensors by their bytes; +0 and -0 differ, equal NaN payloads are equal.
+    """Compares two tensors by their bytes; +0 and -0 differ, NaNs with the same payload are equal.
 
     Args:
         actual, expected: tensors of one shape and dtype, on any devices.
 
     Raises:
-        ValueError: if shapes or dtypes differ; values are then not comparable at all.
+        ValueError: shapes or dtypes differ.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise ValueError(
@@ -103,7 +103,7 @@ def assert_bitwise(actual: Tensor, expected: Tensor, what: str = "tensors") -> N
 
     Args:
         actual, expected: tensors of one shape and dtype.
-        what: name of the compared thing, printed first in the error.
+        what: name of the compared tensors, printed first in the error.
     """
     report = compare_bitwise(actual, expected)
     if report.mismatches:

@@ -1,7 +1,7 @@
-"""The orders of contract rlk-2, as data that code, documentation and artefacts share.
+"""The orders of contract rlk-2 as data, and the constants that the kernels take from them.
 
-Every reduction has one canonical order that depends on the weight's shape and the element's absolute position
-alone. The id changes when any bit changes. CPU and GPU each keep the orders in their own arithmetic.
+Every reduction has one canonical order, which depends only on the weight's shape and the element's absolute position.
+The id changes when any bit changes. CPU and GPU follow the orders in their own arithmetic.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 CONTRACT_ID = "rlk-2"
 
 K_GROUP = 16
-"""linear: products fused per step of the fp32 chain on tensor cores; a CPU fuses one."""
+"""linear: products per step of the fp32 chain on tensor cores; one on a CPU."""
 VOCAB_TILE = 128
 """log-probability: vocabulary entries per tile of the log-sum-exp."""
 WGRAD_TOKENS = 8192
@@ -21,11 +21,11 @@ SUM_TOKENS = 256
 DGRAD_WHOLE = 32768
 """linear, GPU: largest N over which an input gradient is one chain."""
 DGRAD_CHUNK = 152 * VOCAB_TILE
-"""linear, GPU: chunks of a larger N, each a chain from +0, added in fp32, ascending. Eight for Qwen3's head: enough to
-fill a GPU at few tokens, few enough that their sum costs a product of many tokens little."""
+"""linear, GPU: chunks of a larger N, each a chain from +0, added in fp32, ascending. Qwen3's head has eight: enough to
+occupy a GPU with few tokens, and few enough that adding them costs little with many tokens."""
 LOGPROB_DGRAD_CHUNK = 64 * VOCAB_TILE
-"""linear_logprob, GPU: chunks of V in its input gradient, each a chain from +0, added in fp32, ascending. The logits'
-gradient of one of them takes 128 MiB in bf16 at 8192 tokens."""
+"""linear_logprob, GPU: chunks of V in the input gradient, each a chain from +0, added in fp32, ascending. The gradient
+of a chunk's logits takes 128 MiB in bf16 for 8192 tokens."""
 EMBEDDING_WINDOW = 256
 """embedding, GPU: tokens per window of a gradient row's sum; the windows of an id are added in fp32, ascending."""
 LANES = 16
@@ -33,22 +33,22 @@ LANES = 16
 ATTENTION_BLOCK = 64
 """attention: keys per online-softmax block, from each sequence's first key."""
 ATTENTION_SPLIT = 2048
-"""attention: keys per split; splits are closed (normalised, with LSE) and merged ascending."""
+"""attention: keys per split; splits are normalised and merged ascending by their log-sum-exp."""
 FIXED_POINT_BITS = 23
 """log-probability: fraction bits of the order-free integer sums inside a vocabulary tile."""
 ROW_POINT_BITS = 40
 """log-probability: fraction bits of the order-free integer sums over a row's vocabulary tiles."""
 MAX_VOCAB = 2**23 - 1
-"""log-probability: most entries of a vocabulary; the sums over its tiles then fit 63 bits."""
+"""log-probability: largest vocabulary, for which the sums over its tiles fit in 63 bits."""
 SEGMENT = 1024
 """losses and statistics: elements per segment of a two-pass sum. grad_norm: lanes of a sum."""
 NORM_SEGMENT = 16384
-"""grad_norm: elements of a tensor per partial sum, from its first one."""
+"""grad_norm: elements of a tensor per partial sum, from its first element."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """Canonical order of one op: what is fixed, and what a schedule may choose freely."""
+    """Canonical order of one op: what is fixed, and what an implementation may choose without changing a bit."""
 
     op: str
     fixed: str
@@ -70,7 +70,7 @@ ORDERS: dict[str, Order] = {
             "single fma on CPU); chunks in a balanced binary tree in fp32; bias in fp32; one rounding. Input gradient: "
             f"the same over N; on a GPU, above N = {DGRAD_WHOLE}, chunks of {DGRAD_CHUNK} added ascending. Weight "
             f"gradient: fp32, tokens in packed order (GPU: chunks of {WGRAD_TOKENS}, a chain each, added ascending), "
-            "folded onto what main_grad holds",
+            "added to the values of main_grad",
             "tile shape, batch, row position, split over CTAs, threads, fused weights",
         ),
         Order(
@@ -93,9 +93,9 @@ ORDERS: dict[str, Order] = {
         Order(
             "attention",
             f"keys from each sequence's first one in blocks of {ATTENTION_BLOCK}; online softmax in base 2, always "
-            f"rescaling; P rounded to the value dtype; splits of {ATTENTION_SPLIT} keys closed and merged ascending by "
-            "LSE. Backward: P and dS rounded to the operand dtype; dQ one chain over the keys, dK and dV one over "
-            "the queries (heads of the group inside), ascending, each owned by one program, no atomics",
+            f"rescaling; P rounded to the value dtype; splits of {ATTENTION_SPLIT} keys normalised and merged "
+            "ascending by LSE. Backward: P and dS rounded to the operand dtype; dQ one chain over the keys, dK and dV "
+            "one over the queries (heads of the group inside), ascending, each owned by one program, no atomics",
             "query tile, packing, page size, number of CTAs, chunked prefill",
         ),
         Order(
@@ -127,8 +127,8 @@ ORDERS: dict[str, Order] = {
             "adamw",
             "elementwise fp32 with explicit fma, coefficients of a step from fp64, one rounding into the parameter. "
             f"Gradient norm: fp64 sums of squares over segments of {NORM_SEGMENT} elements of a tensor, over its "
-            f"segments, over the tensors, each in {SEGMENT} lanes, ascending, neighbouring lanes added; the same bits "
-            "on every device",
+            f"segments, over the tensors, each in {SEGMENT} lanes, ascending, then a tree of neighbouring lanes; the "
+            "same bits on every device",
             "grouping of tensors into calls and launches, threads, programs",
         ),
     )
@@ -136,5 +136,5 @@ ORDERS: dict[str, Order] = {
 
 
 def contract_id(*variants: str) -> str:
-    """Contract id of a run: `rlk-2`, with the named variants it uses (`rlk-2+fa3`)."""
+    """Contract id of a run: `rlk-2`, followed by the names of its variants (`rlk-2+fa3`)."""
     return "+".join([CONTRACT_ID, *sorted(variants)])

@@ -1,7 +1,7 @@
-"""The one tolerance table, per dtype, and the accuracy rule that every test of an op uses.
+"""The tolerance table per dtype, and the accuracy rule of the tests of all ops.
 
-The rule follows FlashAttention's tests: an op may not be further from the fp64 truth than twice plain torch
-in the same dtype, plus the grain of that dtype.
+As in FlashAttention's tests, the error of an op against fp64 may be at most twice that of plain torch in the same
+dtype, plus a small multiple of the largest value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Row of `tolerances.json`; grains are relative to the largest magnitude of the reference."""
+    """Row of `tolerances.json`: factor of the baseline's error; grains relative to the largest reference value."""
 
     factor: float
     grain: float
@@ -34,14 +34,14 @@ TOLERANCES: dict[torch.dtype, Tolerance] = _load()
 def assert_accurate(
     out: Tensor, reference: Tensor, baseline: Tensor | None, what: str = "output", dtype: torch.dtype | None = None
 ) -> None:
-    """Asserts that `out` is as close to the fp64 `reference` as the table asks.
+    """Raises AssertionError unless `out` is as close to the fp64 `reference` as the table requires.
 
     Args:
         out: result under test, any shape.
         reference: fp64 (or fp32) truth of the same shape.
-        baseline: plain torch in the same dtype, or None to use the table's cross-device grain alone.
+        baseline: result of plain torch in the same dtype, or None to use only the table's cross-device grain.
         what: name printed in the error.
-        dtype: row of the table; default `out.dtype`. Name the input dtype where an fp32 result comes from bf16.
+        dtype: row of the table, default `out.dtype`; the input dtype if an fp32 result comes from bf16 inputs.
     """
     tolerance = TOLERANCES[dtype or out.dtype]
     ref = reference.detach().double().cpu()

@@ -1,11 +1,12 @@
-"""What every implementation of policy_loss shares: names, codes and the check of cu_seqlens.
+"""Shared by every implementation of policy_loss: its inputs, names, codes and the check of cu_seqlens.
 
-The codes are those of `csrc/cpu/policy_loss.cpp` and `kernels/triton/policy_loss.py`.
+`csrc/cpu/policy_loss.cpp` and `kernels/triton/policy_loss_tokens.py` use the same codes.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "reinforce")
 KL_TYPES = ("k1", "k2", "k3")
 
 CLIPPED, CISPO, REINFORCE = 0, 1, 2
-"""How a token's loss is formed: clipped surrogate, stop-gradient weight, plain log-probability."""
+"""Form of a token's loss: clipped surrogate, stop-gradient weight, plain log-probability."""
 
 STATS = (
     "ratio_mean",
@@ -31,9 +32,50 @@ STATS = (
     "clip_fraction_dual",
     "tis_fraction",
 )
-"""Order of the fp32 statistics: means over the counted tokens, extremes, shares of the counted tokens."""
+"""Order of the fp32 statistics: means over the counted tokens, extremes, fractions of the counted tokens."""
 COUNTS = ("tokens", "sequences", "clip_low", "clip_high", "clip_dual", "tis_clipped")
 """Order of the int64 counts."""
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""loss [], dlogp [T], dentropy [T] or [0], scale [], statistics [len(STATS)], counts [len(COUNTS)] int64.
+
+The gradient of the loss is dlogp * scale and dentropy * scale: a GPU knows some denominators only after the last token.
+"""
+
+
+class PolicyLossInputs(NamedTuple):
+    """Arguments of the torch op `policy_loss`, checked by `ops.policy_loss`; `None` means that an input is absent."""
+
+    logp: Tensor  # [T] fp32
+    old_logp: Tensor  # [T] fp32
+    advantages: Tensor  # [B] or [T] fp32; [B] if B = T
+    cu_seqlens: Tensor  # [B + 1] int32
+    mask: Tensor | None  # [T] bool
+    ref_logp: Tensor | None  # [T] fp32
+    entropy: Tensor | None  # [T] fp32
+    rollout_logp: Tensor | None  # [T] fp32
+    normalizer: Tensor | None  # [] fp32, the denominator of the batch's sum
+    loss_type: str
+    sequence_ratio: bool  # whether the ratio is that of the sequence
+    clip_low: float
+    clip_high: float
+    clip_dual: float | None
+    kl_coef: float
+    kl_type: str
+    entropy_coef: float
+    tis_cap: float | None
+    divisor: float | None  # the denominator as a number
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the KL against ref_logp is part of the loss."""
+        return self.ref_logp is not None and self.kl_coef != 0.0
+
+    @property
+    def has_bonus(self) -> bool:
+        """Whether the entropy is part of the loss."""
+        return self.entropy is not None and self.entropy_coef != 0.0
+
 
 # phi(x) = e^x - 1 - x = x^2 * poly(x) on |x| <= 1/2: 1 / (k + 2)!, highest power first; truncated below 5e-8 relative.
 PHI_COEFFICIENTS = (
@@ -49,22 +91,22 @@ PHI_COEFFICIENTS = (
 
 
 def form_code(loss_type: str) -> int:
-    """How a token's loss is formed under a loss type."""
+    """Form of a token's loss under a loss type."""
     return {"cispo": CISPO, "reinforce": REINFORCE}.get(loss_type, CLIPPED)
 
 
 def sequence_mean(loss_type: str) -> bool:
-    """Whether a sequence enters the batch sum by its mean (grpo, gspo) or by its sum."""
+    """Whether the batch adds the means of its sequences (grpo, gspo) instead of their sums."""
     return loss_type in ("grpo", "gspo")
 
 
 def divides_by_tokens(loss_type: str) -> bool:
-    """Whether the default denominator is the number of counted tokens; it is the number of sequences otherwise."""
+    """Whether the default denominator is the number of counted tokens instead of the number of sequences."""
     return loss_type in ("bnpo", "dapo", "cispo")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> list[int]:
-    """The borders as a list.
+    """cu_seqlens as a list.
 
     Raises:
         ValueError: cu_seqlens does not start at 0, decreases, or does not end at the number of tokens.

@@ -1,6 +1,6 @@
-"""Plain torch for every op: the control arm (`--backend torch`) and the baseline of the accuracy tests.
+"""Plain torch for every op: the control (`ops.stock()`, `--backend torch`) and the baseline of the accuracy tests.
 
-Nothing here keeps the contract. Inputs and outputs are those of the public ops.
+These functions do not follow the contract. Arguments and results are those of the public ops.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+from rlkernel.kernels.adamw import AdamwInputs
+from rlkernel.kernels.policy_loss import PolicyLossInputs
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
@@ -61,127 +64,93 @@ def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std:
     return out.view(-1)
 
 
-def policy_loss(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    mask: Tensor | None,
-    ref_logp: Tensor | None,
-    entropy: Tensor | None,
-    rollout_logp: Tensor | None,
-    normalizer: Tensor | None,
-    loss_type: str,
-    sequence_ratio: bool,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float | None,
-    kl_coef: float,
-    kl_type: str,
-    entropy_coef: float,
-    tis_cap: float | None,
-    divisor: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, (t,) = cu_seqlens.shape[0] - 1, logp.shape
-    owner = torch.repeat_interleave(torch.arange(batch, device=logp.device), cu_seqlens.diff().long(), output_size=t)
-    on = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
+def policy_loss(x: PolicyLossInputs) -> tuple[Tensor, Tensor, Tensor]:
+    batch, (t,) = x.cu_seqlens.shape[0] - 1, x.logp.shape
+    lengths = x.cu_seqlens.diff().long()
+    owner = torch.repeat_interleave(torch.arange(batch, device=x.logp.device), lengths, output_size=t)
+    on = torch.ones_like(x.logp, dtype=torch.bool) if x.mask is None else x.mask
 
-    def keep(x: Tensor) -> Tensor:
-        return x.masked_fill(~on, 0.0)
+    def keep(v: Tensor) -> Tensor:
+        return v.masked_fill(~on, 0.0)
 
-    def per_sequence(x: Tensor) -> Tensor:
-        return x.new_zeros(batch).index_add(0, owner, x)
+    def per_sequence(v: Tensor) -> Tensor:
+        return v.new_zeros(batch).index_add(0, owner, v)
 
     n = per_sequence(on.float())
     total = n.sum()
-    logp, old = keep(logp), keep(old_logp.detach())
-    a = keep(advantages[owner] if advantages.shape[0] == batch else advantages)
+    logp, old = keep(x.logp), keep(x.old_logp.detach())
+    a = keep(x.advantages[owner] if x.advantages.shape[0] == batch else x.advantages)
     log_ratio = logp - old
-    ratio = torch.exp((per_sequence(log_ratio) / n.clamp(min=1))[owner] if sequence_ratio else log_ratio)
-    low, high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    ratio = torch.exp((per_sequence(log_ratio) / n.clamp(min=1))[owner] if x.sequence_ratio else log_ratio)
+    low, high = ratio < 1 - x.clip_low, ratio > 1 + x.clip_high
     dual = torch.zeros_like(on)
-    if loss_type == "cispo":
-        loss = -ratio.clamp(1 - clip_low, 1 + clip_high).detach() * a * logp
-    elif loss_type == "reinforce":
+    if x.loss_type == "cispo":
+        loss = -ratio.clamp(1 - x.clip_low, 1 + x.clip_high).detach() * a * logp
+    elif x.loss_type == "reinforce":
         low, high = torch.zeros_like(on), torch.zeros_like(on)
         loss = -a * logp
     else:
-        gain = torch.minimum(ratio * a, ratio.clamp(1 - clip_low, 1 + clip_high) * a)
-        if clip_dual is not None:
-            dual = (a < 0) & (ratio > clip_dual)
-            gain = torch.where(a < 0, torch.maximum(gain, clip_dual * a), gain)
+        gain = torch.minimum(ratio * a, ratio.clamp(1 - x.clip_low, 1 + x.clip_high) * a)
+        if x.clip_dual is not None:
+            dual = (a < 0) & (ratio > x.clip_dual)
+            gain = torch.where(a < 0, torch.maximum(gain, x.clip_dual * a), gain)
         loss, low, high = -gain, low & (a < 0), high & (a > 0)
     zero = torch.zeros_like(logp)
     tis = drift = kl = held = zero
     tis_cut = torch.zeros_like(on)
-    if rollout_logp is not None:
-        rollout = keep(rollout_logp.detach())
+    if x.rollout_logp is not None:
+        rollout = keep(x.rollout_logp.detach())
         drift = (logp - rollout).abs()
-        if tis_cap is not None:
+        if x.tis_cap is not None:
             raw = torch.exp(old - rollout)
-            tis, tis_cut = raw.clamp(max=tis_cap), raw > tis_cap
+            tis, tis_cut = raw.clamp(max=x.tis_cap), raw > x.tis_cap
             loss = loss * tis
-    if ref_logp is not None:
-        d = logp - keep(ref_logp.detach())
-        kl = d if kl_type == "k1" else d.square() / 2 if kl_type == "k2" else torch.exp(-d) - 1 + d
-        loss = loss + kl_coef * kl
-    if entropy is not None:
-        held = keep(entropy)
-        loss = loss - entropy_coef * held
+    if x.ref_logp is not None:
+        d = logp - keep(x.ref_logp.detach())
+        kl = d if x.kl_type == "k1" else d.square() / 2 if x.kl_type == "k2" else torch.exp(-d) - 1 + d
+        loss = loss + x.kl_coef * kl
+    if x.entropy is not None:
+        held = keep(x.entropy)
+        loss = loss - x.entropy_coef * held
     loss = keep(loss)
-    if loss_type in ("grpo", "gspo"):
+    if x.loss_type in ("grpo", "gspo"):
         loss = per_sequence(loss) / n.clamp(min=1)
-    by_tokens = loss_type in ("bnpo", "dapo", "cispo")
+    by_tokens = x.loss_type in ("bnpo", "dapo", "cispo")
     denominator = total.clamp(min=1) if by_tokens else torch.full_like(total, max(1, batch))
-    if divisor is not None:
-        normalizer = torch.full_like(total, divisor)
+    normalizer = x.normalizer if x.divisor is None else torch.full_like(total, x.divisor)
     if normalizer is not None:
         denominator = torch.where(total > 0, normalizer, denominator)
     with torch.no_grad():
         k3 = torch.exp(log_ratio) - 1 - log_ratio
-        means = [keep(x).sum() / total.clamp(min=1) for x in (ratio, -log_ratio, k3, kl, held, tis, drift)]
+        means = [keep(v).sum() / total.clamp(min=1) for v in (ratio, -log_ratio, k3, kl, held, tis, drift)]
         ends = [ratio[on].min(), ratio[on].max(), drift[on].max()] if bool(on.any()) else [total.new_zeros(())] * 3
-        counts = [total, (n > 0).sum(), *((x & on).sum() for x in (low, high, dual, tis_cut))]
+        counts = [total, (n > 0).sum(), *((cut & on).sum() for cut in (low, high, dual, tis_cut))]
         shares = [c / total.clamp(min=1) for c in counts[2:]]
     return loss.sum() / denominator, torch.stack([*means, *ends, *shares]), torch.stack([c.long() for c in counts])
 
 
-def adamw_(
-    masters: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    params: list[Tensor],
-    scale: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    zero_grad: bool,
-) -> None:
-    if scale is None or bool(torch.isfinite(scale)):
+def adamw_(x: AdamwInputs) -> None:
+    if x.scale is None or bool(torch.isfinite(x.scale)):
         adamw(
-            masters,
-            [g.float() if scale is None else g.float() * scale for g in grads],
-            exp_avgs,
-            exp_avg_sqs,
+            x.masters,
+            [g.float() if x.scale is None else g.float() * x.scale for g in x.grads],
+            x.exp_avgs,
+            x.exp_avg_sqs,
             [],
-            [torch.tensor(float(step - 1)) for _ in masters],
-            foreach=masters[0].is_cuda,
+            [torch.tensor(float(x.step - 1)) for _ in x.masters],
+            foreach=x.masters[0].is_cuda,
             amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
+            beta1=x.beta1,
+            beta2=x.beta2,
+            lr=x.lr,
+            weight_decay=x.weight_decay,
+            eps=x.eps,
             maximize=False,
         )
-        for param, master in zip(params, masters, strict=bool(params)):
+        for param, master in zip(x.params, x.masters, strict=bool(x.params)):
             param.copy_(master)
-    if zero_grad:
-        torch._foreach_zero_(grads)
+    if x.zero_grad:
+        torch._foreach_zero_(x.grads)
 
 
 def grad_norm(grads: list[Tensor], loss_scale: Tensor | None, max_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,7 +166,7 @@ def grad_norm(grads: list[Tensor], loss_scale: Tensor | None, max_norm: float | 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """torch's scaled_dot_product_attention, sequence by sequence; those of one shape share a call."""
+    """torch's scaled_dot_product_attention per sequence; sequences of one shape share a call."""
     cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     shapes: dict[tuple[int, int], list[int]] = {}
     for b in range(len(cu_q) - 1):
@@ -220,7 +189,7 @@ def attention(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-    """out and log-sum-exp of [n,H,Lq,D] against [n,HK,Lk,D]; the queries are the last tokens of the keys."""
+    """out and log-sum-exp of queries [n,H,Lq,D], which are the last tokens of the keys [n,HK,Lk,D]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     nq, nk = q.shape[2], k.shape[2]

@@ -40,6 +40,7 @@ def define(
     backward: Callable[..., Any] | None = None,
     differentiable_twice: bool = False,
     for_backward: int = 0,
+    inputs: Callable[[tuple[Any, ...]], Any] | None = None,
 ) -> Callable[..., Any]:
     """Registers `rlkernel::<schema>` and returns a function that calls it with tensors of one device.
 
@@ -51,6 +52,7 @@ def define(
         setup_context, backward: autograd, as in `torch.library.register_autograd`.
         differentiable_twice: whether `backward` is itself made of differentiable ops; else a second derivative raises.
         for_backward: number of trailing arguments that only `setup_context` reads; implementations do not get them.
+        inputs: builds a NamedTuple from the op's arguments, which implementations then get as their only argument.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
@@ -65,10 +67,11 @@ def define(
             choice = select.choose(name, device)
             if for_backward:
                 args = args[:-for_backward]
+            given = args if inputs is None else (inputs(args),)
             try:
                 if choice.implementation == "reference":
-                    return _in_plain_torch(choice.fn, args)
-                return choice.fn(*args)
+                    return _in_plain_torch(lambda *_: choice.fn(*given), args)
+                return choice.fn(*given)
             except RuntimeError:  # looked for only now: each tensor of each call would take its time
                 refuse_sparse(name, names, args)
                 raise

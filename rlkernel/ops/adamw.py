@@ -1,7 +1,7 @@
-"""adamw_ and grad_norm: AdamW on fp32 master weights in one pass over many tensors, and the norm that clips it.
+"""adamw_ and grad_norm: AdamW on fp32 master weights in one pass over many tensors, and the norm for clipping.
 
-Contract: orders.py, `adamw`. Both have the same bits on every device. Nothing waits for the device: the clip factor and
-the decision to skip a step whose gradient is not finite stay there.
+Contract: orders.py, `adamw`. Both have the same bits on every device. The clip factor and the decision to skip a step
+with a non-finite gradient stay on the device, so nothing waits for it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rlkernel.kernels import stock
+from rlkernel.kernels.adamw import AdamwInputs
 from rlkernel.ops._library import _PLAIN, check, check_flag, check_number, define, is_stock, is_whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,10 +31,10 @@ class GradNorm(NamedTuple):
     """Result of `grad_norm`, on the gradients' device.
 
     Attributes:
-        norm: 0-dim fp64, the norm before clipping, with the loss's scale taken out.
-        scale: 0-dim fp32, the factor that clips and takes the loss's scale out; NaN where the norm is not finite.
-            `adamw_` takes it as it is.
-        squares: [n] fp64, sum of squares of each gradient as given: tells which one is not finite.
+        norm: 0-dim fp64, the norm before clipping, divided by the loss scale.
+        scale: 0-dim fp32, the factor that clips and divides by the loss scale, for `adamw_`; NaN if the norm is not
+            finite.
+        squares: [n] fp64, sum of squares of each gradient (with the loss scale), which shows which one is not finite.
     """
 
     norm: Tensor
@@ -52,6 +53,7 @@ _adamw = define(
     "bool zero_grad) -> ()",
     "adamw",
     fake=lambda *args: None,
+    inputs=AdamwInputs._make,
 )
 _grad_norm = define(
     "grad_norm(Tensor[] grads, Tensor? loss_scale, float? max_norm) -> (Tensor, Tensor, Tensor)",
@@ -87,26 +89,26 @@ def adamw_(
         w = w - fma(lr / (1 - beta1^step), u, (lr * weight_decay) * w)
         param = round(w)
 
-    Square root and division are rounded correctly. What depends on no element (1 - beta1, ...) is computed in fp64 and
-    rounded to fp32 once. This is `torch.optim.AdamW`: decoupled weight decay, which here is added to the step before
-    both leave the weight, so that lr * weight_decay below 2^-24 is not lost.
+    Square root and division are correctly rounded. Scalars (1 - beta1, ...) are computed in fp64 and rounded to fp32
+    once. This is `torch.optim.AdamW` with one difference: weight decay is added to the step before the weight is
+    updated, so that lr * weight_decay below 2^-24 is not lost.
 
     Args:
         params: the model's parameters, contiguous. An fp32 parameter is its own master weight.
         grads, exp_avgs, exp_avg_sqs: of the shapes of params, contiguous: gradients (an fp32 `main_grad`, or the
             parameter's `grad`), first and second moments (zeros before step 1).
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
-        step: number of this update, from 1: for the bias corrections.
-        masters: fp32 master weights; masters[i] is params[i] itself where that is fp32. May be left out where all are.
-        scale: factor of all gradients, a tensor on their device: `grad_norm(...).scale`. Where it is not finite, no
+        step: number of this update, from 1, for the bias corrections.
+        masters: fp32 master weights; masters[i] is params[i] itself if that is fp32. Optional if all parameters are.
+        scale: factor of all gradients, a tensor on their device: `grad_norm(...).scale`. If it is not finite, no
             weight and no moment changes.
-        zero_grad: sets the gradients to 0 in the same pass, also where the update is skipped.
+        zero_grad: sets the gradients to 0 in the same pass, also if the update is skipped.
 
     Raises:
-        ValueError: lists, shapes, devices or numbers do not fit, or memory that is written is shared; the message names
-            list and index. Nothing is written then.
-        TypeError: a dtype does not fit, or what must be a tensor is none (a gradient that is None), or has no memory of
-            its own (a DTensor), or zero_grad is not True or False.
+        ValueError: a list, shape, device or number is invalid, or two written tensors share memory; the message names
+            list and index. Nothing is written.
+        TypeError: a dtype is wrong, an element is not a tensor (a gradient that is None) or has no memory of its own (a
+            DTensor), or zero_grad is not True or False.
 
     Source:
         Loshchilov and Hutter, arXiv:1711.05101.
@@ -142,8 +144,8 @@ def checked(
     weight_decay: float,
     scale: Tensor | None,
     zero_grad: bool,
-) -> list[tuple[Any, ...]]:
-    """The arguments of the calls that `run` makes for `adamw_`; raises what `adamw_` does and writes nothing."""
+) -> list[AdamwInputs]:
+    """The calls of the torch op that make up `adamw_`, for `run`. Raises the errors of `adamw_` and writes nothing."""
     _check_lists("adamw_", params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
     check(len(params) > 0, lambda: "adamw_: params is empty; pass at least one parameter")
     if masters is None:
@@ -183,25 +185,28 @@ def checked(
                 f"adamw_: {shared[0]} and {shared[1]} share memory; each tensor needs its own, and a parameter that "
                 "layers share is passed once"
             )
+    beta1, beta2 = map(float, betas)
     calls = []
     for kind in sorted(set(own)):
         chosen = [o == kind for o in own]
         w, g, m, v, p = (list(compress(ts, chosen)) for ts in (masters, grads, exp_avgs, exp_avg_sqs, params))
-        # A parameter that is its own master is written once.
-        calls.append((w, g, m, v, [] if kind else p, scale, lr, *map(float, betas), eps, weight_decay, step, zero_grad))
+        p = [] if kind else p  # a parameter that is its own master is written once
+        calls.append(AdamwInputs(w, g, m, v, p, scale, lr, beta1, beta2, eps, weight_decay, step, zero_grad))
     return calls
 
 
 @torch.no_grad()
-def run(calls: Sequence[tuple[Any, ...]]) -> None:
-    """The update that `checked` returned."""
-    op = stock.adamw_ if is_stock() else _adamw
+def run(calls: Sequence[AdamwInputs]) -> None:
+    """Runs the calls that `checked` returned."""
     for call in calls:
-        op(*call)
-        if not torch.compiler.is_compiling():  # autograd then notices a backward through what has changed
-            masters, grads, exp_avgs, exp_avg_sqs, params = call[:5]
-            zeroed = grads if call[-1] else ()
-            torch.autograd.graph.increment_version([*masters, *exp_avgs, *exp_avg_sqs, *params, *zeroed])
+        if is_stock():
+            stock.adamw_(call)
+        else:
+            _adamw(*call)
+        if not torch.compiler.is_compiling():  # makes autograd reject a backward through tensors that have changed
+            zeroed = call.grads if call.zero_grad else ()
+            written = (*call.masters, *call.exp_avgs, *call.exp_avg_sqs, *call.params, *zeroed)
+            torch.autograd.graph.increment_version(written)
 
 
 @torch.no_grad()
@@ -211,24 +216,23 @@ def grad_norm(
     max_norm: float | None = None,
     loss_scale: Tensor | None = None,  # [] fp32
 ) -> GradNorm:
-    """Norm of all gradients together, and the factor that clips it to `max_norm`, without waiting for the device.
+    """Norm of all gradients, and the factor that clips it to `max_norm`, without waiting for the device.
 
-    Squares are added in fp64, where they are exact and cannot overflow, in an order that depends on the tensors' sizes
-    alone. scale = min(1, max_norm / norm) / loss_scale, rounded to fp32 once.
+    Squares are added in fp64, where they are exact and cannot overflow, in an order that depends only on the tensors'
+    sizes. scale = min(1, max_norm / norm) / loss_scale, rounded to fp32 once.
 
     Args:
         grads: the gradients of a whole model, contiguous, in the order of its parameters.
-        max_norm: limit of the norm; None clips nothing.
-        loss_scale: what the loss was multiplied by (fp16 training), a tensor on the gradients' device. Positive; its
-            value is looked at on a CPU.
+        max_norm: limit of the norm; None disables clipping.
+        loss_scale: positive factor of the loss (fp16 training), a tensor on the gradients' device; checked on a CPU.
 
     Returns:
-        GradNorm(norm, scale, squares). Where a gradient is infinite or NaN, so is the norm, and scale is NaN.
+        GradNorm(norm, scale, squares). If a gradient is infinite or NaN, so is the norm, and scale is NaN.
 
     Raises:
         ValueError: no gradient, different devices, a gradient that is not contiguous, max_norm not above 0, or a
             loss_scale that is not positive (CPU).
-        TypeError: a dtype does not fit, a gradient or loss_scale is no tensor, or a gradient is a DTensor.
+        TypeError: a dtype is wrong, a gradient or loss_scale is not a tensor, or a gradient is a DTensor.
     """
     _check_lists("grad_norm", grads=grads)
     check(len(grads) > 0, lambda: "grad_norm: grads is empty; pass at least one gradient")
@@ -270,13 +274,13 @@ def _check_list(
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
 ) -> list[torch.dtype]:
-    """Every tensor contiguous, on the device, of its shape in `shapes` (None: any) and of one of `dtypes`; theirs."""
+    """Dtypes of the tensors; raises unless all are contiguous, on `device`, of `dtypes` and of `shapes` (None: any)."""
     if shapes is not None:
         expected = len(shapes)
         check(len(tensors) == expected, lambda: f"{op}: {name} has {len(tensors)} tensors, params {expected}")
     try:
         found = [t.dtype for t in tensors]
-        if (  # comprehensions, since there are hundreds of tensors: the loop below names the first bad one
+        if (  # comprehensions, because there are hundreds of tensors; the loop below names the first invalid one
             set(found) <= set(dtypes)
             and {type(t) for t in tensors}.issubset(_PLAIN)
             and (shapes is None or [t.shape for t in tensors] == shapes)
@@ -284,7 +288,7 @@ def _check_list(
             and all([t.is_contiguous() for t in tensors])
         ):
             return found
-    except AttributeError:  # no tensor
+    except AttributeError:  # not a tensor
         pass
     _check_tensors(op, name, tensors)
     for i, t in enumerate(tensors):
@@ -310,7 +314,7 @@ def _check_list(
 
 
 def _lies_in_memory(x: Tensor) -> bool:
-    """Whether the tensors have addresses: while traced, and on the meta device, they have none."""
+    """Whether tensors like x have addresses, which traced and meta tensors do not."""
     return not (torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor))
 
 
@@ -318,14 +322,14 @@ def _starts(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(map(Tensor.data_ptr, tensors))
 
 
-@lru_cache(maxsize=64)  # a set of tensors comes again each step: to find it takes a fifth of sorting it
+@lru_cache(maxsize=64)  # the same tensors come again at each step, and a lookup takes a fifth of the sort
 def _shared(
-    starts: tuple[tuple[int, ...], ...],  # addresses of the tensors of _LISTS; no masters: they are the parameters
+    starts: tuple[tuple[int, ...], ...],  # addresses of the tensors of _LISTS; masters may be empty (the parameters)
     shapes: tuple[torch.Size, ...],
     dtypes: tuple[torch.dtype, ...],  # of params, then of grads; the others are fp32
     zero_grad: bool,
 ) -> tuple[str, str] | None:
-    """Names of two tensors that share memory which the update writes: one would be updated from the other's results."""
+    """Names of two tensors that share memory, if the update writes it; None if there are none."""
     sizes, own = [s.numel() for s in shapes], dtypes[: len(shapes)]
     fp32 = [4 * n for n in sizes]
     lengths = [[n * d.itemsize for n, d in zip(sizes, ds, strict=True)] for ds in (own, dtypes[len(shapes) :])]
@@ -339,9 +343,9 @@ def _shared(
         if start < end
     ]
     spans.sort()
-    reach, written_reach = [(0, 0, 0)] * 2  # the last byte of the spans before, and which one that is
+    reach, written_reach = [(0, 0, 0)] * 2  # largest end of the earlier spans, and which span that is
     for start, end, k, i in spans:
-        # an fp32 parameter and its master may also be two views of one memory
+        # an fp32 parameter and its master may be two views of the same memory
         if _LISTS[k] == "masters" and own[i] == torch.float32 and start == starts[0][i]:
             continue
         written = zero_grad or _LISTS[k] != "grads"

@@ -120,7 +120,7 @@ def check_attention_variant(
     index = -1 if device.type == "cpu" else torch.cuda.current_device() if device.index is None else device.index
     pages = dict.fromkeys(((attention_fa3.PAGE, False), (page_size or attention_fa3.PAGE, halves)))
     for page, split_cache in pages:
-        attention_fa3.require(attention_fa3.Shape(index, dtype, heads, kv_heads, head_dim, page, split_cache))
+        attention_fa3.require(attention_fa3.FA3Shape(index, dtype, heads, kv_heads, head_dim, page, split_cache))
 
 
 def _known(variant: str) -> str:

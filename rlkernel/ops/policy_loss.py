@@ -1,7 +1,7 @@
 """policy_loss: the reinforcement-learning loss of log-probability vectors, its gradients and statistics in one pass.
 
-Contract: orders.py, `policy_loss`. The gradients are computed in the forward pass. Backward scales them in place, and
-on a GPU touches nothing where the upstream gradient is 1.
+Contract: orders.py, `policy_loss`. The forward pass computes the gradients; backward scales them in place. On a GPU it
+reads no gradient if both factors are 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS
+from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS, Outputs, PolicyLossInputs
 from rlkernel.ops._library import (
     MOST,
     check,
@@ -40,50 +40,51 @@ class PolicyLoss(NamedTuple):
 
 
 POSITIVE = "positive and finite in float32"
-LONGEST = (1 << 31) - 1  # tokens of a completion: borders are int32
+LONGEST = (1 << 31) - 1  # tokens of a completion: cu_seqlens is int32
 _CONSTANTS = ("old_logp", "advantages", "ref_logp", "rollout_logp", "normalizer")
-_ENTROPY, _ENTROPY_COEF = 6, 16  # places among the op's arguments
+_TENSORS = PolicyLossInputs._fields.index("normalizer") + 1  # the tensors come first among the op's arguments
 
 
-def _fake(
-    logp: Tensor, old: Tensor, advantages: Tensor, cu: Tensor, mask: Any, ref: Any, entropy: Any, *rest: Any
-) -> Any:
-    has_bonus = entropy is not None and rest[_ENTROPY_COEF - 7] != 0.0
+def _fake(*args: Any) -> Outputs:
+    x = PolicyLossInputs(*args)
     return (
-        logp.new_empty(()),
-        logp.new_empty(logp.shape),
-        logp.new_empty(logp.shape if has_bonus else (0,)),
-        logp.new_empty(()),
-        logp.new_empty((len(STATS),)),
-        logp.new_empty((len(COUNTS),), dtype=torch.int64),
+        x.logp.new_empty(()),
+        x.logp.new_empty(x.logp.shape),
+        x.logp.new_empty(x.logp.shape if x.has_bonus else (0,)),
+        x.logp.new_empty(()),
+        x.logp.new_empty((len(STATS),)),
+        x.logp.new_empty((len(COUNTS),), dtype=torch.int64),
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     _, dlogp, dentropy, scale, stats, counts = output
     ctx.mark_non_differentiable(dlogp, dentropy, scale, stats, counts)
     ctx.set_materialize_grads(False)
-    ctx.gradients = dlogp, dentropy, scale  # no saved tensors: backward changes them
-    ctx.save_for_backward(*inputs[:9])
-    ctx.rest = inputs[9:]
+    ctx.gradients = dlogp, dentropy, scale  # not saved tensors, because backward changes them
+    ctx.save_for_backward(*inputs[:_TENSORS])
+    ctx.rest = inputs[_TENSORS:]
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
-    grads: list[Tensor | None] = [None] * (9 + len(ctx.rest))
+    x = PolicyLossInputs(*ctx.saved_tensors, *ctx.rest)
+    needs = PolicyLossInputs(*ctx.needs_input_grad)
+    grads: dict[str, Tensor | None] = dict.fromkeys(PolicyLossInputs._fields)
     if dloss is not None:
-        if ctx.gradients is None:  # a second backward pass: the first gave its gradients away
-            _, *again, _, _ = _policy_loss(*ctx.saved_tensors, *ctx.rest)
+        if ctx.gradients is None:  # a second backward pass: the first returned its gradients and changed them
+            _, *again, _, _ = _policy_loss(*x)
             ctx.gradients = tuple(again)
         dlogp, dentropy, scale = ctx.gradients
         ctx.gradients = None
         if type(dlogp) is Tensor:
             _scale(dlogp, dentropy, scale, dloss)
-        else:  # traced by torch.compile, which may hand the forward's outputs on
+        else:  # traced by torch.compile, which may return the forward's outputs to other users
             dlogp, dentropy = dlogp * scale * dloss, dentropy * scale * dloss
-        grads[0] = dlogp if ctx.needs_input_grad[0] else None
-        has_bonus = ctx.rest[_ENTROPY_COEF - 9] != 0.0
-        grads[_ENTROPY] = dentropy if has_bonus and ctx.needs_input_grad[_ENTROPY] else None
-    return tuple(grads)
+        if needs.logp:
+            grads["logp"] = dlogp
+        if needs.entropy and x.has_bonus:
+            grads["entropy"] = dentropy
+    return tuple(grads.values())
 
 
 _scale = define(
@@ -100,6 +101,7 @@ _policy_loss = define(
     fake=_fake,
     setup_context=_setup,
     backward=_backward,
+    inputs=PolicyLossInputs._make,
 )
 
 
@@ -134,7 +136,7 @@ def policy_loss(
         cispo:                             -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A logp
         reinforce:                         -A logp
 
-    times min(exp(old_logp - rollout_logp), tis_cap) where `tis_cap` is given, plus kl_coef KL, minus
+    times min(exp(old_logp - rollout_logp), tis_cap) if `tis_cap` is given, plus kl_coef KL, minus
     entropy_coef entropy. The batch's loss is
 
         grpo, gspo:           sum over sequences of the mean over counted tokens / B
@@ -142,22 +144,22 @@ def policy_loss(
         dr_grpo:              sum over counted tokens / (B max_completion_length)
         reinforce:            sum over counted tokens / B
 
-    B counts every sequence, also one without counted tokens. Where no token counts, loss and gradients are 0.
+    B counts every sequence, also those without counted tokens. If no token counts, loss and gradients are 0.
 
     Args:
         logp: log-probabilities of the completion tokens under the policy; the gradient flows here.
         old_logp: the same under the policy before the update, a constant. None: logp itself (ratio exactly 1).
-        advantages: one a sequence [B] or one a token [T], a constant. Where T equals B it is read as [B].
-        cu_seqlens: borders of the sequences: starts at 0, ends at T. Prompt tokens are either left out or masked.
-        mask: True where a token counts. Others contribute nothing, whatever their values (NaN, -inf).
+        advantages: one per sequence [B] or one per token [T], a constant. If T equals B, it is read as [B].
+        cu_seqlens: offsets of the sequences, from 0 to T. Prompt tokens are left out or masked.
+        mask: True where a token counts. Other tokens contribute nothing, even if their values are NaN or -inf.
         ref_logp: log-probabilities under the reference policy, a constant.
-        entropy: entropy of the policy at each token, in nats; receives gradient where entropy_coef is not 0.
-        rollout_logp: log-probabilities that the rollout engine reported, a constant: drift statistics, TIS.
+        entropy: entropy of the policy at each token, in nats; receives gradient if entropy_coef is not 0.
+        rollout_logp: log-probabilities that the rollout engine reported, a constant, for drift statistics and TIS.
         loss_type: see above. "gspo" is "grpo" with ratio_level "sequence".
         ratio_level: "token" or "sequence".
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; inf switches a side off.
-        clip_dual: where A < 0 a ratio above it counts as clip_dual and has no gradient (dual clip). Must exceed
-            1 + clip_high.
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; inf turns a bound off.
+        clip_dual: for A < 0, ratios above clip_dual are replaced by it and have no gradient (dual clip). It must
+            exceed 1 + clip_high.
         kl_coef, kl_type: coefficient and form of the KL against ref_logp, with d = logp - ref_logp: "k1" d,
             "k2" d^2 / 2, "k3" exp(-d) - 1 + d. Differentiated as written.
         entropy_coef: coefficient of the entropy bonus, averaged by the rule of the loss type.
@@ -165,20 +167,20 @@ def policy_loss(
         max_completion_length: denominator of "dr_grpo", a whole number of tokens.
         normalizer: replaces the denominator of the batch (B, number of counted tokens, B max_completion_length), so
             that the losses of micro-batches add up to that of the batch. A positive number, or a 0-dim tensor on the
-            device of logp (its value is looked at on a CPU; on CUDA looking would wait for the device).
+            device of logp (checked only on a CPU, because reading it on CUDA would wait for the device).
 
     Returns:
-        PolicyLoss(loss, stats). stats, over counted tokens, fp32 unless said otherwise: tokens, sequences (int64
+        PolicyLoss(loss, stats). stats, over counted tokens, fp32 unless noted: tokens, sequences (int64
         counts), clip_fraction_low, clip_fraction_high, clip_fraction_dual, ratio_mean, ratio_min, ratio_max,
         kl_old_k1, kl_old_k3 (KL of the old policy from this one, token level); with ref_logp kl_ref (of kl_type);
         with entropy entropy; with rollout_logp drift_mean, drift_max of |logp - rollout_logp|; with tis_cap
-        tis_mean, tis_fraction. All 0 where no token counts.
+        tis_mean, tis_fraction. All 0 if no token counts.
 
     Raises:
-        ValueError: shapes, names, ranges or combinations do not fit; the message names the argument.
-        TypeError: a vector is not fp32, cu_seqlens not int32, mask not bool, one of them no tensor, or
-            max_completion_length not whole.
-        RuntimeError: a constant (old_logp, advantages, ref_logp, rollout_logp, normalizer) asks for a gradient.
+        ValueError: a shape, name, range or combination is invalid; the message names the argument.
+        TypeError: a vector is not fp32, cu_seqlens not int32, mask not bool, one of them not a tensor, or
+            max_completion_length not an integer.
+        RuntimeError: a constant (old_logp, advantages, ref_logp, rollout_logp, normalizer) requires a gradient.
 
     Source:
         PPO arXiv:1707.06347, dual clip 1912.09729, GRPO 2402.03300, RLOO 2402.14740, Dr. GRPO 2503.20783, DAPO
@@ -216,7 +218,7 @@ def policy_loss(
     )
     _check_vector("cu_seqlens", cu_seqlens, (batch + 1,), torch.int32, logp.device)
     check(
-        # no `in`: torch.compile takes it for False where one of them is dynamic
+        # not `in`, which torch.compile evaluates to False if one of them is dynamic
         advantages.dim() == 1 and (advantages.shape[0] == batch or advantages.shape[0] == tokens),
         lambda: f"policy_loss: advantages is {tuple(advantages.shape)}, expected [B]=[{batch}] or [T]=[{tokens}]",
     )
@@ -232,10 +234,9 @@ def policy_loss(
         normalizer = float(max(1, batch) * max_completion_length)
     tensor, divisor = _denominator(normalizer, logp, mask)
     if entropy is not None and entropy_coef == 0.0:
-        entropy = entropy.detach()  # statistics only: the log-probability kernel then skips its entropy gradient
+        entropy = entropy.detach()  # only for statistics, so the log-probability kernel skips its entropy gradient
 
-    op = stock.policy_loss if is_stock() else _policy_loss
-    loss, *_, stats, counts = op(
+    inputs = PolicyLossInputs(
         logp,
         old_logp,
         advantages,
@@ -256,25 +257,25 @@ def policy_loss(
         tis_cap,
         divisor,
     )
-    return PolicyLoss(loss, _named(stats, counts, ref_logp, entropy, rollout_logp, tis_cap))
+    loss, *_, stats, counts = stock.policy_loss(inputs) if is_stock() else _policy_loss(*inputs)
+    return PolicyLoss(loss, _named(stats, counts, inputs))
 
 
-def _named(
-    stats: Tensor, counts: Tensor, ref_logp: Any, entropy: Any, rollout_logp: Any, tis_cap: float | None
-) -> dict[str, Tensor]:
+def _named(stats: Tensor, counts: Tensor, inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """The statistics by name, without those of absent inputs."""
     value = dict(zip(STATS, stats.unbind(), strict=True))
     count = dict(zip(COUNTS, counts.unbind(), strict=True))
     out = {"tokens": count["tokens"], "sequences": count["sequences"]}
     shared = ["clip_fraction_low", "clip_fraction_high", "clip_fraction_dual"]
     shared += ["ratio_mean", "ratio_min", "ratio_max", "kl_old_k1", "kl_old_k3"]
     out |= {name: value[name] for name in shared}
-    if ref_logp is not None:
+    if inputs.ref_logp is not None:
         out["kl_ref"] = value["kl_ref"]
-    if entropy is not None:
+    if inputs.entropy is not None:
         out["entropy"] = value["entropy"]
-    if rollout_logp is not None:
+    if inputs.rollout_logp is not None:
         out |= {name: value[name] for name in ("drift_mean", "drift_max")}
-    if tis_cap is not None:
+    if inputs.tis_cap is not None:
         out |= {name: value[name] for name in ("tis_mean", "tis_fraction")}
     return out
 
@@ -299,7 +300,7 @@ def _check_vector(name: str, x: Tensor, shape: Any, dtype: torch.dtype, device: 
 def _checked_length(value: Any) -> int:
     expected = f"a whole number of tokens from 1 to {LONGEST}, or None"
     length = check_whole("policy_loss", "max_completion_length", value, expected, 1, LONGEST)
-    # compiled, check_whole takes every int for a symbol; dynamo may compile it alone, so its range is looked at in both
+    # compiled, check_whole treats every int as symbolic; dynamo may compile it alone, so both cases check the range
     if torch.compiler.is_compiling() or isinstance(length, torch.SymInt):
         from torch.fx.experimental.symbolic_shapes import guard_or_true  # takes 0.6 s
 
@@ -320,7 +321,7 @@ def _checked_options(
     tis_cap: float | None,
     vectors: dict[str, Tensor | None],
 ) -> tuple[float, float, float | None, float, float, float | None]:
-    """The numbers among them as floats; raises where one does not fit."""
+    """The options as floats; raises if one is invalid."""
     expected = "at least 0; inf switches it off"
     clip_low = check_number("policy_loss", "clip_low", clip_low, expected, 0.0, math.inf)
     clip_high = check_number("policy_loss", "clip_high", clip_high, expected, 0.0, math.inf)
@@ -359,7 +360,7 @@ def _checked_options(
 def _denominator(
     normalizer: float | Tensor | None, logp: Tensor, mask: Tensor | None
 ) -> tuple[Tensor | None, float | None]:
-    """The normalizer as a tensor, or as a number: a number costs no launch."""
+    """The normalizer as a tensor or as a number, which needs no launch."""
     if normalizer is None:
         return None, None
     if isinstance(normalizer, Tensor):
@@ -376,7 +377,7 @@ def _denominator(
         )
         if normalizer.device.type == "cpu" and not torch.compiler.is_compiling():
             value = normalizer.item()
-            if logp.numel() > 0 if mask is None else bool(mask.any()):  # else it divides nothing
+            if logp.numel() > 0 if mask is None else bool(mask.any()):  # otherwise it is not used
                 check_number("policy_loss", "normalizer", value, POSITIVE)
         return normalizer.detach().reshape(()).to(torch.float32), None
     return None, check_number("policy_loss", "normalizer", normalizer, POSITIVE)

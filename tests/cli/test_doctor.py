@@ -19,7 +19,7 @@ import rlkernel
 from rlkernel.cli import doctor
 from rlkernel.cli.main import main
 from rlkernel.kernels import build, schedule, select, verdicts
-from rlkernel.kernels.cuda import attention_fa3, cublaslt, linear_logprob
+from rlkernel.kernels.cuda import cublaslt, fa3_library, linear_logprob
 from rlkernel.kernels.triton import common, launch, matrix
 
 CHIPS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell"}
@@ -35,7 +35,7 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
-    caches = (common._capability, matrix._has_copy_engine)
+    caches = (common._capability, matrix._has_tma)
     for cache in caches:
         cache.cache_clear()
     yield request.param
@@ -146,7 +146,7 @@ def test_says_whether_verdicts_were_made_or_read(
     monkeypatch.setattr(doctor, "_LOSSES", ())
     monkeypatch.setattr(doctor, "_NORMS", ())
     monkeypatch.setattr(doctor, "_SCORED", ())
-    monkeypatch.setattr(attention_fa3, "unavailable", lambda device: "not in this test")
+    monkeypatch.setattr(fa3_library, "unavailable", lambda device: "not in this test")
     (folder / "old.json").write_text("{}")
     monkeypatch.setattr(doctor, "_train_a_head", lambda: (folder / "new.json").write_text("{}"))
     assert main(["doctor", "--device", "cuda"]) == 0
@@ -174,7 +174,7 @@ def test_kernels_know_the_chip(chip: tuple[int, int]) -> None:
         is_cuda, device = True, torch.device("cuda", 0)
 
     assert common.family(OnGpu()) == CHIPS[chip]  # type: ignore[arg-type]
-    assert matrix._has_copy_engine(0) == (chip >= (9, 0))
+    assert matrix._has_tma(0) == (chip >= (9, 0))
 
 
 @pytest.mark.parametrize("chip", CHIPS, indirect=True)
@@ -190,8 +190,8 @@ def test_doctor_names_what_the_chip_lacks(
     monkeypatch.setattr(cublaslt, "unavailable", lambda: "no cuBLASLt in this test")
     monkeypatch.setattr(doctor, "_train_a_head", lambda: None if hopper else scoring.verdict(*arguments))
     monkeypatch.setattr(schedule, "report", lambda device: [])
-    library = attention_fa3.Library(dense=lambda: None, paged=lambda: None, versions={})  # type: ignore[arg-type, return-value]
-    monkeypatch.setattr(attention_fa3, "find", lambda: library)
+    library = fa3_library.Library(dense=lambda: None, paged=lambda: None, versions={})  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(fa3_library, "find", lambda: library)
     monkeypatch.setattr(doctor, "_HEADS", ())
     monkeypatch.setattr(doctor, "_SHAPES", ())
     monkeypatch.setattr(doctor, "_PREFILLS", ())

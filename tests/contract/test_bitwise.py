@@ -1,4 +1,4 @@
-"""assert_bitwise counts, places and measures every difference, and sees the ones that == does not."""
+"""assert_bitwise counts, locates and measures all differences, including those that == misses."""
 
 from __future__ import annotations
 

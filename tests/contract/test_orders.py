@@ -1,4 +1,4 @@
-"""The orders as data: every op has one, and the contract's id names its variants."""
+"""Every op has an order, and the contract's id names its variants."""
 
 from __future__ import annotations
 

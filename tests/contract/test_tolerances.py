@@ -1,4 +1,4 @@
-"""The tolerance table and the accuracy rule: no worse than twice plain torch, plus a grain."""
+"""The tolerance table and the accuracy rule: at most twice the error of plain torch, plus a grain."""
 
 from __future__ import annotations
 

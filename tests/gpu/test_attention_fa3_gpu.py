@@ -20,12 +20,12 @@ from torch import Tensor
 from rlkernel import ops
 from rlkernel.contract import CONTRACT_ID, assert_accurate, assert_bitwise
 from rlkernel.engine import LLM, RequestOutput, SamplingParams
-from rlkernel.kernels import verdicts
-from rlkernel.kernels.cuda import attention_fa3
+from rlkernel.kernels import certification, verdicts
+from rlkernel.kernels.cuda import attention_fa3, fa3_library
 from rlkernel.kernels.errors import VariantError
 from rlkernel.models import Decoder, PackedBatch, preset
 
-MISSING = attention_fa3.unavailable(torch.device("cuda")) if torch.cuda.is_available() else "needs a CUDA GPU"
+MISSING = fa3_library.unavailable(torch.device("cuda")) if torch.cuda.is_available() else "needs a CUDA GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 BF16 = torch.bfloat16
@@ -42,23 +42,25 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention_fa3.forget()
 
 
-def shape(head_dim: int, heads: int, kv_heads: int, page: int = 16) -> attention_fa3.Shape:
-    return attention_fa3.Shape(torch.cuda.current_device(), BF16, heads, kv_heads, head_dim, page)
+def shape(head_dim: int, heads: int, kv_heads: int, page: int = 16) -> attention_fa3.FA3Shape:
+    return attention_fa3.FA3Shape(torch.cuda.current_device(), BF16, heads, kv_heads, head_dim, page)
 
 
 @pytest.mark.usefixtures("fresh")
 @by_heads
 @pytest.mark.parametrize("page", [16, 128])
 def test_head_dim_128_is_certified(heads: int, kv_heads: int, page: int, record: Record) -> None:
-    found = attention_fa3.verdict(shape(128, heads, kv_heads, page))
-    record(cases=found.calls, elements=found.elements, mismatches=found.differing, heads=f"{heads}/{kv_heads}")
+    (found,) = attention_fa3.verdict(shape(128, heads, kv_heads, page)).trials
+    calls = len(list(attention_fa3.calls())) * len(certification.KINDS)
+    mismatches = 0 if found.first is None else found.first["mismatches"]
+    record(cases=calls, elements=found.elements, mismatches=mismatches, heads=f"{heads}/{kv_heads}")
     assert found.certified, (found.reason, found.first)
 
 
 @pytest.mark.usefixtures("fresh")
 def test_head_dim_64_is_refused(record: Record) -> None:
     """Its block of keys depends on the longest query of the batch."""
-    found = attention_fa3.verdict(shape(64, 16, 8))
+    (found,) = attention_fa3.verdict(shape(64, 16, 8)).trials
     record(**refusal(found.first))
     assert not found.certified and found.first is not None and found.first["index"] is not None
     q, k, v = (rand(i, 5, h, 64, dtype=BF16, device="cuda") for i, h in enumerate((16, 8, 8)))

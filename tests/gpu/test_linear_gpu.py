@@ -99,7 +99,7 @@ def test_explicit_cublaslt_algorithms_equal_the_anchor(choice: Any, record: Reco
     for form, k in (("forward", 1544), ("dgrad", 1544), ("head", DGRAD_WHOLE + 16)):
         forward, n = form == "forward", 136 if form == "head" else max(choice.narrow - 1, 512) + 24
         size = torch.Size((n, k) if forward else (k, n))
-        s = shapes.Shape(0, choice.most, size, bf16, None, False, 1, True, form.replace("head", "dgrad"))
+        s = shapes.LinearShape(0, choice.most, size, bf16, None, False, 1, True, form.replace("head", "dgrad"))
         assert s.is_head == (form == "head")
         if s.is_head and choice.most <= 64:
             continue
@@ -233,26 +233,26 @@ def test_fp32_linear_equals_the_cpu(chunks: int) -> None:
 def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, record: Record) -> None:
     """wgmma's chain is the anchor's: part of a piece, of a block's columns, of its rows; many pieces, NaN beside."""
     from rlkernel.kernels.certification import KINDS, values
-    from rlkernel.kernels.cuda import linear_rows
+    from rlkernel.kernels.cuda import linear_dgrad_rows_sm90
     from rlkernel.kernels.triton.linear import gemm
 
     seen = Compared()
     generator = torch.Generator(DEVICE).manual_seed(0)
     for out in (dtype, torch.float32):
-        run = linear_rows.launcher(0, dtype, out, 16, columns)
+        run = linear_dgrad_rows_sm90.launcher(0, dtype, out, 16, columns)
         for (n, k), kind in itertools.product(((6144, 1024), (136, 1032), (2056, 264), (8, 8), (512, 40)), KINDS):
             w = values(kind, k, n, dtype, generator, second=True).t().contiguous()
             for m in (1, 2, 7, 8, 9, 16):
                 dy = values(kind, m, n, dtype, generator)
                 expected = gemm(dy, w, torch.empty(m, k, dtype=out, device=DEVICE))
-                seen.rows(run(dy, w), expected, f"[{m}, {n}] x [{n}, {k}], {kind}, {columns} columns")
+                seen.rows(run(dy, w, 1), expected, f"[{m}, {n}] x [{n}, {k}], {kind}, {columns} columns")
     dy, w = data(0, 3, 6144, dtype=dtype), data(1, 6144, 1024, dtype=dtype)
-    run = linear_rows.launcher(0, dtype, dtype, 16, columns)
-    expected = run(dy, w)
+    run = linear_dgrad_rows_sm90.launcher(0, dtype, dtype, 16, columns)
+    expected = run(dy, w, 1)
     for _ in range(200):
-        seen.rows(run(dy, w), expected, "again")
+        seen.rows(run(dy, w, 1), expected, "again")
     dy[1] = float("nan")
-    with_nan = run(dy, w)
+    with_nan = run(dy, w, 1)
     assert with_nan[1].isnan().all()
     seen.rows(with_nan[::2], expected[::2], "a row beside one of NaN")
     seen.rows(run(dy[:1].as_strided((1, 6144), (1, 1)), w), expected[:1], "one row, whatever its stride")

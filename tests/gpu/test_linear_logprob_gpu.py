@@ -283,7 +283,7 @@ def test_linear_logprob_of_wide_blocks_and_an_odd_vocabulary(v: int) -> None:
 def test_linear_logprob_of_few_tokens(tokens: int, c: int, record: Record) -> None:
     """Chunks of the vocabulary run in parallel; clusters of tokens have no gradient."""
     from rlkernel.kernels import select
-    from rlkernel.kernels.triton.linear_logprob_backward import chunks_beside
+    from rlkernel.kernels.triton.linear_logprob_backward import parallel_chunks
 
     v = 7 * 8192 + 1000
     x, w = data(0, tokens, c, dtype=torch.bfloat16), data(1, v, c, dtype=torch.bfloat16) / 4
@@ -294,7 +294,7 @@ def test_linear_logprob_of_few_tokens(tokens: int, c: int, record: Record) -> No
     rest = (x, w, targets, None, None, stats, entropy, g, None, None, None, None)
     with select.use("triton"):
         expected, _ = torch.ops.rlkernel.linear_logprob_grad_(None, *rest, False, True, False)
-    assert chunks_beside(tokens, c) > 1
+    assert parallel_chunks(tokens, c) > 1
     for dense in (False, True):
         dx, _ = torch.ops.rlkernel.linear_logprob_grad_(None, *rest, dense, True, False)
         seen.rows([dx], [expected], f"dense {dense}")
@@ -321,11 +321,13 @@ def test_linear_logprob_gradients_on_two_streams(
         return [dx, dw if grad is None else grad]
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "WORTH_BESIDE", 1 << 62)
+        patch.setattr(loop, "FORK_PRODUCTS", 1 << 62)
         expected = run()
     forked: list[bool] = []
-    beside = streams.Fork.beside
-    monkeypatch.setattr(streams.Fork, "beside", lambda self: (forked.append(self._side is not None), beside(self))[1])
+    side_stream = streams.Fork.side_stream
+    monkeypatch.setattr(
+        streams.Fork, "side_stream", lambda self: (forked.append(self._side is not None), side_stream(self))[1]
+    )
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -76,7 +76,7 @@ def test_logprob_of_a_large_vocabulary(dtype: torch.dtype, filtered: bool, v: in
 def test_logprob_schedules_equal_the_anchor(dtype: torch.dtype, warm: bool, record: Record) -> None:
     """Hopper's kernel in every setting, with special rows and targets out of range, eagerly and in a graph."""
     from rlkernel.kernels.cuda import logprob as cuda
-    from rlkernel.kernels.cuda import logprob_rows
+    from rlkernel.kernels.cuda import logprob_rows_sm90
     from rlkernel.kernels.triton import logprob as anchor
 
     if torch.cuda.get_device_capability() != (9, 0):
@@ -91,8 +91,8 @@ def test_logprob_schedules_equal_the_anchor(dtype: torch.dtype, warm: bool, reco
         inverse = 1.0 / temperature if warm else None
         expected = anchor.logprob(logits, targets, inverse, None)
         wide = torch.full((rows, v + 8), torch.nan, dtype=dtype, device=DEVICE)[:, :v].copy_(logits)
-        for setting in logprob_rows.SETTINGS:
-            run = logprob_rows.launcher(torch.cuda.current_device(), dtype, v, warm, setting)
+        for setting in logprob_rows_sm90.SETTINGS:
+            run = logprob_rows_sm90.launcher(torch.cuda.current_device(), dtype, v, warm, setting)
             with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
                 captured = run(logits, targets, inverse, None)
             for _ in range(2):

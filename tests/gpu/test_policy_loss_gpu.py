@@ -90,38 +90,41 @@ def test_control_gradients_without_a_normalizer_depend_on_the_batch() -> None:
 def test_policy_loss_schedules_equal_the_anchor(loss_type: str, masked: bool, record: Callable[..., None]) -> None:
     """Hopper's kernels in every setting, with invalid cu_seqlens and special values, eagerly and in a graph."""
     from rlkernel.kernels.cuda import policy_loss as cuda
-    from rlkernel.kernels.cuda import policy_loss_hopper
+    from rlkernel.kernels.cuda import policy_loss_sm90
     from rlkernel.kernels.triton import policy_loss as anchor
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     generator = torch.Generator("cuda").manual_seed(3)
-    shape = cuda.Shape(torch.cuda.current_device(), True, masked, loss_type == "grpo", 1 << 18, 1 << 8)
+    shape = cuda.PolicyLossShape(torch.cuda.current_device(), True, masked, loss_type == "grpo", 1 << 18, 1 << 8)
     names = ("loss", "dlogp", "dentropy", "scale", "stats", "counts")
     seen = Compared()
     for tokens in (sum(cuda.RAGGED), 70003, 262144):
         for case in ("plain", "broken", "nothing counts", "normalizer", "a normalizer of 0", "one long", "views"):
-            given = list(cuda.sample(shape, tokens, "normal", generator))
+            (given,) = cuda.sample(shape, tokens, "normal", generator)
             if case == "broken":
-                given[3][len(given[3]) // 2] = -5
-                given[3][-3:] = torch.tensor([tokens, -(1 << 31), (1 << 31) - 1], device="cuda")  # no room between them
+                borders = given.cu_seqlens
+                borders[len(borders) // 2] = -5
+                borders[-3:] = torch.tensor([tokens, -(1 << 31), (1 << 31) - 1], device="cuda")  # falls by 2^32 - 1
             elif case == "nothing counts" and masked:
-                given[4][:] = False
+                given.mask[:] = False
             elif case.endswith("normalizer") or case.endswith("0"):
-                given[8] = torch.tensor(-7.0 if case == "normalizer" else 0.0, device="cuda")
+                normalizer = torch.tensor(-7.0 if case == "normalizer" else 0.0, device="cuda")
+                given = given._replace(normalizer=normalizer)
             elif case == "one long":
-                given[2], given[3] = given[2][:2], torch.tensor([0, 5, tokens], dtype=torch.int32, device="cuda")
+                borders = torch.tensor([0, 5, tokens], dtype=torch.int32, device="cuda")
+                given = given._replace(advantages=given.advantages[:2], cu_seqlens=borders)
             elif case == "views":
-                for i in (0, 1, 4) if masked else (0, 1):
-                    given[i] = torch.cat((given[i][:1], given[i]))[1:]
-            expected = anchor.policy_loss(*given)
-            for setting in (*policy_loss_hopper.SETTINGS, *policy_loss_hopper.TEAMS):
-                run = policy_loss_hopper.launcher(shape.device, masked, setting)
+                names_of = ("logp", "old_logp", "mask") if masked else ("logp", "old_logp")
+                given = given._replace(**{n: torch.cat((x[:1], x))[1:] for n in names_of for x in [getattr(given, n)]})
+            expected = anchor.policy_loss(given)
+            for setting in (*policy_loss_sm90.SETTINGS, *policy_loss_sm90.TEAMS):
+                run = policy_loss_sm90.launcher(shape.device, masked, setting)
                 with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-                    captured = run(*given)
+                    captured = run(given)
                 for _ in range(2):
                     graph.replay()
-                    for how, outputs in {"graph": captured, "call": run(*given)}.items():
+                    for how, outputs in {"graph": captured, "call": run(given)}.items():
                         what = f"{setting}, {tokens}, {case}, {how}"
                         pairs = dict(zip(names, zip(outputs, expected, strict=True), strict=True))
                         pick = lambda *of, pairs=pairs: ([pairs[n][0] for n in of], [pairs[n][1] for n in of])

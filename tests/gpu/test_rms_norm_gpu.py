@@ -16,7 +16,7 @@ from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import schedule
 from rlkernel.kernels.cuda import rms_norm as cuda
-from rlkernel.kernels.cuda import rms_norm_hopper
+from rlkernel.kernels.cuda import rms_norm_grad_sm90
 from rlkernel.kernels.triton import rms_norm as anchor
 
 pytestmark = [
@@ -37,14 +37,14 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("channels", (520, 1024, 1032, 2048, 2560, 4096, 5120, 8192, 16384))
 def test_rms_norm_schedules_equal_the_anchor(channels: int, dr: bool, record: Callable[..., None]) -> None:
     seen = Compared()
-    settings = [groups for groups in rms_norm_hopper.RESIDENT if rms_norm_hopper.fits(channels, dr, groups)]
+    settings = [groups for groups in rms_norm_grad_sm90.RESIDENT if rms_norm_grad_sm90.fits(channels, dr, groups)]
     w = rand(channels, seed=9)
     for rows in (1, 15, 17, 1024, 4097, 4099, 4104, 4113, 8192, 8193, 12289 + 5, 12288 + 15):
         x, dy = rand(rows, channels), rand(rows, channels, seed=1)
         second = rand(rows, channels, seed=2) if dr else None
         expected = anchor.gradients(dy, second, x, w, 1e-6)
         for groups in settings:
-            found = rms_norm_hopper.launcher(0, channels, dr, groups)(dy, second, x, w, 1e-6)
+            found = rms_norm_grad_sm90.launcher(0, channels, dr, groups)(dy, second, x, w, 1e-6)
             seen.rows(found[0], expected[0], f"dx of {rows} rows, {groups} groups")
             seen.whole(found[1], expected[1], f"partial sums of {rows} rows, {groups} groups")
     assert settings or (channels == 16384 and dr)
@@ -59,7 +59,7 @@ def test_special_values_addresses_and_strides() -> None:
     x[3], x[70, 5], x[71, 9], dy[90, 0] = 0.0, float("inf"), float("nan"), float("-inf")
     wide = torch.cat((dy[:rows], dy[:rows]), 1)
     odd = torch.empty(rows * channels + 1, device="cuda", dtype=BF16)[1:].view(rows, channels).copy_(x[:rows])
-    run = rms_norm_hopper.launcher(0, channels, False, 4)
+    run = rms_norm_grad_sm90.launcher(0, channels, False, 4)
     for eps in (0.0, 1e-5):
         for given in ((dy[:rows], x[:rows]), (wide[:, channels:], x[:rows]), (dy[:rows], odd)):
             expected = anchor.gradients(given[0], None, given[1], w, eps)
@@ -87,8 +87,8 @@ def test_rms_norm_weight_gradient_in_micro_batches(channels: int, record: Callab
     with schedule.without("hopper"):
         plain = summed(slice(None))
     others = [(again, "two calls"), (plain, "the anchor")]
-    for groups in rms_norm_hopper.RESIDENT:  # the kernel in front of the fold, which starts early
-        run = rms_norm_hopper.launcher(0, channels, False, groups)
+    for groups in rms_norm_grad_sm90.RESIDENT:  # the kernel in front of the fold, which starts early
+        run = rms_norm_grad_sm90.launcher(0, channels, False, groups)
         total = torch.zeros(channels, device="cuda")
         others.append(((anchor.rms_norm_grad_(total, dy, None, x, w, 1e-6, run), total), f"{groups} groups"))
         with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):

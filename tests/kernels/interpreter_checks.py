@@ -1,4 +1,4 @@
-"""What tests of kernels in Triton's interpreter share: numbers, and how close they must come."""
+"""Shared by the tests in Triton's interpreter: exact inputs and the accuracy check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ by_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=
 
 
 def whole(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small whole numbers: every sum of products of them is exact."""
+    """Small integers, whose sums of products are exact."""
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Operands, shape classes and plain products for tests of linear's and linear_logprob's schedules without a GPU."""
+"""Operands, shape classes and plain products for tests of the schedules of linear and linear_logprob without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlkernel.kernels.triton.linear_logprob_rows import Active, Rows
 
 def forward_shape(
     x: Tensor, w: Tensor, bias: Tensor | None = None, chunks: int = 1, out: torch.dtype | None = None
-) -> shapes.Shape:
+) -> shapes.LinearShape:
     return shapes.linear_shape(x, w, bias, chunks, 1, out)._replace(device=0)
 
 
@@ -37,7 +37,7 @@ MOST = NONE._replace(row=48)
 
 
 def all_active(targets: Tensor, *_: Any) -> Rows:
-    """What `rows_of` says where every token has a gradient, of blocks of WGRAD_TOKENS."""
+    """`row_order` if every token has a gradient, for blocks of WGRAD_TOKENS."""
     tokens, most = len(targets), loop.WGRAD_TOKENS
     order = torch.arange(tokens, dtype=torch.int32) % most
     counts = torch.tensor([min(most, tokens - at) for at in range(0, tokens, most)], dtype=torch.int32)
@@ -45,21 +45,21 @@ def all_active(targets: Tensor, *_: Any) -> Rows:
 
 
 def as_they_come(targets: Tensor, kept: Any, stats: Any, dlogp: Tensor, dentropy: Any, vocab: int, row: int) -> Active:
-    """Tokens with and without a gradient, none of which moves."""
+    """`Active` of tokens with and without a gradient, in their original order."""
     token = torch.arange(len(targets), dtype=torch.int32)
     return Active(torch.where(dlogp != 0, token, -1 - token), torch.tensor([len(token)], dtype=torch.int32), row)
 
 
 def keep_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward's loop without its kernels: every token has a gradient, and none moves."""
+    """Runs the backward's loop without its kernels, as if every token had a gradient and kept its row."""
     for module in (loop, token_rows):
-        monkeypatch.setattr(module, "rows_of", all_active)
+        monkeypatch.setattr(module, "row_order", all_active)
         monkeypatch.setattr(module, "gather", lambda hidden, order, out, block: out.copy_(hidden))
         monkeypatch.setattr(module, "scatter", lambda totals, order, dhidden, block: dhidden.copy_(totals))
 
 
 def at(shift: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Small whole numbers at `shift` elements behind a 16-byte address."""
+    """Small integers, `shift` elements after a 16-byte boundary."""
     return torch.randint(-4, 5, (shift + math.prod(shape),)).to(dtype)[shift:].view(shape)
 
 

@@ -1,7 +1,7 @@
-"""Scalar arithmetic of the CPU contract: close to fp64, exact where it says so, and the same in the C++ kernels.
+"""Scalar arithmetic of the CPU contract: close to fp64, exact where it claims to be, and the same in the C++ kernels.
 
-C++ is reached through ops: a weight gradient of one token is one fma an element, swiglu holds exp, rms_norm sqrt and
-the fixed row sum, linear the conversions, logprob log.
+The C++ functions are called through ops: a weight gradient of one token is one fma per element, swiglu uses exp,
+rms_norm sqrt and the fixed row sum, linear the conversions, logprob log.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def floats(bits: list[int] | Tensor) -> Tensor:
 
 
 def random_patterns(seed: int, count: int) -> Tensor:
-    """fp32 numbers with uniformly random bits: all exponents, subnormals, inf and NaN among them."""
+    """fp32 numbers with uniformly random bits: including all exponents, subnormals, inf and NaN."""
     return floats(torch.randint(0, 2**32, (count,), generator=torch.Generator().manual_seed(seed)))
 
 
@@ -44,7 +44,7 @@ def ulps(actual: Tensor, exact: Tensor) -> float:
 
 
 def cpp_fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """fma(a[i], b[i], c[i]) by the C++ kernel of linear's weight gradient: [1,1] matrices of one token."""
+    """fma(a[i], b[i], c[i]) by the C++ kernel of linear's weight gradient, for [1,1] matrices of one token."""
     out = c.clone()
     with select.use("cpp"):
         for i in range(len(out)):
@@ -53,7 +53,7 @@ def cpp_fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def equal_but_for_nan(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Bitwise, except that a NaN equals every NaN: its payload is the machine's."""
+    """Bitwise, except that all NaNs are equal, because their payload depends on the machine."""
     assert bool((actual.isnan() == expected.isnan()).all()), what
     keep = ~expected.isnan()
     assert_bitwise(actual[keep], expected[keep], what)
@@ -76,7 +76,7 @@ def exact_fma(a: float, b: float, c: float) -> float:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.tuples(patterns, patterns, patterns), st.integers(0, 255))
 def test_fma_is_rounded_once(bits: tuple[int, int, int], exponent: int) -> None:
-    # Exponents near one another, so that the sum cancels and carries.
+    # similar exponents, so that the sum cancels and carries
     a, b, c = ((p & 0x807FFFFF) | ((110 + (p >> 23 & 31)) << 23) for p in bits)
     c = (c & 0x807FFFFF) | (exponent << 23) if exponent < 255 else c
     x, y, z = floats([a]), floats([b]), floats([c])
@@ -113,7 +113,7 @@ def test_fma_equals_cpp() -> None:
         torch.ldexp(torch.randn(200, generator=torch.Generator().manual_seed(9 + i)), torch.tensor(0)) for i in range(2)
     ]
     a, b = torch.cat((a, near[0])), torch.cat((b, near[1]))
-    c = torch.cat((c, -(near[0] * near[1])))  # what is left is the product's rounding error
+    c = torch.cat((c, -(near[0] * near[1])))  # leaves the product's rounding error
     equal_but_for_nan(cpp_fma(a, b, c), arith.fma(a, b, c), "fma")
 
 
@@ -196,7 +196,7 @@ def test_row_sums_are_lanes_folded_in_halves(n: int) -> None:
     assert bool(((arith.row_sum(x).double() - exact).abs() < 1e-5).all())
 
 
-# ---- the C++ twins, through ops
+# ---- the C++ functions, through ops
 
 
 def both(run: Callable[[], Any]) -> tuple[Any, Any]:

@@ -1,8 +1,9 @@
-"""Certification of attention variant fa3 with fakes: exact, dependent on batch or paging; loading."""
+"""Attention variant fa3 with fake libraries: certification, refusals, stored verdicts, and loading the library."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from rlkernel.cli import doctor
 from rlkernel.kernels import certification, schedule
-from rlkernel.kernels.cuda import attention_fa3
+from rlkernel.kernels.cuda import attention_fa3, fa3_library
+from rlkernel.kernels.cuda.fa3_library import Library
 from rlkernel.kernels.errors import VariantError
 
 
@@ -23,9 +25,10 @@ def test_an_exact_library_is_certified_once(tmp_path: Path, monkeypatch: pytest.
     library = install(monkeypatch, tmp_path)
     assert attention_fa3.require(SHAPE) is library
     found = attention_fa3.verdict(SHAPE)
+    (trial,) = found.trials
     calls = len(list(attention_fa3.calls())) * len(certification.KINDS)
-    assert found.certified and found.calls == calls > 100 and found.differing == 0 and found.first is None
-    assert found.elements > 1000 and f"{calls} calls equal" in found.reason
+    assert trial.certified and trial.first is None and calls > 100
+    assert trial.elements > 1000 and f"{calls} calls equal" in trial.reason
 
     file = next((tmp_path / "schedules").glob("*.json"))
     content = json.loads(file.read_text())
@@ -35,7 +38,7 @@ def test_an_exact_library_is_certified_once(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(attention_fa3, "certify", lambda *_: pytest.fail("certified again"))
     attention_fa3.forget()
     assert attention_fa3.require(SHAPE) is library and attention_fa3.verdict(SHAPE) == found
-    assert schedule.report(torch.device("cpu")) == [], "a variant is no schedule"
+    assert schedule.report(torch.device("cpu")) == [], "a variant is not a schedule"
 
 
 @pytest.mark.parametrize(
@@ -53,9 +56,10 @@ def test_a_library_that_depends_on_its_use_is_refused(
     change: Change, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, tmp_path, fake(change))
-    found = attention_fa3.verdict(SHAPE)
-    assert not found.certified and 0 < found.differing < found.calls
-    first = found.first
+    (trial,) = attention_fa3.verdict(SHAPE).trials
+    differing, calls = map(int, re.findall(r"\d+", trial.reason))
+    assert not trial.certified and 0 < differing < calls
+    first = trial.first
     assert first is not None and where in first["kind"] and first["actual"] != first["expected"]
     sequence, position, head, *_ = first["index"]
     assert 0 <= position < attention_fa3.LENGTHS[sequence] and head < SHAPE.heads
@@ -73,9 +77,9 @@ def test_the_lse_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         out, lse = exact.paged(*args)
         return out, lse.nextafter(torch.tensor(torch.inf))
 
-    install(monkeypatch, tmp_path, attention_fa3.Library(exact.dense, paged, {}, "cpu"))
-    found = attention_fa3.verdict(SHAPE)
-    assert found.first is not None and found.first["result"] == 1 and len(found.first["index"]) == 3
+    install(monkeypatch, tmp_path, Library(exact.dense, paged, {}, "cpu"))
+    first = attention_fa3.verdict(SHAPE).trials[0].first
+    assert first is not None and first["result"] == 1 and len(first["index"]) == 3
 
 
 def test_a_library_that_raises_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +88,7 @@ def test_a_library_that_raises_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     def paged(*args: Any) -> tuple[Tensor, Tensor]:
         raise RuntimeError("no such kernel")
 
-    install(monkeypatch, tmp_path, attention_fa3.Library(exact.dense, paged, {}, "cpu"))
+    install(monkeypatch, tmp_path, Library(exact.dense, paged, {}, "cpu"))
     with pytest.raises(VariantError, match=r"raised in .* from pages.*: RuntimeError: no such kernel"):
         attention_fa3.require(SHAPE)
 
@@ -94,13 +98,17 @@ def test_a_broken_verdict_is_made_again(tmp_path: Path, monkeypatch: pytest.Monk
     attention_fa3.require(SHAPE)
     file = next((tmp_path / "schedules").glob("*.json"))
     whole = file.read_text()
-    for text in ("{", json.dumps({"format": attention_fa3.FORMAT}), whole.replace('"differing": 0', '"differing": 1')):
+    for text in (
+        "{",
+        json.dumps({"format": attention_fa3.FORMAT}),
+        whole.replace('"certified": true', '"certified": false'),
+    ):
         file.write_text(text)
         attention_fa3.forget()
         with pytest.warns(RuntimeWarning, match="ignoring the unreadable verdict"):
             attention_fa3.require(SHAPE)
         kept = json.loads(file.read_text())["data"]
-        assert kept["certified"] is True and kept["differing"] == 0
+        assert kept["trials"][0]["certified"] is True
 
 
 def test_another_build_of_the_library_voids_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +116,7 @@ def test_another_build_of_the_library_voids_a_verdict(tmp_path: Path, monkeypatc
     attention_fa3.require(SHAPE)
     wrong = fake(lambda paged, longest, batch: 1 + paged / 64)
     attention_fa3.forget()
-    monkeypatch.setattr(
-        attention_fa3, "find", lambda: attention_fa3.Library(wrong.dense, wrong.paged, {"binary": "2"}, "cpu")
-    )
+    monkeypatch.setattr(fa3_library, "find", lambda: Library(wrong.dense, wrong.paged, {"binary": "2"}, "cpu"))
     with pytest.raises(VariantError, match="is refused"):
         attention_fa3.require(SHAPE)
 
@@ -123,7 +129,7 @@ def test_what_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         m.setattr(certification, "capturing", lambda device: True)
         with pytest.raises(VariantError, match="fell into a CUDA graph capture"):
             attention_fa3.require(SHAPE)
-    for_cuda = attention_fa3.Library(fake().dense, fake().paged, {})
+    for_cuda = Library(fake().dense, fake().paged, {})
     install(monkeypatch, tmp_path, for_cuda)
     with pytest.raises(VariantError, match="runs on cuda, the tensors are on cpu; use variant 'split' there"):
         attention_fa3.require(SHAPE)
@@ -140,7 +146,7 @@ def pair(q: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
 
 
 def modules(monkeypatch: pytest.MonkeyPatch, **found: Any) -> None:
-    """Exactly these modules are importable among those that are looked for."""
+    """Makes only these of the modules that the library search tries importable."""
     for name in ("vllm", "flash_attn_interface", "flash_attn_3"):
         for part in [part for part in sys.modules if part.startswith(f"{name}.")]:  # another test may have imported it
             monkeypatch.delitem(sys.modules, part)
@@ -150,10 +156,10 @@ def modules(monkeypatch: pytest.MonkeyPatch, **found: Any) -> None:
         for i in range(1, len(parts)):
             monkeypatch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(parts[0]))
         monkeypatch.setitem(sys.modules, ".".join(parts), module)
-    monkeypatch.setattr(attention_fa3.metadata, "version", lambda package: "1.2")
+    monkeypatch.setattr(fa3_library.metadata, "version", lambda package: "1.2")
 
 
-def use_both(library: attention_fa3.Library) -> None:
+def use_both(library: Library) -> None:
     q = torch.randn(3, 2, 8)
     lens = torch.tensor([0, 3], dtype=torch.int32)
     library.dense(q, q, q, lens, lens, 3, 4, 0.5)
@@ -169,7 +175,7 @@ def test_vllms_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     interface = types.SimpleNamespace(FA3_AVAILABLE=True, flash_attn_varlen_func=varlen)
     modules(monkeypatch, vllm__vllm_flash_attn__flash_attn_interface=interface)
-    library = attention_fa3.find.__wrapped__()
+    library = fa3_library.find.__wrapped__()
     assert not isinstance(library, str) and library.versions == {"flash_attention_3": "vllm 1.2"}
     assert library.device == "cuda"
     use_both(library)
@@ -179,7 +185,7 @@ def test_vllms_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cu_seqlens_k" in seen[0] and "block_table" in seen[1] and "seqused_k" in seen[1]
 
     interface.FA3_AVAILABLE, interface.FA3_UNAVAILABLE_REASON = False, "undefined symbol"
-    assert "undefined symbol" in attention_fa3.find.__wrapped__()
+    assert "undefined symbol" in fa3_library.find.__wrapped__()
 
 
 @pytest.mark.parametrize("name", ["flash_attn_interface", "flash_attn_3__flash_attn_interface"])
@@ -198,19 +204,19 @@ def test_the_package_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     interface = types.SimpleNamespace(flash_attn_varlen_func=varlen, flash_attn_with_kvcache=cached)
     modules(monkeypatch, **{name: interface})
-    library = attention_fa3.find.__wrapped__()
+    library = fa3_library.find.__wrapped__()
     assert not isinstance(library, str) and library.versions["flash_attention_3"] == "flash_attn_3 1.2"
     use_both(library)
     assert seen == 2 * [{"splits": 1, "causal": True, "probs": True, "scale": 0.5}]
 
     interface.flash_attn_with_kvcache = lambda q, k, v, cache_seqlens=None: q
     interface.flash_attn_with_kvcache.__name__ = "flash_attn_with_kvcache"
-    assert "flash_attn_with_kvcache has no num_splits, page_table" in attention_fa3.find.__wrapped__()
+    assert "flash_attn_with_kvcache has no num_splits, page_table" in fa3_library.find.__wrapped__()
 
 
 def test_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     modules(monkeypatch)
-    found = attention_fa3.find.__wrapped__()
+    found = fa3_library.find.__wrapped__()
     assert isinstance(found, str) and found.startswith("vllm: no module vllm") and "; flash_attn_3: no module" in found
 
 
@@ -224,7 +230,7 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         out, lse = by_head_dim.paged(q, *args)
         return (out + 1 if q.shape[2] == 64 else out), lse
 
-    install(monkeypatch, tmp_path, attention_fa3.Library(by_head_dim.dense, paged, {}, "cpu"))
+    install(monkeypatch, tmp_path, Library(by_head_dim.dense, paged, {}, "cpu"))
     monkeypatch.setattr(doctor, "_HEADS", ((64, 2, 1), (16, 2, 1)))
     monkeypatch.setattr(certification, "KINDS", ("normal",))
     found = json.loads(json.dumps(doctor.examine("cpu")))["attention_fa3"]

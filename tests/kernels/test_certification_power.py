@@ -17,7 +17,7 @@ from kernels.fake_schedules import milliseconds
 from rlkernel.kernels import certification, clock, verdicts
 from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Schedule
 from rlkernel.kernels.cuda import linear_shapes as shapes
-from rlkernel.kernels.cuda.linear_shapes import Shape
+from rlkernel.kernels.cuda.linear_shapes import LinearShape
 
 GROUP = 16  # products that are added to the sum at once
 
@@ -55,14 +55,14 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def family(**runs: Callable[..., Tensor]) -> Family[Shape]:
+def family(**runs: Callable[..., Tensor]) -> Family[LinearShape]:
     schedules = [Schedule(name, lambda s, run=run: run) for name, run in runs.items()]
     sample = shapes.linear_sample
     return Family("linear", whole, shapes.linear_shape, shapes.rows_of, sample, schedules, kinds=(*KINDS, NONFINITE))
 
 
-def one_row(n: int, k: int, dtype: torch.dtype) -> Shape:
-    return Shape(-1, 1, torch.Size((n, k)), dtype, None, False, 1, True, "forward")
+def one_row(n: int, k: int, dtype: torch.dtype) -> LinearShape:
+    return LinearShape(-1, 1, torch.Size((n, k)), dtype, None, False, 1, True, "forward")
 
 
 CLASSES = [

@@ -1,4 +1,4 @@
-"""Long prefill's schedules without a GPU: shape classes, samples, the choice, and where one cannot be built."""
+"""Schedules of long prefill without a GPU: shape classes, samples, the choice, and a schedule that does not build."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from rlkernel.contract import assert_bitwise, orders
 from rlkernel.kernels import clock, schedule
 from rlkernel.kernels.certification import KINDS, NONFINITE, SCALES, Schedule, describe
 from rlkernel.kernels.cuda import attention as cuda
-from rlkernel.kernels.cuda import attention_prefill, driver
+from rlkernel.kernels.cuda import attention_prefill_sm90, driver
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.triton import attention as anchor
 from rlkernel.kernels.verdicts import ANCHOR
 
-SHAPE = cuda.Shape(-1, torch.bfloat16, 2, 1, 64, 128, True, False, 2048)
+SHAPE = cuda.AttentionShape(-1, torch.bfloat16, 2, 1, 64, 128, True, False, 2048)
 CLASSES = [
-    SHAPE._replace(split=split, several=several, room=room, span=span)
+    SHAPE._replace(split=split, several=several, padded=padded, span=span)
     for split, several, span in ((128, True, 2048), (128, False, 2048), (2048, True, 8192), (2048, True, 16384),
                                  (2048, False, 2048), (4096, False, 8192))
-    for room in (False, True)
+    for padded in (False, True)
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", CLASSES, ids=str)
-def test_a_sample_is_of_its_class(shape: cuda.Shape) -> None:
+def test_a_sample_is_of_its_class(shape: cuda.AttentionShape) -> None:
     small = shape._replace(heads=1, d=16)
     for rows in cuda.rows_of(small):
         given = cuda.sample(small, rows, "normal", torch.Generator().manual_seed(0))
-        _, k, v, cu_q, lens, max_q, max_k, *_, room, out, lse = given
+        _, k, v, cu_q, lens, max_q, max_k, *_, capacity, out, lse = given
         assert cuda.shape_of(*given) == small
         queries, keys = cuda.lengths(small, rows)
         assert cu_q.diff().tolist() == queries and all(n <= m for n, m in zip(queries, keys, strict=True))
@@ -49,14 +49,14 @@ def test_a_sample_is_of_its_class(shape: cuda.Shape) -> None:
             and out.isnan().all()
             and lse.isnan().all()
         )
-        assert (lens if room else lens.diff()).tolist() == keys
-        first = [i * room for i in range(len(keys))] if room else lens[:-1].tolist()
+        assert (lens if capacity else lens.diff()).tolist() == keys
+        first = [i * capacity for i in range(len(keys))] if capacity else lens[:-1].tolist()
         inside = torch.zeros(len(k), dtype=torch.bool)
         for begin, n in zip(first, keys, strict=True):
             inside[begin : begin + n] = True
         for x in (k, v):
             assert x[inside].isfinite().all() and x[~inside].isnan().all()
-        assert not room or len(k) - 64 == room * len(keys)
+        assert not capacity or len(k) - 64 == capacity * len(keys)
 
 
 def test_what_is_no_part_of_a_class_differs_between_its_samples() -> None:
@@ -67,34 +67,36 @@ def test_what_is_no_part_of_a_class_differs_between_its_samples() -> None:
     ]
     scales = {scale for *_, scale, _, _, _, _ in given}
     assert len(scales) == len(SCALES) and any(math.frexp(scale)[0] != 0.5 for scale in scales)
-    assert given[1][7] == 64**-0.5, "what is timed"
+    assert given[1][7] == 64**-0.5, "the timed sample"
     for i in range(3):
-        assert {x[i].is_contiguous() for x in given} == {True, False}, "rows that lie apart"
+        assert {x[i].is_contiguous() for x in given} == {True, False}, "contiguous and strided rows"
     assert not given[0][0].is_contiguous() and given[0][10].is_contiguous()
 
 
 @pytest.mark.parametrize("heads", ((64, 8), (28, 4), (32, 32), (16, 8), (40, 8), (32, 4), (128, 128), (14, 2)), ids=str)
 def test_both_orders_of_tiles_are_compared(heads: tuple[int, int]) -> None:
-    """The kernel numbers its tiles in one of two ways, by the longest sequence's queries."""
+    """The kernel orders its tiles in one of two ways, depending on the longest sequence's queries."""
     group = heads[0] // heads[1]
     for shape in CLASSES:
         s = shape._replace(heads=heads[0], kv_heads=heads[1])
         tiles = [-(-max(cuda.lengths(s, rows)[0]) * group // 128) for rows in cuda.rows_of(s)]
         most = s.span if s.several else min(s.span, s.split)
-        assert tiles[0] <= attention_prefill.ACROSS_TILES
-        assert (tiles[1] > attention_prefill.ACROSS_TILES) == (most * group > 4096), "wherever calls have them"
+        assert tiles[0] <= attention_prefill_sm90.INTERLEAVED_TILES
+        assert (tiles[1] > attention_prefill_sm90.INTERLEAVED_TILES) == (most * group > 4096), (
+            "wherever calls have them"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_compared_is_finite(kind: str) -> None:
-    """NaN for NaN would say little."""
+    """Comparing NaN with NaN would prove little."""
     q, k, v, *_ = cuda.sample(SHAPE, 775, kind, torch.Generator().manual_seed(1))
     assert (q.double() @ k[: len(k) - 64, 0].double().T).abs().max() * 64**-0.5 * 1.45 < 2**24
     assert v[: len(v) - 64].isfinite().all()
 
 
 def test_infinities_and_nans_lie_where_the_op_defines_what_they_do() -> None:
-    """Of a key behind a row a tile may multiply the value by zero: values are finite, queries and some keys are not."""
+    """A tile may multiply a masked key's value by zero, so values are finite; queries and some keys are not."""
     shape = SHAPE._replace(heads=4, kv_heads=2)
     q, k, v, *_ = cuda.sample(shape, 775, NONFINITE, torch.Generator().manual_seed(1))
     total = len(k) - 64
@@ -112,7 +114,7 @@ def test_classes_meet_what_they_are_chosen_by() -> None:
 
 
 def test_classes_of_an_engine_are_those_of_its_calls() -> None:
-    """What is settled at the start is what calls over pages ask for later."""
+    """The classes certified at startup are those that paged calls use later."""
 
     def spans(tokens: int, longest: int) -> list[int]:
         return [s.span for s in cuda.paged_classes(0, torch.bfloat16, 4, 2, 128, tokens, longest)]
@@ -125,17 +127,17 @@ def test_classes_of_an_engine_are_those_of_its_calls() -> None:
 
 
 def test_a_warm_call_is_known_by_its_class() -> None:
-    def call(keys: int, heads: int = 4, split: int = 2048, room: int = 0, dtype: torch.dtype = torch.bfloat16):
+    def call(keys: int, heads: int = 4, split: int = 2048, capacity: int = 0, dtype: torch.dtype = torch.bfloat16):
         q, k = torch.zeros(3, heads, 64, dtype=dtype), torch.zeros(1, 2, 64, dtype=dtype)
-        return q, k, k, q, q, 600, keys, 0.1, split, room, q, q
+        return q, k, k, q, q, 600, keys, 0.1, split, capacity, q, q
 
     calls = [
         call(keys, **more)
-        for more in ({}, {"heads": 8}, {"split": 64}, {"room": 704}, {"dtype": torch.float16})
+        for more in ({}, {"heads": 8}, {"split": 64}, {"capacity": 704}, {"dtype": torch.float16})
         for keys in (1, 64, 65, 2048, 2049, 8192, 8193, 16384, 99999)
     ]
     family = cuda.prefill.family
-    assert len(classes_of(family, calls)) == len({family.call_key(*given) for given in calls}), "no more keys either"
+    assert len(classes_of(family, calls)) == len({family.call_key(*given) for given in calls}), "one call key per class"
 
 
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
@@ -149,16 +151,16 @@ def test_who_is_offered_what(chip: tuple[int, int], monkeypatch: pytest.MonkeyPa
 
     hopper = ["hopper", "hopper.skip"] if chip == (9, 0) else []
     everything = [*hopper, "gluon"] if hopper else []
-    assert names() == names(room=True) == names(dtype=torch.float16) == everything
+    assert names() == names(padded=True) == names(dtype=torch.float16) == everything
     assert names(d=64) == names(several=False) == hopper
     assert names(d=80) == names(d=256) == names(dtype=torch.float32) == names(device=-1) == names(split=8192) == []
     monkeypatch.setattr(cuda, "KNOWN", False)
-    assert names() == hopper, "another Triton"
+    assert names() == hopper, "another Triton version"
 
 
 @pytest.fixture
 def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the op on a CPU with an anchor that only marks what it was given."""
+    """Makes the op on a CPU with an anchor that only fills its outputs."""
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(clock, "milliseconds", milliseconds)
     monkeypatch.setattr(cuda, "TIMED", 600)
@@ -207,21 +209,19 @@ def test_kernels_that_differ_are_refused(op: Any) -> None:
     verdict = made.verdict(*given)
     assert [t.certified for t in verdict.trials] == [False, False] and made.chosen(*given) == ANCHOR
     assert verdict.trials[0].first["result"] == 1, "the log-sum-exp"
-    assert "nan" in verdict.trials[1].first["actual"], "what was not written"
+    assert "nan" in verdict.trials[1].first["actual"], "unwritten output"
 
 
 @pytest.mark.parametrize("what", ("fits", "q", "out", "stride", "tiles"))
 def test_what_the_kernel_cannot_read_runs_the_anchor(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     same = contextlib.nullcontext()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: same)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(attention_prefill.common, "on_device", lambda t: same)
+    monkeypatch.setattr(attention_prefill_sm90.common, "on_device", lambda t: same)
     monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(attention_prefill, "_kernel", lambda *_: Launches(ran))
-    monkeypatch.setattr(attention_prefill, "tensor_map", lambda x, rows, columns: tuple(x.shape))
+    monkeypatch.setattr(attention_prefill_sm90, "load", lambda *_, **variant: Launches(ran))
+    monkeypatch.setattr(attention_prefill_sm90, "tensor_map", lambda x, rows, columns: tuple(x.shape))
     monkeypatch.setattr(anchor, "prefill", lambda *given: ran.append("anchor"))
-    run = attention_prefill.launcher(0, torch.bfloat16, 64, False, True)
+    run = attention_prefill_sm90.launcher(0, torch.bfloat16, 64, False, True)
     given = list(cuda.sample(SHAPE, 775, "normal", torch.Generator().manual_seed(4)))
     shifted = lambda x: torch.empty(x.numel() + 8, dtype=x.dtype)[1 : 1 + x.numel()].view(x.shape)
     if what in ("q", "out"):
@@ -241,25 +241,14 @@ def test_what_the_kernel_cannot_read_runs_the_anchor(what: str, monkeypatch: pyt
     q, k, _, cu_q, lens, *_, out, lse = given
     where = {"q": q, "cu_q": cu_q, "lens": lens, "out": out, "lse": lse}
     assert all(found[name] == x.data_ptr() for name, x in where.items())
-    numbers = {"q_stride": 256, "tiles": 13, "hk": 1, "group": 2, "batch": 4, "room": 0, "split": 128, "across": 1,
-               "tokens": 775, "keys": len(k)}  # fmt: skip
+    numbers = {"q_stride": 256, "tiles": 13, "hk": 1, "group": 2, "batch": 4, "capacity": 0, "split": 128,
+               "interleave": 1, "tokens": 775, "keys": len(k)}  # fmt: skip
     assert {name: found[name] for name in numbers} == numbers
     given[1:3] = (x.repeat(1, 2, 1) for x in given[1:3])
-    for queries, across in ((4096, 2), (4097, 1)):
+    for queries, interleave in ((4096, 2), (4097, 1)):
         given[5] = queries
         run(*given)
-        assert ran[-1][-1].across == across and ran[-1][-1].tiles == -(-queries // 128)
-
-
-def test_the_source_has_these_arguments() -> None:
-    """A field more or less, or in another place, would be read as another one."""
-    text = (driver.build.source_dir() / "cuda" / attention_prefill.SOURCE).read_text()
-    body = text.split("struct Arguments {", 1)[1].split("};", 1)[0]
-    named = []
-    for line in body.splitlines():
-        statement = line.split(";", 1)[0].replace("const", "").replace("*", "").split()
-        named += [x.strip(",") for x in statement[1:]]
-    assert named == [name for name, *_ in attention_prefill.Arguments._fields_]
+        assert ran[-1][-1].interleave == interleave and ran[-1][-1].tiles == -(-queries // 128)
 
 
 def test_the_ops_are_the_anchors_with_the_choice() -> None:

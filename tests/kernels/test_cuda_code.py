@@ -1,4 +1,4 @@
-"""A verdict hangs on machine code: another compiler's, under the same name and version, voids it."""
+"""Launchers match their sources, and a verdict depends on the machine code: another compiler's code voids it."""
 
 from __future__ import annotations
 
@@ -18,44 +18,47 @@ from rlkernel.kernels import build, verdicts
 from rlkernel.kernels.certification import Schedule
 from rlkernel.kernels.cuda import (
     attention,
-    attention_prefill,
+    attention_prefill_sm90,
     driver,
     linear,
+    linear_dgrad_rows_sm90,
     linear_logprob,
-    linear_logprob_hopper,
-    linear_rows,
+    linear_logprob_sm90,
     linear_shapes,
     logprob,
-    logprob_rows,
+    logprob_rows_sm90,
     policy_loss,
-    policy_loss_hopper,
+    policy_loss_sm90,
     rms_norm,
-    rms_norm_hopper,
+    rms_norm_grad_sm90,
 )
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
 from rlkernel.kernels.schedule import ScheduledOp
 
 BF16, FP32 = torch.bfloat16, torch.float32
-FEW = linear_shapes.Shape(0, 16, torch.Size((1024, 512)), BF16, None, False, 1, True, "dgrad")
+FEW = linear_shapes.LinearShape(0, 16, torch.Size((1024, 512)), BF16, None, False, 1, True, "dgrad")
 GRAD = scored.GradShape(0, 64, BF16, FP32, True, True, False, 0)
 MADE: dict[str, tuple[Any, ScheduledOp[Any], Any]] = {
-    "linear": (linear_rows, linear.linear_dgrad, FEW),
-    "logprob": (logprob_rows, logprob.logprob, logprob.Shape(0, BF16, 16384, 256, True, False, False)),
+    "linear": (linear_dgrad_rows_sm90, linear.linear_dgrad, FEW),
+    "logprob": (logprob_rows_sm90, logprob.logprob, logprob.LogprobShape(0, BF16, 16384, 256, True, False, False)),
     "policy_loss": (
-        policy_loss_hopper, policy_loss.policy_loss, policy_loss.Shape(0, True, True, True, 1 << 18, 1 << 10)
+        policy_loss_sm90, policy_loss.policy_loss, policy_loss.PolicyLossShape(0, True, True, True, 1 << 18, 1 << 10)
     ),
-    "rms_norm": (rms_norm_hopper, rms_norm.gradients, rms_norm.Shape(0, BF16, 1024, True, 1024)),
-    "attention": (attention_prefill, attention.prefill, attention.Shape(0, BF16, 8, 8, 64, 2048, True, False, 8192)),
+    "rms_norm": (rms_norm_grad_sm90, rms_norm.gradients, rms_norm.RMSNormShape(0, BF16, 1024, True, 1024)),
+    "attention": (
+        attention_prefill_sm90, attention.prefill,
+        attention.AttentionShape(0, BF16, 8, 8, 64, 2048, True, False, 8192),
+    ),
     "forward": (
-        linear_logprob_hopper, linear_logprob._forward,
-        scored.Shape(0, True, 64, BF16, True, False, False, False, False, False, False),
+        linear_logprob_sm90, linear_logprob._forward,
+        scored.LinearLogprobShape(0, True, 64, BF16, True, False, False, False, False, False, False),
     ),
     "dz": (
-        linear_logprob_hopper, linear_logprob._dz,
-        scored.Shape(0, True, 64, BF16, True, False, False, False, False, True, False),
+        linear_logprob_sm90, linear_logprob._dz,
+        scored.LinearLogprobShape(0, True, 64, BF16, True, False, False, False, False, True, False),
     ),
-    "dhidden": (linear_logprob_hopper, linear_logprob._dhidden, GRAD),
-    "dweight": (linear_logprob_hopper, linear_logprob._dweight, GRAD),
+    "dhidden": (linear_logprob_sm90, linear_logprob._dhidden, GRAD),
+    "dweight": (linear_logprob_sm90, linear_logprob._dweight, GRAD),
 }  # fmt: skip
 
 
@@ -66,17 +69,34 @@ def test_what_is_bound_says_which_machine_code_it_runs(name: str, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(module, "Kernel", lambda cubin, *_: Launches([], code=build.digest(cubin)))
-    kernel = next(made for made in ("kernel", "_kernel", "_kernels") if hasattr(module, made))
-    monkeypatch.setattr(module, kernel, getattr(module, kernel).__wrapped__)
+    monkeypatch.setattr(driver, "Kernel", lambda cubin, *_: Launches([], code=build.digest(cubin)))
+    monkeypatch.setattr(module, "load", driver.load.__wrapped__)
+    if module is linear_logprob_sm90:
+        monkeypatch.setattr(module, "kernel", module.kernel.__wrapped__)
     notes = []
     for patch in (b"13.0.48", b"13.0.88", b"13.0.88"):
-        monkeypatch.setattr(module, "compile_cuda", lambda *_, patch=patch: patch)
+        monkeypatch.setattr(driver, "compile_cuda", lambda *_, patch=patch: patch)
         own = [s for s in op.family.schedules if s.supports(key) and s.name.split(".")[0] in ("hopper", "rows")]
         assert own
         notes.append([s.bind(key).note for s in own])  # type: ignore[attr-defined]
         assert all(build.digest(patch) in note for note in notes[-1])
     assert notes[0] != notes[1] == notes[2]
+
+
+LAUNCHERS = (attention_prefill_sm90, linear_logprob_sm90, logprob_rows_sm90, policy_loss_sm90, rms_norm_grad_sm90)
+
+
+@pytest.mark.parametrize("module", LAUNCHERS, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_arguments_are_those_of_the_source(module: Any) -> None:
+    """A missing, additional or misplaced field would be read as another one."""
+    source = "policy_loss.cuh" if module is policy_loss_sm90 else module.SOURCE
+    text = (build.source_dir() / "cuda" / source).read_text()
+    body = text.split("struct Arguments {", 1)[1].split("};", 1)[0]
+    named = []
+    for line in body.splitlines():
+        statement = line.split("//")[0].split(";", 1)[0].replace("const", "").replace("*", "").split()
+        named += [x.strip(",") for x in statement[1:]]
+    assert named == [name for name, *_ in module.Arguments._fields_]
 
 
 @pytest.mark.usefixtures("cache")

@@ -53,10 +53,10 @@ def test_what_cublaslt_is_asked_for() -> None:
     assert cuda._cublaslt_supports(forward_shape(rand(2, 64), w))
     assert cuda._cublaslt_supports(forward_shape(rand(2, 64), w, rand(48), 8, torch.float32))
     for x, weight, chunks in (
-        (rand(2, 128)[:, :64], w, 1),  # rows are not dense
+        (rand(2, 128)[:, :64], w, 1),  # strided rows
         (rand(0, 64), w, 1),
-        (rand(2, 64), rand(44, 64), 1),  # N is no multiple of 8
-        (rand(2, 64), w, 16),  # a chunk is no multiple of 8
+        (rand(2, 64), rand(44, 64), 1),  # N is not a multiple of 8
+        (rand(2, 64), w, 16),  # a chunk is not a multiple of 8
         (rand(2, 64, dtype=torch.float32), w.float(), 1),
     ):
         assert not cuda._cublaslt_supports(forward_shape(x, weight, None, chunks))
@@ -64,7 +64,7 @@ def test_what_cublaslt_is_asked_for() -> None:
 
 
 def test_empty_operands_run_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm call cannot tell [48, 0] from [40, 0]: what it remembers must be right for both."""
+    """[48, 0] and [40, 0] have the same call key, so the cached choice must be right for both."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for op, arguments, full in (
         (cuda.linear, (rand(2, 0), rand(48, 0), None, 1, 1, None), (rand(2, 64), rand(48, 64), None, 1, 1, None)),
@@ -86,7 +86,7 @@ def test_what_the_kernel_for_few_rows_is_asked_for(monkeypatch: pytest.MonkeyPat
         (rand(17, 48), w, 1),
         (rand(0, 48), w, 1),
         (rand(2, 48), w, 2),
-        (rand(2, 44), rand(44, 1024), 1),  # rows at no 16-byte address
+        (rand(2, 44), rand(44, 1024), 1),  # rows not at 16-byte addresses
         (rand(2, 48, dtype=torch.float32), w.float(), 1),
         (rand(1, shapes.DGRAD_WHOLE + 8), rand(shapes.DGRAD_WHOLE + 8, 16), 1),  # a head has chunks
     ):
@@ -102,10 +102,10 @@ def test_the_gradients_of_one_class() -> None:
     assert s.describe()["T"] == 128
     on = lambda s: cuda._cublaslt_supports(s._replace(device=0))
     assert on(shapes.wgrad_shape(grad, dy, x, False)) and on(shapes.wgrad_shape(grad.bfloat16(), dy, x, True))
-    assert not on(shapes.wgrad_shape(grad.bfloat16(), dy, x, False)), "a sum that goes on is fp32"
+    assert not on(shapes.wgrad_shape(grad.bfloat16(), dy, x, False)), "a running sum is fp32"
     assert not on(shapes.wgrad_shape(grad.t().contiguous().t(), dy, x, False))
     weight = torch.Size((shapes.DGRAD_WHOLE + 8, 64))
-    head = shapes.Shape(0, 16, weight, torch.bfloat16, None, False, 1, True, "dgrad")
+    head = shapes.LinearShape(0, 16, weight, torch.bfloat16, None, False, 1, True, "dgrad")
     assert head.is_head and not head._replace(chunks=2).is_head and not head._replace(form="forward").is_head
 
 
@@ -113,7 +113,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def calls() -> list[tuple[ScheduledOp, tuple]]:
-    """Every op with arguments in many shapes and places."""
+    """Every op with arguments of many shapes and layouts."""
     w, wide, odd = rand(48, 64), rand(48, 128), rand(130)[2:].view(2, 64)
     found: list[tuple[ScheduledOp, tuple]] = []
     xs = (rand(1, 64), rand(2, 64), rand(16, 64), rand(17, 64), rand(2, 128)[:, :64], odd, rand(2, 64).half())
@@ -161,28 +161,28 @@ def test_offers_have_names_of_their_own_and_fit_shared_memory() -> None:
         assert len(set(names)) == len(names)
     for offer in (*cuda.OFFERS, *cuda.HEAD_OFFERS):
         fitted = matrix.fit(offer.tile, 1 << 20, 2, 232448)
-        assert fitted == offer.tile, "smaller than it says"
-        assert {offer.least - 1, offer.most} <= {*shapes.BUCKETS, cuda.ANY}, "a bucket in part"
+        assert fitted == offer.tile, "the tile fits in shared memory"
+        assert {offer.least - 1, offer.most} <= {*shapes.BUCKETS, cuda.ANY}, "whole buckets"
     for choice in cuda.CHOICES:
-        assert {choice.least - 1, choice.most} <= {*shapes.BUCKETS, cuda.ANY}, "a bucket in part"
+        assert {choice.least - 1, choice.most} <= {*shapes.BUCKETS, cuda.ANY}, "whole buckets"
     assert len({(choice.name, choice.which) for choice in cuda.CHOICES}) == len({c.name for c in cuda.CHOICES})
 
 
-SHAPE = shapes.Shape(0, 32, torch.Size((1024, 512)), torch.bfloat16, None, False, 1, True, "forward")
+SHAPE = shapes.LinearShape(0, 32, torch.Size((1024, 512)), torch.bfloat16, None, False, 1, True, "forward")
 
 
-def offered_for(s: shapes.Shape) -> list[str]:
+def offered_for(s: shapes.LinearShape) -> list[str]:
     op = {"forward": cuda.linear, "dgrad": cuda.linear_dgrad, "wgrad": cuda.wgrad_chunk}[s.form]
     return offers(op, s)
 
 
-def spelt_for(s: shapes.Shape) -> list[str]:
-    """Names of the algorithms of cuBLASLt that are spelt out for a class."""
+def spelt_for(s: shapes.LinearShape) -> list[str]:
+    """Names of the explicit cuBLASLt algorithms for a class."""
     return [name.removeprefix("cublaslt.") for name in offered_for(s) if re.match(r"cublaslt\.\d+x", name)]
 
 
 def tiles_of(m: int, n: int) -> list[str]:
-    """Names of the tiles offered for a product of a bucket of rows and a width."""
+    """Names of the tiles offered for a bucket of rows and a width."""
     offered = offered_for(SHAPE._replace(rows=m, weight=torch.Size((n, 512))))
     return [name.removeprefix("triton.") for name in offered if name.startswith("triton.")]
 
@@ -196,7 +196,7 @@ def test_classes_short_of_algorithms_have_some_spelt_out_but_not_many(monkeypatc
         assert found == spelt_for(SHAPE._replace(rows=m, weight=torch.Size((512, n)), form="dgrad"))
         for name in found:
             features, tokens = map(int, name.split(".")[0].split("x"))
-            assert -(-n // features) * -(-m // tokens) <= 132, "more than an H200 has at once"
+            assert -(-n // features) * -(-m // tokens) <= 132, "one wave on an H200"
     wide = SHAPE._replace(weight=torch.Size((4096, 512)))
     assert spelt_for(wide._replace(rows=160)) == ["64x80.1x2", "128x40.2x1", "128x40.1x2"]
     assert spelt_for(wide._replace(rows=256)) == ["64x128.1x2", "128x64.2x1", "128x64.1x2", "128x64.1x1"]
@@ -250,29 +250,33 @@ def test_doctor_prints_verdicts_and_the_first_differing_element() -> None:
 
 
 def dtypes(arguments: tuple) -> list[torch.dtype | None]:
-    """Of every tensor among a sample's arguments, those of an `Active` included."""
+    """Dtypes of every tensor in a sample's arguments, including those of an `Active`."""
     flat = [x for a in arguments for x in (a if isinstance(a, Active) else (a,))]
     return [x.dtype if isinstance(x, Tensor) else None for x in flat]
 
 
 @pytest.mark.parametrize("many, probs", ((True, False), (False, False), (False, True)))
 def test_what_is_no_part_of_a_class_of_scoring_differs_between_its_samples(many: bool, probs: bool) -> None:
-    s = scored.Shape(-1, many, 16, torch.bfloat16, True, False, True, probs, not probs, False, False)
+    s = scored.LinearLogprobShape(-1, many, 16, torch.bfloat16, True, False, True, probs, not probs, False, False)
     given = [scored.forward_sample(s, m, "normal", torch.Generator().manual_seed(0)) for m in scored.rows_of(s)]
     for (hidden, weight, targets, _, kept, _, width), m in zip(given, scored.rows_of(s), strict=True):
         assert scored.forward_shape(hidden, weight, targets, None, kept, probs, width) == s
         assert len(hidden) == m and kept.shape == (m, -(-len(weight) // 32)) and width % 256 == 0
         assert m < 3 or (targets[1] == -1 and targets[2] >= len(weight))
-    assert len({x[1].stride() for x in given}) == len({x[0].stride() for x in given}) == 2, "rows that lie apart"
-    assert len({x[6] for x in given}) == (1 if probs else 3), "how many logits are kept"
-    assert {len(x[1]) % 8 for x in given} == ({0} if probs else {0, 5}), "a vocabulary of any size"
+    assert len({x[1].stride() for x in given}) == len({x[0].stride() for x in given}) == 2, (
+        "contiguous and strided rows"
+    )
+    assert len({x[6] for x in given}) == (1 if probs else 3), "number of stored logits"
+    assert {len(x[1]) % 8 for x in given} == ({0} if probs else {0, 5}), (
+        "vocabularies that are and are not multiples of 8"
+    )
 
 
 @pytest.mark.parametrize("many", (False, True))
 def test_a_block_of_dz_has_any_width_and_keeps_its_rows_apart(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_order(monkeypatch)
     monkeypatch.setattr(scored.anchor, "forward", lambda hidden, *_: (None, hidden[:, 0], None, hidden[:, :2]))
-    s = scored.Shape(-1, many, 16, torch.bfloat16, True, False, False, False, False, True, False)
+    s = scored.LinearLogprobShape(-1, many, 16, torch.bfloat16, True, False, False, False, False, True, False)
     widths = []
     for m in scored.rows_of(s):
         given = scored.dz_sample(s, m, "normal", torch.Generator().manual_seed(0))
@@ -285,7 +289,7 @@ def test_a_block_of_dz_has_any_width_and_keeps_its_rows_apart(many: bool, monkey
 
 
 def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels get addresses: a sample of another dtype would be read and written past its end."""
+    """Kernels get addresses, so a sample with another dtype would be accessed out of bounds."""
     monkeypatch.setattr(scored, "SAMPLE_ENTRIES", 80)
     monkeypatch.setattr(scored, "VOCAB_TILE", 8)
     monkeypatch.setattr(
@@ -298,7 +302,7 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
         scored.GradShape(-1, 64, torch.bfloat16, torch.float32, True, fresh, row, whole)
         for fresh, row, whole in ((True, 0, True), (False, 88, False))
     ]
-    whole = scored.Shape(-1, False, 64, torch.bfloat16, True, True, True, False, False, True, True)
+    whole = scored.LinearLogprobShape(-1, False, 64, torch.bfloat16, True, True, True, False, False, True, True)
     monkeypatch.setattr(scored, "SAMPLE_BLOCK", 64)
     monkeypatch.setattr(scored, "SAMPLE_BYTES", 1 << 14)
     samples = (
@@ -322,7 +326,7 @@ def test_samples_do_not_follow_the_users_default_dtype(monkeypatch: pytest.Monke
 
 
 def test_a_bias_costs_dispatch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every bias is one kind of call: a schedule gets it placed as it was compared."""
+    """All biases share one class: a schedule gets the bias laid out as it was compared."""
     monkeypatch.setattr(shapes, "_dense", lambda *_: pytest.fail("a generator in a warm call"))
     x, w = rand(2, 64), rand(48, 64)
     biases = (rand(48), rand(96)[::2], rand(49)[1:])
@@ -353,13 +357,13 @@ def test_heads_are_compared_at_both_ends_of_what_they_get(form: str, c: int, out
     for low, high in itertools.pairwise(shapes.BUCKETS):
         if form == "wgrad" and high > cuda.WGRAD_TOKENS:
             continue
-        s = shapes.Shape(0, high, torch.Size((n, c)), torch.bfloat16, out, False, 1, True, form)
+        s = shapes.LinearShape(0, high, torch.Size((n, c)), torch.bfloat16, out, False, 1, True, form)
         rows, width = shapes.rows_of(s), n * (2 if out is None or form != "forward" else 4)
         assert rows == sorted(set(rows)) and rows[-1] == shapes.most_rows(s) <= 16384
         if high * width <= shapes.SAMPLE_BYTES or form == "wgrad":
             assert rows[0] == low + 1 and rows[-1] == high
         else:
             assert len(rows) == 2 and 0.95 * shapes.SAMPLE_BYTES < rows[-1] * width <= shapes.SAMPLE_BYTES
-            assert rows[0] == min(low + 1, rows[-1] // 2 - 7), "the fewest of a piece"
-    s = shapes.Shape(0, 16384, torch.Size((4096, 4096)), torch.bfloat16, None, False, 1, True, "forward")
+            assert rows[0] == min(low + 1, rows[-1] // 2 - 7), "the smallest piece"
+    s = shapes.LinearShape(0, 16384, torch.Size((4096, 4096)), torch.bfloat16, None, False, 1, True, "forward")
     assert shapes.rows_of(s) == [8185, 12285, 16384]

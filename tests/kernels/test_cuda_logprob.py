@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import clock, schedule, select
 from rlkernel.kernels.certification import KINDS, NONFINITE, Schedule
-from rlkernel.kernels.cuda import driver, logprob_rows
+from rlkernel.kernels.cuda import driver, logprob_rows_sm90
 from rlkernel.kernels.cuda import logprob as cuda
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.reference import logprob as reference
@@ -25,7 +25,7 @@ from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.triton import logprob as anchor
 from rlkernel.kernels.verdicts import ANCHOR
 
-SHAPE = cuda.Shape(-1, torch.bfloat16, 1000, 256, True, False, False)
+SHAPE = cuda.LogprobShape(-1, torch.bfloat16, 1000, 256, True, False, False)
 V = 128 * 128
 
 
@@ -38,10 +38,10 @@ def logits(rows: int = 256, vocab: int = V, dtype: torch.dtype = torch.bfloat16)
 def test_a_sample_is_of_its_class(kind: str, temperature: bool) -> None:
     shape = SHAPE._replace(temperature=temperature)
     given = cuda.sample(shape, 397, kind, torch.Generator().manual_seed(0))
-    assert cuda.shape_of(*given) == shape and given[0].stride(0) == 1008, "rows that lie apart"
+    assert cuda.shape_of(*given) == shape and given[0].stride(0) == 1008, "strided rows"
     z, targets, inverse, _ = given
     rows = reference.logprob(z.float(), targets.clamp(0, 999), inverse, None)[2]
-    assert rows.isnan().sum() >= 6 and (rows == -torch.inf).sum() >= 3, "rows of every special kind"
+    assert rows.isnan().sum() >= 6 and (rows == -torch.inf).sum() >= 3, "rows with NaN and with -inf"
     assert rows.isfinite().sum() >= (350 if kind == NONFINITE else 380) and not {-1, 1000}.isdisjoint(targets.tolist())
 
 
@@ -96,7 +96,7 @@ def test_a_warm_call_is_known_by_its_class() -> None:
 
 @pytest.fixture
 def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the op on a CPU, the reference its anchor."""
+    """Makes the op on a CPU with the reference as its anchor."""
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(clock, "milliseconds", milliseconds)
     monkeypatch.setattr(cuda, "SAMPLE_BYTES", 1 << 10)
@@ -115,7 +115,7 @@ def plain(z: Tensor, targets: Tensor, inverse: Tensor | None, kept: Tensor | Non
 
 
 def wrong(z: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The last row's statistics are those of the one before."""
+    """A wrong kernel: the last row gets the statistics of the row before."""
     out = plain(z, targets, *rest)
     out[3][-1] = out[3][-2] + 1
     return out
@@ -149,14 +149,12 @@ def test_the_kernel_is_chosen_where_it_is_equal(op: Any) -> None:
 def test_what_the_kernel_is_given(which: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     same = contextlib.nullcontext()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: same)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(logprob_rows.common, "on_device", lambda t: same)
+    monkeypatch.setattr(logprob_rows_sm90.common, "on_device", lambda t: same)
     monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(logprob_rows, "_kernel", lambda *_: Launches(ran))
+    monkeypatch.setattr(logprob_rows_sm90, "load", lambda *_, **variant: Launches(ran))
     monkeypatch.setattr(anchor, "logprob", lambda *given: ran.append("anchor"))
     monkeypatch.setattr(anchor.TileBuffers, "combine", lambda self, *out: ran.append((self, *out)))
-    run = logprob_rows.launcher(0, torch.bfloat16, 1032, True, logprob_rows.SETTINGS[0])
+    run = logprob_rows_sm90.launcher(0, torch.bfloat16, 1032, True, logprob_rows_sm90.SETTINGS[0])
     z = torch.empty(rows * 1040 + 16, dtype=torch.bfloat16)[8 if which == "fits" else 1 :]
     z = z[: rows * 1040].view(rows, 1040)[:, :1032]
     targets, inverse = torch.zeros(2 * rows, dtype=torch.int64)[::2], torch.ones(rows)
@@ -186,25 +184,14 @@ def test_what_the_kernel_is_given(which: str, rows: int, monkeypatch: pytest.Mon
 
 
 def test_shared_memory_holds_what_the_source_lays_out() -> None:
-    for setting in logprob_rows.SETTINGS:
-        assert (setting.warps + 1) % 4 == 0, "the warps of a block use the registers of all four partitions alike"
-        assert [logprob_rows.turns_of(setting, v) for v in (32000, 230000)] == [4, 4 if setting.warps == 15 else 2]
+    for setting in logprob_rows_sm90.SETTINGS:
+        assert (setting.warps + 1) % 4 == 0, "the warps of a block fill the four SM partitions evenly"
+        assert [logprob_rows_sm90.turns_of(setting, v) for v in (32000, 230000)] == [4, 4 if setting.warps == 15 else 2]
         pieces = setting.warps * setting.pieces * 8192 // setting.lanes
         for vocab, tiles in ((257, 3), (151936, 1187)):
-            turns = logprob_rows.macros(setting, vocab, False, False)["TURNS"]
+            turns = logprob_rows_sm90.macros(setting, vocab, False, False)["TURNS"]
             room = pieces + turns * 12 * tiles + 8 * setting.warps * setting.pieces + 16 * turns
-            assert logprob_rows.shared_bytes(setting, vocab) == room <= driver.SHARED_BYTES
-
-
-def test_the_source_has_these_arguments() -> None:
-    """A field more or less, or in another place, would be read as another one."""
-    text = (driver.build.source_dir() / "cuda" / logprob_rows.SOURCE).read_text()
-    body = text.split("struct Arguments {", 1)[1].split("};", 1)[0]
-    named = []
-    for line in body.splitlines():
-        statement = line.split(";", 1)[0].replace("const", "").replace("*", "").split()
-        named += [x.strip(",") for x in statement[1:]]
-    assert named == [name for name, *_ in logprob_rows.Arguments._fields_]
+            assert logprob_rows_sm90.shared_bytes(setting, vocab) == room <= driver.SHARED_BYTES
 
 
 def test_the_gradient_is_the_anchors() -> None:

@@ -1,6 +1,6 @@
-"""Kernels of Hopper's, their own sources, run on a CPU by cuda_on_cpu/sm90.cuh: bits, memory, what waits for what.
+"""Runs sources of Hopper kernels on a CPU with cuda_on_cpu/sm90.cuh: bits, memory accesses and synchronisation.
 
-An exponential is the C library's there, and a NaN has the sign that the CPU gives it. Everything else is the kernel's.
+The exponential is the C library's, and NaNs have the CPU's sign; everything else is the kernel's own code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,8 @@ pytest.importorskip("triton")
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import build
 from rlkernel.kernels.certification import KINDS, values
-from rlkernel.kernels.cuda import policy_loss, policy_loss_hopper, rms_norm_hopper
+from rlkernel.kernels.cuda import policy_loss, policy_loss_sm90, rms_norm_grad_sm90
+from rlkernel.kernels.policy_loss import PolicyLossInputs
 from rlkernel.kernels.reference import policy_loss as reference
 from rlkernel.kernels.triton import rms_norm as norm
 
@@ -43,7 +43,7 @@ GUARD = 64  # elements on either side of what a kernel writes
 def built(
     folder: Path, source: str, macros: tuple[tuple[str, int], ...], planted: tuple[str, str] | None
 ) -> ctypes.CDLL:
-    """The kernel compiled for this machine, with a part of its source replaced where something is planted."""
+    """The kernel compiled for this CPU, with a part of its source replaced by `planted`."""
     place = folder / f"{abs(hash((source, macros, planted)))}"
     place.mkdir()
     for header in (HERE / "sm90.cuh", HERE / "launch.cpp", build.source_dir() / "cuda" / "policy_loss.cuh"):
@@ -54,13 +54,13 @@ def built(
         text = text.replace(*planted)
     (place / source).write_text(text)
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", f'-DSOURCE="{source}"']
-    flags += [f"-D{name}={value}" for name, value in macros] + ["-DNORM"] * source.startswith("rms")
+    flags += [f"-D{name}={int(value)}" for name, value in macros] + ["-DNORM"] * source.startswith("rms")
     subprocess.run(["g++", *flags, "launch.cpp", "-o", "kernel.so"], cwd=place, check=True)
     return ctypes.CDLL(str(place / "kernel.so"))
 
 
 def in_child(run: Callable[[], object]) -> int:
-    """Exit status of a process of its own, whose shared memory is seen here."""
+    """Exit status of a forked process, whose writes to shared memory are visible here."""
     child = os.fork()
     if child == 0:
         run()
@@ -81,7 +81,7 @@ def launch(
 
 
 def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory with guards around it that a child can write."""
+    """Shared memory between guards, which a child process can write."""
     whole = torch.full((GUARD + int(np.prod(shape)) + GUARD,), 3, dtype=dtype).share_memory_()
     return whole[GUARD:-GUARD].view(shape)
 
@@ -101,20 +101,16 @@ def one_nan(x: Tensor) -> Tensor:
 
 def of_losses(
     folder: Path,
-    setting: policy_loss_hopper.Setting,
-    given: tuple[Any, ...],
+    setting: policy_loss_sm90.Setting,
+    x: PolicyLossInputs,
     seed: int,
     planted: tuple[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    logp, old_logp, advantages, borders, mask = given[:5]
-    normalizer, loss_type, _, *clips = given[8:13]
-    masked, batch, t = mask is not None, len(borders) - 1, len(logp)
-    macros = tuple(policy_loss_hopper.macros(setting, masked).items())
-    library = built(folder, policy_loss_hopper.source(setting), macros, planted)
+    masked, batch, t = x.mask is not None, len(x.cu_seqlens) - 1, len(x.logp)
+    macros = tuple(policy_loss_sm90.macros(setting, masked).items())
+    library = built(folder, policy_loss_sm90.source(setting), macros, planted)
     parts = shared(batch, 8) if setting.team else shared(11, 128)
-    arguments, _ = policy_loss_hopper.arguments(
-        logp, old_logp, advantages, borders, mask, normalizer, parts, loss_type, *clips, given[18]
-    )  # fmt: skip
+    arguments, _ = policy_loss_sm90.arguments(x, parts)
     out = {
         "loss": shared(1),
         "dlogp": shared(t),
@@ -122,87 +118,88 @@ def of_losses(
         "stats": shared(14),
         "totals": shared(6, dtype=torch.int64),
     }
-    for name, x in out.items():
-        setattr(arguments, name, x.data_ptr())
+    for name, result in out.items():
+        setattr(arguments, name, result.data_ptr())
     blocks = (batch, 8) if setting.team else (128, 1)
     sizes = (blocks[0], 32 * setting.warps, blocks[1], 128)
-    status = launch(library, arguments, sizes, seed, logp, old_logp, mask)
+    status = launch(library, arguments, sizes, seed, x.logp, x.old_logp, x.mask)
     assert status == 0, f"exit status {status}"
     assert all(map(guards_hold, (parts, *out.values())))
     return out
 
 
-def odd(given: tuple[Any, ...], case: str) -> tuple[tuple[Any, ...], bool]:
-    """A sample with something changed, and whether its borders are broken."""
-    changed, tokens = list(given), len(given[0])
-    borders = given[3].clone()
+def odd(given: PolicyLossInputs, case: str) -> tuple[PolicyLossInputs, bool]:
+    """A modified sample, and whether its borders are invalid."""
+    tokens, borders = len(given.logp), given.cu_seqlens.clone()
     if case == "one long":
-        changed[2], borders = given[2][:2], torch.tensor([0, 5, tokens], dtype=torch.int32)
+        given = given._replace(advantages=given.advantages[:2])
+        borders = torch.tensor([0, 5, tokens], dtype=torch.int32)
     elif case in KINDS:
         pass
     else:
         borders[{"first": 0}.get(case, len(borders) // 2)] = {
             "first": 1, "falls": -5, "past": tokens + 7, "least": -(1 << 31), "most": (1 << 31) - 1
         }[case]  # fmt: skip
-    changed[3] = borders
-    return tuple(changed), case in ("first", "falls", "past", "least", "most")
+    return given._replace(cu_seqlens=borders), case in ("first", "falls", "past", "least", "most")
 
 
 @pytest.mark.parametrize("mean", (False, True), ids=("sums", "means"))
 @pytest.mark.parametrize("masked", (False, True), ids=("whole", "masked"))
 def test_teams_have_the_bits_of_warps(masked: bool, mean: bool, tmp_path: Path) -> None:
-    """The kernel that the GPU's records are of, and that of long sequences, on the samples of certification."""
-    shape = policy_loss.Shape(-1, True, masked, mean, 1 << 18, 1 << 12)
+    """The kernel of the GPU records and the kernel for long sequences agree on certification's samples."""
+    shape = policy_loss.PolicyLossShape(-1, True, masked, mean, 1 << 18, 1 << 12)
     cases = (*KINDS, "one long", "first", "falls", "past", "least", "most")
-    for turn, (case, setting) in enumerate(zip(cases, itertools.cycle(policy_loss_hopper.TEAMS), strict=False)):
+    for turn, (case, setting) in enumerate(zip(cases, itertools.cycle(policy_loss_sm90.TEAMS), strict=False)):
         kind = case if case in KINDS else "normal"
-        drawn = policy_loss.sample(shape, sum(policy_loss.RAGGED), kind, torch.Generator().manual_seed(turn))
+        (drawn,) = policy_loss.sample(shape, sum(policy_loss.RAGGED), kind, torch.Generator().manual_seed(turn))
         given, broken = odd(drawn, case)
         ours = of_losses(tmp_path, setting, given, turn)
-        warps = policy_loss_hopper.SETTINGS[turn % len(policy_loss_hopper.SETTINGS)]
+        warps = policy_loss_sm90.SETTINGS[turn % len(policy_loss_sm90.SETTINGS)]
         theirs = of_losses(tmp_path, warps, given, turn)
-        for name in ("loss", "scale") if broken else ours:  # else who writes last is nobody's order
+        for name in (
+            ("loss", "scale") if broken else ours
+        ):  # with invalid borders sequences overlap, and the last writer is unspecified
             assert_bitwise(one_nan(ours[name]), one_nan(theirs[name]), f"{case}, team of {setting.warps}: {name}")
         assert bool(ours["loss"].isnan()) == (broken or case == "wide")
         if kind == "normal" and not broken:
-            truth = reference.policy_loss(*given)
+            truth = reference.policy_loss(given)
             torch.testing.assert_close(ours["loss"][0], truth[0], rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(ours["dlogp"], truth[1], rtol=1e-4, atol=1e-9)
-            known = [i for i in range(14) if i != 9]  # the largest drift of a rollout that there is not
+            known = [i for i in range(14) if i != 9]  # largest drift; there is no rollout here
             torch.testing.assert_close(ours["stats"][known], truth[4][known], rtol=1e-4, atol=1e-6)
             assert torch.equal(ours["totals"], truth[5])
 
 
 def test_a_team_that_does_not_wait_is_seen(tmp_path: Path) -> None:
-    shape = policy_loss.Shape(-1, True, True, False, 1 << 18, 1 << 12)
-    given = policy_loss.sample(shape, sum(policy_loss.RAGGED), "normal", torch.Generator().manual_seed(1))
-    of_losses(tmp_path, policy_loss_hopper.TEAMS[0], given, 1)
+    shape = policy_loss.PolicyLossShape(-1, True, True, False, 1 << 18, 1 << 12)
+    (given,) = policy_loss.sample(shape, sum(policy_loss.RAGGED), "normal", torch.Generator().manual_seed(1))
+    of_losses(tmp_path, policy_loss_sm90.TEAMS[0], given, 1)
     planted = ("      barrier_wait(barrier, turn & 1);\n", "")
     with pytest.raises(AssertionError, match="exit status 3"):
-        of_losses(tmp_path, policy_loss_hopper.TEAMS[0], given, 1, planted)
+        of_losses(tmp_path, policy_loss_sm90.TEAMS[0], given, 1, planted)
 
 
 # ---- rms_norm --------------------------------------------------------------------------------------
 
 
 def tree(x: np.ndarray) -> np.ndarray:
-    """Sums of rows: neighbours, then neighbouring sums."""
+    """Pairwise sums of rows: neighbours, then neighbouring sums."""
     while x.shape[1] > 1:
         x = x[:, 0::2] + x[:, 1::2]
     return x[:, 0]
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Rounded once: 64 bits of a long double hold what a product of two floats and a float need, or nearly."""
+    """Rounded once: the 64-bit mantissa of a long double holds a product of two floats plus a float, or nearly."""
     return (a.astype(np.longdouble) * b + c).astype(np.float32)
 
 
 def in_order(
     dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float, pair: int, programs: int
 ) -> tuple[Tensor, Tensor]:
-    """The contract's order, written down once more: dx, and the partial sums of blocks that have one leaf or two."""
+    """An independent version of the contract's order: dx, and the partial sums of blocks with one leaf or two."""
     rows, channels = x.shape
-    block = max(rms_norm_hopper.LEAST, norm.next_power_of_2(channels))
+    block = max(rms_norm_grad_sm90.LEAST, norm.next_power_of_2(channels))
     leaves, step = -(-rows // norm.LEAF), max(1, 2048 // block)
     full = lambda t: np.pad(t.float().numpy(), ((0, leaves * norm.LEAF - rows), (0, block - channels)))
     h, up, w = full(x), full(dy), np.pad(weight.float().numpy(), (0, block - channels))
@@ -228,9 +225,9 @@ def in_order(
 def norms(
     folder: Path, channels: int, groups: int, dr: bool, planted: tuple[str, str] | None = None
 ) -> Iterator[tuple[int, str, Tensor, Tensor]]:
-    """(exit status, which, found, expected) for rows and distances of leaves of every sort."""
-    macros = rms_norm_hopper.macros(channels, dr, groups)
-    library = built(folder, rms_norm_hopper.SOURCE, tuple(macros.items()), planted)
+    """(exit status, case, found, expected) for full and partial leaves, single and paired."""
+    macros = rms_norm_grad_sm90.macros(channels, dr, groups)
+    library = built(folder, rms_norm_grad_sm90.SOURCE, tuple(macros.items()), planted)
     for rows, pair in ((1, 0), (37, 0), (64, 2), (33, 2), (37, 2), (47, 2), (55, 2), (171, 2)):
         draw = torch.Generator().manual_seed(rows)
         kind = "zeros" if rows == 47 else "normal"  # of both signs
@@ -239,11 +236,11 @@ def norms(
         programs = leaves // (2 * pair) * pair + min(leaves % (2 * pair), pair) if pair else leaves
         dx, partials = shared(rows, channels, dtype=BF16), shared(programs, channels)
         also = second if dr else None
-        arguments = rms_norm_hopper.Arguments(
+        arguments = rms_norm_grad_sm90.Arguments(
             dy.data_ptr(), second.data_ptr() if dr else 0, x.data_ptr(), weight.data_ptr(), dx.data_ptr(),
             partials.data_ptr(), rows, pair, 1e-6,
         )  # fmt: skip
-        sizes = (programs, rms_norm_hopper.threads(channels, groups), 0, 0)
+        sizes = (programs, rms_norm_grad_sm90.threads(channels, groups), 0, 0)
         status = launch(library, arguments, sizes, rows, x, dy, also)
         assert guards_hold(dx) and guards_hold(partials)
         for name, found, expected in zip(
@@ -252,7 +249,7 @@ def norms(
             yield status, f"{name} of {rows} rows, {channels} channels, leaves {pair} apart", found, expected
 
 
-@pytest.mark.parametrize("groups", rms_norm_hopper.RESIDENT)
+@pytest.mark.parametrize("groups", rms_norm_grad_sm90.RESIDENT)
 @pytest.mark.parametrize(("channels", "dr"), ((1024, True), (1032, False), (2568, True)))
 def test_norms_gradients_are_in_the_contracts_order(channels: int, dr: bool, groups: int, tmp_path: Path) -> None:
     for status, what, found, expected in norms(tmp_path, channels, groups, dr):
@@ -265,10 +262,10 @@ def test_norms_gradients_are_in_the_contracts_order(channels: int, dr: bool, gro
     (
         ("    barrier_wait(barriers + step % STAGES * 8, step / STAGES & 1);\n", ""),
         ("    if (rows <= 0) return barrier_arrive(barrier);\n", "    if (rows <= 0) return;\n"),
-        ("    if (thread == 0) bring(step + STAGES);\n", ""),
+        ("    if (thread == 0) load_step(step + STAGES);\n", ""),
         ("lane >> BIT & 1) * (N / 2)", "lane >> BIT & 1) * (N / 4)"),
     ),
-    ids=("nobody waits", "a phase is left out", "nothing is brought", "sums change places"),
+    ids=("no wait", "missing phase", "missing load", "swapped sums"),
 )
 def test_it_shows_what_is_wrong(planted: tuple[str, str], tmp_path: Path) -> None:
     wrong = [

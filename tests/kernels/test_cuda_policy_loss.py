@@ -20,32 +20,28 @@ pytest.importorskip("triton")
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import clock, schedule, select
 from rlkernel.kernels.certification import KINDS, Schedule
-from rlkernel.kernels.cuda import driver, policy_loss_hopper
 from rlkernel.kernels.cuda import policy_loss as cuda
+from rlkernel.kernels.cuda import policy_loss_sm90
 from rlkernel.kernels.errors import BuildError
-from rlkernel.kernels.policy_loss import LOSS_TYPES
+from rlkernel.kernels.policy_loss import LOSS_TYPES, PolicyLossInputs
 from rlkernel.kernels.reference import policy_loss as reference
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.triton import policy_loss as anchor
 from rlkernel.kernels.verdicts import ANCHOR
 
-SHAPE = cuda.Shape(-1, True, True, True, 1 << 18, 1 << 10)
-NAMES = (
-    "logp", "old_logp", "advantages", "cu_seqlens", "mask", "ref_logp", "entropy", "rollout_logp", "normalizer",
-    "loss_type", "sequence_ratio", "clip_low", "clip_high", "clip_dual", "kl_coef", "kl_type", "entropy_coef",
-    "tis_cap", "divisor",
-)  # fmt: skip
+SHAPE = cuda.PolicyLossShape(-1, True, True, True, 1 << 18, 1 << 10)
 
 
-def call(tokens: int = 1 << 17, batch: int = 128, **more: Any) -> tuple[Any, ...]:
-    """Arguments whose tensors have sizes and no values."""
+def call(tokens: int = 1 << 17, batch: int = 128, **more: Any) -> tuple[PolicyLossInputs]:
+    """Arguments whose tensors have sizes but no storage of that size."""
     empty = lambda n: torch.empty(1).expand(n)
     given = {
-        **dict.fromkeys(NAMES), "logp": empty(tokens), "old_logp": empty(tokens), "advantages": empty(batch),
-        "cu_seqlens": empty(batch + 1), "mask": empty(tokens), "loss_type": "grpo", "sequence_ratio": False,
+        **dict.fromkeys(PolicyLossInputs._fields), "logp": empty(tokens), "old_logp": empty(tokens),
+        "advantages": empty(batch), "cu_seqlens": empty(batch + 1), "mask": empty(tokens),
+        "loss_type": "grpo", "sequence_ratio": False,
         "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "kl_type": "k3", "entropy_coef": 0.0, **more,
     }  # fmt: skip
-    return tuple(given[name] for name in NAMES)
+    return (PolicyLossInputs(**given),)
 
 
 @pytest.mark.parametrize("masked", (False, True))
@@ -56,7 +52,7 @@ def test_a_sample_is_of_its_class(kind: str, mean: bool, masked: bool) -> None:
     few, more, many = cuda.rows_of(shape)
     for tokens in (few, more, many):
         given = cuda.sample(shape, tokens, kind, torch.Generator().manual_seed(0))
-        logp, _, advantages, borders, mask, *_ = given
+        logp, _, advantages, borders, mask, *_ = given[0]
         assert (len(logp), int(borders[0]), int(borders[-1])) == (tokens, 0, tokens)
         sizes = borders.diff()
         assert bool((sizes >= 0).all()) and int(sizes.max()) > 1024 and bool((sizes % 4 != 0).any())
@@ -64,14 +60,14 @@ def test_a_sample_is_of_its_class(kind: str, mean: bool, masked: bool) -> None:
         assert bool(logp.isnan().any()) == (masked or kind == "wide")
         loss, *_, stats, _ = reference.policy_loss(*given)
         finite = bool(loss.isfinite()) and bool(stats[:3].isfinite().all())
-        assert finite == (kind != "wide"), "sums that show a wrong order"
+        assert finite == (kind != "wide"), "finite sums, which reveal a wrong order"
         if mask is not None:
             counted = torch.cat((torch.zeros(1), mask.cumsum(0)))[borders.long()].diff()
             assert bool((counted == 0).any()) and bool((counted > 0).any())
-    assert cuda.shape_of(*given) == shape and tokens % 16, "the copy engine may not fetch the last tokens"
-    assert 0 in cuda.RAGGED and max(cuda.RAGGED) > 2048, "empty sequences, and ones of several segments"
-    turn = 1024 * max(setting.warps for setting in policy_loss_hopper.TEAMS)
-    assert max(cuda.RAGGED) > 2 * turn, "a team comes to its third turn"
+    assert cuda.shape_of(*given) == shape and tokens % 16, "TMA may not load the last tokens"
+    assert 0 in cuda.RAGGED and max(cuda.RAGGED) > 2048, "empty sequences and sequences of several segments"
+    turn = 1024 * max(setting.warps for setting in policy_loss_sm90.TEAMS)
+    assert max(cuda.RAGGED) > 2 * turn, "a team needs a third round"
 
 
 @pytest.mark.parametrize("mean", (False, True))
@@ -80,21 +76,23 @@ def test_samples_are_of_every_form_of_their_class(mean: bool) -> None:
     named = ("grpo", "gspo") if mean else ("bnpo", "dr_grpo", "dapo")
     for loss_type in named:
         given = call(loss_type=loss_type)
-        assert cuda.shape_of(*given) == shape, "the class admits it"
+        assert cuda.shape_of(*given) == shape, "the sample belongs to its class"
     assert {cuda.shape_of(*call(loss_type=x)) for x in set(LOSS_TYPES) - set(named)}.isdisjoint({shape})
     found, bounds = set(), set()
     for kind in KINDS:
         for tokens in cuda.rows_of(shape)[:2] + [1 << 17]:
-            given = dict(zip(NAMES, cuda.sample(shape, tokens, kind, torch.Generator().manual_seed(0)), strict=True))
-            way = (given["normalizer"] is not None) + 2 * (given["divisor"] is not None)
-            if kind != "wide":  # whose sums are NaN
-                found.add((given["loss_type"], way))
-                bounds.add((given["clip_low"], given["clip_high"]))
+            (given,) = cuda.sample(shape, tokens, kind, torch.Generator().manual_seed(0))
+            way = (given.normalizer is not None) + 2 * (given.divisor is not None)
+            if kind != "wide":  # its sums are NaN
+                found.add((given.loss_type, way))
+                bounds.add((given.clip_low, given.clip_high))
     assert bounds == set(cuda.CLIPS) and {0.0, math.inf} < {bound for pair in bounds for bound in pair}
     assert found == set(itertools.product(named, (0, 1, 2)))
-    first = cuda.sample(shape, 1 << 17, KINDS[0], torch.Generator())
-    assert (first[9], first[8], first[18]) == ("grpo" if mean else "dapo", None, None), "what is timed"
-    assert first[11:13] == (0.2, 0.28)
+    (first,) = cuda.sample(shape, 1 << 17, KINDS[0], torch.Generator())
+    assert (first.loss_type, first.normalizer, first.divisor) == ("grpo" if mean else "dapo", None, None), (
+        "the timed sample"
+    )
+    assert (first.clip_low, first.clip_high) == (0.2, 0.28)
 
 
 @pytest.mark.parametrize("chip", ((9, 0), (8, 0), (10, 0)))
@@ -125,7 +123,7 @@ def test_what_is_plain() -> None:
         {"advantages": torch.empty(1).expand(1 << 17)},
     )  # fmt: skip
     for more in others:
-        assert shape(*call(**more)) == cuda.Shape(-1, False, False, False, 0, 0), more
+        assert shape(*call(**more)) == cuda.PolicyLossShape(-1, False, False, False, 0, 0), more
     sizes = {(1 << 16) + 1: 18, 1 << 18: 18, (1 << 18) + 1: 20, 1 << 20: 20, 3 << 20: 22, 1 << 24: 24, 1 << 30: 24}
     for tokens, power in sizes.items():
         assert shape(*call(tokens=tokens)).tokens == 1 << power
@@ -146,7 +144,7 @@ def test_a_warm_call_is_known_by_its_class() -> None:
 
 @pytest.fixture
 def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the op on a CPU, the reference its anchor."""
+    """Makes the op on a CPU with the reference as its anchor."""
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(clock, "milliseconds", milliseconds)
     monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
@@ -162,7 +160,7 @@ def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def wrong(*given: Any) -> tuple[Tensor, ...]:
-    """One token's gradient is another one's."""
+    """A wrong kernel: one token gets another token's gradient."""
     out = reference.policy_loss(*given)
     out[1][-1] += 1
     return out
@@ -197,15 +195,15 @@ def test_the_kernel_is_chosen_where_it_is_equal(op: Any) -> None:
         made.call(*given)
 
 
-PLANTS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "tensor": lambda given: given["normalizer"] is not None,
-    "number": lambda given: given["divisor"] is not None,
-    "type": lambda given: given["loss_type"] not in ("grpo", "dapo"),
-    "bounds": lambda given: given["clip_low"] != 0.2,
-    "no upper bound": lambda given: given["clip_high"] == math.inf,
-    "no lower bound": lambda given: given["clip_low"] == math.inf,
-    "type, number": lambda given: given["loss_type"] not in ("grpo", "dapo") and given["divisor"] is not None,
-    "type, tensor": lambda given: given["loss_type"] not in ("grpo", "dapo") and given["normalizer"] is not None,
+PLANTS: dict[str, Callable[[PolicyLossInputs], bool]] = {
+    "tensor": lambda given: given.normalizer is not None,
+    "number": lambda given: given.divisor is not None,
+    "type": lambda given: given.loss_type not in ("grpo", "dapo"),
+    "bounds": lambda given: given.clip_low != 0.2,
+    "no upper bound": lambda given: given.clip_high == math.inf,
+    "no lower bound": lambda given: given.clip_low == math.inf,
+    "type, number": lambda given: given.loss_type not in ("grpo", "dapo") and given.divisor is not None,
+    "type, tensor": lambda given: given.loss_type not in ("grpo", "dapo") and given.normalizer is not None,
 }
 
 
@@ -213,11 +211,11 @@ PLANTS: dict[str, Callable[[dict[str, Any]], bool]] = {
 @pytest.mark.parametrize("mean", (False, True))
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_loss_that_is_wrong_for_one_form_is_refused(plant: str, mean: bool, masked: bool, op: Any) -> None:
-    """However the sum is divided and whatever the class admits: it has been compared."""
+    """Every denominator and loss type of a class occurs in a sample."""
 
-    def planted(*given: Any) -> tuple[Tensor, ...]:
-        out = reference.policy_loss(*given)
-        return (out[0] * 2, *out[1:]) if PLANTS[plant](dict(zip(NAMES, given, strict=True))) else out
+    def planted(given: PolicyLossInputs) -> tuple[Tensor, ...]:
+        out = reference.policy_loss(given)
+        return (out[0] * 2, *out[1:]) if PLANTS[plant](given) else out
 
     made = op(Schedule("planted", lambda key: planted))
     (trial,) = made.verdict_of(SHAPE._replace(mean=mean, masked=masked)).trials
@@ -229,62 +227,50 @@ def test_a_loss_that_is_wrong_for_one_form_is_refused(plant: str, mean: bool, ma
 def test_what_the_kernels_are_given(which: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     same = contextlib.nullcontext()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: same)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(policy_loss_hopper.common, "on_device", lambda t: same)
-    monkeypatch.setattr(policy_loss_hopper, "_kernels", lambda *_: (Launches(ran, "tokens"), Launches(ran, "batch")))
+    monkeypatch.setattr(policy_loss_sm90.common, "on_device", lambda t: same)
+    load = lambda device, source, entry, shared, **variant: Launches(ran, entry)
+    monkeypatch.setattr(policy_loss_sm90, "load", load)
     monkeypatch.setattr(anchor, "policy_loss", lambda *given: ran.append("anchor"))
-    setting = policy_loss_hopper.TEAMS[0] if which == "team" else policy_loss_hopper.Setting(12, 2, 1024)
-    run = policy_loss_hopper.launcher(0, masked, setting)
+    setting = policy_loss_sm90.TEAMS[0] if which == "team" else policy_loss_sm90.Setting(12, 2, 1024)
+    run = policy_loss_sm90.launcher(0, masked, setting)
     first = 1 if which == "unaligned" else 16
     storage = [torch.zeros(320) for _ in range(2)]
     logp, old_logp = (x[first : first + 300] for x in storage)
     mask = torch.ones(320, dtype=torch.bool)[first : first + 300] if masked else None
     advantages, borders = torch.ones(6)[::2], torch.tensor([0, 100, 200, 300], dtype=torch.int32)
-    given = [None] * 14
-    found = run(logp, old_logp, advantages, borders, mask, None, None, None, None, "dapo", False, 0.2, 0.3, *given[:6])
+    tensors = (logp, old_logp, advantages, borders, mask, None, None, None, None)
+    found = run(PolicyLossInputs(*tensors, "dapo", False, 0.2, 0.3, None, 0.0, "k3", 0.0, None, None))
     if which == "unaligned":
         assert ran == ["anchor"]
         return
     assert [tuple(t.shape) for t in found] == [(), (300,), (0,), (), (14,), (6,)]
     (_, blocks, threads, arguments, how), (_, *second) = ran
-    if which == "team":  # a block a sequence; one cluster
-        assert (blocks, threads, how) == (3, 64, {}) and second == [8, 128, arguments, {"early": True}]
+    if which == "team":  # one block per sequence, then one cluster
+        assert (blocks, threads, how) == (3, 64, {}) and second == [8, 128, arguments, {"pdl": True}]
     else:
-        assert (blocks, threads, how) == (128, 384, {}) and second == [1, 128, arguments, {"early": True}]
+        assert (blocks, threads, how) == (128, 384, {}) and second == [1, 128, arguments, {"pdl": True}]
     passed = {name: getattr(arguments, name) for name, _ in arguments._fields_}
     for name, t in {"logp": logp, "old_logp": old_logp, "borders": borders, "mask": mask, "loss": found[0],
                     "dlogp": found[1], "scale": found[3], "stats": found[4], "totals": found[5]}.items():  # fmt: skip
         assert passed[name] == (None if t is None else t.data_ptr()), name
-    assert passed["advantages"] != advantages.data_ptr(), "a dense copy"
+    assert passed["advantages"] != advantages.data_ptr(), "a contiguous copy"
     assert (passed["tokens"], passed["batch"], passed["mean"], passed["by_tokens"]) == (300, 3, 0, 1)
     assert (passed["divide_by"], passed["divisor"]) == ((0, 300.0) if masked else (1, 300.0))
     assert passed["low"] == pytest.approx(0.8) and passed["high"] == pytest.approx(1.3)
 
 
 def test_shared_memory_holds_what_the_source_lays_out() -> None:
-    for setting in policy_loss_hopper.TEAMS:
+    for setting in policy_loss_sm90.TEAMS:
         for masked in (False, True):
-            held = policy_loss_hopper.shared_bytes(setting, masked, 300)
+            held = policy_loss_sm90.shared_bytes(setting, masked, 300)
             assert held == setting.warps * (8 * 1024 + 32 + 1040 * masked + 8) <= 227 << 10
-    for setting in policy_loss_hopper.SETTINGS:
-        most = policy_loss_hopper.shared_bytes(setting, True, policy_loss_hopper.MOST_SEQUENCES)
+    for setting in policy_loss_sm90.SETTINGS:
+        most = policy_loss_sm90.shared_bytes(setting, True, policy_loss_sm90.MOST_SEQUENCES)
         assert most <= 227 << 10 and setting.warps <= 32 and 1024 % setting.piece == setting.piece % 128 == 0
         for masked in (False, True):
             held = setting.warps * setting.stages
             expected = held * (8 * setting.piece + 32 + 1040 * masked + 8 + 20) + 32 + 3 * 16
-            assert policy_loss_hopper.shared_bytes(setting, masked, 300) == expected
-
-
-def test_the_source_has_these_arguments() -> None:
-    """A field more or less, or in another place, would be read as another one."""
-    text = (driver.build.source_dir() / "cuda" / "policy_loss.cuh").read_text()
-    body = text.split("struct Arguments {", 1)[1].split("};", 1)[0]
-    named = []
-    for line in body.splitlines():
-        statement = line.split(";", 1)[0].split("//")[0].replace("const", "").replace("*", "").split()
-        named += [x.strip(",") for x in statement[1:]]
-    assert named == [name for name, *_ in policy_loss_hopper.Arguments._fields_]
+            assert policy_loss_sm90.shared_bytes(setting, masked, 300) == expected
 
 
 def test_the_scaling_is_the_anchors() -> None:

@@ -1,4 +1,4 @@
-"""What linear's CUDA schedules hand to their kernels: addresses, lengths, pieces; torch takes cuBLASLt's place."""
+"""Arguments that linear's CUDA schedules pass to their kernels: addresses, lengths, pieces; torch replaces cuBLASLt."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from rlkernel.kernels import schedule
 from rlkernel.kernels.cuda import cublaslt
 from rlkernel.kernels.cuda import linear as cuda
 from rlkernel.kernels.cuda import linear_logprob as scoring
-from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as scored
+from rlkernel.kernels.cuda import linear_logprob_sm90 as hopper
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.schedule import ScheduledOp
 
 
 def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
-    """A tensor over memory that is not its own."""
+    """A tensor over given memory."""
     bytes_ = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
     return torch.frombuffer(bytes_, dtype=dtype)
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """cuBLASLt's place taken by torch on whole numbers, few tokens too; what its heuristic was asked for."""
+    """Replaces cuBLASLt by torch on integers, also for few tokens; returns the heuristic's queries."""
     found: list[tuple] = []
     monkeypatch.setattr(scored, "FEW_TOKENS", 1)
     monkeypatch.setattr(cublaslt, "plan", lambda *args: (found.append(args), cublaslt.Plan(0, 0, "torch"))[1])
@@ -59,7 +59,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 
 def test_the_products_of_linear_logprob_through_cublaslt(asked: list[tuple]) -> None:
-    """A block of dz whose rows are longer than it is: dhidden onto a sum, dweight onto one and fresh."""
+    """A strided dz block: dhidden added to a sum, dweight added and fresh."""
     whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
     dz, weight, hidden = whole(6, 48)[:, :40], whole(40, 24), whole(6, 24)
     running = torch.randint(-9, 9, (6, 24)).float()
@@ -79,7 +79,7 @@ def test_the_products_of_linear_logprob_through_cublaslt(asked: list[tuple]) -> 
 
 
 def test_the_products_of_a_head_and_of_a_chunk_of_tokens(asked: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses, lengths and the sums."""
+    """Addresses, lengths and sums of the chunks."""
     monkeypatch.setattr(cuda, "DGRAD_CHUNK", 32)
     monkeypatch.setattr(shapes, "DGRAD_WHOLE", 64)
     whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
@@ -103,12 +103,15 @@ def whole_numbers(*shape: int) -> Tensor:
 
 
 def test_a_misaligned_operand_of_linear_runs_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses are no part of a class: every schedule asks for them itself."""
+    """Addresses are not part of a class, so every schedule checks them itself."""
     ran: list[str] = []
     tiles: list[Any] = []
     monkeypatch.setattr(cublaslt, "plan", lambda *args: cublaslt.Plan(0, 0, "none"))
     monkeypatch.setattr(cublaslt, "launcher", lambda device, which: lambda *_: ran.append("schedule"))
-    monkeypatch.setattr(cuda.linear_rows, "launcher", lambda *_: lambda *_: ran.append("schedule"))
+    kernel = lambda *_: ran.append("schedule")
+    monkeypatch.setattr(cuda.linear_dgrad_rows_sm90, "load", lambda *_, **variant: kernel)
+    monkeypatch.setattr(cuda.linear_dgrad_rows_sm90, "noted", lambda run, *_: run)
+    monkeypatch.setattr(cuda.linear_dgrad_rows_sm90, "tensor_map", lambda *_: None)
     monkeypatch.setattr(shapes, "DGRAD_WHOLE", 64)
     for module, name in (
         (cuda.anchor, "gemm"), (cuda.anchor, "linear_dgrad"), (cuda.linear_grad, "ascending"),
@@ -134,7 +137,7 @@ def test_a_misaligned_operand_of_linear_runs_the_anchor(monkeypatch: pytest.Monk
             key, arguments = call(*(at(i == shifted, *size) for i, size in enumerate(sizes)))
             bind(key._replace(device=0))(*arguments)
             if tiled:
-                assert ran.pop() == "anchor" and (tiles.pop() is None) == (shifted >= 0), "in a tile of its own"
+                assert ran.pop() == "anchor" and (tiles.pop() is None) == (shifted >= 0), "the anchor uses its own tile"
             else:
                 assert set(ran) == {"anchor" if shifted >= 0 else "schedule"}, (call, shifted)
             ran.clear()
@@ -197,7 +200,7 @@ def no_memory(*_: Any, **__: Any) -> Tensor:
 
 
 def test_what_a_schedule_held_is_free_when_its_anchor_runs(asked: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error holds the frames that it came through, and these the partial sums."""
+    """A kept error would hold its frames, and these the partial sums."""
     x, w = whole_numbers(5, 64), whole_numbers(48, 64)
     product, _ = cuda._product(shapes.linear_shape(x, w, None, 4, 1, None)._replace(device=0), 0)
     held: list[weakref.ref[Tensor]] = []
@@ -207,7 +210,7 @@ def test_what_a_schedule_held_is_free_when_its_anchor_runs(asked: list[tuple], m
         return no_memory()
 
     def anchor(*_: Any) -> Tensor:
-        assert held[0]() is None, "the partial sums"
+        assert held[0]() is None, "the partial sums are freed"
         return torch.zeros(5, 48)
 
     monkeypatch.setattr(cuda.anchor, "fold_partials", fold)
@@ -244,7 +247,7 @@ def test_calls_are_cut_evenly_into_what_was_compared() -> None:
         assert sum(lengths) == m and len(lengths) == -(-m // most) and max(lengths) <= most
         assert all(a.stop == b.start and b.start % 8 == 0 for a, b in itertools.pairwise(pieces))
         if m > most > 16:
-            assert min(lengths) >= most // 2 - 7, "never below the lowest count compared"
+            assert min(lengths) >= most // 2 - 7, "at least the lowest count compared"
 
 
 @pytest.mark.parametrize("kind", ("product", "head"))
@@ -264,7 +267,7 @@ def test_no_schedule_gets_more_rows_than_were_compared(
     monkeypatch.setattr(cublaslt, "launcher", launcher)
     whole = lambda *shape: torch.randint(-4, 5, shape).bfloat16()
     k = 80 if kind == "head" else 48
-    for limit, m in ((1 << 40, 200), (40 * k * 2, 57)):  # the last bucket is open, and a limit on bytes
+    for limit, m in ((1 << 40, 200), (40 * k * 2, 57)):  # the open last bucket, and the limit on bytes
         monkeypatch.setattr(shapes, "SAMPLE_BYTES", limit)
         a, w = whole(m, k), whole(k, 24)
         s = shapes.dgrad_shape(a, w, 1)._replace(device=0)
@@ -272,7 +275,7 @@ def test_no_schedule_gets_more_rows_than_were_compared(
         found, _ = cuda._head(s, 0) if s.is_head else cuda._product(s, 0)
         got, expected = found(a, w), a.float() @ w.float()
         assert_bitwise(got, expected.bfloat16(), kind)
-        pieces = seen[:: 3 if s.is_head else 1]  # a launch a chunk
+        pieces = seen[:: 3 if s.is_head else 1]  # one launch per chunk
         assert sum(pieces) == m and max(seen) <= shapes.most_rows(s) == shapes.rows_of(s)[-1] == asked[-1][1]
         seen.clear()
 
@@ -294,7 +297,7 @@ def test_chunks_of_dhidden_are_added_ascending_by_cublaslt(asked: list[tuple], m
 def test_what_adds_in_several_launches_takes_its_workspace_before_the_first(
     asked: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused memory then finds nothing added, and the anchor computes the call."""
+    """If memory is refused nothing has been added yet, and the anchor computes the call."""
     monkeypatch.setattr(cublaslt, "plan", lambda *args: (asked.append(args), cublaslt.Plan(0, 64, "torch"))[1])
     monkeypatch.setattr(scoring.orders, "LOGPROB_DGRAD_CHUNK", 32)
     monkeypatch.setattr(scored, "SAMPLE_BYTES", 1 << 10)
@@ -314,21 +317,21 @@ def test_what_adds_in_several_launches_takes_its_workspace_before_the_first(
 def test_as_many_chunks_are_side_by_side_as_fill_a_gpu_and_no_more_than_were_compared(c: int) -> None:
     loop = scored.loop
     for tokens in (1, 77, 256, 257, 410, 512, 513, 1000, 1024, 1025, 2048, 2049, 4096, 8192):
-        beside = loop.chunks_beside(tokens, c)
-        assert beside & (beside - 1) == 0 and 1 <= beside <= loop.MOST_BESIDE
-        assert beside == loop.MOST_BESIDE or max(256, tokens) * max(512, c) * beside * 2 > loop.FILLED, (
+        beside = loop.parallel_chunks(tokens, c)
+        assert beside & (beside - 1) == 0 and 1 <= beside <= loop.MOST_PARALLEL_CHUNKS
+        assert beside == loop.MOST_PARALLEL_CHUNKS or max(256, tokens) * max(512, c) * beside * 2 > loop.FILLED, (
             "a GPU is filled"
         )
-        assert beside == 1 or max(256, tokens) * c * beside <= loop.FILLED, "and the sums stay small"
-        assert tokens * beside <= 8192, "and dz"
+        assert beside == 1 or max(256, tokens) * c * beside <= loop.FILLED, "the sums stay small"
+        assert tokens * beside <= 8192, "dz stays small"
         s = GRAD._replace(c=c, row=0, few=beside > 1)
         rows = scored.rows_of_dhidden(s)
         assert tokens <= max(rows) <= scored.WGRAD_TOKENS
-        assert all((loop.chunks_beside(m, c) > 1) == s.few for m in rows) and min(rows) <= max(77, tokens)
-        assert loop.chunks_beside(min(rows), c) >= beside, "compared with as many"
+        assert all((loop.parallel_chunks(m, c) > 1) == s.few for m in rows) and min(rows) <= max(77, tokens)
+        assert loop.parallel_chunks(min(rows), c) >= beside, "compared with that many chunks"
         row = scored.SAMPLE_BLOCK * beside
         timed = scored.rows_of_dhidden(s._replace(row=row))[-1]
-        assert not s.few or loop.chunks_beside(timed, c) == beside, "timed as calls come"
+        assert not s.few or loop.parallel_chunks(timed, c) == beside, "timed as in real calls"
 
 
 @pytest.mark.parametrize("c", (64, 1024, 4096, 8192))
@@ -351,6 +354,6 @@ def test_samples_of_dhidden_have_the_chunks_that_calls_have(c: int, row: int, mo
             assert max(m, c) * entries * 2 <= scored.SAMPLE_BYTES
             seen.append(-(-entries // chunk))
             if m in (min(rows), rows[-1]):
-                asked = scored.loop.chunks_beside(m, c) if few else 1
-                assert seen[-1] == min(asked, -(-(row or chunk * asked) // chunk)), "as many chunks as are side by side"
-        assert 1 in seen, "one alone, as a block's last call has"
+                asked = scored.loop.parallel_chunks(m, c) if few else 1
+                assert seen[-1] == min(asked, -(-(row or chunk * asked) // chunk)), "the number of parallel chunks"
+        assert 1 in seen, "one chunk, as in a block's last call"

@@ -1,4 +1,4 @@
-"""What runs of linear_logprob's gradient products was compared before: classes, pieces, wrong kernels refused."""
+"""Every launch of linear_logprob's gradient products was compared before: classes, pieces, wrong kernels refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dweight_of_8192(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, activ
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of dz with fewer tokens than there are, so that samples are small, and nobody to order their tokens."""
+    """Small limits, so that samples are small, and tokens in their given order."""
     monkeypatch.setattr(scored, "WGRAD_TOKENS", 256)
     monkeypatch.setattr(scored.loop, "PROBS_ENTRIES", 1 << 21)
     monkeypatch.setattr(scored, "SAMPLE_BYTES", 1 << 22)
@@ -50,7 +50,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def judged(op: Any, s: Any, run: Callable[..., None]) -> Any:
-    """The trial of a schedule of dhidden or dweight, plain products its anchor."""
+    """The trial of a schedule of dhidden or dweight with plain products as the anchor."""
     anchor = dhidden if op is scoring._dhidden else dweight
     planted = (Schedule("planted", lambda key: run),)
     family = dataclasses.replace(op.family, anchor=anchor, schedules=planted, kinds=("normal",))
@@ -60,13 +60,13 @@ def judged(op: Any, s: Any, run: Callable[..., None]) -> Any:
 @pytest.mark.parametrize("row", (0, 8192, 16384))
 @pytest.mark.usefixtures("small", "cache")
 def test_a_gradient_that_is_wrong_where_no_call_was_compared_is_refused(row: int) -> None:
-    """A contraction or a block of an odd number of entries, and rows of the result beyond a chunk's."""
+    """Odd contraction lengths and block widths, and result rows beyond one chunk."""
     whole, odd = GRAD._replace(row=row), GRAD._replace(row=row, whole=False)
     for op, right, of_eights in (
         (scoring._dhidden, dhidden, dhidden_of_eights), (scoring._dweight, dweight, dweight_of_eights),
     ):  # fmt: skip
         assert judged(op, whole, right).certified and judged(op, odd, right).certified
-        assert judged(op, whole, of_eights).certified, "never asked for others"
+        assert judged(op, whole, of_eights).certified, "never called with others"
         refused = judged(op, odd, of_eights)
         assert not refused.certified and refused.first["mismatches"]
     for s in (whole, odd):
@@ -75,7 +75,7 @@ def test_a_gradient_that_is_wrong_where_no_call_was_compared_is_refused(row: int
 
 @pytest.mark.usefixtures("small", "cache")
 def test_a_gradient_that_is_wrong_for_a_few_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls have any number of them; none has a gradient of zero alone, which hides a product that is left out."""
+    """Any token count occurs in calls; no sample has only zero gradients, which would hide an omitted product."""
 
     def leaves_out(tokens: int, right: Callable[..., None]) -> Callable[..., None]:
         def run(to: Tensor, *given: Any) -> None:
@@ -99,7 +99,7 @@ def test_a_gradient_that_is_wrong_for_a_few_tokens_is_refused(monkeypatch: pytes
 
 @pytest.mark.parametrize("tokens", (1, 76, 77))
 def test_few_tokens_are_the_anchors_and_not_cublaslts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were compared with it at 77 and more alone."""
+    """They were compared with it only at 77 tokens and more."""
     ran: list[str] = []
     for name in ("dhidden_block", "dweight_block"):
         monkeypatch.setattr(scoring.anchor, name, lambda *_: ran.append("anchor"))
@@ -164,7 +164,7 @@ def test_no_schedule_of_dweight_gets_more_rows_than_were_compared(monkeypatch: p
             assert len(ran) == 1 or entries > most - 8, "no more pieces than needed"
             ran.clear()
         run(torch.ones(8, 16), integers(257, 8), integers(257, 16), False, MOST)
-        assert ran.pop() == "anchor", "more tokens than any block has"
+        assert ran.pop() == "anchor", "more tokens than were compared"
 
 
 @pytest.mark.parametrize("entries", (scored.loop.DZ_ENTRIES, scored.loop.PROBS_ENTRIES))
@@ -178,10 +178,10 @@ def test_blocks_of_dz_have_no_more_tokens_than_are_compared(vocab: int, entries:
         s = GRAD._replace(c=4096, row=row)
         assert tokens <= scored.most_tokens(s) == max(scored.rows_of_grad(s))
         for m in scored.rows_of_grad(s):
-            assert m * row <= 1 << 28, "half a GiB of dz at the most"
+            assert m * row <= 1 << 28, "at most half a GiB of dz"
             assert scored.widest(s, m) * max(2 * m, 4 * s.c) <= scored.SAMPLE_BYTES
         if tokens >= 2048 and entries == scored.loop.DZ_ENTRIES:
-            assert all(scored.widest(s, m) == row for m in scored.rows_of_grad(s)), "its real size"
+            assert all(scored.widest(s, m) == row for m in scored.rows_of_grad(s)), "the real width"
 
 
-# ---- dhidden: chunks side by side ----------------------------------------------------------------
+# ---- dhidden: parallel chunks ---------------------------------------------------------------------

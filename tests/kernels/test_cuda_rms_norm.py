@@ -1,4 +1,4 @@
-"""The schedules of rms_norm's gradients without a GPU: shape classes, samples, the choice, what the kernel is given."""
+"""Schedules of rms_norm's gradients without a GPU: shape classes, samples, the choice, the kernel's arguments."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ pytest.importorskip("triton")
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import build, clock, schedule
 from rlkernel.kernels.certification import KINDS, NONFINITE, Schedule
-from rlkernel.kernels.cuda import driver, rms_norm_hopper
+from rlkernel.kernels.cuda import driver, rms_norm_grad_sm90
 from rlkernel.kernels.cuda import rms_norm as cuda
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import rms_norm as anchor
 from rlkernel.kernels.verdicts import ANCHOR
 
 BF16 = torch.bfloat16
-SHAPE = cuda.Shape(-1, BF16, 1024, True, cuda.FEW)
+SHAPE = cuda.RMSNormShape(-1, BF16, 1024, True, cuda.FEW)
 
 
 def call(rows: int, channels: int, dtype: torch.dtype = BF16, dr: bool = False) -> tuple[Any, ...]:
-    """Arguments whose tensors have sizes and no values."""
+    """Arguments whose tensors have sizes but no storage of that size."""
     x = torch.empty(1, dtype=dtype).expand(rows, channels)
     return x, x if dr else None, x, torch.empty(channels, dtype=dtype), 1e-6
 
@@ -75,7 +75,7 @@ def test_a_sample_is_of_its_class(least: int, kind: str) -> None:
     counts = cuda.rows_of(shape)
     assert any(rows % anchor.LEAF for rows in counts) and counts[-1] % cuda.MANY == 0
     pair = anchor.leaves(counts[1], 4096)[1] * anchor.LEAF
-    assert 0 < counts[1] % cuda.MANY - pair < 2 * anchor.LEAF, "of a pair's later leaf a few rows"
+    assert 0 < counts[1] % cuda.MANY - pair < 2 * anchor.LEAF, "the later leaf of a pair has a few rows"
     for rows in counts[:2]:
         given = cuda.sample(shape, rows, kind, torch.Generator().manual_seed(0))
         assert cuda.shape_of(*given) == shape and given[0].shape == given[1].shape == given[2].shape == (rows, 1024)
@@ -93,7 +93,7 @@ def test_samples_have_rows_of_zeros_without_eps() -> None:
 
 
 def test_programs_have_all_leaves() -> None:
-    """Whatever is short of rows, a block's leaves, as the source of the kernel counts them, are those of a tree."""
+    """For any row count, the leaves per block as the kernel's source computes them form the contract's tree."""
     for channels in (1024, 2560, 4096):
         for tokens in (1, 15, 16, 17, 4096, 8191, 8192, 8193, 8192 + 4096 + 5, 16384):
             per_chunk = anchor.leaves(tokens, channels)[0]
@@ -118,7 +118,7 @@ def plain(dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, eps: float) 
 
 
 def wrong(*given: Any) -> tuple[Tensor, Tensor]:
-    """The last channel's partial sum is another's."""
+    """A wrong kernel: the last channel gets another channel's partial sum."""
     dx, partials = plain(*given)
     partials[:, -1] = partials[:, -2] + 1
     return dx, partials
@@ -151,12 +151,10 @@ def test_the_kernel_is_chosen_where_it_is_equal(tmp_path: Path, monkeypatch: pyt
 def test_what_the_kernel_is_given(dr: bool, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     same = contextlib.nullcontext()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: same)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(rms_norm_hopper.common, "on_device", lambda t: same)
-    monkeypatch.setattr(rms_norm_hopper, "_kernel", lambda *_: Launches(ran, "kernel"))
+    monkeypatch.setattr(rms_norm_grad_sm90.common, "on_device", lambda t: same)
+    monkeypatch.setattr(rms_norm_grad_sm90, "load", lambda *_, **variant: Launches(ran, "kernel"))
     monkeypatch.setattr(anchor, "gradients", lambda *given: ran.append("anchor"))
-    run = rms_norm_hopper.launcher(0, 4096, dr, 2)
+    run = rms_norm_grad_sm90.launcher(0, 4096, dr, 2)
     memory = torch.zeros(3, 40 * 4096 + 8, dtype=BF16)
     x, dy, second = (row[0 if which == "fits" else 1 :][: 40 * 4096].view(40, 4096) for row in memory)
     weight = torch.ones(4096, dtype=BF16)
@@ -166,7 +164,7 @@ def test_what_the_kernel_is_given(dr: bool, which: str, monkeypatch: pytest.Monk
         return
     dx, partials = found
     (name, blocks, threads, given, more), *rest = ran
-    assert (name, threads, more, rest) == ("kernel", 256, {"early": True}, [])
+    assert (name, threads, more, rest) == ("kernel", 256, {"pdl": True}, [])
     assert blocks == len(partials) == 3 and partials.shape == (3, 4096) and dx.shape == x.shape
     assert (given.x, given.dy, given.weight) == (x.data_ptr(), dy.data_ptr(), weight.data_ptr())
     assert (given.dx, given.partials) == (dx.data_ptr(), partials.data_ptr())
@@ -177,31 +175,33 @@ def test_what_the_kernel_is_given(dr: bool, which: str, monkeypatch: pytest.Monk
 def test_shared_memory_and_threads_are_within_a_multiprocessors() -> None:
     for channels in (520, 1024, 2560, 4096, 5120, 8192, 16384):
         for dr in (False, True):
-            for groups in rms_norm_hopper.RESIDENT:
-                if not rms_norm_hopper.fits(channels, dr, groups):
+            for groups in rms_norm_grad_sm90.RESIDENT:
+                if not rms_norm_grad_sm90.fits(channels, dr, groups):
                     continue
                 macros, threads = (
-                    rms_norm_hopper.macros(channels, dr, groups),
-                    rms_norm_hopper.threads(channels, groups),
+                    rms_norm_grad_sm90.macros(channels, dr, groups),
+                    rms_norm_grad_sm90.threads(channels, groups),
                 )
                 assert macros["RESIDENT"] * threads <= 2048 and threads % 32 == 0
-                held = macros["RESIDENT"] * (rms_norm_hopper.shared_bytes(channels, dr) + 1024)
+                held = macros["RESIDENT"] * (rms_norm_grad_sm90.shared_bytes(channels, dr) + 1024)
                 assert macros["RESIDENT"] == 1 or held <= 228 << 10
-    assert rms_norm_hopper.fits(1024, True, 4) and rms_norm_hopper.fits(8192, True, 4)
-    assert not rms_norm_hopper.fits(512, True, 4) and not rms_norm_hopper.fits(16384, True, 4)
+    assert rms_norm_grad_sm90.fits(1024, True, 4) and rms_norm_grad_sm90.fits(8192, True, 4)
+    assert not rms_norm_grad_sm90.fits(512, True, 4) and not rms_norm_grad_sm90.fits(16384, True, 4)
 
 
 @needs_compiler
-@pytest.mark.parametrize("groups", rms_norm_hopper.RESIDENT)
+@pytest.mark.parametrize("groups", rms_norm_grad_sm90.RESIDENT)
 @pytest.mark.parametrize(("channels", "dr"), ((1024, True), (2560, False), (4096, True), (8192, False)))
 def test_it_compiles_without_spills(
     channels: int, dr: bool, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
-    macros = rms_norm_hopper.macros(channels, dr, groups)
-    driver.compile_cuda(build.source_dir() / "cuda" / rms_norm_hopper.SOURCE, "90a", macros)
+    macros = rms_norm_grad_sm90.macros(channels, dr, groups)
+    driver.compile_cuda(build.source_dir() / "cuda" / rms_norm_grad_sm90.SOURCE, "90a", macros)
     (kept,) = (tmp_path / "cuda").iterdir()
     sass = tool("cuobjdump", "-sass", str(kept))
     assert "UBLKCP" in sass and not re.search(r"\b(STL|LDL)\b", sass), "spills"
-    sums = 2 * max(1, 2048 // macros["BLOCK"]) * groups  # of a thread, for which five shuffles each would be taken
-    assert len(re.findall(r"SHFL\.BFLY", sass)) <= 2 * (sums + 4), "lanes exchange halves; twice, as a warp may diverge"
+    sums = 2 * max(1, 2048 // macros["BLOCK"]) * groups  # per thread; a plain butterfly takes five shuffles each
+    assert len(re.findall(r"SHFL\.BFLY", sass)) <= 2 * (sums + 4), (
+        "lanes exchange halves; twice, because the code exists for a diverged warp too"
+    )

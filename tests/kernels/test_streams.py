@@ -1,4 +1,4 @@
-"""Work beside the current stream: who waits for whom, without a GPU."""
+"""`Fork`: which stream waits for which, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ GPU = torch.device("cuda", 0)
 
 
 class FakeStream:
-    def __init__(self, name: str, said: list[str]) -> None:
-        self.name, self.said = name, said
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
 
     def wait_stream(self, other: FakeStream) -> None:
-        self.said.append(f"{self.name} waits for {other.name}")
+        self.events.append(f"{self.name} waits for {other.name}")
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens to two fake streams, `main` and `side`, in order."""
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Events of two fake streams, `main` and `side`, in order."""
     found: list[str] = []
     main, side = FakeStream("main", found), FakeStream("side", found)
 
@@ -45,24 +45,24 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_work_beside_waits_and_is_waited_for(said: list[str]) -> None:
+def test_the_side_stream_waits_and_is_joined(events: list[str]) -> None:
     with Fork(GPU, True) as fork:
         for i in range(2):
-            with fork.beside():
-                said.append(f"beside {i}")
-            said.append(f"here {i}")
+            with fork.side_stream():
+                events.append(f"side {i}")
+            events.append(f"here {i}")
             fork.join()
-    turn = "side waits for main, side is current, beside {0}, main is current, here {0}, main waits for side"
-    assert ", ".join(said) == ", ".join(turn.format(i) for i in range(2))
+    turn = "side waits for main, side is current, side {0}, main is current, here {0}, main waits for side"
+    assert ", ".join(events) == ", ".join(turn.format(i) for i in range(2))
 
 
-def test_an_exception_joins_and_is_what_the_caller_sees(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers are freed on the way out: work beside may still use them, and a broken capture must not hide why."""
+def test_an_exception_joins_and_is_propagated(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are freed when the exception leaves, and a broken capture must not hide its cause."""
     with pytest.raises(ValueError, match="why"), Fork(GPU, True) as fork:
-        with fork.beside():
-            said.append("beside")
+        with fork.side_stream():
+            events.append("side")
         raise ValueError("why")
-    assert said[-1] == "main waits for side"
+    assert events[-1] == "main waits for side"
 
     def broken(self: FakeStream, other: FakeStream) -> None:
         if self.name == "main":
@@ -70,25 +70,25 @@ def test_an_exception_joins_and_is_what_the_caller_sees(said: list[str], monkeyp
 
     monkeypatch.setattr(FakeStream, "wait_stream", broken)
     with pytest.raises(ValueError, match="why"), Fork(GPU, True) as fork:
-        with fork.beside():
+        with fork.side_stream():
             pass
         raise ValueError("why")
-    with pytest.raises(RuntimeError, match="capture"), Fork(GPU, True) as fork, fork.beside():
+    with pytest.raises(RuntimeError, match="capture"), Fork(GPU, True) as fork, fork.side_stream():
         pass
 
 
 @pytest.mark.parametrize(("device", "wanted"), ((torch.device("cpu"), True), (GPU, False)))
-def test_all_on_the_current_stream(device: torch.device, wanted: bool, said: list[str]) -> None:
+def test_all_on_the_current_stream(device: torch.device, wanted: bool, events: list[str]) -> None:
     with Fork(device, wanted) as fork:
-        with fork.beside():
-            said.append("beside")
+        with fork.side_stream():
+            events.append("side")
         fork.join()
-    assert said == ["beside"]
+    assert events == ["side"]
 
 
 @dataclass(frozen=True)
 class Named:
-    """A stream as `_stream` sees it."""
+    """The attributes of a stream that `_stream` reads."""
 
     cuda_stream: int
     device: torch.device = GPU
@@ -114,8 +114,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return under
 
 
-def test_a_stream_beside_each(captured: set[int]) -> None:
-    """Autograd's thread of a GPU runs the backwards of all threads: what one captures is not for the others."""
+def test_each_stream_has_its_side_stream(captured: set[int]) -> None:
+    """Autograd's thread of a GPU runs the backwards of all threads, and a captured stream must not serve another."""
     mine, theirs = streams._stream(Named(1)), []
     thread = threading.Thread(target=lambda: theirs.append(streams._stream(Named(1))))
     thread.start()
@@ -124,7 +124,7 @@ def test_a_stream_beside_each(captured: set[int]) -> None:
     assert streams._stream(Named(1)) is mine and len({mine, *others}) == 4
 
 
-def test_none_beside_itself_nor_under_the_capture_of_another(captured: set[int]) -> None:
+def test_no_side_stream_is_the_stream_itself_or_captured_by_another(captured: set[int]) -> None:
     first = streams._stream(Named(1))
     assert first == Named(100)
     captured |= {1, 100}

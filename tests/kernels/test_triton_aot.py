@@ -1,7 +1,7 @@
-"""Every Triton kernel, compiled without a GPU for every GPU family: the instructions that the contract counts on.
+"""Compiles every Triton kernel for every GPU family, without a GPU, and checks the instructions the contract needs.
 
-A matrix instruction of another shape, TF32, a flushed denormal or a floating-point atomic would each change bits, and
-no tolerance test on one machine would notice.
+A matrix instruction of another shape, TF32, a flushed denormal or a floating-point atomic would change bits, and no
+tolerance test on one machine would notice.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+import aot
 import triton
 import triton.language as tl
 
-from rlkernel.kernels.triton import aot
+import rlkernel
 
 INSTRUCTION = {
     "sm_80": ("mma.sync.aligned.m16n8k16",) * 2,
@@ -27,19 +28,19 @@ INSTRUCTION = {
     "gfx942": ("v_mfma_f32_16x16x16",) * 2,
     "gfx90a": ("v_mfma_f32_16x16x16",) * 2,
 }
-"""Per target: the matrix instruction of tiles with fewer than 64 rows, and of larger ones."""
+"""Per target: the matrix instruction of tiles with fewer than 64 rows, and of taller tiles."""
 
 FLUSHED = re.compile(r"\b(?:fma|add|sub|mul|div|sqrt)\.(?:\w+\.)*ftz\b")
 ATOMIC = re.compile(r"\b(?:atom|red)\.\S*(?:global|shared)|_atomic_")
 JIT = re.compile(r"\b(?:triton|gluon)\.jit\b")
-PACKAGE = Path(aot.__file__).resolve().parents[3]
+PACKAGE = Path(rlkernel.__file__).resolve().parent
 
 MEMORY = re.compile(r"\b(?:ld|st|red|atom)\.(?:\w+\.)*global|\bcp\.async|\bprefetch\.")
 """PTX that touches global memory."""
 
 
 def problems(kernel: aot.Compiled) -> list[str]:
-    """What the machine code has and must not have, or lacks; empty for a kernel that keeps the contract."""
+    """Violations of the contract in the machine code: forbidden or missing instructions, spills."""
     variant, target, text, found = kernel.variant, kernel.target, kernel.text, []
     if kernel.shared > aot.SHARED_LIMIT[target]:
         found.append(f"{kernel.shared} bytes of shared memory")
@@ -60,10 +61,10 @@ def problems(kernel: aot.Compiled) -> list[str]:
     found += [f"reduced precision: {name}" for name in used if re.search(r"tf32|xf32", name)]
     if variant.constants.get("TMA") and "cp.async.bulk.tensor" not in text:
         found.append("no bulk tensor copy")
-    if variant.constants.get("EARLY"):  # it may start while the kernel before still writes what it reads
+    if variant.constants.get("PDL"):  # it may start while the previous kernel still writes the inputs
         wait, first = text.find("griddepcontrol.wait"), MEMORY.search(text)
         if wait < 0 or (first is not None and first.start() < wait):
-            found.append("global memory is touched before the kernels ahead have ended")
+            found.append("global memory is touched before griddepcontrol.wait")
     if variant.main:  # speed depends on it
         # Register allocation is the compiler's: these bounds are Triton 3.6's, which `make setup` installs here.
         allowed = 0 if target != "sm_80" and triton.__version__.startswith("3.6.") else 16
@@ -83,17 +84,15 @@ def test_compiles(module: str, target: str) -> None:
             assert not found, f"{variant.name} for {target}: {'; '.join(found)}"
 
 
-def test_an_early_kernel_that_does_not_wait_is_found() -> None:
-    plain, early = (v for v in aot.variants("rms_norm") if v.name in ("add_rms_norm", "add_rms_norm, early"))
+def test_a_pdl_kernel_that_does_not_wait_is_found() -> None:
+    plain, pdl = (v for v in aot.variants("rms_norm") if v.name in ("add_rms_norm", "add_rms_norm, early"))
     compiled = aot.compile_variant(plain, "sm_90")
     assert not problems(compiled)
-    assert problems(replace(compiled, variant=early)) == [
-        "global memory is touched before the kernels ahead have ended"
-    ]
+    assert problems(replace(compiled, variant=pdl)) == ["global memory is touched before griddepcontrol.wait"]
 
 
 def test_main_products_have_hopper_tiles() -> None:
-    """`test_compiles` asks wgmma of tiles with 64 rows or more: each module with products has some on Hopper."""
+    """`test_compiles` requires wgmma for tiles of 64 rows or more; every module with products must have such a tile."""
     for module in aot.MODULES:
         products = [v for v in aot.variants(module) if v.matmul]
         tall = [v for v in products if v.main and v.constants["BLOCK_M"] >= 64 and "sm_90" in v.targets]
@@ -101,7 +100,7 @@ def test_main_products_have_hopper_tiles() -> None:
 
 
 def jit_functions(path: Path) -> tuple[set[str], set[str]]:
-    """Names of a file's jitted functions, and of what it launches: `name[grid](...)`, `name.warmup(...)`."""
+    """Names of a file's jitted functions, and of the kernels it launches: `name[grid](...)`, `name.warmup(...)`."""
     tree = ast.parse(path.read_text())
     jitted = {
         node.name
@@ -124,7 +123,7 @@ def test_every_launched_kernel_is_registered() -> None:
         for name in sorted(jitted)
         if (name in launched or name.endswith("_kernel")) and name not in registered
     ]
-    assert not missing, f"in no tuple AOT, or in a module that aot.MODULES lacks: {', '.join(missing)}"
+    assert not missing, f"missing in tests/aot, or its module is missing in aot.MODULES: {', '.join(missing)}"
     assert registered <= {name for jitted, _ in files.values() for name in jitted}
 
 
@@ -175,22 +174,22 @@ def test_planted_faults_are_found(name: str, target: str) -> None:
 
 
 def test_logprob_reads_16_bytes_and_clamps_for_free() -> None:
-    """A tile's statistics are issue-bound otherwise: `units` counts on a clamp that is a flag of the product."""
+    """Otherwise a tile's statistics are issue-bound: `units` relies on a clamp that is a flag of the multiplication."""
     variant = next(v for v in aot.variants("logprob") if v.name == "logprob rows, packed")
     kernel = aot.compile_variant(variant, "sm_90")
     assert "ld.global.v4.b32" in kernel.text and "max.NaN.bf16x2" in kernel.text
     assert kernel.cubin is not None
-    sass = aot._tool("cuobjdump", "-sass", kernel.cubin)
+    sass = aot.sass(kernel.cubin)
     assert len(re.findall(r"MUFU\.EX2", sass)) >= len(re.findall(r"FMUL\.SAT", sass)) >= 64
 
 
 def test_long_prefill_keeps_the_tensor_cores_busy() -> None:
-    """The softmax runs beside the product with the values: compilers have serialised these products, or moved the
-    softmax behind the wait for them, without changing a bit."""
-    variant = next(v for v in aot.variants("attention_hopper") if v.name == "attention hopper long prefill")
+    """The softmax must overlap the product with V. Compilers have serialised the products, or moved the softmax behind
+    the wait for them, without changing a bit."""
+    variant = next(v for v in aot.variants("attention_gluon") if v.name == "attention hopper long prefill")
     kernel = aot.compile_variant(variant, "sm_90")
     assert kernel.cubin is not None
-    sass = aot._tool("cuobjdump", "-sass", kernel.cubin)
+    sass = aot.sass(kernel.cubin)
     step = re.findall(r"HGMMA\.64x(64|128)|(DEPBAR)\.LE gsb0, (0x[01])|(MUFU\.EX2)", sass)
     words = " ".join(map("".join, step))
     words = re.sub(r"(\S+)(?: \1)+", r"\1", words)
@@ -198,11 +197,11 @@ def test_long_prefill_keeps_the_tensor_cores_busy() -> None:
 
 
 def test_one_group_clears_values_of_long_prefill() -> None:
-    """Two that store the same zeros have the right bits as well, but race: only racecheck on a GPU would tell."""
-    variant = next(v for v in aot.variants("attention_hopper") if v.name == "attention hopper long prefill")
+    """If two warp groups stored the same zeros, the bits would be right but they would race; only racecheck notices."""
+    variant = next(v for v in aot.variants("attention_gluon") if v.name == "attention hopper long prefill")
     text = aot.compile_variant(variant, "sm_90").text
     stores = [part.count("st.shared.v4") for part in text.split("fence.proxy.async")[:-1]]
-    assert sorted(stores) == [0, 8, 8, 8, 8], stores  # barriers; queries of each group; in and ahead of one's loop
+    assert sorted(stores) == [0, 8, 8, 8, 8], stores  # barriers; queries per group; in and before one loop
 
 
 @triton.jit
@@ -213,7 +212,7 @@ def flushing_kernel(x, BLOCK: tl.constexpr):
 
 
 def test_sees_flushed_denormals() -> None:
-    """The control: one libdevice call, and every operation of the kernel flushes."""
+    """Control: one libdevice call makes every operation of the kernel flush denormals."""
     kernel = aot.compile_variant(aot.Variant("flushing", flushing_kernel, {"x": "*fp32:16"}, {"BLOCK": 128}), "sm_90")
     assert FLUSHED.search(kernel.text)
 
@@ -245,7 +244,7 @@ def test_no_kernel_counts_on_a_literal_minus_zero() -> None:
 
 
 def test_partial_sums_begin_at_minus_zero() -> None:
-    """What `negative_zeros` comes to in the code: the one identity of fp32 addition."""
+    """`negative_zeros` must compile to -0, the identity of fp32 addition."""
     sums = {v.name: v for v in aot.variants() if v.name in ("linear m128 tree8", "linear_dgrad head")}
     assert len(sums) == 2
     for variant in sums.values():

@@ -1,7 +1,7 @@
-"""attention in Triton without a GPU: right under the interpreter, and compiled into layouts that keep a row's order.
+"""attention in Triton without a GPU: accuracy in the interpreter, and compiled layouts that keep a row's order.
 
-The interpreter is chosen when a kernel is defined, so its tests run in a process of their own: this file again. A
-matrix product there is numpy's; bits are compared only between launches that give numpy the same products.
+The interpreter is chosen when a kernel is defined, so this file runs its tests again in a subprocess. Matrix products
+there are numpy's, so bits are compared only between launches that give numpy the same products.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ pytest.importorskip("triton")
 from rlkernel.contract import assert_accurate, assert_bitwise
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    from rlkernel.kernels.triton import aot
-    from rlkernel.kernels.triton.aot import attention as table
+    import aot
+    from aot import attention as table
+
     from rlkernel.kernels.triton.attention_tiles import DECODE_ROWS, Tile, forward_tile
 
     def test_in_the_interpreter() -> None:
@@ -34,7 +35,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     @pytest.mark.parametrize("family,target", (("hopper", "sm_90"), ("ampere", "sm_80")))
     @pytest.mark.parametrize("d", (64, 80, 128, 256))
     def test_a_row_stays_in_its_warp(family: str, target: str, d: int) -> None:
-        """Several tiles agree to the bit only where none spreads a row's sum over warps."""
+        """Several tiles agree to the bit only if none spreads a row's sum over warps."""
         several = len(tiles(family, d)) > 1
         for tile in tiles(family, d):
             variant = table._variant("layout", "bf16", tile, d, (target,), paged=tile.rows == DECODE_ROWS)
@@ -44,7 +45,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
             assert not several or all(columns == "1" for _, columns in warps), f"{tile} D={d}: {warps}"
 
     def test_sees_a_row_spread_over_warps() -> None:
-        """The control: mma.sync with a tile wider than tall."""
+        """Control: mma.sync with a tile wider than tall."""
         variant = table._variant("wide", "bf16", Tile(64, 4, 3), 128, ("sm_80",))
         assert "warpsPerCTA = [1, 4]" in aot.compile_variant(variant, "sm_80").ttgir
 
@@ -64,7 +65,7 @@ else:
     pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
     by_dtype = pytest.mark.parametrize(
         "dtype,family", ((torch.float32, "ampere"), (torch.float16, "hopper")), ids=("fp32", "fp16")
-    )  # each with one of the two ways to walk the blocks
+    )  # each with one of the two loops over blocks
     by_case = pytest.mark.parametrize(
         "case",
         (
@@ -116,7 +117,7 @@ else:
     @pytest.mark.parametrize("family", ("hopper", "ampere"))
     @pytest.mark.usefixtures("as_on")
     def test_what_takes_long_prefill(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Packed keys and pages laid in a row that the copy engine can fetch, of enough rows, without a window."""
+        """Long prefill: packed keys or gathered pages that TMA can load, with enough rows and without a window."""
         monkeypatch.setattr(forward, "GROUPS_ROWS", 20)
         seen: list[tuple[Any, ...]] = []
 
@@ -145,13 +146,13 @@ else:
         assert not seen
         monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
         monkeypatch.setattr(forward, "GATHER_KEYS", 1)
-        monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+        monkeypatch.setattr(forward, "can_tma_load_keys", lambda q: True)
         run(paged_attention, *paged)
-        assert len(seen) == on_hopper and all(x[9] == 192 for x in seen), "keys of room"
+        assert len(seen) == on_hopper and all(x[9] == 192 for x in seen), "capacity in keys"
 
     @pytest.mark.parametrize("window", (None, 90))
     def test_a_sequence_does_not_see_the_next_one(window: int | None) -> None:
-        """The copy engine reads past a sequence's end: what lies there must not show, NaN or not."""
+        """TMA reads past a sequence's end; the values there, also NaN, must not change the result."""
         given = arguments(2, 1, 16, window, 64, [70, 20], [130, 20], torch.float16)
         q, k, v, *rest = given
         dout = rand(3, *q.shape, dtype=q.dtype)
@@ -187,7 +188,7 @@ else:
             slots.append(table[b, j // page] * page + j % page)
         caches = [torch.full((sum(needed) + 2, page, *k.shape[1:]), torch.nan, dtype=dtype) for _ in range(2)]
         where = torch.cat(slots).long()
-        where[::3] *= -1  # left out here, written by the second call
+        where[::3] *= -1  # skipped here, written by the second call
         store_kv_(*caches, k, v, where)
         fused = torch.cat((k, v), dim=1)[::3]
         store_kv_(*caches, fused[:, : k.shape[1]], fused[:, k.shape[1] :], where[::3].abs())
@@ -196,18 +197,18 @@ else:
             assert_bitwise(a, b, f"{name} from pages")
         monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
         monkeypatch.setattr(forward, "GATHER_KEYS", 1)
-        monkeypatch.setattr(forward, "in_boxes", lambda q: True)
-        in_a_row = paged_attention(q, *caches, table, cu_q, lens, max_q, max_k, scale, window, split)
-        for name, a, b in zip(("out", "lse"), in_a_row, found, strict=True):
-            assert_bitwise(a, b, f"{name} from pages laid in a row")
+        monkeypatch.setattr(forward, "can_tma_load_keys", lambda q: True)
+        gathered = paged_attention(q, *caches, table, cu_q, lens, max_q, max_k, scale, window, split)
+        for name, a, b in zip(("out", "lse"), gathered, found, strict=True):
+            assert_bitwise(a, b, f"{name} from gathered pages")
 
     @pytest.mark.parametrize("d", (16, 24))
     @pytest.mark.parametrize(
         "dtype,family", ((torch.float32, "hopper"), (torch.float16, "ampere")), ids=("hopper", "ampere")
     )
     @pytest.mark.usefixtures("as_on")
-    def test_whole_blocks_without_the_copy_engine(dtype: torch.dtype, family: str, d: int) -> None:
-        """The other walk of each dtype, with blocks and heads that need no mask and with heads that do."""
+    def test_full_blocks_without_tma(dtype: torch.dtype, family: str, d: int) -> None:
+        """The other loop of each dtype, with blocks and heads that need a mask and that need none."""
         given = arguments(2, 1, d, None, 2048, [3, 35], [76, 128], dtype)
         (out, lse), (o, top) = reference.attention(*given), attention(*given)
         assert_accurate(o, out, None, "out")
@@ -219,7 +220,7 @@ else:
 
     @pytest.mark.parametrize("window", (None, 70))
     def test_decode_merges_splits(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Sequences across splits, inside one and without keys; heads in steps of 8; splits at once or in turns."""
+        """Sequences across splits, inside one, without keys; heads in steps of 8; one or several splits per program."""
         given = arguments(6, 2, 16, window, 64, [2, 1, 0, 1], [330, 7, 0, 130], torch.float32)
         expected = reference.attention(*given)
         found = []
@@ -233,7 +234,7 @@ else:
 
     @pytest.mark.parametrize("halves", (False, True), ids=("apart", "halves"))
     def test_caches_of_other_strides(halves: bool) -> None:
-        """Heads outside of slots, which are copied, and a head's key and value side by side, which are not."""
+        """Caches whose slots are not contiguous are copied; those with a head's key next to its value are not."""
         q, (k, v) = rand(0, 2, 4, 16), (rand(i, 5, 8, 2, 16) for i in (1, 2))
         table, lens = torch.tensor([[3, 0], [4, 1]], dtype=torch.int32), torch.tensor([13, 2], dtype=torch.int32)
         rest = (table, cu([1, 1]), lens, 1, 13, 0.25, None, 64)
@@ -247,21 +248,21 @@ else:
         ):
             assert_bitwise(a, b, name)
 
-    def test_three_heads_laid_in_a_row_up_to_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pages_of_three_heads_are_gathered_up_to_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = rand(0, 2, 3, 16), rand(1, 16, 8, 3, 16), rand(2, 16, 8, 3, 16)
         table = torch.arange(16, dtype=torch.int32).view(2, 8)
         given = (q, k, v, table, cu([1, 1]), torch.tensor([64, 64], dtype=torch.int32), 1, 64, 0.25, None, 64)
         found = paged_attention(*given)
         monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
         monkeypatch.setattr(forward, "GATHER_KEYS", 1)
-        monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+        monkeypatch.setattr(forward, "can_tma_load_keys", lambda q: True)
         for name, a, b in zip(("out", "lse"), paged_attention(*given), found, strict=True):
             assert_accurate(a, b, None, name)
 
     @pytest.mark.parametrize("splits", (64, 2048))
     @pytest.mark.parametrize("queries", (1, 20))
     def test_lengths_that_contradict_each_other_stay_inside_the_tensors(queries: int, splits: int) -> None:
-        """More queries than `max_seqlen_q` or than keys: undefined values, but nothing beside the tensors."""
+        """More queries than `max_seqlen_q` or than keys: undefined values, but no access outside the tensors."""
         for keys in ([100, 90], [3, 0]):
             q, k, v = rand(0, 60, 2, 16), rand(1, sum(keys), 1, 16), rand(2, sum(keys), 1, 16)
             given = (q, k, v, cu([30, 30]), cu(keys), queries, max(keys), 0.25, None, splits)
@@ -269,7 +270,7 @@ else:
             attention_backward(rand(3, 60, 2, 16), q, k, v, out, lse, *given[3:9])
 
     def test_split_programs_merge_as_one_program_does() -> None:
-        """64 rows in one tile: a program per split; 65 rows in two: each program walks its splits."""
+        """64 rows are one tile, with a program per split; 65 rows are two, whose programs loop over the splits."""
         q, k, v = rand(0, 65, 1, 16), rand(1, 300, 1, 16), rand(2, 300, 1, 16)
         tile = Tile(64, 4, 1)
         fixed = (16**-0.5, None, 64, tile)
@@ -284,7 +285,7 @@ else:
     def test_a_length_that_is_too_small_stays_inside_its_buffers(
         keys: int, most: int, grid: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """`max_seqlen_k` is the caller's word: wrong numbers, but nothing is written or read beside the buffers."""
+        """A wrong `max_seqlen_k` gives wrong numbers, but no access outside the buffers."""
         guards, empty = [], torch.empty
 
         def guarded(*shape: int, **options: Any) -> Tensor:
@@ -298,25 +299,25 @@ else:
         table = torch.arange(k.shape[0], dtype=torch.int32)[None]
         lens = torch.tensor([keys], dtype=torch.int32)
         monkeypatch.setattr(torch, "empty", guarded)
-        for rows_in_a_row in (False, True):
-            if rows_in_a_row:
+        for gathered in (False, True):
+            if gathered:
                 monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
                 monkeypatch.setattr(forward, "GATHER_KEYS", 1)
-                monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+                monkeypatch.setattr(forward, "can_tma_load_keys", lambda q: True)
             out, lse = paged_attention(rand(0, 1, 1, 16), k, v, table, cu([1]), lens, 1, most, 0.25, None, 64)
             assert torch.isfinite(out).all() and torch.isfinite(lse).all()
         monkeypatch.setattr(torch, "empty", empty)
         assert guards and all(guard.isnan().all() for guard in guards)
 
     def framed(x: Tensor, fill: float) -> Tensor:
-        """The same values between others, which are `fill`."""
+        """The same values in a larger buffer that is filled with `fill`."""
         whole = torch.full((x.numel() + 8192,), fill, dtype=x.dtype)
         inner = whole[4096 : 4096 + x.numel()].view(x.shape)
         return inner.copy_(x)
 
     @pytest.fixture
     def frames(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-        """What lies on both sides of every new tensor of floats: NaN, unless something is written there."""
+        """The memory on both sides of every new tensor of floats: NaN, unless it was written."""
         kept: list[Tensor] = []
         empty = torch.empty
 
@@ -333,22 +334,22 @@ else:
 
     @pytest.mark.parametrize("bad", ("table", "lens"))
     @pytest.mark.parametrize("page", (16, 24))
-    @pytest.mark.parametrize("rows_in_a_row", (False, True), ids=("from pages", "in a row"))
+    @pytest.mark.parametrize("gathered", (False, True), ids=("from pages", "gathered"))
     def test_pages_that_do_not_exist_are_not_read(
-        bad: str, page: int, rows_in_a_row: bool, frames: list[Tensor], monkeypatch: pytest.MonkeyPatch
+        bad: str, page: int, gathered: bool, frames: list[Tensor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A GPU cannot raise, so numbers of pages and lengths that do not fit give other values, but of the cache."""
-        if rows_in_a_row:
+        """A GPU cannot raise, so invalid page numbers and lengths read other values, but only from the cache."""
+        if gathered:
             monkeypatch.setattr(forward, "GATHER_QUERIES", 1)
             monkeypatch.setattr(forward, "GATHER_KEYS", 1)
-            monkeypatch.setattr(forward, "in_boxes", lambda q: True)
+            monkeypatch.setattr(forward, "can_tma_load_keys", lambda q: True)
         k, v = (framed(rand(i, 6, page, 1, 16), torch.nan) for i in (1, 2))
         table, lens = torch.arange(6, dtype=torch.int32).view(2, 3), torch.tensor([3 * page, 3 * page - 5]).int()
         if bad == "table":
             table[0, 0], table[0, 2], table[1, 0], table[1, 1] = -1, 6, -(2**31), 2**31 - 1
         else:
             lens += 1000
-        for queries in (1, 20):  # a program a split; several tiles of rows
+        for queries in (1, 20):  # one program per split; several tiles of rows
             q = rand(0, 2 * queries, 1, 16)
             most = int(lens.max())
             tile = None if queries == 1 else Tile(16, 1, 1)
@@ -370,10 +371,10 @@ else:
         ids=str,
     )
     @pytest.mark.usefixtures("as_on")
-    def test_borders_that_do_not_fit_stay_inside_the_tensors(
+    def test_invalid_cu_seqlens_stay_inside_the_tensors(
         queries: list[int], keys: list[int], frames: list[Tensor]
     ) -> None:
-        """Undefined values, but nothing beside the buffers is read or written, forward and backward."""
+        """Undefined values, but no access outside the buffers, forward and backward."""
         cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in (queries, keys))
         q, dout = (framed(rand(i, 6, 2, 16), torch.nan) for i in (0, 3))
         k, v = (framed(rand(i, 70, 1, 16), torch.nan) for i in (1, 2))
@@ -385,8 +386,8 @@ else:
             assert all(not x.isnan().any() for x in (out, *grads))
         assert all(frame.isnan().all() for frame in frames)
 
-    def test_a_grid_that_no_launcher_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its number of programs is an int there: beyond, none would start and the result be what memory held."""
+    def test_a_grid_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Triton's grid size is an int; above it, no program would start and the result would be uninitialised."""
         q, k, v, *rest = arguments(2, 1, 16, None, 64, [7, 9], [7, 9], torch.float32)
         out, lse = attention(q, k, v, *rest)
         monkeypatch.setattr(backward, "MOST_PROGRAMS", 1)
@@ -398,10 +399,12 @@ else:
     @pytest.mark.parametrize(
         "n,keys,bytes_",
         ((2, 2100, 4 * 2 * (3 * 2) * 2 * (16 + 1)), (70, 300, 3 * 2 * 320 * 16 * 2)),
-        ids=("parts", "in a row"),
+        ids=("splits", "gathered"),
     )
-    def test_scratch_memory_is_what_is_said(n: int, keys: int, bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """An engine leaves so much free. Where a call would take more it computes without, the same bits."""
+    def test_scratch_memory_is_within_scratch_bytes(
+        n: int, keys: int, bytes_: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An engine reserves `scratch_bytes`. A call that would need more uses another way with the same bits."""
         batch, page = 3, 16
         pages = -(-keys // page)
         q = rand(0, batch * n, 2, 16, dtype=torch.float16)
@@ -434,7 +437,7 @@ else:
             assert_bitwise(a, b, name)
 
     def test_a_window_of_more_keys_than_there_are() -> None:
-        """The backward computes the last row that sees a key from it, in 32 bits."""
+        """The backward computes the last row that sees a key from the window, in 32 bits."""
         q, k, v, *rest = arguments(2, 1, 16, None, 64, [70], [130], torch.float32)
         dout = rand(3, *q.shape)
         wanted = attention_backward(dout, q, k, v, *attention(q, k, v, *rest), *rest[:5], None)

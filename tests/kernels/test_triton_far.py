@@ -1,8 +1,8 @@
-"""Offsets beyond 2^31 elements in Triton's interpreter: the last rows of tensors of gigabytes have their own bits.
+"""Offsets beyond 2^31 elements in Triton's interpreter: the last rows of tensors of several GiB have the right bits.
 
-The tensors are memory that nobody has touched, so they cost addresses only; of a long axis of a grid the first and the
-last programs run. An offset that wraps at 32 bits leaves its tensor, which `memory_check` sees. Not here:
-log-probabilities of given logits (`tests/gpu/test_logprob_gpu.py` has them), and what has a number a token.
+The tensors are untouched memory, which costs only addresses; only the first and last programs of a long grid axis run.
+An offset that wraps at 32 bits leaves its tensor, which `memory_check` detects. Log-probabilities of given logits are
+in `tests/gpu/test_logprob_gpu.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlkernel.contract import assert_bitwise
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_in_the_interpreter() -> None:
-        run(__file__, MALLOC_PERTURB_="0")  # else every new byte is written
+        run(__file__, MALLOC_PERTURB_="0")  # otherwise every new byte is written
 
 else:
     import memory_check
@@ -33,6 +33,7 @@ else:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    from rlkernel.kernels.adamw import AdamwInputs
     from rlkernel.kernels.triton import (
         adamw,
         attention,
@@ -51,11 +52,11 @@ else:
 
     pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
     FAR = 1 << 31
-    LONG, ENDS = 160, 2  # programs of an axis, and how many of more run at either end
-    LAST = 4  # rows that hold numbers
+    LONG, ENDS = 160, 2  # longest axis that runs completely, and programs at either end of a longer one
+    LAST = 4  # rows with values
 
     def ends(*numbers: int) -> object:
-        """The interpreter's `range`, over the axes of a grid among others."""
+        """Replaces the interpreter's `range`, which also iterates over the axes of a grid."""
         if len(numbers) == 1 and numbers[0] > LONG:
             return (*builtins.range(ENDS), *builtins.range(numbers[0] - ENDS, numbers[0]))
         return builtins.range(*numbers)
@@ -68,14 +69,15 @@ else:
         except RuntimeError as error:
             pytest.skip(f"needs tensors of 9 GiB, nearly all of them addresses alone: {error}")
         monkeypatch.setattr(interpreter, "range", ends, raising=False)
-        monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)  # a CPU's are the kernel's
-        monkeypatch.setattr(memory_check.Launch, "meet", lambda *_: None)  # which counts by the byte
+        # CPU tensors are passed to the kernel without a copy
+        monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+        monkeypatch.setattr(memory_check.Launch, "meet", lambda *_: None)  # needs memory per byte
 
     def half(*shape: int) -> Tensor:
         return torch.randn(shape).half()
 
     def rows(*last: Tensor) -> list[Tensor]:
-        """As many rows of each, which end in the given ones, and have more than 2^31 elements of any."""
+        """Tensors that end with the given rows and have as many rows each that all exceed 2^31 elements."""
         count = FAR // min(t[0].numel() for t in last) + len(last[0])
         far = [torch.empty(count, *t.shape[1:], dtype=t.dtype) for t in last]
         for whole, end in zip(far, last, strict=True):
@@ -83,7 +85,7 @@ else:
         return far
 
     def same(op: Callable[..., Tensor | tuple[Tensor, ...]], *last: Tensor, what: str) -> None:
-        """`op` of far rows, the last of which are these, has the bits of `op` of the last alone."""
+        """`op` of tensors that end with these rows has the bits of `op` of only these rows."""
         found, expected = op(*rows(*last)), op(*last)
         pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else ((found, expected),)
         for i, (ours, alone) in enumerate(pairs):
@@ -94,7 +96,7 @@ else:
         at = tl.program_id(0) * C + tl.arange(0, C)
         tl.store(out + at, tl.load(x + at))
 
-    def test_control_an_offset_of_32_bits_is_seen() -> None:
+    def test_control_a_32_bit_offset_is_detected() -> None:
         (x,) = rows(half(LAST, 1024))
         with pytest.raises(memory_check.MemoryFault, match=r"wrapping_kernel.* in front of it"):
             wrapping_kernel[(len(x),)](x, torch.empty_like(x), C=1024)
@@ -111,7 +113,7 @@ else:
         same(swiglu.swiglu_grad, half(LAST, 512), half(LAST, 2 * 512), what="gradient")
 
     def test_rope() -> None:
-        """Far tokens, and positions far down the table."""
+        """Far tokens, and far positions of the table."""
         (table,), norms = rows(torch.randn(LAST, 64)), (half(64), half(64))
         at = lambda q: torch.cat((torch.zeros(len(q) - LAST, dtype=torch.int64), len(table) - 1 - torch.arange(LAST)))
         q, k = half(LAST, 16, 64), half(LAST, 16, 64)
@@ -134,7 +136,7 @@ else:
         assert_bitwise(grad[299, -8:], dy[-2:, -8:].float().sum(0), "twice")
 
     def test_linear() -> None:
-        """Far rows of operands and results; whole numbers, as tiles differ with the number of rows."""
+        """Far rows of operands and results; integers, because tiles depend on the number of rows."""
         w, x = whole(2, 64, 64, dtype=torch.float16), whole(3, LAST, 64, dtype=torch.float16)
         same(lambda x: linear.linear(x, w, w[0], 1, 1, None), x, what="forward")
         same(lambda x: linear.linear(x, w.float(), None, 1, 1, None), x.float(), what="without the copy engine")
@@ -143,7 +145,7 @@ else:
         same(lambda a: linear_grad.ascending(a, w, torch.empty(len(a), 64), 16), x, what="ascending")
 
     def test_weight_gradient() -> None:
-        """Far rows of the gradient; a far chunk of tokens has few tokens more."""
+        """Far rows of the gradient, and a far chunk of tokens with few tokens."""
         dy, x = torch.zeros(16, FAR // 2048 + 64, dtype=torch.float16), whole(4, 16, 2048, dtype=torch.float16)
         dy[:, -4:] = whole(5, 16, 4, dtype=torch.float16)
         grad = torch.empty(dy.shape[1], 2048)
@@ -171,8 +173,8 @@ else:
 
     @pytest.mark.parametrize("kept", ("logits", "probs"))
     def test_what_linear_logprob_keeps(kept: str) -> None:
-        """Rows far down [T, V]: logits, or probabilities."""
-        tokens, vocab, width = 8192, 1 << 19, 2048  # which a program has
+        """Far rows of [T, V]: logits or probabilities."""
+        tokens, vocab, width = 8192, 1 << 19, 2048  # per program
         held = torch.empty(tokens, vocab, dtype=torch.float32 if kept == "logits" else torch.float16)
         held[-LAST:, :width] = torch.rand(LAST, width)
 
@@ -191,7 +193,7 @@ else:
         assert_bitwise(dz(held), dz(held[-LAST:].clone()), kept)
 
     def test_rows_of_linear_logprob() -> None:
-        """Sorted hidden states, and the way back of their gradients."""
+        """Gathered hidden states and the scatter of their gradients."""
         hidden, back = half(LAST, 1024), torch.randn(LAST, 1024)
         order = lambda x: (torch.arange(len(x)) % linear_logprob_backward.WGRAD_TOKENS).int()
         out = lambda x: torch.empty(x.shape, dtype=torch.float16)
@@ -213,7 +215,7 @@ else:
 
     @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=("copy engine", "without"))
     def test_attention(dtype: torch.dtype) -> None:
-        """The last sequences of a batch of many, forward, backward, and slots of a cache."""
+        """The last sequences of a large batch, forward and backward, and slots of a cache."""
         lens, h, d = (20, 12), 16, 64
         last = [torch.randn(sum(lens), h, d).to(dtype) for _ in range(4)]
 
@@ -235,7 +237,7 @@ else:
 
     @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=("copy engine", "without"))
     def test_attention_of_a_long_sequence(dtype: torch.dtype) -> None:
-        """Its end, of which a window sees the last keys: blocks and splits lie where they do in a short one."""
+        """The end of a long sequence, of which a window sees the last keys, as in a short sequence."""
         h, d, length, window = 16, 64, 192, 40
         last = [torch.randn(length, h, d).to(dtype) for _ in range(4)]
 
@@ -252,7 +254,7 @@ else:
 
     @pytest.mark.parametrize("far", ("pages", "tables"))
     def test_paged_attention(far: str) -> None:
-        """Pages far down a cache, and tables far down theirs."""
+        """Far pages of a cache, and far rows of block tables."""
         h, d, page, keys = 2, 64, 16, 60
         last, q = [half(4, page, h, d) for _ in range(2)], half(1, h, d)
         batch, pages = (1, FAR // (page * h * d) + 40) if far == "pages" else (300, 4)
@@ -270,19 +272,20 @@ else:
         for ours, expected in zip(found, alone, strict=True):
             assert_bitwise(ours[-1:], expected, far)
         if far == "pages":
-            k, _ = attention_pages.in_a_row(*caches, table, lens, 64, d)
-            assert_bitwise(k[:keys], last[0].view(-1, h, d)[:keys], "laid in a row")
+            k, _ = attention_pages.gather_pages(*caches, table, lens, 64, d)
+            assert_bitwise(k[:keys], last[0].view(-1, h, d)[:keys], "gathered")
 
     def test_pages_in_rows_far_apart() -> None:
-        h, d, page, batch, room = 2, 64, 16, 200, 1 << 17
-        k, table = half(4, page, h, d), torch.zeros(batch, room // page, dtype=torch.int32)
-        laid, _ = attention_pages.in_a_row(k, k, table, torch.full((batch,), page, dtype=torch.int32), room, d)
-        assert_bitwise(laid[-room:][:page], k[0], "in the last room")
+        h, d, page, batch, capacity = 2, 64, 16, 200, 1 << 17
+        k, table = half(4, page, h, d), torch.zeros(batch, capacity // page, dtype=torch.int32)
+        lens = torch.full((batch,), page, dtype=torch.int32)
+        gathered, _ = attention_pages.gather_pages(k, k, table, lens, capacity, d)
+        assert_bitwise(gathered[-capacity:][:page], k[0], "the last sequence")
 
     def test_adamw() -> None:
         def step(*tensors: Tensor) -> tuple[Tensor, ...]:
             w, g, m, v = tensors
-            adamw.adamw_([w], [g], [m], [v], [], None, 1e-3, 0.9, 0.99, 1e-8, 0.1, 3, True)
+            adamw.adamw_(AdamwInputs([w], [g], [m], [v], [], None, 1e-3, 0.9, 0.99, 1e-8, 0.1, 3, True))
             return tensors
 
         same(step, *(torch.rand(4096, 1) for _ in range(4)), what="adamw")

@@ -1,9 +1,9 @@
-"""linear, embedding and the kernels of a row in Triton's interpreter: right, and invariant to every schedule.
+"""linear, embedding and the row-wise kernels in Triton's interpreter: accurate, and independent of tiles and grids.
 
-The interpreter is chosen by an environment variable when a kernel is defined, so this file runs itself in a process
-of its own. Inside, a matrix product is numpy's, in numpy's order: tests that compare bits use numbers whose sums are
-exact, or one non-zero term a chunk, so that what is left to compare is the order of chunks, tiles and tokens. bf16 is
-left out: the interpreter truncates it.
+The interpreter is chosen by an environment variable when a kernel is defined, so this file runs its tests in a
+subprocess. Matrix products there are numpy's, in numpy's order, so tests that compare bits use exact sums or one
+non-zero term per chunk, and compare only the order of chunks, tiles and tokens. The interpreter truncates bf16, so it
+is not tested here.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ else:
                 total = total + dy[token].float()[:, None] * x[token].float()
             assert_bitwise(total, expected, "control: chunks descending")
 
-    def test_a_fresh_gradient_is_the_chain_itself() -> None:
+    def test_a_fresh_gradient_is_the_first_chain() -> None:
         grad = torch.full((16, 8), float("nan"))
         linear_grad.wgrad_(grad, torch.zeros(0, 16), torch.zeros(0, 8), True)
         assert_bitwise(grad, torch.zeros(16, 8), "no tokens")
@@ -188,7 +188,7 @@ else:
             )
         assert_bitwise(running, expected, "three chunks, then two of which one is shorter")
 
-    def test_a_large_n_alone_is_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_a_large_n_is_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(linear, "DGRAD_WHOLE", 64)
         monkeypatch.setattr(linear, "DGRAD_CHUNK", 32)
         dy, w = torch.zeros(2, 80), rand(1, 80, 16)
@@ -213,7 +213,7 @@ else:
     # ---- embedding, rms_norm, rope, swiglu ------------------------------------------------------
 
     def windowed(grad: Tensor, dy: Tensor, ids: Tensor, size: int = EMBEDDING_WINDOW) -> Tensor:
-        """The GPU's order: sums of windows of tokens, each an id's occurrences ascending, added ascending."""
+        """The GPU's order: an id's occurrences are added ascending inside a window of tokens, windows ascending."""
         for first in range(0, len(ids), size):
             part: dict[int, Tensor] = {}
             for i, row in zip(ids[first : first + size].tolist(), dy[first : first + size].float(), strict=True):
@@ -227,12 +227,12 @@ else:
         ids = torch.tensor([3, 1, 3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 1, 9])
         dy, ours = rand(0, 15, 600, dtype=dtype), rand(1, 10, 600)
         reference = windowed(ours.clone(), dy, ids)
-        for c in (600, 1300, 5):  # one block a row, several, and rows of few channels together
+        for c in (600, 1300, 5):  # one block per row, several, and several short rows per program
             weight = rand(2, 10, c, dtype=dtype)
             assert_bitwise(embedding.embedding(ids, weight), weight[ids], f"rows of {c}")
             assert_bitwise(embedding.embedding(ids[::2], weight.t().contiguous().t()), weight[ids[::2]], "strided")
         assert embedding.embedding(ids[:0], weight).shape == (0, 5)
-        for unknown in (-1, 10, 1 << 33):  # an assertion on a GPU; here it reads nothing
+        for unknown in (-1, 10, 1 << 33):  # an assertion on a GPU; no read here
             found = embedding.embedding(ids.clone().index_fill_(0, torch.tensor([7]), unknown), weight)
             assert_bitwise(found[:7], weight[ids[:7]], "rows in front of an id outside the vocabulary")
         strided = ours.clone()
@@ -241,14 +241,14 @@ else:
         embedding.embedding_wgrad_(strided, dy.t().contiguous().t(), ids)
         assert_bitwise(strided, reference, "strided gradient")
         ids[:6] = torch.tensor([0, 1, 2, 3, 5, 5])
-        few = embedding.embedding_wgrad(dy[:6], ids[:6], 10)  # the last program has a run, and places behind the last
+        few = embedding.embedding_wgrad(dy[:6], ids[:6], 10)  # the last program has a run and ends past the last place
         assert_bitwise(few, windowed(torch.zeros(10, 600), dy[:6], ids[:6]).to(dtype), "few tokens")
         expected = windowed(torch.zeros(10, 600), dy, ids).to(dtype)
         assert_bitwise(embedding.embedding_wgrad(dy, ids, 10), expected, "rounded once")
 
     @pytest.mark.parametrize("high", (1, 3, 100))
     def test_embedding_by_windows(high: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """High 1 and 3: ids that cover many windows, whose sums a kernel of their own computes."""
+        """With high = 1 and 3, ids are hot, so window_sums_kernel computes their sums."""
         tokens, cut = 140, 64
         monkeypatch.setattr(embedding, "EMBEDDING_WINDOW", 16)
         ids = torch.randint(0, high, (tokens,), generator=torch.Generator().manual_seed(high))
@@ -264,7 +264,7 @@ else:
 
     @pytest.mark.parametrize("high", (1, 3, 100))
     def test_embedding_adds_nothing_to_negative_zeros(high: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Sums of -0 alone stay -0, whatever the windows, micro-batches and unrolled places that nobody has."""
+        """Sums of only -0 stay -0 for all windows, micro-batches and masked places of an unrolled loop."""
         tokens = 140
         monkeypatch.setattr(embedding, "EMBEDDING_WINDOW", 16)
         ids = torch.randint(0, high, (tokens,), generator=torch.Generator().manual_seed(high))
@@ -304,12 +304,12 @@ else:
         assert_bitwise(alone, y, "rows alone")
 
     def zeros_of_both_signs(*shape: int, seed: int) -> torch.Tensor:
-        """Two thirds of them zeros."""
+        """Random numbers, two thirds of them zeros."""
         x = rand(seed, *shape)
         return x * (rand(seed + 1, *shape) > 0.4)
 
-    def test_zeros_have_the_definitions_signs() -> None:
-        """A difference from 0 has no -0, which the negative of a number may be."""
+    def test_signs_of_zeros() -> None:
+        """The negative of +0 is -0, but the difference 0 - 0 is +0."""
         x, dy, w = zeros_of_both_signs(9, 40, seed=0), zeros_of_both_signs(9, 40, seed=2), rand(4, 40)
         x[:3], dy[3:6] = x[:3] * 0.0, dy[3:6] * 0.0
         ours = rms_norm.rms_norm_dgrad(dy, None, x, w, 1e-6)
@@ -326,7 +326,7 @@ else:
 
     @pytest.mark.parametrize(("c", "dtype"), ((40, torch.float32), (130, torch.float16)))
     def test_rms_norm_gradients(c: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-        # The interpreter walks a tree's nodes one by one, so the tree is small; to bf16 it truncates.
+        # small, because the interpreter evaluates a tree node by node; it truncates to bf16
         tile = rms_norm._tile
         monkeypatch.setattr(rms_norm, "_tile", lambda c, size: (2, 4, tile(c, size)[2]))
         x, r, dy = (rand(i, 9, c, dtype=dtype) for i in range(3))
@@ -345,7 +345,7 @@ else:
 
     @pytest.mark.parametrize("chunks", (2, 3))
     def test_rms_norm_weight_gradient_by_chunks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Of a whole a program adds two leaves, of a piece one; of the last chunk's eight leaves five have rows.
+        # a program adds two leaves of the batch and one of a piece; five of the last chunk's eight leaves have rows
         chunk = 256
         rows = (chunks - 1) * chunk + 140
         monkeypatch.setattr(rms_norm, "WGRAD_TOKENS", chunk)
@@ -377,7 +377,7 @@ else:
 
     @pytest.mark.parametrize("d", (24, 32))
     def test_positions_outside_the_table_do_not_leave_it(d: int) -> None:
-        """A GPU cannot raise: such a token takes the first or the last row."""
+        """A GPU cannot raise, so such a token uses the first or the last row."""
         whole_table = torch.full((8192 + 8 * d,), torch.nan)
         table = whole_table[4096 : 4096 + 8 * d].view(8, d).copy_(rand(1, 8, d))
         q, k, w = rand(0, 6, 4, d), rand(2, 6, 2, d), rand(3, d)
@@ -390,7 +390,7 @@ else:
                 assert_bitwise(a, b, "outside and inside")
 
     def test_far_heads_and_rows_are_copied() -> None:
-        """Offsets inside a token, and inside a tile of rows, are 32-bit."""
+        """Offsets inside a token and inside a tile of rows have 32 bits."""
         near, far = (torch.empty_strided((2, 4, 8), s, device="meta") for s in ((8, 1 << 28, 1), (8, 1 << 29, 1)))
         assert rope.near_heads(near) is near and rope.near_heads(far).is_contiguous()
         near, far = (torch.empty_strided((2, 4, 8), (s, 8, 1), device="meta") for s in (1 << 23, 1 << 24))
@@ -413,7 +413,7 @@ else:
         packed = rand(0, 5, 12, 32, dtype=dtype)
         (q, k, v), wq, wk = packed.split((6, 3, 3), 1), rand(2, 32, dtype=dtype), rand(3, 32, dtype=dtype)
         given = (wq, wk, 1e-6, torch.tensor([0, 5, 2, 2, 7]), rand(1, 8, 32))
-        slots = torch.tensor([9, -1, 0, 15, 16])  # one padded, one beyond the cache
+        slots = torch.tensor([9, -1, 0, 15, 16])  # one padded, one past the cache
         cache = rand(4, 4, 4, 3, 64, dtype=dtype)
         keys, values = cache.split(32, 3) if halves else (x.contiguous() for x in cache.split(32, 3))
         wanted = keys.clone(), values.clone()

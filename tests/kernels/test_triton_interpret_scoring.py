@@ -1,6 +1,6 @@
-"""logprob, linear_logprob and sample in Triton's interpreter, on CPU tensors: right, and the same in every way.
+"""logprob, linear_logprob and sample in Triton's interpreter: accurate, and independent of kernels and tiles.
 
-As in test_triton_interpret.py: a process of its own, numbers whose sums are exact, no bf16 products.
+As in test_triton_interpret.py, tests run in a subprocess with exact sums and without bf16 products.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ else:
     options = pytest.mark.parametrize("temperature,masked", ((False, False), (True, True)))
 
     @pytest.mark.parametrize("dtype,filtered,more", ((torch.float32, False, 0), (torch.float16, True, 13)))
-    def test_logprob_in_both_ways(
+    def test_logprob_by_both_kernels(
         dtype: torch.dtype, filtered: bool, more: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A row a program against a few tiles a program; with 13 entries more no load is a vector."""
+        """One row per program against a few tiles per program; with 13 more entries no load is vectorised."""
         v = 32 * VOCAB_TILE + 32 + more
         logits = rand(0, 3, v, dtype=dtype) * 4
         logits[0, VOCAB_TILE : 2 * VOCAB_TILE + 5] = -torch.inf
@@ -77,7 +77,7 @@ else:
         monkeypatch.setattr(logprob, "TILES_FROM", 1)
         monkeypatch.setattr(logprob, "SHARE_GROUPS", 1)
         reference = logprob_reference.logprob(logits, targets, inverse, kept)
-        for part in (4, 2, 1):  # of three rows none, the last one, and all are cut into shares
+        for part in (4, 2, 1):  # none, the last one, or all of three rows are cut into shares
             monkeypatch.setattr(logprob, "SHARED_PART", part)
             rows = logprob.logprob(logits, targets, inverse, kept)
             for name, a, b, r in zip(("logp", "entropy", "lse", "stats"), tiles, rows, reference, strict=True):
@@ -112,8 +112,8 @@ else:
         tl.store(out + 2 * G + i, e)
 
     @pytest.mark.parametrize("v", (4 * VOCAB_TILE, 3 * VOCAB_TILE + 32))
-    def test_pairs_of_bf16_have_the_statistics_of_numbers(v: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With the instruction that takes the larger of two pairs written out."""
+    def test_packed_bf16_has_the_same_statistics(v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The packed kernel, with its max.NaN.bf16x2 instruction emulated."""
         monkeypatch.setattr(logprob, "larger_pair", larger_pair)
         logits, inverse = (rand(0, v) * 4).bfloat16(), rand(1, 4).abs()
         logits[5], logits[VOCAB_TILE : 2 * VOCAB_TILE] = torch.nan, -torch.inf
@@ -218,10 +218,8 @@ else:
 
     @pytest.mark.parametrize("tokens", (1, 15, 16, 70, 230))
     @pytest.mark.parametrize("masked", (False, True))
-    def test_tokens_without_a_gradient_go_behind_the_others(
-        tokens: int, masked: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """In groups of 16, each block's last may be a short one; their hidden states are never read."""
+    def test_tokens_without_a_gradient_go_last(tokens: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Groups of 16 tokens move; the last one of a block may be short. Their hidden states are never read."""
         v, block = 40, 112
         monkeypatch.setattr(linear_logprob_backward, "WGRAD_TOKENS", block)
         x, w, g = whole(0, tokens, 24) / 8, whole(1, v, 24) / 8, rand(2, tokens)
@@ -230,12 +228,12 @@ else:
         if masked:
             kept = torch.full((tokens, 2), -1, dtype=torch.int32)
             kept[::5, 0] = ~(1 << 3)
-            targets[7::9] = v + 5  # outside the vocabulary, where the mask has bits to spare
+            targets[7::9] = v + 5  # outside the vocabulary, but inside the last word of the mask
         _, entropy, _, stats = linear_logprob.linear_logprob(x, w, targets, None, kept)
         has = g != 0
         if kept is not None:
             has &= ~((torch.arange(tokens) % 5 == 0) & (targets == 3)) & (targets < v)
-        made = linear_logprob_rows.rows_of(targets, kept, stats, g, None, v, block)
+        made = linear_logprob_rows.row_order(targets, kept, stats, g, None, v, block)
         for i in range(-(-tokens // block)):
             here = has[i * block : (i + 1) * block]
             groups = list(torch.arange(len(here)).split(16))
@@ -259,7 +257,7 @@ else:
         products = linear_logprob.ANCHORS._replace(
             **{name.removesuffix("_block"): noted(name) for name in ("dz_block", "dhidden_block", "dweight_block")}
         )
-        # Sums that know nothing of their row, which a matrix library's do not promise.
+        # sums that do not depend on the row, which a matrix library does not guarantee
         monkeypatch.setattr("numpy.matmul", lambda a, b, dtype: numpy.einsum("ik,kj->ij", a, b).astype(dtype))
         for grad in (None, rand(3, v, 24)):
             run = functools.partial(linear_logprob_backward.gradients, products)
@@ -302,7 +300,7 @@ else:
         assert refused
         tile = linear_grad.ascending_tile(4, 32, 4, 3)
         assert tile.split == 3
-        with pytest.raises(torch.OutOfMemoryError):  # a schedule's tile: its anchor runs
+        with pytest.raises(torch.OutOfMemoryError):  # with a schedule's tile, whose dispatcher then runs the anchor
             linear_grad.ascending(a, b, torch.zeros(4, 32), 32, start=start, tile=tile)
 
     @pytest.mark.parametrize("tokens", (20, 70, 520))
@@ -336,7 +334,7 @@ else:
     @pytest.mark.parametrize("bad", (torch.nan, torch.inf, -torch.inf))
     @pytest.mark.parametrize("filtered", (False, True))
     def test_a_bad_row_gives_a_token_of_the_vocabulary(bad: float, filtered: bool) -> None:
-        """Undefined, but an id that the next step can look up."""
+        """The token is undefined, but the next step can look it up."""
         logits = rand(0, 3, 2100)
         logits[0], logits[1, ::2] = bad, bad
         rest = (torch.arange(3), torch.arange(3), torch.ones(3))
@@ -345,7 +343,7 @@ else:
         assert tokens.min() >= 0 and tokens.max() < 2100
 
     def test_sample_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-        """More than one block of thresholds and of words, rows that lie apart, and settings that make no sense."""
+        """Several blocks of thresholds and words, strided rows, and invalid settings."""
         logits = rand(0, 4, 8300)[:, :8230]
         seeds, positions = torch.tensor([1, -5, 2**40 + 3, 7]), torch.tensor([0, 1, 2**33, 4])
         rest = (torch.tensor([1.0, 0.0, 0.5, 2.0]), torch.tensor([30, 2, 8229, 0], dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Launches of `direct` kernels: what reaches Triton's launcher, against what Triton itself hands over. No GPU."""
+"""Launches of `direct` kernels pass Triton's launcher the same arguments as Triton does. No GPU needed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Launcher:
         self._record(x, y, z, function, packed, rest[3:])  # behind metadata and two hooks
 
     def launch(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
-        cooperative, early, scratch, profile, packed, metadata, enter, leave, *args = rest
-        assert (cooperative, early) == (self.launch_cooperative_grid, self.launch_pdl)
+        cooperative, pdl, scratch, profile, packed, metadata, enter, leave, *args = rest
+        assert (cooperative, pdl) == (self.launch_cooperative_grid, self.launch_pdl)
         assert scratch is profile is metadata is enter is leave is None
         self._record(x, y, z, function, packed, args)
 
@@ -39,7 +39,7 @@ class Launcher:
 
 
 class Driver:
-    """As much of a driver as compiling for an H100 takes."""
+    """The part of a driver that compiling for an H100 needs."""
 
     def get_current_device(self) -> int:
         return 0
@@ -64,7 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return Launcher.calls
 
 
-def test_a_second_launch_hands_over_what_triton_does(
+def test_a_cached_launch_passes_the_arguments_of_triton(
     calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(6, 256, dtype=torch.bfloat16)
@@ -78,7 +78,7 @@ def test_a_second_launch_hands_over_what_triton_does(
         for e in (1e-6, 1e-5)
     ]
     run = lambda: [rms_norm._forward(*each) for each in arguments]
-    kept = [run(), run()]  # the results, so that no address is given out twice
+    kept = [run(), run()]  # keeps the results alive, so that no address is reused
     direct_calls = calls[len(arguments) :]
     calls.clear()
     monkeypatch.setattr(launch, "_read", lambda args, key: None)  # Triton launches
@@ -93,7 +93,7 @@ def test_a_second_launch_hands_over_what_triton_does(
         ]
 
 
-def test_numbers_that_triton_builds_in_are_kernels_of_their_own(calls: list[tuple[Any, ...]]) -> None:
+def test_specialised_integers_have_their_own_kernels(calls: list[tuple[Any, ...]]) -> None:
     best, token, out = torch.zeros(64), torch.zeros(64, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     for _ in range(2):
         for programs in (1, 2, 3, 16, 32):
@@ -103,7 +103,7 @@ def test_numbers_that_triton_builds_in_are_kernels_of_their_own(calls: list[tupl
     assert len(calls) == 10 and [c[5][3] for c in calls] == [1, 2, 3, 16, 32] * 2
 
 
-def test_unknown_arguments_and_listeners_leave_it_to_triton(
+def test_triton_launches_with_unknown_arguments_or_hooks(
     calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(2, 512, dtype=torch.bfloat16)

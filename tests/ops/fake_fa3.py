@@ -14,12 +14,13 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.kernels import verdicts
-from rlkernel.kernels.cuda import attention_fa3
+from rlkernel.kernels.cuda import attention_fa3, fa3_library
+from rlkernel.kernels.cuda.fa3_library import Library
 
 Change = Callable[[bool, int, int], float]  # (paged, longest query, sequences) -> factor of the scale
 
 
-def fake(change: Change = lambda paged, longest, batch: 1 + 2**-6) -> attention_fa3.Library:
+def fake(change: Change = lambda paged, longest, batch: 1 + 2**-6) -> Library:
     """Exact where `change` is constant; another factor of the scale stands for another order."""
 
     def dense(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float):
@@ -36,26 +37,24 @@ def fake(change: Change = lambda paged, longest, batch: 1 + 2**-6) -> attention_
             out, lse = ops.paged_attention(q, k, v, table, cu_q, lens, **sizes)
         return out, lse.t().contiguous()
 
-    return attention_fa3.Library(dense, paged, {"flash_attention_3": "fake 1"}, "cpu")
+    return Library(dense, paged, {"flash_attention_3": "fake 1"}, "cpu")
 
 
-def install(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, library: attention_fa3.Library | str | None = None
-) -> attention_fa3.Library | str:
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, library: Library | str | None = None) -> Library | str:
     """Makes `library` (default the exact fake; a text: the reason why there is none) the installed one."""
     library = fake() if library is None else library
     for name, value in {
-        "find": lambda: library,
         "LENGTHS": (70, 1, 9),
         "QUERIES": (1, 2, 40),
         "ENDS": (200, 12),
         "LAUNCHED_FOR": 128,
     }.items():
         monkeypatch.setattr(attention_fa3, name, value)
+    monkeypatch.setattr(fa3_library, "find", lambda: library)
     monkeypatch.setattr(verdicts, "verdict_dir", lambda: folder / "schedules")
     monkeypatch.setattr(attention_fa3, "_settled", {})
     monkeypatch.setattr(attention_fa3, "_verdicts", {})
     return library
 
 
-SHAPE = attention_fa3.Shape(-1, torch.bfloat16, 4, 2, 8, 4)
+SHAPE = attention_fa3.FA3Shape(-1, torch.bfloat16, 4, 2, 8, 4)

@@ -1,4 +1,4 @@
-"""adamw_ and grad_norm: torch's AdamW, the same bits however tensors are grouped, skipped where not finite."""
+"""adamw_ and grad_norm: torch's AdamW, same bits for any grouping of tensors, updates skipped if not finite."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ kinds = st.sampled_from([(g, p) for g in DTYPES for p in DTYPES])
 
 
 class State:
-    """Parameters, gradients, moments and masters of the given sizes, seeded tensor by tensor."""
+    """Parameters, gradients, moments and masters of the given sizes, seeded per tensor."""
 
     def __init__(
         self, sizes: Sequence[int], grad: torch.dtype = torch.float32, param: torch.dtype = torch.float32, seed: int = 0
@@ -57,7 +57,7 @@ def assert_same_state(ours: State, theirs: State, what: str) -> None:
 
 
 def both(sizes: Sequence[int], run: Callable[[State], None], **options: Any) -> tuple[State, State]:
-    """`run` on two equal states, the second on stock ops."""
+    """Results of `run` on two equal states, the second with stock ops."""
     ours, stock = State(sizes, **options), State(sizes, **options)
     run(ours)
     with ops.stock():
@@ -69,7 +69,7 @@ def both(sizes: Sequence[int], run: Callable[[State], None], **options: Any) -> 
 
 
 def truth(state: State, steps: int, scale: float, lr: float, betas: tuple[float, float], decay: float) -> None:
-    """`steps` updates of the masters and moments, which are fp64, with the published formulas."""
+    """`steps` updates of fp64 masters and moments with the published formulas."""
     for step in range(1, steps + 1):
         for w, grad, m, v in zip(state.masters, state.grads, state.exp_avgs, state.exp_avg_sqs, strict=True):
             g = grad.double() * scale
@@ -105,7 +105,7 @@ def test_it_is_adamw(sizes: list[int], kind: Any, betas: tuple[float, float], de
 
 
 def test_a_small_weight_decay_is_not_lost() -> None:
-    """lr * weight_decay = 1e-8: torch's factor 1 - 1e-8 is 1 in fp32; the sum of decay and step still feels it."""
+    """lr * weight_decay = 1e-8: torch's factor 1 - 1e-8 is 1 in fp32, but the sum of decay and step keeps it."""
     decayed, plain = (State([20_000], seed=1) for _ in range(2))
     for state, decay in ((decayed, 0.01), (plain, 0.0)):
         state.masters[0].abs_().add_(1.0)
@@ -134,7 +134,7 @@ def test_the_norm_is_exact_to_fp64(sizes: list[int], dtype: torch.dtype, size: f
         assert square == pytest.approx(math.fsum(x * x for x in g.double().tolist()), rel=1e-13)
 
 
-def test_the_scale_clips_and_takes_the_losss_scale_out() -> None:
+def test_the_scale_clips_and_divides_by_the_loss_scale() -> None:
     grads = [torch.full((9,), 40.0), torch.full((16,), -30.0)]
     norm = math.sqrt(9 * 1600 + 16 * 900)
     plain = ops.grad_norm(grads)
@@ -166,7 +166,7 @@ def test_reference_equals_cpp() -> None:
 
     def run(kind: Any, betas: tuple[float, float], wild: bool) -> list[Tensor]:
         state = State(sizes, *kind)
-        if wild:  # exponents over most of the range, denormals and zeros among them
+        if wild:  # exponents over most of the range, with denormals and zeros
             for tensors in (state.masters, state.exp_avgs, state.exp_avg_sqs, state.grads):
                 for i, t in enumerate(tensors):
                     t.mul_(torch.exp2((rand(i, *t.shape) * 40).clamp(-130, 60)).to(t.dtype))
@@ -189,7 +189,7 @@ def test_reference_of_a_long_norm_equals_cpp() -> None:
     )  # a second row of segments
     grads = [long, rand(1, NORM_SEGMENT, dtype=torch.bfloat16)]
     assert_reference_equal(lambda: ops.grad_norm(grads, max_norm=3.0), "norm of several segments")
-    for seed in range(150):  # torch's root in fp64 is off by one ulp for some of them
+    for seed in range(150):  # torch's fp64 square root is off by one ulp for some seeds
         assert_reference_equal(lambda s=seed: ops.grad_norm([rand(s, 7)], max_norm=1.0), f"norm of seed {seed}")
 
 
@@ -197,7 +197,7 @@ def test_reference_of_a_long_norm_equals_cpp() -> None:
 
 
 def check_grouping(sizes: Sequence[int], groups: Sequence[Sequence[int]], kind: Any, seed: int) -> None:
-    """The same bits in one call, and in a call a group in any order."""
+    """The same bits in one call, and in one call per group in any order."""
     options = {"betas": (0.9, 0.95), "scale": torch.tensor(0.7), "zero_grad": True}
     whole, parts = State(sizes, *kind, seed=seed), State(sizes, *kind, seed=seed)
     whole.update(3, **options)
@@ -232,7 +232,7 @@ def test_chunking_of_a_tensor_is_free(data: Any, size: int, seed: int) -> None:
 
 
 def test_grouping_control() -> None:
-    """The comparison sees one gradient an ulp away, and stock ops in place of ours."""
+    """Control: the comparison detects one ulp in one gradient, and stock ops."""
     ours, other = State([300, 500]), State([300, 500])
     other.grads[1][123] = torch.nextafter(other.grads[1][123], torch.tensor(torch.inf))
     ours.update(1)
@@ -243,7 +243,7 @@ def test_grouping_control() -> None:
 
 
 def fold(squares: Sequence[float]) -> float:
-    """The norm's last sum, by hand: tensor i in lane i mod SEGMENT, lanes by neighbours."""
+    """The norm's last sum: tensor i goes to lane i mod SEGMENT, a tree of neighbours adds the lanes."""
     lanes = [0.0] * SEGMENT
     for i, square in enumerate(squares):
         lanes[i % SEGMENT] += square
@@ -253,7 +253,7 @@ def fold(squares: Sequence[float]) -> float:
 
 
 def check_norm_grouping(sizes: Sequence[int], dtypes: Sequence[torch.dtype], groups: Any, seed: int) -> None:
-    """A tensor's sum of squares does not depend on who is with it, and the norm on the sums alone."""
+    """A tensor's sum of squares does not depend on the other tensors, and the norm depends only on the sums."""
     grads = [g.to(dtypes[i % len(dtypes)]) for i, g in enumerate(State(sizes, seed=seed).grads)]
     whole = ops.grad_norm(grads)
     for group in groups:
@@ -269,7 +269,7 @@ def test_grouping_of_gradients_is_free(data: Any, sizes: list[int], dtypes: list
 
 
 def test_norm_grouping_control() -> None:
-    """Stock's norm is another number, and one tensor cut in two is another sum: neither passes unseen."""
+    """Control: stock's norm differs, and so does the sum of a tensor that is cut in two."""
     groups = [[1, 0], [2]]
     check_norm_grouping([5000, 3000, 70_000], DTYPES, groups, 1)
     with ops.stock():
@@ -416,7 +416,7 @@ def test_tensors_without_memory() -> None:
 
 @pytest.fixture
 def sharded() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Makes a tensor a DTensor of one process, as FSDP2's parameters are."""
+    """Makes a tensor a DTensor of one process, like FSDP2's parameters."""
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
         from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh

@@ -1,7 +1,6 @@
-"""adamw_ and grad_norm in Triton without a GPU: the bits of the definition under the interpreter.
+"""adamw_ and grad_norm in Triton's interpreter: the bits of the reference, without a GPU.
 
-The interpreter rounds the product of an fma; the correctly rounded one takes its place here. What is compiled ahead of
-time: tests/kernels/test_triton_aot.py.
+The interpreter rounds the product of an fma, so these tests replace it by a correctly rounded fma.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ else:
 
     def test_norm() -> None:
         mixed = lambda: [t for d in (torch.float32, torch.float16) for t in State(SIZES, d).grads]
-        offset = State([1001], torch.float32).grads[0][1:]  # not at a multiple of 16 bytes
+        offset = State([1001], torch.float32).grads[0][1:]  # not 16-byte aligned
         long = State([2 * NORM_SEGMENT + 5 * SEGMENT + 3, 9], torch.float32).grads
         for grads in (mixed(), [offset], long):
             for options in ({}, {"max_norm": 0.5}, {"max_norm": 1e9, "loss_scale": torch.tensor(64.0)}):

@@ -199,8 +199,8 @@ def test_keeping_everything_and_temperature_one_change_nothing() -> None:
 @pytest.mark.parametrize(
     "value,said",
     (
-        (1e-45, r"0, or so near to it that 1/T is not finite in fp32"),
-        (0.0, r"0, or so near to it that 1/T is not finite in fp32"),
+        (1e-45, r"0, or so small that 1/T is not finite in fp32"),
+        (0.0, r"0, or so small that 1/T is not finite in fp32"),
         (-2.0, r"-2\.0"),
         (math.inf, r"inf"),
     ),

@@ -1,4 +1,4 @@
-"""policy_loss: right against fp64 autograd for every form, invariant to packing, exact where tokens do not count."""
+"""policy_loss: accurate against fp64 autograd in every form, invariant to packing, exact for masked tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NORMALIZED_BY_TOKENS = ("bnpo", "dapo", "cispo")
 
 
 class Batch:
-    """Random packed log-probabilities of sequences of the given lengths, seeded sequence by sequence."""
+    """Random packed log-probabilities of sequences of the given lengths, seeded per sequence."""
 
     def __init__(self, sizes: list[int], seed: int = 0, masked: bool = True, spread: float = 0.3) -> None:
         self.sizes, self.seeds = sizes, [seed * 1000 + i for i in range(len(sizes))]
@@ -219,7 +219,7 @@ def test_values_by_hand() -> None:
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_on_policy_gradient_is_the_policy_gradient(loss_type: str) -> None:
-    """With old_logp = logp every ratio is exactly 1, and all forms have the gradient -A times their weight."""
+    """With old_logp = logp every ratio is exactly 1, so the gradient of every form is -A times its weight."""
     batch = Batch([5, 9, 2], seed=4, masked=False)
     logp = batch.logp.clone().requires_grad_()
     out = ops.policy_loss(
@@ -261,7 +261,7 @@ def test_reference_equals_cpp(loss_type: str, ratio_level: str) -> None:
 
 
 def check_position(batch: Batch, order: list[int], **options: Any) -> None:
-    """Gradients of a sequence do not depend on where it sits or who is with it, under a fixed normalizer."""
+    """With a fixed normalizer, gradients of a sequence depend on neither its position nor the other sequences."""
     whole = batch.run(normalizer=64.0, **options)
     other = batch.reordered(order)
     moved = other.run(normalizer=64.0, **options)
@@ -400,7 +400,7 @@ CONSTANTS = ("old_logp", "advantages", "ref_logp", "rollout_logp", "normalizer")
 
 
 def with_all_constants() -> tuple[dict[str, Any], Tensor]:
-    """Arguments of a call, and the entropy among them."""
+    """Arguments of a call with an entropy."""
     batch = Batch([6, 3], seed=11)
     logp, entropy = batch.logp.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     names = ("old_logp", "advantages", "cu_seqlens", "ref_logp", "rollout_logp")
@@ -410,7 +410,7 @@ def with_all_constants() -> tuple[dict[str, Any], Tensor]:
 
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_constants_that_ask_for_a_gradient_are_refused(name: str) -> None:
-    """Their share would be left out of it in silence; where none is recorded the call is as good as any."""
+    """Their gradient would silently be missing; without grad mode the call is valid."""
     given, _ = with_all_constants()
     expected = ops.policy_loss(**given).loss
     given[name] = given[name].clone().requires_grad_()
@@ -440,13 +440,13 @@ def test_entropy_and_statistics_get_no_gradient_and_upstream_scales() -> None:
     out = ops.policy_loss(**given)
     assert not any(value.requires_grad for value in out.stats.values())
     out.loss.backward()
-    assert entropy.grad is None  # entropy_coef is 0: the entropy's own backward is skipped
+    assert entropy.grad is None  # entropy_coef is 0, so the entropy's backward is skipped
     assert_bitwise(batch.run(upstream=4.0)["dlogp"], batch.run()["dlogp"] * 4.0, "scaled upstream gradient")
 
 
 @pytest.mark.parametrize("upstream", (1.0, 4.0))
 def test_a_graph_that_is_kept_gives_the_same_gradients_again(upstream: float) -> None:
-    """Backward gives its own buffer away and scales it in place: a second pass must not see that."""
+    """Backward returns its buffer, scaled in place; a second pass must not see that."""
     batch = Batch([6, 3], seed=13)
     logp, entropy = batch.logp.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     out = ops.policy_loss(logp, batch.old_logp, batch.advantages, batch.cu_seqlens, entropy=entropy, entropy_coef=0.1)
@@ -463,7 +463,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(upstream: float) ->
 
 @pytest.mark.parametrize("what", ("borders", "borders and advantages", "all"))
 def test_compiles_with_dynamic_shapes(what: str) -> None:
-    """Dynamo answers `in` with False where a length is a symbol."""
+    """Dynamo evaluates `in` to False if a length is symbolic."""
     torch.compiler.reset()
     run = lambda logp, old, advantages, cu: ops.policy_loss(logp, old, advantages, cu).loss
     fn = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True if what == "all" else None)
@@ -508,7 +508,7 @@ def test_opcheck_and_compile() -> None:
     assert_bitwise(x.grad, y.grad, "compiled gradient")
     for name, value in eager.stats.items():
         assert_bitwise(traced.stats[name], value, f"compiled {name}")
-    for coef in (0.1, 0.2):  # the second makes the number a symbol
+    for coef in (0.1, 0.2):  # the second value makes the number symbolic
         options = {"ref_logp": batch.ref_logp, "entropy": batch.entropy, "kl_coef": coef, "entropy_coef": coef}
         assert_bitwise(fn(x, *rest, **options).loss, ops.policy_loss(y, *rest, **options).loss, f"compiled, {coef}")
 
@@ -569,7 +569,7 @@ def test_max_completion_length_is_a_count_of_tokens(loss_type: str, length: Any,
 
 @pytest.mark.parametrize("loss_type", ("dr_grpo", "grpo"))
 def test_max_completion_length_is_checked_under_compile(loss_type: str) -> None:
-    """As a constant, and once other lengths have made it a symbol."""
+    """As a constant, and as a symbol after calls with other lengths."""
     batch = Batch([6, 3])
     options = (batch.logp, batch.old_logp, batch.advantages, batch.cu_seqlens)
     run = lambda n: ops.policy_loss(*options, loss_type=loss_type, max_completion_length=n).loss

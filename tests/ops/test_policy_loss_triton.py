@@ -1,4 +1,4 @@
-"""policy_loss in Triton without a GPU: right and invariant under the interpreter, compiled for every GPU family."""
+"""policy_loss in Triton without a GPU: accurate and invariant in the interpreter, compiled for every GPU family."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 if os.environ.get("TRITON_INTERPRET") != "1":
+    from aot import SHARED_LIMIT, compile_variant, variants
     from triton_interpreter import run
-
-    from rlkernel.kernels.triton.aot import SHARED_LIMIT, compile_variant, variants
 
     def test_in_the_interpreter() -> None:
         run(__file__)
@@ -53,8 +52,8 @@ else:
         assert_matches(Batch([4, 9], seed=2, masked=False, spread=1.0), clip_low=math.inf)
 
     @pytest.mark.parametrize("level", ("token", "sequence"))
-    def test_two_vectors_alone(level: str) -> None:
-        """Without the optional ones two steps load at a time; a normaliser that is a tensor divides on the device."""
+    def test_without_optional_vectors(level: str) -> None:
+        """Without the optional vectors two steps are prefetched; a tensor normalizer divides on the device."""
         batch = Batch([70, 0, 33, 1], seed=7)
         bare = dict.fromkeys(("ref_logp", "entropy", "rollout_logp"))
         for normalizer in (None, torch.tensor(9.0)):
@@ -84,7 +83,7 @@ else:
             for name, value in batch.run(**EXTRAS, normalizer=normalizer).items():
                 assert not value.any(), f"{name} is {value} where nothing counts"
 
-    def test_borders_that_are_wrong() -> None:
+    def test_invalid_cu_seqlens() -> None:
         batch = Batch([5, 4], seed=6, masked=False)
         for borders in ([0, 5, 8], [1, 5, 9], [0, 12, 9]):
             batch.cu_seqlens = torch.tensor(borders, dtype=torch.int32)

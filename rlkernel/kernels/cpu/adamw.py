@@ -7,40 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.adamw import coefficients
+from rlkernel.kernels.adamw import AdamwInputs, coefficients
 from rlkernel.kernels.cpu.library import CPU, FLOATS, code, function, pointer, threads
 
 
-def adamw_(
-    masters: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    params: list[Tensor],
-    scale: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    zero_grad: bool,
-) -> None:
-    near_mean, *numbers = coefficients(lr, beta1, beta2, eps, weight_decay, step)
+def adamw_(x: AdamwInputs) -> None:
+    near_mean, *numbers = coefficients(x)
     tables = (
-        _sizes(masters),
-        _pointers(masters),
-        _pointers(grads),
-        _codes(grads),
-        _pointers(exp_avgs),
-        _pointers(exp_avg_sqs),
-        _pointers(params) if params else None,
-        _codes(params) if params else None,
-        scale,
+        _sizes(x.masters),
+        _pointers(x.masters),
+        _pointers(x.grads),
+        _codes(x.grads),
+        _pointers(x.exp_avgs),
+        _pointers(x.exp_avg_sqs),
+        _pointers(x.params) if x.params else None,
+        _codes(x.params) if x.params else None,
+        x.scale,
         torch.tensor(numbers, **FLOATS),
     )
     function("rlk_adamw", "p" * 10 + "liii")(
-        *(pointer(t) for t in tables), len(masters), near_mean, zero_grad, threads()
+        *(pointer(t) for t in tables), len(x.masters), near_mean, x.zero_grad, threads()
     )
 
 

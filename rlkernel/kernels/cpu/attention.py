@@ -11,7 +11,7 @@ from rlkernel.kernels.reference.attention import check_keys, check_pages, check_
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [n, heads, D] with contiguous rows of heads; a slice of a fused projection passes as it is."""
+    """x [n, heads, D], copied unless the heads of a row are contiguous, as in a slice of a fused projection."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -27,7 +27,7 @@ def _forward(
     window: int | None,
     split: int,
 ) -> tuple[Tensor, Tensor]:
-    """Dense where page is 0 (seqlens_k are then cumulative), else paged; strides of k and v are those of a token."""
+    """Dense if page is 0 (seqlens_k are then cumulative), otherwise paged."""
     q = _rows(q)
     t, h, d = q.shape
     out, lse = torch.empty(t, h, d, dtype=q.dtype, device=CPU), torch.empty(t, h, dtype=torch.float32, device=CPU)

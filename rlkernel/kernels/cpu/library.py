@@ -1,4 +1,4 @@
-"""Calls into the C++ library: pointers, dtype codes and the thread count, checked once at this border."""
+"""Calls into the C++ library: functions, pointers, dtype codes and the number of threads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 CPU = torch.device("cpu")
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
-"""What a kernel writes is allocated with both: torch's default dtype and device are the user's to change."""
+"""Explicit dtype and device of every allocation, because users may change torch's defaults."""
 
 _LETTERS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
 
 @functools.cache
 def function(name: str, signature: str) -> Any:
-    """C function of the CPU library. `signature` has a letter an argument: p pointer, l int64, i int32, f float."""
+    """C function of the CPU library. `signature`, one letter per argument: p pointer, l int64, i int32, f float."""
     fn = getattr(build.cpu_library(), name)
     fn.argtypes = [_LETTERS[letter] for letter in signature]
     fn.restype = None
@@ -38,7 +38,7 @@ def code(dtype: torch.dtype) -> int:
     """dtype code of the C interface.
 
     Raises:
-        TypeError: the CPU kernels do not compute in this dtype.
+        TypeError: the CPU kernels do not support the dtype.
     """
     try:
         return DTYPE_CODES[dtype]

@@ -10,6 +10,8 @@ from rlkernel.kernels.policy_loss import (
     COUNTS,
     KL_TYPES,
     STATS,
+    Outputs,
+    PolicyLossInputs,
     check_cu_seqlens,
     divides_by_tokens,
     form_code,
@@ -17,55 +19,33 @@ from rlkernel.kernels.policy_loss import (
 )
 
 
-def policy_loss(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    mask: Tensor | None,
-    ref_logp: Tensor | None,
-    entropy: Tensor | None,
-    rollout_logp: Tensor | None,
-    normalizer: Tensor | None,
-    loss_type: str,
-    sequence_ratio: bool,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float | None,
-    kl_coef: float,
-    kl_type: str,
-    entropy_coef: float,
-    tis_cap: float | None,
-    divisor: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if divisor is not None:
-        normalizer = torch.tensor(divisor, **FLOATS)
-    tokens = logp.shape[0]
-    batch = len(check_cu_seqlens(cu_seqlens, tokens)) - 1
-    vectors = [
-        None if x is None else x.contiguous()
-        for x in (logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, normalizer)
-    ]
+def policy_loss(x: PolicyLossInputs) -> Outputs:
+    if x.divisor is not None:
+        x = x._replace(normalizer=torch.tensor(x.divisor, **FLOATS))
+    tokens = x.logp.shape[0]
+    batch = len(check_cu_seqlens(x.cu_seqlens, tokens)) - 1
+    tensors = [None if t is None else t.contiguous() for t in x[:9]]
     flags = torch.tensor(
         [
-            advantages.shape[0] != batch,
-            form_code(loss_type),
-            KL_TYPES.index(kl_type),
-            sequence_ratio,
-            sequence_mean(loss_type),
-            divides_by_tokens(loss_type),
+            x.advantages.shape[0] != batch,
+            form_code(x.loss_type),
+            KL_TYPES.index(x.kl_type),
+            x.sequence_ratio,
+            sequence_mean(x.loss_type),
+            divides_by_tokens(x.loss_type),
         ],
         dtype=torch.int32,
         device=CPU,
     )
-    dual = float("inf") if clip_dual is None else clip_dual
-    scalars = torch.tensor([1.0 - clip_low, 1.0 + clip_high, dual, kl_coef, entropy_coef, tis_cap or 0.0], **FLOATS)
+    dual = float("inf") if x.clip_dual is None else x.clip_dual
+    scalars = torch.tensor(
+        [1.0 - x.clip_low, 1.0 + x.clip_high, dual, x.kl_coef, x.entropy_coef, x.tis_cap or 0.0], **FLOATS
+    )
     loss, dlogp = torch.empty((), **FLOATS), torch.empty(tokens, **FLOATS)
-    has_bonus = entropy is not None and entropy_coef != 0.0
-    dentropy = torch.empty(tokens, **FLOATS) if has_bonus else None
+    dentropy = torch.empty(tokens, **FLOATS) if x.has_bonus else None
     stats, counts = torch.empty(len(STATS), **FLOATS), torch.empty(len(COUNTS), dtype=torch.int64, device=CPU)
     function("rlk_policy_loss", "p" * 16 + "li")(
-        *(pointer(x) for x in (*vectors, flags, scalars, loss, dlogp, dentropy, stats, counts)), batch, threads()
+        *(pointer(t) for t in (*tensors, flags, scalars, loss, dlogp, dentropy, stats, counts)), batch, threads()
     )
     dentropy = torch.empty(0, **FLOATS) if dentropy is None else dentropy
     return loss, dlogp, dentropy, torch.ones((), **FLOATS), stats, counts

@@ -1,17 +1,11 @@
-"""qk_norm_rope on the CPU: the two C++ kernels one after the other."""
+"""qk_norm_rope on the CPU: the C++ kernel of rms_norm, then that of rope."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import functools
 
 from rlkernel.kernels.cpu.rms_norm import rms_norm
 from rlkernel.kernels.cpu.rope import rope
+from rlkernel.kernels.reference.qk_norm_rope import norm_then_rope
 
-
-def qk_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    d = q.shape[2]
-    q_normed = rms_norm(q.reshape(-1, d), q_weight, eps).view(q.shape)
-    k_normed = rms_norm(k.reshape(-1, d), k_weight, eps).view(k.shape)
-    return rope(q_normed, k_normed, positions, cos_sin, False)
+qk_norm_rope = functools.partial(norm_then_rope, rms_norm, rope)

@@ -1,6 +1,6 @@
-"""cuBLASLt without split-K for the matrix products: which algorithms there are, and how one is launched.
+"""Matrix products through cuBLASLt without split-K: selects an algorithm and launches it.
 
-The bridge is csrc/cuda/linear_cublaslt.cpp, built on first use; it calls the library that torch has loaded.
+The bridge is csrc/cuda/linear_cublaslt.cpp, built on first use; it calls the cuBLASLt that torch has loaded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rlkernel.kernels.errors import BuildError, LaunchError
 
 SOURCE = "linear_cublaslt.cpp"
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-RANKS = 4  # answers of cuBLASLt's heuristic that compete
+RANKS = 4  # number of the heuristic's answers that become schedules
 MOST_WORKSPACE = 32 << 20
-# Of cublasLt.h: the algorithm for Hopper, its stages, tiles (columns of the output by rows), clusters (as many tiles).
+# Constants of cublasLt.h: the Hopper algorithm, its stages, tiles (output columns x rows), clusters (tiles).
 HOPPER, STAGES = 66, 35
 TILES = {
     (16, 64): 47, (32, 64): 12,
@@ -31,8 +31,8 @@ TILES = {
     (128, 80): 400, (128, 96): 33, (128, 112): 403, (128, 128): 20,
 }  # fmt: skip
 CLUSTERS = {"1x1": 2, "2x1": 3, "4x1": 4, "1x2": 5, "4x2": 7}
-TROUBLE = {1, 3, 11, 13, 14}
-"""Statuses that say nothing of an algorithm: not initialised, allocation, mapping or execution failed, internal."""
+TRANSIENT = {1, 3, 11, 13, 14}
+"""Transient statuses: not initialised, allocation, mapping or execution failed, internal error."""
 
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -48,7 +48,7 @@ def _error() -> str:
     return str(_function("rlk_lt_error", ctypes.c_char_p)().decode())
 
 
-@functools.cache  # a failed build is not run again for every shape class
+@functools.cache  # a failed build is not repeated for every shape class
 def unavailable() -> str | None:
     """Why cuBLASLt cannot be called from this process, or None."""
     try:
@@ -61,11 +61,11 @@ def unavailable() -> str | None:
 def versions() -> dict[str, str]:
     """Versions of the cuBLASLt that torch has loaded and of the CUDA compiler."""
     library = {} if unavailable() else {"cublaslt": str(_function("rlk_lt_version", _L)())}
-    return {**library, "cuda compiler": driver.compiler()}
+    return {**library, **driver.versions()}
 
 
 class Algorithm(NamedTuple):
-    """An algorithm spelt out: its number, then its configuration, as cublasLt.h counts; 0: the default."""
+    """An explicit algorithm: its number and configuration in the numbering of cublasLt.h; 0 is the default."""
 
     number: int
     tile: int
@@ -77,7 +77,7 @@ class Algorithm(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One algorithm of cuBLASLt for a shape class: the C handle, its workspace in bytes, and which it is."""
+    """One algorithm for a shape class: C handle, workspace in bytes, description."""
 
     handle: int
     workspace: int
@@ -96,11 +96,11 @@ def plan(
         a_row, b_row: elements from one stored row of an operand to the next.
         a_by_k: a is stored [K, m], else [m, K].
         b_by_n: b is stored [n, K], else [K, n].
-        which: its rank among the heuristic's answers, or the algorithm itself.
+        which: rank among the heuristic's answers, or an explicit algorithm.
 
     Raises:
         RuntimeError: cuBLASLt has no such algorithm; the message ends with its status.
-        LaunchError: its status is one of TROUBLE, so a later call may succeed.
+        LaunchError: the status is one of TRANSIENT, so a later call may succeed.
         BuildError: cuBLASLt cannot be called from this process.
     """
     if (reason := unavailable()) is not None:
@@ -108,27 +108,26 @@ def plan(
     make = _function("rlk_lt_plan", _P, _I, _L, _L, _L, _L, _L, _L, _I, _I, _I, _I, _I, _I, _P, _L)
     rank, settings = (-1, (_I * len(which))(*which)) if isinstance(which, Algorithm) else (which, None)
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the device's context exists from here on
+        torch.cuda.current_stream()  # creates the device's context
         handle = make(
             device, m, n, k, batch, a_row, b_row, a_by_k, b_by_n, DTYPE_CODES[dtype], DTYPE_CODES[out], bias, rank,
             settings, MOST_WORKSPACE,
         )  # fmt: skip
     if not handle:
-        kind = LaunchError if _function("rlk_lt_status", _I)() in TROUBLE else RuntimeError
+        kind = LaunchError if _function("rlk_lt_status", _I)() in TRANSIENT else RuntimeError
         raise kind(f"cuBLASLt, [{m}, {k}] x [{k}, {n}], batch {batch}, {dtype} to {out}: {_error()}")
     text = _function("rlk_lt_describe", ctypes.c_char_p, _P)(handle).decode()
     return Plan(handle, _function("rlk_lt_workspace", _L, _P)(handle), text)
 
 
 def workspace(chosen: Plan, device: torch.device) -> Tensor | None:
-    """Memory of one call, or None. From the allocator, call by call: calls on two streams or in two graphs never share
-    it."""
+    """Workspace of one call, or None. Allocated per call, because concurrent streams or graphs must not share it."""
     return torch.empty(chosen.workspace, dtype=torch.uint8, device=device) if chosen.workspace else None
 
 
 def launcher(device: int, chosen: Plan) -> Callable[..., None]:
-    """(m, k, a, b, bias, add, out, space=None) -> None on the current stream; a and b are addresses, space is a
-    `workspace` that several launches of one call use."""
+    """(m, k, a, b, bias, add, out, space=None) -> None on the current stream. a and b are addresses; `space` is a
+    `workspace` shared by the launches of one call."""
     launch = _function("rlk_lt_run", _I, _P, _L, _L, _P, _P, _P, _I, _P, _P, _L, _P)
     stream_of = torch._C._cuda_getCurrentRawStream
     handle, bytes_ = chosen.handle, chosen.workspace

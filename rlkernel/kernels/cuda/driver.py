@@ -1,7 +1,6 @@
-"""CUDA C++ sources without nvcc: compiled by NVRTC, which torch brings, kept on disk, launched through the driver.
+"""Compiles csrc/cuda/*.cu with NVRTC (torch brings it) or nvcc, caches the cubins, and launches through the driver.
 
-A source has a kernel or two and macros that choose their variant; headers (`.cuh`) lie beside it. Nothing here links
-against torch: tensors pass as addresses.
+Macros choose the variant of a source. Nothing links against torch: tensors pass as addresses.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from torch import Tensor
 from rlkernel.kernels import build
 from rlkernel.kernels.errors import BuildError, LaunchError
 
-FLAGS = ("-fmad=false", "-std=c++17")  # an fma is written where the contract has one, and nowhere else
+FLAGS = ("-fmad=false", "-std=c++17")  # no contraction: sources write fma explicitly where the contract has one
 
 # ---- compiler ------------------------------------------------------------------------------------
 
 
 def _nvrtc_files() -> list[str]:
-    """Where NVRTC may be: what torch has loaded, NVIDIA's wheels, CUDA's folder, the loader's names; of CUDA's version
-    that torch was built for before others."""
+    """Candidates for NVRTC: the copy torch has loaded, NVIDIA's wheels, CUDA's folder and the loader's search path;
+    those of torch's CUDA version first."""
     folders = [p for entry in map(Path, sys.path) for p in sorted(entry.glob("nvidia/*/lib"))]
     folders += [Path(root) / "lib64" for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
     files = [str(p) for f in folders for p in sorted(f.glob("libnvrtc.so.*")) if "builtins" not in p.name]
@@ -45,7 +44,7 @@ def _nvrtc_files() -> list[str]:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL | None:
-    """NVRTC, the first that loads and answers."""
+    """The first NVRTC that loads and reports its version."""
     for name in _nvrtc_files():
         try:
             library = ctypes.CDLL(name)
@@ -77,15 +76,20 @@ def _nvcc() -> str | None:
 
 @functools.cache
 def compiler() -> str:
-    """The compiler and its version, "NVRTC 13.0" or nvcc's own line; "none" where none starts."""
+    """Name and version of the compiler ("NVRTC 13.0", or nvcc's version line); "none" without one."""
     library, nvcc = _nvrtc(), _nvcc()
     if library is not None:
         return _nvrtc_version(library)
     if nvcc is not None:
-        with contextlib.suppress(BuildError):  # which compiling says
-            said = _run_nvcc(nvcc, "--version").stdout.strip().splitlines()
-            return f"nvcc {said[-1] if said else ''}"
+        with contextlib.suppress(BuildError):  # compile_cuda raises it
+            lines = _run_nvcc(nvcc, "--version").stdout.strip().splitlines()
+            return f"nvcc {lines[-1] if lines else ''}"
     return "none"
+
+
+def versions() -> dict[str, str]:
+    """Versions of this module that a verdict depends on."""
+    return {"cuda compiler": compiler()}
 
 
 def _run_nvcc(nvcc: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -105,10 +109,8 @@ def _with_nvrtc(library: ctypes.CDLL, source: Path, options: list[str]) -> bytes
     texts = (ctypes.c_char_p * len(headers))(*(h.read_bytes() for h in headers))
     names = (ctypes.c_char_p * len(headers))(*(h.name.encode() for h in headers))
     call = functools.partial(_nvrtc_call, library)
-    call(
-        "nvrtcCreateProgram", ctypes.byref(program), source.read_bytes(), source.name.encode(), len(headers), texts,
-        names,
-    )  # fmt: skip
+    text, name = source.read_bytes(), source.name.encode()
+    call("nvrtcCreateProgram", ctypes.byref(program), text, name, len(headers), texts, names)
     flags = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     try:
         if library.nvrtcCompileProgram(program, len(options), flags):
@@ -136,13 +138,14 @@ def _with_nvcc(nvcc: str, source: Path, arch: str, options: list[str]) -> bytes:
 
 
 def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
-    """Machine code of `source` for an architecture ("90a") with `macros` defined; kept on disk by their hash, and
-    its own, so that a damaged file is compiled anew.
+    """Compiles `source` to a cubin for an architecture ("90a") with `macros` defined.
+
+    Cached on disk. The file name holds the hash of the inputs and of the content, so that a damaged file is recompiled.
 
     Raises:
         BuildError: there is neither NVRTC nor nvcc, or the source does not compile; the message has the log.
     """
-    options = [*FLAGS, *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+    options = [*FLAGS, *(f"-D{name}={int(value)}" for name, value in sorted(macros.items()))]
     text = b"\0".join(path.read_bytes() for path in (source, *_headers(source)))
     made_of = build.digest(text + "\0".join((compiler(), arch, *options)).encode())
     stem = f"{source.stem}-{arch}-{made_of}"
@@ -157,14 +160,14 @@ def compile_cuda(source: Path, arch: str, macros: Mapping[str, int]) -> bytes:
         cubin = _with_nvcc(nvcc, source, arch, options)
     else:
         raise BuildError(f"{source.name} needs NVRTC (pip install nvidia-cuda-nvrtc) or nvcc; neither is here")
-    with contextlib.suppress(OSError, BuildError):  # without a cache to write to, each process compiles
+    with contextlib.suppress(OSError, BuildError):  # without a writable cache every process compiles
         build.put(build.cache_dir() / "cuda" / f"{stem}-{build.digest(cubin)}.cubin", cubin)
     return cubin
 
 
 # ---- device --------------------------------------------------------------------------------------
 
-SHARED_BYTES = 227 << 10  # that a block of Hopper's may have
+SHARED_BYTES = 227 << 10  # most shared memory of a block on Hopper
 
 
 @functools.cache
@@ -173,7 +176,7 @@ def multiprocessors(device: int) -> int:
 
 
 def on_hopper(device: int) -> bool:
-    """Whether the device of this index, below 0 the CPU, runs what is compiled for sm_90a."""
+    """Whether the device of this index (below 0: the CPU) runs sm_90a code."""
     return device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -201,13 +204,13 @@ _thread = threading.local()
 
 
 class Kernel:
-    """A function of a compiled source on one device, which is current when it is made and launched.
+    """One kernel of a cubin on the device that is current when it is created and launched.
 
     Attributes:
         code: digest of the machine code.
 
     Raises:
-        RuntimeError: the driver refuses; the message names the call.
+        LaunchError: the driver refuses; the message names the driver call.
     """
 
     def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
@@ -219,35 +222,52 @@ class Kernel:
         most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _call("cuFuncSetAttribute", self._function, most_dynamic_shared, shared_bytes)
 
-    def __call__(self, blocks: int, threads: int, *args: Any, early: bool = False) -> None:
+    def __call__(self, blocks: int, threads: int, *args: Any, pdl: bool = False) -> None:
         """Launches on the current stream; `args` are ctypes values in the kernel's order.
 
-        `early`: it may start while the kernel in front of it ends, for which it waits itself (griddepcontrol.wait).
+        `pdl`: programmatic dependent launch; the kernel itself waits for its predecessor (griddepcontrol.wait).
         """
         if not getattr(_thread, "has_context", False):
             context = ctypes.c_void_p()
             _call("cuCtxGetCurrent", ctypes.byref(context))
-            if not context:  # the first work of a thread: torch's own calls make the device's context current
+            if not context:  # a new thread: a torch call makes the device's context current
                 torch.zeros(1, device="cuda")
             _thread.has_context = True
         pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
-        if early:
-            config = LaunchConfig(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(_EARLY), 1)
+        if pdl:
+            config = LaunchConfig(blocks, 1, 1, threads, 1, 1, self._shared, stream, ctypes.pointer(_PDL), 1)
             _call("cuLaunchKernelEx", ctypes.byref(config), self._function, pointers, None)
             return
         _call("cuLaunchKernel", self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, pointers, None)
 
 
+@functools.cache
+def load(device: int, source: str, entry: str, shared_bytes: int, **macros: int) -> Kernel:
+    """The kernel `entry` of csrc/cuda/`source`, compiled for sm_90a and loaded on a device.
+
+    Args:
+        shared_bytes: the most dynamic shared memory that a launch asks for.
+        macros: the variant of the source.
+
+    Raises:
+        BuildError: there is no compiler, or the source does not compile.
+        LaunchError: the driver cannot load it.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # creates the device's context
+        return Kernel(compile_cuda(build.source_dir() / "cuda" / source, "90a", macros), entry, shared_bytes)
+
+
 def noted(run: Callable[..., Any], *kernels: Kernel) -> Any:
-    """`run` with its kernels' machine code in `note`, by which a verdict is void where another compiler made it."""
+    """Sets `run.note` to the digests of its kernels: a verdict becomes void when another compiler made other code."""
     named: Any = run
     named.note = f"; machine code {' '.join(kernel.code for kernel in kernels)}"
     return named
 
 
 class LaunchAttribute(ctypes.Structure):
-    """`CUlaunchAttribute`, with the one value that is set here."""
+    """`CUlaunchAttribute`, with the one value that PDL sets."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_ubyte * 60))
 
@@ -262,11 +282,11 @@ class LaunchConfig(ctypes.Structure):
     )  # fmt: skip
 
 
-_EARLY = LaunchAttribute(id=6, value=1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_PDL = LaunchAttribute(id=6, value=1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class TensorMap(ctypes.Structure):
-    """The driver's descriptor of a matrix for the copy engine."""
+    """`CUtensorMap`: the TMA descriptor of a matrix."""
 
     _align_ = 64
     _fields_ = (("opaque", ctypes.c_ubyte * 128),)
@@ -277,17 +297,18 @@ _SWIZZLES = {32: 1, 64: 2, 128: 3}
 
 
 def tensor_map(x: Tensor, rows: int, columns: int, line: int = 128) -> TensorMap:
-    """Descriptor of x [n, k], dense in k, for boxes of [rows, columns] in swizzled lines of `line` bytes.
+    """TMA descriptor of x [n, k], contiguous in k, for boxes of [rows, columns] with a swizzle of `line` bytes.
 
     Raises:
-        RuntimeError: the driver refuses: x's address or row is no multiple of 16 bytes, or a box is too large.
+        LaunchError: the driver refuses, because the address or row stride is not a multiple of 16 bytes or a box is too
+            large.
     """
     lane = 16 // x.element_size()
-    apart = x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // lane) * lane  # of one row any multiple of 16 bytes does
-    return _encode(x.data_ptr(), x.dtype, x.shape, apart, rows, columns, line)
+    stride = x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // lane) * lane  # one row: any multiple of 16 bytes
+    return _encode(x.data_ptr(), x.dtype, x.shape, stride, rows, columns, line)
 
 
-@functools.lru_cache(maxsize=1024)  # weights and the allocator's blocks come again and again
+@functools.lru_cache(maxsize=1024)  # the addresses of weights and of the allocator's blocks recur
 def _encode(
     address: int, dtype: torch.dtype, shape: torch.Size, stride: int, rows: int, columns: int, line: int
 ) -> TensorMap:
@@ -300,7 +321,7 @@ def _encode(
         (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1),
         0,  # not interleaved
         _SWIZZLES[line],
-        3,  # promoted to 256 bytes in L2
-        0,  # zeros outside
+        3,  # L2 promotion to 256 bytes
+        0,  # elements outside are zero
     )  # fmt: skip
     return made

@@ -1,7 +1,7 @@
-"""linear and its gradients on CUDA: cuBLASLt without split-K, further Triton tiles, a kernel for few rows; where equal.
+"""Schedules of linear and its gradients: cuBLASLt without split-K, further Triton tiles, a Hopper kernel for few rows.
 
-The anchor is kernels/triton/linear.py. One cuBLASLt algorithm serves a whole bucket of row counts: what was certified
-is what runs. Sums over chunks are the anchor's own folds, or the product's beta = 1, chunk after chunk.
+The anchor is kernels/triton/linear.py. One cuBLASLt algorithm serves a whole bucket of row counts, so that what was
+certified is what runs. Sums over chunks are the anchor's folds, or beta = 1 chunk after chunk.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_CHUNK, WGRAD_TOKENS
 from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Run, Schedule
-from rlkernel.kernels.cuda import cublaslt, driver, linear_rows
+from rlkernel.kernels.cuda import cublaslt, driver, linear_dgrad_rows_sm90
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.cuda.cublaslt import Algorithm
-from rlkernel.kernels.cuda.linear_shapes import Shape, cut, most_rows
+from rlkernel.kernels.cuda.linear_shapes import LinearShape, cut, most_rows
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common, linear_grad
 from rlkernel.kernels.triton import linear as anchor
 from rlkernel.kernels.triton.matrix import Tile
 
-SPLIT_ROWS = 512  # most rows at which a head's input gradient keeps one fp32 partial sum a chunk
+SPLIT_ROWS = 512  # most rows at which a head's input gradient keeps one fp32 partial sum per chunk
 ANY = 1 << 40
 
 
 class Offer(NamedTuple):
-    """A Triton tile for products of least..most rows and a width n of narrow..wide; a tile may have several."""
+    """A Triton tile for products of least..most rows and narrow..wide columns; a tile may have several offers."""
 
     least: int
     most: int
@@ -38,9 +38,9 @@ class Offer(NamedTuple):
     tile: Tile
 
 
-# One chain over K leaves few programs where n is small: narrow tiles with long blocks of K, and as many bytes under way
-# as shared memory holds. Above 64 rows a program reads as much of x as of the weight, and what an SM can take in is the
-# limit: about 128 programs (4224 and 8448 are 132 times 32 and 64), of such tiles the squarest.
+# One chain over K leaves few programs if n is small: narrow tiles with long blocks of K keep as many bytes in flight as
+# shared memory holds. Above 64 rows a program reads as much of x as of the weight and is bound by the SM's load
+# bandwidth: about 128 programs (4224 and 8448 are 132 times 32 and 64) with tiles as square as possible.
 OFFERS = (
     Offer(1, 16, 1, 2048, Tile(16, 16, 512, 1, 4)),
     Offer(1, 16, 1, 2048, Tile(16, 8, 512, 1, 5)),
@@ -60,8 +60,8 @@ OFFERS = (
     Offer(129, 192, 2049, 4224, Tile(128, 64, 64, 8, 9)),
     Offer(65, 256, 2049, ANY, Tile(64, 128, 64, 4, 9)),
 )
-# The input gradient of a head: every program one chunk of a tile, above SPLIT_ROWS all of them. Above 4096 rows it is
-# not offered: there it and cuBLASLt's algorithms are so close that how hot the GPU is decides.
+# The input gradient of a head: each program computes one chunk of a tile, above SPLIT_ROWS all of them. Not offered
+# above 4096 rows, where it is so close to cuBLASLt's algorithms that the GPU's temperature decides.
 HEAD_OFFERS = (
     Offer(1, 16, 1, ANY, Tile(16, 64, 256, 4, 3)),
     Offer(1, 16, 1, ANY, Tile(16, 64, 128, 4, 6)),
@@ -71,10 +71,10 @@ HEAD_OFFERS = (
 
 
 class Choice(NamedTuple):
-    """An algorithm of cuBLASLt for products of least..most rows and a width n of narrow..wide; one may have several."""
+    """A cuBLASLt algorithm for products of least..most rows and narrow..wide columns; a name may have several."""
 
     name: str
-    which: int | Algorithm  # rank among the heuristic's answers, or spelt out
+    which: int | Algorithm  # rank among the heuristic's answers, or an explicit algorithm
     forms: tuple[str, ...] = ("forward", "dgrad", "wgrad")
     least: int = 1
     most: int = ANY
@@ -82,7 +82,7 @@ class Choice(NamedTuple):
     wide: int = ANY
 
 
-def _spelt(
+def _explicit(
     features: int, tokens: int, cluster: str, custom: int, least: int, most: int, narrow: int, wide: int,
     swizzle: int = 0,
 ) -> Choice:  # fmt: skip
@@ -93,67 +93,67 @@ def _spelt(
 
 
 def _cut_in(parts: int, features: int, cluster: str, custom: int, *span: int) -> list[Choice]:
-    """A tile for every bucket of rows within a span (least, most, narrow, wide): its rows in `parts`, whole eights."""
+    """One tile per bucket of rows in a span (least, most, narrow, wide): 1 / `parts` of the rows, rounded up to 8."""
     least, most, *widths = span
     return [
-        _spelt(features, -(-high // (8 * parts)) * 8, cluster, custom, low + 1, high, *widths)
+        _explicit(features, -(-high // (8 * parts)) * 8, cluster, custom, low + 1, high, *widths)
         for low, high in itertools.pairwise(shapes.BUCKETS)
         if least <= low + 1 and high <= most
     ]
 
 
-# Where split-K is the heuristic's best answer it is short of others: below are tiles that it does not name there. They
-# fill an H200's 132 SMs about once, two token tiles in a cluster share the weight they read, and a bucket's highest row
-# count, at which schedules are timed, leaves no tile in part. Custom options as the heuristic pairs them with clusters.
+# Where split-K is the heuristic's best answer, it returns few others. The explicit tiles below fill an H200's 132 SMs
+# about once, two token tiles in a cluster share the weight, and a bucket's highest row count, at which schedules are
+# timed, is a multiple of the tile. Custom options are those that the heuristic pairs with each cluster.
 CHOICES = (
     *(Choice(str(rank), rank) for rank in range(cublaslt.RANKS)),
-    _spelt(16, 64, "4x1", 0, 17, 64, 1, 2048),
-    _spelt(32, 64, "4x1", 0, 17, 64, 1, 2048),
-    _spelt(64, 16, "4x2", 3, 17, 32, 1, 2048, swizzle=2),
+    _explicit(16, 64, "4x1", 0, 17, 64, 1, 2048),
+    _explicit(32, 64, "4x1", 0, 17, 64, 1, 2048),
+    _explicit(64, 16, "4x2", 3, 17, 32, 1, 2048, swizzle=2),
     *_cut_in(4, 64, "1x2", 3, 65, 256, 1, 2048),
     *_cut_in(8, 64, "1x2", 3, 65, 256, 1, 1024),
     *_cut_in(1, 64, "2x1", 1, 17, 64, 2049, 8448),
     *_cut_in(2, 64, "1x2", 3, 17, 256, 2049, 4224),
     *_cut_in(4, 128, "2x1", 1, 65, 256, 2049, 4224),
     *_cut_in(4, 128, "1x2", 3, 129, 256, 2049, 4224),
-    _spelt(128, 64, "1x1", 0, 225, 256, 2049, 4224),
+    _explicit(128, 64, "1x1", 0, 225, 256, 2049, 4224),
     *_cut_in(2, 128, "1x2", 3, 17, 256, 4225, 8448),
-    _spelt(128, 128, "1x2", 3, 513, 2048, 1, 2048),
+    _explicit(128, 128, "1x2", 3, 513, 2048, 1, 2048),
 )
 
 
 # ---- cuBLASLt ------------------------------------------------------------------------------------
 
 
-def _in_pieces(s: Shape, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`run` (a, weight, bias where there is one, out) for calls of any number of rows: above `most_rows` in pieces.
-    Rows are independent, so no bit changes by it."""
+def _in_pieces(s: LinearShape, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`run` (a, weight, the op's further arguments, out) for any number of rows, above `most_rows` in pieces. No bit
+    changes, because rows are independent."""
     most = most_rows(s)
     if s.rows <= most and s.rows < shapes.BUCKETS[-1]:
         return run
 
-    def pieces(a: Tensor, weight: Tensor, *bias: Tensor | None) -> Tensor:
+    def pieces(a: Tensor, weight: Tensor, *more: Any) -> Tensor:
         m = a.shape[0]
         if m <= most:
-            return run(a, weight, *bias)
+            return run(a, weight, *more)
         out = torch.empty((m, s.n), dtype=s.out, device=a.device)
         for rows in cut(m, most):
-            run(a[rows], weight, *bias, out=out[rows])
+            run(a[rows], weight, *more, out=out[rows])
         return out
 
     return pieces
 
 
 def _placed(bias: Tensor) -> Tensor:
-    """The bias, contiguous at a 16-byte address as it was in the comparison."""
+    """The bias, contiguous at a 16-byte address, as it was certified."""
     good = not bias.data_ptr() & 15 and bias.is_contiguous()
     return bias if good else bias.clone(memory_format=torch.contiguous_format)
 
 
-def _product(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], str]:
-    """(a, weight, bias) -> out of a forward or an input gradient through one algorithm, and which it is."""
-    split = s.chunks > 1
-    in_epilogue = s.bias and not split
+def _product(s: LinearShape, which: int | Algorithm) -> tuple[Callable[..., Tensor], str]:
+    """The forward or the input gradient, with the op's arguments; and the algorithm's description."""
+    split, has_bias = s.chunks > 1, s.bias
+    in_epilogue = has_bias and not split
     partial = torch.float32 if split else s.out
     span, b_by_n = s.k // s.chunks, s.form == "forward"
     chosen = cublaslt.plan(
@@ -162,8 +162,8 @@ def _product(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], s
     )  # fmt: skip
     launch, n, out_dtype = cublaslt.launcher(s.device, chosen), s.n, s.out
 
-    def run(a: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        m, a_at, weight_at = a.shape[0], a.data_ptr(), weight.data_ptr()
+    def run(a: Tensor, weight: Tensor, *more: Any, out: Tensor | None = None) -> Tensor:
+        m, a_at, weight_at, bias = a.shape[0], a.data_ptr(), weight.data_ptr(), more[0] if has_bias else None
         with common.on_device(a):
             if out is None:
                 out = torch.empty((m, n), dtype=out_dtype, device=a.device)
@@ -181,14 +181,14 @@ def _product(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], s
     return _in_pieces(s, run), chosen.algorithm
 
 
-def _head(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], str]:
-    """(dy, weight) -> dx of a head, chunk after chunk onto one fp32 sum."""
+def _head(s: LinearShape, which: int | Algorithm) -> tuple[Callable[..., Tensor], str]:
+    """The input gradient of a head, adding chunk after chunk to one fp32 sum; and the algorithm's description."""
     chosen = cublaslt.plan(
         s.device, most_rows(s), s.n, DGRAD_CHUNK, 1, s.k, s.n, False, False, s.dtype, torch.float32, False, which
     )  # fmt: skip
     launch, n, size = cublaslt.launcher(s.device, chosen), s.n, s.dtype.itemsize
 
-    def run(dy: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    def run(dy: Tensor, weight: Tensor, *_: Any, out: Tensor | None = None) -> Tensor:
         m, a, b = dy.shape[0], dy.data_ptr(), weight.data_ptr()
         if (a | b) & 15:
             out = torch.empty((m, n), dtype=s.out, device=dy.device) if out is None else out
@@ -203,8 +203,8 @@ def _head(s: Shape, which: int | Algorithm) -> tuple[Callable[..., Tensor], str]
     return _in_pieces(s, run), chosen.algorithm
 
 
-def _wgrad(s: Shape, which: int | Algorithm) -> tuple[Callable[[Tensor, Tensor, Tensor, bool], None], str]:
-    """(grad, dy, x, fresh) -> None through one algorithm, and which it is."""
+def _wgrad(s: LinearShape, which: int | Algorithm) -> tuple[Callable[[Tensor, Tensor, Tensor, bool], None], str]:
+    """The weight gradient, and the algorithm's description."""
     n, k = s.weight
     chosen = cublaslt.plan(s.device, n, k, s.rows, 1, n, k, True, False, s.dtype, s.out, False, which)
     launch = cublaslt.launcher(s.device, chosen)
@@ -219,7 +219,7 @@ def _wgrad(s: Shape, which: int | Algorithm) -> tuple[Callable[[Tensor, Tensor, 
     return run, chosen.algorithm
 
 
-def _cublaslt_supports(s: Shape) -> bool:
+def _cublaslt_supports(s: LinearShape) -> bool:
     return (
         s.device >= 0
         and not common.IS_HIP
@@ -228,37 +228,26 @@ def _cublaslt_supports(s: Shape) -> bool:
         and s.dtype in (torch.bfloat16, torch.float16)
         and (s.out == torch.float32 or (s.out == s.dtype and s.fresh))
         and all(d % 8 == 0 for d in s.weight)
-        and not (s.is_head and s.rows <= 64)  # a launch a chunk, each short of rows
+        and not (s.is_head and s.rows <= 64)  # one launch per chunk, each with too few rows
         and (s.form == "wgrad" or s.k % (8 * s.chunks) == 0)
     )
 
 
-def _cublaslt(name: str, form: str) -> Schedule[Shape]:
+def _cublaslt(name: str, form: str) -> Schedule[LinearShape]:
     choices = [choice for choice in CHOICES if choice.name == name]
     which = choices[0].which
 
-    def supports(s: Shape) -> bool:
+    def supports(s: LinearShape) -> bool:
         return (
             any(c.least <= s.rows <= c.most and c.narrow <= s.n <= c.wide for c in choices) and _cublaslt_supports(s)
             and (isinstance(which, int) or (s.chunks == 1 and driver.on_hopper(s.device)))
         )  # fmt: skip
 
-    def bind(s: Shape) -> Run:
-        call: Any
-        if form == "forward":
-            run, algorithm = _product(s, which)
-            call = lambda x, weight, bias, chunks, dgrad_chunks, out_dtype: run(x, weight, bias)
-        elif form == "wgrad":
-            onto, algorithm = _wgrad(s, which)
-            call = lambda grad, dy, x, fresh: onto(grad, dy, x, fresh)
-        elif s.is_head:
-            head, algorithm = _head(s, which)
-            call = lambda dy, weight, chunks: head(dy, weight)
-        else:
-            run, algorithm = _product(s, which)
-            call = lambda dy, weight, chunks: run(dy, weight)
-        call.note = f"; {algorithm}"
-        return call
+    def bind(s: LinearShape) -> Run:
+        make: Callable[..., tuple[Run, str]] = _wgrad if form == "wgrad" else _head if s.is_head else _product
+        run, algorithm = make(s, which)
+        run.note = f"; {algorithm}"  # type: ignore[attr-defined]
+        return run
 
     return Schedule(f"cublaslt.{name}", bind, supports)
 
@@ -266,33 +255,29 @@ def _cublaslt(name: str, form: str) -> Schedule[Shape]:
 # ---- Triton tiles --------------------------------------------------------------------------------
 
 
-def _tile(tile: Tile, dgrad: bool, head: bool = False) -> Schedule[Shape]:
+def _tile(tile: Tile, dgrad: bool, head: bool = False) -> Schedule[LinearShape]:
     offers = [offer for offer in (HEAD_OFFERS if head else OFFERS) if offer.tile == tile]
 
-    def supports(s: Shape) -> bool:
+    def supports(s: LinearShape) -> bool:
         return (
             s.device >= 0 and not common.IS_HIP and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
             and s.is_head == head and any(o.least <= s.rows <= o.most and o.narrow <= s.n <= o.wide for o in offers)
         )  # fmt: skip
 
-    def bind(s: Shape) -> Run:
+    def bind(s: LinearShape) -> Run:
         split = -(-s.k // DGRAD_CHUNK) if s.rows <= SPLIT_ROWS else 1
 
-        def run(a: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        def run(a: Tensor, weight: Tensor, *more: Any, out: Tensor | None = None) -> Tensor:
             if out is None:
                 out = torch.empty((a.shape[0], s.n), dtype=s.out, device=a.device)
             own = None if (a.data_ptr() | weight.data_ptr()) & 15 else tile  # None: the anchor's
             if head:
                 own = own and own._replace(split=split)
                 return linear_grad.ascending(a, weight, out, DGRAD_CHUNK, tile=own)
-            if bias is not None:
-                bias = _placed(bias)
+            bias = _placed(more[0]) if s.bias else None
             return anchor.gemm(a, weight if dgrad else weight.t(), out, bias=bias, tile=own)
 
-        whole = _in_pieces(s, run)
-        if dgrad:
-            return lambda dy, weight, chunks: whole(dy, weight)
-        return lambda x, weight, bias, chunks, dgrad_chunks, out_dtype: whole(x, weight, bias)
+        return _in_pieces(s, run)
 
     return Schedule(f"triton.{'head.' * head}{tile.m}x{tile.n}x{tile.k}", bind, supports)
 
@@ -300,24 +285,15 @@ def _tile(tile: Tile, dgrad: bool, head: bool = False) -> Schedule[Shape]:
 # ---- wgmma for few rows --------------------------------------------------------------------------
 
 
-def _few_rows(columns: int) -> Schedule[Shape]:
-    def supports(s: Shape) -> bool:
+def _few_rows(columns: int) -> Schedule[LinearShape]:
+    def supports(s: LinearShape) -> bool:
         return (
-            0 < s.rows <= linear_rows.MOST_ROWS and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
+            0 < s.rows <= linear_dgrad_rows_sm90.MOST_ROWS and s.dense and s.chunks == 1 and s.dtype.itemsize == 2
             and all(d % 8 == 0 for d in s.weight) and not s.is_head and driver.on_hopper(s.device)
         )  # fmt: skip
 
-    def bind(s: Shape) -> Run:
-        launch = linear_rows.launcher(s.device, s.dtype, s.out, s.rows, columns)
-
-        def rows(dy: Tensor, weight: Tensor, chunks: int) -> Tensor:
-            if (dy.data_ptr() | weight.data_ptr()) & 15:
-                return anchor.linear_dgrad(dy, weight, chunks)
-            return launch(dy, weight)
-
-        run: Any = rows
-        run.note = getattr(launch, "note", "")
-        return run
+    def bind(s: LinearShape) -> Run:
+        return linear_dgrad_rows_sm90.launcher(s.device, s.dtype, s.out, s.rows, columns)
 
     return Schedule(f"rows.{columns}", bind, supports)
 
@@ -325,20 +301,20 @@ def _few_rows(columns: int) -> Schedule[Shape]:
 # ---- ops -----------------------------------------------------------------------------------------
 
 
-def _schedules(form: str) -> tuple[Schedule[Shape], ...]:
+def _schedules(form: str) -> tuple[Schedule[LinearShape], ...]:
     found = [_cublaslt(name, form) for name in dict.fromkeys(c.name for c in CHOICES if form in c.forms)]
     if form != "wgrad":
         found += [_tile(tile, form == "dgrad") for tile in dict.fromkeys(offer.tile for offer in OFFERS)]
     if form == "dgrad":
         found += [_tile(offer.tile, True, head=True) for offer in HEAD_OFFERS]
-        found += [_few_rows(columns) for columns in linear_rows.COLUMNS]
+        found += [_few_rows(columns) for columns in linear_dgrad_rows_sm90.COLUMNS]
     return tuple(found)
 
 
 def _op(
-    name: str, form: str, run: Run, shape: Callable[..., Shape], call_key: Callable[..., Hashable],
+    name: str, form: str, run: Run, shape: Callable[..., LinearShape], call_key: Callable[..., Hashable],
     sample: Callable[..., Any], mutates: tuple[int, ...] = (),
-) -> ScheduledOp[Shape]:  # fmt: skip
+) -> ScheduledOp[LinearShape]:  # fmt: skip
     return ScheduledOp(
         Family(
             name, run, shape, shapes.rows_of, sample, _schedules(form), call_key, versions=cublaslt.versions,

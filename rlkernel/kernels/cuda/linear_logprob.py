@@ -1,7 +1,6 @@
-"""linear_logprob on CUDA: a warp-specialised kernel on Hopper, forward and backward, where it equals the Triton anchor.
+"""Schedules of linear_logprob's products: a warp-specialised kernel on Hopper, and cuBLASLt for the two gradients.
 
-The anchor and the order of the backward are in kernels/triton/linear_logprob.py. Here are the schedules that may
-replace its products (linear_logprob_hopper.py; cuBLASLt for the two gradients, where the caller passed `rows`).
+The anchors are in kernels/triton/linear_logprob.py, the backward's loop in linear_logprob_backward.py.
 """
 
 from __future__ import annotations
@@ -17,51 +16,53 @@ from torch import Tensor
 from rlkernel.contract import orders
 from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Run, Schedule, ShapeT
 from rlkernel.kernels.cuda import cublaslt, driver, linear_shapes
-from rlkernel.kernels.cuda import linear_logprob_hopper as hopper
 from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
-from rlkernel.kernels.cuda.linear_logprob_shapes import GradShape, Shape
+from rlkernel.kernels.cuda import linear_logprob_sm90 as sm90
+from rlkernel.kernels.cuda.linear_logprob_shapes import GradShape, LinearLogprobShape
+from rlkernel.kernels.cuda.linear_logprob_sm90 import Pass
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton.linear_logprob_rows import Active
 
-CUBLASLT_TOKENS = 4096  # for which cuBLASLt's heuristic is queried; any number runs
+CUBLASLT_TOKENS = 4096  # token count in the query to cuBLASLt's heuristic; the algorithm runs with any
 
 # ---- Hopper's kernel -----------------------------------------------------------------------------
 
 
-def _supports(s: Shape) -> bool:
+def _supports(s: LinearLogprobShape) -> bool:
     return s.many and s.dense and s.dtype == torch.bfloat16 and s.c > 0 and driver.on_hopper(s.device)
 
 
-def _bind(run: Run, mode: Callable[[Shape], int]) -> Callable[[Shape], Run]:
-    def bind(s: Shape) -> Run:
-        with torch.cuda.device(s.device):
-            kernel = hopper.kernel(s.device, mode(s), s.temperature, s.kept, s.dentropy)
-        return driver.noted(functools.partial(run), kernel)
+def _bind_forward(s: LinearLogprobShape) -> Run:
+    which = Pass.PROBABILITIES if s.probs else Pass.STATISTICS
+    run = functools.partial(anchor.forward, statistics=sm90.statistics)
+    return driver.noted(run, sm90.kernel(s.device, which, s.temperature, s.kept))
 
-    return bind
+
+def _bind_dz(s: LinearLogprobShape) -> Run:
+    kernel = sm90.kernel(s.device, Pass.DZ, s.temperature, s.kept, s.dentropy)
+    return driver.noted(functools.partial(sm90.dz_block), kernel)
 
 
 def _supports_grad(s: GradShape) -> bool:
     return s.dense and s.dtype == torch.bfloat16 and driver.on_hopper(s.device)
 
 
-def _bind_grad(run: Run, mode: int) -> Callable[[GradShape], Run]:
-    def bind(s: GradShape) -> Run:
-        with torch.cuda.device(s.device):
-            kernel = hopper.kernel(s.device, mode, False, False, False)
-        return driver.noted(_in_pieces(s, run) if mode == hopper.DWEIGHT else functools.partial(run), kernel)
+def _bind_dhidden(s: GradShape) -> Run:
+    return driver.noted(functools.partial(sm90.dhidden_block), sm90.kernel(s.device, Pass.DHIDDEN))
 
-    return bind
+
+def _bind_dweight(s: GradShape) -> Run:
+    return driver.noted(_in_pieces(s, sm90.dweight_block), sm90.kernel(s.device, Pass.DWEIGHT))
 
 
 def _in_pieces(s: GradShape, run: Run) -> Run:
-    """`run` of the weight gradient for blocks of any width: with more entries than were compared at as many tokens, in
-    pieces. Entries are independent, so no bit depends on it. `more` is passed on to each piece."""
+    """The weight gradient `run` for blocks of any width: a block wider than what was compared at that token count is
+    computed in pieces, which changes no bit because vocabulary entries are independent. `more` goes to each piece."""
     counts, widths = zip(*shapes.compared(s), strict=True)
-    widths = (*widths, 0)  # more tokens than a block has
+    widths = (*widths, 0)  # more tokens than were compared: the anchor
 
     def dweight(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active, *more: Any) -> None:
         tokens, entries = dz.shape
@@ -81,8 +82,8 @@ def _in_pieces(s: GradShape, run: Run) -> Run:
 
 
 def _cublaslt(rank: int, by_tokens: bool) -> Schedule[GradShape]:
-    """One of cuBLASLt's algorithms; `by_tokens`: for the weight gradient, which contracts over the tokens. Below
-    FEW_TOKENS the anchor computes both."""
+    """One of cuBLASLt's algorithms for the gradient of the hidden states or (`by_tokens`) of the weight, a sum over
+    tokens. Below FEW_TOKENS the anchor computes both."""
 
     def supports(s: GradShape) -> bool:
         enough = shapes.most_tokens(s) >= shapes.FEW_TOKENS
@@ -148,20 +149,19 @@ def _op(
     )  # fmt: skip
 
 
-_HOPPER_FORWARD = functools.partial(anchor.forward, statistics=hopper.statistics)
 _forward = _op(
     "linear_logprob", anchor.forward, shapes.forward_shape, shapes.forward_call, shapes.rows_of, shapes.forward_sample,
-    [Schedule("hopper", _bind(_HOPPER_FORWARD, lambda s: hopper.PROBS if s.probs else hopper.STATISTICS), _supports)],
+    [Schedule("hopper", _bind_forward, _supports)],
 )  # fmt: skip
 _dz = _op(
     "linear_logprob_dz", anchor.dz_block, shapes.dz_shape, shapes.dz_call, shapes.rows_of, shapes.dz_sample,
-    [Schedule("hopper", _bind(hopper.dz_block, lambda s: hopper.GRADIENT), _supports)], mutates=(0,),
+    [Schedule("hopper", _bind_dz, _supports)], mutates=(0,),
 )  # fmt: skip
 _dhidden = _op(
     "linear_logprob_dhidden", anchor.dhidden_block, shapes.dhidden_shape, shapes.dhidden_call, shapes.rows_of_dhidden,
     shapes.dhidden_sample,
     [
-        Schedule("hopper", _bind_grad(hopper.dhidden_block, hopper.DHIDDEN), _supports_grad),
+        Schedule("hopper", _bind_dhidden, _supports_grad),
         *(_cublaslt(rank, False) for rank in range(cublaslt.RANKS)),
     ],
     mutates=(0,),
@@ -170,7 +170,7 @@ _dweight = _op(
     "linear_logprob_dweight", anchor.dweight_block, shapes.dweight_shape, shapes.dweight_call, shapes.rows_of_grad,
     shapes.dweight_sample,
     [
-        Schedule("hopper", _bind_grad(hopper.dweight_block, hopper.DWEIGHT), _supports_grad),
+        Schedule("hopper", _bind_dweight, _supports_grad),
         *(_cublaslt(rank, True) for rank in range(cublaslt.RANKS)),
     ],
     mutates=(0,),

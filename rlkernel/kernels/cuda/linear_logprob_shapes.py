@@ -1,6 +1,6 @@
-"""Shape classes of linear_logprob and its products on CUDA: what decides a call's class, rows to compare, samples.
+"""Shape classes, row counts and samples for the certification of linear_logprob and its products on CUDA.
 
-The schedules that compute them are in cuda/linear_logprob.py.
+The schedules are in cuda/linear_logprob.py.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton import linear_logprob_rows as token_rows
 from rlkernel.kernels.triton.linear_logprob_rows import Active
 
-LEAST_TOKENS = 129  # fewer leave half of a cluster's tokens empty; the anchor has tiles for them
-SAMPLE_ENTRIES = 12328  # vocabulary that certification compares: whole tiles, and a last one in part
-SAMPLE_BLOCK = 8192  # the same for a block of dz, and for dhidden of many tokens: a chunk of its order
-SAMPLE_WIDTH = 4096  # entries whose logits are kept, where it is timed
-SAMPLE_BYTES = 1 << 28  # limit on dz and on the weight gradient in a comparison; a wider block is cut
-FEW_TOKENS = 77  # below which cuBLASLt computes neither gradient
-NARROW = (1, 9, FEW_TOKENS)  # tokens at which `dweight` is compared in a narrow block
+LEAST_TOKENS = 129  # with fewer, one block of the cluster has no tokens; the anchor has smaller tiles
+SAMPLE_ENTRIES = 12328  # vocabulary of a sample: full tiles and a partial last one
+SAMPLE_BLOCK = 8192  # width of a sample's dz block: one chunk of dhidden's order
+SAMPLE_WIDTH = 4096  # stored logits per row in the timed sample
+SAMPLE_BYTES = 1 << 28  # limit on a sample's dz and weight gradient; wider blocks are computed in pieces
+FEW_TOKENS = 77  # below this, cuBLASLt computes neither gradient
+NARROW = (1, 9, FEW_TOKENS)  # token counts at which `dweight` is compared with a narrow block
 
 # ---- the forward and dz --------------------------------------------------------------------------
 
 
-class Shape(NamedTuple):
-    """Shape class of both ops. The kernel's arithmetic knows neither T nor V, so they are no part of it."""
+class LinearLogprobShape(NamedTuple):
+    """Shape class of both ops. T and V are not part of it, because the kernel's arithmetic does not depend on them."""
 
     device: int  # index, -1 for the CPU
     many: bool  # at least LEAST_TOKENS
     c: int
     dtype: torch.dtype
-    dense: bool  # at 16-byte addresses TMA can load both operands and store the output
+    dense: bool  # TMA can load both operands and store the output if they are at 16-byte addresses
     temperature: bool
     kept: bool
     probs: bool
@@ -45,17 +45,17 @@ class Shape(NamedTuple):
     dentropy: bool
 
 
-def _fetchable(*matrices: Tensor) -> bool:
-    """Whether TMA can load these matrices, if they begin at 16-byte addresses: contiguous rows that do not overlap."""
+def _tma_loadable(*matrices: Tensor) -> bool:
+    """Whether TMA can load these matrices at 16-byte addresses: contiguous rows that do not overlap."""
     return all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1] for t in matrices)
 
 
 def forward_shape(
     hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
     keep_probs: bool, width: int,
-) -> Shape:  # fmt: skip
-    dense = _fetchable(hidden, weight) and not (keep_probs and weight.shape[0] % 8)
-    return Shape(
+) -> LinearLogprobShape:  # fmt: skip
+    dense = _tma_loadable(hidden, weight) and not (keep_probs and weight.shape[0] % 8)
+    return LinearLogprobShape(
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype, dense,
         inv_temperature is not None, kept is not None, keep_probs, width > 0, False, False,
     )  # fmt: skip
@@ -65,16 +65,16 @@ def dz_shape(
     dz: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None,
     stats: Tensor, entropy: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, active: Active, first: int,
     vocab_size: int,
-) -> Shape:  # fmt: skip
-    return Shape(
+) -> LinearLogprobShape:  # fmt: skip
+    return LinearLogprobShape(
         hidden.get_device(), hidden.shape[0] >= LEAST_TOKENS, hidden.shape[1], hidden.dtype,
-        hidden.shape[1] % 8 == 0 and _fetchable(weight), inv_temperature is not None, kept is not None, False, False,
+        hidden.shape[1] % 8 == 0 and _tma_loadable(weight), inv_temperature is not None, kept is not None, False, False,
         dlogp is not None, dentropy is not None,
     )  # fmt: skip
 
 
-# What a warm call looks up, as in `linear_shapes.py`. For contiguous operands, shapes decide `_fetchable`; else their
-# strides count too. The backward's loop makes hidden states, dz and sums in one layout, which need no check.
+# Call keys, as in linear_shapes.py. Shapes decide `_tma_loadable` for contiguous operands, else strides too. The
+# backward's loop always allocates hidden states, dz and sums in the same layout, so their strides are not part of it.
 
 
 def _strides(*matrices: Tensor) -> Hashable:
@@ -103,26 +103,26 @@ def dz_call(
     )  # fmt: skip
 
 
-def rows_of(s: Shape) -> list[int]:
+def rows_of(s: LinearLogprobShape) -> list[int]:
     return [LEAST_TOKENS, 1000, 4096] if s.many else [1, 77, LEAST_TOKENS - 1]
 
 
-def _apart(x: Tensor) -> Tensor:
-    """The same rows, further apart."""
+def _strided(x: Tensor) -> Tensor:
+    """The same rows at a larger stride."""
     return torch.nn.functional.pad(x, (0, 8), value=float("nan"))[:, : x.shape[1]]
 
 
-def forward_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def forward_sample(s: LinearLogprobShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     device = generator.device
     hidden = values(kind, m, s.c, s.dtype, generator)
     weight = values(finite(kind), SAMPLE_ENTRIES, s.c, s.dtype, generator, second=True) * (4 * s.c**-0.5)
     least, between, _ = rows_of(s)
     if m == between:
-        hidden, weight = _apart(hidden), _apart(weight)
-        if not s.probs:  # which have a multiple of 8
+        hidden, weight = _strided(hidden), _strided(weight)
+        if not s.probs:  # probabilities need a multiple of 8
             weight = weight[: SAMPLE_ENTRIES - 3]
     targets = torch.randint(0, SAMPLE_ENTRIES, (m,), device=device, generator=generator)
-    targets[1:3] = torch.tensor((-1, SAMPLE_ENTRIES), device=device)[: max(m - 1, 0)]  # outside
+    targets[1:3] = torch.tensor((-1, SAMPLE_ENTRIES), device=device)[: max(m - 1, 0)]  # outside the vocabulary
     inverse, kept = None, None
     if s.temperature:
         inverse = 0.5 + torch.rand(m, dtype=torch.float32, device=device, generator=generator)
@@ -135,9 +135,9 @@ def forward_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> t
 
 
 def _upstream(m: int, generator: torch.Generator, most: bool = False) -> Tensor:
-    """Gradients of which every seventh is zero, and a third of the tokens together as well unless `most` have one."""
+    """Upstream gradients: every seventh is zero, and unless `most` have one a contiguous third of the tokens too."""
     g = torch.randn(m, dtype=torch.float32, device=generator.device, generator=generator)
-    if m > 1:  # whose gradient would be none
+    if m > 1:  # a single token keeps its gradient
         g[::7] = 0.0
     if not most:
         g[m // 3 : 2 * m // 3] = 0.0
@@ -148,15 +148,15 @@ def _active(
     targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None, vocab: int,
     row: int,
 ) -> Active:  # fmt: skip
-    return token_rows.rows_of(targets, kept, stats, dlogp, dentropy, vocab, len(targets)).active(0, len(targets), row)
+    return token_rows.row_order(targets, kept, stats, dlogp, dentropy, vocab, len(targets)).active(0, len(targets), row)
 
 
-def dz_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def dz_sample(s: LinearLogprobShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     hidden, weight, targets, inverse, kept, *_ = forward_sample(s, m, kind, generator)
     _, entropy, _, stats = anchor.forward(hidden, weight, targets, inverse, kept)
     g = _upstream(m, generator)
     up = (g if s.dlogp else None, 2.0 * g if s.dentropy else None)
-    first = SAMPLE_ENTRIES // VOCAB_TILE * VOCAB_TILE - SAMPLE_BLOCK  # a block inside the vocabulary that ends with it
+    first = SAMPLE_ENTRIES // VOCAB_TILE * VOCAB_TILE - SAMPLE_BLOCK  # the vocabulary's last block
     entries, row = len(weight) - first, SAMPLE_ENTRIES - first  # a multiple of 8, which TMA needs
     dz = torch.full((m, row), float("nan"), dtype=s.dtype, device=hidden.device)[:, :entries]
     active = _active(targets, kept, stats, *up, len(weight), 0)
@@ -169,7 +169,7 @@ def dz_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[
 
 
 class GradShape(NamedTuple):
-    """Shape class of dhidden and dweight: C, and the dtype of what receives the result."""
+    """Shape class of dhidden and dweight; `out` is the dtype of the result."""
 
     device: int
     c: int
@@ -177,17 +177,17 @@ class GradShape(NamedTuple):
     out: torch.dtype
     dense: bool
     fresh: bool
-    row: int  # `Active.row` where the other operand is contiguous: cuBLASLt's choice may depend on it
-    whole: bool = True  # a multiple of 8 entries; a vocabulary's last block may have any number
+    row: int  # `Active.row` if the other operand is contiguous, because cuBLASLt's choice may depend on it; else 0
+    whole: bool = True  # the width is a multiple of 8, which a vocabulary's last block need not be
     few: bool = False  # dhidden: so few tokens that chunks of the vocabulary are computed in parallel
 
 
 def dhidden_shape(running: Tensor, dz: Tensor, weight: Tensor, fresh: bool, active: Active) -> GradShape:
-    dense = weight.shape[1] % 8 == 0 and _fetchable(weight)
+    dense = weight.shape[1] % 8 == 0 and _tma_loadable(weight)
     row = active.row if weight.is_contiguous() else 0
     return GradShape(
         dz.get_device(), weight.shape[1], dz.dtype, torch.float32, dense, fresh, row,
-        weight.shape[0] % 8 == 0, loop.chunks_beside(*running.shape) > 1,
+        weight.shape[0] % 8 == 0, loop.parallel_chunks(*running.shape) > 1,
     )  # fmt: skip
 
 
@@ -214,26 +214,26 @@ def dweight_call(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: 
 
 
 def most_tokens(s: GradShape) -> int:
-    """The most tokens that a block of dz has: of long rows it has few."""
+    """The most tokens of a dz block; the longer its rows, the fewer."""
     return min(WGRAD_TOKENS, max(1, 2 * loop.PROBS_ENTRIES // s.row)) if s.row else WGRAD_TOKENS
 
 
 def rows_of_grad(s: GradShape) -> list[int]:
-    """Token counts, among them the most that a call has, because the chain of `dweight` runs over the tokens."""
+    """Token counts up to the largest of a call, because the chain of `dweight` runs over the tokens."""
     most = most_tokens(s)
     return list(dict.fromkeys(min(m, most) for m in (*NARROW, LEAST_TOKENS, 1000, WGRAD_TOKENS, 4096)))
 
 
 def rows_of_dhidden(s: GradShape) -> list[int]:
-    """`few`: 1, and from 77 to the most that are few; timed at the count that comes with rows of dz of that length.
-    Else from the fewest that are not few."""
+    """`few`: 1, and 77 up to the largest such count, timed at the count that occurs with dz rows of that length. Else
+    from the smallest count that is not `few`."""
     least, most, timed, fewest = FEW_TOKENS, most_tokens(s), 4096, 1
     columns = max(s.c, loop.FEWEST_CHANNELS)
     border = loop.FILLED // 2 // columns
     if s.few:
         most = min(most, border)
         timed = loop.FILLED // (columns * max(1, -(-s.row // SAMPLE_BLOCK)))
-    elif loop.chunks_beside(border, s.c) > 1:
+    elif loop.parallel_chunks(border, s.c) > 1:
         fewest = least = max(least, border + 1)
     last = min(max(timed, least), most)
     counts = (fewest, least, least + 52, max(least, 1000), WGRAD_TOKENS)
@@ -241,15 +241,15 @@ def rows_of_dhidden(s: GradShape) -> list[int]:
 
 
 def widest(s: GradShape, tokens: int) -> int:
-    """Entries of the widest block of dz that `dweight` is compared at with so many tokens."""
-    held = max(tokens * s.dtype.itemsize, s.c * s.out.itemsize)  # bytes an entry
+    """Width of the widest dz block with which `dweight` is compared at this token count."""
+    held = max(tokens * s.dtype.itemsize, s.c * s.out.itemsize)  # bytes per entry
     most = max(8, SAMPLE_BYTES // max(held, 1) // 8 * 8)
     return min(s.row, most) if s.row else most
 
 
 def compared(s: GradShape) -> list[tuple[int, int]]:
-    """Tokens, ascending, and the most entries that `dweight` gets with as many or less: a multiple of 8."""
-    odd = 8 * (not s.whole)  # whose widest sample is one entry short
+    """Token counts, ascending, and the widest block that `dweight` gets at up to that count, a multiple of 8."""
+    odd = 8 * (not s.whole)  # the widest sample is one entry short
     return [(m, widest(s, m) - odd) for m in sorted(rows_of_grad(s)) if not _is_narrow(s, m)]
 
 
@@ -260,8 +260,8 @@ def _is_narrow(s: GradShape, tokens: int) -> bool:
 def _block_of_dz(
     s: GradShape, tokens: int, entries: int, kind: str, generator: torch.Generator
 ) -> tuple[Tensor, Active]:  # fmt: skip
-    """A gradient of logits with rows of zeros, those of many groups behind the others, and which are not."""
-    g = _upstream(tokens, generator, s.row > 0 and tokens != LEAST_TOKENS)  # and once where many have none
+    """A dz block with zero rows ordered as in the backward's loop, and its `Active` rows."""
+    g = _upstream(tokens, generator, s.row > 0 and tokens != LEAST_TOKENS)  # one sample has many tokens without one
     targets = torch.zeros(tokens, dtype=torch.int64, device=g.device)
     stats = torch.zeros(tokens, 2, dtype=torch.float32, device=g.device)
     active = _active(targets, None, stats, g, None, 1, s.row)
@@ -278,7 +278,7 @@ def dhidden_sample(s: GradShape, m: int, kind: str, generator: torch.Generator) 
     """Many tokens: one chunk of the vocabulary. Few: the largest number of parallel chunks at one row, at the fewest
     other rows and at the row count that is timed; else one chunk, as in a block's last call, and three. dz and the
     weight have at most SAMPLE_BYTES."""
-    rows, chunks = rows_of_dhidden(s), loop.chunks_beside(m, s.c) if s.few else 1
+    rows, chunks = rows_of_dhidden(s), loop.parallel_chunks(m, s.c) if s.few else 1
     fewest, second = ((sorted({*rows} - {1}) or [1]) * 2)[:2]
     if m not in (1, fewest, rows[-1]):
         chunks = 1 if m == second else min(3, chunks)

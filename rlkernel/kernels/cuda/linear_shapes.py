@@ -1,6 +1,6 @@
-"""Shape classes of linear and its gradients on CUDA: what decides a call's class, rows to compare, samples.
+"""Shape classes, row counts and samples for the certification of linear and its gradients on CUDA.
 
-One class holds a bucket of row counts; the schedules that compute it are in cuda/linear.py.
+A class holds one bucket of row counts. The schedules are in cuda/linear.py.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from rlkernel.contract.orders import DGRAD_WHOLE
 from rlkernel.kernels.certification import values
 
-# Close together where a decode step has its rows and the library fits its tiles to them.
+# Fine-grained at the row counts of decode steps, to which cuBLASLt fits its tiles.
 BUCKETS = (0, 1, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512, 1024, 2048, 4096, 8192, 16384)
-SAMPLE_BYTES = 3 << 30  # limit on the largest matrix of a comparison, 8192 rows of a head; a call with more is cut
+SAMPLE_BYTES = 3 << 30  # limit on a sample's largest matrix (8192 rows of a head); larger calls run in pieces
 
 
-class Shape(NamedTuple):
+class LinearShape(NamedTuple):
     """Shape class of a call.
 
-    `form` says which product it is: "forward" x [M,K] w^T, "dgrad" dy [M,N] w, "wgrad" dy^T x, where `rows` counts
+    `form` is the product: "forward" x [M,K] w^T, "dgrad" dy [M,N] w, "wgrad" dy^T x, where `rows` counts
     tokens and `weight` is the gradient's shape.
     """
 
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     out_dtype: torch.dtype | None  # None: dtype
     bias: bool
     chunks: int
-    dense: bool  # contiguous matrices; schedules check addresses themselves
+    dense: bool  # contiguous and not empty; schedules check addresses themselves
     form: str
     fresh: bool = True  # the result is overwritten, not added to
 
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
     @property
     def k(self) -> int:
-        """Length of the contraction, for "wgrad" at most."""
+        """Length of the contraction; for "wgrad" an upper bound."""
         return self.rows if self.form == "wgrad" else self.weight[1 if self.form == "forward" else 0]
 
     @property
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
     @property
     def is_head(self) -> bool:
-        """An input gradient whose chunks are added ascending."""
+        """Whether this is an input gradient whose chunks are added in ascending order."""
         return self.form == "dgrad" and self.chunks == 1 and self.k > DGRAD_WHOLE
 
     def describe(self) -> dict[str, Any]:
@@ -68,38 +68,40 @@ class Shape(NamedTuple):
 
 
 def bucket(m: int) -> int:
-    """Bucket of a row count, one of `BUCKETS`; the last holds all above too."""
+    """Bucket of a row count, one of `BUCKETS`; the last has no upper bound."""
     return BUCKETS[min(bisect_left(BUCKETS, m), len(BUCKETS) - 1)]
 
 
 def _dense(*operands: Tensor) -> bool:
-    """Whether schedules take them. Not empty ones, because `*_call` distinguishes weights by their elements."""
+    """Whether schedules take these operands; not empty ones, because `*_call` tells weights apart by numel."""
     return all(t.is_contiguous() and t.numel() for t in operands)
 
 
 def linear_shape(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, dgrad_chunks: int, out_dtype: torch.dtype | None
-) -> Shape:
+) -> LinearShape:
     dense = _dense(x, weight)
-    return Shape(
+    return LinearShape(
         x.get_device(), bucket(x.shape[0]), weight.shape, x.dtype, out_dtype, bias is not None, chunks, dense, "forward"
     )
 
 
-def dgrad_shape(dy: Tensor, weight: Tensor, chunks: int) -> Shape:
+def dgrad_shape(dy: Tensor, weight: Tensor, chunks: int) -> LinearShape:
     dense = _dense(dy, weight)
-    return Shape(dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, dense, "dgrad")
+    return LinearShape(
+        dy.get_device(), bucket(dy.shape[0]), weight.shape, dy.dtype, None, False, chunks, dense, "dgrad"
+    )
 
 
-def wgrad_shape(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Shape:
+def wgrad_shape(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> LinearShape:
     dense = _dense(grad, dy, x)
     rows = bucket(dy.shape[0])
-    return Shape(dy.get_device(), rows, grad.shape, dy.dtype, grad.dtype, False, 1, dense, "wgrad", fresh)
+    return LinearShape(dy.get_device(), rows, grad.shape, dy.dtype, grad.dtype, False, 1, dense, "wgrad", fresh)
 
 
-# What a warm call looks up. Each attribute of a tensor costs a tenth of a microsecond: of operands that share a
-# dimension one gives its shape, the others their number of elements or nothing. Alignment is not part of it: a schedule
-# checks it and falls back to the anchor for pointers that are not 16-byte aligned.
+# Call keys. Each attribute of a tensor costs 0.1 us, so of operands that share a dimension one gives its shape, the
+# others numel or nothing. Alignment is not part of the key: a schedule checks it and falls back to the anchor for
+# pointers that are not 16-byte aligned.
 
 
 def linear_call(
@@ -124,53 +126,53 @@ def wgrad_call(grad: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> Hashable:
     )  # fmt: skip
 
 
-def _row_bytes(s: Shape) -> int:
-    """Bytes of a row of the largest matrix of a call."""
+def _row_bytes(s: LinearShape) -> int:
+    """Bytes per row of a call's largest matrix."""
     if s.form == "wgrad":
         return sum(s.weight) * s.dtype.itemsize
     partials = 4 * s.chunks * s.n if s.chunks > 1 else 0
     return max(s.k * s.dtype.itemsize, s.n * s.out.itemsize, partials)
 
 
-def most_rows(s: Shape) -> int:
-    """The most rows that a schedule is compared at, and therefore the most that it gets at once."""
-    if s.form == "wgrad":  # one chain over the tokens of a chunk: nothing to cut
+def most_rows(s: LinearShape) -> int:
+    """The most rows of a comparison, and therefore of one launch."""
+    if s.form == "wgrad":  # one chain over the tokens of a chunk, which cannot be cut
         return s.rows
     return min(s.rows, max(8, SAMPLE_BYTES // max(_row_bytes(s), 1) // 8 * 8))
 
 
-def rows_of(s: Shape) -> list[int]:
-    """The lowest and the highest row count that a schedule gets, and one between unless that takes gigabytes."""
+def rows_of(s: LinearShape) -> list[int]:
+    """The lowest and highest row count of a launch, and one between unless it takes gigabytes."""
     high = most_rows(s)
     low = BUCKETS[max(BUCKETS.index(s.rows) - 1, 0)] + 1
     if high < s.rows or s.rows == BUCKETS[-1]:
-        low = min(low, max(high // 2 - 7, 1))  # the fewest rows of a piece of a call that is cut
+        low = min(low, max(high // 2 - 7, 1))  # the smallest piece of a call that is cut
     between = {(low + high) // 2 | 1} if high * _row_bytes(s) <= SAMPLE_BYTES // 2 else set()
     return sorted({min(low, high), high} | {m for m in between if m < high})
 
 
 def cut(m: int, most: int) -> list[slice]:
-    """m rows in as few even pieces of at most `most` rows as possible, each (except the last) a multiple of eight rows
-    so that every piece begins at a 16-byte address. `most` is a multiple of eight."""
+    """Slices of m rows, as few and even as possible with at most `most` (a multiple of 8) rows each. All except the
+    last have a multiple of 8 rows, so that every piece starts at a 16-byte address."""
     units = -(-m // 8)
     pieces = -(-units // (most // 8))
     at = [min(m, units * i // pieces * 8) for i in range(pieces + 1)]
     return [slice(first, last) for first, last in pairwise(at)]
 
 
-def linear_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def linear_sample(s: LinearShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     x = values(kind, m, s.k, s.dtype, generator)
     weight = values(kind, s.n, s.k, s.dtype, generator, second=True)
     bias = values("normal", 1, s.n, s.dtype, generator)[0] if s.bias else None
     return x, weight, bias, s.chunks, 1, s.out_dtype
 
 
-def dgrad_sample(s: Shape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def dgrad_sample(s: LinearShape, m: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     dy = values(kind, m, s.k, s.dtype, generator)
     return dy, values(kind, s.n, s.k, s.dtype, generator, second=True).t().contiguous(), s.chunks
 
 
-def wgrad_sample(s: Shape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def wgrad_sample(s: LinearShape, tokens: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     n, k = s.weight
     dy = values(kind, n, tokens, s.dtype, generator).t().contiguous()
     x = values(kind, k, tokens, s.dtype, generator, second=True).t().contiguous()

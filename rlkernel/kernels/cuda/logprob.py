@@ -1,7 +1,6 @@
-"""logprob on CUDA: many rows of a large vocabulary by a kernel of Hopper's, where it has the Triton kernel's bits.
+"""Schedules of logprob for many rows of a large vocabulary on Hopper (logprob_rows_sm90.py).
 
-The anchor is that of kernels/triton/logprob.py, which also computes few rows, small vocabularies and kept sets; here
-are the schedules that may take its place (cuda/logprob_rows.py) and their certification.
+The anchor, kernels/triton/logprob.py, also computes few rows, small vocabularies and kept sets.
 """
 
 from __future__ import annotations
@@ -14,36 +13,36 @@ from torch import Tensor
 
 from rlkernel.contract import orders
 from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Run, Schedule, values
-from rlkernel.kernels.cuda import driver, logprob_rows
+from rlkernel.kernels.cuda import driver, logprob_rows_sm90
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import logprob as anchor
 
-MANY = 1024  # rows, from which on a class is another: below it a kernel's start and end count
-TIMED, TIMED_OF_MANY = 512, 4096  # rows, at most
-SAMPLE_BYTES = 1 << 29  # of the logits that are timed, at most
-RAGGED = 397  # rows that leave some for all blocks to share
+MANY = 1024  # rows of the upper class; below, a kernel's prologue and tail matter
+TIMED, TIMED_OF_MANY = 512, 4096  # most rows of the timed sample
+SAMPLE_BYTES = 1 << 29  # most bytes of the timed logits
+RAGGED = 397  # rows that do not divide evenly among the blocks
 
 # ---- shape classes -------------------------------------------------------------------------------
 
 
-class Shape(NamedTuple):
-    """Shape class of logprob. A row's bits know neither the others nor its place."""
+class LogprobShape(NamedTuple):
+    """Shape class of logprob. A row's bits depend neither on other rows nor on its index."""
 
     device: int  # index, -1 for the CPU
     dtype: torch.dtype
     vocab: int
-    rows: int  # at least so many: 0, the anchor's ROWS_FROM, or MANY
-    dense: bool  # TMA can load the rows, if they begin at 16-byte addresses
+    rows: int  # lower bound: 0, the anchor's ROWS_FROM, or MANY
+    dense: bool  # TMA can load the rows if they start at 16-byte addresses
     temperature: bool
     kept: bool
 
 
-def shape_of(logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None) -> Shape:
+def shape_of(logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None) -> LogprobShape:
     tokens, vocab = logits.shape
     row = logits.stride(0)
     dense = logits.stride(1) == 1 and row >= vocab and vocab % 8 == 0 and row % 8 == 0
     rows = next((least for least in (MANY, anchor.ROWS_FROM) if tokens >= least), 0)
-    return Shape(
+    return LogprobShape(
         logits.get_device(), logits.dtype, vocab, rows, dense, inv_temperature is not None, kept is not None
     )  # fmt: skip
 
@@ -56,15 +55,15 @@ def call_key(logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, ke
     )  # fmt: skip
 
 
-def rows_of(s: Shape) -> list[int]:
+def rows_of(s: LogprobShape) -> list[int]:
     most = min(TIMED_OF_MANY if s.rows >= MANY else TIMED, SAMPLE_BYTES // (s.dtype.itemsize * s.vocab))
     return [anchor.ROWS_FROM, RAGGED, max(anchor.ROWS_FROM, most)]
 
 
-def sample(s: Shape, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
+def sample(s: LogprobShape, rows: int, kind: str, generator: torch.Generator) -> tuple[Any, ...]:
     device = generator.device
     logits = values(kind, rows, s.vocab, s.dtype, generator)
-    if rows == RAGGED:  # with a gap between rows
+    if rows == RAGGED:  # strided rows
         logits = torch.nn.functional.pad(logits, (0, 8), value=float("nan"))[:, : s.vocab]
     odd = torch.arange(0, rows, 29, device=device)
     for i, value in enumerate((float("nan"), float("inf"))):
@@ -82,17 +81,14 @@ def sample(s: Shape, rows: int, kind: str, generator: torch.Generator) -> tuple[
 # ---- schedules -----------------------------------------------------------------------------------
 
 
-def _rows(setting: logprob_rows.Setting) -> Schedule[Shape]:
-    def supports(s: Shape) -> bool:
-        if not driver.on_hopper(s.device):
-            return False
-        large = s.vocab >= anchor.TILES_FROM * orders.VOCAB_TILE
-        return s.dtype.itemsize == 2 and s.rows > 0 and s.dense and large and not s.kept and logprob_rows.fits(
-            setting, s.vocab
-        )  # fmt: skip
+def _rows(setting: logprob_rows_sm90.Setting) -> Schedule[LogprobShape]:
+    def supports(s: LogprobShape) -> bool:
+        large = s.vocab >= anchor.TILES_FROM * orders.VOCAB_TILE and logprob_rows_sm90.fits(setting, s.vocab)
+        plain = s.dtype.itemsize == 2 and s.rows > 0 and s.dense and not s.kept
+        return plain and large and driver.on_hopper(s.device)
 
-    def bind(s: Shape) -> Run:
-        return logprob_rows.launcher(s.device, s.dtype, s.vocab, s.temperature, setting)
+    def bind(s: LogprobShape) -> Run:
+        return logprob_rows_sm90.launcher(s.device, s.dtype, s.vocab, s.temperature, setting)
 
     return Schedule(f"rows.{setting.warps}x{setting.pieces}", bind, supports)
 
@@ -100,7 +96,7 @@ def _rows(setting: logprob_rows.Setting) -> Schedule[Shape]:
 logprob = ScheduledOp(
     Family(
         op="logprob", anchor=anchor.logprob, shape=shape_of, rows=rows_of, sample=sample, call_key=call_key,
-        versions=lambda: {"cuda compiler": driver.compiler()}, schedules=tuple(map(_rows, logprob_rows.SETTINGS)),
+        versions=driver.versions, schedules=tuple(map(_rows, logprob_rows_sm90.SETTINGS)),
         kinds=(*KINDS, NONFINITE),
     )
 )  # fmt: skip

@@ -1,1 +1,1 @@
-"""The readable reference: the contract's CPU arithmetic spelled out in torch, equal to the C++ kernels to the bit."""
+"""Readable references: the contract's CPU arithmetic in torch ops, with the bits of the C++ kernels."""

@@ -1,7 +1,7 @@
-"""Scalar arithmetic of the CPU contract in torch: fma, exp2, log2 and the fixed row sum.
+"""Arithmetic of the CPU contract in torch: fma, exp2, log2 and the fixed row sum, all in fp32.
 
-Each function is the twin of one in `csrc/cpu/common.h`, operation for operation, so the reference and the C++
-kernels give the same bits. All take and return fp32.
+Each function has the same operations as its namesake in `csrc/cpu/common.h`, so the references and the C++ kernels
+have the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlkernel.contract.orders import LANES
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
-# Taylor coefficients of 2^f, ln(2)^i / i!, on |f| <= 1/2: the truncation error is below 1e-8.
+# Taylor coefficients ln(2)^i / i! of 2^f on |f| <= 1/2, with a truncation error below 1e-8.
 EXP2_COEFFICIENTS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
 # log2(1 + r) = r * poly(r) on sqrt(1/2) <= 1 + r < sqrt(2): degree 9, fitted at Chebyshev nodes, error below 2^-25.
 LOG2_COEFFICIENTS = (
@@ -52,8 +52,8 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def sqrt(x: Tensor) -> Tensor:
     """Correctly rounded square root of fp32 numbers.
 
-    torch.sqrt in fp32 may go to a vector library that is off by one ulp (seen on 19% of random inputs). In fp64 an
-    ulp is too small to matter: the root of an fp32 number lies at least 2^-51 (relative) from a rounding boundary.
+    torch.sqrt in fp32 may call a vector library that is off by one ulp (seen on 19% of random inputs). An fp64 ulp does
+    not matter, because the root of an fp32 number is at least 2^-51 (relative) away from a rounding boundary.
     """
     return torch.sqrt(x.double()).float()
 
@@ -67,11 +67,11 @@ def horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
 
 
 def exp2(x: Tensor) -> Tensor:
-    """2^x in fp32: results below 2^-126 are +0, above the range inf, NaN stays NaN."""
+    """2^x in fp32; results below 2^-126 are +0, results above the range inf, NaN gives NaN."""
     clamped = torch.clamp(torch.nan_to_num(x, nan=0.0), -127.0, 128.0)
     whole = torch.round(clamped)
     fraction = clamped - whole
-    # Scaling in two exact steps: 2^128 is no fp32 number, 2^127 is.
+    # two exact scaling steps, because 2^128 is not an fp32 number
     half = torch.ldexp(horner(EXP2_COEFFICIENTS, fraction), torch.clamp(whole, -126.0, 127.0))
     out = torch.where(whole > 127.0, half * 2.0, half)
     out = torch.where(x < -126.0, torch.zeros_like(out), out)
@@ -95,7 +95,7 @@ def log2_exponent(x: Tensor) -> Tensor:
 
 
 def log2(x: Tensor) -> Tensor:
-    """log2 of positive normal fp32 numbers; +0 gives -inf, inf and NaN stay."""
+    """log2 of positive normal fp32 numbers; +0 gives -inf, inf gives inf, NaN gives NaN."""
     exponent = log2_exponent(x)
     r = (x.contiguous().view(torch.int32) - (exponent << 23)).view(torch.float32) - 1.0
     out = log2_parts(r, exponent.float())
@@ -118,7 +118,7 @@ def lane_fold(lanes: Tensor) -> Tensor:
 
 
 def row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension in the CPU order: LANES strided lanes, ascending, then folded in halves."""
+    """Sum over the last dimension in the CPU order: lane j adds j, j + LANES, ...; lanes are folded in halves."""
     x = _pad_lanes(x)
     lanes = torch.zeros(*x.shape[:-1], LANES, dtype=torch.float32)
     for start in range(0, x.shape[-1], LANES):
@@ -127,7 +127,7 @@ def row_sum(x: Tensor) -> Tensor:
 
 
 def row_dot(x: Tensor, y: Tensor) -> Tensor:
-    """Sum of x * y over the last dimension: as `row_sum`, each lane a chain of fma."""
+    """Sum of x * y over the last dimension, like `row_sum` with a chain of fma in each lane."""
     x, y = _pad_lanes(x), _pad_lanes(y)
     lanes = torch.zeros(*x.shape[:-1], LANES, dtype=torch.float32)
     for start in range(0, x.shape[-1], LANES):

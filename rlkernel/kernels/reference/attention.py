@@ -1,7 +1,7 @@
-"""attention, spelled out: 64-key blocks from the sequence's first key, online softmax in base 2, closed splits.
+"""Reference of attention: blocks of 64 keys from the sequence's first key, online softmax in base 2, merged splits.
 
-Rows are packed (position, head of the group) pairs, as in the kernels. A key that a row does not see takes no part
-in any of its chains, so causality, windows and blocks outside them are exact identities.
+Rows are packed (position, head of the group) pairs, as in the kernels. A key that is hidden from a row (causal mask or
+window) is not part of any of its chains, so hidden blocks change no bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlkernel.kernels.reference.linear import chain
 def check_sequences(op: str, cu_seqlens_q: Tensor, lens_k: Tensor, tokens_q: int, max_q: int, max_k: int) -> None:
     """Raises ValueError unless the sequences fill the packed queries and none has more queries than keys.
 
-    Runs on the host, so the CPU kernels and this reference call it; on a GPU it would cost a synchronisation.
+    Only for CPU tensors, because on a GPU it would synchronise.
     """
     cu = cu_seqlens_q.tolist()
     lens_q = [b - a for a, b in itertools.pairwise(cu)]
@@ -37,7 +37,7 @@ def check_sequences(op: str, cu_seqlens_q: Tensor, lens_k: Tensor, tokens_q: int
 
 
 def check_keys(op: str, cu_seqlens_k: Tensor, tokens_k: int) -> Tensor:
-    """Lengths in keys [B]; raises ValueError unless cu_seqlens_k rises from 0 to tokens_k."""
+    """Numbers of keys [B]; raises ValueError unless cu_seqlens_k rises from 0 to tokens_k."""
     lens = cu_seqlens_k.diff()
     if int(cu_seqlens_k[0]) != 0 or int(cu_seqlens_k[-1]) != tokens_k or bool((lens < 0).any()):
         raise ValueError(f"{op}: cu_seqlens_k must rise from 0 to S={tokens_k}; it is {_short(cu_seqlens_k.tolist())}")
@@ -45,7 +45,7 @@ def check_keys(op: str, cu_seqlens_k: Tensor, tokens_k: int) -> Tensor:
 
 
 def check_pages(op: str, block_table: Tensor, seq_lens_k: Tensor, pages: int, page_size: int) -> None:
-    """Raises ValueError unless every page that a sequence reads is in its row of the table and exists."""
+    """Raises ValueError unless the row of every sequence names enough pages, and they exist."""
     used = (seq_lens_k + page_size - 1).div(page_size, rounding_mode="floor")
     if used.numel() and int(used.max()) > block_table.shape[1]:
         raise ValueError(
@@ -66,7 +66,7 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 
 
 def _blocks(keys: int, start: int, stop: int, positions: Tensor, window: int | None) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of [start, stop) that any row sees: the slice of keys and which row [R,1] sees which key [1,n]."""
+    """Blocks of [start, stop) that any row sees: the slice of keys and the mask [R,n] of keys that rows see."""
     for first in range(start, min(stop, keys), ATTENTION_BLOCK):
         last = min(first + ATTENTION_BLOCK, keys)
         j = torch.arange(first, last)[None, :]
@@ -78,7 +78,7 @@ def _blocks(keys: int, start: int, stop: int, positions: Tensor, window: int | N
 
 
 def _masked_chain(a: Tensor, b: Tensor, visible: Tensor, start: Tensor) -> Tensor:
-    """start [M,N] + a [M,K] b [K,N], k ascending over the visible (m, k) alone."""
+    """start [M,N] + a [M,K] b [K,N], k ascending, without the terms (m, k) that are not visible."""
     total = start
     for k in range(a.shape[1]):
         total = torch.where(visible[:, k : k + 1], fma(a[:, k : k + 1], b[k : k + 1], total), total)
@@ -86,7 +86,7 @@ def _masked_chain(a: Tensor, b: Tensor, visible: Tensor, start: Tensor) -> Tenso
 
 
 def merge(o: Tensor, top: Tensor, o_split: Tensor, top_split: Tensor) -> tuple[Tensor, Tensor]:
-    """(o [R,D], log2-sum-exp [R]) of all keys so far, with one more closed split; an empty side is the identity."""
+    """Merges a normalised split into (o [R,D], log2-sum-exp [R]) of earlier ones; an empty side is the identity."""
     high = torch.maximum(top, top_split)
     w, w_split = exp2(top - high), exp2(top_split - high)
     total = w + w_split
@@ -97,7 +97,7 @@ def merge(o: Tensor, top: Tensor, o_split: Tensor, top_split: Tensor) -> tuple[T
 def forward_rows(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None, split: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """o [R,D] and log2-sum-exp [R], fp32, of rows q [R,D] at absolute positions [R] over keys k, v [S,D]."""
+    """fp32 o [R,D] and log2-sum-exp [R] of rows q [R,D] at absolute positions [R] over keys k, v [S,D]."""
     rows, d = q.shape
     o, lse = torch.zeros(rows, d), torch.full((rows,), -torch.inf)
     for start in range(0, k.shape[0], split):
@@ -113,16 +113,16 @@ def forward_rows(
             sees = visible.any(1)
             m, l = torch.where(sees, m_new, m), torch.where(sees, l_new, l)
             acc = torch.where(sees[:, None], acc_new, acc)
-        some, first = l != 0, torch.isneginf(lse)
+        seen, first = l != 0, torch.isneginf(lse)
         o_split, lse_split = acc / l[:, None], m + log2(l)
         o_both, lse_both = merge(o, lse, o_split, lse_split)
-        o = torch.where(some[:, None], torch.where(first[:, None], o_split, o_both), o)
-        lse = torch.where(some, torch.where(first, lse_split, lse_both), lse)
+        o = torch.where(seen[:, None], torch.where(first[:, None], o_split, o_both), o)
+        lse = torch.where(seen, torch.where(first, lse_split, lse_both), lse)
     return o, lse
 
 
 def _pack(x: Tensor, group: int) -> Tensor:
-    """Rows [n, HK*G, D] as [HK, n*G, D]: positions ascending, the heads of the group inside."""
+    """[n, HK*G, D] as rows [HK, n*G, D]: positions ascending, heads of the group in the inner dimension."""
     n, h, d = x.shape
     return x.view(n, h // group, group, d).transpose(0, 1).reshape(h // group, n * group, d)
 

@@ -1,4 +1,4 @@
-"""embedding, spelled out: a gather, and for the gradient one fp32 addition a token, tokens ascending."""
+"""Reference of embedding: a gather; the gradient adds one token at a time in fp32, tokens ascending."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def check_range(op: str, name: str, index: Tensor, size: int, what: str) -> None:
     """Raises IndexError unless every element of `index` [T] int64 lies in [0, size).
 
-    CPU tensors only: on a GPU the look would wait for the device.
+    Does nothing for GPU tensors, because reading their values would wait for the device.
     """
     if index.device.type != "cpu" or index.numel() == 0:
         return

@@ -1,6 +1,6 @@
-"""group_advantages, spelled out: elementwise torch with fixed row sums; the same bits on every device.
+"""Reference of group_advantages: elementwise torch with fixed row sums, with the same bits on every device.
 
-Rewards are centred on their row's first element before anything is summed, so that equal rewards give exactly 0.
+Rewards are shifted by their row's first element before they are summed, so that equal rewards give exactly 0.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from rlkernel.kernels.reference.arith import sqrt
 
 LANES = 16
 LARGEST = 1e15
-"""Largest reward that a CPU takes, but in mode "none"."""
+"""Largest absolute reward on a CPU, except in mode "none"."""
 
 
 def row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension on any device: LANES strided lanes, ascending, then folded in halves."""
+    """Sum over the last dimension on any device, in the order of `arith.row_sum`; keeps the dimension."""
     x = torch.nn.functional.pad(x, (0, -x.shape[-1] % LANES))
     lanes = x[..., :LANES]
     for start in range(LANES, x.shape[-1], LANES):
@@ -28,7 +28,7 @@ def row_sum(x: Tensor) -> Tensor:
 
 
 def over(x: Tensor, count: int) -> Tensor:
-    """x / max(1, count) as a true division: CUDA multiplies by the reciprocal where the divisor is a Python number."""
+    """x / max(1, count) as a true division, because CUDA multiplies by the reciprocal of a Python number."""
     return x / torch.full_like(x, float(max(1, count)))
 
 
@@ -39,13 +39,13 @@ def centred(rows: Tensor) -> Tensor:
 
 
 def deviation(rows: Tensor) -> Tensor:
-    """Sample standard deviation (divisor G - 1) of each row [N, 1]; 0 for rows of one."""
+    """Sample standard deviation (divisor G - 1) [N, 1] of each row; 0 if G is 1."""
     c = centred(rows)
     return sqrt(over(row_sum(c * c), rows.shape[1] - 1))
 
 
 def check_rewards(rewards: Tensor, group_size: int, mode: str) -> None:
-    """Raises ValueError for a reward that is not finite, or too large for the mode. CPU: a GPU would wait for it."""
+    """Raises ValueError for a reward that is not finite or too large for the mode; CPU tensors only."""
     for bad, expected in (
         (~torch.isfinite(rewards), "finite numbers"),
         (rewards.abs() > LARGEST, f"at most {LARGEST:g} in size, for their squares are added in float32; scale them"),

@@ -1,4 +1,4 @@
-"""linear, spelled out: one chain of fma over k ascending per chunk, a balanced binary tree over the chunks."""
+"""Reference of linear: one ascending chain of fma over k per chunk, and a balanced binary tree over the chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlkernel.kernels.reference.arith import fma
 
 
 def chain(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
-    """start [M,N] + a [M,K] b [K,N], k ascending, one fma a step."""
+    """start [M,N] + a [M,K] b [K,N], k ascending, one fma per step."""
     total = start
     a, b = a.float(), b.float()
     for k in range(a.shape[1]):
@@ -18,7 +18,7 @@ def chain(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
 
 
 def chunked(a: Tensor, b: Tensor, chunks: int) -> Tensor:
-    """fp32 product of a [M,K] and b [K,N]: K in equal chunks, a chain each, added in a balanced binary tree."""
+    """fp32 product of a [M,K] and b [K,N]: one chain per equal chunk of K, added in a balanced binary tree."""
     span = a.shape[1] // chunks
     zero = torch.zeros(a.shape[0], b.shape[1])
     parts = [chain(a[:, i * span : (i + 1) * span], b[i * span : (i + 1) * span], zero) for i in range(chunks)]

@@ -1,4 +1,4 @@
-"""linear_logprob, spelled out: linear's chain, then logprob; the gradient of the logits through linear's two chains."""
+"""Reference of linear_logprob: linear, then logprob; backward: logprob's gradient, then linear's two gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def first_entries(z: Tensor, width: int) -> Tensor:
 
 
 def probabilities(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """exp(z - maximum of its tile) [T, V], rounded once, and the maxima [T, tiles]."""
+    """exp(z - maximum of the tile) [T, V], rounded once, and the maxima [T, tiles]."""
     tiles = torch.nn.functional.pad(z, (0, -z.shape[1] % VOCAB_TILE), value=-math.inf).unflatten(1, (-1, VOCAB_TILE))
     m = tiles.amax(-1)
     p = exp(tiles - torch.where(m == -math.inf, 0.0, m)[..., None])
@@ -68,7 +68,7 @@ def dz_of_probs(
     stats: Tensor,
     dlogp: Tensor,
 ) -> Tensor:
-    """Gradient of the logits [T, V] from kept probabilities, in their dtype; every row has a gradient."""
+    """Gradient of the logits [T, V] from kept probabilities, in their dtype, for rows that have a gradient."""
     scale = exp((tile_max - stats[:, :1]) - stats[:, 1:])
     vocab = probs.shape[1]
     p = probs.float() * scale.repeat_interleave(VOCAB_TILE, 1)[:, :vocab]
@@ -89,7 +89,7 @@ def gradients(
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dhidden and dweight from dz of the tokens that `rows` [T] bool selects, by linear's two gradients."""
+    """dhidden and dweight by linear's two gradients from dz of the tokens that `rows` [T] bool selects."""
     dz = dz_of(rows)
     dhidden, dweight = (hidden.new_empty((0, hidden.shape[1])) for _ in range(2))
     if needs_weight:
@@ -125,7 +125,7 @@ def linear_logprob_grad_(
         scale, mask = pick(inv_temperature), pick(kept)
         if probs is not None and tile_max is not None and dlogp is not None and dentropy is None:
             return dz_of_probs(probs[rows], tile_max[rows], targets[rows], scale, mask, stats[rows], dlogp[rows])
-        z, up = chunked(hidden[rows], weight.t(), 1), (pick(dlogp), pick(dentropy))  # no need of what was kept
+        z, up = chunked(hidden[rows], weight.t(), 1), (pick(dlogp), pick(dentropy))  # recomputes the logits
         return logprob_dgrad(z, targets[rows], scale, mask, stats[rows], entropy[rows], *up).to(weight.dtype)
 
     rows = active_rows(targets, kept, stats, dlogp, dentropy)

@@ -1,4 +1,4 @@
-"""logprob, spelled out: integer sums inside vocabulary tiles and over them; docs/ops/logprob.md."""
+"""Reference of logprob: integer sums inside vocabulary tiles and over the tiles; docs/ops/logprob.md."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def check_values(op: str, targets: Tensor, vocab_size: int, inv_temperature: Ten
     if not bool(good.all()):
         bad = int((~good).nonzero()[0])
         value: object = float(1 / inv_temperature[bad])
-        if value == 0.0:  # of 1/T alone 0 and what lies next to it look the same
-            value = "0, or so near to it that 1/T is not finite in fp32"
+        if value == 0.0:  # 1/T does not tell 0 from the smallest numbers
+            value = "0, or so small that 1/T is not finite in fp32"
         raise ValueError(f"{op}: temperature[{bad}] is {value}; it must be positive and finite, at least 1.18e-38")
 
 
@@ -48,14 +48,14 @@ def target_kept(targets: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def fixed_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension of numbers in [0, 1], each rounded to 23 fraction bits; integers need no order."""
+    """Sum over the last dimension of numbers in [0, 1], each rounded to 23 fraction bits, as integers in any order."""
     one = torch.ones((), dtype=torch.float32)
     whole = ((x + one).view(torch.int32) - one.view(torch.int32)).sum(-1, dtype=torch.int32)
     return whole.float() * 2.0**-FIXED_POINT_BITS
 
 
 def tile_stats(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum, sum of p and sum of p * -d of every tile of z [T, V]: three [T, tiles]."""
+    """Maximum, sum of p and sum of p * -d of every tile of z [T, V], each [T, tiles]."""
     z = torch.nn.functional.pad(z, (0, -z.shape[1] % VOCAB_TILE), value=-math.inf).unflatten(1, (-1, VOCAB_TILE))
     m = z.amax(-1)
     safe = torch.where(torch.isfinite(m), m, 0.0)[..., None]
@@ -72,7 +72,7 @@ def row_total(x: Tensor) -> Tensor:
 
 
 def fold(m: Tensor, s: Tensor, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """M, log S and entropy [T] of the tiles' statistics."""
+    """M, log S and entropy [T] from the statistics of the tiles."""
     top = m.amax(-1) + 0.0
     w = torch.nan_to_num(exp(m - top[:, None]), nan=0.0)
     distance = torch.where(w == 0, 0.0, top[:, None] - m)
@@ -98,7 +98,7 @@ def logprob(
 def active_rows(
     targets: Tensor, kept: Tensor | None, stats: Tensor, dlogp: Tensor | None, dentropy: Tensor | None
 ) -> Tensor:
-    """Rows that have a gradient, [T] bool: some upstream that is not 0, a target that was kept, a distribution."""
+    """Rows with a gradient, [T] bool: an upstream gradient that is not 0, a kept target and a kept entry."""
     zero = torch.zeros_like(targets, dtype=torch.bool)
     upstream = (zero if dlogp is None else dlogp != 0) | (zero if dentropy is None else dentropy != 0)
     return upstream & target_kept(targets, kept) & (stats[:, 0] != -math.inf)

@@ -1,7 +1,7 @@
-"""policy_loss, spelled out: token terms elementwise, then sums per sequence and over the batch in the fixed order.
+"""Reference of policy_loss: elementwise terms of each token, then sums per sequence and over the batch.
 
-A sequence's sum: segments of SEGMENT tokens from its first one, `row_sum` inside, segments ascending. The batch's
-sum: the same over sequences. Everything is fp32; masked tokens are replaced by zeros before any arithmetic.
+A sequence is cut into segments of SEGMENT tokens; `row_sum` adds inside a segment and segments are added ascending. The
+batch adds its sequences the same way. All arithmetic is fp32; masked tokens are replaced by zeros first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from rlkernel.kernels.policy_loss import (
     CISPO,
     CLIPPED,
     PHI_COEFFICIENTS,
+    Outputs,
+    PolicyLossInputs,
     check_cu_seqlens,
     divides_by_tokens,
     form_code,
@@ -25,7 +27,7 @@ from rlkernel.kernels.reference.arith import exp, fma, horner, row_sum
 
 
 def phi(x: Tensor) -> Tensor:
-    """e^x - 1 - x without cancellation near 0 (never negative there), fp32."""
+    """e^x - 1 - x in fp32, without cancellation near 0, where it is never negative."""
     return torch.where(x.abs() <= 0.5, (x * x) * horner(PHI_COEFFICIENTS, x), (exp(x) - 1.0) - x)
 
 
@@ -37,45 +39,24 @@ def segment_sum(rows: Tensor) -> Tensor:
     return total
 
 
-def policy_loss(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    mask: Tensor | None,
-    ref_logp: Tensor | None,
-    entropy: Tensor | None,
-    rollout_logp: Tensor | None,
-    normalizer: Tensor | None,
-    loss_type: str,
-    sequence_ratio: bool,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float | None,
-    kl_coef: float,
-    kl_type: str,
-    entropy_coef: float,
-    tis_cap: float | None,
-    divisor: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tokens = logp.shape[0]
-    if divisor is not None:
-        normalizer = torch.tensor(divisor)
-    borders = check_cu_seqlens(cu_seqlens, tokens)
+def policy_loss(x: PolicyLossInputs) -> Outputs:
+    tokens = x.logp.shape[0]
+    normalizer = x.normalizer if x.divisor is None else torch.tensor(x.divisor)
+    borders = check_cu_seqlens(x.cu_seqlens, tokens)
     batch = len(borders) - 1
     lengths = torch.tensor([b - a for a, b in pairwise(borders)], dtype=torch.int64)
     owner = torch.repeat_interleave(torch.arange(batch), lengths)
     place = torch.arange(tokens) - torch.tensor(borders[:-1], dtype=torch.int64)[owner]
     width = int(lengths.max()) if batch else 0
-    counted = torch.ones(tokens, dtype=torch.bool) if mask is None else mask
+    counted = torch.ones(tokens, dtype=torch.bool) if x.mask is None else x.mask
     zero = torch.zeros(tokens)
 
-    def clean(x: Tensor) -> Tensor:
-        return torch.where(counted, x, zero)
+    def clean(v: Tensor) -> Tensor:
+        return torch.where(counted, v, zero)
 
-    def per_sequence(x: Tensor) -> Tensor:
+    def per_sequence(v: Tensor) -> Tensor:
         rows = torch.zeros(batch, width)
-        rows[owner, place] = clean(x)
+        rows[owner, place] = clean(v)
         return segment_sum(rows)
 
     def count(flags: Tensor) -> Tensor:
@@ -83,20 +64,20 @@ def policy_loss(
 
     n = count(counted)
     share = n.clamp(min=1).float()
-    logp, old = clean(logp), clean(old_logp)
-    a = clean(advantages if advantages.shape[0] == tokens and tokens != batch else advantages[owner])
+    logp, old = clean(x.logp), clean(x.old_logp)
+    a = clean(x.advantages if x.advantages.shape[0] == tokens and tokens != batch else x.advantages[owner])
 
     log_ratio = logp - old
-    ratio = exp((per_sequence(log_ratio) / share)[owner] if sequence_ratio else log_ratio)
-    low, high = torch.tensor(1.0 - clip_low), torch.tensor(1.0 + clip_high)
-    form = form_code(loss_type)
+    ratio = exp((per_sequence(log_ratio) / share)[owner] if x.sequence_ratio else log_ratio)
+    low, high = torch.tensor(1.0 - x.clip_low), torch.tensor(1.0 + x.clip_high)
+    form = form_code(x.loss_type)
     never = torch.zeros(tokens, dtype=torch.bool)
     cut_low = cut_high = cut_dual = never
     if form == CLIPPED:
         cut_low, cut_high = (a < 0) & (ratio < low), (a > 0) & (ratio > high)
-        if clip_dual is not None:
-            cut_dual = (a < 0) & (ratio > torch.tensor(clip_dual))
-            ratio_used = torch.where(cut_dual, torch.tensor(clip_dual), ratio)
+        if x.clip_dual is not None:
+            cut_dual = (a < 0) & (ratio > torch.tensor(x.clip_dual))
+            ratio_used = torch.where(cut_dual, torch.tensor(x.clip_dual), ratio)
         else:
             ratio_used = ratio
         ratio_used = torch.where(cut_low, low, torch.where(cut_high, high, ratio_used))
@@ -111,52 +92,51 @@ def policy_loss(
         loss = slope * logp
 
     tis, tis_cut, drift = zero, never, zero
-    if rollout_logp is not None:
-        rollout = clean(rollout_logp)
+    if x.rollout_logp is not None:
+        rollout = clean(x.rollout_logp)
         drift = (logp - rollout).abs()
-        if tis_cap is not None:
+        if x.tis_cap is not None:
             tis = exp(old - rollout)
-            tis_cut = tis > torch.tensor(tis_cap)
-            tis = torch.where(tis_cut, torch.tensor(tis_cap), tis)
+            tis_cut = tis > torch.tensor(x.tis_cap)
+            tis = torch.where(tis_cut, torch.tensor(x.tis_cap), tis)
             loss, slope = loss * tis, slope * tis
 
     kl = dkl = zero
-    if ref_logp is not None:
-        d = logp - clean(ref_logp)
-        if kl_type == "k1":
+    if x.ref_logp is not None:
+        d = logp - clean(x.ref_logp)
+        if x.kl_type == "k1":
             kl, dkl = d, torch.ones(tokens)
-        elif kl_type == "k2":
+        elif x.kl_type == "k2":
             kl, dkl = 0.5 * (d * d), d
         else:
             kl = phi(-d)
             dkl = d - kl
-        if kl_coef != 0.0:
-            loss = fma(torch.tensor(kl_coef), kl, loss)
-    held = clean(entropy) if entropy is not None else zero
-    if entropy is not None and entropy_coef != 0.0:
-        loss = fma(torch.tensor(-entropy_coef), held, loss)
+        if x.has_kl:
+            loss = fma(torch.tensor(x.kl_coef), kl, loss)
+    held = clean(x.entropy) if x.entropy is not None else zero
+    if x.has_bonus:
+        loss = fma(torch.tensor(-x.entropy_coef), held, loss)
 
     gradient = slope
-    if sequence_ratio and form == CLIPPED:
+    if x.sequence_ratio and form == CLIPPED:
         gradient = (per_sequence(slope) / share)[owner]
-    if ref_logp is not None and kl_coef != 0.0:
-        gradient = fma(torch.tensor(kl_coef), dkl, gradient)
+    if x.has_kl:
+        gradient = fma(torch.tensor(x.kl_coef), dkl, gradient)
 
     total = int(n.sum())
     one = torch.ones(())
     if normalizer is not None and total > 0:
         denominator = normalizer
     else:
-        denominator = torch.tensor(float(max(1, total if divides_by_tokens(loss_type) else batch)))
-    averaged = sequence_mean(loss_type)
+        denominator = torch.tensor(float(max(1, total if divides_by_tokens(x.loss_type) else batch)))
+    averaged = sequence_mean(x.loss_type)
     sums = per_sequence(loss)
     value = segment_sum(sums / share if averaged else sums) / denominator
     weight = ((one / share if averaged else one.expand(batch)) / denominator)[owner]
     dlogp = clean(gradient * weight)
-    has_bonus = entropy is not None and entropy_coef != 0.0
-    dentropy = clean(torch.tensor(-entropy_coef) * weight) if has_bonus else torch.zeros(0)
+    dentropy = clean(torch.tensor(-x.entropy_coef) * weight) if x.has_bonus else torch.zeros(0)
 
-    means = [segment_sum(per_sequence(x)) for x in (ratio, -log_ratio, phi(log_ratio), kl, held, tis, drift)]
+    means = [segment_sum(per_sequence(v)) for v in (ratio, -log_ratio, phi(log_ratio), kl, held, tis, drift)]
     stats = [m / max(1, total) for m in means]
     if total:
         stats += [ratio[counted].min(), ratio[counted].max(), drift[counted].max()]

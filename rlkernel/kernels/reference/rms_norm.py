@@ -1,4 +1,4 @@
-"""rms_norm, spelled out: fixed row sum, Hugging Face's rounding points, weight gradient row by row."""
+"""Reference of rms_norm: fixed row sum, the rounding points of Hugging Face, weight gradient row by row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlkernel.kernels.reference.arith import fma, row_dot, sqrt
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """`row_dot` over the last dimension of [..., C]: [..., 1]."""
+    """`row_dot` [..., 1] over the last dimension of [..., C]."""
     c = a.shape[-1]
     return row_dot(a.reshape(-1, c), b.reshape(-1, c)).view(*a.shape[:-1], 1)
 

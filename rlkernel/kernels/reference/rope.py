@@ -1,4 +1,4 @@
-"""rope, spelled out: fma(x1, cos, -(x2 * sin)) and fma(x2, cos, x1 * sin) in fp32, one rounding."""
+"""Reference of rope: fma(x1, cos, -(x2 * sin)) and fma(x2, cos, x1 * sin) in fp32, one rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sample, spelled out: the kept set by sorting, noise by 32-bit words in int64, Gumbel-max; docs/ops/sample.md."""
+"""Reference of sample: the kept set by sorting, noise in 32-bit words, Gumbel-max; docs/ops/sample.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORD = 0xFFFFFFFF
 
 
 def check_values(temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> None:
-    """Raises ValueError naming the argument and row of a value out of range; CPU tensors only."""
+    """Raises ValueError that names argument and row of a value out of range; CPU tensors only."""
     _check_range("temperature", temperature, temperature >= 0, ">= 0 (0 is greedy)")
     if top_k is not None:
         _check_range("top_k", top_k, top_k >= 0, ">= 0 (0 is off)")
@@ -30,7 +30,7 @@ def _check_range(name: str, values: Tensor, good: Tensor, expected: str) -> None
 
 
 def check_rows(bad: Tensor) -> None:
-    """Raises ValueError naming the first row b where bad [B] is not 0; CPU tensors only."""
+    """Raises ValueError that names the first row for which bad [B] is not 0; CPU tensors only."""
     if bad.device.type == "cpu" and bool(bad.any()):
         row = int(bad.nonzero()[0])
         raise ValueError(
@@ -40,7 +40,7 @@ def check_rows(bad: Tensor) -> None:
 
 
 def mix(x: Tensor) -> Tensor:
-    """Bijection of 32-bit words (held in int64): xor-shifts and multiplications modulo 2^32."""
+    """Bijective hash of 32-bit words in int64: xor-shifts and multiplications modulo 2^32."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _WORD
     x = x ^ (x >> 15)
@@ -59,7 +59,7 @@ def hashes(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel(h: Tensor) -> Tensor:
-    """-log(-log(u)) with u = (h + 0.5) / 2^32, fp32; the upper half through 1 - u, which fp32 can hold."""
+    """-log(-log(u)) in fp32 with u = (h + 0.5) / 2^32; u > 1/2 uses 1 - u, which fp32 represents accurately."""
     high = h >= 2**31
     s = (torch.where(high, _WORD - h, h).float() + 0.5) * 2.0**-32
     x = torch.where(high, 1.0 - s, s)
@@ -71,7 +71,7 @@ def gumbel(h: Tensor) -> Tensor:
 
 
 def kept_set(z: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """Tokens that the filters leave, [B, V] bool; z [B, V] are logits times 1/T."""
+    """Tokens that pass the filters, [B, V] bool; z [B, V] are logits times 1/T."""
     b, v = z.shape
     off = lambda t, value: torch.full((b,), value) if t is None else t
     k = off(top_k, 0)
@@ -82,7 +82,7 @@ def kept_set(z: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tenso
     mass = torch.where(keep, (share * 2.0**31).to(torch.int64), 0)
     p = off(top_p, 1.0)
     limit = torch.ceil(p.double() * mass.sum(-1).double()).to(torch.int64)
-    # Mass of strictly larger values: that of all earlier ranks, taken where a run of equal values begins.
+    # mass of strictly larger values: the sum over the ranks before the first of the equal values
     sums = mass.gather(1, order).cumsum(-1)
     first = torch.searchsorted(-ranked, -ranked, right=False)
     above = torch.where(first > 0, sums.gather(1, (first - 1).clamp(min=0)), 0)
@@ -114,7 +114,7 @@ def sample(
     check_rows(~(z < math.inf).all(-1) | (z == -math.inf).all(-1))
     keep = kept_set(z, top_k, top_p, min_p) | greedy
     score = torch.where(greedy, z, z + gumbel(hashes(seeds, positions, v))).masked_fill(~keep, -math.inf)
-    # The first of equals, which argmax of the scores does not promise.
+    # the lowest id among equal scores, which argmax does not guarantee
     tokens = torch.where(score == score.amax(-1, keepdim=True), torch.arange(v), v).amin(-1)
     if top_k is None and top_p is None and min_p is None:
         return tokens, torch.empty(0, (v + 31) // 32, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""swiglu, spelled out: silu(x) = x / (1 + exp(-x)) in fp32, rounded before the product with up."""
+"""Reference of swiglu: silu(x) = x / (1 + exp(-x)) in fp32, rounded before the product with up."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Triton kernels: one source for NVIDIA and AMD GPUs. Imported when an op first runs there, never before."""
+"""Triton kernels: one source for NVIDIA and AMD GPUs. Imported when an op first runs on a GPU."""

@@ -1,7 +1,7 @@
-"""adamw_ and grad_norm in Triton: one launch for hundreds of tensors, through a table of their addresses.
+"""adamw_ and grad_norm on GPUs: one launch for hundreds of tensors, through a table of their addresses.
 
-A program finds its tensor by a binary search over the tensors' first blocks. AdamW is elementwise, so blocks are free;
-the norm adds inside segments that the contract fixes, lanes in a tree of neighbours. Both have the bits of the CPU.
+A program finds its tensor by a binary search over the tensors' first blocks. AdamW is elementwise; grad_norm adds
+segments of a fixed size, whose lanes form a tree of neighbours. Both have the bits of the CPU.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import NORM_SEGMENT, SEGMENT
-from rlkernel.kernels.adamw import coefficients
+from rlkernel.kernels.adamw import AdamwInputs, coefficients
 from rlkernel.kernels.triton.common import on_device, options
 
 BLOCK, WARPS = 1024, 8
-"""adamw_: elements a program, and its warps. Longer programs are slower: fewer reads are under way near their ends."""
+"""adamw_: elements and warps per program. Longer programs have fewer loads in flight at their end."""
 ROWS, NORM_WARPS = 8, 4
-"""grad_norm: rows of SEGMENT elements under way at a time, and warps."""
+"""grad_norm: rows of SEGMENT elements in flight at a time, and warps."""
 LEVELS = SEGMENT.bit_length() - 1
 
-FIRST, SIZE, GRAD, MASTER, MEAN, SQUARE, PARAM = range(7)
-"""Rows of the table: first block, elements, addresses. The norm's has the slot of the first partial sum in MASTER."""
-_FIRST, _SIZE, _GRAD, _MASTER, _MEAN, _SQUARE, _PARAM = (tl.constexpr(row) for row in range(7))
-_SLOT = tl.constexpr(MASTER)
+FIRST, SIZE, GRAD, MASTER, MEAN, SQUARE, PARAM = (tl.constexpr(row) for row in range(7))
+"""Rows of adamw_'s table: first block and number of elements of each tensor, then addresses."""
+SLOT = tl.constexpr(3)
+"""Row of grad_norm's table with the slot of a tensor's first partial sum; FIRST, SIZE and GRAD as in adamw_'s."""
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ _SLOT = tl.constexpr(MASTER)
 
 @triton.jit
 def owner(table, COUNT, block):
-    """The tensor that a block belongs to: the last one whose first block is not behind it."""
+    """Index of the tensor that a block belongs to: the last one whose first block is not after it."""
     low, high = 0, COUNT
     while high - low > 1:
         middle = (low + high) // 2
@@ -61,7 +61,7 @@ def update(
     grad, master, mean, square, param, at, inside, s, weight, beta2, fresh, inverse_root, eps, rate, decay,
     NEAR_MEAN: tl.constexpr, ZERO_GRAD: tl.constexpr, HAS_PARAM: tl.constexpr,
 ):  # fmt: skip
-    """AdamW of the elements `at`; `inside` None says that all of them exist."""
+    """AdamW of the elements `at`; all of them exist if `inside` is None."""
     g = tl.load(grad + at, mask=inside).to(tl.float32) * s
     w = tl.load(master + at, mask=inside)
     m = tl.load(mean + at, mask=inside)
@@ -103,19 +103,19 @@ def adamw_kernel(
 ):
     block = tl.program_id(0)
     i = owner(table, COUNT, block)
-    begin = (block - tl.load(table + _FIRST * COUNT + i)) * BLOCK
-    left = tl.load(table + _SIZE * COUNT + i) - begin
-    grad = address(table, COUNT, _GRAD, i, GRAD_TYPE, ALIGNED) + begin
-    master = address(table, COUNT, _MASTER, i, tl.float32, ALIGNED) + begin
-    mean = address(table, COUNT, _MEAN, i, tl.float32, ALIGNED) + begin
-    square = address(table, COUNT, _SQUARE, i, tl.float32, ALIGNED) + begin
-    param = address(table, COUNT, _PARAM, i, PARAM_TYPE, ALIGNED) + begin if HAS_PARAM else master
+    begin = (block - tl.load(table + FIRST * COUNT + i)) * BLOCK
+    left = tl.load(table + SIZE * COUNT + i) - begin
+    grad = address(table, COUNT, GRAD, i, GRAD_TYPE, ALIGNED) + begin
+    master = address(table, COUNT, MASTER, i, tl.float32, ALIGNED) + begin
+    mean = address(table, COUNT, MEAN, i, tl.float32, ALIGNED) + begin
+    square = address(table, COUNT, SQUARE, i, tl.float32, ALIGNED) + begin
+    param = address(table, COUNT, PARAM, i, PARAM_TYPE, ALIGNED) + begin if HAS_PARAM else master
     s = 1.0
     if HAS_SCALE:
         s = tl.load(scale)
     at = tl.arange(0, BLOCK)
     if tl.abs(s) < float("inf"):
-        if left >= BLOCK:  # reads without a mask are vectors
+        if left >= BLOCK:  # unmasked loads are vectorised
             update(
                 grad, master, mean, square, param, at, None, s, weight, beta2, fresh, inverse_root, eps, rate, decay,
                 NEAR_MEAN, ZERO_GRAD, HAS_PARAM,
@@ -131,7 +131,7 @@ def adamw_kernel(
 
 @triton.jit
 def fold(x, LEVELS: tl.constexpr):
-    """Sum of x [2^LEVELS] by neighbours: pairs are added, so no layout and no number of warps changes a bit.
+    """Sum of x [2^LEVELS] as a tree of neighbours; only pairs are added, so neither layout nor num_warps changes a bit.
 
     Neighbours mostly lie in one thread or warp; folding in halves would send every lane through shared memory.
     """
@@ -155,10 +155,10 @@ def squares_kernel(
     """Sum of squares of one segment: lane j adds the elements j, j + LANES, ... ascending."""
     block = tl.program_id(0)
     i = owner(table, COUNT, block)
-    segment = block - tl.load(table + _FIRST * COUNT + i)
-    left = tl.load(table + _SIZE * COUNT + i) - segment * SEGMENT
-    slot = tl.load(table + _SLOT * COUNT + i) + segment
-    grad = address(table, COUNT, _GRAD, i, GRAD_TYPE, ALIGNED) + segment * SEGMENT
+    segment = block - tl.load(table + FIRST * COUNT + i)
+    left = tl.load(table + SIZE * COUNT + i) - segment * SEGMENT
+    slot = tl.load(table + SLOT * COUNT + i) + segment
+    grad = address(table, COUNT, GRAD, i, GRAD_TYPE, ALIGNED) + segment * SEGMENT
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), tl.float64)
     if left >= SEGMENT:
@@ -178,7 +178,7 @@ def lane_sum(x, count, LANES: tl.constexpr, LEVELS: tl.constexpr):
     """Sum of x [count] fp64, as inside a segment."""
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), tl.float64)
-    for start in tl.range(0, count, LANES, loop_unroll_factor=4):  # the loads of four rows are under way at once
+    for start in tl.range(0, count, LANES, loop_unroll_factor=4):  # the loads of four rows are in flight at once
         total += tl.load(x + start + lane, mask=start + lane < count, other=0.0)
     return fold(total, LEVELS)
 
@@ -223,11 +223,11 @@ def norm_kernel(
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 TABLES = 64
-"""Sets of tensors whose tables are kept on the devices, the most recently used ones."""
+"""Number of sets of tensors whose tables stay on the devices (least recently used ones are dropped)."""
 
 
 class Launch(NamedTuple):
-    """One launch: its table on the device, how many tensors and blocks, the place of its first tensor, alignment."""
+    """One launch: table on the device, number of tensors and of blocks, index of the first tensor, alignment."""
 
     table: Tensor
     count: int
@@ -242,10 +242,10 @@ _lock = threading.Lock()
 
 
 def launches(device: torch.device, key: tuple[object, ...], build: Callable[[], tuple[Launch, ...]]) -> Any:
-    """`build()`, uploaded once a stream and kept for the next call with the same key.
+    """`build()`, uploaded once per stream and kept for the next call with the same key.
 
-    Nothing waits for an upload: a table is read on the stream that it was sent on. Under capture it must be there
-    already, for the graph would replay the upload from memory that is long gone; a captured table is kept for good.
+    A table is read on the stream of its upload, so nothing waits. Under capture the table must already be uploaded,
+    because the graph would replay the upload from freed host memory; a captured table is kept forever.
 
     Raises:
         RuntimeError: the key is new and the stream is being captured.
@@ -280,7 +280,7 @@ def place(
     addresses: Sequence[Sequence[int]],
     *more: Sequence[int],
 ) -> Launch:
-    """The launch for the tensors `kind`, in blocks of `length` elements; `more` are further rows of its table."""
+    """The launch for the tensors at the indices `kind`, in blocks of `length` elements; `more`: more table rows."""
     own = [sizes[i] for i in kind]
     *first, blocks = firsts(own, length)
     table = upload([first, own, *([row[i] for i in kind] for row in (*addresses, *more))], device)
@@ -289,18 +289,18 @@ def place(
 
 
 def upload(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64 [len(rows), n] on the device."""
+    """`rows` as int64 [len(rows), n] on the device."""
     host = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
 def firsts(sizes: Sequence[int], length: int) -> list[int]:
-    """First block of each tensor where a block has `length` elements, then the number of all blocks."""
+    """First block of each tensor for blocks of `length` elements, then the number of all blocks."""
     return list(itertools.accumulate((-(-n // length) for n in sizes), initial=0))
 
 
 def kinds(*lists: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Places of the tensors of equal dtypes, kind by kind; tensors without elements belong to none."""
+    """Indices of the tensors, grouped by their dtypes; empty tensors are left out."""
     found: dict[tuple[torch.dtype, ...], list[int]] = {}
     for i, row in enumerate(zip(*lists, strict=True)):
         if row[0].numel():
@@ -308,37 +308,24 @@ def kinds(*lists: Sequence[Tensor]) -> Iterator[list[int]]:
     return iter(found.values())
 
 
-def adamw_(
-    masters: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    params: list[Tensor],
-    scale: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    zero_grad: bool,
-) -> None:
-    near_mean, *numbers = coefficients(lr, beta1, beta2, eps, weight_decay, step)
-    lists = [grads, masters, exp_avgs, exp_avg_sqs, *([params] if params else [])]
+def adamw_(x: AdamwInputs) -> None:
+    near_mean, *numbers = coefficients(x)
+    params = x.params or x.masters
+    lists = [x.grads, x.masters, x.exp_avgs, x.exp_avg_sqs, *([x.params] if x.params else [])]
     addresses = tuple([tuple([t.data_ptr() for t in tensors]) for tensors in lists])
-    sizes = tuple([t.numel() for t in masters])
-    device = masters[0].device
+    sizes = tuple([t.numel() for t in x.masters])
+    device = x.masters[0].device
 
     def build() -> tuple[Launch, ...]:
-        return tuple(place(device, kind, sizes, BLOCK, addresses) for kind in kinds(grads, params or masters))
+        return tuple(place(device, kind, sizes, BLOCK, addresses) for kind in kinds(x.grads, params))
 
-    with on_device(masters[0]):
-        key = (device, BLOCK, sizes, addresses, tuple([t.dtype for t in (*grads, *params)]))
+    with on_device(x.masters[0]):
+        key = (device, BLOCK, sizes, addresses, tuple([t.dtype for t in (*x.grads, *x.params)]))
         for each in launches(device, key, build):
             adamw_kernel[(each.blocks,)](
-                each.table, scale, each.count, *numbers, NEAR_MEAN=near_mean, ZERO_GRAD=zero_grad,
-                HAS_SCALE=scale is not None, HAS_PARAM=bool(params), GRAD_TYPE=TYPES[grads[each.first].dtype],
-                PARAM_TYPE=TYPES[(params or masters)[each.first].dtype], ALIGNED=each.aligned, BLOCK=BLOCK,
+                each.table, x.scale, each.count, *numbers, NEAR_MEAN=near_mean, ZERO_GRAD=x.zero_grad,
+                HAS_SCALE=x.scale is not None, HAS_PARAM=bool(x.params), GRAD_TYPE=TYPES[x.grads[each.first].dtype],
+                PARAM_TYPE=TYPES[params[each.first].dtype], ALIGNED=each.aligned, BLOCK=BLOCK,
                 num_warps=WARPS, **options(),
             )  # fmt: skip
 

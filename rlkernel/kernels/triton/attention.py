@@ -1,8 +1,7 @@
-"""attention forward on GPUs: one inner loop for packed and paged keys, prefill and decode, so all give the same bits.
+"""attention forward on GPUs: one inner loop for packed and paged keys, prefill and decode, so all have the same bits.
 
 Contract: orders.py, `attention`. Rows of a tile are (position, head of the group) pairs; blocks of 64 keys and splits
-lie at absolute positions. Tiles are chosen such that a row's sum keeps its order: `attention_tiles.py`. Long prefill on
-Hopper has kernels of its own, with these bits: `cuda/attention.py`, whose anchor is `prefill`.
+start at absolute positions. `prefill` is the anchor of the long-prefill schedules on Hopper (`cuda/attention.py`).
 """
 
 from __future__ import annotations
@@ -17,38 +16,38 @@ from torch import Tensor
 from rlkernel.contract.orders import ATTENTION_SPLIT
 from rlkernel.kernels.triton.attention_backward import attention_backward as attention_backward
 from rlkernel.kernels.triton.attention_backward import branches, check_grid, descriptors
-from rlkernel.kernels.triton.attention_pages import in_a_row, slots_in_a_row
+from rlkernel.kernels.triton.attention_pages import contiguous_slots, gather_pages
 from rlkernel.kernels.triton.attention_pages import store_kv_ as store_kv_
 from rlkernel.kernels.triton.attention_splits import (
     KEYS,
     NEGATIVE_INFINITY,
-    closed,
+    clamp_page,
+    first_visible_key,
     merge_kernel,
-    merged,
-    page_in,
-    seen_from,
-    span_of,
+    merge_splits,
+    normalised,
+    sequence_bounds,
 )
 from rlkernel.kernels.triton.attention_tiles import Tile, forward_tile
 from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
     cdiv,
-    early,
     exp2,
     family,
     next_power_of_2,
     on_device,
     options,
+    pdl,
     rows_of_heads,
 )
 from rlkernel.kernels.triton.launch import direct
 
-Prefill = Callable[..., None]  # `prefill`, or what computes the same
+Prefill = Callable[..., None]  # `prefill` or a certified schedule
 
 ONE_SPLIT = tl.constexpr(0)  # no sequence is longer than a split
-MERGE = tl.constexpr(1)  # the program walks all splits and merges them in registers
-PARTIAL = tl.constexpr(2)  # splits side by side, several in turn where there are many; `merge_kernel` merges
+MERGE = tl.constexpr(1)  # each program loops over all splits and merges them in registers
+PARTIAL = tl.constexpr(2)  # split-KV: programs compute one or more splits each, `merge_kernel` merges them
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -56,14 +55,14 @@ PARTIAL = tl.constexpr(2)  # splits side by side, several in turn where there ar
 
 @triton.jit
 def slot_of(table, at, keys, PAGE: tl.constexpr):
-    """Slot of key `at`; past the sequence's end some slot of page 0. `table` knows how many pages there are."""
-    page = page_in(tl.load(table[0] + at // PAGE, mask=at < keys, other=0), table[1])
+    """Slot of key `at`; past the sequence's end a slot of page 0. `table` is (block table, number of pages)."""
+    page = clamp_page(tl.load(table[0] + at // PAGE, mask=at < keys, other=0), table[1])
     return page.to(tl.int64) * PAGE + at % PAGE
 
 
 @triton.jit
 def slots_of(table, first, keys, PAGE: tl.constexpr):
-    """Slots of the keys first, first + 16, first + 32 and first + 48, where a page holds a multiple of 16 keys."""
+    """Slots of the keys first, first + 16, first + 32 and first + 48 if a page holds a multiple of 16 keys."""
     if PAGE > 0 and PAGE % 16 == 0:
         slots = (
             slot_of(table, first, keys, PAGE),
@@ -81,8 +80,8 @@ def load_keys(box, base, stride, corner, table, slots, first, keys, column, D: t
               MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Rows [KEYS, BLOCK_D] of the keys or values [first, first + KEYS).
 
-    MASKED: some of them lie past the sequence's end and are 0, but with TMA what follows in memory. `corner` is where
-    the sequence lies in what `box` describes.
+    MASKED: keys past the sequence's end are 0, except with TMA, which loads the memory that follows. `corner` is the
+    sequence's first element in the tensor of the descriptor `box`.
     """
     if TMA:
         return box.load([corner[0] + first, corner[1]])
@@ -90,7 +89,7 @@ def load_keys(box, base, stride, corner, table, slots, first, keys, column, D: t
     if PAGE == 0:
         rows = base + tl.cast(first, tl.int64) * stride + (j * stride)[:, None]
     elif PAGE % 16 == 0:
-        # Four addresses, not one a row: which of them a register takes is known to the compiler.
+        # four addresses instead of one per row: the compiler knows at compile time which one a register needs
         low = tl.where(j < 16, base + slots[0] * stride, base + slots[1] * stride)
         high = tl.where(j < 48, base + slots[2] * stride, base + slots[3] * stride)
         rows = (tl.where(j < 32, low, high) + j % 16 * stride)[:, None]
@@ -104,8 +103,8 @@ def load_keys(box, base, stride, corner, table, slots, first, keys, column, D: t
 
 
 @triton.jit
-def hidden(raw, first, position, window, HAS_WINDOW: tl.constexpr):
-    """Scores of the keys from `first` on, -inf where a row does not see the key."""
+def mask_scores(raw, first, position, window, HAS_WINDOW: tl.constexpr):
+    """Scores of the keys [first, first + KEYS), -inf where the causal mask or the window hides a key from a row."""
     at = first + tl.arange(0, KEYS)
     seen = at[None, :] <= position[:, None]
     if HAS_WINDOW:
@@ -114,22 +113,23 @@ def hidden(raw, first, position, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def add_block(acc, m, l, q, source, slots, first, partly, keys, position, window, column, scale_log2e, D: tl.constexpr,
-              HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """One block of KEYS keys into the running (acc, m, l): the contract's online softmax, always rescaling.
+def add_block(acc, m, l, q, source, slots, first, diagonal, keys, position, window, column, scale_log2e,
+              D: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
+              TMA: tl.constexpr):  # fmt: skip
+    """Adds a block of KEYS keys to the running (acc, m, l): the contract's online softmax, which always rescales.
 
-    `partly`: some row does not see some of the keys, window apart. MASKED: some keys lie past the sequence's end.
-    A block that a row does not see leaves the row as it is: its factor is exp2(0) = 1 and its sum 0.
+    `diagonal`: the causal mask hides some of the keys. MASKED: some keys lie past the sequence's end.
+    A block that is hidden from a row leaves the row unchanged, because its factor is exp2(0) = 1 and its sum 0.
     """
     k_box, v_box, k, v, k_stride, v_stride, corner, table = source
-    # Both loads stand in front of the products: fetched by the copy engine, they then share one barrier.
+    # both loads come before the products, so that the TMA loads share one barrier
     x = load_keys(k_box, k, k_stride, corner, table, slots, first, keys, column, D, PAGE, MASKED, TMA)
     y = load_keys(v_box, v, v_stride, corner, table, slots, first, keys, column, D, PAGE, MASKED, TMA)
-    if MASKED and TMA:  # what follows the sequence in memory may be infinite, and 0 times that is NaN
+    if MASKED and TMA:  # memory past the sequence may hold infinities, and 0 * inf is NaN
         y = tl.where((first + tl.arange(0, KEYS) < keys)[:, None], y, 0.0)
     raw = tl.dot(q, tl.trans(x), input_precision="ieee")
-    if HAS_WINDOW or partly:
-        raw = hidden(raw, first, position, window, HAS_WINDOW)
+    if HAS_WINDOW or diagonal:
+        raw = mask_scores(raw, first, position, window, HAS_WINDOW)
     top = tl.maximum(m, tl.max(raw, 1) * scale_log2e)
     now = tl.where(top == NEGATIVE_INFINITY, 0.0, top)
     p = exp2(tl.fma(raw, scale_log2e, -now[:, None]))
@@ -140,25 +140,25 @@ def add_block(acc, m, l, q, source, slots, first, partly, keys, position, window
 
 
 @triton.jit
-def closed_split(q, source, first, last, whole, keys, position, window, column, scale_log2e, D: tl.constexpr,
+def attend_split(q, source, first, last, unmasked, keys, position, window, column, scale_log2e, D: tl.constexpr,
                  HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
                  BRANCH: tl.constexpr):  # fmt: skip
-    """(o, log2-sum-exp) of the keys [first, last), normalised; every row sees all keys below `whole`.
+    """(o, log2-sum-exp) of the keys [first, last), normalised; the causal mask hides no key below `unmasked`.
 
-    A row that sees none of them gets 0 and -inf.
+    A row that sees none of the keys gets 0 and -inf.
     """
     m = tl.full((q.shape[0],), float("-inf"), tl.float32)
     l = tl.zeros((q.shape[0],), tl.float32)
     acc = tl.zeros(q.shape, tl.float32)
-    if BRANCH:  # one loop, as a second one would start with nothing fetched
+    if BRANCH:  # one loop, because a second one would start with an empty pipeline
         middle = max(first, min(last, keys // KEYS * KEYS))
     else:
-        middle = max(first, min(last, whole))
+        middle = max(first, min(last, unmasked))
     slots = slots_of(source[7], first, keys, PAGE)
     for at in tl.range(first, middle, KEYS):
         now = slots
-        slots = slots_of(source[7], at + KEYS, keys, PAGE)  # a block ahead: the address of the next keys
-        acc, m, l = add_block(acc, m, l, q, source, now, at, BRANCH and at >= whole, keys, position, window, column,
+        slots = slots_of(source[7], at + KEYS, keys, PAGE)  # one block ahead, so that the next addresses are ready
+        acc, m, l = add_block(acc, m, l, q, source, now, at, BRANCH and at >= unmasked, keys, position, window, column,
                               scale_log2e, D, HAS_WINDOW, PAGE, False, TMA)  # fmt: skip
     if BRANCH:
         if middle < last:  # the sequence's last, partial block
@@ -169,34 +169,34 @@ def closed_split(q, source, first, last, whole, keys, position, window, column, 
             slots = slots_of(source[7], at, keys, PAGE)
             acc, m, l = add_block(acc, m, l, q, source, slots, at, True, keys, position, window, column, scale_log2e,
                                   D, HAS_WINDOW, PAGE, True, TMA)  # fmt: skip
-    return closed(acc, m, l)
+    return normalised(acc, m, l)
 
 
 @direct
 @triton.jit(do_not_specialize=["T", "COLUMNS", "MOST", "PAGES", "window", "SPLITS"])
 def attention_kernel(
     q,  # [T, H, D]
-    k_box,  # descriptors of k and v as [S, HK * D], where TMA
+    k_box,  # TMA descriptors of k and v as [S, HK * D] if TMA
     v_box,
-    k,  # [S, HK, D], or pages [pages, PAGE, HK, D] whose heads lie KV_HEAD elements apart
+    k,  # [S, HK, D], or pages [pages, PAGE, HK, D] with a stride of KV_HEAD elements between heads
     v,
-    table,  # [B, COLUMNS] pages of each sequence; with ROOM sequences have COLUMNS keys of room each
+    table,  # [B, COLUMNS] pages of each sequence; with HAS_CAPACITY sequences start at multiples of COLUMNS keys
     cu_q,  # [B + 1]
-    lens,  # cumulative keys [B + 1], or keys [B] where there are pages or ROOM
+    lens,  # cumulative keys [B + 1]; keys [B] with pages or HAS_CAPACITY
     out,  # [T, H, D], or [splits, T, H, D] fp32
     lse,  # [T, H] natural log, or [splits, T, H] base 2
-    whole_out,  # [T, H, D] and [T, H] natural log, for sequences inside one split, where `out` and `lse` hold parts
-    whole_lse,
+    final_out,  # [T, H, D] and [T, H] natural log of sequences inside one split, if `out` and `lse` hold splits
+    final_lse,
     T,
     q_stride,
     k_stride,
     v_stride,
     COLUMNS,
-    MOST,  # keys that the table has room for, or packed keys
+    MOST,  # capacity of a row of the table in keys, or number of packed keys
     PAGES,  # of the cache
     window,
     SPLIT,
-    SPLITS,  # that the launch has room for: where `max_seqlen_k` is too small, fewer than the keys have
+    SPLITS,  # capacity of the launch: fewer than the keys need if `max_seqlen_k` is too small
     scale_log2e,
     HK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -205,58 +205,58 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     MODE: tl.constexpr,
-    TURNS: tl.constexpr,  # a program takes several splits, one after another
+    PERSISTENT: tl.constexpr,  # a program loops over several splits
     HAS_WINDOW: tl.constexpr,
     PAGE: tl.constexpr,  # keys per page, 0 where keys are packed
     TMA: tl.constexpr,
-    BRANCH: tl.constexpr,  # Hopper, two bytes: blocks on the diagonal in the main loop. Elsewhere a branch behind the
-    # scores would hide from the compiler that a second product follows, and spread a row over warps.
-    ROOM: tl.constexpr,
-    EARLY: tl.constexpr,
+    BRANCH: tl.constexpr,  # Hopper, 16-bit: blocks on the diagonal are part of the main loop. On other GPUs a branch
+    # after the scores hides the second product from the compiler, which then spreads a row over warps.
+    HAS_CAPACITY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
     sequence = tl.program_id(2)
-    q_first, queries = span_of(cu_q, sequence, T)
+    q_first, queries = sequence_bounds(cu_q, sequence, T)
     if PAGE > 0:
         keys = min(tl.load(lens + sequence), MOST)
         k_first = 0
-        k_step: tl.constexpr = HK * KV_HEAD  # slots follow one another
+        k_step: tl.constexpr = HK * KV_HEAD  # slots are contiguous
         v_step: tl.constexpr = HK * KV_HEAD
         table += tl.cast(sequence, tl.int64) * COLUMNS
     else:
-        if ROOM:
+        if HAS_CAPACITY:
             k_first = sequence * COLUMNS
             keys = min(tl.load(lens + sequence), COLUMNS)
         else:
-            k_first, keys = span_of(lens, sequence, MOST)
+            k_first, keys = sequence_bounds(lens, sequence, MOST)
         k_step = k_stride
         v_step = v_stride
-    alone = MODE != PARTIAL
+    single_split = MODE != PARTIAL
     if MODE == PARTIAL:
         tile = 0
-        alone = seen_from(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT
-        if not TURNS:
-            alone = alone | (SPLITS == 1)  # then there are no parts
+        single_split = first_visible_key(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT
+        if not PERSISTENT:
+            single_split = single_split | (SPLITS == 1)  # no buffers of splits exist
     else:
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the tiles with most keys first
     if tile * BLOCK_M >= queries * GROUP:
         return
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = row // GROUP
     inside = token < queries
-    past = keys - queries
-    position = past + token
-    first_position = past + tile * BLOCK_M // GROUP
-    stop = min(keys, past + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)  # keys that any row sees: [start, stop)
-    if TURNS:
+    offset = keys - queries
+    position = offset + token
+    first_position = offset + tile * BLOCK_M // GROUP
+    stop = min(keys, offset + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)  # the rows see keys in [start, stop)
+    if PERSISTENT:
         stop = min(stop, SPLITS * SPLIT)
     if HAS_WINDOW:
         start = max(0, first_position - window + 1) // KEYS * KEYS
     else:
         start = 0
-    whole = (first_position + 1) // KEYS * KEYS  # every row sees all keys below it, but for the window
+    unmasked = (first_position + 1) // KEYS * KEYS  # the causal mask hides no key below it
     column = tl.arange(0, BLOCK_D)
     q += tl.cast(q_first, tl.int64) * q_stride + head * (GROUP * D)
     at = token[:, None].to(tl.int64) * q_stride + (row % GROUP * D)[:, None] + column[None, :]
@@ -268,12 +268,12 @@ def attention_kernel(
         o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         for begin in tl.range(start // SPLIT * SPLIT, stop, SPLIT):
-            o_split, top_split = closed_split(
-                x, source, max(begin, start), min(begin + SPLIT, stop), whole, keys, position, window, column,
+            o_split, top_split = attend_split(
+                x, source, max(begin, start), min(begin + SPLIT, stop), unmasked, keys, position, window, column,
                 scale_log2e, D, HAS_WINDOW, PAGE, TMA, BRANCH,
             )  # fmt: skip
-            o, top = merged(o, top, o_split, top_split)
-    elif not TURNS:
+            o, top = merge_splits(o, top, o_split, top_split)
+    elif not PERSISTENT:
         if MODE == PARTIAL:
             split = tl.program_id(0)
             start = max(start, split * SPLIT)
@@ -282,41 +282,40 @@ def attention_kernel(
                 return
             out += tl.cast(split, tl.int64) * T * (HK * GROUP * D)
             lse += tl.cast(split, tl.int64) * T * (HK * GROUP)
-        o, top = closed_split(x, source, start, stop, whole, keys, position, window, column, scale_log2e, D,
+        o, top = attend_split(x, source, start, stop, unmasked, keys, position, window, column, scale_log2e, D,
                               HAS_WINDOW, PAGE, TMA, BRANCH)  # fmt: skip
     to = (tl.cast(q_first, tl.int64) + token) * (HK * GROUP) + head * GROUP + row % GROUP
     at = (to * D)[:, None] + column[None, :]
-    held = inside[:, None] & (column < D)[None, :]
-    if TURNS:
+    stored = inside[:, None] & (column < D)[None, :]
+    if PERSISTENT:
         for split in tl.range(tl.program_id(0), tl.cdiv(stop, SPLIT), tl.num_programs(0)):
             first, last = max(start, split * SPLIT), min(stop, split * SPLIT + SPLIT)
             if first < last:
-                o, top = closed_split(x, source, first, last, whole, keys, position, window, column, scale_log2e, D,
+                o, top = attend_split(x, source, first, last, unmasked, keys, position, window, column, scale_log2e, D,
                                       HAS_WINDOW, PAGE, TMA, BRANCH)  # fmt: skip
-                if alone:
-                    tl.store(whole_lse + to, top * LN2, mask=inside)
-                    tl.store(whole_out + at, o.to(whole_out.dtype.element_ty), mask=held)
+                if single_split:
+                    tl.store(final_lse + to, top * LN2, mask=inside)
+                    tl.store(final_out + at, o.to(final_out.dtype.element_ty), mask=stored)
                 else:
                     part = tl.cast(split, tl.int64) * T * (HK * GROUP)
                     tl.store(lse + part + to, top, mask=inside)
-                    tl.store(out + part * D + at, o.to(out.dtype.element_ty), mask=held)
-    elif alone:
-        tl.store(whole_lse + to, top * LN2, mask=inside)
-        tl.store(whole_out + at, o.to(whole_out.dtype.element_ty), mask=held)
+                    tl.store(out + part * D + at, o.to(out.dtype.element_ty), mask=stored)
+    elif single_split:
+        tl.store(final_lse + to, top * LN2, mask=inside)
+        tl.store(final_out + at, o.to(final_out.dtype.element_ty), mask=stored)
     else:
         tl.store(lse + to, top, mask=inside)
-        tl.store(out + at, o.to(out.dtype.element_ty), mask=held)
+        tl.store(out + at, o.to(out.dtype.element_ty), mask=stored)
 
 
 # ---- limits --------------------------------------------------------------------------------------
 
-# From so many queries and keys on, pages are laid in a row first, where the copy engine can fetch them.
-GATHER_QUERIES, GATHER_KEYS = 512, 4096
-SCRATCH_BYTES = 1 << 29  # what a call takes beside its results at most: `scratch_bytes`
-GROUPS_ROWS = 1024  # of the longest sequence: from so many on, Hopper's own kernels may serve prefill
+GATHER_QUERIES, GATHER_KEYS = 512, 4096  # least sizes for which pages are first copied to contiguous keys, for TMA
+SCRATCH_BYTES = 1 << 29  # most temporary memory of a call: `scratch_bytes`
+GROUPS_ROWS = 1024  # rows of the longest sequence from which on the long-prefill schedules may run
 INT32 = (1 << 31) - 1
-MERGE_GRID = 1024  # programs of a merge at most, one a query at least: in most decode steps nothing is to merge
-PARTIAL_GRID = 4096  # programs of a decode step at most, two a sequence and key head at least: idle ones cost time too
+MERGE_GRID = 1024  # most programs of a merge (at least one per query), because most decode steps merge nothing
+PARTIAL_GRID = 4096  # most programs of a decode step (at least two per sequence and key head): idle ones cost time
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -337,14 +336,14 @@ def _forward(
     tile: Tile | None,
     kv_head: int | None = None,
     out: Tensor | None = None,
-    room: int = 0,
+    capacity: int = 0,
     lse: Tensor | None = None,
     long: Prefill | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Dense where `table` is None, with `room` keys for each sequence if given.
+    """Attention over dense keys if `table` is None (sequences start at multiples of `capacity` keys if that is not 0).
 
-    `tile` is for tests and tuning; every one gives the same bits. `long` computes long prefill over keys that the copy
-    engine can fetch, in place of the kernel here.
+    `tile` is for tests and tuning and changes no bit. `long` replaces the kernel here for long prefill over keys that
+    TMA can load.
     """
     q = rows_of_heads(q)
     (t, h, d), hk = q.shape, k.shape[-2]
@@ -360,16 +359,16 @@ def _forward(
     tile = tile or forward_tile(max_q * group, d, q.element_size(), kind)
     tiles, splits = cdiv(max_q * group, tile.rows), cdiv(max_k, split)
     check_grid(batch, tiles * hk, max_seqlen_q=max_q)
-    # One tile of rows, as in decode, takes the kernel of the parts for one split too: it needs fewer registers.
+    # sequences of one tile, as in decode, run PARTIAL also for one split, because it needs fewer registers
     in_parts = tiles == 1 and (splits > 1 or table is not None)
-    if in_parts and splits > 1 and parts_bytes(t, h, d, splits) > SCRATCH_BYTES:  # so many rows fill a GPU without
+    if in_parts and splits > 1 and parts_bytes(t, h, d, splits) > SCRATCH_BYTES:  # so many rows fill the GPU anyway
         in_parts = False
     mode = PARTIAL.value if in_parts else ONE_SPLIT.value if splits <= 1 else MERGE.value
-    side_by_side = min(splits, max(2, PARTIAL_GRID // (batch * hk)))
-    boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma and len(k) else (None, None)  # none of no rows
+    split_programs = min(splits, max(2, PARTIAL_GRID // (batch * hk)))
+    boxes = descriptors(k, v, KEYS.value) if table is None and tile.tma and len(k) else (None, None)
     many = chosen and window is None and mode != PARTIAL.value and max_q * group >= GROUPS_ROWS
     if long is not None and many and boxes[0] is not None:
-        long(q, k, v, cu_q, lens, max_q, max_k, scale, split, room, out, lse)
+        long(q, k, v, cu_q, lens, max_q, max_k, scale, split, capacity, out, lse)
         return out, lse
     o_parts, lse_parts = out, lse
     if mode == PARTIAL.value:
@@ -380,15 +379,15 @@ def _forward(
     pages = 0 if table is None else k.shape[0]
     most = k.shape[0] if table is None else min(table.shape[1] * k.shape[1], INT32) if pages else 0
     with on_device(q):
-        attention_kernel[(side_by_side if mode == PARTIAL.value else tiles, hk, batch)](
+        attention_kernel[(split_programs if mode == PARTIAL.value else tiles, hk, batch)](
             q, *boxes, k, v, table, cu_q, lens, o_parts, lse_parts, out, lse, t, q.stride(0), k.stride(-3),
-            v.stride(-3), room if table is None else table.stride(0), most, pages, window or 0, split, splits,
+            v.stride(-3), capacity if table is None else table.stride(0), most, pages, window or 0, split, splits,
             scale * LOG2E.value,
             HK=hk, GROUP=group, D=d, KV_HEAD=kv_head or d, BLOCK_D=block_d, BLOCK_M=tile.rows, MODE=mode,
-            TURNS=mode == PARTIAL.value and splits > side_by_side,
+            PERSISTENT=mode == PARTIAL.value and splits > split_programs,
             HAS_WINDOW=window is not None, PAGE=0 if table is None else k.shape[1], TMA=boxes[0] is not None,
-            BRANCH=branches(kind, q), ROOM=room > 0,
-            **(early(q) if mode == PARTIAL.value else {"EARLY": False}),
+            BRANCH=branches(kind, q), HAS_CAPACITY=capacity > 0,
+            **(pdl(q) if mode == PARTIAL.value else {"PDL": False}),
             num_warps=tile.warps, num_stages=tile.stages, **options(matmul=True),
         )  # fmt: skip
         if mode == PARTIAL.value and splits > 1:
@@ -397,17 +396,17 @@ def _forward(
             merge_kernel[(max_q, programs, batch)](
                 o_parts, lse_parts, cu_q, lens, out, lse, t, window or 0, split, splits,
                 H=h, D=d, HEADS=heads, BLOCK_D=block_d, HAS_WINDOW=window is not None,
-                LENGTHS=table is not None or room > 0, num_warps=1, **early(q), **options(),
+                LENGTHS=table is not None or capacity > 0, num_warps=1, **pdl(q), **options(),
             )  # fmt: skip
     return out, lse
 
 
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lens: Tensor, max_q: int, max_k: int, scale: float, split: int,
-    room: int, out: Tensor, lse: Tensor,
+    capacity: int, out: Tensor, lse: Tensor,
 ) -> None:  # fmt: skip
-    """Writes `out` and `lse` of queries over dense keys; the anchor of what may take its place."""
-    _forward(q, k, v, None, cu_q, lens, max_q, max_k, scale, None, split, None, None, out, room, lse)
+    """Writes `out` and `lse` of queries over dense keys; the anchor of the long-prefill schedules."""
+    _forward(q, k, v, None, cu_q, lens, max_q, max_k, scale, None, split, None, None, out, capacity, lse)
 
 
 def attention(
@@ -445,15 +444,15 @@ def paged_attention(
     out: Tensor | None = None,
     long: Prefill | None = None,
 ) -> tuple[Tensor, Tensor]:
-    k, v, kv_head = slots_in_a_row(k_cache, v_cache)
+    k, v, kv_head = contiguous_slots(k_cache, v_cache)
     cu_q, lens = cu_seqlens_q.contiguous(), seq_lens_k.contiguous()
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    room = room_for(max_seqlen_k)
+    capacity = capacity_for(max_seqlen_k)
     gather = window is None and max_seqlen_q >= GATHER_QUERIES and max_seqlen_k >= GATHER_KEYS
-    if gather and lens.shape[0] * row_bytes(room, k) <= SCRATCH_BYTES and in_boxes(q):
-        k, v = in_a_row(k, v, table, lens, room, kv_head)
+    if gather and lens.shape[0] * row_bytes(capacity, k) <= SCRATCH_BYTES and can_tma_load_keys(q):
+        k, v = gather_pages(k, v, table, lens, capacity, kv_head)
         return _forward(
-            q, k, v, None, cu_q, lens, max_seqlen_q, max_seqlen_k, scale, window, split, tile, None, out, room,
+            q, k, v, None, cu_q, lens, max_seqlen_q, max_seqlen_k, scale, window, split, tile, None, out, capacity,
             long=long,
         )  # fmt: skip
     return _forward(
@@ -461,35 +460,35 @@ def paged_attention(
     )  # fmt: skip
 
 
-def room_for(keys: int) -> int:
-    """Keys that a sequence of so many has room for where pages are laid in a row: whole blocks."""
+def capacity_for(keys: int) -> int:
+    """Capacity in keys of a sequence whose pages `gather_pages` copies: `keys` rounded up to blocks."""
     return cdiv(keys, KEYS.value) * KEYS.value
 
 
-def row_bytes(room: int, k: Tensor) -> int:
-    """Bytes of `room` keys and values of k's heads [.., HK, D]."""
-    return 2 * room * k.shape[-2] * k.shape[-1] * k.element_size()
+def row_bytes(capacity: int, k: Tensor) -> int:
+    """Bytes of `capacity` keys and values with the heads of k [.., HK, D]."""
+    return 2 * capacity * k.shape[-2] * k.shape[-1] * k.element_size()
 
 
 def parts_bytes(t: int, h: int, d: int, splits: int) -> int:
-    """Bytes of the results of all splits of t queries."""
+    """Bytes of the partial results of all splits of t queries."""
     return 4 * splits * t * h * (d + 1)
 
 
 def scratch_bytes(q: Tensor, k: Tensor, tokens: int, sequences: int, longest: int) -> int:
-    """What any call with q [.., H, D] and k [.., HK, D] takes beside its results at most; see `ops.attention`."""
+    """Most temporary memory in bytes of a call with q [.., H, D] and k [.., HK, D]; see `ops.attention`."""
     (h, d), hk = q.shape[-2:], k.shape[-2]
-    each, in_a_row = row_bytes(room_for(longest), k), 0
-    if tokens >= GATHER_QUERIES and longest >= GATHER_KEYS and in_boxes(q):
-        in_a_row = each * min(sequences, SCRATCH_BYTES // each)
+    each, gathered = row_bytes(capacity_for(longest), k), 0
+    if tokens >= GATHER_QUERIES and longest >= GATHER_KEYS and can_tma_load_keys(q):
+        gathered = each * min(sequences, SCRATCH_BYTES // each)
     splits, parts = cdiv(longest, ATTENTION_SPLIT), 0
     if splits > 1:
         rows = max(forward_tile(n, d, q.element_size(), family(q)).rows for n in (1, 1 << 20))
         parts = parts_bytes(min(tokens, sequences * max(1, rows * hk // h)), h, d, splits)
-    return max(in_a_row, min(parts, SCRATCH_BYTES))
+    return max(gathered, min(parts, SCRATCH_BYTES))
 
 
-def in_boxes(q: Tensor) -> bool:
-    """Whether the copy engine fetches keys that lie in a row."""
+def can_tma_load_keys(q: Tensor) -> bool:
+    """Whether TMA loads contiguous keys of q's dtype and head size."""
     d = q.shape[-1]
     return family(q) == "hopper" and q.element_size() == 2 and d == next_power_of_2(d, 16)

@@ -1,7 +1,7 @@
-"""attention backward on GPUs: dq owned by a program per query tile, dk and dv by a program per key tile; no atomics.
+"""attention backward on GPUs: one program per query tile for dq, one per key tile for dk and dv; no atomics.
 
-Contract: orders.py, `attention`. Scores are computed again from the saved log-sum-exp. dq is one chain over the keys
-ascending, dk and dv one chain over the packed (position, head of the group) rows ascending, from the sequence's first.
+Contract: orders.py, `attention`. Scores are recomputed from the saved log-sum-exp. dq is one ascending chain over the
+keys; dk and dv are one ascending chain over the sequence's packed (position, head of the group) rows.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rlkernel.kernels.triton.attention_splits import span_of
+from rlkernel.kernels.triton.attention_splits import sequence_bounds
 from rlkernel.kernels.triton.common import (
     LOG2E,
     aligned,
+    cdiv,
     exp2,
     family,
     next_power_of_2,
@@ -25,7 +26,7 @@ from rlkernel.kernels.triton.common import (
     options,
     rows_of_heads,
 )
-from rlkernel.kernels.triton.matrix import can_fetch
+from rlkernel.kernels.triton.matrix import can_use_tma
 
 # ---- kernels -------------------------------------------------------------------------------------
 
@@ -44,7 +45,7 @@ def delta_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """delta = sum over d of dout * out, top = lse in base 2; both in the order in which the other kernels walk rows."""
+    """delta = sum over d of dout * out, top = lse in base 2, both stored in the row order of the other kernels."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK_D)
@@ -61,7 +62,7 @@ def delta_kernel(
 
 @triton.jit
 def load_tile(base, stride, row, limit, column, D: tl.constexpr, MASKED: tl.constexpr):
-    """Rows [BLOCK, BLOCK_D] of a sequence; zeros from row `limit` on."""
+    """Rows [BLOCK, BLOCK_D] of a sequence; rows from `limit` on are 0."""
     at = base + row[:, None].to(tl.int64) * stride + column[None, :]
     if MASKED:
         return tl.load(at, mask=(row < limit)[:, None] & (column < D)[None, :], other=0.0)
@@ -72,7 +73,7 @@ def load_tile(base, stride, row, limit, column, D: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def visible(p, at, position, window, HAS_WINDOW: tl.constexpr):
-    """p, 0 where a row at `position` does not see the key `at`."""
+    """p, set to 0 where the row at `position` does not see the key `at`."""
     seen = at <= position
     if HAS_WINDOW:
         seen = seen & (at > position - window)
@@ -80,23 +81,23 @@ def visible(p, at, position, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def dq_block(dq, q, dout, top, delta, source, first, partly, keys, position, window, column, scale_log2e,
+def dq_block(dq, q, dout, top, delta, source, first, diagonal, keys, position, window, column, scale_log2e,
              D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
              TMA: tl.constexpr):  # fmt: skip
-    """dq and the keys [first, first + BLOCK_N); `partly` and MASKED as in the forward's `add_block`."""
+    """Adds the keys [first, first + BLOCK_N) to dq; `diagonal` and MASKED as in the forward's `add_block`."""
     k_box, v_box, k, v, k_stride, v_stride, corner = source
     at = first + tl.arange(0, BLOCK_N)
     if TMA:
         x = k_box.load([corner[0] + first, corner[1]])
         y = v_box.load([corner[0] + first, corner[1]])
-        if MASKED:  # what follows the sequence in memory may be infinite
+        if MASKED:  # memory past the sequence may hold infinities
             x = tl.where((at < keys)[:, None], x, 0.0)
             y = tl.where((at < keys)[:, None], y, 0.0)
     else:
         x = load_tile(k, k_stride, at, keys, column, D, MASKED)
         y = load_tile(v, v_stride, at, keys, column, D, MASKED)
     p = exp2(tl.fma(tl.dot(q, tl.trans(x), input_precision="ieee"), scale_log2e, -top[:, None]))
-    if HAS_WINDOW or partly:
+    if HAS_WINDOW or diagonal:
         p = visible(p, at[None, :], position[:, None], window, HAS_WINDOW)
     ds = p * (tl.dot(dout, tl.trans(y), input_precision="ieee") - delta[:, None])
     return tl.dot(ds.to(x.dtype), x, dq, input_precision="ieee")
@@ -106,7 +107,7 @@ def dq_block(dq, q, dout, top, delta, source, first, partly, keys, position, win
 def dq_kernel(
     dout,  # [T, H, D]
     q,  # [T, H, D]
-    k_box,  # descriptors of k and v as [S, HK * D], where TMA
+    k_box,  # TMA descriptors of k and v as [S, HK * D] if TMA
     v_box,
     k,  # [S, HK, D]
     v,
@@ -135,27 +136,27 @@ def dq_kernel(
 ):
     head = tl.program_id(1)
     sequence = tl.program_id(2)
-    q_first, queries = span_of(cu_q, sequence, T)
-    k_first, keys = span_of(cu_k, sequence, S)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
+    q_first, queries = sequence_bounds(cu_q, sequence, T)
+    k_first, keys = sequence_bounds(cu_k, sequence, S)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the tiles with most keys first
     if tile * BLOCK_M >= queries * GROUP:
         return
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = row // GROUP
     inside = token < queries
-    past = keys - queries
-    position = past + token
-    first_position = past + tile * BLOCK_M // GROUP
-    stop = min(keys, past + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+    offset = keys - queries
+    position = offset + token
+    first_position = offset + tile * BLOCK_M // GROUP
+    stop = min(keys, offset + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
     if HAS_WINDOW:
         start = max(0, first_position - window + 1) // BLOCK_N * BLOCK_N
     else:
         start = 0
-    whole = (first_position + 1) // BLOCK_N * BLOCK_N  # every row sees all keys below it, but for the window
+    unmasked = (first_position + 1) // BLOCK_N * BLOCK_N  # the causal mask hides no key below it
     if BRANCH:
         middle = max(start, min(stop, keys // BLOCK_N * BLOCK_N))
     else:
-        middle = max(start, min(stop, whole))
+        middle = max(start, min(stop, unmasked))
     column = tl.arange(0, BLOCK_D)
     both = inside[:, None] & (column < D)[None, :]
     q += tl.cast(q_first, tl.int64) * q_stride + head * (GROUP * D)
@@ -171,8 +172,8 @@ def dq_kernel(
     source = (k_box, v_box, k, v, k_stride, v_stride, (k_first, head * D))
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for first in tl.range(start, middle, BLOCK_N):
-        total = dq_block(total, x, dy, t, d, source, first, BRANCH and first >= whole, keys, position, window, column,
-                         scale_log2e, D, BLOCK_N, HAS_WINDOW, False, TMA)  # fmt: skip
+        total = dq_block(total, x, dy, t, d, source, first, BRANCH and first >= unmasked, keys, position, window,
+                         column, scale_log2e, D, BLOCK_N, HAS_WINDOW, False, TMA)  # fmt: skip
     if BRANCH:
         if middle < stop:  # the sequence's last, partial block
             total = dq_block(total, x, dy, t, d, source, middle, True, keys, position, window, column, scale_log2e, D,
@@ -185,10 +186,10 @@ def dq_kernel(
 
 
 @triton.jit
-def dkv_block(dk, dv, k, v, source, first, partly, rows, past, at, window, column, scale_log2e, HK: tl.constexpr,
+def dkv_block(dk, dv, k, v, source, first, diagonal, rows, offset, at, window, column, scale_log2e, HK: tl.constexpr,
               GROUP: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
               MASKED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """dk, dv and the rows [first, first + BLOCK_N); MASKED: some of them lie past the sequence's end."""
+    """Adds the rows [first, first + BLOCK_N) to dk and dv; MASKED: some rows lie past the sequence's end."""
     q_box, dout_box, q, dout, top, delta, q_stride, corner = source
     row = first + tl.arange(0, BLOCK_N)
     token = row // GROUP
@@ -196,7 +197,7 @@ def dkv_block(dk, dv, k, v, source, first, partly, rows, past, at, window, colum
     if TMA:
         x = q_box.load([corner[0] + first // GROUP, corner[1], 0, 0]).reshape(BLOCK_N, D)
         dy = dout_box.load([corner[0] + first // GROUP, corner[1], 0, 0]).reshape(BLOCK_N, D)
-        if MASKED:  # what follows the sequence in memory may be infinite
+        if MASKED:  # memory past the sequence may hold infinities
             x = tl.where(inside[:, None], x, 0.0)
             dy = tl.where(inside[:, None], dy, 0.0)
     else:
@@ -214,8 +215,8 @@ def dkv_block(dk, dv, k, v, source, first, partly, rows, past, at, window, colum
     else:
         t = tl.load(top + row)
     p = exp2(tl.fma(tl.dot(k, tl.trans(x), input_precision="ieee"), scale_log2e, -t[None, :]))
-    if HAS_WINDOW or partly:
-        p = visible(p, at[:, None], (past + token)[None, :], window, HAS_WINDOW)
+    if HAS_WINDOW or diagonal:
+        p = visible(p, at[:, None], (offset + token)[None, :], window, HAS_WINDOW)
     dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
     if MASKED:
         d = tl.load(delta + row, mask=inside, other=0.0)
@@ -228,7 +229,7 @@ def dkv_block(dk, dv, k, v, source, first, partly, rows, past, at, window, colum
 
 @triton.jit(do_not_specialize=["T", "S", "window"])
 def dkv_kernel(
-    q_box,  # descriptors of q and dout as [T, HK, GROUP, D], where TMA
+    q_box,  # TMA descriptors of q and dout as [T, HK, GROUP, D] if TMA
     dout_box,
     dout,  # [T, H, D]
     q,  # [T, H, D]
@@ -263,12 +264,12 @@ def dkv_kernel(
     q_first = tl.load(cu_q + sequence)
     q_last = tl.load(cu_q + sequence + 1)
     queries = q_last - q_first
-    k_first, keys = span_of(cu_k, sequence, S)
+    k_first, keys = sequence_bounds(cu_k, sequence, S)
     begin = tl.program_id(0) * BLOCK_M
-    # Borders that do not fit: not clamped, as that would keep two more numbers in registers through the loops.
+    # A sequence outside q is skipped. Clamping would keep two more values in registers through the loops.
     if (begin >= keys) | (q_first < 0) | (q_last < 0) | (q_last > T):
         return
-    past = keys - queries
+    offset = keys - queries
     rows = queries * GROUP
     at = begin + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
@@ -281,33 +282,33 @@ def dkv_kernel(
     from_row = (head.to(tl.int64) * T + q_first) * GROUP
     top += from_row
     delta += from_row
-    # Row tiles lie at multiples of BLOCK_N from the sequence's first query, whatever the key tile: the chain's groups
-    # of 16 rows then never move.
-    start = max(0, begin - past) * GROUP // BLOCK_N * BLOCK_N
+    # Row tiles start at multiples of BLOCK_N from the sequence's first query for every key tile, so that the groups of
+    # 16 rows in the chain do not depend on the key tile.
+    start = max(0, begin - offset) * GROUP // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
-        stop = min(rows, (begin + BLOCK_M - 1 + window - past) * GROUP)
+        stop = min(rows, (begin + BLOCK_M - 1 + window - offset) * GROUP)
     else:
         stop = rows
     total_k = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total_v = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     source = (q_box, dout_box, q, dout, top, delta, q_stride, (q_first, head))
-    middle = max(0, begin + BLOCK_M - 1 - past) * GROUP  # from this row on all keys are seen, but for the window
+    middle = max(0, begin + BLOCK_M - 1 - offset) * GROUP  # from this row on the causal mask hides no key of the tile
     if BRANCH:
         full = max(start, min(stop, rows // BLOCK_N * BLOCK_N))
         for first in tl.range(start, full, BLOCK_N):
-            total_k, total_v = dkv_block(total_k, total_v, x, y, source, first, first < middle, rows, past, at, window,
-                                         column, scale_log2e, HK, GROUP, D, BLOCK_N, HAS_WINDOW, False,
+            total_k, total_v = dkv_block(total_k, total_v, x, y, source, first, first < middle, rows, offset, at,
+                                         window, column, scale_log2e, HK, GROUP, D, BLOCK_N, HAS_WINDOW, False,
                                          TMA)  # fmt: skip
         if full < stop:  # the sequence's last, partial block
-            total_k, total_v = dkv_block(total_k, total_v, x, y, source, full, True, rows, past, at, window, column,
+            total_k, total_v = dkv_block(total_k, total_v, x, y, source, full, True, rows, offset, at, window, column,
                                          scale_log2e, HK, GROUP, D, BLOCK_N, HAS_WINDOW, True, TMA)  # fmt: skip
     else:
         middle = max(start, min(stop, tl.cdiv(middle, BLOCK_N) * BLOCK_N))
         for first in tl.range(start, middle, BLOCK_N):
-            total_k, total_v = dkv_block(total_k, total_v, x, y, source, first, True, rows, past, at, window, column,
+            total_k, total_v = dkv_block(total_k, total_v, x, y, source, first, True, rows, offset, at, window, column,
                                          scale_log2e, HK, GROUP, D, BLOCK_N, HAS_WINDOW, True, TMA)  # fmt: skip
         for first in tl.range(middle, stop, BLOCK_N):
-            total_k, total_v = dkv_block(total_k, total_v, x, y, source, first, False, rows, past, at, window, column,
+            total_k, total_v = dkv_block(total_k, total_v, x, y, source, first, False, rows, offset, at, window, column,
                                          scale_log2e, HK, GROUP, D, BLOCK_N, HAS_WINDOW, True, TMA)  # fmt: skip
     both = (at < keys)[:, None] & (column < D)[None, :]
     to = ((tl.cast(k_first, tl.int64) + at) * (HK * D) + head * D)[:, None] + column[None, :]
@@ -317,18 +318,21 @@ def dkv_kernel(
 
 # ---- tiles and launcher --------------------------------------------------------------------------
 
-MOST_SEQUENCES, MOST_PROGRAMS = 65535, (1 << 31) - 1  # in a grid's last dimension; in all of them: the launcher's int
+MOST_SEQUENCES, MOST_PROGRAMS = (
+    65535,
+    (1 << 31) - 1,
+)  # of a grid: its last dimension, and its size, an int in Triton
 
 
 def branches(family: str, q: Tensor) -> bool:
-    """BRANCH of the kernels: where fp32 products are no matrix instructions, a branch between them has the compiler
-    spill hundreds of registers."""
+    """BRANCH of the kernels. In fp32, whose products are not matrix instructions, a branch between them makes the
+    compiler spill hundreds of registers."""
     return family == "hopper" and q.element_size() == 2
 
 
 def check_grid(batch: int, programs: int, **lengths: int) -> None:
-    """Raises ValueError where a grid cannot hold so many sequences, with so many programs each by these lengths: the
-    launcher would start none and say nothing."""
+    """Raises ValueError if a grid cannot hold `batch` sequences of `programs` programs each, for which the launcher
+    would silently run nothing."""
     if batch > MOST_SEQUENCES:
         raise ValueError(
             f"attention: cu_seqlens_q has borders of {batch} sequences; a GPU takes {MOST_SEQUENCES} a call, split the "
@@ -343,14 +347,15 @@ def check_grid(batch: int, programs: int, **lengths: int) -> None:
 
 
 def descriptors(x: Tensor, y: Tensor, rows: int, group: int | None = None) -> tuple[Any, Any]:
-    """What the copy engine needs to fetch boxes of `rows` rows of one head out of x and y [n, heads, D].
+    """TMA descriptors of x and y [n, heads, D] for boxes of `rows` rows of one head.
 
-    With `group` rows are the (position, head) pairs of a group of heads, and a box has the shape
-    [rows // group, 1, group, D]. (None, None) where the engine cannot, or where only Hopper's was measured.
+    With `group`, rows are the (position, head) pairs of a group of heads, and a box has the shape
+    [rows // group, 1, group, D]. (None, None) if TMA cannot load the tensors, and except on Hopper, the only GPU on
+    which it was measured.
     """
     n, heads, d = x.shape
     fits = d == next_power_of_2(d, 16) and rows % (group or 1) == 0
-    if family(x) != "hopper" or not fits or not can_fetch(x.flatten(1), y.flatten(1)):
+    if family(x) != "hopper" or not fits or not can_use_tma(x.flatten(1), y.flatten(1)):
         return None, None
     if group is None:
         shape, strides, box = [n, heads * d], [1], [rows, d]
@@ -361,9 +366,9 @@ def descriptors(x: Tensor, y: Tensor, rows: int, group: int | None = None) -> tu
 
 
 def backward_tiles(d: int, element_size: int, family: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Launch shapes of (dq, dkv): BLOCK_M rows or keys that a program owns, BLOCK_N it walks over at a time.
+    """Launch shapes of (dq, dkv): a program owns BLOCK_M rows or keys and loops over BLOCK_N at a time.
 
-    Every shape gives the same bits, as all products are chains.
+    Every shape has the same bits because all products are chains.
     """
     dq, dkv = (128, 64, 8, 2), (128, 64, 8, 2)
     if element_size == 4:
@@ -372,7 +377,7 @@ def backward_tiles(d: int, element_size: int, family: str) -> tuple[dict[str, in
         dq, dkv = (64, 32, 4, 2), (64, 32, 4, 1)
     elif d > 128:
         dq, dkv = (64, 64, 8, 1), (64, 32, 8, 1)
-    elif family == "hopper":  # two small programs an SM for dkv: one's products run beside the other's exponentials
+    elif family == "hopper":  # two small dkv programs per SM: the products of one overlap the exponentials of the other
         dq, dkv = (128, 64, 8, 3), (64, 64, 4, 2)
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     return dict(zip(names, dq, strict=True)), dict(zip(names, dkv, strict=True))
@@ -404,19 +409,19 @@ def attention_backward(
     top, delta = torch.empty(2, hk, t * group, dtype=torch.float32, device=q.device)
     block_d = next_power_of_2(d, 16)
     shape: dict[str, Any] = {"HK": hk, "GROUP": group, "D": d, "BLOCK_D": block_d}
-    # As many keys as there are, or more, are all of them: the kernels compute a row's last key from it in 32 bits.
+    # The window is clamped to the number of keys, because the kernels add it to positions in 32 bits.
     numbers = (
         t, k.shape[0], q.stride(0), k.stride(0), v.stride(0), min(window or 0, k.shape[0]), scale * LOG2E.value, scale,
     )  # fmt: skip
     kind = family(q)
     for_dq, for_dkv = tiles or backward_tiles(d, q.element_size(), kind)
-    tiles_q = triton.cdiv(max_seqlen_q * group, for_dq["BLOCK_M"])
-    tiles_k = triton.cdiv(max_seqlen_k, for_dkv["BLOCK_M"])
+    tiles_q = cdiv(max_seqlen_q * group, for_dq["BLOCK_M"])
+    tiles_k = cdiv(max_seqlen_k, for_dkv["BLOCK_M"])
     check_grid(batch, max(tiles_q, tiles_k) * hk, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     with on_device(q):
         boxes: Any = (None, None)
         if t > 0:
-            delta_kernel[(triton.cdiv(t * group, 32), hk)](
+            delta_kernel[(cdiv(t * group, 32), hk)](
                 dout, out, lse, top, delta, t, **shape, BLOCK_M=32, num_warps=4, **options()
             )
             boxes = descriptors(k, v, for_dq["BLOCK_N"])

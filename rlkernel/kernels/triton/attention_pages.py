@@ -1,4 +1,4 @@
-"""Pages of an attention cache on GPUs: new tokens into their slots, and the keys of long sequences laid in a row."""
+"""Paged KV cache on GPUs: stores new tokens in their slots and copies pages of long sequences to contiguous keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.attention_splits import page_in
+from rlkernel.kernels.triton.attention_splits import clamp_page
 from rlkernel.kernels.triton.common import cdiv, next_power_of_2, on_device, options, rows_of_heads
 from rlkernel.kernels.triton.launch import direct
 
@@ -17,7 +17,7 @@ from rlkernel.kernels.triton.launch import direct
 @direct
 @triton.jit(do_not_specialize=["SIZE"])
 def store_kv_kernel(k_cache, v_cache, k, v, slots, k_stride, v_stride, SIZE, ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """Row ROW of k and of v into the slot of its token; SIZE slots exist, others are left out."""
+    """Copies ROW elements of a token's k and v to its slot; tokens whose slot is not in [0, SIZE) are skipped."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot < 0) | (slot >= SIZE):
@@ -29,37 +29,37 @@ def store_kv_kernel(k_cache, v_cache, k, v, slots, k_stride, v_stride, SIZE, ROW
 
 
 @direct
-@triton.jit(do_not_specialize=["COLUMNS", "PAGES", "ROOM"])
+@triton.jit(do_not_specialize=["COLUMNS", "PAGES", "CAPACITY"])
 def gather_kernel(
-    k,  # pages [pages, PAGE, HK, D] whose heads lie KV_HEAD elements apart
+    k,  # pages [pages, PAGE, HK, D] with a stride of KV_HEAD elements between heads
     v,
     table,  # [B, COLUMNS]
     lens,  # [B]
-    k_out,  # [B, ROOM, HK, D]
+    k_out,  # [B, CAPACITY, HK, D]
     v_out,
     COLUMNS,
     PAGES,
-    ROOM,
+    CAPACITY,
     HK: tl.constexpr,
     D: tl.constexpr,
     KV_HEAD: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The keys and values of a sequence in a row, a program a page; what lies past its end is left as it is."""
+    """Copies a page of a sequence to contiguous keys and values; rows past the sequence's end are not written."""
     sequence = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * PAGE
-    keys = min(tl.load(lens + sequence), ROOM)  # more only where `max_seqlen_k` is too small
+    keys = min(tl.load(lens + sequence), CAPACITY)  # longer only if `max_seqlen_k` is too small
     if first >= keys:
         return
-    page = page_in(tl.load(table + sequence * COLUMNS + tl.program_id(0)), PAGES)
+    page = clamp_page(tl.load(table + sequence * COLUMNS + tl.program_id(0)), PAGES)
     slot = page.to(tl.int64) * PAGE
     j = tl.arange(0, BLOCK)
     inside = j < HK * D
     source = j // D * KV_HEAD + j % D
     for i in tl.range(0, min(PAGE, keys - first)):
         at = (slot + i) * (HK * KV_HEAD) + source
-        to = (sequence * ROOM + first + i) * (HK * D) + j
+        to = (sequence * CAPACITY + first + i) * (HK * D) + j
         tl.store(k_out + to, tl.load(k + at, mask=inside), mask=inside)
         tl.store(v_out + to, tl.load(v + at, mask=inside), mask=inside)
 
@@ -67,24 +67,24 @@ def gather_kernel(
 # ---- launchers -----------------------------------------------------------------------------------
 
 
-def in_a_row(
-    k: Tensor, v: Tensor, table: Tensor, lens: Tensor, room: int, kv_head: int
-) -> tuple[Tensor, Tensor]:  # [B * room, HK, D]
-    """Keys and values of paged sequences, sequence b from row b * room on."""
+def gather_pages(
+    k: Tensor, v: Tensor, table: Tensor, lens: Tensor, capacity: int, kv_head: int
+) -> tuple[Tensor, Tensor]:  # [B * capacity, HK, D]
+    """Contiguous keys and values of paged sequences; sequence b starts at row b * capacity."""
     batch, (_, page, hk, d) = lens.shape[0], k.shape
-    k_out, v_out = (torch.empty(batch * room, hk, d, dtype=k.dtype, device=k.device) for _ in range(2))
+    k_out, v_out = (torch.empty(batch * capacity, hk, d, dtype=k.dtype, device=k.device) for _ in range(2))
     with on_device(k):
-        gather_kernel[(min(cdiv(room, page), table.shape[1]), batch)](
-            k, v, table, lens, k_out, v_out, table.stride(0), k.shape[0], room, HK=hk, D=d, KV_HEAD=kv_head,
+        gather_kernel[(min(cdiv(capacity, page), table.shape[1]), batch)](
+            k, v, table, lens, k_out, v_out, table.stride(0), k.shape[0], capacity, HK=hk, D=d, KV_HEAD=kv_head,
             PAGE=page, BLOCK=next_power_of_2(hk * d), num_warps=4, **options(),
         )  # fmt: skip
     return k_out, v_out
 
 
-def slots_in_a_row(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The caches [pages, page, HK, D] and the distance of their heads; copied unless slot after slot lies in memory.
+def contiguous_slots(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The caches [pages, page, HK, D] and the stride between heads; copied unless their slots are contiguous.
 
-    Heads may lie apart by one distance, as where a cache holds a head's key and value side by side.
+    Heads may have any one stride, as in a cache that stores a head's key and value next to each other.
     """
     (_, page, hk, d), slot = k_cache.shape, k_cache.stride(1)
     head = slot // hk

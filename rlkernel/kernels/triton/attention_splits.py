@@ -1,6 +1,6 @@
-"""Splits of attention on GPUs: exact division, the merge of two closed splits, the kernel that merges stored ones.
+"""Split-KV of attention on GPUs: exact division, the merge of two splits, the kernel that merges stored splits.
 
-And what bounds a sequence's rows and pages: borders and tables come from the caller, and a GPU cannot raise.
+Also the clamps for rows and pages: cu_seqlens and block tables come from the caller, and a GPU cannot raise.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ KEYS = tl.constexpr(ATTENTION_BLOCK)
 
 @triton.jit
 def divided(x, y):
-    """x / y, correctly rounded for |x| >= 2^-100 and y [ROWS] between 2^-1 and 2^60; one reciprocal a row.
+    """x / y, correctly rounded for |x| >= 2^-100 and y [ROWS] between 2^-1 and 2^60; one reciprocal per row.
 
-    Twice the remainder of a quotient is divided in turn: with a correctly rounded reciprocal that is exact division,
-    at a quarter of its price. Infinities would leave a NaN as their remainder.
+    Two Newton steps on the quotient with a correctly rounded reciprocal give exact division at a quarter of its cost.
+    The remainder of an infinite quotient is NaN, so that one is kept.
     """
     r = tl.div_rn(1.0, y)[:, None]
     y = y[:, None]
@@ -32,16 +32,16 @@ def divided(x, y):
 
 
 @triton.jit
-def closed(acc, m, l):
-    """(o, log2-sum-exp) of a split; a row that saw none of its keys gets 0 and -inf."""
+def normalised(acc, m, l):
+    """(o, log2-sum-exp) of a split from its running sums; a row that saw none of its keys gets 0 and -inf."""
     unseen = l == 0.0
     o = tl.where(unseen[:, None], 0.0, divided(acc, tl.where(unseen, 1.0, l)))
     return o, tl.where(unseen, NEGATIVE_INFINITY, m + log2(l))
 
 
 @triton.jit
-def merged(o, top, o_split, top_split):
-    """One more closed split; an empty side leaves the other as it is."""
+def merge_splits(o, top, o_split, top_split):
+    """Merges a normalised split into the merged ones; an empty side leaves the other unchanged."""
     high = tl.maximum(top, top_split)
     w = exp2(top - high)
     w_split = exp2(top_split - high)
@@ -54,8 +54,8 @@ def merged(o, top, o_split, top_split):
 
 
 @triton.jit
-def seen_from(keys, queries, window, HAS_WINDOW: tl.constexpr):
-    """First key of the first block that a query of the sequence's last `queries` sees."""
+def first_visible_key(keys, queries, window, HAS_WINDOW: tl.constexpr):
+    """First key of the first block that any of the sequence's queries sees."""
     if HAS_WINDOW:
         return max(0, keys - queries - window + 1) // KEYS * KEYS
     else:
@@ -63,15 +63,15 @@ def seen_from(keys, queries, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def span_of(borders, sequence, TOTAL):
-    """First row of a sequence and how many it has, below 0 where borders fall: inside the buffer whatever they hold."""
+def sequence_bounds(borders, sequence, TOTAL):
+    """First row and number of rows (negative if cu_seqlens decreases) of a sequence, clamped to the buffer."""
     first = max(min(tl.load(borders + sequence), TOTAL), 0)
     return first, max(min(tl.load(borders + sequence + 1), TOTAL), 0) - first
 
 
 @triton.jit
-def page_in(page, PAGES):
-    """The page's number, or that of another page where the cache has no such one."""
+def clamp_page(page, PAGES):
+    """The page number, clamped to the pages of the cache."""
     return tl.maximum(tl.minimum(page, PAGES - 1), 0)
 
 
@@ -93,23 +93,23 @@ def merge_kernel(
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    LENGTHS: tl.constexpr,  # `lens` holds keys [B], not their borders [B + 1]
-    EARLY: tl.constexpr,
+    LENGTHS: tl.constexpr,  # `lens` holds keys [B] instead of cumulative keys [B + 1]
+    PDL: tl.constexpr,
 ):
-    """Merges the splits of a few heads of one query, ascending: the formula of `merged`."""
-    if EARLY:
+    """Merges the splits of HEADS heads of one query, ascending, with `merge_splits`."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0)
     sequence = tl.program_id(2)
-    q_first, queries = span_of(cu_q, sequence, T)
+    q_first, queries = sequence_bounds(cu_q, sequence, T)
     if token >= queries:
         return
     if LENGTHS:
         keys = tl.load(lens + sequence)
     else:
         keys = tl.load(lens + sequence + 1) - tl.load(lens + sequence)
-    if seen_from(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT:
-        return  # nothing to merge: the one split is in place
+    if first_visible_key(keys, queries, window, HAS_WINDOW) // SPLIT == (keys - 1) // SPLIT:
+        return  # the sequence has one split, whose result is already final
     position = keys - queries + token
     if HAS_WINDOW:
         first = max(0, position - window + 1) // SPLIT
@@ -117,22 +117,22 @@ def merge_kernel(
         first = 0
     column = tl.arange(0, BLOCK_D)
     stop = min(position // SPLIT + 1, SPLITS)
-    for few_heads in tl.range(tl.program_id(1), tl.cdiv(H, HEADS), tl.num_programs(1)):
-        head = few_heads * HEADS + tl.arange(0, HEADS)
+    for head_group in tl.range(tl.program_id(1), tl.cdiv(H, HEADS), tl.num_programs(1)):
+        head = head_group * HEADS + tl.arange(0, HEADS)
         inside = (head < H)[:, None] & (column < D)[None, :]
         row = (tl.cast(q_first, tl.int64) + token) * H + head
         at = (row * D)[:, None] + column[None, :]
         o = tl.zeros((HEADS, BLOCK_D), tl.float32)
         top = tl.full((HEADS,), float("-inf"), tl.float32)
-        for few in tl.range(first, stop, 8):
-            parts = ()  # eight loads are under way before the first merge
+        for batch in tl.range(first, stop, 8):
+            parts = ()  # eight loads are in flight before the first merge
             for i in tl.static_range(8):
-                begin = tl.cast(few + i, tl.int64) * T * H
-                o_split = tl.load(o_parts + begin * D + at, mask=inside & (few + i < stop), other=0.0)
-                top_split = tl.load(lse_parts + begin + row, mask=(head < H) & (few + i < stop), other=0.0)
+                begin = tl.cast(batch + i, tl.int64) * T * H
+                o_split = tl.load(o_parts + begin * D + at, mask=inside & (batch + i < stop), other=0.0)
+                top_split = tl.load(lse_parts + begin + row, mask=(head < H) & (batch + i < stop), other=0.0)
                 parts = parts + ((o_split, top_split),)
             for i in tl.static_range(8):
-                if few + i < stop:
-                    o, top = merged(o, top, parts[i][0], parts[i][1])
+                if batch + i < stop:
+                    o, top = merge_splits(o, top, parts[i][0], parts[i][1])
         tl.store(lse + row, top * LN2, mask=head < H)
         tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)

@@ -1,15 +1,15 @@
-"""attention's tiles: which of them a call takes, such that every one gives a row the same bits."""
+"""Tiles of the attention kernels, chosen such that all tiles of a GPU family give a row the same bits."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 DECODE_ROWS = 16
-"""Rows of an Ampere's tile for decode, and for what else has no more of them."""
+"""Rows of the tile on Ampere for sequences of at most as many rows, as in decode."""
 
 
 class Tile(NamedTuple):
-    """Rows of a program, warps, pipeline stages, and whether the copy engine fetches packed keys where it can."""
+    """Rows per program, warps, pipeline stages, and whether TMA may load packed keys."""
 
     rows: int
     warps: int
@@ -20,10 +20,10 @@ class Tile(NamedTuple):
 def forward_tile(rows: int, d: int, element_size: int, family: str) -> Tile:
     """Tile for sequences of at most `rows` rows.
 
-    Tiles that keep one row's sum in one warp, in the same lanes, agree to the bit: (16, 1), (64, 4) and (128, 8) on
-    Hopper. mma.sync spreads a row over warps where the tile is wider than tall. Where a family's tiles lay rows out
-    differently, or nobody has measured that they agree, one tile serves prefill and decode alike. A decode step on
-    Hopper wastes most rows of its tile, but has four warps to fetch keys, and its products read them in place.
+    Tiles that keep a row's sum in the same lanes of one warp agree to the bit: (16, 1), (64, 4) and (128, 8) on Hopper.
+    mma.sync spreads a row over warps if the tile is wider than tall. Families whose tiles lay rows out differently, or
+    have not been compared, use one tile for prefill and decode. A decode step on Hopper wastes most rows of its tile,
+    but has four warps to load keys, and wgmma reads them from shared memory.
     """
     if element_size == 4:
         return Tile(16, 4, 1)

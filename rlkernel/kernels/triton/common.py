@@ -1,10 +1,11 @@
-"""What every Triton kernel shares: elementary functions, launch rules, the fixed second pass of partial sums.
+"""Shared by all Triton kernels: elementary functions, launch options, the second pass of two-pass sums."""
 
-Rules of this folder. No libdevice: linking it makes the whole kernel flush denormals, and two kernels that owe each
-other equal bits would differ. No contraction: every launch sets `enable_fp_fusion=False` and an fma is written where
-the contract has one. No operand is converted in front of `tl.dot`: that permutes k inside the instruction. No unary
-minus where a zero's sign shows and no literal -0.0, which Triton takes for 0 - x and +0: `negated`, `negative_zeros`.
-"""
+# Rules for every kernel in this folder:
+# - No libdevice: one call makes the whole kernel flush denormals, so its bits differ from those of other kernels.
+# - No contraction: every launch sets `enable_fp_fusion=False`, and an fma is written where the contract has one.
+# - No conversion of an operand of `tl.dot`: it permutes k inside the instruction.
+# - No unary minus where the sign of a zero matters, because Triton computes 0 - x, and no literal -0.0, which Triton
+#   reads as +0: use `negated` and `negative_zeros`.
 
 from __future__ import annotations
 
@@ -28,19 +29,19 @@ IS_HIP = torch.version.hip is not None
 
 @triton.jit
 def negated(x):
-    """-x, also of zero: Triton's own -x is 0 - x, whose zeros are all +0."""
+    """-x with the right sign of zero. Triton computes -x as 0 - x, which is +0 for both zeros."""
     return x * -1.0
 
 
 @triton.jit
 def negative_zeros(shape: tl.constexpr):
-    """-0, the one identity of fp32 addition, in fp32."""
+    """fp32 tensor of -0, the identity of fp32 addition."""
     return negated(tl.full(shape, 0.0, tl.float32))
 
 
 @triton.jit
 def exp2(x):
-    """2^x by the hardware's instruction; results below 2^-126 are +0."""
+    """2^x by the hardware instruction; results below 2^-126 are +0."""
     return tl.exp2(x)
 
 
@@ -52,9 +53,9 @@ def exp(x):
 
 @triton.jit
 def log2_parts(r, exponent):
-    """exponent + log2(1 + r) on sqrt(1/2) <= 1 + r < sqrt(2); the twin of that in `reference/arith.py`.
+    """exponent + log2(1 + r) for sqrt(1/2) <= 1 + r < sqrt(2); same polynomial as in `reference/arith.py`.
 
-    The hardware's logarithm has an absolute error near 1, where Gumbel noise needs a relative one.
+    Gumbel noise needs a small relative error near 1, where the hardware's logarithm only bounds the absolute error.
     """
     p = tl.fma(-0.11020159721374512, r, 0.18631209433078766)
     p = tl.fma(p, r, -0.19102497398853302)
@@ -87,7 +88,7 @@ def log2(x):
 
 @triton.jit
 def fold_rows(x):
-    """Sum of the rows of x [2^n, WIDTH] in halves: pairs are added, so no layout changes a bit; [WIDTH]."""
+    """Sum [WIDTH] of the rows of x [2^n, WIDTH], folded in halves; only pairs are added, so no layout changes a bit."""
     for _ in tl.static_range(20):
         if x.shape[0] > 1:
             x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), axis=0)
@@ -97,13 +98,13 @@ def fold_rows(x):
 @triton.jit(do_not_specialize=["SEGMENTS"])
 def add_partials_kernel(
     partials, grad, SEGMENTS, WIDTH, FRESH: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """grad [WIDTH] += partials [SEGMENTS, WIDTH], segments ascending: the second pass of a two-pass sum.
 
-    FRESH: from zero, whatever grad holds, and rounded once to its dtype.
+    FRESH: overwrites grad with the sum, rounded once to its dtype.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -112,9 +113,9 @@ def add_partials_kernel(
         total = tl.load(grad + column, mask=inside, other=0.0)
     for first in range(0, SEGMENTS, UNROLL):
         rows = ()
-        for i in tl.static_range(UNROLL):  # all loads are under way before the first addition waits
+        for i in tl.static_range(UNROLL):  # all loads are in flight before the first addition
             at = tl.cast(first + i, tl.int64) * WIDTH + column
-            # Partial sums begin at +0 and are never -0, so the 0 added behind the last of them changes no total.
+            # partial sums start at +0 and are never -0, so adding 0 after the last one changes no total
             rows = rows + (tl.load(partials + at, mask=inside & (first + i < SEGMENTS), other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(UNROLL):
             total += rows[i]
@@ -125,18 +126,18 @@ def add_partials_kernel(
 
 
 def options(matmul: bool = False) -> dict[str, Any]:
-    """Compiler options that the contract asks for; `matmul` where the kernel has a `tl.dot`."""
+    """Compiler options that the contract requires; `matmul` for kernels with a `tl.dot`."""
     if matmul and IS_HIP:
-        # One instruction shape and no packing of k: both decide which products one matrix instruction adds.
+        # the instruction's shape and the packing of k decide which products one matrix instruction adds
         return {"enable_fp_fusion": False, "matrix_instr_nonkdim": 16, "kpack": 1}
     return {"enable_fp_fusion": False}
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes the tensor's GPU current: Triton launches on the current device, wherever its arguments lie.
+    """Makes the tensor's GPU current, because Triton launches on the current device.
 
     Raises:
-        TypeError: the kernels do not compute in the tensor's dtype.
+        TypeError: the kernels do not support the tensor's dtype.
     """
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"rlkernel's GPU kernels take float32, bfloat16 and float16, not {tensor.dtype}")
@@ -146,17 +147,17 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and 16-byte aligned; a copy only where it is not.
+    """The tensor, copied unless it is contiguous and 16-byte aligned.
 
     Alignment decides the vector width of a load, the width decides which thread holds an element, and that decides
-    the order of `tl.sum`. So every operand of a kernel with such a sum passes through here.
+    the order of `tl.sum`. Every operand of a kernel with such a sum needs this.
     """
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def family(t: Tensor) -> str:
-    """Family of matrix instructions of the tensor's GPU: "amd", "ampere" (mma.sync alone), "hopper" or "blackwell"."""
+    """Family of matrix instructions of the tensor's GPU: "amd", "ampere" (only mma.sync), "hopper" or "blackwell"."""
     if IS_HIP:
         return "amd"
     if not t.is_cuda:
@@ -164,14 +165,14 @@ def family(t: Tensor) -> str:
     return {9: "hopper", 10: "blackwell", 11: "blackwell"}.get(_capability(t.device.index), "ampere")
 
 
-def early(tensor: Tensor) -> dict[str, Any]:
-    """Launch options of a short kernel that waits for the one in front of it itself (`EARLY`: `gdc_wait` comes first).
+def pdl(tensor: Tensor) -> dict[str, Any]:
+    """Launch options for programmatic dependent launch of a kernel that starts with `gdc_wait` if PDL.
 
-    Its launch then overlaps that one's end. NVIDIA GPUs from Hopper on; elsewhere a launch like any other.
+    The launch then overlaps the end of the previous kernel. Off before Hopper and on AMD.
     """
     if IS_HIP or not tensor.is_cuda or _capability(tensor.device.index) < 9:
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @functools.cache
@@ -180,19 +181,19 @@ def _capability(device: int) -> int:
 
 
 def rows_of_heads(x: Tensor) -> Tensor:
-    """x [n, heads, D] with dense heads inside a row; a slice of a fused projection passes as it is.
+    """x [n, heads, D], copied unless the heads of a row are contiguous, as in a slice of a fused projection.
 
-    Rows of a tile lie within 2^31 elements: offsets inside one are 32-bit.
+    The limit on the stride keeps offsets inside a tile in 32 bits.
     """
     near = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) < 1 << 24
     return x if near else x.contiguous()
 
 
 def add_partials_(grad: Tensor, partials: Tensor, fresh: bool = False) -> None:
-    """grad [width] fp32 += partials [segments, width], segments ascending; `fresh` starts at zero, any dtype."""
+    """grad [width] fp32 += partials [segments, width], segments ascending; `fresh` overwrites grad, of any dtype."""
     segments, width = partials.shape
     add_partials_kernel[(cdiv(width, 32),)](
-        partials, grad, segments, width, FRESH=fresh, UNROLL=16, BLOCK=32, num_warps=1, **early(grad), **options()
+        partials, grad, segments, width, FRESH=fresh, UNROLL=16, BLOCK=32, num_warps=1, **pdl(grad), **options()
     )
 
 
@@ -202,5 +203,5 @@ def next_power_of_2(n: int, least: int = 1) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up, without the wrapper that Triton's function of that name goes through at every launch."""
+    """a / b, rounded up; faster on the host than `triton.cdiv`, which is wrapped for use in kernels."""
     return -(-a // b)

@@ -1,7 +1,7 @@
-"""embedding on GPUs: rows are copied forward; the gradient sums each id's occurrences in a fixed order, no atomics.
+"""embedding on GPUs: the forward copies rows; the gradient sums each id's occurrences in a fixed order, no atomics.
 
-Contract: orders.py, `embedding`. Tokens are sorted stably by id; the first place of an id in that list owns its row.
-Ids with very many occurrences have the sums of their windows computed beside one another before.
+Contract: orders.py, `embedding`. Tokens are sorted stably by id; the program of an id's first entry in that list owns
+its row. For hot ids, window_sums_kernel computes the sums of the windows in parallel first.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import EMBEDDING_WINDOW
-from rlkernel.kernels.triton.common import IS_HIP, early, negative_zeros, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import IS_HIP, cdiv, negative_zeros, next_power_of_2, on_device, options, pdl
 
 RUN, MOST_RUNS = 256, 128
-"""Tokens that a program sorts by comparing every pair, and so many of these runs at most; torch sorts more tokens."""
+"""Tokens per run, which a program sorts by comparing every pair, and the most runs; torch sorts more tokens."""
 NO_ID = tl.constexpr(0x7FFFFFFF)
 PLACES, UNROLL, WINDOWS = 4, 16, 4
 GATHER_ROWS, GATHER_BYTES = 2, 2048
-"""Of the weight that a program copies: rows, and bytes of each; of shorter rows as many bytes in more of them."""
+"""Rows per program of the forward, and bytes of each; more rows if they are shorter."""
 HOT = 4
-"""An id is hot where it covers two neighbouring multiples of HOT * windows in the sorted list."""
+"""An id is hot if it covers two neighbouring multiples of HOT * windows in the sorted list."""
 
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -39,9 +39,9 @@ def embedding_kernel(
     weight_col,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token_id = tl.load(ids + row, mask=row < T, other=0)
@@ -56,21 +56,21 @@ def embedding_kernel(
 @triton.jit(do_not_specialize=["T"])
 def sort_runs_kernel(
     ids,  # [T] int64
-    run_ids,  # out [runs * RUN] int32: RUN tokens after RUN tokens, each run ascending
+    run_ids,  # out [runs * RUN] int32: each run of RUN tokens ascending
     run_source,  # out [runs * RUN] int32: packed position of each
     T,
     RUN: tl.constexpr,
     STEP: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A token's place in its run is the number of tokens with a smaller id, or the same id and an earlier position."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     first = tl.program_id(0) * RUN
     i = tl.arange(0, RUN)
     mine = tl.load(ids + first + i, mask=first + i < T, other=NO_ID).to(tl.int32)
     before = tl.zeros((RUN, STEP), tl.int32)
-    for start in tl.static_range(0, RUN, STEP):  # all loads are under way at once
+    for start in tl.static_range(0, RUN, STEP):  # all loads are in flight at once
         j = start + tl.arange(0, STEP)
         other = tl.load(ids + first + j, mask=first + j < T, other=NO_ID).to(tl.int32)[None, :]
         earlier = (other == mine[:, None]) & (j[None, :] < i[:, None])
@@ -91,17 +91,17 @@ def merge_runs_kernel(
     RUN: tl.constexpr,
     TOKENS: tl.constexpr,
     LISTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A token's place is the number of tokens before it: in its own run known, in the others found by halving."""
-    if EARLY:
+    """A token's place is the number of tokens before it: known in its own run, found by binary search in the others."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
     at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     run = tl.program_id(0) * TOKENS // RUN
     mine = tl.load(run_ids + at)[:, None]
     before = tl.zeros((TOKENS, LISTS), tl.int32)
     for start in range(0, RUNS, LISTS):
-        # A warp's lanes are neighbouring tokens of a run, whose ways through another run are much the same.
+        # the lanes of a warp are neighbouring tokens of a run, so their searches take similar paths
         other = start + tl.arange(0, LISTS)[None, :]
         found = tl.zeros((TOKENS, LISTS), tl.int32)
         step = RUN
@@ -139,7 +139,7 @@ def add_run(
     total, ids, source, dy, place, T, token_id, last_window, column, inside, dy_row, dy_col,
     WINDOW: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """total + the sums of windows, ascending, of the occurrences of token_id from a place on, up to last_window."""
+    """total + the window sums, ascending, of the occurrences of token_id from `place` up to last_window."""
     window = -1
     partial = negative_zeros(total.shape)
     more = True
@@ -150,7 +150,7 @@ def add_run(
         count = tl.sum(same.to(tl.int32), axis=0)
         tokens = ()
         rows = ()
-        for i in tl.static_range(UNROLL):  # all loads are under way before the first addition waits
+        for i in tl.static_range(UNROLL):  # all loads are in flight before the first addition
             token = tl.load(source + place + i, mask=place + i < T, other=0)
             row = dy + token.to(tl.int64) * dy_row + column.to(tl.int64) * dy_col
             tokens = tokens + (token,)
@@ -182,10 +182,10 @@ def window_sums_kernel(
     WINDOWS: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Sums of each window of the hot ids; an id's are stored under the first multiple of STRIDE that it covers."""
-    if EARLY:
+    """Window sums of the hot ids, stored in the slot of the first multiple of STRIDE that an id covers."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
     place = slot * STRIDE
@@ -207,7 +207,7 @@ def window_sums_kernel(
 
 @triton.jit
 def add_sums(total, sums, slot, ALL_WINDOWS, C, column, inside, UNROLL: tl.constexpr):
-    """total + the sums of all windows of a hot id, ascending."""
+    """total + the window sums of a hot id, ascending."""
     for window in range(0, ALL_WINDOWS, UNROLL):
         rows = ()
         for j in tl.static_range(UNROLL):
@@ -239,9 +239,9 @@ def embedding_wgrad_kernel(
     PLACES: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < C
@@ -251,7 +251,7 @@ def embedding_wgrad_kernel(
     first = on & (mine != tl.load(ids + place - 1, mask=on & (place > 0), other=-1))
     last = mine != tl.load(ids + place + 1, mask=place + 1 < T, other=-1)
 
-    # Most ids come once: their rows are added together, so that all loads of the program are under way at once.
+    # most ids occur once; their rows are added together, so that all loads of the program are in flight at once
     once = first & last
     token = tl.load(source + place, mask=once, other=0).to(tl.int64)
     both = once[:, None] & inside[None, :]
@@ -291,7 +291,7 @@ def embedding_wgrad_kernel(
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """out [T, C]. An id outside the vocabulary trips a device-side assertion."""
-    if IS_HIP:  # whose assertions call the host, by atomics
+    if IS_HIP:  # device assertions call the host with atomics there
         return torch.index_select(weight, 0, ids)
     tokens, (vocabulary, c) = ids.shape[0], weight.shape
     out = torch.empty(tokens, c, dtype=weight.dtype, device=weight.device)
@@ -300,17 +300,17 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     block = min(GATHER_BYTES // weight.element_size(), next_power_of_2(c, 32))
     rows = GATHER_ROWS * GATHER_BYTES // (block * weight.element_size())
     with on_device(weight):
-        embedding_kernel[(triton.cdiv(tokens, rows), triton.cdiv(c, block))](
+        embedding_kernel[(cdiv(tokens, rows), cdiv(c, block))](
             ids.contiguous(), weight, out, tokens, vocabulary, c, weight.stride(0), weight.stride(1),
-            ROWS=rows, BLOCK=block, num_warps=1, sanitize_overflow=False, **early(weight), **options(),
+            ROWS=rows, BLOCK=block, num_warps=1, sanitize_overflow=False, **pdl(weight), **options(),
         )  # fmt: skip
     return out
 
 
 def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """ids [T] int64 -> ids ascending [T] int32, and the packed position of each; equal ids keep their order."""
+    """ids [T] int64 -> (ids ascending [T] int32, packed position of each); equal ids keep their order."""
     tokens = ids.shape[0]
-    runs = triton.cdiv(tokens, RUN)
+    runs = cdiv(tokens, RUN)
     if runs > MOST_RUNS:
         ascending, source = torch.sort(ids.to(torch.int32), stable=True)
         return ascending, source
@@ -318,15 +318,15 @@ def sort_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     new = lambda size: (torch.empty(size, dtype=torch.int32, device=ids.device) for _ in range(2))
     run_ids, run_source = new(runs * RUN)
     sort_runs_kernel[(runs,)](
-        ids, run_ids, run_source, tokens, RUN=RUN, STEP=16, num_warps=8, **early(ids), **options()
+        ids, run_ids, run_source, tokens, RUN=RUN, STEP=16, num_warps=8, **pdl(ids), **options()
     )  # fmt: skip
     if runs == 1:
         return run_ids[:tokens], run_source[:tokens]
     ascending, source = new(tokens)
     lists = 8 if runs <= 8 else 64
-    merge_runs_kernel[(triton.cdiv(tokens, 32),)](
+    merge_runs_kernel[(cdiv(tokens, 32),)](
         run_ids, run_source, ascending, source, tokens, runs, RUN=RUN, TOKENS=32, LISTS=lists,
-        num_warps=lists // 8, **early(ids), **options(),
+        num_warps=lists // 8, **pdl(ids), **options(),
     )  # fmt: skip
     return ascending, source
 
@@ -335,23 +335,23 @@ def embedding_wgrad_(grad: Tensor, dy: Tensor, ids: Tensor) -> None:
     tokens, c = dy.shape
     if dy.numel() == 0:
         return
-    windows = triton.cdiv(tokens, EMBEDDING_WINDOW)
+    windows = cdiv(tokens, EMBEDDING_WINDOW)
     stride = HOT * windows
-    slots = triton.cdiv(tokens, stride)
-    few = windows <= WINDOWS  # which the owner of an id sums in no time
+    slots = cdiv(tokens, stride)
+    few = windows <= WINDOWS  # few enough for the owner of an id to sum them
     block = min(512 if few else 1024, next_power_of_2(c, 32))
-    blocks = triton.cdiv(c, block)
-    meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **early(dy), **options()}
+    blocks = cdiv(c, block)
+    meta = {"WINDOW": EMBEDDING_WINDOW, "UNROLL": UNROLL, "BLOCK": block, **pdl(dy), **options()}
     with on_device(dy):
         ascending, source = sort_ids(ids)
         sums = None
         if not few:
             sums = torch.empty(slots, windows, c, dtype=torch.float32, device=dy.device)
-            window_sums_kernel[(slots, triton.cdiv(windows, WINDOWS), blocks)](
+            window_sums_kernel[(slots, cdiv(windows, WINDOWS), blocks)](
                 ascending, source, dy, sums, tokens, c, windows, stride, dy.stride(0), dy.stride(1),
                 WINDOWS=WINDOWS, num_warps=max(1, block // 128), **meta,
             )  # fmt: skip
-        embedding_wgrad_kernel[(triton.cdiv(tokens, PLACES), blocks)](
+        embedding_wgrad_kernel[(cdiv(tokens, PLACES), blocks)](
             ascending, source, dy, sums, grad, tokens, c, windows, stride, dy.stride(0), dy.stride(1),
             grad.stride(0), grad.stride(1), HAS_SUMS=sums is not None, PLACES=PLACES,
             num_warps=max(1, block * PLACES // (512 if few else 1024)), **meta,

@@ -1,7 +1,7 @@
-"""group_advantages on GPUs: a few groups a program, from rewards to advantages in one kernel.
+"""group_advantages on GPUs: a few groups per program, from rewards to advantages in one kernel.
 
-Contract: docs/ops/group_advantages.md, to the bit that of `kernels/reference/group_advantages.py`: rows are shifted by
-their first reward, summed in 16 lanes, ascending, folded in halves; divisions and square roots are rounded correctly.
+Contract: docs/ops/group_advantages.md, with the bits of `kernels/reference/group_advantages.py`: rows are shifted by
+their first reward and summed in LANES lanes, which are folded in halves; division and sqrt are correctly rounded.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.kernels.reference.group_advantages import LANES
-from rlkernel.kernels.triton.common import on_device, options
+from rlkernel.kernels.triton.common import cdiv, on_device, options
 
 # ---- kernels ------------------------------------------------------------------------------------
 
 
 @triton.jit
 def fold_lanes(x):
-    """Sums of the rows of x [ROWS, 2^n], folded in halves; [ROWS, 1]."""
+    """Sums [ROWS, 1] of the rows of x [ROWS, 2^n], folded in halves."""
     for _ in tl.static_range(8):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), axis=1)
@@ -28,20 +28,20 @@ def fold_lanes(x):
 
 @triton.jit
 def row_total(rewards, begin, first, mean, here, G, SQUARES: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr):
-    """Sum over each row of reward - first (SQUARES: of the square of that minus mean); all [ROWS, 1]."""
+    """Sum over each row of reward - first, or of (reward - first - mean)^2 if SQUARES; all [ROWS, 1]."""
     j = tl.arange(0, LANES)[None, :]
     total = tl.load(rewards + begin + j, mask=here & (j < G), other=0.0) - first
     total = tl.where(j < G, (total - mean) * (total - mean) if SQUARES else total, 0.0)
     for start in range(LANES, G, LANES * UNROLL):
         values = ()
-        for u in tl.static_range(UNROLL):  # all loads are under way before the first addition waits
+        for u in tl.static_range(UNROLL):  # all loads are in flight before the first addition
             at = start + u * LANES + j
             values = values + (tl.load(rewards + begin + at, mask=here & (at < G), other=0.0),)
         for u in tl.static_range(UNROLL):
             x = values[u] - first
             if SQUARES:
                 x = (x - mean) * (x - mean)
-            # 0 is added to the lanes behind the last, and by the first lane to their sum: its own first number is +0.
+            # lanes past the end add 0, which changes no lane: the first number of each row is +0
             total += tl.where(start + u * LANES + j < G, x, 0.0)
     return fold_lanes(total)
 
@@ -54,7 +54,7 @@ def over(x, count):
 
 @triton.jit
 def deviation(rewards, begin, first, mean, here, G, LANES: tl.constexpr, UNROLL: tl.constexpr):
-    """Sample standard deviation of each row [ROWS, 1]; 0 for rows of one."""
+    """Sample standard deviation [ROWS, 1] of each row; 0 if G is 1."""
     return tl.sqrt_rn(over(row_total(rewards, begin, first, mean, here, G, True, LANES, UNROLL), G - 1))
 
 
@@ -71,7 +71,7 @@ def deviation_kernel(rewards, spread, B, LANES: tl.constexpr, UNROLL: tl.constex
 @triton.jit(do_not_specialize=["N", "G"])
 def group_advantages_kernel(
     rewards,  # [N * G]
-    spread,  # []: one deviation for all
+    spread,  # []: standard deviation of the batch
     out,  # [N * G]
     N,
     G,
@@ -113,7 +113,7 @@ _TILE, _LONG = {"LANES": LANES, "UNROLL": 8}, {"LANES": LANES, "UNROLL": 32}
 
 
 def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std: bool, eps: float) -> Tensor:
-    """A reward that is not finite is not looked for, as that would wait for the GPU: NaN stays NaN."""
+    """Rewards are not checked for infinities and NaN, because that would wait for the GPU; NaN stays NaN."""
     if mode == "none" or rewards.numel() == 0:
         return rewards.clone()
     rewards = rewards.contiguous()
@@ -125,7 +125,7 @@ def group_advantages(rewards: Tensor, group_size: int, mode: str, normalize_std:
     with on_device(rewards):
         if spread is not None:
             deviation_kernel[(1,)](rewards, spread, rewards.shape[0], num_warps=1, **_LONG, **options())
-        group_advantages_kernel[(triton.cdiv(groups, rows),)](
+        group_advantages_kernel[(cdiv(groups, rows),)](
             rewards, spread, out, groups, group_size, eps, LEAVE_ONE_OUT=leave_one_out, NORMALIZE=normalize,
             ROWS=rows, num_warps=1, **_TILE, **options(),
         )  # fmt: skip

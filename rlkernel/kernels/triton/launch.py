@@ -1,7 +1,7 @@
-"""Launches of Triton kernels that cost the host less than Triton's own, for which a small batch would wait.
+"""`direct`: launches of Triton kernels with less host time than Triton's own, which small batches are bound by.
 
-Triton binds, specialises and looks up its arguments anew at every launch. A kernel under `direct` keeps what was
-compiled by what Triton specialises on, types, alignment and constants, and hands its arguments on.
+Triton binds and specialises the arguments anew at every launch. A kernel under `direct` caches the compiled kernel by
+what Triton specialises on (types, alignment, constants) and passes the arguments to it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 MEASURED = "3.6"
-"""Triton of the tests and the recorded figures."""
+"""Triton version of the tests and the recorded figures."""
 
-# The arguments of a compiled kernel's launcher are Triton's own affair: known for this version, for CUDA.
+# The arguments of a compiled kernel's launcher are not a public API: known for this version, on CUDA.
 KNOWN = triton.__version__.startswith(f"{MEASURED}.") and not (torch.version.hip or getattr(torch.version, "xpu", None))
 
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
@@ -26,10 +26,10 @@ _listeners = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
 
 
 def _read(args: tuple[Any, ...], key: list[Any]) -> list[Any] | None:
-    """The arguments with addresses for tensors, and appended to `key` what Triton may specialise on, an entry each.
+    """The arguments with addresses in place of tensors; appends an entry per argument to `key`, which holds the device.
 
-    `key` holds the device. None where there are kinds of arguments unknown here, or tensors of another device, which
-    Triton names.
+    An entry is what Triton may specialise on. None if an argument's type is unknown here, or a tensor is on another
+    device, which Triton reports.
     """
     values: list[Any] = []
     for arg in args:
@@ -52,7 +52,7 @@ def _read(args: tuple[Any, ...], key: list[Any]) -> list[Any] | None:
 
 
 class DirectKernel(JITFunction):  # type: ignore[misc]
-    """A kernel whose tensors, numbers and absent arguments are passed by position, constants and options by name."""
+    """A kernel whose run-time arguments are passed by position, and its constants and options by name."""
 
     compiled: dict[Any, Callable[..., None]]
 
@@ -77,7 +77,7 @@ class DirectKernel(JITFunction):  # type: ignore[misc]
         return launch
 
     def _bind(self, found: Any, count: int, meta: dict[str, Any]) -> Callable[..., None] | None:
-        """(x, y, z of the grid, device, values) -> None on the current stream; None where Triton must launch."""
+        """(grid x, y, z, device, values) -> None, launches on the current stream; None if Triton must launch."""
         launcher = found.run
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
@@ -86,12 +86,12 @@ class DirectKernel(JITFunction):  # type: ignore[misc]
             return None
         constants = tuple(meta[name] for name in names)
         launch, function, packed = launcher.launch, found.function, found.packed_metadata
-        cooperative, early = launcher.launch_cooperative_grid, launcher.launch_pdl
+        cooperative, pdl = launcher.launch_cooperative_grid, launcher.launch_pdl
         stream_of = torch._C._cuda_getCurrentRawStream
 
         def run(x: int, y: int, z: int, device: int, values: list[Any]) -> None:
             launch(
-                x, y, z, stream_of(device), function, cooperative, early, None, None, packed, None, None, None,
+                x, y, z, stream_of(device), function, cooperative, pdl, None, None, packed, None, None, None,
                 *values, *constants,
             )  # fmt: skip
 
@@ -99,7 +99,7 @@ class DirectKernel(JITFunction):  # type: ignore[misc]
 
 
 def direct(kernel: Any) -> Any:
-    """The kernel, launched by the rules of `DirectKernel` where Triton's launcher is known; else as it is."""
+    """The kernel as a `DirectKernel` if Triton's launcher is known, else unchanged."""
     if KNOWN and type(kernel) is JITFunction:
         kernel.__class__ = DirectKernel
         kernel.compiled = {}

@@ -1,7 +1,7 @@
-"""linear on GPUs: one fp32 tensor-core chain per chunk of K, chunks in a balanced binary tree, any tile shape.
+"""linear on GPUs: one fp32 tensor-core chain per chunk of K, chunks added in a balanced binary tree, any tile shape.
 
-Contract: orders.py, `linear`. The tile, the split over programs and the row's place in it are free, so they are
-chosen from (M, N, K) alone for speed. Zero k-groups are the identity of the chain: masked tails change no bit.
+Contract: orders.py, `linear`. Tile and split-K change no bit and are chosen from (M, N, K) for speed. Zeros at the end
+of k are the identity of the chain, so masked tails change no bit either.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE
-from rlkernel.kernels.triton.common import negative_zeros, on_device, options
+from rlkernel.kernels.triton.common import cdiv, negative_zeros, on_device, options
 from rlkernel.kernels.triton.linear_grad import ascending, bias_grad_, linear_wgrad, linear_wgrad_
 from rlkernel.kernels.triton.matrix import (
     Tile,
-    can_fetch,
+    can_use_tma,
     chain,
     corner_of,
     descriptor,
@@ -36,10 +36,10 @@ def tree(
     acc, a, b, first, SPAN, row, column, a_at, b_at, a_k, b_k, a_inside, b_inside, LEVELS: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr, A_BY_K: tl.constexpr, B_BY_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Balanced binary tree over 2^LEVELS chunks of SPAN; with LEVELS = 0 the one chain, continuing acc.
+    """Balanced binary tree over 2^LEVELS chunks of SPAN; LEVELS = 0 is one chain that continues acc.
 
-    The loops have run-time form on purpose: unrolled, the compiler moves all additions to the end and spills. Partial
-    sums start at -0, the one identity of fp32 addition.
+    The loops are not unrolled, because the compiler then moves all additions to the end and spills. Partial sums start
+    at -0, the identity of fp32 addition.
     """
     if LEVELS == 0:
         total = chain(
@@ -61,7 +61,7 @@ def gemm_kernel(
     a,  # [M, K]
     b,  # [K, N]
     bias,  # [N]
-    start,  # [M, N] fp32: what the chains continue
+    start,  # [M, N] fp32: initial value of the chains
     out,  # [splits, M, N]
     M,
     N,
@@ -70,7 +70,7 @@ def gemm_kernel(
     a_k,
     b_k,
     b_col,
-    LEVELS: tl.constexpr,  # 2^LEVELS chunks a program
+    LEVELS: tl.constexpr,  # 2^LEVELS chunks per program
     HAS_BIAS: tl.constexpr,
     HAS_START: tl.constexpr,
     EVEN: tl.constexpr,
@@ -142,29 +142,29 @@ def fold_kernel(
 
 
 def forward_tile(m: int, n: int, element_size: int, chunks: int, limit: int) -> Tile:
-    """Schedule of an [m, n] product of `chunks` chunks: few rows want many programs, many rows want large tiles.
+    """Tile of an [m, n] product of `chunks` chunks: many programs for few rows, large tiles for many rows.
 
-    Each level of the tree keeps one more tile in registers. GPUs before Hopper, told by `limit` (bytes of shared
-    memory), also pass their operands through registers and take the smaller tile sooner.
+    Each level of the tree keeps one more tile in registers. GPUs before Hopper, recognised by `limit` (bytes of shared
+    memory), also load operands through registers and need the smaller tile sooner.
     """
     if element_size == 4:
         tile = Tile(16, 64, 16, 4, 3) if m <= 16 else Tile(64, 64, 16, 8, 3)
     elif m <= 32:
         rows = 16 if m <= 16 else 32
-        # A decode step reads the weight once: what counts is that enough programs read at one time.
+        # a decode step is bound by reading the weight once, so enough programs must read concurrently
         tile = Tile(rows, 32 if chunks == 1 and n < 128 * 64 else 64, 128 if rows == 16 else 64, 4, 4)
     elif m <= 64:
         tile = Tile(64, 64, 128, 4, 4)
     elif m <= 128:
         tile = Tile(128, 64, 64, 4, 4)
-    elif chunks == 1 and limit > 200_000 and triton.cdiv(m, 128) * triton.cdiv(n, 256) >= 128:
+    elif chunks == 1 and limit > 200_000 and cdiv(m, 128) * cdiv(n, 256) >= 128:
         tile = Tile(128, 256, 64, 8, 3)
     elif chunks <= 2 or (chunks <= 4 and limit > 200_000):
         tile = Tile(128, 128, 64, 8, 3)
     else:
         tile = Tile(128, 64, 64, 8, 3)
-    programs = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    split = max(1, chunks // 8)  # a program keeps at most 8 chunks: three pending tiles
+    programs = cdiv(m, tile.m) * cdiv(n, tile.n)
+    split = max(1, chunks // 8)  # at most 8 chunks per program: three pending tiles
     while split < chunks and programs * split < 128:
         split *= 2
     return tile._replace(split=split)
@@ -180,13 +180,13 @@ def gemm(
     chunks: int = 1,
     tile: Tile | None = None,
 ) -> Tensor:
-    """out = a b (+ bias): the contract's chain and tree, in fp32 until the one rounding to out's dtype.
+    """out = a b (+ bias): the contract's chain and tree in fp32, rounded once to out's dtype.
 
     Args:
         a, b: strided matrices of one dtype.
-        start: values that the chain continues in place of 0; needs chunks = 1.
+        start: initial value of the chain in place of 0; needs chunks = 1.
         chunks: P, divides K.
-        tile: a schedule for tests and tuning; default by shape.
+        tile: for tests and tuning; default by shape.
     """
     (m, k), n = a.shape, b.shape[1]
     if out.numel() == 0:
@@ -197,16 +197,16 @@ def gemm(
     limit = shared_limit(a)
     tile = fit(tile or forward_tile(m, n, a.element_size(), chunks, limit), span, a.element_size(), limit)
     levels = (chunks // tile.split).bit_length() - 1
-    by_k = b.stride(1) == 1  # rows of k; else the transpose of a matrix [N, K] with dense rows
+    by_k = b.stride(1) == 1  # otherwise b is the transpose of a matrix [N, K] with contiguous rows
     even = span % tile.k == 0
-    tma = tile.tma and (even or chunks == 1) and can_fetch(a, b if by_k else b.t())
+    tma = tile.tma and (even or chunks == 1) and can_use_tma(a, b if by_k else b.t())
     with on_device(a):
         target = out if tile.split == 1 else torch.empty(tile.split, m, n, dtype=torch.float32, device=a.device)
         operands = (a, b)
         if tma:
             box = (tile.k, tile.n) if by_k else (tile.n, tile.k)
             operands = (descriptor(a, tile.m, tile.k), descriptor(b if by_k else b.t(), *box))
-        gemm_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.split)](
+        gemm_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n), tile.split)](
             *operands, bias, start, target, m, n, span, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
             LEVELS=levels, HAS_BIAS=bias is not None and tile.split == 1, HAS_START=start is not None,
             EVEN=even, TMA=tma, B_BY_K=by_k, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=8 * (m > tile.m),
@@ -218,12 +218,12 @@ def gemm(
 
 
 def fold_partials(partials: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """One pass over partials [2^n, M, N]: eight neighbours become one, the last pass ends in `out`."""
+    """One pass over partials [2^n, M, N] that adds up to eight neighbours; the last pass writes `out`."""
     count, size = partials.shape[0], out.numel()
     leaves = min(8, count)
     last = leaves == count
     to = out if last else torch.empty(count // leaves, *out.shape, dtype=torch.float32, device=out.device)
-    fold_kernel[(triton.cdiv(size, 512), count // leaves)](
+    fold_kernel[(cdiv(size, 512), count // leaves)](
         partials, bias, to, size, out.shape[1],
         LEVELS=leaves.bit_length() - 1, HAS_BIAS=last and bias is not None, BLOCK=512, num_warps=4, **options(),
     )  # fmt: skip

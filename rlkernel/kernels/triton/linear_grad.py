@@ -1,7 +1,7 @@
-"""Sums of chunks in ascending order on GPUs: linear's weight and bias gradients, the input gradient of a head.
+"""Products whose chunks of K are added ascending: linear's weight and bias gradients, the input gradient of an LM head.
 
-Contract: orders.py, `linear`. A chunk is a chain from 0, in one program or one a program; what adds the chunks, onto
-what was there before, is one fp32 sum.
+Contract: orders.py, `linear`. A chunk is a chain from 0. One fp32 sum adds the chunks to the initial value; a program
+computes all chunks, or one chunk each (split-K).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import SUM_TOKENS, WGRAD_TOKENS
-from rlkernel.kernels.triton.common import add_partials_, negative_zeros, on_device, options
+from rlkernel.kernels.triton.common import add_partials_, cdiv, negative_zeros, on_device, options
 from rlkernel.kernels.triton.matrix import (
     Tile,
-    can_fetch,
+    can_use_tma,
     chain,
     corner_of,
     descriptor,
@@ -37,8 +37,8 @@ def ascending_kernel(
     M,
     N,
     K,
-    SPAN,  # k per chunk; no constant, so that the loop inside a chunk stays a loop
-    SHARE,  # k per program(1): all of K, or SPAN
+    SPAN,  # k per chunk; a run-time value, so that the loop inside a chunk is not unrolled
+    SHARE,  # k per program: all of K, or SPAN (split-K)
     a_row,
     a_k,
     b_k,
@@ -55,9 +55,9 @@ def ascending_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile, owned by this program: chunks of SPAN, each a chain from 0, added ascending onto start.
+    """One output tile: chunks of SPAN, each a chain from 0, added ascending to start.
 
-    Without start the sum begins at -0, the one identity of fp32 addition: the first chunk as it is.
+    Without start the sum begins at -0, the identity of fp32 addition, so that it equals the first chunk.
     """
     tile_m, tile_n = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     split = tl.program_id(1)
@@ -88,7 +88,7 @@ def ascending_kernel(
 
 @triton.jit(do_not_specialize=["COUNT"])
 def ascend_kernel(partials, start, out, COUNT, SIZE, HAS_START: tl.constexpr, BLOCK: tl.constexpr):
-    """out [SIZE] = start + partials [COUNT, SIZE], ascending, one rounding: the second pass of `ascending_kernel`."""
+    """out [SIZE] = start + partials [COUNT, SIZE], ascending, rounded once: the second pass of `ascending_kernel`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
     if HAS_START:
@@ -117,16 +117,16 @@ def bias_grad_kernel(dy, partials, T, N, dy_row, dy_col, TOKENS: tl.constexpr, B
 
 
 def ascending_tile(m: int, n: int, element_size: int, chunks: int) -> Tile:
-    """Schedule of an [m, n] product whose chunks are added ascending; `split` is 1 or `chunks`."""
+    """Tile of an [m, n] product whose chunks are added ascending; `split` is 1 or `chunks`."""
     if element_size == 4:
         tile = Tile(64, 64, 16, 8, 3)
     elif m <= 16:
         tile = Tile(16, 64, 128, 4, 4)
-    elif triton.cdiv(m, 128) * triton.cdiv(n, 128) >= 128:
+    elif cdiv(m, 128) * cdiv(n, 128) >= 128:
         tile = Tile(128, 128, 64, 8, 3)
     else:
         tile = Tile(64, 64, 64, 4, 4)
-    few = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) < 128
+    few = cdiv(m, tile.m) * cdiv(n, tile.n) < 128
     return tile._replace(split=chunks if few else 1)
 
 
@@ -139,28 +139,28 @@ def ascending(
     start: Tensor | None = None,  # [M, N] fp32, strides of out, may be `out`
     tile: Tile | None = None,
 ) -> Tensor:
-    """out = start + chains over `span` of K each, ascending, in fp32 until the one rounding to out's dtype.
+    """out = start + chains over `span` of K each, added ascending in fp32 and rounded once to out's dtype.
 
-    Without start the first chain is taken as it is. K is at least 1.
+    Without start the sum begins with the first chain. K is at least 1.
     """
     (m, k), n, size = a.shape, b.shape[1], a.element_size()
     if out.numel() == 0:
         return out
     a, b = strided(a), strided(b)
-    chunks, asked = triton.cdiv(k, span), tile is not None
+    chunks, asked = cdiv(k, span), tile is not None
     tile = fit(tile or ascending_tile(m, n, size, chunks), min(span, k), size, shared_limit(a))
     if not out.is_contiguous():
         tile = tile._replace(split=1)
     a_by_k, b_by_k = a.stride(1) != 1, b.stride(1) == 1
     stored = (a.t() if a_by_k else a, b if b_by_k else b.t())
-    tma = tile.tma and (span % tile.k == 0 or chunks == 1) and can_fetch(*stored)
+    tma = tile.tma and (span % tile.k == 0 or chunks == 1) and can_use_tma(*stored)
     with on_device(a):
         target = out
         if tile.split > 1:
             try:
                 target = torch.empty(tile.split, m, n, dtype=torch.float32, device=a.device)
             except torch.OutOfMemoryError:
-                if asked:  # a schedule: its anchor runs
+                if asked:  # called by a schedule, whose dispatcher then runs the anchor
                     raise
                 tile = tile._replace(split=1)
         operands = (a, b)
@@ -169,7 +169,7 @@ def ascending(
                 descriptor(stored[0], *((tile.k, tile.m) if a_by_k else (tile.m, tile.k))),
                 descriptor(stored[1], *((tile.k, tile.n) if b_by_k else (tile.n, tile.k))),
             )
-        ascending_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.split)](
+        ascending_kernel[(cdiv(m, tile.m) * cdiv(n, tile.n), tile.split)](
             *operands, start if target is out else None, target, m, n, k, span, k if tile.split == 1 else span,
             a.stride(0), a.stride(1), b.stride(0), b.stride(1), target.stride(-2), target.stride(-1),
             HAS_START=start is not None and target is out, EVEN=span % tile.k == 0 and k % tile.k == 0, TMA=tma,
@@ -182,9 +182,9 @@ def ascending(
 
 
 def ascend(partials: Tensor, start: Tensor | None, out: Tensor) -> None:
-    """out [M, N] = start + partials [count, M, N] fp32, ascending, one rounding; all contiguous."""
+    """out [M, N] = start + partials [count, M, N] fp32, ascending, rounded once; all contiguous."""
     size = out.numel()
-    ascend_kernel[(triton.cdiv(size, 256),)](
+    ascend_kernel[(cdiv(size, 256),)](
         partials, start, out, partials.shape[0], size, HAS_START=start is not None, BLOCK=256, num_warps=4, **options(),
     )  # fmt: skip
 
@@ -214,10 +214,10 @@ def bias_grad_(grad: Tensor, dy: Tensor) -> None:
     tokens, n = dy.shape
     if dy.numel() == 0:
         return
-    segments = triton.cdiv(tokens, SUM_TOKENS)
+    segments = cdiv(tokens, SUM_TOKENS)
     partials = torch.empty(segments, n, dtype=torch.float32, device=dy.device)
     with on_device(dy):
-        bias_grad_kernel[(triton.cdiv(n, 128), segments)](
+        bias_grad_kernel[(cdiv(n, 128), segments)](
             dy, partials, tokens, n, dy.stride(0), dy.stride(1),
             TOKENS=SUM_TOKENS, BLOCK=128, num_warps=4, **options(),
         )  # fmt: skip

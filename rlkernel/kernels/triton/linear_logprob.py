@@ -1,8 +1,7 @@
-"""linear_logprob on GPUs: the head's matrix product with the tile statistics of logprob behind it.
+"""linear_logprob on GPUs: the LM head's product with logprob's tile statistics in the epilogue.
 
-Contract: docs/ops/linear_logprob.md. Logits come from linear's chain and statistics from logprob's `tile_stats`, so
-the bits are those of the two ops in sequence. The products of the backward are here too, the anchors of its loop in
-linear_logprob_backward.py: dz from logits computed again, and linear's gradient kernels behind it.
+Contract: docs/ops/linear_logprob.md. Same chain as linear and same `tile_stats` as logprob, so also the same bits.
+Also the anchors of the backward's products (linear_logprob_backward.py): dz from recomputed logits, dhidden, dweight.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE
-from rlkernel.kernels.triton.common import exp, on_device, options
+from rlkernel.kernels.triton.common import cdiv, exp, on_device, options
 from rlkernel.kernels.triton.linear_grad import add_dgrad_, wgrad_
 from rlkernel.kernels.triton.linear_logprob_backward import Products, gradients
 from rlkernel.kernels.triton.linear_logprob_rows import Active
@@ -25,7 +24,7 @@ from rlkernel.kernels.triton.logprob import TILE, TileBuffers, outputs, part, ti
 from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept
 from rlkernel.kernels.triton.matrix import (
     Tile,
-    can_fetch,
+    can_use_tma,
     chain,
     corner_of,
     descriptor,
@@ -43,7 +42,7 @@ def logits_tile(
     hidden, weight, row, column, tile_m, tile_n, T, V, C, hidden_row, hidden_col, weight_row, weight_col,
     EVEN: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """fp32 logits [BLOCK_M, BLOCK_N] of one tile; row and column count from the tile's corner."""
+    """fp32 logits [BLOCK_M, BLOCK_N] of a tile; row and column are relative to the tile's corner."""
     k = tl.arange(0, BLOCK_K)
     return chain(
         tl.zeros((BLOCK_M, BLOCK_N), tl.float32), corner_of(hidden, tile_m, hidden_row, BLOCK_M, TMA),
@@ -135,7 +134,7 @@ def linear_logprob_dz_kernel(
     entropy,  # [T] fp32
     dlogp,  # [T] fp32
     dentropy,  # [T] fp32
-    order,  # [T] int32: `Active.order`, of the rows of hidden and dz
+    order,  # [T] int32: `Active.order`, the token of each row of hidden and dz
     dz,  # [T, dz_row]
     T,
     V,
@@ -168,7 +167,7 @@ def linear_logprob_dz_kernel(
     token = tl.load(order + row, mask=in_batch, other=-1).to(tl.int64)
     active = token >= 0
     out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if tl.max(active.to(tl.int32), axis=0) != 0:  # prompts cost no product
+    if tl.max(active.to(tl.int32), axis=0) != 0:  # skips tiles of prompt tokens
         z = logits_tile(
             hidden, weight, local, column, tile_m, tile_n, T, V, C, hidden_row, hidden_col, weight_row, weight_col,
             EVEN, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -202,7 +201,7 @@ def linear_logprob_dz_kernel(
 
 
 def logits_schedule(tokens: int, element_size: int, wide: bool = False) -> Tile:
-    """Schedule of the fused products; n is a multiple of the vocabulary tile. `wide`: there are registers for 256."""
+    """Tile of the fused products; n is a multiple of the vocabulary tile. `wide`: registers suffice for n = 256."""
     if element_size == 4:
         return Tile(32, VOCAB_TILE, 16, 8, 3)
     if tokens <= 16:
@@ -215,8 +214,8 @@ def logits_schedule(tokens: int, element_size: int, wide: bool = False) -> Tile:
 
 
 def operands(x: Tensor, w: Tensor, tile: Tile) -> tuple[Any, Any, bool]:
-    """The kernels' first two arguments and TMA: descriptors where the copy engine can fetch both."""
-    if tile.tma and can_fetch(x, w):
+    """The kernels' first two arguments and TMA: descriptors if TMA can load both matrices."""
+    if tile.tma and can_use_tma(x, w):
         return descriptor(x, tile.m, tile.k), descriptor(w, tile.n, tile.k), True
     return x, w, False
 
@@ -235,15 +234,15 @@ def forward(
     width: int = 0,
     tile: Tile | None = None,
     statistics: Callable[..., None] | None = None,
-) -> tuple[Tensor, ...]:  # logp, entropy, lse [T], stats [T, 2], then what is kept
-    """The forward in turns of as many tokens as the tile statistics have room for.
+) -> tuple[Tensor, ...]:  # logp, entropy, lse [T], stats [T, 2], then the kept tensors
+    """The forward, in chunks of as many tokens as fit in the buffers of tile statistics.
 
     Args:
         keep_probs: also return probs [T, V], exp(z - tile_max) rounded to the weight's dtype, and tile_max [T, TILES].
-        width: where not 0, also return logits [T, width], whole vocabulary tiles: the first entries' fp32 logits,
-            scaled, -inf where dropped or beyond V.
-        tile: a schedule for tests and tuning; default by shape.
-        statistics: what fills the tile statistics; default the anchor, `tile_statistics`.
+        width: if not 0, a multiple of the vocabulary tile: also return logits [T, width], the fp32 logits of the first
+            entries, scaled, -inf where dropped or beyond V.
+        tile: for tests and tuning; default by shape.
+        statistics: computes the tile statistics; default the anchor, `tile_statistics`.
     """
     hidden, weight, targets = strided(hidden), strided(weight), targets.contiguous()
     inv_temperature, kept = _checked(inv_temperature), _checked(kept)
@@ -253,7 +252,7 @@ def forward(
     if width:
         kept_outputs = (torch.empty(tokens, width, dtype=torch.float32, device=hidden.device),)
     if keep_probs:
-        tiles = triton.cdiv(vocab, VOCAB_TILE)
+        tiles = cdiv(vocab, VOCAB_TILE)
         kept_outputs = (
             torch.empty(tokens, vocab, dtype=weight.dtype, device=hidden.device),
             torch.empty(tokens, tiles, dtype=torch.float32, device=hidden.device),
@@ -266,7 +265,7 @@ def forward(
         for start in range(0, tokens, buffers.tokens):
             stop = min(tokens, start + buffers.tokens)
             probs, logits = None, None
-            buffers.target.fill_(float("-inf"))  # where a target lies outside the vocabulary no tile writes it
+            buffers.target.fill_(float("-inf"))  # no tile writes a target outside the vocabulary
             if width:
                 logits = kept_outputs[0][start:stop]
             if keep_probs:
@@ -291,14 +290,14 @@ def tile_statistics(
     logits: Tensor | None,
     tile: Tile | None = None,
 ) -> None:
-    """Statistics of every vocabulary tile of the tokens, their targets' logits and, where wanted, probs and logits."""
+    """Fills `buffers` with the statistics of every vocabulary tile and the targets' logits; also probs and logits."""
     (n, c), vocab, size = hidden.shape, weight.shape[0], hidden.element_size()
-    wide = can_fetch(hidden, weight)  # operands that pass no register leave them to the wider tile
+    wide = can_use_tma(hidden, weight)  # operands loaded by TMA need no registers, which the wider tile uses
     shape = fit(tile or logits_schedule(n, size, wide), c, size, shared_limit(hidden))
     x, w, tma = operands(hidden, weight, shape)
-    linear_logprob_kernel[(triton.cdiv(n, shape.m) * triton.cdiv(vocab, shape.n),)](
+    linear_logprob_kernel[(cdiv(n, shape.m) * cdiv(vocab, shape.n),)](
         x, w, targets, inv_temperature, kept, buffers.maximum, buffers.sum, buffers.entropy, buffers.target, probs,
-        logits, n, vocab, c, buffers.tiles, triton.cdiv(vocab, 32), 0 if logits is None else logits.shape[1],
+        logits, n, vocab, c, buffers.tiles, cdiv(vocab, 32), 0 if logits is None else logits.shape[1],
         hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
         HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, HAS_PROBS=probs is not None,
         HAS_LOGITS=logits is not None, EVEN=c % shape.k == 0, TMA=tma,
@@ -309,7 +308,7 @@ def tile_statistics(
 
 def dz_block(
     dz: Tensor,  # [n, v]
-    hidden: Tensor,  # [n, C] in `active`'s order, as dz; what follows is not
+    hidden: Tensor,  # [n, C], rows in the order of `active`, as those of dz; the next arguments are by token
     weight: Tensor,  # [v, C]: rows [first, first + v) of the vocabulary
     targets: Tensor,
     inv_temperature: Tensor | None,
@@ -322,14 +321,14 @@ def dz_block(
     first: int,
     vocab_size: int,
 ) -> None:
-    """Gradient of a block of logits, computed from the hidden states again."""
+    """Gradient of a block of logits, which are recomputed from the hidden states."""
     (n, c), columns, size = hidden.shape, weight.shape[0], hidden.element_size()
     shape = fit(logits_schedule(n, size), c, size, shared_limit(hidden))
     with on_device(hidden):
         x, w, tma = operands(hidden, weight, shape)
-        linear_logprob_dz_kernel[(triton.cdiv(n, shape.m) * triton.cdiv(columns, shape.n),)](
+        linear_logprob_dz_kernel[(cdiv(n, shape.m) * cdiv(columns, shape.n),)](
             x, w, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, active.order, dz,
-            n, columns, c, first, triton.cdiv(vocab_size, 32), dz.stride(0),
+            n, columns, c, first, cdiv(vocab_size, 32), dz.stride(0),
             hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
             HAS_DLOGP=dlogp is not None, HAS_DENTROPY=dentropy is not None, EVEN=c % shape.k == 0, TMA=tma,
@@ -345,12 +344,12 @@ def dhidden_block(
     fresh: bool,
     active: Active,
 ) -> None:
-    """Adds chunks of the vocabulary to the input gradient; `fresh` ignores what running holds."""
+    """Adds chunks of the vocabulary to the input gradient; `fresh` overwrites running."""
     add_dgrad_(running, dz, weight, fresh, LOGPROB_DGRAD_CHUNK)
 
 
 def dweight_block(grad: Tensor, dz: Tensor, hidden: Tensor, fresh: bool, active: Active) -> None:
-    """Adds a chunk of tokens to the weight gradient of some entries; `fresh` ignores what grad [v, C] holds."""
+    """Adds a chunk of tokens to the weight gradient of v entries; `fresh` overwrites grad [v, C]."""
     wgrad_(grad, dz, hidden, fresh)
 
 

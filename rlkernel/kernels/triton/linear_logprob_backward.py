@@ -1,7 +1,7 @@
-"""The backward of linear_logprob on GPUs: blocks of tokens and vocabulary, each a gradient of logits and two products.
+"""The backward of linear_logprob on GPUs: per block of tokens and vocabulary, dz (gradient of logits) and two products.
 
-Contract: docs/ops/linear_logprob.md. dz comes from logits that are computed again, from fp32 logits that the forward
-kept (the same bits), or from kept probabilities. What computes the products is given: `Products`.
+Contract: docs/ops/linear_logprob.md. dz comes from recomputed logits, from fp32 logits that the forward kept (the same
+bits), or from kept probabilities. `Products` holds the functions that compute the products.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import LOGPROB_DGRAD_CHUNK, VOCAB_TILE, WGRAD_TOKENS
-from rlkernel.kernels.triton.common import exp, on_device, options
-from rlkernel.kernels.triton.linear_logprob_rows import Active, gather, rows_of, scatter
+from rlkernel.kernels.triton.common import cdiv, exp, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.linear_logprob_rows import Active, gather, row_order, scatter
 from rlkernel.kernels.triton.logprob import TILE, part
 from rlkernel.kernels.triton.logprob_backward import dz_at, is_kept
 from rlkernel.kernels.triton.matrix import strided
 from rlkernel.kernels.triton.streams import Fork
 
-DZ_ENTRIES = 1 << 24  # a block of dz of fewer entries leaves multiprocessors without work
-PROBS_ENTRIES = 1 << 27  # the same from kept probabilities, whose memory is large anyway: fewer, longer launches
-FILLED = 1 << 22  # entries of dhidden that give every multiprocessor of a large GPU some of its work
-FEWEST_TOKENS, FEWEST_CHANNELS = 256, 512  # fewer count as many: they take as long, and dz has its limit
-MOST_BESIDE = 16  # chunks of the vocabulary side by side
-WORTH_BESIDE = 1 << 33  # multiplications of a product, some 25 us, that are worth a stream of their own
-COLUMNS = 2048  # entries a program when dz needs no product
+DZ_ENTRIES = 1 << 24  # entries of a block of dz; with fewer, SMs are idle
+PROBS_ENTRIES = 1 << 27  # the same from kept probabilities, which need much memory anyway: fewer, longer launches
+FILLED = 1 << 22  # entries of dhidden that occupy every SM of a large GPU
+FEWEST_TOKENS, FEWEST_CHANNELS = 256, 512  # smaller sizes count as these, because they take as long
+MOST_PARALLEL_CHUNKS = 16  # chunks of the vocabulary that are computed in parallel
+FORK_PRODUCTS = 1 << 33  # multiplications of a product (about 25 us) from which on a side stream pays
+COLUMNS = 2048  # entries per program if dz needs no product
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -56,10 +56,10 @@ def linear_logprob_logits_kernel(
     HAS_DENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dz of SPAN entries from logits that were kept scaled, -inf where dropped: `dz_at`. Its rows are in `order`."""
+    """dz of SPAN entries by `dz_at` from kept logits (scaled, -inf where dropped). The rows of dz are in `order`."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(order + row).to(tl.int64)
-    # Words of the mask, and the entries in each.
+    # [words of the mask, entries of a word]
     column = tl.program_id(1) * BLOCK + (tl.arange(0, BLOCK // 32) * 32)[:, None]
     bit = tl.arange(0, 32)[None, :]
     inside = column + bit < SPAN
@@ -105,11 +105,11 @@ def linear_logprob_probs_kernel(
     HAS_KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dz = g * ([v = y] - p * exp((tile_max - M) - log S)), as `dz_at` but from the tile's kept probability. Its rows
+    """dz = g * ([v = y] - p * exp((tile_max - M) - log S)), `dz_at` with the tile's kept probability. The rows of dz
     are in `order`."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(order + row).to(tl.int64)
-    # Tiles, and the entries in each: one factor a tile.
+    # [tiles, entries of a tile], because there is one factor per tile
     column = tl.program_id(1) * BLOCK + (tl.arange(0, BLOCK // TILE) * TILE)[:, None] + tl.arange(0, TILE)[None, :]
     inside = column < SPAN
     v = first + column
@@ -145,11 +145,11 @@ def logits_block(
     order: Tensor,
     first: int,
 ) -> None:
-    """Gradient of a block of logits that the forward kept."""
+    """dz of a block of logits that the forward kept."""
     n, span = dz.shape
     words = 0 if kept is None else kept.shape[1]
     with on_device(dz):
-        linear_logprob_logits_kernel[(n, triton.cdiv(span, COLUMNS))](
+        linear_logprob_logits_kernel[(n, cdiv(span, COLUMNS))](
             logits, targets, inv_temperature, kept, stats, entropy, dlogp, dentropy, order, dz,
             span, first, words, logits.stride(0), dz.stride(0),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None,
@@ -169,12 +169,12 @@ def probs_block(
     order: Tensor,
     first: int,
 ) -> None:
-    """Gradient of a block of logits from kept probabilities, where the entropy has none."""
+    """dz of a block from kept probabilities, if the entropy has no gradient."""
     (n, span), vocab = dz.shape, probs.shape[1]
     with on_device(probs):
-        linear_logprob_probs_kernel[(n, triton.cdiv(span, COLUMNS))](
+        linear_logprob_probs_kernel[(n, cdiv(span, COLUMNS))](
             probs, tile_max, targets, inv_temperature, kept, stats, dlogp, order, dz,
-            vocab, span, first, tile_max.shape[1], triton.cdiv(vocab, 32), dz.stride(0),
+            vocab, span, first, tile_max.shape[1], cdiv(vocab, 32), dz.stride(0),
             HAS_TEMPERATURE=inv_temperature is not None, HAS_KEPT=kept is not None, BLOCK=COLUMNS,
             num_warps=4, **options(),
         )  # fmt: skip
@@ -184,7 +184,7 @@ def probs_block(
 
 
 class Products(NamedTuple):
-    """What computes the products of the backward: the anchors, or certified schedules that equal them."""
+    """Functions that compute the products of the backward: the anchors, or certified schedules."""
 
     dz: Callable[..., None]
     dhidden: Callable[[Tensor, Tensor, Tensor, bool, Active], None]
@@ -192,15 +192,15 @@ class Products(NamedTuple):
 
 
 def chunks_of_dz(tokens: int, entries: int) -> int:
-    """Chunks of the input gradient's order that a block of dz spans: the power of two that makes `entries` of it."""
-    return triton.next_power_of_2(triton.cdiv(entries, max(1, tokens) * LOGPROB_DGRAD_CHUNK))
+    """Chunks of the input gradient's order per block of dz: the power of two for which dz has about `entries`."""
+    return next_power_of_2(cdiv(entries, max(1, tokens) * LOGPROB_DGRAD_CHUNK))
 
 
-def chunks_beside(tokens: int, c: int) -> int:
-    """Chunks of the input gradient's order that are computed side by side and then added, a power of two: as many as
-    fill a GPU with [tokens, c] each, one where that leaves less than half of it without work."""
+def parallel_chunks(tokens: int, c: int) -> int:
+    """Chunks of the input gradient's order that are computed in parallel and then added, a power of two: as many as
+    occupy a GPU with [tokens, c] each; one if that occupies at least half of it."""
     entries = max(FEWEST_TOKENS, tokens) * max(FEWEST_CHANNELS, c)
-    return min(MOST_BESIDE, 1 << max(FILLED // entries, 1).bit_length() - 1)
+    return min(MOST_PARALLEL_CHUNKS, 1 << max(FILLED // entries, 1).bit_length() - 1)
 
 
 def gradients(
@@ -222,12 +222,12 @@ def gradients(
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dhidden [T, C] and dweight [V, C], each empty where it is not wanted; `grad` takes dweight's place.
+    """dhidden [T, C] and dweight [V, C], each empty unless needed; dweight is added to `grad` [V, C] if that is given.
 
-    Blocks of WGRAD_TOKENS tokens and `chunks_of_dz` chunks of the vocabulary, or `chunks_beside` where that is more:
-    with `grad` a block of tokens runs through the whole vocabulary, else a block of the vocabulary through all tokens,
-    so that only one fp32 sum is held. `dense` says that nearly all tokens have a gradient: schedules that cannot skip
-    the others may then run. No bit depends on it.
+    A block has WGRAD_TOKENS tokens and `chunks_of_dz` chunks of the vocabulary (or `parallel_chunks`, if larger). With
+    `grad` the outer loop is over tokens, otherwise over the vocabulary, so that only one fp32 sum is in memory.
+    `dense` says that nearly all tokens have a gradient, which allows schedules that cannot skip the others; no bit
+    depends on it.
     """
     weight = strided(weight)
     (tokens, c), vocab, device = hidden.shape, weight.shape[0], hidden.device
@@ -244,14 +244,14 @@ def gradients(
     most_tokens = min(tokens, WGRAD_TOKENS)
     from_probs = probs is not None and tile_max is not None and dlogp is not None and dentropy is None
     chunks = chunks_of_dz(most_tokens, PROBS_ENTRIES if from_probs else DZ_ENTRIES)
-    chunks = max(chunks, chunks_beside(most_tokens, c))
+    chunks = max(chunks, parallel_chunks(most_tokens, c))
     width = min(-(-vocab // VOCAB_TILE) * VOCAB_TILE, chunks * LOGPROB_DGRAD_CHUNK)
     have = 0 if logits is None else min(vocab, logits.shape[1])
-    rows = rows_of(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS)
+    rows = row_order(targets, kept, stats, dlogp, dentropy, vocab, WGRAD_TOKENS)
     row = width if dense else 0
-    # All memory is taken before the first launch. The hidden states in `rows`' order lie where dhidden will.
+    # All memory is allocated before the first launch. The ordered hidden states share the memory of dhidden.
     ordered = dhidden if needs_input else torch.empty(tokens, c, dtype=hidden.dtype, device=device)
-    # Whole tiles wide: every part begins at a 16-byte address, which dispatch does not check again.
+    # The width is a multiple of the tile, so every slice is 16-byte aligned; dispatch does not check it again.
     block = torch.empty(most_tokens, width, dtype=weight.dtype, device=device)
     scratch = torch.empty(width, c, dtype=torch.float32, device=device) if direct and len(blocks) > 1 else None
     totals = None
@@ -259,7 +259,7 @@ def gradients(
         totals = torch.empty(tokens if direct else most_tokens, c, dtype=torch.float32, device=device)
 
     def fill(dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
-        """The gradient of the logits of tokens [start, stop) and entries [first, last)."""
+        """dz of tokens [start, stop) and entries [first, last)."""
         inverse, mask, g, h = (part(t, start, stop) for t in (inv_temperature, kept, dlogp, dentropy))
         y, s, entropies = targets[start:stop], stats[start:stop], entropy[start:stop]
         active = rows.active(start, stop, row)
@@ -278,7 +278,7 @@ def gradients(
             )  # fmt: skip
 
     def add_to_dhidden(sums: Tensor, dz: Tensor, start: int, stop: int, first: int, last: int) -> None:
-        active, step = rows.active(start, stop, row), chunks_beside(stop - start, c) * LOGPROB_DGRAD_CHUNK
+        active, step = rows.active(start, stop, row), parallel_chunks(stop - start, c) * LOGPROB_DGRAD_CHUNK
         for low in range(first, last, step):
             high = min(last, low + step)
             products.dhidden(sums, dz[:, low - first : high - first], weight[low:high], low == 0, active)
@@ -291,9 +291,9 @@ def gradients(
             products.dweight((dweight if grad is None else grad)[first:last], dz, x, grad is None, active)
 
     gather(hidden, rows.order, ordered, WGRAD_TOKENS)
-    # The two products of a block are independent: on two streams, one fills the multiprocessors that the last tiles of
-    # the other leave idle.
-    both = needs_input and needs_weight and most_tokens * width * c >= WORTH_BESIDE
+    # The two products of a block are independent. On two streams, one fills the SMs that the last tiles of the other
+    # leave idle.
+    both = needs_input and needs_weight and most_tokens * width * c >= FORK_PRODUCTS
     with Fork(device, both) as fork:
         for group in [blocks] if direct else [[b] for b in blocks]:
             origin, end = group[0][0], group[-1][1]
@@ -304,7 +304,7 @@ def gradients(
                     dz = block[: stop - start, : last - first]
                     fill(dz, start, stop, first, last)
                     if running is not None:
-                        with fork.beside():
+                        with fork.side_stream():
                             add_to_dhidden(running[start - origin : stop - origin], dz, start, stop, first, last)
                     if needs_weight:
                         add_to_dweight(dz, start, stop, first, last)

@@ -1,7 +1,7 @@
-"""The token order of linear_logprob's backward on GPUs: groups of tokens without a gradient go last.
+"""The row order of linear_logprob's backward on GPUs: groups of tokens without a gradient go last.
 
-Contract: docs/ops/linear_logprob.md. The order and the count of rows are computed on the GPU and never read by the
-host, so the backward neither synchronises nor breaks CUDA graph capture.
+Contract: docs/ops/linear_logprob.md. The order and the row count stay on the GPU, so the backward neither synchronises
+nor breaks CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import K_GROUP
-from rlkernel.kernels.triton.common import on_device, options
+from rlkernel.kernels.triton.common import cdiv, next_power_of_2, on_device, options
 from rlkernel.kernels.triton.logprob_backward import row_active
 
-CHANNELS = 1024  # of a row a program that moves hidden states
+CHANNELS = 1024  # per program that moves hidden states
 WARPS = 8  # of the program that orders a block of tokens
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def linear_logprob_order_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """`Rows` of a block of TOKENS tokens."""
+    """`Rows.order` and `Rows.counts` of a block of TOKENS tokens."""
     start = tl.program_id(0).to(tl.int64) * TOKENS
     tokens = tl.minimum(TOKENS, T - start).to(tl.int32)
     group = tl.arange(0, GROUPS)
@@ -53,7 +53,7 @@ def linear_logprob_order_kernel(
             HAS_KEPT, HAS_DLOGP, HAS_DENTROPY,
         )  # fmt: skip
         flag = flag | active.to(tl.int32)
-    # The last group may be a short one: it is the last of those that have a gradient, or of all.
+    # The last group may be short. It stays the last of the groups with a gradient, or of all groups.
     size = tl.minimum(tl.maximum(tokens - group * GROUP, 0), GROUP)
     before = tl.cumsum(flag * size, axis=0) - flag * size
     number = tl.sum(flag * size, axis=0)
@@ -72,7 +72,7 @@ def token_active(
     targets, kept, stats, dlogp, dentropy, start, token, tokens, V, WORDS,
     HAS_KEPT: tl.constexpr, HAS_DLOGP: tl.constexpr, HAS_DENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """`row_active` of tokens of a block that begins at `start`."""
+    """`row_active` of tokens of the block that begins at `start`."""
     row = start + token
     inside = token < tokens
     g = tl.zeros(token.shape, tl.float32)
@@ -96,7 +96,7 @@ def linear_logprob_gather_kernel(
     hidden_col,
     BLOCK: tl.constexpr,
 ):
-    """Rows of hidden, blocks of TOKENS each in their `Rows.order`, zeros where there is no gradient."""
+    """out = hidden with the rows of each block of TOKENS in `Rows.order`; rows without a gradient are 0."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(order + row)
@@ -116,7 +116,7 @@ def linear_logprob_scatter_kernel(
     TOKENS,
     BLOCK: tl.constexpr,
 ):
-    """The way back: input gradients at their tokens, rounded; +0 where a token has none."""
+    """The inverse: rounds the input gradients to the rows of their tokens; +0 for tokens without a gradient."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(order + row)
@@ -130,31 +130,31 @@ def linear_logprob_scatter_kernel(
 
 
 class Active(NamedTuple):
-    """The tokens of a block in the order of a product's rows, those that have a gradient first."""
+    """The tokens of a block in the order of the products' rows, those with a gradient first."""
 
-    order: Tensor  # [n] int32: the block's token in each row, -1 - token where it has no gradient
-    count: Tensor  # [1] int32: rows before the first that has no gradient; schedules may skip the rows after it
-    row: int = 0  # stride of dz's rows where nearly all tokens have a gradient, else 0; part of a shape class
+    order: Tensor  # [n] int32: the block's token in each row, -1 - token if it has no gradient
+    count: Tensor  # [1] int32: rows of groups with a gradient; schedules may skip the rows after them
+    row: int = 0  # stride of dz's rows if nearly all tokens have a gradient, else 0; part of a shape class
 
 
 class Rows(NamedTuple):
     """The order of all tokens, block by block.
 
-    Groups of K_GROUP tokens, as many as a tensor core adds together, stay intact: those in which no token has a
-    gradient go last. Skipping whole groups of products with zeros changes no chain over tokens.
+    Groups of K_GROUP tokens, which one matrix instruction adds, stay intact; groups in which no token has a gradient go
+    last. Skipping a group of zeros changes no chain over tokens.
     """
 
     order: Tensor  # [T] int32: `Active.order` of each block
     counts: Tensor  # [blocks] int32: `Active.count` of each block
-    tokens: int  # of a block
+    tokens: int  # per block
 
     def active(self, start: int, stop: int, row: int = 0) -> Active:
-        """Of the block of tokens [start, stop)."""
+        """`Active` of the block of tokens [start, stop)."""
         block = start // self.tokens
         return Active(self.order[start:stop], self.counts[block : block + 1], row)
 
 
-def rows_of(
+def row_order(
     targets: Tensor,  # [T]
     kept: Tensor | None,
     stats: Tensor,
@@ -163,11 +163,11 @@ def rows_of(
     vocab: int,
     tokens: int,
 ) -> Rows:
-    """A token has a gradient where it has an upstream one, a kept target and a distribution."""
+    """Row order of all tokens. A token has a gradient if it has an upstream one, a kept target and a kept entry."""
     t, device = targets.shape[0], stats.device
-    groups = triton.next_power_of_2(triton.cdiv(min(t, tokens), K_GROUP))
+    groups = next_power_of_2(cdiv(min(t, tokens), K_GROUP))
     order = torch.empty(t, dtype=torch.int32, device=device)
-    counts = torch.empty(triton.cdiv(t, tokens), dtype=torch.int32, device=device)
+    counts = torch.empty(cdiv(t, tokens), dtype=torch.int32, device=device)
     words = 0 if kept is None else kept.shape[1]
     with on_device(stats):
         linear_logprob_order_kernel[(len(counts),)](
@@ -179,10 +179,10 @@ def rows_of(
 
 
 def gather(hidden: Tensor, order: Tensor, out: Tensor, block: int) -> Tensor:
-    """out [T, C] = rows of hidden [T, C] in `Rows.order` of blocks of so many, zeros where there is no gradient."""
+    """out [T, C] = rows of hidden [T, C] in `Rows.order` of blocks of `block` tokens; 0 without a gradient."""
     tokens, c = hidden.shape
     with on_device(hidden):
-        linear_logprob_gather_kernel[(tokens, triton.cdiv(c, CHANNELS))](
+        linear_logprob_gather_kernel[(tokens, cdiv(c, CHANNELS))](
             hidden, order, out, c, block, hidden.stride(0), hidden.stride(1), BLOCK=CHANNELS, num_warps=4,
             **options(),
         )  # fmt: skip
@@ -190,9 +190,9 @@ def gather(hidden: Tensor, order: Tensor, out: Tensor, block: int) -> Tensor:
 
 
 def scatter(totals: Tensor, order: Tensor, dhidden: Tensor, block: int) -> None:
-    """Leaves the fp32 sums of `gather`'s rows, rounded, at their tokens of dhidden [T, C]."""
+    """Rounds the fp32 sums of the rows of `gather` to the rows of their tokens in dhidden [T, C]."""
     tokens, c = totals.shape
     with on_device(totals):
-        linear_logprob_scatter_kernel[(tokens, triton.cdiv(c, CHANNELS))](
+        linear_logprob_scatter_kernel[(tokens, cdiv(c, CHANNELS))](
             totals, order, dhidden, c, block, BLOCK=CHANNELS, num_warps=4, **options(),
         )  # fmt: skip

@@ -1,8 +1,7 @@
-"""logprob on GPUs: statistics of vocabulary tiles, combined per row. The gradient: logprob_backward.py.
+"""logprob on GPUs: statistics of vocabulary tiles, combined per row; the anchor of `cuda/logprob.py`.
 
-Contract: docs/ops/logprob.md. Every reduction is a maximum or an integer sum, so no layout can change a bit;
-`linear_logprob` forms the same statistics behind its matrix product and shares the combination. Hopper has a kernel of
-its own for many rows, with these bits: `cuda/logprob.py`, whose anchor is `logprob`.
+Contract: docs/ops/logprob.md. Every reduction is a maximum or an integer sum, so no layout changes a bit.
+`linear_logprob` computes the same statistics in its epilogue and shares the combination.
 """
 
 from __future__ import annotations
@@ -18,40 +17,40 @@ from rlkernel.kernels.triton.common import (
     LN2,
     LOG2E,
     cdiv,
-    early,
     exp2,
     log2,
     next_power_of_2,
     on_device,
     options,
+    pdl,
 )
 from rlkernel.kernels.triton.launch import direct
-from rlkernel.kernels.triton.logprob_backward import is_kept, rows_of
+from rlkernel.kernels.triton.logprob_backward import dense_rows, is_kept
 from rlkernel.kernels.triton.logprob_backward import logprob_dgrad as logprob_dgrad
 
 TILE = tl.constexpr(VOCAB_TILE)
 UNIT = tl.constexpr(2.0**-FIXED_POINT_BITS)
 ROW_UNITS = tl.constexpr(2.0**ROW_POINT_BITS)
-TILE_OF_ONES = tl.constexpr((VOCAB_TILE * 0x3F800000 + 2**31) % 2**32 - 2**31)  # their bits added, as int32
+TILE_OF_ONES = tl.constexpr((VOCAB_TILE * 0x3F800000 + 2**31) % 2**32 - 2**31)  # sum of their bits as int32
 TWO_MINUS_INF = tl.constexpr(-0x007F0080)  # bf16, in both halves of an int32
 
-ROWS_FROM, TILES_FROM = 256, 128  # tokens and vocabulary tiles from which on a program has a row of its own
-SHARED_PART, SHARED_ROWS = 8, 256  # of so many rows one is cut into shares, at most so many
-SHARE_GROUPS = 3  # steps of a share
-SCRATCH = 1 << 27  # bytes of tile statistics at one time; more tokens run in turns
+ROWS_FROM, TILES_FROM = 256, 128  # tokens and vocabulary tiles from which on a program computes a whole row
+SHARED_PART, SHARED_ROWS = 8, 256  # one of SHARED_PART rows is cut into shares, at most SHARED_ROWS
+SHARE_GROUPS = 3  # loop iterations of a share
+SCRATCH = 1 << 27  # bytes of the buffers of tile statistics; more tokens are processed in chunks
 
 # ---- kernels ------------------------------------------------------------------------------------
 
 
 @triton.jit
 def larger(a, b):
-    """Maximum that NaN survives."""
+    """Maximum that propagates NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def larger_pair(a, b):
-    """`larger` of two bf16 numbers in each int32; NVIDIA alone."""
+    """`larger` of two bf16 numbers in each int32; NVIDIA only."""
     return tl.inline_asm_elementwise(
         "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -65,22 +64,23 @@ def low(pair):
 
 @triton.jit
 def high(pair):
+    """The second of two packed bf16 numbers, as fp32."""
     return (pair & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def units(z, m):
-    """The bits of 1 + exp(z - m) and of 1 + exp(z - m) * (m - z); above the bits of 1 they count units of 2^-23."""
+    """The bits of 1 + exp(z - m) and of 1 + exp(z - m) * (m - z); the excess over 1's bits is in units of 2^-23."""
     d = m - z
     p = exp2(d * -LOG2E)  # exp(-d), to the bit
     q = p * d
-    q = tl.minimum(tl.where(q > 0.0, q, 0.0), 1.0)  # 0 * inf counts as 0; a clamp is free, a test of p is not
+    q = tl.minimum(tl.where(q > 0.0, q, 0.0), 1.0)  # 0 * inf counts as 0; the clamp is free, a test of p is not
     return (1.0 + p).to(tl.int32, bitcast=True), (1.0 + q).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def above_ones(total, m):
-    """Units above 1 in a tile's summed bits; an empty tile, whose distances are NaN, has none."""
+    """Units above 1 in a tile's summed bits; 0 for an empty tile, whose distances are NaN."""
     return tl.where(m == float("-inf"), 0, total - TILE_OF_ONES)
 
 
@@ -101,10 +101,10 @@ def group_stats(
     HAS_TEMPERATURE: tl.constexpr, HAS_KEPT: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`tile_stats` of the tiles `tile` [G] of given logits; logits and kept point at the row of each, inverse is [G].
+    """`tile_stats` of the tiles `tile` [G]; logits and kept point at the rows of the tiles, inverse is [G].
 
-    A tile is loaded as [TILE / WIDTH, WIDTH], so that a few threads hold it whole and little is exchanged. PACKED loads
-    bf16 in pairs and takes the maximum of pairs; multiplying by 1/T afterwards is exact, rounding being monotone.
+    A tile is loaded as [TILE / WIDTH, WIDTH], so that a few threads hold all of it and exchange little. PACKED loads
+    bf16 in pairs and takes the maximum of pairs; scaling the maximum by 1/T is exact because rounding is monotone.
     """
     c = (tl.arange(0, TILE // WIDTH) * WIDTH)[None, :, None]
     if PACKED:
@@ -130,7 +130,7 @@ def group_stats(
         if HAS_TEMPERATURE:
             z = z * inverse[:, None, None]
         if HAS_KEPT:
-            # Words of few addresses each: a load of all would impose its layout on z.
+            # one load per word of the mask, because a load of all words would impose its layout on z
             at = (tile * (TILE // 32))[:, None, None]
             word = tl.load(kept + at, mask=at * 32 < V, other=0)
             for i in tl.static_range(1, TILE // 32):
@@ -145,19 +145,19 @@ def group_stats(
 
 @triton.jit
 def store_stats(memory, PLANE, first, end, m, s, e):
-    """Stores statistics [G] of tiles [first, first + G), those below `end`, to the three planes of `memory`."""
+    """Stores statistics [G] of tiles [first, first + G), those below `end`, in the three planes of `memory`."""
     i = tl.arange(0, 4 * m.shape[0])
     tile, plane = first + (i >> 2), i & 3
-    # One tensor: three would each change their layout, behind two barriers of the whole program.
+    # one tensor, because three would each need a layout change with two barriers
     mses = tl.reshape(tl.join(tl.join(m.to(tl.int32, bitcast=True), e), tl.join(s, s)), (4 * m.shape[0],))
     tl.store(memory + plane * PLANE + tile, mses, mask=(tile < end) & (plane < 3))
 
 
 @triton.jit
 def whole_units(x):
-    """x in [0, 128] in units of 2^-40, rounded to nearest even, int64."""
+    """x in [0, 128] as int64 in units of 2^-40, rounded to nearest even."""
     x = x * ROW_UNITS
-    # Adding 2^23 leaves a number below it no fraction bit; a larger one has none.
+    # adding 2^23 rounds a smaller number to an integer; larger numbers are integers
     return tl.where(x < 8388608.0, (x + 8388608.0) - 8388608.0, x).to(tl.int64)
 
 
@@ -165,7 +165,7 @@ def whole_units(x):
 def finish_rows(
     tile_max, tile_sum, tile_entropy, z, logp, entropy, lse, stats, row, inside, TILES, CHUNK: tl.constexpr
 ):
-    """Combines the tiles of the rows `row` and stores what the op returns; z is the target's logit. CHUNK >= TILES."""
+    """Combines the tiles of the rows `row` and stores the op's results; z is the target's logit. CHUNK >= TILES."""
     row = row.to(tl.int64)
     tile = tl.arange(0, CHUNK)
     here = inside[:, None] & (tile < TILES)[None, :]
@@ -176,7 +176,7 @@ def finish_rows(
     top = tl.reduce(m, 1, larger) + 0.0
     distance = top[:, None] - m
     w = exp2(distance * -LOG2E)
-    away = tl.where(w == 0.0, 0.0, w * tl.fma(s, distance, e))  # the distance may be infinite
+    away = tl.where(w == 0.0, 0.0, w * tl.fma(s, distance, e))  # because the distance may be infinite
     total = tl.sum(whole_units(w * s), axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
     weighted = tl.sum(whole_units(away), axis=1).to(tl.float32) * (1.0 / ROW_UNITS)
     bad = (top != top) | (top == float("inf"))
@@ -199,7 +199,7 @@ def target_logit(
     logits, target, inv_temperature, kept, row, inside, V, WORDS, logits_row,
     HAS_TEMPERATURE: tl.constexpr, HAS_KEPT: tl.constexpr,
 ):  # fmt: skip
-    """The scaled logit of each row's target; -inf where it was dropped or lies outside the vocabulary."""
+    """The scaled logit of each row's target; -inf if it was dropped or lies outside the vocabulary."""
     inside = inside & (target >= 0) & (target < V)
     z = tl.load(logits + row * logits_row + target, mask=inside, other=float("-inf")).to(tl.float32)
     if HAS_TEMPERATURE:
@@ -216,7 +216,7 @@ def logprob_rows_kernel(
     inv_temperature,  # [T] fp32
     kept,  # [T, WORDS] int32
     memory,  # [3, PLANE] int32, a plane holds [T, TILES]
-    target_z,  # [T] fp32: of rows in shares
+    target_z,  # [T] fp32: written for rows that are cut into shares
     logp,  # [T]
     entropy,  # [T]
     lse,  # [T]
@@ -235,10 +235,10 @@ def logprob_rows_kernel(
     CHUNK: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """A row a program, from logits to results: for many rows of a large vocabulary.
+    """One row per program, from logits to results: for many rows of a large vocabulary.
 
-    Rows from `whole_rows` on are cut into shares of SHARE tiles, a program each, which leave the results to
-    logprob_combine_kernel: they run last and fill the multiprocessors while the last whole rows end.
+    Rows from `whole_rows` on are cut into shares of SHARE tiles, one program each, whose statistics
+    logprob_combine_kernel combines. They run last and fill the SMs while the last whole rows end.
     """
     program = tl.program_id(0)
     shares = tl.cdiv(TILES, SHARE)
@@ -276,7 +276,7 @@ def logprob_rows_kernel(
         )
         store_stats(own_memory, PLANE, first, TILES, m, s, e)
     if program < whole_rows:
-        tl.debug_barrier()  # the program's other threads stored what this one reads
+        tl.debug_barrier()  # finish_rows reads statistics that other threads stored
         finish_rows(
             memory.to(tl.pointer_type(tl.float32)), memory + PLANE, memory + 2 * PLANE, z, logp, entropy, lse, stats,
             row, inside, TILES, CHUNK,
@@ -306,7 +306,7 @@ def logprob_tiles_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A few tiles a program, of one row or of several: for few rows, or a small vocabulary."""
+    """GROUP tiles per program, of one or several rows: for few rows or a small vocabulary."""
     first = tl.program_id(0) * GROUP
     at = first + tl.arange(0, GROUP)
     inside = at < T * TILES
@@ -345,10 +345,10 @@ def logprob_combine_kernel(
     TILES,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Rows from `first` on."""
-    if EARLY:
+    """`finish_rows` of the rows from `first` on."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
     row = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < T
@@ -360,7 +360,7 @@ def logprob_combine_kernel(
 
 
 class TileBuffers:
-    """Statistics of the vocabulary tiles of some tokens, and their targets' logits."""
+    """Statistics of the vocabulary tiles of a chunk of tokens, and their targets' logits."""
 
     def __init__(self, tokens: int, vocab_size: int, device: torch.device) -> None:
         self.tiles = cdiv(vocab_size, VOCAB_TILE)
@@ -373,14 +373,14 @@ class TileBuffers:
         self.target = torch.empty(shape[0], dtype=torch.float32, device=device)
 
     def combine(self, logp: Tensor, entropy: Tensor, lse: Tensor, stats: Tensor, first: int = 0) -> None:
-        """logp, entropy, lse [n] and stats [n, 2] of the first n tokens of the buffers, from `first` on."""
+        """Fills logp, entropy, lse [n] and stats [n, 2] of the tokens [first, n) of the buffers."""
         n = logp.shape[0]
         chunk = next_power_of_2(self.tiles)
         rows = max(1, 1024 // chunk)
         if first < n:
             logprob_combine_kernel[(cdiv(n - first, rows),)](
                 self.maximum, self.sum, self.entropy, self.target, logp, entropy, lse, stats, first, n, self.tiles,
-                ROWS=rows, CHUNK=chunk, num_warps=8, **early(logp), **options(),
+                ROWS=rows, CHUNK=chunk, num_warps=8, **pdl(logp), **options(),
             )  # fmt: skip
 
 
@@ -399,7 +399,7 @@ def part(t: Tensor | None, start: int, stop: int) -> Tensor | None:
 def logprob(
     logits: Tensor, targets: Tensor, inv_temperature: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    logits, targets = rows_of(logits), targets.contiguous()
+    logits, targets = dense_rows(logits), targets.contiguous()
     inv_temperature = None if inv_temperature is None else inv_temperature.contiguous()
     kept = None if kept is None else kept.contiguous()
     tokens, vocab = logits.shape
@@ -409,7 +409,7 @@ def logprob(
     row = logits.stride(0)
     whole_vectors = vocab % 16 == 0 and row % 16 == 0 and logits.data_ptr() % 16 == 0
     packed = whole_vectors and logits.dtype == torch.bfloat16 and kept is None and logits.is_cuda and not IS_HIP
-    # Four threads a tile where they load 16 bytes each.
+    # four threads per tile if they load 16 bytes each
     width = 32 if whole_vectors and logits.element_size() == 2 else 16
     flags = {"HAS_TEMPERATURE": inv_temperature is not None, "HAS_KEPT": kept is not None, "PACKED": packed}
     words = cdiv(vocab, 32)
@@ -431,7 +431,7 @@ def logprob(
                 logprob_rows_kernel[(whole + (n - whole) * cdiv(tiles, share),)](
                     *inputs, buffers.target, *results, whole, vocab, tiles, words, plane, row, **flags,
                     GROUP=group, WIDTH=width, CHUNK=next_power_of_2(tiles), SHARE=share, num_warps=group // 8,
-                    **({"maxnreg": 48} if packed else {}), **options(),  # five programs of 8 warps a multiprocessor
+                    **({"maxnreg": 48} if packed else {}), **options(),  # five programs of 8 warps per SM
                 )  # fmt: skip
                 buffers.combine(*results, first=whole)
             else:

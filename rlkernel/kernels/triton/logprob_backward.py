@@ -1,4 +1,4 @@
-"""The gradient of logprob on GPUs: elementwise, from the statistics of each row that the forward left.
+"""The gradient of logprob on GPUs: elementwise, from the statistics of each row that the forward saved.
 
 Contract: docs/ops/logprob.md. `linear_logprob` computes the gradient of its logits with the same `dz_at`.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkernel.kernels.triton.common import cdiv, exp, on_device, options
 
-DGRAD_BLOCK = 2048  # entries of a row a program
+DGRAD_BLOCK = 2048  # entries per program
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ def is_kept(kept, row, v, inside, WORDS):
 def dz_at(z, hit, top, log_total, g, h, entropy, HAS_DENTROPY: tl.constexpr = True):
     """Gradient of z from those of logp (g) and entropy (h), before the temperature; all broadcast together.
 
-    z is -inf where dropped; `hit` says where the target is.
+    z is -inf where dropped; `hit` is true at the target.
     """
     log_p = (z - top) - log_total
     p = exp(log_p)
@@ -40,7 +40,7 @@ def dz_at(z, hit, top, log_total, g, h, entropy, HAS_DENTROPY: tl.constexpr = Tr
 
 @triton.jit
 def row_active(kept, targets, row, inside, g, h, top, V, WORDS, HAS_KEPT: tl.constexpr):
-    """Rows that have a gradient: a kept target, something kept at all, and an upstream gradient."""
+    """Rows with a gradient: they have an upstream gradient, a kept target and a kept entry."""
     active = inside & ((g != 0.0) | (h != 0.0)) & (top != float("-inf"))
     if HAS_KEPT:
         target = tl.load(targets + row, mask=inside, other=0)
@@ -69,11 +69,11 @@ def logprob_dgrad_kernel(
     BLOCK: tl.constexpr,
 ):
     blocks = tl.cdiv(V, BLOCK)
-    # The last rows first: the forward read them last, and the L2 cache still has them.
+    # the last rows first, because the forward read them last and L2 still holds them
     row = (tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks).to(tl.int64)
     start = tl.program_id(0) % blocks * BLOCK
     v = start + tl.arange(0, BLOCK)
-    if HAS_KEPT:  # words of the mask, and the entries in each
+    if HAS_KEPT:  # [words of the mask, entries of a word]
         first = start + (tl.arange(0, BLOCK // 32) * 32)[:, None]
         bit = tl.arange(0, 32)[None, :]
         v = first + bit
@@ -87,7 +87,7 @@ def logprob_dgrad_kernel(
     top = tl.load(stats + 2 * row)
     log_total = tl.load(stats + 2 * row + 1)
     active = row_active(kept, targets, row, True, g, h, top, V, WORDS, HAS_KEPT)
-    # A row without a gradient is not read; a branch around all this was slower.
+    # rows without a gradient are masked; a branch around them measured slower
     z = tl.load(logits + row * logits_row + v, mask=inside & active, other=0.0).to(tl.float32)
     if HAS_TEMPERATURE:
         inverse = tl.load(inv_temperature + row)
@@ -109,8 +109,8 @@ def logprob_dgrad_kernel(
 # ---- launchers ----------------------------------------------------------------------------------
 
 
-def rows_of(t: Tensor) -> Tensor:
-    """The matrix with dense rows; a copy only where they are not."""
+def dense_rows(t: Tensor) -> Tensor:
+    """The matrix, copied unless its rows are contiguous."""
     return t if t.stride(1) == 1 else t.contiguous()
 
 
@@ -124,7 +124,7 @@ def logprob_dgrad(
     dlogp: Tensor | None,
     dentropy: Tensor | None,
 ) -> Tensor:
-    logits = rows_of(logits)
+    logits = dense_rows(logits)
     tokens, vocab = logits.shape
     dlogits = torch.empty(tokens, vocab, dtype=logits.dtype, device=logits.device)
     if dlogits.numel() == 0:

@@ -1,7 +1,7 @@
-"""What the matrix kernels share: a tile's place, the chain over K, tiles and what fits, the copy engine.
+"""Shared by the matrix kernels: tile coordinates, the chain over K, tile sizes, TMA descriptors.
 
-The chain is the contract's (orders.py, `linear`): fp32, ascending, one instruction's k at a time. Everything else is
-free and chosen for speed.
+The chain is that of the contract (orders.py, `linear`): fp32, ascending, one instruction's k at a time. Everything else
+changes no bit and is chosen for speed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlkernel.kernels.triton.common import IS_HIP, next_power_of_2
 
 @triton.jit
 def tile_at(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Tile coordinates in bands of GROUP tile rows, walked by column: what runs at one time shares operands in L2.
+    """Tile coordinates in bands of GROUP tile rows, column by column, so that concurrent tiles share operands in L2.
 
     GROUP = 0: there is one tile row, and no division delays the first load.
     """
@@ -43,9 +43,9 @@ def chain(
 ):  # fmt: skip
     """Continues acc [BM,BN] over k in [first, first + SPAN), ascending.
 
-    With TMA a and b are descriptors of [M,K] and [N,K] (of [K,M], [K,N] where A_BY_K, B_BY_K), `row` and `column` the
-    tile's corner; past the matrix the hardware reads zeros. Else they are the addresses of the tile's corner at k = 0,
-    and a_at [BM,BK], b_at [BK,BN] the offsets of its elements from there.
+    With TMA, a and b are descriptors of [M,K] and [N,K] ([K,M] and [K,N] if A_BY_K and B_BY_K), and `row` and `column`
+    are the tile's corner; TMA reads zeros past the matrix. Otherwise a and b are the addresses of the tile's corner at
+    k = 0, and a_at [BM,BK], b_at [BK,BN] the offsets of its elements.
     """
     if TMA:
         for k in range(0, SPAN, BLOCK_K):
@@ -77,7 +77,7 @@ def chain(
 
 @triton.jit
 def corner_of(pointer, index, stride, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """Address of tile `index` along one dimension; a descriptor stays itself."""
+    """Address of tile `index` along one dimension; with TMA the descriptor itself."""
     if TMA:
         corner = pointer
     else:
@@ -89,10 +89,10 @@ def corner_of(pointer, index, stride, BLOCK: tl.constexpr, TMA: tl.constexpr):
 
 
 class Tile(NamedTuple):
-    """A schedule of the matrix kernels; every one gives the same bits.
+    """Launch configuration of the matrix kernels; it changes no bit.
 
-    `m`, `n`, `k`: block sizes; `split`: programs that share one output tile, each with chunks / split chunks; `tma`:
-    whether the copy engine fetches operands where it can.
+    `m`, `n`, `k`: block sizes; `split`: split-K, programs per output tile, each with chunks / split chunks; `tma`:
+    whether TMA may load the operands.
     """
 
     m: int
@@ -111,14 +111,14 @@ def _shared_limit(device: int) -> int:
 
 
 def shared_limit(t: Tensor) -> int:
-    """Bytes of shared memory that a block may have on the tensor's GPU."""
-    if IS_HIP or not t.is_cuda:  # the CPU is the interpreter's
+    """Bytes of shared memory that a thread block may use on the tensor's GPU."""
+    if IS_HIP or not t.is_cuda:  # a CPU tensor: Triton's interpreter
         return 65536
     return _shared_limit(t.device.index)
 
 
 def fit(tile: Tile, span: int, element_size: int, limit: int) -> Tile:
-    """The tile with as many stages and k as the shared memory and the chunk's length allow."""
+    """The tile with its stages and k reduced to fit the shared memory and the chunk's length."""
     k = min(tile.k, next_power_of_2(span, K_GROUP))
     stages = min(tile.stages, 2) if IS_HIP else tile.stages
     buffers = max(1, stages - 1) if IS_HIP else stages
@@ -133,27 +133,27 @@ def fit(tile: Tile, span: int, element_size: int, limit: int) -> Tile:
 
 
 @functools.cache
-def _has_copy_engine(device: int) -> bool:
+def _has_tma(device: int) -> bool:
     return not IS_HIP and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def can_fetch(*matrices: Tensor) -> bool:
-    """Whether the tensor memory accelerator reads these matrices: Hopper or later, 16-bit, dense aligned rows."""
+def can_use_tma(*matrices: Tensor) -> bool:
+    """Whether TMA can load these matrices: Hopper or later, 16-bit, contiguous aligned rows."""
     return all(
         t.element_size() == 2 and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1] > 0
-        and t.data_ptr() % 16 == 0 and (not t.is_cuda or _has_copy_engine(t.device.index))
+        and t.data_ptr() % 16 == 0 and (not t.is_cuda or _has_tma(t.device.index))
         for t in matrices
     )  # fmt: skip
 
 
 def strided(t: Tensor) -> Tensor:
-    """The matrix itself where one of its dimensions is dense, else a contiguous copy.
+    """The matrix, copied unless one of its strides is 1 and all are below 2^23.
 
-    Strides stay below 2^23: offsets inside a tile are 32-bit, those of its corner 64-bit.
+    Offsets inside a tile are 32-bit, those of its corner 64-bit.
     """
     return t if 1 in t.stride() and max(t.stride()) < 1 << 23 else t.contiguous()
 
 
 def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """What the copy engine needs to fetch boxes of [rows, columns] out of a matrix."""
+    """TMA descriptor of a matrix for boxes of [rows, columns]."""
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])

@@ -1,9 +1,7 @@
-"""policy_loss in Triton: one pass over the tokens for loss, statistics and gradients, a small kernel for the batch.
+"""policy_loss on GPUs: one pass over the tokens for loss, statistics and gradients, then a small kernel for the batch.
 
-GPU order of a sum: a sequence is cut into segments of SEGMENT tokens from its first one; lane j of LANES takes tokens
-j, j + LANES, ... of a segment, ascending; lanes are folded in halves; segments are added ascending. Sequences are added
-the same way, over SEGMENT lanes. A fold adds pairs, so no layout and no number of warps can change a bit.
-Hopper has a kernel of its own for many plain tokens, with these bits: `cuda/policy_loss.py`, whose anchor is this.
+Contract: orders.py, `policy_loss`, with the GPU's order of a sum described below. `policy_loss` is the anchor of the
+schedules in `cuda/policy_loss.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +19,13 @@ from rlkernel.kernels.policy_loss import (
     COUNTS,
     KL_TYPES,
     STATS,
+    Outputs,
+    PolicyLossInputs,
     divides_by_tokens,
     form_code,
     sequence_mean,
 )
-from rlkernel.kernels.triton.common import aligned, early, on_device, options
+from rlkernel.kernels.triton.common import aligned, cdiv, on_device, options, pdl
 from rlkernel.kernels.triton.policy_loss_batch import (
     EXTREMES,
     PARTIAL_COUNTS,
@@ -36,16 +36,20 @@ from rlkernel.kernels.triton.policy_loss_batch import (
 )
 from rlkernel.kernels.triton.policy_loss_tokens import (
     LANES,
-    ahead,
     count_kernel,
+    prefetch,
     spread_kernel,
     token_kernel,
 )
 
+# Order of a sum on GPUs: a sequence is cut into segments of SEGMENT tokens; lane j of LANES adds the tokens j,
+# j + LANES, ... of a segment, ascending; lanes are folded in halves; segments are added ascending. The batch adds its
+# sequences the same way, with SEGMENT lanes. A fold adds pairs, so neither layout nor num_warps changes a bit.
+
 PROGRAMS = 2048
-"""Programs that the sequences of a small batch are spread over."""
-COUNT_HERE = 8192
-"""Average tokens a sequence up to which every program counts its whole sequence; above, a pass of its own does."""
+"""Programs over which the sequences of a small batch are spread."""
+INLINE_COUNT_TOKENS = 8192
+"""Average tokens per sequence up to which every program counts its whole sequence; above, count_kernel runs first."""
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -60,10 +64,10 @@ def scale_kernel(
     T,
     HAS_BONUS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Gradients times scale, then times dloss; nothing is touched where both are 1."""
-    if EARLY:
+    """Multiplies the gradients by scale, then by dloss; writes nothing if both are 1."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
     s, d = tl.load(scale), tl.load(dloss)
     if (s != 1.0) | (d != 1.0):
@@ -77,53 +81,31 @@ def scale_kernel(
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-def policy_loss(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    mask: Tensor | None,
-    ref_logp: Tensor | None,
-    entropy: Tensor | None,
-    rollout_logp: Tensor | None,
-    normalizer: Tensor | None,
-    loss_type: str,
-    sequence_ratio: bool,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float | None,
-    kl_coef: float,
-    kl_type: str,
-    entropy_coef: float,
-    tis_cap: float | None,
-    divisor: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def policy_loss(x: PolicyLossInputs) -> Outputs:
+    vectors = (None if v is None else v.contiguous() for v in x[:8])
+    logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp = vectors
     tokens, batch = logp.shape[0], cu_seqlens.shape[0] - 1
-    logp, old_logp, advantages, cu_seqlens = (x.contiguous() for x in (logp, old_logp, advantages, cu_seqlens))
-    mask = None if mask is None else aligned(mask.view(torch.uint8))  # it is counted in words
-    mask, ref_logp, entropy, rollout_logp = (
-        None if x is None else x.contiguous() for x in (mask, ref_logp, entropy, rollout_logp)
-    )
-    form, averaged, by_tokens = form_code(loss_type), sequence_mean(loss_type), divides_by_tokens(loss_type)
-    divide_by, divisor = how_divided(normalizer, divisor, by_tokens, mask is not None, tokens, batch)
-    has_kl, has_bonus = ref_logp is not None and kl_coef != 0.0, entropy is not None and entropy_coef != 0.0
+    mask = None if mask is None else aligned(mask.view(torch.uint8))  # the kernel counts it in 32-bit words
+    form, averaged, by_tokens = form_code(x.loss_type), sequence_mean(x.loss_type), divides_by_tokens(x.loss_type)
+    divide_by, divisor = how_divided(x.normalizer, x.divisor, by_tokens, mask is not None, tokens, batch)
+    sequence_ratio, per_token = x.sequence_ratio, advantages.shape[0] != batch
     through_mean = sequence_ratio and form == CLIPPED
-    has_counts = sequence_ratio or (mask is not None and averaged and tokens > COUNT_HERE * batch)
+    has_counts = sequence_ratio or (mask is not None and averaged and tokens > INLINE_COUNT_TOKENS * batch)
 
     dlogp = torch.empty_like(logp)
-    dentropy = torch.empty_like(logp) if has_bonus else logp.new_empty(0)
-    places = batch + tokens // SEGMENT + 1
-    sums, extremes = logp.new_empty(SUMS, places), logp.new_empty(EXTREMES, places)
-    partial_counts = logp.new_empty(PARTIAL_COUNTS, places, dtype=torch.int32)
-    log_ratios = logp.new_empty(places) if sequence_ratio else None
-    row_counts = logp.new_empty(places, dtype=torch.int32) if has_counts else None
+    dentropy = torch.empty_like(logp) if x.has_bonus else logp.new_empty(0)
+    slots = batch + tokens // SEGMENT + 1
+    sums, extremes = logp.new_empty(SUMS, slots), logp.new_empty(EXTREMES, slots)
+    partial_counts = logp.new_empty(PARTIAL_COUNTS, slots, dtype=torch.int32)
+    log_ratios = logp.new_empty(slots) if sequence_ratio else None
+    row_counts = logp.new_empty(slots, dtype=torch.int32) if has_counts else None
     loss, scale, stats = logp.new_empty(()), logp.new_empty(()), logp.new_empty(len(STATS))
     counts = logp.new_empty(len(COUNTS), dtype=torch.int64)
 
-    per_row = max(1, min(triton.cdiv(tokens, SEGMENT), PROGRAMS // max(1, batch)))
+    per_row = max(1, min(cdiv(tokens, SEGMENT), PROGRAMS // max(1, batch)))
     grid = (batch * per_row,)
     cut: dict[str, Any] = {"SEGMENT": SEGMENT, "LANES": LANES, **options()}
-    vectors = [x is not None for x in (ref_logp, entropy, rollout_logp)] + [advantages.shape[0] != batch]
+    has_ref, has_entropy, has_rollout = (v is not None for v in (ref_logp, entropy, rollout_logp))
     with on_device(logp):
         if grid[0] and has_counts:
             count_kernel[grid](
@@ -132,25 +114,25 @@ def policy_loss(
             )  # fmt: skip
         if grid[0]:
             token_kernel[grid](
-                logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, normalizer, log_ratios,
-                row_counts, dlogp, dentropy, sums, partial_counts, extremes, tokens, batch, per_row, places,
-                1.0 - clip_low, 1.0 + clip_high, float("inf") if clip_dual is None else clip_dual, kl_coef,
-                entropy_coef, tis_cap or 0.0, divisor, FORM=form, KL_TYPE=KL_TYPES.index(kl_type),
-                SEQUENCE_RATIO=sequence_ratio, SEQUENCE_MEAN=averaged, DIVIDE_BY=divide_by, PER_TOKEN=vectors[3],
-                HAS_MASK=mask is not None,
-                HAS_COUNTS=has_counts, HAS_DUAL=clip_dual is not None, HAS_REF=vectors[0], HAS_KL=has_kl,
-                HAS_ENTROPY=vectors[1], HAS_BONUS=has_bonus, HAS_ROLLOUT=vectors[2], HAS_TIS=tis_cap is not None,
-                **ahead(any(vectors)), num_warps=1, **cut,
+                logp, old_logp, advantages, cu_seqlens, mask, ref_logp, entropy, rollout_logp, x.normalizer, log_ratios,
+                row_counts, dlogp, dentropy, sums, partial_counts, extremes, tokens, batch, per_row, slots,
+                1.0 - x.clip_low, 1.0 + x.clip_high, float("inf") if x.clip_dual is None else x.clip_dual, x.kl_coef,
+                x.entropy_coef, x.tis_cap or 0.0, divisor, FORM=form, KL_TYPE=KL_TYPES.index(x.kl_type),
+                SEQUENCE_RATIO=sequence_ratio, SEQUENCE_MEAN=averaged, DIVIDE_BY=divide_by, PER_TOKEN=per_token,
+                HAS_MASK=mask is not None, HAS_COUNTS=has_counts, HAS_DUAL=x.clip_dual is not None, HAS_REF=has_ref,
+                HAS_KL=x.has_kl, HAS_ENTROPY=has_entropy, HAS_BONUS=x.has_bonus, HAS_ROLLOUT=has_rollout,
+                HAS_TIS=x.tis_cap is not None, **prefetch(has_ref or has_entropy or has_rollout or per_token),
+                num_warps=1, **cut,
             )  # fmt: skip
         add_over_batch(
-            cu_seqlens, sums, partial_counts, extremes, normalizer, loss, scale, stats, counts, tokens, divisor,
+            cu_seqlens, sums, partial_counts, extremes, x.normalizer, loss, scale, stats, counts, tokens, divisor,
             divide_by, averaged, by_tokens,
         )  # fmt: skip
         if grid[0] and through_mean:
             spread_kernel[grid](
-                cu_seqlens, mask, normalizer, sums[SLOPE.value], partial_counts, dlogp, tokens, batch, per_row,
-                kl_coef, divisor, SEQUENCE_MEAN=averaged, DIVIDE_BY=divide_by, HAS_MASK=mask is not None,
-                HAS_KL=has_kl, num_warps=1, **cut,
+                cu_seqlens, mask, x.normalizer, sums[SLOPE.value], partial_counts, dlogp, tokens, batch, per_row,
+                x.kl_coef, divisor, SEQUENCE_MEAN=averaged, DIVIDE_BY=divide_by, HAS_MASK=mask is not None,
+                HAS_KL=x.has_kl, num_warps=1, **cut,
             )  # fmt: skip
     return loss, dlogp, dentropy, scale, stats, counts
 
@@ -159,7 +141,7 @@ def policy_loss_scale_(dlogp: Tensor, dentropy: Tensor, scale: Tensor, dloss: Te
     tokens = dlogp.shape[0]
     if tokens:
         with on_device(dlogp):
-            scale_kernel[(min(264, triton.cdiv(tokens, 2048)),)](
+            scale_kernel[(min(264, cdiv(tokens, 2048)),)](
                 dlogp, dentropy, scale, dloss, tokens, HAS_BONUS=dentropy.numel() > 0, BLOCK=2048, num_warps=8,
-                **early(dlogp), **options(),
+                **pdl(dlogp), **options(),
             )  # fmt: skip

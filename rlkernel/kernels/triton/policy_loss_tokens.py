@@ -1,7 +1,7 @@
-"""policy_loss in Triton, first pass: one look at the tokens for sums, statistics and gradients of each segment.
+"""policy_loss on GPUs, first pass: sums, statistics and gradients of each segment, in one pass over the tokens.
 
-What bounds it on fp32 vectors is instructions as much as memory: a token costs about 50, most of them on the pipe of
-comparisons and selections, so the loop has no masks where all tokens of a step exist, and counts share one word.
+Instructions bound it as much as memory: a token costs about 50, most of them comparisons and selections. So the loop is
+unmasked while all tokens of a step exist, and the counts share one word.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from rlkernel.kernels.triton.policy_loss_batch import (
 _CLIPPED, _CISPO, _REINFORCE = tl.constexpr(CLIPPED), tl.constexpr(CISPO), tl.constexpr(REINFORCE)
 _NOT_YET, _TENSOR = tl.constexpr(NOT_YET), tl.constexpr(TENSOR)
 _COUNTS = tl.constexpr(PARTIAL_COUNTS)
-# One token in the word of counts: counted, and cut or capped.
+# what one token adds to the word of counts: counted, and clipped or capped
 _ONE_LOW, _ONE_HIGH, _ONE_DUAL, _ONE_CAPPED = (tl.constexpr((1 << 6 * i) + (i < 4)) for i in range(1, 5))
 LANES = 128
-REGISTERS = 96  # a thread of token_kernel, where two steps load ahead
-SOME = tl.constexpr(2)  # for FULL: all tokens of a step exist, or none
+REGISTERS = 96  # per thread of token_kernel, if it prefetches two steps
+ALL_OR_NONE = tl.constexpr(2)  # value of FULL: all tokens of a step exist, or none
 
 
 @triton.jit
@@ -54,13 +54,13 @@ def phi(x, power):
 
 @triton.jit
 def lower(a, b):
-    """The smaller one; NaN if one of them is."""
+    """Minimum that propagates NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def counted_at(mask, start, t, inside, HAS_MASK: tl.constexpr):
-    """Which of the tokens start + t count."""
+    """Whether the tokens start + t count."""
     on = inside
     if HAS_MASK:
         on = tl.load(mask + start + t, mask=inside, other=0) != 0
@@ -69,7 +69,7 @@ def counted_at(mask, start, t, inside, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def counted_between(mask, begin, end, SEGMENT: tl.constexpr, LANES: tl.constexpr):
-    """Number of counted tokens in [begin, end): whole words of four of them, and the bytes around."""
+    """Number of counted tokens in [begin, end): by words of four bytes, and single bytes at both ends."""
     first, last = tl.cdiv(begin, 4), tl.maximum(end // 4, tl.cdiv(begin, 4))
     words = mask.to(tl.pointer_type(tl.int32))
     n = tl.zeros((LANES,), tl.int32)
@@ -77,9 +77,9 @@ def counted_between(mask, begin, end, SEGMENT: tl.constexpr, LANES: tl.constexpr
         for i in tl.static_range(SEGMENT // 4 // LANES):
             w = word + i * LANES + tl.arange(0, LANES)
             four = tl.load(words + w, mask=w < last, other=0)
-            # A byte's top bit is set where the byte is not 0; a product then adds the four.
-            some = ((((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) >> 7) & 0x01010101
-            n += (some * 0x01010101) >> 24
+            # sets a byte's top bit if the byte is not 0; a multiplication then adds the four
+            nonzero = ((((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) >> 7) & 0x01010101
+            n += (nonzero * 0x01010101) >> 24
     edge = tl.arange(0, 8)
     t = tl.where(edge < 4, begin + edge, last * 4 + edge - 4)
     on = (t < end) & ((edge >= 4) | (t < first * 4))
@@ -88,8 +88,8 @@ def counted_between(mask, begin, end, SEGMENT: tl.constexpr, LANES: tl.constexpr
 
 
 @triton.jit
-def place_of(row, segment, begin, B, SEGMENT: tl.constexpr):
-    """Where the partial sum of a segment lies: first segments at [0, B), others behind; never two at one place."""
+def slot_of(row, segment, begin, B, SEGMENT: tl.constexpr):
+    """Slot of a segment's partial sums: first segments at [0, B), the others from B on, without collisions."""
     return tl.where(segment == 0, row, B + begin // SEGMENT + segment)
 
 
@@ -108,8 +108,8 @@ def count_kernel(
     old_logp,  # [T]
     cu_seqlens,  # [B + 1] int32
     mask,  # [T] uint8
-    log_ratios,  # out [places]: sums of logp - old_logp
-    counts,  # out [places] int32
+    log_ratios,  # out [slots]: sums of logp - old_logp
+    counts,  # out [slots] int32
     T,
     B,
     PER_ROW,
@@ -118,7 +118,7 @@ def count_kernel(
     SEGMENT: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """What a pass of its own must find first: counted tokens of each segment, and its sum of log-ratios."""
+    """Counted tokens of each segment and its sum of log-ratios, which token_kernel needs of the whole sequence."""
     row = tl.program_id(0) // PER_ROW
     begin, end = bounds(cu_seqlens, row, True, T)
     lane = tl.arange(0, LANES)
@@ -133,16 +133,16 @@ def count_kernel(
             n += on.to(tl.int32)
             if SEQUENCE_RATIO:
                 total += tl.load(logp + t, mask=on, other=0.0) - tl.load(old_logp + t, mask=on, other=0.0)
-        place = place_of(row, segment, begin, B, SEGMENT)
-        tl.store(counts + place, tl.sum(n, axis=0))
+        slot = slot_of(row, segment, begin, B, SEGMENT)
+        tl.store(counts + slot, tl.sum(n, axis=0))
         if SEQUENCE_RATIO:
-            tl.store(log_ratios + place, fold(total))
+            tl.store(log_ratios + slot, fold(total))
 
 
 @triton.jit
-def given(at, inside, FULL: tl.constexpr):
-    """Values at `at`, 0 where not inside; FULL: all are, or with SOME where not inside anything."""
-    if FULL == SOME:
+def load(at, inside, FULL: tl.constexpr):
+    """Values at `at`, 0 where not inside. FULL: all are inside; ALL_OR_NONE: all or none, then undefined."""
+    if FULL == ALL_OR_NONE:
         x = tl.load(at, mask=inside)
     elif FULL:
         x = tl.load(at)
@@ -152,8 +152,8 @@ def given(at, inside, FULL: tl.constexpr):
 
 
 @triton.jit
-def put(at, x, inside, FULL: tl.constexpr):
-    """Stores x at `at` where inside; FULL: everywhere."""
+def store(at, x, inside, FULL: tl.constexpr):
+    """Stores x at `at` where inside, or everywhere if FULL."""
     if FULL:
         tl.store(at, x)
     else:
@@ -166,24 +166,24 @@ def tokens_at(
     FULL: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_REF: tl.constexpr,
     HAS_ENTROPY: tl.constexpr, HAS_ROLLOUT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """What LANES tokens from `first` on hold [LANES each], 0 from `stop` on; FULL: all exist. Absent inputs are 0."""
+    """Inputs [LANES] of the LANES tokens from `first` on, 0 from `stop` on; FULL as in `load`. Absent inputs are 0."""
     lane = tl.arange(0, LANES)
-    inside = (tl.zeros((LANES,), tl.int32) if FULL == SOME else lane) < stop - first
+    inside = (tl.zeros((LANES,), tl.int32) if FULL == ALL_OR_NONE else lane) < stop - first
     zero = tl.zeros((LANES,), tl.float32)
     flag = inside.to(tl.uint8)
     a, ref, h, rollout = zero, zero, zero, zero
     if HAS_MASK:
-        flag = given(mask + first + lane, inside, FULL)
-    new = given(logp + first + lane, inside, FULL)
-    old = given(old_logp + first + lane, inside, FULL)
+        flag = load(mask + first + lane, inside, FULL)
+    new = load(logp + first + lane, inside, FULL)
+    old = load(old_logp + first + lane, inside, FULL)
     if PER_TOKEN:
-        a = given(advantages + first + lane, inside, FULL)
+        a = load(advantages + first + lane, inside, FULL)
     if HAS_REF:
-        ref = given(ref_logp + first + lane, inside, FULL)
+        ref = load(ref_logp + first + lane, inside, FULL)
     if HAS_ENTROPY:
-        h = given(entropy + first + lane, inside, FULL)
+        h = load(entropy + first + lane, inside, FULL)
     if HAS_ROLLOUT:
-        rollout = given(rollout_logp + first + lane, inside, FULL)
+        rollout = load(rollout_logp + first + lane, inside, FULL)
     return flag, new, old, a, ref, h, rollout
 
 
@@ -198,7 +198,7 @@ def add_tokens(
     HAS_KL: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_BONUS: tl.constexpr, HAS_ROLLOUT: tl.constexpr,
     HAS_TIS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The sums [LANES] with LANES more tokens, from `first` on; stores their gradients. FULL: all exist."""
+    """Adds the LANES tokens from `first` on to the sums [LANES] and stores their gradients. FULL: all exist."""
     THROUGH_MEAN: tl.constexpr = SEQUENCE_RATIO and FORM == _CLIPPED
     lane = tl.arange(0, LANES)
     zero = tl.zeros((LANES,), tl.float32)
@@ -216,7 +216,7 @@ def add_tokens(
     cut_low = ratio < row_low
     cut_high = ratio > row_high
     cut_dual = ratio > row_dual
-    if SEQUENCE_RATIO:  # elsewhere a token that does not count has ratio 1, which nothing cuts
+    if SEQUENCE_RATIO:  # a token's own ratio is 1 if it does not count, which no bound clips
         cut_low = on & cut_low
         cut_high = on & cut_high
         cut_dual = on & cut_dual
@@ -278,13 +278,13 @@ def add_tokens(
         s_entropy += h
         if HAS_BONUS:
             loss = tl.fma(zero - entropy_coef, h, loss)
-            put(dentropy + first + lane, tl.where(on, -entropy_coef * weight, 0.0), inside, FULL)
+            store(dentropy + first + lane, tl.where(on, -entropy_coef * weight, 0.0), inside, FULL)
     if THROUGH_MEAN:
         s_slope += tl.where(on, slope, 0.0)
         if HAS_KL:
-            put(dlogp + first + lane, gradient, inside, FULL)
+            store(dlogp + first + lane, gradient, inside, FULL)
     else:
-        put(dlogp + first + lane, tl.where(on, gradient * weight, 0.0), inside, FULL)
+        store(dlogp + first + lane, tl.where(on, gradient * weight, 0.0), inside, FULL)
     counted_ratio = tl.where(on, ratio, 0.0)
     s_loss += tl.where(on, loss, 0.0)
     s_ratio += counted_ratio
@@ -296,7 +296,7 @@ def add_tokens(
     return s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max, drift_max
 
 
-@triton.jit(do_not_specialize=["T", "B", "PER_ROW", "places"])
+@triton.jit(do_not_specialize=["T", "B", "PER_ROW", "slots"])
 def token_kernel(
     logp,  # [T] fp32, as all vectors of tokens
     old_logp,
@@ -307,17 +307,17 @@ def token_kernel(
     entropy,
     rollout_logp,
     normalizer,  # [] fp32
-    log_ratios,  # [places], of count_kernel
-    row_counts,  # [places] int32, of count_kernel
+    log_ratios,  # [slots], of count_kernel
+    row_counts,  # [slots] int32, of count_kernel
     dlogp,  # out [T]
     dentropy,  # out [T]
-    sums,  # out [SUMS, places]
-    counts,  # out [PARTIAL_COUNTS, places] int32
-    extremes,  # out [3, places]: -min ratio, max ratio, max drift
+    sums,  # out [SUMS, slots]
+    counts,  # out [PARTIAL_COUNTS, slots] int32
+    extremes,  # out [3, slots]: -min ratio, max ratio, max drift
     T,
     B,
     PER_ROW,
-    places,
+    slots,
     low,
     high,
     dual,
@@ -342,12 +342,12 @@ def token_kernel(
     HAS_TIS: tl.constexpr,
     SEGMENT: tl.constexpr,
     LANES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
-    """Sums of the segments PER_ROW apart of one sequence, and the gradients of their tokens.
+    """Sums of every PER_ROW-th segment of one sequence, and the gradients of their tokens.
 
-    Through a sequence's ratio the gradient of a clipped token needs the whole sequence: dlogp is then the gradient of
-    the KL alone, and spread_kernel finishes it.
+    The gradient through a sequence's ratio needs the whole sequence: dlogp then holds only the gradient of the KL, and
+    spread_kernel completes it.
     """
     row = tl.program_id(0) // PER_ROW
     begin, end = bounds(cu_seqlens, row, True, T)
@@ -356,12 +356,12 @@ def token_kernel(
     for segment in range(tl.program_id(0) % PER_ROW, segments, PER_ROW):
         start = begin + segment * SEGMENT
         stop = tl.minimum(start + SEGMENT, end)
-        batches = start + (stop - start) // (AHEAD * LANES) * (AHEAD * LANES)
+        prefetched = start + (stop - start) // (PREFETCH * LANES) * (PREFETCH * LANES)
         batch = ()
-        for i in tl.static_range(AHEAD):
+        for i in tl.static_range(PREFETCH):
             batch = batch + tokens_at(  # type: ignore[assignment]
-                logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, start + i * LANES, batches,
-                SOME if AHEAD > 1 else False,
+                logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, start + i * LANES, prefetched,
+                ALL_OR_NONE if PREFETCH > 1 else False,
                 PER_TOKEN, HAS_MASK, HAS_REF, HAS_ENTROPY, HAS_ROLLOUT, LANES,
             )  # fmt: skip
         shared_ratio = 1.0
@@ -384,7 +384,7 @@ def token_kernel(
         elif DIVIDE_BY != _NOT_YET:
             weight = tl.math.div_rn(weight, divisor)
         row_advantage = 0.0
-        # What cuts a ratio; infinite where the advantage's sign lets it be.
+        # bounds that clip the ratio; infinite if the sign of the advantage rules the bound out
         row_low = low
         row_high = high
         row_dual = dual
@@ -397,22 +397,23 @@ def token_kernel(
 
         s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy = zero, zero, zero, zero, zero, zero
         s_tis, s_drift, s_slope = zero, zero, zero
-        # Five counts a word, six bits each: a lane has at most SEGMENT / LANES tokens.
+        # five counts in a word, six bits each, because a lane has at most SEGMENT / LANES tokens
         hits = tl.zeros((LANES,), tl.int32)
         ratio_min, ratio_max, drift_max = zero + float("inf"), zero, zero + float("-inf")
-        for first in range(start, batches, AHEAD * LANES):
-            # The next tokens are on their way while these are summed. A single step loads the last ones twice, which
-            # needs fewer registers than loading none.
-            following = first + AHEAD * LANES
-            if AHEAD == 1:
-                following = tl.minimum(following, batches - LANES)
-            ahead = ()
-            for i in tl.static_range(AHEAD):
-                ahead = ahead + tokens_at(  # type: ignore[assignment]
+        for first in range(start, prefetched, PREFETCH * LANES):
+            # Prefetches the next tokens while these are summed. PREFETCH = 1 loads the last tokens twice, which needs
+            # fewer registers than a masked load.
+            following = first + PREFETCH * LANES
+            if PREFETCH == 1:
+                following = tl.minimum(following, prefetched - LANES)
+            following_batch = ()
+            for i in tl.static_range(PREFETCH):
+                following_batch = following_batch + tokens_at(  # type: ignore[assignment]
                     logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, following + i * LANES,
-                    batches, SOME if AHEAD > 1 else True, PER_TOKEN, HAS_MASK, HAS_REF, HAS_ENTROPY, HAS_ROLLOUT, LANES,
+                    prefetched, ALL_OR_NONE if PREFETCH > 1 else True, PER_TOKEN, HAS_MASK, HAS_REF, HAS_ENTROPY,
+                    HAS_ROLLOUT, LANES,
                 )  # fmt: skip
-            for i in tl.static_range(AHEAD):
+            for i in tl.static_range(PREFETCH):
                 (
                     s_loss, s_ratio, s_k1, s_k3, s_kl, s_entropy, s_tis, s_drift, s_slope, hits, ratio_min, ratio_max,
                     drift_max,
@@ -424,8 +425,8 @@ def token_kernel(
                     ratio_min, ratio_max, drift_max, True, FORM, KL_TYPE, SEQUENCE_RATIO, PER_TOKEN, HAS_MASK,
                     HAS_DUAL, HAS_REF, HAS_KL, HAS_ENTROPY, HAS_BONUS, HAS_ROLLOUT, HAS_TIS, LANES,
                 )  # fmt: skip
-            batch = ahead
-        for first in range(batches, stop, LANES):
+            batch = following_batch
+        for first in range(prefetched, stop, LANES):
             flag, new, old, a, ref, h, rollout = tokens_at(
                 logp, old_logp, advantages, mask, ref_logp, entropy, rollout_logp, first, stop, False,
                 PER_TOKEN, HAS_MASK, HAS_REF, HAS_ENTROPY, HAS_ROLLOUT, LANES,
@@ -441,24 +442,24 @@ def token_kernel(
                 HAS_DUAL, HAS_REF, HAS_KL, HAS_ENTROPY, HAS_BONUS, HAS_ROLLOUT, HAS_TIS, LANES,
             )  # fmt: skip
 
-        place = place_of(row, segment, begin, B, SEGMENT)
-        to = sums + place
-        tl.store(to + LOSS * places, fold(s_loss))
-        tl.store(to + RATIO * places, fold(s_ratio))
-        tl.store(to + K1 * places, fold(s_k1))
-        tl.store(to + K3 * places, fold(s_k3))
-        tl.store(to + KL * places, fold(s_kl))
-        tl.store(to + ENTROPY * places, fold(s_entropy))
-        tl.store(to + TIS * places, fold(s_tis))
-        tl.store(to + DRIFT * places, fold(s_drift))
-        tl.store(to + SLOPE * places, fold(s_slope))
+        slot = slot_of(row, segment, begin, B, SEGMENT)
+        to = sums + slot
+        tl.store(to + LOSS * slots, fold(s_loss))
+        tl.store(to + RATIO * slots, fold(s_ratio))
+        tl.store(to + K1 * slots, fold(s_k1))
+        tl.store(to + K3 * slots, fold(s_k3))
+        tl.store(to + KL * slots, fold(s_kl))
+        tl.store(to + ENTROPY * slots, fold(s_entropy))
+        tl.store(to + TIS * slots, fold(s_tis))
+        tl.store(to + DRIFT * slots, fold(s_drift))
+        tl.store(to + SLOPE * slots, fold(s_slope))
         for i in tl.static_range(_COUNTS):
-            tl.store(counts + i * places + place, tl.sum((hits >> (6 * i)) & 63, axis=0))
-        to = extremes + place
+            tl.store(counts + i * slots + slot, tl.sum((hits >> (6 * i)) & 63, axis=0))
+        to = extremes + slot
         nothing = tl.sum(hits & 63, axis=0) == 0
         tl.store(to, tl.where(nothing, float("-inf"), -tl.reduce(ratio_min, 0, lower)))
-        tl.store(to + places, tl.where(nothing, float("-inf"), tl.reduce(ratio_max, 0, higher)))
-        tl.store(to + 2 * places, tl.where(nothing, float("-inf"), tl.reduce(drift_max, 0, higher)))
+        tl.store(to + slots, tl.where(nothing, float("-inf"), tl.reduce(ratio_max, 0, higher)))
+        tl.store(to + 2 * slots, tl.where(nothing, float("-inf"), tl.reduce(drift_max, 0, higher)))
 
 
 @triton.jit(do_not_specialize=["T", "B", "PER_ROW"])
@@ -466,8 +467,8 @@ def spread_kernel(
     cu_seqlens,  # [B + 1] int32
     mask,  # [T] uint8
     normalizer,  # [] fp32
-    slopes,  # [places]
-    counts,  # [places] int32
+    slopes,  # [slots]
+    counts,  # [slots] int32
     dlogp,  # [T] in and out
     T,
     B,
@@ -510,12 +511,12 @@ def spread_kernel(
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-def ahead(more: bool) -> dict[str, int]:
-    """Launch options of token_kernel: the steps of LANES tokens that load while as many are summed, and registers.
+def prefetch(more: bool) -> dict[str, int]:
+    """Launch options of token_kernel: prefetched steps of LANES tokens, and registers per thread.
 
-    Two steps of logp and old_logp fit beside the sums in `REGISTERS`, which leaves 21 programs a multiprocessor; with
-    `more` vectors one step does.
+    Two steps of logp and old_logp fit in `REGISTERS` with the sums, which allows 21 programs per SM; with `more`
+    vectors only one step fits.
     """
     if more or IS_HIP:
-        return {"AHEAD": 1}
-    return {"AHEAD": 2, "maxnreg": REGISTERS}
+        return {"PREFETCH": 1}
+    return {"PREFETCH": 2, "maxnreg": REGISTERS}

@@ -1,7 +1,7 @@
-"""qk_norm_rope on GPUs: a program norms and rotates all heads of a token, read from the fused projection.
+"""qk_norm_rope on GPUs: a program normalises and rotates all heads of a token from the fused projection.
 
-A head lies in two halves, as rope pairs them. The contract's row sum adds neighbours, so for a power of two it is the
-sum of the halves' sums, and nothing is moved between the two steps. Given a cache, key and value go into their slot.
+A head is loaded as two halves, as rope pairs them. For a power of two the contract's row sum is the sum of the halves'
+sums, so no data moves between the two steps. With a KV cache, key and value are stored in the token's slot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.common import early, next_power_of_2, on_device, options
+from rlkernel.kernels.reference.qk_norm_rope import norm_then_rope
+from rlkernel.kernels.triton.common import next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 from rlkernel.kernels.triton.rms_norm import inverse_root, rms_norm, row_sum
 from rlkernel.kernels.triton.rope import halves, near_heads, rope, rotate, row_of
@@ -23,7 +24,7 @@ from rlkernel.kernels.triton.rope import halves, near_heads, rope, rotate, row_o
 
 @triton.jit
 def scaled(x, rstd, weight, first, y, D: tl.constexpr, BLOCK: tl.constexpr):
-    """One half of the normed heads, rounded as the op rounds them, in fp32 again."""
+    """One half of the normalised heads, rounded as rms_norm rounds them, converted to fp32."""
     w = tl.load(weight + first + tl.arange(0, BLOCK), mask=tl.arange(0, BLOCK) < D // 2, other=0.0).to(tl.float32)
     n = (x * rstd[:, None]).to(y.dtype.element_ty).to(tl.float32)
     return (n * w[None, :]).to(y.dtype.element_ty).to(tl.float32)
@@ -31,6 +32,7 @@ def scaled(x, rstd, weight, first, y, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def normed(x1, x2, weight, eps, y, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Both halves of the normalised heads."""
     rstd = inverse_root(row_sum(x1 * x1) + row_sum(x2 * x2), eps, D)
     return scaled(x1, rstd, weight, 0, y, D, BLOCK), scaled(x2, rstd, weight, D // 2, y, D, BLOCK)
 
@@ -45,9 +47,9 @@ def qk_norm_rope_kernel(
     positions,  # [T] int64
     cos_sin,  # [P, D] fp32
     q_out,  # [T, H, D]
-    k_out,  # [T, HK, D], or slots of keys where STORE
-    v,  # [T, HK, D], where STORE
-    v_out,  # slots of values
+    k_out,  # [T, HK, D], or the key cache if STORE
+    v,  # [T, HK, D], if STORE
+    v_out,  # the value cache
     slots,  # [T] int64
     eps,
     P,
@@ -59,17 +61,17 @@ def qk_norm_rope_kernel(
     k_head,
     v_row,
     v_head,
-    slot_row,  # elements from a slot to the next, and from a head in it to the next
+    slot_row,  # strides of slots and of the heads in a slot, in elements
     slot_head,
-    SIZE,  # slots exist, others are left out
+    SIZE,  # number of slots; tokens with another slot are skipped
     D: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     STORE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     position = row_of(tl.load(positions + token), P)
@@ -104,7 +106,7 @@ def _tile(h: int, hk: int, d: int) -> dict[str, Any]:
 
 
 def computes(d: int) -> bool:
-    """Whether the kernel takes heads of d elements."""
+    """Whether the kernel supports heads of d elements."""
     return d >= 32 and d == next_power_of_2(d)
 
 
@@ -122,7 +124,7 @@ def _launch(
         qk_norm_rope_kernel[(tokens,)](
             q, k, q_weight.contiguous(), k_weight.contiguous(), positions.contiguous(), cos_sin.contiguous(), q_out,
             k_out, v, v_out, slots, eps, cos_sin.shape[0], h, hk, q.stride(0), q.stride(1), k.stride(0),
-            k.stride(1), v_row, v_head, *places, **_tile(h, hk, d), STORE=slots is not None, **early(q), **options(),
+            k.stride(1), v_row, v_head, *places, **_tile(h, hk, d), STORE=slots is not None, **pdl(q), **options(),
         )  # fmt: skip
     return q_out
 
@@ -130,11 +132,8 @@ def _launch(
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    d = q.shape[2]
-    if not computes(d):
-        q_normed = rms_norm(q.reshape(-1, d), q_weight, eps).view(q.shape)
-        k_normed = rms_norm(k.reshape(-1, d), k_weight, eps).view(k.shape)
-        return rope(q_normed, k_normed, positions, cos_sin, False)
+    if not computes(q.shape[2]):
+        return norm_then_rope(rms_norm, rope, q, k, q_weight, k_weight, eps, positions, cos_sin)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     q_out = _launch(q, k, q_weight, k_weight, eps, positions, cos_sin, k_out, None, None, None, (0, 0, 0))
     return q_out, k_out
@@ -144,7 +143,7 @@ def qk_norm_rope_store(
     q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor,
     k_cache: Tensor, v_cache: Tensor, slots: Tensor,
 ) -> Tensor:  # fmt: skip
-    """q'; k' and v in their slots of caches [pages, page, HK, D] of one shape, slot after slot in memory."""
+    """Returns q'; stores k' and v in their slots of caches [pages, page, HK, D] of one shape with contiguous slots."""
     v = near_heads(v)
     pages, page, _, _ = k_cache.shape
     places = (k_cache.stride(1), k_cache.stride(2), pages * page)

@@ -1,7 +1,7 @@
-"""rms_norm on GPUs: a few rows a program; both gradients in one pass, the weight's by a fixed tree over the rows.
+"""rms_norm on GPUs: a few rows per program; one pass for both gradients, the weight's by a fixed tree over the rows.
 
-Contract: orders.py, `rms_norm`. Every sum adds neighbours or halves in pairs, written out level by level, so neither
-layout nor alignment nor the number of warps can change a bit.
+Contract: orders.py, `rms_norm`. Every sum adds pairs (neighbours or halves) level by level, so neither layout nor
+alignment nor num_warps changes a bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import WGRAD_TOKENS
-from rlkernel.kernels.triton.common import add_partials_, cdiv, early, fold_rows, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import add_partials_, cdiv, fold_rows, next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def add_pairs(a, b, c, d):
 
 @triton.jit
 def row_sum(x):
-    """Sums of the rows of x [ROWS, 2^n]: neighbours are added, then neighbouring sums, n times; [ROWS]."""
+    """Sums [ROWS] of the rows of x [ROWS, 2^n], as a tree of neighbours."""
     for _ in tl.static_range(20):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), axis=2)
@@ -37,7 +37,7 @@ def row_sum(x):
 
 @triton.jit
 def row_sums(x, y):
-    """`row_sum` of x and of y, sharing the exchanges between warps."""
+    """`row_sum` of x and y with shared exchanges between warps."""
     for _ in tl.static_range(20):
         if x.shape[1] > 1:
             pairs = (
@@ -50,7 +50,7 @@ def row_sums(x, y):
 
 @triton.jit
 def inverse_root(square, eps, C: tl.constexpr):
-    """1 / sqrt(square / C + eps), correctly rounded step by step."""
+    """1 / sqrt(square / C + eps), each step correctly rounded."""
     mean = tl.div_rn(square, tl.full(square.shape, C, tl.float32))
     return tl.div_rn(tl.full(square.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
 
@@ -69,9 +69,9 @@ def rms_norm_kernel(
     C: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -105,14 +105,14 @@ def rms_norm_grad_kernel(
     PAIR: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """dx; partials: sums of dy * round(x * rstd), the rows of a step folded in halves, STEPS of them ascending a leaf.
+    """dx; partials: sums of dy * round(x * rstd). A leaf adds STEPS steps ascending, a step folds ROWS rows in halves.
 
-    A program takes one leaf of the tree over a chunk of rows or, where PAIR is not 0, a leaf and the one PAIR further:
-    the tree adds halves, so these are added first.
+    A program computes one leaf of the tree over a chunk of rows. If PAIR is not 0, it computes leaf i and leaf i + PAIR
+    and adds them, because the tree adds these two first.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     column = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -136,9 +136,9 @@ def rms_norm_grad_kernel(
         up = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         g = up * w
         square, dot = row_sums(h * h, g * h)
-        # With eps = 0 a row that is none would be 0 / 0, and its weight gradient NaN.
+        # with eps = 0 a row past the end would be 0 / 0, and the weight gradient NaN
         rstd = inverse_root(tl.where(row < T, square, 1.0), eps, C)
-        # The divisor turns the mean's sign: Triton's -h would be 0 - h, whose zeros are all +0.
+        # the divisor carries the sign, because Triton computes -h as 0 - h, which loses the sign of zero
         less = tl.div_rn(dot * rstd, tl.full((ROWS,), -C, tl.float32))[:, None]
         h = h * rstd[:, None]
         d = rstd[:, None] * tl.fma(h, tl.broadcast_to(less, h.shape), g)
@@ -156,13 +156,13 @@ def rms_norm_grad_kernel(
 @triton.jit(do_not_specialize=["ROWS"])
 def fold_kernel(
     partials, sums, ROWS, C, CHUNKS: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """sums [ROWS / (CHUNKS * CHUNK), C]: each CHUNK rows of partials [ROWS, C] folded in halves, CHUNKS of them added.
+    """sums [ROWS / (CHUNKS * CHUNK), C]: CHUNK rows of partials [ROWS, C] are folded in halves, CHUNKS folds are added.
 
-    From zero or, where ADD, from what sums holds; rounded to the dtype of sums.
+    The sum starts at zero, or at the value in sums if ADD, and is rounded to the dtype of sums.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     out = sums + tl.cast(tl.program_id(1), tl.int64) * C + column
@@ -170,7 +170,7 @@ def fold_kernel(
     if ADD:
         total = tl.load(out, mask=column < C, other=0.0)
     chunks = ()
-    for i in tl.static_range(CHUNKS):  # all loads are under way before the first addition waits
+    for i in tl.static_range(CHUNKS):  # all loads are in flight before the first addition
         row = (tl.program_id(1) * CHUNKS + i) * CHUNK + tl.arange(0, CHUNK)
         inside = (row < ROWS)[:, None] & (column < C)[None, :]
         at = row.to(tl.int64)[:, None] * C + column[None, :]
@@ -183,14 +183,14 @@ def fold_kernel(
 # ---- launchers ----------------------------------------------------------------------------------
 
 LEAF = 16
-"""Fewest rows whose products with dy are one sum: part of the order of the weight gradient."""
+"""Least number of rows of a leaf: part of the order of the weight gradient."""
 
 
 def _shape(rows: int, c: int) -> tuple[tuple[int], dict[str, Any]]:
     block = next_power_of_2(c, 16)
     per_program = max(1, 2048 // block)
-    # Of long rows few warps, so that more programs wait for memory at a time, and fewer still where a part of the block
-    # is no row's.
+    # Few warps for long rows, so that more programs wait for memory concurrently, and fewer still if a part of the
+    # block lies past the row.
     warps = min(8 if block <= 8192 else 16, max(1, per_program * block // 512))
     if c < block and block in (4096, 8192):
         warps = 4
@@ -213,7 +213,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         grid, meta = _shape(rows, x.shape[-1])
         with on_device(x):
             rms_norm_kernel[grid](
-                x, residual, weight, y, r, rows, eps, HAS_RESIDUAL=residual is not None, **meta, **early(x)
+                x, residual, weight, y, r, rows, eps, HAS_RESIDUAL=residual is not None, **meta, **pdl(x)
             )  # fmt: skip
     return y, r
 
@@ -229,27 +229,27 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def _tile(c: int, size: int) -> tuple[int, int, dict[str, Any]]:
-    """Rows of a step, steps of a program (the order of the weight gradient, from C alone), and meta."""
+    """Rows per step and steps per leaf (the order of the weight gradient, from C only), and launch options."""
     block = next_power_of_2(c, 16)
     rows = max(1, 2048 // block)
     steps = max(8, LEAF // rows)
-    # Two steps of x, dy and dr wait in shared memory where they fit, on every GPU.
+    # two steps of x, dy and dr are prefetched if they fit in the shared memory of every GPU
     stages = 3 if 2 * 3 * rows * block * size <= 49152 else 1
     return rows, steps, {"C": c, "BLOCK": block, "num_warps": min(16, max(4, block // 1024)), "STAGES": stages}
 
 
 def leaves(tokens: int, c: int) -> tuple[int, int]:
-    """Rows of partial sums that a chunk has, and the distance of a program's two leaves, 0 where it has one."""
+    """Partial sums per chunk, and PAIR: the distance of a program's two leaves, 0 if it has one."""
     rows, steps, meta = _tile(c, 2)
     count = WGRAD_TOKENS // (rows * steps)
-    # Half as many partial sums, where they are many and there are programs enough without.
+    # two leaves per program halve the partial sums, if they are many and enough programs remain
     if rows * steps <= 2 * LEAF and (tokens > WGRAD_TOKENS or meta["BLOCK"] >= 4096):
         return count // 2, count // 2
     return count, 0
 
 
 def programs_of(tokens: int, c: int) -> tuple[int, int]:
-    """Programs over the rows, each with its own partial sum, and the distance of a program's two leaves."""
+    """Programs over the rows, one partial sum each, and PAIR."""
     rows, steps, _ = _tile(c, 2)
     programs, pair = cdiv(tokens, rows * steps), leaves(tokens, c)[1]
     if pair:
@@ -273,13 +273,13 @@ def _backward(
         with on_device(x):
             rms_norm_grad_kernel[(programs,)](
                 dy, dr, x, weight, dx, partials, tokens, eps, HAS_DR=dr is not None, HAS_PARTIALS=with_partials,
-                ROWS=rows, STEPS=steps, PAIR=pair, **meta, **early(x), **options(),
+                ROWS=rows, STEPS=steps, PAIR=pair, **meta, **pdl(x), **options(),
             )  # fmt: skip
     return dx, partials
 
 
 def _add_chunks_(grad: Tensor, partials: Tensor, tokens: int, fresh: bool) -> None:
-    """grad [C] = or, unless `fresh`, += the tree over each WGRAD_TOKENS rows, from [programs, C], ascending."""
+    """grad [C] += (`fresh`: =) the tree over the partial sums of each WGRAD_TOKENS rows, chunks ascending."""
     programs, c = partials.shape
     chunks, per_chunk = cdiv(tokens, WGRAD_TOKENS), leaves(tokens, c)[0]
     at_once = chunks if chunks <= 2 else 1
@@ -287,7 +287,7 @@ def _add_chunks_(grad: Tensor, partials: Tensor, tokens: int, fresh: bool) -> No
     block = 16
     fold_kernel[(cdiv(c, block), chunks // at_once)](
         partials, sums, programs, c, CHUNKS=at_once, ADD=sums is grad and not fresh, CHUNK=per_chunk, BLOCK=block,
-        num_warps=4, **early(partials), **options(),
+        num_warps=4, **pdl(partials), **options(),
     )  # fmt: skip
     if sums is not grad:
         add_partials_(grad, sums, fresh)

@@ -1,6 +1,6 @@
-"""rope on GPUs: a program rotates heads of a token, queries and keys, with one look at the table.
+"""rope on GPUs: a program rotates query and key heads of a token with one load of the table.
 
-Contract: orders.py, `rope`. Elementwise with an explicit fma, so any schedule gives the same bits.
+Contract: orders.py, `rope`. Elementwise with an explicit fma, so the launch configuration changes no bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.common import early, negated, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import negated, next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -20,7 +20,7 @@ from rlkernel.kernels.triton.launch import direct
 
 @triton.jit
 def halves(x, row, head_stride, first, heads, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Both halves [HEADS, BLOCK] of a token's heads from `first` on, fp32."""
+    """Both halves [HEADS, BLOCK] of a token's heads from `first` on, in fp32."""
     head, j = first + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (j < D // 2)
     at = x + row + head * head_stride + j
@@ -42,7 +42,7 @@ def rotate(
 
 @triton.jit
 def row_of(position, P):
-    """Row of the table for a position; the first or the last where it has no such one, as a GPU cannot raise."""
+    """Row of the table for a position, clamped to the table because a GPU cannot raise."""
     return tl.maximum(tl.minimum(position, P - 1), 0)
 
 
@@ -68,14 +68,14 @@ def rope_kernel(
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     position = row_of(tl.load(positions + token), P)
-    # The heads are on their way while the table waits for the position.
+    # the loads of the heads overlap the dependent loads of position and table
     q1, q2 = halves(q, token * q_row, q_head, group * Q_HEADS, H, D, Q_HEADS, BLOCK)
     k1, k2 = halves(k, token * k_row, k_head, group * K_HEADS, HK, D, K_HEADS, BLOCK)
     j = tl.arange(0, BLOCK)
@@ -92,12 +92,12 @@ def rope_kernel(
 
 
 def near_heads(x: Tensor) -> Tensor:
-    """x [T, heads, D], whose heads lie dense and so near that 32 bits hold the way from the first to any of them."""
+    """x [T, heads, D], copied unless its heads are contiguous and the offsets between them fit in 32 bits."""
     return x if x.stride(2) == 1 and abs(x.stride(1)) * x.shape[1] < 1 << 31 else x.contiguous()
 
 
 PROGRAM = 1024
-"""Elements of the queries' first halves that a program has at most, so that a multiprocessor has many programs."""
+"""Most elements of the queries' first halves per program, so that an SM runs many programs."""
 
 
 def _tile(h: int, hk: int, d: int) -> dict[str, Any]:
@@ -119,6 +119,6 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool
     with on_device(q):
         rope_kernel[(tokens * meta["GROUPS"],)](
             q, k, positions, cos_sin, q_out, k_out, cos_sin.shape[0], h, hk, q.stride(0), q.stride(1),
-            k.stride(0), k.stride(1), INVERSE=inverse, **meta, **early(q), **options(),
+            k.stride(0), k.stride(1), INVERSE=inverse, **meta, **pdl(q), **options(),
         )  # fmt: skip
     return q_out, k_out

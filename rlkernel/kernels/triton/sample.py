@@ -1,6 +1,6 @@
 """sample on GPUs: thresholds of the filters by bisection over integer keys, then Gumbel-max tile by tile.
 
-Contract: docs/ops/sample.md. Counts and masses are integers and maxima are exact, so tiles and their order are free.
+Contract: docs/ops/sample.md. Counts and masses are integers and maxima are exact, so the tiling changes no bit.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ WORDS_PER_PROGRAM = 64
 
 @triton.jit
 def key_of(z):
-    """int32 in the order of fp32 numbers; both zeros have one key."""
+    """int32 key with the order of fp32 numbers; both zeros have the same key."""
     bits = (z + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def inverse_of(temperature):
-    """1/T, and 1 for greedy rows."""
+    """1/T; 1 for greedy rows."""
     return tl.div_rn(1.0, tl.where(temperature > 0.0, temperature, 1.0))
 
 
 @triton.jit
 def weigh(z, inside, top, floor, BY_MASS: tl.constexpr):
-    """int64 weight of each entry: 1, or its fixed-point mass where its key reaches `floor`."""
+    """int64 weight of each entry: 1, or BY_MASS its fixed-point mass if its key reaches `floor`."""
     if BY_MASS:
         mass = (exp(z - top) * MASS).to(tl.int64)
         weight = tl.where(inside & (key_of(z) >= floor), mass, 0)
@@ -68,7 +68,7 @@ def weight_from(logits, V, inverse, top, floor, least, BY_MASS: tl.constexpr, BL
 
 @triton.jit
 def largest_key(logits, V, inverse, top, floor, need, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key from which on the entries weigh at least `need` together: two bits a pass, from the top."""
+    """The largest key such that the entries at or above it weigh at least `need`: two bits per pass, from the top."""
     key = tl.full((), LOWEST, tl.int32)
     for step in range(0, 16):
         unit = tl.full((), 1, tl.int32) << (30 - 2 * step)
@@ -94,7 +94,7 @@ def sample_threshold_kernel(
     temperature,  # [B]
     top_k,  # [B] int32
     top_p,  # [B]
-    threshold,  # [B] int32: key that a kept token reaches; the lowest where nothing filters
+    threshold,  # [B] int32: least key of a kept token; the lowest key if nothing is filtered
     maximum,  # [B] fp32
     V,
     logits_row,
@@ -128,7 +128,7 @@ def sample_threshold_kernel(
 
 @triton.jit
 def mix(x):
-    """Bijection of 32-bit words."""
+    """Bijective hash of 32-bit words."""
     x = x ^ (x >> 16)
     x = x * tl.full((), 0x7FEB352D, tl.uint32)
     x = x ^ (x >> 15)
@@ -138,7 +138,7 @@ def mix(x):
 
 @triton.jit
 def gumbel(seed, position, token):
-    """Noise of a token, -log(-log(u)), keyed by the request's seed, the position and the token id alone."""
+    """Noise -log(-log(u)) of a token, a function of the request's seed, the position and the token id."""
     seed_lo = seed.to(tl.uint32)
     seed_hi = (seed >> 32).to(tl.uint32)
     position_lo = position.to(tl.uint32)
@@ -194,7 +194,7 @@ def sample_tiles_kernel(
     noise = gumbel(tl.load(seeds + row), tl.load(positions + row), v)
     score = tl.where(keep, tl.where(t == 0.0, z, z + noise), float("-inf"))
     best = tl.max(tl.max(score, axis=1), axis=0)
-    best = tl.where(best == best, best, float("-inf"))  # of a tile of NaN; some token of the vocabulary is taken then
+    best = tl.where(best == best, best, float("-inf"))  # for a tile of NaN, so that a valid token is picked
     token = tl.where(score == best, v, V - 1)
     to = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_score + to, best)
@@ -204,7 +204,7 @@ def sample_tiles_kernel(
 @direct
 @triton.jit
 def sample_pick_kernel(best_score, best_token, tokens, PROGRAMS, BLOCK: tl.constexpr):
-    """The largest score of a row and, among equals, the lowest token id."""
+    """Token of a row with the largest score, the lowest id among equal scores."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     score = tl.load(best_score + row * PROGRAMS + i, mask=i < PROGRAMS, other=float("-inf"))

@@ -1,6 +1,6 @@
-"""Independent launches side by side, so that one's work takes the multiprocessors which the other's last tiles leave.
+"""A side stream for independent launches, so that one fills the SMs that the last tiles of the other leave idle.
 
-The caller sees his current stream alone: what runs beside it waits for what that holds, and is waited for in turn.
+Callers see only the current stream: the side stream waits for it on entry and is joined on exit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _of_thread = threading.local()
 
 
 def _stream(current: torch.cuda.Stream) -> torch.cuda.Stream | None:
-    """The one beside a stream, in this thread: under capture it stays until that ends, when no other may wait for it.
-    None where it is under a capture of another: torch hands out the same few in turns."""
+    """This thread's side stream of a stream. None if another capture uses it, because torch hands out a small pool of
+    streams and a captured stream cannot be used until its capture ends."""
     streams: dict[str, torch.cuda.Stream] = _of_thread.__dict__
     key = f"{current.device} {current.cuda_stream}"
     if key not in streams:
@@ -33,11 +33,11 @@ def _captured(stream: torch.cuda.Stream) -> bool:
 
 
 class Fork:
-    """A block with work beside the current stream of a device: `with fork.beside()` launches it, `join` waits for it.
+    """A block whose launches inside `with fork.side_stream()` overlap those on the device's current stream.
 
-    Neither waits on the host. What lies in the memory that the work beside uses must not be written or freed before
-    `join`; leaving the block joins, behind an exception too. Not `wanted`, on the CPU, and where no stream is free
-    to run beside it, all runs on the current stream.
+    Neither `side_stream` nor `join` waits on the host. Memory that the side stream uses must not be written or freed
+    before `join`; leaving the block joins, also after an exception. Everything runs on the current stream if not
+    `wanted`, on the CPU, and if no side stream is free.
     """
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
@@ -53,12 +53,12 @@ class Fork:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(*(() if kind is None else (RuntimeError,))):  # of a capture that `error` has broken
+        with contextlib.suppress(*(() if kind is None else (RuntimeError,))):  # the capture that `error` broke
             self.join()
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """Makes the stream beside current, ordered behind what the block's own stream holds."""
+    def side_stream(self) -> Iterator[None]:
+        """Makes the side stream current, after the work queued on the block's own stream."""
         if self._side is None:
             yield
             return
@@ -68,7 +68,7 @@ class Fork:
             yield
 
     def join(self) -> None:
-        """What the block's own stream runs from here on waits for the work beside it."""
+        """Makes later work on the block's own stream wait for the side stream."""
         if self._open and self._side is not None:
             self._open = False
             self._current.wait_stream(self._side)

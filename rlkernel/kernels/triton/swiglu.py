@@ -1,6 +1,6 @@
 """swiglu on GPUs: round(round(silu(gate)) * up) and its gradient, elementwise.
 
-Contract: orders.py, `swiglu`. Divisions are IEEE ones; the approximate division is not the same on every GPU.
+Contract: orders.py, `swiglu`. Divisions are correctly rounded, because approximate division differs between GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel.kernels.triton.common import cdiv, early, exp, next_power_of_2, on_device, options
+from rlkernel.kernels.triton.common import cdiv, exp, next_power_of_2, on_device, options, pdl
 from rlkernel.kernels.triton.launch import direct
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -20,7 +20,7 @@ from rlkernel.kernels.triton.launch import direct
 
 @triton.jit
 def place(F, BLOCK: tl.constexpr):
-    """Token of this program, and its channels [BLOCK]."""
+    """Token and channels [BLOCK] of this program."""
     blocks = tl.cdiv(F, BLOCK)
     token = tl.program_id(0) // blocks
     return token.to(tl.int64), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -28,9 +28,9 @@ def place(F, BLOCK: tl.constexpr):
 
 @direct
 @triton.jit
-def swiglu_kernel(gate_up, out, F, KEEP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """gate_up [T, 2F] -> out [T, F]; one program a token and block of channels."""
-    if EARLY:
+def swiglu_kernel(gate_up, out, F, KEEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """gate_up [T, 2F] -> out [T, F]; one program per token and block of channels."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
     token, j = place(F, BLOCK)
     inside = j < F
@@ -60,11 +60,11 @@ def swiglu_grad_kernel(dy, gate_up, grad, F, BLOCK: tl.constexpr):
 # ---- launchers ----------------------------------------------------------------------------------
 
 KEPT_BYTES = 60 << 20
-"""An output that the L2 cache of a Hopper holds stays there for the GEMM behind: what is read leaves first."""
+"""Largest output that stays in Hopper's L2 cache for the next GEMM; the input is then loaded with evict-first."""
 
 
 def _launch(tokens: int, f: int) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and constants: 16 bytes of each operand a thread, in programs short enough to fill the last wave."""
+    """Grid and constants: 16 bytes of each operand per thread, in programs short enough to fill the last wave."""
     block = min(512, next_power_of_2(f, 32))
     return (tokens * cdiv(f, block),), {"BLOCK": block, "num_warps": max(1, block // 256), **options()}
 
@@ -77,7 +77,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return out
     grid, meta = _launch(tokens, f)
     with on_device(gate_up):
-        swiglu_kernel[grid](gate_up, out, f, KEEP=out.nbytes <= KEPT_BYTES, **meta, **early(gate_up))
+        swiglu_kernel[grid](gate_up, out, f, KEEP=out.nbytes <= KEPT_BYTES, **meta, **pdl(gate_up))
     return out
 
 

@@ -1,4 +1,4 @@
-// One kernel and, for policy_loss, its second, block after block. SOURCE: the kernel's file.
+// Runs a kernel, and policy_loss's second kernel, block after block. SOURCE: the kernel's file.
 #include SOURCE
 
 extern "C" void readable(const void* begin, i64 bytes) {

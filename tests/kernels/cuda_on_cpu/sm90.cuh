@@ -1,8 +1,8 @@
-// In place of csrc/cuda/sm90.cuh where a test runs a kernel's own source on a CPU: threads are fibers that take turns in
-// an order of chance, and what the copy engine brings arrives as late as its barrier lets it, in memory poisoned before.
-// Whoever waits for what never comes, arrives too often, copies from outside or leaves copies under way ends the process.
-// Not shown: arrays declared `__shared__` keep what the block before left, a cluster's blocks run one after another, and
-// the order between threads' stores and the copy engine, early launches and limits of shared memory are the GPU's alone.
+// Replaces csrc/cuda/sm90.cuh where a test runs a kernel's source on a CPU. Threads are fibers scheduled in random order;
+// a TMA load completes as late as its mbarrier allows, into memory that was poisoned. The process exits on a deadlock, an
+// arrival too many, a load outside the inputs, and loads that are in flight when a block ends.
+// Not emulated: `__shared__` arrays keep the previous block's content, a cluster's blocks run one after another, and proxy
+// fences, programmatic dependent launch and the capacity of shared memory have no effect.
 #pragma once
 #include <ucontext.h>
 
@@ -48,7 +48,7 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
 namespace emulated {
 
-constexpr i64 kPatience = 4000000;  // turns of threads without progress
+constexpr i64 kPatience = 4000000;  // fiber switches without progress before a deadlock is reported
 
 struct Rendezvous {
   int here = 0, times = 0;
@@ -61,14 +61,14 @@ struct Copy {
 struct Barrier {
   u32 count = 0, pending = 0, phases = 0;
   i64 bytes = 0;
-  std::vector<Copy> copies;  // under way
+  std::vector<Copy> copies;  // in flight
 };
 struct Range {
   const char *begin, *end;
 };
 
 alignas(128) inline char shared[1 << 20];
-inline std::vector<Range> readable;  // by the copy engine
+inline std::vector<Range> readable;  // by TMA
 inline std::vector<ucontext_t> fibers;
 inline std::vector<std::vector<char>> stacks;
 inline std::vector<bool> ended;
@@ -87,7 +87,7 @@ inline std::function<void()> kernel;
 }
 inline u32 draw() { return (chance = chance * 1664525u + 1013904223u) >> 8; }
 inline void turn() {
-  if (++idle > kPatience) fail("nobody can go on");
+  if (++idle > kPatience) fail("deadlock");
   swapcontext(&fibers[current], &scheduler);
 }
 inline void meet(Rendezvous& r, int count) {
@@ -204,17 +204,17 @@ inline u32 atomicMax(u32* at, u32 x) { return std::exchange(*at, max(*at, x)); }
 // A cluster's blocks run one after another, the first one last.
 inline void cluster_arrive() {}
 inline void cluster_wait() { __syncthreads(); }
-inline void store_in_first(void* to, u32 x) { memcpy(to, &x, sizeof x); }
-inline void next_may_start() {}
-inline void wait_for_previous() {}
+inline void store_to_block0(void* to, u32 x) { memcpy(to, &x, sizeof x); }
+inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_wait() {}
 
-// ---- barriers and the copy engine ----------------------------------------------------------------
+// ---- mbarriers and TMA ---------------------------------------------------------------------------
 
 inline u32 shared_address(const void* p) { return static_cast<u32>(static_cast<const char*>(p) - emulated::shared); }
-inline void barriers_made() {}
-inline void stores_fence() {}
+inline void fence_barrier_init() {}
+inline void fence_proxy_async() {}
 inline void barrier_init(u32 at, u32 count) { emulated::barriers[at] = {count, count}; }
-inline void barrier_expect(u32 at, u32 bytes) { emulated::arrive(at, bytes); }
+inline void barrier_arrive_expect_tx(u32 at, u32 bytes) { emulated::arrive(at, bytes); }
 inline void barrier_arrive(u32 at) { emulated::arrive(at, 0); }
 inline void barrier_wait(u32 at, u32 parity) {
   for (;;) {
@@ -231,12 +231,12 @@ inline void barrier_wait(u32 at, u32 parity) {
     emulated::settle(b);
   }
 }
-inline void fetch(u32 to, const void* from, u32 bytes, u32 barrier) {
+inline void tma_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   const char* begin = static_cast<const char*>(from);
-  if (bytes % 16 || to % 16 || reinterpret_cast<u64>(from) % 16) emulated::fail("the copy engine takes sixteens of bytes");
+  if (bytes % 16 || to % 16 || reinterpret_cast<u64>(from) % 16) emulated::fail("a TMA address or size is not a multiple of 16");
   const bool inside = std::any_of(emulated::readable.begin(), emulated::readable.end(),
                                   [&](const auto& r) { return begin >= r.begin && begin + bytes <= r.end; });
-  if (!inside) emulated::fail("the copy engine reads outside");
+  if (!inside) emulated::fail("TMA reads outside the inputs");
   memset(emulated::shared + to, 0xFF, bytes);
   emulated::barriers.at(barrier).copies.push_back({emulated::shared + to, from, bytes});
 }
