@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkernel import ops
-from rlkernel.ops._library import once_differentiable
+from rlkernel.ops.autograd import once_differentiable
 from rlkernel_transformers import support
 from rlkernel_transformers.packing import CallError
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlkernel import ops
 from rlkernel.models.rope_table import rope_table
-from rlkernel.ops._library import check_flag
+from rlkernel.ops.checks import check_flag
 from rlkernel_transformers import forwards, masters, support
 from rlkernel_transformers.adapters import check_mergeable, has_dropout
 from rlkernel_transformers.attention import NAME

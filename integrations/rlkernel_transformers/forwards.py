@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import ModelOutput
 
 from rlkernel import ops
+from rlkernel.ops.linear_logprob import linear_logprob_top1
 from rlkernel.ops.logprob import inverse_temperature
 from rlkernel_transformers.adapters import has_dropout, merged_weight
 from rlkernel_transformers.attention import attention_weights
@@ -454,21 +455,11 @@ def _with_statistics(
 ) -> tuple[ops.LogProb, dict[str, Tensor]]:
     """`ops.linear_logprob` with the mean of the logits, and whether the target is the largest one."""
     inverse = inverse_temperature("token_logprobs", temperature, hidden)
-    kernels = torch.ops.rlkernel
-    keep_probs = keep_probs and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if ops.is_stock():
-        logits = ops.linear(hidden, weight, out_dtype=torch.float32)
-        result = ops.logprob(logits, targets, temperature=temperature, kept=kept)
-        top = logits.argmax(-1) == targets
-    else:
-        op = kernels.linear_logprob_probs if keep_probs else kernels.linear_logprob
-        logp, entropy, lse, stats, *_ = op(hidden, weight, targets, inverse, kept, True)
-        result = ops.LogProb(logp, entropy, lse)
-        top = logp.detach() == -stats[:, 1]  # logp is (logit - largest logit) - stats[:, 1]
+    result, top1 = linear_logprob_top1(hidden, weight, targets, inverse, kept, keep_probs)
     with torch.no_grad():
         mean = (hidden.float() * torch.mean(weight, 0, dtype=torch.float32)).sum(-1)
         mean = mean if inverse is None else mean * inverse
-    return result, {"mean_logit": mean, "top1": top}
+    return result, {"mean_logit": mean, "top1": top1}
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ else by a copy that lives as long as the product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from rlkernel import ops
-from rlkernel.ops._library import adding, asked, has_main_grad, once_differentiable, outside_graph
+from rlkernel.ops.autograd import (
+    gradient_target,
+    has_main_grad,
+    main_grad_lock,
+    once_differentiable,
+    outside_graph,
+)
+from rlkernel.ops.linear import bias_grad_, linear_dgrad, linear_wgrad, linear_wgrad_
 
 
 def joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:  # [T, K] -> [T, sum N]
@@ -114,42 +121,48 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         dy = dy.to(x.dtype).contiguous()
-        kernels = torch.ops.rlkernel
-        dx = kernels.linear_dgrad(dy, _joined_as(x, weights), 1) if ctx.needs_input_grad[0] else None
-        dws = _gradients(ctx, 1, ctx.weights, dy, lambda g, d: kernels.linear_wgrad_(g, d, x), kernels.linear_wgrad, x)
+        dx = linear_dgrad(dy, _joined_as(x, weights), 1) if ctx.needs_input_grad[0] else None
+        dws = _gradients(ctx, 1, ctx.weights, dy, lambda g, dy: linear_wgrad_(g, dy, x), lambda: linear_wgrad(dy, x))
         if ctx.biases[0] is None:
             return dx, *dws, *ctx.biases
-        return dx, *dws, *_gradients(ctx, 1 + len(weights), ctx.biases, dy, kernels.bias_grad_, None, x)
+        return dx, *dws, *_gradients(ctx, 1 + len(weights), ctx.biases, dy, bias_grad_)
 
 
 def _gradients(
-    ctx: Any, place: int, parameters: Sequence[Tensor], dy: Tensor, add: Any, fresh: Any, x: Tensor
+    ctx: Any,
+    index: int,
+    parameters: Sequence[Tensor],
+    dy: Tensor,
+    accumulate: Callable[[Tensor, Tensor], None],
+    compute: Callable[[], Tensor] | None = None,
 ) -> Sequence[Tensor | None]:
-    """Gradients of joined parameters, the first at `place` of the inputs; None each where they went to `main_grad`."""
+    """Gradients of joined parameters, each None where it was accumulated into `main_grad`.
+
+    Args:
+        index: of the first parameter among the inputs.
+        accumulate: adds the gradient of given columns of dy onto an fp32 buffer.
+        compute: returns the gradient of all parameters; None: `accumulate` onto zeros, rounded.
+    """
     sizes = [p.shape[0] for p in parameters]
-    wanted, buffers = zip(*(asked("linear", ctx, place + i, p) for i, p in enumerate(parameters)), strict=True)
-    given = [b for b in buffers if b is not None]
-    if not given and any(wanted):
-        if fresh is not None:
-            grads = fresh(dy, x).split(sizes)
-        else:
-            total = torch.zeros(sum(sizes), dtype=torch.float32, device=dy.device)
-            add(total, dy)
-            grads = total.to(dy.dtype).split(sizes)
-        return [g if w else None for g, w in zip(grads, wanted, strict=True)]
-    if len(given) == len(buffers) and _adjacent(given):
-        with adding:
-            add(join(given), dy)
+    targets = [gradient_target("linear", ctx, index + i, p) for i, p in enumerate(parameters)]
+    buffers = [buffer for _, buffer in targets if buffer is not None]
+
+    def fresh(shape: Sequence[int], dy: Tensor) -> Tensor:
+        total = torch.zeros(shape, dtype=torch.float32, device=dy.device)
+        accumulate(total, dy)
+        return total.to(dy.dtype)
+
+    if not buffers and any(needed for needed, _ in targets):
+        grads = (compute() if compute is not None else fresh((sum(sizes),), dy)).split(sizes)
+        return [grad if needed else None for grad, (needed, _) in zip(grads, targets, strict=True)]
+    if len(buffers) == len(targets) and _adjacent(buffers):
+        with main_grad_lock:
+            accumulate(join(buffers), dy)
         return [None] * len(sizes)
     out: list[Tensor | None] = []
-    for p, w, buffer, rows in zip(parameters, wanted, buffers, dy.split(sizes, dim=1), strict=True):
-        grad = None
+    for p, (needed, buffer), columns in zip(parameters, targets, dy.split(sizes, dim=1), strict=True):
         if buffer is not None:
-            with adding:
-                add(buffer, rows.contiguous())
-        elif w:
-            total = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-            add(total, rows.contiguous())
-            grad = total.to(dy.dtype)
-        out.append(grad)
+            with main_grad_lock:
+                accumulate(buffer, columns.contiguous())
+        out.append(fresh(p.shape, columns.contiguous()) if needed and buffer is None else None)
     return out

@@ -16,8 +16,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from rlkernel import ops
-from rlkernel.kernels.triton.qk_norm_rope import computes as in_one_kernel
 from rlkernel.ops.attention import MAX_HEAD_DIM
+from rlkernel.ops.qk_norm_rope import qk_norm_rope_is_fused
 from rlkernel_vllm.attention import ExactAttention
 from rlkernel_vllm.settings import Settings
 
@@ -84,7 +84,7 @@ class Impl(ExactAttention, TritonAttentionImpl):
     def normed_and_stored(
         self, layer: Any, q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...], kv_cache: Tensor, slots: Tensor
     ) -> Tensor:
-        if not in_one_kernel(q.shape[2]):
+        if not qk_norm_rope_is_fused(q.device, q.shape[2]):
             return super().normed_and_stored(layer, q, k, v, given, kv_cache, slots)
         missing = q.shape[0] - slots.shape[0]
         if missing > 0:  # tokens that fill up a graph's batch

@@ -123,7 +123,7 @@ def _attach(worker: Any, vllm_config: Any) -> None:
                 with contextlib.suppress(OSError):  # another host, or an engine that was made long ago
                     Path(told).write_text(str(error))
             raise
-        warmup.settle(runner.get_model(), vllm_config)
+        warmup.certify(runner.get_model(), vllm_config)
         return done
 
     worker.load_model = load_model

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
-from rlkernel_vllm.sampling import keep, log_probabilities
+from rlkernel_vllm.sampling import log_probabilities, scale_and_filter_
 
 GREEDY = 1e-5  # vLLM takes a temperature below it as 0
 
@@ -54,7 +54,7 @@ class ExactSampler(Sampler):
                     logits = processor.apply(logits)
                 elif processor.min_p_count:
                     min_p = processor.min_p.flatten()
-            logits = keep(logits, temperature, _off_is_zero(m.top_k, logits.shape[1]), m.top_p, min_p)
+            logits = scale_and_filter_(logits, temperature, _off_is_zero(m.top_k, logits.shape[1]), m.top_p, min_p)
             if logits.device.type == "cpu" and m.generators is self.rlkernel_runner.input_batch.generators:
                 self._remember(m.generators)  # not of the runs that measure memory, which have no requests
             drawn = self.topk_topp_sampler(logits, m.generators, None, None)[0]

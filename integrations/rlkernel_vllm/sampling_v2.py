@@ -18,8 +18,8 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from rlkernel.ops.sample import _sample as draw_tokens  # vLLM has checked its settings
-from rlkernel_vllm.sampling import keep, token_log_probabilities
+from rlkernel.ops.sample import sample_tokens
+from rlkernel_vllm.sampling import scale_and_filter_, token_log_probabilities
 
 _current: list[Any] = []  # samplers and prompt workers of ours whose call is under way
 
@@ -56,7 +56,7 @@ class ExactStates(SamplingStates):
         given = {name: getattr(self, name).gpu[rows] if on else None for name, on in filters.items()}
         if given["top_k"] is not None:
             given["top_k"] = torch.where(given["top_k"] < self.vocab_size, given["top_k"], 0)
-        keep(logits, self.temperature.gpu[rows], given["top_k"], given["top_p"], given["min_p"])
+        scale_and_filter_(logits, self.temperature.gpu[rows], given["top_k"], given["top_p"], given["min_p"])
         self.rlkernel_deferred = False
 
     def get_top_k_top_p(self, expanded_idx_mapping: Tensor, idx_mapping_np: Any) -> tuple[None, None]:
@@ -183,7 +183,7 @@ def _install() -> None:
         scale, seeds = states.rlkernel_drawn
         if not states.rlkernel_deferred:  # applied already
             scale = (scale > 0).float()
-        return draw_tokens(logits.float(), seeds, pos.long(), scale, None, None, None)[0]
+        return sample_tokens(logits.float(), seeds, pos.long(), scale)
 
     sampler_module.gumbel_sample = gumbel_sample
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlkernel import ops
-from rlkernel.ops._library import adding
+from rlkernel.ops.autograd import main_grad_lock
 
 try:
     from rlkernel_transformers.joined import join, joined_linear, lay_side_by_side
@@ -172,7 +172,7 @@ def test_threads_lose_nothing_of_main_grad() -> None:
     weight.main_grad = torch.zeros(256, 256)
     x = torch.ones(16, 256)
     # Deterministic: while this thread holds the lock, no backward may add.
-    with adding:
+    with main_grad_lock:
         worker = threading.Thread(target=lambda: ops.linear(x, weight).sum().backward())
         worker.start()
         worker.join(0.3)

@@ -490,9 +490,9 @@ def test_memory_is_bounded() -> None:
         ({"temperature": 0.0}, ValueError, "temperature=0.0 must be positive"),
         ({"temperature": torch.tensor([1.0, -2.0, 1.0])}, ValueError, r"linear_logprob: temperature\[1\] is -2"),
         ({"kept": torch.zeros(3, 1, dtype=torch.int32)}, ValueError, r"kept is \(3, 1\)"),
-        ({"keep_bytes": -1}, ValueError, "keep_bytes=-1 must be a whole number of at least 0, or inf"),
-        ({"keep_bytes": 256.5}, ValueError, "keep_bytes=256.5 must be a whole number of at least 0, or inf"),
-        ({"keep_bytes": math.nan}, ValueError, "keep_bytes=nan must be a whole number"),
+        ({"keep_bytes": -1}, ValueError, "keep_bytes=-1 must be an integer of at least 0, or inf"),
+        ({"keep_bytes": 256.5}, ValueError, "keep_bytes=256.5 must be an integer of at least 0, or inf"),
+        ({"keep_bytes": math.nan}, ValueError, "keep_bytes=nan must be an integer"),
     ),
 )
 def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -387,7 +387,7 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
         (lambda: ops.pack_kept(torch.ones(3, 4)), "pack_kept: mask is"),
         (lambda: ops.unpack_kept(torch.zeros(3, 2, dtype=torch.int32), 32), "unpack_kept: kept is"),
         (lambda: ops.ids_to_kept(torch.tensor([1]), torch.tensor([0, 2]), 9), "offsets must be"),
-        (lambda: ops.ids_to_kept(torch.tensor([9]), torch.tensor([0, 1]), 9), "ids go from 9 to 9"),
+        (lambda: ops.ids_to_kept(torch.tensor([9]), torch.tensor([0, 1]), 9), "ids range from 9 to 9"),
     ),
 )
 def test_bad_kept(call: Any, message: str) -> None:

@@ -299,7 +299,7 @@ REFUSED = {
     "kept list": (lambda: ops.logprob(X, TARGETS, kept=[1]), TypeError, "logprob: kept is of type list"),
     "policy_loss mask": (lambda: policy_loss(mask=[True]), TypeError, "policy_loss: mask is of type list"),
     "group_advantages list": (lambda: ops.group_advantages([1.0], 1), TypeError, "rewards is of type list"),
-    "group_size float": (lambda: ops.group_advantages(EIGHT, 2.0), TypeError, "group_size=2.0 must be a whole number"),
+    "group_size float": (lambda: ops.group_advantages(EIGHT, 2.0), TypeError, "group_size=2.0 must be an integer"),
     "sample temperature": (
         lambda: ops.sample(X, TARGETS, TARGETS, temperature=1.0), TypeError, "sample: temperature is of type float"
     ),
@@ -314,10 +314,10 @@ REFUSED = {
     ),
     "paged_attention pages without tokens": (
         lambda: ops.paged_attention(Q, EMPTY, EMPTY, CU[:1, None], CU, CU[1:], max_seqlen_q=3, max_seqlen_k=3),
-        ValueError, "a page of at least one token",
+        ValueError, "at least one token per page",
     ),
     "ids_to_kept offsets": (
-        lambda: ops.ids_to_kept(TARGETS[:2].int(), torch.tensor([1, 2]), 4), ValueError, r"rise from 0 .*are \[1, 2\]"
+        lambda: ops.ids_to_kept(TARGETS[:2].int(), torch.tensor([1, 2]), 4), ValueError, r"start at 0.*are \[1, 2\]"
     ),
     "ids_to_kept offsets that fall": (
         lambda: ops.ids_to_kept(TARGETS[:2].int(), torch.tensor([0, 2, 1, 2]), 4), ValueError, "ids_to_kept: offsets"
@@ -355,7 +355,7 @@ REFUSED = {
         lambda: policy_loss(tis_cap=1e-50, rollout_logp=torch.zeros(3)), ValueError, "tis_cap=1e-50 must be positive"
     ),
     "rms_norm eps 1e39": (lambda: ops.rms_norm(X, EIGHT, 1e39), ValueError, r"rms_norm: eps=1e\+39 must be finite in"),
-    "rms_norm eps None": (lambda: ops.rms_norm(X, EIGHT, None), TypeError, "rms_norm: eps=None is no number"),
+    "rms_norm eps None": (lambda: ops.rms_norm(X, EIGHT, None), TypeError, "rms_norm: eps=None is not a number"),
     "scale 1e60": (
         lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale=1e60), ValueError, r"scale=1e\+60 must be positive and"
     ),
@@ -366,7 +366,7 @@ REFUSED = {
         lambda: ops.group_advantages(EIGHT, 2, eps=1e-50), ValueError, "group_advantages: eps=1e-50 must be above 0"
     ),
     "lr 1e39": (lambda: adamw(lr=1e39), ValueError, r"adamw_: lr=1e\+39 must be finite in float32"),
-    "lr None": (lambda: adamw(lr=None), TypeError, "adamw_: lr=None is no number; it must be finite"),
+    "lr None": (lambda: adamw(lr=None), TypeError, "adamw_: lr=None is not a number; it must be finite"),
     "eps 1e39": (lambda: adamw(eps=1e39), ValueError, r"adamw_: eps=1e\+39 must be finite in float32"),
     "weight_decay 1e39": (lambda: adamw(weight_decay=1e39), ValueError, r"weight_decay=1e\+39 must be finite in"),
     "max_norm 1e-60": (lambda: ops.grad_norm([X], max_norm=1e-60), ValueError, "max_norm=1e-60 must be above 0"),
@@ -381,21 +381,21 @@ REFUSED = {
     "normalizer elsewhere": (
         lambda: policy_loss(normalizer=torch.ones((), device="meta")), ValueError, "normalizer is on meta, logp on cpu"
     ),
-    "temperature text": (lambda: ops.logprob(X, TARGETS, temperature="1"), TypeError, "temperature='1' is no number"),
-    "temperature None": (lambda: ops.logprob(X, TARGETS, temperature=None), TypeError, "temperature=None is no number"),
+    "temperature text": (lambda: ops.logprob(X, TARGETS, temperature="1"), TypeError, "'1' is not a number"),
+    "temperature None": (lambda: ops.logprob(X, TARGETS, temperature=None), TypeError, "None is not a number"),
     "keep_bytes None": (
-        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=None), TypeError, "keep_bytes=None is no number"
+        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=None), TypeError, "keep_bytes=None is not a number"
     ),
     "keep_bytes two": (
-        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=torch.ones(2)), TypeError, "keep_bytes=tensor.* is no numb"
+        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=torch.ones(2)), TypeError, "keep_bytes=tensor.* is not a n"
     ),
     "scale text": (
-        lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale="x"), TypeError, "attention: scale='x' is no number"
+        lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale="x"), TypeError, "attention: scale='x' is not a number"
     ),
-    "clip_dual text": (lambda: policy_loss(clip_dual="x"), TypeError, "policy_loss: clip_dual='x' is no number"),
+    "clip_dual text": (lambda: policy_loss(clip_dual="x"), TypeError, "policy_loss: clip_dual='x' is not a number"),
     "clip_dual small": (lambda: policy_loss(clip_dual=1.1), ValueError, "clip_dual=1.1 must exceed 1 . clip_high"),
     "tis_cap text": (
-        lambda: policy_loss(tis_cap="x", rollout_logp=torch.zeros(3)), TypeError, "tis_cap='x' is no number"
+        lambda: policy_loss(tis_cap="x", rollout_logp=torch.zeros(3)), TypeError, "tis_cap='x' is not a number"
     ),
     "tis_cap alone": (lambda: policy_loss(tis_cap=1.0), ValueError, "policy_loss: tis_cap=1.0 needs rollout_logp"),
     "betas None": (lambda: adamw(betas=None), TypeError, r"adamw_: betas=None; expected two numbers in \[0, 1\)"),
@@ -435,7 +435,7 @@ REFUSED = {
     ),
     "ids_to_kept V": (
         lambda: ops.ids_to_kept(torch.tensor([1, 2]), torch.tensor([0, 2]), None),
-        TypeError, "ids_to_kept: vocab_size=None is no whole number",
+        TypeError, "ids_to_kept: vocab_size=None is not an integer",
     ),
     "unpack_kept V": (
         lambda: ops.unpack_kept(torch.zeros(1, 1, dtype=torch.int32), 8.0), TypeError, "unpack_kept: vocab_size=8.0 is"
@@ -486,7 +486,7 @@ def test_lengths_are_whole_numbers(op: str, argument: str, length: Any) -> None:
         return
     longest = {"max_seqlen_q": 3, "max_seqlen_k": 3, argument: length}
     error, message = (
-        (ValueError, "must be the") if isinstance(length, int) else (TypeError, "is no whole number; it must")
+        (ValueError, "must be the") if isinstance(length, int) else (TypeError, "is not an integer; it must")
     )
     with pytest.raises(error, match=rf"{op}: {argument}={re.escape(repr(length))} {message}"):
         if op == "attention":
