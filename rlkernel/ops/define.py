@@ -6,7 +6,7 @@ kernel of a small batch. In plain eager mode, where nothing has to see the op, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ def define(
     backward: Callable[..., Any] | None = None,
     differentiable_twice: bool = False,
     for_backward: int = 0,
+    inputs: Callable[[tuple[Any, ...]], Any] | None = None,
 ) -> Callable[..., Any]:
     """Registers `rlkernel::<schema>` and returns a function that calls it with tensors of one device.
 
@@ -60,6 +61,7 @@ def define(
         setup_context, backward: autograd, as in `torch.library.register_autograd`.
         differentiable_twice: whether `backward` itself consists of differentiable ops; else a second derivative raises.
         for_backward: number of trailing arguments that only `setup_context` reads; kernels do not get them.
+        inputs: builds a NamedTuple from the op's arguments, which kernels then get as their only argument.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
@@ -74,10 +76,11 @@ def define(
             choice = select.choose(name, device)
             if for_backward:
                 args = args[:-for_backward]
+            given = args if inputs is None else (inputs(args),)
             try:
                 if choice.implementation == "reference":
-                    return _in_plain_torch(choice.fn, args)
-                return choice.fn(*args)
+                    return _in_plain_torch(choice.fn, given)
+                return choice.fn(*given)
             except RuntimeError:  # checked after the failure, because checking every tensor of every call costs time
                 check_dense(name, names, args)
                 raise
@@ -226,8 +229,13 @@ def _function(
 
 
 def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Calls the reference under the default dtype and device that it was written for."""
-    flat = (a[0] if isinstance(a, (list, tuple)) and a else a for a in args)
-    place = next(a.device for a in flat if isinstance(a, Tensor))
-    with _default_dtype.changed(), place:
+    """Calls the reference with fp32 and the arguments' device as torch's defaults, on which it relies."""
+    device = next(a.device for a in _flatten(args) if isinstance(a, Tensor))
+    with _default_dtype.changed(), device:
         return fn(*args)
+
+
+def _flatten(args: Iterable[Any]) -> Iterator[Any]:
+    """The arguments, with lists and tuples replaced by their elements."""
+    for arg in args:
+        yield from _flatten(arg) if isinstance(arg, (list, tuple)) else (arg,)

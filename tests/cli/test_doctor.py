@@ -16,11 +16,11 @@ import torch
 pytest.importorskip("triton")
 
 import rlkernel
-from rlkernel.cli import doctor
 from rlkernel.cli.main import main
 from rlkernel.kernels import build, schedule, select, verdicts
 from rlkernel.kernels.cuda import attention_fa3, cublaslt, linear_logprob
 from rlkernel.kernels.triton import common, launch, matrix
+from rlkernel.ops import report
 
 CHIPS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell"}
 
@@ -73,7 +73,7 @@ def test_says_which_triton_was_measured(
     text = capsys.readouterr().out
     assert ("Triton 3.9.0 is not the measured 3.6: direct launches" in text) == (version == "3.9.0")
     assert ("pip install 'triton==3.6.*'" in text) == (version == "3.9.0")
-    assert ("direct launches are off, calls cost the host more" in text) == (version == "3.6.1")
+    assert ("direct launches are off, so calls cost the host more" in text) == (version == "3.6.1")
 
 
 def test_the_triton_installed_is_the_measured_one() -> None:
@@ -141,14 +141,14 @@ def test_says_whether_verdicts_were_made_or_read(
     monkeypatch.setattr(cublaslt, "unavailable", lambda: "no cuBLASLt in this test")
     monkeypatch.setattr(schedule, "report", lambda device: [])
     monkeypatch.setattr(schedule, "scheduled_ops", lambda: (Three(),))
-    monkeypatch.setattr(doctor, "_SHAPES", ())
-    monkeypatch.setattr(doctor, "_PREFILLS", ())
-    monkeypatch.setattr(doctor, "_LOSSES", ())
-    monkeypatch.setattr(doctor, "_NORMS", ())
-    monkeypatch.setattr(doctor, "_SCORED", ())
+    monkeypatch.setattr(report, "_SHAPES", ())
+    monkeypatch.setattr(report, "_PREFILLS", ())
+    monkeypatch.setattr(report, "_LOSSES", ())
+    monkeypatch.setattr(report, "_NORMS", ())
+    monkeypatch.setattr(report, "_SCORED", ())
     monkeypatch.setattr(attention_fa3, "unavailable", lambda device: "not in this test")
     (folder / "old.json").write_text("{}")
-    monkeypatch.setattr(doctor, "_train_a_head", lambda: (folder / "new.json").write_text("{}"))
+    monkeypatch.setattr(report, "_train_a_head", lambda: (folder / "new.json").write_text("{}"))
     assert main(["doctor", "--device", "cuda"]) == 0
     assert f"schedules: 1 verdicts made now, 2 read from {folder}" in capsys.readouterr().out
 
@@ -188,16 +188,16 @@ def test_doctor_names_what_the_chip_lacks(
     supported = [s.supports(scoring.family.shape(*arguments)) for s in scoring.family.schedules]
     assert supported == [hopper]
     monkeypatch.setattr(cublaslt, "unavailable", lambda: "no cuBLASLt in this test")
-    monkeypatch.setattr(doctor, "_train_a_head", lambda: None if hopper else scoring.verdict(*arguments))
+    monkeypatch.setattr(report, "_train_a_head", lambda: None if hopper else scoring.verdict(*arguments))
     monkeypatch.setattr(schedule, "report", lambda device: [])
     library = attention_fa3.Library(dense=lambda: None, paged=lambda: None, versions={})  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(attention_fa3, "find", lambda: library)
-    monkeypatch.setattr(doctor, "_HEADS", ())
-    monkeypatch.setattr(doctor, "_SHAPES", ())
-    monkeypatch.setattr(doctor, "_PREFILLS", ())
-    monkeypatch.setattr(doctor, "_LOSSES", ())
-    monkeypatch.setattr(doctor, "_NORMS", ())
-    monkeypatch.setattr(doctor, "_SCORED", ())
+    monkeypatch.setattr(report, "_HEADS", ())
+    monkeypatch.setattr(report, "_SHAPES", ())
+    monkeypatch.setattr(report, "_PREFILLS", ())
+    monkeypatch.setattr(report, "_LOSSES", ())
+    monkeypatch.setattr(report, "_NORMS", ())
+    monkeypatch.setattr(report, "_SCORED", ())
     if not hopper:
         assert scoring.chosen(*arguments) == schedule.ANCHOR
     assert main(["doctor", "--device", "cuda"]) == 0

@@ -17,6 +17,7 @@ from rlkernel.cli import doctor
 from rlkernel.kernels import certification, schedule
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
+from rlkernel.ops import report
 
 
 def test_an_exact_library_is_certified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +226,7 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         return (out + 1 if q.shape[2] == 64 else out), lse
 
     install(monkeypatch, tmp_path, attention_fa3.Library(by_head_dim.dense, paged, {}, "cpu"))
-    monkeypatch.setattr(doctor, "_HEADS", ((64, 2, 1), (16, 2, 1)))
+    monkeypatch.setattr(report, "_HEADS", ((64, 2, 1), (16, 2, 1)))
     monkeypatch.setattr(certification, "KINDS", ("normal",))
     found = json.loads(json.dumps(doctor.examine("cpu")))["attention_fa3"]
     assert found["unavailable"] is None
