@@ -1,8 +1,7 @@
-"""Linear layers over the same input as one product: query, key and value, or gate and up.
+"""Linear layers with the same input as one product: query, key and value, or gate and up.
 
-The decoder of `rlkernel.models` holds them fused, and the input gradient of the fused layer is one chain. So for its
-bits the layers of transformers are joined too: by a view where their weights lie side by side (`lay_side_by_side`),
-else by a copy that lives as long as the product.
+The decoder of `rlkernel.models` fuses them, which makes their input gradient one chain; equal bits need the same here.
+The joined weight is a view if the weights share a buffer (`join_storage`), else a temporary copy.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rlkernel.ops.linear import bias_grad_, linear_dgrad, linear_wgrad, linear_w
 
 
 def joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:  # [T, K] -> [T, sum N]
-    """`ops.linear` with the weights (and biases, or none) of several layers one under the other."""
+    """`ops.linear` with the concatenated weights (and biases, if any) of several layers."""
     if ops.is_stock():
         return ops.linear(x, torch.cat(weights).to(x.dtype), torch.cat(biases).to(x.dtype) if biases else None)
     if is_dynamo_compiling() and has_main_grad(*weights, *biases):
@@ -35,8 +34,8 @@ def joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Ten
     return _Joined.apply(x, *weights, *(biases if biases else (None,) * len(weights)))
 
 
-def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
-    """Moves the weights, and the biases, into one buffer each, so that joining them is a view. Values are kept."""
+def join_storage(layers: Sequence[nn.Linear]) -> None:
+    """Moves the weights into one buffer, and the biases into another, so that joining them is a view."""
     for name in ("weight", "bias"):
         tensors = [getattr(layer, name) for layer in layers]
         if any(type(t) is not nn.Parameter for t in tensors) or _adjacent(tensors):
@@ -51,35 +50,35 @@ def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
             layer.register_state_dict_post_hook(_own_storages)
 
 
-def part(layers: Sequence[nn.Linear]) -> None:
-    """Undoes `lay_side_by_side`: every weight gets a buffer of its own again."""
+def separate_storage(layers: Sequence[nn.Linear]) -> None:
+    """Undoes `join_storage`: every weight and bias gets its own buffer again."""
     for layer in layers:
         for key in [key for key, hook in layer._state_dict_hooks.items() if hook is _own_storages]:
             del layer._state_dict_hooks[key]
         for t in (layer.weight, layer.bias):
-            if type(t) is nn.Parameter and _is_part(t):
+            if type(t) is nn.Parameter and _shares_storage(t):
                 t.data = t.data.clone()
 
 
 def _own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Gives the weights in a state dict a storage each, of the same memory.
+    """Gives each weight in a state dict its own storage object over the same memory.
 
-    safetensors and accelerate take tensors of one storage for tied weights and save one of them. The parameters
-    themselves stay in one storage, because CUDA shares memory between processes by its first address only.
+    safetensors and accelerate treat tensors of one storage as tied weights and save one of them. The parameters
+    themselves keep one storage, because CUDA shares memory between processes by its first address only.
     """
     for name in module._parameters:
         t = state_dict.get(prefix + name)
-        if type(t) is Tensor and t.device.type in ("cpu", "cuda") and _is_part(t):
+        if type(t) is Tensor and t.device.type in ("cpu", "cuda") and _shares_storage(t):
             state_dict[prefix + name] = torch.from_dlpack(t)
 
 
-def _is_part(t: Tensor) -> bool:
+def _shares_storage(t: Tensor) -> bool:
     """Whether a tensor's storage holds more than the tensor."""
     return t.untyped_storage().nbytes() > t.numel() * t.element_size()
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors one under the other: a view where they lie so, else a copy."""
+    """The tensors concatenated: a view if they are adjacent in memory, else a copy."""
     if len(tensors) == 1:
         return tensors[0]
     if torch.compiler.is_compiling() or not _adjacent(tensors):
@@ -89,7 +88,7 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _joined_as(x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors one under the other, in the dtype of x: under autocast fp32 parameters are rounded at each use."""
+    """The tensors concatenated, in the dtype of x: under autocast fp32 parameters are rounded at each use."""
     return join(tensors).to(x.dtype)
 
 
@@ -112,7 +111,7 @@ class _Joined(torch.autograd.Function):
         count = len(tensors) // 2
         weights, biases = tensors[:count], tensors[count:]
         ctx.save_for_backward(x, *weights)
-        # Attributes such as main_grad are on these, not on what saved_tensors returns under checkpointing.
+        # These have attributes such as main_grad; the copies in saved_tensors, under checkpointing, do not.
         ctx.weights, ctx.biases = weights, biases
         return ops.linear(x, _joined_as(x, weights), None if biases[0] is None else _joined_as(x, biases))
 

@@ -16,7 +16,7 @@ from rlkernel import ops
 from rlkernel.ops.autograd import main_grad_lock
 
 try:
-    from rlkernel_transformers.joined import join, joined_linear, lay_side_by_side
+    from rlkernel_transformers.joined import join, join_storage, joined_linear
 except ImportError:  # without transformers
     joined_linear = None  # type: ignore[assignment]
 
@@ -141,7 +141,7 @@ def test_gradients_that_are_asked_for_are_returned(case: Any) -> None:
 def test_joined_weights_of_which_some_are_asked_for() -> None:
     """Side by side, and one of them without `main_grad`."""
     layers = [nn.Linear(8, n, bias=False) for n in (5, 3)]
-    lay_side_by_side(layers)
+    join_storage(layers)
     first, second = weights = [layer.weight for layer in layers]
     assert join(weights).data_ptr() == first.data_ptr()
     buffer = torch.zeros(8, 8)

@@ -370,7 +370,7 @@ def test_lora_dropout_without_a_rollout(model: Path, algorithm: str) -> None:
         trainer = make_trainer(algorithm, policy, flag, trainer={"peft_config": lora, "train_dataset": data}, **changes)
         if flag:
             status = rlkernel_transformers.status(trainer.model)
-            assert status.exact and ("apart in training mode, with dropout" in str(status)) == (dropout > 0)
+            assert status.exact and ("separate in training mode, with dropout" in str(status)) == (dropout > 0)
         torch.manual_seed(1)
         trainer.train()
         found[name] = [(row["loss"], row["grad_norm"]) for row in history(trainer)]
@@ -391,9 +391,7 @@ def test_lora_dropout_with_a_rollout_is_refused(model: Path) -> None:
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    with pytest.raises(
-        rlkernel_transformers.UnsupportedModelError, match=r"training would not see what was rolled out"
-    ):
+    with pytest.raises(rlkernel_transformers.UnsupportedModelError, match=r"which a rollout does not have"):
         make_trainer("GRPO", model, trainer={"peft_config": lora})
     trainer = make_trainer("GRPO", model, max_steps=1, disable_dropout=True, trainer={"peft_config": lora})
     trainer.train()

@@ -72,7 +72,7 @@ def test_answers_of_several_workers() -> None:
 
 
 def test_what_is_no_engine_is_named() -> None:
-    with pytest.raises(TypeError, match="a str is no engine of vLLM"):
+    with pytest.raises(TypeError, match="a str is not an engine of vLLM"):
         status("Qwen/Qwen3-0.6B")
     for wrong in ("Qwen/Qwen3-0.6B", 7):
         with pytest.raises(TypeError, match=f"fingerprints takes an engine, .* found a {type(wrong).__name__}"):

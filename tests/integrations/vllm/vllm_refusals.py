@@ -87,7 +87,7 @@ def checks(folder: str) -> dict[str, Any]:
     import rlkernel_vllm
     from rlkernel_vllm.config import findings
     from rlkernel_vllm.convert import Conversion
-    from rlkernel_vllm.plugin import take_over_sampler as take_over
+    from rlkernel_vllm.plugin import replace_sampler
     from rlkernel_vllm.settings import Settings
 
     class Mine(rlkernel_vllm.LLM):
@@ -118,10 +118,10 @@ def checks(folder: str) -> dict[str, Any]:
     vllm.__version__ = version
     runner = SimpleNamespace(sampler=SimpleNamespace(), get_model=lambda: SimpleNamespace(rlkernel=Conversion()))
     try:
-        take_over(runner, Settings(enabled=True))
+        replace_sampler(runner, Settings(enabled=True))
     except rlkernel_vllm.UnsupportedError as error:
         out["sampler"] = str(error)
-    take_over(runner, Settings(enabled=True, mode="audit"))
+    replace_sampler(runner, Settings(enabled=True, mode="audit"))
     out["windows"] = windows(given)
     return out
 
@@ -132,7 +132,7 @@ def windows(vllm_config: Any) -> list[list[Any]]:
 
     from rlkernel_vllm.attention_cpu import CPUImpl
     from rlkernel_vllm.config import model_config
-    from rlkernel_vllm.convert import _other_windows
+    from rlkernel_vllm.convert import window_findings
 
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Module(), nn.Module()])
@@ -140,7 +140,7 @@ def windows(vllm_config: Any) -> list[list[Any]]:
         layer.attn = nn.Module()
         layer.attn.impl = CPUImpl.__new__(CPUImpl)
         layer.attn.impl.sliding_window = window
-    found = _other_windows(model, model_config(vllm_config.model_config), 64)
+    found = window_findings(model, model_config(vllm_config.model_config), 64)
     return [[name, 16 if " 16 keys" in why else why, None if "one of None" in why else why] for name, why in found]
 
 

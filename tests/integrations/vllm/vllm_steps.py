@@ -86,7 +86,7 @@ class Engine:
             from rlkernel_vllm import sampling_v2
 
             runner = SimpleNamespace(sampler=self.sampler, prompt_logprobs_worker=_prompt_worker())
-            assert sampling_v2.take_over(runner)
+            assert sampling_v2.replace_sampler(runner)
 
     def add(self, slot: int, bad: tuple[int, ...] = (), **asked: Any) -> None:
         from vllm import SamplingParams
