@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.ops.logprob import logprob_stats
+from rlkernel.ops.sample import kept_set
 
 
 def log_probabilities(logits: Tensor) -> Tensor:  # [T, V] fp32 -> [T, V] fp32
@@ -37,11 +38,7 @@ def scale_and_filter_(
     """Multiplies by 1/T, in place, and writes -inf where a token is not in the kept set of `ops.sample`."""
     dropped = None
     if (top_k, top_p, min_p) != (None, None, None):
-        zeros = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        kept = ops.sample(
-            logits, zeros, zeros, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, return_kept=True
-        ).kept
-        assert kept is not None
+        kept = kept_set(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         dropped = ~ops.unpack_kept(kept, logits.shape[1])
     scale = 1.0 / torch.where(temperature > 0, temperature, 1.0)
     logits = logits.mul_(scale.unsqueeze(1))

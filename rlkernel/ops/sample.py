@@ -113,6 +113,21 @@ def sample(
     return Sample(tokens, logp, kept if return_kept else None)
 
 
+@torch.no_grad()
+def kept_set(
+    logits: Tensor,  # [B, V] fp32
+    *,
+    temperature: Tensor,  # [B] fp32
+    top_k: Tensor | None = None,  # [B] int32
+    top_p: Tensor | None = None,  # [B] fp32
+    min_p: Tensor | None = None,  # [B] fp32
+) -> Tensor:  # [B, ceil(V/32)] int32
+    """The set of tokens that `sample` keeps, as a bit mask. At least one filter is given; arguments are not checked."""
+    zeros = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+    mask: Tensor = _sample(logits, zeros, zeros, temperature, top_k, top_p, min_p)[1]
+    return mask
+
+
 def sample_tokens(
     logits: Tensor,  # [B, V] fp32
     seeds: Tensor,  # [B] int64

@@ -284,7 +284,7 @@ def test_masters_are_fp32(model: Path) -> None:
         ({"fp16": True, "bf16": False}, "fp16"),
         ({"use_liger_kernel": True}, "use_liger_kernel"),
         ({"torch_compile": True}, "torch_compile"),
-        ({"temperature": 0.0}, "temperature=0.0: logits are divided by it"),
+        ({"temperature": 0.0}, "temperature=0.0: sampling and training divide"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"optim": "sgd"}, "fp32 masters"),
         ({"generation_kwargs": {"presence_penalty": 0.5}}, "presence_penalty"),
@@ -331,7 +331,10 @@ def test_the_certificate_says_what_follows(caplog: pytest.LogCaptureFixture) -> 
     """Under top-p without the engine's sets TRL's forward goes on, and the log does not say otherwise."""
     from rlkernel_trl.exactness import Certificate, Verdict
 
-    for rebuilds, said in ((False, "left out from here on, but for every 50"), (True, "goes on: it rebuilds the sets")):
+    for rebuilds, said in (
+        (False, "skipped from now on, except every 50"),
+        (True, "because it recomputes the sets"),
+    ):
         caplog.clear()
         certificate = Certificate(1, 50, True)
         certificate.rebuilds = rebuilds
