@@ -21,9 +21,10 @@ from rlkernel.ops.checks import check_flag
 from rlkernel_transformers import forwards, masters, support
 from rlkernel_transformers.adapters import check_mergeable, has_dropout
 from rlkernel_transformers.attention import NAME
-from rlkernel_transformers.forwards import Score, Settings, TokenLogprobs, shift
+from rlkernel_transformers.calls import Score, shape_of
+from rlkernel_transformers.forwards import Settings, TokenLogprobs, shift
 from rlkernel_transformers.joined import join_storage, separate_storage
-from rlkernel_transformers.packing import IGNORED, check, check_targets
+from rlkernel_transformers.packing import IGNORED, CallError, check, check_targets
 
 _OWN = frozenset(
     {
@@ -211,7 +212,7 @@ def token_logprobs(
         labels: the tokens themselves, -100 where nothing is scored, as for transformers' loss: the result at t is
             that of `labels[:, t + 1]`.
         targets: the next tokens, if the caller shifts. Pass at most one of both; the default is `labels=input_ids`.
-        temperature, kept, keep_probs: as in `ops.linear_logprob`; kept holds a row for each scored target in
+        temperature, kept, keep_probs: as in `ops.linear_logprob`; kept holds one row per scored target in
             order, or one for each of [B, L].
         statistics: also `mean_logit` and `top1`.
         rows: packed tokens to score, if the caller knows them; not read back, so on a GPU they are not checked.
@@ -225,19 +226,19 @@ def token_logprobs(
     if "_rlkernel" not in found.model.__dict__:
         raise support.UnsupportedModelError("token_logprobs: call rlkernel_transformers.apply(model) first")
     if labels is not None and targets is not None:
-        raise forwards.CallError("token_logprobs: labels and targets are both given; pass one")
+        raise CallError("token_logprobs: labels and targets are both given; pass one")
     unknown = sorted(set(inputs) - _call_names(found))
     if unknown:
-        raise forwards.CallError(
+        raise CallError(
             f"token_logprobs: unknown argument {', '.join(unknown)}; its own are labels, targets, temperature, kept, "
             "keep_probs, statistics and rows"
         )
     check_flag("token_logprobs", "keep_probs", keep_probs)
     check_flag("token_logprobs", "statistics", statistics)
-    shape = forwards.shape_of(input_ids, inputs.get("inputs_embeds"))
+    shape = shape_of(input_ids, inputs.get("inputs_embeds"))
     if targets is None:
         if labels is None and input_ids is None:
-            raise forwards.CallError("token_logprobs: inputs_embeds has no next tokens; pass labels or targets")
+            raise CallError("token_logprobs: inputs_embeds has no next tokens; pass labels or targets")
         if labels is None:
             labels = input_ids.long()  # type: ignore[union-attr]
             if attention_mask is not None:
@@ -255,7 +256,7 @@ def token_logprobs(
     )
     assert isinstance(out, TokenLogprobs)
     if out.logp is None or out.logp.dtype != torch.float32:
-        raise forwards.CallError(
+        raise CallError(
             "token_logprobs: a wrapper cast the log-probabilities; set output_dtype=None in FSDP2's "
             "MixedPrecisionPolicy and mixed_precision='no' in accelerate"
         )

@@ -48,7 +48,7 @@ class TokenLogprobs(ModelOutput):
     top1: Tensor | None = None
 
 
-def whole(weight: Tensor) -> Tensor:
+def unsharded(weight: Tensor) -> Tensor:
     """The full tensor of a parameter that FSDP2 sharded.
 
     Raises:
@@ -59,7 +59,7 @@ def whole(weight: Tensor) -> Tensor:
     if torch.is_grad_enabled() and weight.requires_grad:
         raise CallError(
             "a weight is still sharded where it is used, so its gradient would not be averaged over the ranks: call "
-            "the module that fully_shard was called on last (the whole model), not one inside it"
+            "the module that fully_shard was called on last (the complete model), not one inside it"
         )
     return weight.full_tensor()
 
@@ -78,8 +78,8 @@ def rounded(weight: Any, dtype: torch.dtype) -> Any:
 
 
 def linear_forward(self: Any, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-    bias = None if self.bias is None else rounded(whole(self.bias), x.dtype)
-    return ops.linear(x, rounded(whole(self.weight), x.dtype), bias, chunks=self._rlkernel_chunks)
+    bias = None if self.bias is None else rounded(unsharded(self.bias), x.dtype)
+    return ops.linear(x, rounded(unsharded(self.weight), x.dtype), bias, chunks=self._rlkernel_chunks)
 
 
 def head_forward(self: Any, x: Tensor, score: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
@@ -109,7 +109,7 @@ def _check_head(head: Any) -> None:
 def head_weight(head: Any) -> Tensor:  # [V, C]
     """Weight of the head. A tied one with a `main_grad` gets an alias with its own buffer, `head_main_grad`."""
     _check_head(head)
-    weight = whole(head.weight)
+    weight = unsharded(head.weight)
     grad = getattr(weight, "head_main_grad", None)
     if grad is None or not torch.is_grad_enabled():
         return weight
@@ -119,7 +119,7 @@ def head_weight(head: Any) -> Tensor:  # [V, C]
 
 
 def embedding_forward(self: Any, ids: Tensor) -> Tensor:
-    out = ops.embedding(ids, whole(self.weight))
+    out = ops.embedding(ids, unsharded(self.weight))
     if self.padding_idx is None or not torch.is_grad_enabled():
         return out
     # transformers does not train this row. It starts at zero, where a norm's gradient is as large as 1 / sqrt(eps).
@@ -127,7 +127,7 @@ def embedding_forward(self: Any, ids: Tensor) -> Tensor:
 
 
 def norm_forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-    weight = rounded(whole(self.weight), x.dtype)
+    weight = rounded(unsharded(self.weight), x.dtype)
     if residual is None:
         return ops.rms_norm(x, weight, self.variance_epsilon)
     return ops.rms_norm(x, weight, self.variance_epsilon, residual)

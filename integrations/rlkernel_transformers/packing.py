@@ -311,7 +311,7 @@ def check(
     if attention_mask is not None and attention_mask.shape != (b, past + length):
         raise CallError(
             f"attention_mask is {tuple(attention_mask.shape)}; expected [B={b}, {past + length}] for {length} tokens "
-            f"a row after {past} cached ones"
+            f"per row after {past} cached ones"
         )
     if attention_mask is not None and attention_mask.is_floating_point() and not _is_binary(attention_mask):
         raise CallError(

@@ -99,7 +99,7 @@ def find_model(model: nn.Module) -> Any:
 
 
 def read_config(model: Any) -> ModelConfig:
-    """The configuration, refused where it asks for what our ops do not compute."""
+    """The model's configuration. Raises UnsupportedModelError if our ops do not support it."""
     # The class decides: a checkpoint of the base model alone, or of a reward model, names another architecture.
     architecture = FAMILIES[model.config.model_type].architecture
     try:

@@ -79,7 +79,7 @@ def refused_in(params: Any) -> str | None:
 
 
 def findings(vllm_config: Any, requested: Settings) -> Iterator[Finding]:
-    """Everything in the configuration that cannot be made exact."""
+    """Settings of the configuration that cannot be exact."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     yield from _of_vllm()
     yield from _of_model(model)

@@ -151,11 +151,11 @@ def convert(model: nn.Module, vllm_config: Any, requested: Settings) -> Conversi
         done.found += _weight_findings(model, config)
     limits = _step_limits(vllm_config)
     for name, module in model.named_modules():
-        made, reason = _convert(module, table, requested)
+        converted_to, reason = _convert(module, table, requested)
         if isinstance(getattr(module, "impl", None), ExactAttention):
             module.impl.rlkernel_limits = limits
-        if made is not None:
-            done.modules[name] = made
+        if converted_to is not None:
+            done.modules[name] = converted_to
         elif reason is not None:
             done.modules[name] = "stock"
             done.found.append(Finding(name, f"{type(module).__name__}: {reason}"))
@@ -230,7 +230,7 @@ def _convert(module: Any, table: Tensor | None, requested: Settings) -> tuple[st
         return _convert_attention(module, requested)
     computes = not list(module.children()) and (list(module.parameters()) or kind.__module__.startswith("vllm.model_"))
     if computes and kind.__name__ not in _IDLE:
-        return None, "rlkernel does not compute this kind of module"
+        return None, "a kind of module that rlkernel does not compute"
     return None, None
 
 

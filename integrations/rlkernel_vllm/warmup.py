@@ -24,7 +24,7 @@ def certify(model: nn.Module, vllm_config: Any) -> None:
     """Certifies `ops.linear` for each weight shape of the model and each row count of a step, and long prefills.
 
     Raises:
-        VariantError: the attention variant that was asked for does not run here.
+        VariantError: the requested attention variant does not run here.
     """
     weight = next(model.parameters())
     if weight.device.type != "cuda":

@@ -76,8 +76,8 @@ def current_attention_variant(asked: str | None = None) -> str:
     _known(asked)
     if (chosen := _variant.now) is not None and chosen != asked:
         raise VariantError(
-            f"attention variant {asked!r} was asked for in a process that is set to {chosen!r}; a model keeps the "
-            f"variant it was made in: call model.set_attention_variant({chosen!r}), or leave the block"
+            f"attention variant {asked!r} was requested in a process that is set to {chosen!r}; a model keeps the "
+            f"variant that was set when it was made: call model.set_attention_variant({chosen!r}), or leave the block"
         )
     return asked
 
@@ -100,7 +100,7 @@ def check_attention_variant(
     halves: bool = False,
     window: int | None = None,
 ) -> None:
-    """Raises unless a variant runs on this machine with these tensors; certifies "fa3" where there is no verdict yet.
+    """Raises unless a variant runs on this machine with these tensors; certifies "fa3" if there is no verdict yet.
 
     Args:
         page_size: tokens per page of the cache; None: no cache, as in training.

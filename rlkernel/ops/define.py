@@ -153,7 +153,7 @@ def register_backend(device: str, functions: Mapping[str, Callable[..., Any]], *
 
     Raises:
         ValueError: the device type has implementations already, or a name is not that of an op.
-        TypeError: a function cannot be called. RuntimeError: torch knows no such device type.
+        TypeError: a function cannot be called. RuntimeError: torch does not know the device type.
     """
     if torch.device(device).type != device:
         raise ValueError(f"register_backend: device={device!r} has an index; expected a device type, such as 'xpu'")

@@ -136,7 +136,7 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,  # or [N] fp32
     kept: Tensor | None = None,  # [N, ceil(V/32)] int32
     keep_probs: bool = False,
-    keep_bytes: float = KEEP_BYTES,  # a whole number or inf
+    keep_bytes: float = KEEP_BYTES,  # an integer or inf
 ) -> LogProb:  # logp, entropy, lse: [N] fp32
     """`logprob(linear(hidden[rows], weight, out_dtype=torch.float32), targets, ...)` to the bit, block by block.
 

@@ -75,7 +75,7 @@ def test_mixing_is_an_error() -> None:
     policy = model()
     llm = LLM(policy, attention="fa3", **SIZES)
     batch = PackedBatch.from_sequences([[3, 4, 5]])
-    with ops.attention_variant("split"), pytest.raises(VariantError, match="'fa3' was asked for in a process that is"):
+    with ops.attention_variant("split"), pytest.raises(VariantError, match="'fa3' was requested in a process that is"):
         policy(batch)
     with (
         ops.attention_variant("split"),

@@ -41,7 +41,7 @@ def test_the_choice() -> None:
         assert_bitwise(run(variant="fa3"), other)
         with ops.attention_variant("split"):
             assert_bitwise(run(), plain)
-        with pytest.raises(VariantError, match="'split' was asked for in a process that is set to 'fa3'"):
+        with pytest.raises(VariantError, match="'split' was requested in a process that is set to 'fa3'"):
             run(variant="split")
         with ops.stock():
             assert ops.current_attention_variant() == "fa3"

@@ -71,7 +71,7 @@ def test_an_attention_variant_that_is_set_holds_in_open_blocks_and_behind_them()
         assert ops.current_attention_variant() == "split"
         with pytest.raises(ValueError, match="expected one of split, fa3"), ops.attention_variant("fa2"):
             pass
-        with pytest.raises(VariantError, match="'fa3' was asked for in a process that is set to 'split'"):
+        with pytest.raises(VariantError, match="'fa3' was requested in a process that is set to 'split'"):
             ops.current_attention_variant("fa3")
     finally:
         ops.set_attention_variant(None)
