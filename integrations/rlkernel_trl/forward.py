@@ -57,15 +57,15 @@ class Call:
     Attributes:
         strict: whether a batch that only stock operators can score is an error.
         kept: kept sets of the rows of the next forwards, in order; None: `rebuild` decides.
-        rebuild: compute the sets of these filters from the forward's own logits, and append them to `made`.
-        made: recomputed sets, one per row.
+        rebuild: compute the sets of these filters from the forward's own logits, and append them to `rebuilt`.
+        rebuilt: recomputed sets, one per row.
         fallbacks: forwards on stock operators since the trainer last read it.
     """
 
     strict: bool = True
     kept: list[Ragged] | None = None
     rebuild: Filters | None = None
-    made: list[Ragged] = field(default_factory=list)
+    rebuilt: list[Ragged] = field(default_factory=list)
     fallbacks: int = 0
 
 
@@ -196,7 +196,7 @@ def _kept(call: Call, hidden: Tensor, weight: Tensor, scored: Tensor) -> Tensor 
         return torch.cat(masks) if masks else None
     assert call.rebuild is not None
     masks_of_all = kept_sets(hidden, weight, call.rebuild)
-    call.made += [ops.kept_to_ids(row, weight.shape[0]) for row in masks_of_all.split(counts)]
+    call.rebuilt += [ops.kept_to_ids(row, weight.shape[0]) for row in masks_of_all.split(counts)]
     return masks_of_all
 
 

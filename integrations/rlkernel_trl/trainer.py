@@ -154,9 +154,9 @@ class _Sampling(_Flagged):
                 rows = range(len(at.kept)) if backend.inputs is None else backend.inputs["rl_kernel_row"].tolist()
                 call.kept = [at.kept[i] for i in rows]
         result = super()._get_per_token_logps_and_entropies(model, *batch, *args, **kwargs)  # type: ignore[misc]
-        if at.open and call.made:
-            at.kept = call.made
-        call.kept, call.rebuild, call.made = None, None, []
+        if at.open and call.rebuilt:
+            at.kept = call.rebuilt
+        call.kept, call.rebuild, call.rebuilt = None, None, []
         return result
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:

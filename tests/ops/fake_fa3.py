@@ -1,6 +1,6 @@
-"""A FlashAttention-3 for machines without one: our CPU attention in an order of its own, and wrong ones.
+"""A fake FlashAttention-3 for machines without it: our CPU attention in another order, and faulty variants.
 
-`install` puts a fake in the place of the installed library, with few and short sequences to certify.
+`install` replaces the installed library by a fake, with few and short sequences to certify.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Change = Callable[[bool, int, int], float]  # (paged, longest query, sequences) 
 
 
 def fake(change: Change = lambda paged, longest, batch: 1 + 2**-6) -> attention_fa3.Library:
-    """Exact where `change` is constant; another factor of the scale stands for another order."""
+    """A library that is exact if `change` is constant; another factor of the scale simulates another order."""
 
     def dense(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float):
         scale *= change(False, max_q, cu_q.numel() - 1)
@@ -42,7 +42,7 @@ def fake(change: Change = lambda paged, longest, batch: 1 + 2**-6) -> attention_
 def install(
     monkeypatch: pytest.MonkeyPatch, folder: Path, library: attention_fa3.Library | str | None = None
 ) -> attention_fa3.Library | str:
-    """Makes `library` (default the exact fake; a text: the reason why there is none) the installed one."""
+    """Makes `library` the installed one; default: the exact fake; a string: why none is installed."""
     library = fake() if library is None else library
     for name, value in {
         "find": lambda: library,

@@ -1,4 +1,4 @@
-"""The variants of attention at the ops: choice, errors, gradients, contract ids; FlashAttention-3 is a fake."""
+"""Variants of attention in the ops: choice, errors, gradients, contract ids, with a fake FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_pages_and_packing_agree_and_lse_is_ours() -> None:
 
 
 def test_gradients_are_ours_on_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the fake has our order, its gradients have our bits: the LSE arrives in the right layout and base."""
+    """If the fake has our order, gradients have our bits, so the LSE has the right layout and base."""
     install(monkeypatch, tmp_path, fake(lambda paged, longest, batch: 1.0))
     batch = sequences(LENS, 2, 2, 8, BF16)
     douts = [rand(9 + i, *s.q.shape, dtype=BF16) for i, s in enumerate(batch)]

@@ -1,4 +1,4 @@
-"""Blocks that switch all ops of the process, `stock`, `attention_variant`, `strict`, `use`: those of several threads
+"""Blocks that change all ops of the process (`stock`, `attention_variant`, `strict`, `use`); those of several threads
 may overlap."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlkernel.kernels.errors import VariantError
 
 @pytest.fixture
 def often() -> Iterator[None]:
-    """Threads change places every few instructions."""
+    """Switches threads every few instructions."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

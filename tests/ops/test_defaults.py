@@ -1,4 +1,4 @@
-"""torch's default dtype and device and the flushing of denormals are the user's to change; no op may depend on them."""
+"""No op depends on torch's default dtype and device or on the flushing of denormals, which users may change."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_threads_that_overlap_leave_the_default_dtype(monkeypatch: pytest.Monkey
         ends["swiglu"].set()
         first.result(10)
         assert torch.get_default_dtype() == torch.float32, "the second is at it"
-        if changed:  # by the user, whose word counts
+        if changed:  # set by the user, so it stays
             torch.set_default_dtype(torch.bfloat16)
         ends["rms_norm"].set()
         second.result(10)
@@ -134,7 +134,7 @@ def test_default_device_changes_nothing() -> None:
 
 
 def tiny_inputs() -> dict[str, Tensor]:
-    """Numbers whose results and gradients are denormal in part; large enough for two threads."""
+    """Inputs with some denormal results and gradients, large enough for two threads."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape, by=1.0: torch.randn(*shape, generator=generator) * by
     return {
@@ -170,7 +170,7 @@ def tiny(t: dict[str, Tensor]) -> list[Tensor]:
 
 
 def test_flushed_denormals_change_nothing() -> None:
-    """Some threads of a process may have them flushed, others not: the thread would then show in the bits."""
+    """Some threads of a process may flush denormals and others not, so the bits would depend on the thread."""
     threads, given = torch.get_num_threads(), tiny_inputs()
     expected = tiny(given)
     assert sum(bool(((o != 0) & (o.abs() < torch.finfo(torch.float32).tiny)).any()) for o in expected) >= 8

@@ -1,4 +1,4 @@
-"""embedding: a copy forward, and a gradient that any split of the tokens leaves unchanged."""
+"""embedding: the forward is a copy, and no split of the tokens changes the gradient."""
 
 from __future__ import annotations
 

@@ -61,14 +61,14 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("call", "error", "message"), CALLS.values(), ids=CALLS)
-def test_a_flag_is_no_number_and_a_text_no_flag(
+def test_flags_are_refused_as_numbers_and_strings_as_flags(
     call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         call()
 
 
-def test_a_flag_is_no_length_under_compile() -> None:
+def test_a_flag_is_refused_as_a_length_under_compile() -> None:
     def run(n: object) -> torch.Tensor:
         return ops.policy_loss(ROW, None, ROW[:1], CU, loss_type="dr_grpo", max_completion_length=n).loss  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""logprob: right against fp64, a row's bits from that row alone, kept sets and temperatures, special rows."""
+"""logprob: accuracy, batch invariance, kept sets and temperatures, special rows."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_reference_equals_cpp(dtype: torch.dtype, v: int, with_kept: bool) -> No
         assert_reference_equal(run, f"logprob {dtype} V={v}")
 
 
-def test_a_tile_is_summed_in_whole_units() -> None:
+def test_a_tile_is_summed_in_integer_units() -> None:
     # exp(-ln 2^24) is half a unit of 2^-23 and rounds to even, 0: the tile sums to exactly 1, and logp is exactly 0.
     logits = torch.full((1, 128), -24 * math.log(2) - 1e-3)
     logits[0, 5] = 0.0

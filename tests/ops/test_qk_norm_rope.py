@@ -1,4 +1,4 @@
-"""qk_norm_rope: the bits of rms_norm and rope one after the other."""
+"""qk_norm_rope equals rms_norm followed by rope, bit for bit."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_refuses(change: dict[str, torch.Tensor], message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ("q", "k", "v", "q_weight", "k_weight", "cos_sin", "k_cache", "v_cache"))
-def test_refuses_what_asks_for_a_gradient(name: str) -> None:
-    """By the op's own name, before another op sees it or one kernel takes it."""
+def test_refuses_tensors_that_require_a_gradient(name: str) -> None:
+    """The error names this op, and comes before another op or the fused kernel runs."""
     names = ("q", "k", "q_weight", "k_weight", "positions", "cos_sin")
     plain = dict(zip(names, inputs(torch.float32), strict=True))
     stored = {"v": rand(4, 7, 2, 32), "k_cache": torch.zeros(2, 4, 2, 32), "v_cache": torch.zeros(2, 4, 2, 32)}

@@ -1,4 +1,4 @@
-"""What the plugin refuses before an engine is made: settings, models, keys, a vLLM that lacks what it hooks into.
+"""What the plugin refuses before an engine is created: settings, models, keys, a vLLM without its hooks' targets.
 
 `vllm_side.py` runs `refusals`, `checks` and `broken`, each with the folder of a model.
 """
@@ -15,7 +15,7 @@ KEYS_OF_VLLM: dict[str, Any] = {
 
 
 def refusals(folder: str) -> dict[str, Any]:
-    """What the configuration refuses, by setting; no engine is made."""
+    """Refusals of the configuration, by setting; no engine is created."""
     from vllm import EngineArgs
 
     from rlkernel_vllm.config import UnsupportedError
@@ -52,7 +52,7 @@ def refusals(folder: str) -> dict[str, Any]:
 
 
 def architectures(folder: str) -> dict[str, str]:
-    """Other models' configurations in place of one that is accepted: vLLM starts a process to look at a new model."""
+    """Other models' configurations put into an accepted one, because vLLM starts a process to inspect a new model."""
     import copy
 
     import transformers
@@ -79,7 +79,7 @@ def architectures(folder: str) -> dict[str, str]:
 
 
 def checks(folder: str) -> dict[str, Any]:
-    """More that is refused, before an engine is made; and where the plugin is at work, what `LLM` is."""
+    """More refusals before an engine is created, and the class of `LLM`."""
     from types import SimpleNamespace
 
     import vllm
@@ -127,7 +127,7 @@ def checks(folder: str) -> dict[str, Any]:
 
 
 def windows(vllm_config: Any) -> list[list[Any]]:
-    """Layers whose window is not the architecture's: of two with 16 and 64 keys, in sequences of up to 64."""
+    """Layers with another window than the architecture's: two with 16 and 64 keys, sequences of up to 64."""
     from torch import nn
 
     from rlkernel_vllm.attention_cpu import CPUImpl
@@ -145,7 +145,7 @@ def windows(vllm_config: Any) -> list[list[Any]]:
 
 
 def broken(folder: str) -> dict[str, Any]:
-    """A vLLM that lacks a place where the plugin hooks in (the caller keeps vLLM from loading it)."""
+    """A vLLM without one of the functions that the plugin hooks (the caller keeps vLLM from loading it)."""
     from vllm import EngineArgs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
