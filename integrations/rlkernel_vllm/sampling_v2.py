@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from rlkernel.ops.sample import sample_tokens
+from rlkernel.ops.sample import sample_unchecked
 from rlkernel_vllm.sampling import scale_and_filter_, token_log_probabilities
 
 _current: list[Any] = []  # sampling states and prompt workers of ours that are being called
@@ -183,7 +183,7 @@ def _install() -> None:
         temperatures, seeds = states.rlkernel_drawn
         if not states.rlkernel_deferred:  # already applied
             temperatures = (temperatures > 0).float()
-        return sample_tokens(logits.float(), seeds, pos.long(), temperatures)
+        return sample_unchecked(logits.float(), seeds, pos.long(), temperatures, None, None, None)[0]
 
     sampler_module.gumbel_sample = gumbel_sample
 

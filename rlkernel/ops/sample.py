@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     kept: Tensor | None  # [B, ceil(V/32)] int32
 
 
-_sample = define(
+sample_unchecked = define(  # for engines that have checked the arguments
     "sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor? top_k, Tensor? top_p, "
     "Tensor? min_p) -> (Tensor, Tensor)",
     "sample",
@@ -106,7 +106,7 @@ def sample(
     if is_stock():
         tokens, logp, mask = stock.sample(logits, temperature, top_k, top_p, min_p)
         return Sample(tokens, logp, mask if return_kept else None)
-    tokens, mask = _sample(logits, seeds, positions, temperature, top_k, top_p, min_p)
+    tokens, mask = sample_unchecked(logits, seeds, positions, temperature, top_k, top_p, min_p)
     kept = mask if top_k is not None or top_p is not None or min_p is not None else None
     inverse = torch.ones_like(temperature) / torch.where(temperature > 0, temperature, 1.0)
     logp = logprob_unchecked(logits, tokens, inverse, kept)[0]
@@ -124,16 +124,5 @@ def kept_set(
 ) -> Tensor:  # [B, ceil(V/32)] int32
     """The set of tokens that `sample` keeps, as a bit mask. At least one filter is given; arguments are not checked."""
     zeros = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-    mask: Tensor = _sample(logits, zeros, zeros, temperature, top_k, top_p, min_p)[1]
+    mask: Tensor = sample_unchecked(logits, zeros, zeros, temperature, top_k, top_p, min_p)[1]
     return mask
-
-
-def sample_tokens(
-    logits: Tensor,  # [B, V] fp32
-    seeds: Tensor,  # [B] int64
-    positions: Tensor,  # [B] int64
-    temperature: Tensor,  # [B] fp32
-) -> Tensor:  # [B] int64
-    """Tokens of `sample` without filters and log-probabilities, for an engine that has checked the arguments."""
-    tokens: Tensor = _sample(logits, seeds, positions, temperature, None, None, None)[0]
-    return tokens
