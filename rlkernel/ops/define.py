@@ -6,7 +6,7 @@ kernel of a small batch. In plain eager mode, where nothing has to see the op, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def define(
             given = args if inputs is None else (inputs(args),)
             try:
                 if choice.implementation == "reference":
-                    return _in_plain_torch(choice.fn, given)
+                    return _in_plain_torch(lambda *_: choice.fn(*given), args)
                 return choice.fn(*given)
             except RuntimeError:  # checked after the failure, because checking every tensor of every call costs time
                 check_dense(name, names, args)
@@ -230,12 +230,7 @@ def _function(
 
 def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls the reference with fp32 and the arguments' device as torch's defaults, on which it relies."""
-    device = next(a.device for a in _flatten(args) if isinstance(a, Tensor))
+    flat = (a[0] if isinstance(a, (list, tuple)) and a else a for a in args)
+    device = next(a.device for a in flat if isinstance(a, Tensor))
     with _default_dtype.changed(), device:
         return fn(*args)
-
-
-def _flatten(args: Iterable[Any]) -> Iterator[Any]:
-    """The arguments, with lists and tuples replaced by their elements."""
-    for arg in args:
-        yield from _flatten(arg) if isinstance(arg, (list, tuple)) else (arg,)
