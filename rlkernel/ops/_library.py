@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
 from rlkernel.kernels import select
-from rlkernel.kernels.setting import Setting, Switch
+from rlkernel.kernels.switch import Switch
 
 _LIBRARY = torch.library.Library("rlkernel", "DEF")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,8 +54,6 @@ def define(
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
-    if isinstance(module, str):
-        select.declare(name, module)
 
     def on(device: str) -> Callable[..., Any]:
         if not isinstance(module, str):
@@ -333,15 +331,20 @@ def _function(
     return apply
 
 
-_default_dtype = Setting(torch.get_default_dtype, torch.set_default_dtype, inside=lambda found: torch.float32)
+_reference = threading.RLock()  # torch's default dtype belongs to the process
 
 
 def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Calls the reference with torch's default dtype and device as it was written for, whatever the user's are."""
+    """Calls the reference with fp32 and the device of the arguments as torch's defaults, which it relies on."""
     flat = (a[0] if isinstance(a, (list, tuple)) and a else a for a in args)
-    place = next(a.device for a in flat if isinstance(a, Tensor))
-    with _default_dtype.changed(), place:
-        return fn(*args)
+    device = next(a.device for a in flat if isinstance(a, Tensor))
+    with _reference, device:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            return fn(*args)
+        finally:
+            torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_
 from rlkernel.kernels import select, stock
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
-from rlkernel.kernels.setting import Switch
+from rlkernel.kernels.switch import Switch
 from rlkernel.ops._library import (
     check,
     check_devices,
@@ -36,7 +36,7 @@ from rlkernel.ops._library import (
 MAX_HEAD_DIM = 256
 LONGEST = (1 << 31) - 1  # keys of a sequence: lengths are int32
 VARIANTS = ("split", "fa3")
-_ON_GPUS = ("certified", "triton")  # implementations of `paged_attention` that take `out`, and scratch memory
+_ON_GPUS = ("cuda", "triton")  # implementations of `paged_attention` that take `out`, and scratch memory
 
 _variant = Switch[str | None](None)  # the process's; None: nobody chose one
 
