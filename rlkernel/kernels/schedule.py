@@ -21,7 +21,7 @@ from rlkernel.kernels.certification import Family, Run, ShapeT, current, describ
 from rlkernel.kernels.errors import LaunchError
 from rlkernel.kernels.implementations import functions
 from rlkernel.kernels.switch import Switch
-from rlkernel.kernels.verdicts import ANCHOR, Verdict, machine, read, verdict_path, write
+from rlkernel.kernels.verdicts import ANCHOR, Verdict, read, verdict_path, write
 
 
 class UncertifiedError(RuntimeError):
@@ -137,19 +137,17 @@ class ScheduledOp(Generic[ShapeT]):
         """What computes a shape class, and whether that is final."""
         with _lock:
             known = self._classes.get(shape)
-            undecided = known is None and certification.capturing(device_of(shape)) and self._supported(shape)
+            new = known is None and any(schedule.supports(shape) for schedule in self.family.schedules)
+            undecided = new and certification.capturing(device_of(shape))
             if undecided:
                 known = _Class(failure="its first use was in a CUDA graph capture; run the shape once before")
                 self._warn(shape, f"runs its anchor: {known.failure}", shape)
             elif known is None:
-                known = self._classes[shape] = self._decide(shape) if self._supported(shape) else _Class()
+                known = self._classes[shape] = self._decide(shape) if new else _Class()
             if _strict.now and (reason := known.failure or (known.verdict and known.verdict.missing())):
                 raise UncertifiedError(f"{self.family.op} {describe(shape)} is not certified: {reason}")
             name = known.verdict.fastest(_is_off) if known.verdict else ANCHOR
             return known.bound.get(name, self.family.anchor), not undecided
-
-    def _supported(self, shape: ShapeT) -> bool:
-        return any(schedule.supports(shape) for schedule in self.family.schedules)
 
     def _decide(self, shape: ShapeT) -> _Class:
         """Reads the verdict of a class from its file, or makes and writes it."""
@@ -283,8 +281,6 @@ def report(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _holds(verdict: Verdict, device: torch.device) -> bool:
-    """Whether a verdict on disk has the current libraries, sources and schedules. Of an op whose module is not loaded
-    only the machine is known."""
+    """Whether a verdict on disk has the current libraries, sources and schedules, of an op whose module is loaded."""
     op = _ops.get(verdict.identity["op"])
-    now = machine(device) if op is None else certification.circumstances(op.family, device)
-    return now.items() <= verdict.identity.items()
+    return op is not None and certification.circumstances(op.family, device).items() <= verdict.identity.items()

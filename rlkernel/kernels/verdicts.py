@@ -133,7 +133,7 @@ def write(verdict: Verdict) -> None:
         )
 
 
-def _driver() -> str | None:
+def driver() -> str | None:
     """Version of NVIDIA's kernel driver, from NVML; None without one."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -167,7 +167,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         triton = None
     return {
         "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
-        "driver": _driver() if cuda else None,
+        "driver": driver() if cuda else None,
         "torch": torch.__version__,
         "triton": triton,
         "ptxas": _ptxas(device) if cuda and torch.version.hip is None else None,

@@ -92,6 +92,7 @@ def test_the_first_line_sums_up(
 ) -> None:
     build.build_cpu()
     monkeypatch.setattr(select, "_chosen", {})
+    monkeypatch.setattr(select, "_no_compiler", select._no_compiler.__wrapped__)
     monkeypatch.setattr(build, "_load_cpu_library", build._load_cpu_library.__wrapped__)
     if case != "well":
         monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path / "cache"))

@@ -231,48 +231,6 @@ def test_nothing_is_kept_if_a_schedule_cannot_be_loaded(error: type[Exception], 
     assert offer().chosen(x, w) == "fake.loaded"
 
 
-def test_a_schedule_that_writes_its_input_is_refused_and_harms_no_other() -> None:
-    def scribbles(x: Tensor, w: Tensor) -> Tensor:
-        y = anchor(x, w)
-        w.zero_()
-        return y
-
-    verdict = ScheduledOp(family(scribbles, equal)).verdict(*arguments())
-    assert verdict is not None
-    wrong, right = verdict.trials
-    assert not wrong.certified and "writes an argument that the op does not write, at 2 rows" in wrong.reason
-    assert right.certified, right.reason
-
-
-def test_a_write_to_a_tensor_in_a_tuple_is_seen() -> None:
-    def writes(x: Tensor, w: Tensor, more: tuple[Tensor, int]) -> Tensor:
-        more[0].zero_()
-        return anchor(x, w)
-
-    for run, certified in ((writes, False), (lambda x, w, more: equal(x, w), True)):
-        made = replace(
-            family(), anchor=lambda x, w, more: anchor(x, w),
-            schedules=(Schedule("fake.tuple", lambda key, run=run: run),),
-            sample=lambda key, m, kind, g: (*family().sample(key, m, "normal", g), (torch.arange(3), 1)),
-        )  # fmt: skip
-        (trial,) = certification.certify(made, made.shape(*arguments()))[0].trials
-        assert trial.certified == certified, trial.reason
-        assert certified or "writes an argument that the op does not write" in trial.reason
-
-
-def test_a_schedule_that_returns_one_buffer_again_and_again_is_refused() -> None:
-    buffers: dict[int, Tensor] = {}
-
-    def reuses(x: Tensor, w: Tensor) -> Tensor:
-        return buffers.setdefault(len(x), torch.empty(len(x), len(w), dtype=x.dtype)).copy_(anchor(x, w))
-
-    verdict = ScheduledOp(family(reuses, equal)).verdict(*arguments())
-    assert verdict is not None
-    wrong, right = verdict.trials
-    assert not wrong.certified and wrong.reason == "returns the memory of an earlier result"
-    assert right.certified and right.elements == len(samples.KINDS) * 8 * 5
-
-
 def test_a_verdict_is_void_where_the_schedule_is_another_one() -> None:
     algorithm = ["; algorithm 1"]
 
