@@ -50,7 +50,7 @@ class Case:
     anchor_name: str
     flops: float
     moved: float
-    ran: str  # what `ours` runs: "cpp" on a CPU, "triton", "certified: NAME"
+    ran: str  # what `ours` runs: "cpu" on a CPU, "triton", "certified: NAME"
 
 
 def ran(op: str, device: str, call: Callable[[Callable[..., None]], object] | None = None) -> str:

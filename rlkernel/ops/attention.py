@@ -17,7 +17,7 @@ from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_
 from rlkernel.kernels import stock
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
-from rlkernel.kernels.setting import Switch
+from rlkernel.kernels.switch import Switch
 from rlkernel.ops.autograd import bump_versions, refuse_gradient
 from rlkernel.ops.checks import (
     check,

@@ -6,6 +6,7 @@ kernel of a small batch. In plain eager mode, where nothing has to see the op, t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rlkernel.kernels import select
-from rlkernel.kernels.setting import Setting
 from rlkernel.ops.autograd import (
     MAIN_GRAD_UNSEEN,
     bump_versions,
@@ -28,10 +28,10 @@ from rlkernel.ops.checks import check_dense, check_flag, device_error
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of tensors whose memory a kernel can read without the dispatcher."""
 
-_GPU_IMPLEMENTATIONS = ("certified", "triton")
+_GPU_IMPLEMENTATIONS = ("cuda", "triton")
 _LIBRARY = torch.library.Library("rlkernel", "DEF")
 _kernels: dict[str, Callable[[str], Callable[..., Any]]] = {}  # op -> its kernel for a device type
-_default_dtype = Setting(torch.get_default_dtype, torch.set_default_dtype, inside=lambda found: torch.float32)
+_reference_lock = threading.RLock()  # held while torch's default dtype, a setting of the process, is fp32
 
 # Looked up once: the kernel of a small batch takes no longer than a few of these lookups.
 _AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
@@ -65,8 +65,6 @@ def define(
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
-    if isinstance(module, str):
-        select.declare(name, module)
 
     def kernel_for(device: str) -> Callable[..., Any]:
         if not isinstance(module, str):
@@ -232,5 +230,10 @@ def _in_plain_torch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls the reference with fp32 and the arguments' device as torch's defaults, on which it relies."""
     flat = (a[0] if isinstance(a, (list, tuple)) and a else a for a in args)
     device = next(a.device for a in flat if isinstance(a, Tensor))
-    with _default_dtype.changed(), device:
-        return fn(*args)
+    with _reference_lock, device:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            return fn(*args)
+        finally:
+            torch.set_default_dtype(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from rlkernel.kernels.setting import Switch
+from rlkernel.kernels.switch import Switch
 from rlkernel.ops.checks import check_flag
 
 _stock = Switch(False)

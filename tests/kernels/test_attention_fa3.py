@@ -14,7 +14,7 @@ from ops.fake_fa3 import SHAPE, Change, fake, install
 from torch import Tensor
 
 from rlkernel.cli import doctor
-from rlkernel.kernels import certification, schedule
+from rlkernel.kernels import certification, samples, schedule
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
 from rlkernel.ops import report
@@ -24,7 +24,7 @@ def test_an_exact_library_is_certified_once(tmp_path: Path, monkeypatch: pytest.
     library = install(monkeypatch, tmp_path)
     assert attention_fa3.require(SHAPE) is library
     found = attention_fa3.verdict(SHAPE)
-    calls = len(list(attention_fa3.calls())) * len(certification.KINDS)
+    calls = len(list(attention_fa3.calls())) * len(samples.KINDS)
     assert found.certified and found.calls == calls > 100 and found.differing == 0 and found.first is None
     assert found.elements > 1000 and f"{calls} calls equal" in found.reason
 
@@ -227,7 +227,7 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     install(monkeypatch, tmp_path, attention_fa3.Library(by_head_dim.dense, paged, {}, "cpu"))
     monkeypatch.setattr(report, "_HEADS", ((64, 2, 1), (16, 2, 1)))
-    monkeypatch.setattr(certification, "KINDS", ("normal",))
+    monkeypatch.setattr(samples, "KINDS", ("normal",))
     found = json.loads(json.dumps(doctor.examine("cpu")))["attention_fa3"]
     assert found["unavailable"] is None
     assert [(row["shape"]["D"], row["certified"]) for row in found["rows"]] == [(64, False), (16, True)]

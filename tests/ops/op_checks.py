@@ -55,7 +55,7 @@ def assert_right(op: Op, truth: Op, inputs: Sequence[Tensor], upstream: Sequence
 
 def assert_reference_equal(run: Callable[[], Any], what: str) -> None:
     """`run()` gives the same bits with the C++ kernels and with the readable reference."""
-    with select.use("cpp"):
+    with select.use("cpu"):
         compiled = outputs(run())
     with select.use("reference"):
         reference = outputs(run())

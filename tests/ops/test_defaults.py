@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -79,7 +76,7 @@ def everything(t: dict[str, Tensor]) -> list[Tensor]:
     return [o.detach() for o in out]
 
 
-@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+@pytest.mark.parametrize("implementation", ("cpu", "reference"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64))
 def test_default_dtype_changes_nothing(dtype: torch.dtype, implementation: str) -> None:
     given = inputs()
@@ -90,38 +87,6 @@ def test_default_dtype_changes_nothing(dtype: torch.dtype, implementation: str) 
     assert torch.get_default_dtype() == dtype
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert_bitwise(a, b, f"result {i}")
-
-
-@pytest.mark.parametrize("changed", (False, True))
-def test_threads_that_overlap_leave_the_default_dtype(monkeypatch: pytest.MonkeyPatch, changed: bool) -> None:
-    given, chosen = inputs(), select.choose
-    began, ends = ({name: threading.Event() for name in ("swiglu", "rms_norm")} for _ in range(2))
-
-    def waiting(name: str, device: str) -> select.Choice:
-        choice = chosen(name, device)
-
-        def fn(*args: Tensor) -> Tensor:
-            began[name].set()
-            assert ends[name].wait(10)
-            return choice.fn(*args)
-
-        return replace(choice, fn=fn)
-
-    monkeypatch.setattr(select, "choose", waiting)
-    torch.set_default_dtype(torch.float64)
-    with select.use("reference"), ThreadPoolExecutor(2) as threads:
-        first = threads.submit(ops.swiglu, given["x"])
-        assert began["swiglu"].wait(10)
-        second = threads.submit(ops.rms_norm, given["x"], given["norm"], 1e-6)
-        assert began["rms_norm"].wait(10)
-        ends["swiglu"].set()
-        first.result(10)
-        assert torch.get_default_dtype() == torch.float32, "the second is at it"
-        if changed:  # set by the user, so it stays
-            torch.set_default_dtype(torch.bfloat16)
-        ends["rms_norm"].set()
-        second.result(10)
-    assert torch.get_default_dtype() == (torch.bfloat16 if changed else torch.float64)
 
 
 def test_default_device_changes_nothing() -> None:

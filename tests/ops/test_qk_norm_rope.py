@@ -20,7 +20,7 @@ def inputs(dtype: torch.dtype, d: int = 32, t: int = 7) -> tuple[torch.Tensor, .
 
 
 @by_dtype
-@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+@pytest.mark.parametrize("implementation", ("cpu", "reference"))
 @pytest.mark.parametrize("d", (24, 32))
 def test_equals_the_two_ops(dtype: torch.dtype, implementation: str, d: int) -> None:
     q, k, wq, wk, positions, table = inputs(dtype, d)
@@ -68,7 +68,7 @@ def test_refuses_tensors_that_require_a_gradient(name: str) -> None:
                 getattr(ops, op)(eps=EPS, **asks)
 
 
-@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+@pytest.mark.parametrize("implementation", ("cpu", "reference"))
 def test_store_equals_the_ops_in_turn(implementation: str) -> None:
     q, k, wq, wk, positions, table = inputs(torch.bfloat16)
     v, slots = rand(4, 7, 2, 32, dtype=torch.bfloat16), torch.tensor([3, -1, 8, 0, 11, 5, 6])

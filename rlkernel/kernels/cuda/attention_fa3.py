@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.kernels import certification, verdicts
+from rlkernel.kernels import certification, samples, verdicts
 from rlkernel.kernels.errors import VariantError
 
 FORMAT = "attention fa3 2"  # of the verdict files; files of another format are not read
@@ -262,9 +262,7 @@ class Sample:
 
     def __init__(self, library: Library, shape: Shape, kind: str, generator: torch.Generator) -> None:
         self.library, self.shape = library, shape
-        self.scale = (
-            certification.SCALES[certification.KINDS.index(kind) % len(certification.SCALES)] * shape.head_dim**-0.5
-        )
+        self.scale = samples.SCALES[samples.KINDS.index(kind) % len(samples.SCALES)] * shape.head_dim**-0.5
         total, device, page, d = sum(LENGTHS), generator.device, shape.page, shape.head_dim
         self.starts = [0, *accumulate(LENGTHS)]
 
@@ -272,7 +270,7 @@ class Sample:
         dtype = shape.dtype if kind == "denormal" else torch.float16
 
         def draw(heads: int, second: bool = False) -> Tensor:
-            drawn = certification.values(kind, total * heads, d, dtype, generator, second=second, narrow=True)
+            drawn = samples.values(kind, total * heads, d, dtype, generator, second=second, narrow=True)
             return drawn.to(shape.dtype).view(total, heads, d)
 
         self.q, self.k, self.v = draw(shape.heads), draw(shape.kv_heads, True), draw(shape.kv_heads)
@@ -375,8 +373,8 @@ def certify(library: Library, shape: Shape, seed: int | None = None) -> Verdict:
     name = "the dense call"
     try:
         where = shape.place
-        with torch.no_grad(), certification.current(where), certification.beside_captures(where):
-            for kind in certification.KINDS:
+        with torch.no_grad(), certification.current(where):
+            for kind in samples.KINDS:
                 sample = Sample(library, shape, kind, generator)
                 name = "the dense call"
                 expected = sample.dense()

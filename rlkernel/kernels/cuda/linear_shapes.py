@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_WHOLE
-from rlkernel.kernels.certification import values
+from rlkernel.kernels.samples import values
 
 # Close together where a decode step has its rows and the library fits its tiles to them.
 BUCKETS = (0, 1, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512, 1024, 2048, 4096, 8192, 16384)
