@@ -48,7 +48,7 @@ class Case:
     anchor_name: str
     flops: float
     moved: float
-    ran: str  # implementation of `ours`: "cpp" on a CPU, "triton", "certified: NAME"
+    ran: str  # implementation of `ours`: "cpu" on a CPU, "triton", "certified: NAME"
 
 
 def ran(op: str, device: str, call: Callable[[Callable[..., None]], object] | None = None) -> str:

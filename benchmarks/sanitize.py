@@ -298,7 +298,7 @@ def every_schedule() -> set[str]:
     @functools.cache
     def bound(op: ScheduledOp, key: Any) -> dict[str, Callable[..., Any]]:
         found = {}
-        for schedule in () if op.family.unavailable() else op.family.schedules:
+        for schedule in op.family.schedules:
             if schedule.supports(key):
                 with contextlib.suppress(RuntimeError):  # cuBLASLt has fewer algorithms for some shapes
                     found[f"{op.family.op}:{schedule.name}"] = schedule.bind(key)

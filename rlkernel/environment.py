@@ -34,17 +34,11 @@ def versions() -> dict[str, str]:
 
 
 def environment() -> dict[str, Any]:
-    """`{hardware, driver, versions}` of this machine; the GPU where torch sees one, else the CPU."""
+    """`{hardware, driver, versions}` of this machine; the hardware is the GPU if torch sees one, else the CPU."""
     import torch
+
+    from rlkernel.kernels.verdicts import driver
 
     if not torch.cuda.is_available():
         return {"hardware": _cpu_name(), "driver": None, "versions": versions()}
-    driver = None
-    try:
-        import subprocess
-
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        pass
-    return {"hardware": torch.cuda.get_device_name(), "driver": driver, "versions": versions()}
+    return {"hardware": torch.cuda.get_device_name(), "driver": driver(), "versions": versions()}

@@ -1,4 +1,4 @@
-"""rlkernel under models of transformers: `apply`, `token_logprobs`, `status`, `remove`."""
+"""Runs dense decoders of transformers on rlkernel's ops: `apply`, `token_logprobs`, `status`, `remove`."""
 
 from rlkernel.optim import AdamW
 from rlkernel_transformers.adapters import merged_weights

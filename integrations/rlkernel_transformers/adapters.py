@@ -1,8 +1,7 @@
-"""LoRA layers of PEFT in two exact readings: the low-rank product beside the base, or the merged weight.
+"""LoRA layers of PEFT in two exact modes: base and low-rank product separately, or the merged weight.
 
 "low-rank" is PEFT's own forward on our ops. "merged" computes with `round(W + scaling * B A)`, the weight that an
-engine holds after a merge, so a rollout with merged weights and the training forward are the same numbers; gradients
-of A and B come through the gradient of that weight.
+engine holds after a merge, so training equals a rollout with merged weights.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from rlkernel import ops
-from rlkernel.ops._library import once_differentiable
+from rlkernel.ops.autograd import once_differentiable
 from rlkernel_transformers import support
 from rlkernel_transformers.packing import CallError
 
 
 def is_lora(layer: Any) -> bool:
-    """Whether a layer is one that PEFT's LoRA put around a linear layer."""
+    """Whether a layer is PEFT's LoRA wrapper of a linear layer."""
     return hasattr(layer, "base_layer") and hasattr(layer, "lora_A")
 
 
@@ -35,14 +34,14 @@ def check_mergeable(name: str, layer: Any) -> None:
         or getattr(layer, "fan_in_fan_out", False)
     ):
         raise support.UnsupportedModelError(
-            f"{name} is a {type(layer).__name__} that adapters='merged' does not know; it takes plain LoRA on linear "
-            "layers, without a bias of its own: use such, or adapters='low-rank' in apply (TRL under rlkernel is "
-            "always merged, as vLLM is)"
+            f"{name} is a {type(layer).__name__}, which adapters='merged' does not support; use plain LoRA on linear "
+            "layers without lora_bias, or adapters='low-rank' in apply (TRL under rlkernel is always merged, as vLLM "
+            "is)"
         )
 
 
 def has_dropout(layer: Any) -> bool:
-    """Whether a LoRA layer drops inputs of an active adapter while it trains: such a product has no merged weight."""
+    """Whether a LoRA layer in training applies dropout to an active adapter, which has no merged weight then."""
     if layer.disable_adapters or layer.merged:
         return False
     return any(getattr(layer.lora_dropout[name], "p", 0) > 0 for name in layer.active_adapters if name in layer.lora_A)
@@ -51,12 +50,12 @@ def has_dropout(layer: Any) -> bool:
 def merged_weight(layer: Any) -> Tensor:  # [N, K]
     """`round(W + scaling * B A)` of a LoRA layer with its active adapters, differentiable in A and B.
 
-    The sum is in fp32, one adapter after the other, and rounded to the dtype of W once.
+    The adapters are added in fp32, in their order, and the sum is rounded to the dtype of W once.
     """
     if any(support.has_hooks(part) for part in layer.modules() if isinstance(part, nn.Linear)):
         raise CallError(
-            "a layer inside a LoRA layer has hooks, which adapters='merged' never runs, as it computes with one merged "
-            "weight; put them on the LoRA layer, or call apply(model, adapters='low-rank')"
+            "a layer inside a LoRA layer has hooks, which adapters='merged' never runs, because it computes with one "
+            "merged weight; put them on the LoRA layer, or call apply(model, adapters='low-rank')"
         )
     weight: Tensor = layer.base_layer.weight
     if layer.disable_adapters or layer.merged:
@@ -69,9 +68,9 @@ def merged_weight(layer: Any) -> Tensor:  # [N, K]
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the model as an engine loads them: LoRA merged, names without PEFT's parts.
+    """Names and tensors of the model as an engine loads them: LoRA merged, names without PEFT's prefixes.
 
-    The model's own weights are not touched: there is no merge to undo, whose rounding would stay in them.
+    The model's own weights stay unchanged, so no merge has to be undone, which would leave its rounding in them.
     """
     found = support.find_model(model)
     lora = {name: module for name, module in found.named_modules() if is_lora(module)}
@@ -79,7 +78,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner, _, rest = name.rpartition(".base_layer.")
         if owner in lora:
             yield f"{owner}.{rest}", merged_weight(lora[owner]) if rest == "weight" else parameter
-        elif not any(name.startswith(f"{place}.") for place in lora):
+        elif not any(name.startswith(f"{layer}.") for layer in lora):
             yield name, parameter
 
 

@@ -1,7 +1,7 @@
-"""apply, remove, status: rlkernel's ops under a model of transformers, one forward of one instance at a time.
+"""`apply`, `remove`, `status`: replace the forwards of a transformers model, instance by instance, and report on it.
 
-Classes, parameters and the state dict stay as they are. Each replaced forward is an attribute of its module, so a
-deep copy of the model carries it, and removing it brings the class's own back.
+Classes, parameters and the state dict do not change. Each replaced forward is an attribute of its module, so a deep
+copy of the model keeps it, and deleting the attribute restores the class's own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from rlkernel import ops
 from rlkernel.models.rope_table import rope_table
-from rlkernel.ops._library import check_flag
+from rlkernel.ops.checks import check_flag
 from rlkernel_transformers import forwards, masters, support
 from rlkernel_transformers.adapters import check_mergeable, has_dropout
 from rlkernel_transformers.attention import NAME
-from rlkernel_transformers.forwards import Score, Settings, TokenLogprobs, shift
-from rlkernel_transformers.joined import lay_side_by_side, part
-from rlkernel_transformers.packing import IGNORED, check, check_targets
+from rlkernel_transformers.calls import Score, shape_of
+from rlkernel_transformers.forwards import Settings, TokenLogprobs, shift
+from rlkernel_transformers.joined import join_storage, separate_storage
+from rlkernel_transformers.packing import IGNORED, CallError, check, check_targets
 
 _OWN = frozenset(
     {
@@ -43,27 +44,28 @@ def apply(
     lora_dropout: bool = False,
     join_weights: bool = True,
 ) -> nn.Module:
-    """Puts rlkernel's ops under a dense decoder of transformers; its log-probabilities become the contract's.
+    """Makes a dense decoder of transformers compute with rlkernel's ops, under the contract.
 
-    Hidden states, logits and log-probabilities have the bits of `rlkernel.models` for the same weights, and so of the
-    engine and of vLLM with the plugin; so have gradients where no adapter is in between. Call it again after adding
+    Hidden states, logits, log-probabilities and, without adapters, gradients have the bits of `rlkernel.models` for the
+    same weights, and therefore those of rlkernel's engine and of vLLM with the plugin. Call it again after adding
     adapters or moving the model to another device.
 
     Args:
         model: Qwen3, Qwen2, Llama or Mistral `ForCausalLM`, or a wrapper of one (PEFT).
         tp_leaves: chunks of K in o_proj and down_proj, as in `ModelConfig`: must be equal in rollout and training.
         attention_variant: "split" or "fa3"; None: the process's.
-        adapters: how LoRA layers are computed. "low-rank": base and low-rank product apart, as PEFT does. "merged":
-            with the rounded merged weight, the numbers of an engine that was sent `merged_weights(model)`.
-        lora_dropout: take adapters whose `lora_dropout` is not 0, for training that no rollout has to equal. A merged
-            layer then computes base and low-rank product apart while it trains, and merged in eval mode.
-        join_weights: lay q, k, v and gate, up weights side by side, so that each group is one product without a copy.
+        adapters: how LoRA layers are computed. "low-rank": base and low-rank product separately, as PEFT does.
+            "merged": with the rounded merged weight, as an engine does that was sent `merged_weights(model)`.
+        lora_dropout: accept adapters whose `lora_dropout` is not 0, for training that no rollout has to equal. A merged
+            layer then computes base and low-rank product separately in training mode, and merged in eval mode.
+        join_weights: move the q, k, v weights, and the gate, up weights, into one buffer each, so that a group is one
+            product without a copy.
 
     Returns:
         The model it was given.
 
     Raises:
-        UnsupportedModelError: the model, or a setting of it, cannot be computed exactly; names it.
+        UnsupportedModelError: the model, or a setting of it, cannot be computed exactly; the message names it.
     """
     found = support.find_model(model)
     config = support.read_config(found)
@@ -94,24 +96,24 @@ def apply(
         variant=variant,
         cos_sin=rope_table(config).to("cpu" if weight.device.type == "meta" else weight.device),
     )
-    for module, forward, chunks in _plan(found, tp_leaves):
-        _put(module, forward)
+    for module, forward, chunks in _replacements(found, tp_leaves):
+        _replace_forward(module, forward)
         if isinstance(module, nn.Linear):
             module.__dict__["_rlkernel_chunks"] = chunks
     for name, module in found.named_modules():
         if adapters == "merged" and hasattr(module, "base_layer"):
             check_mergeable(name, module)
-            _put(module, forwards.merged_forward)
+            _replace_forward(module, forwards.merged_forward)
             module.__dict__["_rlkernel_merged"] = True
         elif "_rlkernel_merged" in module.__dict__:
-            _take(module)
+            _restore_forward(module)
     found.model._rlkernel = settings
     for layer in found.model.layers:
         layer.self_attn._rlkernel = settings
         if join_weights:
             for group in _groups(layer):
                 if all(type(linear) is nn.Linear for linear in group):
-                    lay_side_by_side(group)
+                    join_storage(group)
     if "_rlkernel_before" not in found.__dict__:
         found._rlkernel_before = found.config._attn_implementation
     found.config._attn_implementation = NAME
@@ -119,18 +121,18 @@ def apply(
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Brings back every forward that `apply` replaced, and drops fp32 gradient buffers. Returns the model."""
+    """Restores every forward that `apply` replaced, and drops the fp32 gradient buffers. Returns the model."""
     found = support.find_model(model)
     masters.drop(found)
     for module in found.modules():
         if _is_ours(module):
-            _take(module)
+            _restore_forward(module)
         for name in ("_rlkernel", "_rlkernel_chunks"):
             module.__dict__.pop(name, None)
     for layer in found.model.layers:
         for group in _groups(layer):
             if all(type(linear) is nn.Linear for linear in group):
-                part(group)
+                separate_storage(group)
     if "_rlkernel_before" in found.__dict__:
         found.config._attn_implementation = found.__dict__.pop("_rlkernel_before")
     return model
@@ -176,7 +178,7 @@ def status(model: nn.Module) -> Status:
             continue
         runs, remark = _runs(module)
         if runs == "rlkernel" and name.rpartition(".")[2] in _JOINED and support.has_hooks(module):
-            remark = "has hooks: its group is computed layer by layer, the input gradient too"
+            remark = "has hooks, so the layers of its group are computed one by one, and their input gradients too"
         rows.append(Row(name or "(model)", type(module).__name__, runs, remark))
     settings = found.model.__dict__.get("_rlkernel")
     contract = None if settings is None else ops.attention_contract(settings.variant)
@@ -198,23 +200,22 @@ def token_logprobs(
     rows: Tensor | None = None,  # [N]
     **inputs: Any,
 ) -> TokenLogprobs:  # fields [B, L]
-    """Log-probability and entropy of each token's target, from hidden states; no [B, L, V] tensor in any direction.
+    """Log-probability and entropy of each token's target, from hidden states; neither pass holds a [B, L, V] tensor.
 
     `logp[b, t]` is that of `targets[b, t]` after `input_ids[b, : t + 1]`; zero, without gradient, where the target is
-    -100 or the token is padding. Runs through the model's own call, so FSDP, DDP, PEFT and gradient checkpointing
-    take part.
+    -100 or the token is padding. It calls the model itself, so FSDP, DDP, PEFT and gradient checkpointing work.
 
     Args:
         model: a model that `apply` was called on, or a wrapper of one.
         input_ids, attention_mask, position_ids: as in transformers; padding may stand anywhere. Packed rows pass
-            position_ids, or `cu_seq_lens_q` and `max_length_q`, which spare the device a read back.
+            position_ids, or `cu_seq_lens_q` and `max_length_q`, which avoid a read back from the device.
         labels: the tokens themselves, -100 where nothing is scored, as for transformers' loss: the result at t is
-            of `labels[:, t + 1]`.
-        targets: the next tokens, where the caller shifts; exactly one of both, default `labels=input_ids`.
-        temperature, kept, keep_probs: as in `ops.linear_logprob`; kept holds a row for each scored target in
+            that of `labels[:, t + 1]`.
+        targets: the next tokens, if the caller shifts. Pass at most one of both; the default is `labels=input_ids`.
+        temperature, kept, keep_probs: as in `ops.linear_logprob`; kept holds one row per scored target in
             order, or one for each of [B, L].
         statistics: also `mean_logit` and `top1`.
-        rows: packed tokens to score, where the caller knows them: no read back, so on a GPU they are not checked.
+        rows: packed tokens to score, if the caller knows them; not read back, so on a GPU they are not checked.
         inputs: other arguments of the model's forward.
 
     Raises:
@@ -225,19 +226,19 @@ def token_logprobs(
     if "_rlkernel" not in found.model.__dict__:
         raise support.UnsupportedModelError("token_logprobs: call rlkernel_transformers.apply(model) first")
     if labels is not None and targets is not None:
-        raise forwards.CallError("token_logprobs: labels and targets are both given; pass one")
+        raise CallError("token_logprobs: labels and targets are both given; pass one")
     unknown = sorted(set(inputs) - _call_names(found))
     if unknown:
-        raise forwards.CallError(
+        raise CallError(
             f"token_logprobs: unknown argument {', '.join(unknown)}; its own are labels, targets, temperature, kept, "
             "keep_probs, statistics and rows"
         )
     check_flag("token_logprobs", "keep_probs", keep_probs)
     check_flag("token_logprobs", "statistics", statistics)
-    shape = forwards.shape_of(input_ids, inputs.get("inputs_embeds"))
+    shape = shape_of(input_ids, inputs.get("inputs_embeds"))
     if targets is None:
         if labels is None and input_ids is None:
-            raise forwards.CallError("token_logprobs: inputs_embeds has no next tokens; pass labels or targets")
+            raise CallError("token_logprobs: inputs_embeds has no next tokens; pass labels or targets")
         if labels is None:
             labels = input_ids.long()  # type: ignore[union-attr]
             if attention_mask is not None:
@@ -255,14 +256,14 @@ def token_logprobs(
     )
     assert isinstance(out, TokenLogprobs)
     if out.logp is None or out.logp.dtype != torch.float32:
-        raise forwards.CallError(
+        raise CallError(
             "token_logprobs: a wrapper cast the log-probabilities; set output_dtype=None in FSDP2's "
             "MixedPrecisionPolicy and mixed_precision='no' in accelerate"
         )
     return out
 
 
-# What the forwards take by name beside the parameters of the model's own: transformers' packed rows and its options.
+# Keyword arguments of the forwards besides the parameters of the model's own: transformers' packed rows and options.
 _OPTIONS = frozenset(
     {
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
@@ -272,15 +273,15 @@ _OPTIONS = frozenset(
 
 
 def _call_names(model: Any) -> frozenset[str]:
-    """Names of keyword arguments that a call of the model may have."""
+    """Names of keyword arguments that a call of the model accepts."""
     return _OPTIONS | inspect.signature(type(model).forward).parameters.keys() - {"self", "kwargs"}
 
 
-# ---- what goes where -----------------------------------------------------------------------------
+# ---- replaced forwards ---------------------------------------------------------------------------
 
 
-def _plan(model: Any, tp_leaves: int) -> Iterator[tuple[nn.Module, Any, int]]:
-    """(module, forward, chunks) of everything that is replaced."""
+def _replacements(model: Any, tp_leaves: int) -> Iterator[tuple[nn.Module, Any, int]]:
+    """(module, new forward, chunks of K) of every replaced module."""
     decoder = model.model
     yield model, forwards.causal_lm_forward, 1
     yield model.lm_head, forwards.head_forward, 1
@@ -302,7 +303,7 @@ def _plan(model: Any, tp_leaves: int) -> Iterator[tuple[nn.Module, Any, int]]:
                 chunks = tp_leaves if name in ("o_proj", "down_proj") else 1
                 for linear in child.modules():
                     if isinstance(linear, nn.Linear):
-                        # The low-rank products of an adapter are no chunked layer; its base is.
+                        # Only the base of an adapter is a chunked layer, not its low-rank products.
                         base = linear is child or linear is getattr(child, "base_layer", None)
                         yield linear, forwards.linear_forward, chunks if base else 1
 
@@ -315,32 +316,33 @@ def _groups(layer: Any) -> tuple[tuple[Any, ...], ...]:
     return (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
 
 
-def _slot(module: nn.Module) -> str:
-    """Attribute with the module's forward: under accelerate's hooks (cpu_offload, device_map) theirs calls another."""
+def _forward_attribute(module: nn.Module) -> str:
+    """Attribute with the module's forward: accelerate's hooks (cpu_offload, device_map) replace `forward` by a function
+    that calls `_old_forward`."""
     return "_old_forward" if "_old_forward" in module.__dict__ else "forward"
 
 
-def _put(module: nn.Module, forward: Any) -> None:
-    slot = _slot(module)
-    before = module.__dict__.get(slot)
+def _replace_forward(module: nn.Module, forward: Any) -> None:
+    name = _forward_attribute(module)
+    before = module.__dict__.get(name)
     if before is not None and getattr(before, "__func__", None) not in _OWN:
         module.__dict__["_rlkernel_forward"] = before
-    setattr(module, slot, support.Method(forward, module))
+    setattr(module, name, support.Method(forward, module))
 
 
-def _take(module: nn.Module) -> None:
-    slot = _slot(module)
-    del module.__dict__[slot]
+def _restore_forward(module: nn.Module) -> None:
+    name = _forward_attribute(module)
+    del module.__dict__[name]
     module.__dict__.pop("_rlkernel_merged", None)
     before = module.__dict__.pop("_rlkernel_forward", None)
-    if before is None and slot != "forward":  # accelerate's hook came after `apply`, and needs one to call
+    if before is None and name != "forward":  # accelerate's hook was added after `apply` and needs a forward to call
         before = MethodType(type(module).forward, module)
     if before is not None:
-        setattr(module, slot, before)
+        setattr(module, name, before)
 
 
 def _computes(module: nn.Module) -> bool:
-    """Whether a module has arithmetic of its own that a forward runs."""
+    """Whether the module's own forward does arithmetic."""
     name = type(module).__name__
     return bool(
         isinstance(module, nn.Linear | nn.Embedding)
@@ -353,23 +355,23 @@ def _computes(module: nn.Module) -> bool:
 def _runs(module: nn.Module) -> tuple[str, str]:
     if _is_ours(module):
         if "_rlkernel_merged" in module.__dict__:
-            apart = "; apart in training mode, with dropout" if has_dropout(module) else ""
-            return "adapter", f"base and low-rank product merged and rounded{apart}"
+            separate = "; separate in training mode, with dropout" if has_dropout(module) else ""
+            return "adapter", f"base and low-rank product merged and rounded{separate}"
         chunks = module.__dict__.get("_rlkernel_chunks", 1)
         return "rlkernel", f"{chunks} chunks of K" if chunks > 1 else ""
     if hasattr(module, "base_layer"):
         stale = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and not _is_ours(m)]
         if stale:
-            return "stock", f"{', '.join(stale)} came after apply(model); call it again"
+            return "stock", f"{', '.join(stale)} was added after apply(model); call it again"
         return "adapter", "base and low-rank products by rlkernel, added by torch elementwise"
     foreign = module.__dict__.get("forward")
     if foreign and inspect.unwrap(getattr(foreign, "__func__", foreign), stop=_OWN.__contains__) in _OWN:
         return "rlkernel", "inside a wrapper of its forward"  # accelerate's mixed precision
-    on_top = getattr(foreign, "rlkernel", None)  # what a package of ours put over the model's forward, in words
-    if on_top is not None and "_rlkernel" in module.model.__dict__:
-        return "rlkernel", on_top
+    remark = getattr(foreign, "rlkernel", None)  # rlkernel_trl describes its wrapper of the model's forward here
+    if remark is not None and "_rlkernel" in module.model.__dict__:
+        return "rlkernel", remark
     return "stock", f"its forward is {getattr(foreign, '__qualname__', foreign)}" if foreign is not None else ""
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return getattr(module.__dict__.get(_slot(module)), "__func__", None) in _OWN
+    return getattr(module.__dict__.get(_forward_attribute(module)), "__func__", None) in _OWN

@@ -1,6 +1,6 @@
-"""The attention interface of transformers: `attn_implementation="rlkernel"` puts our attention alone under a model.
+"""transformers' attention interface: `attn_implementation="rlkernel"` replaces the attention of a model, nothing else.
 
-`apply` sets the same name on models it replaces whole. Alone it makes attention invariant, not the model.
+That makes attention batch-invariant, not the model. `apply`, which replaces every layer, sets the same name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlkernel import ops
-from rlkernel_transformers.packing import CallError, Packed, pack
+from rlkernel_transformers.packing import CallError, PackedCall, pack
 
 NAME = "rlkernel"
 
@@ -35,18 +35,21 @@ def attention_interface(
     """Causal attention of one layer, padded, or packed with `cu_seq_lens_q`.
 
     Raises:
-        CallError: dropout, soft-capping, sinks, a cache or a mask with a bias.
+        CallError: dropout, soft-capping, sinks, a cache, or a mask with a bias.
     """
     b, _, length, _ = query.shape
     for name, value_ in (("dropout", dropout), ("softcap", softcap), ("s_aux", kwargs.get("s_aux"))):
         if value_ is not None and not (isinstance(value_, float | int) and value_ == 0):
             raise CallError(f"{name}={value_} is not supported by attn_implementation='rlkernel'; use 'sdpa'")
     if kwargs.get("cache") is not None:
-        raise CallError("attn_implementation='rlkernel' alone takes no continuous batching; call apply(model) first")
+        raise CallError(
+            "attn_implementation='rlkernel' alone does not support continuous batching; call apply(model) first"
+        )
     if not getattr(module, "is_causal", True) or key.shape[2] != length:
         raise CallError(
-            f"attn_implementation='rlkernel' alone has {length} queries and {key.shape[2]} keys; it computes whole "
-            "causal sequences: generate with use_cache=False, or call rlkernel_transformers.apply(model)"
+            f"attn_implementation='rlkernel' alone computes complete causal sequences, and the call has {length} "
+            f"queries and {key.shape[2]} keys: generate with use_cache=False, or call "
+            "rlkernel_transformers.apply(model)"
         )
     packed = pack(
         (b, length),
@@ -63,39 +66,39 @@ def attention_interface(
 
 
 def attention_weights(
-    packed: Packed,
+    packed: PackedCall,
     q: Tensor,  # [T, H, D]
     keys: Tensor,  # [B, HK, S, D]
     window: int | None,
 ) -> Tensor:  # [B, H, L, S]
-    """Weights of attention for `output_attentions`, by eager torch; zero at padding, in the dtype of q."""
+    """Attention weights for `output_attentions`, by eager torch; zero at padding, in the dtype of q."""
     b = packed.shape[0]
-    if packed.keys is None:  # numbers of sequences from 1 on, 0 at padding
+    if packed.keys is None:  # `sequence`: number of each token's sequence from 1 on, 0 at padding
         tokens = torch.arange(q.shape[0], device=q.device)
         sequence = packed.scatter(torch.searchsorted(packed.cu_seqlens.long(), tokens, right=True))
     else:
         sequence = torch.zeros(b, keys.shape[2], dtype=torch.int64, device=q.device)
         sequence[packed.keys] = packed.keys[0] + 1
-    place = (sequence > 0).cumsum(1)  # in its row, padding left out
-    own, own_place = sequence[:, packed.past :, None], place[:, packed.past :, None]
-    distance = own_place - place[:, None]
-    seen = (own == sequence[:, None]) & (own > 0) & (distance >= 0)
+    position = (sequence > 0).cumsum(1)  # in its row, padding not counted
+    query_sequence, query_position = sequence[:, packed.past :, None], position[:, packed.past :, None]
+    distance = query_position - position[:, None]
+    visible = (query_sequence == sequence[:, None]) & (query_sequence > 0) & (distance >= 0)
     if window is not None:
-        seen &= distance < window
+        visible &= distance < window
     query = packed.scatter(q).transpose(1, 2).float()
     key = keys.float().repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
     scores = query @ key.transpose(2, 3) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
-    return (scores.softmax(-1) * seen[:, None]).to(q.dtype)
+    scores = scores.masked_fill(~visible[:, None], torch.finfo(torch.float32).min)
+    return (scores.softmax(-1) * visible[:, None]).to(q.dtype)
 
 
 def _padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask as the caller gave it: zeros at padding."""
+    """The caller's mask, unchanged: zeros at padding."""
     return attention_mask
 
 
 def register() -> None:
-    """Makes the name known to transformers."""
+    """Registers the interface with transformers."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention_interface)
-    ALL_ATTENTION_FUNCTIONS.register(f"paged|{NAME}", attention_interface)  # asked for by continuous batching
+    ALL_ATTENTION_FUNCTIONS.register(f"paged|{NAME}", attention_interface)  # the name that continuous batching uses
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _padding_mask)

@@ -1,7 +1,6 @@
 """Keys and values of earlier calls: transformers' dynamic and static caches, and the pages of its continuous batching.
 
-Keys of one sequence are in order and from its first token on, whichever cache holds them: an attention's bits depend on
-where a key stands.
+Every cache must return all keys of a sequence in order, because the bits of attention depend on each key's position.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel_transformers.packing import CallError, Packed, Pages
+from rlkernel_transformers.packing import CallError, PackedCall, Pages
 
 _KNOWN = ("DynamicCache", "StaticCache")
 
 
 def new_cache() -> Any:
-    """An empty cache that keeps every key, those outside of a sliding window too."""
+    """An empty cache that keeps every key, also outside of a sliding window."""
     from transformers import DynamicCache
 
     return DynamicCache()
@@ -28,7 +27,7 @@ def check_cache(cache: Any, new_tokens: int) -> None:
 
     Args:
         cache: past_key_values of a call.
-        new_tokens: tokens a row that the call adds.
+        new_tokens: tokens per row that the call adds.
     """
     from transformers.cache_utils import DynamicLayer
 
@@ -42,38 +41,40 @@ def check_cache(cache: Any, new_tokens: int) -> None:
     sliding = [i for i, layer in enumerate(cache.layers) if getattr(layer, "is_sliding", False)]
     if sliding and (past or kind != "DynamicCache"):
         raise CallError(
-            f"past_key_values is a {kind} that drops keys outside of the sliding window, whose places the bits of "
-            "attention depend on; pass past_key_values=transformers.DynamicCache(), or leave cache_implementation out"
+            f"past_key_values is a {kind} that drops keys outside of the sliding window, and the bits of attention "
+            "depend on their positions; pass past_key_values=transformers.DynamicCache(), or leave "
+            "cache_implementation out"
         )
     for i in sliding:
         cache.layers[i] = DynamicLayer()
-    room = min((layer.max_cache_len for layer in cache.layers), default=0) if kind == "StaticCache" else None
-    if room is not None and past + new_tokens > room:
+    capacity = min((layer.max_cache_len for layer in cache.layers), default=0) if kind == "StaticCache" else None
+    if capacity is not None and past + new_tokens > capacity:
         raise CallError(
-            f"past_key_values is a StaticCache of {room} tokens; {past + new_tokens} are to be stored: make it larger"
+            f"past_key_values is a StaticCache of {capacity} tokens, and {past + new_tokens} are to be stored; make it "
+            "larger"
         )
 
 
-def remember(module: Any, packed: Packed, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def update_cache(module: Any, packed: PackedCall, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Stores new keys and values [T, HK, D] of an attention layer in the call's cache.
 
     Returns:
-        Keys and values that the call attends to, packed, and all keys in the caller's shape [B, HK, S, D].
+        Packed keys and values that the call attends to, and all keys in the caller's shape [B, HK, S, D].
     """
     if packed.pages is not None:
         pages = packed.pages
         new = [t.transpose(0, 1)[None] for t in (k, v)]
         return *pages.cache.update(*new, module.layer_idx, read_index=pages.read, write_index=pages.write), None
     new = [packed.scatter(t).transpose(1, 2) for t in (k, v)]
-    # A static cache returns all the room it has.
+    # A static cache returns its full capacity.
     keys, values = (t[:, :, : packed.past + packed.shape[1]] for t in packed.cache.update(*new, module.layer_idx))
     if packed.keys is None:
         return k, v, keys
     return keys.transpose(1, 2)[packed.keys], values.transpose(1, 2)[packed.keys], keys
 
 
-def pack_pages(shape: tuple[int, int], position_ids: Tensor, windows: Any, kwargs: dict[str, Any]) -> Packed:
-    """A batch of transformers' continuous batching: tokens of several sequences in one row, keys in pages.
+def pack_pages(shape: tuple[int, int], position_ids: Tensor, windows: Any, kwargs: dict[str, Any]) -> PackedCall:
+    """A batch of transformers' continuous batching: tokens of several sequences in one row, with a paged cache.
 
     Raises:
         CallError: keys cannot be gathered in order.
@@ -86,14 +87,13 @@ def pack_pages(shape: tuple[int, int], position_ids: Tensor, windows: Any, kwarg
             "continuous batching of transformers passes a block table, which rlkernel does not read: set "
             f"max_blocks_per_request=0 in its ContinuousBatchingConfig, {remedy}"
         )
-    borders = kwargs["cu_seq_lens_k"]
-    return Packed(
+    return PackedCall(
         shape,
         position_ids.flatten().long(),
         kwargs["cu_seq_lens_q"].to(torch.int32),
         int(kwargs["max_seqlen_q"]),
         pages=Pages(kwargs["cache"], kwargs["read_index"], kwargs["write_index"]),
-        cu_seqlens_k=borders.to(torch.int32),
+        cu_seqlens_k=kwargs["cu_seq_lens_k"].to(torch.int32),
         max_seqlen_k=int(kwargs["max_seqlen_k"]),
         longest=int(kwargs["max_seqlen_k"]),
     )

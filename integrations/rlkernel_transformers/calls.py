@@ -1,4 +1,4 @@
-"""A call of a model on its way to packed tokens: autocast, caches, compiled graphs, and what is refused."""
+"""Turns a call of a model into packed tokens: handles autocast, caches and compiled graphs, and refuses bad calls."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from rlkernel_transformers.caches import check_cache, new_cache, pack_pages
-from rlkernel_transformers.packing import CallError, Packed, check_rows, pack
+from rlkernel_transformers.packing import CallError, PackedCall, check_rows, pack
 
 
 @dataclass(frozen=True)
 class Score:
-    """What `token_logprobs` asks the model for; travels through wrappers as one keyword argument."""
+    """The request of `token_logprobs`, which passes through wrappers of the model as one keyword argument."""
 
     targets: Tensor
     temperature: float | Tensor = 1.0
@@ -29,8 +29,8 @@ class Score:
 
 
 def entry(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's forward, which turns autocast off inside and passes its dtype on, and which leaves compiled graphs
-    where the call has a cache."""
+    """Wraps a model's forward: disables autocast inside and passes its dtype on, and breaks the graph of torch.compile
+    for a call with a cache."""
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,8 +52,8 @@ def entry(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.partial(
     torch.compiler.disable,
-    reason="past_key_values: the number of cached keys is read from the cache; compile without fullgraph, which leaves "
-    "such calls out",
+    reason="past_key_values: the number of cached keys is read from the cache; compile without fullgraph, so that such "
+    "calls run eagerly",
 )
 def _uncompiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return fn(*args, **kwargs)
@@ -69,11 +69,11 @@ def prepare(
     use_cache: bool | None,
     score: Score | None,
     kwargs: dict[str, Any],
-) -> Packed:
-    """The call as packed tokens, refused where it is not one that our ops compute.
+) -> PackedCall:
+    """The call as packed tokens. Raises CallError if our ops cannot compute it exactly.
 
-    As in transformers, a cache is used where one is passed, and made with `use_cache=True` or, outside of training, by
-    the configuration's default; not for log-probabilities, after which nothing is generated.
+    As in transformers, a cache is used if one is passed, and created with `use_cache=True` or, outside of training, by
+    the configuration's default, but never for log-probabilities, after which nothing is generated.
     """
     shape = shape_of(input_ids, inputs_embeds)
     given = input_ids if input_ids is not None else inputs_embeds
@@ -85,15 +85,15 @@ def prepare(
     if past_key_values is not None:
         if checkpointed:
             raise CallError(
-                "past_key_values under gradient checkpointing: recomputing would fill the cache twice; leave it out, "
-                "or call model.gradient_checkpointing_disable()"
+                "past_key_values under gradient checkpointing: the recomputation would fill the cache twice; leave it "
+                "out, or call model.gradient_checkpointing_disable()"
             )
         check_cache(past_key_values, shape[1])
     if kwargs.get("cache") is not None:
         assert position_ids is not None
         packed = pack_pages(shape, position_ids, settings.windows, kwargs)
     else:
-        if isinstance(attention_mask, dict):  # of `generate` with a static cache: one for each kind of layer, all equal
+        if isinstance(attention_mask, dict):  # `generate` with a static cache: one per kind of layer, all equal
             attention_mask = next(iter(attention_mask.values()))
         packed = pack(
             shape,
@@ -118,8 +118,8 @@ def prepare(
         packed = replace(packed, weights=weights, dtype=dtype)
     if weights and not is_dynamo_compiling():
         warnings.warn(
-            "output_attentions: the attention op keeps no weights; they are computed once more by eager torch, for "
-            "reporting, while everything else stays on rlkernel",
+            "output_attentions: the attention op does not keep the weights, so eager torch computes them again for "
+            "reporting; everything else stays on rlkernel",
             stacklevel=2,
         )
     if score is not None and score.rows is not None:
@@ -156,7 +156,7 @@ def shape_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[in
 
 
 def _check_context(decoder: Any, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Raises CallError where autocast would reach the ops, or asks for another half precision than the model's."""
+    """Raises CallError if autocast would reach the ops, or if its dtype is not that of a half-precision model."""
     if torch.is_autocast_enabled(device.type):
         raise CallError(
             "autocast is active: it casts inside the ops and changes their bits. Load the model in bfloat16 and turn "
@@ -165,11 +165,12 @@ def _check_context(decoder: Any, device: torch.device, dtype: torch.dtype | None
     own = decoder.embed_tokens.weight.dtype
     if dtype is not None and own not in (torch.float32, dtype):
         raise CallError(
-            f"autocast to {dtype} over parameters in {own}: rlkernel rounds fp32 parameters at each use; cast the "
+            f"autocast to {dtype} with parameters in {own}: rlkernel rounds only fp32 parameters at each use; cast the "
             f"model, model.to({dtype}) or model.float()"
         )
 
 
 def option(decoder: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """An option of the call; if it is not given, that of the configuration."""
     value = kwargs.get(name)
     return getattr(decoder.config, name, False) if value is None else value

@@ -1,8 +1,7 @@
-"""The forwards that `apply` puts on a model's modules: transformers' interface outside, the lines of `models.decoder`
-inside.
+"""The forwards that `apply` sets on a model's modules: transformers' interface, the arithmetic of `rlkernel.models`.
 
-Packed tokens [T, ...] run through all layers, and the residual stream is added inside the norms, so every rounding of
-the forward and of the backward is where `rlkernel.models` has it. Each function becomes the `forward` of one instance.
+All layers compute packed tokens [T, ...] and add the residual inside the norms, so forward and backward round where
+`rlkernel.models` does. Each function becomes the `forward` of one instance.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import ModelOutput
 
 from rlkernel import ops
+from rlkernel.ops.linear_logprob import linear_logprob_top1
 from rlkernel.ops.logprob import inverse_temperature
 from rlkernel_transformers.adapters import has_dropout, merged_weight
 from rlkernel_transformers.attention import attention_weights
-from rlkernel_transformers.caches import remember
+from rlkernel_transformers.caches import update_cache
 from rlkernel_transformers.calls import Score, entry, option, prepare, shape_of
 from rlkernel_transformers.joined import joined_linear
-from rlkernel_transformers.packing import IGNORED, CallError, Packed, Scored, check_targets, place
+from rlkernel_transformers.packing import IGNORED, CallError, PackedCall, Scored, check_targets, place
 from rlkernel_transformers.support import check_call, has_hooks
 
 
@@ -37,8 +37,8 @@ class TokenLogprobs(ModelOutput):
         logp: fp32 log-probability of each target.
         entropy: fp32 entropy of each token's distribution.
         lse: fp32 log-sum-exp of the logits over the temperature, not differentiable.
-        mean_logit: fp32 mean of the logits over the temperature; top1: bool, whether the target has the largest
-            logit. Both without gradient, and only where `statistics` was asked for.
+        mean_logit: fp32 mean of the logits over the temperature. top1: bool, whether the target has the largest logit.
+            Both without gradient, and None unless `statistics` was set.
     """
 
     logp: Tensor | None = None
@@ -48,24 +48,24 @@ class TokenLogprobs(ModelOutput):
     top1: Tensor | None = None
 
 
-def whole(weight: Tensor) -> Tensor:
-    """The full tensor of a parameter that FSDP2 holds in shards.
+def unsharded(weight: Tensor) -> Tensor:
+    """The full tensor of a parameter that FSDP2 sharded.
 
     Raises:
-        CallError: it is trained. Only FSDP2's own hooks, which gather it before, average its gradient over the ranks.
+        CallError: it is trained. Only FSDP2's own hooks average its gradient over the ranks.
     """
     if not isinstance(weight, DTensor):
         return weight
     if torch.is_grad_enabled() and weight.requires_grad:
         raise CallError(
             "a weight is still sharded where it is used, so its gradient would not be averaged over the ranks: call "
-            "the module that fully_shard was called on last (the whole model), not one inside it"
+            "the module that fully_shard was called on last (the complete model), not one inside it"
         )
     return weight.full_tensor()
 
 
 def rounded(weight: Any, dtype: torch.dtype) -> Any:
-    """An fp32 parameter in the half precision that a layer computes in under autocast; any other as it is."""
+    """An fp32 parameter rounded to the dtype of a layer under autocast; any other unchanged."""
     if getattr(weight, "dtype", dtype) != torch.float32 or dtype == torch.float32:
         return weight
     out = weight.to(dtype)
@@ -78,20 +78,20 @@ def rounded(weight: Any, dtype: torch.dtype) -> Any:
 
 
 def linear_forward(self: Any, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-    bias = None if self.bias is None else rounded(whole(self.bias), x.dtype)
-    return ops.linear(x, rounded(whole(self.weight), x.dtype), bias, chunks=self._rlkernel_chunks)
+    bias = None if self.bias is None else rounded(unsharded(self.bias), x.dtype)
+    return ops.linear(x, rounded(unsharded(self.weight), x.dtype), bias, chunks=self._rlkernel_chunks)
 
 
 def head_forward(self: Any, x: Tensor, score: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
-    """Logits, [..., C] -> [..., V] fp32; or what `score` computes from x and the weight."""
+    """Logits, [..., C] -> [..., V] fp32; or `score(x, weight)`."""
     weight = rounded(head_weight(self), x.dtype)
     return ops.linear(x, weight, out_dtype=torch.float32) if score is None else score(x, weight)
 
 
 def through_head(head: Any, hidden: Tensor, score: Callable[[Tensor, Any], Any]) -> Any:
-    """`score(hidden, weight)` in a call of the head, whose hooks run: those of FSDP2 gather the weight.
+    """`score(hidden, weight)` within a call of the head, so that its hooks run: those of FSDP2 gather the weight.
 
-    Where another hook looks at the head's output, which is logits, `score` gets the head in place of its weight.
+    If another library's hook expects the head's output to be logits, `score` gets the head in place of its weight.
     """
     _check_head(head)
     after = (*head._forward_hooks.values(), *head._backward_hooks.values(), *head._backward_pre_hooks.values())
@@ -103,13 +103,13 @@ def through_head(head: Any, hidden: Tensor, score: Callable[[Tensor, Any], Any])
 def _check_head(head: Any) -> None:
     if not isinstance(head, nn.Linear):
         kind = f"{type(head).__module__}.{type(head).__name__}"
-        raise CallError(f"the head is a {kind}; rlkernel takes no adapter on lm_head")
+        raise CallError(f"the head is a {kind}; rlkernel does not support an adapter on lm_head")
 
 
 def head_weight(head: Any) -> Tensor:  # [V, C]
-    """Weight of the head; where it is tied and has a `main_grad`, under a name with its own chain of additions."""
+    """Weight of the head. A tied one with a `main_grad` gets an alias with its own buffer, `head_main_grad`."""
     _check_head(head)
-    weight = whole(head.weight)
+    weight = unsharded(head.weight)
     grad = getattr(weight, "head_main_grad", None)
     if grad is None or not torch.is_grad_enabled():
         return weight
@@ -119,15 +119,15 @@ def head_weight(head: Any) -> Tensor:  # [V, C]
 
 
 def embedding_forward(self: Any, ids: Tensor) -> Tensor:
-    out = ops.embedding(ids, whole(self.weight))
+    out = ops.embedding(ids, unsharded(self.weight))
     if self.padding_idx is None or not torch.is_grad_enabled():
         return out
-    # transformers does not train this row, which starts at zero, where a norm's gradient is as large as 1 / sqrt(eps).
+    # transformers does not train this row. It starts at zero, where a norm's gradient is as large as 1 / sqrt(eps).
     return torch.where((ids == self.padding_idx).unsqueeze(-1), out.detach(), out)
 
 
 def norm_forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-    weight = rounded(whole(self.weight), x.dtype)
+    weight = rounded(unsharded(self.weight), x.dtype)
     if residual is None:
         return ops.rms_norm(x, weight, self.variance_epsilon)
     return ops.rms_norm(x, weight, self.variance_epsilon, residual)
@@ -135,17 +135,17 @@ def norm_forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
 
 def mlp_forward(self: Any, x: Tensor) -> Tensor:  # [T, C]
     layers = (self.gate_proj, self.up_proj)
-    gate_up = _together(layers, x)
+    gate_up = _joined(layers, x)
     if gate_up is None:
         gate_up = torch.cat([_call(layer, x) for layer in layers], dim=-1)
     return _call(self.down_proj, ops.swiglu(gate_up))
 
 
-def attention_forward(self: Any, x: Tensor, packed: Packed) -> Any:
-    """Output [T, C]; with it the attention weights [B, H, L, S], where `packed` asks for them."""
+def attention_forward(self: Any, x: Tensor, packed: PackedCall) -> Any:
+    """Output [T, C], with the attention weights [B, H, L, S] if `packed.weights`."""
     settings = self._rlkernel
     layers = (self.q_proj, self.k_proj, self.v_proj)
-    qkv = _together(layers, x)
+    qkv = _joined(layers, x)
     if qkv is not None:
         q, k, v = qkv.view(x.shape[0], -1, self.head_dim).split(settings.heads, dim=1)
     else:
@@ -155,7 +155,7 @@ def attention_forward(self: Any, x: Tensor, packed: Packed) -> Any:
     q, k = ops.rope(q, k, packed.positions, settings.cos_sin)
     keys = None
     if packed.cache is not None or packed.pages is not None:
-        k, v, keys = remember(self, packed, k, v)
+        k, v, keys = update_cache(self, packed, k, v)
     out, _ = ops.attention(
         q,
         k,
@@ -174,8 +174,8 @@ def attention_forward(self: Any, x: Tensor, packed: Packed) -> Any:
     return out, attention_weights(packed, q, keys, settings.windows[self.layer_idx])
 
 
-def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: Packed) -> tuple[Tensor, ...]:
-    """Output of the MLP and the residual stream [T, C]; with them the attention weights, where `packed` asks."""
+def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: PackedCall) -> tuple[Tensor, ...]:
+    """Output of the MLP and the residual [T, C], with the attention weights if `packed.weights`."""
     if residual is None:
         residual, x = x, self.input_layernorm(x)
     else:
@@ -188,8 +188,8 @@ def layer_forward(self: Any, x: Tensor, residual: Tensor | None, packed: Packed)
     return self.mlp(x), residual, *weights
 
 
-def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
-    """One product of layers that are a weight and a bias each; None where one is more than that, or has hooks."""
+def _joined(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
+    """The layers as one product; None if one has hooks, or is more than a weight and a bias."""
     weights, biases = [], []
     for layer in layers:
         if has_hooks(layer):
@@ -209,15 +209,14 @@ def _together(layers: tuple[Any, ...], x: Tensor) -> Tensor | None:
 def merged_forward(self: Any, x: Tensor) -> Tensor:  # [T, K] -> [T, N]
     base = self.base_layer
     if self.training and has_dropout(self):
-        return type(self).forward(self, x)  # PEFT's: base and low-rank product, each by our ops
+        return type(self).forward(self, x)  # PEFT's own: base and low-rank product, each by our ops
     weight = rounded(merged_weight(self), x.dtype)
     bias = None if base.bias is None else rounded(base.bias, x.dtype)
     return ops.linear(x, weight, bias, chunks=base._rlkernel_chunks)
 
 
 def _call(layer: Any, x: Tensor) -> Tensor:
-    """A layer with whatever an adapter put around it, exact when its parts are: those that were put in after `apply`
-    still run stock kernels."""
+    """A layer, or an adapter around it. Raises CallError for a layer added after `apply`, which runs stock kernels."""
     for part in () if "forward" in layer.__dict__ else layer.modules():
         if isinstance(part, nn.Linear) and "_rlkernel_chunks" not in part.__dict__:
             kind = f"{type(layer).__module__}.{type(layer).__name__}"
@@ -239,20 +238,20 @@ def decoder_forward(
     use_cache: bool | None = None,
     **kwargs: Any,
 ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-    """Hidden states after the final norm [B, L, C], zero at padding; packed [T, C] for a caller that packed itself.
+    """Hidden states after the final norm [B, L, C], zero at padding; packed [T, C] if `rlkernel_packed` is passed.
 
-    States of `output_hidden_states` go through the caller's shape on their way, so that they receive gradients.
+    States of `output_hidden_states` are scattered to the caller's shape and gathered again, so they receive gradients.
     """
     packed = kwargs.pop("rlkernel_packed", None)
-    inside = packed is not None
-    if not inside:
+    is_packed = packed is not None
+    if not is_packed:
         packed = prepare(
             self, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, None, kwargs
         )
     layers = self.layers[: self.config.num_hidden_layers]
-    asked = option(self, kwargs, "output_hidden_states")
-    some = isinstance(asked, list | tuple | set)  # of layers: state i + 1 is what layer i returns
-    chosen = {i + 1 for i in asked} if some else set(range(len(layers) + 1)) if asked else set()
+    wanted = option(self, kwargs, "output_hidden_states")
+    by_layer = isinstance(wanted, list | tuple | set)  # indices of layers; layer i returns state i + 1
+    chosen = {i + 1 for i in wanted} if by_layer else set(range(len(layers) + 1)) if wanted else set()
     states: dict[int, Tensor] = {}
     attentions: list[Tensor] = []
 
@@ -271,25 +270,27 @@ def decoder_forward(
         x, residual, *weights = layer(x, residual, packed)
         attentions += weights
     hidden = through(len(layers), self.norm(x, residual)[0])
-    out = hidden if inside else states[len(layers)] if len(layers) in states else packed.scatter(hidden)
-    found = tuple(states.get(i) for i in range(1 if some else 0, len(layers) + 1))
+    out = hidden if is_packed else states[len(layers)] if len(layers) in states else packed.scatter(hidden)
+    found = tuple(states.get(i) for i in range(1 if by_layer else 0, len(layers) + 1))
     result = BaseModelOutputWithPast(
         last_hidden_state=out,
         past_key_values=packed.cache,
-        hidden_states=found if asked else None,
+        hidden_states=found if wanted else None,
         attentions=tuple(attentions) if packed.weights else None,
     )
-    return result if inside or option(self, kwargs, "return_dict") else result.to_tuple()
+    return result if is_packed or option(self, kwargs, "return_dict") else result.to_tuple()
 
 
-def _embed(decoder: Any, packed: Packed, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:  # [T, C]
+def _embed(
+    decoder: Any, packed: PackedCall, input_ids: Tensor | None, inputs_embeds: Tensor | None
+) -> Tensor:  # [T, C]
     embedding = decoder.embed_tokens
     if inputs_embeds is not None:
         expected = inputs_embeds.dtype if isinstance(embedding.weight, DTensor) else embedding.weight.dtype
         if packed.dtype is None and inputs_embeds.dtype != expected:
             raise CallError(f"inputs_embeds is {inputs_embeds.dtype}; expected {expected}, the dtype of the model")
         x = packed.gather(inputs_embeds)
-    elif embedding._forward_hooks or embedding._forward_pre_hooks:  # NEFTune's counts the tokens of a row
+    elif embedding._forward_hooks or embedding._forward_pre_hooks:  # NEFTune's hook counts the tokens of a row
         x = packed.gather(embedding(input_ids))
     else:
         ids = packed.gather(input_ids)  # type: ignore[arg-type]
@@ -310,12 +311,12 @@ def causal_lm_forward(
     logits_to_keep: int | Tensor = 0,
     **kwargs: Any,
 ) -> CausalLMOutputWithPast | TokenLogprobs:
-    """Logits in fp32, the accumulator of the head's chain, and the loss of `labels`.
+    """Logits in fp32, the unrounded accumulator of the head, and the loss of `labels`.
 
     With labels in training mode the loss comes from the fused log-probability and logits are None, unless
     `skip_logits=False` is passed.
     """
-    if "_rlkernel" not in self.model.__dict__:  # after `remove`, called by a wrapper that keeps this forward (TRL's)
+    if "_rlkernel" not in self.model.__dict__:  # after `remove`, a wrapper (TRL's) may still call this forward
         return type(self).forward(
             self,
             input_ids=input_ids,
@@ -334,7 +335,7 @@ def causal_lm_forward(
     if skip_logits is None:
         skip_logits = self.training and labels is not None
     shifted = kwargs.pop("shift_labels", None)
-    asked = score
+    wanted = score
     if score is None and (labels is not None or shifted is not None):
         ignored = kwargs.get("ignore_index", IGNORED)
         shape = shape_of(input_ids, inputs_embeds)
@@ -343,16 +344,16 @@ def causal_lm_forward(
             assert labels is not None
             shifted = shift(labels, ignored)
         check_targets("shift_labels", shifted, shape)
-        asked = Score(shifted)
+        wanted = Score(shifted)
         if ignored != IGNORED:
-            asked = replace(asked, targets=asked.targets.masked_fill(asked.targets == ignored, IGNORED))
+            wanted = replace(wanted, targets=wanted.targets.masked_fill(wanted.targets == ignored, IGNORED))
     if score is not None and inputs_embeds is not None and inputs_embeds.shape[1] > score.targets.shape[-1]:
         raise CallError(
-            f"token_logprobs: the model computes {inputs_embeds.shape[1]} tokens a row and {score.targets.shape[-1]} "
-            "have targets; a learned prompt of PEFT stands in front of each row: call the model itself, with labels"
+            f"token_logprobs: the model computes {inputs_embeds.shape[1]} tokens per row and {score.targets.shape[-1]} "
+            "have targets, because PEFT prepends a learned prompt to each row: call the model itself, with labels"
         )
     packed = prepare(
-        self.model, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, asked, kwargs
+        self.model, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, wanted, kwargs
     )
     inner = self.model(
         input_ids=input_ids,
@@ -365,9 +366,9 @@ def causal_lm_forward(
         found: TokenLogprobs = through_head(self.lm_head, hidden, partial(score_tokens, packed=packed, score=score))
         return found
     loss = None
-    if asked is not None:
+    if wanted is not None:
         items = kwargs.get("num_items_in_batch")
-        loss = through_head(self.lm_head, hidden, partial(_loss, packed=packed, score=asked, items=items))
+        loss = through_head(self.lm_head, hidden, partial(_loss, packed=packed, score=wanted, items=items))
     logits = None
     if not skip_logits:
         states = packed.scatter(hidden)
@@ -387,11 +388,11 @@ def causal_lm_forward(
 
 
 def shift(labels: Tensor, ignored: int = IGNORED) -> Tensor:  # [B, L]
-    """Labels moved one to the left: the target of each token is the next one."""
+    """Labels shifted left by one: the target of each token is the next one."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
 
 
-def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: Packed, score: Score) -> TokenLogprobs:
+def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall, score: Score) -> TokenLogprobs:
     """Log-probabilities of the targets [B, L] from packed hidden states [T, C] and the head's weight, or the head."""
     weight = rounded(weight, hidden.dtype)
     scored = packed.scored
@@ -452,23 +453,13 @@ def score_tokens(hidden: Tensor, weight: Tensor | nn.Module, packed: Packed, sco
 def _with_statistics(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, kept: Tensor | None, keep_probs: bool
 ) -> tuple[ops.LogProb, dict[str, Tensor]]:
-    """`ops.linear_logprob` with the mean of the logits, and whether the target is the largest one."""
+    """`ops.linear_logprob` with the mean of the logits, and whether the target has the largest one."""
     inverse = inverse_temperature("token_logprobs", temperature, hidden)
-    kernels = torch.ops.rlkernel
-    keep_probs = keep_probs and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if ops.is_stock():
-        logits = ops.linear(hidden, weight, out_dtype=torch.float32)
-        result = ops.logprob(logits, targets, temperature=temperature, kept=kept)
-        top = logits.argmax(-1) == targets
-    else:
-        op = kernels.linear_logprob_probs if keep_probs else kernels.linear_logprob
-        logp, entropy, lse, stats, *_ = op(hidden, weight, targets, inverse, kept, True)
-        result = ops.LogProb(logp, entropy, lse)
-        top = logp.detach() == -stats[:, 1]  # logp is (logit - largest logit) - stats[:, 1]
+    result, top1 = linear_logprob_top1(hidden, weight, targets, inverse, kept, keep_probs)
     with torch.no_grad():
         mean = (hidden.float() * torch.mean(weight, 0, dtype=torch.float32)).sum(-1)
         mean = mean if inverse is None else mean * inverse
-    return result, {"mean_logit": mean, "top1": top}
+    return result, {"mean_logit": mean, "top1": top1}
 
 
 @torch.no_grad()
@@ -483,8 +474,8 @@ def _of_scored(values: Tensor, scored: Scored) -> Tensor:  # [B, L, ...] -> [N, 
     return flat if scored.places is None else flat.index_select(0, scored.places)
 
 
-def _loss(hidden: Tensor, weight: Tensor | nn.Module, packed: Packed, score: Score, items: Any) -> Tensor:
-    """Mean negative log-probability of the scored targets, or their sum over `num_items_in_batch`."""
+def _loss(hidden: Tensor, weight: Tensor | nn.Module, packed: PackedCall, score: Score, items: Any) -> Tensor:
+    """Sum of the scored targets' negative log-probabilities over `items`, or over their number."""
     logp = score_tokens(hidden, weight, packed, score).logp
     assert logp is not None
     if items is None:
@@ -495,16 +486,16 @@ def _loss(hidden: Tensor, weight: Tensor | nn.Module, packed: Packed, score: Sco
 
 @dataclass
 class Settings:
-    """What the forwards of one applied model share."""
+    """Settings that the forwards of one model share."""
 
     config: Any  # rlkernel.models.ModelConfig
     heads: tuple[int, int, int]
     qk_norm: bool
     windows: tuple[int | None, ...]
     variant: str
-    cos_sin: Tensor  # [P, D] fp32; no buffer of the model, which casts of the model would round
+    cos_sin: Tensor  # [P, D] fp32; not a buffer, because a cast of the model would round it
 
     def to(self, device: torch.device) -> None:
-        """Moves the rope table to where the input is."""
+        """Moves the rope table to the input's device."""
         if self.cos_sin.device != device:
             self.cos_sin = self.cos_sin.to(device)

@@ -1,13 +1,12 @@
-"""Linear layers over the same input as one product: query, key and value, or gate and up.
+"""Linear layers with the same input as one product: query, key and value, or gate and up.
 
-The decoder of `rlkernel.models` holds them fused, and the input gradient of the fused layer is one chain. So for its
-bits the layers of transformers are joined too: by a view where their weights lie side by side (`lay_side_by_side`),
-else by a copy that lives as long as the product.
+The decoder of `rlkernel.models` fuses them, which makes their input gradient one chain; equal bits need the same here.
+The joined weight is a view if the weights share a buffer (`join_storage`), else a temporary copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,18 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from rlkernel import ops
-from rlkernel.ops._library import adding, asked, has_main_grad, once_differentiable, outside_graph
+from rlkernel.ops.autograd import (
+    gradient_target,
+    has_main_grad,
+    main_grad_lock,
+    once_differentiable,
+    outside_graph,
+)
+from rlkernel.ops.linear import bias_grad_, linear_dgrad, linear_wgrad, linear_wgrad_
 
 
 def joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:  # [T, K] -> [T, sum N]
-    """`ops.linear` with the weights (and biases, or none) of several layers one under the other."""
+    """`ops.linear` with the concatenated weights (and biases, if any) of several layers."""
     if ops.is_stock():
         return ops.linear(x, torch.cat(weights).to(x.dtype), torch.cat(biases).to(x.dtype) if biases else None)
     if is_dynamo_compiling() and has_main_grad(*weights, *biases):
@@ -28,8 +34,8 @@ def joined_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Ten
     return _Joined.apply(x, *weights, *(biases if biases else (None,) * len(weights)))
 
 
-def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
-    """Moves the weights, and the biases, into one buffer each, so that joining them is a view. Values are kept."""
+def join_storage(layers: Sequence[nn.Linear]) -> None:
+    """Moves the weights into one buffer, and the biases into another, so that joining them is a view."""
     for name in ("weight", "bias"):
         tensors = [getattr(layer, name) for layer in layers]
         if any(type(t) is not nn.Parameter for t in tensors) or _adjacent(tensors):
@@ -44,35 +50,35 @@ def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
             layer.register_state_dict_post_hook(_own_storages)
 
 
-def part(layers: Sequence[nn.Linear]) -> None:
-    """Undoes `lay_side_by_side`: every weight gets a buffer of its own again."""
+def separate_storage(layers: Sequence[nn.Linear]) -> None:
+    """Undoes `join_storage`: every weight and bias gets its own buffer again."""
     for layer in layers:
         for key in [key for key, hook in layer._state_dict_hooks.items() if hook is _own_storages]:
             del layer._state_dict_hooks[key]
         for t in (layer.weight, layer.bias):
-            if type(t) is nn.Parameter and _is_part(t):
+            if type(t) is nn.Parameter and _shares_storage(t):
                 t.data = t.data.clone()
 
 
 def _own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Gives the weights in a state dict a storage each, of the same memory.
+    """Gives each weight in a state dict its own storage object over the same memory.
 
-    safetensors and accelerate take tensors of one storage for tied weights and save one of them. The parameters
-    themselves stay in one storage, because CUDA shares memory between processes by its first address only.
+    safetensors and accelerate treat tensors of one storage as tied weights and save one of them. The parameters
+    themselves keep one storage, because CUDA shares memory between processes by its first address only.
     """
     for name in module._parameters:
         t = state_dict.get(prefix + name)
-        if type(t) is Tensor and t.device.type in ("cpu", "cuda") and _is_part(t):
+        if type(t) is Tensor and t.device.type in ("cpu", "cuda") and _shares_storage(t):
             state_dict[prefix + name] = torch.from_dlpack(t)
 
 
-def _is_part(t: Tensor) -> bool:
+def _shares_storage(t: Tensor) -> bool:
     """Whether a tensor's storage holds more than the tensor."""
     return t.untyped_storage().nbytes() > t.numel() * t.element_size()
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors one under the other: a view where they lie so, else a copy."""
+    """The tensors concatenated: a view if they are adjacent in memory, else a copy."""
     if len(tensors) == 1:
         return tensors[0]
     if torch.compiler.is_compiling() or not _adjacent(tensors):
@@ -82,7 +88,7 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _joined_as(x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors one under the other, in the dtype of x: under autocast fp32 parameters are rounded at each use."""
+    """The tensors concatenated, in the dtype of x: under autocast fp32 parameters are rounded at each use."""
     return join(tensors).to(x.dtype)
 
 
@@ -105,7 +111,7 @@ class _Joined(torch.autograd.Function):
         count = len(tensors) // 2
         weights, biases = tensors[:count], tensors[count:]
         ctx.save_for_backward(x, *weights)
-        # Attributes such as main_grad are on these, not on what saved_tensors returns under checkpointing.
+        # These have attributes such as main_grad; the copies in saved_tensors, under checkpointing, do not.
         ctx.weights, ctx.biases = weights, biases
         return ops.linear(x, _joined_as(x, weights), None if biases[0] is None else _joined_as(x, biases))
 
@@ -114,42 +120,48 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         dy = dy.to(x.dtype).contiguous()
-        kernels = torch.ops.rlkernel
-        dx = kernels.linear_dgrad(dy, _joined_as(x, weights), 1) if ctx.needs_input_grad[0] else None
-        dws = _gradients(ctx, 1, ctx.weights, dy, lambda g, d: kernels.linear_wgrad_(g, d, x), kernels.linear_wgrad, x)
+        dx = linear_dgrad(dy, _joined_as(x, weights), 1) if ctx.needs_input_grad[0] else None
+        dws = _gradients(ctx, 1, ctx.weights, dy, lambda g, dy: linear_wgrad_(g, dy, x), lambda: linear_wgrad(dy, x))
         if ctx.biases[0] is None:
             return dx, *dws, *ctx.biases
-        return dx, *dws, *_gradients(ctx, 1 + len(weights), ctx.biases, dy, kernels.bias_grad_, None, x)
+        return dx, *dws, *_gradients(ctx, 1 + len(weights), ctx.biases, dy, bias_grad_)
 
 
 def _gradients(
-    ctx: Any, place: int, parameters: Sequence[Tensor], dy: Tensor, add: Any, fresh: Any, x: Tensor
+    ctx: Any,
+    index: int,
+    parameters: Sequence[Tensor],
+    dy: Tensor,
+    accumulate: Callable[[Tensor, Tensor], None],
+    compute: Callable[[], Tensor] | None = None,
 ) -> Sequence[Tensor | None]:
-    """Gradients of joined parameters, the first at `place` of the inputs; None each where they went to `main_grad`."""
+    """Gradients of joined parameters, each None where it was accumulated into `main_grad`.
+
+    Args:
+        index: of the first parameter among the inputs.
+        accumulate: adds the gradient of given columns of dy onto an fp32 buffer.
+        compute: returns the gradient of all parameters; None: `accumulate` onto zeros, rounded.
+    """
     sizes = [p.shape[0] for p in parameters]
-    wanted, buffers = zip(*(asked("linear", ctx, place + i, p) for i, p in enumerate(parameters)), strict=True)
-    given = [b for b in buffers if b is not None]
-    if not given and any(wanted):
-        if fresh is not None:
-            grads = fresh(dy, x).split(sizes)
-        else:
-            total = torch.zeros(sum(sizes), dtype=torch.float32, device=dy.device)
-            add(total, dy)
-            grads = total.to(dy.dtype).split(sizes)
-        return [g if w else None for g, w in zip(grads, wanted, strict=True)]
-    if len(given) == len(buffers) and _adjacent(given):
-        with adding:
-            add(join(given), dy)
+    targets = [gradient_target("linear", ctx, index + i, p) for i, p in enumerate(parameters)]
+    buffers = [buffer for _, buffer in targets if buffer is not None]
+
+    def fresh(shape: Sequence[int], dy: Tensor) -> Tensor:
+        total = torch.zeros(shape, dtype=torch.float32, device=dy.device)
+        accumulate(total, dy)
+        return total.to(dy.dtype)
+
+    if not buffers and any(needed for needed, _ in targets):
+        grads = (compute() if compute is not None else fresh((sum(sizes),), dy)).split(sizes)
+        return [grad if needed else None for grad, (needed, _) in zip(grads, targets, strict=True)]
+    if len(buffers) == len(targets) and _adjacent(buffers):
+        with main_grad_lock:
+            accumulate(join(buffers), dy)
         return [None] * len(sizes)
     out: list[Tensor | None] = []
-    for p, w, buffer, rows in zip(parameters, wanted, buffers, dy.split(sizes, dim=1), strict=True):
-        grad = None
+    for p, (needed, buffer), columns in zip(parameters, targets, dy.split(sizes, dim=1), strict=True):
         if buffer is not None:
-            with adding:
-                add(buffer, rows.contiguous())
-        elif w:
-            total = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-            add(total, rows.contiguous())
-            grad = total.to(dy.dtype)
-        out.append(grad)
+            with main_grad_lock:
+                accumulate(buffer, columns.contiguous())
+        out.append(fresh(p.shape, columns.contiguous()) if needed and buffer is None else None)
     return out

@@ -1,7 +1,7 @@
-"""From what callers of transformers pass (padded rows, packed rows, a cache) to packed tokens, and back.
+"""Packs the inputs of a transformers call (padded rows, packed rows, a cache) into tokens [T], and unpacks results.
 
-All is index arithmetic. A padded or packed call costs one read back from the device, which sizes the packed tensors;
-a call without padding, or with `cu_seq_lens_q`, costs none.
+A call with a mask or `position_ids` reads back from the device once, to size the packed tensors; a call without them,
+or with `cu_seq_lens_q`, does not.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ IGNORED = -100  # label of a token that is not scored, as in transformers
 
 
 class CallError(ValueError):
-    """A call of the model that rlkernel cannot compute exactly; the message names the argument and what to do."""
+    """A call of the model that rlkernel cannot compute exactly; the message names the argument and the remedy."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Tokens whose target is scored: N rows of the packed batch and their places in the caller's [B, L].
+    """The N scored tokens: their indices in the packed batch and in the caller's [B, L].
 
     Attributes:
         rows: [N] int64 into the packed tokens; None: all T.
-        places: [N] int64 into the flat [B * L]; None: all of them in order.
+        places: [N] int64 into the flattened [B * L]; None: all, in order.
         valid: [N] bool, which of them count; None: all.
     """
 
@@ -40,7 +40,7 @@ class Pages:
 
     Attributes:
         cache: transformers' PagedAttentionCache.
-        read, write: of each group of layers, the pages of all keys, and those of the new ones.
+        read, write: per group of layers, the indices of all keys, and of the new ones.
     """
 
     cache: Any
@@ -49,26 +49,26 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """One call as packed tokens. B, L is the caller's shape, T the number of tokens that are computed.
+class PackedCall:
+    """One call as packed tokens. (B, L) is the caller's shape, T the number of computed tokens.
 
     Attributes:
         shape: (B, L).
         positions: [T] int64, position of each token in its sequence.
-        cu_seqlens: [S+1] int32 borders of the sequences; max_seqlen: length of the longest, or more.
-        index: [T] int64, place of each token in the flat [B * L]; None: they are the same.
+        cu_seqlens: [S+1] int32; max_seqlen: length of the longest sequence, or more.
+        index: [T] int64, index of each token in the flattened [B * L]; None: the identity.
         keep: [B, L] bool where `index` also lists padding (under torch.compile), else None.
-        cache: the caller's past_key_values; None: none is used.
+        cache: the caller's past_key_values; None: no cache.
         past: keys in the cache before this call.
-        keys: row and column of every key in the cache, new ones included; None where the call's own keys are all.
-        pages: where keys are kept in pages instead of `cache`.
-        longest: tokens of the longest sequence, cached ones included, where padding has been counted; else None.
+        keys: row and column of every key in the cache, including the new ones; None if there are only new ones.
+        pages: the pages that hold the keys instead of `cache`.
+        longest: tokens of the longest sequence, including cached ones, if the mask was read back; else None.
         cu_seqlens_k, max_seqlen_k: of the keys.
-        scored: which tokens are scored, where the caller asked for that.
-        dtype: what the layers compute in under autocast; None: the dtype of the parameters.
+        scored: which tokens are scored, if the caller asked for it.
+        dtype: dtype of the layers under autocast; None: that of the parameters.
         weights: whether attention weights are returned too.
 
-    It holds no floating-point tensor: FSDP2 casts those in a layer's arguments, inside dataclasses too.
+    It holds no floating-point tensor, because FSDP2 casts those in a layer's arguments, even inside dataclasses.
     """
 
     shape: tuple[int, int]
@@ -89,12 +89,12 @@ class Packed:
     weights: bool = False
 
     def gather(self, x: Tensor) -> Tensor:  # [B, L, ...] -> [T, ...]
-        """Rows of the tokens that are computed."""
+        """The computed tokens of x."""
         flat = x.flatten(0, 1)
         return flat if self.index is None else flat.index_select(0, self.index)
 
     def scatter(self, y: Tensor) -> Tensor:  # [T, ...] -> [B, L, ...]
-        """The caller's shape; zero where there is padding."""
+        """y in the caller's shape; zero at padding."""
         if self.index is None:
             return y.view(*self.shape, *y.shape[1:])
         out = place(y, self.index, self.shape)
@@ -105,7 +105,7 @@ class Packed:
 
 
 def place(values: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:  # [N, ...] -> [B, L, ...]
-    """Values at flat places of a zero tensor [B, L, ...]."""
+    """A zero tensor [B, L, ...] with `values` at the flat indices `places`."""
     rows = shape[0] * shape[1]
     flat = values.new_zeros((rows, *values.shape[1:])).index_copy(0, places, values)
     return flat.view(*shape, *values.shape[1:])
@@ -122,20 +122,20 @@ def pack(
     cache: Any = None,
     targets: Tensor | None = None,  # [B, L]
     rows: Tensor | None = None,  # [N]
-) -> Packed:
+) -> PackedCall:
     """Packs one call.
 
-    Without a mask, sequences are the rows [B, L], cut where `position_ids` do not continue, or what `cu_seqlens` says.
-    With one, its zeros are padding wherever they stand, and positions are counted over the ones.
+    Without a mask, sequences are those of `cu_seqlens`, or the rows [B, L], cut where `position_ids` do not continue.
+    With a mask, its zeros are padding, wherever they stand, and positions are counted over its ones.
 
     Args:
         shape: (B, L) of the input.
         cache: past_key_values to attend to and to fill.
-        targets: what will be scored, `IGNORED` where nothing is.
-        rows: which packed tokens to score, where the caller knows; then nothing is read back for it.
+        targets: the tokens to score, `IGNORED` where none is.
+        rows: indices of the packed tokens to score, if the caller knows them; then nothing is read back for scoring.
 
     Raises:
-        CallError: an argument has a form that is not supported.
+        CallError: an argument has an unsupported form.
     """
     b, length = shape
     check(shape, attention_mask, position_ids, cu_seqlens, max_seqlen, cache)
@@ -144,9 +144,9 @@ def pack(
     past = 0 if cache is None else int(cache.get_seq_length())
     if cu_seqlens is not None:
         assert max_seqlen is not None
-        positions = position_ids.reshape(-1) if position_ids is not None else _within(cu_seqlens, b * length)
+        positions = position_ids.reshape(-1) if position_ids is not None else _positions_of(cu_seqlens, b * length)
         scored = _score_all(targets) if rows is None else Scored(rows, rows)
-        return Packed(shape, positions, cu_seqlens.to(torch.int32), int(max_seqlen), scored=scored)
+        return PackedCall(shape, positions, cu_seqlens.to(torch.int32), int(max_seqlen), scored=scored)
     if attention_mask is not None:
         return _pack_mask(shape, attention_mask, position_ids, cache, past, targets, rows)
     if cache is not None:
@@ -156,7 +156,7 @@ def pack(
         return _pack_positions(shape, position_ids, targets, rows)
     cu = torch.arange(0, (b + 1) * length, length, dtype=torch.int32, device=device)
     positions = torch.arange(length, device=device).repeat(b)
-    return Packed(shape, positions, cu, length, scored=_scored_of(targets, rows, None))
+    return PackedCall(shape, positions, cu, length, scored=_scored_of(targets, rows))
 
 
 def _pack_mask(
@@ -167,7 +167,7 @@ def _pack_mask(
     past: int,
     targets: Tensor | None,
     rows: Tensor | None,
-) -> Packed:
+) -> PackedCall:
     b, length = shape
     mask = attention_mask.bool()
     keep = mask[:, past:]
@@ -176,13 +176,13 @@ def _pack_mask(
         positions = position_ids.expand(b, length)
     lengths = keep.sum(1)
     if torch.compiler.is_compiling():
-        # No size may depend on the mask here: padding is computed too, as sequences after all others, and dropped.
+        # No size may depend on the mask here, so padding is computed too, as sequences after all others, and dropped.
         order = torch.argsort(keep.flatten().logical_not().to(torch.int8), stable=True)
-        cu = _borders(torch.cat((lengths, length - lengths)))
+        cu = _cu_seqlens_of(torch.cat((lengths, length - lengths)))
         flat = torch.where(keep, positions, 0).flatten().index_select(0, order)
         wanted = keep if targets is None else keep & (targets != IGNORED)
         scored = Scored() if targets is None else Scored(None, order, wanted.flatten()[order])
-        return Packed(shape, flat, cu, length, index=order, keep=keep, scored=scored)
+        return PackedCall(shape, flat, cu, length, index=order, keep=keep, scored=scored)
     wanted = keep if targets is None or rows is not None else keep & (targets != IGNORED)
     counts = (keep.sum(), wanted.sum(), mask.sum(), mask.sum(1).max())
     kept, found, seen, longest = torch.stack(counts).tolist()
@@ -196,7 +196,9 @@ def _pack_mask(
     elif targets is not None:
         places = torch.nonzero_static(wanted.flatten(), size=found)[:, 0]
         scored = Scored((keep.flatten().cumsum(0) - 1).index_select(0, places), places)
-    packed = Packed(shape, flat, _borders(lengths), length, index=index, cache=cache, longest=longest, scored=scored)
+    packed = PackedCall(
+        shape, flat, _cu_seqlens_of(lengths), length, index=index, cache=cache, longest=longest, scored=scored
+    )
     if cache is None or past == 0:
         return packed
     keys = torch.nonzero_static(mask, size=seen)
@@ -204,15 +206,15 @@ def _pack_mask(
         packed,
         past=past,
         keys=(keys[:, 0], keys[:, 1]),
-        cu_seqlens_k=_borders(mask.sum(1)),
+        cu_seqlens_k=_cu_seqlens_of(mask.sum(1)),
         max_seqlen_k=mask.shape[1],
     )
 
 
 def _pack_positions(
     shape: tuple[int, int], position_ids: Tensor, targets: Tensor | None, rows: Tensor | None
-) -> Packed:
-    """Sequences start where a position is not the one before plus one, and at each row's start."""
+) -> PackedCall:
+    """Sequences start at each row's start and where a position is not its predecessor plus one."""
     b, length = shape
     positions = position_ids.expand(b, length)
     starts = torch.ones_like(positions, dtype=torch.bool)
@@ -229,11 +231,11 @@ def _pack_positions(
     if wanted is not None:
         places = torch.nonzero_static(wanted, size=found[0])[:, 0]
         scored = Scored(places, places)
-    return Packed(shape, positions.flatten(), cu, max_seqlen, scored=scored)
+    return PackedCall(shape, positions.flatten(), cu, max_seqlen, scored=scored)
 
 
-def _scored_of(targets: Tensor | None, rows: Tensor | None, size: int | None) -> Scored:
-    """Scored tokens of a call without padding: one read back for their number, unless rows are given."""
+def _scored_of(targets: Tensor | None, rows: Tensor | None) -> Scored:
+    """Scored tokens of a call without padding; their number is read back unless `rows` are given."""
     if targets is None:
         return Scored()
     if rows is not None:
@@ -248,15 +250,15 @@ def _score_all(targets: Tensor | None) -> Scored:
     return Scored() if targets is None else Scored(valid=targets.flatten() != IGNORED)
 
 
-def _borders(lengths: Tensor) -> Tensor:  # [n] -> [n+1] int32
+def _cu_seqlens_of(lengths: Tensor) -> Tensor:  # [n] -> [n+1] int32
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _within(cu_seqlens: Tensor, tokens: int) -> Tensor:  # [T] int64
+def _positions_of(cu_seqlens: Tensor, tokens: int) -> Tensor:  # [T] int64
     """Position of each token in its sequence."""
-    places = torch.arange(tokens, device=cu_seqlens.device)
-    borders = cu_seqlens.long()
-    return places - borders[torch.searchsorted(borders, places, right=True) - 1]
+    index = torch.arange(tokens, device=cu_seqlens.device)
+    starts = cu_seqlens.long()
+    return index - starts[torch.searchsorted(starts, index, right=True) - 1]
 
 
 def check_targets(name: str, values: Any, shape: tuple[int, int]) -> None:
@@ -271,9 +273,9 @@ def check_targets(name: str, values: Any, shape: tuple[int, int]) -> None:
 
 
 def check_rows(rows: Tensor, tokens: int) -> None:
-    """Raises CallError unless `rows` are places in the packed tokens. On a GPU their values are not read back."""
+    """Raises CallError unless `rows` are indices of packed tokens. On a GPU their values are not read back."""
     if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
-        raise CallError(f"rows is {tuple(rows.shape)} {rows.dtype}; expected [N] int64, places in the packed tokens")
+        raise CallError(f"rows is {tuple(rows.shape)} {rows.dtype}; expected [N] int64, indices of packed tokens")
     if torch.compiler.is_compiling() or rows.device.type != "cpu" or rows.numel() == 0:
         return
     low, high = int(rows.min()), int(rows.max())
@@ -282,7 +284,7 @@ def check_rows(rows: Tensor, tokens: int) -> None:
 
 
 def _is_binary(mask: Tensor) -> bool:
-    """Whether a mask in floating point, which PEFT makes of any other, holds zeros and ones; read back to see it."""
+    """Whether a floating-point mask, to which PEFT converts every mask, holds only 0 and 1; reads back its values."""
     if torch.compiler.is_compiling():
         raise CallError(f"attention_mask is {mask.dtype} under torch.compile; pass attention_mask.bool()")
     return bool(((mask == 0) | (mask == 1)).all())
@@ -296,24 +298,25 @@ def check(
     max_seqlen: int | None,
     cache: Any,
 ) -> None:
-    """Raises CallError for arguments whose form is not supported."""
+    """Raises CallError for arguments of an unsupported form."""
     b, length = shape
     if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
         found = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise CallError(
             f"attention_mask is {found}; rlkernel computes causal attention and takes a padding mask [B, S] of zeros "
-            "and ones, no bias and no mask per query: pass the padding mask, or rlkernel_transformers.remove(model)"
+            "and ones, not a bias or a mask per query: pass the padding mask, or call "
+            "rlkernel_transformers.remove(model)"
         )
     past = 0 if cache is None else int(cache.get_seq_length())
     if attention_mask is not None and attention_mask.shape != (b, past + length):
         raise CallError(
             f"attention_mask is {tuple(attention_mask.shape)}; expected [B={b}, {past + length}] for {length} tokens "
-            f"a row after {past} cached ones"
+            f"per row after {past} cached ones"
         )
     if attention_mask is not None and attention_mask.is_floating_point() and not _is_binary(attention_mask):
         raise CallError(
-            f"attention_mask is {attention_mask.dtype} and holds other values than 0 and 1, as a bias does; expected "
-            "1 where there is a token and 0 where there is none"
+            f"attention_mask is {attention_mask.dtype} and holds values other than 0 and 1, as a bias does; expected "
+            "1 at tokens and 0 at padding"
         )
     if b * length == 0:
         raise CallError(f"the input is [{b}, {length}]; expected at least one token")

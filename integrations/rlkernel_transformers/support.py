@@ -1,5 +1,6 @@
-"""What `apply` takes: the families of `rlkernel.models`, as transformers itself builds them. All else is refused here,
-with the setting and what to do.
+"""What `apply` accepts: the families of `rlkernel.models`, as transformers itself builds them.
+
+Everything else is refused here; the message names the setting and the remedy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class UnsupportedModelError(ValueError):
 
 
 class Method(partial[Any]):
-    """A function bound to one module: as a bound method, but pickle finds it by the function's own name."""
+    """A function bound to one module, like a bound method; pickle finds it by the function's own name."""
 
     @property
     def __func__(self) -> Any:
@@ -40,14 +41,14 @@ class Method(partial[Any]):
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether something hangs on a module's own call: hooks of torch or of accelerate."""
+    """Whether a module has hooks, of torch or of accelerate."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or "_hf_hook" in module.__dict__
 
 
 def check_call(model: Any) -> None:
-    """Raises UnsupportedModelError where a model is not what `apply` left: it has modules that came later, or DDP
-    around it would reduce gradients that are added to `main_grad`."""
+    """Raises UnsupportedModelError if a module was replaced after `apply`, or if DDP would miss gradients that are
+    accumulated into `main_grad`."""
     if is_dynamo_compiling():
         return
     decoder = model.model
@@ -58,7 +59,7 @@ def check_call(model: Any) -> None:
             attention = layer.self_attn
             parts += (attention.q_norm, attention.k_norm)
     for part in parts:
-        if part._parameters and "forward" not in part.__dict__:  # a wrapper (FSDP) has none of its own
+        if part._parameters and "forward" not in part.__dict__:  # a wrapper (FSDP) has no parameters of its own
             raise UnsupportedModelError(
                 f"a {_kind(part)} was put into the model after rlkernel_transformers.apply, and would run stock "
                 "kernels; call apply(model) again"
@@ -98,7 +99,7 @@ def find_model(model: nn.Module) -> Any:
 
 
 def read_config(model: Any) -> ModelConfig:
-    """The configuration, refused where it asks for what our ops do not compute."""
+    """The model's configuration. Raises UnsupportedModelError if our ops do not support it."""
     # The class decides: a checkpoint of the base model alone, or of a reward model, names another architecture.
     architecture = FAMILIES[model.config.model_type].architecture
     try:
@@ -113,14 +114,14 @@ def check_wrappers(model: nn.Module, adapters: str) -> None:
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             kind = type(module.active_peft_config).__name__
             raise UnsupportedModelError(
-                f"{kind}: prefixes and prompts that are learned change the inputs of every call, which no engine has; "
-                "use LoRA, or adapters='low-rank' where nothing is rolled out"
+                f"{kind}: learned prefixes and prompts change the inputs of every call, and an engine does not have "
+                "them; use LoRA, or adapters='low-rank' where nothing is rolled out"
             )
 
 
 def check(model: Any, config: ModelConfig, *, lora_dropout: bool = False) -> None:
-    """Raises UnsupportedModelError for other libraries' kernels, quantised or foreign layers, weights that the
-    architecture does not have, and dropout (`lora_dropout`: that of adapters is taken)."""
+    """Raises UnsupportedModelError for other libraries' kernels, quantised or unknown layers, weights that the
+    architecture does not have, and dropout (except that of adapters if `lora_dropout`)."""
     if getattr(model, "use_kernels", False):
         raise UnsupportedModelError(
             "use_kernels=True replaced layers by kernels from the Hub; load the model without it to use rlkernel"
@@ -138,8 +139,8 @@ def check(model: Any, config: ModelConfig, *, lora_dropout: bool = False) -> Non
             )
         if isinstance(module, nn.Dropout) and module.p > 0 and not (lora_dropout and ".lora_dropout." in name):
             raise UnsupportedModelError(
-                f"{name} is a dropout of {module.p}: training would not see what was rolled out; set it to 0 "
-                "(lora_dropout=0.0 for an adapter)"
+                f"{name} is a dropout of {module.p}, which a rollout does not have; set it to 0 (lora_dropout=0.0 for "
+                "an adapter)"
             )
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     if sharded and not any(isinstance(m, FSDPModule) for m in model.modules()):
@@ -186,8 +187,8 @@ def check(model: Any, config: ModelConfig, *, lora_dropout: bool = False) -> Non
 
 
 def _check_weights(model: Any, config: ModelConfig) -> None:
-    """Raises UnsupportedModelError where a model has other weights than its architecture, LoRA's set aside: our
-    forwards would leave them out."""
+    """Raises UnsupportedModelError if a model's weights, except LoRA's, are not those of its architecture: our forwards
+    would ignore them."""
     wanted = {part.name for part in hf_layout(config)} | {"lm_head.weight"}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if ".lora_" not in name]
     present = {re.sub(r"\b(base_layer|_orig_mod|_checkpoint_wrapped_module)\.", "", name) for name in names}
@@ -195,15 +196,15 @@ def _check_weights(model: Any, config: ModelConfig) -> None:
         if odd:
             raise UnsupportedModelError(
                 f"the model {which}: {', '.join(sorted(odd)[:3])}{' ...' if len(odd) > 3 else ''}; rlkernel computes "
-                f"{config.family.architecture} as its configuration says, and LoRA on the linear layers of attention "
-                "and MLP: no other adapters, modules_to_save or biases"
+                f"{config.family.architecture} as configured, and LoRA on the linear layers of attention and MLP: "
+                "remove other adapters, modules_to_save and biases"
             )
 
 
 def check_chunks(config: ModelConfig, chunks: Any) -> None:
     """Raises UnsupportedModelError unless `tp_leaves` divides K of o_proj and down_proj as `ops.linear` needs it."""
     if isinstance(chunks, bool) or not isinstance(chunks, int):
-        raise UnsupportedModelError(f"tp_leaves is {chunks!r}; expected a number of chunks, 1 for none")
+        raise UnsupportedModelError(f"tp_leaves is {chunks!r}; expected an integer, 1 for a single chain")
     try:
         replace(config, tp_leaves=chunks)
     except ConfigError as error:
@@ -211,7 +212,7 @@ def check_chunks(config: ModelConfig, chunks: Any) -> None:
 
 
 def _kind(module: nn.Module) -> str:
-    """Its class with the package: PEFT's Linear is no torch.nn.Linear."""
+    """The module's class with its package, because PEFT has a Linear too."""
     return f"{type(module).__module__}.{type(module).__name__}"
 
 

@@ -1,5 +1,5 @@
-"""rlkernel_trl: TRL's trainers with one flag, `use_rl_kernel_backend=True`: training log-probabilities equal those of
-the rollout to the last bit.
+"""rlkernel_trl: TRL's trainers with a flag, `use_rl_kernel_backend=True`, that makes training log-probabilities equal
+the rollout's, bit for bit.
 
 `from rlkernel_trl import GRPOConfig, GRPOTrainer` (also RLOO, DPO, SFT); `patch()` for scripts that import from trl;
 `python -m rlkernel_trl grpo --config x.yaml` for TRL's command line.
@@ -56,10 +56,10 @@ def __getattr__(name: str) -> Any:
 
 
 def patch() -> None:
-    """Makes `trl.GRPOTrainer`, `trl.GRPOConfig` and the others those of this package, in `trl`, in `trl.trainer` and in
-    the modules that define them; the flag stays off by default.
+    """Replaces TRL's trainers and configurations by those of this package; the flag stays off by default.
 
-    Call it before a script imports the names from trl. Safe to call again.
+    Call it before a script imports the names from `trl`, `trl.trainer` or the modules that define them. Safe to call
+    again.
     """
     ours = {
         algorithm + kind: __getattr__(algorithm + kind) for algorithm in ALGORITHMS for kind in ("Config", "Trainer")
@@ -72,7 +72,7 @@ def patch() -> None:
 
 
 def unpatch() -> None:
-    """Gives trl its own classes back."""
+    """Restores TRL's own classes."""
     while _stock:
         (place, name), value = _stock.popitem()
         setattr(import_module(place), name, value)

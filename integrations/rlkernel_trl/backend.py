@@ -1,6 +1,6 @@
-"""What one trainer holds under the flag: its settings checked, its models prepared, its comparisons and certificate.
+"""`Backend`, the state of one trainer under the flag: checks settings, prepares models, compares log-probabilities.
 
-The trainer classes only tell it when things happen; everything that is not TRL's own is here.
+The trainer classes only call it; everything that is not TRL's own is here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlkernel_trl.optimizer import STANDARD, MasterAdamW, round_weights
 
 logger = logging.getLogger("rlkernel_trl")
 
-# Sampling parameters that leave the distribution of a token as it is.
+# Sampling parameters that do not change a token's distribution.
 _HARMLESS = {
     "seed",
     "stop",
@@ -42,7 +42,7 @@ _HARMLESS = {
     "output_kind",
 }
 
-_COLDEST = 0.01  # vLLM raises lower temperatures to it
+_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to it
 
 
 @dataclass
@@ -50,14 +50,16 @@ class Round:
     """One generation, from its prompts to the last update that uses it.
 
     Attributes:
-        step: updates made when it was sampled.
-        captured: its log-probabilities, a list a completion; tools: masks of tokens that tools wrote.
-        sampled: [B, C] fp32, the same as a tensor; tool_mask: [B, C] or None.
-        kept: sets of tokens that it was sampled from, a completion each; None: not known, or no filters.
-        expects_old: TRL's next forward is that for old log-probabilities.
-        may_skip: that forward may be left out; skipped: it was; None: TRL computes none.
-        open: its completions are still being generated or scored.
-        turns: how often rlkernel's engine has sampled for it; more than once where tools answered.
+        step: number of updates before it was sampled.
+        captured: the rollout's log-probabilities, one list per completion.
+        tools: masks of the tokens that the model, not a tool, wrote, one list per completion.
+        sampled: [B, C] fp32, `captured` as a tensor. tool_mask: [B, C], `tools` as a tensor, or None.
+        kept: kept sets, one entry per completion; None: unknown, or no filters.
+        expects_old: whether TRL's next forward computes old log-probabilities.
+        may_skip: whether that forward may be skipped.
+        skipped: whether it was; None: TRL does not compute old log-probabilities.
+        open: whether completions are still being generated or scored.
+        turns: how often rlkernel's engine has sampled for it; more than once if tools answered.
     """
 
     step: int = -1
@@ -73,16 +75,16 @@ class Round:
     turns: int = 0
 
     def keep(self, kept: list[Ragged] | None) -> None:
-        """Takes the sets of a turn; those of several turns are rebuilt, with what tools wrote in between."""
+        """Stores the kept sets of a turn; after several turns they are recomputed, because tools wrote tokens too."""
         self.kept = None if self.turns else kept
         self.turns += 1
 
     def take(self, width: int, device: torch.device) -> None:
-        """Turns what was captured into tensors, padded to `width`."""
+        """Converts the captured lists to tensors, padded to `width`."""
         if self.captured is None or self.sampled is not None:
             return
         if self.kept is not None and [len(row) for row in self.captured] != [ends.numel() - 1 for _, ends in self.kept]:
-            self.kept = None  # a caller of ours added tokens of an environment: the sets are rebuilt for all
+            self.kept = None  # a rollout_func added an environment's tokens, so all sets are recomputed
         rows = _padded(self.captured, width, 0.0)
         self.sampled = rows.to(device)
         self.tool_mask = None if self.tools is None else _padded(self.tools, width, 1.0).to(device).int()
@@ -94,14 +96,14 @@ class Backend:
     """State of one trainer.
 
     Args:
-        settings: its configuration, with `use_rl_kernel_backend`.
-        arguments: what its constructor was given, by name.
+        settings: the trainer's configuration, with `use_rl_kernel_backend`.
+        arguments: arguments of the trainer's constructor, by name.
 
     Attributes:
-        calls: one a model that scores, the policy's first.
-        comparison, certificate: see `exactness`.
-        filters: of sampling.
-        engine: rlkernel's, which samples without vLLM; None: vLLM does, or, not exactly, transformers' generate.
+        calls: one `Call` per model that scores, the policy's first.
+        comparison, certificate: see `exactness.py`.
+        filters: the sampling filters.
+        engine: rlkernel's engine; None: vLLM samples, or, inexactly, transformers' generate.
         inputs: the micro-batch whose loss is being computed, or None.
         adapter: name of the policy's adapter, under PEFT.
     """
@@ -120,8 +122,8 @@ class Backend:
         self.certificate = Certificate(settings.rl_kernel_check_steps, settings.rl_kernel_recheck_every, self.strict)
         self.filters = Filters(1.0)
         self._rounds = {"train": Round(), "eval": Round()}  # an evaluation may come between the updates of a generation
-        self._prepared: list[tuple[Any, Any]] = []  # models, and the forward that each had of its own, or None
-        self._told: set[str] = set()
+        self._prepared: list[tuple[Any, Any]] = []  # models, and the instance's own forward before, or None
+        self._logged: set[str] = set()
         self.own_optimizer = True
         self.inputs: dict[str, Any] | None = None
         self.adapter: Any = None
@@ -130,16 +132,16 @@ class Backend:
     # Settings
 
     def lose(self, why: str) -> None:
-        """Exactness is lost: raises in strict mode, else logs, once for each reason.
+        """Reports that exactness is lost: raises in strict mode, else logs each reason once.
 
         Raises:
             ExactnessLostError: in strict mode.
         """
         if self.strict:
-            raise ExactnessLostError(f"use_rl_kernel_backend: {why} (rl_kernel_strict=False logs this and goes on)")
-        if why not in self._told:
+            raise ExactnessLostError(f"use_rl_kernel_backend: {why} (rl_kernel_strict=False logs this and continues)")
+        if why not in self._logged:
             logger.warning("rlkernel: not exact: %s", why)
-        self._told.add(why)
+        self._logged.add(why)
 
     def _check(self, arguments: dict[str, Any]) -> None:
         s = self.settings
@@ -153,13 +155,13 @@ class Backend:
             raise ExactnessLostError("use_rl_kernel_backend: torch_compile is not supported; leave it out")
         if s.fp16_full_eval or s.bf16_full_eval:
             raise ExactnessLostError(
-                "use_rl_kernel_backend: fp16_full_eval and bf16_full_eval cast the model when it is evaluated, and it "
-                "stays so; leave them out: it is evaluated in the dtype that it is trained in"
+                "use_rl_kernel_backend: fp16_full_eval and bf16_full_eval cast the model at an evaluation and leave it "
+                "cast; leave them out: it is evaluated in the dtype of training"
             )
         if s.neftune_noise_alpha is not None and self.samples:
             raise ExactnessLostError(
-                "use_rl_kernel_backend: neftune_noise_alpha adds noise to the embeddings in training, which the "
-                "rollout does not have; leave it out"
+                "use_rl_kernel_backend: neftune_noise_alpha adds noise to the embeddings in training but not in the "
+                "rollout; leave it out"
             )
         self._check_adapters(arguments)
         if arguments.get("quantization_config") is not None or "quantization_config" in kwargs:
@@ -172,10 +174,10 @@ class Backend:
             self.own_optimizer = False
             kind = given[0] if isinstance(given, tuple) else type(given)
             self.lose(
-                f"the optimizer {kind.__name__} that the trainer was given steps the weights without fp32 masters; "
-                f"leave it out and set optim to one of {', '.join(STANDARD)}"
+                f"the given optimizer {kind.__name__} steps the weights without fp32 masters; leave it out and set "
+                f"optim to one of {', '.join(STANDARD)}"
             )
-        self._check_precision(os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")  # what a launcher asks for
+        self._check_precision(os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")  # set by accelerate launch
         if self.samples:
             self._check_sampling(arguments)
         self.dtype = weight_dtype(s)
@@ -183,27 +185,27 @@ class Backend:
             self.dtype = next(self.model_given.parameters()).dtype
 
     def _check_adapters(self, arguments: dict[str, Any]) -> None:
-        found = [arguments.get("peft_config"), *getattr(self.model_given, "peft_config", {}).values()]
-        for config in found:
+        configs = [arguments.get("peft_config"), *getattr(self.model_given, "peft_config", {}).values()]
+        for config in configs:
             if config is not None and str(getattr(config, "peft_type", "")).rpartition(".")[2] != "LORA":
                 raise ExactnessLostError(
-                    f"use_rl_kernel_backend: adapters of {type(config).__name__} are not supported; rlkernel computes "
-                    "plain LoRA, which can be merged into the weights that an engine holds: use peft.LoraConfig"
+                    f"use_rl_kernel_backend: adapters of {type(config).__name__} are not supported; rlkernel supports "
+                    "plain LoRA, which can be merged into an engine's weights: use peft.LoraConfig"
                 )
 
     def _check_precision(self, mixed: str) -> None:
         if mixed != "no":
             self.lose(
-                f"accelerate runs mixed_precision={mixed!r} autocast; launch with mixed_precision=no: the weights are "
-                "bf16 already"
+                f"accelerate runs mixed_precision={mixed!r} autocast; launch with mixed_precision=no, because the "
+                "weights are bf16 already"
             )
 
     def _check_sampling(self, arguments: dict[str, Any]) -> None:
         s = self.settings
         if s.temperature <= 0:
             raise ExactnessLostError(
-                f"use_rl_kernel_backend: temperature={s.temperature}: logits are divided by it, in sampling and in "
-                "training; set a positive value"
+                f"use_rl_kernel_backend: temperature={s.temperature}: sampling and training divide logits by it; set a "
+                "positive value"
             )
         self.filters = Filters(s.temperature, max(s.top_k or 0, 0), 1.0 if s.top_p is None else s.top_p, s.min_p or 0.0)
         ours = not s.use_vllm and self._engine_samples()
@@ -214,22 +216,23 @@ class Backend:
             self.lose("repetition_penalty changes the sampled distribution, and the trainer scores without it")
         if getattr(s, "vllm_structured_outputs_regex", None):
             self.lose("vllm_structured_outputs_regex masks tokens that the trainer's log-probabilities count")
-        if s.use_vllm and 0 < s.temperature < _COLDEST:
-            self.lose(f"temperature={s.temperature}: vLLM samples at {_COLDEST}, the lowest that it takes; set that")
-        taken = _HARMLESS if s.use_vllm else {*_HARMLESS, "logprobs"}
-        changed = sorted(set(s.generation_kwargs or {}) - taken)
+        if s.use_vllm and 0 < s.temperature < _MIN_TEMPERATURE:
+            self.lose(f"temperature={s.temperature}: vLLM raises it to {_MIN_TEMPERATURE}; set that or more")
+        harmless = _HARMLESS if s.use_vllm else {*_HARMLESS, "logprobs"}
+        changed = sorted(set(s.generation_kwargs or {}) - harmless)
         if changed:
-            self.lose(f"generation_kwargs {', '.join(changed)}: the trainer's log-probabilities do not know them")
+            self.lose(f"generation_kwargs {', '.join(changed)}: the trainer's log-probabilities ignore them")
         if s.use_vllm and s.vllm_model_impl == "transformers":
             self.lose("vllm_model_impl='transformers' builds layers that rlkernel_vllm does not replace")
 
     def _engine_samples(self) -> bool:
-        """Without vLLM: whether rlkernel's engine samples every turn, as it does by default.
+        """Whether rlkernel's engine samples every turn, which is the default without vLLM.
 
-        Under a `rollout_func` of the user's it samples the turns after a tool's answer, for which TRL asks the trainer.
+        Under a user's `rollout_func` it only samples the turns after a tool's answer, for which TRL calls the trainer.
 
         Raises:
-            ExactnessLostError: it lacks what the configuration asks for; as the default, in strict mode only.
+            ExactnessLostError: the engine does not support the configuration, and the user passed it as
+                `rollout_func` or strict mode is on.
         """
         from rlkernel_trl.rollout import Rollout
 
@@ -245,22 +248,22 @@ class Backend:
             self.lose(f"{refused}, or sample inexactly with transformers' generate")
         elsewhere = [n for n in ("use_transformers_continuous_batching", "cache_implementation") if getattr(s, n, None)]
         if elsewhere and not refused:
-            logger.warning("rlkernel: %s left out: rlkernel's engine samples, not generate", ", ".join(elsewhere))
+            logger.warning("rlkernel: %s ignored, because rlkernel's engine samples", ", ".join(elsewhere))
         return not refused
 
     # Construction
 
     @contextlib.contextmanager
     def construction(self, trainer_class: type) -> Iterator[None]:
-        """While TRL's constructor runs: every model that it gives a fused head is prepared, vLLM gets the plugin."""
+        """A block for TRL's constructor: prepares every model that gets a fused head, and vLLM gets the plugin."""
         from rlkernel_trl import vllm
 
         module = sys.modules[trainer_class.__module__]
         original = getattr(module, "add_fused_lm_head", None)
         if original is None:
             raise ExactnessLostError(
-                f"use_rl_kernel_backend: TRL {trl.__version__} computes log-probabilities in another way than TRL "
-                "1.16, which rlkernel_trl takes: pip install 'trl>=1.16,<1.17'"
+                f"use_rl_kernel_backend: TRL {trl.__version__} computes log-probabilities differently from TRL 1.16, "
+                "which rlkernel_trl supports: pip install 'trl>=1.16,<1.17'"
             )
 
         def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -276,8 +279,8 @@ class Backend:
         if cast:
             self.settings.cast_lm_head_to_fp32 = False
             logger.warning(
-                "rlkernel: cast_lm_head_to_fp32 is left out: logits are fp32 sums already, and the head's weight stays "
-                "%s, as it is in the rollout",
+                "rlkernel: cast_lm_head_to_fp32 is ignored: logits are fp32 sums already, and the head's weight stays "
+                "%s, as in the rollout",
                 str(self.dtype).removeprefix("torch."),
             )
         module.add_fused_lm_head = add_fused_lm_head  # type: ignore[attr-defined]
@@ -290,10 +293,10 @@ class Backend:
                 self.settings.cast_lm_head_to_fp32 = True
 
     def prepare(self, model: Any) -> None:
-        """Rounds a model's weights and puts rlkernel's ops under it.
+        """Rounds a model's weights and applies rlkernel to it.
 
         Raises:
-            UnsupportedModelError: rlkernel has no forward for it, strict or not.
+            UnsupportedModelError: rlkernel does not support the model, strict or not.
             ExactnessLostError: its weights are neither fp32 nor bf16, strict or not.
         """
         from rlkernel_transformers import apply
@@ -305,23 +308,23 @@ class Backend:
                     f"use_rl_kernel_backend: {name} is {p.dtype}; expected {self.dtype}, or float32, which is rounded "
                     "to it: load the model in one of these (model_init_kwargs={'dtype': 'bfloat16'})"
                 )
-        # LoRA as vLLM gets it; its dropout only where no rollout has to be equalled.
+        # LoRA is merged, as in vLLM; its dropout is allowed only where there is no rollout to equal.
         apply(model, adapters="merged", lora_dropout=not self.samples)
         rounded = round_weights(model, self.dtype)
         if rounded:
             self.masters.update(rounded)
-            apply(model, adapters="merged", lora_dropout=not self.samples)  # the rounded weights lie elsewhere
+            apply(model, adapters="merged", lora_dropout=not self.samples)  # joins the rounded weights, new tensors
 
     def undo(self) -> None:
-        """A constructor that failed leaves no trace on models that it was given: forwards and weights are as before.
+        """Restores forwards and weights of the given models after a constructor that failed.
 
-        Weights that are not trained (the base of an adapter) stay rounded: their fp32 values are not kept.
+        Weights that are not trained (the base of an adapter) stay rounded, because their fp32 values are not kept.
         """
         from rlkernel_transformers import UnsupportedModelError, remove
 
         for model, forward in reversed(self._prepared):
             model.__dict__.pop("forward", None)
-            with contextlib.suppress(UnsupportedModelError):  # what was refused has nothing to remove
+            with contextlib.suppress(UnsupportedModelError):  # a refused model has nothing to remove
                 remove(model)
             if forward is not None:
                 model.forward = forward
@@ -331,7 +334,7 @@ class Backend:
         self.masters.clear()
 
     def attach(self, trainer: Any) -> None:
-        """After TRL's constructor: what needs the finished trainer."""
+        """The part of construction that needs the constructed trainer."""
         from rlkernel_trl import vllm
 
         self._check_precision(trainer.accelerator.mixed_precision)
@@ -341,7 +344,7 @@ class Backend:
         self._prepared.clear()
 
     def optimizer(self, trainer: Any, model: Any) -> torch.optim.Optimizer:
-        """AdamW on fp32 masters with the Trainer's own settings and groups."""
+        """AdamW on fp32 masters with the Trainer's settings and parameter groups."""
         s = self.settings
         decay = set(trainer.get_decay_parameter_names(model))
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -361,36 +364,40 @@ class Backend:
     # One generation
 
     def begin(self, trainer: Any, computes_old: bool) -> Round:
-        """A generation starts; `computes_old`: TRL's first forward in it is for old log-probabilities."""
+        """Starts a generation.
+
+        Args:
+            computes_old: whether TRL's first forward in it computes old log-probabilities.
+        """
         self.certificate.skips = computes_old
-        found = Round(
+        new = Round(
             step=trainer.state.global_step,
             expects_old=computes_old,
             may_skip=computes_old and self.certificate.may_skip(),
             skipped=False if computes_old else None,
             open=True,
         )
-        self._rounds[_mode(trainer)] = found
+        self._rounds[_mode(trainer)] = new
         model = trainer.accelerator.unwrap_model(trainer.model)
         self.adapter = model.active_adapter if is_peft_model(model) else None
-        return found
+        return new
 
     @contextlib.contextmanager
     def policy(self, trainer: Any) -> Iterator[None]:
-        """The policy's adapters, where TRL has switched them off, or to those of the reference, for a forward."""
+        """A block with the policy's adapters active, where TRL has disabled them or activated the reference's."""
         model = trainer.accelerator.unwrap_model(trainer.model)
         if not is_peft_model(model):
             yield
             return
-        off = any(getattr(module, "disable_adapters", None) is True for module in model.modules())
-        asked = model.active_adapter
+        disabled = any(getattr(module, "disable_adapters", None) is True for module in model.modules())
+        before = model.active_adapter
         model.base_model.enable_adapter_layers()
         model.set_adapter(self.adapter)
         try:
             yield
         finally:
-            model.set_adapter(asked)
-            if off:
+            model.set_adapter(before)
+            if disabled:
                 model.base_model.disable_adapter_layers()
 
     def round(self, trainer: Any) -> Round:
@@ -398,11 +405,11 @@ class Backend:
         return self._rounds[_mode(trainer)]
 
     def close(self, trainer: Any) -> Verdict:
-        """Judges what was compared since the last call and logs it; before the optimizer's step.
+        """Logs the verdict on the tokens compared since the last call. Called before the optimizer's step.
 
         Raises:
             MismatchError: a token differs, in strict mode.
-            ExactnessLostError: nothing of a new generation was compared, in strict mode.
+            ExactnessLostError: no token of a new generation was compared, in strict mode.
         """
         metrics, at = trainer._metrics[_mode(trainer)], self.round(trainer)
         skipped = at.skipped
@@ -413,7 +420,7 @@ class Backend:
                     "the rollout returned no log-probabilities"
                     if at.sampled is None
                     else f"{type(trainer).__name__} does not score the batch with the trainer's "
-                    "_get_per_token_logps_and_entropies; call it, or super()'s method, where yours overrides it"
+                    "_get_per_token_logps_and_entropies; call it, or super()'s method if you override it"
                 )
             )
         verdict = self.comparison.close(trainer.accelerator)
@@ -446,7 +453,7 @@ def _padded(rows: list[list[float | None]], width: int, value: float) -> Tensor:
 
 
 class _BeforeUpdate(TrainerCallback):
-    """Judges the comparison between the last backward and the optimizer's step; keeps DDP from reducing gradients."""
+    """Closes the comparison before the optimizer's step, and disables DDP's gradient reduction."""
 
     def __init__(self, backend: Backend, trainer: Any):
         self.backend, self.trainer = backend, trainer
@@ -456,7 +463,7 @@ class _BeforeUpdate(TrainerCallback):
             found = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
             self.backend.lose(
                 f"the trainer's optimizer is a {type(found).__name__}, set after construction or by an override of "
-                "create_optimizer: it steps the weights without fp32 masters; leave it to the trainer"
+                "create_optimizer, which steps the weights without fp32 masters; let the trainer create it"
             )
         optimizer = self.trainer._master_adamw()
         if optimizer is not None:

@@ -1,7 +1,7 @@
-"""TRL's configurations with the flag: `use_rl_kernel_backend` and what belongs to it.
+"""TRL's configurations with the flag `use_rl_kernel_backend` and its settings.
 
-Off (the default) they are TRL's own, field by field. On, accelerate's autocast is switched off: the weights are bf16,
-their masters fp32.
+With the flag off (the default) they equal TRL's own. With it on, accelerate's autocast is off, because the weights are
+bf16 with fp32 masters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlkernel_trl.errors import ExactnessLostError
 _OLDEST = (1, 16)
 if tuple(int(part) for part in trl.__version__.split(".")[:2]) < _OLDEST:
     raise ImportError(
-        f"rlkernel_trl takes TRL 1.16, and TRL {trl.__version__} is installed: pip install 'trl>=1.16,<1.17'"
+        f"rlkernel_trl supports TRL 1.16, and TRL {trl.__version__} is installed: pip install 'trl>=1.16,<1.17'"
     )
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -31,15 +31,15 @@ class RLKernelArguments:
 
     Attributes:
         use_rl_kernel_backend: run the forward, the log-probabilities, the optimizer and the rollout on rlkernel's ops.
-            The rollout is vLLM's, or without it that of rlkernel's engine.
-        rl_kernel_strict: raise where exactness is lost, and stop before an update when a sampled token's
-            log-probability differs; otherwise log and go on.
-        rl_kernel_check_steps: generations at the start whose old log-probabilities TRL computes with a forward of
-            its own, compared token by token; when all are equal that forward is skipped.
+            vLLM computes the rollout, or, without it, rlkernel's engine.
+        rl_kernel_strict: raise if exactness is lost, and stop before an update if a sampled token's log-probability
+            differs; False logs and continues.
+        rl_kernel_check_steps: first generations whose old log-probabilities TRL computes with its own forward, compared
+            token by token; if all are equal that forward is skipped from then on.
         rl_kernel_recheck_every: run that forward again every so many generations; 0 never. Every generation is compared
-            with the training forward all the same, which costs nothing.
-        rl_kernel_dtype: "bfloat16", over fp32 masters, or "float32" throughout; None: by `bf16`. It keeps the answer,
-            since `bf16` itself is False under the flag (no autocast), when a configuration is copied field by field.
+            with the training forward in any case, at no cost.
+        rl_kernel_dtype: "bfloat16", with fp32 masters, or "float32" throughout; None: by `bf16`. It records the choice
+            for copies of the configuration, because the flag sets `bf16` itself to False (no autocast).
     """
 
     use_rl_kernel_backend: bool = field(
@@ -48,11 +48,11 @@ class RLKernelArguments:
     )
     rl_kernel_strict: bool = field(
         default=True,
-        metadata={"help": "Raise where rollout and training log-probabilities can differ; false logs and goes on."},
+        metadata={"help": "Raise if rollout and training log-probabilities can differ; false logs and continues."},
     )
     rl_kernel_check_steps: int = field(
         default=2,
-        metadata={"help": "Generations at the start that keep TRL's forward for old log-probabilities, as a check."},
+        metadata={"help": "First generations that keep TRL's forward for old log-probabilities, as a check."},
     )
     rl_kernel_recheck_every: int = field(
         default=50,
@@ -61,7 +61,7 @@ class RLKernelArguments:
 
     rl_kernel_dtype: str | None = field(
         default=None,
-        metadata={"help": "Weights under the flag: bfloat16 (over fp32 masters) or float32; not given: by bf16."},
+        metadata={"help": "Weights under the flag: bfloat16 (with fp32 masters) or float32; default: by bf16."},
     )
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class RLKernelArguments:
             raise ValueError(f"rl_kernel_dtype is {self.rl_kernel_dtype!r}; expected 'bfloat16' or 'float32'")
         if self.use_rl_kernel_backend:
             self._prepare()
-        elif self.rl_kernel_dtype is not None:  # a copy with the flag off: TRL's own reading of bf16 again
+        elif self.rl_kernel_dtype is not None:  # a copy with the flag switched off: bf16 has TRL's meaning again
             settings.bf16 = None if self.rl_kernel_dtype == "bfloat16" else settings.bf16
             self.rl_kernel_dtype = None
         super().__post_init__()  # type: ignore[misc]
@@ -93,7 +93,7 @@ class RLKernelArguments:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; expected an integer, at least {least}")
-        # What bf16 means under the flag: bf16 weights with fp32 masters, not autocast over fp32 weights.
+        # Under the flag bf16 means bf16 weights with fp32 masters, not autocast over fp32 weights.
         if settings.bf16:
             self.rl_kernel_dtype = "bfloat16"
         elif self.rl_kernel_dtype is None:
@@ -103,7 +103,7 @@ class RLKernelArguments:
 
 
 def _sharding(settings: Any) -> str:
-    """What a configuration or `accelerate launch`, by its environment, shards the model with; empty: nothing."""
+    """What shards the model, by the configuration or the environment of `accelerate launch`; empty: nothing."""
     for name, field_name, variable in (
         ("DeepSpeed", "deepspeed", "ACCELERATE_USE_DEEPSPEED"),
         ("FSDP", "fsdp", "ACCELERATE_USE_FSDP"),
@@ -118,9 +118,9 @@ def _sharding(settings: Any) -> str:
 
 
 def _guard_stock_trainers() -> None:
-    """Makes a trainer that does not read the flag an error, where it would train as if nothing had been asked.
+    """Makes a trainer that does not read the flag raise, because it would silently train without rlkernel.
 
-    Set when the first configuration asks for rlkernel; a process that never asks keeps transformers' constructor.
+    Set by the first configuration with the flag, so other processes keep transformers' constructor.
     """
     from transformers import Trainer
 
@@ -164,15 +164,14 @@ class SFTConfig(RLKernelArguments, trl.SFTConfig):
 
 
 def weight_dtype(settings: Any) -> torch.dtype:
-    """dtype of the policy's weights, and so of vLLM's: bf16 unless the configuration asks for fp32 throughout.
+    """dtype of the policy's weights and of vLLM's: bf16 unless the configuration sets fp32 throughout.
 
     Raises:
-        ExactnessLostError: `model_init_kwargs` asks for another dtype.
+        ExactnessLostError: `model_init_kwargs` has another dtype.
     """
     if settings.rl_kernel_dtype == "bfloat16":
         return torch.bfloat16
-    asked = (settings.model_init_kwargs or {}).get("dtype") or "float32"
-    name = str(asked).removeprefix("torch.")
+    name = str((settings.model_init_kwargs or {}).get("dtype") or "float32").removeprefix("torch.")
     if name not in _DTYPES:
         raise ExactnessLostError(
             f"use_rl_kernel_backend: model_init_kwargs dtype is {name!r}; expected bfloat16, or float32 with bf16=False"

@@ -1,4 +1,4 @@
-"""What strict mode raises: equality is lost by a setting, or a comparison found a token that differs."""
+"""Errors of strict mode: a setting loses exactness, or a comparison found a token that differs."""
 
 
 class ExactnessLostError(ValueError):

@@ -1,6 +1,6 @@
-"""The comparison of every sampled token with the training forward, and the certificate that it earns.
+"""Compares every sampled token with the training forward, and decides whether TRL's own comparison may be skipped.
 
-Counting stays on the device; the one look at it comes before the optimizer's step, which strict mode can still stop.
+Counts stay on the device and are read once, before the optimizer's step, so that strict mode can stop the update.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class Verdict:
     """Outcome of the comparisons of one update.
 
     Attributes:
-        tokens: compared; mismatch_tokens: with other bits; drift_max: largest difference in nats; first: the first
-            mismatch in words.
-        mean: mean difference in nats.
+        tokens: number of tokens compared.
+        mismatch_tokens: number of tokens whose bits differ.
+        drift_max, mean: largest and mean difference in nats.
+        first: description of the first mismatch.
     """
 
     tokens: int
@@ -45,45 +46,46 @@ class Verdict:
 
 
 class Comparison:
-    """Differences between rollout and training log-probabilities, gathered over micro-batches."""
+    """Differences between rollout and training log-probabilities, accumulated over micro-batches."""
 
     def __init__(self) -> None:
-        self._parts: list[Tensor] = []  # fp64 [tokens, mismatches, largest, sum]
-        self._kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._counts: list[Tensor] = []  # fp64 [tokens, mismatches, largest, sum]
+        self._batches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def add(self, rollout: Tensor, trained: Tensor, mask: Tensor, ids: Tensor) -> None:
-        """Compares where the mask is set; all [B, C]. Nothing waits for the device."""
+        """Compares log-probabilities [B, C] where the mask is set, without waiting for the device."""
         mask = mask.bool()
-        other = (_bits(rollout) != _bits(trained)) & mask
+        differs = (_bits(rollout) != _bits(trained)) & mask
         difference = (rollout.double() - trained.detach().double()).abs()
-        difference = torch.where(other, difference.nan_to_num(nan=torch.inf), 0.0)
-        self._parts.append(torch.stack([mask.sum().double(), other.sum().double(), difference.max(), difference.sum()]))
-        self._kept.append((rollout, trained.detach(), other, ids))
+        difference = torch.where(differs, difference.nan_to_num(nan=torch.inf), 0.0)
+        counts = (mask.sum().double(), differs.sum().double(), difference.max(), difference.sum())
+        self._counts.append(torch.stack(counts))
+        self._batches.append((rollout, trained.detach(), differs, ids))
 
     @property
     def empty(self) -> bool:
         """Whether nothing was added since the last `close`."""
-        return not self._parts
+        return not self._counts
 
     def close(self, accelerator: Any = None) -> Verdict:
-        """The verdict over everything added, on all processes; forgets it."""
-        parts, kept, self._parts, self._kept = self._parts, self._kept, [], []
-        if not parts:
+        """The verdict on everything added since the last call, over all processes."""
+        counts, batches, self._counts, self._batches = self._counts, self._batches, [], []
+        if not counts:
             return Verdict(0, 0, 0.0, 0.0)
-        rows = torch.stack(parts)
+        rows = torch.stack(counts)
         if accelerator is not None and accelerator.num_processes > 1:
             rows = accelerator.gather(rows)
         tokens, mismatches, largest, total = (rows[:, i] for i in range(4))
         figures = torch.stack([tokens.sum(), mismatches.sum(), largest.max(), total.sum()]).tolist()
-        first = _first(kept) if figures[1] else ""
+        first = _first(batches) if figures[1] else ""
         return Verdict(int(figures[0]), int(figures[1]), figures[2], figures[3] / max(1.0, figures[0]), first)
 
 
-def _first(kept: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> str:
-    for number, (rollout, trained, other, ids) in enumerate(kept):
-        found = other.nonzero()
-        if found.shape[0]:
-            row, column = found[0].tolist()
+def _first(batches: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> str:
+    for number, (rollout, trained, differs, ids) in enumerate(batches):
+        indices = differs.nonzero()
+        if indices.shape[0]:
+            row, column = indices[0].tolist()
             a, b = float(rollout[row, column]), float(trained[row, column])
             return (
                 f"micro-batch {number}, completion {row}, token {column} (id {int(ids[row, column])}): rollout {a!r} "
@@ -97,19 +99,18 @@ def _hex(value: float) -> str:
 
 
 class Certificate:
-    """Whether TRL's forward for old log-probabilities may be skipped: what it would compute is what vLLM returned.
+    """Whether TRL's forward for old log-probabilities may be skipped, because its results equal the rollout's.
 
-    Held after `needed` generations whose tokens were all compared and equal; lost at the first mismatch, and then
-    earned anew.
+    It is held after `needed` generations whose tokens were all compared and equal, and lost at the first mismatch.
 
     Args:
         needed: generations to compare first.
-        every: generations between forwards that are run all the same; 0: none.
+        every: generations between forwards that run nevertheless, as a check; 0: none.
         strict: whether a mismatch raises.
 
     Attributes:
-        rebuilds: the forward also rebuilds the sets of tokens that were sampled from, so it is not skipped.
-        skips: TRL runs that forward at all, so there is something to skip.
+        rebuilds: whether the forward also recomputes kept sets; then it is never skipped.
+        skips: whether TRL runs that forward at all.
     """
 
     def __init__(self, needed: int, every: int, strict: bool):
@@ -126,7 +127,7 @@ class Certificate:
         return self.equal >= self.needed
 
     def may_skip(self) -> bool:
-        """Whether the next generation may do without the forward; counts towards the next check."""
+        """Whether the next generation may skip the forward; counts towards the next check."""
         if not self.held:
             return False
         self.since_check += 1
@@ -136,7 +137,7 @@ class Certificate:
         return True
 
     def update(self, verdict: Verdict, step: int) -> None:
-        """Takes in the verdict of a generation.
+        """Records the verdict of a generation.
 
         Raises:
             MismatchError: a token differs, in strict mode.
@@ -148,7 +149,7 @@ class Certificate:
                 f"{verdict.first}"
             )
             if self.strict:
-                raise MismatchError(message + ". rl_kernel_strict=False counts and goes on")
+                raise MismatchError(message + ". rl_kernel_strict=False counts mismatches and continues")
             if self.held:
                 message += "; old log-probabilities are computed again from the next generation on"
             self.equal = self.tokens = 0
@@ -160,15 +161,16 @@ class Certificate:
         self.equal += 1
         self.tokens += verdict.tokens
         if self.held and not before:
-            again = f", but for every {self.every} generations" if self.every else ""
-            what = f"TRL's forward for old log-probabilities is left out from here on{again}"
+            again = f", except every {self.every} generations" if self.every else ""
+            what = f"TRL's forward for old log-probabilities is skipped from now on{again}"
             if self.rebuilds:
-                what = "TRL's forward for old log-probabilities goes on: it rebuilds the sets of top_p, top_k and min_p"
+                what = "TRL's forward for old log-probabilities stays, because it recomputes the sets of top_p, top_k "
+                what += "and min_p"
             if not self.skips:
-                what = "TRL computes no old log-probabilities with these settings"
+                what = "TRL does not compute old log-probabilities with these settings"
             logger.warning(
                 "rlkernel: certified at step %d: %d sampled tokens of %d generations have equal log-probabilities in "
-                "rollout and training forward; %s. Every generation stays compared with the training forward",
+                "rollout and training forward; %s. Every generation is still compared with the training forward",
                 step,
                 self.tokens,
                 self.equal,

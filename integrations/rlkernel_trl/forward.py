@@ -1,4 +1,4 @@
-"""The seam: `model(..., labels=labels, fused_lm_head=True)`, which all of TRL's trainers call for log-probabilities.
+"""Replaces `model(..., labels=labels, fused_lm_head=True)`, which all of TRL's trainers call for log-probabilities.
 
 The replacement unpads the batch, runs the model's own layers on rlkernel's ops, scores the labels and scatters the
 results back. Losses, advantages and metrics stay TRL's.
@@ -16,11 +16,14 @@ from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput
 
 from rlkernel import ops
-from rlkernel_transformers.forwards import IGNORED, Score, head_weight, prepare, score_tokens, shift
+from rlkernel.ops.sample import kept_set
+from rlkernel_transformers.calls import Score, prepare
+from rlkernel_transformers.forwards import head_weight, score_tokens, shift
+from rlkernel_transformers.packing import IGNORED
 from rlkernel_trl.errors import ExactnessLostError
 
 KEPT_ROWS = 1024
-"""Rows whose logits are in memory at a time while kept sets are rebuilt: 0.6 GB of fp32 at 152k entries."""
+"""Rows whose logits are in memory at once while kept sets are recomputed: 0.6 GB of fp32 at 152k entries."""
 
 
 @dataclass(frozen=True)
@@ -39,38 +42,38 @@ class Filters:
 
     @property
     def active(self) -> bool:
-        """Whether some tokens may be dropped."""
+        """Whether a filter may drop tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 Ragged = tuple[Tensor, Tensor]
-"""Kept sets of one completion: ids [N] int32 and offsets [L+1] int64, as `ops.kept_to_ids` gives them."""
+"""Kept sets of one completion: ids [N] int32 and offsets [L+1] int64, as `ops.kept_to_ids` returns them."""
 
 
 @dataclass
 class Call:
-    """What the trainer tells a model's next forwards, and what they tell the trainer.
+    """State that a trainer shares with the forwards of one model.
 
     Attributes:
         strict: whether a batch that only stock operators can score is an error.
-        kept: sets to score over, of each row of the next forwards in order; None: `rebuild` decides.
-        rebuild: compute the sets of these filters from the forward's own logits, and leave them in `made`.
-        made: sets that forwards have rebuilt, a row each.
-        fallbacks: forwards on stock operators since the trainer last asked.
+        kept: kept sets of the rows of the next forwards, in order; None: `rebuild` decides.
+        rebuild: compute the sets of these filters from the forward's own logits, and append them to `rebuilt`.
+        rebuilt: recomputed sets, one per row.
+        fallbacks: forwards on stock operators since the trainer last read it.
     """
 
     strict: bool = True
     kept: list[Ragged] | None = None
     rebuild: Filters | None = None
-    made: list[Ragged] = field(default_factory=list)
+    rebuilt: list[Ragged] = field(default_factory=list)
     fallbacks: int = 0
 
 
 def install(model: Any, call: Call, *, temperature: float, outputs: tuple[str, ...]) -> None:
-    """Replaces `model.forward`, which TRL has given its fused head, for calls with `fused_lm_head=True`.
+    """Replaces `model.forward`, to which TRL has added its fused head, for calls with `fused_lm_head=True`.
 
     Args:
-        model: a causal language model under `rlkernel_transformers.apply`, the forward that TRL gave it on top.
+        model: a causal language model after `rlkernel_transformers.apply` and TRL's `add_fused_lm_head`.
         call: shared with the trainer.
         temperature: the logits are divided by it.
         outputs: fields of `FusedCausalLMOutput` to fill, as in `trl.trainer.utils.add_fused_lm_head`.
@@ -110,7 +113,7 @@ def install(model: Any, call: Call, *, temperature: float, outputs: tuple[str, .
     model.forward = types.MethodType(forward, model)
 
 
-_UNDERSTOOD = {
+_SUPPORTED_INPUTS = {
     "input_ids",
     "attention_mask",
     "position_ids",
@@ -130,7 +133,7 @@ def _unsupported(model: Any, args: tuple[Any, ...], shift_labels: Tensor | None,
         return "positional arguments besides input_ids"
     if shift_labels is not None:
         return "shift_labels (context or sequence parallelism)"
-    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD)
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _SUPPORTED_INPUTS)
     if unknown:
         return f"model inputs {', '.join(unknown)}"
     return None
@@ -176,15 +179,15 @@ def _score(
 
 
 def _kept(call: Call, hidden: Tensor, weight: Tensor, scored: Tensor) -> Tensor | None:
-    """Masks [L, ceil(V/32)] of the scored tokens: those of the rollout, or rebuilt; None where nothing is filtered."""
+    """Bit masks [L, ceil(V/32)] of the scored tokens, from the rollout or recomputed; None without filters."""
     if call.kept is None and call.rebuild is None:
         return None
     counts = scored.sum(1).tolist()
     if call.kept is not None:
         rows, call.kept = call.kept[: len(counts)], call.kept[len(counts) :]
-        found = [offsets.numel() - 1 for _, offsets in rows]
-        if any(count not in (0, have) for count, have in zip(counts, found, strict=True)):
-            raise ValueError(f"kept sets of {found} tokens for completions of {counts}")
+        lengths = [offsets.numel() - 1 for _, offsets in rows]
+        if any(count not in (0, length) for count, length in zip(counts, lengths, strict=True)):
+            raise ValueError(f"kept sets of {lengths} tokens for completions of {counts}")
         masks = [
             ops.ids_to_kept(ids, offsets, weight.shape[0])
             for (ids, offsets), count in zip(rows, counts, strict=True)
@@ -193,7 +196,7 @@ def _kept(call: Call, hidden: Tensor, weight: Tensor, scored: Tensor) -> Tensor 
         return torch.cat(masks) if masks else None
     assert call.rebuild is not None
     masks_of_all = kept_sets(hidden, weight, call.rebuild)
-    call.made += [ops.kept_to_ids(row, weight.shape[0]) for row in masks_of_all.split(counts)]
+    call.rebuilt += [ops.kept_to_ids(row, weight.shape[0]) for row in masks_of_all.split(counts)]
     return masks_of_all
 
 
@@ -203,26 +206,17 @@ def kept_sets(
     weight: Tensor,  # [V, C]
     filters: Filters,
 ) -> Tensor:  # [L, ceil(V/32)] int32
-    """Sets of tokens that the filters keep, by the rule of `ops.sample`, from logits computed for the purpose."""
+    """Bit masks of the tokens that the filters of `ops.sample` keep, from logits computed block by block."""
     parts = []
     for rows in hidden.split(KEPT_ROWS):
         logits = ops.linear(rows, weight, out_dtype=torch.float32)
-        n, device = logits.shape[0], logits.device
-        zeros = torch.zeros(n, dtype=torch.int64, device=device)
-
-        def full(value: float, dtype: torch.dtype, n: int = n, device: torch.device = device) -> Tensor:
-            return torch.full((n,), value, dtype=dtype, device=device)
-
-        sample = ops.sample(
+        fp32 = logits.new_ones(logits.shape[0])
+        kept = kept_set(
             logits,
-            zeros,
-            zeros,
-            temperature=full(filters.temperature, torch.float32),
-            top_k=full(filters.top_k, torch.int32) if filters.top_k > 0 else None,
-            top_p=full(filters.top_p, torch.float32) if filters.top_p < 1 else None,
-            min_p=full(filters.min_p, torch.float32) if filters.min_p > 0 else None,
-            return_kept=True,
+            temperature=torch.full_like(fp32, filters.temperature),
+            top_k=torch.full_like(fp32, filters.top_k, dtype=torch.int32) if filters.top_k > 0 else None,
+            top_p=torch.full_like(fp32, filters.top_p) if filters.top_p < 1 else None,
+            min_p=torch.full_like(fp32, filters.min_p) if filters.min_p > 0 else None,
         )
-        assert sample.kept is not None
-        parts.append(sample.kept)
+        parts.append(kept)
     return torch.cat(parts) if parts else hidden.new_zeros(0, (weight.shape[0] + 31) // 32, dtype=torch.int32)

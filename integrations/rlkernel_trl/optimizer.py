@@ -1,7 +1,6 @@
-"""AdamW for TRL's trainers: fp32 masters beside bf16 weights, gradients gathered in fp32, one norm and one clip.
+"""AdamW for TRL's trainers: fp32 masters of bf16 weights, gradients accumulated and averaged in fp32.
 
-transformers' Trainer clips and steps; here both go through `ops.grad_norm` and `ops.adamw_`, and the clip factor is
-applied inside the step.
+The Trainer's clip and step use `ops.grad_norm` and `ops.adamw_`; the clip factor is applied inside the step.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from rlkernel.optim import AdamW
 from rlkernel_transformers import fold_main_grads, main_grads
 
 STANDARD = ("adamw_torch", "adamw_torch_fused")
-"""Values of `optim` that mean AdamW as `ops.adamw_` computes it."""
+"""Values of `optim` for which `ops.adamw_` computes AdamW."""
 
 
 class MasterAdamW(AdamW):
@@ -24,9 +23,9 @@ class MasterAdamW(AdamW):
 
     Args:
         params, options: as for `AdamW`.
-        model: gets fp32 buffers for its gradients.
-        masters: fp32 values by parameter, of parameters that were rounded to bf16.
-        processes: gradients are averaged over so many, in fp32, in `clip`.
+        model: the model, which gets fp32 gradient buffers (`main_grads`).
+        masters: fp32 values of the parameters that were rounded to bf16.
+        processes: number of processes over which `clip` averages the gradients, in fp32.
     """
 
     def __init__(
@@ -38,8 +37,8 @@ class MasterAdamW(AdamW):
         main_grads(model)
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """Norm of all gradients, of all processes; the next step scales them so that it is at most `max_norm`."""
-        self._gather()
+        """Averages the gradients over the processes and returns their norm; the next step scales it to `max_norm`."""
+        self._add_stock_grads()
         fold_main_grads(self._model)
         if self._processes > 1:
             self._average()
@@ -47,21 +46,21 @@ class MasterAdamW(AdamW):
         return norm
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """One update, with the factor of the `clip` before it; gradients are zero afterwards."""
+        """One update with the factor of the preceding `clip`; zeroes the gradients."""
         loss = super().step(closure, scale=self._scale, zero_grad=True)
         self._scale = None
         return loss
 
     @torch.no_grad()
     def follow_weights(self) -> None:
-        """Masters of weights that were written since the last step (another checkpoint was loaded) start from them."""
+        """Resets the masters of weights that were written since the last step, for example by loading a checkpoint."""
         for p, state in self.state.items():
             master = state.get("master")
             if master is not None and not torch.equal(master.to(p.dtype), p):
                 master.copy_(p)
 
-    def _gather(self) -> None:
-        """Adds what stock operators left in `grad`, where a wrapper's `zero_grad` has parted it from `main_grad`."""
+    def _add_stock_grads(self) -> None:
+        """Adds gradients of stock operators to `main_grad`, if a wrapper's `zero_grad` made `grad` another tensor."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.grad is not p.main_grad:
@@ -79,14 +78,14 @@ class MasterAdamW(AdamW):
         state = super()._state_of(p)
         master = self._masters.pop(p, None)
         if master is not None and state["step"] == 0 and torch.equal(master.to(p.dtype), p.detach()):
-            state["master"] = master  # unless a checkpoint was loaded over the weights since
+            state["master"] = master  # unless a checkpoint has been loaded since
         return state
 
 
 def round_weights(model: nn.Module, dtype: torch.dtype) -> dict[Tensor, Tensor]:
-    """Rounds a model's fp32 parameters to `dtype` in place; returns their fp32 values, by trainable parameter.
+    """Rounds a model's fp32 parameters to `dtype` in place; returns the fp32 values of the trainable ones.
 
-    LoRA's matrices stay fp32, as PEFT makes them: what is rounded is the weight that they are merged into.
+    LoRA's matrices stay fp32, as PEFT creates them; the weight that they are merged into is rounded.
     """
     masters: dict[Tensor, Tensor] = {}
     for name, p in model.named_parameters():

@@ -1,7 +1,7 @@
-"""rlkernel's own engine under GRPO and RLOO without vLLM: it samples from the trainer's weights where they lie.
+"""rlkernel's own engine under GRPO and RLOO without vLLM: it samples with the trainer's own parameters.
 
-The engine's parameters are views of the policy's, so there is no copy and no weight sync (layers with LoRA excepted,
-whose merged weights are computed); its log-probabilities are compared like vLLM's.
+The engine's parameters are views of the policy's, so no weights are copied or synchronized, except in layers with
+LoRA, whose merged weights are computed. Its log-probabilities are compared like vLLM's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlkernel import ops
 from rlkernel.engine import LLM, SamplingParams
 from rlkernel.engine.llm import CPU_CACHE_BYTES
 from rlkernel.engine.sampling_params import mix_seed
@@ -18,7 +19,7 @@ from rlkernel.engine.table import ceil_div
 from rlkernel.models import KVCache
 from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import from_hf
-from rlkernel.models.decoder import Decoder
+from rlkernel.models.decoder import Attention, Decoder
 from rlkernel_transformers import merged_weights
 from rlkernel_transformers.joined import join
 from rlkernel_transformers.support import find_model
@@ -28,9 +29,9 @@ from rlkernel_trl.vllm import Rounds
 
 
 def decoder_of(model: Any) -> Decoder:
-    """A `rlkernel.models.Decoder` of a model under `rlkernel_transformers.apply`; its parameters are the model's own.
+    """A `rlkernel.models.Decoder` with the parameters of a model after `rlkernel_transformers.apply`.
 
-    Where a layer has a LoRA adapter they are empty, for `fill`.
+    Parameters of layers with a LoRA adapter are uninitialized until `fill` writes them.
     """
     found = find_model(model)
     settings = found.model._rlkernel
@@ -51,27 +52,28 @@ def decoder_of(model: Any) -> Decoder:
         module._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
     settings.to(embedding.device)
     decoder._buffers["cos_sin"] = settings.cos_sin
-    for attention in decoder._attentions():
-        attention.variant = settings.variant
+    for module in decoder.modules():
+        if isinstance(module, Attention):
+            module.variant = settings.variant
     return decoder
 
 
 @torch.no_grad()
 def fill(decoder: Decoder, model: Any) -> None:
-    """Brings the decoder's parameters up to date where they are copies: LoRA merged, or weights that lie apart."""
+    """Updates the decoder's parameters that are copies: merged LoRA, or weights that are not adjacent in memory."""
     parameters = dict(decoder.named_parameters())
-    places = {
+    copies = {
         part.name: parameters[part.parameter].narrow(0, part.start, part.rows) for part in hf_layout(decoder.config)
     }
     for name, weight in merged_weights(model):
-        if name in places and places[name].data_ptr() != weight.data_ptr():
-            places[name].copy_(weight)
+        if name in copies and copies[name].data_ptr() != weight.data_ptr():
+            copies[name].copy_(weight)
 
 
-# Names in `generation_kwargs`, those of vLLM and of transformers' generate: what the engine takes, and what changes no
-# token.
+# Names in `generation_kwargs`, vLLM's and those of transformers' generate: supported ones, and ones without an effect
+# on tokens.
 _LENGTH, _STOPS = ("max_tokens", "max_new_tokens"), ("stop", "stop_strings")
-_TAKEN = frozenset({*_LENGTH, *_STOPS, "stop_token_ids", "ignore_eos"})
+_SUPPORTED = frozenset({*_LENGTH, *_STOPS, "stop_token_ids", "ignore_eos"})
 _WITHOUT_EFFECT = frozenset(
     {
         *("logprobs", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind"),
@@ -79,15 +81,15 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 _STATE_BYTES = 12
-"""Of a trained parameter: its fp32 master and AdamW's two moments, which the first step allocates."""
+"""Per trained parameter: its fp32 master and AdamW's two moments, which the first step allocates."""
 
 
 class Rollout:
-    """rlkernel's engine on the policy's weights: what a trainer samples with, and what `rollout_func` returns.
+    """rlkernel's engine on the policy's weights. A trainer samples with it, and `rollout_func` returns one.
 
     Attributes:
-        llm: the engine, once the first generation has made it.
-        kept: sets that the last turn sampled from, a completion each; None without filters.
+        llm: the engine, created by the first generation.
+        kept: kept sets of the last turn, one entry per completion; None without filters.
     """
 
     def __init__(self, **engine: Any):
@@ -97,9 +99,9 @@ class Rollout:
         self.kept: list[Ragged] | None = None
 
     def refuses(self, settings: Any) -> str:
-        """What a configuration asks of the sampling that the engine does not have, as a sentence; empty: nothing."""
+        """Why the engine cannot sample by a configuration, as a sentence; empty: it can."""
         given = settings.generation_kwargs or {}
-        known = _TAKEN | _WITHOUT_EFFECT | ({"do_sample"} if given.get("do_sample") is True else set())
+        known = _SUPPORTED | _WITHOUT_EFFECT | ({"do_sample"} if given.get("do_sample") is True else set())
         others = ", ".join(sorted(set(given) - known))
         wrong = ["repetition_penalty"] if settings.repetition_penalty != 1.0 else []
         wrong += [f"generation_kwargs {others}"] if others else []
@@ -107,11 +109,11 @@ class Rollout:
             return ""
         return (
             f"{' and '.join(wrong)}: rlkernel's engine takes temperature, top_p, top_k, min_p and seed from the "
-            f"configuration and {', '.join(sorted(_TAKEN))} from generation_kwargs, nothing else; leave it out"
+            f"configuration and {', '.join(sorted(_SUPPORTED))} from generation_kwargs, nothing else; leave it out"
         )
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Completions of the prompts, as TRL takes them: `prompt_ids`, `completion_ids`, `logprobs`, a list each."""
+        """Completions of the prompts in TRL's form: lists `prompt_ids`, `completion_ids` and `logprobs`."""
         if getattr(trainer, "_rl_kernel", None) is None:
             raise ExactnessLostError("rollout_func: set use_rl_kernel_backend=True in the configuration of the trainer")
         prompt_ids = trainer._tokenize_prompts(prompts)[0]
@@ -119,9 +121,7 @@ class Rollout:
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
     def sample(self, prompt_ids: list[list[int]], trainer: Any) -> tuple[list[list[int]], list[list[float]]]:
-        """A completion of each prompt with its log-probabilities; leaves the kept sets in the trainer's round."""
-        from rlkernel import ops
-
+        """A completion of each prompt with its log-probabilities; stores the kept sets in the trainer's round."""
         args = trainer.args
         given = args.generation_kwargs or {}
         filters = trainer._rl_kernel.filters
@@ -144,7 +144,7 @@ class Rollout:
                 seed=mix_seed(root, first + i) % (1 << 64),
                 stop=stop,
                 stop_token_ids=(*ends, *(given.get("stop_token_ids") or ())),
-                ignore_eos=True,  # TRL's own list of them is given
+                ignore_eos=True,  # stop_token_ids has TRL's list of them
                 return_kept=filters.active,
             )
             for i in range(len(prompt_ids))
@@ -159,7 +159,7 @@ class Rollout:
     def _engine(
         self, trainer: Any, model: Any, prompts: list[list[int]], longest: int | None, *, with_texts: bool
     ) -> LLM:
-        """The engine, made at the first generation, and again where a sequence would not fit into its cache."""
+        """The engine, created at the first generation, and again if a sequence does not fit into its cache."""
         settings = {"max_num_seqs": 256, "page_size": 16, **self._settings}
         decoder = decoder_of(model) if self.llm is None else self.llm.model
         context, page = settings.get("max_model_len") or decoder.config.max_position_embeddings, settings["page_size"]
@@ -167,7 +167,7 @@ class Rollout:
         if self.llm is not None and ("num_pages" in settings or needed <= self.llm.num_pages):
             return self.llm
         if "num_pages" not in settings:
-            self.llm = None  # gives its cache back
+            self.llm = None  # frees its cache
             wanted = ceil_div(context, page) * settings["max_num_seqs"]
             affordable = _cache_bytes(trainer, decoder) // KVCache.page_bytes(decoder.config, page)
             settings["num_pages"] = max(needed, min(wanted, affordable))
@@ -176,7 +176,7 @@ class Rollout:
 
 
 def _cache_bytes(trainer: Any, decoder: Decoder) -> int:
-    """Bytes for the KV cache: on a GPU the share that TRL gives vLLM, at most half of what training will leave free."""
+    """Bytes for the KV cache: on a GPU the fraction that TRL gives vLLM, at most half of what training leaves free."""
     if decoder.device.type != "cuda":
         return CPU_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(decoder.device)
@@ -188,7 +188,7 @@ def _cache_bytes(trainer: Any, decoder: Decoder) -> int:
 
 
 def rollout_func(**engine: Any) -> Rollout:
-    """rlkernel's engine with settings of its own, for `GRPOTrainer(rollout_func=...)`.
+    """rlkernel's engine with explicit settings, for `GRPOTrainer(rollout_func=...)`.
 
     Args:
         engine: settings of `rlkernel.engine.LLM`: `max_num_seqs`, `max_num_batched_tokens`, `num_pages`,

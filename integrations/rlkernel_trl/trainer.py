@@ -1,7 +1,7 @@
-"""TRL's trainers with the flag. Off, every method is TRL's own; on, the log-probability op is ours and is compared.
+"""TRL's trainers with the flag. Off, every method is TRL's own; on, rlkernel computes and compares log-probabilities.
 
-The losses are not touched: they get their log-probabilities from `model(..., fused_lm_head=True)`, which `forward`
-replaces, and all of TRL's loss types keep working.
+The losses do not change: they get log-probabilities from `model(..., fused_lm_head=True)`, which `forward.py`
+replaces, so all of TRL's loss types work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlkernel_trl.optimizer import STANDARD, MasterAdamW
 
 
 class _Flagged:
-    """Constructor, optimizer and gradient norm; common to all trainers."""
+    """Constructor, optimizer and gradient norm of all trainers."""
 
     _rl_kernel: Backend | None = None
 
@@ -81,7 +81,7 @@ class _Sampling(_Flagged):
             output["rl_kernel_sampled"] = at.sampled
         output["rl_kernel_row"] = torch.arange(ids.shape[0], device=ids.device)
         if at.skipped:
-            # TRL has compared the rollout with itself; the training forward's comparison takes the place of that.
+            # TRL has compared the rollout with itself; the comparison with the training forward replaces that.
             mode = "train" if trainer.model.training else "eval"
             for name in ("mean", "max"):
                 values = trainer._metrics[mode].get(f"sampling/sampling_logp_difference/{name}")
@@ -90,13 +90,13 @@ class _Sampling(_Flagged):
         return output
 
     def _sample(self, prompt_ids: Any) -> Any:
-        """Completions and their log-probabilities by rlkernel's engine; None where the rollout is another's."""
+        """Completions and log-probabilities by rlkernel's engine; None if another engine computes the rollout."""
         backend = self._rl_kernel
         return None if backend is None or backend.engine is None else backend.engine.sample(prompt_ids, self)
 
     def _generate(self, prompts: Any) -> Any:
         result = super()._generate(prompts)  # type: ignore[misc]
-        if self._rl_kernel is not None and len(result) > 4:  # GRPO's, with masks of what tools wrote
+        if self._rl_kernel is not None and len(result) > 4:  # GRPO's, with tool masks
             at = self._rl_kernel.round(self)
             at.captured, at.tools = result[4], result[2]
         return result
@@ -122,19 +122,19 @@ class _Sampling(_Flagged):
         if old and at.may_skip and at.sampled is not None and known:
             at.skipped = True
             return at.sampled, None, None
-        if not known and at.open and not old:  # the reference is asked first: the policy's forward makes the sets
+        if not known and at.open and not old:  # TRL scores the reference first, but the policy determines the sets
             with torch.no_grad(), backend.policy(self):
                 self._score(self.model, batch, *args, **kwargs)  # type: ignore[attr-defined]
         result = self._score(model, batch, *args, **kwargs)
         tools = at.tool_mask if backend.inputs is None else backend.inputs.get("tool_mask")
         if tools is not None and backend.filters.active:
-            # What a tool wrote may lie outside of the sets, and TRL masks losses by a product: -inf would be NaN.
+            # A tool's tokens may lie outside of the sets, and TRL masks losses by a product, so -inf would become NaN.
             result = (result[0].masked_fill((tools == 0) & result[0].isinf(), 0.0), *result[1:])
         ids, mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
         if old and at.sampled is not None:
             backend.comparison.add(at.sampled, result[0], mask if at.tool_mask is None else mask * at.tool_mask, ids)
         inputs = backend.inputs
-        # The update's own forward, while the weights are those that sampled the batch.
+        # The update's own forward, with the weights that sampled the batch.
         fresh = not self.model.training or self.state.global_step == at.step  # type: ignore[attr-defined]
         if inputs is not None and "rl_kernel_sampled" in inputs and fresh:
             mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
@@ -142,7 +142,7 @@ class _Sampling(_Flagged):
         return result
 
     def _score(self, model: Any, batch: tuple[Tensor, Tensor, int], *args: Any, **kwargs: Any) -> Any:
-        """TRL's method, with the sets of tokens that the log-probabilities are over where sampling was filtered."""
+        """TRL's method; if sampling was filtered, log-probabilities are over the kept sets."""
         backend: Any = self._rl_kernel
         at, call = backend.round(self), backend.calls[0]
         if backend.filters.active:
@@ -154,9 +154,9 @@ class _Sampling(_Flagged):
                 rows = range(len(at.kept)) if backend.inputs is None else backend.inputs["rl_kernel_row"].tolist()
                 call.kept = [at.kept[i] for i in rows]
         result = super()._get_per_token_logps_and_entropies(model, *batch, *args, **kwargs)  # type: ignore[misc]
-        if at.open and call.made:
-            at.kept = call.made
-        call.kept, call.rebuild, call.made = None, None, []
+        if at.open and call.rebuilt:
+            at.kept = call.rebuilt
+        call.kept, call.rebuild, call.rebuilt = None, None, []
         return result
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -173,7 +173,7 @@ class _Sampling(_Flagged):
         return loss
 
     def _computes_old(self) -> bool:
-        """Whether TRL's first forward in a generation is that for old log-probabilities."""
+        """Whether TRL's first forward of a generation computes old log-probabilities."""
         return True
 
 

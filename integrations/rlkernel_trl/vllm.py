@@ -1,7 +1,7 @@
-"""vLLM under TRL: the engine that TRL builds gets the plugin, the server that it talks to is asked for it.
+"""vLLM under TRL: enables the plugin in the engine that TRL builds, and checks a server for it.
 
-TRL has no field for engine arguments, so the class that it calls is replaced while it calls it. Requests get seeds of
-their own, so that a resumed run samples what the uninterrupted one did.
+TRL has no field for engine arguments, so the engine class is replaced while TRL calls it. Each request gets its own
+seed, so that a resumed run samples the same tokens.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from accelerate.utils import is_peft_model
 from rlkernel import ops
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel_transformers import merged_weights
+from rlkernel_vllm.settings import ATTENTION, CONTRACT, FLAG
 
 logger = logging.getLogger("rlkernel_trl")
 
-FLAG, CONTRACT = "use_rl_kernel_backend", "rl_kernel_contract"
-
 
 def contract() -> str:
-    """Contract id of the trainer's numbers, by the variant of attention that the process is set to."""
+    """Contract id of the trainer, for the process's attention variant."""
     return ops.attention_contract(ops.current_attention_variant())
 
 
 @contextlib.contextmanager
 def engine_arguments(backend: Any) -> Iterator[None]:
-    """While it is open, an engine that TRL builds has the plugin on and the trainer's dtype."""
+    """A block in which an engine that TRL builds gets the plugin and the trainer's dtype."""
     from trl.generation import vllm_generation
 
     if not (backend.samples and backend.settings.use_vllm) or not hasattr(vllm_generation, "LLM"):
@@ -43,7 +42,7 @@ def engine_arguments(backend: Any) -> Iterator[None]:
     def build(*args: Any, **kwargs: Any) -> Any:
         import rlkernel_vllm
 
-        rlkernel_vllm.register()  # vLLM does it where rlkernel is installed; the engine is in this process
+        rlkernel_vllm.register()  # the engine is in this process; vLLM loads the plugin itself if rlkernel is installed
         kwargs["dtype"] = str(backend.dtype).removeprefix("torch.")
         mode, attention = "strict" if backend.strict else "audit", ops.current_attention_variant()
         kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), CONTRACT: contract()}
@@ -59,10 +58,10 @@ def engine_arguments(backend: Any) -> Iterator[None]:
 
 
 def attach(backend: Any, trainer: Any) -> None:
-    """Checks the engine or server of a finished trainer, and captures what it samples."""
+    """Checks the engine or server of a constructed trainer, and records the log-probabilities that it returns."""
     generation = trainer.vllm_generation
     if is_peft_model(trainer.model):
-        # TRL's own merges into the weights and subtracts again, which leaves the rounding of both in them.
+        # TRL's own merges into the weights and subtracts again, and both roundings stay in the weights.
         generation._iter_named_params = lambda: merged_weights(trainer.accelerator.unwrap_model(trainer.model))
     if generation.mode == "server":
         if trainer.accelerator.is_main_process:
@@ -83,16 +82,16 @@ def attach(backend: Any, trainer: Any) -> None:
 
 
 def check_server(backend: Any, client: Any) -> None:
-    """Whether the workers of a `vllm serve` process run the plugin, exactly and under the trainer's contract, in its
-    dtype, with the log-probabilities that are compared.
+    """Checks that a `vllm serve` process runs the plugin, exactly, with the trainer's contract and dtype, and returns
+    processed log-probabilities.
 
     Raises:
-        ExactnessLostError: not so, in strict mode; the message has the line to start it with.
+        ExactnessLostError: it does not, in strict mode; the message has a command that starts such a server.
     """
     info = client.get_server_info()
     model = info.get("model_config") or {}
     dtype, variant = str(backend.dtype).removeprefix("torch."), ops.current_attention_variant()
-    flags = {FLAG: True, **({} if variant == "split" else {"rl_kernel_attention": variant})}
+    flags = {FLAG: True, **({} if variant == "split" else {ATTENTION: variant})}
     line = (
         f"VLLM_SERVER_DEV_MODE=1 vllm serve {model.get('model', 'MODEL')} --dtype {dtype} "
         f"--additional-config '{json.dumps(flags)}' --logprobs-mode processed_logprobs "
@@ -109,7 +108,7 @@ def check_server(backend: Any, client: Any) -> None:
 
 
 def _check_workers(backend: Any, client: Any, asked: dict[str, Any], line: str) -> None:
-    """What the workers say: the command line alone does not show a plugin that `VLLM_PLUGINS` dropped."""
+    """Checks the workers themselves, because `VLLM_PLUGINS` may have left the plugin out."""
     url = f"{client.base_url}/collective_rpc"
     answer = client.session.post(url, json={"method": "rlkernel_status"}, timeout=120)
     if answer.status_code == 404:
@@ -121,7 +120,7 @@ def _check_workers(backend: Any, client: Any, asked: dict[str, Any], line: str) 
         why = ""
         if on:
             why = (
-                f", though {FLAG} is set: does its VLLM_PLUGINS, where it is set, name rlkernel, and is rlkernel "
+                f", although {FLAG} is set: if its VLLM_PLUGINS is set, does it name rlkernel, and is rlkernel "
                 "installed in its Python environment?"
             )
         backend.lose(f"the vLLM server at {client.base_url} runs without rlkernel's plugin{why}; start it with: {line}")
@@ -134,11 +133,11 @@ def _check_workers(backend: Any, client: Any, asked: dict[str, Any], line: str) 
             )
         if not worker["exact"]:
             found = "; ".join(f"{name}: {reason}" for name, reason in worker["findings"])
-            backend.lose(f"the vLLM server is not exact with {found}; change these, and start it with: {line}")
+            backend.lose(f"the vLLM server is not exact with {found}; change that, and start it with: {line}")
 
 
 def _seed_requests(generation: Any, trainer: Any) -> None:
-    """Gives every request of a generation a seed made of the run's seed, the step and its place."""
+    """Gives every request of a generation a seed derived from the run's seed, the step and the request's index."""
     llm = generation.llm
     stock = llm.generate
     group = trainer.accelerator.process_index // generation.tensor_parallel_size
@@ -146,7 +145,7 @@ def _seed_requests(generation: Any, trainer: Any) -> None:
 
     @functools.wraps(stock)
     def generate(prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
-        if getattr(sampling_params, "seed", 0) is None:  # one for all, without a seed of the user's
+        if getattr(sampling_params, "seed", 0) is None:  # one object for all requests, and the user gave no seed
             root = rounds.next(trainer)
             seeds = [mix_seed(root, (group << 32) + i) % (1 << 63) for i in range(len(prompts))]
             sampling_params = [_with_seed(sampling_params, seed) for seed in seeds]
@@ -162,9 +161,9 @@ def _with_seed(params: Any, seed: int) -> Any:
 
 
 class Rounds:
-    """Seeds of generations: by the run's seed, the step, training or evaluation, and their number in these.
+    """Seeds of generations, derived from the run's seed, the step, whether it is an evaluation, and a counter.
 
-    A resumed run comes to the same seeds.
+    A resumed run derives the same seeds.
     """
 
     def __init__(self) -> None:
@@ -172,7 +171,7 @@ class Rounds:
         self._number = 0
 
     def next(self, trainer: Any) -> int:
-        """Seed of the generation that starts now."""
+        """Seed of the next generation."""
         at = (trainer.state.global_step, int(not trainer.model.training))
         self._number = self._number + 1 if self._at == at else 0
         self._at = at

@@ -1,7 +1,7 @@
-"""rlkernel_vllm: vLLM computes a rollout with rlkernel's ops, so its log-probabilities are a trainer's, to the bit.
+"""rlkernel_vllm: a plugin that makes vLLM compute with rlkernel's ops, so log-probabilities equal the trainer's bits.
 
-Installed with rlkernel as a plugin of vLLM, and inert unless an engine asks for it: `LLM(..., additional_config=
-{"use_rl_kernel_backend": True})`, the same through `vllm serve --additional-config`, `RLKERNEL_VLLM=1`, or `LLM` below.
+It is inert unless an engine requests it, by `LLM(..., additional_config={"use_rl_kernel_backend": True})`, by
+`vllm serve --additional-config`, by `RLKERNEL_VLLM=1`, or by `LLM` below.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "status",
 ]  # fmt: skip
 
-_PLACES = {  # imported where they are asked for: the plugin is loaded by every process of vLLM
+_PLACES = {  # imported on first use, because every process of vLLM loads the plugin
     "LLM": "llm",
     "UnsupportedError": "config",
     "compare": "fingerprint",
@@ -44,11 +44,11 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes. Safe to call again.
+    """Entry point of `vllm.general_plugins`, which vLLM calls in each of its processes. Safe to call again.
 
     Raises:
-        Exception: the environment asks for rlkernel, and this vLLM has not the places where the plugin hooks in. Where
-            nothing asks, that is no error.
+        Exception: the environment requests rlkernel, and the plugin's hooks do not fit this vLLM. Without a request
+            the plugin logs a warning instead.
     """
     from rlkernel_vllm.plugin import install
 

@@ -1,7 +1,7 @@
-"""Attention of an engine, on any device: what vLLM calls, as `ops.paged_attention` over vLLM's pages.
+"""vLLM's attention, computed by `ops.paged_attention` over vLLM's pages: what CPU and CUDA share.
 
-`attend` is one op of torch for all that lies between the projections of a layer with query and key norms: norms, rope,
-the new rows of the cache, attention. vLLM cuts its graph there, and each op outside a graph costs time on the host.
+`attend` is one torch op for norms, rope, cache update and attention of a layer with query and key norms. vLLM splits
+its graph there, and every op outside a graph costs time on the host.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from vllm.v1.attention.backend import AttentionImpl
 
 from rlkernel import ops
 
-CUT = "vllm::unified_attention_with_output"  # where vLLM cuts a graph into pieces
+VLLM_ATTENTION = "vllm::unified_attention_with_output"  # the op at which vLLM splits a graph
 
 
 class ExactAttention(AttentionImpl[Any]):
-    """Mixin of an implementation of vLLM's attention: `pages_of` and `do_kv_cache_update` are the device's."""
+    """Mixin of an implementation of vLLM's attention; subclasses define `pages_of` and `do_kv_cache_update`."""
 
     rlkernel_variant = "split"
-    rlkernel_most: Mapping[str, int] | None = None  # tokens, sequences and keys of a step; `convert` says
+    rlkernel_limits: Mapping[str, int] | None = None  # most tokens, sequences and keys of a step, set by `convert`
 
     def pages_of(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as pages [pages, page, HK, D]."""
         raise NotImplementedError
 
     def table_of(self, block_table: Tensor) -> Tensor:
-        """vLLM's table, naming those pages."""
+        """vLLM's block table as numbers of these pages."""
         return block_table
 
     def window_of(self) -> int | None:
-        """Keys that a query sees, itself included; None for all."""
+        """Keys that a query attends to, itself included; None for all."""
         raise NotImplementedError
 
     def scratch_bytes(self, query: Tensor, key: Tensor) -> int:
-        """What a call takes beside its results at most."""
-        if self.rlkernel_most is None or self.rlkernel_variant != "split":
+        """Upper bound of a call's scratch memory."""
+        if self.rlkernel_limits is None or self.rlkernel_variant != "split":
             return 0
-        return ops.attention_scratch_bytes(query, key, **self.rlkernel_most)
+        return ops.attention_scratch_bytes(query, key, **self.rlkernel_limits)
 
     def forward(
         self,
@@ -57,7 +57,7 @@ class ExactAttention(AttentionImpl[Any]):
     ) -> Tensor:
         m = attn_metadata
         if m is None:
-            if kv_cache is None or not kv_cache.numel():  # memory is measured: what real steps take for a while counts
+            if kv_cache is None or not kv_cache.numel():  # vLLM profiles memory: scratch of real steps must count
                 torch.empty(self.scratch_bytes(query, key), dtype=torch.uint8, device=query.device)
             return output.fill_(0)
         keys, values = self.pages_of(kv_cache)
@@ -78,11 +78,15 @@ class ExactAttention(AttentionImpl[Any]):
         )
         return output
 
-    def normed_and_stored(
-        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...], kv_cache: Tensor, slots: Tensor
+    def norm_rope_store(
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], kv_cache: Tensor, slots: Tensor
     ) -> Tensor:
-        """q', with k' and v in the cache; `given`: what `ops.qk_norm_rope` takes beside q and k."""
-        q, k = ops.qk_norm_rope(q, k, *given)
+        """Normed and rotated q; writes normed and rotated k, and v, into the cache.
+
+        Args:
+            rest: arguments of `ops.qk_norm_rope` after q and k.
+        """
+        q, k = ops.qk_norm_rope(q, k, *rest)
         self.do_kv_cache_update(layer, k, v, kv_cache, slots)
         return q
 
@@ -93,17 +97,17 @@ def attend(qkv: Tensor, out: Tensor, positions: Tensor, name: str) -> None:
     layer = attention.rlkernel_layer
     heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
     q, k, v = qkv.view(qkv.shape[0], -1, layer.head_dim).split(heads, dim=1)
-    given = (
+    rest = (
         layer.q_norm.weight,
         layer.k_norm.weight,
         layer.q_norm.variance_epsilon,
         positions,
         layer.rotary_emb.rlkernel_table,
     )
-    if slots is None:  # a run that measures memory
-        q, k = ops.qk_norm_rope(q, k, *given)
+    if slots is None:  # vLLM profiles memory
+        q, k = ops.qk_norm_rope(q, k, *rest)
     else:
-        q = attention.impl.normed_and_stored(attention, q, k, v, given, kv_cache, slots)
+        q = attention.impl.norm_rope_store(attention, q, k, v, rest, kv_cache, slots)
     unified_attention_with_output(q, k, v, out.view(q.shape), name)
 
 
@@ -114,8 +118,8 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("rlkernel_vllm::attend", lambda qkv, out, positions, name: None, lib=_LIBRARY)
 
 
-def cut_there(vllm_config: Any) -> None:
-    """Has vLLM cut its graph at `attend` where it cuts at its own attention."""
-    cuts = vllm_config.compilation_config.splitting_ops
-    if cuts and CUT in cuts and "rlkernel_vllm::attend" not in cuts:
-        cuts.append("rlkernel_vllm::attend")
+def split_graph_at_attend(vllm_config: Any) -> None:
+    """Makes vLLM split its graph at `attend` if it splits at its own attention."""
+    splitting_ops = vllm_config.compilation_config.splitting_ops
+    if splitting_ops and VLLM_ATTENTION in splitting_ops and "rlkernel_vllm::attend" not in splitting_ops:
+        splitting_ops.append("rlkernel_vllm::attend")

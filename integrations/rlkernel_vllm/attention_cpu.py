@@ -1,7 +1,7 @@
-"""Attention of an engine on a CPU: vLLM's metadata and pages, `ops.paged_attention` over them.
+"""Attention on a CPU: `ops.paged_attention` over vLLM's metadata and cache.
 
-vLLM hands out blocks of [HK, N, 2 D] elements, and their inside is the backend's own affair. Here a block is a page of
-keys [N, HK, D] and then one of values, so the cache is an array of pages: keys have even numbers, values odd ones.
+vLLM allocates blocks of [HK, N, 2 D] elements, whose layout the backend chooses. Here a block is a page of keys
+[N, HK, D] followed by one of values, so the cache is an array of pages: keys have even numbers, values odd ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CPUImpl(ExactAttention, CPUAttentionBackendImpl):
     """vLLM's CPU attention, computed by rlkernel."""
 
     def pages_of(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:  # [B, HK, N, 2 D] -> two [2 B - 1, N, HK, D]
-        """Block b has its keys, and its values, in page 2 b of the one and of the other."""
+        """Page 2 b of either view holds the keys, or the values, of block b."""
         blocks, heads, size, width = kv_cache.shape
         pages = kv_cache.view(2 * blocks, size, heads, width // 2)
         return pages[:-1], pages[1:]
@@ -42,8 +42,8 @@ class CPUImpl(ExactAttention, CPUAttentionBackendImpl):
         ops.store_kv_(keys, values, key[:count], value[:count], slots)
 
 
-def adopt(module: Any, asked: Settings) -> tuple[str | None, str | None]:
-    """Changes the implementation of an `Attention` module; as `convert._convert`."""
+def convert_attention(module: Any, requested: Settings) -> tuple[str | None, str | None]:
+    """Replaces the implementation of an `Attention` module; returns what `convert._convert` does."""
     if type(module.impl) is not CPUAttentionBackendImpl:
         return None, f"{type(module.impl).__name__} is not vLLM's attention for CPUs"
     module.impl.__class__ = CPUImpl

@@ -1,7 +1,7 @@
-"""Attention of an engine on a GPU: a backend of vLLM whose metadata is what `ops.paged_attention` takes, and no more.
+"""Attention on a GPU: a vLLM backend whose metadata is exactly the arguments of `ops.paged_attention`.
 
-vLLM keeps a head's key and value side by side, [pages, HK, page, 2 D] with the page's tokens outermost in memory. The
-op reads both halves in place. One kernel call a layer serves prefill, chunks, decode and any mixture of them.
+vLLM stores a head's key and value as one row of 2 D elements, [pages, HK, page, 2 D] with a page's tokens outermost in
+memory; the op reads both halves in place. One call per layer serves prefill, chunked prefill and decode in one batch.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from rlkernel import ops
-from rlkernel.kernels.triton.qk_norm_rope import computes as in_one_kernel
 from rlkernel.ops.attention import MAX_HEAD_DIM
+from rlkernel.ops.qk_norm_rope import qk_norm_rope_is_fused
 from rlkernel_vllm.attention import ExactAttention
 from rlkernel_vllm.settings import Settings
 
 
 @dataclass
 class Metadata:
-    """A step's batch: new tokens of every request in a row, its keys in pages."""
+    """A step's batch: the packed new tokens of all requests, and the pages of their keys."""
 
     num_actual_tokens: int
     max_query_len: int
@@ -38,11 +38,11 @@ class Metadata:
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
-    """vLLM's common metadata, passed on. Every batch can be recorded in a CUDA graph."""
+    """Passes vLLM's common metadata on. Every batch can be captured in a CUDA graph."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract in vLLM, and complete there
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # vLLM declares it abstract, with a complete body
         super().__init__(*args, **kwargs)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
@@ -59,7 +59,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         built = self.build(0, common_attn_metadata)
-        built.seq_lens.fill_(1)  # a recording runs over them, and long ones would take long
+        built.seq_lens.fill_(1)  # the capture computes them, and long sequences take long
         return built
 
 
@@ -81,24 +81,23 @@ class Impl(ExactAttention, TritonAttentionImpl):
             key, value, keys, values, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
         )
 
-    def normed_and_stored(
-        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...], kv_cache: Tensor, slots: Tensor
+    def norm_rope_store(
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], kv_cache: Tensor, slots: Tensor
     ) -> Tensor:
-        if not in_one_kernel(q.shape[2]):
-            return super().normed_and_stored(layer, q, k, v, given, kv_cache, slots)
+        if not qk_norm_rope_is_fused(q.device, q.shape[2]):
+            return super().norm_rope_store(layer, q, k, v, rest, kv_cache, slots)
         missing = q.shape[0] - slots.shape[0]
-        if missing > 0:  # tokens that fill up a graph's batch
+        if missing > 0:  # padding of a CUDA graph's batch
             slots = torch.nn.functional.pad(slots, (0, missing), value=-1)
-        keys, values = halves(kv_cache)
-        where: tuple[Any, ...] = (keys, values, slots[: q.shape[0]])
-        return ops.qk_norm_rope_store(q, k, v, *given, *where)
+        cache: tuple[Any, ...] = (*halves(kv_cache), slots[: q.shape[0]])
+        return ops.qk_norm_rope_store(q, k, v, *rest, *cache)
 
 
 def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:  # [pages, HK, page, 2 D] -> two [pages, page, HK, D]
     """Views of the keys and of the values.
 
     Raises:
-        ValueError: the cache lies in memory in another order, which the op would copy.
+        ValueError: the cache has another memory layout, which the op would have to copy.
     """
     _, heads, _, width = kv_cache.shape
     tokens = kv_cache.transpose(1, 2)
@@ -111,7 +110,7 @@ def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:  # [pages, HK, page, 2 D]
 
 
 class Backend(TritonAttentionBackend):
-    """vLLM's backend CUSTOM."""
+    """The backend that the plugin registers with vLLM as CUSTOM."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
 
@@ -128,7 +127,7 @@ class Backend(TritonAttentionBackend):
         return Builder
 
     @classmethod
-    def get_required_kv_cache_layout(cls) -> str:  # vLLM up to 0.30
+    def get_required_kv_cache_layout(cls) -> str:  # up to vLLM 0.30
         return "NHD"
 
     @classmethod
@@ -166,10 +165,13 @@ class Backend(TritonAttentionBackend):
         return False
 
 
-def adopt(module: Any, asked: Settings) -> tuple[str | None, str | None]:
-    """Prepares an `Attention` module that was built with our backend; as `convert._convert`."""
+def convert_attention(module: Any, requested: Settings) -> tuple[str | None, str | None]:
+    """Prepares an `Attention` module that was built with our backend; returns what `convert._convert` does."""
     impl = module.impl
     if type(impl) is not Impl:
         return None, f"its backend is {type(impl).__name__}, not CUSTOM"
-    impl.rlkernel_variant = asked.attention
-    return "ops.paged_attention" if asked.attention == "split" else f"ops.paged_attention, {asked.attention}", None
+    impl.rlkernel_variant = requested.attention
+    return (
+        "ops.paged_attention" if requested.attention == "split" else f"ops.paged_attention, {requested.attention}",
+        None,
+    )

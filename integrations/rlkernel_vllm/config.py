@@ -1,6 +1,6 @@
-"""A `VllmConfig` that asked for rlkernel: what cannot be exact is refused by the name of its setting, the rest is set.
+"""Checks a `VllmConfig` that requests rlkernel, names every setting that cannot be exact, and sets what follows.
 
-`findings` is a pure function of the configuration, so the front end, the engine and every worker come to one result.
+`findings` is a pure function of the configuration, so the front end, the engine and every worker agree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlkernel.models.families import MISSING
 from rlkernel_vllm import settings
 from rlkernel_vllm.settings import ATTENTION, CONTRACT, MODE, Settings
 
-VERSIONS = ((0, 26), (0, 32))  # of vLLM, first and last
+VERSIONS = ((0, 26), (0, 32))  # first and last supported version of vLLM
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 
 
@@ -26,30 +26,30 @@ class Finding(NamedTuple):
 
 
 class UnsupportedError(ValueError):
-    """What was asked for cannot be exact; every setting and module is named."""
+    """The request cannot be computed exactly; the message names every setting and module."""
 
 
-def prepare(vllm_config: Any, asked: Settings) -> None:
+def prepare(vllm_config: Any, requested: Settings) -> None:
     """Refuses what cannot be exact (strict mode), and makes the settings that follow from the flag.
 
     Raises:
-        UnsupportedError: strict mode, and there are findings; in any mode, the contract is not the one asked for, or
-            the plugin does not fit this vLLM.
+        UnsupportedError: there are findings in strict mode; in any mode, the contract is not the requested one, or the
+            plugin's hooks do not fit this vLLM.
     """
     if settings.failed:
         first, last = (".".join(map(str, version)) for version in VERSIONS)
         raise UnsupportedError(
             f"vllm: the plugin does not fit this version, use one of {first} to {last}: {settings.failed}"
         )
-    settings.write(vllm_config, asked)
-    contract = ops.attention_contract(asked.attention)
-    if asked.contract not in (None, contract):
+    settings.write(vllm_config, requested)
+    contract = ops.attention_contract(requested.attention)
+    if requested.contract not in (None, contract):
         raise UnsupportedError(
-            f"{CONTRACT} is {asked.contract!r}, and this rlkernel computes {contract!r}; "
+            f"{CONTRACT} is {requested.contract!r}, and this rlkernel computes {contract!r}; "
             "use one rlkernel and one attention variant in the engine and in the trainer"
         )
-    found = list(findings(vllm_config, asked))
-    refuse(found, asked)
+    found = list(findings(vllm_config, requested))
+    refuse(found, requested)
     vllm_config.model_config.disable_cascade_attn = True
     if _on_cuda() and not {"kv_cache_dtype", "attention_config.backend"} & {name for name, _ in found}:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -57,29 +57,29 @@ def prepare(vllm_config: Any, asked: Settings) -> None:
         vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
 
 
-def refuse(found: list[Finding], asked: Settings) -> None:
+def refuse(found: list[Finding], requested: Settings) -> None:
     """Raises UnsupportedError for findings in strict mode."""
-    if found and asked.mode == "strict":
+    if found and requested.mode == "strict":
         lines = "\n".join(f"- {name}: {reason}" for name, reason in found)
         raise UnsupportedError(
             f"{settings.FLAG}: log-probabilities cannot be exact with\n{lines}\n"
-            f'Change these, or set "{MODE}": "audit" in additional_config to run and be told.'
+            f'Change these, or set "{MODE}": "audit" in additional_config to run and have them reported.'
         )
 
 
 def refused_in(params: Any) -> str | None:
-    """Why a request's log-probabilities are none that a trainer computes; None: they are."""
+    """Why a trainer cannot compute a request's log-probabilities; None: it can."""
     if getattr(params, "structured_outputs", None) is None or params.logprobs is None:
         return None
     return (
-        f"{settings.FLAG}: structured_outputs with logprobs: vLLM takes the tokens that a grammar forbids out of the "
-        "logits before it computes log-probabilities, so these are not the trainer's; ask for one of both "
+        f"{settings.FLAG}: structured_outputs with logprobs: vLLM removes the tokens that a grammar forbids from the "
+        "logits before it computes log-probabilities, so these are not the trainer's; leave one of both out "
         f'("{MODE}": "audit" in additional_config returns them)'
     )
 
 
-def findings(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
-    """Everything in the configuration that cannot be made exact."""
+def findings(vllm_config: Any, requested: Settings) -> Iterator[Finding]:
+    """Settings of the configuration that cannot be exact."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     yield from _of_vllm()
     yield from _of_model(model)
@@ -88,7 +88,7 @@ def findings(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
     if vllm_config.speculative_config is not None:
         yield Finding("speculative_config", "rejection sampling changes which distribution a token is drawn from")
     if vllm_config.lora_config is not None:
-        yield Finding("enable_lora", "adapters are added by kernels that are not invariant; merge them first")
+        yield Finding("enable_lora", "vLLM's adapter kernels are not batch-invariant; merge adapters first")
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype != "auto" and cache_dtype != str(model.dtype).removeprefix("torch."):
         yield Finding("kv_cache_dtype", f"{cache_dtype!r}; keys and values must keep the model's dtype, 'auto'")
@@ -100,15 +100,16 @@ def findings(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
             yield Finding(name, f"{size}; {why}; use 1")
     if getattr(parallel, "enable_expert_parallel", False):
         yield Finding("enable_expert_parallel", "there are no experts in a supported model")
-    yield from _of_attention(vllm_config, asked)
+    yield from _of_attention(vllm_config, requested)
 
 
+_CONTEXT_PARALLEL = "vLLM adds attention over parts of a sequence in another order"
 _PARALLEL = {
-    "tensor_parallel_size": "a sum over ranks has the bits of a trainer with as many tp_leaves, and "
-    "the plugin computes with tp_leaves=1",
+    "tensor_parallel_size": "a sum over ranks has the bits of a trainer with as many tp_leaves, and the plugin "
+    "computes with tp_leaves=1",
     "pipeline_parallel_size": "the plugin looks for all of the model's weights in one worker",
-    "decode_context_parallel_size": "vLLM adds attention over parts of a sequence in an order of its own",
-    "prefill_context_parallel_size": "vLLM adds attention over parts of a sequence in an order of its own",
+    "decode_context_parallel_size": _CONTEXT_PARALLEL,
+    "prefill_context_parallel_size": _CONTEXT_PARALLEL,
 }
 
 
@@ -120,7 +121,7 @@ def _of_vllm() -> Iterator[Finding]:
     number = tuple(int(part) if part.isdecimal() else -1 for part in parts[:2])
     if not VERSIONS[0] <= number <= VERSIONS[1]:
         first, last = (".".join(map(str, version)) for version in VERSIONS)
-        yield Finding("vllm", f"version {vllm.__version__}; the plugin was compared on {first} to {last}, install one")
+        yield Finding("vllm", f"version {vllm.__version__}; the plugin is tested on {first} to {last}, install one")
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         yield Finding("device", f"{current_platform.device_type} is neither CUDA nor a CPU")
 
@@ -151,8 +152,7 @@ def _of_model(model: Any) -> Iterator[Finding]:
     yield from _of_keys(model, config)
 
 
-# Keys of config.json that vLLM's models of these architectures compute with and transformers' do not -> the values
-# that change nothing. Looked at here, so that a worker does not have to.
+# Keys of config.json that vLLM's models of these architectures use and transformers' ignore -> values without effect.
 _KEYS_OF_VLLM: dict[str, tuple[Any, ...]] = {
     "bias": (None, False),
     "qkv_bias": (None, False),
@@ -165,18 +165,18 @@ _KEYS_OF_VLLM: dict[str, tuple[Any, ...]] = {
 
 
 def _of_keys(model: Any, config: ModelConfig) -> Iterator[Finding]:
-    """Where vLLM's model reads the configuration in another way than the architecture."""
-    for key, idle in _KEYS_OF_VLLM.items():
+    """Keys of the configuration that vLLM's model interprets differently from transformers'."""
+    for key, without_effect in _KEYS_OF_VLLM.items():
         value = getattr(model.hf_config, key, None)
-        if value not in idle:
+        if value not in without_effect:
             yield Finding("model", f"{key}={value!r} in config.json: vLLM computes with it, transformers does not")
     if config.model_type == "qwen3" and config.attention_bias:
         yield Finding("model", "attention_bias=True: vLLM's Qwen3 leaves out the bias of the output projection")
     if model.max_model_len > config.max_position_embeddings:
         yield Finding(
             "max_model_len",
-            f"{model.max_model_len} is more than max_position_embeddings={config.max_position_embeddings}, up to which "
-            "a trainer computes; lower it, or raise that in config.json on both sides",
+            f"{model.max_model_len} exceeds max_position_embeddings={config.max_position_embeddings}, the trainer's "
+            "limit; lower it, or raise max_position_embeddings in config.json on both sides",
         )
     if len(set(config.windows)) > 1:
         yield Finding("model", "layer_types has sliding and full attention: vLLM's model has one window for all layers")
@@ -184,21 +184,21 @@ def _of_keys(model: Any, config: ModelConfig) -> Iterator[Finding]:
     if window is not None and config.family.window == "none":
         yield Finding(
             "model",
-            f"sliding_window={window} in config.json: vLLM attends to so many keys, transformers' "
+            f"sliding_window={window} in config.json: vLLM attends to that many keys, transformers' "
             f"{config.family.architecture} to all; remove the key",
         )
 
 
-def _of_attention(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
+def _of_attention(vllm_config: Any, requested: Settings) -> Iterator[Finding]:
     if not _on_cuda():
-        if asked.attention == "fa3":
+        if requested.attention == "fa3":
             yield Finding(ATTENTION, "'fa3' runs on GPUs of compute capability 9; use 'split'")
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     backend = vllm_config.attention_config.backend
     if backend not in (None, AttentionBackendEnum.CUSTOM):
-        yield Finding("attention_config.backend", f"{backend.name}; leave it out, rlkernel brings its own")
+        yield Finding("attention_config.backend", f"{backend.name}; leave it out, rlkernel has its own")
     else:
         registered = AttentionBackendEnum.CUSTOM.get_path()
         if registered != settings.BACKEND:
@@ -206,10 +206,10 @@ def _of_attention(vllm_config: Any, asked: Settings) -> Iterator[Finding]:
 
 
 def model_config(model: Any) -> ModelConfig:
-    """The model's architecture as rlkernel reads it, from the Hugging Face configuration that vLLM holds.
+    """rlkernel's configuration of the model, from the Hugging Face configuration that vLLM holds.
 
     Raises:
-        ConfigError: rlkernel's models do not compute it; the message names the key.
+        ConfigError: rlkernel's models do not support it; the message names the key.
     """
     values = dict(model.hf_config.to_dict())
     values["dtype"] = str(model.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""A model that vLLM has built, made to compute with `rlkernel.ops`: modules change class in place, before loading.
+"""Makes a model that vLLM has built compute with `rlkernel.ops`: its modules change class before weights are loaded.
 
-Only objects change, of this model alone; vLLM's classes stay as they are. Parameters keep their names, shapes and
-loaders, so that every way of loading and updating weights works as before.
+vLLM's own classes do not change. Parameters keep their names, shapes and loaders, so every way of loading and updating
+weights works as before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlkernel import ops
 from rlkernel.models.checkpoint import hf_layout
 from rlkernel.models.config import ConfigError, ModelConfig
 from rlkernel.models.rope_table import rope_table
-from rlkernel_vllm.attention import ExactAttention, cut_there
+from rlkernel_vllm.attention import ExactAttention, split_graph_at_attend
 from rlkernel_vllm.config import Finding, findings, model_config, refuse
 from rlkernel_vllm.fingerprint import hf_weights
 from rlkernel_vllm.settings import Settings
@@ -36,7 +36,7 @@ from rlkernel_vllm.settings import Settings
 
 
 class ExactRMSNorm(RMSNorm):
-    """`ops.rms_norm`, with the residual addition in front."""
+    """`ops.rms_norm`, fused with the residual addition before it."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         return ops.rms_norm(x, self.weight, self.variance_epsilon, residual)
@@ -50,7 +50,7 @@ class ExactSiluAndMul(SiluAndMul):
 
 
 class ExactRotaryEmbedding(RotaryEmbeddingBase):
-    """`ops.rope` with rlkernel's table: fp32, made on the CPU from fp64 angles."""
+    """`ops.rope` with rlkernel's table: fp32, computed on the CPU from fp64 angles."""
 
     rlkernel_table: Tensor  # [P, D] fp32
 
@@ -63,7 +63,7 @@ class ExactRotaryEmbedding(RotaryEmbeddingBase):
 
 
 class ExactLinearMethod(linear.UnquantizedLinearMethod):
-    """`ops.linear`. The weight stays a plain parameter, where vLLM on a CPU would repack and empty it."""
+    """`ops.linear`. The weight stays a plain parameter, while vLLM's own method repacks and empties it on a CPU."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         return
@@ -86,7 +86,7 @@ class ExactEmbeddingMethod(vocab_parallel_embedding.UnquantizedEmbeddingMethod):
 
 
 class ExactLogitsProcessor(LogitsProcessor):
-    """Logits are the head's fp32 sums, never rounded to the model's dtype; padding of the vocabulary is left out."""
+    """Logits are the head's fp32 sums, never rounded to the model's dtype, without the vocabulary's padding."""
 
     def _get_logits(
         self, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None, *args: Any, **kwargs: Any
@@ -99,7 +99,7 @@ class ExactLogitsProcessor(LogitsProcessor):
 
 
 class ExactQKNorm(nn.Module):
-    """Mixin of an attention layer with query and key norms: `attend` between its projections."""
+    """Mixin of an attention layer with query and key norms: computes `attend` between its projections."""
 
     def forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
@@ -114,7 +114,7 @@ class ExactQKNorm(nn.Module):
 
 @dataclass
 class Conversion:
-    """What became of a model: module name -> what computes it now, and what could not be exact."""
+    """Result of `convert`: module name -> what computes it now, and what cannot be exact."""
 
     modules: dict[str, str] = field(default_factory=dict)
     found: list[Finding] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Conversion:
 
 @contextlib.contextmanager
 def own_rope_cache() -> Iterator[None]:
-    """vLLM shares rotary embeddings between models of a process; a converted one must stay with its model."""
+    """Empties vLLM's cache of rotary embeddings for the block, so that no other model shares a converted one."""
     shared = dict(_ROPE_DICT)
     _ROPE_DICT.clear()
     try:
@@ -132,56 +132,56 @@ def own_rope_cache() -> Iterator[None]:
         _ROPE_DICT.update(shared)
 
 
-def convert(model: nn.Module, vllm_config: Any, asked: Settings) -> Conversion:
-    """Changes every module of a freshly built model that computes numbers; keeps the record as `model.rlkernel`.
+def convert(model: nn.Module, vllm_config: Any, requested: Settings) -> Conversion:
+    """Converts every module of a newly built model that does arithmetic; the result is also `model.rlkernel`.
 
     Raises:
         UnsupportedError: strict mode, and the configuration or a module cannot be exact.
     """
-    done = Conversion(found=list(findings(vllm_config, asked)))
+    done = Conversion(found=list(findings(vllm_config, requested)))
     config: ModelConfig | None = None
     try:
         config = model_config(vllm_config.model_config)
     except ConfigError:  # already a finding
         table = None
     else:
-        # Audit lets an engine through that goes past the model's positions.
+        # In audit mode max_model_len may exceed the model's positions.
         longest = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)
         table = rope_table(replace(config, max_position_embeddings=longest))
-        done.found += _other_weights(model, config)
-    most = _most(vllm_config)
+        done.found += _weight_findings(model, config)
+    limits = _step_limits(vllm_config)
     for name, module in model.named_modules():
-        made, reason = _convert(module, table, asked)
+        converted_to, reason = _convert(module, table, requested)
         if isinstance(getattr(module, "impl", None), ExactAttention):
-            module.impl.rlkernel_most = most
-        if made is not None:
-            done.modules[name] = made
+            module.impl.rlkernel_limits = limits
+        if converted_to is not None:
+            done.modules[name] = converted_to
         elif reason is not None:
             done.modules[name] = "stock"
             done.found.append(Finding(name, f"{type(module).__name__}: {reason}"))
     if config is not None:
-        done.found += _other_windows(model, config, most["longest"])
+        done.found += window_findings(model, config, limits["longest"])
     for name, module in model.named_modules():
         if _has_qk_norm(module):
             kind: Any = type(module)
             module.__class__ = _fused(kind)
-            object.__setattr__(module.attn, "rlkernel_layer", module)  # not a module of the attention's own
-            cut_there(vllm_config)
+            object.__setattr__(module.attn, "rlkernel_layer", module)  # must not be registered as a submodule
+            split_graph_at_attend(vllm_config)
             done.modules[name] = "ops.qk_norm_rope"
-    refuse(done.found, asked)
+    refuse(done.found, requested)
     object.__setattr__(model, "rlkernel", done)
     return done
 
 
-def _most(vllm_config: Any) -> dict[str, int]:
-    """Tokens, sequences and keys of a sequence in a step at most."""
+def _step_limits(vllm_config: Any) -> dict[str, int]:
+    """Most tokens and sequences of a step, and most keys of a sequence."""
     steps = vllm_config.scheduler_config
     longest = vllm_config.model_config.max_model_len
     return {"tokens": steps.max_num_batched_tokens, "sequences": steps.max_num_seqs, "longest": longest}
 
 
-def _other_weights(model: nn.Module, config: ModelConfig) -> Iterator[Finding]:
-    """Weights of the architecture that vLLM's model lacks, or adds: it then computes another model."""
+def _weight_findings(model: nn.Module, config: ModelConfig) -> Iterator[Finding]:
+    """Weights that vLLM's model lacks or has in addition to the architecture's: it then computes another model."""
     wanted = {part.name for part in hf_layout(config)}
     present = {name for name, _ in hf_weights(model)}
     for name in sorted(wanted - present):
@@ -190,8 +190,8 @@ def _other_weights(model: nn.Module, config: ModelConfig) -> Iterator[Finding]:
         yield Finding(name, "vLLM's model has this weight, and the architecture does not")
 
 
-def _other_windows(model: nn.Module, config: ModelConfig, longest: int) -> Iterator[Finding]:
-    """Layers in which vLLM attends to other keys than the architecture, of sequences that may come."""
+def window_findings(model: nn.Module, config: ModelConfig, longest: int) -> Iterator[Finding]:
+    """Layers whose window in vLLM differs from the architecture's, for sequences of up to `longest` tokens."""
     for name, module in model.named_modules():
         impl = getattr(module, "impl", None)
         if isinstance(impl, ExactAttention):
@@ -201,8 +201,8 @@ def _other_windows(model: nn.Module, config: ModelConfig, longest: int) -> Itera
                 yield Finding(name, f"vLLM attends to a window of {found} keys, the architecture to one of {wanted}")
 
 
-def _convert(module: Any, table: Tensor | None, asked: Settings) -> tuple[str | None, str | None]:
-    """(what computes the module now, None), or (None, why it stays as it is); both None where it computes nothing."""
+def _convert(module: Any, table: Tensor | None, requested: Settings) -> tuple[str | None, str | None]:
+    """(what computes the module now, None), or (None, why it is unchanged), or (None, None) if it has no arithmetic."""
     kind = type(module)
     if kind is RMSNorm:
         if not module.has_weight or module.variance_size_override is not None:
@@ -214,7 +214,7 @@ def _convert(module: Any, table: Tensor | None, asked: Settings) -> tuple[str | 
         return "ops.swiglu", None
     if isinstance(module, RotaryEmbedding):
         if table is None or not module.is_neox_style or module.rotary_dim != module.head_size:
-            return None, "only rotation of all of the head, by halves, and by a table that rlkernel makes"
+            return None, "only rotation of the full head by halves, with rlkernel's own table, is supported"
         place = module.cos_sin_cache.device
         module.__class__ = ExactRotaryEmbedding
         module.register_buffer("rlkernel_table", table.to(place), persistent=False)
@@ -227,14 +227,14 @@ def _convert(module: Any, table: Tensor | None, asked: Settings) -> tuple[str | 
         module.__class__ = ExactLogitsProcessor
         return "ops.linear, fp32 logits", None
     if isinstance(module, Attention):
-        return _convert_attention(module, asked)
+        return _convert_attention(module, requested)
     computes = not list(module.children()) and (list(module.parameters()) or kind.__module__.startswith("vllm.model_"))
     if computes and kind.__name__ not in _IDLE:
         return None, "a kind of module that rlkernel does not compute"
     return None, None
 
 
-# Parts of converted modules that nothing calls any more, and modules that stand for nothing.
+# Submodules of converted modules that are no longer called, and placeholders.
 _IDLE = ("ApplyRotaryEmb", "PPMissingLayer", "StageMissingLayer", "ModuleList", "QuantFP8")
 
 
@@ -268,7 +268,7 @@ def _convert_weight(module: Any) -> tuple[str | None, str | None]:
     return None, f"{method.__name__} is not supported"
 
 
-def _convert_attention(module: Any, asked: Settings) -> tuple[str | None, str | None]:
+def _convert_attention(module: Any, requested: Settings) -> tuple[str | None, str | None]:
     impl = module.impl
     for name in ("alibi_slopes", "sinks", "logits_soft_cap", "kv_sharing_target_layer_name"):
         if getattr(impl, name, None) not in (None, 0, 0.0):
@@ -280,7 +280,7 @@ def _convert_attention(module: Any, asked: Settings) -> tuple[str | None, str | 
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from rlkernel_vllm.attention_cpu import adopt
+        from rlkernel_vllm.attention_cpu import convert_attention
     else:
-        from rlkernel_vllm.attention_cuda import adopt
-    return adopt(module, asked)
+        from rlkernel_vllm.attention_cuda import convert_attention
+    return convert_attention(module, requested)

@@ -1,7 +1,7 @@
-"""Fingerprints of weights: an integer a tensor, computed where the tensor lies, to prove that two sides hold the same.
+"""Fingerprints of weights: one integer per tensor, computed on its device, to compare an engine's and a trainer's.
 
-The hash is a sum of mixed (position, bits) words modulo 2^64. Integer sums need no order, so every device and
-every way of adding gives the same number; a changed, moved or swapped element changes it.
+The hash is a sum of mixed (position, bits) words modulo 2^64. Integer addition is associative, so every device and
+order of addition gives the same number; a changed, moved or swapped element changes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CHUNK = 1 << 22
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-# What PEFT, FSDP and torch.compile put into the name of a parameter.
+# Parts of parameter names that PEFT, FSDP and torch.compile insert.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "base_model.model.", "base_layer.")
 
 
@@ -56,15 +56,15 @@ def fingerprints(side: Any, dtype: torch.dtype | None = None) -> dict[str, str]:
     """Fingerprint of every weight, by its Hugging Face name.
 
     Args:
-        side: a vLLM engine (`LLM`) that runs with the flag, a Hugging Face or other module, a state dict, or pairs of
-            name and tensor. Weights that an engine stacks (qkv, gate and up) are told apart; tied ones are named once.
-        dtype: dtype that floating-point weights are rounded to first, such as the engine's where the trainer's are
-            fp32 masters; None: as they are.
+        side: a vLLM engine (`LLM`) with the plugin, a Hugging Face or other module, a state dict, or pairs of name and
+            tensor. Weights that an engine stacks (qkv, gate and up) are listed separately, tied ones once.
+        dtype: round floating-point weights to this dtype first, for example the engine's if the trainer holds fp32
+            masters; None: do not round.
 
     Raises:
         InactiveError: the engine does not run the plugin.
         RuntimeError: its workers do not hold the same weights.
-        TypeError: an engine that answers asynchronously (the message says what to await), or none of these.
+        TypeError: side is an asynchronous engine (the message says what to await), or none of these.
     """
     if hasattr(side, "collective_rpc"):
         from rlkernel_vllm.report import call
@@ -78,9 +78,9 @@ def fingerprints(side: Any, dtype: torch.dtype | None = None) -> dict[str, str]:
 
 
 def compare(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
-    """Names whose fingerprints differ, with both; None where a side lacks the tensor. Empty: the same weights.
+    """Names whose fingerprints differ, with both; None if a side lacks the tensor. Empty: the weights are equal.
 
-    A head tied to the embedding is named by one side alone at times; it counts where it differs from the embedding.
+    One side may list a tied head that the other omits; it is then compared with the embedding.
     """
     out: dict[str, tuple[str | None, str | None]] = {}
     for name in sorted({*one, *other}):
@@ -103,7 +103,7 @@ def _named(side: Any) -> Iterable[tuple[str, Tensor]]:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """A parameter's name without the parts that wrappers insert."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name.removeprefix("module.")

@@ -1,4 +1,4 @@
-"""`rlkernel_vllm.LLM`: vLLM's class, with the flag as an argument."""
+"""`rlkernel_vllm.LLM`: vLLM's class with the plugin's settings as arguments."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class LLM(vllm.LLM):
 
     Args:
         use_rl_kernel_backend: whether the engine computes with rlkernel's ops; None: as `additional_config` or the
-            environment say. The same holds for the two below.
+            environment set it. The same holds for the two below.
         rl_kernel_mode: "strict": a setting that cannot be exact is an error; "audit": it is reported.
         rl_kernel_attention: variant of the attention order, "split" or "fa3", the same as in the trainer.
         Everything else: as in `vllm.LLM`.
 
     Raises:
-        UnsupportedError: strict mode, and a setting or a module of the model cannot be made exact; all are named.
+        UnsupportedError: strict mode, and a setting or a module of the model cannot be exact; the message names all.
         InactiveError: vLLM did not load the plugin (see `VLLM_PLUGINS`).
-        ValueError: an argument is not one of the values above, or `additional_config` says otherwise.
+        ValueError: an argument is unknown, or `additional_config` has another value.
     """
 
     def __init__(
@@ -44,26 +44,26 @@ class LLM(vllm.LLM):
         **kwargs: Any,
     ) -> None:
         given = {FLAG: use_rl_kernel_backend, MODE: rl_kernel_mode, ATTENTION: rl_kernel_attention}
-        asked = settings.merged(additional_config, given)
-        if not settings.of(asked).enabled:
-            super().__init__(*args, additional_config=asked, **kwargs)
+        requested = settings.merged(additional_config, given)
+        if not settings.of(requested).enabled:
+            super().__init__(*args, additional_config=requested, **kwargs)
             return
-        with _unwrapped():
-            super().__init__(*args, additional_config=asked, **kwargs)
+        with _unwrapped_errors():
+            super().__init__(*args, additional_config=requested, **kwargs)
         from rlkernel_vllm.report import assert_active
 
         assert_active(self)
 
 
 @contextlib.contextmanager
-def _unwrapped() -> Iterator[None]:
-    """While an engine with rlkernel is made: our error in place of what vLLM makes of it.
+def _unwrapped_errors() -> Iterator[None]:
+    """Raises our UnsupportedError in place of the error in which vLLM wraps it.
 
-    A worker in a process of its own ends as a RuntimeError that names no cause; it leaves its text in a file first.
+    A worker in another process ends as a RuntimeError without a cause, so it writes the message to a file first.
     """
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "refusal"
-        os.environ[REFUSAL] = str(told)
+        refusal = Path(folder) / "refusal"
+        os.environ[REFUSAL] = str(refusal)
         try:
             yield
         except ValueError as error:
@@ -72,17 +72,17 @@ def _unwrapped() -> Iterator[None]:
                 raise
             raise found from None
         except RuntimeError as error:
-            if not told.exists():
+            if not refusal.exists():
                 raise
             from rlkernel_vllm.config import UnsupportedError
 
-            raise UnsupportedError(told.read_text()) from error
+            raise UnsupportedError(refusal.read_text()) from error
         finally:
             os.environ.pop(REFUSAL, None)
 
 
 def _unsupported(error: ValueError) -> UnsupportedError | None:
-    """Our error in pydantic's, which wraps what is raised while a configuration is checked."""
+    """Our error inside pydantic's, which wraps every error of a configuration check."""
     from rlkernel_vllm.config import UnsupportedError
 
     for entry in error.errors() if hasattr(error, "errors") else ():

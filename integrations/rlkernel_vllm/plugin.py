@@ -1,7 +1,7 @@
-"""The hooks that the plugin sets, each a single question when no engine asks: is this one to compute with rlkernel?
+"""The plugin's hooks in vLLM. They only read a flag unless an engine requests rlkernel.
 
-Two are set in every process: where vLLM checks a configuration, and where it has made a worker. All else is changed in
-the worker of an engine that asked, and in its objects alone.
+Two are set in every process: where vLLM checks a configuration, and where it has created a worker. Everything else
+changes objects in the worker of an engine that requested it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _installed = False
 
 
 def install() -> None:
-    """Sets the hooks, once a process. Starts no device and no thread.
+    """Sets the hooks, once per process. Initializes no device and starts no thread.
 
-    vLLM starts no engine where a plugin raises; so only what asks for rlkernel learns of hooks that do not fit.
+    vLLM starts no engine if a plugin raises, so hooks that do not fit are an error only where rlkernel is requested.
     """
     global _installed
     if _installed:
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def _hook_config() -> None:
-    """`check_and_update_config` runs while a `VllmConfig` is made, in the front end and in the engine."""
+    """Hooks `check_and_update_config`, which runs while a `VllmConfig` is created, in the front end and the engine."""
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)
@@ -49,11 +49,11 @@ def _hook_config() -> None:
 
     @wraps(stock)
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        asked = settings.read(vllm_config)
-        if asked.enabled and vllm_config.model_config is not None:
+        requested = settings.read(vllm_config)
+        if requested.enabled and vllm_config.model_config is not None:
             from rlkernel_vllm.config import prepare
 
-            prepare(vllm_config, asked)
+            prepare(vllm_config, requested)
             _hook_requests()
         stock(cls, vllm_config)
 
@@ -61,9 +61,9 @@ def _hook_config() -> None:
 
 
 def _hook_requests() -> None:
-    """`process_inputs` takes a request in: an error of its own kind is the caller's alone, of a server too.
+    """Hooks `process_inputs`, which accepts a request: a VLLMValidationError there fails only that request.
 
-    Set once an engine has asked.
+    Set only once an engine has requested rlkernel.
     """
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
@@ -74,8 +74,8 @@ def _hook_requests() -> None:
 
     @wraps(stock)
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = settings.read(self.vllm_config)
-        if asked.enabled and asked.mode == "strict":
+        requested = settings.read(self.vllm_config)
+        if requested.enabled and requested.mode == "strict":
             from rlkernel_vllm.config import refused_in
 
             why = refused_in(params)
@@ -88,15 +88,15 @@ def _hook_requests() -> None:
 
 
 def _hook_workers() -> None:
-    """`init_device` follows the making of a worker, in which a process of its own loads its plugins."""
+    """Hooks `init_device`, which follows the creation of a worker, after its process has loaded the plugins."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     stock = WorkerWrapperBase.init_device
 
     @wraps(stock)
     def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = settings.read(self.vllm_config)
-        if asked.enabled:
+        requested = settings.read(self.vllm_config)
+        if requested.enabled:
             _attach(self.worker, self.vllm_config)
         return stock(self, *args, **kwargs)
 
@@ -104,7 +104,7 @@ def _hook_workers() -> None:
 
 
 def _attach(worker: Any, vllm_config: Any) -> None:
-    """Gives this worker our loading of the model, and the methods that `collective_rpc` calls by name."""
+    """Wraps the worker's `load_model`, and adds the methods that `collective_rpc` calls by name."""
     from rlkernel_vllm import fingerprint, report, warmup
     from rlkernel_vllm.config import UnsupportedError
 
@@ -116,14 +116,14 @@ def _attach(worker: Any, vllm_config: Any) -> None:
         try:
             done = stock(*args, **kwargs)
             runner = worker.model_runner
-            take_over_sampler(runner, settings.read(vllm_config))
+            replace_sampler(runner, settings.read(vllm_config))
         except UnsupportedError as error:
-            told = os.environ.get(settings.REFUSAL)  # `rlkernel_vllm.LLM` waits for it, maybe in another process
-            if told:
-                with contextlib.suppress(OSError):  # another host, or an engine that was made long ago
-                    Path(told).write_text(str(error))
+            refusal = os.environ.get(settings.REFUSAL)  # `rlkernel_vllm.LLM` reads it, maybe in another process
+            if refusal:
+                with contextlib.suppress(OSError):  # the file is on another host, or its `LLM` call has ended
+                    Path(refusal).write_text(str(error))
             raise
-        warmup.settle(runner.get_model(), vllm_config)
+        warmup.certify(runner.get_model(), vllm_config)
         return done
 
     worker.load_model = load_model
@@ -131,8 +131,8 @@ def _attach(worker: Any, vllm_config: Any) -> None:
     worker.rlkernel_fingerprints = MethodType(fingerprint.of_worker, worker)
 
 
-def take_over_sampler(runner: Any, asked: settings.Settings) -> None:
-    """Changes the sampler of a runner whose model is loaded, and its worker for prompt log-probabilities.
+def replace_sampler(runner: Any, requested: settings.Settings) -> None:
+    """Replaces the sampler of a runner whose model is loaded, and its worker for prompt log-probabilities.
 
     Raises:
         UnsupportedError: strict mode, and the sampler is not vLLM's own.
@@ -140,17 +140,17 @@ def take_over_sampler(runner: Any, asked: settings.Settings) -> None:
     from rlkernel_vllm.config import Finding, refuse
 
     if hasattr(runner, "prompt_logprobs_worker"):
-        from rlkernel_vllm.sampling_v2 import take_over
+        from rlkernel_vllm import sampling_v2 as sampling
     else:
-        from rlkernel_vllm.sampling_v1 import take_over
-    if not take_over(runner):
+        from rlkernel_vllm import sampling_v1 as sampling  # type: ignore[no-redef]
+    if not sampling.replace_sampler(runner):
         found: list[Finding] = runner.get_model().rlkernel.found
         found.append(Finding("sampler", f"{type(runner.sampler).__name__}; expected vLLM's own"))
-        refuse(found, asked)
+        refuse(found, requested)
 
 
 def _hook_models() -> None:
-    """`initialize_model` has built the modules and not yet loaded their weights; loaders import it by name."""
+    """Hooks `initialize_model`, which builds the modules before weights are loaded; loaders import it by name."""
     from vllm.model_executor.model_loader import utils
 
     stock = utils.initialize_model
@@ -160,14 +160,14 @@ def _hook_models() -> None:
     @wraps(stock)
     def initialize_model(*args: Any, **kwargs: Any) -> Any:
         vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-        asked = settings.read(vllm_config)
-        if not asked.enabled:
+        requested = settings.read(vllm_config)
+        if not requested.enabled:
             return stock(*args, **kwargs)
         from rlkernel_vllm.convert import convert, own_rope_cache
 
         with own_rope_cache():
             model = stock(*args, **kwargs)
-        convert(model, vllm_config, asked)
+        convert(model, vllm_config, requested)
         return model
 
     initialize_model.rlkernel = True  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ def _hook_models() -> None:
 
 
 def _offer_attention() -> None:
-    """Names our backend under CUSTOM, vLLM's place for one; only a configuration that asks selects it."""
+    """Registers our backend as CUSTOM, vLLM's name for one of a plugin; only `config.prepare` selects it."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():

@@ -1,4 +1,4 @@
-"""What an engine runs: module by module, through a call that its workers answer only where the plugin is at work."""
+"""Status of an engine, module by module, from a method that its workers have only if the plugin is active."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlkernel_vllm.settings import FLAG
 
 
 class InactiveError(RuntimeError):
-    """An engine was asked for rlkernel, and its workers do not run it."""
+    """An engine requested rlkernel, and its workers do not compute with it."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Status:
 
     Attributes:
         active: whether they compute with rlkernel.
-        exact: whether nothing was found that cannot be exact (always so in strict mode).
-        contract: contract id of the numbers.
+        exact: whether there are no findings (always so in strict mode).
+        contract: contract id of the computation.
         mode, attention: the settings.
         runner: vLLM's model runner, "V1" or "V2".
         modules: module name -> what computes it; "stock": vLLM itself.
-        findings: [setting or module, reason] of what cannot be exact; "audit" mode lets it through.
+        findings: [setting or module, reason] of what cannot be exact; "audit" mode admits it.
         versions: of vLLM, torch and rlkernel.
     """
 
@@ -54,11 +54,14 @@ class Status:
 
 
 def status(llm: Any) -> Status:
-    """Status of a vLLM engine: `LLM`, anything with a `collective_rpc` that waits, or what an asynchronous one answered
-    (`status(await engine.collective_rpc("rlkernel_status"))`). Of several workers, with what any of them found.
+    """Status of a vLLM engine, with the findings of all its workers.
+
+    Args:
+        llm: an `LLM`, anything with a synchronous `collective_rpc`, or the answer of an asynchronous engine:
+            `status(await engine.collective_rpc("rlkernel_status"))`.
 
     Raises:
-        TypeError: an engine that answers asynchronously (the message says what to await), or no engine.
+        TypeError: llm is an asynchronous engine (the message says what to await), or not an engine.
     """
     try:
         answers = llm if isinstance(llm, list) else call(llm, "rlkernel_status")
@@ -71,10 +74,10 @@ def status(llm: Any) -> Status:
 
 
 def assert_active(llm: Any) -> Status:
-    """Status of an engine that was asked for rlkernel.
+    """Status of an engine that requested rlkernel.
 
     Raises:
-        InactiveError: its workers do not run it, as where `VLLM_PLUGINS` names other plugins only.
+        InactiveError: its workers do not compute with rlkernel, for example because `VLLM_PLUGINS` names other plugins.
         TypeError: as in `status`.
     """
     found = status(llm)
@@ -82,33 +85,33 @@ def assert_active(llm: Any) -> Status:
         if settings.failed:
             raise InactiveError(f"the plugin does not fit this vLLM: {settings.failed}")
         raise InactiveError(
-            f"the engine's workers do not compute with rlkernel. Was {FLAG} set for this engine? Does VLLM_PLUGINS, "
-            "where it is set, name rlkernel? Is rlkernel installed in the Python environment of the workers?"
+            f"the engine's workers do not compute with rlkernel. Was {FLAG} set for this engine? If VLLM_PLUGINS is "
+            "set, does it name rlkernel? Is rlkernel installed in the Python environment of the workers?"
         )
     return found
 
 
 def call(llm: Any, method: str) -> list[Any]:
-    """Answers of all workers to one of our methods.
+    """Answers of all workers to one of the plugin's methods.
 
     Raises:
-        InactiveError: they do not have it.
-        TypeError: the engine answers asynchronously, or is none.
+        InactiveError: they do not have the method.
+        TypeError: llm answers asynchronously, or is not an engine.
     """
     if not hasattr(llm, "collective_rpc"):
-        raise TypeError(f"a {type(llm).__name__} is no engine of vLLM; expected an LLM, or the list of its answers")
+        raise TypeError(
+            f"a {type(llm).__name__} is not an engine of vLLM; expected an LLM, or the list of its workers' answers"
+        )
     try:
         answers: Any = llm.collective_rpc(method)
-    except Exception as error:  # vLLM wraps what a worker raises in types that differ between executors
+    except Exception as error:  # executors wrap a worker's error in different types
         if method in str(error):
-            raise InactiveError(
-                f"the engine's workers have no method {method}: the plugin is not at work there"
-            ) from None
+            raise InactiveError(f"the engine's workers have no method {method}: the plugin is inactive") from None
         raise
     if inspect.isawaitable(answers):
         if inspect.iscoroutine(answers):
             answers.close()
-        use = "status(answers)" if method == "rlkernel_status" else "answers[0] has a worker's"
+        use = "call status(answers)" if method == "rlkernel_status" else "use answers[0]"
         raise TypeError(
             f"{type(llm).__name__} answers asynchronously: answers = await engine.collective_rpc({method!r}), "
             f"then {use}"
@@ -117,24 +120,24 @@ def call(llm: Any, method: str) -> list[Any]:
 
 
 def of_worker(worker: Any) -> dict[str, Any]:
-    """Status of a worker as plain data, which every executor can send."""
+    """Status of a worker as plain data, which every executor can serialize."""
     import torch
     import vllm
 
     import rlkernel
     from rlkernel import ops
 
-    asked = settings.read(worker.vllm_config)
+    requested = settings.read(worker.vllm_config)
     runner = worker.model_runner
     model = runner.get_model()
     done = model.rlkernel
     variants = {getattr(getattr(module, "impl", None), "rlkernel_variant", None) for module in model.modules()} - {None}
-    variant = variants.pop() if len(variants) == 1 else "split"  # what runs, where audit let another wish through
+    variant = variants.pop() if len(variants) == 1 else "split"  # in audit mode not always the requested variant
     return {
         "active": True,
         "exact": not done.found,
         "contract": ops.attention_contract(variant),
-        "mode": asked.mode,
+        "mode": requested.mode,
         "attention": variant,
         "runner": "V2" if hasattr(runner, "prompt_logprobs_worker") else "V1",
         "modules": {**done.modules, "sampler": type(runner.sampler).__name__},

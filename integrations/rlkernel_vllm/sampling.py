@@ -1,7 +1,7 @@
-"""Log-probabilities of an engine, and the distribution they are of, by rlkernel's ops, in both of vLLM's runners.
+"""Log-probabilities, temperature and filters of both of vLLM's runners, computed by rlkernel's ops.
 
-The temperature is an fp32 product with 1/T, the kept set of top-k, top-p and min-p is that of `ops.sample`, and a
-log-probability is that of `ops.logprob`: a trainer that has the logits has the same numbers. Drawing stays vLLM's.
+Logits are multiplied by 1/T in fp32, the kept set of top-k, top-p and min-p is that of `ops.sample`, and a
+log-probability is that of `ops.logprob`, so a trainer with the same logits has the same numbers. vLLM draws the tokens.
 """
 
 from __future__ import annotations
@@ -10,42 +10,35 @@ import torch
 from torch import Tensor
 
 from rlkernel import ops
+from rlkernel.ops.logprob import logprob_stats
+from rlkernel.ops.sample import kept_set
 
 
 def log_probabilities(logits: Tensor) -> Tensor:  # [T, V] fp32 -> [T, V] fp32
     """`ops.logprob` of every token: (z - M) - log S."""
-    stats = _statistics(logits)
+    stats = logprob_stats(logits)
     return logits.float().sub(stats[:, :1]).sub_(stats[:, 1:])
 
 
 def token_log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:  # [T, V], [T, K] -> [T, K] fp32
-    """`ops.logprob` of K tokens a row."""
+    """`ops.logprob` of K tokens per row."""
     if ids.shape[1] == 1:
         return ops.logprob(logits, ids[:, 0].long()).logp.unsqueeze(1)
-    stats = _statistics(logits)
+    stats = logprob_stats(logits)
     return logits.gather(1, ids.long()).float().sub_(stats[:, :1]).sub_(stats[:, 1:])
 
 
-def _statistics(logits: Tensor) -> Tensor:  # [T, V] -> [T, 2]: M, log S
-    any_token = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-    return torch.ops.rlkernel.logprob(logits, any_token, None, None)[3]
-
-
-def keep(
+def scale_and_filter_(
     logits: Tensor,  # [T, V] fp32
     temperature: Tensor,  # [T] fp32, 0: greedy
     top_k: Tensor | None,  # [T] int32, 0: off
     top_p: Tensor | None,  # [T] fp32
     min_p: Tensor | None,  # [T] fp32
 ) -> Tensor:  # [T, V] fp32
-    """`z * (1/T)`, in place, and -inf where a token is not in the kept set of `ops.sample`."""
+    """Multiplies by 1/T, in place, and writes -inf where a token is not in the kept set of `ops.sample`."""
     dropped = None
     if (top_k, top_p, min_p) != (None, None, None):
-        zeros = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        kept = ops.sample(
-            logits, zeros, zeros, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, return_kept=True
-        ).kept
-        assert kept is not None
+        kept = kept_set(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         dropped = ~ops.unpack_kept(kept, logits.shape[1])
     scale = 1.0 / torch.where(temperature > 0, temperature, 1.0)
     logits = logits.mul_(scale.unsqueeze(1))

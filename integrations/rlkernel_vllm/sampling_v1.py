@@ -1,4 +1,4 @@
-"""The sampler of vLLM's V1 model runner (CPU; GPUs on request)."""
+"""The sampler of vLLM's V1 model runner, used on CPUs and, on request, on GPUs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
-from rlkernel_vllm.sampling import keep, log_probabilities
+from rlkernel_vllm.sampling import log_probabilities, scale_and_filter_
 
 GREEDY = 1e-5  # vLLM takes a temperature below it as 0
 
 
 class Generator(torch.Generator):
-    """A CPU's generator that can take back its last draw.
+    """A CPU generator that can undo its last draw.
 
-    vLLM takes a draw back where a prompt has more chunks to come, by an offset that generators of CPUs do not have.
+    vLLM undoes a draw if a prompt has more chunks to come, by resetting the offset, which CPU generators do not have.
     """
 
-    before: Tensor  # state ahead of the last draw
+    before: Tensor  # state before the last draw
 
     def get_offset(self) -> int:
         return 0
@@ -54,9 +54,9 @@ class ExactSampler(Sampler):
                     logits = processor.apply(logits)
                 elif processor.min_p_count:
                     min_p = processor.min_p.flatten()
-            logits = keep(logits, temperature, _off_is_zero(m.top_k, logits.shape[1]), m.top_p, min_p)
+            logits = scale_and_filter_(logits, temperature, _off_is_zero(m.top_k, logits.shape[1]), m.top_p, min_p)
             if logits.device.type == "cpu" and m.generators is self.rlkernel_runner.input_batch.generators:
-                self._remember(m.generators)  # not of the runs that measure memory, which have no requests
+                self._save_states(m.generators)  # not in vLLM's profiling runs, which have no requests
             drawn = self.topk_topp_sampler(logits, m.generators, None, None)[0]
         processed = None
         if wanted and mode == "processed_logits":
@@ -67,30 +67,30 @@ class ExactSampler(Sampler):
             return drawn if greedy is None else greedy, processed
         return torch.where(m.temperature < GREEDY, greedy, drawn), processed
 
-    def _remember(self, generators: dict[int, torch.Generator]) -> None:
-        """Keeps the states ahead of a draw, in generators of ours, which take the places of vLLM's."""
+    def _save_states(self, generators: dict[int, torch.Generator]) -> None:
+        """Saves the states before a draw, in generators of ours that replace vLLM's."""
         ids, requests = self.rlkernel_runner.input_batch.req_ids, self.rlkernel_runner.requests
         for row, given in generators.items():
             ours = given
             if not isinstance(ours, Generator):
                 ours = Generator()
                 ours.set_state(given.get_state())
-                generators[row] = requests[ids[row]].generator = ours  # a request comes back after a preemption
+                generators[row] = requests[ids[row]].generator = ours  # the request keeps it after a preemption
             ours.before = ours.get_state()
 
 
 def _off_is_zero(top_k: Tensor | None, vocabulary: int) -> Tensor | None:
-    """vLLM's top-k is off where it is the vocabulary's size."""
+    """vLLM's top-k, which is off at the vocabulary's size, as that of `ops.sample`, which is off at 0."""
     return None if top_k is None else torch.where(top_k < vocabulary, top_k, 0).to(torch.int32)
 
 
-def take_over(runner: Any) -> bool:
-    """Changes a runner's sampler; False: it is not vLLM's own, and stays as it is."""
+def replace_sampler(runner: Any) -> bool:
+    """Replaces a runner's sampler; False, without a change, if it is not vLLM's own."""
     sampler = runner.sampler
     if type(sampler) is not Sampler:
         return False
     sampler.__class__ = ExactSampler
     sampler.rlkernel_runner = runner
-    # It draws only; what it would return as log-probabilities comes from above.
+    # It only draws; ExactSampler computes log-probabilities.
     sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
     return True

@@ -1,7 +1,7 @@
-"""The sampler of vLLM's V2 model runner (GPUs).
+"""The sampler of vLLM's V2 model runner, used on GPUs.
 
-vLLM computes log-probabilities through one function of a module. It is replaced, once, by one that asks whether the
-caller is a sampler of ours; all else is changed in this runner's objects.
+vLLM computes log-probabilities, and draws, through functions of modules. They are replaced once, by functions that
+check whether the caller is a sampler of ours; everything else changes objects of this runner.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from rlkernel.ops.sample import _sample as draw_tokens  # vLLM has checked its settings
-from rlkernel_vllm.sampling import keep, token_log_probabilities
+from rlkernel.ops.sample import sample_unchecked
+from rlkernel_vllm.sampling import scale_and_filter_, token_log_probabilities
 
-_current: list[Any] = []  # samplers and prompt workers of ours whose call is under way
+_current: list[Any] = []  # sampling states and prompt workers of ours that are being called
 
 
 class ExactStates(SamplingStates):
     """Temperature and kept sets of rlkernel. All filters are applied in one step, where vLLM applies min-p."""
 
-    rlkernel_processed = False  # what vLLM returns is of the logits after temperature and filters
-    rlkernel_deferred = False  # the temperature is left to the kernel that draws
+    rlkernel_processed = False  # vLLM returns log-probabilities of the logits after temperature and filters
+    rlkernel_deferred = False  # the kernel that draws applies the temperature
     rlkernel_drawn: tuple[Tensor, Tensor] | None = None  # temperatures and seeds of the last step's rows
 
     def add_request(self, slot: int, *args: Any, **kwargs: Any) -> Any:
         changes = super().add_request(slot, *args, **kwargs)
-        # vLLM from 0.31 on copies logits that a request changes, for which a temperature left to the draw is no reason.
+        # From 0.31 on vLLM copies logits that a request changes, which a deferred temperature does not.
         return changes if self.rlkernel_processed else self.rlkernel_filters(slot)
 
     def rlkernel_filters(self, slot: int) -> bool:
@@ -53,10 +53,10 @@ class ExactStates(SamplingStates):
         if ready and not any(filters.values()):
             return
         rows = expanded_idx_mapping
-        given = {name: getattr(self, name).gpu[rows] if on else None for name, on in filters.items()}
-        if given["top_k"] is not None:
-            given["top_k"] = torch.where(given["top_k"] < self.vocab_size, given["top_k"], 0)
-        keep(logits, self.temperature.gpu[rows], given["top_k"], given["top_p"], given["min_p"])
+        values = {name: getattr(self, name).gpu[rows] if on else None for name, on in filters.items()}
+        if values["top_k"] is not None:
+            values["top_k"] = torch.where(values["top_k"] < self.vocab_size, values["top_k"], 0)
+        scale_and_filter_(logits, self.temperature.gpu[rows], **values)
         self.rlkernel_deferred = False
 
     def get_top_k_top_p(self, expanded_idx_mapping: Tensor, idx_mapping_np: Any) -> tuple[None, None]:
@@ -69,15 +69,15 @@ class ExactStates(SamplingStates):
 class ExactSampler(Sampler):
     """vLLM's sampler with rlkernel's log-probabilities, temperature, kept sets and noise.
 
-    The noise of `ops.sample` is keyed by the request's seed, the position and the token, as vLLM's is by seed and
-    position. What follows from the requests of a step is kept while they stay the same.
+    The noise of `ops.sample` is keyed by the request's seed, the position and the token; vLLM's by seed and position.
+    Values that depend only on a step's requests are cached while the requests stay the same.
     """
 
-    rlkernel_added = True  # a request was added since its settings were last written to where the GPU reads them
+    rlkernel_added = True  # a request was added since settings were last copied to the GPU
     rlkernel_requests: bytes | None = None  # slots of the last step's requests
-    rlkernel_unchanged = False  # nothing but temperatures changes their logits
-    rlkernel_scaled = True  # and some temperature does
-    rlkernel_changed: Any  # [slots] bool: something else does
+    rlkernel_unchanged = False  # only temperatures change their logits
+    rlkernel_scaled = True  # a temperature changes their logits
+    rlkernel_changed: Any  # [slots] bool: something other than a temperature changes the request's logits
 
     def add_request(self, slot: int, *args: Any, **kwargs: Any) -> None:
         super().add_request(slot, *args, **kwargs)
@@ -87,7 +87,7 @@ class ExactSampler(Sampler):
     def apply_staged_writes(self) -> None:
         if self.rlkernel_added:
             super().apply_staged_writes()
-            processors = getattr(self, "logits_processors", ())  # those of users may have work at every step
+            processors = getattr(self, "logits_processors", ())  # a user's may write at every step
             self.rlkernel_added = not all(type(p).__module__.startswith("vllm.") for p in processors)
 
     def __call__(self, logits: Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ class ExactSampler(Sampler):
         return super().apply_sampling_params(logits, *args, **kwargs)
 
     def sample(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # Where nobody reads the scaled logits, the kernel that draws applies the temperature: one pass less.
+        # If the scaled logits are not returned, the kernel that draws applies the temperature, which saves a pass.
         read = self.sampling_states.rlkernel_processed and kwargs.get("return_logprobs")
         self.sampling_states.rlkernel_deferred = not (read and self.rlkernel_scaled)
         try:
@@ -121,9 +121,9 @@ class ExactSampler(Sampler):
 
 
 def _changes_logits(sampler: Any, slot: int) -> bool:
-    """Whether anything but its temperature changes a request's logits before a token is drawn."""
+    """Whether anything except its temperature changes a request's logits before a token is drawn."""
     states = sampler.sampling_states
-    if hasattr(sampler, "logits_processors"):  # vLLM from 0.31 on
+    if hasattr(sampler, "logits_processors"):  # from vLLM 0.31
         return bool(sampler.needs_logits_processing[slot])
     thinking = getattr(sampler, "thinking_budget_state", None)
     return bool(
@@ -136,7 +136,7 @@ def _changes_logits(sampler: Any, slot: int) -> bool:
 
 
 class ExactPromptLogprobs(PromptLogprobsWorker):
-    """Prompt log-probabilities through the same function: of the prompt's tokens, and of ids that a request names."""
+    """Prompt log-probabilities by rlkernel: of the prompt's tokens, and of ids that a request names."""
 
     def compute_prompt_logprobs(self, *args: Any, **kwargs: Any) -> Any:
         if not self.in_progress_prompt_logprobs:
@@ -147,7 +147,7 @@ class ExactPromptLogprobs(PromptLogprobsWorker):
         finally:
             _current.pop()
 
-    def compute_prompt_token_id_logprobs(self, *args: Any, **kwargs: Any) -> Any:  # vLLM from 0.31 on
+    def compute_prompt_token_id_logprobs(self, *args: Any, **kwargs: Any) -> Any:  # from vLLM 0.31
         _current.append(self)
         try:
             return super().compute_prompt_token_id_logprobs(*args, **kwargs)
@@ -180,16 +180,16 @@ def _install() -> None:
         states = _current[-1]
         if states.rlkernel_drawn is None:
             states.rlkernel_drawn = (temperature.index_select(0, rows), seed.index_select(0, rows))
-        scale, seeds = states.rlkernel_drawn
-        if not states.rlkernel_deferred:  # applied already
-            scale = (scale > 0).float()
-        return draw_tokens(logits.float(), seeds, pos.long(), scale, None, None, None)[0]
+        temperatures, seeds = states.rlkernel_drawn
+        if not states.rlkernel_deferred:  # already applied
+            temperatures = (temperatures > 0).float()
+        return sample_unchecked(logits.float(), seeds, pos.long(), temperatures, None, None, None)[0]
 
     sampler_module.gumbel_sample = gumbel_sample
 
 
-def take_over(runner: Any) -> bool:
-    """Changes a runner's sampler, its states and its prompt worker; False: the sampler is not vLLM's own, and stays."""
+def replace_sampler(runner: Any) -> bool:
+    """Replaces a runner's sampler, its states and its prompt worker; False if the sampler is not vLLM's own."""
     _install()
     sampler = runner.sampler
     runner.prompt_logprobs_worker.__class__ = ExactPromptLogprobs

@@ -1,6 +1,6 @@
-"""What an engine was asked for: read from vLLM's `additional_config`, or from the environment where a host builds it.
+"""Settings of the plugin, from vLLM's `additional_config` or, where another program builds the engine, the environment.
 
-Nothing here imports torch or vLLM: the plugin is loaded by every vLLM process, also by those that never use it.
+Nothing here imports torch or vLLM, because every vLLM process loads the plugin, also those that never use it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MODE = "rl_kernel_mode"
 ATTENTION = "rl_kernel_attention"
 CONTRACT = "rl_kernel_contract"
 KEYS = (FLAG, MODE, ATTENTION, CONTRACT)
-REFUSAL = "RLKERNEL_VLLM_REFUSAL"  # names a file in which a worker leaves the text of what it refuses
+REFUSAL = "RLKERNEL_VLLM_REFUSAL"  # a file to which a worker writes the message of its UnsupportedError
 ENVIRONMENT = {FLAG: "RLKERNEL_VLLM", MODE: "RLKERNEL_VLLM_MODE", ATTENTION: "RLKERNEL_VLLM_ATTENTION"}
 
-# How a key of ours starts, or one that is mistyped.
+# Prefixes of the plugin's keys, and of mistyped ones.
 _OURS = ("rl_kernel", "use_rl_kernel", "use_rlkernel", "rlkernel_vllm")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
@@ -31,7 +31,7 @@ class Settings:
 
     Attributes:
         enabled: whether the engine computes with rlkernel's ops.
-        mode: "strict" refuses what cannot be exact; "audit" lets it through, and the report says so.
+        mode: "strict" refuses what cannot be exact; "audit" admits and reports it.
         attention: variant of the attention order, "split" or "fa3".
         contract: contract id that the engine must have (the trainer's); None: not compared.
     """
@@ -49,11 +49,10 @@ def read(vllm_config: Any) -> Settings:
 
 
 def of(values: Mapping[str, Any]) -> Settings:
-    """Settings of an `additional_config`; its keys win over the environment.
+    """Settings of an `additional_config`, whose keys take precedence over the environment.
 
     Raises:
-        ValueError: a value is not one of those expected, or a key looks like one of ours and is none; the message
-            names the key, or the environment variable.
+        ValueError: a value is unknown, or a key with one of our prefixes; the message names the key or the variable.
     """
     unknown = [
         key for key in values if key not in KEYS and (_plain(key).startswith(_OURS) or _plain(key) == "rlkernel")
@@ -62,7 +61,7 @@ def of(values: Mapping[str, Any]) -> Settings:
         raise ValueError(f"additional_config has {', '.join(unknown)}; rlkernel's keys are {', '.join(KEYS)}")
 
     def value(key: str) -> tuple[str, Any]:
-        """Where it was set, and what it is."""
+        """Where the setting was made, and its value."""
         variable = ENVIRONMENT[key]
         return (key, values[key]) if key in values else (f"environment variable {variable}", os.environ.get(variable))
 
@@ -73,7 +72,7 @@ def of(values: Mapping[str, Any]) -> Settings:
 
 
 def _plain(key: Any) -> str:
-    """A key as it may have been meant: command lines have hyphens, variables capitals."""
+    """A key in lower case with underscores: command lines use hyphens, environment variables capitals."""
     return str(key).lower().replace("-", "_")
 
 
@@ -82,7 +81,7 @@ def merged(additional_config: Mapping[str, Any] | None, arguments: Mapping[str, 
 
     Raises:
         ValueError: both have a key, with different values.
-        TypeError: `additional_config` is no mapping.
+        TypeError: `additional_config` is not a mapping.
     """
     if additional_config is not None and not isinstance(additional_config, Mapping):
         raise TypeError(f"additional_config is a {type(additional_config).__name__}; expected a dict")
@@ -90,15 +89,15 @@ def merged(additional_config: Mapping[str, Any] | None, arguments: Mapping[str, 
     for key, value in arguments.items():
         if value is None:
             continue
-        given = _boolean(key, value) if key == FLAG else value
-        if key in out and (_boolean(key, out[key]) if key == FLAG else out[key]) != given:
+        argument = _boolean(key, value) if key == FLAG else value
+        if key in out and (_boolean(key, out[key]) if key == FLAG else out[key]) != argument:
             raise ValueError(f"{key} is {value!r} as an argument and {out[key]!r} in additional_config; give it once")
-        out[key] = given
+        out[key] = argument
     return out
 
 
 def write(vllm_config: Any, settings: Settings) -> None:
-    """Puts the settings into `additional_config`, which travels to workers and counts in the compile cache's key."""
+    """Writes the settings into `additional_config`, which is sent to workers and part of the compile cache's key."""
     given = vllm_config.additional_config
     if isinstance(given, dict):
         given.update({FLAG: settings.enabled, MODE: settings.mode, ATTENTION: settings.attention})
@@ -114,7 +113,7 @@ def _boolean(where: str, value: Any) -> bool:
 
 
 def _one_of(where: str, value: Any, expected: tuple[str, ...]) -> str:
-    """The first of those expected where nothing is set."""
+    """The value, or the first of `expected` if it is not set."""
     if not value:
         return expected[0]
     if value not in expected:

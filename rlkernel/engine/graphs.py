@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rlkernel import ops
 from rlkernel.contract.orders import ATTENTION_SPLIT
-from rlkernel.kernels import select
 from rlkernel.models import PagedBatch
+from rlkernel.ops.define import is_forced
 
 if TYPE_CHECKING:
     from rlkernel.models import Decoder
@@ -128,7 +128,7 @@ class DecodeGraphs:
     @property
     def usable(self) -> bool:
         """Whether the default implementations run; blocks that choose others (tests, control arm) stay eager."""
-        return not ops.is_stock() and not select.forced()
+        return not ops.is_stock() and not is_forced()
 
     def refresh(self) -> None:
         """Looks up the model's modules anew; a replaced parameter is noticed without it, a replaced module is not."""

@@ -34,9 +34,8 @@ from rlkernel.engine.runner import Runner
 from rlkernel.engine.sampling_params import SamplingParams, mix_seed
 from rlkernel.engine.scheduler import Scheduler, SchedulerStats
 from rlkernel.engine.table import SequenceTable, ceil_div
-from rlkernel.kernels.errors import VariantError
 from rlkernel.models import KVCache, load_model
-from rlkernel.ops import attention_contract
+from rlkernel.ops import VariantError, attention_contract
 
 if TYPE_CHECKING:
     from rlkernel.models import Decoder

@@ -1,9 +1,7 @@
-"""The times by which certification chooses, made so that a busy host does not bend them, nor now and then a shared GPU.
+"""Timing for the choice among certified schedules, robust to a loaded host and to other processes on the GPU.
 
-On a GPU a sample whose launches were not all queued before the GPU came to them is tried anew behind a longer wait.
-What else disturbs a sample makes it longer: the least one is taken, and where the two least lie apart, more are asked
-for. But a clock that runs high for a moment makes one shorter, and among candidates that are close the least would be
-drawn by lot: they get many more samples and are compared with each other by a quantile.
+Noise makes a sample longer, so the minimum counts, and samples are added while the two smallest disagree. A short
+clock boost makes a sample shorter, so candidates close to the fastest get more samples and are ranked by a quantile.
 """
 
 from __future__ import annotations
@@ -16,28 +14,28 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-CYCLES = 2_000_000_000  # of a GPU's clock, a second: no faster than this
-LEAST_WAIT, MOST_WAIT = 2e-4, 2e-2  # seconds that the GPU waits for the launches of a sample
-TRIES = 4  # at a sample whose launches outlast the wait, which doubles each time
-SPREAD = 1.05  # between the two least samples, above which they are no evidence yet
-PATIENCE = 3  # times the rounds asked for, at most
-CLOSE = 1.15  # to the fastest: candidates between which further samples decide
-CLOSE_ROUNDS = 3  # times the rounds asked for, which those have further
-QUANTILE = 0.2  # of their samples, by which they are compared
+CYCLES = 2_000_000_000  # per second: an upper bound of GPU clocks
+LEAST_WAIT, MOST_WAIT = 2e-4, 2e-2  # seconds that the GPU sleeps while the host queues a sample's launches
+TRIES = 4  # per sample; the sleep doubles each time that it did not hide the launches
+SPREAD = 1.05  # ratio of the two smallest samples above which more are taken
+PATIENCE = 3  # times `rounds`: the most rounds while samples disagree
+CLOSE = 1.15  # ratio to the fastest below which candidates get more samples
+CLOSE_ROUNDS = 3  # times `rounds`: their additional samples
+QUANTILE = 0.2  # of their samples, by which they are ranked
 
-Once = Callable[[Callable[[], object], float], tuple[float, bool]]  # (what to time, seconds of wait)
+Once = Callable[[Callable[[], object], float], tuple[float, bool]]  # (function, seconds of sleep) -> `on_gpu`
 
 
 def on_host(fn: Callable[[], object], wait: float) -> tuple[float, bool]:
-    """Milliseconds that a call takes, and True."""
+    """Milliseconds of a call, and True."""
     start = time.perf_counter()
     fn()
     return (time.perf_counter() - start) * 1e3, True
 
 
 def on_gpu(fn: Callable[[], object], wait: float, flush: Tensor) -> tuple[float, bool]:
-    """Milliseconds of a call's work on the current GPU behind a write of `flush`, and whether a wait of so many seconds
-    hid the launches: else the host's time is in them."""
+    """Milliseconds of a call on the current GPU after a write of `flush`, and whether a sleep of `wait` seconds hid the
+    launches; if not, the milliseconds include host time."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     flush.zero_()
     torch.cuda._sleep(int(wait * CYCLES))
@@ -50,12 +48,7 @@ def on_gpu(fn: Callable[[], object], wait: float, flush: Tensor) -> tuple[float,
 
 
 def times(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: int) -> dict[str, float]:
-    """Milliseconds of each candidate, of at least `rounds` samples; they take turns, each round in an order of its own.
-
-    A candidate gets further rounds, PATIENCE times as many at most, while its two least samples lie SPREAD apart; the
-    least counts. Those CLOSE to the fastest get CLOSE_ROUNDS times as many. How these compare with each other is what
-    their quantiles say, which on a GPU that is mostly another's lie above the least of slower candidates.
-    """
+    """Milliseconds of each candidate from at least `rounds` samples, taken in turns in a random order."""
     wait = dict.fromkeys(candidates, LEAST_WAIT)
     taken: dict[str, list[float]] = {name: [] for name in candidates}
 
@@ -74,24 +67,25 @@ def times(candidates: Mapping[str, Callable[[], object]], once: Once, rounds: in
         shuffle(order)
         for name in order:
             ms = sample(name)
-            if turn > 0:  # the first round warms clocks and finds the waits
+            if turn > 0:  # the first round warms clocks and finds the sleeps
                 taken[name].append(ms)
         if turn >= rounds:
-            order = [name for name in order if _apart(taken[name])]
+            order = [name for name in order if _disagree(taken[name])]
     found = {name: min(samples) for name, samples in taken.items()}
-    fastest = min(sorted(samples)[1] for samples in taken.values())  # not by one sample alone
+    fastest = min(sorted(samples)[1] for samples in taken.values())  # two samples agree on it
     order = [name for name, ms in found.items() if ms < CLOSE * fastest]
     if len(order) > 1:
         for _ in range(CLOSE_ROUNDS * rounds):
             shuffle(order)
             for name in order:
                 taken[name].append(sample(name))
-        middle = {name: sorted(taken[name])[int(QUANTILE * len(taken[name]))] for name in order}
-        found |= {name: fastest * ms / min(middle.values()) for name, ms in middle.items()}
+        ranked = {name: sorted(taken[name])[int(QUANTILE * len(taken[name]))] for name in order}
+        # Scaled to the minimum, because on a busy GPU the quantiles exceed the minimum of slower candidates.
+        found |= {name: fastest * ms / min(ranked.values()) for name, ms in ranked.items()}
     return found
 
 
-def _apart(samples: list[float]) -> bool:
+def _disagree(samples: list[float]) -> bool:
     first, second = sorted(samples)[:2]
     return second > SPREAD * first
 
@@ -99,7 +93,7 @@ def _apart(samples: list[float]) -> bool:
 def milliseconds(
     candidates: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 7
 ) -> dict[str, float]:
-    """`times` on a device, which is current; on CUDA behind a flushed L2 cache."""
+    """`times` on the current device; on CUDA each sample starts with a flushed L2 cache."""
     if device.type != "cuda":
         return times(candidates, on_host, rounds)
     flush = torch.empty(32 << 20, dtype=torch.int32, device=device)

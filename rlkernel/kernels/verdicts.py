@@ -1,10 +1,11 @@
-"""Verdicts of certification and their files: one for each shape class, machine, library versions and source digest.
+"""Verdicts of certification and their files: one per shape class, machine, library versions and source digest.
 
-An unreadable file is ignored with a warning; a folder that cannot be written only means that certification is repeated.
+A damaged file is ignored with a warning. Without a writable cache every process certifies again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import json
@@ -24,7 +25,6 @@ from rlkernel.kernels import build
 from rlkernel.kernels.errors import BuildError
 
 FORMAT = 4  # of the files; files of another format are not read
-LEAST = 1 << 12  # elements of each kind of values that must have been compared before a schedule is certified
 ANCHOR = "anchor"  # name of the implementation that defines the bits, in a verdict
 
 
@@ -34,19 +34,19 @@ class Trial:
 
     Attributes:
         certified: equal to the anchor in every comparison.
-        reason: why not, else how much was compared.
+        reason: why it was refused, or how much was compared.
         elements: number of elements compared.
-        least: the smallest number of elements compared of one kind of values; 0 where refused.
-        first: where it first differed: kind, rows, index, actual, expected, ulps, mismatches, elements; also `result`,
-            the number of the tensor, where the op returns several.
-        ms: milliseconds at the largest row count, None where refused.
-        note: what the schedule says about itself (an algorithm's number); a different note later voids the verdict.
-        missing: it could not be built or loaded here; a later process certifies the class anew once it can be.
+        least: the smallest number of elements compared of one kind of values; 0 if refused.
+        first: the first difference: kind, rows, index, actual, expected, ulps, mismatches, elements, and `result`, the
+            number of the tensor, for an op with several results.
+        ms: milliseconds at the largest row count, None if refused.
+        note: the schedule's description of itself, such as an algorithm's number; a new note voids the verdict.
+        missing: it could not be built on this machine.
     """
 
     name: str
-    certified: bool
-    reason: str
+    certified: bool = True
+    reason: str = ""
     elements: int = 0
     least: int = 0
     first: dict[str, Any] | None = None
@@ -57,7 +57,7 @@ class Trial:
 
 @dataclass
 class Verdict:
-    """Outcome of the certification of one shape class; `identity` is what it holds for."""
+    """Outcome of the certification of one shape class; `identity` is what it depends on."""
 
     identity: dict[str, Any]
     rows: list[int]
@@ -67,15 +67,12 @@ class Verdict:
     trials: list[Trial] = field(default_factory=list)
 
     def fastest(self, off: Callable[[str], bool] = lambda name: False) -> str:
-        """The fastest certified schedule for which `off` is false; ANCHOR where none is faster than the anchor."""
-        best, best_ms = ANCHOR, self.anchor_ms
-        for trial in self.trials:
-            if trial.certified and trial.ms is not None and trial.ms < best_ms and not off(trial.name):
-                best, best_ms = trial.name, trial.ms
-        return best
+        """The fastest certified schedule for which `off` is false; ANCHOR if none is faster than the anchor."""
+        times = {t.name: t.ms for t in self.trials if t.certified and t.ms is not None and not off(t.name)}
+        return min(times, key=times.__getitem__) if times and min(times.values()) < self.anchor_ms else ANCHOR
 
     def missing(self) -> str | None:
-        """The first schedule that could not be built or loaded, with the reason; None where there is none."""
+        """The first schedule that could not be built, with the reason; None if all were built."""
         return next((f"{trial.name} {trial.reason}" for trial in self.trials if trial.missing), None)
 
 
@@ -85,7 +82,7 @@ def verdict_dir() -> Path:
 
 
 def files() -> list[Path]:
-    """All verdict files; none where there is no cache, or its folder cannot be read."""
+    """All verdict files; none if there is no readable cache."""
     try:
         return sorted(path for path in verdict_dir().iterdir() if path.suffix == ".json")
     except (OSError, BuildError):
@@ -93,7 +90,7 @@ def files() -> list[Path]:
 
 
 def verdict_path(identity: dict[str, Any]) -> Path | None:
-    """File of the verdict on an identity; None where there is no cache."""
+    """File of the verdict with this identity; None without a cache."""
     try:
         return verdict_dir() / f"{_sha256(identity)[:24]}.json"
     except BuildError:
@@ -104,65 +101,51 @@ def _sha256(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-def load(path: Path | None, format: int | str) -> dict[str, Any] | None:
-    """The data that `keep` wrote; None where there is none of that format, or with a warning where it is damaged."""
+def read(path: Path | None) -> Verdict | None:
+    """The verdict in a file; None if there is none of this format, with a warning if the file is damaged."""
     if path is None:
         return None
     try:
         found = json.loads(path.read_text())
-        if found["format"] != format:
+        if found["format"] != FORMAT:
             return None
-        data: dict[str, Any] = found["data"]
+        data = found["data"]
         if found["sha256"] != _sha256(data):
             raise ValueError("its checksum does not match")
-        return data
+        return Verdict(**{**data, "trials": [Trial(**trial) for trial in data["trials"]]})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        warnings.warn(f"rlkernel: ignoring the unreadable verdict {path}: {error!r}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"rlkernel: ignoring the unreadable verdict {path}: {error!r}", RuntimeWarning, stacklevel=2)
         return None
-
-
-def read(path: Path | None) -> Verdict | None:
-    """The verdict in a file; None where there is none, or with a warning where it is damaged."""
-    data = load(path, FORMAT)
-    return None if data is None else Verdict(**{**data, "trials": [Trial(**trial) for trial in data["trials"]]})
-
-
-def keep(path: Path | None, data: dict[str, Any], format: int | str) -> None:
-    """Writes the file atomically, or warns."""
-    if path is None:
-        warnings.warn(f"rlkernel: could not keep a verdict: {build.NO_CACHE}", RuntimeWarning, stacklevel=2)
-        return
-    content = {"format": format, "sha256": _sha256(data), "data": data}
-    try:
-        build.put(path, json.dumps(content, indent=1).encode())
-    except OSError as error:
-        warnings.warn(f"rlkernel: could not keep a verdict in {path}: {error}", RuntimeWarning, stacklevel=2)
 
 
 def write(verdict: Verdict) -> None:
-    """Keeps a verdict under its identity."""
-    keep(verdict_path(verdict.identity), asdict(verdict), FORMAT)
-
-
-def _driver() -> str | None:
-    """Version of NVIDIA's kernel driver; None where there is none."""
+    """Writes a verdict to its file atomically, or warns."""
+    path, data = verdict_path(verdict.identity), asdict(verdict)
     try:
-        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
-        if found:
-            return found[0]
+        if path is None:
+            raise OSError(build.NO_CACHE)
+        build.put(path, json.dumps({"format": FORMAT, "sha256": _sha256(data), "data": data}, indent=1).encode())
+    except OSError as error:
+        warnings.warn(
+            f"rlkernel: could not keep a verdict{f' in {path}' if path else ''}: {error}", RuntimeWarning, stacklevel=2
+        )
+
+
+def driver() -> str | None:
+    """Version of NVIDIA's kernel driver, from NVML; None without one."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        pass
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
         return None
+    text = ctypes.create_string_buffer(80)
+    found = nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0
+    return text.value.decode() if found else None
 
 
 def _ptxas(device: torch.device) -> str | None:
-    """Version of the assembler that Triton's kernels go through, which a user may replace; None where it is unknown."""
+    """Version of the assembler of Triton's kernels, which TRITON_PTXAS_PATH replaces; None if it is unknown."""
     try:
         from triton.backends.nvidia.compiler import get_ptxas  # no stable interface
 
@@ -184,7 +167,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         triton = None
     return {
         "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
-        "driver": _driver() if cuda else None,
+        "driver": driver() if cuda else None,
         "torch": torch.__version__,
         "triton": triton,
         "ptxas": _ptxas(device) if cuda and torch.version.hip is None else None,
@@ -193,7 +176,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def source_digest() -> str:
-    """First 16 hex digits of the SHA-256 over everything that a GPU op's bits come from: `rlkernel/kernels`,
+    """First 16 hex digits of the SHA-256 over every file that decides the bits of a GPU op: `rlkernel/kernels`,
     `rlkernel/contract` and `csrc/cuda`."""
     kernels = Path(__file__).parent
     folders = {"kernels": kernels, "contract": kernels.parent / "contract", "cuda": build.source_dir() / "cuda"}

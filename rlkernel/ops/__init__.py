@@ -1,6 +1,6 @@
 """The ops: the only API that models, engine, trainer and integrations call."""
 
-from rlkernel.ops._library import is_stock, register_backend, stock
+from rlkernel.kernels.errors import BuildError, VariantError
 from rlkernel.ops.adamw import GradNorm, adamw_, grad_norm
 from rlkernel.ops.attention import (
     attention,
@@ -13,6 +13,7 @@ from rlkernel.ops.attention import (
     set_attention_variant,
     store_kv_,
 )
+from rlkernel.ops.define import register_backend
 from rlkernel.ops.embedding import embedding
 from rlkernel.ops.group_advantages import group_advantages
 from rlkernel.ops.kept import ids_to_kept, kept_to_ids, pack_kept, unpack_kept
@@ -25,14 +26,17 @@ from rlkernel.ops.qk_norm_rope import qk_norm_rope, qk_norm_rope_store
 from rlkernel.ops.rms_norm import rms_norm
 from rlkernel.ops.rope import rope
 from rlkernel.ops.sample import Sample, sample
+from rlkernel.ops.stock_switch import is_stock, stock
 from rlkernel.ops.swiglu import swiglu
 
 __all__ = [
+    "BuildError",
     "GradNorm",
     "LogProb",
     "Packed",
     "PolicyLoss",
     "Sample",
+    "VariantError",
     "adamw_",
     "attention",
     "attention_contract",

@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rlkernel.kernels import stock
 from rlkernel.kernels.adamw import AdamwInputs
-from rlkernel.ops._library import _PLAIN, check, check_flag, check_number, define, is_stock, is_whole
+from rlkernel.ops.checks import check, check_flag, check_number, is_int
+from rlkernel.ops.define import PLAIN, define
+from rlkernel.ops.stock_switch import is_stock
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
@@ -163,7 +165,7 @@ def checked(
     eps = check_number("adamw_", "eps", eps, expected)
     weight_decay = check_number("adamw_", "weight_decay", weight_decay, "finite in float32 and at least 0", 0.0)
     check(
-        is_whole(step) and 1 <= step < 1 << 63,
+        is_int(step) and 1 <= step < 1 << 63,
         lambda: f"adamw_: step={step!r} must be a whole number of at least 1, the first update",
     )
     _check_tensors("adamw_", "params", params[:1])
@@ -282,7 +284,7 @@ def _check_list(
         found = [t.dtype for t in tensors]
         if (  # comprehensions, because there are hundreds of tensors; the loop below names the first invalid one
             set(found) <= set(dtypes)
-            and {type(t) for t in tensors}.issubset(_PLAIN)
+            and {type(t) for t in tensors}.issubset(PLAIN)
             and (shapes is None or [t.shape for t in tensors] == shapes)
             and [t.device for t in tensors] == [device] * len(tensors)
             and all([t.is_contiguous() for t in tensors])

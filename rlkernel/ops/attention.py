@@ -1,54 +1,52 @@
-"""attention: causal, grouped-query, over packed sequences or a paged cache, the same bits for a token either way.
+"""attention: causal, grouped-query, over packed sequences or a paged cache, with the same bits for a token either way.
 
-Contract: orders.py, `attention`. Prefill, any chunking of it, decode from pages and the training forward agree, in
-each of the two variants of the order: "split", the default, and "fa3", FlashAttention-3's own.
+Contract: orders.py, `attention`. Prefill, chunked prefill, paged decode and the training forward agree in each of the
+two variants of the order: "split", the default, and "fa3", that of FlashAttention-3.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import ATTENTION_BLOCK, ATTENTION_SPLIT, contract_id
-from rlkernel.kernels import select, stock
+from rlkernel.kernels import stock
 from rlkernel.kernels.cuda import attention_fa3
 from rlkernel.kernels.errors import VariantError
-from rlkernel.kernels.setting import Switch
-from rlkernel.ops._library import (
+from rlkernel.kernels.switch import Switch
+from rlkernel.ops.autograd import bump_versions, refuse_gradient
+from rlkernel.ops.checks import (
     check,
-    check_devices,
     check_float,
+    check_int,
     check_number,
+    check_one_device,
     check_tensors,
-    check_whole,
-    define,
-    is_stock,
-    is_whole,
+    is_int,
     not_tensor,
-    refuse_gradient,
-    wrote,
 )
+from rlkernel.ops.define import define, gpu_kernel
+from rlkernel.ops.stock_switch import is_stock
 
 MAX_HEAD_DIM = 256
 LONGEST = (1 << 31) - 1  # keys of a sequence: lengths are int32
 VARIANTS = ("split", "fa3")
-_ON_GPUS = ("certified", "triton")  # implementations of `paged_attention` that take `out`, and scratch memory
 
-_variant = Switch[str | None](None)  # the process's; None: nobody chose one
+_variant = Switch[str | None](None)  # of the process; None: none was set
 
 
 # ---- variants ------------------------------------------------------------------------------------
 
 
 def set_attention_variant(variant: str | None) -> None:
-    """Variant of every attention in this process that is given none; None, as at the start: "split".
+    """Sets the variant of every attention call in this process that names none; None, the initial value, is "split".
 
-    A model keeps the variant that was set when it was made, and refuses to run while another one is set. So rollout
-    and training of a model never differ. From here on, in blocks of `attention_variant` that are open too.
+    A model keeps the variant that was set when it was made and refuses to run while another one is set, so its rollout
+    and training never differ. The call also takes effect inside open blocks of `attention_variant`.
 
     Raises:
         ValueError: the name is unknown.
@@ -60,8 +58,7 @@ def set_attention_variant(variant: str | None) -> None:
 
 @contextlib.contextmanager
 def attention_variant(variant: str | None) -> Iterator[None]:
-    """`set_attention_variant` for a block; where blocks of several threads overlap, that of the last to begin holds in
-    all of them."""
+    """`set_attention_variant` for a block. If blocks of several threads overlap, the last to begin holds in all."""
     if variant is not None:
         _known(variant)
     with _variant.block(variant):
@@ -69,7 +66,7 @@ def attention_variant(variant: str | None) -> Iterator[None]:
 
 
 def current_attention_variant(asked: str | None = None) -> str:
-    """Variant of an attention that is given `asked`.
+    """Variant of an attention call that names `asked`, or of one that names none.
 
     Raises:
         ValueError: `asked` is unknown. VariantError: the process is set to another one.
@@ -79,14 +76,14 @@ def current_attention_variant(asked: str | None = None) -> str:
     _known(asked)
     if (chosen := _variant.now) is not None and chosen != asked:
         raise VariantError(
-            f"attention variant {asked!r} was asked for in a process that is set to {chosen!r}; a model keeps the "
-            f"variant it was made in: call model.set_attention_variant({chosen!r}), or leave the block"
+            f"attention variant {asked!r} was requested in a process that is set to {chosen!r}; a model keeps the "
+            f"variant that was set when it was made: call model.set_attention_variant({chosen!r}), or leave the block"
         )
     return asked
 
 
 def attention_contract(variant: str | None = None) -> str:
-    """Contract id of what a variant computes: `rlk-2`, `rlk-2+fa3`; None: the process's variant."""
+    """Contract id of a variant, `rlk-2` or `rlk-2+fa3`; None: the process's variant."""
     variant = current_attention_variant() if variant is None else _known(variant)
     return contract_id() if variant == VARIANTS[0] else contract_id(variant)
 
@@ -103,16 +100,16 @@ def check_attention_variant(
     halves: bool = False,
     window: int | None = None,
 ) -> None:
-    """Raises unless a variant runs on this machine with these tensors; certifies "fa3" where there is no verdict yet.
+    """Raises unless a variant runs on this machine with these tensors; certifies "fa3" if there is no verdict yet.
 
     Args:
-        page_size: of the paged cache; None: there is none, as in training.
+        page_size: tokens per page of the cache; None: no cache, as in training.
         halves: keys and values are the halves of one cache [pages, page, HK, 2 D].
 
     Raises:
         ValueError: the name is unknown.
-        VariantError: FlashAttention-3 is missing, does not take such tensors or a window, or was refused; the message
-            says which, and names the first differing element.
+        VariantError: FlashAttention-3 is missing, does not support these tensors or a window, or was refused; the
+            message says which, and names the first differing element.
     """
     if _known(variant) == VARIANTS[0]:
         return
@@ -129,14 +126,14 @@ def _known(variant: str) -> str:
 
 
 def _no_window(window: int | None) -> str:
-    return f"attention variant 'fa3' has no window, and window={window}; use variant 'split'"
+    return f"attention variant 'fa3' does not support window={window}; use variant 'split'"
 
 
 def _check_fa3(window: int | None, split: int) -> None:
     check(window is None, lambda: _no_window(window), VariantError)
     check(
         split == ATTENTION_SPLIT,
-        lambda: f"attention variant 'fa3' has one split, and split={split}; leave it out, or use variant 'split'",
+        lambda: f"attention variant 'fa3' does not support split={split}; leave it out, or use variant 'split'",
         VariantError,
     )
 
@@ -158,31 +155,18 @@ def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) ->
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_q, cu_k, max_q, max_k, scale, window, _ = inputs
+    q, k, v, cu_q, cu_k, max_q, max_k, scale, *rest = inputs  # rest: window and split, except in variant "fa3"
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
-    ctx.numbers = (max_q, max_k, scale, window)
+    ctx.numbers = (max_q, max_k, scale, rest[0] if rest else None)
+    ctx.without_gradient = (None,) * (len(inputs) - 3)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
     dout = dout.to(q.dtype).contiguous()
-    dq, dk, dv = _attention_backward(dout, q, k, v, out, lse, cu_q, cu_k, *ctx.numbers)
-    return dq, dk, dv, None, None, None, None, None, None, None
-
-
-def _setup_fa3(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_q, cu_k, max_q, max_k, scale = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
-    ctx.numbers = (max_q, max_k, scale, None)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward_fa3(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-    dout = dout.to(q.dtype).contiguous()
     dq, dk, dv = _attention_backward(dout, q, k, v, out, lse.contiguous(), cu_q, cu_k, *ctx.numbers)
-    return dq, dk, dv, None, None, None, None, None
+    return dq, dk, dv, *ctx.without_gradient
 
 
 _attention_backward = define(
@@ -212,8 +196,8 @@ _attention_fa3 = define(
     "SymInt max_seqlen_k, float scale) -> (Tensor, Tensor)",
     attention_fa3.attention,
     fake=_fake_fa3,
-    setup_context=_setup_fa3,
-    backward=_backward_fa3,
+    setup_context=_setup,
+    backward=_backward,
 )
 _paged_attention_fa3 = define(
     "paged_attention_fa3(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, "
@@ -238,8 +222,8 @@ def _longest(op: str, q: int, k: int) -> tuple[int, int]:
     if type(q) is int and type(k) is int and (torch.compiler.is_compiling() or (0 <= q <= LONGEST >= k >= 0)):
         return q, k
     expected = f"the longest sequence's tokens or more, at most {LONGEST}"
-    q = check_whole(op, "max_seqlen_q", q, expected, 0, LONGEST)
-    return q, check_whole(op, "max_seqlen_k", k, expected, 0, LONGEST)
+    q = check_int(op, "max_seqlen_q", q, expected, 0, LONGEST)
+    return q, check_int(op, "max_seqlen_k", k, expected, 0, LONGEST)
 
 
 def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | None, split: int) -> None:
@@ -251,8 +235,8 @@ def _check_heads(op: str, q: Tensor, heads_k: int, dim_k: int, window: int | Non
         heads_k > 0 and h % heads_k == 0,
         lambda: f"{op}: q has H={h} heads, not a multiple of the HK={heads_k} key-value heads",
     )
-    if not (is_whole(split) and (window is None or is_whole(window))):
-        raise TypeError(f"{op}: window={window!r}, split={split!r}; expected whole numbers, or None for no window")
+    if not (is_int(split) and (window is None or is_int(window))):
+        raise TypeError(f"{op}: window={window!r}, split={split!r}; expected integers, or None for no window")
     check(window is None or window >= 1, lambda: f"{op}: window={window} must be at least 1 key, or None for no window")
     check(
         split >= ATTENTION_BLOCK and split % ATTENTION_BLOCK == 0,
@@ -274,15 +258,12 @@ def _check_dtypes(op: str, q: Tensor, of: str = "q", **tensors: Tensor) -> None:
             raise ValueError(f"{op}: {of} is {q.dtype}, {name} is {t.dtype}; cast one of them")
 
 
-def _call(op: Callable[..., Any], alone: bool, *args: Any) -> Any:
-    """`op(*args)`; where the queries' borders are the keys' too (`alone`), its errors name them as they were given."""
+def _call_with_one_cu_seqlens(*args: Any) -> Any:
+    """`_attention(*args)` of a caller who gave cu_seqlens_q alone: errors do not name cu_seqlens_k."""
     try:
-        return op(*args)
+        return _attention(*args)
     except ValueError as error:
-        said = str(error)
-        if not alone or "cu_seqlens_k" not in said:
-            raise
-        raise ValueError(said.replace("cu_seqlens_k", "cu_seqlens_q").replace(" S=", " T=")) from None
+        raise ValueError(str(error).replace("cu_seqlens_k", "cu_seqlens_q").replace(" S=", " T=")) from None
 
 
 def attention(
@@ -313,16 +294,16 @@ def attention(
             launch and change no bit. max_seqlen_k defaults to max_seqlen_q where cu_seqlens_k is None.
         scale: factor of the scores, default D**-0.5.
         window: a query sees at most its last `window` keys, itself included; None for all.
-        split: keys per split, a multiple of 64. Part of the contract: another value is another number.
-        variant: "split" or "fa3"; None: the process's (`set_attention_variant`). Another variant is another number.
+        split: keys per split, a multiple of 64. Part of the contract: another value gives other bits.
+        variant: "split" or "fa3"; None: the process's (`set_attention_variant`). Another variant gives other bits.
 
     Returns:
         out [T, H, D] in the dtype of q, and the natural-log log-sum-exp of the scaled scores [T, H], fp32.
 
     Raises:
         ValueError: shapes, dtypes, window, scale or split do not fit; on a CPU also lengths that contradict the
-            tensors. TypeError: lengths that are not int32, another dtype, or what is no tensor. VariantError: the
-            variant does not run with these tensors on this machine, or the process is set to another one.
+            tensors. TypeError: lengths are not int32, q has another dtype, or an argument is not a tensor.
+            VariantError: the variant does not run with these tensors on this machine, or the process is set to another.
     """
     if not (
         isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(cu_seqlens_q, Tensor)
@@ -338,8 +319,9 @@ def attention(
     scale = _scale("attention", q, scale)
     _check_heads("attention", q, k.shape[1], k.shape[2], window, split)
     _check_dtypes("attention", q, k=k, v=v)
-    alone = cu_seqlens_k is None
+    call = _attention
     if cu_seqlens_k is None:
+        call = _call_with_one_cu_seqlens
         check(
             k.shape[0] == q.shape[0],
             lambda: f"attention: {q.shape[0]} queries and {k.shape[0]} keys; pass cu_seqlens_k where they differ",
@@ -366,7 +348,7 @@ def attention(
         _check_fa3(window, split)
         return _attention_fa3(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _call(_attention, alone, q, k, v, *lengths, scale, window, split)
+    return call(q, k, v, *lengths, scale, window, split)
 
 
 def paged_attention(
@@ -385,10 +367,10 @@ def paged_attention(
     variant: str | None = None,
     out: Tensor | None = None,  # [T, H, D]
 ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, H] fp32
-    """`attention` with the keys and values in pages, for decode and chunked prefill; the same bits. No gradient.
+    """`attention` over a paged cache, for decode and chunked prefill, with the same bits and without a gradient.
 
     Args:
-        q: [T, H, D], the new tokens of all sequences, packed; their keys are in the cache already (`store_kv_`).
+        q: [T, H, D], the new tokens of all sequences, packed; `store_kv_` has written their keys into the cache.
         k_cache, v_cache: [pages, page, HK, D], dtype of q, any page size. On GPUs also the two halves of a cache
             [pages, page, HK, 2 D]; other strides are copied.
         block_table: [B, P] int32; key j of sequence b lies in page block_table[b, j // page] at j % page. Entries
@@ -396,13 +378,13 @@ def paged_attention(
         cu_seqlens_q: [B+1] int32, first query of each sequence and T.
         seq_lens_k: [B] int32, keys of each sequence, the new tokens included.
         max_seqlen_q, max_seqlen_k, scale, window, split, variant: as in `attention`.
-        out: contiguous [T, H, D], dtype of q, where the result goes; not under tracing. None: a new tensor.
+        out: contiguous [T, H, D], dtype of q, that receives the result; it cannot be traced. None: a new tensor.
 
     Returns:
         out [T, H, D] and the natural-log log-sum-exp [T, H], fp32.
 
     Raises:
-        ValueError, TypeError: as `attention`; on a CPU also a page outside the cache. RuntimeError: a tensor asks for
+        ValueError, TypeError: as `attention`; on a CPU also a page outside the cache. RuntimeError: a tensor requires
             a gradient; call it under `torch.no_grad()`.
     """
     op = "paged_attention"
@@ -419,7 +401,7 @@ def paged_attention(
         k_cache.dim() == 4 and k_cache.shape == v_cache.shape and k_cache.shape[1] > 0,
         lambda: (
             f"{op}: k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; "
-            "both must be [pages, page, HK, D], a page of at least one token"
+            "both must be [pages, page, HK, D] with at least one token per page"
         ),
     )
     scale = _scale(op, q, scale)
@@ -447,23 +429,22 @@ def paged_attention(
         found = stock.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, scale, window)
         return found if out is None else (out.copy_(found[0]), found[1])
     lengths = (block_table, cu_seqlens_q, seq_lens_k, max_seqlen_q, max_seqlen_k)
-    if out is not None:  # written by a kernel that is called past the dispatcher
-        check_devices(op, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, out)
+    if out is not None:  # written by a kernel that bypasses the dispatcher
+        check_one_device(op, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens_k, out)
         if torch.is_grad_enabled():
             refuse_gradient(op, ("q", "k_cache", "v_cache", "out"), (q, k_cache, v_cache, out))
     if current_attention_variant(variant) == "fa3":
         _check_fa3(window, split)
         if out is not None:
             o, lse = attention_fa3.paged_attention(q, k_cache, v_cache, *lengths, scale, out=out)
-            wrote(o)
+            bump_versions(o)
             return o, lse
         return _paged_attention_fa3(q, k_cache, v_cache, *lengths, scale)
     if out is None:
         return _paged_attention(q, k_cache, v_cache, *lengths, scale, window, split)
-    choice = select.choose("paged_attention", q.device.type)
-    if choice.implementation in _ON_GPUS:
-        o, lse = choice.fn(q, k_cache, v_cache, *lengths, scale, window, split, out=out)
-        wrote(o)
+    if (kernel := gpu_kernel("paged_attention", q.device.type)) is not None:
+        o, lse = kernel(q, k_cache, v_cache, *lengths, scale, window, split, out=out)
+        bump_versions(o)
         return o, lse
     o, lse = _paged_attention(q, k_cache, v_cache, *lengths, scale, window, split)
     return out.copy_(o), lse
@@ -477,16 +458,16 @@ def attention_scratch_bytes(
     sequences: int,
     longest: int,
 ) -> int:
-    """Bytes that a call of `paged_attention` takes beside its results at most: what to leave free of a cache.
+    """Upper bound, in bytes, of the scratch memory that `paged_attention` allocates: what a cache must leave free.
 
-    Of caches whose strides it reads in place; it copies others, which is not counted.
+    The copy of a cache whose strides it cannot read in place is not counted.
 
     Args:
-        q, k: tensors with the heads, dtype and device of the calls; how many rows they have does not count.
-        tokens, sequences: in a call at most.
-        longest: keys of a sequence at most, `max_seqlen_k`.
+        q, k: tensors with the heads, dtype and device of the calls; the number of rows does not matter.
+        tokens, sequences: most per call.
+        longest: most keys per sequence, `max_seqlen_k`.
     """
-    if q.device.type != "cuda" or select.choose("paged_attention", "cuda").implementation not in _ON_GPUS:
+    if q.device.type != "cuda" or gpu_kernel("paged_attention", "cuda") is None:
         return 0
     from rlkernel.kernels.triton.attention import scratch_bytes
 
@@ -521,8 +502,8 @@ def store_kv_(
         slots: [T] int64, page * page_size + offset of each token; negative slots are skipped. Distinct.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; on a CPU also a slot outside the cache. TypeError: slots not int64, or
-            what is no tensor.
+        ValueError: shapes or dtypes do not fit; on a CPU also a slot outside the cache. TypeError: slots is not int64,
+            or an argument not a tensor.
     """
     check_tensors("store_kv_", k_cache=k_cache, v_cache=v_cache, k=k, v=v, slots=slots)
     check(

@@ -12,16 +12,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import (
-    check,
-    check_float,
-    define,
-    has_main_grad,
-    is_stock,
-    not_tensor,
-    outside_graph,
-    weight_grad,
-)
+from rlkernel.ops.autograd import has_main_grad, outside_graph, weight_grad
+from rlkernel.ops.checks import check, check_float, not_tensor
+from rlkernel.ops.define import define
+from rlkernel.ops.stock_switch import is_stock
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -31,8 +25,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
     (ids,) = ctx.saved_tensors
-    fresh = lambda: _wgrad(dy, ids, ctx.weight.shape[0])
-    return None, weight_grad("embedding", ctx, 1, ctx.weight, lambda g: _add_wgrad(g, dy, ids), fresh)
+    compute = lambda: _wgrad(dy, ids, ctx.weight.shape[0])
+    return None, weight_grad("embedding", ctx, 1, ctx.weight, lambda g: _add_wgrad(g, dy, ids), compute)
 
 
 _wgrad = define(
@@ -59,12 +53,13 @@ def embedding(
     """`weight[ids]`. The gradient of a row is the fp32 sum of dy over the id's occurrences, in packed order.
 
     Args:
-        ids: [...] int64 in [0, V). Checked on the CPU before anything is read. On CUDA checking would wait for the
-            device: there an id outside is a device-side assertion, after which the process can use CUDA no more.
+        ids: [...] int64 in [0, V). Checked on the CPU before anything is read. On CUDA a check would wait for the
+            device, so an id outside is a device-side assertion, after which the process cannot use CUDA.
         weight: [V, C], fp32, bf16 or fp16. Its fp32 `main_grad`, where set, receives the gradient.
 
     Raises:
-        ValueError: ids is not int64 or weight not a matrix. TypeError: one is no tensor, or weight of another dtype.
+        ValueError: ids is not int64 or weight not a matrix. TypeError: one is not a tensor, or weight has another
+            dtype.
         IndexError: an id outside the vocabulary (CPU); the message names it and V.
     """
     if is_dynamo_compiling() and has_main_grad(weight):

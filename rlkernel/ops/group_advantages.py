@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_flag, check_number, check_tensors, define, is_stock, is_whole
+from rlkernel.ops.checks import check, check_flag, check_number, check_tensors, is_int
+from rlkernel.ops.define import define
+from rlkernel.ops.stock_switch import is_stock
 
 MODES = ("group", "leave_one_out", "batch", "none")
 
@@ -35,30 +37,30 @@ def group_advantages(
         leave_one_out:    r - mean of the other members of its group
         none:             r
 
-    std is the sample standard deviation (divisor n - 1). A group of one has advantage 0 in every mode but "none":
-    there is nothing to compare with. A group of equal rewards has advantage exactly 0.
+    std is the sample standard deviation (divisor n - 1). A group of one has nothing to compare with, so its advantage
+    is 0 in every mode except "none". A group of equal rewards has advantage exactly 0.
 
     Args:
-        rewards: [B] fp32, finite and, but in mode "none", at most 1e15 in size. Constants: no gradient.
-        group_size: completions a prompt, divides B. One global baseline (REINFORCE++) is mode "group" with
+        rewards: [B] fp32, finite and, except in mode "none", at most 1e15 in size. Constants: no gradient.
+        group_size: completions per prompt, divides B. One global baseline (REINFORCE++) is mode "group" with
             group_size = B.
         mode: see above.
-        normalize_std: False leaves the division out in modes "group" and "batch" (Dr. GRPO). The modes
-            "leave_one_out" and "none" never divide.
+        normalize_std: False omits the division in modes "group" and "batch" (Dr. GRPO). The modes "leave_one_out" and
+            "none" never divide.
         eps: added to the standard deviation, in units of reward, above 0.
 
     Raises:
         ValueError: a reward is NaN, infinite or too large (CPU; the message names its index), B is not a multiple of
             group_size, or an unknown mode.
-        TypeError: rewards are not fp32 or no tensor, group_size no whole number, or normalize_std no bool.
+        TypeError: rewards is not an fp32 tensor, group_size not an integer, or normalize_std not a bool.
 
     Source:
         GRPO arXiv:2402.03300, Dr. GRPO 2503.20783, RLOO 2402.14740, batch deviation 2508.08221.
     """
     check_tensors("group_advantages", rewards=rewards)
     check(
-        is_whole(group_size),
-        lambda: f"group_advantages: group_size={group_size!r} must be a whole number",
+        is_int(group_size),
+        lambda: f"group_advantages: group_size={group_size!r} must be an integer",
         TypeError,
     )
     check(rewards.dim() == 1, lambda: f"group_advantages: rewards is {tuple(rewards.shape)}, expected [B]")
@@ -72,7 +74,7 @@ def group_advantages(
         lambda: f"group_advantages: group_size={group_size} must be positive and divide B={rewards.shape[0]}",
     )
     check(mode in MODES, lambda: f"group_advantages: mode={mode!r} is unknown; expected one of {', '.join(MODES)}")
-    expected = "above 0 and finite in float32, a group of equal rewards divides by it"
+    expected = "above 0 and finite in float32, because a group of equal rewards divides by it"
     eps = check_number("group_advantages", "eps", eps, expected)
     check_flag("group_advantages", "normalize_std", normalize_std)
     op = stock.group_advantages if is_stock() else _group_advantages

@@ -1,4 +1,4 @@
-"""Kept-token sets: the tokens that top-k, top-p and min-p left to sample from, as bit masks or as ragged ids.
+"""Kept-token sets: the tokens that top-k, top-p and min-p leave to sample from, as bit masks or as ragged ids.
 
 A mask is int32 [T, ceil(V/32)]; token v is bit `v & 31` of word `v >> 5`. Ragged ids are the compact form to store.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel.ops._library import check, check_optional, check_tensors, check_whole, refuse_sparse
+from rlkernel.ops.checks import check, check_dense, check_int, check_optional, check_tensors
 
 
 def kept_words(vocab_size: int) -> int:
-    """Words of 32 bits that hold one bit a vocabulary entry."""
+    """Words of 32 bits that hold one bit per vocabulary entry."""
     return (vocab_size + 31) // 32
 
 
 def _vocabulary(op: str, vocab_size: int) -> int:
-    return check_whole(op, "vocab_size", vocab_size, "a whole number, at least 0 and below 2^31", 0, 2**31 - 1)
+    return check_int(op, "vocab_size", vocab_size, "an integer of at least 0 and below 2^31", 0, 2**31 - 1)
 
 
 def check_kept(op: str, kept: Tensor | None, tokens: int, vocab_size: int) -> None:
@@ -39,10 +39,10 @@ def pack_kept(
     """Bit mask of a boolean mask.
 
     Raises:
-        ValueError: mask is not a boolean matrix. TypeError: it is no tensor.
+        ValueError: mask is not a boolean matrix. TypeError: it is not a tensor.
     """
     check_tensors("pack_kept", mask=mask)
-    refuse_sparse("pack_kept", ("mask",), (mask,))
+    check_dense("pack_kept", ("mask",), (mask,))
     check(
         mask.dtype == torch.bool and mask.dim() == 2,
         lambda: f"pack_kept: mask is {tuple(mask.shape)} {mask.dtype}; expected [T, V] bool",
@@ -60,14 +60,15 @@ def unpack_kept(
     """Boolean mask of a bit mask.
 
     Raises:
-        ValueError: kept is not an int32 mask of this vocabulary. TypeError: it is no tensor, or vocab_size not whole.
+        ValueError: kept is not an int32 mask of this vocabulary. TypeError: it is not a tensor, or vocab_size not an
+            integer.
     """
     return _unpacked("unpack_kept", kept, vocab_size)
 
 
 def _unpacked(op: str, kept: Tensor, vocab_size: int) -> Tensor:
     check_tensors(op, kept=kept)
-    refuse_sparse(op, ("kept",), (kept,))
+    check_dense(op, ("kept",), (kept,))
     vocab_size = _vocabulary(op, vocab_size)
     check(
         kept.dim() == 2 and kept.dtype == torch.int32 and kept.shape[1] == kept_words(vocab_size),
@@ -103,11 +104,11 @@ def ids_to_kept(
     """Bit mask of the ragged form; the inverse of `kept_to_ids`.
 
     Raises:
-        ValueError: offsets do not cover ids, or an id lies outside the vocabulary. TypeError: one is no tensor of
-            whole numbers.
+        ValueError: offsets do not cover ids, or an id lies outside the vocabulary. TypeError: one is not a tensor of
+            integers.
     """
     check_tensors("ids_to_kept", ids=ids, offsets=offsets)
-    refuse_sparse("ids_to_kept", ("ids", "offsets"), (ids, offsets))
+    check_dense("ids_to_kept", ("ids", "offsets"), (ids, offsets))
     vocab_size = _vocabulary("ids_to_kept", vocab_size)
     for name, x in (("ids", ids), ("offsets", offsets)):
         if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1:
@@ -119,13 +120,13 @@ def ids_to_kept(
         and int(offsets[-1]) == ids.numel()
         and bool((offsets.diff() >= 0).all()),
         lambda: (
-            f"ids_to_kept: offsets must be [T+1], rise from 0 and end in the number of ids, {ids.numel()}; they are "
-            f"{offsets.tolist()[:8]}"
+            f"ids_to_kept: offsets must be [T+1], start at 0, never decrease and end at the number of ids, "
+            f"{ids.numel()}; they are {offsets.tolist()[:8]}"
         ),
     )
     check(
         ids.numel() == 0 or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size),
-        lambda: f"ids_to_kept: ids go from {int(ids.min())} to {int(ids.max())}; expected 0 <= id < V={vocab_size}",
+        lambda: f"ids_to_kept: ids range from {int(ids.min())} to {int(ids.max())}; expected 0 <= id < V={vocab_size}",
     )
     rows = offsets.numel() - 1
     mask = torch.zeros(rows, vocab_size, dtype=torch.bool, device=ids.device)

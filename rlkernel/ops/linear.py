@@ -1,6 +1,7 @@
-"""linear: y = x weight^T + bias with one fp32 chain per chunk of K, whatever the batch.
+"""linear: y = x weight^T + bias with one fp32 chain per chunk of K, for every batch size.
 
-Contract: orders.py, `linear`. Forward, input gradient and weight gradient are ops of their own.
+Contract: orders.py, `linear`. `linear_dgrad`, `linear_wgrad`, `linear_wgrad_` and `bias_grad_` are its gradients: ops
+without a gradient of their own, whose arguments are not checked.
 """
 
 from __future__ import annotations
@@ -12,19 +13,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import (
-    FLOATS,
-    check,
-    check_float,
-    define,
-    has_main_grad,
-    is_stock,
-    is_whole,
-    not_tensor,
-    outside_graph,
-    rows,
-    weight_grad,
-)
+from rlkernel.ops.autograd import has_main_grad, outside_graph, weight_grad
+from rlkernel.ops.checks import FLOATS, check, check_float, flatten_rows, is_int, not_tensor
+from rlkernel.ops.define import define
+from rlkernel.ops.stock_switch import is_stock
 
 
 def _fake(
@@ -43,26 +35,26 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     dy = dy.to(x.dtype).contiguous()
-    dx = _dgrad(dy, weight, ctx.dgrad_chunks) if ctx.needs_input_grad[0] else None
-    dw = weight_grad("linear", ctx, 1, ctx.weight, lambda g: _add_wgrad(g, dy, x), lambda: _wgrad(dy, x))
-    db = weight_grad("linear", ctx, 2, ctx.bias, lambda g: _bgrad(g, dy))
+    dx = linear_dgrad(dy, weight, ctx.dgrad_chunks) if ctx.needs_input_grad[0] else None
+    dw = weight_grad("linear", ctx, 1, ctx.weight, lambda g: linear_wgrad_(g, dy, x), lambda: linear_wgrad(dy, x))
+    db = weight_grad("linear", ctx, 2, ctx.bias, lambda g: bias_grad_(g, dy))
     return dx, dw, db, None, None, None
 
 
-_dgrad = define(
+linear_dgrad = define(
     "linear_dgrad(Tensor dy, Tensor weight, int chunks) -> Tensor",
     "linear",
     fake=lambda dy, weight, chunks: dy.new_empty((dy.shape[0], weight.shape[1])),
 )
-_wgrad = define(
+linear_wgrad = define(
     "linear_wgrad(Tensor dy, Tensor x) -> Tensor",
     "linear",
     fake=lambda dy, x: dy.new_empty((dy.shape[1], x.shape[1])),
 )
-_add_wgrad = define(
+linear_wgrad_ = define(
     "linear_wgrad_(Tensor(a!) grad, Tensor dy, Tensor x) -> ()", "linear", fake=lambda grad, dy, x: None
 )
-_bgrad = define("bias_grad_(Tensor(a!) grad, Tensor dy) -> ()", "linear", fake=lambda grad, dy: None)
+bias_grad_ = define("bias_grad_(Tensor(a!) grad, Tensor dy) -> ()", "linear", fake=lambda grad, dy: None)
 _linear = define(
     "linear(Tensor x, Tensor weight, Tensor? bias, int chunks, int dgrad_chunks, ScalarType? out_dtype) -> Tensor",
     "linear",
@@ -74,7 +66,7 @@ _linear = define(
 
 def _check_chunks(name: str, p: int, size: int) -> None:
     check(
-        is_whole(p) and p >= 1 and p & (p - 1) == 0 and size % p == 0,
+        is_int(p) and p >= 1 and p & (p - 1) == 0 and size % p == 0,
         lambda: f"linear: {name}={p!r} must be a power of two that divides {size}",
     )
 
@@ -94,14 +86,14 @@ def linear(
         x: [..., K], fp32, bf16 or fp16.
         weight: [N, K], dtype of x. Its fp32 `main_grad`, where set, receives the weight gradient.
         bias: [N], dtype of x, added in fp32 before the one rounding.
-        chunks: P, a power of two that divides K: the chains that a binary tree adds. A property of the layer
+        chunks: P, a power of two that divides K: the number of chains that a binary tree adds. A property of the layer
             (1 for column-parallel weights, the run's `tp_leaves` for row-parallel ones), never of the batch.
         dgrad_chunks: the same for the input gradient, over N.
         out_dtype: dtype of the result, default that of x; float32 keeps the accumulator unrounded (logits).
 
     Raises:
         ValueError: shapes, dtypes, out_dtype or chunk counts do not fit; the message names the argument.
-        TypeError: x, weight or bias is no tensor, or x of another dtype than these.
+        TypeError: x, weight or bias is not a tensor, or x has another dtype.
     """
     if is_dynamo_compiling() and has_main_grad(weight, bias):
         options = {"chunks": chunks, "dgrad_chunks": dgrad_chunks, "out_dtype": out_dtype}
@@ -129,5 +121,5 @@ def linear(
     _check_chunks("dgrad_chunks", dgrad_chunks, n)
     if x.dim() == 2:
         return _linear(x, weight, bias, chunks, dgrad_chunks, out_dtype)
-    y = _linear(rows(x), weight, bias, chunks, dgrad_chunks, out_dtype)
+    y = _linear(flatten_rows(x), weight, bias, chunks, dgrad_chunks, out_dtype)
     return y.view(*x.shape[:-1], n)

@@ -1,8 +1,7 @@
 """linear_logprob: log-probabilities from hidden states and the head's weight, block by block, never all logits at once.
 
-Contract: orders.py, `linear` for the logits and `logprob` for the rest, so the bits are those of
-`logprob(linear(hidden, weight, out_dtype=float32), ...)`. The backward recomputes the logits, except for those that the
-forward kept, or uses the probabilities that it kept.
+Contract: orders.py, `linear` and `logprob`; the bits are those of `logprob(linear(hidden, weight, out_dtype=float32),
+...)`. The backward uses logits or probabilities that the forward kept, and recomputes the others.
 """
 
 from __future__ import annotations
@@ -17,35 +16,26 @@ from torch.compiler import is_dynamo_compiling
 
 from rlkernel.contract.orders import VOCAB_TILE
 from rlkernel.kernels import stock
-from rlkernel.ops._library import (
-    adding,
-    asked,
-    check,
-    check_flag,
-    check_float,
-    check_number,
-    define,
-    has_main_grad,
-    is_stock,
-    not_tensor,
-    outside_graph,
-)
+from rlkernel.ops.autograd import gradient_target, has_main_grad, main_grad_lock, outside_graph
+from rlkernel.ops.checks import check, check_flag, check_float, check_number, not_tensor
+from rlkernel.ops.define import define
 from rlkernel.ops.kept import check_kept
 from rlkernel.ops.logprob import LogProb, check_targets, check_vocabulary, fake_rows, inverse_temperature
+from rlkernel.ops.stock_switch import is_stock
 
 KEEP_BYTES = 1136 << 20
-"""Default of `keep_bytes`: with 8192 tokens of 4096 channels the backward stays below 1.5 GiB beside its results."""
+"""Default of `keep_bytes`: with 8192 tokens of 4096 channels the backward needs < 1.5 GiB besides its results."""
 KEEP_CHANNELS = 768
-"""Fewer channels make a logit's product cheaper than its way to memory and back."""
+"""With fewer channels computing a logit again is cheaper than writing and reading it."""
 
 
 def kept_width(tokens: int, channels: int, vocab: int, keep_bytes: float) -> int:
-    """Entries of the vocabulary, in pairs of tiles, whose fp32 logits of all tokens fit into `keep_bytes`; inf: all."""
+    """Vocabulary entries, in pairs of tiles, whose fp32 logits of all tokens fit into `keep_bytes`; inf: all."""
     pair = 2 * VOCAB_TILE
     if tokens == 0 or channels < KEEP_CHANNELS:
         return 0
-    every = -(-vocab // pair)
-    return pair * (every if keep_bytes == math.inf else min(int(keep_bytes) // (4 * pair * tokens), every))
+    pairs = -(-vocab // pair)
+    return pair * (pairs if keep_bytes == math.inf else min(int(keep_bytes) // (4 * pair * tokens), pairs))
 
 
 def check_rows(op: str, rows: Tensor) -> None:
@@ -74,13 +64,13 @@ def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None)
         return None, None, *nothing
     *saved, stats, entropy, probs, tile_max, logits = ctx.saved_tensors
     needs_input = ctx.needs_input_grad[0]
-    needs_weight, grad = asked("linear_logprob", ctx, 1, ctx.weight)
-    with contextlib.nullcontext() if grad is None else adding:
+    needs_weight, main_grad = gradient_target("linear_logprob", ctx, 1, ctx.weight)
+    with contextlib.nullcontext() if main_grad is None else main_grad_lock:
         dhidden, dweight = _grad(
-            grad, *saved, stats, entropy, dlogp, dentropy, probs, tile_max, logits, ctx.dense, needs_input,
+            main_grad, *saved, stats, entropy, dlogp, dentropy, probs, tile_max, logits, ctx.dense, needs_input,
             needs_weight,
         )  # fmt: skip
-    return dhidden if needs_input else None, dweight if needs_weight and grad is None else None, *nothing
+    return dhidden if needs_input else None, dweight if needs_weight and main_grad is None else None, *nothing
 
 
 def _fake_grad(grad: Tensor | None, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -146,14 +136,14 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,  # or [N] fp32
     kept: Tensor | None = None,  # [N, ceil(V/32)] int32
     keep_probs: bool = False,
-    keep_bytes: float = KEEP_BYTES,  # a whole number or inf
+    keep_bytes: float = KEEP_BYTES,  # an integer or inf
 ) -> LogProb:  # logp, entropy, lse: [N] fp32
     """`logprob(linear(hidden[rows], weight, out_dtype=torch.float32), targets, ...)` to the bit, block by block.
 
     The gradient of the logits is rounded to the weight's dtype, as `linear` does. Pass the tokens that the loss uses as
     `rows`: forward and backward then compute nothing for the others, and the backward may use kernels that need every
-    token's gradient. Without `rows`, tokens with no upstream gradient (or with a dropped target) still cost a forward;
-    the backward skips each of them on a CPU and, in bf16 on Hopper, groups of 16 neighbours without any, as in prompts.
+    token's gradient. Without `rows`, tokens without an upstream gradient (or with a dropped target) still cost a
+    forward; the backward skips each of them on a CPU and, in bf16 on Hopper, aligned groups of 16, as in prompts.
 
     Args:
         hidden: [T, C], fp32, bf16 or fp16.
@@ -163,19 +153,19 @@ def linear_logprob(
         targets, temperature, kept: as in `logprob`.
         keep_probs: hold the probabilities [T, V], rounded to the weight's dtype, from the forward to the backward,
             which then computes no logits: three matrix products in place of four for 2 T V bytes (fp32: 4 T V). The
-            gradients come from rounded probabilities, so their bits are others; those of logp are the same. Without
+            gradients come from rounded probabilities, so their bits differ; those of logp are the same. Without
             autograd, and for an entropy gradient, it has no effect.
-        keep_bytes: hold fp32 logits of as many entries of the vocabulary as fit from the forward to the backward, which
-            then computes those of the others alone; a whole number, or inf for all of them. No bit depends on it.
-            Without autograd, with `keep_probs`, on the CPU and below 768 channels, where computing them is cheaper, it
-            has no effect.
+        keep_bytes: hold fp32 logits of as many vocabulary entries as fit into this many bytes from the forward to the
+            backward, which then recomputes only the others; an integer, or inf for all. No bit depends on it. Without
+            autograd, with `keep_probs`, on the CPU and below 768 channels, where recomputing is cheaper, it has no
+            effect.
 
     Raises:
         ValueError: shapes, dtypes or temperatures do not fit, rows is not [N] int64, V is not in [1, 2^23), or
             keep_bytes is negative or a fraction; the message names it.
-        TypeError: an argument is no tensor, hidden of another dtype than these, or keep_probs not True or False.
+        TypeError: an argument is not a tensor, hidden has another dtype, or keep_probs is not True or False.
         IndexError: a target outside the vocabulary (CPU).
-        RuntimeError: temperature asks for a gradient.
+        RuntimeError: temperature requires a gradient.
     """
     if is_dynamo_compiling() and has_main_grad(weight):
         options = {"temperature": temperature, "kept": kept, "keep_probs": keep_probs, "keep_bytes": keep_bytes}
@@ -199,7 +189,7 @@ def linear_logprob(
     check_targets("linear_logprob", targets, t)
     check_kept("linear_logprob", kept, t, v)
     check_flag("linear_logprob", "keep_probs", keep_probs)
-    expected = "a whole number of at least 0, or inf, which keeps all"
+    expected = "an integer of at least 0, or inf, which keeps all"
     check_number("linear_logprob", "keep_bytes", keep_bytes, expected, 0, math.inf)
     check(
         keep_bytes == math.inf or keep_bytes == int(keep_bytes),
@@ -215,3 +205,22 @@ def linear_logprob(
         if width > 0:
             return LogProb(*_linear_logprob_logits(hidden, weight, targets, inverse, kept, width, dense)[:3])
     return LogProb(*_linear_logprob(hidden, weight, targets, inverse, kept, dense)[:3])
+
+
+def linear_logprob_top1(
+    hidden: Tensor,  # [T, C]
+    weight: Tensor,  # [V, C]
+    targets: Tensor,  # [T] int64
+    inv_temperature: Tensor | None,  # [T] fp32, of `inverse_temperature`
+    kept: Tensor | None,  # [T, ceil(V/32)] int32
+    keep_probs: bool,
+) -> tuple[LogProb, Tensor]:  # logp, entropy, lse: [T] fp32; [T] bool
+    """`linear_logprob`, and whether each target has the largest logit. The arguments are not checked."""
+    if is_stock():
+        logits = stock.linear(hidden, weight, None, torch.float32)
+        result = LogProb(*stock.logprob(logits, targets, inv_temperature, kept))
+        return result, logits.argmax(-1) == targets
+    keep_probs = keep_probs and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    op = _linear_logprob_probs if keep_probs else _linear_logprob
+    logp, entropy, lse, stats, *_ = op(hidden, weight, targets, inv_temperature, kept, True)
+    return LogProb(logp, entropy, lse), logp.detach() == -stats[:, 1]  # logp is (logit - largest) - stats[:, 1]

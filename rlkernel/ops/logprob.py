@@ -1,7 +1,7 @@
 """logprob: selected log-probability, entropy and log-sum-exp of given logits, over vocabulary tiles of fixed size.
 
 Contract: orders.py, `logprob`, spelled out in docs/ops/logprob.md. `linear_logprob` gives the same bits without the
-logits. The forward keeps two numbers a row (maximum, log of the sum), so the backward repeats no reduction.
+logits. The forward keeps two numbers per row (maximum, log of the sum), so the backward repeats no reduction.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from torch import Tensor
 
 from rlkernel.contract.orders import MAX_VOCAB
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, check_number, define, is_stock, no_gradient, not_tensor
+from rlkernel.ops.autograd import no_gradient
+from rlkernel.ops.checks import check, check_float, check_number, not_tensor
+from rlkernel.ops.define import define
 from rlkernel.ops.kept import check_kept
+from rlkernel.ops.stock_switch import is_stock
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-126, 2.0**126
-"""Between them a number and its inverse are normal in fp32."""
-_TEMPERATURES = f"positive, {LEAST_TEMPERATURE:.3g} to {MOST_TEMPERATURE:.3g} (greedy is sample's)"
+"""Between these limits a number and its inverse are normal in fp32."""
+_TEMPERATURES = f"positive, {LEAST_TEMPERATURE:.3g} to {MOST_TEMPERATURE:.3g} (0, greedy, is for sample only)"
 
 
 class LogProb(NamedTuple):
@@ -32,9 +35,11 @@ class LogProb(NamedTuple):
 def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) -> Tensor | None:
     """1/T as the kernels take it: fp32 [T], divided in fp32; None for a temperature of 1.
 
-    `logits` (or hidden states) gives the number of tokens and the device. Raises ValueError where the temperature is
-    not positive, or infinite (a tensor's values are checked by the CPU kernels; on CUDA looking would wait for the
-    device), RuntimeError where it asks for a gradient.
+    `logits` (or hidden states) gives the number of tokens and the device. A tensor's values are checked by the CPU
+    kernels; on CUDA a check would wait for the device.
+
+    Raises:
+        ValueError: the temperature is not positive, or infinite. RuntimeError: it requires a gradient.
     """
     tokens = logits.shape[0]
     if not isinstance(temperature, Tensor):
@@ -55,7 +60,7 @@ def inverse_temperature(op: str, temperature: float | Tensor, logits: Tensor) ->
 
 
 def check_vocabulary(op: str, name: str, size: int) -> None:
-    """Raises ValueError unless a vocabulary of `size` entries, a dimension of the argument `name`, can be summed."""
+    """Raises ValueError unless `size`, a dimension of the argument `name`, is a supported vocabulary size."""
     check(
         0 < size <= MAX_VOCAB,
         lambda: f"{op}: {name} has a vocabulary of {size} entries; expected 1 <= V <= {MAX_VOCAB}",
@@ -96,7 +101,7 @@ _dgrad = define(
     "logprob",
     fake=lambda logits, *_: logits.new_empty(logits.shape),
 )
-_logprob = define(
+logprob_unchecked = define(
     "logprob(Tensor logits, Tensor targets, Tensor? inv_temperature, Tensor? kept) -> (Tensor, Tensor, Tensor, Tensor)",
     "logprob",
     fake=lambda logits, *_: fake_rows(logits),
@@ -119,9 +124,9 @@ def logprob(
 
     Args:
         logits: [T, V], fp32, bf16 or fp16; widened to fp32 first.
-        targets: [T] int64 in [0, V). Checked on the CPU; on CUDA a target outside gives undefined values (checking
-            would wait for the device).
-        temperature: a number or one a row, > 0. The logits are multiplied by 1/T, divided once in fp32.
+        targets: [T] int64 in [0, V). Checked on the CPU; on CUDA a target outside gives undefined values (a check would
+            wait for the device).
+        temperature: a number or one per row, > 0. The logits are multiplied by 1/T, divided once in fp32.
         kept: tokens that the distribution is over, as a bit mask (see `pack_kept`); None keeps all. A target that
             was dropped has logp -inf and its row no gradient. A row with nothing kept has lse -inf and entropy 0.
 
@@ -129,9 +134,9 @@ def logprob(
 
     Raises:
         ValueError: shapes, dtypes or temperatures do not fit, or V is not in [1, 2^23); the message names it.
-        TypeError: logits or targets is no tensor, or logits of another dtype than these.
+        TypeError: logits or targets is not a tensor, or logits has another dtype.
         IndexError: a target outside the vocabulary (CPU).
-        RuntimeError: temperature asks for a gradient.
+        RuntimeError: temperature requires a gradient.
     """
     if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)):
         raise not_tensor("logprob", logits=logits, targets=targets)
@@ -144,4 +149,16 @@ def logprob(
     if is_stock():
         return LogProb(*stock.logprob(logits, targets, inverse, kept))
     check_float("logprob", "logits", logits)
-    return LogProb(*_logprob(logits, targets, inverse, kept)[:3])
+    return LogProb(*logprob_unchecked(logits, targets, inverse, kept)[:3])
+
+
+def logprob_stats(
+    logits: Tensor,  # [T, V]
+) -> Tensor:  # [T, 2] fp32
+    """Maximum M of each row and log of the sum of `exp(z - M)`, as `logprob` computes them.
+
+    `(z - M) - log S` is `logprob(...).logp` of any token z of the row, to the bit. The arguments are not checked.
+    """
+    any_token = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+    stats: Tensor = logprob_unchecked(logits, any_token, None, None)[3]
+    return stats

@@ -1,4 +1,4 @@
-"""pack and unpack: a list of sequences as one flat tensor with borders, and back. Copies; no arithmetic."""
+"""pack and unpack: concatenates sequences into one tensor with cu_seqlens, and splits it again. No arithmetic."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.ops._library import check, check_tensors, refuse_sparse
+from rlkernel.ops.checks import check, check_dense, check_tensors
 
 
 class Packed(NamedTuple):
     """Result of `pack`.
 
     Attributes:
-        flat: [T, ...], the sequences one after the other.
+        flat: [T, ...], the sequences concatenated.
         cu_seqlens: [B + 1] int32, sequence b is flat[cu_seqlens[b]:cu_seqlens[b + 1]].
         positions: [T] int64, position of each token in its own sequence, from 0.
     """
@@ -37,8 +37,8 @@ def pack(sequences: Sequence[Tensor] | Sequence[Sequence[int]]) -> Packed:  # B 
         Packed(flat [T, ...], cu_seqlens [B + 1] int32, positions [T] int64), on the sequences' device.
 
     Raises:
-        ValueError: no sequence, unlike dtypes, devices or shapes, or 2^31 tokens and more. TypeError: no list of
-            tensors or of lists of whole numbers below 2^63.
+        ValueError: no sequence, differing dtypes, devices or shapes, or 2^31 tokens and more. TypeError: not a list of
+            tensors, or of lists of integers below 2^63.
     """
     if not hasattr(sequences, "__len__") or isinstance(sequences, (str, bytes, dict)):
         raise TypeError(
@@ -51,11 +51,11 @@ def pack(sequences: Sequence[Tensor] | Sequence[Sequence[int]]) -> Packed:  # B 
         _check_row(i, row, first)
     lengths = [row.shape[0] for row in rows]
     total = sum(lengths)
-    check(total < 2**31, lambda: f"pack: {total} tokens do not fit int32 borders; split the batch")
+    check(total < 2**31, lambda: f"pack: {total} tokens do not fit an int32 cu_seqlens; split the batch")
     size = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu")
-    borders = size.cumsum(0)
-    positions = torch.arange(total, device="cpu") - torch.repeat_interleave(borders[:-1], size[1:])
-    return Packed(torch.cat(rows), borders.to(first.device, torch.int32), positions.to(first.device))
+    ends = size.cumsum(0)
+    positions = torch.arange(total, device="cpu") - torch.repeat_interleave(ends[:-1], size[1:])
+    return Packed(torch.cat(rows), ends.to(first.device, torch.int32), positions.to(first.device))
 
 
 def unpack(flat: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
@@ -66,24 +66,24 @@ def unpack(flat: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
         cu_seqlens: [B + 1] int32 or int64.
 
     Raises:
-        ValueError: cu_seqlens does not start at 0, decreases, or does not end at T. TypeError: cu_seqlens is not of
-            whole numbers, or one is no tensor.
+        ValueError: cu_seqlens does not start at 0, decreases, or does not end at T. TypeError: cu_seqlens does not hold
+            integers, or one is not a tensor.
     """
     check_tensors("unpack", flat=flat, cu_seqlens=cu_seqlens)
-    refuse_sparse("unpack", ("flat", "cu_seqlens"), (flat, cu_seqlens))
+    check_dense("unpack", ("flat", "cu_seqlens"), (flat, cu_seqlens))
     check(flat.dim() >= 1, lambda: "unpack: flat is a scalar, expected [T, ...]")
     check(
         cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.dim() == 1,
         lambda: f"unpack: cu_seqlens is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; expected [B + 1] int32 or int64",
         TypeError,
     )
-    borders = cu_seqlens.tolist()
-    lengths = [b - a for a, b in pairwise(borders)]
+    ends = cu_seqlens.tolist()
+    lengths = [b - a for a, b in pairwise(ends)]
     check(
-        len(borders) > 0 and borders[0] == 0 and borders[-1] == flat.shape[0] and min(lengths, default=0) >= 0,
+        len(ends) > 0 and ends[0] == 0 and ends[-1] == flat.shape[0] and min(lengths, default=0) >= 0,
         lambda: (
-            f"unpack: cu_seqlens must start at 0, never decrease and end at T={flat.shape[0]}; it is {borders[:8]}"
-            f"{'...' if len(borders) > 8 else ''}"
+            f"unpack: cu_seqlens must start at 0, never decrease and end at T={flat.shape[0]}; it is {ends[:8]}"
+            f"{'...' if len(ends) > 8 else ''}"
         ),
     )
     return list(flat.split(lengths)) if lengths else []
@@ -92,14 +92,13 @@ def unpack(flat: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
 def _ids(i: int, sequence: Iterable[int]) -> Tensor:
     try:
         ids = torch.tensor(list(sequence), device="cpu")
-        whole = ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex())
+        are_integers = ids.numel() == 0 or not (ids.is_floating_point() or ids.is_complex())
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: 2^63
-        whole = False
+        are_integers = False
     check(
-        whole,
+        are_integers,
         lambda: (
-            f"pack: sequences[{i}] is neither a tensor nor a list of whole numbers below 2^63; pass token ids, or a "
-            "tensor"
+            f"pack: sequences[{i}] is neither a tensor nor a list of integers below 2^63; pass token ids, or a tensor"
         ),
         TypeError,
     )

@@ -14,17 +14,10 @@ from torch import Tensor
 
 from rlkernel.kernels import stock
 from rlkernel.kernels.policy_loss import COUNTS, KL_TYPES, LOSS_TYPES, STATS, Outputs, PolicyLossInputs
-from rlkernel.ops._library import (
-    MOST,
-    check,
-    check_number,
-    check_optional,
-    check_whole,
-    define,
-    is_stock,
-    not_tensor,
-    refuse_gradient,
-)
+from rlkernel.ops.autograd import refuse_gradient
+from rlkernel.ops.checks import FP32_MAX, check, check_int, check_number, check_optional, not_tensor
+from rlkernel.ops.define import define
+from rlkernel.ops.stock_switch import is_stock
 
 
 class PolicyLoss(NamedTuple):
@@ -299,8 +292,8 @@ def _check_vector(name: str, x: Tensor, shape: Any, dtype: torch.dtype, device: 
 
 def _checked_length(value: Any) -> int:
     expected = f"a whole number of tokens from 1 to {LONGEST}, or None"
-    length = check_whole("policy_loss", "max_completion_length", value, expected, 1, LONGEST)
-    # compiled, check_whole treats every int as symbolic; dynamo may compile it alone, so both cases check the range
+    length = check_int("policy_loss", "max_completion_length", value, expected, 1, LONGEST)
+    # compiled, check_int treats every int as symbolic; dynamo may compile it alone, so both cases check the range
     if torch.compiler.is_compiling() or isinstance(length, torch.SymInt):
         from torch.fx.experimental.symbolic_shapes import guard_or_true  # takes 0.6 s
 
@@ -327,7 +320,7 @@ def _checked_options(
     clip_high = check_number("policy_loss", "clip_high", clip_high, expected, 0.0, math.inf)
     off = "0 switches the term off"
     kl_coef = check_number("policy_loss", "kl_coef", kl_coef, f"finite in float32 and at least 0; {off}", 0.0)
-    entropy_coef = check_number("policy_loss", "entropy_coef", entropy_coef, f"finite in float32; {off}", -MOST)
+    entropy_coef = check_number("policy_loss", "entropy_coef", entropy_coef, f"finite in float32; {off}", -FP32_MAX)
     if clip_dual is not None:
         check(
             loss_type not in ("cispo", "reinforce"),

@@ -1,6 +1,6 @@
 """qk_norm_rope: `rms_norm` of every query and key head, then `rope`, in one pass. Rollout only: it has no gradient.
 
-Contract: orders.py, `rms_norm` and `rope`; the bits of the two ops one after the other.
+Contract: orders.py, `rms_norm` and `rope`; its bits are those of the two ops called one after the other.
 """
 
 from __future__ import annotations
@@ -10,20 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlkernel.kernels import select
-from rlkernel.ops._library import (
-    check,
-    check_devices,
-    check_float,
-    check_tensors,
-    define,
-    is_stock,
-    refuse_gradient,
-    wrote,
-)
 from rlkernel.ops.attention import check_new_rows, store_kv_
+from rlkernel.ops.autograd import bump_versions, refuse_gradient
+from rlkernel.ops.checks import check, check_float, check_one_device, check_tensors
+from rlkernel.ops.define import define, gpu_kernel
 from rlkernel.ops.rms_norm import check_eps, rms_norm
 from rlkernel.ops.rope import check_table, rope
+from rlkernel.ops.stock_switch import is_stock
 
 _qk_norm_rope = define(
     "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor positions, Tensor cos_sin) "
@@ -47,7 +40,7 @@ def _check(
     positions: Tensor,
     cos_sin: Tensor,
 ) -> float:
-    """eps as a float; raises where an argument does not fit."""
+    """eps as a float; raises if an argument does not fit."""
     check_tensors(op, q=q, k=k, q_weight=q_weight, k_weight=k_weight, positions=positions, cos_sin=cos_sin)
     eps = check_eps(op, eps)
     check(q.dim() == 3, lambda: f"{op}: q is {tuple(q.shape)}; expected [T, H, D]")
@@ -83,9 +76,10 @@ def qk_norm_rope(
         eps, positions, cos_sin: as in the two ops.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; the message names the argument. TypeError: another dtype, or no tensor.
-        IndexError: a position outside the table (CPU). RuntimeError: a tensor asks for a gradient; call it under
-            `torch.no_grad()`, or the two ops.
+        ValueError: shapes or dtypes do not fit; the message names the argument. TypeError: another dtype, or not a
+            tensor.
+        IndexError: a position outside the table (CPU). RuntimeError: a tensor requires a gradient; call it under
+            `torch.no_grad()`, or call the two ops.
     """
     eps = _check("qk_norm_rope", q, k, q_weight, k_weight, eps, positions, cos_sin)
     if is_stock():
@@ -95,21 +89,35 @@ def qk_norm_rope(
 
 def _check_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     check_tensors("qk_norm_rope_store", k=k, v=v, k_cache=k_cache, v_cache=v_cache, slots=slots)
-    four = k_cache.dim() == 4
-    (pages, page, _, _), (block, slot, _, element) = (k_cache.shape, k_cache.stride()) if four else ((0,) * 4,) * 2
+    is_paged = k_cache.dim() == 4
+    (pages, page, _, _), (page_stride, slot_stride, _, element_stride) = (
+        (k_cache.shape, k_cache.stride()) if is_paged else ((0,) * 4,) * 2
+    )
     check(
-        four
+        is_paged
         and k_cache.shape == v_cache.shape
         and k_cache.stride() == v_cache.stride()
-        and (block == page * slot or pages == 1)
-        and element == 1,
+        and (page_stride == page * slot_stride or pages == 1)
+        and element_stride == 1,
         lambda: (
             f"qk_norm_rope_store: k_cache is {tuple(k_cache.shape)} with strides {k_cache.stride()}, v_cache "
-            f"{tuple(v_cache.shape)} with {v_cache.stride()}; expected one shape [pages, page, HK, D], pages in a row, "
-            "D dense"
+            f"{tuple(v_cache.shape)} with {v_cache.stride()}; expected one shape [pages, page, HK, D] with contiguous "
+            "pages and a contiguous D"
         ),
     )
     check_new_rows("qk_norm_rope_store", k_cache, v_cache, k, v, slots)
+
+
+def qk_norm_rope_is_fused(device: torch.device, head_dim: int) -> bool:
+    """Whether one kernel computes `qk_norm_rope_store`; it also takes the halves of a cache [pages, page, HK, 2 D].
+
+    False on CPUs, in `stock()` blocks and for head dims that are not a power of two.
+    """
+    if is_stock() or gpu_kernel("qk_norm_rope", device.type) is None:
+        return False
+    from rlkernel.kernels.triton.qk_norm_rope import computes
+
+    return computes(head_dim)
 
 
 def qk_norm_rope_store(
@@ -125,12 +133,12 @@ def qk_norm_rope_store(
     v_cache: Tensor,  # [pages, page, HK, D]
     slots: Tensor,  # [T] int64
 ) -> Tensor:  # q' [T, H, D]
-    """`qk_norm_rope`, with k' and v written as `store_kv_` writes them: one kernel on GPUs. Not under tracing.
+    """`qk_norm_rope`, with k' and v written as `store_kv_` writes them, in one kernel on GPUs. It cannot be traced.
 
     Args:
         q, k, v, q_weight, k_weight, eps, positions, cos_sin: as in `qk_norm_rope`; v as k.
-        k_cache, v_cache: [pages, page, HK, D], contiguous; where the one kernel runs (GPUs, D a power of two) also the
-            two halves of a cache [pages, page, HK, 2 D].
+        k_cache, v_cache: [pages, page, HK, D], contiguous; if `qk_norm_rope_is_fused` also the two halves of a cache
+            [pages, page, HK, 2 D].
         slots: [T] int64, as in `store_kv_`.
 
     Raises:
@@ -139,17 +147,16 @@ def qk_norm_rope_store(
     op = "qk_norm_rope_store"
     eps = _check(op, q, k, q_weight, k_weight, eps, positions, cos_sin)
     _check_cache(k, v, k_cache, v_cache, slots)
-    check_devices(op, q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slots)
+    check_one_device(op, q, k, v, q_weight, k_weight, positions, cos_sin, k_cache, v_cache, slots)
     if torch.is_grad_enabled() and not is_stock():
         names = ("q", "k", "v", "q_weight", "k_weight", "cos_sin", "k_cache", "v_cache")
         refuse_gradient(op, names, (q, k, v, q_weight, k_weight, cos_sin, k_cache, v_cache))
-    if not is_stock() and select.choose("qk_norm_rope", q.device.type).implementation == "triton":
+    if qk_norm_rope_is_fused(q.device, q.shape[2]):
         from rlkernel.kernels.triton import qk_norm_rope as triton
 
-        if triton.computes(q.shape[2]):
-            q = triton.qk_norm_rope_store(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slots)
-            wrote(k_cache, v_cache)
-            return q
+        q = triton.qk_norm_rope_store(q, k, v, q_weight, k_weight, eps, positions, cos_sin, k_cache, v_cache, slots)
+        bump_versions(k_cache, v_cache)
+        return q
     q, k = qk_norm_rope(q, k, q_weight, k_weight, eps, positions, cos_sin)
     store_kv_(k_cache, v_cache, k, v, slots)
     return q

@@ -1,7 +1,6 @@
-"""rms_norm: y = round(round(r * rstd) * weight), r = x or round(x + residual), one fixed sum a row.
+"""rms_norm: y = round(round(r * rstd) * weight) with r = x or round(x + residual); each row is summed in a fixed order.
 
-Contract: orders.py, `rms_norm`. Both gradients come from one pass, which recomputes rstd from r: nothing but r is
-kept for it.
+Contract: orders.py, `rms_norm`. One pass computes both gradients; it recomputes rstd from r, the only tensor kept.
 """
 
 from __future__ import annotations
@@ -12,18 +11,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import (
-    adding,
-    asked,
-    check,
-    check_float,
-    check_number,
-    define,
-    has_main_grad,
-    is_stock,
-    not_tensor,
-    outside_graph,
-)
+from rlkernel.ops.autograd import gradient_target, has_main_grad, main_grad_lock, outside_graph
+from rlkernel.ops.checks import check, check_float, check_number, not_tensor
+from rlkernel.ops.define import define
+from rlkernel.ops.stock_switch import is_stock
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -34,28 +25,28 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, residual, weight, ctx.eps = inputs
-    ctx.views = _of_leaf(x), _of_leaf(residual)
-    ctx.set_materialize_grads(False)  # the last norm's r is unused; a zero gradient for it would be a pass over memory
+    ctx.views = _is_leaf_view(x), _is_leaf_view(residual)
+    ctx.set_materialize_grads(False)  # the last norm's r is unused; a zero gradient for it would cost a pass
     ctx.save_for_backward(output[1], weight)
     ctx.weight = weight
 
 
-def _of_leaf(x: Tensor) -> bool:
-    """Whether a tensor is a view of a leaf, which takes the memory of its gradient for its own."""
+def _is_leaf_view(x: Tensor) -> bool:
+    """Whether a tensor is a view of a leaf, whose `.grad` may become the returned gradient's memory itself."""
     return x._base is not None and x._base.is_leaf and x.requires_grad
 
 
 def _gradients(
-    ctx: Any, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, of_x: bool, place: int
+    ctx: Any, dy: Tensor, dr: Tensor | None, x: Tensor, weight: Tensor, needs_x: bool, index: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and of the weight, in one pass where both are asked for; `place`: of the weight, among inputs."""
-    of_weight, to = asked("rms_norm", ctx, place, ctx.weight)
-    if not of_weight:
-        return (_dgrad(dy, dr, x, weight, ctx.eps) if of_x else None), None
-    if to is None:
+    """Gradients of x and of the weight, in one pass if both are needed; `index`: the weight's among the inputs."""
+    needs_weight, main_grad = gradient_target("rms_norm", ctx, index, ctx.weight)
+    if not needs_weight:
+        return (_dgrad(dy, dr, x, weight, ctx.eps) if needs_x else None), None
+    if main_grad is None:
         return _grad(dy, dr, x, weight, ctx.eps)
-    with adding:
-        return _add_grad(to, dy, dr, x, weight, ctx.eps), None
+    with main_grad_lock:
+        return _add_grad(main_grad, dy, dr, x, weight, ctx.eps), None
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -64,16 +55,18 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
-    """One tensor for both, of their own shape: autograd sees that two hold it, and copies it for a leaf. Views of one
-    memory it does not see: each would be a leaf's `.grad`, and what is added to one added to both."""
+    """x and the residual get the same gradient tensor: autograd sees that two inputs hold it and copies it for a leaf.
+
+    For views of leaves autograd does not copy, so both leaves' `.grad` would share memory; these get a clone.
+    """
     r, weight = ctx.saved_tensors
     view_x, view_residual = ctx.views
     if dy is None:
         if dr is None:
             return None, None, None, None
         return dr.clone() if view_x else dr, dr.clone() if view_residual else dr, None, None
-    of_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-    dx, dw = _gradients(ctx, dy, dr, r, weight, of_x, 2)
+    needs_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+    dx, dw = _gradients(ctx, dy, dr, r, weight, needs_x, 2)
     if dx is not None and all(ctx.needs_input_grad[:2]) and (view_x or view_residual):
         return dx, dx.clone(), dw, None
     return dx, dx, dw, None
@@ -111,7 +104,7 @@ _add_rms_norm = define(
 
 
 def check_eps(op: str, eps: float) -> float:
-    """eps as a float; raises ValueError unless it can stand under the root."""
+    """eps as a float; raises ValueError unless it is finite and at least 0."""
     expected = "finite in float32 and at least 0, as the model's config has it (often 1e-6)"
     return check_number(op, "eps", eps, expected, 0.0)
 
@@ -126,7 +119,7 @@ def rms_norm(
     eps: float,
     residual: Tensor | None = None,  # [..., C]
 ) -> Tensor | tuple[Tensor, Tensor]:  # y [..., C], or (y, r)
-    """Root-mean-square norm over the last dimension, with the residual addition in front of it.
+    """Root-mean-square norm over the last dimension, optionally fused with the residual addition before it.
 
     `r = round(x + residual)` (or x), `rstd = 1 / sqrt(mean(r^2) + eps)` in fp32, `y = round(round(r * rstd) * weight)`:
     the rounding points of Hugging Face's models. Both y and r are differentiable; the gradient of the sum goes to
@@ -140,7 +133,7 @@ def rms_norm(
 
     Raises:
         ValueError: shapes or dtypes do not fit, C is 0, or eps is negative or not finite; the message names it.
-        TypeError: x, weight or residual is no tensor, or x of another dtype than these.
+        TypeError: x, weight or residual is not a tensor, or x has another dtype.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """

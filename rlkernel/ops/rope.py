@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor, refuse_gradient
+from rlkernel.ops.autograd import refuse_gradient
+from rlkernel.ops.checks import check, check_float, not_tensor
+from rlkernel.ops.define import define
+from rlkernel.ops.stock_switch import is_stock
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -61,13 +64,13 @@ def rope(
     Args:
         q, k: [T, H, D] and [T, HK, D], fp32, bf16 or fp16, one dtype.
         positions: [T] int64 in [0, P): index of each token in its own sequence, not in the packed buffer. Checked on
-            the CPU; on CUDA a position outside takes the first or the last row (checking would wait for the device).
+            the CPU; on CUDA a position outside takes the first or the last row (a check would wait for the device).
         cos_sin: [P, D] fp32; row p holds cos of its D/2 angles, then sin. A constant.
 
     Raises:
         ValueError: shapes or dtypes do not fit; the message names the argument.
-        TypeError: an argument is no tensor, or q of another dtype than these.
-        IndexError: a position outside the table (CPU). RuntimeError: cos_sin asks for a gradient.
+        TypeError: an argument is not a tensor, or q has another dtype.
+        IndexError: a position outside the table (CPU). RuntimeError: cos_sin requires a gradient.
 
     Source: Su et al., RoFormer, 2021; pairing by halves as in GPT-NeoX.
     """

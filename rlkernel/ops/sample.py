@@ -1,4 +1,4 @@
-"""sample: one token a row by Gumbel-max, with noise keyed by request seed, position and token id.
+"""sample: one token per row by Gumbel-max, with noise keyed by request seed, position and token id.
 
 Contract: orders.py, `sample`, spelled out in docs/ops/sample.md. Temperature, top-k, top-p and min-p decide the kept
 set; the log-probability comes from `logprob` over that set, so a trainer scores exactly what was sampled.
@@ -12,20 +12,22 @@ import torch
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_flag, check_optional, check_tensors, define, is_stock
+from rlkernel.ops.checks import check, check_flag, check_optional, check_tensors
+from rlkernel.ops.define import define
 from rlkernel.ops.kept import kept_words
-from rlkernel.ops.logprob import _logprob, check_vocabulary
+from rlkernel.ops.logprob import check_vocabulary, logprob_unchecked
+from rlkernel.ops.stock_switch import is_stock
 
 
 class Sample(NamedTuple):
-    """Sampled token ids, their log-probabilities over the kept set, and that set (None: every token)."""
+    """Result of `sample`: token ids, their log-probabilities over the kept set, and that set (None: every token)."""
 
     tokens: Tensor  # [B] int64
     logp: Tensor  # [B] fp32
     kept: Tensor | None  # [B, ceil(V/32)] int32
 
 
-_sample = define(
+sample_unchecked = define(  # for engines that have checked the arguments
     "sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor? top_k, Tensor? top_p, "
     "Tensor? min_p) -> (Tensor, Tensor)",
     "sample",
@@ -51,9 +53,9 @@ def sample(
     min_p: Tensor | None = None,  # [B] fp32
     return_kept: bool = False,
 ) -> Sample:
-    """Samples one token a row from `softmax(logits / temperature)`, filtered by top-k, then top-p, then min-p.
+    """Samples one token per row from `softmax(logits / temperature)`, filtered by top-k, then top-p, then min-p.
 
-    The noise of a token depends on (seed, position, token id) alone: not on the row, the batch or the machine's
+    The noise of a token depends on (seed, position, token id) alone, not on the row, the batch or the machine's
     threads. On equal scores the lowest id wins.
 
     Args:
@@ -66,15 +68,15 @@ def sample(
             top-k left; 1 is off.
         min_p: [B] fp32 in [0, 1], keeps probabilities of at least this fraction of the largest one; 0 is off.
             All three keep every token that ties with the last one kept.
-        return_kept: also return the kept set as a bit mask. None where no filter is given: all tokens are kept.
+        return_kept: also return the kept set as a bit mask, or None if no filter is given and all tokens are kept.
 
-    Values are checked on the CPU; on CUDA a bad one gives an undefined token of the vocabulary (checking would wait for
+    Values are checked on the CPU; on CUDA a bad one gives an undefined token of the vocabulary (a check would wait for
     the device).
 
     Raises:
         ValueError: shapes, dtypes, temperatures or filters do not fit, V is 0, or a row of logits has a NaN or +inf or
             nothing but -inf; the message names the argument and the row.
-        TypeError: an argument is no tensor, or return_kept not True or False.
+        TypeError: an argument is not a tensor, or return_kept not True or False.
 
     Source: Gumbel-max trick: Maddison, Tarlow and Minka, A* Sampling, 2014.
     """
@@ -104,8 +106,23 @@ def sample(
     if is_stock():
         tokens, logp, mask = stock.sample(logits, temperature, top_k, top_p, min_p)
         return Sample(tokens, logp, mask if return_kept else None)
-    tokens, mask = _sample(logits, seeds, positions, temperature, top_k, top_p, min_p)
+    tokens, mask = sample_unchecked(logits, seeds, positions, temperature, top_k, top_p, min_p)
     kept = mask if top_k is not None or top_p is not None or min_p is not None else None
     inverse = torch.ones_like(temperature) / torch.where(temperature > 0, temperature, 1.0)
-    logp = _logprob(logits, tokens, inverse, kept)[0]
+    logp = logprob_unchecked(logits, tokens, inverse, kept)[0]
     return Sample(tokens, logp, kept if return_kept else None)
+
+
+@torch.no_grad()
+def kept_set(
+    logits: Tensor,  # [B, V] fp32
+    *,
+    temperature: Tensor,  # [B] fp32
+    top_k: Tensor | None = None,  # [B] int32
+    top_p: Tensor | None = None,  # [B] fp32
+    min_p: Tensor | None = None,  # [B] fp32
+) -> Tensor:  # [B, ceil(V/32)] int32
+    """The set of tokens that `sample` keeps, as a bit mask. At least one filter is given; arguments are not checked."""
+    zeros = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+    mask: Tensor = sample_unchecked(logits, zeros, zeros, temperature, top_k, top_p, min_p)[1]
+    return mask

@@ -1,6 +1,6 @@
 """swiglu: round(round(silu(gate)) * up) of a fused gate_up projection.
 
-Contract: orders.py, `swiglu`. Elementwise, so invariant by nature once exp is the contract's own.
+Contract: orders.py, `swiglu`. Elementwise, so batch-invariant because exp is the contract's own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from rlkernel.kernels import stock
-from rlkernel.ops._library import check, check_float, define, is_stock, not_tensor, rows
+from rlkernel.ops.checks import check, check_float, flatten_rows, not_tensor
+from rlkernel.ops.define import define
+from rlkernel.ops.stock_switch import is_stock
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -47,7 +49,7 @@ def swiglu(
         gate_up: [..., 2F], fp32, bf16 or fp16.
 
     Raises:
-        ValueError: the last dimension is odd, or there is none. TypeError: gate_up is no tensor, or of another dtype.
+        ValueError: the last dimension is odd or missing. TypeError: gate_up is not a tensor, or has another dtype.
 
     Source: Shazeer, GLU Variants Improve Transformer, 2020.
     """
@@ -64,4 +66,4 @@ def swiglu(
     check_float("swiglu", "gate_up", gate_up)
     if len(shape) == 2:
         return _swiglu(gate_up)
-    return _swiglu(rows(gate_up)).view(*shape[:-1], width // 2)
+    return _swiglu(flatten_rows(gate_up)).view(*shape[:-1], width // 2)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from rlkernel import ops
-from rlkernel.kernels import build
+from rlkernel.ops.warmup import compile_cpu_kernels
 
 
 def ready_kernels(device: str) -> None:
@@ -20,12 +20,9 @@ def ready_kernels(device: str) -> None:
     standard error.
 
     Raises:
-        BuildError: as `build.cpu_library`, where there is a compiler.
+        BuildError: there is a compiler, and the build failed.
     """
-    if device != "cpu" or ops.is_stock():
-        return
-    if build.compiler() is not None:
-        build.cpu_library()
+    if device != "cpu" or ops.is_stock() or compile_cpu_kernels():
         return
     print(
         "rlkernel: there is no C++ compiler, so the readable reference ops run, about a thousand times slower than the "

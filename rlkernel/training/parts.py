@@ -20,9 +20,9 @@ from rlkernel.data.errors import InputError
 from rlkernel.data.rewards import Reward, Rewards, load_reward
 from rlkernel.data.tasks import Task, load_task
 from rlkernel.data.tokenizer import Tokenizer, TokenizerError
-from rlkernel.kernels.errors import VariantError
 from rlkernel.models import CheckpointError, ConfigError, Decoder, load_model
 from rlkernel.models.config import DTYPES, from_hf
+from rlkernel.ops import VariantError
 from rlkernel.training.batch import Sample
 from rlkernel.training.config import Settings
 from rlkernel.training.run import writing

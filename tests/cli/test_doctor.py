@@ -16,11 +16,11 @@ import torch
 pytest.importorskip("triton")
 
 import rlkernel
-from rlkernel.cli import doctor
 from rlkernel.cli.main import main
 from rlkernel.kernels import build, schedule, select, verdicts
-from rlkernel.kernels.cuda import cublaslt, fa3_library, linear_logprob
+from rlkernel.kernels.cuda import attention_fa3, cublaslt, linear_logprob
 from rlkernel.kernels.triton import common, launch, matrix
+from rlkernel.ops import report
 
 CHIPS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell"}
 
@@ -35,7 +35,7 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(schedule, "_ops", dict(schedule._ops))
-    caches = (common._capability, matrix._has_tma)
+    caches = (common._capability, matrix._has_copy_engine)
     for cache in caches:
         cache.cache_clear()
     yield request.param
@@ -54,7 +54,7 @@ def test_cpu_says_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["capability"] is None and found["attention_fa3"]["unavailable"]
-    assert {row["implementation"] for row in found["ops"]} <= {"cpp", "reference"}
+    assert {row["implementation"] for row in found["ops"]} <= {"cpu", "reference"}
     if not torch.cuda.is_available():
         assert found["schedules"]["unavailable"] == "no CUDA GPU"
     assert main(["doctor", "--device", "cpu"]) == 0
@@ -73,7 +73,7 @@ def test_says_which_triton_was_measured(
     text = capsys.readouterr().out
     assert ("Triton 3.9.0 is not the measured 3.6: direct launches" in text) == (version == "3.9.0")
     assert ("pip install 'triton==3.6.*'" in text) == (version == "3.9.0")
-    assert ("direct launches are off, calls cost the host more" in text) == (version == "3.6.1")
+    assert ("direct launches are off, so calls cost the host more" in text) == (version == "3.6.1")
 
 
 def test_the_triton_installed_is_the_measured_one() -> None:
@@ -92,6 +92,7 @@ def test_the_first_line_sums_up(
 ) -> None:
     build.build_cpu()
     monkeypatch.setattr(select, "_chosen", {})
+    monkeypatch.setattr(select, "_no_compiler", select._no_compiler.__wrapped__)
     monkeypatch.setattr(build, "_load_cpu_library", build._load_cpu_library.__wrapped__)
     if case != "well":
         monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path / "cache"))
@@ -141,14 +142,14 @@ def test_says_whether_verdicts_were_made_or_read(
     monkeypatch.setattr(cublaslt, "unavailable", lambda: "no cuBLASLt in this test")
     monkeypatch.setattr(schedule, "report", lambda device: [])
     monkeypatch.setattr(schedule, "scheduled_ops", lambda: (Three(),))
-    monkeypatch.setattr(doctor, "_SHAPES", ())
-    monkeypatch.setattr(doctor, "_PREFILLS", ())
-    monkeypatch.setattr(doctor, "_LOSSES", ())
-    monkeypatch.setattr(doctor, "_NORMS", ())
-    monkeypatch.setattr(doctor, "_SCORED", ())
-    monkeypatch.setattr(fa3_library, "unavailable", lambda device: "not in this test")
+    monkeypatch.setattr(report, "_SHAPES", ())
+    monkeypatch.setattr(report, "_PREFILLS", ())
+    monkeypatch.setattr(report, "_LOSSES", ())
+    monkeypatch.setattr(report, "_NORMS", ())
+    monkeypatch.setattr(report, "_SCORED", ())
+    monkeypatch.setattr(attention_fa3, "unavailable", lambda device: "not in this test")
     (folder / "old.json").write_text("{}")
-    monkeypatch.setattr(doctor, "_train_a_head", lambda: (folder / "new.json").write_text("{}"))
+    monkeypatch.setattr(report, "_train_a_head", lambda: (folder / "new.json").write_text("{}"))
     assert main(["doctor", "--device", "cuda"]) == 0
     assert f"schedules: 1 verdicts made now, 2 read from {folder}" in capsys.readouterr().out
 
@@ -174,7 +175,7 @@ def test_kernels_know_the_chip(chip: tuple[int, int]) -> None:
         is_cuda, device = True, torch.device("cuda", 0)
 
     assert common.family(OnGpu()) == CHIPS[chip]  # type: ignore[arg-type]
-    assert matrix._has_tma(0) == (chip >= (9, 0))
+    assert matrix._has_copy_engine(0) == (chip >= (9, 0))
 
 
 @pytest.mark.parametrize("chip", CHIPS, indirect=True)
@@ -188,16 +189,16 @@ def test_doctor_names_what_the_chip_lacks(
     supported = [s.supports(scoring.family.shape(*arguments)) for s in scoring.family.schedules]
     assert supported == [hopper]
     monkeypatch.setattr(cublaslt, "unavailable", lambda: "no cuBLASLt in this test")
-    monkeypatch.setattr(doctor, "_train_a_head", lambda: None if hopper else scoring.verdict(*arguments))
+    monkeypatch.setattr(report, "_train_a_head", lambda: None if hopper else scoring.verdict(*arguments))
     monkeypatch.setattr(schedule, "report", lambda device: [])
-    library = fa3_library.Library(dense=lambda: None, paged=lambda: None, versions={})  # type: ignore[arg-type, return-value]
-    monkeypatch.setattr(fa3_library, "find", lambda: library)
-    monkeypatch.setattr(doctor, "_HEADS", ())
-    monkeypatch.setattr(doctor, "_SHAPES", ())
-    monkeypatch.setattr(doctor, "_PREFILLS", ())
-    monkeypatch.setattr(doctor, "_LOSSES", ())
-    monkeypatch.setattr(doctor, "_NORMS", ())
-    monkeypatch.setattr(doctor, "_SCORED", ())
+    library = attention_fa3.Library(dense=lambda: None, paged=lambda: None, versions={})  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(attention_fa3, "find", lambda: library)
+    monkeypatch.setattr(report, "_HEADS", ())
+    monkeypatch.setattr(report, "_SHAPES", ())
+    monkeypatch.setattr(report, "_PREFILLS", ())
+    monkeypatch.setattr(report, "_LOSSES", ())
+    monkeypatch.setattr(report, "_NORMS", ())
+    monkeypatch.setattr(report, "_SCORED", ())
     if not hopper:
         assert scoring.chosen(*arguments) == schedule.ANCHOR
     assert main(["doctor", "--device", "cuda"]) == 0

@@ -112,7 +112,7 @@ def assert_rows_alone(run: Callable[..., Any], batch: tuple[Tensor | None, ...],
 def forget() -> None:
     """Every op with schedules decides anew, from the files."""
     for op in schedule.scheduled_ops():
-        op.forget(verdicts=True)
+        op.forget()
 
 
 def ran_through() -> dict[str, set[str]]:
@@ -121,7 +121,7 @@ def ran_through() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for op in schedule.scheduled_ops():
         runs = list(op._runs.values())
-        bound = [pair for schedules in op._bound.values() for pair in schedules.items()]
+        bound = [pair for known in op._classes.values() for pair in known.bound.items()]
         found[op.family.op] = {name for name, fn in bound if any(fn is run for run in runs)}
     return {op: names for op, names in found.items() if names}
 
@@ -129,15 +129,14 @@ def ran_through() -> dict[str, set[str]]:
 def faster_schedule(op: ScheduledOp, run: Callable[[], object]) -> str:
     """The one schedule of `op` that `run` runs through, in strict mode; it must have been found faster than the anchor,
     and no other one faster than it."""
-    op.forget()
-    with schedule.strict():
+    with schedule.strict():  # which decides anew
         run()
         ran = list(op._runs.values())
     assert len(set(ran)) == 1, f"{op.family.op}: {len(ran)} classes ran"
-    found = [(key, name) for key, bound in op._bound.items() for name, fn in bound.items() if fn is ran[0]]
+    found = [(known, name) for known in op._classes.values() for name, fn in known.bound.items() if fn is ran[0]]
     assert len(found) == 1, f"{op.family.op}: the anchor ran, of {op.verdicts()}"
-    ((key, name),) = found
-    verdict = op._verdicts[key]
+    ((known, name),) = found
+    verdict = known.verdict
     times = {trial.name: trial.ms for trial in verdict.trials if trial.ms is not None}
     assert times[name] == min(times.values()) < verdict.anchor_ms, f"{op.family.op}: {name} ran, {verdict}"
     return name

@@ -20,7 +20,7 @@ from torch import Tensor
 from rlkernel import ops
 from rlkernel.contract import CONTRACT_ID, assert_accurate, assert_bitwise
 from rlkernel.engine import LLM, RequestOutput, SamplingParams
-from rlkernel.kernels import certification, verdicts
+from rlkernel.kernels import samples, verdicts
 from rlkernel.kernels.cuda import attention_fa3, fa3_library
 from rlkernel.kernels.errors import VariantError
 from rlkernel.models import Decoder, PackedBatch, preset
@@ -51,7 +51,7 @@ def shape(head_dim: int, heads: int, kv_heads: int, page: int = 16) -> attention
 @pytest.mark.parametrize("page", [16, 128])
 def test_head_dim_128_is_certified(heads: int, kv_heads: int, page: int, record: Record) -> None:
     (found,) = attention_fa3.verdict(shape(128, heads, kv_heads, page)).trials
-    calls = len(list(attention_fa3.calls())) * len(certification.KINDS)
+    calls = len(list(attention_fa3.calls())) * len(samples.KINDS)
     mismatches = 0 if found.first is None else found.first["mismatches"]
     record(cases=calls, elements=found.elements, mismatches=mismatches, heads=f"{heads}/{kv_heads}")
     assert found.certified, (found.reason, found.first)

@@ -232,8 +232,8 @@ def test_fp32_linear_equals_the_cpu(chunks: int) -> None:
 @low_precision
 def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, record: Record) -> None:
     """wgmma's chain is the anchor's: part of a piece, of a block's columns, of its rows; many pieces, NaN beside."""
-    from rlkernel.kernels.certification import KINDS, values
     from rlkernel.kernels.cuda import linear_dgrad_rows_sm90
+    from rlkernel.kernels.samples import KINDS, values
     from rlkernel.kernels.triton.linear import gemm
 
     seen = Compared()

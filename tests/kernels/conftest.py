@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kernels.fake_schedules import milliseconds
 
-from rlkernel.kernels import certification, clock, schedule, verdicts
+from rlkernel.kernels import certification, clock, schedule
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("RLKERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(clock, "milliseconds", milliseconds)
     monkeypatch.setattr(certification, "ENOUGH", 1)
-    monkeypatch.setattr(verdicts, "LEAST", 1)
+    monkeypatch.setattr(certification, "LEAST", 1)
     before = dict(schedule._ops)
     yield tmp_path / "schedules"
     schedule._ops.clear()

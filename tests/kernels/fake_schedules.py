@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel.kernels.certification import Family, Schedule, values
+from rlkernel.kernels.certification import Family, Schedule
 from rlkernel.kernels.errors import BuildError
+from rlkernel.kernels.samples import values
 from rlkernel.kernels.verdicts import ANCHOR
 
 K = 64

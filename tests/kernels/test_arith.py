@@ -46,7 +46,7 @@ def ulps(actual: Tensor, exact: Tensor) -> float:
 def cpp_fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """fma(a[i], b[i], c[i]) by the C++ kernel of linear's weight gradient, for [1,1] matrices of one token."""
     out = c.clone()
-    with select.use("cpp"):
+    with select.use("cpu"):
         for i in range(len(out)):
             torch.ops.rlkernel.linear_wgrad_(out[i].view(1, 1), a[i].view(1, 1), b[i].view(1, 1))
     return out
@@ -200,7 +200,7 @@ def test_row_sums_are_lanes_folded_in_halves(n: int) -> None:
 
 
 def both(run: Callable[[], Any]) -> tuple[Any, Any]:
-    with select.use("cpp"):
+    with select.use("cpu"):
         compiled = run()
     with select.use("reference"):
         return compiled, run()
@@ -236,7 +236,7 @@ def test_conversions_equal_torch(dtype: torch.dtype) -> None:
     subnormal = torch.ldexp(torch.arange(-64, 64).float(), torch.tensor(-28 if dtype == torch.float16 else -137))
     x = torch.cat((x, ties, subnormal, torch.tensor([0.0, INF, -INF, 65504.0, 65519.9, 65520.0, 3.4e38])))
     x = x.masked_fill(x.abs() < 2.0**-149, 0.0) + 0.0  # 1 * x + 0 turns -0 into +0
-    with select.use("cpp"):
+    with select.use("cpu"):
         y = ops.linear(x[:, None], torch.ones(1, 1), out_dtype=dtype)[:, 0]
         equal_but_for_nan(y, x.to(dtype), f"fp32 to {dtype}")
         wide = ops.linear(y[:, None], torch.ones(1, 1, dtype=dtype), out_dtype=torch.float32)[:, 0]

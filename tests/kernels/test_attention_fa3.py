@@ -15,10 +15,11 @@ from ops.fake_fa3 import SHAPE, Change, fake, install
 from torch import Tensor
 
 from rlkernel.cli import doctor
-from rlkernel.kernels import certification, schedule
+from rlkernel.kernels import certification, samples, schedule
 from rlkernel.kernels.cuda import attention_fa3, fa3_library
 from rlkernel.kernels.cuda.fa3_library import Library
 from rlkernel.kernels.errors import VariantError
+from rlkernel.ops import report
 
 
 def test_an_exact_library_is_certified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +27,7 @@ def test_an_exact_library_is_certified_once(tmp_path: Path, monkeypatch: pytest.
     assert attention_fa3.require(SHAPE) is library
     found = attention_fa3.verdict(SHAPE)
     (trial,) = found.trials
-    calls = len(list(attention_fa3.calls())) * len(certification.KINDS)
+    calls = len(list(attention_fa3.calls())) * len(samples.KINDS)
     assert trial.certified and trial.first is None and calls > 100
     assert trial.elements > 1000 and f"{calls} calls equal" in trial.reason
 
@@ -231,8 +232,8 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         return (out + 1 if q.shape[2] == 64 else out), lse
 
     install(monkeypatch, tmp_path, Library(by_head_dim.dense, paged, {}, "cpu"))
-    monkeypatch.setattr(doctor, "_HEADS", ((64, 2, 1), (16, 2, 1)))
-    monkeypatch.setattr(certification, "KINDS", ("normal",))
+    monkeypatch.setattr(report, "_HEADS", ((64, 2, 1), (16, 2, 1)))
+    monkeypatch.setattr(samples, "KINDS", ("normal",))
     found = json.loads(json.dumps(doctor.examine("cpu")))["attention_fa3"]
     assert found["unavailable"] is None
     assert [(row["shape"]["D"], row["certified"]) for row in found["rows"]] == [(64, False), (16, True)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ from kernels.fake_schedules import (
     Shape,
     anchor,
     arguments,
+    built,
     chain,
     counted,
     equal,
@@ -29,9 +29,10 @@ from kernels.fake_schedules import (
 )
 from torch import Tensor
 
-from rlkernel.kernels import build, certification, schedule
-from rlkernel.kernels.certification import Family, Schedule, values
-from rlkernel.kernels.errors import BuildError, LaunchError
+from rlkernel.kernels import build, certification, samples, schedule
+from rlkernel.kernels.certification import Family, Schedule
+from rlkernel.kernels.errors import LaunchError
+from rlkernel.kernels.samples import values
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.verdicts import ANCHOR, FORMAT, _sha256
 
@@ -47,7 +48,7 @@ def test_a_wrong_schedule_is_refused_with_the_first_differing_element(wrong: Cal
     refused, right = verdict.trials
     assert not refused.certified and right.certified and refused.ms is None
     first = refused.first
-    assert first is not None and first["kind"] in certification.KINDS and first["rows"] in (2, 6)
+    assert first is not None and first["kind"] in samples.KINDS and first["rows"] in (2, 6)
     assert len(first["index"]) == 2 and first["actual"] != first["expected"]
     assert 0 < first["mismatches"] <= first["elements"] == first["rows"] * 5
     assert op.chosen(x, w) == "fake.equal"
@@ -68,11 +69,11 @@ def other_nan(x: Tensor, w: Tensor) -> Tensor:
 
 
 def test_infinities_and_nans_are_compared_but_not_what_a_nan_carries() -> None:
-    kinds = (*certification.KINDS, certification.NONFINITE)
+    kinds = (*samples.KINDS, samples.NONFINITE)
     verdict = ScheduledOp(family(to_largest, nan_to_zero, other_nan, equal, kinds=kinds)).verdict(*arguments())
     assert verdict is not None and verdict.kinds == list(kinds)
     assert [trial.certified for trial in verdict.trials] == [False, False, True, True]
-    assert all(trial.first["kind"] == certification.NONFINITE for trial in verdict.trials[:2] if trial.first)
+    assert all(trial.first["kind"] == samples.NONFINITE for trial in verdict.trials[:2] if trial.first)
     finite = ScheduledOp(family(to_largest)).verdict(*arguments(n=7))
     assert finite is not None and finite.trials[0].certified, "an op says whether its results are defined there"
 
@@ -125,7 +126,7 @@ def test_verdicts_are_kept_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = arguments()
     ScheduledOp(family(equal, anchor=counted(calls)))(x, w)
     certified = len(calls)
-    assert certified == 2 * len(certification.KINDS)
+    assert certified == 2 * len(samples.KINDS)
     op = ScheduledOp(family(equal, anchor=counted(calls)))
     op(x, w)
     assert len(calls) == certified, "the file of the first op served the second"
@@ -197,82 +198,37 @@ def test_a_full_disk_costs_a_warning_and_leaves_nothing(cache: Path, monkeypatch
     assert list(cache.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", (BuildError, LaunchError, torch.OutOfMemoryError))
-def test_a_schedule_that_could_not_be_loaded_is_tried_again(error: type[Exception]) -> None:
-    full, calls = [True], []
+def test_installing_a_compiler_voids_the_verdict() -> None:
+    missing, calls = [True], []
+    versions = lambda: {"compiler": "none" if missing[0] else "1"}
+    offer = lambda: ScheduledOp(replace(family(anchor=counted(calls), versions=versions), schedules=(built(missing),)))
+    x, w = arguments()
+    made = []
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match=r"runs without fake\.built: not offered here: .*no compiler"):
+            assert offer().chosen(x, w) == ANCHOR
+        made.append(len(calls))
+    assert made[0] == made[1], "the verdict on file serves without a compiler"
+    missing[0] = False
+    assert offer().chosen(x, w) == "fake.built"
+
+
+@pytest.mark.parametrize("error", (LaunchError, torch.OutOfMemoryError))
+def test_nothing_is_kept_if_a_schedule_cannot_be_loaded(error: type[Exception], cache: Path) -> None:
+    full = [True]
 
     def bind(key: Any) -> Callable[..., Tensor]:
         if full[0]:
             raise error("cuModuleLoadData failed: out of memory (2)")
         return equal
 
-    offer = lambda: ScheduledOp(replace(family(anchor=counted(calls)), schedules=(Schedule("fake.loaded", bind),)))
+    offer = lambda: ScheduledOp(replace(family(), schedules=(Schedule("fake.loaded", bind),)))
     x, w = arguments()
-    made = []
-    for _ in range(2):
-        with pytest.warns(RuntimeWarning, match=r"runs without fake\.loaded: not offered here: .*out of memory"):
-            assert offer().chosen(x, w) == ANCHOR
-        made.append(len(calls))
-    assert made[0] == made[1], "the verdict on file serves while it cannot be loaded"
+    with pytest.warns(RuntimeWarning, match=r"runs its anchor, certification failed: .*out of memory"):
+        assert offer().chosen(x, w) == ANCHOR
+    assert not cache.exists()
     full[0] = False
     assert offer().chosen(x, w) == "fake.loaded"
-
-
-def test_a_schedule_that_writes_its_input_is_refused_and_harms_no_other() -> None:
-    def scribbles(x: Tensor, w: Tensor) -> Tensor:
-        y = anchor(x, w)
-        w.zero_()
-        return y
-
-    verdict = ScheduledOp(family(scribbles, equal)).verdict(*arguments())
-    assert verdict is not None
-    wrong, right = verdict.trials
-    assert not wrong.certified and "writes an argument that is not its to write, at 2 rows" in wrong.reason
-    assert right.certified, right.reason
-
-
-def test_an_argument_within_a_tuple_and_elements_that_change_places_are_seen() -> None:
-    """Three numbers of a tuple, a swap within a row, within a column, and of places that share neither."""
-
-    def verdict(name: str, change: Callable[[Tensor, Tensor], object]) -> Any:
-        def run(x: Tensor, w: Tensor, more: tuple[Tensor, int]) -> Tensor:
-            y = anchor(x, w)
-            change(w, more[0])
-            return y
-
-        made = family(equal)
-        made = replace(
-            made, anchor=lambda x, w, more: anchor(x, w), schedules=(Schedule(name, lambda key: run),),
-            sample=lambda key, m, kind, g: (*family(equal).sample(key, m, "normal", g), (torch.arange(3), 1)),
-        )  # fmt: skip
-        return certification.certify(made, made.shape(*arguments()))[0].trials[0]
-
-    def swap(t: Tensor, one: tuple[int, ...], other: tuple[int, ...]) -> None:
-        t[one], t[other] = t[other].clone(), t[one].clone()
-
-    changes: dict[str, Callable[[Tensor, Tensor], object]] = {
-        "within a tuple": lambda w, flags: flags.zero_(),
-        "swapped within a tuple": lambda w, flags: swap(flags, (0,), (2,)),
-        "a row": lambda w, flags: swap(w, (1, 2), (1, 7)),
-        "a column": lambda w, flags: swap(w, (1, 2), (3, 2)),
-        "neither": lambda w, flags: swap(w, (0, 5), (2, 3)),
-    }
-    for name, change in changes.items():
-        assert "writes an argument that is not its to write" in verdict(name, change).reason, name
-    assert verdict("none", lambda w, flags: None).certified
-
-
-def test_a_schedule_that_returns_one_buffer_again_and_again_is_refused() -> None:
-    buffers: dict[int, Tensor] = {}
-
-    def reuses(x: Tensor, w: Tensor) -> Tensor:
-        return buffers.setdefault(len(x), torch.empty(len(x), len(w), dtype=x.dtype)).copy_(anchor(x, w))
-
-    verdict = ScheduledOp(family(reuses, equal)).verdict(*arguments())
-    assert verdict is not None
-    wrong, right = verdict.trials
-    assert not wrong.certified and wrong.reason == "returns the memory of an earlier result"
-    assert right.certified and right.elements == len(certification.KINDS) * 8 * 5
 
 
 def test_a_verdict_is_void_where_the_schedule_is_another_one() -> None:
@@ -360,28 +316,6 @@ def test_torchs_deterministic_mode_stops_no_certification(mode: Callable[[], tup
     assert mode() == (True, False)
 
 
-def test_two_threads_that_certify_set_the_mode_back_once(mode: Callable[[], tuple[bool, bool]]) -> None:
-    torch.use_deterministic_algorithms(True)
-    began, ends = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with certification.tolerant():
-            began.set()
-            ends.wait(10)
-
-    thread = threading.Thread(target=other)
-    with certification.tolerant():
-        thread.start()
-        assert began.wait(10)
-    assert mode() == (True, True), "the other one is at it"
-    ends.set()
-    thread.join()
-    assert mode() == (True, False)
-    with certification.tolerant():
-        torch.use_deterministic_algorithms(False)
-    assert mode() == (False, False), "somebody's word in between"
-
-
 def test_every_result_is_compared_also_those_in_place() -> None:
     def run(name: str, change: Callable[..., Any]) -> dict[str, Any] | None:
         def changed(x: Tensor, w: Tensor, grad: Tensor, flat: Tensor | None) -> Any:
@@ -394,7 +328,7 @@ def test_every_result_is_compared_also_those_in_place() -> None:
         (trial,) = verdict.trials
         assert trial.certified == (trial.first is None)
         if trial.certified:
-            assert trial.elements == len(certification.KINDS) * ((2 * 5 + K + K) + (6 * 5 + K + K))
+            assert trial.elements == len(samples.KINDS) * ((2 * 5 + K + K) + (6 * 5 + K + K))
         return trial.first
 
     assert run("equal", lambda y, none, total, grad: (y, none, total)) is None
@@ -403,7 +337,7 @@ def test_every_result_is_compared_also_those_in_place() -> None:
     in_place = run("in place", lambda y, none, total, grad: (grad.add_(1), (y, none, total))[1])
     assert in_place is not None and in_place["result"] == 2
     fewer = run("fewer", lambda y, none, total, grad: y)
-    assert fewer is not None and fewer["actual"] == "2 results"
+    assert fewer is not None and fewer["actual"].count("torch.float32") == 2
 
 
 def test_an_op_in_place_leaves_its_sample_to_the_next_candidate() -> None:
@@ -415,19 +349,19 @@ def test_an_op_in_place_leaves_its_sample_to_the_next_candidate() -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("kind", (*certification.KINDS, certification.NONFINITE))
+@pytest.mark.parametrize("kind", (*samples.KINDS, samples.NONFINITE))
 def test_values_are_what_their_kind_says(kind: str, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     x, w = values(kind, 7, 512, dtype, g), values(kind, 5, 512, dtype, g, second=True)
     assert x.dtype == w.dtype == dtype
-    if kind == certification.NONFINITE:
+    if kind == samples.NONFINITE:
         w = values(kind, 64, 512, dtype, g, second=True)
         y = (x.float() @ w.float().T).to(dtype)
         plain = y[:, 2:]
         assert x[0].isfinite().all() and plain[0].isinf().any() and plain[0].isfinite().any(), "overflow"
         assert plain[1:3].isinf().all() and plain[3].isnan().all() and plain[4].isnan().any() and plain[4].isinf().any()
         assert plain[5:].isfinite().all() and y[5, 1].isnan() and y[6, 1].isinf(), "zero times infinity"
-        assert torch.equal(values(certification.finite(kind), 2, 9, dtype, g).isfinite(), torch.ones(2, 9).bool())
+        assert torch.equal(values(samples.finite(kind), 2, 9, dtype, g).isfinite(), torch.ones(2, 9).bool())
         return
     assert x.isfinite().all() and w.isfinite().all()
     if kind == "wide":

@@ -15,9 +15,10 @@ pytest.importorskip("triton")
 from kernels.fake_schedules import milliseconds
 
 from rlkernel.kernels import certification, clock, verdicts
-from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Schedule
+from rlkernel.kernels.certification import Family, Schedule
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.cuda.linear_shapes import LinearShape
+from rlkernel.kernels.samples import KINDS, NONFINITE
 
 GROUP = 16  # products that are added to the sum at once
 

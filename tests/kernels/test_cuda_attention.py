@@ -17,10 +17,11 @@ pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise, orders
 from rlkernel.kernels import clock, schedule
-from rlkernel.kernels.certification import KINDS, NONFINITE, SCALES, Schedule, describe
+from rlkernel.kernels.certification import Schedule, describe
 from rlkernel.kernels.cuda import attention as cuda
 from rlkernel.kernels.cuda import attention_prefill_sm90, driver
 from rlkernel.kernels.errors import BuildError
+from rlkernel.kernels.samples import KINDS, NONFINITE, SCALES
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.triton import attention as anchor
 from rlkernel.kernels.verdicts import ANCHOR

@@ -15,12 +15,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise
-from rlkernel.kernels import clock, schedule, select
-from rlkernel.kernels.certification import KINDS, NONFINITE, Schedule
+from rlkernel.kernels import clock, implementations, schedule
+from rlkernel.kernels.certification import Schedule
 from rlkernel.kernels.cuda import driver, logprob_rows_sm90
 from rlkernel.kernels.cuda import logprob as cuda
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.reference import logprob as reference
+from rlkernel.kernels.samples import KINDS, NONFINITE
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.triton import logprob as anchor
 from rlkernel.kernels.verdicts import ANCHOR
@@ -197,5 +198,5 @@ def test_shared_memory_holds_what_the_source_lays_out() -> None:
 def test_the_gradient_is_the_anchors() -> None:
     import rlkernel.ops  # noqa: F401, declares them
 
-    assert select._find("logprob", "certified") is cuda.logprob.call
-    assert select._find("logprob_dgrad", "certified") is None
+    assert implementations.functions("cuda").get("logprob") is cuda.logprob.call
+    assert implementations.functions("cuda").get("logprob_dgrad") is None

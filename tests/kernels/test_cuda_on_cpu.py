@@ -25,10 +25,10 @@ pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import build
-from rlkernel.kernels.certification import KINDS, values
 from rlkernel.kernels.cuda import policy_loss, policy_loss_sm90, rms_norm_grad_sm90
 from rlkernel.kernels.policy_loss import PolicyLossInputs
 from rlkernel.kernels.reference import policy_loss as reference
+from rlkernel.kernels.samples import KINDS, values
 from rlkernel.kernels.triton import rms_norm as norm
 
 BF16, HERE = torch.bfloat16, Path(__file__).parent / "cuda_on_cpu"

@@ -18,13 +18,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise
-from rlkernel.kernels import clock, schedule, select
-from rlkernel.kernels.certification import KINDS, Schedule
+from rlkernel.kernels import clock, implementations, schedule
+from rlkernel.kernels.certification import Schedule
 from rlkernel.kernels.cuda import policy_loss as cuda
 from rlkernel.kernels.cuda import policy_loss_sm90
 from rlkernel.kernels.errors import BuildError
 from rlkernel.kernels.policy_loss import LOSS_TYPES, PolicyLossInputs
 from rlkernel.kernels.reference import policy_loss as reference
+from rlkernel.kernels.samples import KINDS
 from rlkernel.kernels.schedule import ScheduledOp, UncertifiedError
 from rlkernel.kernels.triton import policy_loss as anchor
 from rlkernel.kernels.verdicts import ANCHOR
@@ -276,5 +277,5 @@ def test_shared_memory_holds_what_the_source_lays_out() -> None:
 def test_the_scaling_is_the_anchors() -> None:
     import rlkernel.ops  # noqa: F401, declares them
 
-    assert select._find("policy_loss", "certified") is cuda.policy_loss.call
-    assert select._find("policy_loss_scale_", "certified") is None
+    assert implementations.functions("cuda").get("policy_loss") is cuda.policy_loss.call
+    assert implementations.functions("cuda").get("policy_loss_scale_") is None

@@ -19,9 +19,10 @@ pytest.importorskip("triton")
 
 from rlkernel.contract import assert_bitwise
 from rlkernel.kernels import build, clock, schedule
-from rlkernel.kernels.certification import KINDS, NONFINITE, Schedule
+from rlkernel.kernels.certification import Schedule
 from rlkernel.kernels.cuda import driver, rms_norm_grad_sm90
 from rlkernel.kernels.cuda import rms_norm as cuda
+from rlkernel.kernels.samples import KINDS, NONFINITE
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import rms_norm as anchor
 from rlkernel.kernels.verdicts import ANCHOR

@@ -6,20 +6,22 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from rlkernel.kernels import build, select, verdicts
+from rlkernel.kernels.implementations import functions
 
 
-def test_every_op_finds_a_function() -> None:
-    import rlkernel.ops  # noqa: F401  (declares the ops)
+def test_every_op_has_a_function_in_every_folder() -> None:
+    import rlkernel.ops  # noqa: F401  (registers the ops)
 
-    for op in select.declared():
-        found = {name: select._find(op, name) for name in ("certified", "triton")}
-        assert any(found.values()), f"{op} has no kernel for CUDA"
-        for name, fn in found.items():
-            assert fn is None or callable(fn), f"{op}: {name} gives {fn}"
+    ops = set(select.declared())
+    assert ops == {str(op) for op in dir(torch.ops.rlkernel) if op in ops} and len(ops) > 30
+    for folder in ("cpu", "triton"):
+        assert set(functions(folder)) == ops, folder
+    assert set(functions("cuda")) < ops
 
 
 def test_the_digest_covers_kernels_orders_and_cuda_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The ways to compute one token's attention, for the tests on any device: packed, chunked, paged, alone; the truth.
+"""The ways to compute a token's attention, for tests on any device: packed, chunked, paged, alone, and by definition.
 
 `check_paths` and `check_gradients` compare them by their bytes.
 """
@@ -66,7 +66,7 @@ def chunked(batch: list[Sequence], cuts: list[list[int]], **options: Any) -> lis
 
 
 def paged(batch: list[Sequence], cuts: list[list[int]], page: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
-    """As `chunked`, from pages in random order; slots nobody wrote hold NaN, table entries nobody reads -1."""
+    """As `chunked`, from pages in random order; unwritten slots hold NaN, unused table entries -1."""
     device = batch[0].q.device
     needed = [-(-s.q.shape[0] // page) for s in batch]
     shuffled = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(page))

@@ -1,6 +1,6 @@
-"""A FlashAttention-3 for machines without one: our CPU attention in an order of its own, and wrong ones.
+"""A fake FlashAttention-3 for machines without it: our CPU attention in another order, and faulty variants.
 
-`install` puts a fake in the place of the installed library, with few and short sequences to certify.
+`install` replaces the installed library by a fake, with few and short sequences to certify.
 """
 
 from __future__ import annotations

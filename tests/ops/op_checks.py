@@ -1,4 +1,4 @@
-"""What the tests of every op share: seeded data, autograd on fresh leaves, accuracy, both CPU implementations.
+"""Shared by the tests of all ops: seeded data, autograd on new leaves, accuracy, both CPU implementations.
 
 An op passes when it is right (against fp64, no worse than stock torch), invariant (bit for bit) and able to fail
 (`differs` shows that the same comparison catches stock torch).
@@ -25,7 +25,7 @@ Op = Callable[..., Any]
 
 
 def rand(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers that depend on the seed and the shape alone."""
+    """Standard normal numbers that depend only on the seed and the shape."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -55,7 +55,7 @@ def assert_right(op: Op, truth: Op, inputs: Sequence[Tensor], upstream: Sequence
 
 def assert_reference_equal(run: Callable[[], Any], what: str) -> None:
     """`run()` gives the same bits with the C++ kernels and with the readable reference."""
-    with select.use("cpp"):
+    with select.use("cpu"):
         compiled = outputs(run())
     with select.use("reference"):
         reference = outputs(run())

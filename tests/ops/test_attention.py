@@ -176,7 +176,7 @@ def test_beyond_the_default_split(dtype: torch.dtype) -> None:
     same(packed(batch[:1]), expected[:1], "alone")
 
 
-def test_the_split_is_part_of_the_number() -> None:
+def test_the_split_changes_the_bits() -> None:
     batch = sequences([200], 2, 2, 32, torch.float32)
     assert differs(lambda: same(packed(batch, split=64), packed(batch, split=128), "split"))
     first = [(o[:64], top[:64]) for o, top in packed(batch, split=64)]
@@ -197,7 +197,7 @@ def test_gradients_do_not_depend_on_packing(
 def test_gradients_of_a_suffix(
     queries: int, past: int, group: int, d: int, dtype: torch.dtype, window: int | None, seed: int
 ) -> None:
-    """Rows whose upstream gradient is zero add nothing: the last rows alone give dk and dv of the whole sequence."""
+    """Rows with a zero upstream gradient add nothing: the last rows alone give dk and dv of the full sequence."""
     n = past + queries
     s = sequences([n], group, 1, d, dtype, seed)[0]
     dout = rand(seed + 5, n, group, d, dtype=dtype)
@@ -211,8 +211,8 @@ def test_gradients_of_a_suffix(
 
 
 @pytest.mark.parametrize("window", (70, 2**31 - 1, 2**31, 2**63 - 1))
-def test_a_window_as_wide_as_the_sequence_is_none(window: int) -> None:
-    """Forward and backward: `sys.maxsize` says that there is no window as well as None does."""
+def test_a_window_as_wide_as_the_sequence_is_no_window(window: int) -> None:
+    """`sys.maxsize` means no window, as None does, in forward and backward."""
     batch = sequences([70, 5], 2, 1, 16, torch.float32)
     douts = [rand(i, *s.q.shape) for i, s in enumerate(batch)]
     same(packed(batch, window=window), packed(batch), "forward")
@@ -262,7 +262,7 @@ def test_what_a_row_does_not_see_cannot_reach_it() -> None:
 
 
 def test_wide_scores() -> None:
-    """Scores of thousands: the largest key wins, nothing overflows, the empty far blocks stay the identity."""
+    """Scores in the thousands: the largest key wins, nothing overflows, distant empty blocks stay the identity."""
     s = sequences([300], 1, 1, 64, torch.float32)[0]
     batch = [Sequence(s.q * 60, s.k * 60, s.v)]
     out, lse = packed(batch, split=64)[0]
@@ -451,8 +451,8 @@ def test_bad_slots() -> None:
         ops.store_kv_(cache.transpose(0, 1), cache.transpose(0, 1), k, k, torch.tensor([0, 1, 2]))
 
 
-def test_on_gpus_out_goes_to_the_kernel_and_scratch_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU chooses for the op, by its own name, must be what `out` and the scratch memory are asked of."""
+def test_on_gpus_the_kernel_gets_out_and_scratch_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`out` and `attention_scratch_bytes` must use the implementation that is chosen for the op on a GPU."""
     pytest.importorskip("triton")
     from rlkernel.kernels import select
     from rlkernel.kernels.triton import attention as kernels

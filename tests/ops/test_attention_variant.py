@@ -1,4 +1,4 @@
-"""The variants of attention at the ops: choice, errors, gradients, contract ids; FlashAttention-3 is a fake."""
+"""Variants of attention in the ops: choice, errors, gradients, contract ids, with a fake FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_choice() -> None:
         assert_bitwise(run(variant="fa3"), other)
         with ops.attention_variant("split"):
             assert_bitwise(run(), plain)
-        with pytest.raises(VariantError, match="'split' was asked for in a process that is set to 'fa3'"):
+        with pytest.raises(VariantError, match="'split' was requested in a process that is set to 'fa3'"):
             run(variant="split")
         with ops.stock():
             assert ops.current_attention_variant() == "fa3"
@@ -83,7 +83,7 @@ def test_pages_and_packing_agree_and_lse_is_ours() -> None:
 
 
 def test_gradients_are_ours_on_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the fake has our order, its gradients have our bits: the LSE arrives in the right layout and base."""
+    """If the fake has our order, gradients have our bits, so the LSE has the right layout and base."""
     install(monkeypatch, tmp_path, fake(lambda paged, longest, batch: 1.0))
     batch = sequences(LENS, 2, 2, 8, BF16)
     douts = [rand(9 + i, *s.q.shape, dtype=BF16) for i, s in enumerate(batch)]
@@ -97,13 +97,13 @@ def test_gradients_are_ours_on_its_output(tmp_path: Path, monkeypatch: pytest.Mo
 def test_errors() -> None:
     q, k, v, at = inputs()
     run = lambda *tensors, **options: ops.attention(*tensors, at, max_seqlen_q=40, variant="fa3", **options)
-    with pytest.raises(VariantError, match="has no window, and window=5; use variant 'split'"):
+    with pytest.raises(VariantError, match="does not support window=5; use variant 'split'"):
         run(q, k, v, window=5)
-    with pytest.raises(VariantError, match="has one split, and split=64"):
+    with pytest.raises(VariantError, match="does not support split=64"):
         run(q, k, v, split=64)
     with pytest.raises(VariantError, match="not float32; cast the model"):
         run(q.float(), k.float(), v.float())
-    with pytest.raises(VariantError, match="has no window"):
+    with pytest.raises(VariantError, match="does not support window"):
         ops.check_attention_variant("fa3", q.device, BF16, heads=4, kv_heads=2, head_dim=8, window=3)
     ops.check_attention_variant("split", q.device, torch.float32, heads=4, kv_heads=2, head_dim=8, window=3)
     ops.check_attention_variant("fa3", q.device, BF16, heads=4, kv_heads=2, head_dim=8, page_size=5)

@@ -1,4 +1,4 @@
-"""How the ops stand in autograd: whose `main_grad` a backward writes, second derivatives, threads, batches, graphs."""
+"""The ops in autograd: which `main_grad` a backward writes, second derivatives, threads, batched grads, graphs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlkernel import ops
-from rlkernel.ops._library import adding
+from rlkernel.ops.autograd import main_grad_lock
 
 try:
-    from rlkernel_transformers.joined import join, joined_linear, lay_side_by_side
+    from rlkernel_transformers.joined import join, join_storage, joined_linear
 except ImportError:  # without transformers
     joined_linear = None  # type: ignore[assignment]
 
@@ -53,7 +53,7 @@ WITH_WEIGHTS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {
 
 
 def alias(weight: Any) -> Tensor:
-    """As the decoder names a tied head."""
+    """An alias, as the decoder makes one for a tied head."""
     name: Any = weight.view_as(weight)
     if hasattr(weight, "main_grad"):
         name.main_grad = weight.main_grad
@@ -74,7 +74,7 @@ def squares(y: Tensor) -> Tensor:
 
 
 def assert_near(found: Any, expected: Any) -> None:
-    """Two orders of the same few fp32 sums."""
+    """Close up to the order of a few fp32 sums."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -86,8 +86,8 @@ def written(weights: list[Any]) -> list[bool]:
 
 
 @pytest.mark.parametrize("ask", ("grad", "inputs", "jacobian"))
-def test_main_grad_is_left_alone_by_a_look_at_the_inputs_gradient(case: Any, ask: str) -> None:
-    """Written in silence it would double the next step's gradient."""
+def test_main_grad_does_not_change_when_only_the_inputs_gradient_is_requested(case: Any, ask: str) -> None:
+    """A silent write would double the next step's gradient."""
     op, weights, plain, x = case
     (expected,) = torch.autograd.grad(squares(op(x, *plain)), [x])
     if ask == "grad":
@@ -127,8 +127,8 @@ def test_main_grad_is_written_where_grad_would_be(case: Any) -> None:
     assert not any(written(weights))
 
 
-def test_gradients_that_are_asked_for_are_returned(case: Any) -> None:
-    """As for a parameter without `main_grad`, which stays as it is."""
+def test_requested_gradients_are_returned(case: Any) -> None:
+    """As for a parameter without `main_grad`; the buffer does not change."""
     op, weights, plain, x = case
     expected = torch.autograd.grad(squares(op(x, *plain)), plain)
     found = torch.autograd.grad(squares(op(x, *weights)), weights)
@@ -138,10 +138,10 @@ def test_gradients_that_are_asked_for_are_returned(case: Any) -> None:
 
 
 @pytest.mark.skipif(joined_linear is None, reason="transformers is not installed")
-def test_joined_weights_of_which_some_are_asked_for() -> None:
-    """Side by side, and one of them without `main_grad`."""
+def test_joined_weights_with_a_gradient_of_some() -> None:
+    """Weights in one buffer, one of them without `main_grad`."""
     layers = [nn.Linear(8, n, bias=False) for n in (5, 3)]
-    lay_side_by_side(layers)
+    join_storage(layers)
     first, second = weights = [layer.weight for layer in layers]
     assert join(weights).data_ptr() == first.data_ptr()
     buffer = torch.zeros(8, 8)
@@ -159,7 +159,7 @@ def test_joined_weights_of_which_some_are_asked_for() -> None:
 
 
 def test_a_backward_by_hand_writes_main_grad() -> None:
-    """Outside of a backward nobody says what is asked for."""
+    """Outside of autograd's backward it is unknown which gradients are requested."""
     (weight,) = parameters((5, 8))
     y: Any = ops.linear(torch.randn(3, 8), weight)
     type(y.grad_fn)._forward_cls.backward(y.grad_fn, torch.ones(3, 5))
@@ -167,12 +167,12 @@ def test_a_backward_by_hand_writes_main_grad() -> None:
 
 
 def test_threads_lose_nothing_of_main_grad() -> None:
-    """The kernels work without the GIL, and torch's lock of `.grad` is not theirs."""
+    """The kernels release the GIL, and torch's lock protects only `.grad`."""
     weight: Any = nn.Parameter(torch.zeros(256, 256))
     weight.main_grad = torch.zeros(256, 256)
     x = torch.ones(16, 256)
     # Deterministic: while this thread holds the lock, no backward may add.
-    with adding:
+    with main_grad_lock:
         worker = threading.Thread(target=lambda: ops.linear(x, weight).sum().backward())
         worker.start()
         worker.join(0.3)
@@ -213,8 +213,8 @@ MISSING = "there is no second derivative; leave create_graph=True out"
 
 @pytest.mark.parametrize("loss", (torch.sum, squares), ids=("sum", "square"))
 @pytest.mark.parametrize("op", ONCE)
-def test_second_derivatives_raise_however_they_are_asked_for(op: str, loss: Any) -> None:
-    """`autograd.grad` and `hessian` would leave the penalty out, where `backward` runs every node."""
+def test_second_derivatives_raise_for_every_way_to_request_them(op: str, loss: Any) -> None:
+    """`autograd.grad` and `hessian` would omit the penalty, while `backward` runs every node."""
     name = op.split(",")[0]
     x = torch.randn(3, 8)
     run = lambda a: loss(ONCE[op](a))
@@ -231,7 +231,7 @@ def test_second_derivatives_raise_however_they_are_asked_for(op: str, loss: Any)
 
 
 def test_a_penalty_on_one_tensors_gradient_reaches_another() -> None:
-    """The gradient of x depends on the weight, which a penalty would be to train."""
+    """The gradient of x depends on the weight, so a penalty on it must reach the weight."""
     weight, x = parameters((5, 8), main_grad=False)[0], torch.randn(3, 8, requires_grad=True)
     for y in (ops.linear(x, weight), checkpoint(ops.linear, x, weight, use_reentrant=False)):
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -259,7 +259,7 @@ def test_rope_is_differentiable_twice() -> None:
 
 @pytest.mark.parametrize("op", (*ONCE, "rope"))
 def test_a_batch_of_upstream_gradients_is_refused(op: str) -> None:
-    """By name: torch's own errors tell of storage, or call themselves a bug in PyTorch."""
+    """Our error names the op; torch's would mention storage, or call itself a bug in PyTorch."""
     fn = {**ONCE, "rope": rotated}[op]
     refused = f"{op.split(',')[0]}: its backward takes one upstream gradient at a time"
     x = torch.randn(3, 8, requires_grad=True)
@@ -268,14 +268,14 @@ def test_a_batch_of_upstream_gradients_is_refused(op: str) -> None:
         torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True, retain_graph=True)
     with pytest.raises(NotImplementedError, match=refused):
         torch.autograd.functional.jacobian(fn, torch.randn(3, 8), vectorize=True)
-    torch.autograd.grad(y, x, torch.ones(y.shape))  # the graph is unharmed
+    torch.autograd.grad(y, x, torch.ones(y.shape))  # the graph still works
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
 
 
 def test_main_grad_leaves_one_op_out_of_the_graph(case: Any) -> None:
-    """What is around the op is compiled, and nothing within it."""
+    """The code around the op is compiled, and the op is not traced."""
     op, weights, plain, x = case
     graphs: list[list[str]] = []
 
@@ -286,7 +286,7 @@ def test_main_grad_leaves_one_op_out_of_the_graph(case: Any) -> None:
     run = lambda a, *ws: op(a.sin(), *ws).cos()
     torch.compiler.reset()
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Dynamo detected")  # of what it should not trace
+        warnings.filterwarnings("error", message="Dynamo detected")  # of code that it must not trace
         compiled = torch.compile(run, backend=backend)
         compiled(x, *weights).sum().backward()
     run(x, *plain).sum().backward()
@@ -304,5 +304,5 @@ def test_main_grad_under_fullgraph_is_an_error(case: Any) -> None:
         torch.compile(op, fullgraph=True, backend="eager")(x, *weights)
     with torch.no_grad():
         torch.compile(op, fullgraph=True, backend="eager")(x, *weights)
-    with ops.stock():  # which knows no main_grad
+    with ops.stock():  # which does not see main_grad
         torch.compile(lambda *args: op(*args), fullgraph=True, backend="eager")(x, *weights)

@@ -22,17 +22,17 @@ def adamw(**options: object) -> None:
 CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "chunks": (lambda: ops.linear(X, W, chunks=True), ValueError, "linear: chunks=True must be a power of two"),
     "step": (lambda: adamw(step=True), ValueError, "adamw_: step=True must be a whole number"),
-    "lr": (lambda: adamw(lr=True), TypeError, "adamw_: lr=True is no number"),
+    "lr": (lambda: adamw(lr=True), TypeError, "adamw_: lr=True is not a number"),
     "zero_grad": (lambda: adamw(zero_grad="no"), TypeError, "adamw_: zero_grad='no' must be True or False"),
     "temperature": (
-        lambda: ops.logprob(X, TARGETS, temperature=True), TypeError, "logprob: temperature=True is no number"
+        lambda: ops.logprob(X, TARGETS, temperature=True), TypeError, "logprob: temperature=True is not a number"
     ),
     "keep_probs": (
         lambda: ops.linear_logprob(X, W, TARGETS, keep_probs="no"),  # type: ignore[arg-type]
         TypeError, "linear_logprob: keep_probs='no' must be True or False",
     ),
     "keep_bytes": (
-        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=False), TypeError, "keep_bytes=False is no number"
+        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=False), TypeError, "keep_bytes=False is not a number"
     ),
     "return_kept": (
         lambda: ops.sample(X, IDS, IDS, temperature=ROW, return_kept=1),  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "betas": (lambda: adamw(betas=(False, 0.9)), ValueError, r"betas=\(False, 0.9\) must be two numbers"),
     "group_size": (
-        lambda: ops.group_advantages(ROW, True), TypeError, "group_advantages: group_size=True must be a whole number"
+        lambda: ops.group_advantages(ROW, True), TypeError, "group_advantages: group_size=True must be an integer"
     ),
     "normalize_std": (
         lambda: ops.group_advantages(ROW, 3, normalize_std=2),  # type: ignore[arg-type]
@@ -51,26 +51,26 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "window": (
         lambda: ops.attention(X[:, None], X[:, None], X[:, None], CU, max_seqlen_q=3, window=True),
-        TypeError, "attention: window=True, split=2048; expected whole numbers",
+        TypeError, "attention: window=True, split=2048; expected integers",
     ),
     "max_seqlen": (
         lambda: ops.attention(X[:, None], X[:, None], X[:, None], CU, max_seqlen_q=True),
-        TypeError, "max_seqlen_q=True is no whole number",
+        TypeError, "max_seqlen_q=True is not an integer",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "message"), CALLS.values(), ids=CALLS)
-def test_a_flag_is_no_number_and_a_text_no_flag(
+def test_flags_are_refused_as_numbers_and_strings_as_flags(
     call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         call()
 
 
-def test_a_flag_is_no_length_under_compile() -> None:
+def test_a_flag_is_refused_as_a_length_under_compile() -> None:
     def run(n: object) -> torch.Tensor:
         return ops.policy_loss(ROW, None, ROW[:1], CU, loss_type="dr_grpo", max_completion_length=n).loss  # type: ignore[arg-type]
 
-    with pytest.raises(Exception, match="max_completion_length=True is no whole number"):
+    with pytest.raises(Exception, match="max_completion_length=True is not an integer"):
         torch.compile(run, backend="eager", fullgraph=True)(True)

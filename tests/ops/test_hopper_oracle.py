@@ -1,4 +1,4 @@
-"""The oracle of Hopper's tensor cores has the properties that the contract of `linear` rests on."""
+"""The oracle of Hopper's tensor cores has the properties on which the contract of `linear` relies."""
 
 from __future__ import annotations
 

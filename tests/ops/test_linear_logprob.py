@@ -234,7 +234,7 @@ def kept_case(t: int, v: int, c: int, dtype: torch.dtype) -> tuple[list[Tensor],
     return [rand(0, t, c, dtype=dtype), head(v, c, dtype=dtype), y], options
 
 
-@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+@pytest.mark.parametrize("implementation", ("cpu", "reference"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_kept_probabilities(dtype: torch.dtype, implementation: str) -> None:
     """logp, entropy and lse keep their bits; the gradients' error is within twice that of plain torch."""
@@ -275,7 +275,7 @@ def test_kept_probabilities_reference_equals_cpp_and_rows_stand_alone() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t,v,c", ((1, 1, 3), (12, 129, 8), (9, 300, 4)))
 def test_kept_probabilities_reference_equals_cpp_at_borders(t: int, v: int, c: int, dtype: torch.dtype) -> None:
-    """Ends of tiles, rows without a gradient, infinities and NaN; either gradient alone."""
+    """Tile boundaries, rows without a gradient, infinities and NaN; one of the gradients at a time."""
     (hidden, weight, y), options = kept_case(t, v, c, dtype)
     hidden[t // 2, 0], hidden[t - 1] = math.inf, math.nan
     up = torch.where(torch.arange(t) % 3 == 0, 0.0, rand(1, t))
@@ -296,7 +296,7 @@ def test_kept_probabilities_reference_equals_cpp_at_borders(t: int, v: int, c: i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kept_probabilities_of_micro_batches(dtype: torch.dtype) -> None:
-    """Blocks of tokens and of the vocabulary show in no bit, nor does a split with main_grad."""
+    """No bit depends on blocks of tokens and of the vocabulary, or on a split with main_grad."""
     (hidden, weight, y), options = kept_case(1100, 1030, 5, dtype)
     up = rand(1, 1100)
 
@@ -317,7 +317,7 @@ def test_kept_probabilities_of_micro_batches(dtype: torch.dtype) -> None:
 
 
 def test_kept_probabilities_are_all_that_is_kept() -> None:
-    """No other tensor of [T, V], in either direction."""
+    """Forward and backward hold no other tensor [T, V]."""
     t, v = 1024, 8192
     hidden, weight, y = rand(0, t, 8).requires_grad_(), head(v, 8).requires_grad_(), ids(t, v)
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -344,7 +344,7 @@ def test_kept_probabilities_give_way_to_an_entropy_gradient() -> None:
 # ---- kept logits
 
 
-@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+@pytest.mark.parametrize("implementation", ("cpu", "reference"))
 @pytest.mark.parametrize("width", (128, 512))
 def test_kept_logits_change_no_bit(width: int, implementation: str) -> None:
     """The rows and gradients are the plain op's; the logits are those of linear, scaled, -inf where dropped."""
@@ -397,7 +397,7 @@ def test_only_the_wanted_gradients_are_computed() -> None:
 
 
 @by_dtype
-def test_rows_are_those_tokens_alone(dtype: torch.dtype) -> None:
+def test_rows_equal_a_call_with_these_tokens(dtype: torch.dtype) -> None:
     """Bits of forward and backward are those of a call with the rows' hidden states; others have a gradient of zero."""
     hidden, weight, rows = rand(0, 9, 20, dtype=dtype), head(140, 20, dtype=dtype), torch.tensor([7, 1, 2, 8])
     y, up = ids(4, 140), (rand(1, 4), rand(2, 4))
@@ -413,7 +413,7 @@ def test_rows_are_those_tokens_alone(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rows", (torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([1], dtype=torch.int32), [1]))
-def test_rows_that_are_no_index_are_refused(rows: Any) -> None:
+def test_rows_that_are_not_an_index_are_refused(rows: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="rows is"):
         ops.linear_logprob(rand(0, 3, 4), head(7, 4), ids(1, 7), rows=rows)
 
@@ -490,9 +490,9 @@ def test_memory_is_bounded() -> None:
         ({"temperature": 0.0}, ValueError, "temperature=0.0 must be positive"),
         ({"temperature": torch.tensor([1.0, -2.0, 1.0])}, ValueError, r"linear_logprob: temperature\[1\] is -2"),
         ({"kept": torch.zeros(3, 1, dtype=torch.int32)}, ValueError, r"kept is \(3, 1\)"),
-        ({"keep_bytes": -1}, ValueError, "keep_bytes=-1 must be a whole number of at least 0, or inf"),
-        ({"keep_bytes": 256.5}, ValueError, "keep_bytes=256.5 must be a whole number of at least 0, or inf"),
-        ({"keep_bytes": math.nan}, ValueError, "keep_bytes=nan must be a whole number"),
+        ({"keep_bytes": -1}, ValueError, "keep_bytes=-1 must be an integer of at least 0, or inf"),
+        ({"keep_bytes": 256.5}, ValueError, "keep_bytes=256.5 must be an integer of at least 0, or inf"),
+        ({"keep_bytes": math.nan}, ValueError, "keep_bytes=nan must be an integer"),
     ),
 )
 def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:

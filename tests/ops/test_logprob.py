@@ -1,4 +1,4 @@
-"""logprob: right against fp64, a row's bits from that row alone, kept sets and temperatures, special rows."""
+"""logprob: accuracy, batch invariance, kept sets and temperatures, special rows."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_reference_equals_cpp(dtype: torch.dtype, v: int, with_kept: bool) -> No
         assert_reference_equal(run, f"logprob {dtype} V={v}")
 
 
-def test_a_tile_is_summed_in_whole_units() -> None:
+def test_a_tile_is_summed_in_integer_units() -> None:
     # exp(-ln 2^24) is half a unit of 2^-23 and rounds to even, 0: the tile sums to exactly 1, and logp is exactly 0.
     logits = torch.full((1, 128), -24 * math.log(2) - 1e-3)
     logits[0, 5] = 0.0
@@ -387,7 +387,7 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
         (lambda: ops.pack_kept(torch.ones(3, 4)), "pack_kept: mask is"),
         (lambda: ops.unpack_kept(torch.zeros(3, 2, dtype=torch.int32), 32), "unpack_kept: kept is"),
         (lambda: ops.ids_to_kept(torch.tensor([1]), torch.tensor([0, 2]), 9), "offsets must be"),
-        (lambda: ops.ids_to_kept(torch.tensor([9]), torch.tensor([0, 1]), 9), "ids go from 9 to 9"),
+        (lambda: ops.ids_to_kept(torch.tensor([9]), torch.tensor([0, 1]), 9), "ids range from 9 to 9"),
     ),
 )
 def test_bad_kept(call: Any, message: str) -> None:

@@ -39,18 +39,18 @@ else:
     # ---- the accelerator -------------------------------------------------------------------------
 
     class Tiny(Tensor):
-        """A tensor of the device; `memory` is on the CPU."""
+        """A tensor of the device, with its memory as a CPU tensor."""
 
         memory: Tensor
 
     def on_tiny(memory: Tensor) -> Any:
         tensor: Any = torch._C._acc.create_empty_tensor(tuple(memory.shape), memory.dtype)
         tensor.__class__ = Tiny
-        tensor.memory = memory.clone(memory_format=torch.contiguous_format)  # no strides here: views are copies
+        tensor.memory = memory.clone(memory_format=torch.contiguous_format)  # without strides, views are copies
         return tensor
 
     def torch_op(op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Any op of torch: runs on the memory of the tensors; what it returns lies on the device."""
+        """Runs any torch op on the CPU tensors and wraps its results as tensors of the device."""
         known: dict[int, Any] = {}
 
         def memory(value: Any) -> Any:
@@ -60,7 +60,7 @@ else:
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
         found = op.overloadpacket(*tree_map(memory, args), **tree_map(memory, kwargs))
-        place = lambda t: known[id(t)] if id(t) in known else on_tiny(t)  # an op in place returns its argument
+        place = lambda t: known[id(t)] if id(t) in known else on_tiny(t)  # an in-place op returns its argument
         return tree_map(lambda t: place(t) if isinstance(t, Tensor) else t, found)
 
     def copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
@@ -72,7 +72,7 @@ else:
     _fallback.fallback(torch_op, "PrivateUse1")
     _aten.impl("_copy_from", copy_from, "PrivateUse1")
     for name in ("view.dtype", "detach", "alias", "abs", "sin", "cos", "ceil", "floor", "round", "logical_not"):
-        packet, _, overload = name.partition(".")  # torch would build them of a storage, or by resizing a result
+        packet, _, overload = name.partition(".")  # torch would build them from a storage, or by resizing a result
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
         _aten.impl(name, functools.partial(torch_op, op), "PrivateUse1")
 

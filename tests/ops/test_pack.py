@@ -1,4 +1,4 @@
-"""pack and unpack: a round trip for every list of lengths, right borders and positions, gradients, clear errors."""
+"""pack and unpack: round trips, cu_seqlens and positions, gradients, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""qk_norm_rope: the bits of rms_norm and rope one after the other."""
+"""qk_norm_rope equals rms_norm followed by rope, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def inputs(dtype: torch.dtype, d: int = 32, t: int = 7) -> tuple[torch.Tensor, .
 
 
 @by_dtype
-@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+@pytest.mark.parametrize("implementation", ("cpu", "reference"))
 @pytest.mark.parametrize("d", (24, 32))
 def test_equals_the_two_ops(dtype: torch.dtype, implementation: str, d: int) -> None:
     q, k, wq, wk, positions, table = inputs(dtype, d)
@@ -54,8 +54,8 @@ def test_refuses(change: dict[str, torch.Tensor], message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ("q", "k", "v", "q_weight", "k_weight", "cos_sin", "k_cache", "v_cache"))
-def test_refuses_what_asks_for_a_gradient(name: str) -> None:
-    """By the op's own name, before another op sees it or one kernel takes it."""
+def test_refuses_tensors_that_require_a_gradient(name: str) -> None:
+    """The error names this op, and comes before another op or the fused kernel runs."""
     names = ("q", "k", "q_weight", "k_weight", "positions", "cos_sin")
     plain = dict(zip(names, inputs(torch.float32), strict=True))
     stored = {"v": rand(4, 7, 2, 32), "k_cache": torch.zeros(2, 4, 2, 32), "v_cache": torch.zeros(2, 4, 2, 32)}
@@ -68,7 +68,7 @@ def test_refuses_what_asks_for_a_gradient(name: str) -> None:
                 getattr(ops, op)(eps=EPS, **asks)
 
 
-@pytest.mark.parametrize("implementation", ("cpp", "reference"))
+@pytest.mark.parametrize("implementation", ("cpu", "reference"))
 def test_store_equals_the_ops_in_turn(implementation: str) -> None:
     q, k, wq, wk, positions, table = inputs(torch.bfloat16)
     v, slots = rand(4, 7, 2, 32, dtype=torch.bfloat16), torch.tensor([3, -1, 8, 0, 11, 5, 6])

@@ -1,4 +1,4 @@
-"""What every op refuses rather than computes wrongly, in words that name the argument and say what to do."""
+"""Arguments that ops refuse because they would compute wrongly; errors name the argument and the remedy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TWICE = {
 @pytest.mark.parametrize("loss", (torch.sum, lambda y: y.pow(2).sum()), ids=("sum", "square"))
 @pytest.mark.parametrize("op", TWICE)
 def test_second_derivative(op: str, loss: Any) -> None:
-    """Also where the upstream gradient has no graph, as that of a sum: a gradient penalty would add nothing."""
+    """Also if the upstream gradient has no graph, as that of a sum, where a gradient penalty would silently vanish."""
     x = X.clone().requires_grad_(True)
     y = TWICE[op](x)
     (grad,) = torch.autograd.grad(loss(y), x, create_graph=True)
@@ -68,8 +68,8 @@ NOT_AS_STORED = {
 
 
 @pytest.mark.parametrize("op", NOT_AS_STORED)
-def test_a_tensor_that_is_not_what_its_memory_holds(op: str) -> None:
-    """The negative of a complex number's part is a bit beside it, zeros may have no memory: kernels read addresses."""
+def test_tensors_whose_memory_does_not_hold_their_values(op: str) -> None:
+    """Kernels read memory, and a lazily negated tensor or a zero tensor does not hold its values there."""
     call = NOT_AS_STORED[op]
     for x in (torch._neg_view(X), torch._efficientzerotensor(X.shape)):
         plain = x.clone().resolve_neg() if x.is_neg() else torch.zeros_like(X)
@@ -103,8 +103,8 @@ def test_rms_norm_eps(eps: float) -> None:
         ops.rms_norm(X, torch.ones(8), eps)
 
 
-def test_an_op_without_a_gradient_is_asked_for_one() -> None:
-    """torch would return a gradient without the op's share; where none is recorded, the call is as good as any."""
+def test_a_gradient_of_an_op_without_one() -> None:
+    """torch would silently omit the op's gradient; without autograd the call is allowed."""
     lengths = {"max_seqlen_q": 3, "max_seqlen_k": 3}
     into = {**lengths, "out": Q * 0}
     asks, table = Q.clone().requires_grad_(), CU[:1, None]
@@ -121,7 +121,7 @@ def test_an_op_without_a_gradient_is_asked_for_one() -> None:
         "linear_logprob: temperature": lambda: ops.linear_logprob(X, W, TARGETS, temperature=weight[:3]),
     }  # fmt: skip
     for message, call in refused.items():
-        for watched in (contextlib.nullcontext(), Watching()):  # around torch's dispatcher and through it
+        for watched in (contextlib.nullcontext(), Watching()):  # past torch's dispatcher and through it
             with watched, pytest.raises(RuntimeError, match=rf"^{message.strip()} requires a gradient.*\.detach\(\)"):
                 call()
         for off in (torch.no_grad, torch.inference_mode):
@@ -135,7 +135,7 @@ class Watching(TorchDispatchMode):
 
 
 def test_forward_mode() -> None:
-    """torch would make the tangent zero in silence."""
+    """torch would silently make the tangent zero."""
     one = torch.ones_like(X)
     with pytest.raises(NotImplementedError, match="swiglu: there is no forward-mode derivative"):
         torch.func.jvp(ops.swiglu, (X,), (one,))
@@ -146,13 +146,13 @@ def test_forward_mode() -> None:
 
 
 def test_gradients_of_torch_func() -> None:
-    """torch's own words would name an internal class."""
+    """torch's own error would name an internal class."""
     with pytest.raises(NotImplementedError, match=r"swiglu: torch\.func has no gradient of it"):
         torch.func.grad(lambda x: ops.swiglu(x).sum())(X)
 
 
 def test_main_grad_under_compile() -> None:
-    """A compiled backward does not see it: refused as a whole graph, and run beside the graph otherwise."""
+    """A compiled backward does not see it, so fullgraph is refused, and otherwise the op runs outside the graph."""
     weight = torch.nn.Parameter(W.clone())
     weight.main_grad = torch.zeros(5, 8)  # type: ignore[attr-defined]
     run = lambda x: ops.linear(x * 2, weight) * 2
@@ -188,7 +188,7 @@ def test_autograd_sees_that_an_op_wrote_in_place() -> None:
         with watched:
             ops.store_kv_(values.clone(), values, new, new, torch.tensor([0, 5]))
         assert values._version == before + 1
-    with torch.inference_mode():  # such tensors have no version
+    with torch.inference_mode():  # inference tensors have no version
         pages = torch.zeros(2, 4, 1, 8)
         ops.store_kv_(pages, pages.clone(), new, new, torch.tensor([0, 5]))
     assert pages[0, 0, 0, 0] == 1
@@ -223,7 +223,7 @@ def store(**change: Any) -> Any:
 
 
 REFUSED = {
-    # what only some devices would refuse, and each in its own words
+    # refused by some devices only, with different messages
     "linear fp64": (lambda: ops.linear(X.double(), W.double()), TypeError, "linear: x is torch.float64; .*cast it"),
     "linear int": (lambda: ops.linear(X.int(), W.int()), TypeError, "linear: x is torch.int32"),
     "linear_logprob fp64": (
@@ -299,7 +299,7 @@ REFUSED = {
     "kept list": (lambda: ops.logprob(X, TARGETS, kept=[1]), TypeError, "logprob: kept is of type list"),
     "policy_loss mask": (lambda: policy_loss(mask=[True]), TypeError, "policy_loss: mask is of type list"),
     "group_advantages list": (lambda: ops.group_advantages([1.0], 1), TypeError, "rewards is of type list"),
-    "group_size float": (lambda: ops.group_advantages(EIGHT, 2.0), TypeError, "group_size=2.0 must be a whole number"),
+    "group_size float": (lambda: ops.group_advantages(EIGHT, 2.0), TypeError, "group_size=2.0 must be an integer"),
     "sample temperature": (
         lambda: ops.sample(X, TARGETS, TARGETS, temperature=1.0), TypeError, "sample: temperature is of type float"
     ),
@@ -314,10 +314,10 @@ REFUSED = {
     ),
     "paged_attention pages without tokens": (
         lambda: ops.paged_attention(Q, EMPTY, EMPTY, CU[:1, None], CU, CU[1:], max_seqlen_q=3, max_seqlen_k=3),
-        ValueError, "a page of at least one token",
+        ValueError, "at least one token per page",
     ),
     "ids_to_kept offsets": (
-        lambda: ops.ids_to_kept(TARGETS[:2].int(), torch.tensor([1, 2]), 4), ValueError, r"rise from 0 .*are \[1, 2\]"
+        lambda: ops.ids_to_kept(TARGETS[:2].int(), torch.tensor([1, 2]), 4), ValueError, r"start at 0.*are \[1, 2\]"
     ),
     "ids_to_kept offsets that fall": (
         lambda: ops.ids_to_kept(TARGETS[:2].int(), torch.tensor([0, 2, 1, 2]), 4), ValueError, "ids_to_kept: offsets"
@@ -355,7 +355,7 @@ REFUSED = {
         lambda: policy_loss(tis_cap=1e-50, rollout_logp=torch.zeros(3)), ValueError, "tis_cap=1e-50 must be positive"
     ),
     "rms_norm eps 1e39": (lambda: ops.rms_norm(X, EIGHT, 1e39), ValueError, r"rms_norm: eps=1e\+39 must be finite in"),
-    "rms_norm eps None": (lambda: ops.rms_norm(X, EIGHT, None), TypeError, "rms_norm: eps=None is no number"),
+    "rms_norm eps None": (lambda: ops.rms_norm(X, EIGHT, None), TypeError, "rms_norm: eps=None is not a number"),
     "scale 1e60": (
         lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale=1e60), ValueError, r"scale=1e\+60 must be positive and"
     ),
@@ -366,7 +366,7 @@ REFUSED = {
         lambda: ops.group_advantages(EIGHT, 2, eps=1e-50), ValueError, "group_advantages: eps=1e-50 must be above 0"
     ),
     "lr 1e39": (lambda: adamw(lr=1e39), ValueError, r"adamw_: lr=1e\+39 must be finite in float32"),
-    "lr None": (lambda: adamw(lr=None), TypeError, "adamw_: lr=None is no number; it must be finite"),
+    "lr None": (lambda: adamw(lr=None), TypeError, "adamw_: lr=None is not a number; it must be finite"),
     "eps 1e39": (lambda: adamw(eps=1e39), ValueError, r"adamw_: eps=1e\+39 must be finite in float32"),
     "weight_decay 1e39": (lambda: adamw(weight_decay=1e39), ValueError, r"weight_decay=1e\+39 must be finite in"),
     "max_norm 1e-60": (lambda: ops.grad_norm([X], max_norm=1e-60), ValueError, "max_norm=1e-60 must be above 0"),
@@ -381,21 +381,21 @@ REFUSED = {
     "normalizer elsewhere": (
         lambda: policy_loss(normalizer=torch.ones((), device="meta")), ValueError, "normalizer is on meta, logp on cpu"
     ),
-    "temperature text": (lambda: ops.logprob(X, TARGETS, temperature="1"), TypeError, "temperature='1' is no number"),
-    "temperature None": (lambda: ops.logprob(X, TARGETS, temperature=None), TypeError, "temperature=None is no number"),
+    "temperature text": (lambda: ops.logprob(X, TARGETS, temperature="1"), TypeError, "'1' is not a number"),
+    "temperature None": (lambda: ops.logprob(X, TARGETS, temperature=None), TypeError, "None is not a number"),
     "keep_bytes None": (
-        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=None), TypeError, "keep_bytes=None is no number"
+        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=None), TypeError, "keep_bytes=None is not a number"
     ),
     "keep_bytes two": (
-        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=torch.ones(2)), TypeError, "keep_bytes=tensor.* is no numb"
+        lambda: ops.linear_logprob(X, W, TARGETS, keep_bytes=torch.ones(2)), TypeError, "keep_bytes=tensor.* is not a n"
     ),
     "scale text": (
-        lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale="x"), TypeError, "attention: scale='x' is no number"
+        lambda: ops.attention(Q, Q, Q, CU, max_seqlen_q=3, scale="x"), TypeError, "attention: scale='x' is not a number"
     ),
-    "clip_dual text": (lambda: policy_loss(clip_dual="x"), TypeError, "policy_loss: clip_dual='x' is no number"),
+    "clip_dual text": (lambda: policy_loss(clip_dual="x"), TypeError, "policy_loss: clip_dual='x' is not a number"),
     "clip_dual small": (lambda: policy_loss(clip_dual=1.1), ValueError, "clip_dual=1.1 must exceed 1 . clip_high"),
     "tis_cap text": (
-        lambda: policy_loss(tis_cap="x", rollout_logp=torch.zeros(3)), TypeError, "tis_cap='x' is no number"
+        lambda: policy_loss(tis_cap="x", rollout_logp=torch.zeros(3)), TypeError, "tis_cap='x' is not a number"
     ),
     "tis_cap alone": (lambda: policy_loss(tis_cap=1.0), ValueError, "policy_loss: tis_cap=1.0 needs rollout_logp"),
     "betas None": (lambda: adamw(betas=None), TypeError, r"adamw_: betas=None; expected two numbers in \[0, 1\)"),
@@ -435,7 +435,7 @@ REFUSED = {
     ),
     "ids_to_kept V": (
         lambda: ops.ids_to_kept(torch.tensor([1, 2]), torch.tensor([0, 2]), None),
-        TypeError, "ids_to_kept: vocab_size=None is no whole number",
+        TypeError, "ids_to_kept: vocab_size=None is not an integer",
     ),
     "unpack_kept V": (
         lambda: ops.unpack_kept(torch.zeros(1, 1, dtype=torch.int32), 8.0), TypeError, "unpack_kept: vocab_size=8.0 is"
@@ -479,14 +479,14 @@ REFUSED = {
 @pytest.mark.parametrize("length", (None, "x", 3.0, math.nan, math.inf, 1e300, 1j, -1, 2**31))
 @pytest.mark.parametrize("argument", ("max_seqlen_q", "max_seqlen_k"))
 @pytest.mark.parametrize("op", ("attention", "paged_attention"))
-def test_lengths_are_whole_numbers(op: str, argument: str, length: Any) -> None:
+def test_lengths_are_integers(op: str, argument: str, length: Any) -> None:
     if (op, argument, length) == ("attention", "max_seqlen_k", None):
         with pytest.raises(ValueError, match="cu_seqlens_k is given without max_seqlen_k; pass both"):
             ops.attention(Q, Q, Q, CU, CU, max_seqlen_q=3)
         return
     longest = {"max_seqlen_q": 3, "max_seqlen_k": 3, argument: length}
     error, message = (
-        (ValueError, "must be the") if isinstance(length, int) else (TypeError, "is no whole number; it must")
+        (ValueError, "must be the") if isinstance(length, int) else (TypeError, "is not an integer; it must")
     )
     with pytest.raises(error, match=rf"{op}: {argument}={re.escape(repr(length))} {message}"):
         if op == "attention":
@@ -528,7 +528,7 @@ NUMBERS = {  # calls whose numbers reach a kernel
 @pytest.mark.parametrize("kind", (numpy.float32, Fraction))
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_reach_the_kernels_as_floats(monkeypatch: pytest.MonkeyPatch, name: str, kind: Any) -> None:
-    given, chosen = [], select.choose  # Triton takes no numbers of numpy's, CPU kernels do
+    given, chosen = [], select.choose  # Triton does not take numpy's numbers, CPU kernels do
 
     def watched(op: str, device: str) -> select.Choice:
         choice = chosen(op, device)
@@ -573,7 +573,7 @@ def test_says_which_argument_and_what_to_do(name: str) -> None:
         call()
 
 
-def test_advantages_are_no_log_probabilities() -> None:
+def test_advantages_are_not_named_log_probabilities() -> None:
     with pytest.raises(TypeError, match=r"advantages is torch.bfloat16, expected torch.float32; .*float32$"):
         policy_loss(advantages=torch.ones(1, dtype=torch.bfloat16))
     with pytest.raises(TypeError, match="rounded to fewer bits"):

@@ -1,4 +1,4 @@
-"""rms_norm: right against fp64, a row's bits the same in any batch, a weight gradient free of the token split."""
+"""rms_norm: accuracy, batch invariance, and a weight gradient that no split of the tokens changes."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_gradient_through_one_output_alone() -> None:
             assert_bitwise(leaves[0].grad, expected, "y alone")
 
 
-# Ops that hand on their gradient as it is, or a view of it.
+# Ops that return their upstream gradient, or a view of it.
 HANDING_ON = {
     "a leaf": lambda t: t,
     "a sum": lambda t: t + 0.0,
@@ -203,11 +203,11 @@ HANDING_ON = {
 @pytest.mark.parametrize("use", (0, 1))
 @pytest.mark.parametrize(
     ("behind", "compiled"),
-    # compiled, views of one gradient share their memory, those of torch's own sum too
+    # compiled, views of one gradient share memory, also those of torch's own sum
     [(behind, compiled) for behind in HANDING_ON for compiled in (False, True) if not (compiled and "view" in behind)],
 )
 def test_gradients_of_two_leaves_are_two_tensors(shape: tuple[int, ...], use: int, behind: str, compiled: bool) -> None:
-    """Else the second backward adds each to the other, and clipping scales both twice."""
+    """Otherwise the second backward adds each to the other, and clipping scales both twice."""
     through = HANDING_ON[behind]
     leaves = [rand(i, *shape).requires_grad_() for i in range(2)]
     twins = [t.detach().clone().requires_grad_() for t in leaves]

@@ -1,4 +1,4 @@
-"""rope: right against fp64, bits by absolute position alone, gradient by the negative angle."""
+"""rope: accuracy, bits that depend only on the absolute position, gradient by the negative angle."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_gradient_is_the_rotation_back() -> None:
 
 
 def check_by_absolute_position(t: int, h: int, d: int, dtype: torch.dtype, seed: int, relative: bool = False) -> None:
-    """A token alone against the token in a packed buffer; `relative` is the fault that the check must catch."""
+    """Compares a token alone with it in a packed buffer; `relative` is a fault that the check must catch."""
     q, k, positions = data(t, h, 1, d, dtype, seed)
     cos_sin = table(50, d)
     run = lambda rows: forward_backward(
@@ -149,8 +149,8 @@ def test_opcheck_and_compile() -> None:
     assert_compiles(lambda q, k: ops.rope(q, k, positions, cos_sin), (q, k), (q, k))
 
 
-def test_a_table_that_asks_for_a_gradient_is_refused() -> None:
-    """Its share would be left out in silence; where no gradient is recorded the call is as good as any."""
+def test_a_table_that_requires_a_gradient_is_refused() -> None:
+    """Its gradient would silently be omitted; without autograd the call is allowed."""
     q, k, positions = data(5, 2, 1, 8, torch.float32)
     asks = table(50, 8).requires_grad_()
     for stock in (False, True):

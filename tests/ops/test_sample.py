@@ -1,4 +1,4 @@
-"""sample: the distribution, the noise, the filters, and a token that depends on seed and position alone."""
+"""sample: distribution, noise, filters, and tokens that depend only on seed and position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""swiglu: right against fp64 and the same bits wherever an element stands."""
+"""swiglu: accuracy, and bits that do not depend on an element's place."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import KINDS, NONFINITE, SCALES, Family, Run, Schedule, finite, values
+from rlkernel.kernels.certification import Family, Run, Schedule
 from rlkernel.kernels.cuda import attention_prefill_sm90, driver
+from rlkernel.kernels.samples import KINDS, NONFINITE, SCALES, finite, values
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import attention as anchor
 from rlkernel.kernels.triton import attention_backward as backward  # its own name would be taken for the op

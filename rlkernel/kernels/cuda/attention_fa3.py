@@ -11,20 +11,18 @@ import secrets
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlkernel.kernels import certification, verdicts
+from rlkernel.kernels import certification, samples, verdicts
 from rlkernel.kernels.cuda import fa3_library
 from rlkernel.kernels.cuda.fa3_library import Library, Pair
 from rlkernel.kernels.errors import VariantError
 from rlkernel.kernels.verdicts import Trial, Verdict
 
-FORMAT = "attention fa3 3"  # of the verdict files, apart from those of schedules
 PAGE = 16  # page size that dense calls are certified with: the engine's default
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -110,8 +108,8 @@ class Sequences:
 
     def __init__(self, library: Library, shape: FA3Shape, kind: str, generator: torch.Generator) -> None:
         self.library, self.shape = library, shape
-        scales = certification.SCALES
-        self.scale = scales[certification.KINDS.index(kind) % len(scales)] * shape.head_dim**-0.5
+        scales = samples.SCALES
+        self.scale = scales[samples.KINDS.index(kind) % len(scales)] * shape.head_dim**-0.5
         total, device, page, d = sum(LENGTHS), generator.device, shape.page, shape.head_dim
         self.starts = [0, *accumulate(LENGTHS)]
 
@@ -119,7 +117,7 @@ class Sequences:
         dtype = shape.dtype if kind == "denormal" else torch.float16
 
         def draw(heads: int, second: bool = False) -> Tensor:
-            drawn = certification.values(kind, total * heads, d, dtype, generator, second=second, narrow=True)
+            drawn = samples.values(kind, total * heads, d, dtype, generator, second=second, narrow=True)
             return drawn.to(shape.dtype).view(total, heads, d)
 
         self.q, self.k, self.v = draw(shape.heads), draw(shape.kv_heads, True), draw(shape.kv_heads)
@@ -213,11 +211,11 @@ def certify(library: Library, shape: FA3Shape, seed: int | None = None) -> Verdi
     seed = secrets.randbits(31) if seed is None else seed
     generator = torch.Generator(shape.place).manual_seed(seed)
     trial, count, differing, name = Trial("fa3", False, ""), 0, 0, ""
-    verdict = Verdict(_identity(library, shape), list(LENGTHS), list(certification.KINDS), seed, 0.0, [trial])
+    verdict = Verdict(_identity(library, shape), list(LENGTHS), list(samples.KINDS), seed, 0.0, [trial])
     try:
         where = shape.place
-        with torch.no_grad(), certification.current(where), certification.beside_captures(where):
-            for kind in certification.KINDS:
+        with torch.no_grad(), certification.current(where):
+            for kind in samples.KINDS:
                 sequences = Sequences(library, shape, kind, generator)
                 name = "the dense call"
                 expected = sequences.dense()
@@ -294,14 +292,12 @@ def verdict(shape: FA3Shape) -> Verdict:
                     "nothing can be certified; run the shape once before"
                 )
             identity = _identity(library, shape)
-            path = verdicts.verdict_path(identity)
-            data = verdicts.load(path, FORMAT)
-            kept = data and Verdict(**{**data, "trials": [Trial(**trial) for trial in data["trials"]]})
-            if not kept or kept.identity != identity:
-                kept = certify(library, shape)
-                if not kept.trials[0].reason.startswith("raised"):  # an error may be transient
-                    verdicts.keep(path, asdict(kept), FORMAT)
-            _verdicts[shape] = kept
+            found = verdicts.read(verdicts.verdict_path(identity))
+            if found is None or found.identity != identity:
+                found = certify(library, shape)
+                if not found.trials[0].reason.startswith("raised"):  # an error may be transient
+                    verdicts.write(found)
+            _verdicts[shape] = found
         return _verdicts[shape]
 
 

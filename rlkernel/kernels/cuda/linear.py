@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_CHUNK, WGRAD_TOKENS
-from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Run, Schedule
+from rlkernel.kernels.certification import Family, Run, Schedule
 from rlkernel.kernels.cuda import cublaslt, driver, linear_dgrad_rows_sm90
 from rlkernel.kernels.cuda import linear_shapes as shapes
 from rlkernel.kernels.cuda.cublaslt import Algorithm
 from rlkernel.kernels.cuda.linear_shapes import LinearShape, cut, most_rows
+from rlkernel.kernels.samples import KINDS, NONFINITE
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common, linear_grad
 from rlkernel.kernels.triton import linear as anchor

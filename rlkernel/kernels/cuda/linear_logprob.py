@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Run, Schedule, ShapeT
+from rlkernel.kernels.certification import Family, Run, Schedule, ShapeT
 from rlkernel.kernels.cuda import cublaslt, driver, linear_shapes
 from rlkernel.kernels.cuda import linear_logprob_shapes as shapes
 from rlkernel.kernels.cuda import linear_logprob_sm90 as sm90
 from rlkernel.kernels.cuda.linear_logprob_shapes import GradShape, LinearLogprobShape
 from rlkernel.kernels.cuda.linear_logprob_sm90 import Pass
+from rlkernel.kernels.samples import KINDS, NONFINITE
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import linear_logprob as anchor

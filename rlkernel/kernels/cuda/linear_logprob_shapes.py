@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import VOCAB_TILE, WGRAD_TOKENS
-from rlkernel.kernels.certification import finite, values
+from rlkernel.kernels.samples import finite, values
 from rlkernel.kernels.triton import linear_logprob as anchor
 from rlkernel.kernels.triton import linear_logprob_backward as loop
 from rlkernel.kernels.triton import linear_logprob_rows as token_rows

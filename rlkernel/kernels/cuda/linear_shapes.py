@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_WHOLE
-from rlkernel.kernels.certification import values
+from rlkernel.kernels.samples import values
 
 # Fine-grained at the row counts of decode steps, to which cuBLASLt fits its tiles.
 BUCKETS = (0, 1, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 512, 1024, 2048, 4096, 8192, 16384)

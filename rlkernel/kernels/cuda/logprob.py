@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Run, Schedule, values
+from rlkernel.kernels.certification import Family, Run, Schedule
 from rlkernel.kernels.cuda import driver, logprob_rows_sm90
+from rlkernel.kernels.samples import KINDS, NONFINITE, values
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import logprob as anchor
 

@@ -14,9 +14,10 @@ import torch
 
 from rlkernel.contract import orders
 from rlkernel.kernels import policy_loss as shared
-from rlkernel.kernels.certification import KINDS, Family, Run, Schedule, values
+from rlkernel.kernels.certification import Family, Run, Schedule
 from rlkernel.kernels.cuda import driver, policy_loss_sm90
 from rlkernel.kernels.policy_loss import PolicyLossInputs
+from rlkernel.kernels.samples import KINDS, values
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import common
 from rlkernel.kernels.triton import policy_loss as anchor

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import orders
-from rlkernel.kernels.certification import KINDS, NONFINITE, Family, Run, Schedule, finite, values
+from rlkernel.kernels.certification import Family, Run, Schedule
 from rlkernel.kernels.cuda import driver, rms_norm_grad_sm90
+from rlkernel.kernels.samples import KINDS, NONFINITE, finite, values
 from rlkernel.kernels.schedule import ScheduledOp
 from rlkernel.kernels.triton import rms_norm as anchor
 

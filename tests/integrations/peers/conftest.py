@@ -1,4 +1,4 @@
-"""Marks of transformers' tests, which this project's own settings do not know."""
+"""Marks of transformers' tests, which this project's settings do not define."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ OTHERS = re.compile(  # tests of other modalities, of encoders, or for accelerat
     r"flash|flex|deepspeed|offload|parallel|_features_|vision|(?<!non_)composite|encoder|compile|kernels_|grouped|"
     r"global_device|position_vector|can_load_with_device"
 )
-REASONS = (  # name and message of tests that stand, and why they do
+REASONS = (  # name and message of tests that may fail, and the reason
     (
         r"output_attentions=True: the attention op keeps no weights",
         "`output_attentions=True` is refused: the attention op keeps no weights",
@@ -62,7 +62,7 @@ REASONS = (  # name and message of tests that stand, and why they do
 
 
 def reason(message: str) -> str:
-    """Why a test stands that passes in stock, by `name: message`.
+    """Why a test may fail that passes with stock models, by `name: message`.
 
     Raises:
         KeyError: no reason is known; the test is a defect.
@@ -74,7 +74,7 @@ def reason(message: str) -> str:
 
 
 def folder() -> Path | None:
-    """Where transformers' common test files are, of the version that is installed; None where they are not."""
+    """Folder of the installed transformers' common test files, or None."""
     found = Path(os.environ.get("RLKERNEL_TRANSFORMERS_TESTS", FOLDER))
     return found if (found / "test_modeling_common.py").exists() else None
 
@@ -101,7 +101,7 @@ def mixins() -> tuple[type, ...]:
 
 
 class Tester:
-    """What the common tests ask about a family: a tiny configuration, and inputs for it."""
+    """What the common tests need of a family: a tiny configuration, and inputs for it."""
 
     batch_size, seq_length, is_training = 13, 7, True
     vocab_size, hidden_size, num_hidden_layers, num_attention_heads = 99, 32, 2, 2
@@ -132,7 +132,7 @@ class Tester:
 
 @contextlib.contextmanager
 def applied(model_class: Any) -> Iterator[None]:
-    """Every model of the class that is built or loaded here goes through `apply`, as a user's would."""
+    """Calls `apply` on every model of the class that is built or loaded in the block, as a user would."""
     import rlkernel_transformers as rt
 
     init, load = model_class.__init__, model_class.from_pretrained.__func__
@@ -163,7 +163,7 @@ def applied(model_class: Any) -> Iterator[None]:
 
 
 def suite(family: str, apply: bool, stands: dict[str, str]) -> type[unittest.TestCase]:
-    """transformers' tests of one family, on stock models or on those that went through `apply`.
+    """transformers' tests of one family, on stock models or on models after `apply`.
 
     Args:
         stands: names of tests that do not pass, and the pattern of the reason that they have to give.
@@ -180,7 +180,7 @@ def suite(family: str, apply: bool, stands: dict[str, str]) -> type[unittest.Tes
                 self.enterContext(applied(self.model_tester.causal_lm_class))
 
         def subTest(self, *_: Any, **__: Any) -> Any:
-            return contextlib.nullcontext()  # what fails fails the test
+            return contextlib.nullcontext()  # every failure fails the test
 
     for name in dir(Suite):
         if name.startswith("test_") and callable(getattr(Suite, name)):
@@ -193,7 +193,7 @@ def suite(family: str, apply: bool, stands: dict[str, str]) -> type[unittest.Tes
 
 
 def _standing(test: Any, why: str) -> Any:
-    """The test, which passes where it ends with an error, or a skip, of this reason."""
+    """The test, which passes if it ends with an error, or a skip, of this reason."""
 
     @functools.wraps(test)
     def run(self: Any) -> None:

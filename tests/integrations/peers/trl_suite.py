@@ -66,7 +66,7 @@ REWARDS = {
     "tiny-LlamaForSequenceClassification-3.2": "Llama",
 }
 
-REASONS = (  # name and message of tests that stand, and why they do
+REASONS = (  # name and message of tests that may fail, and the reason
     (
         r"Parameter \S*norm\.weight has not changed",
         "the test asks for another value of every weight; its few steps are below the spacing of bf16 at 1 (the "
@@ -87,7 +87,7 @@ REASONS = (  # name and message of tests that stand, and why they do
 
 
 def reason(message: str) -> str:
-    """Why a test stands that passes in stock, by `name: message`.
+    """Why a test may fail that passes with stock TRL, by `name: message`.
 
     Raises:
         KeyError: no reason is known; the test is a defect.
@@ -99,7 +99,7 @@ def reason(message: str) -> str:
 
 
 def tokenizer(template: str) -> Any:
-    """A byte-level one, trained on the sentences, with a chat template that TRL knows."""
+    """A byte-level tokenizer, trained on the sentences, with a chat template that TRL knows."""
     import transformers
     import trl
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -145,7 +145,7 @@ def fill_hub(home: Path) -> None:
 
 
 def rows(config: str) -> list[dict[str, Any]]:
-    """The sentences in one of the forms of TRL's data set `zen`."""
+    """The sentences in one of the formats of TRL's data set `zen`."""
     out = []
     for prompt, good, bad in SENTENCES:
         if config.startswith("conversational"):
@@ -185,7 +185,7 @@ def load_dataset(
 
 
 def flag() -> None:
-    """TRL's classes become those of `rlkernel_trl`, with the flag on by default."""
+    """Replaces TRL's classes by those of `rlkernel_trl`, with the flag on by default."""
     import rlkernel_trl
 
     rlkernel_trl.patch()
@@ -202,7 +202,7 @@ def flag() -> None:
 
 
 def _absent(name: str) -> Any:
-    """What tests of another version of TRL import from it: libraries are absent, and functions skip the test."""
+    """Names that tests of another TRL version import: libraries count as absent, and functions skip the test."""
     import trl
 
     if name.startswith("is_"):

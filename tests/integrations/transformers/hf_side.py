@@ -1,4 +1,4 @@
-"""Tiny models of transformers beside the decoder of rlkernel.models with the same weights, and padded batches."""
+"""Tiny models of transformers, the decoder of rlkernel.models with the same weights, and padded batches."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def _pair(case: str, dtype: torch.dtype) -> tuple[Any, Decoder]:
 
 
 def pair(case: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Decoder]:
-    """A model of transformers with `apply`, in training mode, and our decoder: fresh copies, the same weights."""
+    """A model of transformers after `apply`, in training mode, and our decoder: new copies with the same weights."""
     model, decoder = _pair(case, dtype)
     return rt.apply(copy.deepcopy(model)).train(), copy.deepcopy(decoder)
 
 
 def stock(case: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of transformers as it is."""
+    """The stock model of transformers."""
     return copy.deepcopy(_pair(case, dtype)[0])
 
 
 def padded(rows: list[list[int]], left: bool = True, extra: int = 0) -> tuple[Tensor, Tensor]:
-    """ids and mask [B, L], padding on one side, `extra` more than needed."""
+    """ids and mask [B, L] with padding on one side, `extra` tokens more than needed."""
     length = max(map(len, rows)) + extra
     ids = torch.zeros(len(rows), length, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -59,13 +59,13 @@ def decoder_logprobs(decoder: Decoder, rows: list[list[int]], temperature: float
 
 
 def next_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """From [B, L] the entries that have a next token, row by row: what `decoder_logprobs` returns."""
+    """The entries of [B, L] that have a next token, row by row, as `decoder_logprobs` returns them."""
     following = torch.nn.functional.pad(mask[:, 1:], (0, 1))
     return values[(mask & following).bool()]
 
 
 def on_two_ranks(work: Callable[[int, Any], None], directory: Path) -> None:
-    """Runs `work(rank, mesh)`, a function of a module, on two processes with gloo; raises what one of them raises."""
+    """Runs `work(rank, mesh)`, a module-level function, in two processes with gloo; raises the error of either."""
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload([work.__module__])  # imports once, not twice
     args = (work, str(directory / "ranks"))
     torch.multiprocessing.start_processes(_rank, args, nprocs=2, start_method="forkserver")
@@ -82,7 +82,7 @@ def _rank(rank: int, work: Callable[[int, Any], None], file: str) -> None:
 
 
 def fused_gradients(model: Any, decoder: Decoder, name: str = "grad") -> dict[str, tuple[Tensor, Tensor]]:
-    """Per parameter of the decoder: the gradient of the model of transformers, joined as it is there, and its own."""
+    """Per parameter of the decoder: the gradient of transformers' model, joined as in the decoder, and its own."""
     found = {n.removeprefix("model."): getattr(p, name) for n, p in model.named_parameters()}
     out = {}
     for key, parameter in decoder.named_parameters():

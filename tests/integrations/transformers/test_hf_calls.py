@@ -1,4 +1,4 @@
-"""The ways a model is called: packing, padding, loss, generation, scoring; and the calls that are refused."""
+"""Calls of a model: packing, padding, loss, generation, scoring, and refused calls."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_packed_callers(compat: Any) -> None:
 @settings(max_examples=15, deadline=None)
 @torch.no_grad()
 def test_invariance(data: Any) -> None:
-    """Which rows share a batch, on which side and how far they are padded, changes no bit."""
+    """No bit depends on the rows that share a batch, or on the side and amount of padding."""
     model, _ = pair("qwen3", data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
     order = data.draw(st.permutations(range(len(ROWS))))
     size = data.draw(st.integers(1, len(ROWS)))
@@ -101,7 +101,7 @@ def test_nothing_scored_is_a_zero_with_gradient() -> None:
 
 @torch.no_grad()
 def test_scoring_options(compat: Any) -> None:
-    """Temperatures by row, kept sets, statistics and keep_probs, beside the logits of the same model."""
+    """Temperatures by row, kept sets, statistics and keep_probs, against the logits of the same model."""
     model, _ = pair("qwen3", torch.bfloat16)
     heat = torch.tensor([0.5, 1.0, 2.0, 0.7])
     logits = model(IDS, attention_mask=MASK).logits
@@ -131,7 +131,7 @@ def test_scoring_options(compat: Any) -> None:
 
 @pytest.mark.parametrize("case", ["qwen3-tied", "llama"])
 def test_loss_with_labels(case: str, compat: Any) -> None:
-    """SFT and DPO callers: the loss of transformers within rounding, without logits in training."""
+    """Calls of SFT and DPO: the loss of transformers within rounding, without logits in training."""
     ids, mask = padded(ROWS, left=False)
     labels = ids.masked_fill(mask == 0, -100)
     labels[0, :4] = -100
@@ -201,7 +201,7 @@ def test_generate_with_other_caches(case: str, feature: str, options: dict[str, 
 @torch.no_grad()
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_a_cache_is_filled_as_in_transformers(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of training the default is the configuration's, and the next call goes on from there, compiled too."""
+    """Outside of training the configuration decides, and the next call continues the cache, compiled too."""
     model, _ = pair("llama")
     model.model.layers = model.model.layers[:1]  # compiling takes a second a layer
     model.config.num_hidden_layers = 1
@@ -229,7 +229,10 @@ def test_caches_that_cannot_be_filled_are_refused() -> None:
     model.config.use_cache = False
     for cache, text in (
         (transformers.StaticCache(config=model.config, max_cache_len=40), "StaticCache that drops keys"),
-        (transformers.StaticCache(config=stock("llama").config, max_cache_len=8), r"StaticCache of 8 tokens; 17 are"),
+        (
+            transformers.StaticCache(config=stock("llama").config, max_cache_len=8),
+            "StaticCache of 8 tokens, and",
+        ),
     ):
         with pytest.raises(rt.CallError, match=text):
             model(IDS, past_key_values=cache)
@@ -244,7 +247,7 @@ def test_caches_that_cannot_be_filled_are_refused() -> None:
 
 @torch.no_grad()
 def test_generate_batch(compat: Any) -> None:
-    """transformers' continuous batching, prompts of several lengths sharing its pages: the tokens of `generate`."""
+    """transformers' continuous batching with prompts of several lengths returns the tokens of `generate`."""
     model = pair("qwen3")[0].eval()
     config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
     found = model.generate_batch(ROWS, generation_config=config)
@@ -262,10 +265,10 @@ def test_generate_batch(compat: Any) -> None:
 
 @pytest.mark.parametrize("case", ["qwen3", "qwen2-window"])
 def test_attention_weights(case: str, compat: Any) -> None:
-    """Those of stock transformers within rounding, after a cache and for packed rows too; the logits keep theirs."""
+    """Attention weights equal stock transformers' within rounding, also with a cache and packed rows."""
     model, plain = pair(case)[0].eval(), stock(case)
     ids, mask = padded(ROWS, left=False)
-    with pytest.warns(UserWarning, match="computed once more by eager torch"):
+    with pytest.warns(UserWarning, match="eager torch computes them again"):
         ours = model(ids, attention_mask=mask, output_attentions=True)
     theirs = plain(ids, attention_mask=mask, output_attentions=True)
     own = mask[:, None, :, None].bool()
@@ -289,7 +292,7 @@ def test_attention_weights(case: str, compat: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_hidden_states_are_in_the_graph(dtype: torch.dtype, compat: Any) -> None:
-    """Gradients reach them, those of stock within rounding; gradients of the weights keep their bits."""
+    """Gradients reach them, equal to stock within rounding; gradients of the weights keep their bits."""
     ids, mask = padded(ROWS, left=False)
     gradients, states = [], []
     for model, options in ((pair("qwen3", dtype)[0], {"output_hidden_states": True}), (pair("qwen3", dtype)[0], {})):
@@ -325,7 +328,7 @@ def test_hidden_states_of_chosen_layers() -> None:
 
 
 def test_noise_on_the_embeddings() -> None:
-    """NEFTune of transformers' Trainer, a hook that sees [B, L, C]; the padding's share changes nothing."""
+    """NEFTune of transformers' Trainer, a hook on [B, L, C]; noise on padding changes nothing."""
     from transformers.integrations.neftune import activate_neftune, neftune_post_forward_hook
 
     model, _ = pair("llama")
@@ -346,7 +349,7 @@ def test_noise_on_the_embeddings() -> None:
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
 @pytest.mark.parametrize("before", [True, False])
 def test_learned_prompts(kind: str, before: bool, compat: Any) -> None:
-    """PEFT's prompts and prefixes, put on before or after `apply`: close to stock, and padding changes nothing."""
+    """PEFT's prompts and prefixes, added before or after `apply`: close to stock, and padding changes nothing."""
     peft = pytest.importorskip("peft")
     options = {"encoder_hidden_size": 16} if kind == "PromptEncoderConfig" else {}
 
@@ -376,7 +379,7 @@ def test_learned_prompts(kind: str, before: bool, compat: Any) -> None:
     if kind == "PrefixTuningConfig":
         assert rt.token_logprobs(model, IDS, MASK).logp.shape == IDS.shape
     else:
-        with pytest.raises(rt.CallError, match="computes 21 tokens a row and 17 have targets; a learned prompt"):
+        with pytest.raises(rt.CallError, match="computes 21 tokens per row and 17 have targets, because PEFT"):
             rt.token_logprobs(model, IDS, MASK)
         with model.disable_adapter():
             assert_bitwise(rt.token_logprobs(model, IDS, MASK).logp, reference_padded("llama"), "without the prompt")
@@ -404,7 +407,7 @@ def test_refused_calls(compat: Any) -> None:
     with pytest.raises(rt.CallError, match="max_position_embeddings"):
         model(torch.zeros(1, 129, dtype=torch.int64))
     half = pair("llama", torch.bfloat16)[0]
-    with pytest.raises(rt.CallError, match=r"autocast to torch.float16 over"), torch.autocast("cpu", torch.float16):
+    with pytest.raises(rt.CallError, match=r"autocast to torch.float16 with"), torch.autocast("cpu", torch.float16):
         half(IDS)
     with pytest.raises(rt.CallError, match=r"inputs_embeds is torch.float32; expected torch.bfloat16"):
         half(inputs_embeds=torch.zeros(1, 4, 64))
@@ -419,7 +422,7 @@ def test_refused_calls(compat: Any) -> None:
 
 @torch.no_grad()
 def test_targets_that_do_not_fit_the_input_are_named() -> None:
-    """Another shape must not score flattened targets against the wrong rows."""
+    """Targets of another shape must not be scored against the wrong rows."""
     model, _ = pair("llama")
     ids = torch.arange(20).view(2, 10) + 5
     for wrong in (ids[:, :5], ids[:1], ids[0], torch.cat((ids, ids)), ids.float(), ids.tolist()):
@@ -436,7 +439,7 @@ def test_targets_that_do_not_fit_the_input_are_named() -> None:
 
 @torch.no_grad()
 def test_bad_input_is_named() -> None:
-    """Each argument that does not fit is an error of ours before a kernel sees it."""
+    """Each argument that does not fit raises our error before a kernel runs."""
     model, _ = pair("llama")
     ids = torch.arange(20).view(2, 10) + 5
     ones, zeros = torch.ones_like(ids), torch.zeros_like(ids)
@@ -444,7 +447,10 @@ def test_bad_input_is_named() -> None:
         ("unknown argument temprature", {"temprature": 0.5}),
         (r"attention_mask is \(2, 9\)", {"attention_mask": ones[:, 1:]}),
         (r"attention_mask is \(2, 1, 10, 10\)", {"attention_mask": torch.ones(2, 1, 10, 10)}),
-        (r"attention_mask is torch.float32 and holds other values", {"attention_mask": ones.float().log2() - ones}),
+        (
+            r"attention_mask is torch.float32 and holds values other than",
+            {"attention_mask": ones.float().log2() - ones},
+        ),
         ("attention_mask is zero everywhere", {"attention_mask": zeros}),
         (r"input_ids is \(20,\); expected \[B, L\]", {"input_ids": ids.flatten()}),
         (r"the input is \[0, 10\]", {"input_ids": ids[:0]}),
@@ -465,7 +471,7 @@ def test_bad_input_is_named() -> None:
     assert_bitwise(found, rt.token_logprobs(model, ids).logp, "rows shorter than their padding")
 
 
-def test_apply_names_what_it_does_not_take() -> None:
+def test_apply_names_unsupported_models() -> None:
     for leaves in (0, -1, 3, "2", True):
         with pytest.raises(rt.UnsupportedModelError, match="tp_leaves is"):
             rt.apply(stock("llama"), tp_leaves=leaves)  # type: ignore[arg-type]
@@ -481,7 +487,7 @@ def test_apply_names_what_it_does_not_take() -> None:
 
 @torch.no_grad()
 def test_attention_interface_alone() -> None:
-    """`attn_implementation="rlkernel"` on stock layers: close to theirs, and refused with a cache."""
+    """`attn_implementation="rlkernel"` in stock layers: close to stock, and refused with a cache."""
     plain = stock("qwen2-window")
     positions = (MASK.cumsum(1) - 1).clamp_min(0)
     expected = plain(IDS, attention_mask=MASK, position_ids=positions).logits

@@ -63,7 +63,7 @@ def test_logits_and_hidden_states(case: str, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def test_close_to_transformers_and_control() -> None:
-    """The same function as stock transformers within rounding; and stock bits do depend on the padding."""
+    """Equal to stock transformers within rounding; and stock bits do depend on the padding."""
     for case in CASES:
         model, plain = pair(case)[0], stock(case)
         ids, mask = padded(ROWS, left=False)
@@ -73,7 +73,7 @@ def test_close_to_transformers_and_control() -> None:
 
 @torch.no_grad()
 def test_control_stock_differs(compat: Any) -> None:
-    """Stock transformers: other bits alone than in a padded batch, and others than our decoder."""
+    """The control: bits of stock transformers change in a padded batch, and differ from our decoder's."""
     rows = [[(7 * i + 3 * j) % 90 + 3 for j in range(20 + 30 * i)] for i in range(4)]
     alone_differs = ours_differs = numbers = 0
     for case in ("qwen3", "llama"):
@@ -92,7 +92,7 @@ def test_control_stock_differs(compat: Any) -> None:
 
 @pytest.mark.parametrize("case", ["qwen3-tied", "mistral-window"])
 def test_engine_rollout_equals_training_forward(case: str, compat: Any) -> None:
-    """Tokens sampled by our engine, scored by the model of transformers, the same bits."""
+    """Tokens sampled by our engine and scored by transformers' model have the same bits."""
     model, decoder = pair(case, torch.bfloat16)
     llm = LLM(decoder, max_num_seqs=3, max_num_batched_tokens=16, page_size=4, num_pages=128)
     params = [SamplingParams(temperature=0.8, max_tokens=20, seed=i, ignore_eos=True) for i in range(len(ROWS))]
@@ -143,7 +143,7 @@ def test_autocast(case: str, how: str, compat: Any) -> None:
         assert own.dtype == torch.float32, key
         if how == "main_grads":
             assert_bitwise(own, wanted, key)
-        elif p is model.lm_head.weight and case == "qwen3-tied":  # added up in fp32 here, in bf16 there
+        elif p is model.lm_head.weight and case == "qwen3-tied":  # accumulated in fp32 here, in bf16 there
             torch.testing.assert_close(own, wanted.float(), rtol=2e-2, atol=2e-2)
         else:
             assert_bitwise(own.to(torch.bfloat16), wanted, key)
@@ -164,7 +164,7 @@ def test_autocast_in_generation() -> None:
 
 
 def test_checkpoint_of_the_base_model(tmp_path: Path) -> None:
-    """`architectures` of a base or reward model: the class that loads it decides."""
+    """`architectures` may name a base or reward model, because the class that loads it decides."""
     plain = stock("qwen3")
     plain.model.save_pretrained(tmp_path)
     loaded = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What training stacks do to a model: checkpointing, compilation, adapters, FSDP2, fp32 buffers, copies, saving."""
+"""Models in training stacks: checkpointing, compilation, adapters, FSDP2, fp32 buffers, copies, saving."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_gradient_checkpointing(reentrant: bool, compat: Any) -> None:
 
 
 def two_layers(case: str) -> Any:
-    """Compiling takes a second a layer."""
+    """Compilation takes a second per layer."""
     model, _ = pair(case)
     model.model.layers = model.model.layers[:2]
     model.config.num_hidden_layers = 2
@@ -96,7 +96,7 @@ def test_compiles_packed_rows(compat: Any) -> None:
 @pytest.mark.parametrize("case", ["qwen3-tied", "qwen2", "llama"])
 @pytest.mark.parametrize("joined", [True, False])
 def test_main_grads_of_micro_batches(case: str, joined: bool, compat: Any) -> None:
-    """fp32 buffers: the bits of our decoder's in one batch, however the batch is split; bf16 `.grad` has others."""
+    """With fp32 buffers every split of a batch has the bits of our decoder in one batch; bf16 `.grad` has others."""
     model, decoder = pair(case, torch.bfloat16)
     if not joined:
         model = rt.apply(copy.deepcopy(rt.remove(model)), join_weights=False).train()
@@ -115,7 +115,7 @@ def test_main_grads_of_micro_batches(case: str, joined: bool, compat: Any) -> No
 
 
 def test_the_row_of_the_padding_token_is_not_trained() -> None:
-    """As in transformers; its embedding is zero, and the gradient there would drown all others in the norm."""
+    """As in transformers. Its embedding is zero, where the gradient would dominate the norm of all others."""
     model = build("llama")
     model.config.pad_token_id = 7
     embedding = model.model.embed_tokens
@@ -137,7 +137,7 @@ def test_the_row_of_the_padding_token_is_not_trained() -> None:
 
 
 def test_masters_in_a_training_loop() -> None:
-    """Clipping by torch, AdamW on fp32 masters, `zero_grad`: small updates are not lost to bf16."""
+    """Clipping by torch, AdamW on fp32 masters, `zero_grad`: bf16 does not lose small updates."""
     model, _ = pair("qwen3-tied", torch.bfloat16)
     gradients(model)  # leaves bf16 gradients behind
     rt.main_grads(model)
@@ -161,7 +161,7 @@ def test_masters_in_a_training_loop() -> None:
 
 
 def test_in_a_trainer(tmp_path: Path, compat: Any) -> None:
-    """transformers' own Trainer: columns found, token counts passed on, the loss falls, with bf16=True too."""
+    """transformers' own Trainer finds columns and passes token counts, and the loss falls, with bf16=True too."""
     pytest.importorskip("accelerate")
     ids, mask = padded(ROWS, left=False)
     rows = [
@@ -223,7 +223,7 @@ def test_lora_is_invariant(adapters: str, dtype: torch.dtype, compat: Any) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merged_lora_is_the_merged_model(dtype: torch.dtype, tmp_path: Path, compat: Any) -> None:
-    """`adapters="merged"` has the bits of an engine that was sent `merged_weights`, and the gradients' values."""
+    """`adapters="merged"` has the bits of an engine that was sent `merged_weights`, and the right gradients."""
     model = rt.apply(lora(stock("qwen3", dtype)), adapters="merged").train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     plain = stock("qwen3", dtype)
@@ -250,7 +250,7 @@ def test_adapters_that_are_refused(compat: Any) -> None:
     wrapped = lora(model)
     with pytest.raises(rt.CallError, match=r"peft\..*Linear was put into .*call apply"):
         rt.token_logprobs(wrapped, IDS, MASK)
-    assert not rt.status(wrapped).exact and "came after apply" in str(rt.status(wrapped))
+    assert not rt.status(wrapped).exact and "was added after apply" in str(rt.status(wrapped))
     for feature, named, options, adapters in (
         ("lora_dropout", "lora_dropout", {"lora_dropout": 0.1}, "low-rank"),
         ("modules_to_save", "lm_head", {"modules_to_save": ["lm_head"]}, "low-rank"),
@@ -260,10 +260,10 @@ def test_adapters_that_are_refused(compat: Any) -> None:
         with pytest.raises(rt.UnsupportedModelError) as raised:
             rt.apply(lora(stock("qwen3"), **options), adapters=adapters)
         compat.refused("transformers", f"PEFT with {feature}", raised.value, named)
-    with pytest.raises(rt.UnsupportedModelError, match="without a bias of its own"):  # it would be left out
+    with pytest.raises(rt.UnsupportedModelError, match="without lora_bias"):  # it would be ignored
         rt.apply(lora(stock("qwen2"), targets=["q_proj"], lora_bias=True), adapters="merged")
     other = peft.get_peft_model(stock("qwen3", torch.bfloat16), peft.LoHaConfig(target_modules=["q_proj"]))
-    with pytest.raises(rt.UnsupportedModelError, match=r"has weights .*hada_w1_a.*; .* no other adapters"):
+    with pytest.raises(rt.UnsupportedModelError, match=r"has weights .*hada_w1_a.*; .* remove other adapters"):
         rt.apply(other)
     with pytest.raises(rt.UnsupportedModelError, match=r"lm_head is a peft\.[\w.]*Linear; take it out"):
         rt.apply(lora(stock("qwen3"), targets=["q_proj", "lm_head"]))
@@ -317,7 +317,7 @@ def test_fsdp2(case: str, policy: str, mesh: Any, compat: Any) -> None:
     for p in decoder.parameters():
         p.full = p.grad
     for name, (theirs, own) in fused_gradients(model, decoder, "full").items():
-        if not (autocast and case == "qwen3-tied" and "embed" in name):  # added up in fp32 there
+        if not (autocast and case == "qwen3-tied" and "embed" in name):  # accumulated in fp32 there
             assert_bitwise(theirs, own, name)
     with pytest.raises(rt.UnsupportedModelError) as raised:
         rt.main_grads(model)
@@ -325,7 +325,7 @@ def test_fsdp2(case: str, policy: str, mesh: Any, compat: Any) -> None:
 
 
 def head_in_a_group(rank: int, mesh: Any) -> None:
-    """Gradients of a model whose head is sharded by itself, as verl does: the mean over the ranks."""
+    """Gradients of a model whose head is sharded separately, as in verl, are the mean over the ranks."""
     from torch.distributed.fsdp import fully_shard
 
     rows = [IDS[:2], IDS[2:]]
@@ -346,7 +346,7 @@ def test_fsdp2_averages_the_gradient_of_a_head_that_is_sharded_by_itself(tmp_pat
 
 
 def test_parallel_wrappers_that_are_refused(mesh: Any, compat: Any) -> None:
-    """Each would give wrong gradients, or another order of additions."""
+    """Each would compute wrong gradients, or add in another order."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -418,7 +418,7 @@ def test_copies_and_saves_as_before(tmp_path: Path, compat: Any) -> None:
 
 
 def test_every_saver_sees_every_weight(tmp_path: Path, compat: Any) -> None:
-    """safetensors and accelerate take tensors of one storage for tied ones; the whole object can be pickled."""
+    """safetensors and accelerate treat tensors of one storage as tied; the model can be pickled."""
     accelerate = pytest.importorskip("accelerate")
     safetensors = pytest.importorskip("safetensors.torch")
     model, _ = pair("qwen2", torch.bfloat16)
@@ -445,7 +445,7 @@ def test_every_saver_sees_every_weight(tmp_path: Path, compat: Any) -> None:
 
 
 def test_hooks_run(compat: Any) -> None:
-    """On layers that one product joins and on the fused head; hooks that only look change no bit of the forward."""
+    """Hooks on joined layers and the fused head run; hooks that only read change no bit of the forward."""
     model, _ = pair("qwen3", torch.bfloat16)
     layer, head = model.model.layers[1], model.lm_head
     expected = rt.token_logprobs(model, IDS, MASK, temperature=0.7, statistics=True)
@@ -568,7 +568,7 @@ def test_models_that_are_refused(compat: Any) -> None:
     kernels = build("llama")
     kernels._use_kernels = True
     cases.append(("use_kernels=True", kernels))
-    biased = build("llama")  # a head's bias, which ours would leave out
+    biased = build("llama")  # a head's bias, which our forward would ignore
     biased.lm_head = torch.nn.Linear(biased.config.hidden_size, biased.config.vocab_size)
     cases.append((BIASED, biased))
     halved = build("qwen2")
@@ -586,7 +586,7 @@ def test_models_that_are_refused(compat: Any) -> None:
 
 
 def test_a_second_derivative_raises() -> None:
-    """torch's own decorator lets a gradient penalty vanish where the upstream gradient has no graph."""
+    """With torch's own decorator a gradient penalty vanishes if the upstream gradient has no graph."""
     x = torch.randn(3, 4, requires_grad=True)
     weights = [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
     a, b = torch.randn(1, 4, requires_grad=True), torch.randn(2, 1, requires_grad=True)

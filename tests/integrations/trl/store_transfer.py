@@ -21,11 +21,11 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 
 class Extension:
-    """vLLM wants a class; importing the file is what counts."""
+    """vLLM requires a class; the import of the file registers the backend."""
 
 
 class StoreEngine(NCCLWeightTransferEngine):
-    """vLLM's engine, its layerwise reload and all, with another wire."""
+    """vLLM's engine with its layerwise reload, and another transport."""
 
     def init_transfer_engine(self, init_info: Any) -> None:
         self.group = StatelessProcessGroup.create(
@@ -44,7 +44,7 @@ if "store" not in WeightTransferEngineFactory._registry:
 
 
 def _init_communicator(client: Any, device: Any = 0) -> None:
-    """`VLLMClient.init_communicator` up to the device, which it wants to be CUDA."""
+    """`VLLMClient.init_communicator` without its check that the device is CUDA."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -63,7 +63,7 @@ def _broadcast(iterator: Iterator[tuple[str, torch.Tensor]], group: Any, src: in
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """While it is open, TRL's client sends weights through the store."""
+    """A block in which TRL's client sends weights through the store."""
     from trl.generation import vllm_client
 
     with (

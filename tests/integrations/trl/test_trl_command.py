@@ -85,7 +85,7 @@ def test_sft_off_by_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_unknown_settings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A misspelt flag must not train stock in silence, nor `num_processes` one process."""
+    """A misspelt flag must not silently train stock, nor `num_processes` a single process."""
     config = write(tmp_path, [], use_rl_kernel_backnd=True, num_processes=4)
     try:
         assert main(["sft", "--config", str(config), "--typo", "3"]) == 2

@@ -1,4 +1,4 @@
-"""Forms of data and rewards that TRL's own tests of its trainers go through, with the flag."""
+"""The data formats and rewards of TRL's own trainer tests, with the flag."""
 
 from __future__ import annotations
 

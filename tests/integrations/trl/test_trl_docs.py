@@ -1,4 +1,4 @@
-"""The page says what the code does: names of metrics, settings and losses."""
+"""The page lists the code's metrics, settings and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capsules of TRL runs: rlkernel's are aligned bit for bit, TRL's own with other numbers of a rollout drift."""
+"""Capsules of TRL runs: rlkernel's are aligned bit for bit, TRL's own with other rollout values drift."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_stock_run_with_other_numbers_drifts(tmp_path: Path) -> None:
     import trl
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Numbers that no model computed, under a top-p that TRL's forward does not know."""
+        """Values that no model computed, with a top-p that TRL's forward ignores."""
         ids = trainer.processing_class(prompts)["input_ids"]
         return {"prompt_ids": ids, "completion_ids": [[5, 6, 7]] * len(ids), "logprobs": [[-0.5] * 3] * len(ids)}
 

@@ -1,4 +1,4 @@
-"""rlkernel's engine under GRPO and RLOO: the default without vLLM, settings, tools, evaluations, and what it lacks."""
+"""rlkernel's engine under GRPO and RLOO, the default without vLLM: settings, tools, evaluations, limits."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_it_samples_by_default(
     trainer = make_trainer(algorithm, model, max_steps=4, **changes)
     trainer.train()
     compared = [row for row in history(trainer) if "rlkernel/exact_frac" in row]
-    assert compared  # truncated completions are masked, and of a later iteration nothing is compared
+    assert compared  # truncated completions are masked, and later iterations are not compared
     masked = {"mask_truncated_completions", "num_iterations"} & changes.keys()
     assert_exact(compared, len(compared) if masked else 4)
     if algorithm == "RLOO" and not masked:
         assert [row["rlkernel/old_logps_skipped"] for row in compared] == [0, 0, 1, 1]
     for name in ("use_transformers_continuous_batching", "cast_lm_head_to_fp32"):
-        assert (f"{name} left out" in caplog.text or f"{name} is left out" in caplog.text) == (name in changes)
+        assert (f"{name} ignored" in caplog.text or f"{name} is ignored" in caplog.text) == (name in changes)
         assert getattr(trainer.args, name, False) == changes.get(name, False)
     compat.exact("TRL", f"engine by default: {algorithm}, {', '.join(f'{k}={v}' for k, v in changes.items())}")
 
@@ -78,7 +78,7 @@ def test_the_engine_shares_the_weights(model: Path) -> None:
 
 
 def test_rloo_resumes(model: Path, tmp_path: Path, compat: Any) -> None:
-    """Seeds are made of step and place, so a continued run samples what the uninterrupted one did."""
+    """Seeds derive from step and index, so a resumed run samples the same tokens."""
     saving = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
     whole = make_trainer("RLOO", model, max_steps=4, **saving)
     whole.train()
@@ -90,7 +90,7 @@ def test_rloo_resumes(model: Path, tmp_path: Path, compat: Any) -> None:
 
 @pytest.mark.parametrize("algorithm", ["GRPO", "RLOO"])
 def test_chats_and_evaluation(model: Path, algorithm: str, compat: Any) -> None:
-    """Chat prompts go through the tokenizer's template, as TRL does it; an evaluation has a group size of its own."""
+    """Chat prompts use the tokenizer's template, as in TRL; an evaluation has its own group size."""
     from datasets import Dataset
 
     chats = [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS]
@@ -127,7 +127,7 @@ def test_chats_and_evaluation(model: Path, algorithm: str, compat: Any) -> None:
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("own", [False, True])
 def test_tools(model: Path, own: bool, top_p: float, monkeypatch: pytest.MonkeyPatch, compat: Any) -> None:
-    """The turns after a tool's answer are sampled and compared too; what the tool wrote is masked."""
+    """Turns after a tool's answer are sampled and compared too; the tool's tokens are masked."""
     import transformers
     from datasets import Dataset
     from trl.trainer import grpo_trainer
@@ -150,7 +150,7 @@ def test_tools(model: Path, own: bool, top_p: float, monkeypatch: pytest.MonkeyP
     turns: list[int] = []
 
     def parse(tokenizer: Any, ids: Any, prefix: Any = None, tools: Any = None) -> dict[str, Any]:
-        """Every second completion of a generation asks for the tool; nothing after its answer does."""
+        """Every second completion of a generation calls the tool; completions after its answer do not."""
         turns.append(len(ids))
         message: dict[str, Any] = {"role": "assistant", "content": "a"}
         if len(turns) % 6 in (1, 3):  # 4 completions, then 2 after the tool
@@ -161,7 +161,7 @@ def test_tools(model: Path, own: bool, top_p: float, monkeypatch: pytest.MonkeyP
     given: dict[str, Any] = {"tools": [weather], "processing_class": tokenizer}
     given["train_dataset"] = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS])
     given["reward_funcs"] = lambda completions, **_: [float(i % 3) for i in range(len(completions))]
-    if own:  # around ours: TRL asks the trainer itself for the turns after a tool's
+    if own:  # wraps ours: TRL calls the trainer for turns after a tool's answer
         ours = rlkernel_trl.rollout_func()
         given["rollout_func"] = lambda prompts, trainer: ours(prompts, trainer)
     short = {"max_completion_length": 40, "generation_kwargs": {"max_tokens": 6, "ignore_eos": True}}
@@ -175,7 +175,7 @@ def test_tools(model: Path, own: bool, top_p: float, monkeypatch: pytest.MonkeyP
 
 
 def test_generation_kwargs_reach_the_engine(model: Path) -> None:
-    """Lengths and stops are the engine's; what it does not have is refused, strict or not."""
+    """The engine gets lengths and stops; unsupported names are refused, strict or not."""
     trainer = make_trainer("GRPO", model, engine=True, max_steps=1, generation_kwargs={"max_tokens": 3, "stop": "zzz"})
     trainer.train()
     assert_exact(history(trainer), 1)
@@ -207,7 +207,7 @@ def test_generation_kwargs_reach_the_engine(model: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["GRPO", "RLOO"])
 def test_what_the_engine_lacks(model: Path, algorithm: str, compat: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """As the default it is refused, and without strict mode transformers' generate samples, compared with nothing."""
+    """An unsupported default engine is an error, or, without strict mode, transformers' generate samples uncompared."""
     with pytest.raises(ExactnessLostError) as raised:
         make_trainer(algorithm, model, repetition_penalty=1.1)
     compat.refused("TRL", f"engine by default: {algorithm}, repetition_penalty=1.1", raised.value, "leave it out, or")
@@ -230,13 +230,13 @@ def test_ends_are_those_of_trl(model: Path) -> None:
 
 
 def test_the_cache_fits_beside_the_training(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its share of a GPU's memory, less where AdamW's state is to come; made anew for a sequence that does not fit."""
+    """Its share of GPU memory, less before AdamW's state exists; recreated for a sequence that does not fit."""
     from rlkernel_trl import rollout
 
     trainer = make_trainer("GRPO", model, max_completion_length=8, vllm_gpu_memory_utilization=0.25)
     weights = sum(p.numel() for p in trainer.model.parameters())
     gpu = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)  # of which 1 MiB waits to be used again
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)  # 1 MiB is cached
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 << 20)
     for free, expected in ((1 << 30, 256 << 20), (100 << 20, ((100 << 20) - 12 * weights) // 2), (12 * weights, 0)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free - (1 << 20), 1 << 30))

@@ -48,7 +48,7 @@ def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
     options += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32"]
     flag = ["--additional-config", '{"use_rl_kernel_backend": true}']
     wire = ["--weight-transfer-config", '{"backend": "store"}', "--worker-extension-cls", "store_transfer.Extension"]
-    module = "vllm.entrypoints.openai.api_server"  # `vllm serve` asks for a distribution called vllm
+    module = "vllm.entrypoints.openai.api_server"  # `vllm serve` requires a distribution named vllm
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as out:
@@ -130,7 +130,7 @@ def of_server(client: Any) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["GRPO", "RLOO"])
 def test_a_run_in_server_mode(algorithm: str, model: Path, client: Any, compat: Any) -> None:
-    """Weights go to the server after every step; every token it samples then is the training forward's."""
+    """Weights are sent after every step; every token sampled then equals the training forward's."""
     changes = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": client.base_url, "max_steps": 4}
     with on_cpu():
         trainer = make_trainer(algorithm, model, **changes)
@@ -148,7 +148,7 @@ def test_a_run_in_server_mode(algorithm: str, model: Path, client: Any, compat: 
 
 
 def test_trl_sends_weights_through_nccl_only(client: Any, compat: Any) -> None:
-    """What `store_transfer` stands in for: TRL's client refuses a trainer without CUDA."""
+    """Why `store_transfer` exists: TRL's client refuses a trainer without CUDA."""
     with pytest.raises(NotImplementedError) as raised:
         client.init_communicator(device="cpu")
     compat.refused("TRL", "server: weights of a trainer on a CPU (by TRL)", raised.value, "NCCL.*needs a CUDA device")

@@ -267,7 +267,7 @@ def test_resume(model: Path, tmp_path: Path, compat: Any) -> None:
 
 
 def test_masters_are_fp32(model: Path) -> None:
-    """bf16 weights follow fp32 masters that start at the checkpoint's fp32 values: tiny steps are not lost."""
+    """bf16 weights follow fp32 masters that start at the checkpoint's fp32 values, so tiny steps are not lost."""
     trainer = make_trainer("SFT", model, learning_rate=1e-6, max_steps=2, max_grad_norm=0.0)
     trainer.train()
     state = trainer.optimizer.state
@@ -284,7 +284,7 @@ def test_masters_are_fp32(model: Path) -> None:
         ({"fp16": True, "bf16": False}, "fp16"),
         ({"use_liger_kernel": True}, "use_liger_kernel"),
         ({"torch_compile": True}, "torch_compile"),
-        ({"temperature": 0.0}, "temperature=0.0: logits are divided by it"),
+        ({"temperature": 0.0}, "temperature=0.0: sampling and training divide"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"optim": "sgd"}, "fp32 masters"),
         ({"generation_kwargs": {"presence_penalty": 0.5}}, "presence_penalty"),
@@ -299,7 +299,7 @@ def test_refusals(model: Path, changes: dict[str, Any], message: str, compat: An
 
 
 def test_an_optimizer_of_the_users_own_is_refused(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It would step bf16 weights without masters, as `optim` would."""
+    """It would step bf16 weights without masters, as other values of `optim` would."""
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
@@ -313,7 +313,7 @@ def test_an_optimizer_of_the_users_own_is_refused(model: Path, caplog: pytest.Lo
 
 
 def test_models_in_fp16_are_refused(model: Path) -> None:
-    """However they come: loaded by name, given as a module, and with fp32 throughout asked for."""
+    """Loaded by name, given as a module, and with fp32 throughout."""
     from transformers import AutoModelForCausalLM
 
     half = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16)
@@ -328,10 +328,13 @@ def test_models_in_fp16_are_refused(model: Path) -> None:
 
 
 def test_the_certificate_says_what_follows(caplog: pytest.LogCaptureFixture) -> None:
-    """Under top-p without the engine's sets TRL's forward goes on, and the log does not say otherwise."""
+    """With top-p and without the engine's sets TRL's forward stays, and the log says so."""
     from rlkernel_trl.exactness import Certificate, Verdict
 
-    for rebuilds, said in ((False, "left out from here on, but for every 50"), (True, "goes on: it rebuilds the sets")):
+    for rebuilds, said in (
+        (False, "skipped from now on, except every 50"),
+        (True, "because it recomputes the sets"),
+    ):
         caplog.clear()
         certificate = Certificate(1, 50, True)
         certificate.rebuilds = rebuilds
@@ -341,7 +344,7 @@ def test_the_certificate_says_what_follows(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.parametrize("bf16", [None, True, False])
 def test_a_copied_configuration_keeps_its_dtype(bf16: bool | None) -> None:
-    """`bf16` is False under the flag, so a copy made field by field must know otherwise."""
+    """`bf16` is False under the flag, so a copy made field by field needs another field."""
     import dataclasses
 
     from rlkernel_trl import SFTConfig
@@ -385,7 +388,7 @@ def test_patch(model: Path) -> None:
 
 
 def _loaded(model: Path, trained: Any) -> Any:
-    """A plain model that was sent the weights of one with adapters, as an engine is."""
+    """A plain model that got the weights of one with adapters, as an engine does."""
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
@@ -394,7 +397,7 @@ def _loaded(model: Path, trained: Any) -> Any:
 
 
 def test_lora(model: Path, compat: Any) -> None:
-    """The training forward computes with the merged weights that were sampled from; the base stays as it was."""
+    """The training forward uses the merged weights of the rollout; the base does not change."""
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
@@ -413,7 +416,7 @@ def test_lora(model: Path, compat: Any) -> None:
 
 
 def test_without_the_kept_sets_the_numbers_differ(model: Path, compat: Any) -> None:
-    """The control of the filters: a trainer that scores over all tokens does not have the engine's numbers."""
+    """The control of the filters: scores over all tokens do not equal the engine's."""
     trainer = make_trainer("GRPO", model, engine=True, top_p=0.8, rl_kernel_strict=False, max_steps=1)
     rollout = trainer.rollout_func
 
@@ -495,13 +498,16 @@ def test_what_a_server_is_asked(model: Path, changes: dict[str, Any], message: s
 
 
 def test_what_the_workers_of_a_server_answer(model: Path) -> None:
-    """The flag on the command line is not the plugin at work."""
+    """The flag on the command line does not prove that the plugin is active."""
     from rlkernel_trl.vllm import check_server
 
     backend = make_trainer("GRPO", model, engine=True)._rl_kernel
     inexact = {**WORKER, "exact": False, "findings": [["kv_cache_dtype", "'fp8'"]]}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"workers": 500}, r"plugin, though use_rl_kernel_backend is set: .*VLLM_PLUGINS.*start it with: VLLM_SERVER"),
+        (
+            {"workers": 500},
+            r"plugin, although use_rl_kernel_backend is set: .*VLLM_PLUGINS.*start it with: VLLM_SERVER",
+        ),
         ({"workers": [WORKER, None]}, "though use_rl"),
         ({"workers": 404}, "/collective_rpc"),
         ({"workers": [{**WORKER, "contract": "rlk-1"}]}, r"under contract rlk-1 .*, the trainer under rlk-2"),

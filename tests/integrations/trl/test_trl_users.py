@@ -1,6 +1,6 @@
-"""What a user of TRL's trainers does beside the page's lines: other trainers, optimizers, overrides, callbacks.
+"""What users of TRL's trainers do besides the page's examples: other trainers, optimizers, overrides, callbacks.
 
-Each either works as without the flag, or is an error that names it; nothing trains on without a word.
+Each either works as without the flag, or is an error that names it; nothing is silently ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _stock(model: Path, algorithm: str, args: Any, kind: Any) -> Any:
 
 
 def test_a_stock_trainer_with_our_configuration_is_an_error(model: Path) -> None:
-    """Also a class derived from one before `patch()`; without the flag our configuration is as good as TRL's."""
+    """Also a class derived before `patch()`; without the flag our configuration works like TRL's."""
     import trl
 
     class Own(trl.GRPOTrainer):
@@ -46,7 +46,7 @@ def test_a_stock_trainer_with_our_configuration_is_an_error(model: Path) -> None
 
 
 def test_an_optimizer_that_comes_later(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Put on the trainer, or made by an override: caught when training begins, before a step."""
+    """Set on the trainer, or created by an override: refused when training begins, before a step."""
 
     class Own(rlkernel_trl.SFTTrainer):
         def create_optimizer(self, model: Any = None) -> Any:
@@ -76,8 +76,8 @@ def _score(self: Any, model: Any, input_ids: Any, attention_mask: Any, logits_to
     return logp.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], -(logp.exp() * logp).sum(-1), None
 
 
-def test_a_step_that_compares_nothing_is_no_exact_step(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A class that scores by itself, and a rollout without log-probabilities: strict mode does not train on."""
+def test_a_step_that_compares_nothing_is_an_error(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A class with its own scoring, and a rollout without log-probabilities: strict mode stops."""
     from datasets import Dataset
 
     class Own(rlkernel_trl.GRPOTrainer):
@@ -121,7 +121,7 @@ def test_masked_completions_compare_nothing_and_that_is_right(model: Path) -> No
 
 
 def test_a_refused_trainer_leaves_the_model_as_it_was(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp32 weights that were rounded, forwards that were replaced: a second try starts from what the user has."""
+    """fp32 weights that were rounded and forwards that were replaced are restored, so that the user can try again."""
     from transformers import AutoModelForCausalLM
 
     from rlkernel_trl import vllm
@@ -142,7 +142,7 @@ def test_a_refused_trainer_leaves_the_model_as_it_was(model: Path, monkeypatch: 
 
     with monkeypatch.context() as patched:
         patched.setattr(Backend, "attach", as_with_vllm)
-        patched.setattr(vllm, "attach", refuse)  # the last step of all: there a server's workers are asked
+        patched.setattr(vllm, "attach", refuse)  # the last check: it asks a server's workers
         with pytest.raises(ExactnessLostError, match="what is known"):
             make_trainer("GRPO", policy, engine=True, beta=0.1)
     assert all(torch.equal(p, q) for p, q in zip(policy.parameters(), before, strict=True))
@@ -193,7 +193,7 @@ def test_another_trl_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_generate_in_a_callback_under_gradient_checkpointing(model: Path) -> None:
-    """TRL checkpoints by default, and callbacks sample between steps, from a model in training mode."""
+    """TRL uses gradient checkpointing by default, and callbacks sample between steps in training mode."""
     from transformers import TrainerCallback
 
     ids, found = torch.tensor([[5, 6, 7]]), []
@@ -210,10 +210,10 @@ def test_generate_in_a_callback_under_gradient_checkpointing(model: Path) -> Non
 
 
 def test_the_log_says_nothing_is_skipped_where_nothing_is(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With one update a generation and no vLLM, TRL computes no old log-probabilities."""
+    """With one update per generation and without vLLM, TRL does not compute old log-probabilities."""
     make_trainer("GRPO", model, engine=True).train()
-    assert "TRL computes no old log-probabilities with these settings" in caplog.text
-    assert "left out from here on" not in caplog.text
+    assert "TRL does not compute old log-probabilities with these settings" in caplog.text
+    assert "skipped from now on" not in caplog.text
 
 
 def test_an_older_trl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,12 +224,12 @@ def test_an_older_trl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.find_spec("rlkernel_trl.config")
     assert spec is not None and spec.loader is not None
     monkeypatch.setattr(trl, "__version__", "1.9.0.dev0")
-    with pytest.raises(ImportError, match=r"takes TRL 1.16, and TRL 1.9.0.dev0 is installed"):
+    with pytest.raises(ImportError, match=r"supports TRL 1.16, and TRL 1.9.0.dev0 is installed"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_remove_after_training(model: Path) -> None:
-    """The trained model computes as transformers does, under what TRL put on it too, and a stock trainer takes it."""
+    """The trained model computes as transformers does, also under TRL's wrappers, and a stock trainer takes it."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
@@ -260,13 +260,13 @@ def test_remove_after_training(model: Path) -> None:
         {"top_p": 0.9},
         {"top_k": 40, "min_p": 0.01, "num_iterations": 2},
         {"top_p": 0.5, "beta": 0.1, "importance_sampling_level": "sequence"},
-        {"top_p": 0.7, "beta": 0.1, "lora": True},  # the reference is scored first, of other adapters
+        {"top_p": 0.7, "beta": 0.1, "lora": True},  # the reference, with other adapters, is scored first
         {"top_p": 0.7, "beta": 0.1, "lora": "ref"},
     ],
     ids=str,
 )
 def test_a_rollout_that_adds_tokens_of_an_environment(model: Path, filters: dict[str, Any]) -> None:
-    """Around our engine: what it sampled is compared, over sets that are rebuilt; what was added is not."""
+    """A rollout that wraps our engine: its tokens are compared, over recomputed sets; added tokens are not."""
     ours = rlkernel_trl.rollout_func()
 
     def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def test_a_launcher_with_autocast_is_refused_before_anything_is_loaded(monkeypat
     ],
 )
 def test_a_launcher_that_shards_is_refused(variable: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `accelerate launch` was asked for is in the environment only."""
+    """Only the environment has the options of `accelerate launch`."""
     monkeypatch.setenv(variable, "true")
     with pytest.raises(ExactnessLostError, match=rf"{name} \({variable}, set by accelerate launch\) .* train with DDP"):
         rlkernel_trl.SFTConfig(**settings("SFT", True))
@@ -323,7 +323,7 @@ def test_a_launcher_that_shards_is_refused(variable: str, name: str, monkeypatch
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig", "IA3Config"])
 @pytest.mark.parametrize("algorithm", ["SFT", "GRPO"])
 def test_other_adapters_than_lora_are_named(model: Path, kind: str, algorithm: str) -> None:
-    """Before anything is loaded; also on a model that has one already."""
+    """Before anything is loaded; also for a model that already has an adapter."""
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -345,13 +345,13 @@ def test_noise_on_the_embeddings_is_for_training_without_a_rollout(model: Path, 
         trainer.train()
     losses = [history(trainer)[0]["loss"] for trainer in (plain, noisy)]
     assert losses[0] != losses[1] and all(map(math.isfinite, losses))
-    with pytest.raises(ExactnessLostError, match=r"neftune_noise_alpha adds noise .* the rollout does not have"):
+    with pytest.raises(ExactnessLostError, match=r"neftune_noise_alpha adds noise .* not in the rollout"):
         make_trainer("GRPO", model, neftune_noise_alpha=5.0)
 
 
 @pytest.mark.parametrize("algorithm", ["SFT", "DPO"])
 def test_lora_dropout_without_a_rollout(model: Path, algorithm: str) -> None:
-    """Low-rank products with dropout while training, as TRL's own trainer has them; merged in an evaluation.
+    """Low-rank products with dropout in training, as in TRL's own trainer; merged in an evaluation.
 
     Rows are of one length: torch's masks are then those of padded rows, too.
     """
@@ -370,7 +370,7 @@ def test_lora_dropout_without_a_rollout(model: Path, algorithm: str) -> None:
         trainer = make_trainer(algorithm, policy, flag, trainer={"peft_config": lora, "train_dataset": data}, **changes)
         if flag:
             status = rlkernel_transformers.status(trainer.model)
-            assert status.exact and ("apart in training mode, with dropout" in str(status)) == (dropout > 0)
+            assert status.exact and ("separate in training mode, with dropout" in str(status)) == (dropout > 0)
         torch.manual_seed(1)
         trainer.train()
         found[name] = [(row["loss"], row["grad_norm"]) for row in history(trainer)]
@@ -391,9 +391,7 @@ def test_lora_dropout_with_a_rollout_is_refused(model: Path) -> None:
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    with pytest.raises(
-        rlkernel_transformers.UnsupportedModelError, match=r"training would not see what was rolled out"
-    ):
+    with pytest.raises(rlkernel_transformers.UnsupportedModelError, match=r"which a rollout does not have"):
         make_trainer("GRPO", model, trainer={"peft_config": lora})
     trainer = make_trainer("GRPO", model, max_steps=1, disable_dropout=True, trainer={"peft_config": lora})
     trainer.train()
@@ -402,7 +400,7 @@ def test_lora_dropout_with_a_rollout_is_refused(model: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["SFT", "GRPO"])
 def test_status_shows_what_runs(model: Path, algorithm: str) -> None:
-    """TRL's call for log-probabilities is ours too, until `remove`."""
+    """TRL's call for log-probabilities runs on rlkernel too, until `remove`."""
     trainer = make_trainer(algorithm, model)
     found = rlkernel_transformers.status(trainer.model)
     assert found.exact and found.contract == "rlk-2" and found.rows[0].remark == "log-probabilities for TRL's trainer"
@@ -412,7 +410,7 @@ def test_status_shows_what_runs(model: Path, algorithm: str) -> None:
 
 
 def test_another_default_dtype(model: Path) -> None:
-    """Scripts that set bf16 as torch's default: what was sampled stays fp32."""
+    """In scripts that set bf16 as torch's default dtype, sampled log-probabilities stay fp32."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         trainer = make_trainer("GRPO", model, engine=True, max_steps=2)
@@ -425,23 +423,23 @@ def test_another_default_dtype(model: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 1e-3}, r"temperature=0.001: vLLM samples at 0.01, the lowest"),
+        ({"temperature": 1e-3}, r"temperature=0.001: vLLM raises it to 0.01"),
         (
             {"generation_kwargs": {"logprobs": 3}},
             r"generation_kwargs logprobs: ",
-        ),  # of the likeliest, to TRL
+        ),  # of the most likely tokens, as TRL expects
         ({"generation_kwargs": {"n": 2}}, r"generation_kwargs n: "),
         ({"generation_kwargs": {"truncate_prompt_tokens": 2}}, r"generation_kwargs truncate_prompt_tokens: "),
     ],
     ids=str,
 )
-def test_what_vllm_makes_of_a_setting_is_named(model: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_setting_that_vllm_changes_is_named(model: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ExactnessLostError, match=message):
         make_trainer("GRPO", model, use_vllm=True, **changes)
 
 
 def test_weights_that_were_loaded_between_two_runs_are_trained_on(model: Path, tmp_path: Path) -> None:
-    """As `load_best_model_at_end` does it: masters of the last step are not those of the best one."""
+    """As with `load_best_model_at_end`: masters of the last step are not those of the best one."""
     saving = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path)}
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
     trainer = make_trainer("SFT", model, learning_rate=0.5, **saving, **best, trainer={"eval_dataset": _eval_rows()})

@@ -1,4 +1,4 @@
-"""Real vLLM inside TRL: 20 steps of GRPO with a difference of exactly 0, and the control, where it is not 0."""
+"""Real vLLM inside TRL: 20 steps of GRPO with a difference of exactly 0, and the control, which differs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_twenty_steps_and_the_control(model: Path, tmp_path: Path, compat: Any) 
 
 @pytest.mark.slow
 def test_settings(model: Path, tmp_path: Path, compat: Any) -> None:
-    """Other losses, filters, several updates a generation, accumulation, fp32, RLOO; and resuming a run."""
+    """Other losses, filters, several updates per generation, accumulation, fp32, RLOO; and a resumed run."""
     saved = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
     runs = {
         "vespo": run(model, loss_type="vespo", vllm_importance_sampling_mode="token_truncate"),

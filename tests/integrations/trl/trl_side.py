@@ -1,6 +1,6 @@
 """Short TRL runs on a tiny model, with and without the flag; as a script, several runs with real vLLM in one process.
 
-`python trl_side.py '[{"algorithm": "GRPO", ...}, ...]'` prints one JSON line of results; vLLM wants its own process.
+`python trl_side.py '[{"algorithm": "GRPO", ...}, ...]'` prints one JSON line of results; vLLM needs its own process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def rows(algorithm: str) -> list[dict[str, str]]:
 
 
 def settings(algorithm: str, flag: bool, **changes: Any) -> dict[str, Any]:
-    """Arguments of a configuration; `changes` win."""
+    """Arguments of a configuration; `changes` take precedence."""
     values: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(),
         "use_cpu": True,
@@ -121,7 +121,7 @@ def weights_hash(model: Any) -> str:
 
 
 def keep_weights_on_cpu() -> None:
-    """For the control arm: stock vLLM on a CPU repacks linear weights, and TRL cannot update them then."""
+    """For the control arm: stock vLLM on a CPU repacks linear weights, which TRL then cannot update."""
     import torch
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 

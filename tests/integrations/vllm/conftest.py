@@ -20,7 +20,7 @@ Sides = Callable[..., list[dict[str, Any]]]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Of a process that runs vLLM from this checkout."""
+    """Environment of a process that runs vLLM from this checkout."""
     paths = [str(ROOT), str(ROOT / "integrations"), str(ROOT / "consistency"), os.environ.get("PYTHONPATH", "")]
     settings = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -43,7 +43,7 @@ def sides(tmp_path: Path) -> Sides:
 
     def run(*jobs: tuple[str, Path, dict[str, Any]], env: dict[str, str] | None = None) -> list[dict[str, Any]]:
         given = json.dumps([(name, str(folder), arguments) for name, folder, arguments in jobs])
-        # Into files: engines are processes of their own and may hold a pipe open after the one that started them.
+        # Into files, because engines in other processes may hold a pipe open after this one has ended.
         outs = [tmp_path / f"{name}.log" for name in ("out", "errors")]
         with outs[0].open("w") as stdout, outs[1].open("w") as stderr:
             process = subprocess.Popen(

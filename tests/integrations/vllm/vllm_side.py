@@ -84,7 +84,7 @@ def listed(rows: Any, vocabulary: int) -> torch.Tensor:  # [T, V]
 
 
 class Trainer:
-    """Training forwards of the same weights: `rlkernel.models`, and transformers with rlkernel under it."""
+    """Training forwards of the same weights: `rlkernel.models`, and transformers after `apply`."""
 
     def __init__(self, folder: str, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM
@@ -208,14 +208,14 @@ def sampling(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
     trainer, ids = Trainer(folder, getattr(torch, dtype)), prompts(vocabulary)
     out: dict[str, Any] = {}
     out["temperature"] = against(trainer, ids, generate(llm, ids, temperature=0.7), 0.7)
-    # What a grammar forbids is gone from the logits before vLLM computes log-probabilities.
+    # vLLM removes forbidden tokens of a grammar from the logits before it computes log-probabilities.
     grammar = {"structured_outputs": StructuredOutputsParams(regex="a+")}
     try:
         generate(llm, ids[:1], **grammar)
     except VLLMValidationError as error:  # a server answers 400
         out["grammar"] = str(error)
     assert refused_in(SamplingParams(logprobs=None, **grammar)) is None
-    # Seeds: a draw that vLLM takes back, of a prompt with more chunks to come, costs the request no noise.
+    # Seeds: a draw that vLLM undoes, for a prompt with more chunks to come, does not consume the request's noise.
     llm.reset_prefix_cache()
     seeded = [generate(llm, ids, temperature=0.7, seed=7) for _ in ("in chunks", "from the prefix cache")]
     out["seeded"] = against(trainer, ids, seeded[0], 0.7)
@@ -271,14 +271,14 @@ def weights(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
     trainer = Trainer(str(updated), getattr(torch, dtype))
     wanted = rlkernel_vllm.fingerprints(AutoModelForCausalLM.from_pretrained(updated, dtype=dtype))
     out["stale"] = sorted(rlkernel_vllm.compare(mine, wanted))
-    generate(llm, ids)  # fills the prefix cache with what is stale soon
+    generate(llm, ids)  # fills the prefix cache with keys that are stale after the update
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     for name, tensor in state.items():  # as TRL does
         model.load_weights([(name, tensor)])
     llm.reset_prefix_cache()
     out["equal after load_weights"] = rlkernel_vllm.compare(rlkernel_vllm.fingerprints(llm), wanted)
     out["after load_weights"] = against(trainer, ids, generate(llm, ids))
-    llm.collective_rpc("reload_weights")  # from the checkpoint of the start
+    llm.collective_rpc("reload_weights")  # from the initial checkpoint
     llm.reset_prefix_cache()
     out["equal after reload_weights"] = rlkernel_vllm.compare(rlkernel_vllm.fingerprints(llm), mine)
     out["after reload_weights"] = against(Trainer(folder, getattr(torch, dtype)), ids, generate(llm, ids))
@@ -317,7 +317,7 @@ def compiled(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
 
 
 def switched(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
-    """Engines with and without the flag, one after another in one process; the last one asks by the environment."""
+    """Engines with and without the flag, one after another in one process; the environment sets the last one's."""
     import gc
 
     import rlkernel_vllm
@@ -348,7 +348,7 @@ def switched(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
 
 
 def ours_in_vllm() -> list[str]:
-    """Places of vLLM's modules and classes where a function or class of rlkernel's stands."""
+    """Attributes of vLLM's modules and classes that are functions or classes of rlkernel."""
     out = set()
     for name, module in list(sys.modules.items()):
         if not name.startswith("vllm"):
@@ -379,7 +379,7 @@ def class_names(model: Any) -> list[str]:
 
 
 def stock(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
-    """vLLM where the plugin is not loaded (the caller sets VLLM_PLUGINS): its log-probabilities, and the detection."""
+    """vLLM without the plugin (the caller sets VLLM_PLUGINS): its log-probabilities, and the detection."""
     import vllm
 
     import rlkernel_vllm
@@ -399,7 +399,7 @@ def stock(folder: str, vocabulary: int, dtype: str) -> dict[str, Any]:
 
 
 def refused(folder: str, **changes: Any) -> dict[str, Any]:
-    """What an engine of a model says in strict mode."""
+    """The error of an engine in strict mode."""
     try:
         engine(folder, dtype="float32", **changes)
     except Exception as error:
@@ -420,16 +420,16 @@ class Extension:
 
 
 def refused_by_a_worker(folder: str) -> dict[str, Any]:
-    """What the front end hears of a worker in a process of its own that builds a model of other modules."""
+    """The front end's error for a worker in another process that builds a model of other modules."""
     place = Path(folder).parent
     (place / "odd_extension.py").write_text(ODD)
-    sys.path.insert(0, str(place))  # processes that are started from here have it too
+    sys.path.insert(0, str(place))  # child processes inherit it
     found = refused(folder, worker_extension_cls="odd_extension.Extension")
     return {**found, "left": "RLKERNEL_VLLM_REFUSAL" in os.environ}
 
 
 def audit(folder: str, vocabulary: int) -> dict[str, Any]:
-    """A model that rlkernel does not compute, let through and reported."""
+    """An unsupported model, admitted and reported."""
     import rlkernel_vllm
 
     llm = engine(folder, dtype="float32", rl_kernel_mode="audit", rl_kernel_attention="fa3")
@@ -448,13 +448,13 @@ def audit_cache(folder: str, vocabulary: int) -> dict[str, Any]:
 
     import rlkernel_vllm
 
-    asked = {"rl_kernel_mode": "audit"}  # as the error of strict mode says
-    envs.disable_envs_cache()  # of the engines before
+    asked = {"rl_kernel_mode": "audit"}  # as in the error of strict mode
+    envs.disable_envs_cache()  # of earlier engines
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     llm = engine(folder, dtype="bfloat16", additional_config=asked, kv_cache_dtype="fp8", max_model_len=768)
     del os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"]
     found = rlkernel_vllm.status(llm)
-    long = [[5] * 600]  # past the positions of the model, as stock vLLM computes them
+    long = [[5] * 600]  # beyond the model's positions, as in stock vLLM
     return {
         "tokens": len(tokens(generate(llm, prompts(vocabulary)[:1], 8)[0])),
         "long": len(tokens(generate(llm, long, 8)[0])),
@@ -512,7 +512,7 @@ def drift(folder: str) -> dict[str, Any]:
 
 
 def scratch(model: Any) -> dict[str, int]:
-    """What a layer says of a step where vLLM measures memory, which is a call without metadata; and how often."""
+    """A layer's scratch memory in vLLM's profiling run, which is a call without metadata; and the number of calls."""
     from rlkernel import ops
 
     impl = model.model.layers[0].self_attn.attn.impl
@@ -524,7 +524,7 @@ def scratch(model: Any) -> dict[str, int]:
         return 1 << 20
 
     kept, ops.attention_scratch_bytes = ops.attention_scratch_bytes, record
-    for kv_cache in (None, torch.empty(0), torch.empty(1)):  # the last one: its size is settled, a graph is recorded
+    for kv_cache in (None, torch.empty(0), torch.empty(1)):  # the last one: its size is decided, a graph is captured
         impl.forward(None, q, k, k, kv_cache, None, output=q.clone())
     ops.attention_scratch_bytes = kept
     assert all(most == asked[0] for most in asked)
@@ -532,7 +532,7 @@ def scratch(model: Any) -> dict[str, int]:
 
 
 def page(folder: str) -> dict[str, Any]:
-    """The lines to paste of the page, as they stand."""
+    """Runs the page's example."""
     from pages import first_lines
 
     import rlkernel_vllm
@@ -584,7 +584,7 @@ def main() -> None:
         results.append(scenario(folder, **arguments))
         gc.collect()
     print("\nRESULT " + json.dumps(results, default=str), flush=True)
-    os._exit(0)  # whoever started this ends the engines, which are of its session
+    os._exit(0)  # the parent ends the engines, which belong to its session
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Decode steps of the V2 runner's sampler without a GPU: what each does on the host, and which tokens it draws.
+"""Decode steps of the V2 runner's sampler without a GPU: host work of each, and the tokens that it draws.
 
-vLLM's kernels are counted and not run, so only the tokens of ours mean something. `vllm_side.py` runs `steps`.
+vLLM's kernels are counted and not run, so only our sampler's tokens are meaningful. `vllm_side.py` runs `steps`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Kernel:
 
 
 class Ops(TorchDispatchMode):
-    """Counts the ops of torch that write memory, and those among them that write all logits."""
+    """Counts torch ops that write memory, and those that write all logits."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -35,7 +35,7 @@ class Ops(TorchDispatchMode):
 
 
 class Buffer:
-    """Memory that the host writes and the GPU reads."""
+    """Memory written by the host and read by the GPU."""
 
     def __init__(self, size: Any, dtype: torch.dtype) -> None:
         self.cpu = torch.zeros(size, dtype=dtype)
@@ -59,7 +59,7 @@ def _without_gpu() -> None:
         Buffer.uva = property(lambda self: self.cpu)  # type: ignore[assignment, method-assign]
     buffer_utils.UvaBuffer = Buffer
     buffer_utils.UvaBufferPool.copy_to_uva = counted
-    if not hasattr(logprob.triton, "next_power_of_2"):  # vLLM's stand-in where there is no GPU
+    if not hasattr(logprob.triton, "next_power_of_2"):  # vLLM's substitute without a GPU
         logprob.triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
     for module in (bad_words, buffer_utils, gumbel, input_batch, logit_bias, logprob, penalties):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -67,7 +67,7 @@ def _without_gpu() -> None:
 
 
 class Engine:
-    """A sampler with its requests, of which each has a slot."""
+    """A sampler with its requests, one per slot."""
 
     def __init__(self, ours: bool, mode: str) -> None:
         from vllm.v1.worker.gpu import states
@@ -86,7 +86,7 @@ class Engine:
             from rlkernel_vllm import sampling_v2
 
             runner = SimpleNamespace(sampler=self.sampler, prompt_logprobs_worker=_prompt_worker())
-            assert sampling_v2.take_over(runner)
+            assert sampling_v2.replace_sampler(runner)
 
     def add(self, slot: int, bad: tuple[int, ...] = (), **asked: Any) -> None:
         from vllm import SamplingParams
@@ -98,7 +98,7 @@ class Engine:
         self.sampler.add_request(slot, *between, self.settings[slot])
 
     def step(self, logits: Tensor, slots: list[int]) -> tuple[Any, dict[str, int]]:
-        """What the sampler returns for a step of these slots' requests, and what the step took."""
+        """The sampler's result for a step of these slots' requests, and its counts."""
         import numpy as np
 
         n = len(slots)
@@ -142,7 +142,7 @@ def _prompt_worker() -> Any:
 
 
 class Users:
-    """A logits processor of a user, which has work at every step."""
+    """A user's logits processor that writes at every step."""
 
     written = applied = 0
 
@@ -179,7 +179,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def steps(folder: str) -> dict[str, Any]:
-    """Counts of decode steps of stock and of ours, and whether ours are right while requests come, go and move."""
+    """Counts of decode steps, stock and ours, and whether ours are right while requests come, go and move."""
     _without_gpu()
     generator = torch.Generator().manual_seed(0)
     draw = lambda n: torch.randn(n, VOCABULARY, generator=generator) * 3
@@ -213,7 +213,7 @@ def steps(folder: str) -> dict[str, Any]:
         check(0, 1, 2, 3)
         check(3, 1, 0, 2)  # moved
         check(3, 1, 0)  # one left
-        engine.add(1, temperature=2.0, seed=77, logprobs=0)  # another request has its slot
+        engine.add(1, temperature=2.0, seed=77, logprobs=0)  # another request uses its slot
         check(3, 1, 0)
         engine.add(2, temperature=0.0, logprobs=0)
         check(3, 1, 0, 2)
