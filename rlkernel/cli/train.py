@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
             print(to_yaml(settings), end="")
             return 0
         from rlkernel.training.exactness import MismatchError
-        from rlkernel.training.launch import launch
+        from rlkernel.training.session import run_training
 
         try:
-            launch(settings)
+            run_training(settings)
         except (MismatchError, FloatingPointError) as error:
             raise UserError(str(error)) from None
     except InputError as error:
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         if error.filename is None:  # standard output, perhaps: the interpreter must not flush into it again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         where = error.filename or "standard output or a temporary file"
-        raise UserError(f"cannot write {where} ({error.strerror}); make room and run again") from None
+        raise UserError(f"cannot write {where} ({error.strerror}); free some space and run again") from None
     except (MemoryError, RuntimeError) as error:
         text = " ".join(str(error).split())
         if not (isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text):

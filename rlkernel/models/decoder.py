@@ -19,8 +19,6 @@ from rlkernel.models.batch import PackedBatch, PagedBatch
 from rlkernel.models.config import ModelConfig, preset
 from rlkernel.models.rope_table import rope_table
 
-INIT_STD = 0.02
-
 
 class Linear(nn.Module):
     """Weight [N, K] and, where the layer has one, bias [N]; `chunks` as in `ops.linear`."""
@@ -166,13 +164,16 @@ class Decoder(nn.Module):
         self.register_buffer("cos_sin", rope_table(config).to(place), persistent=False)
 
     @classmethod
-    def from_config(cls, config: ModelConfig | str, seed: int = 0, device: torch.device | str = "cpu") -> Decoder:
-        """A model with random weights: normal with deviation 0.02, norms one, biases zero.
+    def from_config(
+        cls, config: ModelConfig | str, seed: int = 0, device: torch.device | str = "cpu", std: float = 0.02
+    ) -> Decoder:
+        """A model with random weights: matrices from a normal distribution, norms one, biases zero.
 
         Args:
             config: configuration, or the name of a preset.
             seed: of the CPU generator that draws all weights in fp32, so that they do not depend on the device.
             device: where the model goes.
+            std: standard deviation of the matrices.
         """
         config = preset(config) if isinstance(config, str) else config
         with torch.device(device):
@@ -181,7 +182,7 @@ class Decoder(nn.Module):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
-                    draw = torch.empty(parameter.shape, device="cpu").normal_(0.0, INIT_STD, generator=generator)
+                    draw = torch.empty(parameter.shape, device="cpu").normal_(0.0, std, generator=generator)
                     parameter.copy_(draw)
                 else:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -237,7 +237,7 @@ def test_without_a_compiler_it_says_so_first(
     with pytest.raises(FloatingPointError):
         generate(model, "--prompt", "12")
     assert "about a thousand times slower" in one_line(capsys)
-    monkeypatch.setattr("rlkernel.training.launch.train_grpo", stop)
+    monkeypatch.setattr("rlkernel.training.session.train_grpo", stop)
     words = ["train", "grpo", "warmup.examples=4", "eval.rows=2", "--device", "cpu"]
     assert main(words) == 2
     said = capsys.readouterr().err.splitlines()

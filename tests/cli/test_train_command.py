@@ -74,7 +74,7 @@ def test_a_machine_that_is_too_small_is_one_line_and_a_bug_a_traceback(
     def launch(_: object) -> None:
         raise error
 
-    monkeypatch.setattr("rlkernel.training.launch.launch", launch)
+    monkeypatch.setattr("rlkernel.training.session.run_training", launch)
     if message is None:
         with pytest.raises(type(error), match="a bug"):
             main(["train", "grpo"])
