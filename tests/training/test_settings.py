@@ -121,7 +121,7 @@ def test_unknown_keys_in_files_and_in_lists(tmp_path: Path) -> None:
         InputError, match=r"c\.yaml: unknown setting 'rollout.temprature'; did you mean rollout.temperature"
     ):
         resolve("grpo", file=file)
-    with pytest.raises(InputError, match=r"'rewards\[0\].wieght'; did you mean rewards\[0\].weight"):
+    with pytest.raises(InputError, match=r"'rewards.0.wieght'; did you mean rewards.0.weight"):
         resolve("grpo", options=FILE, overrides=["rewards=[{function: a, wieght: 2}]"])
     assert nearest("zzz.qqqqqqqq") is None
 
