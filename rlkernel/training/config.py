@@ -261,7 +261,7 @@ class Settings(_Section):
                 "use a group of 2 or more, or advantages.mode=none"
             )
         elif self.run.attention != "split" and self.run.backend == "torch":
-            problem = "run.attention=fa3 is an order of backend rlkernel; the control arm has no variants"
+            problem = "run.attention=fa3 needs run.backend=rlkernel; stock torch has no attention variants"
         elif self.train.minibatches > completions:
             problem = f"train.minibatches={self.train.minibatches} exceeds the {completions} completions of a step"
         elif self.loss.tis_cap is not None and self.loss.old_policy != "scored":

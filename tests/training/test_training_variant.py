@@ -40,7 +40,7 @@ def test_errors_come_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(InputError, match=r"run\.attention=fa3: attention variant 'fa3' takes bfloat16 and float16"):
         run_training(settings_of(tmp_path, "run.attention=fa3"))
     assert not (tmp_path / "run").exists()
-    with pytest.raises(InputError, match="the control arm has no variants"):
+    with pytest.raises(InputError, match="stock torch has no attention variants"):
         resolve("grpo", options={"run.attention": "fa3", "run.backend": "torch"})
     install(monkeypatch, tmp_path, "vllm: no module vllm")
     with pytest.raises(InputError, match="not importable"):
@@ -52,4 +52,4 @@ def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "attention: fa3" in capsys.readouterr().out
     words = ["generate", "--model", str(tmp_path), "--prompt", "x", "--attention", "fa3", "--backend", "torch"]
     assert main(words) == 2
-    assert "--attention fa3 is an order of backend rlkernel" in capsys.readouterr().err
+    assert "--attention fa3 needs backend rlkernel" in capsys.readouterr().err
