@@ -135,7 +135,6 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dic
     from rlkernel.models.config import DTYPES
     from rlkernel.training.display import ready_kernels
     from rlkernel.training.parts import choose_device
-    from rlkernel.training.rollout import KnownTokens
 
     params = [
         SamplingParams(
@@ -168,7 +167,7 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dic
             raise InputError(f"{prompt.where}: {error}") from None
     model = load_model(args.model, dtype=DTYPES.get(args.dtype or ""), device=device)
     with ops.stock(args.backend == "torch"):
-        llm = LLM(model, KnownTokens(tokenizer), attention=args.attention)
+        llm = LLM(model, tokenizer, attention=args.attention)
         numbers = {}
         for i, prompt in enumerate(prompts):
             try:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import os
-import sys
 from typing import Any
 
 _OPTIONS = {
@@ -83,13 +80,6 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(str(error)) from None
     except InputError as error:
         raise UserError(str(error)) from error
-    except OSError as error:  # errors of run files are InputErrors; this is a cache file or standard output
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        if error.filename is None:  # perhaps standard output, which the interpreter must not flush again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        where = error.filename or "standard output or a temporary file"
-        raise UserError(f"cannot write {where} ({error.strerror}); free some space and run again") from None
     except (MemoryError, RuntimeError) as error:
         text = " ".join(str(error).split())
         if not (isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text):

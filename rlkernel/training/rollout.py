@@ -43,20 +43,6 @@ class Completion:
     truncated: bool
 
 
-class KnownTokens:
-    """The tokenizer, skipping ids that only the model has: embeddings are often padded beyond the vocabulary."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        known = [i for i in ids if self._tokenizer.token(i) is not None]
-        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
-
-
 class Sampler:
     """Rollouts of one model.
 
@@ -65,7 +51,7 @@ class Sampler:
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, settings: EngineSettings):
-        self.llm = LLM(model, KnownTokens(tokenizer), **settings.model_dump())
+        self.llm = LLM(model, tokenizer, **settings.model_dump())
 
     def weights_updated(self) -> None:
         """Drops the cached keys and values of the old weights."""

@@ -59,7 +59,7 @@ def test_a_mistake_is_one_line(
     [
         (
             OSError(errno.ENOSPC, "No space left on device", "/c/k.so"),
-            "cannot write /c/k.so (No space left on",
+            "/c/k.so: No space left on device; free some space",
         ),
         (MemoryError(), "out of memory (MemoryError); lower engine.max_num_seqs"),
         (RuntimeError("CUDA out of memory.\nTried"), "out of memory (CUDA out of memory. Tried); lower"),
