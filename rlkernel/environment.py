@@ -21,7 +21,7 @@ def _cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of rlkernel, Python and the libraries that can affect results."""
+    """Versions of rlkernel, Python and the libraries that take part in a number."""
     from rlkernel import __version__
 
     found = {"rlkernel": __version__, "python": platform.python_version()}
@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def environment() -> dict[str, Any]:
-    """`{hardware, driver, versions}` of this machine: of its GPU if torch sees one, else of its CPU."""
+    """`{hardware, driver, versions}` of this machine; the GPU where torch sees one, else the CPU."""
     import torch
 
     if not torch.cuda.is_available():
