@@ -123,7 +123,7 @@ class DecodeGraphs:
 
     @property
     def usable(self) -> bool:
-        """Whether the default implementations run; blocks that choose others (tests, stock torch) stay eager."""
+        """Whether the default implementations run; blocks that choose others (tests, control arm) stay eager."""
         return not ops.is_stock() and not select.forced()
 
     def refresh(self) -> None:

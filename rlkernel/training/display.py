@@ -16,10 +16,11 @@ from rlkernel.kernels import build
 
 
 def ready_kernels(device: str) -> None:
-    """Compiles the CPU kernels if needed; without a compiler, prints one line on standard error on what will be slow.
+    """Compiles the CPU kernels where that is still to be done; without a compiler says what is slow, in one line on
+    standard error.
 
     Raises:
-        BuildError: as `build.cpu_library`.
+        BuildError: as `build.cpu_library`, where there is a compiler.
     """
     if device != "cpu" or ops.is_stock():
         return
