@@ -1,6 +1,6 @@
 """rlkernel: reinforcement learning of language models with rollout and training equal to the last bit.
 
-Importing this package loads nothing heavy; the engine, the models and the operators are loaded when first named.
+The engine, the models and the operators are imported on first use.
 """
 
 from __future__ import annotations

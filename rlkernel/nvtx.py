@@ -1,6 +1,6 @@
 """Named NVTX ranges for Nsight Systems around the phases of a training step and of an engine step.
 
-Off by default. `RLKERNEL_NVTX=1`, read when this module is imported, turns them on.
+They are off unless `RLKERNEL_NVTX=1` is set when this module is imported.
 """
 
 from __future__ import annotations

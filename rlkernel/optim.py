@@ -1,6 +1,6 @@
-"""AdamW as a `torch.optim.Optimizer` on `ops.adamw_`: fp32 masters and moments beside parameters of any dtype.
+"""AdamW as a `torch.optim.Optimizer` on `ops.adamw_`, with fp32 masters and moments for parameters of any dtype.
 
-Its state_dict has the keys of torch's AdamW, and `master` where the parameter is not fp32; either loads the other's.
+Its state_dict has the keys of torch's AdamW, and `master` if the parameter is not fp32; each loads the other's.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from rlkernel.ops.adamw import checked, run
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW with the bits of `ops.adamw_`, one call a group.
+    """AdamW with the bits of `ops.adamw_`, in one call per group.
 
-    The gradient of a parameter is its `main_grad` where it has one, else its `grad`; a parameter with neither is left
-    alone, one with both, in two memories, is an error, and so is a tied head's share that was not folded onto it. Its
-    state: `step` (int), `exp_avg`, `exp_avg_sq` and, where it is not fp32, `master`, all fp32.
+    The gradient of a parameter is its `main_grad` if it has one, else its `grad`; a parameter with neither is skipped.
+    It is an error if both exist in different memory, or if a tied head's gradient was not folded into the embedding's.
+    The state of a parameter is `step` (int), `exp_avg`, `exp_avg_sq` and, unless it is fp32, `master`, all fp32.
 
     Args:
         params: parameters or groups of them, as for any torch optimizer; contiguous, fp32, bf16 or fp16.
-        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`; a group may have its own.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, also per group.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class AdamW(torch.optim.Optimizer):
                 if grad is not None and main_grad is not None and not _is_same(grad, main_grad):
                     name = group["param_names"][i] if "param_names" in group else f"param_groups[{j}]['params'][{i}]"
                     raise ValueError(
-                        f"AdamW: {name} has a grad beside its main_grad, which alone would count; add p.grad to "
+                        f"AdamW: {name} has both grad and main_grad, and grad would be ignored; add p.grad to "
                         "p.main_grad and set p.grad to None"
                     )
                 if main_grad is not None or grad is not None:
@@ -71,9 +71,9 @@ class AdamW(torch.optim.Optimizer):
     ) -> Any:
         """One update; `scale` and `zero_grad` as in `ops.adamw_`.
 
-        All groups are checked before anything is written, and an update is counted once it was made: a step that raised
-        for bad input may be repeated. One that a `scale` which is not finite skips on the device is counted all the
-        same: the host does not know.
+        All groups are checked before the first write, and an update is counted after it was made, so a step that raised
+        for bad input may be repeated. An update that the device skips because `scale` is not finite is counted too,
+        because the host does not know of it.
         """
         loss = None
         if closure is not None:
@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
                 )
         updates = []  # all are checked before the first one writes
         for group in self.param_groups:
-            rows: dict[int, list[tuple[Any, ...]]] = {}  # by the number of the update, which the bias correction asks
+            rows: dict[int, list[tuple[Any, ...]]] = {}  # by number of the update, which the bias correction needs
             for p in group["params"]:
                 grad = grads_of.get(p)
                 if grad is not None:
@@ -120,13 +120,13 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
-        """The state of a parameter with what it lacks; kept only once it was updated."""
+        """A copy of a parameter's state, with missing entries; stored only after the update."""
         state = dict(self.state.get(p, ()))
         if not state:
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
-        if p.dtype != torch.float32 and "master" not in state:  # a state of torch's has none
+        if p.dtype != torch.float32 and "master" not in state:  # torch's AdamW has none
             state["master"] = p.detach().float()
         return state
 
@@ -136,7 +136,7 @@ class AdamW(torch.optim.Optimizer):
             if any(group.get(name) for group in state_dict["param_groups"]):
                 raise ValueError(f"AdamW: the state to load has {name}=True, which this optimizer does not compute")
         super().load_state_dict(state_dict)
-        # torch casts every state to its parameter's dtype; masters and moments are fp32 whatever that is.
+        # torch casts every state to its parameter's dtype, but masters and moments are always fp32.
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for place, p in zip(places, params, strict=True):
@@ -146,7 +146,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _is_same(grad: Tensor, main_grad: Any) -> bool:
-    """Whether both are one memory; `adamw_` refuses a `main_grad` that is no tensor."""
+    """Whether both share memory; `adamw_` refuses a `main_grad` that is not a tensor."""
     if grad is main_grad or not isinstance(main_grad, Tensor):
         return True
     return grad.layout == main_grad.layout == torch.strided and grad.data_ptr() == main_grad.data_ptr()

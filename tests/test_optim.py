@@ -186,7 +186,9 @@ def test_a_grad_beside_main_grad_is_not_dropped(named: bool) -> None:
     params[1].sum().backward()
     name = "layer.1" if named else r"param_groups\[1\]\['params'\]\[0\]"
     for run in (optimizer.gradients, optimizer.step):
-        with pytest.raises(ValueError, match=f"AdamW: {name} has a grad .*; add p.grad to p.main_grad and set p.grad"):
+        with pytest.raises(
+            ValueError, match=f"AdamW: {name} has both grad .*; add p.grad to p.main_grad and set p.grad"
+        ):
             run()
     assert_same(params, before)
     assert not optimizer.state
@@ -197,5 +199,5 @@ def test_a_grad_beside_main_grad_is_not_dropped(named: bool) -> None:
     assert [optimizer.state[p]["step"] for p in params] == [1, 1]
     flat = torch.ones(240)
     params[0].main_grad, params[0].grad = flat[:120].view(40, 3), flat[120:].view(40, 3)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="has a grad beside its main_grad"):
+    with pytest.raises(ValueError, match="has both grad and main_grad"):
         optimizer.step()

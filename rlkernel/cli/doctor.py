@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -11,14 +12,14 @@ def add_parser(subparsers: Any) -> None:
     """Adds the `doctor` command."""
     parser = subparsers.add_parser("doctor", help="show the machine and which implementation each op uses, and why")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda where there is one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: cuda if there is a GPU")
 
 
 def examine(device: str | None = None) -> dict[str, Any]:
     """Facts on the machine and the chosen implementation of every op, as plain data.
 
     Args:
-        device: "cpu" or "cuda"; None means CUDA where there is one.
+        device: "cpu" or "cuda"; default cuda if there is a GPU.
     """
     import torch
 
@@ -40,7 +41,7 @@ def examine(device: str | None = None) -> dict[str, Any]:
 
 
 def summary(found: dict[str, Any]) -> str:
-    """One line on what `examine` found: that all is well, or the first thing that is not, with its remedy."""
+    """One line on what `examine` found: that all is well, or the first problem with its remedy."""
     place = "GPU" if found["device"] == "cuda" else "CPU"
     ops, name = found["ops"], f"rlkernel {found['rlkernel']}"
     absent = [row for row in ops if row["implementation"] is None]
@@ -74,53 +75,43 @@ def _difference(first: dict[str, Any] | None, against: str = "anchor") -> str:
     return f"{where}, {first['mismatches']} of {first['elements']} differ"
 
 
-def _say(console: Any, line: str) -> None:
-    """One line as it is: paths may hold what rich takes for markup."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _print_attention_fa3(console: Any, found: dict[str, Any]) -> None:
-    lines = [f"attention variant fa3: not here: {found['unavailable']}"] if found["unavailable"] else []
-    for row in found["rows"]:
-        shape = ", ".join(f"{name}={value}" for name, value in row["shape"].items())
-        verdict = "certified" if row["certified"] else "refused"
-        lines.append(f"attention variant fa3 {shape}: {verdict}; {row['reason']}{_difference(row['first'], 'dense')}")
-    for line in lines:
-        _say(console, line)
-
-
 def _shape(shape: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in shape.items() if value is not False)
 
 
-def _print_schedules(console: Any, found: dict[str, Any]) -> None:
+def _fa3_lines(found: dict[str, Any]) -> Iterator[str]:
+    if found["unavailable"]:
+        yield f"attention variant fa3: not available: {found['unavailable']}"
+    for row in found["rows"]:
+        verdict = "certified" if row["certified"] else "refused"
+        difference = _difference(row["first"], "dense")
+        yield f"attention variant fa3 {_shape(row['shape'])}: {verdict}; {row['reason']}{difference}"
+
+
+def _schedule_lines(found: dict[str, Any]) -> Iterator[str]:
     if found["unavailable"]:
         what = "cuBLASLt's schedules are off" if found["verdicts"] else "no certified schedules"
-        _say(console, f"{what}: {found['unavailable']}")
+        yield f"{what}: {found['unavailable']}"
     if found["verdicts"]:
         made, read = found["verdicts"]["made"], found["verdicts"]["read"]
-        _say(console, f"schedules: {made} verdicts made now, {read} read from {found['verdicts']['folder']}")
+        yield f"schedules: {made} verdicts made now, {read} read from {found['verdicts']['folder']}"
     for row in found["uncertified"]:
-        _say(console, f"not certified: {row['op']} {row['shape']}: {row['reason']}")
+        yield f"not certified: {row['op']} {row['shape']}: {row['reason']}"
     for row in found["unsupported"]:
-        line = f"{row['op']} {_shape(row['shape'])}: anchor; not for this GPU or shape: {', '.join(row['schedules'])}"
-        _say(console, line)
-    if not found["rows"]:
-        return
+        yield f"{row['op']} {_shape(row['shape'])}: anchor; not for this GPU or shape: {', '.join(row['schedules'])}"
     last = None
-    for row in found["rows"]:  # lines, not a table: six columns do not fit a terminal
-        shape = _shape(row["shape"])
-        if (row["op"], shape) != last:
-            last = (row["op"], shape)
-            console.print(f"{row['op']} {shape}", style="bold", markup=False, soft_wrap=True)
+    for row in found["rows"]:  # lines, because a table of six columns is wider than a terminal
+        heading = f"{row['op']} {_shape(row['shape'])}"
+        if heading != last:
+            last = heading
+            yield heading
         verdict = ("certified" if row["certified"] else "refused") + (", chosen" if row["chosen"] else "")
         speed = "" if row["speed"] is None else f"{row['speed']:.2f}x anchor, {row['ms']:.4f} ms; "
-        line = f"  {row['schedule']}: {verdict}; {speed}{row['reason']}{_difference(row['first'])}"
-        _say(console, line)
+        yield f"  {row['schedule']}: {verdict}; {speed}{row['reason']}{_difference(row['first'])}"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a summary and the table, or JSON with --json. Exit status 1 where an op has no implementation."""
+    """Prints a summary and the table, or JSON with --json. Exit status 1 if an op has no implementation."""
     from rlkernel.cli.errors import UserError
 
     if args.device == "cuda":
@@ -133,25 +124,32 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found, indent=1))
     else:
-        from rich.markup import escape
-        from rich.table import Table
-
-        from rlkernel.training.display import Screen
-
-        console = Screen()
-        hardware = found["environment"]["hardware"]
-        chip = f", compute capability {found['capability']}" if found["capability"] else ""
-        _say(console, found["summary"])
-        _say(console, f"contract {found['contract']}, {found['device']}: {hardware}{chip}")
-        _say(console, f"compiler {found['compiler']}, cache {found['cache']}, {found['threads']} threads")
-        if found["triton"] and found["triton"]["note"]:
-            _say(console, found["triton"]["note"])
-        table = Table("op", "implementation", "why")
-        for row in found["ops"]:
-            table.add_row(row["op"], row["implementation"] or "none", escape(row["reason"]))
-        console.print(table)
-        if found["build_error"]:
-            print(found["build_error"])
-        _print_attention_fa3(console, found["attention_fa3"])
-        _print_schedules(console, found["schedules"])
+        _print(found)
     return 0 if all(row["implementation"] for row in found["ops"]) else 1
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from rlkernel.training.display import Screen
+
+    console = Screen()
+
+    def say(line: str) -> None:
+        console.print(line, markup=False)  # paths may look like rich's markup
+
+    chip = f", compute capability {found['capability']}" if found["capability"] else ""
+    say(found["summary"])
+    say(f"contract {found['contract']}, {found['device']}: {found['environment']['hardware']}{chip}")
+    say(f"compiler {found['compiler']}, cache {found['cache']}, {found['threads']} threads")
+    if found["triton"] and found["triton"]["note"]:
+        say(found["triton"]["note"])
+    table = Table("op", "implementation", "why")
+    for row in found["ops"]:
+        table.add_row(row["op"], row["implementation"] or "none", escape(row["reason"]))
+    console.print(table)
+    if found["build_error"]:
+        print(found["build_error"])
+    for line in (*_fa3_lines(found["attention_fa3"]), *_schedule_lines(found["schedules"])):
+        say(line)

@@ -1,4 +1,4 @@
-"""The error a command raises for a user's mistake: printed as one line, without a traceback."""
+"""The error that a command raises for a user's mistake; printed as one line without a traceback."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _FIELDS = (
     *("prompt", "completion", "finish_reason", "prompt_token_ids", "token_ids", "tokens", "logprobs"),
     *("sampling", "contract"),
 )
-"""Fields of an output record; a column of the prompts that has one of these names is renamed."""
+"""Fields of an output record; a column of the prompts with one of these names is renamed."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,17 +43,17 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeatable")
-    parser.add_argument("-n", type=int, default=1, metavar="N", help="completions a prompt; default 1")
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="completions per prompt; default 1")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as saved")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--backend", choices=("rlkernel", "torch"), default="rlkernel", help="torch: stock torch ops")
-    parser.add_argument("--attention", choices=("split", "fa3"), default="split", help="order of attention")
+    parser.add_argument("--attention", choices=("split", "fa3"), default="split", help="variant of attention")
     parser.add_argument("--logprobs", action="store_true", help="print each token, its log-probability and its bits")
     parser.add_argument(
         "--output",
         metavar="FILE.jsonl",
-        help="write JSON lines with ids and log-probabilities here; an existing file is replaced when all is done",
+        help="write JSON lines with ids and log-probabilities; an existing file is replaced at the end",
     )
 
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the completions, or writes them to --output; returns the exit status.
 
     Raises:
-        KeyboardInterrupt: with what was finished; the completions of the finished prompts are printed or written.
+        KeyboardInterrupt: after Ctrl-C, once the completions of the finished prompts are printed or written.
     """
     from rlkernel.cli.errors import UserError
     from rlkernel.data.errors import InputError
@@ -124,7 +124,7 @@ def _read_prompts(args: argparse.Namespace) -> list[_Prompt]:
 
 
 def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dict[str, Any]]]:
-    """Output records of each prompt, none for those that Ctrl-C left unfinished."""
+    """Output records of each prompt; none for prompts that Ctrl-C left unfinished."""
     from rlkernel import ops
     from rlkernel.data.errors import InputError
     from rlkernel.data.prompts import is_chat
@@ -135,7 +135,6 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dic
     from rlkernel.models.config import DTYPES
     from rlkernel.training.display import ready_kernels
     from rlkernel.training.parts import choose_device
-    from rlkernel.training.rollout import KnownTokens
 
     params = [
         SamplingParams(
@@ -152,7 +151,7 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dic
     ]
     if args.backend == "torch" and args.attention != "split":
         raise InputError(
-            f"--attention {args.attention} is an order of backend rlkernel; --backend torch has no variants"
+            f"--attention {args.attention} needs backend rlkernel; --backend torch has no attention variants"
         )
     device = choose_device(args.device or "auto")
     tokenizer = Tokenizer(args.model)
@@ -168,7 +167,7 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dic
             raise InputError(f"{prompt.where}: {error}") from None
     model = load_model(args.model, dtype=DTYPES.get(args.dtype or ""), device=device)
     with ops.stock(args.backend == "torch"):
-        llm = LLM(model, KnownTokens(tokenizer), attention=args.attention)
+        llm = LLM(model, tokenizer, attention=args.attention)
         numbers = {}
         for i, prompt in enumerate(prompts):
             try:
@@ -177,7 +176,7 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dic
                 raise InputError(f"{prompt.where}: {error}") from None
         ready_kernels(device)
         records: list[list[dict[str, Any]]] = [[] for _ in prompts]
-        with contextlib.suppress(KeyboardInterrupt):  # what is finished is kept, and `run` says that it is not all
+        with contextlib.suppress(KeyboardInterrupt):  # `run` reports that some prompts are unfinished
             while llm.has_unfinished:
                 for output in llm.step():
                     i = numbers[output.request_id]
@@ -205,10 +204,10 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt]) -> list[list[dic
 
 
 def _check_output(path: str, prompts: str | None) -> None:
-    """Refuses an output that cannot be written, or that is the prompts file, before any work.
+    """Checks before any work that the output can be written and is not the prompts file.
 
     Raises:
-        InputError: it names the file.
+        InputError: names the file.
     """
     from rlkernel.data.errors import InputError
 
@@ -230,10 +229,10 @@ def _check_output(path: str, prompts: str | None) -> None:
 
 
 def _write(path: str, records: list[dict[str, Any]]) -> None:
-    """Writes JSON lines: a file has all of them or stays as it was, a device or a pipe gets them one by one.
+    """Writes JSON lines, to a file atomically, to a device or a pipe one by one.
 
     Raises:
-        InputError: they cannot be written.
+        InputError: the output cannot be written.
     """
     target, plain = os.path.realpath(path), not _is_stream(path)
     work = os.path.join(os.path.dirname(target), f".rlkernel-{secrets.token_hex(8)}.tmp") if plain else path
@@ -255,7 +254,7 @@ def _write(path: str, records: list[dict[str, Any]]) -> None:
 
 
 def _is_stream(path: str) -> bool:
-    """Whether a path is a device or a pipe, which is written to and never replaced."""
+    """Whether a path is a device or a pipe, which cannot be replaced."""
     return os.path.exists(path) and not os.path.isfile(path)
 
 
@@ -293,5 +292,5 @@ def _print(prompts: list[_Prompt], records: list[list[dict[str, Any]]], logprobs
 
 
 def _visible(text: str) -> str:
-    """The text with control characters escaped: a model may sample what moves a terminal's cursor or sets its title."""
+    """The text with control characters escaped, because a sampled one could move the terminal's cursor."""
     return "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)

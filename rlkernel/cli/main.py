@@ -1,7 +1,7 @@
-"""`rlkernel`: parses the command line and hands over to the command's module.
+"""`rlkernel`: parses the command line and runs the command's module.
 
-Nothing here imports torch, so `rlkernel --help` answers at once. A user's mistake ends in one line on standard
-error and exit status 2; a bug ends in a traceback.
+Nothing here imports torch, so that `rlkernel --help` answers at once. A user's mistake prints one line on standard
+error, with exit status 2; a bug prints a traceback.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions, or choose another place"),
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-"""Errors of the file system that are no bug, wherever they come from."""
+"""Remedies for file-system errors that are not bugs."""
 COMMANDS = {"train": train, "generate": generate, "doctor": doctor}
 
 
@@ -42,12 +42,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `rlkernel` script; returns the exit status."""
-    # Read when torch loads OpenMP. Idle threads then sleep instead of spinning: a busy core beside the run costs its
-    # share of the time, not several times the whole.
+    # OpenMP reads it when torch loads. Idle threads then sleep: on a shared machine, spinning slows a run down
+    # several times.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     args = build_parser().parse_args(argv)
     try:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a completion holds what the terminal's encoding may not have
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a completion may not fit the terminal's encoding
             sys.stdout.reconfigure(errors="backslashreplace")
         status = COMMANDS[args.command].run(args)
         if sys.stdout is not None:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, BuildError) as error:
         print(f"rlkernel: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader has what it wanted, as `head` does
+    except BrokenPipeError:  # the reader of a pipe has closed it, as `head` does
         _discard_stdout()
         return 141
     except OSError as error:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         place = f"{error.filename}: " if error.filename is not None else ""
         print(f"rlkernel: {place}{error.strerror}; {remedy}", file=sys.stderr)
-        if not place:  # it may be standard output that is full
+        if not place:  # standard output itself may be full
             _discard_stdout()
         return 2
     except KeyboardInterrupt as error:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_stdout() -> None:
-    """Sends what is left nowhere, because the interpreter flushes once more at its end."""
+    """Redirects standard output to the null device, because the interpreter flushes it once more at exit."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,11 +1,8 @@
-"""`rlkernel train sft|grpo`: reads the options, resolves the settings and hands over to the trainer."""
+"""`rlkernel train sft|grpo`: turns options into settings and runs the trainer."""
 
 from __future__ import annotations
 
 import argparse
-import errno
-import os
-import sys
 from typing import Any
 
 _OPTIONS = {
@@ -23,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds the `train` command."""
     parser = subparsers.add_parser(
         "train",
-        help="train a model; every sampled token's log-probability is compared, bit for bit",
+        help="train a model, and compare every sampled token's log-probability bit for bit",
         description="Train a model. Without arguments, `train grpo` makes a small model and teaches it to add.",
         epilog="Settings: `rlkernel train grpo --dry-run` prints them all; change one with a.b=value.",
     )
@@ -38,19 +35,19 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         help="reward with TRL's signature; may be given several times (rewards)",
     )
-    parser.add_argument("--backend", choices=("rlkernel", "torch"), help="torch: the control arm on stock torch ops")
+    parser.add_argument("--backend", choices=("rlkernel", "torch"), help="torch: stock torch ops, as a control")
     parser.add_argument(
-        "--attention", choices=("split", "fa3"), help="order of attention on both sides (run.attention)"
+        "--attention", choices=("split", "fa3"), help="variant of attention in rollout and training (run.attention)"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="run.seed")
-    parser.add_argument("--output", metavar="DIR", help="run folder; one that is taken is never reused (run.output)")
+    parser.add_argument("--output", metavar="DIR", help="run folder; if it is taken, a new name is used (run.output)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="run.device")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved settings as YAML and stop")
     _take_words_anywhere(parser)
 
 
 def _take_words_anywhere(parser: argparse.ArgumentParser) -> None:
-    """Lets overrides stand after options: argparse fills `overrides` at the first chance and refuses later words."""
+    """Accepts overrides after options too; argparse fills `overrides` from the first words and refuses later ones."""
     parse = parser.parse_known_args
 
     def parse_known_args(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
@@ -75,27 +72,20 @@ def run(args: argparse.Namespace) -> int:
             print(to_yaml(settings), end="")
             return 0
         from rlkernel.training.exactness import MismatchError
-        from rlkernel.training.launch import launch
+        from rlkernel.training.session import run_training
 
         try:
-            launch(settings)
+            run_training(settings)
         except (MismatchError, FloatingPointError) as error:
             raise UserError(str(error)) from None
     except InputError as error:
         raise UserError(str(error)) from error
-    except OSError as error:  # a file of the run names itself; this one is a cache, or standard output
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        if error.filename is None:  # standard output, perhaps: the interpreter must not flush into it again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        where = error.filename or "standard output or a temporary file"
-        raise UserError(f"cannot write {where} ({error.strerror}); make room and run again") from None
     except (MemoryError, RuntimeError) as error:
         text = " ".join(str(error).split())
         if not (isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text):
             raise
         raise UserError(
-            f"the memory is not enough ({text[:200] or 'MemoryError'}); lower engine.max_num_seqs, engine.num_pages or "
+            f"out of memory ({text[:200] or 'MemoryError'}); lower engine.max_num_seqs, engine.num_pages or "
             "train.micro_batch_tokens, set train.gradient_checkpointing=true, or use a smaller model"
         ) from error
     return 0

@@ -1,6 +1,6 @@
-"""Character tokenizers for tasks that are made from scratch, saved as an ordinary Hugging Face tokenizer directory.
+"""Character tokenizers for built-in tasks, saved as an ordinary Hugging Face tokenizer directory.
 
-Every character is one token, so that ids, lengths and samples of a small run can be read by eye.
+Every character is one token, so that ids, lengths and samples of a small run are easy to read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EOS_TOKEN = "<eos>"
 
 
 def character_tokenizer(alphabet: str) -> Tokenizer:
-    """Tokenizer with one id a character: `<pad>` is 0, `<eos>` is 1, then the alphabet in its order.
+    """Tokenizer with one id per character: `<pad>` is 0, `<eos>` is 1, then the alphabet in its order.
 
     Args:
         alphabet: the characters, each once.
@@ -38,10 +38,10 @@ def character_tokenizer(alphabet: str) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json`, which transformers loads as any other fast tokenizer."""
+    """Writes `tokenizer.json` and `tokenizer_config.json`, which transformers loads like any fast tokenizer."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    # Its own `save` raises a bare Exception on a full disk.
+    # Not `tokenizer.save`, which raises a bare Exception on a full disk.
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,4 +1,4 @@
-"""The error for a user's mistake in files, rewards or settings; the command line prints it without a traceback."""
+"""The error for a mistake in files, rewards or settings; the command line prints it without a traceback."""
 
 from __future__ import annotations
 

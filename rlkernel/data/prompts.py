@@ -1,7 +1,7 @@
 """Reads JSONL files of prompts and of supervised examples; every error names the file and the line.
 
-A row is a JSON object. Prompts: `prompt` (text, or a list of chat messages) and any further columns, which reach
-the rewards. Supervised rows: `prompt` and `completion`, or `messages` whose last one is the assistant's.
+A prompt row has `prompt` (text, or a list of chat messages) and further columns, which are passed to the rewards. A
+supervised row has `prompt` and `completion`, or `messages`, the last of which is the assistant's.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlkernel.data.errors import InputError
 
 Row = dict[str, Any]
+T = TypeVar("T")
+WHERE = "__where__"
+"""Key under which a loaded row keeps its `file:line`; never passed to a reward."""
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-"""Arguments of every reward; a column cannot have such a name."""
+"""Arguments of every reward; a column cannot have one of these names."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -24,7 +27,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, Row]]:
     """Yields (`file:line`, row) for each line of a JSONL file; blank lines are skipped.
 
     Raises:
-        InputError: no such file, not UTF-8, a line that is not a JSON object, or a file without rows.
+        InputError: the file does not exist, is not UTF-8 or has no rows, or a line is not a JSON object.
     """
     path = Path(path)
     try:
@@ -42,19 +45,10 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, Row]]:
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
-            if "\\ud" in line.lower():  # only an escape can make half of a surrogate pair
-                json.dumps(row, ensure_ascii=False).encode()
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # includes Python's limits on digits and nesting
             raise InputError(
-                f"{where}: not JSON ({error.msg} at column {error.colno}); each line must be one JSON object"
+                f"{where}: not JSON that can be read ({error}); each line must be one JSON object"
             ) from None
-        except UnicodeEncodeError as error:
-            half = f"\\u{ord(error.object[error.start]):04x}"
-            raise InputError(f"{where}: {half} is half of a surrogate pair, which is no character; remove it") from None
-        except RecursionError:
-            raise InputError(f"{where}: the JSON is nested too deeply to be read; flatten it") from None
-        except ValueError:  # Python's limit on the digits of an integer
-            raise InputError(f"{where}: a number has too many digits to be read; write it as text") from None
         if not isinstance(row, dict):
             raise InputError(f'{where}: expected a JSON object such as {{"prompt": "..."}}, got {type(row).__name__}')
         found = True
@@ -99,12 +93,12 @@ def _require(where: str, row: Row, column: str) -> Any:
 
 
 def load_prompts(path: str | Path) -> list[Row]:
-    """Rows of a prompt file, each with `prompt` checked; `where` names its file and line under the key `__where__`.
+    """Rows of a prompt file, each with its file and line under the key `WHERE`.
 
-    All rows must have the same columns, because each reaches the rewards as one list over the batch.
+    All rows must have the same columns, because a column is passed to the rewards as one list for the batch.
 
     Raises:
-        InputError: as `read_jsonl`; a missing or empty prompt; a row whose columns differ from the first row's.
+        InputError: as `read_jsonl`; a prompt is missing or empty; a row's columns differ from the first row's.
     """
     rows: list[Row] = []
     for where, row in read_jsonl(path):
@@ -121,17 +115,13 @@ def load_prompts(path: str | Path) -> list[Row]:
     return rows
 
 
-WHERE = "__where__"
-"""Key under which a loaded row keeps its `file:line`; never passed to a reward."""
-
-
 def load_examples(path: str | Path) -> list[Row]:
     """Rows of a supervised file as `{prompt, completion}`, both text or both lists of messages.
 
-    A row of `messages` is split before its last message, which must be the assistant's: that one is learnt.
+    The last of `messages`, which must be the assistant's, is the completion; the others are the prompt.
 
     Raises:
-        InputError: as `read_jsonl`; missing, empty or mixed columns; messages that do not end with the assistant.
+        InputError: as `read_jsonl`; columns are missing, empty or mixed; `messages` do not end with the assistant's.
     """
     rows: list[Row] = []
     for where, row in read_jsonl(path):
@@ -153,7 +143,7 @@ def load_examples(path: str | Path) -> list[Row]:
     return rows
 
 
-def different(rows: list[Row]) -> int:
+def count_prompts(rows: list[Row]) -> int:
     """Number of different prompts."""
     return len({_key(row) for row in rows})
 
@@ -163,9 +153,9 @@ def _key(row: Row) -> str:
 
 
 def split_heldout(rows: list[Row], count: int) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows): `count` rows drawn by a fixed seed, both parts in the file's order.
+    """(training rows, held-out rows): `count` rows drawn with a fixed seed, both parts in the file's order.
 
-    Rows whose prompt was drawn are kept out of the training part altogether, duplicates included.
+    The training part has no row whose prompt was drawn, duplicates included.
     """
     if count <= 0:
         return rows, []
@@ -175,19 +165,17 @@ def split_heldout(rows: list[Row], count: int) -> tuple[list[Row], list[Row]]:
     return [row for row in rows if _key(row) not in kept_out], heldout
 
 
-def shuffled(rows: list[Row], seed: int) -> Iterator[Row]:
-    """Endless stream over the rows, in a fresh order each pass, fixed by the seed."""
-    if not rows:
-        raise InputError("data: no training rows are left; give more rows or a smaller data.heldout_rows")
+def shuffled(items: list[T], seed: int) -> Iterator[T]:
+    """Endless stream over the items, each pass in a new order that depends on the seed only."""
     generator = random.Random(seed)
     while True:
-        order = list(range(len(rows)))
+        order = list(range(len(items)))
         generator.shuffle(order)
         for i in order:
-            yield rows[i]
+            yield items[i]
 
 
 def columns_of(rows: list[Row]) -> dict[str, list[Any]]:
-    """The extra columns of a batch, one list each, for the rewards: everything but the prompt."""
+    """All columns of a batch except the prompt, one list each, as rewards take them."""
     names = [name for name in rows[0] if name not in ("prompt", WHERE)]
     return {name: [row[name] for row in rows] for name in names}

@@ -1,12 +1,9 @@
-"""Rewards as Python callables with TRL's signature, several with weights, and every wrong answer of one an error.
+"""Reward functions with TRL's signature, several with weights; every wrong return value is an error.
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
 
-`completions` are texts, or for chat prompts lists with one assistant message. None means "this reward does not
-judge this completion": it is left out of the weighted sum, and another reward must have judged it.
-
-Rewards run in the trainer's own process. What they change of it (working directory, torch's defaults) is put back
-after each call, and an exception of any kind, `sys.exit` included, is an error that names the reward.
+`completions` are texts, or for chat prompts lists with one assistant message. None means "not judged": the completion
+is left out of this reward's part of the weighted sum, and another reward must have judged it.
 """
 
 from __future__ import annotations
@@ -33,12 +30,12 @@ from rlkernel.data.prompts import RESERVED, is_chat
 
 RewardFunction = Callable[..., Sequence[float | None]]
 LARGEST = 1e15
-"""Largest size of a reward: the squares that an advantage's deviation adds up stay finite in fp32."""
+"""Largest absolute value of a reward: the squares in an advantage's standard deviation must stay finite in fp32."""
 
 
 @contextmanager
-def _process_kept() -> Iterator[None]:
-    """Puts back what user code changes of the process and the trainer depends on."""
+def _restored_process() -> Iterator[None]:
+    """Restores the process state that the trainer depends on and that rewards, which run in its process, may change."""
     folder, dtype, device = os.getcwd(), torch.get_default_dtype(), torch.get_default_device()
     threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
     try:
@@ -50,26 +47,23 @@ def _process_kept() -> Iterator[None]:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         if torch.get_default_device() != device:
-            torch.set_default_device(None)  # no device at all is not the same as the CPU: it costs no dispatch
+            torch.set_default_device(None)  # "cpu" would install a dispatch mode, which slows every call
             if torch.get_default_device() != device:
                 torch.set_default_device(device)
 
 
 def _one_line(error: BaseException) -> str:
     """Type and message of an exception, in one line of bounded length."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # the message is the user's code too
-        text = ""
+    text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 
 
 def _shown(value: Any) -> str:
-    """The value for a message; an integer of thousands of digits has no repr, and an object's own may raise."""
+    """The value for a message: its repr, shortened."""
     try:
         text = repr(value)
-    except Exception:
-        return f"an object of type {type(value).__name__}"
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"an object of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
@@ -80,19 +74,18 @@ def _module_of_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"reward: {path} is not a Python file; its name must end in .py")
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles inside the file look their module up there
+    sys.modules[name] = module  # dataclasses and pickle look up the module of a class there
     folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)  # modules next to the file come first, as they do for a script
+    sys.path.insert(0, folder)  # modules next to the file are found first, as for a script
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     finally:
-        # Imports inside functions happen later: they find the folder last, where it cannot hide a library.
+        # For imports inside functions, which run later, the folder stays last, where it cannot hide a library.
         with suppress(ValueError):
             sys.path.remove(folder)
         if folder not in sys.path:
@@ -101,22 +94,23 @@ def _module_of_file(path: Path) -> ModuleType:
 
 
 def load_reward(reference: str) -> RewardFunction:
-    """The callable behind `package.module:function` or `path/file.py:function`.
+    """The callable named by `package.module:function` or `path/file.py:function`.
 
     Raises:
-        InputError: malformed reference, missing file, module or function, an import that fails, not callable.
+        InputError: the reference is malformed, the file, module or function is missing or not callable, or its import
+            fails.
     """
     location, separator, attribute = reference.rpartition(":")
     if not separator or not location or not attribute:
         raise InputError(f"reward {reference!r}: expected FILE.py:function or package.module:function")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a module beside the user; python -m has it there, a console script has not
+        sys.path.append(os.getcwd())  # `python -m` has the working directory on the path, a console script does not
     try:
-        with _process_kept():
+        with _restored_process():
             module = _module_of_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     except (InputError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # sys.exit at the end of a script that is also a module, for instance
+    except BaseException as error:  # includes a script's sys.exit
         raise InputError(
             f"reward {reference!r}: importing {location} failed: {_one_line(error)}{_places_of(error)}"
         ) from error
@@ -137,7 +131,7 @@ class Scores:
 
     Attributes:
         total: weighted sum for each completion.
-        parts: what each reward returned, by name; None where it did not judge.
+        parts: values that each reward returned, by name; None where it did not judge.
         metrics: mean of the values that rewards logged under each name with `log_metric`.
         extra: columns that rewards logged with `log_extra`, one value for each completion.
     """
@@ -150,10 +144,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a reward reads of the run as `trainer_state`.
+    """State of the run, which rewards get as `trainer_state`.
 
     Attributes:
-        global_step: steps that are finished.
+        global_step: finished steps.
         max_steps: steps of the run.
     """
 
@@ -162,7 +156,7 @@ class TrainerState:
 
 
 class _Log:
-    """Receives what the rewards of one batch of `count` completions log."""
+    """Collects what rewards log for one batch of `count` completions."""
 
     def __init__(self, count: int):
         self.count = count
@@ -199,7 +193,7 @@ class Rewards:
     """The weighted sum of one or more reward functions.
 
     Args:
-        rewards: the functions; names must differ, they key metrics.
+        rewards: the functions; names must differ, because metrics are named after them.
     """
 
     def __init__(self, rewards: Sequence[Reward]):
@@ -209,16 +203,23 @@ class Rewards:
         names = [reward.name for reward in self.rewards]
         for name in names:
             if names.count(name) > 1:
-                raise InputError(f"reward: two rewards are called {name!r}; give each function a name of its own")
+                raise InputError(f"reward: two rewards are called {name!r}; give each function its own name")
 
     def require(self, columns: Collection[str], source: str = "the data") -> None:
-        """Checks, before any work, that the data have every column that a function cannot do without.
+        """Checks that the data have every column that a function requires.
 
         Raises:
             InputError: names the reward, the column and the source of the data.
         """
+        offered = (*RESERVED, *columns)
         for reward in self.rewards:
-            _require(reward, (*RESERVED, *columns), source)
+            for p in _parameters(reward):
+                named = p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+                if named and p.default is p.empty and p.name not in offered:
+                    raise InputError(
+                        f"reward {reward.name}: it takes {p.name!r}, which {source} lacks (there are: "
+                        f"{', '.join(offered)})"
+                    )
 
     def __call__(
         self,
@@ -231,35 +232,35 @@ class Rewards:
         """Scores a batch.
 
         Args:
-            prompts, completions, completion_ids: one entry a completion; `columns`: the data's further columns.
-            state: handed to the rewards as `trainer_state`.
+            prompts, completions, completion_ids: one entry per completion.
+            columns: the data's further columns.
+            state: passed to the rewards as `trainer_state`.
 
         Raises:
-            InputError: a function raised, returned no list, the wrong count, NaN, an infinity, a non-number or one
-                above 1e15 in size; or no function judged some completion.
+            InputError: a function raised, or returned anything but one finite number of at most 1e15 in size (or None)
+                per completion; or no function judged some completion.
         """
+        self.require(columns)
         count = len(prompts)
         log = _Log(count)
         offered: dict[str, Any] = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         offered |= columns
         offered |= {"trainer_state": state or TrainerState(), "log_metric": log.metric, "log_extra": log.column}
-        parts = {r.name: _checked(r, _call(r, offered), count) for r in self.rewards}
+        parts = {r.name: _checked(r.name, _call(r, offered), count) for r in self.rewards}
         total: list[float] = []
         for i in range(count):
-            judged = [(r.weight, parts[r.name][i]) for r in self.rewards]
-            if all(value is None for _, value in judged):
-                names = ", ".join(parts)
+            judged = [r.weight * value for r in self.rewards if (value := parts[r.name][i]) is not None]
+            if not judged:
                 raise InputError(
-                    f"reward: completion {i} was judged by none of {names} (all returned None); "
+                    f"reward: completion {i} was judged by none of {', '.join(parts)} (all returned None); "
                     f"return a number, or add a reward that judges every completion"
                 )
-            weighted = [weight * value for weight, value in judged if value is not None]
-            if sum(map(abs, weighted)) > LARGEST:
+            if sum(map(abs, judged)) > LARGEST:
                 raise InputError(
                     f"reward: the weighted sum of {', '.join(parts)} for completion {i} is above {LARGEST:g} in size; "
                     "use smaller weights or rewards"
                 )
-            total.append(math.fsum(weighted))
+            total.append(math.fsum(judged))
         means = {name: sum(values) / len(values) for name, values in log.metrics.items()}
         return Scores(total, parts, means, log.extra)
 
@@ -273,53 +274,36 @@ def _parameters(reward: Reward) -> Collection[inspect.Parameter]:
         ) from None
 
 
-def _require(reward: Reward, offered: Collection[str], source: str) -> None:
-    for p in _parameters(reward):
-        named = p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        if named and p.default is p.empty and p.name not in offered:
-            raise InputError(
-                f"reward {reward.name}: it takes {p.name!r}, which {source} lacks (there are: {', '.join(offered)})"
-            )
-
-
 def _call(reward: Reward, offered: dict[str, Any]) -> Any:
-    """What the reward returned; a coroutine is awaited, a generator is read to its end, where it may raise."""
-    _require(reward, offered, "the data")
+    """The return value of a reward; a coroutine is awaited and a generator read to its end."""
     parameters = _parameters(reward)
     names = {p.name for p in parameters}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # TRL asks for it; a function without gets what it names
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # TRL requires **kwargs; other functions get what they name
         names |= offered.keys()
-    # Lists of its own, so that a function that sorts or empties one changes nothing for the next.
+    # Lists are copied, so that a function that sorts or empties one changes nothing for the next.
     arguments = {name: list(v) if isinstance(v, list) else v for name, v in offered.items() if name in names}
     try:
-        with _process_kept():
+        with _restored_process():
             answer = reward.function(**arguments)
             if inspect.iscoroutine(answer):
                 answer = asyncio.run(answer)
             return list(answer) if isinstance(answer, Iterator) else answer
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit too: it would end the run in silence, as if it had finished
-        text = f"raised {_one_line(error)}{_places_of(error)}{_hint(error, offered['prompts'])}"
-        raise InputError(f"reward {reward.name}: {text}") from error
-
-
-def _hint(error: BaseException, prompts: Sequence[Any]) -> str:
-    """Which form the completions have, where the exception says that the reward takes them for another."""
-    said = _one_line(error) if isinstance(error, (AttributeError, TypeError)) else ""
-    chat = any(is_chat(prompt) for prompt in prompts)
-    if chat and "list" in said:
-        return (
-            '; the completion of a chat prompt is [{"role": "assistant", "content": text}], so read its text as '
-            'completion[0]["content"], or give prompts as text'
-        )
-    if not chat and ("string indices" in said or "'str' object" in said):
-        return "; the prompts are text, therefore each completion is text"
-    return ""
+    except BaseException as error:  # includes sys.exit, which would end the run as if it had succeeded
+        form = ""
+        if isinstance(error, (AttributeError, TypeError)):  # typical of a reward written for the other form
+            form = "; the prompts are text, therefore each completion is text"
+            if any(is_chat(prompt) for prompt in offered["prompts"]):
+                form = (
+                    '; the completion of a chat prompt is [{"role": "assistant", "content": text}], so read its text '
+                    'as completion[0]["content"], or give prompts as text'
+                )
+        raise InputError(f"reward {reward.name}: raised {_one_line(error)}{_places_of(error)}{form}") from error
 
 
 def _places_of(error: BaseException) -> str:
-    """Where user code was entered, and where it raised."""
+    """Lines at which the reward's code was entered and at which it raised."""
     trace = error.__traceback__
     places = []
     while trace is not None:
@@ -330,35 +314,29 @@ def _places_of(error: BaseException) -> str:
     return f" ({', '.join(dict.fromkeys([places[0], places[-1]]))})" if places else ""
 
 
-def _checked(reward: Reward, answer: Any, count: int) -> list[float | None]:
-    what = f"reward {reward.name}"
-    if answer is None:
-        raise InputError(
-            f"{what}: returned None; it must return a list with one number for each of {count} completions"
-        )
-    if isinstance(answer, (str, bytes, dict, set, frozenset)):
-        raise InputError(f"{what}: returned {type(answer).__name__}; it must return a list of {count} numbers")
+def _checked(name: str, answer: Any, count: int) -> list[float | None]:
+    """The returned numbers as floats."""
     try:
-        values = list(answer)
+        values = None if isinstance(answer, (str, bytes, dict, set, frozenset)) else list(answer)
     except TypeError:
+        values = None
+    if values is None:
+        kind = "None" if answer is None else type(answer).__name__
         raise InputError(
-            f"{what}: returned {type(answer).__name__}; it must return a list of {count} numbers"
-        ) from None
+            f"reward {name}: returned {kind}; it must return a list with one number for each of {count} completions"
+        )
     if len(values) != count:
-        raise InputError(f"{what}: returned {len(values)} values for {count} completions; one each is expected")
+        raise InputError(f"reward {name}: returned {len(values)} values for {count} completions; expected one for each")
     checked: list[float | None] = []
     for i, value in enumerate(values):
-        if value is None:
-            checked.append(None)
-            continue
         try:
-            number = math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
-        except Exception:  # of the value's own type: an integer of 400 digits, a tensor of two elements
+            number = math.nan if isinstance(value, (str, bytes, bytearray)) else None if value is None else float(value)
+        except Exception:  # raised by the value's own type, such as a tensor of two elements
             number = math.nan
-        if not abs(number) <= LARGEST:
+        if number is not None and not abs(number) <= LARGEST:
             raise InputError(
-                f"{what}: value {i} is {_shown(value)}; it must be a finite number of at most {LARGEST:g} in size "
-                "(or None to abstain)"
+                f"reward {name}: value {i} is {_shown(value)}; it must be a finite number of at most {LARGEST:g} in "
+                "size (or None to abstain)"
             )
         checked.append(number)
     return checked

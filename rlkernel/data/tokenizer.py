@@ -1,6 +1,6 @@
-"""Tokenizer of a Hugging Face directory on the `tokenizers` library alone: text to ids and back, chat templates.
+"""Tokenizer of a Hugging Face directory, with chat templates, on the `tokenizers` library alone.
 
-`tokenizer.json` is the definition; no code of the directory runs, and chat templates render in jinja2's sandbox.
+It reads `tokenizer.json`. No code of the directory runs, and chat templates render in jinja2's sandbox.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class TokenizerError(ValueError):
 
 
 def local_directory(path: str | Path) -> Path:
-    """The directory of a model: `path`, or the snapshot that the Hugging Face hub's local cache has under that name.
+    """The directory of a model: `path` if it exists, else the snapshot of that name in the Hugging Face hub's cache.
 
-    An existing path wins. The cache is only read, at `$HF_HUB_CACHE`, `$HF_HOME/hub` or `~/.cache/huggingface/hub`, and
-    the snapshot is that of the branch `main`; nothing is downloaded. Where there is neither, `path` comes back.
+    The cache is `$HF_HUB_CACHE`, `$HF_HOME/hub` or `~/.cache/huggingface/hub`, and the snapshot that of branch `main`.
+    Nothing is downloaded. If there is neither, `path` is returned.
     """
     directory = Path(path)
     if directory.exists() or not _HUB_NAME.fullmatch(str(path)):
@@ -58,9 +58,9 @@ def local_directory(path: str | Path) -> Path:
 
 
 def no_directory(path: str | Path) -> str:
-    """What to say of a model path that `local_directory` has not found."""
+    """Error message for a model path that `local_directory` has not found."""
     if Path(path).exists():
-        return f"{path} is no directory; expected a Hugging Face model directory"
+        return f"{path} is not a directory; expected a Hugging Face model directory"
     if not _HUB_NAME.fullmatch(str(path)):
         return f"{path} does not exist; expected a local Hugging Face model directory"
     return (
@@ -78,10 +78,11 @@ class Tokenizer:
     """A fast tokenizer with its special tokens and chat template.
 
     Attributes:
-        directory: where it was read from.
+        directory: the directory it was read from.
         special_tokens: text of the special token of each role that is set (`eos_token`, `pad_token`, ...).
-        bos_token_id, eos_token_id: ids, or None where the role is not set.
-        pad_token_id: id of the padding token, of the end token where there is no padding token, or None.
+        special_ids: ids that `decode` omits by default.
+        bos_token_id, eos_token_id: ids, or None if the role is not set.
+        pad_token_id: id of the padding token, else of the end-of-sequence token, else None.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -105,7 +106,6 @@ class Tokenizer:
         self._templates = _read_templates(self.directory, config)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        """Ids that `decode` leaves out unless asked for."""
 
     def _role_id(self, role: str) -> int | None:
         token = self.special_tokens.get(role)
@@ -125,16 +125,16 @@ class Tokenizer:
         """Token ids of a text.
 
         Args:
-            text: any text, the empty one included.
-            add_special_tokens: add what the tokenizer puts around a text (a start token, for instance). Leave it off
-                for a rendered chat, which holds its special tokens as text.
+            text: any text, also an empty one.
+            add_special_tokens: add the tokens that the tokenizer puts around a text, such as a start token. Set it to
+                False for a rendered chat, which contains its special tokens as text.
 
         Raises:
-            TokenizerError: the text has half of a surrogate pair, which is no character.
+            TokenizerError: the text contains half of a surrogate pair.
         """
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except TypeError:  # what the library says of text that UTF-8 cannot hold
+        except TypeError:  # raised by the library for text that UTF-8 cannot encode
             at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
             if at is None:
                 raise
@@ -143,27 +143,22 @@ class Tokenizer:
             ) from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Ids without a token have no text: models pad their vocabulary, and may sample such an id.
+        """Text of token ids. Ids beyond the vocabulary, which a model with a padded one may sample, have no text.
 
         Raises:
             TokenizerError: an id is negative.
         """
         if any(i < 0 for i in ids):
-            raise TokenizerError(f"token id {min(ids)} is negative; pass token ids alone, no padding marks")
+            raise TokenizerError(f"token id {min(ids)} is negative; pass token ids without padding marks")
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own string of an id, or None where it has none."""
+        """The vocabulary's string of an id, or None if there is no such id."""
         return self._backend.id_to_token(token_id)
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """Incremental decoder of one sequence, for streaming and stop strings."""
         return TextStream(self, skip_special_tokens)
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the directory brings a chat template."""
-        return bool(self._templates)
 
     def apply_chat_template(
         self,
@@ -180,9 +175,9 @@ class Tokenizer:
             messages: objects with `role` and `content`.
             add_generation_prompt: end with the header of the assistant's turn.
             tools: JSON schemas of functions.
-            template: name of the template, where a directory has several.
+            template: name of the template, if the directory has several.
             variables: further variables of the template (`enable_thinking=False`). Some templates print today's date
-                unless they are given one (`date_string`); give it where runs must be repeatable.
+                unless `date_string` is given; give it if runs must be repeatable.
 
         Raises:
             TokenizerError: there is no such template, or it refuses the conversation.
@@ -196,25 +191,25 @@ class Tokenizer:
         values = {**self.special_tokens, "messages": list(messages), "tools": tools, "documents": None, **variables}
         try:
             return _compile(source).render(add_generation_prompt=add_generation_prompt, **values)
-        except Exception as error:  # a template is a program: it may raise anything
+        except Exception as error:  # a template is a program and may raise anything
             raise TokenizerError(f"{self.directory}: the chat template refused the messages: {error}") from None
 
 
 class TextStream:
-    """Incremental decoder: the pieces that `push` returns, and `finish`, add up to `decode` of all ids.
+    """Incremental decoder: the pieces returned by `push` and `finish` add up to `decode` of all ids.
 
     Text that a later token could still change is held back: an unfinished UTF-8 character, or a run of byte tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        # Decoding starts at the last piece that had text: decoders strip or join by the neighbour before.
+        # Decoding starts at the last piece with text, because decoders strip or join depending on the token before.
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Adds a token; returns the text that is now certain, often one token's, sometimes none."""
+        """Adds a token; returns the text that is now final, which may be empty."""
         self._pending.append(token_id)
         token = self._tokenizer.token(token_id)
         silent = self._skip and token_id in self._tokenizer.special_ids
@@ -242,7 +237,7 @@ class TextStream:
 
 
 def copy_tokenizer_files(source: str | Path, target: str | Path) -> list[str]:
-    """Copies a directory's tokenizer and chat template files to another one; returns their names.
+    """Copies a directory's tokenizer and chat template files to another; returns their names.
 
     Raises:
         TokenizerError: the source has no `tokenizer.json`.
@@ -266,13 +261,13 @@ def _load_backend(directory: Path) -> Backend:
     if not file.is_file():
         hint = "expected a Hugging Face tokenizer directory"
         if (directory / "tokenizer.model").is_file():
-            hint = "tokenizer.model alone is not read: save the tokenizer once as a fast one with transformers"
+            hint = "tokenizer.model is not supported: save the tokenizer as a fast one with transformers"
         raise TokenizerError(f"{file} does not exist; {hint}")
     try:
         backend = Backend.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for every fault of the file
+    except Exception as error:  # the library raises a bare Exception for every malformed file
         raise TokenizerError(f"{file} is not a tokenizer of the tokenizers library: {error}") from None
-    # A saved truncation or padding setting would silently change ids.
+    # Saved truncation or padding settings would silently change ids.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -295,7 +290,7 @@ def _content(token: Any) -> str:
 
 
 def _add_missing_tokens(backend: Backend, config: dict[str, Any], directory: Path) -> None:
-    """Adds tokens that only `tokenizer_config.json` lists, as transformers does, at exactly the ids it gives them."""
+    """Adds tokens that only `tokenizer_config.json` lists, with its ids, as transformers does."""
     from tokenizers import AddedToken
 
     listed = config.get("added_tokens_decoder") or {}
@@ -337,7 +332,7 @@ def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlock(Extension):
-        """`{% generation %}` marks the assistant's tokens for loss masks; here its body is rendered as it stands."""
+        """`{% generation %}` marks the assistant's tokens for loss masks; here it only renders its body."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

@@ -1,7 +1,7 @@
-"""Pages of the KV cache: who holds each one, which full ones can be found again, which goes next when none is free.
+"""Pages of the KV cache: reference counts, prefix cache, and least-recently-used eviction.
 
-A page is held by counted references. A full page may be registered under (its parent in the chain, its token ids); it
-stays findable after its last holder has gone, until memory is needed and it is the least recently used.
+A full page may be registered under (parent node, token ids). It stays in the prefix cache after its last reference is
+dropped, until it is evicted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = 0
 
 @dataclass
 class CacheStats:
-    """Counts since the manager was made."""
+    """Counts since the manager was created."""
 
     hits: int = 0
     evictions: int = 0
@@ -25,14 +25,13 @@ class CacheStats:
 class BlockManager:
     """Reference-counted pages with a prefix cache.
 
-    A node is a number that stands for one exact prefix of whole pages; it is never given twice. The cache is a dict
-    with keys (parent node, bytes of the page's token ids). A dict compares keys and not only their hashes, and a node
-    stands for the whole prefix before it, so a hit means equal token ids from position 0: a hash collision cannot give
-    wrong KV.
+    A node is a number that identifies one exact prefix of full pages; it is never reused. The cache is a dict with keys
+    (parent node, bytes of the page's token ids). A dict compares keys, not only their hashes, and the parent identifies
+    all tokens before the page, so a hit means equal token ids from position 0: a hash collision cannot give wrong KV.
 
     Args:
         num_pages: pages in the pool, >= 1.
-        prefix_caching: register full pages; without it every lookup misses.
+        prefix_caching: enables the prefix cache; without it every lookup misses.
     """
 
     def __init__(self, num_pages: int, prefix_caching: bool = True) -> None:
@@ -42,26 +41,28 @@ class BlockManager:
         self.prefix_caching = prefix_caching
         self.stats = CacheStats()
         self._references = [0] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack: low and recently freed pages first, warm in cache
-        self._unused: OrderedDict[int, None] = OrderedDict()  # registered, held by nobody; first in, first evicted
+        self._free = list(
+            range(num_pages - 1, -1, -1)
+        )  # a stack: recently freed pages, which may be in the L2 cache, come first
+        self._unused: OrderedDict[int, None] = OrderedDict()  # registered, without references; least recent first
         self._nodes: dict[tuple[int, bytes], tuple[int, int]] = {}  # (parent, token ids) -> (node, page)
         self._keys: dict[int, tuple[int, bytes]] = {}  # page -> its key in _nodes
         self._next_node = ROOT + 1
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can give now: free ones and registered ones that nobody holds."""
+        """Pages that `allocate` can return: free ones, and registered ones without references."""
         return len(self._free) + len(self._unused)
 
     def references(self, page: int) -> int:
-        """Number of holders of a page."""
+        """References to a page."""
         return self._references[page]
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one reference each and no registration; evicts unheld registered pages where needed.
+        """Returns `count` unregistered pages with one reference each; evicts registered pages if needed.
 
         Raises:
-            RuntimeError: fewer than `count` pages are available; the scheduler asks `available` first.
+            RuntimeError: fewer than `count` pages are available; the scheduler checks `available` first.
         """
         if count > self.available:
             raise RuntimeError(f"KV cache: {count} pages wanted, {self.available} available; this is a scheduler bug")
@@ -77,16 +78,16 @@ class BlockManager:
         return page
 
     def share(self, pages: Iterable[int]) -> None:
-        """Adds a reference to each page, all of them held or registered."""
+        """Adds a reference to each page; each must be referenced or registered."""
         for page in pages:
             if self._references[page] == 0:
                 del self._unused[page]
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drops one reference of each page, given from the first to the last of a sequence.
+        """Drops one reference to each page of a sequence, given in order.
 
-        They are let go from the last to the first: of one sequence, later pages are evicted before those they hang on.
+        They are released in reverse order, so that later pages of a sequence are evicted before their parents.
         """
         for page in reversed(list(pages)):
             self._references[page] -= 1
@@ -97,7 +98,7 @@ class BlockManager:
                     self._free.append(page)
 
     def lookup(self, parent: int, token_ids: bytes) -> tuple[int, int] | None:
-        """(node, page) of the page with these token ids after the prefix `parent`, or None. Takes no reference.
+        """(node, page) of the page with these token ids after the prefix `parent`, or None. Adds no reference.
 
         Args:
             parent: node of the prefix before the page, `ROOT` at position 0.
@@ -106,10 +107,10 @@ class BlockManager:
         return self._nodes.get((parent, token_ids)) if self.prefix_caching else None
 
     def register(self, page: int, parent: int, token_ids: bytes) -> int:
-        """Makes a held, full page findable; returns its node.
+        """Adds a referenced, full page to the prefix cache; returns its node.
 
-        Where the same prefix is registered already, that page stays, this one remains private, and the existing node is
-        returned. The caller never writes to the page again.
+        If the same prefix is registered already, this page stays private and the existing node is returned. The caller
+        must not write to the page again.
         """
         key = (parent, token_ids)
         known = self._nodes.get(key)
@@ -122,16 +123,17 @@ class BlockManager:
         return node
 
     def clear_cache(self) -> None:
-        """Forgets every registered page: weights have changed. Held pages stay held and become private."""
+        """Unregisters all pages, because weights have changed. Referenced pages become private."""
         self._nodes.clear()
         self._keys.clear()
         self._free.extend(sorted(self._unused, reverse=True))
         self._unused.clear()
 
     def check(self, holders: Iterable[Iterable[int]] = ()) -> None:
-        """Raises AssertionError unless the books balance; `holders` are the page lists of all that hold pages.
+        """Raises AssertionError unless the state is consistent. For tests and debugging; visits every page.
 
-        For tests and for hunting a bug: walks every page.
+        Args:
+            holders: page lists of all sequences.
         """
         counted = [0] * self.num_pages
         for pages in holders:

@@ -1,9 +1,7 @@
-"""CUDA graphs of decode steps: the model's forward over padded batches, recorded once a shape and then replayed.
+"""CUDA graphs of decode steps: the forward over padded batches, captured once per shape and then replayed.
 
-A decode step is hundreds of short kernels, and launching them one by one takes the host longer than the GPU takes to
-run them. A graph launches them all at once. It holds addresses, never values: inputs lie in the runner's step buffers,
-weights and cache where they are. Padding adds sequences to the batch and the contract keeps a token's bits whatever is
-in its batch, so a replay gives the bits of the eager forward.
+Launching the hundreds of short kernels of a decode step takes the host longer than the GPU needs to run them. A replay
+has the bits of the eager forward, because padding only adds sequences and a token's bits do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -30,22 +28,22 @@ Key = tuple[int, int]
 
 
 def padded_rows(rows: int, limit: int) -> int:
-    """Sequences of the graph that serves `rows` of them: 1, 2, 4, 8, a multiple of 16, or `limit`, the most."""
+    """Batch size of the graph for `rows` sequences: 1, 2, 4, 8, a multiple of 16, or at most `limit`."""
     size = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 16) * 16
     return min(size, limit)
 
 
 def padded_keys(keys: int, limit: int) -> int:
-    """Keys that the graph for a longest sequence of `keys` is launched for: a power of two, or `limit`, the most.
+    """`max_seqlen_k` of the graph for a longest sequence of `keys`: a power of two, or at most `limit`.
 
-    They decide how many splits attention launches, each a program that ends at once where a sequence has no such
-    split. Up to one split the launch is the same, so no graph is made for less.
+    It determines how many splits attention launches; programs of splits that a sequence does not have exit at once.
+    Fewer keys than one split need no graph of their own.
     """
     return min(max(ATTENTION_SPLIT, 1 << (keys - 1).bit_length()), limit)
 
 
 def padded(values: Array, size: int, fill: int) -> Array:  # [n] -> [size]
-    """`values` and then `fill`."""
+    """`values`, padded with `fill`."""
     out = np.full(size, fill, values.dtype)
     out[: len(values)] = values
     return out
@@ -60,10 +58,9 @@ def padded_table(block_table: Array, rows: Array, size: int, pages: int) -> Arra
 
 
 class Recorder:
-    """Records forwards on a GPU; the graphs share one memory pool.
+    """Captures forwards on a GPU. The graphs share one memory pool, which holds the activations of one decode step.
 
-    They may: a replay reads nothing that an earlier replay left there, and its result is consumed before the next one
-    starts. The pool therefore holds the activations of one decode step, not of all graphs.
+    Sharing is safe, because a replay reads nothing of an earlier one and its result is consumed before the next starts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,14 +68,14 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Forward) -> Forward:
-        """Records `forward`, which ran before (kernels are compiled then); returns what replays it.
+        """Captures `forward`, which has run once so that its kernels are compiled; returns a function that replays it.
 
         Raises:
-            RuntimeError: something in the forward cannot be recorded, or memory is short.
+            RuntimeError: the forward cannot be captured, or memory is short.
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            # Calls that a recording forbids are forbidden to this thread alone: others may allocate meanwhile.
+            # thread_local: other threads may allocate memory during the capture.
             with (
                 torch.cuda.device(self._device),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
@@ -86,8 +83,8 @@ class Recorder:
                 out = forward()
         except RuntimeError as error:
             raise RuntimeError(
-                f"the decode step could not be recorded as a CUDA graph: {error}; LLM(..., cuda_graphs=False) runs it "
-                "kernel by kernel"
+                f"the decode step could not be captured as a CUDA graph: {error}; LLM(..., cuda_graphs=False) runs it "
+                "without graphs"
             ) from error
 
         def replay() -> Tensor:
@@ -101,16 +98,15 @@ class Recorder:
 class DecodeGraphs:
     """Graphs of a model's decode steps, by (padded sequences, padded keys).
 
-    A shape runs eagerly when it comes up first, which compiles its kernels, and is recorded when it comes up again.
-    Everything recorded is dropped when the parameters, the cache or the step buffers lie elsewhere than at recording;
-    values written in place need nothing.
+    A shape first runs eagerly, which compiles its kernels, and is captured the second time. All graphs are dropped when
+    the parameters, the cache or the step buffers have other addresses than at capture; values may change in place.
 
     Args:
         model: the decoder.
-        recorder: makes the object that records; called again after everything was dropped.
+        recorder: makes the object that captures; called again after all graphs were dropped.
 
     Attributes:
-        recorded, replayed: counts since the start.
+        recorded, replayed: numbers of captures and replays.
     """
 
     def __init__(self, model: Decoder, recorder: Callable[[], Callable[[Forward], Forward]]) -> None:
@@ -131,18 +127,18 @@ class DecodeGraphs:
         return not ops.is_stock() and not is_forced()
 
     def refresh(self) -> None:
-        """Looks up the model's modules anew; a replaced parameter is noticed without it, a replaced module is not."""
+        """Lists the model's modules again; needed after a module, but not after a parameter, was replaced."""
         self._owners.clear()
         for module in self._model.modules():
             self._owners += [(module._parameters, name) for name in module._parameters]
             self._owners += [(module._buffers, name) for name in module._buffers]
 
     def forward(self, batch: PagedBatch) -> Tensor:  # [T, C], overwritten by the next call
-        """`model(batch)`: replayed where this shape was recorded.
+        """`model(batch)`, replayed if this shape was captured.
 
         Args:
-            batch: one token a sequence, tensors in the step buffers, padded such that equal (sequences, max_seqlen_k)
-                mean equal shapes and addresses.
+            batch: one token per sequence, with tensors in the step buffers; equal (sequences, max_seqlen_k) must mean
+                equal shapes and addresses.
         """
         places = self._addresses(batch)
         if places != self._places:
@@ -169,10 +165,10 @@ class DecodeGraphs:
 
 
 def wanted(cuda_graphs: bool | None, device: torch.device) -> bool:
-    """Whether decode steps of a model on `device` are recorded; None: on NVIDIA GPUs.
+    """Whether decode steps of a model on `device` are captured; None: on NVIDIA GPUs.
 
     Raises:
-        ValueError: True without a GPU.
+        ValueError: `cuda_graphs` is True and the model is not on a GPU.
     """
     if cuda_graphs and device.type != "cuda":
         raise ValueError(

@@ -1,7 +1,6 @@
-"""LLM: the engine's front. Checks requests, drives scheduler and runner, hands back completions with log-probabilities.
+"""LLM, the engine's interface: checks requests, runs scheduler and runner, returns completions with log-probabilities.
 
-The model is the trainer's own object: its parameters are read in place, and `weights_updated` after a training step is
-all that keeps rollouts on the new policy.
+The model is the trainer's own object and is read in place; after a training step only `weights_updated` is needed.
 """
 
 from __future__ import annotations
@@ -41,36 +40,36 @@ if TYPE_CHECKING:
     from rlkernel.models import Decoder
 
 CPU_CACHE_BYTES = 512 << 20
-"""KV cache at most, on a CPU, where `num_pages` is not given."""
+"""Largest KV cache on a CPU if `num_pages` is not given."""
 GPU_CACHE_SHARE = 0.5
-"""Share of the GPU's free memory that the KV cache takes at most, where `num_pages` is not given."""
+"""Largest share of the GPU's free memory for the KV cache if `num_pages` is not given."""
 
 
 class LLM:
     """Continuous batching over one decoder: `generate` for rollouts, `score` for prompt log-probabilities.
 
-    A completion is a function of (weights, prompt, sampling parameters, seed) alone, to the bit: batch, order of
-    arrival, the sizes below, prefix hits and preemption change neither tokens nor log-probabilities.
+    A completion depends, to the bit, only on weights, prompt, sampling parameters and seed. Batch, order of arrival,
+    the sizes below, prefix hits and preemption change neither tokens nor log-probabilities.
 
     Args:
         model: a Decoder, used in place and never copied, or a Hugging Face directory to load.
         tokenizer: a `rlkernel.data.tokenizer.Tokenizer` or one of the `tokenizers` library; default that of the
             directory. Without one, prompts are token ids and `text` is empty.
-        max_num_seqs: sequences running at a time at most.
-        max_num_batched_tokens: tokens of one step at most; a longer prompt is prefilled in chunks.
-        page_size: tokens of a KV page.
-        num_pages: pages of the KV cache; default what max_num_seqs sequences of max_model_len need, at most
-            `CPU_CACHE_BYTES` or `GPU_CACHE_SHARE` of the GPU memory that is free beside attention's scratch memory.
-        max_model_len: longest sequence, prompt and completion; default and most the model's max_position_embeddings.
-        prefix_caching: keep full pages findable by their token ids for later prompts.
-        seed: root of the seeds of requests that have none.
-        cuda_graphs: record steps of one token a sequence as CUDA graphs; default where the model is on an NVIDIA GPU.
-        attention: variant of attention, "split" or "fa3", set on the model itself, so that training it follows; default
-            the model's own.
+        max_num_seqs: most sequences running at a time.
+        max_num_batched_tokens: most tokens of one step; a longer prompt is prefilled in chunks.
+        page_size: tokens per KV page.
+        num_pages: pages of the KV cache; default enough for max_num_seqs sequences of max_model_len, limited to
+            `CPU_CACHE_BYTES`, or to `GPU_CACHE_SHARE` of the GPU memory that attention's scratch memory leaves free.
+        max_model_len: longest sequence, prompt and completion; default and limit: the model's max_position_embeddings.
+        prefix_caching: reuse the KV of full pages for later prompts with the same prefix.
+        seed: base of the seeds of requests without a seed.
+        cuda_graphs: capture steps with one token per sequence as CUDA graphs; default on NVIDIA GPUs.
+        attention: variant of attention, "split" or "fa3", set on the model, so that its training uses it too; default
+            the model's current variant.
 
     Raises:
-        ValueError: a size is out of range; cuda_graphs=True for a model on the CPU. VariantError: the variant does not
-            run with this model and page size on this machine.
+        ValueError: a size is out of range, or cuda_graphs=True for a model on the CPU.
+        VariantError: the variant does not support this model and page size on this machine.
     """
 
     def __init__(
@@ -140,14 +139,14 @@ class LLM:
 
         Args:
             prompts: texts or lists of token ids; one text alone is a list of one.
-            sampling_params: for all prompts, or one a prompt; default `SamplingParams()`.
+            sampling_params: for all prompts, or one per prompt; default `SamplingParams()`.
 
         Returns:
-            An output a prompt, in the order of the prompts.
+            One output per prompt, in the order of the prompts.
 
         Raises:
-            RequestError: a prompt cannot be served (see its subclasses); none of the prompts is started then.
-            ValueError: as many sampling parameters as prompts are needed.
+            RequestError: a prompt cannot be served (see its subclasses); then no prompt is started.
+            ValueError: the numbers of sampling parameters and prompts differ.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -156,7 +155,7 @@ class LLM:
             settings = list(sampling_params)
         if len(settings) != len(texts):
             raise ValueError(
-                f"generate: {len(texts)} prompts and {len(settings)} sampling_params; give one, or one a prompt"
+                f"generate: {len(texts)} prompts and {len(settings)} sampling_params; give one, or one per prompt"
             )
         requests = [
             self._request(prompt, params, f"prompts[{i}]", number=i)
@@ -171,10 +170,10 @@ class LLM:
 
         Args:
             token_ids: sequences of at least two ids.
-            temperature: > 0, for all sequences or one a sequence.
+            temperature: > 0, for all sequences or one per sequence.
 
         Returns:
-            A fp32 tensor on the CPU per sequence: element t is that of token t + 1 given tokens 0..t.
+            One fp32 tensor per sequence, on the CPU; element t is for token t + 1 given tokens 0..t.
 
         Raises:
             RequestError, ValueError: as `generate`.
@@ -198,7 +197,7 @@ class LLM:
         return [torch.from_numpy(logp[1:].copy()) for logp in logps if logp is not None]
 
     def add_request(self, prompt: str | Listing[int], sampling_params: SamplingParams | None = None) -> int:
-        """Queues one prompt, at any time; returns its id. `step` computes, and returns what has finished.
+        """Queues one prompt, at any time; returns its id. `step` computes it.
 
         Raises:
             RequestError: as `generate`.
@@ -208,24 +207,24 @@ class LLM:
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Runs one batch; returns the requests that it finished, in the order in which they were added."""
+        """Runs one batch; returns the requests that it finished, in the order they were added."""
         return [self._output(request) for request in self._step()]
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs."""
+        """Whether a request is waiting or running."""
         return bool(self._requests)
 
     def abort_all(self) -> None:
-        """Drops every waiting and running request and everything cached."""
+        """Drops all requests and the prefix cache."""
         self._requests.clear()
         self.scheduler.clear()
 
     def weights_updated(self) -> None:
-        """Forgets all cached keys and values; call it after changing the model's weights.
+        """Drops all cached keys and values; call it after changing the model's weights.
 
         Raises:
-            RuntimeError: requests are running: their KV belongs to the old weights.
+            RuntimeError: requests are unfinished, and their KV belongs to the old weights.
         """
         if self.has_unfinished:
             raise RuntimeError(
@@ -238,12 +237,12 @@ class LLM:
 
     @property
     def contract(self) -> str:
-        """Contract id of the completions: a trainer's forward has their log-probabilities where it has the same id."""
+        """Contract id of the completions; a training forward with the same id has the same log-probabilities."""
         return attention_contract(self.attention)
 
     @property
     def stats(self) -> SchedulerStats:
-        """Counts of steps, tokens, shared prompt tokens and preemptions since the engine was made."""
+        """Counts of steps, tokens, shared prompt tokens and preemptions since the engine was created."""
         return self.scheduler.stats
 
     # Checking
@@ -256,7 +255,7 @@ class LLM:
         number: int,
         score_temperature: float | None = None,
     ) -> Request:
-        """The checked request; nothing is queued yet. `number`: requests that will be queued before it."""
+        """Checks and returns a request without queueing it. `number`: requests that will be queued before it."""
         ids = self._token_ids(prompt, where)
         scoring = score_temperature is not None
         self._check_ids(ids, where, params, scoring)
@@ -291,19 +290,21 @@ class LLM:
         if not ids:
             raise EmptyPromptError(f"{where} is empty; a prompt needs at least one token (a start token, for example)")
         if scoring and len(ids) < 2:
-            raise EmptyPromptError(f"{where} has one token; scoring needs at least two, the first is only read")
+            raise EmptyPromptError(
+                f"{where} has one token; scoring needs at least two, because the first is not scored"
+            )
         for at, extreme in ((ids.index(v), v) for v in (min(ids), max(ids)) if not 0 <= v < vocab):
             raise TokenOutOfRangeError(
-                f"{where}[{at}] is token id {extreme}; the model's vocabulary has ids 0 to {vocab - 1}: is the "
-                "tokenizer the model's own?"
+                f"{where}[{at}] is token id {extreme}; the model's vocabulary has ids 0 to {vocab - 1}; use the "
+                "model's own tokenizer"
             )
-        room = self.max_model_len + int(scoring)
-        if len(ids) >= room:
+        limit = self.max_model_len + int(scoring)
+        if len(ids) >= limit:
             can_rise = self.max_model_len < self.model.config.max_position_embeddings
             remedy = "shorten it, or raise max_model_len" if can_rise else "shorten it"
             raise PromptTooLongError(
                 f"{where} has {len(ids)} tokens; a context of max_model_len={self.max_model_len} takes at most "
-                f"{room - 1}{'' if scoring else ' and one new token'}: {remedy}"
+                f"{limit - 1}{'' if scoring else ' and one new token'}: {remedy}"
             )
         total = len(ids) if scoring else min(len(ids) + params.max_tokens, self.max_model_len)
         need = ceil_div(total - 1, self.page_size)  # the last token's KV is never computed
@@ -337,8 +338,8 @@ class LLM:
         try:
             if self.model.attention_variant != self.attention:
                 raise VariantError(
-                    f"LLM: the engine was made for attention variant {self.attention!r}, and the model was set to "
-                    f"{self.model.attention_variant!r} since; make a new LLM, or call "
+                    f"LLM: the engine was created for attention variant {self.attention!r}, but the model was set to "
+                    f"{self.model.attention_variant!r} later; create a new LLM, or call "
                     f"model.set_attention_variant({self.attention!r})"
                 )
             with nvtx.range("engine.schedule"):
@@ -350,7 +351,7 @@ class LLM:
             with nvtx.range("engine.commit"):
                 ended = self.scheduler.commit(step, result.tokens, result.logps, result.kept)
         except BaseException:
-            # A page may be registered and unwritten, a row half booked: nothing of it may be reused.
+            # Pages may be registered but not written, and rows half updated, so nothing may be reused.
             self.abort_all()
             raise
         finished = [request for request in map(self._ended, ended) if request is not None]
@@ -387,7 +388,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _default_pages(model: Decoder, page_size: int, longest: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Pages for `max_num_seqs` sequences of `longest` pages within the memory budget, and for one in any case."""
+    """Pages for `max_num_seqs` sequences of `longest` pages within the memory budget, but at least for one."""
     config, weight, budget = model.config, model.head_weight, CPU_CACHE_BYTES
     if weight.device.type == "cuda":
         q, k = (weight.new_empty(0, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))

@@ -1,7 +1,7 @@
-"""What the engine is asked for and what it answers: requests, the sequences they are made of, outputs, stop strings.
+"""Requests, their sequences, their outputs, and the detection of stop strings.
 
-A request with n samples becomes n sequences of one prompt. A sequence lives in a row of the sequence table while it
-runs and in this object while it waits.
+A request with n samples becomes n sequences of one prompt. The state of a running sequence is in its row of the
+sequence table, that of a waiting one in its `Sequence`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Decode = Callable[[list[int]], str]
 
 
 class RequestError(ValueError):
-    """A request that the engine cannot serve as given; nothing of it was started."""
+    """A request that the engine cannot serve; nothing of it was started."""
 
 
 class EmptyPromptError(RequestError):
@@ -31,7 +31,7 @@ class EmptyPromptError(RequestError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt leaves no room for a new token in the context."""
+    """The prompt leaves no space for a new token in the context."""
 
 
 class TokenOutOfRangeError(RequestError):
@@ -39,11 +39,11 @@ class TokenOutOfRangeError(RequestError):
 
 
 class CacheTooSmallError(RequestError):
-    """The whole KV cache has fewer pages than this one request may need."""
+    """The KV cache has fewer pages than this request alone may need."""
 
 
 class TokenizerMissingError(RequestError):
-    """Text was given, or stop strings were, and the engine has no tokenizer."""
+    """The request has text or stop strings, and the engine has no tokenizer."""
 
 
 @dataclass
@@ -51,16 +51,16 @@ class CompletionOutput:
     """One completion.
 
     Attributes:
-        index: number of the sample, 0 <= index < n.
-        token_ids: sampled ids, the end-of-sequence or stop id included where one ended the completion.
+        index: index of the sample, 0 <= index < n.
+        token_ids: sampled ids, including the end-of-sequence or stop id that ended the completion.
         text: their text without special tokens, the stop id and the stop string; "" without a tokenizer.
         logprobs: natural log-probabilities of `token_ids` under the sampling distribution (temperature, kept set).
-        logprobs_tensor: the same numbers, [len(token_ids)] fp32 on the CPU: the bits that the training forward gives.
+        logprobs_tensor: the same numbers, [len(token_ids)] fp32 on the CPU, with the bits of the training forward.
         finish_reason: "stop" (end-of-sequence id, stop id or stop string) or "length" (max_tokens or the context).
         stop_reason: the id or the string that ended the completion; None for "length".
-        kept: [len(token_ids), ceil(V/32)] int32 bit masks of the tokens sampled from (bit v & 31 of word v >> 5),
-            where `return_kept` was asked for and a filter was on; None means that all were kept.
-        seed: the sample's own seed, as `ops.sample` takes it.
+        kept: [len(token_ids), ceil(V/32)] int32 bit masks of the tokens sampled from (bit v & 31 of word v >> 5), with
+            `return_kept` and an active filter; None means that all were kept.
+        seed: the sample's seed, as `ops.sample` takes it.
     """
 
     index: int
@@ -76,14 +76,14 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """Answer to one prompt: `outputs` holds its n completions in the order of their index.
+    """Result of one prompt.
 
     Attributes:
-        request_id: number that `LLM.add_request` gave.
-        prompt: the text, where the prompt was given as one.
-        prompt_token_ids: the ids that were continued.
-        outputs: the completions.
-        num_cached_tokens: prompt tokens whose KV the samples found or shared instead of computing, over all of them.
+        request_id: id returned by `LLM.add_request`.
+        prompt: the text, if the prompt was given as text.
+        prompt_token_ids: the prompt's ids.
+        outputs: the n completions in the order of their index.
+        num_cached_tokens: prompt tokens, summed over the samples, whose KV was cached or shared instead of computed.
     """
 
     request_id: int
@@ -95,7 +95,7 @@ class RequestOutput:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt in the engine. `score_temperature` is set where the prompt is scored and nothing is sampled."""
+    """One prompt in the engine; it is scored, and nothing sampled, if `score_temperature` is set."""
 
     request_id: int
     prompt: str | None
@@ -107,7 +107,7 @@ class Request:
     unfinished: int = 0
 
     def spawn(self, decode: Decode | None, share_by_content: bool) -> list[Sequence]:
-        """Makes the request's sequences. `share_by_content`: other requests with this prompt share its KV."""
+        """Creates the request's sequences. `share_by_content`: requests with equal prompts share its KV."""
         tokens = np.asarray(self.prompt_token_ids, dtype=np.int32)
         group = tokens.tobytes() if share_by_content else self.request_id
         for i in range(self.params.n):
@@ -124,10 +124,10 @@ class Sequence:
     """One sample of a request.
 
     Attributes:
-        tokens: [L] ids known so far; valid while the sequence waits (the table's row is, while it runs).
-        logps: [L] log-probabilities of `tokens`, 0 where none was computed.
-        group: sequences with equal groups have equal prompts, and may take over each other's prompt KV.
-        kept: one mask row a sampled token, where they are returned.
+        tokens: [L] known ids, valid while the sequence waits.
+        logps: [L] log-probabilities of `tokens`, 0 where none was computed; valid while the sequence waits.
+        group: sequences with equal groups have equal prompts and may share the prompt's KV.
+        kept: one mask row per sampled token, if they are returned.
         row: row of the sequence table while running, else -1.
         arrival: position in first-come-first-served order.
     """
@@ -158,7 +158,7 @@ class Sequence:
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing was sampled yet (while waiting)."""
+        """Whether nothing was sampled yet (valid while waiting)."""
         return len(self.tokens) == self.prompt_len
 
     def output(self, decode: Decode | None) -> CompletionOutput:
@@ -184,11 +184,11 @@ class Sequence:
 
 
 class StopWatch:
-    """Decodes a growing completion token by token and looks for stop strings across token borders.
+    """Decodes a growing completion token by token and finds stop strings across token borders.
 
-    A token's text can depend on its left neighbours (word-start markers) and be incomplete (bytes of one character over
-    several tokens), so the text is the difference of two decodings of a short window that starts before the last
-    complete piece, and a piece that ends in the replacement character waits for its next token.
+    A token's text can depend on earlier tokens (word-start markers) and be incomplete (bytes of a longer character).
+    New text is therefore the difference of two decodings of a window that starts before the last complete piece, and a
+    piece that ends in the replacement character waits for the next token.
 
     Args:
         decode: token ids -> text.
@@ -205,7 +205,7 @@ class StopWatch:
         self._read = 0  # tokens whose text is in `text`
 
     def push(self, token: int) -> str | None:
-        """Takes the next token; returns the stop string it completes, `text` then being cut before that string."""
+        """Adds a token; returns the stop string that it completes, if any, and then cuts `text` before it."""
         self._ids.append(token)
         whole = self._decode(self._ids[self._window :])
         if whole.endswith("\ufffd"):

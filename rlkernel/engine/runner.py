@@ -1,7 +1,7 @@
-"""Runs one planned step: batch tensors from the table's arrays, the model's forward, the sampler, one copy back.
+"""Runs one planned step: builds the batch from the table, calls model and sampler, copies the result to the host.
 
-Everything a step sends to the device lies in one buffer with fixed addresses (the CUDA graph of a decode step reads
-them) and goes there in one copy. On the CPU that buffer is the memory the kernels read.
+All inputs of a step are in one buffer with fixed addresses, which CUDA graphs read, and are copied to the device at
+once. On the CPU the kernels read that buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALIGN = 64
 
 @dataclass
 class StepResult:
-    """What was sampled: ids [S] int64, log-probabilities [S] fp32, kept masks [S, ceil(V/32)] int32 or None."""
+    """Sampled ids [S] int64, their log-probabilities [S] fp32, kept masks [S, ceil(V/32)] int32 or None."""
 
     tokens: Array
     logps: Array
@@ -38,12 +38,12 @@ class StepResult:
 
 
 class StepBuffers:
-    """Named sections of one host buffer (pinned for CUDA) and its twin on the device.
+    """Named sections of one host buffer (pinned for CUDA) and of its copy on the device.
 
     Args:
-        device: where the model is.
-        sections: name -> (dtype, elements), laid out in this order; those whose use varies most come last.
-        staged: keep the twin; default where the device is not the CPU.
+        device: the model's device.
+        sections: name -> (dtype, elements), in this order; those whose size varies most come last.
+        staged: keep a copy on the device; default if the device is not the CPU.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StepBuffers:
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def begin(self) -> None:
-        """Starts a step; waits until the last step's copy to the device has read the buffer."""
+        """Starts a step; waits until the last step's copy to the device has finished."""
         self._used = 0
         if self._sent is not None:
             self._sent.synchronize()
@@ -82,7 +82,7 @@ class StepBuffers:
         return out if values.ndim == 1 else out.view(values.shape)
 
     def send(self) -> None:
-        """Copies the used part to the device, in one piece."""
+        """Copies the used part to the device."""
         if self._staged:
             self._device[: self._used].copy_(self._host[: self._used], non_blocking=True)
         if self._sent is not None:
@@ -90,7 +90,7 @@ class StepBuffers:
 
 
 def step_sections(tokens: int, rows: int, pages: int) -> dict[str, tuple[torch.dtype, int]]:
-    """Sections that a step of at most `tokens` tokens, `rows` sequences and `pages` pages a sequence needs."""
+    """Sections for steps of at most `tokens` tokens and `rows` sequences of `pages` pages."""
     i64, i32, f32 = torch.int64, torch.int32, torch.float32
     return {
         "cu_seqlens": (i32, rows + 1),
@@ -121,9 +121,9 @@ class Runner:
         model: the decoder; its parameters are read in place.
         cache: KV pages.
         table: rows of running sequences.
-        max_num_batched_tokens: tokens of a step at most.
-        max_pages: pages of one sequence at most.
-        graphs: what runs the forward of steps with one token a sequence; None: the model, as in all other steps.
+        max_num_batched_tokens: most tokens of a step.
+        max_pages: most pages of one sequence.
+        graphs: runs the forward of steps with one token per sequence; None: the model runs it.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
-        """Computes a step. Writes the log-probabilities of scored prompts into the table; returns the samples."""
+        """Computes a step, writes the log-probabilities of scored prompts into the table, and returns the samples."""
         table, put = self.table, self.buffers.put
         size = table.page_size
         rows, starts, lens = step.rows, step.starts, step.query_lens
@@ -188,7 +188,7 @@ class Runner:
         logits = self.model.logits(hidden)
         if logits_index is not None:
             logits = logits.index_select(0, logits_index)
-        return fetch(ops.sample(logits, **arguments))
+        return to_host(ops.sample(logits, **arguments))
 
     def _batch(
         self,
@@ -201,7 +201,7 @@ class Runner:
         max_seqlen_k: int,
         max_seqlen_q: int,
     ) -> PagedBatch:
-        """The batch in the step buffers; `ends`: first token after each sequence."""
+        """The batch in the step buffers; `ends`: end offset of each sequence."""
         put, pages = self.buffers.put, ceil_div(max_seqlen_k, self.table.page_size)
         return PagedBatch(
             input_ids=put("input_ids", ids),
@@ -216,9 +216,9 @@ class Runner:
         )
 
     def _padded_batch(self, ids: Array, positions: Array, seq_lens: Array, rows: Array, slots: Array) -> PagedBatch:
-        """A batch of one token a sequence in the shape of its graph.
+        """A batch of one token per sequence, padded to the shape of its graph.
 
-        A padded row is a sequence of one token, id 0 at position 0, that reads page 0 and stores nothing (slot -1).
+        A padding row is a sequence of one token, id 0 at position 0, that reads page 0 and stores nothing (slot -1).
         """
         size = padded_rows(len(rows), self._max_rows)
         return self._batch(
@@ -271,8 +271,8 @@ class Runner:
             pages.index_copy_(0, destinations, pages.index_select(0, sources))
 
 
-def fetch(sample: ops.Sample) -> StepResult:
-    """The sample on the host; from a device in one copy, as int32 columns."""
+def to_host(sample: ops.Sample) -> StepResult:
+    """The sample on the host, copied from a device as one int32 tensor."""
     tokens, logps, kept = sample
     if tokens.device.type == "cpu":
         return StepResult(tokens.numpy(), logps.numpy(), None if kept is None else kept.numpy())
@@ -280,10 +280,7 @@ def fetch(sample: ops.Sample) -> StepResult:
 
 
 def to_words(sample: ops.Sample) -> Tensor:  # [S, 2 + words of a mask] int32
-    """A sample as one tensor: ids, bits of the log-probabilities, masks.
-
-    Ids fit in int32: a vocabulary of 2^31 entries has no weight matrix.
-    """
+    """A sample as one tensor: ids, bits of the log-probabilities, masks."""
     tokens, logps, kept = sample
     columns = [tokens.to(torch.int32)[:, None], logps.view(torch.int32)[:, None]]
     return torch.cat(columns if kept is None else [*columns, kept], 1)

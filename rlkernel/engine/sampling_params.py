@@ -1,6 +1,6 @@
-"""How one prompt is continued: temperature, filters, length, stops, seed; checked when built.
+"""Sampling settings of one request, checked on construction.
 
-Every default samples the model's own distribution, so that a rollout with `SamplingParams()` is on-policy.
+The defaults sample the model's own distribution, so that a rollout with `SamplingParams()` is on-policy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from typing import Any
 
 MIN_TEMPERATURE = 1e-5
-"""Smallest temperature that samples: below it the scaled logits leave fp32, and 0 is what is meant."""
+"""Smallest temperature other than 0; a smaller one would make scaled logits overflow fp32."""
 _WORD = (1 << 64) - 1
 
 
@@ -29,18 +29,18 @@ class SamplingParams:
     """Settings of one request.
 
     Attributes:
-        temperature: 0, or at least `MIN_TEMPERATURE`; 0 takes the most probable token and ignores the filters (its
-            log-probability is that of temperature 1).
+        temperature: 0, or at least `MIN_TEMPERATURE`; 0 is greedy and ignores the filters (log-probabilities are those
+            of temperature 1).
         top_k: sample among the k most probable tokens; 0 keeps all.
         top_p: sample among the fewest tokens whose probabilities sum to at least top_p, 0 < top_p <= 1.
         min_p: drop tokens less probable than min_p times the most probable one, 0 <= min_p <= 1.
-        max_tokens: tokens to sample at most, >= 1; the model's context ends a completion earlier.
-        n: completions of the prompt, >= 1; each has a seed of its own and shares the prompt's KV pages.
+        max_tokens: most tokens to sample, >= 1; the end of the model's context ends a completion earlier.
+        n: completions of the prompt, >= 1; each has its own seed and shares the prompt's KV pages.
         seed: 0 <= seed < 2^64; the same seed gives the same completions in any batch. None: derived from the engine's
-            seed and the number of the request.
+            seed and the request id.
         stop: strings that end a completion; the text is cut before the string. Needs a tokenizer.
-        stop_token_ids: token ids that end a completion, besides the model's end-of-sequence ids.
-        ignore_eos: sample on after an end-of-sequence id.
+        stop_token_ids: token ids that end a completion, in addition to the model's end-of-sequence ids.
+        ignore_eos: continue after an end-of-sequence id.
         return_kept: return the sets of kept tokens (top_k, top_p, min_p), for a trainer that scores over them.
 
     Raises:
@@ -86,7 +86,7 @@ class SamplingParams:
         for name, right, expected in checks:
             if not right:
                 raise ValueError(f"SamplingParams: {name}={getattr(self, name)!r}; expected {expected}")
-        # Python's own numbers from here on: a numpy integer would overflow where seeds are mixed.
+        # Converted to Python integers, because numpy integers would overflow in `mix_seed`.
         for name in ("top_k", "max_tokens", "n", "seed"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int(getattr(self, name)))
@@ -99,15 +99,15 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whatever form it was given in."""
+        """`stop` as a tuple."""
         return tuple(self.stop)
 
 
 def mix_seed(seed: int, index: int) -> int:
     """Seed of stream `index` under `seed`, as a signed 64-bit number (splitmix64 of seed + (index + 1) * golden ratio).
 
-    Used twice: (engine seed, request number) for a request without a seed, (request seed, sample index) for each of its
-    samples. For a fixed seed the map is a bijection of the index modulo 2^64, so no two samples share a stream.
+    The engine derives request seeds from (engine seed, request id) and sample seeds from (request seed, sample index).
+    For a fixed seed the map is a bijection of the index modulo 2^64, so no two samples share a stream.
     """
     z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _WORD
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD

@@ -1,9 +1,9 @@
-"""Which tokens go through the model next: first come, first served; decodes first, prefill chunks fill the budget.
+"""Chooses the tokens of each step: first come, first served; decodes first, then prefill chunks up to the budget.
 
-A step is planned in this order, and correctness rests on it: (1) decodes get the pages that they open, preempting the
-youngest sequences where none is left; (2) pages that this step fills are registered in the prefix cache; (3) sequences
-are admitted, which may share pages registered in (2) because the model stores a layer's keys and values for the whole
-batch before it attends. Nothing is preempted after (1), so a registered page is always written by its step.
+A step is planned in an order that correctness depends on: (1) decodes get new pages, preempting the youngest sequences
+if pages are short; (2) pages that this step fills are registered in the prefix cache; (3) sequences are admitted, which
+may share pages registered in (2), because each layer stores the batch's keys and values before it attends. Nothing is
+preempted after (1), so every registered page is written.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Array = npt.NDArray[Any]
 
 @dataclass
 class Step:
-    """One batch: per sequence (B) a table row, the first position and the number of its tokens; what is sampled.
+    """The plan of one batch of B sequences, of which S get a new token.
 
     Attributes:
-        rows, starts, query_lens: [B].
+        rows, starts, query_lens: [B] table row, first position and number of tokens of each sequence.
         sample_rows: [S] table rows that get a token: completed sequences of the batch, then forks.
         sample_batch: [S] index into the batch of the sequence whose last hidden state each sample reads, ascending
-            over the completed ones; a fork's is its leader's.
-        num_forks: how many of the S are forks.
+            over the completed ones; for a fork, the index of its leader.
+        num_forks: number of forks among the S.
         copies: (source, destination) pages to copy after the forward: the partly filled last page of a forked prompt.
     """
 
@@ -46,7 +46,7 @@ class Step:
 
 @dataclass
 class SchedulerStats:
-    """Counts since the scheduler was made."""
+    """Counts since the scheduler was created."""
 
     steps: int = 0
     prefill_tokens: int = 0
@@ -57,12 +57,12 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Queues, admission, preemption by recomputation, and the bookkeeping around each step.
+    """Queues, admission, preemption by recomputation, and state updates around each step.
 
     Args:
         blocks: the pages.
         table: the rows of running sequences.
-        max_num_batched_tokens: tokens of a step at most.
+        max_num_batched_tokens: most tokens of a step.
     """
 
     def __init__(self, blocks: BlockManager, table: SequenceTable, max_num_batched_tokens: int) -> None:
@@ -78,20 +78,20 @@ class Scheduler:
         self._arrivals = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. The caller has checked that it fits into an empty cache."""
+        """Queues a sequence, which must fit into an empty cache."""
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self.waiting.append(sequence)
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """Whether any sequence is waiting or running."""
         return bool(self.waiting or self.running)
 
     # Planning
 
     def schedule(self) -> Step | None:
-        """Plans the next step; None when nothing waits or runs."""
+        """Plans the next step; None if no sequence is waiting or running."""
         if not self.busy:
             return None
         table = self.table
@@ -120,9 +120,7 @@ class Scheduler:
         self.stats.steps += 1
         self.stats.decode_tokens += len(decodes)
         self.stats.prefill_tokens += int(taken.sum()) - len(decodes)
-        if not forks:
-            return Step(planned, starts, taken, planned[complete], complete)
-        forked = np.asarray(forks, np.int64)
+        forked = np.asarray(forks, np.int64).reshape(-1, 2)
         return Step(
             planned,
             starts,
@@ -134,7 +132,7 @@ class Scheduler:
         )
 
     def _decodes(self) -> Array:
-        """Rows with one token to compute, each with a page for it; preempts the youngest until the pages suffice."""
+        """Rows with one token to compute, each with a page for it; preempts the youngest if pages are short."""
         table = self.table
         while True:
             order = self.order
@@ -152,12 +150,12 @@ class Scheduler:
         sequence = self.running[row]
         self.table.store(row, sequence)
         self._leave(np.asarray([row]))
-        # It is older than all that wait, so the head of the queue keeps the queue in order of arrival.
+        # It is older than all waiting sequences, so the queue stays in order of arrival.
         self.waiting.appendleft(sequence)
         self.stats.preemptions += 1
 
     def _leave(self, rows: Array) -> None:
-        """Takes rows out of the running set and releases their pages."""
+        """Removes rows from the running set and releases their pages."""
         for row in rows.tolist():
             self.blocks.release(self.table.pages(row))
             self.running.pop(row).row = -1
@@ -165,7 +163,7 @@ class Scheduler:
         self.order = self.order[~np.isin(self.order, rows)]
 
     def _register(self, rows: Array, upto: Array) -> None:
-        """Registers the pages of `rows` that are full once `upto` tokens of each are computed."""
+        """Registers the pages of `rows` that are full when `upto` tokens of each are computed."""
         table, size = self.table, self.page_size
         if not self.blocks.prefix_caching or not len(rows):
             return
@@ -185,7 +183,7 @@ class Scheduler:
         forks: list[tuple[int, int]],
         copies: list[tuple[int, int]],
     ) -> tuple[Array, Array]:
-        """Admits from the head of the queue while rows, pages and budget last; returns the longer batch."""
+        """Admits from the head of the queue while rows, pages and budget last; returns the extended batch."""
         table = self.table
         rows, lens = planned.tolist(), taken.tolist()
         leaders: dict[bytes | int, int] = {}  # group -> index in the batch of a sequence that completes its prompt now
@@ -222,15 +220,15 @@ class Scheduler:
         if self.table.length[row] == self.table.prompt_len[row] and not sequence.scoring:
             leaders.setdefault(sequence.group, index)
 
-    def _room(self, pages: int) -> bool:
-        """Whether `pages` can go to a newcomer and still leave one for each running sequence to grow into.
+    def _can_allocate(self, pages: int) -> bool:
+        """Whether a new sequence can get `pages` and each running sequence can still get one more.
 
-        Without that reserve a newcomer's prefill would be thrown away by the next page that a decode opens.
+        Without that reserve, the next page of a decode could preempt the new sequence and discard its prefill.
         """
         return pages + len(self.running) <= self.blocks.available
 
     def _admit(self, sequence: Sequence) -> int | None:
-        """Gives a waiting sequence a row and pages for all its known tokens; None where pages are short."""
+        """Gives a waiting sequence a row and pages for all its known tokens; None if pages are short."""
         size = self.page_size
         tokens = sequence.tokens
         inputs = len(tokens) - int(sequence.scoring)
@@ -247,7 +245,7 @@ class Scheduler:
                 shared.append(found[1])
         self.blocks.share(shared)
         need = ceil_div(inputs, size) - len(shared)
-        if not self._room(need):
+        if not self._can_allocate(need):
             self.blocks.release(shared)
             return None
         self.blocks.stats.hits += len(shared)
@@ -256,13 +254,14 @@ class Scheduler:
         return self._enter(sequence, pages, len(shared) * size, node, len(shared))
 
     def _fork(self, sequence: Sequence, leader: int, copies: list[tuple[int, int]]) -> int | None:
-        """Gives a fresh sequence the KV of `leader`, which completes the same prompt in this step; None: too few pages.
+        """Gives a fresh sequence the KV of `leader`, which completes the same prompt in this step.
 
-        Full pages are shared. Only the last page, if the prompt fills it in part, is copied: both will write to it.
+        Full pages are shared. A partly filled last page is copied, because both sequences will write to it. Returns the
+        row, or None if pages are short.
         """
         table, length = self.table, sequence.prompt_len
         full, rest = divmod(length, self.page_size)
-        if not self._room(int(rest > 0)):
+        if not self._can_allocate(int(rest > 0)):
             return None
         pages = table.block_table[leader, :full].tolist()
         self.blocks.share(pages)
@@ -287,12 +286,13 @@ class Scheduler:
     # After the forward
 
     def commit(self, step: Step, tokens: Array, logps: Array, kept: Array | None) -> list[Sequence]:
-        """Books a step's results; returns the sequences that ended, their tokens and log-probabilities taken back.
+        """Stores a step's results; returns the sequences that ended, with their tokens and log-probabilities.
 
         Args:
             step: the plan that was run.
-            tokens: [S] sampled ids; logps: [S] fp32.
-            kept: [S, ceil(V/32)] int32 masks, or None where everything was kept.
+            tokens: [S] sampled ids.
+            logps: [S] fp32 log-probabilities.
+            kept: [S, ceil(V/32)] int32 masks, or None if all tokens were kept.
         """
         table = self.table
         table.computed[step.rows] = step.starts + step.query_lens
@@ -330,7 +330,7 @@ class Scheduler:
         return finished
 
     def clear(self) -> None:
-        """Drops every sequence and every registered page; for use after an error in the middle of a step."""
+        """Drops all sequences and registered pages, as needed after an error within a step."""
         if self.running:
             self._leave(self.order)
         self.waiting.clear()

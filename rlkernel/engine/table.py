@@ -1,4 +1,4 @@
-"""State of the running sequences as arrays, one row each, so that a step costs a few array operations and no loop.
+"""State of the running sequences as arrays, one row per sequence, so that a step needs array operations and no loop.
 
 Rows are reused. Columns (tokens, pages) grow by doubling with the longest sequence seen, not with the model's context.
 """
@@ -24,14 +24,18 @@ class SequenceTable:
     """Rows of running sequences (R = max_num_seqs).
 
     Attributes:
-        tokens: [R, columns] int32 ids; logps: [R, columns] fp32, of the token at the same position.
+        tokens: [R, columns] int32 ids.
+        logps: [R, columns] fp32 log-probability of the token at the same position.
         block_table: [R, pages] int32.
-        length: [R] known tokens that are inputs of the model; computed: [R] those whose KV is in the cache.
-        prompt_len, limit: [R] tokens of the prompt; total at which the completion ends with "length".
-        num_pages: [R] valid columns of `block_table`; node, registered: [R] prefix-cache chain and pages in it.
+        length: [R] known tokens that are inputs of the model.
+        computed: [R] tokens whose KV is in the cache.
+        prompt_len: [R] tokens of the prompt.
+        limit: [R] total length at which the completion ends with "length".
+        num_pages: [R] valid columns of `block_table`.
+        node, registered: [R] node of the prefix cache, and number of pages registered in it.
         seed, temperature, top_k, top_p, min_p: [R] as `ops.sample` takes them.
         stop_ids: [R, columns] int64, padded with -1.
-        scoring, watched, keeps: [R] bool: scored prompt; has stop strings; wants kept sets.
+        scoring, watched, keeps: [R] bool: is a scored prompt; has stop strings; returns kept masks.
     """
 
     def __init__(self, rows: int, page_size: int, eos_ids: tuple[int, ...], max_model_len: int) -> None:
@@ -68,13 +72,13 @@ class SequenceTable:
         self.block_table = _widened(self.block_table, columns // self.page_size)
 
     def load(self, row: int, sequence: Sequence, pages: list[int], computed: int, node: int, registered: int) -> None:
-        """Puts a waiting sequence into a row, with pages for all its known tokens."""
+        """Loads a waiting sequence into a row, with pages for all its known tokens."""
         params, known = sequence.request.params, len(sequence.tokens)
         self._grow(known + 1)
         self.tokens[row, :known] = sequence.tokens
         self.logps[row, :known] = 0 if sequence.logps is None else sequence.logps
         self.block_table[row, : len(pages)] = pages
-        # The last token of a scored prompt predicts nothing that is asked for: it is a target, never an input.
+        # The last token of a scored prompt is a target, never an input.
         self.length[row] = known - 1 if sequence.scoring else known
         self.computed[row] = computed
         self.prompt_len[row] = sequence.prompt_len
@@ -85,7 +89,7 @@ class SequenceTable:
         self.seed[row] = sequence.seed
         temperature = sequence.request.score_temperature
         self.temperature[row] = params.temperature if temperature is None else temperature
-        # Greedy rows see every token, whatever filters they carry.
+        # Greedy rows ignore the filters.
         filtered = params.filters
         self.top_k[row] = params.top_k if filtered else 0
         self.top_p[row] = params.top_p if filtered else 1.0
@@ -97,12 +101,12 @@ class SequenceTable:
         self.stop_ids[row, : len(stops)] = stops
         self.scoring[row] = sequence.scoring
         self.watched[row] = sequence.watch is not None
-        # As the sampler sees them: a top_p that rounds to 1 in fp32 keeps all tokens, alone and in any batch.
+        # Read back in fp32, as the sampler does: a top_p that rounds to 1 keeps all tokens.
         dropping = self.top_k[row] > 0 or self.top_p[row] < 1 or self.min_p[row] > 0
         self.keeps[row] = params.return_kept and dropping
 
     def store(self, row: int, sequence: Sequence) -> None:
-        """Takes tokens and log-probabilities of a row back into the sequence."""
+        """Copies tokens and log-probabilities of a row to its sequence."""
         known = int(self.length[row]) + int(self.scoring[row])
         sequence.tokens = self.tokens[row, :known].copy()
         sequence.logps = self.logps[row, :known].copy()

@@ -1,4 +1,4 @@
-"""Decoder models: one packed forward built from rlkernel.ops, families as data, Hugging Face load and save."""
+"""Decoder models: a packed forward built from rlkernel.ops, families as data, Hugging Face load and save."""
 
 from rlkernel.models.batch import BatchError, PackedBatch, PagedBatch
 from rlkernel.models.checkpoint import CheckpointError, hf_tensors, load_model, save_model

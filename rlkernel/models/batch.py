@@ -1,7 +1,7 @@
-"""The two packed batches that the one forward takes: whole sequences, or new tokens beside a paged KV cache.
+"""The two packed batches of the forward: complete sequences, or new tokens with a paged KV cache.
 
-Tokens of all sequences stand one after another; no padding enters a kernel. `validate` is the border at which bad
-ids, positions and pages become errors; on CUDA it looks at shapes only, because values would need a synchronisation.
+Tokens of all sequences are concatenated, without padding. `validate` turns bad ids, positions and pages into errors; on
+CUDA it checks shapes only, because reading values would synchronise with the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BatchError(ValueError):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Whole sequences, for training and scoring.
+    """Complete sequences, for training and scoring.
 
     Attributes:
         input_ids: [T] int64.
@@ -47,7 +47,7 @@ class PackedBatch:
         """Packs token id sequences in the given order, positions counted from 0.
 
         Raises:
-            BatchError: no sequence, or an empty one.
+            BatchError: there is no sequence, or one is empty.
         """
         empty = [i for i, row in enumerate(sequences) if len(row) == 0]
         if len(sequences) == 0 or empty:
@@ -63,7 +63,7 @@ class PackedBatch:
         return _to(self, device)
 
     def validate(self, config: ModelConfig) -> None:
-        """Checks shapes and dtypes, and on the CPU also the values.
+        """Checks shapes and dtypes, and on the CPU the values too.
 
         Raises:
             BatchError: a token id outside the vocabulary, a position outside the context, or a malformed field.
@@ -79,16 +79,16 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """New tokens of sequences whose earlier keys and values lie in a paged cache, for the engine.
+    """New tokens of sequences whose earlier keys and values are in a paged cache, for the engine.
 
     Attributes:
         input_ids, positions: [T] int64; the tokens of a sequence are its last ones.
         cu_seqlens_q: [B+1] int32, first new token of each sequence, then T.
-        seq_lens_k: [B] int32, keys of each sequence, the new tokens included.
+        seq_lens_k: [B] int32, keys of each sequence, including the new tokens.
         block_table: [B, P] int32, page numbers of each sequence in order; entries past its length are not read.
-        slots: [T] int64, where each token's key and value go: page * page_size + offset; -1: nowhere.
+        slots: [T] int64, where each token's key and value are stored: page * page_size + offset; -1: not stored.
         kv_cache: the cache of all layers, written by the forward.
-        max_seqlen_q, max_seqlen_k: longest of both kinds, or more.
+        max_seqlen_q, max_seqlen_k: upper bounds of new tokens and of keys per sequence.
     """
 
     input_ids: Tensor  # [T] int64
@@ -102,14 +102,14 @@ class PagedBatch:
     max_seqlen_k: int
 
     def to(self, device: torch.device | str) -> PagedBatch:
-        """The batch with its index tensors on another device; the cache stays where it is."""
+        """The batch with its index tensors on another device; the cache is not moved."""
         return _to(self, device)
 
     def validate(self, config: ModelConfig) -> None:
-        """Checks shapes and dtypes, and on the CPU also the values, so that no kernel reads outside the cache.
+        """Checks shapes and dtypes, and on the CPU the values too, so that no kernel reads outside the cache.
 
         Raises:
-            BatchError: as `PackedBatch.validate`; a page or slot outside the cache; positions that are not the last
+            BatchError: as `PackedBatch.validate`; or a page or slot is outside the cache, or positions are not the last
                 ones of their sequence.
         """
         _check_tokens(self.input_ids, self.positions)
@@ -118,7 +118,7 @@ class PagedBatch:
         _check_vector("slots", self.slots, torch.int64, self.input_ids.numel())
         if self.block_table.dim() != 2 or self.block_table.shape[0] != self.seq_lens_k.numel():
             shape, rows = tuple(self.block_table.shape), self.seq_lens_k.numel()
-            raise BatchError(f"block_table is {shape}; expected [{rows}, pages], a row a sequence")
+            raise BatchError(f"block_table is {shape}; expected [{rows}, pages], one row per sequence")
         if _readable(self.input_ids):
             _check_values(self.input_ids, self.positions, config)
             self._check_pages()
@@ -150,7 +150,7 @@ class PagedBatch:
         pages = (lengths + cache.page_size - 1) // cache.page_size
         if int(pages.max()) > self.block_table.shape[1]:
             raise BatchError(
-                f"block_table has {self.block_table.shape[1]} pages a sequence; {int(lengths.max())} keys need "
+                f"block_table has {self.block_table.shape[1]} pages per sequence; {int(lengths.max())} keys need "
                 f"{int(pages.max())}"
             )
         used = torch.arange(self.block_table.shape[1])[None, :] < pages[:, None]
@@ -170,7 +170,7 @@ def _to(batch: _Batch, device: torch.device | str) -> _Batch:
 
 
 def _readable(values: Tensor) -> bool:
-    """Whether looking at values is free: on a GPU it waits for the device, and under tracing there are none."""
+    """Whether values can be read without waiting for a device; tensors have none while torch.compile traces."""
     return values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -204,6 +204,6 @@ def _check_offsets(name: str, offsets: Tensor, total: int) -> int:
     spans = offsets.diff()
     if offsets.numel() < 2 or int(offsets[0]) != 0 or int(offsets[-1]) != total or int(spans.min()) < 1:
         raise BatchError(
-            f"{name} is {offsets.tolist()[:8]}...; it must rise from 0 to {total} tokens, by at least one a sequence"
+            f"{name} is {offsets.tolist()[:8]}...; it must rise from 0 to {total} tokens, by at least one per sequence"
         )
     return int(spans.max())

@@ -1,7 +1,7 @@
-"""Hugging Face directories: load and save, single or sharded safetensors, every tensor accounted for.
+"""Loads and saves Hugging Face directories with single or sharded safetensors, and checks every tensor.
 
-Loading reads no pickle and runs no code of the directory. Saving writes beside the target and renames at the end, so
-an interrupted save leaves the target as it was.
+Loading reads no pickle and runs no code of the directory. Saving writes a temporary directory and renames it, so an
+interrupted save leaves the target as it was.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written; the message names the file, the tensor, and what to do."""
 
 
-class Part(NamedTuple):
-    """A Hugging Face tensor: its name, and the rows it has in one of our (fused) parameters."""
+class HFTensor(NamedTuple):
+    """A tensor of the Hugging Face checkpoint: its name, and its rows in a (fused) parameter of the decoder."""
 
     name: str
     parameter: str
@@ -43,7 +43,7 @@ class Part(NamedTuple):
     rows: int
 
 
-def hf_layout(config: ModelConfig) -> list[Part]:
+def hf_layout(config: ModelConfig) -> list[HFTensor]:
     """All tensors of the Hugging Face checkpoint of a configuration, in the order of the model's parameters."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     c, f = config.hidden_size, config.intermediate_size
@@ -51,12 +51,12 @@ def hf_layout(config: ModelConfig) -> list[Part]:
         "qkv_proj": (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)),
         "gate_up_proj": (("gate_proj", 0, f), ("up_proj", f, f)),
     }
-    parts = [Part("model.embed_tokens.weight", "embed_tokens.weight", 0, config.vocab_size)]
+    layout = [HFTensor("model.embed_tokens.weight", "embed_tokens.weight", 0, config.vocab_size)]
 
     def add(parameter: str, rows: int) -> None:
         owner = parameter.split(".")[-2]
         for name, start, size in fused.get(owner, ((owner, 0, rows),)):
-            parts.append(Part("model." + parameter.replace(owner, name), parameter, start, size))
+            layout.append(HFTensor("model." + parameter.replace(owner, name), parameter, start, size))
 
     for i in range(config.num_layers):
         layer = f"layers.{i}"
@@ -75,15 +75,15 @@ def hf_layout(config: ModelConfig) -> list[Part]:
         add(f"{layer}.mlp.down_proj.weight", c)
     add("norm.weight", c)
     if not config.tie_word_embeddings:
-        parts.append(Part("lm_head.weight", "lm_head.weight", 0, config.vocab_size))
-    return parts
+        layout.append(HFTensor("lm_head.weight", "lm_head.weight", 0, config.vocab_size))
+    return layout
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a model as Hugging Face has them; fused parameters come as views of their rows."""
+    """Names and tensors of a model as in its Hugging Face checkpoint; rows of fused parameters are views."""
     parameters = dict(model.named_parameters())
-    for part in hf_layout(model.config):
-        yield part.name, parameters[part.parameter].detach().narrow(0, part.start, part.rows)
+    for one in hf_layout(model.config):
+        yield one.name, parameters[one.parameter].detach().narrow(0, one.start, one.rows)
 
 
 # ---- load ----------------------------------------------------------------------------------------------------------
@@ -97,15 +97,15 @@ def load_model(
     Args:
         path: directory with `config.json` and safetensors, single or sharded, or the name of a model in the local cache
             of the Hugging Face hub (`data.tokenizer.local_directory`).
-        dtype: dtype of the parameters: float32, bfloat16 or float16; default what `config.json` names, else what the
-            embedding is stored in. Stored tensors of these dtypes are converted.
+        dtype: float32, bfloat16 or float16, to which stored tensors are converted; default the dtype in `config.json`,
+            else that of the stored embedding.
         device: where the model goes.
         tp_leaves: as in `ModelConfig`.
 
     Raises:
         ConfigError: `config.json` is missing or describes a model that is not supported.
-        CheckpointError: a shard is missing or truncated, a tensor is missing, superfluous, misshapen, of a dtype that
-            is not supported, or not finite; the message names file and tensor.
+        CheckpointError: a shard is missing or truncated; a tensor is missing, superfluous, not finite, or of a wrong
+            shape or unsupported dtype. The message names file and tensor.
     """
     directory = local_directory(path)
     config = load_config(directory)
@@ -122,40 +122,49 @@ def load_model(
             model = Decoder(config)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            for part in layout:
-                rows = parameters[part.parameter].narrow(0, part.start, part.rows)
-                stored = _read(tensors[part.name], part.name, rows.shape)
+            for one in layout:
+                rows = parameters[one.parameter].narrow(0, one.start, one.rows)
+                stored = tensors[one.name].read()
+                _check_tensor(tensors[one.name], stored, rows.shape)
                 rows.copy_(stored)
-                # One pass over memory that was just written: it costs about as much as the copy.
-                if not torch.stack(rows.aminmax()).isfinite().all():
-                    raise _not_finite(tensors[part.name].path, part.name, stored, rows)
+                if not torch.stack(rows.aminmax()).isfinite().all():  # costs about as much as the copy
+                    raise _not_finite(tensors[one.name], stored, rows)
     return model
 
 
-def _not_finite(path: Path, name: str, stored: Tensor, loaded: Tensor) -> CheckpointError:
+def _not_finite(place: _Stored, stored: Tensor, loaded: Tensor) -> CheckpointError:
     bad = ~stored.isfinite()
     if not bad.any():
         dtype, largest = str(loaded.dtype).removeprefix("torch."), stored.abs().max().item()
         return CheckpointError(
-            f"{path}: {name} has values up to {largest:.3g}, which {dtype} cannot hold; load the model as bfloat16 or "
-            "float32"
+            f"{place.path}: {place.name} has values up to {largest:.3g}, which {dtype} cannot represent; load the "
+            "model as bfloat16 or float32"
         )
     first = tuple(bad.nonzero()[0].tolist())
     return CheckpointError(
-        f"{path}: {name} holds NaN or infinity ({int(bad.sum())} of {bad.numel()} values, the first at {first}); "
-        "download the file again, or use an earlier checkpoint of the run that wrote it"
+        f"{place.path}: {place.name} holds NaN or infinity ({int(bad.sum())} of {bad.numel()} values, the first at "
+        f"{first}); download the file again, or use an earlier checkpoint of the run that wrote it"
     )
 
 
 class _Stored(NamedTuple):
-    """Where a tensor lies: an open safetensors file and its path."""
+    """A tensor in an open safetensors file."""
 
     file: Any
     path: Path
+    name: str
+
+    def read(self) -> Tensor:
+        try:
+            return self.file.get_tensor(self.name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{self.path}: {self.name} cannot be read: {error}; download the file again"
+            ) from None
 
 
 def _open(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
-    """Opens all shards; returns where each tensor lies."""
+    """Opens all shards; returns their tensors by name."""
     index = directory / INDEX
     if not index.is_file():
         return _open_shard(directory / SINGLE, stack, directory)
@@ -167,9 +176,8 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
         raise CheckpointError(f"{index}: weight_map is missing or malformed; download the file again")
     tensors: dict[str, _Stored] = {}
     for shard in sorted(set(weight_map.values())):
-        # An index is data: it may name files of its own directory only.
-        if Path(shard).name != shard:
-            raise CheckpointError(f"{index}: shard {shard!r} is not a plain file name; the index is not to be trusted")
+        if Path(shard).name != shard:  # an index must not lead to files outside its directory
+            raise CheckpointError(f"{index}: shard {shard!r} is not a plain file name; do not trust this index")
         found = _open_shard(directory / shard, stack, directory)
         for name in found:
             if weight_map.get(name) != shard:
@@ -188,32 +196,27 @@ def _open_shard(path: Path, stack: ExitStack, directory: Path) -> dict[str, _Sto
         hint = "download it again, or copy the whole directory"
         if path.name == SINGLE:
             pickled = sorted(p.name for p in directory.glob("*.bin"))
-            hint = f"{pickled[0]} is pickled and never read: convert it to safetensors first" if pickled else hint
+            hint = f"{pickled[0]} is a pickle, which is never read: convert it to safetensors" if pickled else hint
         raise CheckpointError(f"{path} does not exist; {hint}")
     try:
         file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-        return {name: _Stored(file, path) for name in file.keys()}  # noqa: SIM118 (a safetensors file is no mapping)
+        return {name: _Stored(file, path, name) for name in file.keys()}  # noqa: SIM118 (a safetensors file is not a mapping)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is truncated or no safetensors file: {error}; download it again"
+            f"{path} ({path.stat().st_size} bytes) is truncated or not a safetensors file: {error}; download it again"
         ) from None
 
 
-def _read(stored: _Stored, name: str, shape: torch.Size) -> Tensor:
-    try:
-        tensor = stored.file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{stored.path}: {name} cannot be read: {error}; download the file again") from None
-    if tensor.shape != shape:
+def _check_tensor(place: _Stored, stored: Tensor, shape: torch.Size) -> None:
+    if stored.shape != shape:
         raise CheckpointError(
-            f"{stored.path}: {name} has shape {tuple(tensor.shape)}; config.json asks for {tuple(shape)}: they do not "
-            "belong to one model"
+            f"{place.path}: {place.name} has shape {tuple(stored.shape)}; config.json asks for {tuple(shape)}: they do "
+            "not belong to one model"
         )
-    if tensor.dtype not in DTYPES.values():
+    if stored.dtype not in DTYPES.values():
         raise CheckpointError(
-            f"{stored.path}: {name} is {tensor.dtype}; expected one of {', '.join(DTYPES)}, unquantised"
+            f"{place.path}: {place.name} is {stored.dtype}; expected one of {', '.join(DTYPES)}, unquantised"
         )
-    return tensor
 
 
 def _names_dtype(directory: Path) -> bool:
@@ -224,23 +227,22 @@ def _names_dtype(directory: Path) -> bool:
 def _stored_dtype(tensors: dict[str, _Stored]) -> torch.dtype:
     stored = tensors.get("model.embed_tokens.weight")
     if stored is None:
-        return torch.float32  # the missing tensor is reported, with all others, by _check_names
+        return torch.float32  # _check_names reports it
     name = stored.file.get_slice("model.embed_tokens.weight").get_dtype()
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(name, torch.float32)
 
 
-def _check_names(directory: Path, config: ModelConfig, tensors: dict[str, _Stored], layout: list[Part]) -> None:
-    wanted = {part.name for part in layout}
+def _check_names(directory: Path, config: ModelConfig, tensors: dict[str, _Stored], layout: list[HFTensor]) -> None:
+    wanted = {one.name for one in layout}
     missing = sorted(wanted - tensors.keys())
     if missing:
-        hint = ""
-        if "lm_head.weight" in missing:
-            hint = "; without its own head a model has tie_word_embeddings=true in config.json"
+        hint = "; a model without its own head has tie_word_embeddings=true in config.json"
+        hint = hint if "lm_head.weight" in missing else ""
         raise CheckpointError(f"{directory}: {_listed('tensor', missing)} missing from the checkpoint{hint}")
     extra = {name for name in tensors.keys() - wanted if not name.endswith("rotary_emb.inv_freq")}
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
-        head, embedding = (_bytes(tensors, name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+        head, embedding = (tensors[name].read() for name in ("lm_head.weight", "model.embed_tokens.weight"))
         if head.shape != embedding.shape or head.dtype != embedding.dtype or not torch.equal(head, embedding):
             raise CheckpointError(
                 f"{tensors['lm_head.weight'].path}: lm_head.weight differs from model.embed_tokens.weight, but "
@@ -251,13 +253,6 @@ def _check_names(directory: Path, config: ModelConfig, tensors: dict[str, _Store
             f"{directory}: {_listed('tensor', sorted(extra))} not part of {config.model_type} with this config.json; "
             "the model would be computed without them"
         )
-
-
-def _bytes(tensors: dict[str, _Stored], name: str) -> Tensor:
-    try:
-        return tensors[name].file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{tensors[name].path}: {name} cannot be read: {error}; download it again") from None
 
 
 def _listed(noun: str, names: list[str]) -> str:
@@ -279,11 +274,11 @@ def save_model(
     """Writes a Hugging Face model directory that transformers loads with equal tensors.
 
     Args:
-        model: the model; its tensors are written in its dtype, fused ones taken apart.
+        model: the model; its tensors are written in its dtype, fused ones separately.
         path: the directory to create.
-        tokenizer_dir: directory whose tokenizer files are copied along.
-        max_shard_bytes: above this size the tensors are split into shards with an index.
-        overwrite: replace a directory that already exists; without it, one that is not empty is an error.
+        tokenizer_dir: directory whose tokenizer files are copied.
+        max_shard_bytes: size above which the tensors are split into shards with an index.
+        overwrite: replace an existing directory; without it, one that is not empty is an error.
 
     Returns:
         The directory.
@@ -302,13 +297,13 @@ def save_model(
     except OSError as error:
         raise _not_written(target, error) from None
     try:
-        work.chmod(0o755)  # mkdtemp makes it private
+        work.chmod(0o755)  # mkdtemp creates it with 0o700
         _write_json(work / "config.json", {**to_hf(model.config), "rlkernel_contract": model.contract})
         _write_json(work / "generation_config.json", _generation(model.config))
         if tokenizer_dir is not None:
             copy_tokenizer_files(tokenizer_dir, work)
         _write_tensors(model, work, max_shard_bytes)
-        # Some file systems report a full disk only here, and a rename may reach the disk before the bytes do.
+        # Some file systems report a full disk only at fsync, and a rename may reach the disk before the data.
         for path in (*work.rglob("*"), work):
             _sync(path)
         _replace(work, target)
@@ -322,8 +317,8 @@ def save_model(
 
 def _not_written(target: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"save_model: cannot write {target} ({getattr(error, 'strerror', None) or error}); make room there or choose "
-        "another path"
+        f"save_model: cannot write {target} ({getattr(error, 'strerror', None) or error}); free some space or "
+        "choose another path"
     )
 
 
@@ -336,7 +331,7 @@ def _sync(path: Path) -> None:
 
 
 def _replace(work: Path, target: Path) -> None:
-    """Moves the finished directory into place; an old one is moved aside first and removed last."""
+    """Renames the finished directory to the target; an existing one is renamed before and removed after."""
     if not target.exists():
         os.rename(work, target)
         return
@@ -364,7 +359,7 @@ def _generation(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": token_ids(config.eos_token_id),
         "pad_token_id": config.pad_token_id,
     }
-    # Padding and start tokens of generation_config.json may differ from config.json's; the file's own stay.
+    # Padding and start tokens of generation_config.json may differ from config.json's, and are kept.
     merged = {**own, **config.generation, "eos_token_id": own["eos_token_id"]}
     return {key: value for key, value in merged.items() if value is not None}
 
@@ -382,9 +377,9 @@ def _write_tensors(model: Decoder, work: Path, max_shard_bytes: int) -> None:
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        # Copied a shard at a time: safetensors wants tensors that own their memory, and views of a fused one do not.
+        # Copied shard by shard, because safetensors requires tensors that own their memory.
         owned = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in shard}
-        # One key alone: safetensors writes several in a random order, and equal runs would differ in their bytes.
+        # Only one key: safetensors writes several in random order, so equal runs would differ in their bytes.
         save_file(owned, work / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(owned, file)
     if len(shards) > 1:

@@ -1,7 +1,7 @@
 """ModelConfig: a decoder's architecture, read from and written to a Hugging Face `config.json`.
 
-Whatever the one forward of `decoder.py` does not compute is refused here, with the key and the file named: a model
-that loads gives the numbers its authors meant.
+A feature that `decoder.py` does not compute is an error that names key and file, because a model that loads must
+compute what its authors meant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlkernel.models.families import FAMILIES, PRESETS, Family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Keys that ModelConfig holds itself; all others of a config.json travel along in `extra`.
+# Keys that ModelConfig represents; all others of a config.json are kept in `extra`.
 _OWN_KEYS = frozenset(
     {
         *("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path", "_attn_implementation"),
@@ -31,6 +31,7 @@ _OWN_KEYS = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"),
     }
 )
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 class ConfigError(ValueError):
@@ -44,7 +45,7 @@ class Rope:
     Attributes:
         theta: base of the frequencies.
         factor: divisor of all frequencies (linear) or of the low ones (llama3).
-        low_freq_factor, high_freq_factor: borders of the llama3 blend, in wavelengths per original context.
+        low_freq_factor, high_freq_factor: limits of the llama3 blend, in wavelengths per original context.
         original_max_position_embeddings: context length before scaling, llama3 only.
     """
 
@@ -61,21 +62,21 @@ class ModelConfig:
     """Architecture of a decoder.
 
     Attributes:
-        model_type: a key of `families.FAMILIES`; it decides on q/k norm and on the qkv bias.
+        model_type: a key of `families.FAMILIES`; it determines q/k norm and qkv bias.
         num_kv_heads: 0 means `num_heads`.
         head_dim: 0 means `hidden_size / num_heads`.
         attention_bias: biases on q, k, v and o (llama, qwen3).
-        windows: sliding window of each layer in keys, the token itself included; None is full attention; () is that
-            in every layer.
-        eos_token_id: the ids that end a sequence; those of `generation_config.json` where it names any.
+        windows: sliding window of each layer in keys, including the token itself; None is full attention; () is full
+            attention in every layer.
+        eos_token_id: the ids that end a sequence; those of `generation_config.json` if it has any.
         dtype: dtype of the parameters.
-        tp_leaves: chunks of K in the row-parallel layers (o_proj, down_proj): 1, 2, 4 or 8. A setting of the run, part
-            of what a number is: it must be equal in rollout and training, and at least the tensor-parallel size.
+        tp_leaves: chunks of K in the row-parallel layers (o_proj, down_proj): 1, 2, 4 or 8. It changes the bits, so it
+            must be equal in rollout and training, and at least the tensor-parallel size.
         extra: other keys of `config.json`, written back on export.
         generation: `generation_config.json`, written back on export.
 
     Raises:
-        ConfigError: a value is out of range, or the family lacks what it asks for.
+        ConfigError: a value is out of range, or the family does not have the feature.
     """
 
     model_type: str
@@ -134,7 +135,7 @@ def _check(config: ModelConfig) -> None:
     ):
         need(getattr(config, name) > 0, name, "positive")
     need(config.num_heads % config.num_kv_heads == 0, "num_kv_heads", f"a divisor of num_heads={config.num_heads}")
-    need(config.head_dim % 2 == 0, "head_dim", "even: rope turns pairs of channels")
+    need(config.head_dim % 2 == 0, "head_dim", "even, because rope rotates pairs of channels")
     need(math.isfinite(config.rms_norm_eps) and config.rms_norm_eps > 0, "rms_norm_eps", "positive")
     need(config.dtype in DTYPES.values(), "dtype", f"one of {', '.join(DTYPES)}")
     rows = (config.num_heads * config.head_dim, config.intermediate_size)
@@ -145,7 +146,7 @@ def _check(config: ModelConfig) -> None:
     )
     family = config.family
     need(family.bias_option or not config.attention_bias, "attention_bias", f"False in {config.model_type}")
-    need(len(config.windows) == config.num_layers, "windows", f"one entry a layer ({config.num_layers})")
+    need(len(config.windows) == config.num_layers, "windows", f"one entry per layer ({config.num_layers})")
     sizes_used = {w for w in config.windows if w is not None}
     need(all(w > 0 for w in sizes_used) and len(sizes_used) <= 1, "windows", "None or one positive size for all layers")
     need(family.window != "none" or not sizes_used, "windows", f"empty: {config.model_type} has no sliding window")
@@ -167,7 +168,7 @@ def _check(config: ModelConfig) -> None:
 
 
 class _Reader:
-    """Typed look-ups in one config.json, with the family's defaults, so that every error names file and key."""
+    """Typed look-ups in one config.json, with the family's defaults; every error names file and key."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
         self.values, self.defaults, self.where = values, defaults, where
@@ -205,7 +206,7 @@ class _Reader:
 
 
 def _refuse_unsupported(read: _Reader) -> None:
-    """Raises for every feature that would change the numbers and that the decoder does not compute."""
+    """Raises for every feature that changes the result and that the decoder does not compute."""
     get = read.get
     if get("quantization_config") is not None:
         method = get("quantization_config")
@@ -217,7 +218,7 @@ def _refuse_unsupported(read: _Reader) -> None:
     if get("hidden_act") not in (None, "silu"):
         raise read.fail(f"hidden_act={get('hidden_act')!r} is not supported; the MLP computes silu(gate) * up")
     if get("mlp_bias"):
-        raise read.fail("mlp_bias=true is not supported: no released model of the supported families has it")
+        raise read.fail("mlp_bias=true is not supported; no released model of the supported families uses it")
     if get("attention_dropout"):
         raise read.fail(f"attention_dropout={get('attention_dropout')} is not supported; set it to 0.0")
     if get("is_encoder_decoder") or get("add_cross_attention"):
@@ -228,7 +229,7 @@ def _refuse_unsupported(read: _Reader) -> None:
 
 
 def _read_rope(read: _Reader) -> Rope:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before); the newer key wins."""
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier); the newer key wins."""
     new, old = read.get("rope_parameters"), read.get("rope_scaling")
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
@@ -243,7 +244,7 @@ def _read_rope(read: _Reader) -> Rope:
         raise read.fail(f"rope type {kind!r} is not supported; expected default, linear or llama3")
     partial = rope.get("partial_rotary_factor", read.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise read.fail(f"partial_rotary_factor={partial} is not supported; rope turns all of head_dim")
+        raise read.fail(f"partial_rotary_factor={partial} is not supported; rope rotates all of head_dim")
     theta = read.number(rope, "rope_theta", read.number(read.values, "rope_theta", 10000.0))
     if kind == "default":
         return Rope(theta)
@@ -295,10 +296,10 @@ def from_hf(
     Args:
         values: the file's object.
         where: name of the file, for errors.
-        generation: the parsed `generation_config.json`, where there is one.
+        generation: the parsed `generation_config.json`, if there is one.
 
     Raises:
-        ConfigError: unknown `model_type`, a feature that is not computed, or a malformed value.
+        ConfigError: `model_type` or a feature is not supported, or a value is malformed.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -311,8 +312,7 @@ def from_hf(
     if not family.bias_option and read.get("attention_bias") not in (None, family.qkv_bias):
         raise read.fail(f"attention_bias={read.get('attention_bias')} does not exist in {model_type}; remove the key")
     own = generation or {}
-    beside = _Reader(own, {}, f"generation_config.json beside {where}")
-    eos = beside.tokens("eos_token_id") or read.tokens("eos_token_id")
+    eos = _Reader(own, {}, f"generation_config.json of {where}").tokens("eos_token_id") or read.tokens("eos_token_id")
     try:
         return ModelConfig(
             model_type=family.model_type,
@@ -341,18 +341,13 @@ def from_hf(
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` object of a configuration, complete, for transformers 4 and 5.
+    """The complete `config.json` object of a configuration, for transformers 4 and 5.
 
     Rope is written twice, as `rope_parameters` (5) and as `rope_theta` with `rope_scaling` (4 and other engines).
     """
     rope = config.rope
-    scaling: dict[str, Any] | None = None
-    if rope.type != "default":
-        scaling = {"rope_type": rope.type, "factor": rope.factor}
-    if scaling is not None and rope.type == "llama3":
-        scaling["low_freq_factor"] = rope.low_freq_factor
-        scaling["high_freq_factor"] = rope.high_freq_factor
-        scaling["original_max_position_embeddings"] = rope.original_max_position_embeddings
+    keys = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_KEYS}[rope.type]
+    scaling = {"rope_type": rope.type, **{key: getattr(rope, key) for key in keys}}
     out: dict[str, Any] = {
         **config.extra,
         "model_type": config.model_type,
@@ -367,9 +362,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})},
+        "rope_parameters": {"rope_theta": rope.theta, **scaling},
         "rope_theta": rope.theta,
-        "rope_scaling": scaling,
+        "rope_scaling": scaling if keys else None,
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_dropout": 0.0,
         "bos_token_id": config.bos_token_id,
@@ -403,10 +398,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """Reads `config.json` (and `generation_config.json` beside it) of a Hugging Face directory.
+    """Reads `config.json`, and `generation_config.json` if present, of a Hugging Face directory.
 
     Raises:
-        ConfigError: missing directory, missing or malformed file, or as `from_hf`.
+        ConfigError: the directory or file is missing or malformed, or as `from_hf`.
     """
     directory = local_directory(path)
     if not directory.is_dir():
@@ -422,7 +417,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-        ConfigError: not readable, not JSON, or not an object; the message names the file.
+        ConfigError: the file is not readable, not JSON, or not an object.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -434,12 +429,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def preset(name: str, **overrides: Any) -> ModelConfig:
-    """Configuration with the shapes of a released model; no weights.
+    """Configuration with the shapes of a released model.
 
     Args:
         name: a key of `families.PRESETS`: qwen3-0.6b, qwen3-8b, qwen2.5-0.5b, llama3-8b, mistral-7b.
-        overrides: fields of `ModelConfig` to replace (`num_layers=2` for a short test, `dtype=torch.float32`). Where
-            `num_layers` changes, so does the number of windows.
+        overrides: fields of `ModelConfig` to replace (`num_layers=2` for a short test, `dtype=torch.float32`). The
+            number of windows follows `num_layers`.
 
     Raises:
         ConfigError: unknown name, or the overrides do not fit.

@@ -1,6 +1,6 @@
-"""The one forward: prefill, chunked prefill, decode, scoring and training run these lines, built from rlkernel.ops.
+"""The forward, built from rlkernel.ops, that prefill, chunked prefill, decode, scoring and training share.
 
-A token's hidden state therefore has one definition. The only place where the two kinds of batch differ is `attend`.
+A token's hidden state therefore has one definition. The two kinds of batch differ only in `attend`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from rlkernel.models.batch import PackedBatch, PagedBatch
 from rlkernel.models.config import ModelConfig, preset
 from rlkernel.models.rope_table import rope_table
 
-INIT_STD = 0.02
-
 
 class Linear(nn.Module):
-    """Weight [N, K] and, where the layer has one, bias [N]; `chunks` as in `ops.linear`."""
+    """Weight [N, K] and optional bias [N]; `chunks` as in `ops.linear`."""
 
     def __init__(self, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, chunks: int = 1) -> None:
         super().__init__()
@@ -36,7 +34,7 @@ class Linear(nn.Module):
 
 
 class Weight(nn.Module):
-    """A bare weight: [C] of a norm, [V, C] of the embedding and of an untied head."""
+    """A weight without a forward: [C] of a norm, [V, C] of the embedding and of an untied head."""
 
     def __init__(self, *shape: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -114,7 +112,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer. The residual stream is added inside the norms, rounded where transformers rounds it."""
+    """One decoder layer. The norms add the residual stream, with the same rounding as transformers."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -161,18 +159,21 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = Weight(c, dtype=dtype)
         self.lm_head = None if config.tie_word_embeddings else Weight(v, c, dtype=dtype)
-        # On the meta device nothing has values; the table keeps its own until the parameters get a place.
+        # On the meta device the table would have no values; it stays on the CPU until the parameters move.
         place = "cpu" if self.device.type == "meta" else self.device
         self.register_buffer("cos_sin", rope_table(config).to(place), persistent=False)
 
     @classmethod
-    def from_config(cls, config: ModelConfig | str, seed: int = 0, device: torch.device | str = "cpu") -> Decoder:
-        """A model with random weights: normal with deviation 0.02, norms one, biases zero.
+    def from_config(
+        cls, config: ModelConfig | str, seed: int = 0, device: torch.device | str = "cpu", std: float = 0.02
+    ) -> Decoder:
+        """A model with random weights: matrices from a normal distribution, norms one, biases zero.
 
         Args:
             config: configuration, or the name of a preset.
-            seed: of the CPU generator that draws all weights in fp32, so that they do not depend on the device.
+            seed: of the CPU generator that draws all weights in fp32, so that the device does not change them.
             device: where the model goes.
+            std: standard deviation of the matrices.
         """
         config = preset(config) if isinstance(config, str) else config
         with torch.device(device):
@@ -181,14 +182,14 @@ class Decoder(nn.Module):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
-                    draw = torch.empty(parameter.shape, device="cpu").normal_(0.0, INIT_STD, generator=generator)
+                    draw = torch.empty(parameter.shape, device="cpu").normal_(0.0, std, generator=generator)
                     parameter.copy_(draw)
                 else:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         return model
 
     def _apply(self, fn: Any, recurse: bool = True) -> Decoder:
-        # `model.to(bfloat16)` would round the table; it follows the device alone.
+        # The table follows the device only, because `model.to(bfloat16)` would round it.
         table = self._buffers.pop("cos_sin", None)
         super()._apply(fn, recurse)
         if table is not None:
@@ -203,12 +204,12 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie."""
+        """Device of the parameters."""
         return self.embed_tokens.weight.device
 
     @property
     def head_weight(self) -> Tensor:  # [V, C]
-        """Weight of the language-model head: its own, or the embedding where they are tied."""
+        """Weight of the language-model head, which is the embedding if they are tied."""
         if self.lm_head is not None:
             return self.lm_head.weight
         tied = self.embed_tokens.weight
@@ -221,20 +222,21 @@ class Decoder(nn.Module):
 
     @property
     def attention_variant(self) -> str:
-        """Variant of attention in every layer and every use of the model: what was set when it was made.
+        """Variant of attention in every layer.
 
-        The engine and the trainer work on the same object, so a rollout and its training forward cannot differ in it.
+        Engine and trainer share the model object, so a rollout and its training forward have the same variant.
         """
         return next(attention.variant for attention in self._attentions())
 
     def set_attention_variant(self, variant: str, page_size: int | None = None) -> None:
-        """Chooses the variant of attention, "split" or "fa3"; engines of this model made before refuse to go on.
+        """Sets the variant of attention, "split" or "fa3"; existing engines of this model then raise an error.
 
         Args:
-            page_size: of the engine's cache, certified with the rest; None: no engine.
+            page_size: page size of the engine's cache, which is part of the certification; None without an engine.
 
         Raises:
-            ValueError: the name is unknown. VariantError: the model, where it lies, cannot run it.
+            ValueError: the name is unknown.
+            VariantError: the model cannot run the variant on its device.
         """
         config = self.config
         window = next((w for w in config.windows if w is not None), None)
@@ -260,10 +262,10 @@ class Decoder(nn.Module):
         return ops.attention_contract(self.attention_variant)
 
     def zero_main_grads(self) -> None:
-        """Gives each parameter a zeroed fp32 `main_grad`, into which backwards accumulate in the contract's order.
+        """Gives each parameter a zeroed fp32 `main_grad`, in which backwards accumulate in the contract's order.
 
-        A tied embedding gets two, `main_grad` and `head_main_grad`: its two uses then keep a chain of additions each,
-        and splitting a batch into micro-batches changes no bit. `fold_main_grads` adds them up.
+        A tied embedding also gets `head_main_grad`. Each of its two uses then has its own chain of additions, so that
+        splitting a batch into micro-batches changes no bit; `fold_main_grads` adds the two.
         """
         for parameter in self.parameters():
             _zero_buffer(parameter, "main_grad")
@@ -271,7 +273,7 @@ class Decoder(nn.Module):
             _zero_buffer(self.embed_tokens.weight, "head_main_grad")
 
     def fold_main_grads(self) -> None:
-        """Adds the head's share onto the embedding's `main_grad`; call once, after a step's last backward."""
+        """Adds a tied head's gradient to the embedding's `main_grad`; call it once, after a step's last backward."""
         tied = self.embed_tokens.weight
         head_grad = getattr(tied, "head_main_grad", None)
         if head_grad is not None:
@@ -282,7 +284,7 @@ class Decoder(nn.Module):
         """Hidden states after the final norm.
 
         Args:
-            batch: whole sequences, or new tokens beside a paged cache (then without gradient).
+            batch: complete sequences, or new tokens with a paged cache (then without gradients).
 
         Raises:
             BatchError: the batch does not fit the model (values are checked on the CPU only).
@@ -299,7 +301,7 @@ class Decoder(nn.Module):
             return ops.rms_norm(x, self.norm.weight, self.config.rms_norm_eps, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:  # [T, C] -> [T, V] fp32
-        """Logits in fp32, the accumulator of the head's chain, never rounded to the model's dtype."""
+        """Logits in fp32, as accumulated, never rounded to the model's dtype."""
         return ops.linear(hidden, self.head_weight, out_dtype=torch.float32)
 
     def logprob(

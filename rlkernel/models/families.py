@@ -1,7 +1,6 @@
-"""The model families, as data: what differs between them is a row of this table, never a branch in the decoder.
+"""The model families as data: their differences are rows of a table, not branches in the decoder.
 
-Each row holds what a Hugging Face `config.json` of that `model_type` leaves out (transformers writes only what
-differs from its own defaults), and which optional parts the architecture has.
+A row holds the family's optional parts and the defaults of `config.json`, which transformers omits when it writes one.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ class Family:
 
     Attributes:
         model_type: its name in `config.json`.
-        architecture: class name that transformers builds for it.
+        architecture: name of its class in transformers.
         qk_norm: RMSNorm over the head dimension of queries and keys, before rope.
-        qkv_bias: query, key and value projections always carry a bias.
+        qkv_bias: query, key and value projections always have a bias.
         bias_option: `attention_bias` in `config.json` adds biases to all four attention projections.
         window: where a sliding window applies: "layers" (per layer, `layer_types`), "all" or "none".
-        defaults: values of keys that `config.json` may leave out.
+        defaults: values of keys that `config.json` may omit.
     """
 
     model_type: str
@@ -97,7 +96,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-# Why close relatives of these families, by their model_type, are not among them.
+# model_type of related families that are not supported, and why.
 MISSING: dict[str, str] = {
     "gemma": "its gelu MLP and its norm of weight 1 + w have no op",
     "gemma2": "its gelu MLP, its norm of weight 1 + w and the soft-capping of scores and logits have no op",
@@ -109,7 +108,7 @@ MISSING: dict[str, str] = {
     "deepseek_v3": "multi-head latent attention (MLA) has no op",
 }
 
-# Shapes of released models, for tests and benchmarks on random weights (config.json of each, without the weights).
+# config.json of released models, for tests and benchmarks with random weights.
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "model_type": "qwen3",

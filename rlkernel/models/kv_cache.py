@@ -1,7 +1,6 @@
-"""The paged key/value cache: for each layer two tensors of pages, addressed by block tables.
+"""The paged key/value cache: two tensors of pages per layer, addressed by block tables.
 
-A page holds `page_size` consecutive tokens of one sequence. Which pages a sequence gets, and the page size itself,
-never change a bit of the result.
+A page holds `page_size` consecutive tokens of one sequence. Page size and choice of pages change no bit.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ class KVCache:
     """Keys and values of all layers.
 
     Attributes:
-        k, v: a tensor [pages, page_size, HK, D] for each layer. They start as zeros: an unused slot must never hold a
-            NaN.
+        k, v: for each layer a tensor [pages, page_size, HK, D], initially zero, because an unused slot must not be NaN.
     """
 
     k: list[Tensor]
@@ -35,9 +33,9 @@ class KVCache:
 
         Args:
             config: the model's configuration.
-            num_pages, page_size: number of pages, and tokens a page.
-            dtype: dtype of keys and values, default that of the model; another dtype is another number.
-            device: where the cache lies.
+            num_pages, page_size: number of pages, and tokens per page.
+            dtype: dtype of keys and values; default that of the model; another one changes the results.
+            device: device of the cache.
 
         Raises:
             ValueError: a size is not positive.
@@ -52,6 +50,6 @@ class KVCache:
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype | None = None) -> int:
-        """Bytes that one page takes over all layers, keys and values together."""
+        """Bytes of one page: keys and values of all layers."""
         elements = 2 * config.num_layers * page_size * config.num_kv_heads * config.head_dim
         return elements * (dtype or config.dtype).itemsize

@@ -1,6 +1,6 @@
-"""The cos/sin table of rotary position embedding: made once per model, on the CPU, and then copied to devices.
+"""The cos/sin table of rotary position embedding, computed once per model on the CPU and copied to its device.
 
-Every device reads the same bits, so a position is turned by the same numbers wherever it is computed.
+All devices therefore rotate a position by the same bits.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:  # [D/2] fp32
 def rope_table(config: ModelConfig) -> Tensor:  # [P, D] fp32: D/2 cosines, then D/2 sines
     """Cosines and sines of every position below `max_position_embeddings`.
 
-    The angle is the fp32 product of position and frequency, as in transformers; its cosine and sine are taken in fp64
-    and rounded once, so they do not depend on a vector library's last bit.
+    The angle is the fp32 product of position and frequency, as in transformers. Cosine and sine are computed in fp64
+    and rounded once, so that they do not depend on the last bit of a math library.
     """
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device="cpu")
     angle = torch.outer(positions, inverse_frequencies(config.rope, config.head_dim)).double()

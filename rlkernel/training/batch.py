@@ -1,7 +1,7 @@
 """Packs prompts and completions for one forward, and scores the completion tokens in it.
 
-Sequences keep their order; micro-batches are consecutive runs of them under a token budget. No bit of a
-log-probability or of a gradient depends on where the borders fall.
+Micro-batches are consecutive trajectories within a token budget; where their borders fall changes no bit of a
+log-probability or of a gradient.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rlkernel.ops.logprob import LogProb
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One prompt with its completion.
+class Trajectory:
+    """One prompt with its completion, sampled or given as an example.
 
     Attributes:
         prompt: token ids, at least one.
-        completion: token ids, at least one, the end-of-sequence token included where it was sampled.
-        logp: [L] fp32 log-probabilities from the rollout, or None (supervised data).
-        kept: [L, ceil(V/32)] int32 masks of the tokens that could be sampled, or None for all.
+        completion: token ids, at least one; includes the end-of-sequence token if it was sampled.
+        logp: [L] fp32 log-probabilities from the rollout; None for supervised data.
+        kept: [L, ceil(V/32)] int32 masks of the tokens that could be sampled; None for all.
     """
 
     prompt: list[int]
@@ -38,8 +38,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Samples ready for the training forward. L is the number of completion tokens of all of them.
+class PackedTrajectories:
+    """Trajectories ready for the training forward, with L completion tokens in total.
 
     Attributes:
         batch: prompts and completions, packed.
@@ -56,53 +56,54 @@ class Packed:
     kept: Tensor | None
 
 
-def micro_batches(samples: Sequence[Sample], budget: int) -> list[range]:
-    """Consecutive index ranges of at most `budget` packed tokens; a longer single sample has a range of its own."""
+def micro_batches(trajectories: Sequence[Trajectory], budget: int) -> list[range]:
+    """Consecutive index ranges of at most `budget` packed tokens; a longer trajectory gets its own range."""
     ranges: list[range] = []
     start, tokens = 0, 0
-    for i, sample in enumerate(samples):
-        size = len(sample) - 1
+    for i, trajectory in enumerate(trajectories):
+        size = len(trajectory) - 1
         if i > start and tokens + size > budget:
             ranges.append(range(start, i))
             start, tokens = i, 0
         tokens += size
-    ranges.append(range(start, len(samples)))
+    ranges.append(range(start, len(trajectories)))
     return ranges
 
 
-def pack_samples(samples: Sequence[Sample], device: str) -> Packed:
-    """Packs samples; the last token of each is predicted but never an input, so it is left out."""
-    inputs = [(sample.prompt + sample.completion)[:-1] for sample in samples]
+def pack_trajectories(trajectories: Sequence[Trajectory], device: str) -> PackedTrajectories:
+    """Packs trajectories; the last token of each is left out, because it is predicted but never an input."""
+    inputs = [(one.prompt + one.completion)[:-1] for one in trajectories]
     batch = PackedBatch.from_sequences(inputs, device)
     rows, start = [], 0
-    for sample, ids in zip(samples, inputs, strict=True):
-        rows.append(torch.arange(start + len(sample.prompt) - 1, start + len(ids)))
+    for one, ids in zip(trajectories, inputs, strict=True):
+        rows.append(torch.arange(start + len(one.prompt) - 1, start + len(ids)))
         start += len(ids)
-    masks = [sample.kept for sample in samples if sample.kept is not None]
-    if masks and len(masks) != len(samples):
-        raise ValueError("pack_samples: some samples have kept masks and some have none; all or none must")
-    borders = [0, *accumulate(len(sample.completion) for sample in samples)]
-    return Packed(
+    masks = [one.kept for one in trajectories if one.kept is not None]
+    if masks and len(masks) != len(trajectories):
+        raise ValueError("pack_trajectories: some trajectories have kept masks and some do not; all or none must")
+    borders = [0, *accumulate(len(one.completion) for one in trajectories)]
+    return PackedTrajectories(
         batch,
         torch.cat(rows).to(device),
-        torch.tensor([token for sample in samples for token in sample.completion], device=device),
+        torch.tensor([token for one in trajectories for token in one.completion], device=device),
         torch.tensor(borders, dtype=torch.int32, device=device),
         torch.cat(masks).to(device) if masks else None,
     )
 
 
-def score(model: Decoder, packed: Packed, temperature: float = 1.0) -> LogProb:  # fields [L] fp32
-    """Log-probability and entropy of every completion token, through the one training forward."""
+def score(model: Decoder, packed: PackedTrajectories, temperature: float = 1.0) -> LogProb:  # fields [L] fp32
+    """Log-probability and entropy of every completion token, through the training forward."""
     hidden = model(packed.batch)
     return model.logprob(hidden, packed.targets, temperature, packed.kept, packed.rows)
 
 
 @torch.no_grad()
 def score_all(
-    model: Decoder, samples: Sequence[Sample], *, temperature: float, budget: int, device: str
+    model: Decoder, trajectories: Sequence[Trajectory], *, temperature: float, budget: int, device: str
 ) -> Tensor:  # [L] fp32
-    """Log-probabilities of all completion tokens, in sample order, without gradients."""
+    """Log-probabilities of all completion tokens, in order, without gradients."""
     parts = []
-    for chosen in micro_batches(samples, budget):
-        parts.append(score(model, pack_samples([samples[i] for i in chosen], device), temperature).logp)
+    for span in micro_batches(trajectories, budget):
+        packed = pack_trajectories(trajectories[span.start : span.stop], device)
+        parts.append(score(model, packed, temperature).logp)
     return torch.cat(parts)

@@ -1,7 +1,7 @@
-"""Settings of a run: pydantic models, read from YAML, a task's wishes and dotted overrides; unknown keys are errors.
+"""Settings of a run, as pydantic models; unknown keys are errors.
 
-Later sources win: the library's defaults, the built-in task's, the config file, the command line's options, the
-dotted overrides. `resolve` does all of it; the result is saved as `config.yaml` in the run folder.
+Later sources win: the library's defaults, the built-in task's, the config file, command-line options, overrides
+`a.b=value`. `resolve` merges them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from rlkernel.data.errors import InputError
 
-_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # the latter two: `!!int x`, too many digits or brackets
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: `!!int x`; RecursionError: nested brackets
 
 
 class _Section(BaseModel):
@@ -35,7 +35,7 @@ class RunSettings(_Section):
     """Where and how the run happens."""
 
     seed: int = Field(
-        default=0, ge=0, description="fixes data order, sampling, initial weights of a model from scratch"
+        default=0, ge=0, description="sets data order, sampling, and the initial weights of a model from scratch"
     )
     backend: Literal["rlkernel", "torch"] = Field(
         default="rlkernel", description="torch: the control arm on stock torch ops"
@@ -58,21 +58,23 @@ class ModelSettings(_Section):
     """The policy."""
 
     path: str | None = Field(
-        default=None, description="Hugging Face directory; none: the task's small model from scratch"
+        default=None, description="Hugging Face directory; default: the task's small model, from scratch"
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="default: as saved; of a built-in task's model bfloat16 on a GPU, float32 on a CPU"
+        default=None, description="default: as saved; a built-in task's model: bfloat16 on a GPU, float32 on a CPU"
     )
     tp_leaves: Literal[1, 2, 4, 8] = Field(
-        default=1, description="chunks of K in o_proj and down_proj; part of the numbers"
+        default=1, description="chunks of K in o_proj and down_proj; changes the bits"
     )
-    config: dict[str, Any] = Field(default_factory=dict, description="changes to the built-in task's config.json keys")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="config.json keys to change in the built-in task's model"
+    )
 
 
 class DataSettings(_Section):
     """Prompts."""
 
-    task: str | None = Field(default=None, description="built-in task; default arithmetic where no file is given")
+    task: str | None = Field(default=None, description="built-in task; default arithmetic if no file is given")
     train: str | None = Field(default=None, description="JSONL file of prompts (grpo) or examples (sft)")
     heldout: str | None = Field(
         default=None, description="JSONL file of evaluation rows; default: drawn from data.train"
@@ -93,11 +95,11 @@ class RewardSettings(_Section):
 class RolloutSettings(_Section):
     """Sampling of completions."""
 
-    prompts: int = Field(default=16, ge=1, description="prompts a step")
-    group_size: int = Field(default=8, ge=1, description="completions a prompt")
-    max_tokens: int = Field(default=256, ge=1, description="tokens a completion, at most")
+    prompts: int = Field(default=16, ge=1, description="prompts per step")
+    group_size: int = Field(default=8, ge=1, description="completions per prompt")
+    max_tokens: int = Field(default=256, ge=1, description="tokens per completion, at most")
     temperature: float = Field(
-        default=1.0, ge=1e-5, description="of sampling, and of every log-probability in the loss"
+        default=1.0, ge=1e-5, description="used in sampling and in every log-probability of the loss"
     )
     top_k: int = Field(
         default=0, ge=0, description="0 = off; log-probabilities are then over the kept tokens on both sides"
@@ -119,7 +121,7 @@ class EngineSettings(_Section):
     max_num_batched_tokens: int = Field(
         default=4096, ge=1, description="tokens of one forward; longer prompts are chunked"
     )
-    page_size: int = Field(default=16, ge=1, description="tokens of a KV page")
+    page_size: int = Field(default=16, ge=1, description="tokens per KV page")
     num_pages: int | None = Field(
         default=None, ge=1, description="KV pages; default: enough for max_num_seqs at full length"
     )
@@ -136,7 +138,7 @@ class LossSettings(_Section):
         default="grpo", description="loss"
     )
     ratio_level: Literal["token", "sequence"] = Field(
-        default="token", description="of the importance ratio; gspo: sequence"
+        default="token", description="level of the importance ratio; gspo uses sequence"
     )
     old_policy: Literal["rollout", "scored"] = Field(
         default="rollout",
@@ -149,15 +151,13 @@ class LossSettings(_Section):
         default=None, gt=0, description="truncated importance sampling; needs old_policy=scored"
     )
     kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen first policy")
-    track_kl: bool = Field(
-        default=False, description="measure that KL also where kl_coef is 0; one more forward a step"
-    )
+    track_kl: bool = Field(default=False, description="measure that KL even if kl_coef is 0; one more forward per step")
     kl_type: Literal["k1", "k2", "k3"] = Field(default="k3", description="estimator of that KL")
     entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus")
 
 
 def clip_range(clip: float | None) -> float:
-    """A clip range as `ops.policy_loss` takes it: null is off, infinity."""
+    """A clip range as `ops.policy_loss` takes it: infinity turns clipping off."""
     return math.inf if clip is None else clip
 
 
@@ -177,7 +177,7 @@ class OptimizerSettings(_Section):
     lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="decay of the two moments")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(default=0.0, ge=0, description="of matrices; norms and biases have none")
+    weight_decay: float = Field(default=0.0, ge=0, description="for matrices; norms and biases have none")
     clip_norm: float | None = Field(default=1.0, gt=0, description="limit of the gradient norm; null = off")
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="updates of linear warm-up")
@@ -195,13 +195,11 @@ class TrainSettings(_Section):
     """Length of the run and shape of its updates."""
 
     steps: int = Field(default=100, ge=1, description="rollouts (grpo) or updates (sft)")
-    minibatches: int = Field(default=1, ge=1, description="optimizer updates one pass over a rollout is cut into")
+    minibatches: int = Field(default=1, ge=1, description="optimizer updates per pass over a rollout")
     epochs: int = Field(default=1, ge=1, description="passes over a rollout")
-    batch_size: int = Field(default=16, ge=1, description="examples an update (sft)")
+    batch_size: int = Field(default=16, ge=1, description="examples per update (sft)")
     gradient_checkpointing: bool = Field(default=False, description="recompute layers in the backward to save memory")
-    micro_batch_tokens: int = Field(
-        default=16384, ge=1, description="tokens of one packed forward; no bit depends on it"
-    )
+    micro_batch_tokens: int = Field(default=16384, ge=1, description="tokens per packed forward; changes no bit")
 
 
 class WarmupSettings(_Section):
@@ -210,7 +208,7 @@ class WarmupSettings(_Section):
     steps: int = Field(default=0, ge=0, description="supervised updates; 0 = none")
     data: str | None = Field(default=None, description="JSONL file of examples; default the built-in task's")
     examples: int = Field(default=4096, ge=1, description="examples drawn from the built-in task")
-    batch_size: int = Field(default=64, ge=1, description="examples an update")
+    batch_size: int = Field(default=64, ge=1, description="examples per update")
     lr: float = Field(default=1e-3, gt=0, description="peak learning rate, cosine to zero")
 
 
@@ -236,7 +234,7 @@ class Settings(_Section):
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     data: DataSettings = Field(default_factory=DataSettings)
-    rewards: list[RewardSettings] = Field(default_factory=list, description="none: the built-in task's reward")
+    rewards: list[RewardSettings] = Field(default_factory=list, description="default: the built-in task's reward")
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
     advantages: AdvantageSettings = Field(default_factory=AdvantageSettings)
@@ -263,7 +261,7 @@ class Settings(_Section):
                 "use a group of 2 or more, or advantages.mode=none"
             )
         elif self.run.attention != "split" and self.run.backend == "torch":
-            problem = "run.attention=fa3 is an order of backend rlkernel; the control arm has no variants"
+            problem = "run.attention=fa3 needs run.backend=rlkernel; stock torch has no attention variants"
         elif self.train.minibatches > completions:
             problem = f"train.minibatches={self.train.minibatches} exceeds the {completions} completions of a step"
         elif self.loss.tis_cap is not None and self.loss.old_policy != "scored":
@@ -289,118 +287,96 @@ class Settings(_Section):
         return self
 
 
-def _models(annotation: Any) -> type[BaseModel] | None:
+def _section(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def dotted_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, description) of every setting, in order; a list of sections contributes its own key only."""
+    """(dotted key, description) of every setting, in order; `rewards` is one key."""
     for name, field in model.model_fields.items():
-        section = _models(field.annotation)
+        section = _section(field.annotation)
         if section is not None:
             yield from dotted_keys(section, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field.description or ""
 
 
-def _unknown(values: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        field = model.model_fields.get(str(name))
-        section = None if field is None else _models(field.annotation)
-        if field is None:
-            yield f"{prefix}{name}"
-        elif section is not None and isinstance(value, Mapping):
-            yield from _unknown(value, section, f"{prefix}{name}.")
-        elif f"{prefix}{name}" == "rewards" and isinstance(value, list):
-            for i, item in enumerate(value):
-                if isinstance(item, Mapping):
-                    yield from _unknown(item, RewardSettings, f"rewards[{i}].")
-
-
 def nearest(key: str) -> str | None:
-    """The existing dotted key most like `key`: by its whole path, else by its last part in another section."""
+    """The existing dotted key most like `key`: by its whole path, else by its last part."""
     keys = [name for name, _ in dotted_keys()]
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
-    if close:
-        return close[0]
-    last = key.rsplit(".", 1)[-1]
     by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(keys)}
-    close = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.7)
-    if close:
-        return by_last[close[0]]
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    return close[0] if close else None
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    close_last = difflib.get_close_matches(key.rsplit(".", 1)[-1], list(by_last), n=1, cutoff=0.7)
+    return close[0] if close else by_last[close_last[0]] if close_last else None
 
 
-def _reject_unknown(values: Mapping[str, Any], source: str) -> None:
-    for key in _unknown(values, Settings):
-        if key.startswith("rewards["):
-            close = difflib.get_close_matches(key.rsplit(".", 1)[-1], list(RewardSettings.model_fields), n=1)
-            guess = f"{key.rsplit('.', 1)[0]}.{close[0]}" if close else None
-        else:
-            guess = nearest(key)
-        hint = f"did you mean {guess}?" if guess else "`rlkernel train grpo --dry-run` prints every setting"
-        raise InputError(f"{source}: unknown setting {key!r}; {hint}")
-
-
-def _set(values: dict[str, Any], key: str, value: Any, source: str) -> None:
-    *parents, last = key.split(".")
-    for i, name in enumerate(parents):
-        child = values.setdefault(name, {})
-        if not isinstance(child, dict):
-            raise InputError(f"{source}: {'.'.join(parents[: i + 1])} is a value, {key!r} cannot be set inside it")
-        values = child
-    values[last] = value
-
-
-def _merge(base: dict[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in update.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
-    return merged
-
-
-def from_dotted(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Nested mapping of dotted keys.
+def flatten(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Dotted keys of nested (or already dotted) settings, such as `{"optimizer.lr": 1e-5}`.
 
     Raises:
-        InputError: an unknown key, with the nearest one; `source` opens the message.
+        InputError: an unknown key, with the nearest existing one; the message begins with `source`.
     """
+    flat = dict(_leaves(values))
+    known = [name for name, _ in dotted_keys()]
+    for key in flat:
+        if not any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in known):
+            raise InputError(f"{source}: {_unknown(key, nearest(key))}")
+    return flat
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _unknown(key: str, guess: str | None) -> str:
+    hint = f"did you mean {guess}?" if guess else "`rlkernel train grpo --dry-run` prints every setting"
+    return f"unknown setting {key!r}; {hint}"
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of `flatten`."""
     nested: dict[str, Any] = {}
-    for key, value in values.items():
-        _set(nested, key, value, source)
-    _reject_unknown(nested, source)
+    for key, value in flat.items():
+        *sections, last = key.split(".")
+        place = nested
+        for i, name in enumerate(sections, 1):
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise InputError(f"setting {'.'.join(sections[:i])} is a value; {key!r} cannot be set inside it")
+        place[last] = value
     return nested
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Dotted overrides `a.b=value`, values read as YAML (`[1, 2]`, `null`, `true`, `1e-3`).
+    """Dotted settings of words `a.b=value`, whose values are YAML (`[1, 2]`, `null`, `true`, `1e-3`).
 
     Raises:
-        InputError: a word without `=`, an unknown key, a value that is not YAML.
+        InputError: a word without `=`, an unknown key, or a value that is not YAML.
     """
-    values: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for word in words:
         key, separator, text = word.partition("=")
         if not separator or not key:
             raise InputError(f"override {word!r}: expected key=value with a dotted key, such as optimizer.lr=1e-5")
+        if not text.strip():
+            raise InputError(f"override {word!r}: the value is empty; write null for none")
         try:
-            values[key] = yaml.safe_load(text)
+            value = yaml.safe_load(text)  # YAML reads 1e-3 as text, which pydantic converts
         except _NOT_YAML as error:
             raise InputError(f"override {word!r}: the value is not YAML ({' '.join(str(error).split())})") from None
-        # YAML takes an empty value for null and a "1e-3" for text; the first is a slip, the second pydantic reads.
-        if text.strip() == "":
-            raise InputError(f"override {word!r}: the value is empty; write null for none")
-        from_dotted({key: values[key]}, f"override {word!r}")
-    return from_dotted(values, "overrides")
+        flat |= flatten({key: value}, f"override {word!r}")
+    return flat
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Mapping of a YAML config file.
+    """Dotted settings of a YAML config file.
 
     Raises:
-        InputError: unreadable, not YAML, not a mapping, or an unknown key.
+        InputError: the file is unreadable, not YAML or not a mapping, or has an unknown key.
     """
     try:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -408,12 +384,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         raise InputError(f"config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     except _NOT_YAML as error:
         raise InputError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
+    if loaded is not None and not isinstance(loaded, dict):
         raise InputError(f"config: {path} must hold a mapping of settings, got {type(loaded).__name__}")
-    _reject_unknown(loaded, f"config {path}")
-    return loaded
+    return flatten(loaded or {}, f"config {path}")
 
 
 def _describe(error: ValidationError) -> str:
@@ -421,11 +394,14 @@ def _describe(error: ValidationError) -> str:
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
-        if not key:
-            lines.append(message)
+        if problem["type"] == "extra_forbidden":  # in an entry of `rewards`: `flatten` has checked the other keys
+            entry, _, name = key.rpartition(".")
+            close = difflib.get_close_matches(name, list(RewardSettings.model_fields), n=1)
+            lines.append(_unknown(key, f"{entry}.{close[0]}" if close else None))
+        elif key:
+            lines.append(f"setting {key}: {message[0].lower()}{message[1:]}, got {problem['input']!r}")
         else:
-            message = message[0].lower() + message[1:]
-            lines.append(f"setting {key}: {message}, got {problem['input']!r}")
+            lines.append(message)
     return "; ".join(lines)
 
 
@@ -445,63 +421,61 @@ def resolve(
         overrides: words `a.b=value`.
 
     Raises:
-        InputError: naming the setting, what was expected and what to do.
+        InputError: names the setting, what was expected and what to do.
     """
-    user = load_yaml(file) if file is not None else {}
-    user = _merge(user, from_dotted({k: v for k, v in (options or {}).items() if v is not None}, "options"))
-    user = _merge(user, parse_overrides(overrides))
-    if user.setdefault("algorithm", algorithm) != algorithm:
-        raise InputError(f"config: algorithm is {user['algorithm']!r}, the command trains {algorithm!r}")
-    given = (_value(user, "data", "task"), _value(user, "data", "train"), _value(user, "model", "path"))
-    if given == (None, None, None) and not user.get("rewards"):
-        # Without any data the built-in task runs; with only a model or a reward the user forgot the data.
-        user = _merge(user, {"data": {"task": "arithmetic"}})
-    task = _value(user, "data", "task")
-    if task is not None:
-        user = _merge(_task_defaults(str(task), algorithm), user)
+    flat = {} if file is None else load_yaml(file)
+    flat |= flatten({key: value for key, value in (options or {}).items() if value is not None}, "options")
+    flat |= parse_overrides(overrides)
+    if flat.setdefault("algorithm", algorithm) != algorithm:
+        raise InputError(f"config: algorithm is {flat['algorithm']!r}, the command trains {algorithm!r}")
+    given = [flat.get(key) for key in ("data.task", "data.train", "model.path")]
+    if given == [None] * 3 and not flat.get("rewards"):
+        # Without any data the built-in task runs; a model or a reward alone means that the data were forgotten.
+        flat["data.task"] = "arithmetic"
+    if flat.get("data.task") is not None:
+        flat = {**_task_defaults(str(flat["data.task"]), algorithm), **flat}
     try:
-        return Settings.model_validate(user)
+        return Settings.model_validate(_nest(flat))
     except ValidationError as error:
         raise InputError(_describe(error)) from None
-
-
-def _value(values: Mapping[str, Any], section: str, name: str) -> Any:
-    found = values.get(section)
-    return found.get(name) if isinstance(found, Mapping) else None
 
 
 def _task_defaults(name: str, algorithm: str) -> dict[str, Any]:
     from rlkernel.data.tasks import load_task
 
     try:
-        task = load_task(name)
+        defaults = load_task(name).defaults()
     except ValueError as error:
         raise InputError(f"setting data.task: {error}") from None
-    wishes = task.defaults()
     if algorithm == "sft":
-        # Supervised training of a built-in task takes its warm-up's settings; those of the rollouts do not fit it.
-        renamed = {"warmup.lr": "optimizer.lr", "warmup.steps": "train.steps", "warmup.batch_size": "train.batch_size"}
-        renamed["warmup.examples"] = "warmup.examples"
-        wishes = {renamed[key]: value for key, value in wishes.items() if key in renamed}
-    return from_dotted(wishes, f"defaults of task {name}")
+        # Supervised training of a built-in task uses its warm-up's settings, because the others are for rollouts.
+        renamed = {
+            "warmup.lr": "optimizer.lr",
+            "warmup.steps": "train.steps",
+            "warmup.batch_size": "train.batch_size",
+            "warmup.examples": "warmup.examples",
+        }
+        return {renamed[key]: value for key, value in defaults.items() if key in renamed}
+    return defaults
 
 
 def located(settings: Settings) -> Settings:
     """The settings with absolute paths, so that they mean the same files from any working directory.
 
-    A reward of a module stays as it is, and so does a `model.path` that is no directory here.
+    Rewards given as a module stay as they are, and so do paths that do not exist here (`model.path` may be a hub name).
     """
     settings = settings.model_copy(deep=True)
     for section, name in (
-        (settings.run, "output"),
         (settings.model, "path"),
         (settings.data, "train"),
         (settings.data, "heldout"),
         (settings.warmup, "data"),
     ):
         value = getattr(section, name)
-        if value is not None and (name == "output" or Path(value).exists()):
+        if value is not None and Path(value).exists():
             setattr(section, name, str(Path(value).absolute()))
+    if settings.run.output is not None:
+        settings.run.output = str(Path(settings.run.output).absolute())
     for reward in settings.rewards:
         file, _, function = reward.function.rpartition(":")
         if file.endswith(".py"):

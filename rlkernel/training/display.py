@@ -1,4 +1,4 @@
-"""The run on the terminal: one live line while it trains, plain lines where the output is not a terminal."""
+"""Progress of a run: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ready_kernels(device: str) -> None:
         file=sys.stderr,
         flush=True,
     )
-    # Python would say the same again, as a warning, in the middle of the live line.
+    # Python's warning would repeat this in the middle of the live line.
     warnings.filterwarnings("ignore", "rlkernel: the slow reference runs", RuntimeWarning)
 
 
@@ -51,13 +51,13 @@ def count(number: float) -> str:
 
 
 class Screen(Console):
-    """Standard output. A reader that leaves early is a BrokenPipeError, as with `print`; rich exits with status 1."""
+    """Standard output, which raises BrokenPipeError if the reader closes the pipe; rich would exit with status 1."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
-        """Called by rich in the handler of the error."""
+        """Called by rich when the pipe is closed."""
         raise BrokenPipeError
 
 
@@ -66,7 +66,7 @@ class Display:
 
     Args:
         console: where to print; default standard output.
-        plain_every: seconds between plain lines where the output is no terminal.
+        plain_every: seconds between plain lines if the output is not a terminal.
     """
 
     def __init__(self, console: Console | None = None, plain_every: float = 5.0):
@@ -78,7 +78,7 @@ class Display:
         self._printed = 0.0
 
     def say(self, text: str) -> None:
-        """One line of prose; markup in it is printed as it stands."""
+        """Prints one line, without interpreting markup."""
         self.console.print(text, markup=False)
 
     def start(self, title: str, total: int) -> None:
@@ -92,7 +92,7 @@ class Display:
                 BarColumn(bar_width=20),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[left]}"),
-                # It alone has a ratio, so it takes what the others leave of the line.
+                # The only column with a ratio takes the rest of the line.
                 TextColumn("{task.fields[line]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
                 console=self.console,
                 expand=True,
@@ -104,7 +104,7 @@ class Display:
         """Shows step `step` (from 1) of the phase with its figures, and the time left."""
         now = time.perf_counter()
         line, left = "  ".join(f"{name} {value}" for name, value in values.items()), ""
-        if self._first is None:  # the step that builds kernels says nothing of the others
+        if self._first is None:  # it builds kernels, so its time predicts nothing
             self._first = (step, now)
         else:
             before, then = self._first

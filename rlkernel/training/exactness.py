@@ -1,7 +1,6 @@
-"""The check that gives the run its name: the rollout's log-probabilities against the training forward's, by bytes.
+"""Compares the rollout's log-probabilities with the training forward's, byte by byte.
 
-Both sides are computed independently; nothing is copied from one to the other. In strict mode one differing token
-stops the run with the token, both values and their distance.
+The two sides are computed independently. In strict mode one differing token stops the run.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ import torch
 from torch import Tensor
 
 from rlkernel.contract import compare_bitwise
-from rlkernel.training.batch import Sample
+from rlkernel.training.batch import Trajectory
 
 
 class MismatchError(RuntimeError):
-    """A sampled token's log-probability differs between rollout and training forward, in strict mode."""
+    """In strict mode, a sampled token's log-probability differs between rollout and training forward."""
 
 
 @dataclass
 class Exactness:
-    """Tally of compared tokens.
+    """Counts of compared tokens.
 
     Attributes:
-        tokens: compared so far.
-        mismatch_tokens: those whose bytes differ.
+        tokens: tokens compared so far.
+        mismatch_tokens: tokens whose bytes differ.
         max_abs_diff: largest absolute difference, in fp64 (nats).
-        max_ulps: largest distance in units in the last place.
-        first: the first mismatch in words.
+        max_ulps: largest difference in units in the last place.
+        first: description of the first mismatch.
     """
 
     tokens: int = 0
@@ -42,16 +41,17 @@ class Exactness:
 
     @property
     def exact_frac(self) -> float:
-        """Share of compared tokens with equal bytes; 1 where none was compared."""
+        """Share of compared tokens with equal bytes; 1 if none was compared."""
         return 1.0 - self.mismatch_tokens / self.tokens if self.tokens else 1.0
 
-    def add(self, samples: Sequence[Sample], trained: Tensor) -> None:
-        """Compares the rollout's log-probabilities of the samples with `trained`.
+    def add(self, trajectories: Sequence[Trajectory], trained: Tensor) -> None:
+        """Compares the rollout's log-probabilities with those of the training forward.
 
         Args:
-            samples: with `logp`; trained: [L] fp32, their completion tokens in order, from the training forward.
+            trajectories: with `logp`.
+            trained: [L] fp32, log-probabilities of their completion tokens in order, from the training forward.
         """
-        rollout = torch.cat([s.logp for s in samples if s.logp is not None])
+        rollout = torch.cat([one.logp for one in trajectories if one.logp is not None])
         report = compare_bitwise(trained.detach().cpu(), rollout.cpu())
         self.tokens += report.elements
         self.mismatch_tokens += report.mismatches
@@ -59,10 +59,10 @@ class Exactness:
             self.max_abs_diff = _worse(self.max_abs_diff, report.max_abs_diff)
             self.max_ulps = max(self.max_ulps, report.max_ulps or 0)
         if report.mismatches and not self.first and report.first is not None:
-            self.first = _describe(samples, report.first[0], report.expected, report.actual, report.ulps)
+            self.first = _describe(trajectories, report.first[0], report.expected, report.actual, report.ulps)
 
     def merge(self, other: Exactness) -> None:
-        """Adds another tally."""
+        """Adds the counts of another comparison."""
         self.tokens += other.tokens
         self.mismatch_tokens += other.mismatch_tokens
         self.max_abs_diff = _worse(self.max_abs_diff, other.max_abs_diff)
@@ -73,17 +73,18 @@ class Exactness:
         """Raises unless every compared token was equal.
 
         Raises:
-            MismatchError: naming the first token, both values and the ulps.
+            MismatchError: names the first differing token, both values and their distance in ulps.
         """
         if self.mismatch_tokens:
             raise MismatchError(
-                f"step {step}: {self.mismatch_tokens} of {self.tokens} sampled tokens have another log-probability in "
-                f"the training forward (largest difference {self.max_abs_diff:.3g}, {self.max_ulps} ulps); first: "
-                f"{self.first}. `rlkernel doctor` shows what computes each op; run.strict=false counts and goes on"
+                f"step {step}: {self.mismatch_tokens} of {self.tokens} sampled tokens have a different log-probability "
+                f"in the training forward (largest difference {self.max_abs_diff:.3g}, {self.max_ulps} ulps); first: "
+                f"{self.first}. `rlkernel doctor` shows which kernel computes each op; with run.strict=false the run "
+                "counts mismatches and continues"
             )
 
     def row(self) -> dict[str, float | int]:
-        """The three figures of `metrics.jsonl`."""
+        """The fields of a row of `metrics.jsonl`."""
         return {
             "exact_frac": self.exact_frac,
             "mismatch_tokens": self.mismatch_tokens,
@@ -97,17 +98,19 @@ def hex_bits(value: float) -> str:
 
 
 def _worse(a: float, b: float) -> float:
-    """The larger difference; NaN, where a side was NaN, is the worst and stays."""
+    """The larger difference; NaN (one side was NaN) counts as the largest."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
-def _describe(samples: Sequence[Sample], index: int, rollout: object, trained: object, ulps: int | None) -> str:
-    for number, sample in enumerate(samples):
-        if index < len(sample.completion):
-            token = sample.completion[index]
-            return (
-                f"completion {number}, token {index} of {len(sample.completion)} (id {token}, position "
-                f"{len(sample.prompt) + index}): rollout {rollout!r}, training {trained!r}, {ulps} ulps apart"
-            )
-        index -= len(sample.completion)
-    raise IndexError(f"token {index} lies beyond the samples")
+def _describe(
+    trajectories: Sequence[Trajectory], index: int, rollout: object, trained: object, ulps: int | None
+) -> str:
+    number = 0
+    while index >= len(trajectories[number].completion):
+        index -= len(trajectories[number].completion)
+        number += 1
+    one = trajectories[number]
+    return (
+        f"completion {number}, token {index} of {len(one.completion)} (id {one.completion[index]}, position "
+        f"{len(one.prompt) + index}): rollout {rollout!r}, training {trained!r}, {ulps} ulps apart"
+    )

@@ -1,7 +1,6 @@
-"""Group relative policy optimization, one step after another: sample, judge, compare, learn.
+"""Group relative policy optimization: `train_grpo` is the run, `Trainer.step` one step, to be read top to bottom.
 
-`train_grpo` runs the steps, `Trainer.step` is one of them and reads top to bottom. Every sampled token is scored
-again by the training forward and its bytes are compared before the weights change.
+The training forward scores every sampled token again, and its bytes are compared before the weights change.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -21,23 +21,25 @@ from rlkernel import nvtx, ops
 from rlkernel.contract import compare_bitwise
 from rlkernel.data.rewards import Scores, TrainerState
 from rlkernel.engine.sampling_params import mix_seed
-from rlkernel.training.batch import Sample, micro_batches, pack_samples, score, score_all
+from rlkernel.models import Decoder
+from rlkernel.training.batch import PackedTrajectories, Trajectory, micro_batches, pack_trajectories, score, score_all
 from rlkernel.training.config import LossSettings, Settings, clip_range
 from rlkernel.training.display import Display, count
 from rlkernel.training.exactness import Exactness, hex_bits
 from rlkernel.training.optimizer import Optimizer, Update
 from rlkernel.training.parts import Parts, Prompt
 from rlkernel.training.rollout import Completion, Sampler, judge
-from rlkernel.training.run import Run, peak_memory_mib
+from rlkernel.training.run_folder import RunFolder, peak_memory_mib
 from rlkernel.training.sft import warm_up
 
 HELDOUT_SAMPLES = 24
 SAMPLE_TOKENS = 64
-_MINIMA, _MAXIMA = ("ratio_min",), ("ratio_max", "drift_max")
+_EXTREMES = {"ratio_min": min, "ratio_max": max, "drift_max": max}
+"""Statistics whose value for a step is an extreme of the micro-batches; the others are token-weighted means."""
 
 
-def train_grpo(parts: Parts, run: Run, display: Display) -> dict[str, Any]:
-    """Trains the policy of `parts`; returns the figures of `summary.json`."""
+def train_grpo(parts: Parts, run: RunFolder, display: Display) -> dict[str, Any]:
+    """Trains the policy of `parts`; returns its part of `summary.json`."""
     settings = parts.settings
     if settings.warmup.steps:
         losses = warm_up(parts, display)
@@ -46,9 +48,8 @@ def train_grpo(parts: Parts, run: Run, display: Display) -> dict[str, Any]:
     total = Exactness()
     tokens = 0
     probe: list[dict[str, Any]] = []
-    control = (
-        _spread(settings.run.probe_rollouts, settings.train.steps) if settings.run.backend == "rlkernel" else set()
-    )
+    probes = settings.run.probe_rollouts if settings.run.backend == "rlkernel" else 0
+    probed = {max(1, round(settings.train.steps * i / probes)) for i in range(1, probes + 1)}  # evenly spread
     before = after = trainer.evaluate(0, display)
     display.start("grpo", settings.train.steps)
     for step in range(1, settings.train.steps + 1):
@@ -58,7 +59,7 @@ def train_grpo(parts: Parts, run: Run, display: Display) -> dict[str, Any]:
         tokens += metrics["tokens"]
         run.log(step, metrics)
         display.step(step, _line(metrics))
-        if step in control:
+        if step in probed:
             probe.append(trainer.probe(step))
         due = settings.eval.every and step % settings.eval.every == 0
         if due or step == settings.train.steps:
@@ -88,10 +89,32 @@ def _line(metrics: dict[str, Any]) -> dict[str, str]:
     }
 
 
-class Trainer:
-    """State of a run: the policy with its sampler and optimizer, and the frozen first policy where a KL asks for it."""
+@dataclass
+class GradedCompletion:
+    """A completion with what the loss reads of it.
 
-    def __init__(self, parts: Parts, run: Run):
+    Attributes:
+        in_loss: False where `rollout.mask_truncated` leaves it out.
+        training_logp: [L] fp32 log-probabilities from the training forward, once it has run.
+        ref_logp: [L] fp32 from the frozen first policy, or None.
+    """
+
+    completion: Completion
+    advantage: float
+    in_loss: bool
+    training_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """Prompt and completion as token ids, with the rollout's log-probabilities."""
+        return self.completion.trajectory
+
+
+class Trainer:
+    """State of a run: the policy, its sampler and optimizer, and the frozen first policy if the loss needs its KL."""
+
+    def __init__(self, parts: Parts, run: RunFolder):
         self.parts, self.run, self.settings = parts, run, parts.settings
         assert parts.rewards is not None and parts.heldout_rewards is not None
         self.rewards, self.heldout_rewards = parts.rewards, parts.heldout_rewards
@@ -107,22 +130,19 @@ class Trainer:
         self.prompts: list[Prompt] = []
 
     def step(self, step: int) -> tuple[dict[str, Any], Exactness]:
-        """One step: returns its metrics and the comparison of all its tokens.
+        """Runs one step; returns its metrics and the comparison of all its tokens.
 
         Raises:
             MismatchError: a token's log-probabilities differ, in strict mode with backend rlkernel.
         """
         settings, self.seconds, started = self.settings, {}, time.perf_counter()
 
-        # Sample a group of completions for each prompt, with the weights as they are.
-        prompts = self.prompts = list(islice(self.parts.prompts, settings.rollout.prompts))
+        # Rollout: sample a group of completions for each prompt with the current weights.
+        self.prompts = list(islice(self.parts.prompts, settings.rollout.prompts))
         with self._time("rollout"):
-            self.sampler.weights_updated()
-            seed = mix_seed(settings.run.seed, step) % (1 << 64)
-            completions = self.sampler.sample(prompts, settings.rollout, seed, settings.rollout.group_size)
-        samples = [completion.sample for completion in completions]
+            completions = self._rollout(seed_stream=step)
 
-        # Judge them; an advantage compares a completion with the others of its prompt.
+        # Rewards, and advantages relative to the other completions of the same prompt.
         with self._time("reward"):
             scores = judge(self.rewards, completions, TrainerState(step - 1, settings.train.steps))
         advantages = ops.group_advantages(
@@ -132,103 +152,135 @@ class Trainer:
             normalize_std=settings.advantages.normalize_std,
             eps=settings.advantages.eps,
         ).tolist()
-        counted = [not (settings.rollout.mask_truncated and completion.truncated) for completion in completions]
+        graded = [
+            GradedCompletion(completion, advantage, not (settings.rollout.mask_truncated and completion.truncated))
+            for completion, advantage in zip(completions, advantages, strict=True)
+        ]
 
-        # With several updates a step, all tokens are scored and compared before the first of them.
+        # With several updates per step, all tokens are scored and compared before the first update.
         exact = Exactness()
-        rollout_logp = [_logp(sample) for sample in samples]
-        old_logp: list[Tensor] | None = rollout_logp
-        scored: list[Tensor] = []
+        trajectories = [completion.trajectory for completion in completions]
         if self.updates_per_step > 1:
             with self._time("score"):
-                scored = self._score(self.model, samples)
-            exact.add(samples, torch.cat(scored))
+                for one, logp in zip(graded, self._score(self.model, trajectories), strict=True):
+                    one.training_logp = logp
+            exact.add(trajectories, torch.cat([_known(one.training_logp) for one in graded]))
             self._require(exact, step)
-        if settings.loss.old_policy == "scored":
-            old_logp = scored or None  # None: the training forward's own, by the only update
-        ref_logp = None
         if self.reference is not None:
             with self._time("score"):
-                ref_logp = self._score(self.reference, samples)
+                for one, logp in zip(graded, self._score(self.reference, trajectories), strict=True):
+                    one.ref_logp = logp
 
-        # Learn: passes over the minibatches, an update each; micro-batches only bound the memory.
+        # Learn: one update per minibatch and epoch; micro-batches only bound the memory.
         stats: list[dict[str, float]] = []
         updates: list[Update] = []
-        for _ in range(settings.train.epochs):
-            for part in _minibatches(len(samples), settings.train.minibatches):
-                chosen = [samples[i] for i in part]
-                denominator = _normalizer(settings, chosen, [counted[i] for i in part])
-                learns = _has_signal(settings.loss, [advantages[i] for i in part if counted[i]])
-                for micro in micro_batches(chosen, settings.train.micro_batch_tokens):
-                    picked = [part[i] for i in micro]
-                    packed = pack_samples([samples[i] for i in picked], self.device)
-                    with self._time("forward"):
-                        result = score(self.model, packed, settings.rollout.temperature)
-                        loss, stat = ops.policy_loss(
-                            result.logp,
-                            None if old_logp is None else self._join(old_logp, picked),
-                            torch.tensor([advantages[i] for i in picked], device=self.device),
-                            packed.cu_seqlens,
-                            mask=_mask(samples, counted, picked, self.device),
-                            ref_logp=None if ref_logp is None else self._join(ref_logp, picked),
-                            entropy=result.entropy,
-                            rollout_logp=self._join(rollout_logp, picked),
-                            loss_type=settings.loss.type,
-                            ratio_level=settings.loss.ratio_level,
-                            clip_low=clip_range(settings.loss.clip_low),
-                            clip_high=clip_range(settings.loss.clip_high),
-                            clip_dual=settings.loss.clip_dual,
-                            kl_coef=settings.loss.kl_coef,
-                            kl_type=settings.loss.kl_type,
-                            entropy_coef=settings.loss.entropy_coef,
-                            tis_cap=settings.loss.tis_cap,
-                            max_completion_length=settings.rollout.max_tokens,
-                            normalizer=denominator,
-                        )
-                    if self.updates_per_step == 1:
-                        exact.add([samples[i] for i in picked], result.logp)
-                        scored += result.logp.detach().cpu().split([len(samples[i].completion) for i in picked])
-                    with self._time("backward"):
-                        loss.backward()
-                        self.optimizer.gather()
-                    stats.append({"loss": float(loss.detach()), **{name: float(value) for name, value in stat.items()}})
-                self._require(exact, step)
-                with self._time("optimizer"):
-                    if learns:
-                        updates.append(self.optimizer.step())
-                    else:
-                        self.optimizer.discard()
+        for minibatch in _minibatches(graded, settings.train.minibatches) * settings.train.epochs:
+            normalizer = _normalizer(settings, minibatch)
+            for span in micro_batches([one.trajectory for one in minibatch], settings.train.micro_batch_tokens):
+                batch = minibatch[span.start : span.stop]
+                packed = pack_trajectories([one.trajectory for one in batch], self.device)
+                with self._time("forward"):
+                    result = score(self.model, packed, settings.rollout.temperature)
+                    loss, stat = self._loss(batch, packed, result, normalizer)
+                if self.updates_per_step == 1:
+                    exact.add([one.trajectory for one in batch], result.logp)
+                    sizes = [len(one.trajectory.completion) for one in batch]
+                    for one, logp in zip(batch, result.logp.detach().cpu().split(sizes), strict=True):
+                        one.training_logp = logp
+                with self._time("backward"):
+                    loss.backward()
+                    self.optimizer.gather()
+                stats.append({"loss": float(loss.detach()), **{name: float(value) for name, value in stat.items()}})
+            self._require(exact, step)
+            with self._time("optimizer"):
+                if _has_signal(settings.loss, minibatch):
+                    updates.append(self.optimizer.step())
+                else:
+                    self.optimizer.discard()
 
-        self._keep_samples(step, completions, scores, advantages, scored)
-        seconds = time.perf_counter() - started
-        tokens = sum(len(sample.completion) for sample in samples)
-        size = settings.rollout.group_size
-        groups = [scores.total[i : i + size] for i in range(0, len(samples), size)]
-        metrics: dict[str, Any] = {
-            "reward": math.fsum(scores.total) / len(samples),
+        self._write_samples(step, graded, scores)
+        return self._metrics(graded, scores, stats, updates, exact, time.perf_counter() - started), exact
+
+    def _rollout(self, seed_stream: int) -> list[Completion]:
+        self.sampler.weights_updated()
+        seed = mix_seed(self.settings.run.seed, seed_stream) % (1 << 64)
+        return self.sampler.sample(self.prompts, self.settings.rollout, seed)
+
+    def _loss(
+        self, batch: Sequence[GradedCompletion], packed: PackedTrajectories, result: ops.LogProb, normalizer: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and statistics of one micro-batch (`ops.policy_loss`)."""
+        settings = self.settings.loss
+
+        def join(values: Sequence[Tensor | None]) -> Tensor | None:
+            known = [value for value in values if value is not None]
+            return torch.cat(known).to(self.device) if known else None
+
+        rollout_logp = join([one.trajectory.logp for one in batch])
+        # None (the only update of a step, old_policy=scored): `result.logp` itself is the old policy's.
+        scored_logp = join([one.training_logp for one in batch])
+        mask = None
+        if not all(one.in_loss for one in batch):
+            mask = join([torch.full((len(one.trajectory.completion),), one.in_loss) for one in batch])
+        return ops.policy_loss(
+            result.logp,
+            rollout_logp if settings.old_policy == "rollout" else scored_logp,
+            torch.tensor([one.advantage for one in batch], device=self.device),
+            packed.cu_seqlens,
+            mask=mask,
+            ref_logp=join([one.ref_logp for one in batch]),
+            entropy=result.entropy,
+            rollout_logp=rollout_logp,
+            loss_type=settings.type,
+            ratio_level=settings.ratio_level,
+            clip_low=clip_range(settings.clip_low),
+            clip_high=clip_range(settings.clip_high),
+            clip_dual=settings.clip_dual,
+            kl_coef=settings.kl_coef,
+            kl_type=settings.kl_type,
+            entropy_coef=settings.entropy_coef,
+            tis_cap=settings.tis_cap,
+            max_completion_length=self.settings.rollout.max_tokens,
+            normalizer=normalizer,
+        )
+
+    def _metrics(
+        self,
+        graded: Sequence[GradedCompletion],
+        scores: Scores,
+        stats: Sequence[dict[str, float]],
+        updates: Sequence[Update],
+        exact: Exactness,
+        seconds: float,
+    ) -> dict[str, Any]:
+        """One row of `metrics.jsonl`."""
+        lengths = [len(one.trajectory.completion) for one in graded]
+        size = self.settings.rollout.group_size
+        groups = [scores.total[i : i + size] for i in range(0, len(graded), size)]
+        return {
+            "reward": math.fsum(scores.total) / len(graded),
             "reward_std": float(torch.tensor(scores.total, dtype=torch.float64).std(correction=0)),
-            **_reward_parts(scores.parts),
+            **_reward_means(scores.parts),
             **{f"logged/{name}": value for name, value in scores.metrics.items()},
             "groups_all_equal": sum(len(set(group)) == 1 for group in groups) / len(groups),
-            "length": tokens / len(samples),
-            "length_max": max(len(sample.completion) for sample in samples),
-            "truncated": sum(completion.truncated for completion in completions) / len(samples),
-            "masked": counted.count(False),
+            "length": sum(lengths) / len(graded),
+            "length_max": max(lengths),
+            "truncated": sum(one.completion.truncated for one in graded) / len(graded),
+            "masked": sum(not one.in_loss for one in graded),
             **_combine(stats, self.updates_per_step),
             "updates": len(updates),
             "grad_norm": max((update.grad_norm for update in updates), default=0.0),
             "lr": updates[-1].lr if updates else 0.0,
             **exact.row(),
-            "tokens": tokens,
-            "tokens_per_s": tokens / seconds,
+            "tokens": sum(lengths),
+            "tokens_per_s": sum(lengths) / seconds,
             "seconds": seconds,
             **{f"seconds_{name}": value for name, value in self.seconds.items()},
             "memory_mib": peak_memory_mib(self.device),
         }
-        return metrics, exact
 
     def evaluate(self, step: int, display: Display) -> float | None:
-        """Mean held-out reward with the weights as they are; None where there are no held-out rows."""
+        """Mean held-out reward with the current weights; None without held-out rows."""
         if not self.parts.heldout:
             return None
         settings = self.settings
@@ -241,33 +293,25 @@ class Trainer:
             {"prompt": c.prompt.row["prompt"], "completion": c.text, "reward": reward}
             for c, reward in list(zip(completions, rewards, strict=True))[:HELDOUT_SAMPLES]
         ]
-        length = sum(len(c.sample.completion) for c in completions) / len(completions)
+        length = sum(len(c.trajectory.completion) for c in completions) / len(completions)
         row = {"step": step, "contract": self.run.contract, "reward": mean, "length": length, "rows": len(rewards)}
         self.run.append("eval", {**row, "samples": shown})
         display.say(f"held-out reward after step {step}: {mean:.3f} ({len(rewards)} prompts)")
         return mean
 
     def probe(self, step: int) -> dict[str, Any]:
-        """The control: this step's prompts sampled and scored on stock torch ops, and how far apart both are."""
-        settings = self.settings
+        """The control: samples and scores this step's prompts on stock torch ops; returns how much both differ."""
         with ops.stock():
-            self.sampler.weights_updated()
-            seed = mix_seed(settings.run.seed, -step) % (1 << 64)
-            completions = self.sampler.sample(self.prompts, settings.rollout, seed, settings.rollout.group_size)
-            samples = [completion.sample for completion in completions]
+            trajectories = [completion.trajectory for completion in self._rollout(seed_stream=-step)]
             exact = Exactness()
-            exact.add(samples, torch.cat(self._score(self.model, samples)))
-        self.sampler.weights_updated()  # nothing of the control stays in the cache
+            exact.add(trajectories, torch.cat(self._score(self.model, trajectories)))
+        self.sampler.weights_updated()  # the control's keys and values must not stay in the prefix cache
         return {"step": step, "tokens": exact.tokens, **exact.row(), "max_ulps": exact.max_ulps}
 
-    def _score(self, model: Any, samples: Sequence[Sample]) -> list[Tensor]:
-        budget = self.settings.train.micro_batch_tokens
-        temperature = self.settings.rollout.temperature
-        logp = score_all(model, samples, temperature=temperature, budget=budget, device=self.device)
-        return list(logp.cpu().split([len(sample.completion) for sample in samples]))
-
-    def _join(self, values: Sequence[Tensor], picked: Sequence[int]) -> Tensor:
-        return torch.cat([values[i] for i in picked]).to(self.device)
+    def _score(self, model: Decoder, trajectories: Sequence[Trajectory]) -> list[Tensor]:  # [L_i] fp32 each, on the CPU
+        budget, temperature = self.settings.train.micro_batch_tokens, self.settings.rollout.temperature
+        logp = score_all(model, trajectories, temperature=temperature, budget=budget, device=self.device)
+        return list(logp.cpu().split([len(trajectory.completion) for trajectory in trajectories]))
 
     def _require(self, exact: Exactness, step: int) -> None:
         if self.settings.run.strict and self.settings.run.backend == "rlkernel":
@@ -282,77 +326,67 @@ class Trainer:
                 torch.cuda.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
-    def _keep_samples(
-        self,
-        step: int,
-        completions: Sequence[Completion],
-        scores: Scores,
-        advantages: Sequence[float],
-        scored: Sequence[Tensor],
-    ) -> None:
-        """The first completion of the first prompts, token by token with the bits of both sides."""
-        starts = range(0, len(completions), self.settings.rollout.group_size)
+    def _write_samples(self, step: int, graded: Sequence[GradedCompletion], scores: Scores) -> None:
+        """Writes the first completion of the first prompts, with the bits of both sides for each token."""
+        starts = range(0, len(graded), self.settings.rollout.group_size)
         for i in starts[: self.settings.run.samples]:
-            completion = completions[i]
-            sample, rollout = completion.sample, _logp(completion.sample).tolist()
+            one = graded[i]
+            rollout, training = _known(one.trajectory.logp), _known(one.training_logp)
+            pairs = zip(one.trajectory.completion, rollout.tolist(), training.tolist(), strict=True)
             tokens = [
                 {
                     "id": token,
                     "text": self.parts.tokenizer.token(token) or "",
-                    "logp": rollout[j],
-                    "rollout": hex_bits(rollout[j]),
-                    "training": hex_bits(float(scored[i][j])),
+                    "logp": sampled,
+                    "rollout": hex_bits(sampled),
+                    "training": hex_bits(trained),
                 }
-                for j, token in enumerate(sample.completion[:SAMPLE_TOKENS])
+                for token, sampled, trained in islice(pairs, SAMPLE_TOKENS)
             ]
-            equal = compare_bitwise(scored[i], _logp(sample)).mismatches == 0
-            row = {"step": step, "prompt": completion.prompt.row["prompt"], "completion": completion.text}
-            row |= {"reward": scores.total[i], "advantage": advantages[i], "exact": equal, "tokens": tokens}
+            row = {
+                "step": step,
+                "prompt": one.completion.prompt.row["prompt"],
+                "completion": one.completion.text,
+                "reward": scores.total[i],
+                "advantage": one.advantage,
+                "exact": compare_bitwise(training, rollout).mismatches == 0,
+                "tokens": tokens,
+            }
             if scores.extra:
                 row["extra"] = {name: values[i] for name, values in scores.extra.items()}
             self.run.append("samples", row)
 
 
-def _spread(count: int, steps: int) -> set[int]:
-    """`count` steps evenly spread over the run, the last one among them."""
-    return {max(1, round(steps * i / count)) for i in range(1, count + 1)}
+def _known(logp: Tensor | None) -> Tensor:
+    assert logp is not None
+    return logp
 
 
-def _logp(sample: Sample) -> Tensor:
-    assert sample.logp is not None
-    return sample.logp
+def _minibatches(graded: Sequence[GradedCompletion], parts: int) -> list[Sequence[GradedCompletion]]:
+    """The completions in `parts` consecutive minibatches whose sizes differ by at most one."""
+    size = len(graded)
+    return [graded[size * i // parts : size * (i + 1) // parts] for i in range(parts)]
 
 
-def _minibatches(size: int, parts: int) -> Iterator[range]:
-    """`size` completions cut into `parts` consecutive ranges whose sizes differ by one at most."""
-    for i in range(parts):
-        yield range(size * i // parts, size * (i + 1) // parts)
-
-
-def _mask(samples: Sequence[Sample], counted: Sequence[bool], picked: Sequence[int], device: str) -> Tensor | None:
-    if all(counted[i] for i in picked):
-        return None
-    return torch.cat([torch.full((len(samples[i].completion),), counted[i]) for i in picked]).to(device)
-
-
-def _normalizer(settings: Settings, samples: Sequence[Sample], counted: Sequence[bool]) -> float:
-    """Denominator of the whole minibatch, so that the losses of its micro-batches add up to its own."""
+def _normalizer(settings: Settings, minibatch: Sequence[GradedCompletion]) -> float:
+    """Denominator of the whole minibatch's loss, so that the losses of its micro-batches add up to it."""
     if settings.loss.type in ("grpo", "gspo", "reinforce"):
-        return float(len(samples))
+        return float(len(minibatch))
     if settings.loss.type == "dr_grpo":
-        return float(len(samples) * settings.rollout.max_tokens)
-    return float(max(1, sum(len(s.completion) for s, counts in zip(samples, counted, strict=True) if counts)))
+        return float(len(minibatch) * settings.rollout.max_tokens)
+    return float(max(1, sum(len(one.trajectory.completion) for one in minibatch if one.in_loss)))
 
 
-def _has_signal(loss: LossSettings, advantages: Sequence[float]) -> bool:
-    """Whether an update would be driven by anything but the optimizer's momentum."""
+def _has_signal(loss: LossSettings, minibatch: Sequence[GradedCompletion]) -> bool:
+    """Whether the loss has a gradient; without one an update would only follow the optimizer's momentum."""
+    advantages = [one.advantage for one in minibatch if one.in_loss]
     if not advantages:
         return False
     return loss.kl_coef > 0 or loss.entropy_coef != 0 or any(value != 0.0 for value in advantages)
 
 
-def _reward_parts(parts: dict[str, list[float | None]]) -> dict[str, float]:
-    """Mean of each reward over the completions that it judged, where there are several rewards."""
+def _reward_means(parts: dict[str, list[float | None]]) -> dict[str, float]:
+    """Mean of each reward function over the completions that it judged; empty for a single function."""
     if len(parts) < 2:
         return {}
     known = {name: [value for value in values if value is not None] for name, values in parts.items()}
@@ -360,7 +394,7 @@ def _reward_parts(parts: dict[str, list[float | None]]) -> dict[str, float]:
 
 
 def _combine(stats: Sequence[dict[str, float]], updates: int) -> dict[str, float]:
-    """Statistics of a step from those of its micro-batches: token-weighted means, extremes, mean loss."""
+    """Statistics of a step from those of its micro-batches."""
     combined: dict[str, float] = {"loss": math.fsum(stat["loss"] for stat in stats) / max(1, updates)}
     seen = [stat for stat in stats if stat["tokens"] > 0]
     tokens = math.fsum(stat["tokens"] for stat in seen)
@@ -370,8 +404,8 @@ def _combine(stats: Sequence[dict[str, float]], updates: int) -> dict[str, float
         values = [stat[name] for stat in seen]
         if not values:
             combined[name] = 0.0
-        elif name in _MINIMA or name in _MAXIMA:
-            combined[name] = min(values) if name in _MINIMA else max(values)
+        elif name in _EXTREMES:
+            combined[name] = _EXTREMES[name](values)
         else:
             combined[name] = math.fsum(v * s["tokens"] for v, s in zip(values, seen, strict=True)) / tokens
     return combined

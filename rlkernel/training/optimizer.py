@@ -1,7 +1,6 @@
-"""The optimizer of a run: AdamW on fp32 master weights, its schedule, gradients gathered in fp32 and clipped.
+"""The optimizer of a run: AdamW on fp32 master weights with a learning-rate schedule and gradient clipping.
 
-Ops add weight gradients to `parameter.main_grad` (fp32) in the contract's order; `ops.grad_norm` and `ops.adamw_` do
-the rest, and only the norm comes back to the host.
+Ops add weight gradients to `parameter.main_grad` (fp32) in the contract's order. Only the norm is copied to the host.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from rlkernel.training.config import OptimizerSettings
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did: gradient norm before clipping, and the learning rate."""
+    """Gradient norm before clipping, and learning rate, of one optimizer step."""
 
     grad_norm: float
     lr: float
@@ -39,8 +38,9 @@ class Optimizer:
     """The optimizer of one model.
 
     Args:
-        model: its parameters get a zeroed fp32 `main_grad` each.
-        settings: AdamW's settings; total: updates that the schedule spans.
+        model: each of its parameters gets a zeroed fp32 `main_grad`.
+        settings: AdamW's settings.
+        total: number of updates that the schedule spans.
 
     Attributes:
         updates: number of updates made.
@@ -64,7 +64,7 @@ class Optimizer:
         )
 
     def gather(self) -> None:
-        """Moves what autograd left in `.grad` (stock ops) to `main_grad`; call it after each backward."""
+        """Adds `.grad`, which stock ops leave, to `main_grad`; call it after each backward."""
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.main_grad += parameter.grad  # type: ignore[attr-defined]
@@ -75,10 +75,10 @@ class Optimizer:
         self.model.zero_main_grads()
 
     def step(self) -> Update:
-        """Clips, updates masters and parameters, zeroes the gradients.
+        """Clips the gradients, updates masters and parameters, zeroes the gradients.
 
         Raises:
-            FloatingPointError: a gradient is not finite; names the parameter. No weight was updated.
+            FloatingPointError: a gradient is not finite; names the parameters. No weight was updated.
         """
         self.model.fold_main_grads()
         norm, scale, squares = ops.grad_norm(self.adamw.gradients(), max_norm=self.settings.clip_norm)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel.training.charts import Series, line_chart, number, table
-from rlkernel.training.run import read_jsonl, write_text
+from rlkernel.training.run_folder import read_jsonl, write_text
 
 SAMPLE_ROWS = 24
 LONGEST_TEXT = 1500

@@ -1,4 +1,4 @@
-"""Sampling of completions with the engine, on the trainer's own model object, and their rewards."""
+"""Samples completions with the engine, on the trainer's own model object, and computes their rewards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlkernel.data.tokenizer import Tokenizer
 from rlkernel.engine import LLM, CacheTooSmallError, SamplingParams
 from rlkernel.engine.sampling_params import mix_seed
 from rlkernel.models import Decoder
-from rlkernel.training.batch import Sample
+from rlkernel.training.batch import Trajectory
 from rlkernel.training.config import EngineSettings, RolloutSettings
 from rlkernel.training.parts import Prompt
 
 NOT_FINITE = (
-    "the model computes logits that are NaN or infinite; start from an earlier checkpoint, lower optimizer.lr, or, "
-    "where model.dtype is float16, use bfloat16"
+    "the model computes logits that are NaN or infinite; start from an earlier checkpoint, lower optimizer.lr, or "
+    "use bfloat16 if model.dtype is float16"
 )
 
 
@@ -31,30 +31,16 @@ class Completion:
     """One sampled completion.
 
     Attributes:
-        prompt: what was continued.
-        sample: its token ids and the rollout's log-probabilities.
+        prompt: the prompt that it continues.
+        trajectory: its token ids and the rollout's log-probabilities.
         text: without special tokens.
-        truncated: cut at `max_tokens`, no end-of-sequence token or stop string.
+        truncated: cut at `max_tokens`, without an end-of-sequence token or stop string.
     """
 
     prompt: Prompt
-    sample: Sample
+    trajectory: Trajectory
     text: str
     truncated: bool
-
-
-class KnownTokens:
-    """The tokenizer, decoding over ids that only the model has: embeddings are often padded beyond the vocabulary."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        known = [i for i in ids if self._tokenizer.token(i) is not None]
-        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
 
 class Sampler:
@@ -65,17 +51,17 @@ class Sampler:
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, settings: EngineSettings):
-        self.llm = LLM(model, KnownTokens(tokenizer), **settings.model_dump())
+        self.llm = LLM(model, tokenizer, **settings.model_dump())
 
     def weights_updated(self) -> None:
-        """Forgets the keys and values of the old weights."""
+        """Drops the cached keys and values of the old weights."""
         self.llm.weights_updated()
 
-    def sample(self, prompts: Sequence[Prompt], settings: RolloutSettings, seed: int, size: int) -> list[Completion]:
-        """`size` completions of each prompt, those of a prompt side by side.
+    def sample(self, prompts: Sequence[Prompt], settings: RolloutSettings, seed: int) -> list[Completion]:
+        """`settings.group_size` completions of each prompt, grouped by prompt.
 
         Args:
-            prompts: the prompts; settings: sampling; seed: with the prompt's index it seeds each request.
+            seed: seeds each request together with the prompt's index.
 
         Raises:
             FloatingPointError: the model's logits are NaN or infinite.
@@ -88,7 +74,7 @@ class Sampler:
                 top_p=settings.top_p,
                 min_p=settings.min_p,
                 max_tokens=settings.max_tokens,
-                n=size,
+                n=settings.group_size,
                 seed=mix_seed(seed, i) % (1 << 64),
                 stop=settings.stop,
                 return_kept=filters,
@@ -98,7 +84,7 @@ class Sampler:
         return self._complete(prompts, params)
 
     def evaluate(self, prompts: Sequence[Prompt], settings: RolloutSettings, temperature: float) -> list[Completion]:
-        """One completion a prompt at the evaluation's temperature, the same seeds each time."""
+        """One completion per prompt at the evaluation's temperature, with the same seeds each time."""
         params = [
             SamplingParams(
                 temperature=temperature,
@@ -118,14 +104,14 @@ class Sampler:
         except ValueError as error:
             if not str(error).startswith("sample:"):
                 raise
-            raise FloatingPointError(NOT_FINITE) from error  # the op refuses such logits on a CPU, not on a GPU
+            raise FloatingPointError(NOT_FINITE) from error  # ops.sample checks logits on a CPU, not on a GPU
         logps = [completion.logprobs_tensor for output in outputs for completion in output.outputs]
         if not torch.cat(logps).isfinite().all():
             raise FloatingPointError(NOT_FINITE)
         return [
             Completion(
                 prompt,
-                Sample(prompt.ids, completion.token_ids, completion.logprobs_tensor, completion.kept),
+                Trajectory(prompt.ids, completion.token_ids, completion.logprobs_tensor, completion.kept),
                 completion.text,
                 completion.finish_reason == "length",
             )
@@ -135,14 +121,14 @@ class Sampler:
 
 
 def judge(rewards: Rewards, completions: Sequence[Completion], state: TrainerState | None = None) -> Scores:
-    """Rewards of completions, in TRL's form: an assistant message for a chat prompt, text for a text prompt."""
+    """Rewards of completions in TRL's form: an assistant message for a chat prompt, text for a text prompt."""
     rows = [completion.prompt.row for completion in completions]
     answers: list[Any] = [
         [{"role": "assistant", "content": c.text}] if data.is_chat(c.prompt.row["prompt"]) else c.text
         for c in completions
     ]
-    ids = [list(c.sample.completion) for c in completions]
-    # Copies, each on its own: a reward that writes `prompt += completion` would change the data and the whole group.
+    ids = [list(c.trajectory.completion) for c in completions]
+    # Each value is copied, because a reward that writes `prompt += completion` would change the data.
     prompts = [copy.deepcopy(row["prompt"]) for row in rows]
     columns = {name: [copy.deepcopy(value) for value in values] for name, values in data.columns_of(rows).items()}
     return rewards(prompts, answers, ids, columns, state)

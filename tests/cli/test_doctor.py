@@ -59,7 +59,7 @@ def test_cpu_says_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
         assert found["schedules"]["unavailable"] == "no CUDA GPU"
     assert main(["doctor", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    assert "attention variant fa3: not here" in text
+    assert "attention variant fa3: not available" in text
     assert f"no certified schedules: {found['schedules']['unavailable']}" in text
 
 
@@ -205,5 +205,7 @@ def test_doctor_names_what_the_chip_lacks(
     text = capsys.readouterr().out
     assert f"compute capability {chip[0]}.{chip[1]}" in " ".join(text.split())
     assert "cuBLASLt's schedules are off: no cuBLASLt" in text
-    assert ("attention variant fa3: not here: FlashAttention-3 is for GPUs of compute capability 9" in text) != hopper
+    assert (
+        "attention variant fa3: not available: FlashAttention-3 is for GPUs of compute capability 9" in text
+    ) != hopper
     assert ("linear_logprob" in text and "anchor; not for this GPU or shape: hopper" in text) != hopper

@@ -207,7 +207,7 @@ def test_a_name_of_the_hub(
     assert generate(model, "--prompt", "12", "--output", "local.jsonl") == 0
     assert read("cached.jsonl") == read("local.jsonl")
     assert engine.LLM("owner/Some-1.5B").tokenizer is not None
-    for path, message in (("nowhere", "nowhere does not exist; expected"), ("p.jsonl", "p.jsonl is no directory")):
+    for path, message in (("nowhere", "nowhere does not exist; expected"), ("p.jsonl", "p.jsonl is not a directory")):
         assert generate(path, "--prompt", "12") == 2
         assert message in one_line(capsys)
 
@@ -237,7 +237,7 @@ def test_without_a_compiler_it_says_so_first(
     with pytest.raises(FloatingPointError):
         generate(model, "--prompt", "12")
     assert "about a thousand times slower" in one_line(capsys)
-    monkeypatch.setattr("rlkernel.training.launch.train_grpo", stop)
+    monkeypatch.setattr("rlkernel.training.session.train_grpo", stop)
     words = ["train", "grpo", "warmup.examples=4", "eval.rows=2", "--device", "cpu"]
     assert main(words) == 2
     said = capsys.readouterr().err.splitlines()

@@ -59,10 +59,10 @@ def test_a_mistake_is_one_line(
     [
         (
             OSError(errno.ENOSPC, "No space left on device", "/c/k.so"),
-            "cannot write /c/k.so (No space left on",
+            "/c/k.so: No space left on device; free some space",
         ),
-        (MemoryError(), "the memory is not enough (MemoryError); lower engine.max_num_seqs"),
-        (RuntimeError("CUDA out of memory.\nTried"), "the memory is not enough (CUDA out of memory. Tried); lower"),
+        (MemoryError(), "out of memory (MemoryError); lower engine.max_num_seqs"),
+        (RuntimeError("CUDA out of memory.\nTried"), "out of memory (CUDA out of memory. Tried); lower"),
         (RuntimeError("[x] DefaultCPUAllocator: can't allocate memory"), "can't allocate memory); lower"),
         (RuntimeError("a bug"), None),
         (OSError(errno.EIO, "a bug"), None),
@@ -74,7 +74,7 @@ def test_a_machine_that_is_too_small_is_one_line_and_a_bug_a_traceback(
     def launch(_: object) -> None:
         raise error
 
-    monkeypatch.setattr("rlkernel.training.launch.launch", launch)
+    monkeypatch.setattr("rlkernel.training.session.run_training", launch)
     if message is None:
         with pytest.raises(type(error), match="a bug"):
             main(["train", "grpo"])

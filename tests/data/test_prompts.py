@@ -48,10 +48,8 @@ def test_a_file_that_a_spreadsheet_saved(tmp_path: Path) -> None:
         ('{"prompt": "b", "completions": 1}', "column 'completions' is an argument of every reward"),
         ('{"prompt": "b", "new": 1}', "p.jsonl:2: column 'new' is new"),
         ('{"prompt": "b", "trainer_state": 1}', "column 'trainer_state' is an argument of every reward"),
-        ('{"prompt": "b\\ud800"}', "p.jsonl:2: \\ud800 is half of a surrogate pair"),
-        ('{"prompt": "b", "answer": ["\\uDFFF"]}', "p.jsonl:2: \\udfff is half of a surrogate pair"),
-        ('{"prompt": "b", "answer": %s}' % ("9" * 5000), "p.jsonl:2: a number has too many digits"),
-        ('{"prompt": "b", "answer": %s}' % ("[" * 99999 + "]" * 99999), "p.jsonl:2: the JSON is nested too deeply"),
+        ('{"prompt": "b", "answer": %s}' % ("9" * 5000), "p.jsonl:2: not JSON that can be read (Exceeds the limit"),
+        ('{"prompt": "b", "answer": %s}' % ("[" * 99999 + "]" * 99999), "p.jsonl:2: not JSON that can be read"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -125,5 +123,3 @@ def test_the_order_is_fixed_by_the_seed_and_covers_the_data() -> None:
     assert first != list(islice(shuffled(rows, 2), 30))
     for start in (0, 10, 20):
         assert sorted(row["prompt"] for row in first[start : start + 10]) == sorted(row["prompt"] for row in rows)
-    with pytest.raises(InputError, match="no training rows"):
-        next(shuffled([], 0))

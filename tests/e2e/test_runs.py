@@ -18,7 +18,7 @@ from e2e.conftest import ROOT
 from e2e.tiny_model import make_model
 
 from rlkernel.cli.main import main
-from rlkernel.training.run import read_jsonl
+from rlkernel.training.run_folder import read_jsonl
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -83,7 +83,7 @@ def test_mixing_is_an_error() -> None:
     ):
         llm.generate(PROMPTS[:1])
     policy.set_attention_variant("split")
-    with pytest.raises(VariantError, match="made for attention variant 'fa3', and the model was set to 'split' since"):
+    with pytest.raises(VariantError, match="created for attention variant 'fa3', but the model was set to 'split'"):
         llm.generate(PROMPTS[:1])
     policy.set_attention_variant("fa3")
     llm.generate(PROMPTS[:1])

@@ -164,5 +164,5 @@ def test_decode_equals_the_training_forward(model: Decoder, record: Record) -> N
     # Control: the training forward of the other variant gives other bits.
     model.set_attention_variant("split")
     assert int((trained(model, outputs, 0.8).view(torch.int32) != rollout[1].view(torch.int32)).sum()) > 0
-    with pytest.raises(VariantError, match="made for attention variant 'fa3'"):
+    with pytest.raises(VariantError, match="created for attention variant 'fa3'"):
         llm.generate(prompts[:1])

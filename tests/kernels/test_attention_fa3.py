@@ -15,7 +15,7 @@ from ops.fake_fa3 import SHAPE, Change, fake, install
 from torch import Tensor
 
 from rlkernel.cli import doctor
-from rlkernel.kernels import certification, samples, schedule
+from rlkernel.kernels import certification, samples, schedule, verdicts
 from rlkernel.kernels.cuda import attention_fa3, fa3_library
 from rlkernel.kernels.cuda.fa3_library import Library
 from rlkernel.kernels.errors import VariantError
@@ -34,7 +34,7 @@ def test_an_exact_library_is_certified_once(tmp_path: Path, monkeypatch: pytest.
     file = next((tmp_path / "schedules").glob("*.json"))
     content = json.loads(file.read_text())
     kept = content["data"]
-    assert content["format"] == attention_fa3.FORMAT and kept["identity"]["shape"] == SHAPE.describe()
+    assert content["format"] == verdicts.FORMAT and kept["identity"]["shape"] == SHAPE.describe()
     assert kept["identity"]["flash_attention_3"] == "fake 1" and kept["seed"] == found.seed
     monkeypatch.setattr(attention_fa3, "certify", lambda *_: pytest.fail("certified again"))
     attention_fa3.forget()
@@ -101,7 +101,7 @@ def test_a_broken_verdict_is_made_again(tmp_path: Path, monkeypatch: pytest.Monk
     whole = file.read_text()
     for text in (
         "{",
-        json.dumps({"format": attention_fa3.FORMAT}),
+        json.dumps({"format": verdicts.FORMAT}),
         whole.replace('"certified": true', '"certified": false'),
     ):
         file.write_text(text)

@@ -49,7 +49,7 @@ PACKED: dict[str, tuple[dict[str, Any], str]] = {
     "count": ({"positions": torch.tensor([0, 1])}, r"positions is \(2,\)(.*)expected \[3\]"),
     "offset dtype": ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens is(.*)int64; expected \[n\] torch.int32"),
     "end": ({"cu_seqlens": int32(0, 2)}, r"cu_seqlens is \[0, 2\](.*)rise from 0 to 3"),
-    "empty sequence": ({"cu_seqlens": int32(0, 3, 3)}, "at least one a sequence"),
+    "empty sequence": ({"cu_seqlens": int32(0, 3, 3)}, "at least one per sequence"),
     "no sequence": ({"cu_seqlens": int32(0)}, "rise from 0 to 3"),
     "longest": ({"max_seqlen": 2}, "max_seqlen is 2, but the longest sequence has 3"),
     "nothing": (
@@ -74,7 +74,7 @@ PAGED: dict[str, tuple[dict[str, Any], str]] = {
     "negative slot": ({"slots": torch.tensor([11, -2, 4])}, "slots run from -2"),
     "page": ({"block_table": int32(2, 3, 1, 0).view(2, 2)}, "names pages 1 to 3; the cache has pages 0 to 2"),
     "unset page": ({"block_table": int32(2, -1, 1, 0).view(2, 2)}, "names pages -1 to 2"),
-    "short table": ({"block_table": int32(2, 1).view(2, 1)}, "has 1 pages a sequence; 5 keys need 2"),
+    "short table": ({"block_table": int32(2, 1).view(2, 1)}, "has 1 pages per sequence; 5 keys need 2"),
     "table rows": ({"block_table": int32(2, 1).view(1, 2)}, r"block_table is \(1, 2\); expected \[2, pages\]"),
     "lengths": ({"seq_lens_k": int32(5)}, r"seq_lens_k is \(1,\)(.*)expected \[2\]"),
     "max_q": ({"max_seqlen_q": 1}, "max_seqlen_q is 1"),

@@ -84,7 +84,7 @@ def test_a_dtype_that_cannot_hold_a_weight_is_named(tmp_path: Path) -> None:
     source = save("qwen3", tmp_path)
     rewrite(lambda t: t[Q][0, 0].fill_(7e4))(source)
     assert load_model(source, torch.bfloat16).dtype == torch.bfloat16
-    with pytest.raises(CheckpointError, match=rf"{Q} has values up to 7e\+04, which float16 cannot hold; load"):
+    with pytest.raises(CheckpointError, match=rf"{Q} has values up to 7e\+04, which float16 cannot represent; load"):
         load_model(source, torch.float16)
 
 
@@ -128,12 +128,12 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no shard": (lambda d: (d / "model.safetensors").unlink(), r"model.safetensors does not exist"),
     "pickle": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
-        r"pytorch_model.bin is pickled and never read",
+        r"pytorch_model.bin is a pickle, which is never read",
     ),
     "truncated": (truncate, r"model.safetensors \(\d+ bytes\) is truncated"),
-    "empty file": (lambda d: (d / "model.safetensors").write_bytes(b""), r"truncated or no safetensors"),
-    "no safetensors": (lambda d: (d / "model.safetensors").write_bytes(b"x" * 999), r"no safetensors"),
-    "offsets": (lie_in_header, r"no safetensors"),
+    "empty file": (lambda d: (d / "model.safetensors").write_bytes(b""), r"truncated or not a safetensors"),
+    "no safetensors": (lambda d: (d / "model.safetensors").write_bytes(b"x" * 999), r"not a safetensors"),
+    "offsets": (lie_in_header, r"not a safetensors"),
     "missing tensor": (rewrite(lambda t: t.pop(Q)), rf"tensor {Q} is missing"),
     "missing head": (rewrite(lambda t: t.pop("lm_head.weight")), r"lm_head.weight is missing(.*)tie_word_embeddings"),
     "many missing": (rewrite(lambda t: [t.pop(n) for n in list(t)[:9]]), r"tensors (.*) and 5 more are missing"),
@@ -229,7 +229,7 @@ def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = sorted(target.iterdir())
     monkeypatch.setattr(f"rlkernel.models.checkpoint.{broken}", fail)
     for overwrite, path in ((True, target), (False, tmp_path / "new")):
-        with pytest.raises(CheckpointError, match=r"cannot write .*\(No space left on device\); make room there"):
+        with pytest.raises(CheckpointError, match=r"cannot write .*\(No space left on device\); free some space"):
             save_model(model, path, overwrite=overwrite)
     assert [p.name for p in tmp_path.iterdir()] == ["out"] and sorted(target.iterdir()) == before
     (tmp_path / "file").write_text("")

@@ -21,14 +21,14 @@ from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.data.errors import InputError
 from rlkernel.data.rewards import Reward, Rewards
-from rlkernel.training.batch import Sample, pack_samples
+from rlkernel.training.batch import Trajectory, pack_trajectories
 from rlkernel.training.display import Display
 from rlkernel.training.exactness import MismatchError
-from rlkernel.training.launch import launch
 from rlkernel.training.optimizer import Update
 from rlkernel.training.parts import Prompt
 from rlkernel.training.rollout import Completion, judge
-from rlkernel.training.run import read_jsonl
+from rlkernel.training.run_folder import read_jsonl
+from rlkernel.training.session import run_training
 
 STEPS = 2
 
@@ -119,12 +119,12 @@ def test_the_gradient_is_the_policy_gradient(
     with run:
         trainer.step(1)
     trainer.model.fold_main_grads()
-    samples = [completion.sample for completion in kept["completions"]]
+    samples = [completion.trajectory for completion in kept["completions"]]
     total = sum(len(one.completion) for one in samples)
     objective = torch.zeros(())
     with ops.stock():
         for one, advantage in zip(samples, kept["a"].tolist(), strict=True):
-            logits = plain.logits(plain(pack_samples([one], "cpu").batch))[len(one.prompt) - 1 :] / 0.8
+            logits = plain.logits(plain(pack_trajectories([one], "cpu").batch))[len(one.prompt) - 1 :] / 0.8
             logp = logits.log_softmax(-1)[torch.arange(len(one.completion)), torch.tensor(one.completion)]
             length = {"sequence": len(one.completion) * len(samples), "token": total, "constant": 12 * len(samples)}[
                 share
@@ -162,7 +162,7 @@ def test_a_single_ulp_stops_a_strict_run_before_the_weights_change(
 
     def nudged(*arguments: Any) -> Any:
         completions = sample(*arguments)
-        logp = completions[5].sample.logp
+        logp = completions[5].trajectory.logp
         logp[1] = torch.nextafter(logp[1], torch.tensor(-100.0))
         return completions
 
@@ -180,7 +180,7 @@ def test_without_strict_mode_mismatches_are_counted(tmp_path: Path, monkeypatch:
 
     def nudged(*arguments: Any) -> Any:
         completions = sample(*arguments)
-        completions[0].sample.logp[0] += 0.25
+        completions[0].trajectory.logp[0] += 0.25
         return completions
 
     monkeypatch.setattr(trainer.sampler, "sample", nudged)
@@ -238,7 +238,7 @@ def test_probes_change_nothing_of_the_run(tmp_path: Path) -> None:
     found = []
     for count in (0, 2):
         settings = settings_of(tmp_path / str(count), f"run.probe_rollouts={count}", "run.save=false")
-        folder = launch(settings, Display(Console(quiet=True)))
+        folder = run_training(settings, Display(Console(quiet=True)))
         summary = json.loads((folder / "summary.json").read_text())
         assert [row["step"] for row in summary["probe"]] == [1, 2][:count]
         found.append([(row["reward"], row["loss"]) for row in read_jsonl(folder / "metrics.jsonl")])
@@ -323,7 +323,7 @@ def test_a_reward_cannot_change_the_data(tmp_path: Path) -> None:
 
     seen: list[int] = []
     row = {"prompt": [{"role": "user", "content": "x"}], "tags": ["a"]}
-    group = [Completion(Prompt(row, [1]), Sample([1], [2]), "y", False)] * 2
+    group = [Completion(Prompt(row, [1]), Trajectory([1], [2]), "y", False)] * 2
     for _ in range(2):
         judge(Rewards([Reward("joins", joins)]), group)
     assert seen == [1] * 4 and row == {"prompt": [{"role": "user", "content": "x"}], "tags": ["a"]}
@@ -371,7 +371,7 @@ def test_a_full_disk_at_the_end_costs_no_report(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("rlkernel.models.checkpoint.save_file", full)
     with pytest.raises(InputError, match=r"model is lost: .*\(No space left on device\).*stay in .*run") as caught:
-        launch(settings_of(tmp_path, "run.probe_rollouts=0"), Display(Console(quiet=True)))
+        run_training(settings_of(tmp_path, "run.probe_rollouts=0"), Display(Console(quiet=True)))
     assert "\n" not in str(caught.value)
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"summary.json", "report.html", "metrics.jsonl"} <= names and not any("model" in name for name in names)
@@ -380,7 +380,7 @@ def test_a_full_disk_at_the_end_costs_no_report(tmp_path: Path, monkeypatch: pyt
     monkeypatch.undo()
     monkeypatch.setattr("rlkernel.training.report.render", full)
     with pytest.raises(OSError):
-        launch(settings_of(tmp_path, "run.probe_rollouts=0"), Display(Console(quiet=True)))
+        run_training(settings_of(tmp_path, "run.probe_rollouts=0"), Display(Console(quiet=True)))
     assert (tmp_path / "run-2" / "model" / "model.safetensors").exists()
 
 
@@ -388,10 +388,12 @@ def test_a_disk_that_is_too_small_is_noted_at_the_start(tmp_path: Path, monkeypa
     import shutil
 
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("rlkernel.training.launch.shutil.disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr("rlkernel.training.session.shutil.disk_usage", lambda _: usage._replace(free=1000))
     out = io.StringIO()
-    launch(settings_of(tmp_path, "train.steps=1", "run.probe_rollouts=0"), Display(Console(file=out, soft_wrap=True)))
-    assert "has 1,000 free; make room before the run ends" in out.getvalue()
+    run_training(
+        settings_of(tmp_path, "train.steps=1", "run.probe_rollouts=0"), Display(Console(file=out, soft_wrap=True))
+    )
+    assert "has 1,000 free; free some space before the run ends" in out.getvalue()
 
 
 def test_what_a_step_leaves_in_the_folder(tmp_path: Path) -> None:

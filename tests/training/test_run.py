@@ -14,7 +14,7 @@ import pytest
 
 from rlkernel.data.errors import InputError
 from rlkernel.training.config import located, resolve
-from rlkernel.training.run import Run, default_output, new_folder, peak_memory_mib, read_jsonl, write_text
+from rlkernel.training.run_folder import RunFolder, default_output, new_folder, peak_memory_mib, read_jsonl, write_text
 
 
 def test_a_taken_folder_is_never_reused(tmp_path: Path) -> None:
@@ -61,10 +61,10 @@ def full_disk() -> Iterator[Callable[[int], None]]:
 
 
 def test_a_full_disk_is_one_line_and_leaves_whole_lines(tmp_path: Path, full_disk: Callable[[int], None]) -> None:
-    run = Run(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-2")
+    run = RunFolder(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-2")
     full_disk(1000)
     with pytest.raises(
-        InputError, match=r"cannot write .*metrics\.jsonl \(File too large\); make room there or choose"
+        InputError, match=r"cannot write .*metrics\.jsonl \(File too large\); free some space or choose"
     ):
         for step in range(100):
             run.log(step, {"reward": 0.5})
@@ -75,7 +75,7 @@ def test_a_full_disk_is_one_line_and_leaves_whole_lines(tmp_path: Path, full_dis
         write_text(run.folder / "report.html", "x" * 2000)
     assert (run.folder / "report.html").read_text() == "old"
     with pytest.raises(InputError, match=r"cannot write .*config\.yaml"):
-        Run(resolve("grpo", options={"run.output": str(tmp_path / "s")}), "rlk-2")
+        RunFolder(resolve("grpo", options={"run.output": str(tmp_path / "s")}), "rlk-2")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.yaml", "metrics.jsonl", "r", "report.html"]
 
 
@@ -83,7 +83,7 @@ def test_rows_that_are_no_unicode_or_deep_are_written(tmp_path: Path) -> None:
     deep: list[Any] = []
     for _ in range(700):
         deep = [deep]
-    with Run(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-2") as run:
+    with RunFolder(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-2") as run:
         run.append("samples", {"extra": "\ud800é", "deep": deep})
     assert read_jsonl(run.folder / "samples.jsonl") == [{"extra": "\ud800é", "deep": deep}]
 
@@ -93,7 +93,7 @@ def test_the_saved_settings_mean_the_same_files_from_anywhere(tmp_path: Path, mo
     for name in ("model", "d.jsonl"):
         (tmp_path / name).mkdir()
     options = {"model.path": "model", "data.train": "d.jsonl", "rewards": ["r.py:f", "module:g"], "run.output": "out"}
-    with Run(resolve("grpo", options=options), "rlk-2") as run:
+    with RunFolder(resolve("grpo", options=options), "rlk-2") as run:
         monkeypatch.chdir(run.folder)
     found = resolve("grpo", file="config.yaml")
     assert (found.model.path, found.data.train) == (str(tmp_path / "model"), str(tmp_path / "d.jsonl"))
@@ -112,7 +112,7 @@ def test_a_place_that_cannot_hold_a_folder_is_an_error(tmp_path: Path) -> None:
 
 def test_metrics_are_strict_json_with_the_contract(tmp_path: Path) -> None:
     settings = resolve("grpo", options={"run.output": str(tmp_path / "r")})
-    with Run(settings, "rlk-2") as run:
+    with RunFolder(settings, "rlk-2") as run:
         run.log(1, {"reward": 0.5, "bad": float("nan"), "nested": {"x": [float("inf")]}})
     text = (run.folder / "metrics.jsonl").read_text()
     assert json.loads(text) == {"step": 1, "contract": "rlk-2", "reward": 0.5, "bad": None, "nested": {"x": [None]}}
@@ -122,16 +122,16 @@ def test_metrics_are_strict_json_with_the_contract(tmp_path: Path) -> None:
 
 
 def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
-    run = Run(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-2")
+    run = RunFolder(resolve("grpo", options={"run.output": str(tmp_path / "r")}), "rlk-2")
     run.abandon()
     assert not (tmp_path / "r").exists()
 
 
 def test_nor_does_it_leave_folders_made_for_it(tmp_path: Path) -> None:
     settings = resolve("grpo", options={"run.output": str(tmp_path / "runs" / "of today" / "r")})
-    Run(settings, "rlk-2").abandon()
+    RunFolder(settings, "rlk-2").abandon()
     assert tmp_path.exists() and not any(tmp_path.iterdir())
-    first, second = Run(settings, "rlk-2"), Run(settings, "rlk-2")
+    first, second = RunFolder(settings, "rlk-2"), RunFolder(settings, "rlk-2")
     first.abandon()
     assert second.folder.name == "r-2" and second.folder.exists()
     second.abandon()
@@ -141,7 +141,7 @@ def test_nor_does_it_leave_folders_made_for_it(tmp_path: Path) -> None:
 def test_of_a_folder_of_the_users_only_what_it_wrote_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
-    begin = lambda output: Run(resolve("grpo", options={"run.output": output}), "rlk-2")
+    begin = lambda output: RunFolder(resolve("grpo", options={"run.output": output}), "rlk-2")
     begin(".").abandon()
     begin("a/../b/r").abandon()
     assert (tmp_path / "mine").is_dir() and not any(tmp_path.glob("mine/*"))
@@ -174,7 +174,7 @@ def test_tensorboard_without_its_package_is_an_error(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     settings = resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True})
     with pytest.raises(InputError, match=r"pip install 'rlkernel\[tensorboard\]'"):
-        Run(settings, "rlk-2")
+        RunFolder(settings, "rlk-2")
     assert not (tmp_path / "r").exists()
 
 
@@ -191,7 +191,9 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
         def close(self) -> None:
             written.append(("closed", 0.0, 0))
 
-    monkeypatch.setattr("rlkernel.training.run._tensorboard_writer", lambda: Writer)
-    with Run(resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True}), "rlk-2") as run:
+    monkeypatch.setattr("rlkernel.training.run_folder._tensorboard_writer", lambda: Writer)
+    with RunFolder(
+        resolve("grpo", options={"run.output": str(tmp_path / "r"), "run.tensorboard": True}), "rlk-2"
+    ) as run:
         run.log(2, {"reward": 0.5, "text": "x", "flag": True})
     assert written == [("reward", 0.5, 2), ("closed", 0.0, 0)]

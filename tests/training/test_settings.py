@@ -39,9 +39,9 @@ def test_the_built_in_model_has_a_dtype_of_the_fast_kernels_on_a_gpu(
 ) -> None:
     made = []
 
-    def on_the_cpu(config: ModelConfig, seed: int, device: str) -> Decoder:
+    def on_the_cpu(config: ModelConfig, seed: int, device: str, std: float) -> Decoder:
         made.append((config.dtype, device))
-        return from_config(config, seed=seed)
+        return from_config(config, seed=seed, std=std)
 
     from_config = Decoder.from_config
     monkeypatch.setattr(Decoder, "from_config", on_the_cpu)
@@ -121,7 +121,7 @@ def test_unknown_keys_in_files_and_in_lists(tmp_path: Path) -> None:
         InputError, match=r"c\.yaml: unknown setting 'rollout.temprature'; did you mean rollout.temperature"
     ):
         resolve("grpo", file=file)
-    with pytest.raises(InputError, match=r"'rewards\[0\].wieght'; did you mean rewards\[0\].weight"):
+    with pytest.raises(InputError, match=r"'rewards.0.wieght'; did you mean rewards.0.weight"):
         resolve("grpo", options=FILE, overrides=["rewards=[{function: a, wieght: 2}]"])
     assert nearest("zzz.qqqqqqqq") is None
 
@@ -228,6 +228,14 @@ def test_equal_prompts_are_trained_on(tmp_path: Path) -> None:
 def test_a_deviation_that_is_no_number_is_an_error(tmp_path: Path, value: str) -> None:
     settings = resolve("grpo", overrides=[f"model.config={{initializer_range: {value}}}"])
     with pytest.raises(InputError, match=r"model\.config: initializer_range is .*; expected a finite number"):
+        assemble(settings, read_inputs(settings), "cpu", tmp_path)
+
+
+def test_text_that_is_not_unicode_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "e.jsonl"
+    file.write_text('{"prompt": "1", "completion": "2"}\n{"prompt": "1\\ud800", "completion": "2"}\n')
+    settings = resolve("grpo", overrides=[f"warmup.data={file}", "warmup.steps=1"])
+    with pytest.raises(InputError, match=r"e\.jsonl:2: the text is not Unicode"):
         assemble(settings, read_inputs(settings), "cpu", tmp_path)
 
 

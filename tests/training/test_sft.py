@@ -13,16 +13,16 @@ from training.tiny import settings_of
 from rlkernel import ops
 from rlkernel.contract import assert_bitwise
 from rlkernel.models import Decoder, ModelConfig
-from rlkernel.training.batch import Sample, pack_samples
+from rlkernel.training.batch import Trajectory, pack_trajectories
 from rlkernel.training.config import OptimizerSettings, resolve
 from rlkernel.training.display import Display
-from rlkernel.training.launch import launch
 from rlkernel.training.optimizer import Optimizer
 from rlkernel.training.parts import read_inputs
-from rlkernel.training.run import read_jsonl
+from rlkernel.training.run_folder import read_jsonl
+from rlkernel.training.session import run_training
 from rlkernel.training.sft import batches, mean_loss, sft_update
 
-SAMPLES = [Sample([1, 2], [3, 4, 1]), Sample([2], [5]), Sample([3, 3, 3], [6, 1])]
+TRAJECTORIES = [Trajectory([1, 2], [3, 4, 1]), Trajectory([2], [5]), Trajectory([3, 3, 3], [6, 1])]
 CONFIG = ModelConfig("qwen2", 12, 16, 24, 1, 2, 1, 8, max_position_embeddings=16)
 
 
@@ -30,14 +30,14 @@ def test_the_loss_and_its_gradient_are_cross_entropys(monkeypatch: pytest.Monkey
     model, plain = Decoder.from_config(CONFIG, seed=2), Decoder.from_config(CONFIG, seed=2)
     total = torch.zeros((), dtype=torch.float64)
     with ops.stock():
-        for sample in SAMPLES:
-            logits = plain.logits(plain(pack_samples([sample], "cpu").batch)).double()[len(sample.prompt) - 1 :]
+        for sample in TRAJECTORIES:
+            logits = plain.logits(plain(pack_trajectories([sample], "cpu").batch)).double()[len(sample.prompt) - 1 :]
             total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(sample.completion), reduction="sum")
-        expected = total / sum(len(sample.completion) for sample in SAMPLES)
+        expected = total / sum(len(sample.completion) for sample in TRAJECTORIES)
         expected.backward()
     optimizer = Optimizer(model, OptimizerSettings(), 1)
     monkeypatch.setattr(optimizer, "step", lambda: None)
-    loss, _ = sft_update(model, optimizer, SAMPLES, budget=100, device="cpu")
+    loss, _ = sft_update(model, optimizer, TRAJECTORIES, budget=100, device="cpu")
     assert math.isclose(loss, float(expected.detach()), rel_tol=1e-6)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         grad = theirs.grad
@@ -50,9 +50,9 @@ def test_it_learns_and_micro_batches_change_no_bit() -> None:
     for budget in (1000, 3):
         model = Decoder.from_config(CONFIG, seed=2)
         optimizer = Optimizer(model, OptimizerSettings(lr=0.02), 30)
-        losses = [sft_update(model, optimizer, SAMPLES, budget=budget, device="cpu")[0] for _ in range(30)]
+        losses = [sft_update(model, optimizer, TRAJECTORIES, budget=budget, device="cpu")[0] for _ in range(30)]
         assert losses[-1] < 0.2 * losses[0]
-        assert math.isclose(mean_loss(model, SAMPLES, budget=budget, device="cpu"), losses[-1], rel_tol=0.5)
+        assert math.isclose(mean_loss(model, TRAJECTORIES, budget=budget, device="cpu"), losses[-1], rel_tol=0.5)
         found.append((losses, {name: p.detach() for name, p in model.named_parameters()}))
     assert found[0][0] == found[1][0]
     for name in found[0][1]:
@@ -60,7 +60,7 @@ def test_it_learns_and_micro_batches_change_no_bit() -> None:
 
 
 def test_batches_cover_the_data_and_follow_the_seed() -> None:
-    samples = [Sample([i], [i]) for i in range(7)]
+    samples = [Trajectory([i], [i]) for i in range(7)]
     first = list(islice(batches(samples, 3, 1), 4))
     assert first == list(islice(batches(samples, 3, 1), 4)) and first != list(islice(batches(samples, 3, 2), 4))
     assert len({s.prompt[0] for batch in first[:2] for s in batch}) == 6
@@ -71,7 +71,7 @@ def test_batches_cover_the_data_and_follow_the_seed() -> None:
 def test_a_whole_supervised_run(tmp_path: Path) -> None:
     words = ["train.steps=12", "train.batch_size=16", "eval.every=6", "warmup.examples=64", "rewards=[]"]
     settings = settings_of(tmp_path, *words, algorithm="sft")
-    folder = launch(settings, Display())
+    folder = run_training(settings, Display())
     evals, metrics = read_jsonl(folder / "eval.jsonl"), read_jsonl(folder / "metrics.jsonl")
     assert [row["step"] for row in evals] == [0, 6, 12] and len(metrics) == 12
     assert evals[-1]["loss"] < evals[0]["loss"]

@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 
 from rlkernel.contract import assert_bitwise
 from rlkernel.models import Decoder, ModelConfig
-from rlkernel.training.batch import Sample, micro_batches, pack_samples, score_all
+from rlkernel.training.batch import Trajectory, micro_batches, pack_trajectories, score_all
 
 MODEL = Decoder.from_config(ModelConfig("llama", 30, 16, 24, 2, 2, 1, 8, max_position_embeddings=64), seed=1)
 
 
-def samples_of(seed: int, count: int) -> list[Sample]:
+def samples_of(seed: int, count: int) -> list[Trajectory]:
     generator = torch.Generator().manual_seed(seed)
 
     def ids(most: int) -> list[int]:
         size = int(torch.randint(1, most + 1, (1,), generator=generator))
         return torch.randint(0, 30, (size,), generator=generator).tolist()
 
-    return [Sample(ids(9), ids(12)) for _ in range(count)]
+    return [Trajectory(ids(9), ids(12)) for _ in range(count)]
 
 
 def test_rows_predict_the_completion() -> None:
-    packed = pack_samples([Sample([1, 2, 3], [4, 5]), Sample([6], [7])], "cpu")
+    packed = pack_trajectories([Trajectory([1, 2, 3], [4, 5]), Trajectory([6], [7])], "cpu")
     assert packed.batch.input_ids.tolist() == [1, 2, 3, 4, 6]
     assert packed.batch.positions.tolist() == [0, 1, 2, 3, 0]
     assert packed.batch.cu_seqlens.tolist() == [0, 4, 5] and packed.batch.max_seqlen == 4
@@ -36,9 +36,9 @@ def test_rows_predict_the_completion() -> None:
 
 def test_kept_masks_are_for_all_or_for_none() -> None:
     mask = torch.zeros(1, 1, dtype=torch.int32)
-    assert pack_samples([Sample([1], [2], kept=mask), Sample([1], [2], kept=mask)], "cpu").kept is not None
+    assert pack_trajectories([Trajectory([1], [2], kept=mask), Trajectory([1], [2], kept=mask)], "cpu").kept is not None
     with pytest.raises(ValueError, match="all or none"):
-        pack_samples([Sample([1], [2], kept=mask), Sample([1], [2])], "cpu")
+        pack_trajectories([Trajectory([1], [2], kept=mask), Trajectory([1], [2])], "cpu")
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

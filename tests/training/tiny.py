@@ -10,7 +10,7 @@ from rlkernel.contract import contract_id
 from rlkernel.training.config import Settings, resolve
 from rlkernel.training.grpo import Trainer
 from rlkernel.training.parts import Parts, assemble, read_inputs
-from rlkernel.training.run import Run
+from rlkernel.training.run_folder import RunFolder
 
 TINY = {
     "hidden_size": 32,
@@ -54,9 +54,9 @@ def parts_of(settings: Settings, folder: Path) -> Parts:
     return assemble(settings, read_inputs(settings), settings.run.device, folder)
 
 
-def trainer_of(settings: Settings, folder: Path) -> tuple[Trainer, Run]:
+def trainer_of(settings: Settings, folder: Path) -> tuple[Trainer, RunFolder]:
     """A trainer and its open run."""
-    run = Run(settings, contract_id())
+    run = RunFolder(settings, contract_id())
     with ops.stock(settings.run.backend == "torch"):
         return Trainer(parts_of(settings, folder), run), run
 

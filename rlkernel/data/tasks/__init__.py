@@ -1,6 +1,6 @@
-"""Built-in tasks: a tokenizer, prompts, a verifiable reward and a small model, all made here, nothing downloaded.
+"""Built-in tasks: a tokenizer, prompts, a verifiable reward and a small model; nothing is downloaded.
 
-A task is what `rlkernel train grpo` runs when no model, data or reward is named.
+`rlkernel train grpo` runs one if no model, data or reward is given.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TASKS = {"arithmetic": "rlkernel.data.tasks.arithmetic:Arithmetic"}
-"""Name of each built-in task -> where it lives."""
+"""Name of each built-in task -> its module and class."""
 
 
 class Task(ABC):
     """One built-in task.
 
-    A prompt row is a dict with `prompt` (text) and any further columns (`answer`, ...), which reach the rewards as
-    keyword arguments, one list a column. All randomness comes from the seeds given here.
+    A prompt row is a dict with `prompt` (text) and further columns (`answer`, ...), which are passed to the rewards as
+    keyword arguments, one list per column. All randomness comes from the seeds given here.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Task(ABC):
 
     @abstractmethod
     def train_prompts(self, seed: int) -> Iterator[dict[str, Any]]:
-        """Endless stream of training rows; rows of `heldout()` never occur in it."""
+        """Endless stream of training rows without those of `heldout()`."""
 
     @abstractmethod
     def heldout(self) -> list[dict[str, Any]]:
@@ -47,18 +47,15 @@ class Task(ABC):
         """Training reward of each completion; columns of the rows arrive as lists of the same length."""
 
     def heldout_reward(self, prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
-        """Reward that the evaluation reports; the training reward unless that one is shaped."""
+        """Reward reported by the evaluation; by default the training reward."""
         return self.reward(prompts, completions, **columns)
 
     @abstractmethod
     def model_config(self) -> dict[str, Any]:
-        """`config.json` of the model made from scratch, in Hugging Face's keys, token ids of `tokenizer()` included."""
+        """`config.json` of the model, with Hugging Face's keys and the token ids of `tokenizer()`."""
 
     def defaults(self) -> dict[str, Any]:
-        """Settings of the run that the task wants, dotted key -> value (`{"optimizer.lr": 1e-3}`).
-
-        They stand between the library's defaults and the user's config file, so that a user's word wins.
-        """
+        """The task's settings of a run, dotted key -> value (`{"optimizer.lr": 1e-3}`); the user's settings win."""
         return {}
 
 
@@ -66,7 +63,7 @@ def load_task(name: str) -> Task:
     """The built-in task of that name.
 
     Raises:
-        ValueError: no such task; the message lists those that exist.
+        ValueError: there is no such task; the message lists the existing ones.
     """
     if name not in TASKS:
         raise ValueError(f"task {name!r} does not exist; built-in tasks: {', '.join(sorted(TASKS))}")

@@ -1,8 +1,7 @@
-"""Two-digit addition with a verifiable reward, and a teacher with a bad habit.
+"""Two-digit addition with a verifiable reward, and a teacher with a systematic error.
 
-The warm-up imitates a teacher that can add but is one too high three times out of four, so the policy starts near a
-quarter right. GRPO sees only right or wrong and has to unlearn the habit. Sums are written lowest digit first, the
-order in which carries are made.
+The warm-up imitates a teacher whose answer is one too high three times out of four, so the policy starts near a quarter
+right and GRPO has to unlearn the error. Sums are written lowest digit first, the order in which carries are made.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rlkernel.data.tasks import Task
 _LIMIT = 100
 _HELDOUT = 256
 _RIGHT = 0.25
-"""Share of the teacher's answers that are right; the rest are one too high."""
+"""Share of the teacher's answers that are right; the others are one too high."""
 
 
 def _prompt(a: int, b: int) -> str:
@@ -32,7 +31,7 @@ def _answer(total: int) -> str:
 
 
 class Arithmetic(Task):
-    """`27+85=` is answered by `211`: 112, lowest digit first. Reward 1 for the exact answer, else 0."""
+    """`27+85=` has the answer `211` (112, lowest digit first). Reward 1 for the exact answer, else 0."""
 
     name = "arithmetic"
 

@@ -1,6 +1,6 @@
-"""The run folder: made new and writable before any work, it receives settings, metrics, samples and the report.
+"""The run folder, created before training starts.
 
-config.yaml  metrics.jsonl  samples.jsonl  eval.jsonl  summary.json  report.html  model/
+It holds config.yaml, metrics.jsonl, samples.jsonl, eval.jsonl, summary.json, report.html and model/.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ def default_output(settings: Settings) -> str:
 
 
 def new_folder(wanted: str | Path) -> tuple[Path, list[Path]]:
-    """Creates the run folder: `wanted` itself where it is absent or empty, else the first free `wanted-2`, `-3`, ...
+    """Creates the run folder: `wanted` if it is absent or empty, else the first free `wanted-2`, `wanted-3`, ...
 
-    An empty `config.yaml` in it is the claim: only one of two runs that start together can create that file.
+    A run claims the folder with an empty `config.yaml`, which only one of two runs started together can create.
 
-    Returns the folder, and the absolute paths of all that were made for it, the innermost first.
+    Returns:
+        The folder, and the absolute paths of all directories created for it, innermost first.
 
     Raises:
         InputError: the folder cannot be created or written.
@@ -57,7 +58,7 @@ def new_folder(wanted: str | Path) -> tuple[Path, list[Path]]:
 
 
 def _claim(folder: Path, made: list[Path]) -> bool:
-    """Takes a folder that is absent (it then becomes the first of `made`) or empty; False where it is taken."""
+    """Takes an absent folder (and adds it to `made`) or an empty one; returns False if it is taken."""
     try:
         folder.mkdir()
         made.insert(0, folder.absolute())
@@ -66,14 +67,14 @@ def _claim(folder: Path, made: list[Path]) -> bool:
             return False
     try:
         (folder / CONFIG).touch(exist_ok=False)
-    except FileExistsError:  # another run came first
+    except FileExistsError:  # another run was faster
         return False
     return True
 
 
 def _remove(made: list[Path]) -> None:
     for folder in made:
-        with contextlib.suppress(OSError):  # another run has a folder there by now
+        with contextlib.suppress(OSError):  # not empty: another run has a folder in it
             folder.rmdir()
 
 
@@ -84,13 +85,13 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(
-            f"cannot write {path} ({error.strerror or error}); make room there or choose another place with "
+            f"cannot write {path} ({error.strerror or error}); free some space or choose another place with "
             "--output DIR, and run again"
         ) from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; what was there before stays where the write fails.
+    """Writes a file atomically; if the write fails, the old file stays.
 
     Raises:
         InputError: the file cannot be written.
@@ -98,7 +99,7 @@ def write_text(path: Path, text: str) -> None:
     work = path.with_name(f".{path.name}.new")
     with writing(path):
         try:
-            work.write_text(text, encoding="utf-8", errors="backslashreplace")  # a file's name may be no Unicode
+            work.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names may not be Unicode
             os.replace(work, path)
         except OSError:
             work.unlink(missing_ok=True)
@@ -106,7 +107,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """Strict JSON: NaN and infinities become null, never a token that other parsers refuse."""
+    """Strict JSON: NaN and infinities become null, because other parsers refuse them."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
@@ -123,7 +124,7 @@ def _clean(value: Any) -> Any:
     return value
 
 
-class Run:
+class RunFolder:
     """An open run folder.
 
     Args:
@@ -136,7 +137,7 @@ class Run:
         self._events: Any = None
         writer = _tensorboard_writer() if settings.run.tensorboard else None
         self.folder, self._made = new_folder(settings.run.output or default_output(settings))
-        self._place = self.folder.absolute()  # the current folder may be another when it is removed
+        self._absolute = self.folder.absolute()  # a reward may change the working directory
         try:
             write_text(self.folder / CONFIG, to_yaml(located(settings)))
             if writer is not None:
@@ -147,10 +148,10 @@ class Run:
             raise
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Appends one JSON line to `<name>.jsonl` at once, so that a killed run keeps what it measured.
+        """Appends one JSON line to `<name>.jsonl`, unbuffered, so that a killed run keeps its measurements.
 
         Raises:
-            InputError: the line cannot be written; the lines before it stay, no part of it does.
+            InputError: the line cannot be written; no part of it stays in the file.
         """
         path = self.folder / f"{name}.jsonl"
         line = (to_json(row, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
@@ -164,7 +165,7 @@ class Run:
                 raise
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """One line of `metrics.jsonl`, with the step and the contract id, and the same numbers to TensorBoard."""
+        """Writes one line of `metrics.jsonl`, with step and contract id, and the same numbers to TensorBoard."""
         self.append("metrics", {"step": step, "contract": self.contract, **values})
         if self._events is not None:
             for key, value in values.items():
@@ -173,21 +174,21 @@ class Run:
                         self._events.add_scalar(key, value, step)
 
     def abandon(self) -> None:
-        """Removes what a run that never began has written, and the folders made for it; nothing was measured."""
+        """Removes the files and folders of a run that failed before its first step."""
         self.close()
-        with contextlib.suppress(OSError):  # what made the run refuse is the error to tell
-            for path in self._place.iterdir():
+        with contextlib.suppress(OSError):  # the failure that ended the run is the one to report
+            for path in self._absolute.iterdir():
                 with contextlib.suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         _remove(self._made)
 
     def close(self) -> None:
-        """Closes the TensorBoard events; the run's numbers are on disk already."""
+        """Closes the TensorBoard writer."""
         if self._events is not None:
             self._events.close()
             self._events = None
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -202,17 +203,17 @@ def _tensorboard_writer() -> Any:
     return SummaryWriter
 
 
-def command(algorithm: str, folder: Path) -> str:
+def repeat_command(algorithm: str, folder: Path) -> str:
     """The shell command that repeats the run of a folder, from any working directory.
 
-    It goes to the directory that the run was started in, because modules of rewards are looked for there.
+    It changes to the directory that the run was started in, because reward modules are imported from there.
     """
     words = [sys.executable, "-m", "rlkernel.cli.main", "train", algorithm, "--config", str(folder.absolute() / CONFIG)]
     return f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file that `Run.append` wrote; an absent file has none."""
+    """Rows of a file that `RunFolder.append` wrote; an absent file has none."""
     if not path.exists():
         return []
     with open(path, encoding="utf-8") as lines:

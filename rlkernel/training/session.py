@@ -1,4 +1,4 @@
-"""A whole run: checks the input, opens the run folder, trains, saves the checkpoint, writes the report."""
+"""A run from start to end: checks the input, opens the run folder, trains, saves the checkpoint, writes the report."""
 
 from __future__ import annotations
 
@@ -21,63 +21,63 @@ from rlkernel.training.display import Display, clock, ready_kernels
 from rlkernel.training.grpo import train_grpo
 from rlkernel.training.parts import Inputs, Parts, assemble, choose_device, read_inputs
 from rlkernel.training.report import write_report
-from rlkernel.training.run import Run, command, default_output, to_json, write_text
+from rlkernel.training.run_folder import RunFolder, default_output, repeat_command, to_json, write_text
 from rlkernel.training.sft import train_sft
 
 
-def launch(settings: Settings, display: Display | None = None) -> Path:
+def run_training(settings: Settings, display: Display | None = None) -> Path:
     """Runs the settings; returns the run folder.
 
     Args:
         settings: from `config.resolve`.
-        display: where progress goes; default standard output.
+        display: where progress is shown; default standard output.
 
     Raises:
-        InputError: bad input, before any work; or a reward that failed during it.
-        MismatchError: a log-probability differs between rollout and training, in strict mode. What was measured
-            until then stays in the run folder.
+        InputError: bad input, before the first step; or a reward that failed during training.
+        MismatchError: a log-probability differs between rollout and training, in strict mode. The run folder keeps
+            what was written until then.
     """
     started, clock_start = datetime.now(UTC), time.perf_counter()
     device = choose_device(settings.run.device)
     inputs = read_inputs(settings)
     contract = ops.attention_contract(settings.run.attention)
-    with Display() if display is None else display as screen, Run(settings, contract) as run:
+    with Display() if display is None else display as screen, RunFolder(settings, contract) as run:
         wanted = settings.run.output or default_output(settings)
         taken = "" if run.folder == Path(wanted) else f" ({wanted} is taken)"
         screen.say(f"run folder {run.folder}{taken}")
-        try:
-            with ops.stock(settings.run.backend == "torch"):
+        with ops.stock(settings.run.backend == "torch"):
+            try:
                 parts = assemble(settings, inputs, device, run.folder)
                 ready_kernels(device)
-        except BaseException:
-            run.abandon()
-            raise
-        size = sum(parameter.numel() for parameter in parts.model.parameters())
-        model = f"{size:,} parameters, {str(parts.model.dtype).removeprefix('torch.')}"
-        model += f", {parts.model.config.model_type}, " + (
-            settings.model.path or f"from scratch for {settings.data.task}"
-        )
-        screen.say(f"{settings.algorithm} on {device}, backend {settings.run.backend}, contract {contract}; {model}")
-        for note in _notes(parts, inputs, run.folder):
-            screen.say(f"note: {note}")
+            except BaseException:
+                run.abandon()
+                raise
+            size = sum(parameter.numel() for parameter in parts.model.parameters())
+            origin = settings.model.path or f"from scratch for {settings.data.task}"
+            dtype = str(parts.model.dtype).removeprefix("torch.")
+            model = f"{size:,} parameters, {dtype}, {parts.model.config.model_type}, {origin}"
+            backend = settings.run.backend
+            screen.say(f"{settings.algorithm} on {device}, backend {backend}, contract {contract}; {model}")
+            for note in _notes(parts, inputs, run.folder):
+                screen.say(f"note: {note}")
+            train = train_grpo if settings.algorithm == "grpo" else train_sft
+            trained = train(parts, run, screen)
         summary: dict[str, Any] = {
             "name": run.folder.name,
             "algorithm": settings.algorithm,
-            "backend": settings.run.backend,
+            "backend": backend,
             "contract": contract,
             "device": device,
             "seed": settings.run.seed,
             "model": model,
             "threads": torch.get_num_threads(),
-            "command": command(settings.algorithm, run.folder),
+            "command": repeat_command(settings.algorithm, run.folder),
             "started": started.isoformat(timespec="seconds"),
             "environment": environment(),
+            **trained,
+            "seconds": time.perf_counter() - clock_start,
         }
-        train = train_grpo if settings.algorithm == "grpo" else train_sft
-        with ops.stock(settings.run.backend == "torch"):
-            summary |= train(parts, run, screen)
-        summary["seconds"] = time.perf_counter() - clock_start
-        try:  # the small files come first: a full disk takes them last
+        try:  # small files first, because the checkpoint may fill the disk
             write_text(run.folder / "summary.json", to_json(summary, indent=1) + "\n")
             report = write_report(run.folder)
         finally:
@@ -96,25 +96,25 @@ def _save(parts: Parts, folder: Path) -> None:
 
 
 def _notes(parts: Parts, inputs: Inputs, folder: Path) -> list[str]:
-    """What is allowed and seldom meant."""
+    """Warnings about settings that are allowed but rarely intended."""
     notes = []
     size, free = sum(p.numel() * p.element_size() for p in parts.model.parameters()), shutil.disk_usage(folder).free
     if parts.settings.run.save and free < size:
         need = f"the checkpoint at the end needs {size:,} bytes, {folder} has {free:,} free"
-        notes.append(f"{need}; make room before the run ends")
+        notes.append(f"{need}; free some space before the run ends")
     if parts.settings.algorithm != "grpo":
         return notes
     if isinstance(inputs.train, list) and any(is_chat(row["prompt"]) for row in inputs.train):
         notes.append("prompts are chats; rewards get each completion as [{'role': 'assistant', 'content': text}]")
     ends, own = parts.model.config.eos_token_id, parts.tokenizer.eos_token_id
     if not ends and not parts.settings.rollout.stop:
-        notes.append("the model names no end-of-sequence token; every completion runs to rollout.max_tokens")
+        notes.append("the model has no end-of-sequence token; every completion runs to rollout.max_tokens")
     elif ends and own is not None and own not in ends:
         notes.append(
-            f"the tokenizer's end-of-sequence token {own} is none of the model's {list(ends)}; the model's count"
+            f"the tokenizer's end-of-sequence token {own} is not among the model's {list(ends)}; the model's are used"
         )
     if not parts.heldout:
-        notes.append("no held-out prompts; give data.heldout or data.heldout_rows to see progress on unseen ones")
+        notes.append("no held-out prompts; set data.heldout or data.heldout_rows to evaluate on unseen prompts")
     return notes
 
 
