@@ -53,13 +53,11 @@ _adamw = define(
     "adamw_(Tensor(a!)[] masters, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor(e!)[] params, Tensor? scale, float lr, float beta1, float beta2, float eps, float weight_decay, int step, "
     "bool zero_grad) -> ()",
-    "adamw",
     fake=lambda *args: None,
     inputs=AdamwInputs._make,
 )
 _grad_norm = define(
     "grad_norm(Tensor[] grads, Tensor? loss_scale, float? max_norm) -> (Tensor, Tensor, Tensor)",
-    "adamw",
     fake=_norm_fake,
 )
 

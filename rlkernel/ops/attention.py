@@ -173,13 +173,11 @@ _attention_backward = define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, "
     "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int? window) "
     "-> (Tensor, Tensor, Tensor)",
-    "attention",
     fake=_fake_backward,
 )
 _attention = define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, float scale, int? window, int split) -> (Tensor, Tensor)",
-    "attention",
     fake=_fake,
     setup_context=_setup,
     backward=_backward,
@@ -188,13 +186,12 @@ _paged_attention = define(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, "
     "Tensor seq_lens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int? window, int split) "
     "-> (Tensor, Tensor)",
-    "attention",
     fake=_fake,
 )
 _attention_fa3 = define(
     "attention_fa3(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, float scale) -> (Tensor, Tensor)",
-    attention_fa3.attention,
+    compute=attention_fa3.attention,
     fake=_fake_fa3,
     setup_context=_setup,
     backward=_backward,
@@ -202,12 +199,11 @@ _attention_fa3 = define(
 _paged_attention_fa3 = define(
     "paged_attention_fa3(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q, "
     "Tensor seq_lens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale) -> (Tensor, Tensor)",
-    attention_fa3.paged_attention,
+    compute=attention_fa3.paged_attention,
     fake=_fake_fa3,
 )
 _store_kv = define(
     "store_kv_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()",
-    "attention",
     fake=lambda k_cache, v_cache, k, v, slots: None,
 )
 

@@ -42,7 +42,6 @@ _is_grad_enabled = torch.is_grad_enabled
 
 def define(
     schema: str,
-    module: str | Callable[..., Any],
     *,
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
@@ -50,25 +49,26 @@ def define(
     differentiable_twice: bool = False,
     for_backward: int = 0,
     inputs: Callable[[tuple[Any, ...]], Any] | None = None,
+    compute: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Registers `rlkernel::<schema>` and returns a function that calls it with tensors of one device.
 
     Args:
-        schema: torch schema without the namespace, `name(Tensor x, ...) -> Tensor`.
-        module: module of `rlkernel/kernels/{reference,cpu,triton}` whose function `name` computes it; or the function
-            itself, if one serves every device.
+        schema: torch schema without the namespace, `name(Tensor x, ...) -> Tensor`. `kernels/implementations.py` names
+            the functions that compute the op.
         fake: shapes and dtypes of the result, for tracing.
         setup_context, backward: autograd, as in `torch.library.register_autograd`.
         differentiable_twice: whether `backward` itself consists of differentiable ops; else a second derivative raises.
         for_backward: number of trailing arguments that only `setup_context` reads; kernels do not get them.
         inputs: builds a NamedTuple from the op's arguments, which kernels then get as their only argument.
+        compute: the function that computes the op on every device, for an op that is not in `implementations.py`.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
 
     def kernel_for(device: str) -> Callable[..., Any]:
-        if not isinstance(module, str):
-            return module
+        if compute is not None:
+            return compute
 
         def call(*args: Any) -> Any:
             choice = select.choose(name, device)
@@ -85,7 +85,7 @@ def define(
 
         return call
 
-    if isinstance(module, str):
+    if compute is None:
         _kernels[name] = kernel_for
     kernels = {"cpu": kernel_for("cpu"), "cuda": kernel_for("cuda")}
     _LIBRARY.impl(name, kernels["cpu"], "CPU")

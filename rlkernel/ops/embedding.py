@@ -31,15 +31,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
 
 _wgrad = define(
     "embedding_wgrad(Tensor dy, Tensor ids, int vocabulary) -> Tensor",
-    "embedding",
     fake=lambda dy, ids, vocabulary: dy.new_empty((vocabulary, dy.shape[1])),
 )
-_add_wgrad = define(
-    "embedding_wgrad_(Tensor(a!) grad, Tensor dy, Tensor ids) -> ()", "embedding", fake=lambda grad, dy, ids: None
-)
+_add_wgrad = define("embedding_wgrad_(Tensor(a!) grad, Tensor dy, Tensor ids) -> ()", fake=lambda grad, dy, ids: None)
 _embedding = define(
     "embedding(Tensor ids, Tensor weight) -> Tensor",
-    "embedding",
     fake=lambda ids, weight: weight.new_empty((ids.shape[0], weight.shape[1])),
     setup_context=_setup,
     backward=_backward,

@@ -17,7 +17,6 @@ MODES = ("group", "leave_one_out", "batch", "none")
 
 _group_advantages = define(
     "group_advantages(Tensor rewards, int group_size, str mode, bool normalize_std, float eps) -> Tensor",
-    "group_advantages",
     fake=lambda rewards, group_size, mode, normalize_std, eps: rewards.new_empty(rewards.shape),
 )
 

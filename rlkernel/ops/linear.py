@@ -43,21 +43,16 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 linear_dgrad = define(
     "linear_dgrad(Tensor dy, Tensor weight, int chunks) -> Tensor",
-    "linear",
     fake=lambda dy, weight, chunks: dy.new_empty((dy.shape[0], weight.shape[1])),
 )
 linear_wgrad = define(
     "linear_wgrad(Tensor dy, Tensor x) -> Tensor",
-    "linear",
     fake=lambda dy, x: dy.new_empty((dy.shape[1], x.shape[1])),
 )
-linear_wgrad_ = define(
-    "linear_wgrad_(Tensor(a!) grad, Tensor dy, Tensor x) -> ()", "linear", fake=lambda grad, dy, x: None
-)
-bias_grad_ = define("bias_grad_(Tensor(a!) grad, Tensor dy) -> ()", "linear", fake=lambda grad, dy: None)
+linear_wgrad_ = define("linear_wgrad_(Tensor(a!) grad, Tensor dy, Tensor x) -> ()", fake=lambda grad, dy, x: None)
+bias_grad_ = define("bias_grad_(Tensor(a!) grad, Tensor dy) -> ()", fake=lambda grad, dy: None)
 _linear = define(
     "linear(Tensor x, Tensor weight, Tensor? bias, int chunks, int dgrad_chunks, ScalarType? out_dtype) -> Tensor",
-    "linear",
     fake=_fake,
     setup_context=_setup,
     backward=_backward,

@@ -95,13 +95,11 @@ _grad = define(
     "linear_logprob_grad_(Tensor(a!)? grad, Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, "
     "Tensor? kept, Tensor stats, Tensor entropy, Tensor? dlogp, Tensor? dentropy, Tensor? probs, Tensor? tile_max, "
     "Tensor? logits, bool dense, bool needs_input, bool needs_weight) -> (Tensor, Tensor)",
-    "linear_logprob",
     fake=_fake_grad,
 )
 _linear_logprob = define(
     "linear_logprob(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept, "
     "bool dense) -> (Tensor, Tensor, Tensor, Tensor)",
-    "linear_logprob",
     fake=lambda hidden, *_: fake_rows(hidden),
     setup_context=_setup,
     backward=_backward,
@@ -110,7 +108,6 @@ _linear_logprob = define(
 _linear_logprob_logits = define(
     "linear_logprob_logits(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept, "
     "SymInt width, bool dense) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "linear_logprob",
     fake=_fake_logits,
     setup_context=_setup,
     backward=_backward,
@@ -119,7 +116,6 @@ _linear_logprob_logits = define(
 _linear_logprob_probs = define(
     "linear_logprob_probs(Tensor hidden, Tensor weight, Tensor targets, Tensor? inv_temperature, Tensor? kept, "
     "bool dense) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "linear_logprob",
     fake=_fake_probs,
     setup_context=_setup,
     backward=_backward,

@@ -98,12 +98,10 @@ def _backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None, *_: None)
 _dgrad = define(
     "logprob_dgrad(Tensor logits, Tensor targets, Tensor? inv_temperature, Tensor? kept, Tensor stats, Tensor entropy, "
     "Tensor? dlogp, Tensor? dentropy) -> Tensor",
-    "logprob",
     fake=lambda logits, *_: logits.new_empty(logits.shape),
 )
 logprob_unchecked = define(
     "logprob(Tensor logits, Tensor targets, Tensor? inv_temperature, Tensor? kept) -> (Tensor, Tensor, Tensor, Tensor)",
-    "logprob",
     fake=lambda logits, *_: fake_rows(logits),
     setup_context=_setup,
     backward=_backward,

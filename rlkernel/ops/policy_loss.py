@@ -82,7 +82,6 @@ def _backward(ctx: Any, dloss: Tensor | None, *rest: Any) -> tuple[Tensor | None
 
 _scale = define(
     "policy_loss_scale_(Tensor(a!) dlogp, Tensor(b!) dentropy, Tensor scale, Tensor dloss) -> ()",
-    "policy_loss",
     fake=lambda dlogp, dentropy, scale, dloss: None,
 )
 _policy_loss = define(
@@ -90,7 +89,6 @@ _policy_loss = define(
     "Tensor? entropy, Tensor? rollout_logp, Tensor? normalizer, str loss_type, bool sequence_ratio, float clip_low, "
     "float clip_high, float? clip_dual, float kl_coef, str kl_type, float entropy_coef, float? tis_cap, "
     "float? divisor) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "policy_loss",
     fake=_fake,
     setup_context=_setup,
     backward=_backward,

@@ -21,7 +21,6 @@ from rlkernel.ops.stock_switch import is_stock
 _qk_norm_rope = define(
     "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor positions, Tensor cos_sin) "
     "-> (Tensor, Tensor)",
-    "qk_norm_rope",
     fake=lambda q, k, q_weight, k_weight, eps, positions, cos_sin: (q.new_empty(q.shape), k.new_empty(k.shape)),
 )
 

@@ -74,29 +74,24 @@ def _backward_add(ctx: Any, dy: Tensor | None, dr: Tensor | None) -> tuple[Tenso
 
 _dgrad = define(
     "rms_norm_dgrad(Tensor dy, Tensor? dr, Tensor x, Tensor weight, float eps) -> Tensor",
-    "rms_norm",
     fake=lambda dy, dr, x, weight, eps: x.new_empty(x.shape),
 )
 _grad = define(
     "rms_norm_grad(Tensor dy, Tensor? dr, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    "rms_norm",
     fake=lambda dy, dr, x, weight, eps: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
 )
 _add_grad = define(
     "rms_norm_grad_(Tensor(a!) grad, Tensor dy, Tensor? dr, Tensor x, Tensor weight, float eps) -> Tensor",
-    "rms_norm",
     fake=lambda grad, dy, dr, x, weight, eps: x.new_empty(x.shape),
 )
 _rms_norm = define(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
-    "rms_norm",
     fake=lambda x, weight, eps: x.new_empty(x.shape),
     setup_context=_setup,
     backward=_backward,
 )
 _add_rms_norm = define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    "rms_norm",
     fake=lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
     setup_context=_setup_add,
     backward=_backward_add,

@@ -29,7 +29,6 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
 
 _rope = define(
     "rope(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, bool inverse) -> (Tensor, Tensor)",
-    "rope",
     fake=lambda q, k, positions, cos_sin, inverse: (q.new_empty(q.shape), k.new_empty(k.shape)),
     setup_context=_setup,
     backward=_backward,

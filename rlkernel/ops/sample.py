@@ -30,7 +30,6 @@ class Sample(NamedTuple):
 sample_unchecked = define(  # for engines that have checked the arguments
     "sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor? top_k, Tensor? top_p, "
     "Tensor? min_p) -> (Tensor, Tensor)",
-    "sample",
     fake=lambda logits, seeds, positions, temperature, top_k, top_p, min_p: (
         logits.new_empty((logits.shape[0],), dtype=torch.int64),
         logits.new_empty(

@@ -25,12 +25,10 @@ def _backward(ctx: Any, dy: Tensor) -> Tensor:
 
 _grad = define(
     "swiglu_grad(Tensor dy, Tensor gate_up) -> Tensor",
-    "swiglu",
     fake=lambda dy, gate_up: gate_up.new_empty(gate_up.shape),
 )
 _swiglu = define(
     "swiglu(Tensor gate_up) -> Tensor",
-    "swiglu",
     fake=lambda gate_up: gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)),
     setup_context=_setup,
     backward=_backward,

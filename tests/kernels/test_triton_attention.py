@@ -59,7 +59,9 @@ else:
     from rlkernel.kernels.reference import attention as reference
     from rlkernel.kernels.triton import attention as forward
     from rlkernel.kernels.triton import attention_backward as backward
-    from rlkernel.kernels.triton.attention import attention, attention_backward, paged_attention, store_kv_
+    from rlkernel.kernels.triton.attention import attention, paged_attention
+    from rlkernel.kernels.triton.attention_backward import attention_backward
+    from rlkernel.kernels.triton.attention_pages import store_kv_
     from rlkernel.kernels.triton.attention_tiles import Tile
 
     pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")

@@ -37,6 +37,7 @@ else:
     from rlkernel.kernels.triton import (
         adamw,
         attention,
+        attention_backward,
         attention_pages,
         embedding,
         linear,
@@ -224,13 +225,13 @@ else:
             at = torch.tensor([first, first + lens[0], len(q)], dtype=torch.int32)
             out, lse = attention.attention(q, k, v, at, at, max(lens), max(lens), d**-0.5, None, 2048)
             given = (dout, q, k, v, out, lse, at, at, max(lens), max(lens), d**-0.5, None)
-            return (out, lse, *attention.attention_backward(*given))
+            return (out, lse, *attention_backward.attention_backward(*given))
 
         same(gradients, *last, what="attention")
 
         def stored(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             caches = [torch.empty(-(-len(k) // 16), 16, h, d, dtype=k.dtype) for _ in range(2)]
-            attention.store_kv_(*caches, k, v, torch.arange(len(k)))
+            attention_pages.store_kv_(*caches, k, v, torch.arange(len(k)))
             return tuple(c.view(-1, h, d)[: len(k)] for c in caches)
 
         same(stored, *last[2:], what="cache")
@@ -245,7 +246,7 @@ else:
             at, most = torch.tensor([0, len(q)], dtype=torch.int32), len(q)
             out, lse = attention.attention(q, k, v, at, at, most, most, d**-0.5, window, 2048)
             given = (dout, q, k, v, out, lse, at, at, most, most, d**-0.5, window)
-            return (out, lse, *attention.attention_backward(*given))
+            return (out, lse, *attention_backward.attention_backward(*given))
 
         far = rows(*last)
         assert (len(far[0]) - length) % 2048 == 0

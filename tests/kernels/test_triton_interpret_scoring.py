@@ -135,7 +135,7 @@ else:
         ):  # fmt: skip
             assert (ours[0][:5] == -torch.inf).all()
             _, entropy, _, stats = ours
-            logprob.logprob_dgrad(logits, targets, inverse, kept, stats, entropy, g, g)
+            logprob_backward.logprob_dgrad(logits, targets, inverse, kept, stats, entropy, g, g)
             rest = (targets, inverse, kept, stats, entropy, g, g, None, None, None, False, True, True)
             linear_logprob.linear_logprob_grad_(None, x, w, *rest)
 

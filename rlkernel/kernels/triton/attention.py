@@ -14,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel.contract.orders import ATTENTION_SPLIT
-from rlkernel.kernels.triton.attention_backward import attention_backward as attention_backward
 from rlkernel.kernels.triton.attention_backward import branches, check_grid, descriptors
 from rlkernel.kernels.triton.attention_pages import contiguous_slots, gather_pages
-from rlkernel.kernels.triton.attention_pages import store_kv_ as store_kv_
 from rlkernel.kernels.triton.attention_splits import (
     KEYS,
     NEGATIVE_INFINITY,

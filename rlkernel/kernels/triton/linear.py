@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel.contract.orders import DGRAD_CHUNK, DGRAD_WHOLE
 from rlkernel.kernels.triton.common import cdiv, negative_zeros, on_device, options
-from rlkernel.kernels.triton.linear_grad import ascending, bias_grad_, linear_wgrad, linear_wgrad_
+from rlkernel.kernels.triton.linear_grad import ascending
 from rlkernel.kernels.triton.matrix import (
     Tile,
     can_use_tma,
@@ -25,8 +25,6 @@ from rlkernel.kernels.triton.matrix import (
     strided,
     tile_at,
 )
-
-__all__ = ["bias_grad_", "gemm", "linear", "linear_dgrad", "linear_wgrad", "linear_wgrad_"]
 
 # ---- kernels -------------------------------------------------------------------------------------
 

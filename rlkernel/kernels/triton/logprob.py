@@ -26,7 +26,6 @@ from rlkernel.kernels.triton.common import (
 )
 from rlkernel.kernels.triton.launch import direct
 from rlkernel.kernels.triton.logprob_backward import dense_rows, is_kept
-from rlkernel.kernels.triton.logprob_backward import logprob_dgrad as logprob_dgrad
 
 TILE = tl.constexpr(VOCAB_TILE)
 UNIT = tl.constexpr(2.0**-FIXED_POINT_BITS)
