@@ -143,7 +143,7 @@ class Launch:
             wrong = ~(region.elements[offset] & region.elements[offset + size - 1])
         if wrong is not None and wrong.any():
             self.fail(region, offset[wrong], size, access)
-        self.meet(region, offset, size, access)
+        self.note(region, offset, size, access)
         return ptrs + np.uint64(region.shift % (1 << 64))
 
     def fail(self, region: Region, offset: Any, size: int, access: str) -> None:
@@ -158,7 +158,7 @@ class Launch:
             f"and {offset.size} lanes miss them"
         )
 
-    def meet(self, region: Region, offset: Any, size: int, access: str) -> None:
+    def note(self, region: Region, offset: Any, size: int, access: str) -> None:
         """Records the access of this program, and fails on a conflict with another one. Atomics do not conflict."""
         programs = self.programs.get(region.storage)
         if programs is None:

@@ -153,7 +153,7 @@ def sanitizer_run(
     unlaunched: tuple[str, ...] = (),
     capability: tuple[int, int] = (9, 0),
 ) -> tuple[int, dict[str, Any]]:
-    """Exit status and result file of the runner, with processes that print what `seen` says of a tool or a call."""
+    """Exit status and result file of the runner; `seen` gives the number of errors per tool or call."""
     import aot
 
     def start(given: list[str], limit: float, tool: tuple[str, ...] = ()) -> tuple[str, int | None, float]:

@@ -110,14 +110,13 @@ def assert_rows_alone(run: Callable[..., Any], batch: tuple[Tensor | None, ...],
 
 
 def forget() -> None:
-    """Every op with schedules decides anew, from the files."""
+    """Every op with schedules chooses again, from the verdict files."""
     for op in schedule.scheduled_ops():
         op.forget()
 
 
 def ran_through() -> dict[str, set[str]]:
-    """Of each op the schedules that its calls ran through since all was decided anew (`forget`, the end of a block that
-    switches some off); the anchor apart."""
+    """The schedules, except the anchor, that each op's calls have used since `forget` or the last block `without`."""
     found: dict[str, set[str]] = {}
     for op in schedule.scheduled_ops():
         runs = list(op._runs.values())
@@ -127,8 +126,7 @@ def ran_through() -> dict[str, set[str]]:
 
 
 def faster_schedule(op: ScheduledOp, run: Callable[[], object]) -> str:
-    """The one schedule of `op` that `run` runs through, in strict mode; it must have been found faster than the anchor,
-    and no other one faster than it."""
+    """The one schedule of `op` that `run` uses in strict mode; asserts that it is faster than all others."""
     with schedule.strict():  # which decides anew
         run()
         ran = list(op._runs.values())

@@ -59,7 +59,7 @@ def test_head_dim_128_is_certified(heads: int, kv_heads: int, page: int, record:
 
 @pytest.mark.usefixtures("fresh")
 def test_head_dim_64_is_refused(record: Record) -> None:
-    """Its block of keys depends on the longest query of the batch."""
+    """FlashAttention-3 chooses its block of keys by the longest query of the batch there."""
     (found,) = attention_fa3.verdict(shape(64, 16, 8)).trials
     record(**refusal(found.first))
     assert not found.certified and found.first is not None and found.first["index"] is not None

@@ -231,7 +231,7 @@ def test_fp32_linear_equals_the_cpu(chunks: int) -> None:
 @pytest.mark.parametrize("columns", (16, 32))
 @low_precision
 def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, record: Record) -> None:
-    """wgmma's chain is the anchor's: part of a piece, of a block's columns, of its rows; many pieces, NaN beside."""
+    """Hopper's kernel equals the anchor with partial k-pieces, columns and rows, and next to a row of NaN."""
     from rlkernel.kernels.cuda import linear_dgrad_rows_sm90
     from rlkernel.kernels.samples import KINDS, values
     from rlkernel.kernels.triton.linear import gemm
@@ -250,10 +250,10 @@ def test_input_gradient_of_few_rows(dtype: torch.dtype, columns: int, record: Re
     run = linear_dgrad_rows_sm90.launcher(0, dtype, dtype, 16, columns)
     expected = run(dy, w, 1)
     for _ in range(200):
-        seen.rows(run(dy, w, 1), expected, "again")
+        seen.rows(run(dy, w, 1), expected, "repeated")
     dy[1] = float("nan")
     with_nan = run(dy, w, 1)
     assert with_nan[1].isnan().all()
-    seen.rows(with_nan[::2], expected[::2], "a row beside one of NaN")
-    seen.rows(run(dy[:1].as_strided((1, 6144), (1, 1)), w), expected[:1], "one row, whatever its stride")
+    seen.rows(with_nan[::2], expected[::2], "rows next to a row of NaN")
+    seen.rows(run(dy[:1].as_strided((1, 6144), (1, 1)), w), expected[:1], "one row with another stride")
     record(**vars(seen))

@@ -58,10 +58,10 @@ def test_special_values_addresses_and_strides() -> None:
     x, dy = rand(rows + 1, channels), rand(rows + 1, channels, seed=1)
     x[3], x[70, 5], x[71, 9], dy[90, 0] = 0.0, float("inf"), float("nan"), float("-inf")
     wide = torch.cat((dy[:rows], dy[:rows]), 1)
-    odd = torch.empty(rows * channels + 1, device="cuda", dtype=BF16)[1:].view(rows, channels).copy_(x[:rows])
+    unaligned = torch.empty(rows * channels + 1, device="cuda", dtype=BF16)[1:].view(rows, channels).copy_(x[:rows])
     run = rms_norm_grad_sm90.launcher(0, channels, False, 4)
     for eps in (0.0, 1e-5):
-        for given in ((dy[:rows], x[:rows]), (wide[:, channels:], x[:rows]), (dy[:rows], odd)):
+        for given in ((dy[:rows], x[:rows]), (wide[:, channels:], x[:rows]), (dy[:rows], unaligned)):
             expected = anchor.gradients(given[0], None, given[1], w, eps)
             for found, wanted, what in zip(
                 run(given[0], None, given[1], w, eps), expected, ("dx", "sums"), strict=True
@@ -87,7 +87,7 @@ def test_rms_norm_weight_gradient_in_micro_batches(channels: int, record: Callab
     with schedule.without("hopper"):
         plain = summed(slice(None))
     others = [(again, "two calls"), (plain, "the anchor")]
-    for groups in rms_norm_grad_sm90.RESIDENT:  # the kernel in front of the fold, which starts early
+    for groups in rms_norm_grad_sm90.RESIDENT:  # the kernel before the fold, which is launched with PDL
         run = rms_norm_grad_sm90.launcher(0, channels, False, groups)
         total = torch.zeros(channels, device="cuda")
         others.append(((anchor.rms_norm_grad_(total, dy, None, x, w, 1e-6, run), total), f"{groups} groups"))

@@ -72,7 +72,7 @@ else:
         monkeypatch.setattr(interpreter, "range", ends, raising=False)
         # CPU tensors are passed to the kernel without a copy
         monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
-        monkeypatch.setattr(memory_check.Launch, "meet", lambda *_: None)  # needs memory per byte
+        monkeypatch.setattr(memory_check.Launch, "note", lambda *_: None)  # needs memory per byte
 
     def half(*shape: int) -> Tensor:
         return torch.randn(shape).half()

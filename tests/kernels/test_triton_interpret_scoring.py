@@ -42,6 +42,7 @@ else:
         linear_logprob_backward,
         linear_logprob_rows,
         logprob,
+        logprob_backward,
         sample,
     )
     from rlkernel.kernels.triton.linear_logprob_rows import Active
